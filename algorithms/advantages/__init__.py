@@ -1,0 +1,17 @@
+"""Advantage estimators by name. A file ``x.py`` here holds the estimator ``x`` and is found by being here.
+
+An estimator takes ``AdvantageInputs`` and keyword-only settings and returns ``Advantages``. It computes in float64
+and returns float32.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from algorithms.advantages.types import Advantages
+from algorithms.discovery import modules
+
+AdvantageEstimator = Callable[..., Advantages]
+
+MODULES = modules(__name__, __path__)
+ADVANTAGES: dict[str, AdvantageEstimator] = {name: getattr(module, name) for name, module in MODULES.items()}

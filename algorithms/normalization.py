@@ -1,0 +1,51 @@
+"""Centring and scaling shared by the advantage estimators: over a prompt's group, or over the whole batch.
+
+Numpy, float64. Shapes: _B rows, _G groups.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+WHITEN_EPSILON = 1e-8
+
+
+@dataclass(frozen=True)
+class GroupStatistics:
+    """Each row's place in its group.
+
+    Args:
+        centred_B: value minus the group's mean, exactly 0 where all values of a group are equal.
+        std_B: unbiased standard deviation of the row's group, 0 for a group of one.
+        sizes_B: number of rows of the row's group.
+    """
+
+    centred_B: np.ndarray
+    std_B: np.ndarray
+    sizes_B: np.ndarray
+
+
+def group_statistics(values_B: np.ndarray, groups_B: np.ndarray) -> GroupStatistics:
+    """Statistics of ``values_B`` over rows of equal ``groups_B``; rows of a group need not be neighbours."""
+    _, first_G, group_B, sizes_G = np.unique(groups_B, return_index=True, return_inverse=True, return_counts=True)
+    values_B = values_B.astype(np.float64)
+    # Measured from a member of the group, equal values are exact zeros: their mean carries no rounding error, which
+    # a division by a vanishing standard deviation would blow up.
+    shifted_B = values_B - values_B[first_G][group_B]
+    centred_B = shifted_B - (np.bincount(group_B, weights=shifted_B) / sizes_G)[group_B]
+    variance_G = np.bincount(group_B, weights=centred_B**2) / np.maximum(sizes_G - 1, 1)
+    return GroupStatistics(centred_B, np.sqrt(variance_G)[group_B], sizes_G[group_B])
+
+
+def whitened(values: np.ndarray) -> np.ndarray:
+    """Shift and scale to mean 0 and unbiased variance 1; given the counted tokens of a batch and nothing else.
+
+    The divisor is sqrt(variance + 1e-8), so that equal values, or a single one, become 0.
+    """
+    if not values.size:
+        return values
+    centred = values - values.mean()
+    variance = (centred @ centred) / max(values.size - 1, 1)
+    return centred / np.sqrt(variance + WHITEN_EPSILON)

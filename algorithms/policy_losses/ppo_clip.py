@@ -1,0 +1,52 @@
+"""The clipped surrogate of PPO, with separate bounds below and above and an optional second clip.
+
+Sources: Schulman et al. 2017 (arXiv 1707.06347), equation 7; a higher upper bound, Yu et al. 2025 (DAPO, arXiv
+2503.14476), equation 8; dual clip, Ye et al. 2020 (arXiv 1912.09729), equation 5.
+
+Shapes: _T flat response tokens.
+"""
+
+from __future__ import annotations
+
+from algorithms.kl import LOG_RATIO_BOUND, kl_estimate
+from algorithms.policy_losses.types import PolicyLossInputs, PolicyLossOutputs
+
+
+def ppo_clip(
+    inputs: PolicyLossInputs, *, clip_low: float = 0.2, clip_high: float = 0.2, dual_clip: float | None = None
+) -> PolicyLossOutputs:
+    """-min(ratio A, clip(ratio, 1 - clip_low, 1 + clip_high) A), and no more than -dual_clip A where A < 0.
+
+    The ratio is exactly 1 where ``old_logprobs_T`` is ``logprobs_T.detach()``, and the gradient there exactly -A.
+
+    Args:
+        inputs: a micro-batch.
+        clip_low: how far the ratio may fall below 1.
+        clip_high: how far it may rise above 1.
+        dual_clip: bound above 1 on the ratio of tokens with negative advantage, where the first clip leaves the loss
+            unbounded; None for no bound.
+
+    Returns:
+        The loss, and the metrics ``clip_fraction`` (1 where either clip decided the loss), ``ratio`` and
+        ``approx_kl`` (the k3 estimate of the divergence of the old policy from the actor).
+
+    Raises:
+        ValueError: ``dual_clip`` is not above 1.
+    """
+    if dual_clip is not None and dual_clip <= 1:
+        raise ValueError(f"dual_clip bounds a ratio from above and has to exceed 1, not {dual_clip}")
+    log_ratio_T = inputs.logprobs_T - inputs.old_logprobs_T
+    # exp overflows float32 at 88. Beyond the bound the gradient is 0, and rightly: it is vanishing at the lower end,
+    # and e^20 times too large at the upper, on a token about which the old samples tell nothing any more.
+    ratio_T = log_ratio_T.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND).exp()
+    unclipped_T = -inputs.advantages_T * ratio_T
+    loss_T = unclipped_T.maximum(-inputs.advantages_T * ratio_T.clamp(1 - clip_low, 1 + clip_high))
+    if dual_clip is not None:
+        bounded_T = loss_T.minimum(-inputs.advantages_T * dual_clip)
+        loss_T = bounded_T.where(inputs.advantages_T < 0, loss_T)
+    metrics_T = {
+        "clip_fraction": (loss_T != unclipped_T).to(loss_T.dtype),
+        "ratio": ratio_T.detach(),
+        "approx_kl": kl_estimate(inputs.old_logprobs_T, inputs.logprobs_T.detach(), "k3"),
+    }
+    return PolicyLossOutputs(loss_T, metrics_T)
