@@ -1,0 +1,24 @@
+"""The one exception for a user's mistake: it carries what is wrong and what to do, and never a traceback.
+
+The command line prints it and leaves with exit code 2; a Prefect run fails with the same text. Anything
+else that escapes is a defect of ours and keeps its traceback.
+"""
+
+from __future__ import annotations
+
+
+class UserError(Exception):
+    """Something only the user can put right.
+
+    Args:
+        problem: what is wrong and where, in one sentence.
+        remedy: what to do about it, in one sentence.
+    """
+
+    def __init__(self, problem: str, remedy: str = "") -> None:
+        super().__init__(f"{problem}\n  {remedy}" if remedy else problem)
+        self.problem = problem
+        self.remedy = remedy
+
+    def __reduce__(self) -> tuple[type[UserError], tuple[str, str]]:
+        return type(self), (self.problem, self.remedy)

@@ -1,0 +1,395 @@
+"""The whole configuration of a training as one pydantic tree; it is also the `train` flow's parameter.
+
+Why one tree: the Prefect UI draws its form from it, `--dry-run` prints it resolved, the run folder keeps it,
+MLflow records it, and a key that is unknown or that would change nothing is refused before any engine starts.
+
+Optional settings default to None where their meaning depends on another key (a GAE lambda without a critic);
+validation fills them in where they apply and refuses them where they do not. So a resolved tree shows exactly
+what is in force, and resolving it a second time changes nothing.
+
+Left out: reading files and composing recipes (configs/loading.py), checks that need the machine or the data
+(configs/preflight.py).
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from configs.schedule import Scheduled
+
+PositiveInt = Annotated[int, Field(ge=1)]
+Share = Annotated[float, Field(ge=0.0, le=1.0)]
+Role = Literal["actor", "rollout", "critic", "reference", "reward"]
+
+
+class Section(BaseModel):
+    """Base of every section: unknown keys are errors, values do not change after validation."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True)
+
+
+def _refuse(section: BaseModel, names: tuple[str, ...], why: str) -> None:
+    for name in names:
+        if getattr(section, name) is not None:
+            raise ValueError(f"'{name}' has no effect {why}: remove it")
+
+
+def _fill(section: BaseModel, **defaults: Any) -> None:
+    """Set the fields still at None (the section is frozen for everyone else)."""
+    for name, value in defaults.items():
+        if getattr(section, name) is None:
+            object.__setattr__(section, name, value)
+
+
+# ---- the model -----------------------------------------------------------------------------------------------------
+
+
+class TinyModel(Section):
+    """A random Qwen3-shaped model with a byte tokenizer, made in the run folder: for the quickstart and for tests."""
+
+    hidden_size: PositiveInt = Field(96, description="width of the residual stream; a multiple of 32 x heads is fastest")
+    layers: PositiveInt = Field(3, description="transformer blocks")
+    heads: PositiveInt = Field(3, description="query heads; hidden_size must be a multiple of it")
+    kv_heads: PositiveInt = Field(3, description="key/value heads; heads must be a multiple of it")
+    intermediate_size: PositiveInt = Field(256, description="width of the MLP")
+    max_positions: PositiveInt = Field(256, description="longest sequence, tokens")
+    tie_embeddings: bool = Field(True, description="one matrix for the input and the output embedding")
+
+    @model_validator(mode="after")
+    def _shapes(self) -> Self:
+        if self.hidden_size % self.heads or self.heads % self.kv_heads:
+            raise ValueError("hidden_size must be a multiple of heads, and heads a multiple of kv_heads")
+        return self
+
+
+class ModelConfig(Section):
+    """Which causal language model the actor starts from."""
+
+    path: str | None = Field(None, description="Hugging Face model folder on this machine (config, safetensors, tokenizer)")
+    tiny: TinyModel | None = Field(None, description="make a tiny random model instead of loading one")
+    dtype: Literal["auto", "bfloat16", "float32"] = Field(
+        "auto", description="dtype of the weights in training and rollout; auto: bfloat16 on GPU, float32 on CPU"
+    )
+
+    @model_validator(mode="after")
+    def _one_source(self) -> Self:
+        if self.path is not None and self.tiny is not None:
+            raise ValueError("'path' and 'tiny' exclude each other: remove one")
+        return self
+
+
+# ---- data ----------------------------------------------------------------------------------------------------------
+
+
+class ArithmeticData(Section):
+    """Addition problems `12+34=` with the answer `046.`, made from the seed: no file is needed."""
+
+    digits: int = Field(2, ge=1, le=4, description="digits of each summand")
+    sft: PositiveInt = Field(4000, description="problems for the supervised warm-up")
+    train: PositiveInt = Field(4000, description="problems for reinforcement learning")
+    heldout: PositiveInt = Field(1000, description="problems kept apart for evaluation")
+
+
+class DataConfig(Section):
+    """Where prompts come from and how a row becomes one."""
+
+    train: str | None = Field(None, description="JSONL or Parquet file of training prompts")
+    heldout: str | None = Field(None, description="JSONL or Parquet file of held-out prompts, for evaluation only")
+    sft: str | None = Field(None, description="JSONL or Parquet file of prompts and responses for the supervised warm-up")
+    arithmetic: ArithmeticData | None = Field(None, description="make addition problems instead of reading files")
+    prompt: str = Field("prompt", description="column with the prompt: text, or a list of {role, content} messages")
+    response: str | None = Field(None, description="column with the response to imitate (supervised warm-up only)")
+    chat: bool = Field(False, description="wrap a text prompt as one user message in the tokenizer's chat template")
+    template: str | None = Field(None, description="text around a text prompt, with {prompt} where the column goes")
+    max_prompt_tokens: PositiveInt = Field(512, description="longer prompts are dropped and counted, tokens")
+    shuffle: bool = Field(True, description="a new deterministic order in every epoch; false: file order")
+
+    @model_validator(mode="after")
+    def _sources(self) -> Self:
+        if self.arithmetic is not None and (self.train or self.heldout or self.sft):
+            raise ValueError("'arithmetic' makes its own problems: remove 'train', 'heldout' and 'sft'")
+        if self.template is not None and "{prompt}" not in self.template:
+            raise ValueError("'template' must contain {prompt}, the place where the prompt column goes")
+        return self
+
+
+# ---- reward --------------------------------------------------------------------------------------------------------
+
+
+class RewardConfig(Section):
+    """What a response is worth: a Python function, or a sequence-classification model."""
+
+    function: str | None = Field(
+        None, description="'module:function'; built in: rewards.builtin:exact_match, :last_number, :matches_regex"
+    )
+    settings: dict[str, Any] = Field(default_factory=dict, description="extra keyword arguments for the function")
+    model: str | None = Field(None, description="Hugging Face sequence-classification folder that scores responses")
+    timeout_s: float = Field(10.0, gt=0, description="deadline for one call of the function, seconds")
+    workers: int = Field(2, ge=1, le=64, description="processes that score in parallel")
+    failure_value: float = Field(0.0, description="reward of a sample whose call raised, timed out or gave NaN")
+    max_failure_share: Share = Field(0.1, description="the run stops when more than this share of a batch failed")
+
+    @model_validator(mode="after")
+    def _one_source(self) -> Self:
+        if self.function is not None and self.model is not None:
+            raise ValueError("'function' and 'model' exclude each other: remove one")
+        if self.function is None and self.settings:
+            raise ValueError("'settings' has no effect without 'function': remove it")
+        return self
+
+
+# ---- rollout -------------------------------------------------------------------------------------------------------
+
+
+class RolloutConfig(Section):
+    """How experience is generated with vLLM."""
+
+    prompts: PositiveInt = Field(64, description="prompts of one iteration")
+    samples: PositiveInt = Field(8, description="responses per prompt")
+    max_response_tokens: PositiveInt = Field(1024, description="a response is cut here and counted as truncated, tokens")
+    temperature: Scheduled[float] = Field(1.0, description="sampling temperature; may follow a schedule")
+    top_p: float = Field(1.0, gt=0, le=1, description="nucleus sampling: keep this probability mass")
+    top_k: int = Field(0, ge=0, description="sample among the k likeliest tokens; 0: all")
+    ignore_eos: bool = Field(False, description="always generate max_response_tokens (benchmarks)")
+    max_sequences: PositiveInt = Field(256, description="sequences that one engine decodes at a time")
+    kv_cache_gib: float = Field(0.0, ge=0, description="KV cache of one engine, GiB; 0: chosen from free memory")
+    cuda_graphs: bool = Field(True, description="capture CUDA graphs on a GPU (no effect on CPU)")
+
+
+# ---- training ------------------------------------------------------------------------------------------------------
+
+
+class OptimizerConfig(Section):
+    """AdamW and its learning rate. lr(step) = learning_rate x warm-up x decay."""
+
+    learning_rate: Scheduled[float] = Field(1e-6, description="peak learning rate; may follow a schedule by iteration")
+    warmup_steps: int = Field(0, ge=0, description="optimizer steps of linear warm-up")
+    decay: Literal["constant", "linear", "cosine"] = Field("constant", description="shape after the warm-up")
+    min_ratio: float = Field(0.0, ge=0, le=1, description="the decay ends at this share of learning_rate")
+    betas: tuple[float, float] = Field((0.9, 0.95), description="AdamW's moment decay rates")
+    eps: float = Field(1e-8, gt=0, description="AdamW's epsilon")
+    weight_decay: float = Field(0.0, ge=0, description="decoupled weight decay")
+    max_grad_norm: float = Field(1.0, gt=0, description="gradients are clipped to this global norm")
+
+    @model_validator(mode="after")
+    def _decay(self) -> Self:
+        if self.decay == "constant" and self.min_ratio:
+            raise ValueError("'min_ratio' has no effect with decay 'constant': remove it")
+        return self
+
+
+class TrainerConfig(Section):
+    """How DeepSpeed trains one model."""
+
+    optimizer: OptimizerConfig = Field(default_factory=OptimizerConfig, description="AdamW and its schedule")
+    zero_stage: Literal[0, 1, 2, 3] = Field(2, description="DeepSpeed ZeRO stage: what is sharded over the ranks")
+    gradient_checkpointing: bool = Field(False, description="recompute activations in the backward pass to save memory")
+    micro_batch_tokens: Scheduled[int] = Field(16384, description="prompt + response tokens of one forward pass on one rank")
+
+
+class ActorConfig(TrainerConfig):
+    """The policy that is trained."""
+
+
+class CriticConfig(TrainerConfig):
+    """The value model (PPO). It starts from the actor's weights with a new scalar head."""
+
+    path: str | None = Field(None, description="Hugging Face folder to start from; default: the actor's starting point")
+    value_clip: float | None = Field(0.2, gt=0, description="clip range of the value loss; null: no clipping")
+
+
+class KLConfig(Section):
+    """The pull towards the reference policy (the actor's starting point)."""
+
+    place: Literal["reward", "loss"] = Field("loss", description="subtract the KL from the reward, or add it to the loss")
+    estimator: Literal["k1", "k2", "k3"] = Field("k3", description="estimator of KL(actor, reference) from sampled tokens")
+    coefficient: Scheduled[float] = Field(0.001, description="weight of the KL term; the start value if adaptive")
+    target: float | None = Field(None, gt=0, description="KL per token that an adaptive coefficient steers to; null: fixed")
+    horizon: float | None = Field(None, gt=0, description="samples over which the adaptive coefficient reacts (10000)")
+    ceiling: float | None = Field(None, gt=0, description="the adaptive coefficient never exceeds this (1.0)")
+
+    @model_validator(mode="after")
+    def _controller(self) -> Self:
+        if self.target is None:
+            _refuse(self, ("horizon", "ceiling"), "without 'target' (a fixed coefficient)")
+            return self
+        if isinstance(self.coefficient, dict):
+            raise ValueError("'coefficient' is a schedule and 'target' makes it adaptive: remove one")
+        _fill(self, horizon=10_000.0, ceiling=1.0)
+        return self
+
+
+class AlgorithmConfig(Section):
+    """How experience becomes a gradient."""
+
+    name: Literal["grpo", "ppo"] = Field("grpo", description="grpo: group-relative advantages; ppo: critic and GAE")
+    mini_batches: PositiveInt = Field(1, description="optimizer steps per pass over the experience")
+    epochs: PositiveInt = Field(1, description="passes over the experience of one iteration")
+    clip_low: Scheduled[float] = Field(0.2, description="the ratio is clipped below 1 - clip_low")
+    clip_high: Scheduled[float] = Field(0.2, description="the ratio is clipped above 1 + clip_high")
+    dual_clip: float | None = Field(None, gt=1, description="bound on ratio x advantage for negative advantages; null: off")
+    aggregation: Literal[
+        "token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"
+    ] = Field("token-mean", description="how token losses become one loss, over the whole mini-batch")
+    entropy_coefficient: Scheduled[float] = Field(0.0, description="weight of the entropy bonus")
+    normalize_by_std: bool | None = Field(None, description="grpo: divide by the group's standard deviation (true)")
+    gamma: float | None = Field(None, ge=0, le=1, description="ppo: discount (1.0)")
+    gae_lambda: float | None = Field(None, ge=0, le=1, description="ppo: bias against variance of GAE (0.95)")
+    whiten: bool | None = Field(None, description="ppo: normalise advantages over the batch (true)")
+    kl: KLConfig | None = Field(None, description="pull towards the reference policy; null: none, no reference is loaded")
+
+    @model_validator(mode="after")
+    def _settings(self) -> Self:
+        if self.name == "grpo":
+            _refuse(self, ("gamma", "gae_lambda", "whiten"), "with algorithm 'grpo' (it has no critic)")
+            _fill(self, normalize_by_std=True)
+        else:
+            _refuse(self, ("normalize_by_std",), "with algorithm 'ppo' (it has no groups)")
+            _fill(self, gamma=1.0, gae_lambda=0.95, whiten=True)
+        return self
+
+    @property
+    def needs_critic(self) -> bool:
+        """Whether advantages are computed from a critic's values."""
+        return self.name == "ppo"
+
+    @property
+    def on_policy(self) -> bool:
+        """Whether every gradient is taken at the policy that generated the experience (one step per iteration)."""
+        return self.mini_batches == 1 and self.epochs == 1
+
+
+class SftConfig(TrainerConfig):
+    """Supervised training on prompt/response pairs: the `sft` flow, also the warm-up of `train`."""
+
+    steps: PositiveInt = Field(400, description="optimizer steps")
+    batch: PositiveInt = Field(128, description="rows of one optimizer step")
+    max_tokens: PositiveInt = Field(1024, description="longer rows are dropped and counted, tokens")
+
+
+# ---- the rest of a run ---------------------------------------------------------------------------------------------
+
+
+class EvaluateConfig(Section):
+    """Held-out accuracy: the share of the full reward on prompts that are never trained on."""
+
+    every: int = Field(10, ge=0, description="iterations between evaluations; 0: only before and after")
+    prompts: int = Field(0, ge=0, description="held-out prompts used, the first of the file; 0: all")
+    temperature: float = Field(0.0, ge=0, description="sampling temperature; 0: greedy")
+
+
+class CheckpointConfig(Section):
+    """When the run's state is made durable."""
+
+    every: PositiveInt = Field(10, description="iterations between checkpoints; the last iteration always gets one")
+    keep: PositiveInt = Field(2, description="newest checkpoints kept; older ones are deleted")
+
+
+class GroupConfig(Section):
+    """One engine group: rank processes that hold the models of some roles."""
+
+    gpus: list[int] | None = Field(None, description="GPU indices, one rank each; null: all visible GPUs, or CPU ranks")
+    ranks: PositiveInt | None = Field(None, description="number of CPU ranks on a machine without a GPU (1)")
+    roles: list[Role] = Field(min_length=1, description="models this group holds; actor and rollout stay together")
+
+    @model_validator(mode="after")
+    def _devices(self) -> Self:
+        if self.gpus is not None and self.ranks is not None:
+            raise ValueError("'gpus' and 'ranks' exclude each other: 'ranks' is for machines without a GPU")
+        if self.gpus is not None and (not self.gpus or len(set(self.gpus)) != len(self.gpus)):
+            raise ValueError("'gpus' must name at least one GPU, each once")
+        return self
+
+
+class EngineConfig(Section):
+    """Deadlines of the engine groups."""
+
+    start_timeout_s: float = Field(600.0, gt=0, description="deadline for starting ranks and loading models, seconds")
+    command_timeout_s: float = Field(3600.0, gt=0, description="deadline for one command to a group, seconds")
+    heartbeat_timeout_s: float = Field(60.0, gt=0, description="a rank silent for longer counts as lost, seconds")
+
+
+class RecordConfig(Section):
+    """What is recorded where."""
+
+    experiment: str = Field("penstock", description="MLflow experiment")
+    samples_every: int = Field(10, ge=0, description="iterations between tables of samples in MLflow; 0: never")
+    samples: PositiveInt = Field(16, description="rows of a table of samples")
+
+
+class TrainConfig(Section):
+    """One training: supervised warm-up (optional), then reinforcement learning."""
+
+    base: str | list[str] | None = Field(None, description="recipe files whose values fill what is not given here")
+    name: str = Field("train", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", description="name of the run, part of its folder")
+    folder: str = Field("runs", description="directory that receives run folders")
+    seed: int = Field(0, ge=0, description="seed of everything random")
+    iterations: PositiveInt = Field(100, description="reinforcement-learning iterations")
+    model: ModelConfig = Field(default_factory=ModelConfig, description="the actor's starting point")
+    data: DataConfig = Field(default_factory=DataConfig, description="prompts")
+    sft: SftConfig | None = Field(None, description="supervised warm-up before reinforcement learning; null: none")
+    reward: RewardConfig = Field(default_factory=RewardConfig, description="what a response is worth")
+    rollout: RolloutConfig = Field(default_factory=RolloutConfig, description="generation of experience")
+    algorithm: AlgorithmConfig = Field(default_factory=AlgorithmConfig, description="from experience to gradient")
+    actor: ActorConfig = Field(default_factory=ActorConfig, description="training of the policy")
+    critic: CriticConfig | None = Field(None, description="training of the value model (ppo only)")
+    evaluate: EvaluateConfig = Field(default_factory=EvaluateConfig, description="held-out evaluation")
+    checkpoint: CheckpointConfig = Field(default_factory=CheckpointConfig, description="durable state")
+    groups: dict[str, GroupConfig] = Field(default_factory=dict, description="placement; empty: one group for all roles")
+    engine: EngineConfig = Field(default_factory=EngineConfig, description="deadlines of the engine groups")
+    record: RecordConfig = Field(default_factory=RecordConfig, description="MLflow and samples")
+
+    @model_validator(mode="after")
+    def _together(self) -> Self:
+        if self.algorithm.needs_critic:
+            _fill(self, critic=CriticConfig(optimizer=self.actor.optimizer))
+        elif self.critic is not None:
+            raise ValueError(f"'critic' has no effect with algorithm '{self.algorithm.name}': remove it")
+        if self.algorithm.name == "grpo" and self.rollout.samples < 2:
+            raise ValueError("'rollout.samples' must be at least 2 with algorithm 'grpo': it compares samples of a prompt")
+        if self.rollout.prompts % self.algorithm.mini_batches:
+            raise ValueError(
+                f"'rollout.prompts' ({self.rollout.prompts}) must be a multiple of "
+                f"'algorithm.mini_batches' ({self.algorithm.mini_batches})"
+            )
+        if self.sft is None and (self.data.sft or self.data.response):
+            raise ValueError("'data.sft' and 'data.response' have no effect without an 'sft' section: remove them")
+        self._check_placement()
+        return self
+
+    def _check_placement(self) -> None:
+        if not self.groups:
+            return
+        held = [role for group in self.groups.values() for role in group.roles]
+        needed = self.roles
+        if twice := sorted({role for role in held if held.count(role) > 1}):
+            raise ValueError(f"'groups' places {', '.join(twice)} twice: one group must hold it")
+        if missing := sorted(set(needed) - set(held)):
+            raise ValueError(f"'groups' places no {', '.join(missing)}: add it to a group's roles")
+        if idle := sorted(set(held) - set(needed)):
+            raise ValueError(f"'groups' places {', '.join(idle)}, which this algorithm and reward do not use: remove it")
+        if not any({"actor", "rollout"} <= set(group.roles) for group in self.groups.values()):
+            raise ValueError("'groups' must place actor and rollout in one group: they share their weights")
+        indices = [index for group in self.groups.values() for index in group.gpus or []]
+        if len(set(indices)) != len(indices):
+            raise ValueError("'groups' gives a GPU to two groups: each GPU belongs to one")
+
+    @property
+    def roles(self) -> tuple[Role, ...]:
+        """The roles this training needs, in build order."""
+        roles: list[Role] = ["actor"]
+        if self.algorithm.needs_critic:
+            roles.append("critic")
+        if self.algorithm.kl is not None:
+            roles.append("reference")
+        if self.reward.model is not None:
+            roles.append("reward")
+        return (*roles, "rollout")
+
+    @property
+    def old_logprobs_needed(self) -> bool:
+        """Whether log-probs of the generating policy are needed: off-policy steps, or the KL inside the reward."""
+        kl = self.algorithm.kl
+        return not self.algorithm.on_policy or (kl is not None and kl.place == "reward")

@@ -1,0 +1,51 @@
+"""Atomic files: a reader sees the old content or the new one, never a half of either, also after a power cut."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+
+def fsync(path: Path) -> None:
+    """Make a file or a directory entry durable."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+@contextmanager
+def replacing(path: Path) -> Iterator[Path]:
+    """Yield a path to write to; on success it becomes `path` in one step, on an exception it disappears."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    aside = path.with_name(f".{path.name}.{os.getpid()}.partial")
+    try:
+        yield aside
+        fsync(aside)
+        aside.replace(path)
+        fsync(path.parent)
+    finally:
+        aside.unlink(missing_ok=True)
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write `text` to `path` atomically and durably."""
+    with replacing(path) as aside:
+        aside.write_text(text, encoding="utf-8")
+
+
+def sha256(path: Path) -> str:
+    """Return the SHA-256 of a file as hexadecimal text."""
+    with path.open("rb") as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest()
+
+
+def for_each_file(folder: Path, action: Callable[[Path], None]) -> None:
+    """Call `action` on every file under `folder`, in name order."""
+    for path in sorted(folder.rglob("*")):
+        if path.is_file():
+            action(path)

@@ -1,0 +1,112 @@
+"""The manifest: one small JSON file that says from where a resume continues.
+
+It moves only after everything that it names is complete on disk: a checkpoint is written aside, fsynced, hashed
+and renamed, and then the manifest is replaced in one step. A crash at any instant leaves the old manifest with its
+old checkpoint, or the new one with the new. Left out: what is inside a checkpoint (engines/trainer.py writes it).
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from configs.errors import UserError
+from state.files import for_each_file, fsync, sha256, write_text
+from state.run_folder import RunFolder
+
+FORMAT = 1
+
+
+@dataclass(frozen=True)
+class Progress:
+    """Where a run stands, apart from the weights: all of it changes only between iterations."""
+
+    iteration: int = 0
+    policy_version: int = 0
+    prompt_cursor: int = 0  # ordinal of the next prompt; epochs follow from the data's size (data/order.py)
+    kl_coefficient: float | None = None  # state of the adaptive controller
+    accuracy_before: float | None = None
+    seconds: float = 0.0  # of earlier attempts
+    tokens: int = 0
+    overrides: dict[str, Any] | None = None  # live settings in force
+
+    def advanced(self, **changes: Any) -> Progress:
+        """Return a copy with `changes`."""
+        return replace(self, **changes)
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """A run's progress, its checkpoint and its links."""
+
+    progress: Progress
+    checkpoint: str | None = None  # folder name under checkpoints/
+    model: str | None = None  # folder with the architecture and tokenizer that the actor started from
+    mlflow_run_id: str | None = None
+    prefect_flow_run_id: str | None = None
+
+
+def write_manifest(run: RunFolder, manifest: Manifest) -> None:
+    """Replace the manifest atomically."""
+    write_text(run.manifest, json.dumps({"format": FORMAT, **asdict(manifest)}, indent=2) + "\n")
+
+
+def read_manifest(run: RunFolder) -> Manifest:
+    """Return the manifest of `run`.
+
+    Raises:
+        UserError: it is missing or was written by another format.
+    """
+    if not run.manifest.is_file():
+        raise UserError(
+            f"{run.path} ended before its engines were up: there is no manifest.json to resume from",
+            f"start it anew: penstock train {run.config} --run ANOTHER_FOLDER",
+        )
+    values = json.loads(run.manifest.read_text(encoding="utf-8"))
+    if (found := values.pop("format", None)) != FORMAT:
+        raise UserError(f"{run.manifest} has format {found}, this version reads {FORMAT}", "resume with the version that wrote it")
+    return Manifest(progress=Progress(**values.pop("progress")), **values)
+
+
+def seal_checkpoint(aside: Path, final: Path) -> None:
+    """Hash and fsync every file under `aside`, then rename it to `final`.
+
+    The hashes go to `aside/sha256.json`, names relative to the checkpoint.
+    """
+    hashes: dict[str, str] = {}
+
+    def seal(path: Path) -> None:
+        hashes[str(path.relative_to(aside))] = sha256(path)
+        fsync(path)
+
+    for_each_file(aside, seal)
+    write_text(aside / "sha256.json", json.dumps(hashes, indent=1))
+    if final.exists():
+        shutil.rmtree(final)
+    aside.rename(final)
+    fsync(final.parent)
+
+
+def verify_checkpoint(folder: Path) -> None:
+    """Compare every file of a checkpoint with its recorded hash.
+
+    Raises:
+        UserError: a file is missing or altered.
+    """
+    if not (folder / "sha256.json").is_file():
+        raise UserError(f"checkpoint {folder} is incomplete (no sha256.json)", "resume from a copy of the run folder")
+    for name, expected in json.loads((folder / "sha256.json").read_text(encoding="utf-8")).items():
+        path = folder / name
+        if not path.is_file() or sha256(path) != expected:
+            raise UserError(f"checkpoint file {path} is damaged or missing", "resume from a copy of the run folder")
+
+
+def prune_checkpoints(run: RunFolder, keep: int) -> None:
+    """Delete all but the newest `keep` checkpoints, and what a crash left half-written."""
+    folders = sorted(path for path in run.checkpoints.iterdir() if path.is_dir())
+    complete = [path for path in folders if not path.name.startswith(".")]
+    for path in [*complete[:-keep], *(path for path in folders if path.name.startswith("."))]:
+        shutil.rmtree(path)

@@ -1,0 +1,158 @@
+"""The run folder: one directory that holds all that is durable about a training.
+
+    config.yaml        resolved configuration          manifest.json   where a resume continues (state/manifest.py)
+    data/              tokenized prompts               metrics.jsonl   one line per iteration
+    models/            models made by the run          summary.json    written at the end, also of a failed run
+    experience/        000012.parquet                  logs/           one file per rank
+    checkpoints/       000010/                         report/         pictures and pages
+
+The folder is the truth; MLflow and Prefect are views of it. Left out: what the files mean to the algorithms.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from configs.errors import UserError
+from state.files import write_text
+
+
+@dataclass(frozen=True)
+class RunFolder:
+    """Paths of one run. Creating the object touches nothing on disk."""
+
+    path: Path
+
+    @property
+    def name(self) -> str:
+        """The run's name: the last part of its path."""
+        return self.path.name
+
+    @property
+    def config(self) -> Path:
+        """The resolved configuration."""
+        return self.path / "config.yaml"
+
+    @property
+    def manifest(self) -> Path:
+        """The record of the last complete checkpoint."""
+        return self.path / "manifest.json"
+
+    @property
+    def metrics(self) -> Path:
+        """One JSON line per recorded iteration."""
+        return self.path / "metrics.jsonl"
+
+    @property
+    def summary(self) -> Path:
+        """The result of the run."""
+        return self.path / "summary.json"
+
+    @property
+    def logs(self) -> Path:
+        """One log file per rank."""
+        return self.path / "logs"
+
+    @property
+    def checkpoints(self) -> Path:
+        """One folder per checkpoint."""
+        return self.path / "checkpoints"
+
+    def prompts(self, split: str) -> Path:
+        """Tokenized prompts of a split ("train", "heldout", "sft")."""
+        return self.path / "data" / f"{split}.parquet"
+
+    def model(self, name: str) -> Path:
+        """A model made by this run ("initial", "sft")."""
+        return self.path / "models" / name
+
+    def experience(self, iteration: int) -> Path:
+        """Experience of one iteration."""
+        return self.path / "experience" / f"{iteration:06d}.parquet"
+
+    def evaluation(self, iteration: int) -> Path:
+        """Held-out responses after `iteration` (0: before training)."""
+        return self.path / "evaluation" / f"{iteration:06d}.parquet"
+
+    def checkpoint(self, iteration: int) -> Path:
+        """The state after `iteration`."""
+        return self.checkpoints / f"{iteration:06d}"
+
+
+def new_run_folder(parent: Path, name: str, explicit: Path | None = None) -> RunFolder:
+    """Create an empty run folder: `explicit`, or `parent/name-YYYYmmdd-HHMMSS` (with a counter when taken).
+
+    Raises:
+        UserError: the explicit folder already holds a run or anything else.
+    """
+    if explicit is not None:
+        check_free(explicit)
+        explicit.mkdir(parents=True, exist_ok=True)
+        return RunFolder(explicit.resolve())
+    parent.mkdir(parents=True, exist_ok=True)
+    stamp = datetime.now().strftime("%Y%m%d-%H%M%S")
+    for suffix in ("", *(f"-{count}" for count in range(2, 1000))):
+        candidate = parent / f"{name}-{stamp}{suffix}"
+        try:
+            candidate.mkdir()
+        except FileExistsError:
+            continue
+        return RunFolder(candidate.resolve())
+    raise UserError(f"{parent} holds a thousand runs of this second", "start again in a moment")
+
+
+def check_free(path: Path) -> None:
+    """Refuse a folder that holds another run or other files.
+
+    Raises:
+        UserError: `path` exists and is not an empty folder.
+    """
+    if not path.exists():
+        return
+    if not path.is_dir():
+        raise UserError(f"{path} is a file, not a folder for a run", "name another folder")
+    if (path / "config.yaml").exists():
+        raise UserError(
+            f"{path} already holds a run", f"continue it with 'penstock train --resume {path}', or name another folder"
+        )
+    if any(path.iterdir()):
+        raise UserError(f"{path} is not empty", "name an empty or a new folder")
+
+
+def open_run_folder(path: Path) -> RunFolder:
+    """Return the folder of an existing run.
+
+    Raises:
+        UserError: there is no run at `path`.
+    """
+    if not (path / "config.yaml").is_file():
+        raise UserError(f"{path} holds no run (no config.yaml in it)", "name the folder that a training printed at its start")
+    return RunFolder(path.resolve())
+
+
+def append_metrics(run: RunFolder, iteration: int, metrics: dict[str, float]) -> None:
+    """Append the line of one iteration and make it durable."""
+    line = json.dumps({"iteration": iteration, "metrics": metrics}) + "\n"
+    with run.metrics.open("a", encoding="utf-8") as stream:
+        stream.write(line)
+        stream.flush()
+        os.fsync(stream.fileno())
+
+
+def read_metrics(run: RunFolder) -> list[dict[str, Any]]:
+    """Return the recorded iterations in order; a last line cut by a crash is left out."""
+    if not run.metrics.exists():
+        return []
+    whole, _, _ = run.metrics.read_text(encoding="utf-8").rpartition("\n")
+    return [json.loads(line) for line in whole.splitlines()]
+
+
+def truncate_metrics(run: RunFolder, iteration: int) -> None:
+    """Drop the lines after `iteration`: a resumed run writes them again."""
+    kept = [json.dumps(record) for record in read_metrics(run) if record["iteration"] <= iteration]
+    write_text(run.metrics, "".join(line + "\n" for line in kept))
