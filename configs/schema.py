@@ -13,10 +13,12 @@ Left out: reading files and composing recipes (configs/loading.py), checks that 
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
+from configs.recipes import compose
 from configs.schedule import Scheduled
 
 PositiveInt = Annotated[int, Field(ge=1)]
@@ -340,6 +342,12 @@ class TrainConfig(Section):
     groups: dict[str, GroupConfig] = Field(default_factory=dict, description="placement; empty: one group for all roles")
     engine: EngineConfig = Field(default_factory=EngineConfig, description="deadlines of the engine groups")
     record: RecordConfig = Field(default_factory=RecordConfig, description="MLflow and samples")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _over_base(cls, values: Any) -> Any:
+        """Lay the given values over the recipes in `base`, so that a part of a tree can be a flow's parameter."""
+        return compose(values, Path.cwd()) if isinstance(values, dict) and values.get("base") else values
 
     @model_validator(mode="after")
     def _together(self) -> Self:

@@ -1,0 +1,55 @@
+# Penstock in one image: the command line, Prefect workers and the engine ranks they start.
+#
+#   docker build -t penstock .                                                   CPU, to try and to test
+#   docker build -t penstock:gpu --build-arg DEVICE=gpu \
+#       --build-arg BASE=nvidia/cuda:13.0.2-runtime-ubuntu24.04 .                GPU; PyTorch brings its own CUDA libraries
+#
+#   docker run --rm --init -v "$PWD/runs:/penstock/runs" penstock train configs/quickstart.yaml
+#   docker run --rm --init --gpus all --ipc=host -v ... penstock:gpu train recipe.yaml
+#
+# A worker of a Prefect work pool, with PREFECT_API_URL in the environment (secrets too: none is in the image):
+#
+#   docker run --init --entrypoint prefect -e PREFECT_API_URL penstock:gpu worker start --pool gpus
+#
+# --init, since PID 1 must reap the ranks of an engine group and pass SIGTERM on. For the same reason no shell stands
+# in between: a start script of your own must end in `exec prefect worker start ...`, because a worker that a shell
+# starts in the background ignores SIGINT, does not stop on SIGTERM, and leaves its flow runs "Running" for ever.
+
+ARG BASE=python:3.12-slim
+FROM ${BASE}
+
+ARG DEVICE=cpu
+ARG TORCH_CPU_INDEX=https://download.pytorch.org/whl/cpu
+
+# libnuma: vLLM's CPU kernels. The CUDA image has no Python, and Triton compiles its launchers when it first runs.
+RUN apt-get update \
+    && if [ "$DEVICE" = gpu ]; then packages="gcc libc6-dev python3-dev python3-venv"; else packages="libnuma1"; fi \
+    && apt-get install --yes --no-install-recommends $packages \
+    && rm -rf /var/lib/apt/lists/* \
+    && python3 -m venv /opt/venv \
+    && useradd --create-home --shell /usr/sbin/nologin penstock \
+    && install --directory --owner=penstock --group=penstock /penstock /penstock/runs
+
+ENV PATH=/opt/venv/bin:$PATH \
+    PIP_NO_CACHE_DIR=1 \
+    PIP_DISABLE_PIP_VERSION_CHECK=1 \
+    PYTHONUNBUFFERED=1
+
+WORKDIR /penstock
+
+# The libraries are a layer of their own, which a change of the source leaves alone: the editable install is one path
+# entry, so the rooms copied afterwards are importable. The proof is for the CPU image; a GPU is absent while building.
+COPY pyproject.toml LICENSE ./
+COPY penstock/__init__.py penstock/environment.py penstock/
+RUN if [ "$DEVICE" = cpu ]; then \
+        pip install --no-deps --extra-index-url "$TORCH_CPU_INDEX" \
+            "$(sed -n 's/^cpu = .*"\(torch==[^"]*\)".*/\1/p' pyproject.toml)+cpu"; \
+    fi \
+    && pip install --editable ".[$DEVICE]" \
+    && if [ "$DEVICE" = cpu ]; then python -m penstock.environment --mend; fi
+
+COPY . .
+
+USER penstock
+VOLUME /penstock/runs
+ENTRYPOINT ["penstock"]

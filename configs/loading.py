@@ -1,0 +1,162 @@
+"""From recipes, overrides and flow parameters to one validated `TrainConfig`, and back to YAML.
+
+Every mistake becomes one `UserError` that lists each wrong key with what was probably meant.
+
+Null has one meaning everywhere: for a key that may be null it is that value, for any other it takes back what a base
+recipe gave, so that the default is in force (`groups=null`).
+
+Left out: YAML itself and `base:` (configs/recipes.py), the list of keys (configs/keys.py), and checks that need the
+machine or the data (configs/preflight.py).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel, ValidationError
+from pydantic_core import ErrorDetails
+
+from configs import recipes
+from configs.errors import UserError
+from configs.keys import below, describe_keys, exists, is_nullable, section_in, suggest, table_in
+from configs.recipes import read_tree
+from configs.schema import TrainConfig
+
+__all__ = ["config_from_mapping", "describe_keys", "load_config", "read_tree", "resolve", "to_yaml"]
+
+MAPPING = re.compile(r"a valid dictionary( or instance of \w+)?")
+EVERY_KEY = "penstock train RECIPE --dry-run prints every valid key"
+
+
+def load_config(path: Path, overrides: Sequence[str] = ()) -> TrainConfig:
+    """Return the configuration of a recipe with overrides laid over it.
+
+    Args:
+        path: a YAML recipe; its `base` recipes come first.
+        overrides: `section.key=value`, the value in YAML; `section=null` removes a section.
+
+    Raises:
+        UserError: a file, an override or a value is wrong.
+    """
+    tree = read_tree(path)
+    for override in overrides:
+        tree = recipes.merge(tree, _override(override))
+    return config_from_mapping(tree, str(path))
+
+
+def config_from_mapping(values: Mapping[str, Any], source: str) -> TrainConfig:
+    """Return the configuration a tree describes; a `base` in it is looked for in the working directory.
+
+    Args:
+        values: keys as in a recipe; schedule keys may be text, as JSON leaves them.
+        source: what to call the tree in an error.
+
+    Raises:
+        UserError: lists every wrong key.
+    """
+    tree = _without_idle_nulls(recipes.compose(values, Path.cwd()), TrainConfig)
+    try:
+        return TrainConfig.model_validate(tree)
+    except ValidationError as error:
+        problems = _explain(error)
+        count = "one setting is" if len(problems) == 1 else f"{len(problems)} settings are"
+        raise UserError(f"{source}: {count} wrong\n    " + "\n    ".join(problems), EVERY_KEY) from None
+
+
+def resolve(config: TrainConfig) -> TrainConfig:
+    """Return `config` with the values it gives laid over the recipes in its `base`; the result has no `base`.
+
+    Raises:
+        UserError: as for `config_from_mapping`.
+    """
+    if not config.base:
+        return config
+    return config_from_mapping(config.model_dump(exclude_unset=True), "the parameters")
+
+
+def to_yaml(config: TrainConfig) -> str:
+    """Return the whole tree as YAML in the schema's order; it loads back to an equal configuration."""
+    return recipes.dump(config.model_dump(exclude={"base"}))
+
+
+def _override(text: str) -> dict[str, Any]:
+    name, equals, value = text.partition("=")
+    parts = name.strip().split(".")
+    if not equals or not all(parts) or not value.strip():
+        raise UserError(f"the override '{text}' is not section.key=value", "for example rollout.samples=16")
+    if not exists(parts):
+        raise UserError(f"the override '{text}' names no key{_hint(parts)}", EVERY_KEY)
+    tree = recipes.parse(value, f"the override '{text}'")
+    for part in reversed(parts):
+        tree = {part: tree}
+    return tree
+
+
+def _without_idle_nulls(values: Mapping[str, Any], model: type[BaseModel]) -> dict[str, Any]:
+    """Drop nulls of keys that cannot be null; unknown keys and wrong values stay for validation to report."""
+    kept = {}
+    for key, value in values.items():
+        annotation = below(model, key)
+        if value is None and annotation is not None and not is_nullable(annotation):
+            continue
+        kept[key] = _clean(value, annotation)
+    return kept
+
+
+def _clean(value: Any, annotation: Any) -> Any:
+    if not isinstance(value, Mapping):
+        return value
+    if section := section_in(annotation):
+        return _without_idle_nulls(value, section)
+    if table := table_in(annotation):
+        return {name: _clean(entry, table) for name, entry in value.items() if entry is not None}
+    return value
+
+
+def _explain(error: ValidationError) -> list[str]:
+    """Return one line per wrong key; the branches of a union count as one."""
+    found: dict[tuple[str, ...], list[ErrorDetails]] = {}
+    for detail in error.errors(include_url=False, include_context=False):
+        found.setdefault(_key_of(detail["loc"]), []).append(detail)
+    return [_line(key, details) for key, details in found.items()]
+
+
+def _key_of(location: tuple[int | str, ...]) -> tuple[str, ...]:
+    """Return the key an error is at, without pydantic's names for the branches of a union."""
+    key: list[str] = []
+    annotation: Any = TrainConfig
+    for part in location:
+        inside = below(annotation, str(part))
+        if inside is not None or section_in(annotation) or isinstance(part, int):
+            key.append(str(part))
+        if inside is None:
+            break
+        annotation = inside
+    return tuple(key)
+
+
+def _line(key: tuple[str, ...], details: list[ErrorDetails]) -> str:
+    if details[0]["type"] == "extra_forbidden":
+        return f"{'.'.join(key)}: unknown key{_hint(key)}"
+    # Of a union's branches the one that got furthest says most: it accepted the type and refused the content.
+    telling = [detail for detail in details if not detail["type"].endswith("_type")] or details
+    what = " or ".join(dict.fromkeys(_sentence(detail) for detail in telling))
+    return f"{'.'.join(key)}: {what}" if key else what
+
+
+def _sentence(detail: ErrorDetails) -> str:
+    if detail["type"] == "value_error":
+        return detail["msg"].removeprefix("Value error, ")
+    if detail["type"] == "missing":
+        return "is required"
+    what = MAPPING.sub("a mapping of keys", detail["msg"].replace("Input should be", "must be"))
+    given = detail["input"]
+    return f"{what} (given: {given!r})" if isinstance(given, str | int | float) else what
+
+
+def _hint(parts: Sequence[str]) -> str:
+    guess = suggest(parts)
+    return f"; {guess}" if guess else ""

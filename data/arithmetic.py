@@ -1,0 +1,67 @@
+"""Addition problems `12+34=` answered by `046.`: a task that a tiny model learns in minutes, made from a seed.
+
+Summands and sum are padded with zeros, so every problem has the same length; the full stop closes the answer, so a
+response that goes on is wrong. Held-out problems never occur in training, as ordered pairs: `12+34` may be held out
+while `34+12` is trained on.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import pandas as pd
+
+from configs.errors import UserError
+from configs.schema import ArithmeticData
+from data.order import epoch_order
+
+CHARACTERS = "0123456789+=."
+
+
+def make_problems(config: ArithmeticData, seed: int) -> dict[str, pd.DataFrame]:
+    """Return the splits `sft`, `train` and `heldout`, each with the columns `prompt`, `answer` and `response`.
+
+    No split repeats a problem. `sft` and `train` share problems only where the digits do not give enough of them.
+
+    Raises:
+        UserError: more problems than the digits give.
+    """
+    available = 100**config.digits
+    trained = max(config.sft, config.train)
+    if config.heldout + trained > available:
+        raise UserError(
+            f"data.arithmetic asks for {config.heldout} held-out and {trained} training problems; "
+            f"{config.digits} digits give {available}",
+            "ask for fewer, or raise data.arithmetic.digits (at most 4)",
+        )
+    pairs = _distinct(min(config.heldout + config.sft + config.train, available), available, seed)
+    heldout, rest = pairs[: config.heldout], pairs[config.heldout :]
+    # The train problems follow the sft problems, and begin again at the first where there are no more.
+    train = np.take(rest, np.arange(config.sft, config.sft + config.train), mode="wrap")
+    splits = {"sft": rest[: config.sft], "train": train, "heldout": heldout}
+    return {split: _frame(chosen, config.digits) for split, chosen in splits.items()}
+
+
+def _distinct(count: int, available: int, seed: int) -> np.ndarray:
+    """Return `count` distinct numbers below `available` in random order, the same under every NumPy version."""
+    if available <= 10**6:
+        return epoch_order(available, seed, epoch=0, shuffle=True)[:count]
+    # Too many to shuffle: draw until there are enough, each in the place of its first draw.
+    stream = np.random.PCG64(np.random.SeedSequence([seed, available]))
+    draws = np.empty(0, dtype=np.uint64)
+    while True:
+        draws = np.concatenate([draws, stream.random_raw(2 * count) % np.uint64(available)])
+        numbers, first = np.unique(draws, return_index=True)
+        if len(numbers) >= count:
+            return numbers[np.argsort(first)][:count].astype(np.int64)
+
+
+def _frame(pairs: np.ndarray, digits: int) -> pd.DataFrame:
+    left, right = np.divmod(pairs, 10**digits)
+    answers = [f"{total:0{digits + 1}d}" for total in left + right]
+    return pd.DataFrame(
+        {
+            "prompt": [f"{a:0{digits}d}+{b:0{digits}d}=" for a, b in zip(left, right, strict=True)],
+            "answer": answers,
+            "response": [f"{answer}." for answer in answers],
+        }
+    )

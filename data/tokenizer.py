@@ -1,0 +1,40 @@
+"""A tokenizer with one token per character, saved as a Hugging Face folder: for tiny models and for tests.
+
+It is a byte-level BPE without merges. A word-level model would be simpler, but transformers may rebuild the tokenizer
+of a Qwen3 folder as `Qwen2Tokenizer` from the vocabulary and the merges alone, whatever class the folder names; a
+word-level vocabulary then encodes every text to nothing. This one stays the same under either class.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+PAD, EOS, UNKNOWN = "<pad>", "<eos>", "<unk>"
+PADDING_MULTIPLE = 64
+DEFAULT_CHARACTERS = "0123456789+-*=. abcdefghijklmnopqrstuvwxyz"
+
+
+def make_byte_tokenizer(folder: Path, characters: str = DEFAULT_CHARACTERS) -> int:
+    """Write a tokenizer for `characters` into `folder` and return its vocabulary size.
+
+    Token 0 is `<pad>`, 1 `<eos>`, 2 `<unk>`; then one token for each byte of the characters, in their order; then
+    unused tokens up to a multiple of 64, the size vLLM would pad the vocabulary to anyway. Nothing is added to a text:
+    no BOS, no EOS. A character outside `characters` becomes `<unk>`, once for each of its UTF-8 bytes; where
+    transformers rebuilds the tokenizer as `Qwen2Tokenizer` it is left out instead.
+    """
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    to_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    symbols = "".join(symbol for symbol, _ in to_bytes.pre_tokenize_str(characters))
+    tokens = list(dict.fromkeys([PAD, EOS, UNKNOWN, *symbols]))
+    tokens += [f"<unused-{index}>" for index in range(-len(tokens) % PADDING_MULTIPLE)]
+    vocabulary = {token: index for index, token in enumerate(tokens)}
+    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[], unk_token=UNKNOWN))
+    tokenizer.pre_tokenizer = to_bytes
+    tokenizer.decoder = decoders.ByteLevel()
+    fast = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, pad_token=PAD, eos_token=EOS, unk_token=UNKNOWN, clean_up_tokenization_spaces=False
+    )
+    fast.save_pretrained(folder)
+    return len(tokens)

@@ -1,0 +1,141 @@
+"""The wire between a flow and its ranks: what a message may contain, and who may speak.
+
+Bodies are msgpack (dict, list, str, bytes, int, float, bool, None) plus numpy arrays of six dtypes; everything else
+is refused, so nothing that arrives can run code. Every rank dials one ROUTER on the loopback interface; CURVE
+encrypts both ways, and only the client key made for this listener is let in.
+
+Left out: commands, replies, deadlines and heartbeats (`group.py` on the flow's side, `rank.py` on the rank's).
+"""
+
+from __future__ import annotations
+
+import struct
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgpack
+import numpy as np
+import zmq
+from zmq.auth.thread import ThreadAuthenticator
+
+# A dtype's position is its msgpack ext code. Equality includes the byte order: big-endian arrays are refused.
+DTYPES = tuple(np.dtype(name) for name in ("int32", "int64", "float32", "float64", "uint8", "bool"))
+_CODES = {dtype: code for code, dtype in enumerate(DTYPES)}
+_ZAP_DOMAIN = "penstock"
+LINGER_MS = 1000  # a rank that leaves waits this long for its last words to be taken
+
+
+def pack(message: Any) -> bytes:
+    """Serialise a message. Arrays are copied at once, so the caller may reuse their memory.
+
+    Raises:
+        TypeError: the message holds something the channel does not carry.
+    """
+    packed: bytes = msgpack.packb(message, default=_encode_array, use_bin_type=True)
+    return packed
+
+
+def unpack(body: bytes | memoryview) -> Any:
+    """The message in `body`. Tuples come back as lists; arrays are read-only views of the received bytes."""
+    return msgpack.unpackb(body, ext_hook=_decode_array, raw=False, strict_map_key=False)
+
+
+def _encode_array(value: Any) -> msgpack.ExtType:
+    # Subclasses are refused too: a masked array would silently lose its mask.
+    if type(value) is not np.ndarray:
+        raise TypeError(f"the channel carries plain data and numpy arrays, not {type(value).__qualname__}: convert it")
+    if value.dtype not in _CODES:
+        raise TypeError(f"the channel carries arrays of {', '.join(map(str, DTYPES))}, not {value.dtype}: convert it")
+    # int64 fields in front keep the array's bytes aligned to 8.
+    header = struct.pack(f"<{1 + value.ndim}q", value.ndim, *value.shape)
+    raw = np.ascontiguousarray(value).reshape(-1).view(np.uint8)
+    return msgpack.ExtType(_CODES[value.dtype], b"".join((header, raw.data)))
+
+
+def _decode_array(code: int, data: bytes) -> np.ndarray:
+    if not 0 <= code < len(DTYPES):
+        raise ValueError(f"unknown msgpack ext code {code}")
+    (ndim,) = struct.unpack_from("<q", data)
+    shape = struct.unpack_from(f"<{ndim}q", data, 8)
+    return np.frombuffer(data, DTYPES[code], offset=8 * (1 + ndim)).reshape(shape)
+
+
+@dataclass(frozen=True)
+class Address:
+    """Where a rank dials and the keys that let it in. Travels in the environment only."""
+
+    endpoint: str
+    server_public: str
+    client_public: str
+    client_secret: str = field(repr=False)
+
+
+class Listener:
+    """The flow's end: one ROUTER for all ranks of a group. Not thread-safe; the group holds a lock around it."""
+
+    def __init__(self) -> None:
+        server_public, server_secret = zmq.curve_keypair()
+        client_public, client_secret = zmq.curve_keypair()
+        self._context = zmq.Context()
+        self._authenticator = ThreadAuthenticator(self._context)
+        self._authenticator.start()
+        self._authenticator.configure_curve_callback(_ZAP_DOMAIN, _OnlyKey(client_public))
+        self._router = self._context.socket(zmq.ROUTER)
+        self._router.curve_server = True
+        self._router.curve_secretkey = server_secret
+        self._router.zap_domain = _ZAP_DOMAIN.encode()
+        self._router.zap_enforce_domain = True  # without it an absent authenticator would mean: let everybody in
+        self._router.router_mandatory = True  # a message to a rank that is not there is an error, not a silent loss
+        self._router.sndhwm = 0  # sending never blocks
+        port = self._router.bind_to_random_port("tcp://127.0.0.1")
+        self.address = Address(
+            f"tcp://127.0.0.1:{port}", server_public.decode(), client_public.decode(), client_secret.decode()
+        )
+
+    def send(self, identity: str, body: bytes) -> None:
+        """Queue `body` for the peer `identity`.
+
+        Raises:
+            zmq.ZMQError: no such peer is connected.
+        """
+        self._router.send_multipart([identity.encode(), body], zmq.NOBLOCK, copy=False)
+
+    def receive(self, timeout_s: float) -> list[tuple[str, Any]]:
+        """(identity, message) of everything that is there, waiting up to `timeout_s` for the first."""
+        messages: list[tuple[str, Any]] = []
+        wait_ms = int(timeout_s * 1000)
+        while self._router.poll(wait_ms):
+            identity, body = self._router.recv_multipart(copy=False)
+            messages.append((identity.bytes.decode(), unpack(body.buffer)))
+            wait_ms = 0
+        return messages
+
+    def close(self) -> None:
+        """Stop listening; what was not sent yet is dropped. A second call does nothing."""
+        if self._context.closed:
+            return
+        self._router.close(linger=0)
+        self._authenticator.stop()
+        self._context.destroy(linger=0)
+
+
+class _OnlyKey:
+    """Admits the one client key of this listener."""
+
+    def __init__(self, client_public: bytes) -> None:
+        self._client_public = client_public
+
+    def callback(self, domain: str, key: bytes) -> bool:
+        return key == self._client_public
+
+
+def dial(context: zmq.Context[zmq.Socket[bytes]], address: Address, identity: str) -> zmq.Socket[bytes]:
+    """A DEALER connected to `address` under the name `identity`. One socket belongs to one thread."""
+    socket = context.socket(zmq.DEALER)
+    socket.linger = LINGER_MS
+    socket.identity = identity.encode()
+    socket.curve_serverkey = address.server_public.encode()
+    socket.curve_publickey = address.client_public.encode()
+    socket.curve_secretkey = address.client_secret.encode()
+    socket.connect(address.endpoint)
+    return socket

@@ -1,0 +1,136 @@
+"""A rank process: `python -m engines.rank`, started by `launch.py` and commanded through `channel.py`.
+
+It guards itself first (dies with its parent, ignores Ctrl-C, dumps its stacks on SIGUSR1), says hello, and only then
+imports the worker, which brings torch. Then it answers one command after another until "shutdown".
+
+Messages, rank to flow: hello {pid}, heartbeat {}, reply {key, result}, error {key, traceback, user}; the outcome of
+building the worker is the reply or error to the key "start". Flow to rank: command {command, key, epoch, arguments},
+shutdown {}.
+
+Left out: what commands mean; that is the worker's.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import faulthandler
+import importlib
+import logging
+import os
+import signal
+import sys
+import threading
+import traceback
+from collections import OrderedDict
+from typing import Any, Protocol
+
+import zmq
+
+from configs.errors import UserError
+from engines import channel
+from engines.launch import START_KEY, RankStart
+
+HEARTBEAT_S = 1.0
+REPLIES_KEPT = 32
+_PR_SET_PDEATHSIG = 1
+
+_log = logging.getLogger(__name__)
+
+
+class Worker(Protocol):
+    """What holds the models of a rank. `gpu` is the index for torch.cuda, None on CPU."""
+
+    def __init__(self, rank: int, world_size: int, gpu: int | None) -> None: ...
+
+    def handle(self, command: str, arguments: dict[str, Any]) -> dict[str, Any]:
+        """Run one command; the result holds only what the channel carries. An exception ends the whole group."""
+
+    def close(self) -> None:
+        """Let go of everything before an orderly exit."""
+
+
+def main() -> None:
+    start = RankStart.take()
+    _guard(start)
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    _log.info("rank %d of %d, group %s, epoch %d", start.rank, start.world_size, start.group, start.epoch)
+    context = zmq.Context()
+    stop = threading.Event()
+    heart = threading.Thread(target=_beat, args=(context, start, stop), name="heartbeat", daemon=True)
+    heart.start()
+    try:
+        _serve(start, channel.dial(context, start.address, f"rank-{start.rank}"))
+    finally:
+        stop.set()
+        heart.join()
+        context.destroy()
+
+
+def _guard(start: RankStart) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    faulthandler.enable()
+    faulthandler.register(signal.SIGUSR1)
+    # The kernel ties the death signal to the spawning thread: a pool thread may end long before its process does.
+    if start.spawned_by_main_thread:
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != start.parent_pid:
+        sys.exit("the parent process ended before this rank could start")
+
+
+def _beat(context: zmq.Context[zmq.Socket[bytes]], start: RankStart, stop: threading.Event) -> None:
+    """Tell the flow that this process lives, and end it when the flow is gone. Own thread, own socket."""
+    beat = channel.pack({"kind": "heartbeat"})
+    with channel.dial(context, start.address, f"rank-hb-{start.rank}") as socket:
+        while not stop.wait(HEARTBEAT_S):
+            if os.getppid() != start.parent_pid:
+                os.killpg(os.getpid(), signal.SIGKILL)
+            # Between calls nobody reads; once the queue is full further beats say nothing new.
+            with contextlib.suppress(zmq.Again):
+                socket.send(beat, zmq.NOBLOCK)
+
+
+def _serve(start: RankStart, socket: zmq.Socket[bytes]) -> None:
+    socket.send(channel.pack({"kind": "hello", "pid": os.getpid()}))
+    try:
+        module, _, name = start.worker.partition(":")
+        worker: Worker = getattr(importlib.import_module(module), name)(start.rank, start.world_size, start.gpu)
+    except Exception as error:
+        socket.send(_error(START_KEY, error))
+        socket.recv()  # stay until the group has read this and ends every rank
+        return
+    socket.send(channel.pack({"kind": "reply", "key": START_KEY, "result": {}}))
+    answered: OrderedDict[tuple[str, str], bytes] = OrderedDict()
+    while (message := channel.unpack(socket.recv(copy=False).buffer))["kind"] == "command":
+        socket.send(_answer(worker, message, start.epoch, answered), copy=False)
+    worker.close()
+
+
+def _answer(
+    worker: Worker, message: dict[str, Any], epoch: int, answered: OrderedDict[tuple[str, str], bytes]
+) -> bytes:
+    command, key = message["command"], message["key"]
+    try:
+        if message["epoch"] != epoch:
+            raise RuntimeError(f"command of epoch {message['epoch']} refused: this rank belongs to epoch {epoch}")
+        if (command, key) in answered:
+            return answered[command, key]
+        reply = channel.pack({"kind": "reply", "key": key, "result": worker.handle(command, message["arguments"])})
+    except Exception as error:
+        return _error(key, error)
+    answered[command, key] = reply
+    if len(answered) > REPLIES_KEPT:
+        answered.popitem(last=False)
+    return reply
+
+
+def _error(key: str, error: Exception) -> bytes:
+    text = "".join(traceback.format_exception(error))
+    _log.error("%s", text)
+    user = [error.problem, error.remedy] if isinstance(error, UserError) else None
+    return channel.pack({"kind": "error", "key": key, "traceback": text, "user": user})
+
+
+if __name__ == "__main__":
+    main()

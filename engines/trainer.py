@@ -1,0 +1,150 @@
+"""One trained model on DeepSpeed: packed micro-batches in, one optimizer step out.
+
+DeepSpeed shards, reduces and clips; the learning rate is set by us before each step (engines/learning_rate.py), so
+nothing of a scheduler needs saving. Losses come as shares of the whole mini-batch's loss (algorithms/aggregation.py):
+they add up over micro-batches and ranks, so neither the split nor the number of ranks changes the gradient.
+
+Left out: what the loss is (engines/updates.py).
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import deepspeed
+import torch
+from torch import nn
+
+from configs.schema import OptimizerConfig, TrainerConfig
+from engines.learning_rate import learning_rate_factor
+from engines.packing import PackedBatch
+from engines.weights import flatten_in_place
+
+LossFunction = Callable[[nn.Module, PackedBatch], tuple[torch.Tensor, dict[str, torch.Tensor]]]
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """What an optimizer step reports, summed over all micro-batches and ranks."""
+
+    sums: dict[str, float]
+    grad_norm: float
+    learning_rate: float
+
+
+class Trainer:
+    """A model with its optimizer inside a DeepSpeed engine.
+
+    Args:
+        module: the wrapped model on the rank's device.
+        parameters: its parameters in the order wanted in the flat buffer.
+        config: optimizer and ZeRO stage.
+        total_steps: optimizer steps of the whole training, the end of a decaying learning rate.
+    """
+
+    def __init__(self, module: nn.Module, parameters: list[nn.Parameter], config: TrainerConfig, total_steps: int) -> None:
+        self.config, self.total_steps, self.steps = config, total_steps, 0
+        self.device = parameters[0].device
+        dtype = parameters[0].dtype
+        if config.zero_stage == 0:
+            flatten_in_place(parameters)
+        self.engine, self._optimizer, *_ = deepspeed.initialize(
+            model=module,
+            optimizer=_adamw(parameters, config.optimizer),
+            config=deepspeed_config(config, dtype),
+            dist_init_required=False,
+        )
+
+    @property
+    def module(self) -> nn.Module:
+        """The wrapped model."""
+        return self.engine.module
+
+    def step(self, batches: Sequence[PackedBatch], loss_function: LossFunction, learning_rate: float) -> StepResult:
+        """Take one optimizer step over micro-batches; every rank calls it with the same number of them.
+
+        Args:
+            loss_function: returns this micro-batch's share of the loss, and sums to report.
+            learning_rate: peak value in force; warm-up and decay are applied to it.
+        """
+        self.engine.train()
+        rate = learning_rate * learning_rate_factor(self.steps, self.total_steps, self.config.optimizer)
+        for group in self._optimizer.param_groups:
+            group["lr"] = rate
+        world = torch.distributed.get_world_size()
+        totals: dict[str, torch.Tensor] = {}
+        for number, batch in enumerate(batches, start=1):
+            self.engine.set_gradient_accumulation_boundary(number == len(batches))
+            loss, sums = loss_function(self.engine, batch)
+            self.engine.backward(loss * world)  # DeepSpeed averages over ranks; shares must add up instead
+            for name, value in {"loss": loss.detach(), **sums}.items():
+                totals[name] = totals[name] + value if name in totals else value
+        grad_norm = self._plain_grad_norm()
+        self.engine.step()
+        self.steps += 1
+        grad_norm = self.engine.get_global_grad_norm() if grad_norm is None else grad_norm
+        return StepResult(reduce_sums(totals, self.device), float(grad_norm), rate)
+
+    def _plain_grad_norm(self) -> torch.Tensor | None:
+        """Norm before clipping where DeepSpeed clips plain gradients and reports none (stage 0 in float32)."""
+        if self.config.zero_stage > 0 or self.engine.bfloat16_enabled():
+            return None
+        gradients = [parameter.grad for parameter in self.module.parameters() if parameter.grad is not None]
+        return torch.nn.utils.get_total_norm(gradients)
+
+    def save(self, folder: Path) -> None:
+        """Write weights, optimizer state and step count under `folder`; every rank calls it."""
+        self.engine.save_checkpoint(str(folder), tag="state", client_state={"steps": self.steps}, save_latest=False)
+
+    def load(self, folder: Path) -> None:
+        """Restore what `save` wrote; parameters keep their addresses."""
+        _, client = self.engine.load_checkpoint(str(folder), tag="state")
+        self.steps = client["steps"]
+
+    def close(self) -> None:
+        """Free the engine, its buffers and the model."""
+        self.engine.destroy()
+        del self.engine, self._optimizer
+        gc.collect()
+
+
+def _adamw(parameters: list[nn.Parameter], config: OptimizerConfig) -> torch.optim.AdamW:
+    fused = parameters[0].device.type == "cuda"
+    return torch.optim.AdamW(
+        parameters, lr=0.0, betas=config.betas, eps=config.eps, weight_decay=config.weight_decay, fused=fused
+    )
+
+
+def deepspeed_config(config: TrainerConfig, dtype: torch.dtype) -> dict[str, Any]:
+    """Return DeepSpeed's configuration.
+
+    Gradients accumulate in float32 also for bfloat16 weights: many micro-batches of small advantages would be
+    rounded away otherwise.
+    """
+    return {
+        "train_micro_batch_size_per_gpu": 1,  # only names a unit: micro-batches are token budgets
+        "gradient_accumulation_steps": 1,  # the boundary is set by hand, and losses are shares already
+        "bf16": {"enabled": dtype is torch.bfloat16},
+        "data_types": {"grad_accum_dtype": "fp32"},
+        "zero_optimization": {
+            "stage": config.zero_stage,
+            "round_robin_gradients": False,  # would scatter the fused groups over the flat buffer
+            "overlap_comm": torch.cuda.is_available(),
+        },
+        "zero_allow_untested_optimizer": True,
+        "zero_force_ds_cpu_optimizer": False,
+        "gradient_clipping": config.optimizer.max_grad_norm,
+        "steps_per_print": 1 << 60,
+    }
+
+
+def reduce_sums(totals: dict[str, torch.Tensor], device: torch.device) -> dict[str, float]:
+    """Add named scalars over all ranks: one collective and one transfer to the host for all of them."""
+    names = sorted(totals)
+    stacked = torch.stack([totals[name].to(device=device, dtype=torch.float64) for name in names])
+    torch.distributed.all_reduce(stacked)
+    return dict(zip(names, stacked.tolist(), strict=True))

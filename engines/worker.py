@@ -1,0 +1,339 @@
+"""What one rank does: it holds the models of its roles and carries out commands on them.
+
+The rank loop (engines/rank.py) receives a command and calls `Worker.handle`; each command is one method here, takes
+plain values and arrays, and returns the same. All ranks of a group get the same commands in the same order.
+
+Left out: when to do what (flows/), how commands travel (engines/channel.py).
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+from transformers import AutoTokenizer
+
+from configs.schema import SftConfig, TrainConfig, TrainerConfig
+from engines import versions
+from engines.generator import Generator, Sampling
+from engines.models import PackedCritic, PackedPolicy, PackedRewardModel, load_causal_lm, load_reward_model
+from engines.packing import PackedBatch, Rows, pack, plan_micro_batches
+from engines.tiny_model import make_tiny_model
+from engines.trainer import Trainer
+from engines.updates import ActorLoss, Split, update_actor, update_critic, update_supervised
+from engines.weights import ordered_parameters
+from state.experience import Ragged, column_names, read_columns
+
+DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
+
+
+class Worker:
+    """The models of one rank.
+
+    Args:
+        rank: this rank's number in the group.
+        world_size: ranks in the group.
+        gpu: index among the group's visible GPUs; None on a machine without one.
+    """
+
+    def __init__(self, rank: int, world_size: int, gpu: int | None) -> None:
+        self.rank, self.world_size = rank, world_size
+        self.device = torch.device("cpu") if gpu is None else torch.device("cuda", gpu)
+        if gpu is None:
+            versions.prepare_deepspeed_for_cpu()
+        else:
+            torch.cuda.set_device(gpu)
+        # By hand and without device_id: DeepSpeed's own call binds the group to a device, which hangs vLLM's groups.
+        torch.distributed.init_process_group("gloo" if gpu is None else "cpu:gloo,cuda:nccl")
+        self.trainers: dict[str, Trainer] = {}
+        self.frozen: dict[str, nn.Module] = {}
+        self.generator: Generator | None = None
+        self.verified_version = -1
+        self.config = TrainConfig()
+        self.lm: Any = None
+        self.sft_rows: Rows | None = None
+
+    def handle(self, command: str, arguments: dict[str, Any]) -> dict[str, Any]:
+        """Carry out one command.
+
+        Raises:
+            KeyError: there is no such command.
+        """
+        commands: dict[str, Callable[..., dict[str, Any]]] = {
+            "make_tiny": self.make_tiny,
+            "build": self.build,
+            "generate": self.generate,
+            "score": self.score,
+            "logprobs": self.logprobs,
+            "values": self.values,
+            "update_actor": self.update_actor,
+            "update_critic": self.update_critic,
+            "reshard": self.reshard,
+            "save": self.save,
+            "load": self.load,
+            "export": self.export,
+            "sft_begin": self.sft_begin,
+            "sft_steps": self.sft_steps,
+            "sft_end": self.sft_end,
+        }
+        reply = commands[command](**arguments)
+        if self.device.type == "cuda":
+            reply["gpu_gib"] = torch.cuda.max_memory_allocated() / (1 << 30)
+        return reply
+
+    def close(self) -> None:
+        """Leave the process group."""
+        torch.distributed.destroy_process_group()
+
+    def make_tiny(self, config: dict[str, Any], folder: str) -> dict[str, Any]:
+        """Make a tiny random model beside the tokenizer in `folder` (rank 0 writes)."""
+        settings = TrainConfig.model_validate(config)
+        if self.rank == 0 and settings.model.tiny is not None:
+            tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+            make_tiny_model(
+                Path(folder),
+                settings.model.tiny,
+                len(tokenizer),
+                tokenizer.eos_token_id,
+                tokenizer.pad_token_id,
+                settings.seed,
+            )
+        torch.distributed.barrier()
+        return {}
+
+    # ---- models ----------------------------------------------------------------------------------------------------
+
+    def build(self, config: dict[str, Any], folder: str, roles: list[str]) -> dict[str, Any]:
+        """Load the models of `roles` from the actor's starting folder; return parameter counts."""
+        self.config = TrainConfig.model_validate(config)
+        reply: dict[str, Any] = {"parameters": 0, "parameters_shared": 0, "parameters_copied": 0}
+        steps = self.config.iterations * self.config.algorithm.mini_batches * self.config.algorithm.epochs
+        if "actor" in roles:
+            self.lm = self._causal_lm(folder, self.config.actor)
+            reply["parameters"] = sum(parameter.numel() for parameter in self.lm.parameters())
+            self.trainers["actor"] = Trainer(PackedPolicy(self.lm), ordered_parameters(self.lm), self.config.actor, steps)
+        if "critic" in roles and self.config.critic is not None:
+            torch.manual_seed(self.config.seed)
+            critic = PackedCritic(self._causal_lm(self.config.critic.path or folder, self.config.critic)).to(self.device)
+            self.trainers["critic"] = Trainer(critic, list(critic.parameters()), self.config.critic, steps)
+        if "reference" in roles:
+            self.frozen["reference"] = _freeze(PackedPolicy(load_causal_lm(folder, self._dtype, False)), self.device)
+        if "reward" in roles:
+            reward_model = load_reward_model(str(self.config.reward.model), self._dtype)
+            self.frozen["reward"] = _freeze(PackedRewardModel(reward_model), self.device)
+        if "rollout" in roles:
+            share = self.config.actor.zero_stage < 3
+            limit = self.config.data.max_prompt_tokens
+            self.generator = Generator(Path(folder), self.lm, self._dtype, self.config.rollout, limit, share)
+            reply |= self.reshard(0)
+        return reply
+
+    @property
+    def _dtype(self) -> torch.dtype:
+        if self.config.model.dtype != "auto":
+            return DTYPES[self.config.model.dtype]
+        return torch.float32 if self.device.type == "cpu" else torch.bfloat16
+
+    def _causal_lm(self, folder: str, config: TrainerConfig) -> Any:
+        return load_causal_lm(folder, self._dtype, config.gradient_checkpointing).to(self.device)
+
+    # ---- rollout ---------------------------------------------------------------------------------------------------
+
+    def generate(
+        self, prompts: np.ndarray, offsets: np.ndarray, sampling: dict[str, Any], tokenizer: str
+    ) -> dict[str, Any]:
+        """Generate responses to this rank's prompts; `sampling` holds the fields of `Sampling`."""
+        assert self.generator is not None
+        generated = self.generator.generate(Ragged(prompts, offsets), Sampling(**sampling))
+        lengths = generated.responses.lengths_B
+        rows = [generated.responses.row(index).tolist() for index in range(len(lengths))]
+        texts = AutoTokenizer.from_pretrained(tokenizer, local_files_only=True).batch_decode(rows, skip_special_tokens=True)
+        return {
+            "tokens": generated.responses.values_T,
+            "offsets": generated.responses.offsets_B1,
+            "truncated": generated.truncated_B,
+            "texts": texts,
+            "policy_version": self.generator.version,
+        }
+
+    def reshard(self, version: int) -> dict[str, Any]:
+        """Bring the actor's weights of `version` to the rollout engine, verified."""
+        assert self.generator is not None
+        reply = self.generator.reshard(version)
+        self.verified_version = version
+        return reply
+
+    # ---- forward passes --------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def logprobs(self, path: str, role: str, temperature: float, budget: int) -> dict[str, Any]:
+        """Log-probs of response tokens under the actor or the reference, for this rank's share of rows."""
+        policy = self._model(role)
+        return self._per_token(path, budget, lambda batch: policy(batch, temperature, "none")[0])
+
+    @torch.no_grad()
+    def values(self, path: str, budget: int) -> dict[str, Any]:
+        """The critic's values of response tokens, for this rank's share of rows."""
+        return self._per_token(path, budget, self._model("critic"))
+
+    def _model(self, role: str) -> nn.Module:
+        if role in self.frozen:
+            return self.frozen[role]
+        engine = self.trainers[role].engine
+        engine.eval()
+        return engine
+
+    def _per_token(self, path: str, budget: int, forward: Callable[[PackedBatch], torch.Tensor]) -> dict[str, Any]:
+        rows = _read_rows(path, ())
+        plan = plan_micro_batches(rows.lengths_B, self.world_size, budget)[self.rank]
+        parts = [forward(pack(rows, index, self.device)) for index in plan]
+        kept = [part for part, index in zip(parts, plan, strict=True) if index]
+        values = torch.cat(kept).float().cpu().numpy() if kept else np.empty(0, np.float32)
+        order = np.asarray([row for index in plan for row in index], dtype=np.int64)
+        return {"rows": order, "values": values}
+
+    @torch.no_grad()
+    def score(self, texts: list[str], budget: int) -> dict[str, Any]:
+        """Scores of the reward model for this rank's texts, in order."""
+        tokenizer = AutoTokenizer.from_pretrained(str(self.config.reward.model), local_files_only=True)
+        tokens = Ragged.of([tokenizer(text, add_special_tokens=False)["input_ids"] for text in texts], np.int32)
+        nothing = Ragged(np.empty(0, np.int32), np.zeros(len(texts) + 1, np.int64))
+        rows = Rows(tokens, nothing, nothing, {})
+        scores = np.zeros(len(texts), np.float32)
+        for (index,) in zip(*plan_micro_batches(rows.lengths_B, 1, budget), strict=True):
+            if index:
+                scores[index] = self.frozen["reward"](pack(rows, index, self.device)).cpu().numpy()
+        return {"scores": scores}
+
+    # ---- updates ---------------------------------------------------------------------------------------------------
+
+    def update_actor(
+        self, path: str, version: int, split: dict[str, Any], loss: dict[str, Any], learning_rate: float
+    ) -> dict[str, Any]:
+        """Train the actor on experience generated by the verified policy `version`.
+
+        Raises:
+            RuntimeError: the experience comes from a version that no reshard has verified here.
+        """
+        if version != self.verified_version:
+            raise RuntimeError(f"experience of policy version {version}; verified is {self.verified_version}: not trained on it")
+        wanted = ("advantages", *(name for name in ("logprobs_old", "logprobs_reference") if name in column_names(path)))
+        rows = _read_rows(path, wanted)
+        return update_actor(self.trainers["actor"], rows, Split(**split), ActorLoss(**loss), learning_rate)
+
+    def update_critic(self, path: str, split: dict[str, Any], clip: float | None, learning_rate: float) -> dict[str, Any]:
+        """Train the critic on the same experience."""
+        rows = _read_rows(path, ("values", "returns"))
+        return update_critic(self.trainers["critic"], rows, Split(**split), clip, learning_rate)
+
+    # ---- state -----------------------------------------------------------------------------------------------------
+
+    def save(self, folder: str) -> dict[str, Any]:
+        """Write every trained model of this group, and this rank's generators, under `folder`."""
+        for role, trainer in self.trainers.items():
+            trainer.save(Path(folder) / role)
+        torch.save(_generator_states(), Path(folder) / f"random-{os.environ['PENSTOCK_GROUP']}-{self.rank}.pt")
+        return {}
+
+    def load(self, folder: str, version: int) -> dict[str, Any]:
+        """Restore what `save` wrote, and bring the rollout engine to it."""
+        for role, trainer in self.trainers.items():
+            trainer.load(Path(folder) / role)
+        states = torch.load(Path(folder) / f"random-{os.environ['PENSTOCK_GROUP']}-{self.rank}.pt", weights_only=True)
+        _restore_generators(states)
+        return self.reshard(version) if self.generator is not None else {}
+
+    def export(self, folder: str) -> dict[str, Any]:
+        """Write the actor as a Hugging Face folder (rank 0 writes, all ranks gather)."""
+        _export(self.lm, Path(folder), self.rank)
+        return {}
+
+    # ---- supervised training ---------------------------------------------------------------------------------------
+
+    def sft_begin(self, config: dict[str, Any], folder: str, dtype: str, rows: str) -> dict[str, Any]:
+        """Load the model and the rows for supervised training."""
+        self.config = TrainConfig(model={"dtype": dtype})  # type: ignore[arg-type]
+        sft = SftConfig.model_validate(config)
+        self.lm = self._causal_lm(folder, sft)
+        self.trainers["sft"] = Trainer(PackedPolicy(self.lm), ordered_parameters(self.lm), sft, sft.steps)
+        columns = read_columns(rows, ("prompt_tokens", "response_tokens"))
+        responses = columns["response_tokens"]
+        mask = Ragged(np.ones(len(responses.values_T), np.uint8), responses.offsets_B1)
+        self.sft_rows = Rows(columns["prompt_tokens"], responses, mask, {})
+        return {}
+
+    def sft_steps(self, batches: np.ndarray, budget: int, learning_rate: float) -> dict[str, Any]:
+        """Take one optimizer step per row of `batches` (steps x rows); return the loss of each."""
+        assert self.sft_rows is not None
+        metrics = [
+            update_supervised(self.trainers["sft"], self.sft_rows, index_B, budget, learning_rate) for index_B in batches
+        ]
+        return {"losses": [step["loss"] for step in metrics], "grad_norm": metrics[-1]["grad_norm"]}
+
+    def sft_end(self, folder: str) -> dict[str, Any]:
+        """Write the model as a Hugging Face folder and free it."""
+        _export(self.lm, Path(folder), self.rank)
+        self.trainers.pop("sft").close()
+        self.lm, self.sft_rows = None, None
+        gc.collect()
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+            torch.cuda.reset_peak_memory_stats()
+        return {}
+
+
+def _freeze(module: nn.Module, device: torch.device) -> nn.Module:
+    return module.requires_grad_(False).eval().to(device)
+
+
+def _read_rows(path: str, columns: tuple[str, ...]) -> Rows:
+    read = read_columns(path, ("prompt_tokens", "response_tokens", "loss_mask", *columns))
+    return Rows(
+        read["prompt_tokens"], read["response_tokens"], read["loss_mask"], {name: read[name] for name in columns}
+    )
+
+
+@torch.no_grad()
+def _export(lm: Any, folder: Path, rank: int) -> None:
+    sharded = hasattr(next(lm.parameters()), "ds_id")
+    state = lm.state_dict()
+    if sharded:
+        import deepspeed
+
+        state = {}
+        for name, parameter in lm.named_parameters():
+            with deepspeed.zero.GatheredParameters(parameter):
+                state[name] = parameter.data.cpu().clone()
+    if rank == 0:
+        lm.save_pretrained(folder, state_dict=state)
+    torch.distributed.barrier()
+
+
+def _generator_states() -> dict[str, Any]:
+    algorithm, keys, position, has_gauss, gauss = np.random.get_state()
+    version, internal, gauss_next = random.getstate()
+    states: dict[str, Any] = {
+        "torch": torch.get_rng_state(),
+        "numpy": [str(algorithm), torch.from_numpy(np.asarray(keys).astype(np.int64)), int(position), int(has_gauss), float(gauss)],
+        "python": [version, list(internal), gauss_next],
+    }
+    if torch.cuda.is_available():
+        states["cuda"] = torch.cuda.get_rng_state()
+    return states
+
+
+def _restore_generators(states: dict[str, Any]) -> None:
+    torch.set_rng_state(states["torch"])
+    algorithm, keys, position, has_gauss, gauss = states["numpy"]
+    np.random.set_state((algorithm, keys.numpy().astype(np.uint32), position, has_gauss, gauss))
+    version, internal, gauss_next = states["python"]
+    random.setstate((version, tuple(internal), gauss_next))
+    if "cuda" in states:
+        torch.cuda.set_rng_state(states["cuda"])

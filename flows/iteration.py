@@ -1,0 +1,83 @@
+"""One iteration of reinforcement learning, whole: this page is the dataflow.
+
+    rollout -> reward -> (old log-probs | reference log-probs | values) -> advantage
+            -> (update actor | update critic) -> reshard -> evaluate -> checkpoint -> record
+
+Steps in brackets run side by side where their engine groups differ, and only if the algorithm needs them. Each step is
+a task; the tasks hand on where the experience lies, never the experience. Left out: what each step does (tasks/).
+"""
+
+from __future__ import annotations
+
+import time
+
+from prefect import flow
+
+from tasks.advantage import advantage
+from tasks.checkpoint import save_checkpoint
+from tasks.evaluate import evaluate
+from tasks.kl_control import next_kl_coefficient
+from tasks.logprobs import ColumnRef, old_logprobs, reference_logprobs, values
+from tasks.record import advanced, finite, record
+from tasks.reshard import reshard
+from tasks.reward import reward
+from tasks.rollout import rollout
+from tasks.session import Stage, Training
+from tasks.settings import Settings, resolve_settings
+from tasks.update_actor import update_actor
+from tasks.update_critic import update_critic
+from state.manifest import Progress
+
+
+@flow(name="iteration", flow_run_name="iteration-{number:06d}", validate_parameters=False)
+def iteration(training: Training, number: int, progress: Progress) -> Progress:
+    """Run iteration `number` (1 for the first) and return the progress after it."""
+    begin, config = time.perf_counter(), training.config
+    settings = resolve_settings(training, number, progress)
+
+    stage = rollout(training, settings, progress)
+    stage = reward(training, settings, stage)
+    stage = advantage(training, settings, stage, forward_passes(training, settings, stage))
+
+    metrics = stage.metrics | update(training, settings, stage)
+    metrics |= reshard(training, settings, version=number)
+    if config.evaluate.every and number % config.evaluate.every == 0 or number == config.iterations:
+        metrics |= evaluate(training, number)
+
+    progress = advanced(
+        training,
+        progress,
+        iteration=number,
+        policy_version=number,
+        prompt_cursor=progress.prompt_cursor + config.rollout.prompts,
+        kl_coefficient=next_kl_coefficient(training, settings, metrics),
+        overrides=settings.overrides,
+    )
+    metrics["time/iteration_s"] = time.perf_counter() - begin
+    record(training, number, finite(metrics))
+    if number % config.checkpoint.every == 0 or number == config.iterations:
+        save_checkpoint(training, progress)
+    return progress
+
+
+def forward_passes(training: Training, settings: Settings, stage: Stage) -> list[ColumnRef]:
+    """Run the passes that this algorithm needs, side by side; an on-policy update needs no old log-probs."""
+    config, wanted = training.config, []
+    if config.old_logprobs_needed:
+        wanted.append(old_logprobs)
+    if config.algorithm.kl is not None:
+        wanted.append(reference_logprobs)
+    if config.algorithm.needs_critic:
+        wanted.append(values)
+    if len(wanted) == 1:
+        return [wanted[0](training, settings, stage.experience)]
+    futures = [step.submit(training, settings, stage.experience) for step in wanted]
+    return [future.result() for future in futures]
+
+
+def update(training: Training, settings: Settings, stage: Stage) -> dict[str, float]:
+    """Update the actor, and the critic beside it if there is one."""
+    if not training.config.algorithm.needs_critic:
+        return update_actor(training, settings, stage)
+    critic = update_critic.submit(training, settings, stage)
+    return update_actor(training, settings, stage) | critic.result()

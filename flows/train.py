@@ -1,0 +1,80 @@
+"""Train: supervised warm-up if asked for, then iterations of reinforcement learning, from start or from a checkpoint.
+
+    check -> start engines -> prompts -> (supervised warm-up) -> load models -> evaluate -> iteration 1, 2, ... -> report
+
+Each iteration is a child flow (flows/iteration.py). Engines live exactly as long as this flow: they start inside its
+`with` block and end with it, on every path. Left out: restarting engines while the flow runs.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from prefect import flow, tags
+from prefect.settings import PREFECT_FLOWS_HEARTBEAT_FREQUENCY, temporary_settings
+
+from configs.loading import resolve
+from configs.schema import TrainConfig
+from flows.iteration import iteration
+from flows.sft import supervise
+from state.manifest import Progress
+from state.run_folder import RunFolder, new_run_folder, open_run_folder
+from tasks.check import check_training
+from tasks.checkpoint import begin_manifest, restore
+from tasks.evaluate import evaluate
+from tasks.export import export
+from tasks.prepare import build_engines, load_prompts, starting_model
+from tasks.progress import show_iterations, show_progress
+from tasks.record import finite, record, recording
+from tasks.session import Training, open_session, read_config, write_config
+
+
+@flow(name="train", flow_run_name="train-{config.name}")
+def train(config: TrainConfig = TrainConfig(), run_folder: str | None = None, resume: str | None = None) -> str:  # noqa: B008
+    """Train a policy; return the run folder.
+
+    Args:
+        config: the whole configuration; `base` may name a recipe that fills what is not given.
+        run_folder: where to put the run; default: a new folder under `config.folder`.
+        resume: folder of an earlier run to continue; its own configuration is used.
+    """
+    config, run = open_run(config, run_folder, resume)
+    labels = (f"algorithm:{config.algorithm.name}", f"run:{run.name}")
+    with tags(*labels), open_session(config, run) as training, show_progress(training), recording(training):
+        model = starting_model(training)
+        load_prompts(training, model)
+        if config.sft is not None:
+            model = supervise(training, model)
+        build_engines(training, model)
+
+        progress = restore(training) if resume else Progress()
+        if progress.iteration == 0:
+            progress = begin(training, progress)
+        show_iterations(training, progress.iteration)
+        for number in range(progress.iteration + 1, config.iterations + 1):
+            # A child flow's own heartbeat costs half a second; this flow keeps its own.
+            with temporary_settings({PREFECT_FLOWS_HEARTBEAT_FREQUENCY: None}):
+                progress = iteration(training, number, progress)
+        export(training)
+    return str(run.path)
+
+
+def open_run(config: TrainConfig, run_folder: str | None, resume: str | None) -> tuple[TrainConfig, RunFolder]:
+    """Check everything and open the run folder, new or old, before anything starts."""
+    if resume is not None:
+        run = open_run_folder(Path(resume))
+        config = read_config(run)
+        check_training(config)
+        return config, run
+    config = resolve(config)
+    check_training(config)
+    run = new_run_folder(Path(config.folder), config.name, Path(run_folder) if run_folder else None)
+    write_config(run, config)
+    return config, run
+
+
+def begin(training: Training, progress: Progress) -> Progress:
+    """Evaluate the policy before any training, and write the first manifest."""
+    metrics = finite(evaluate(training, 0))
+    record(training, 0, metrics)
+    return begin_manifest(training, progress.advanced(accuracy_before=metrics["heldout/accuracy"]))

@@ -1,0 +1,202 @@
+"""The command `penstock`: thin calls into flows, and errors as sentences.
+
+A user's mistake ends with its message and exit code 2, without a traceback, before any engine starts. Heavy imports
+stay inside the commands: `penstock --help` answers at once.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+
+from configs.errors import UserError
+
+app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, help=__doc__.split("\n")[0])
+console = Console()
+errors = Console(stderr=True)
+
+Recipe = Annotated[Path | None, typer.Argument(help="YAML recipe, e.g. configs/quickstart.yaml")]
+Overrides = Annotated[list[str] | None, typer.Argument(help="section.key=value, e.g. actor.optimizer.learning_rate=1e-6")]
+RunFolderOption = Annotated[Path | None, typer.Option("--run", help="folder for this run; default: a new one under 'folder'")]
+
+
+def main() -> None:
+    """Run the command line; the console script's entry point."""
+    sys.path.insert(0, str(Path.cwd()))  # reward functions are named from the working directory
+    _quiet_libraries()
+    try:
+        app(standalone_mode=False)
+    except UserError as error:
+        _fail(str(error))
+    except typer.Abort:
+        raise SystemExit(130) from None
+    except KeyboardInterrupt:
+        errors.print("stopped: engines are down. Continue with: penstock train --resume RUN_FOLDER", highlight=False)
+        raise SystemExit(130) from None
+    except Exception as error:
+        if not hasattr(error, "format_message"):
+            raise
+        _fail(error.format_message())  # click's own usage errors
+
+
+def _fail(message: str) -> None:
+    errors.print(f"[bold red]error:[/] {_escape(message)}", highlight=False, soft_wrap=True)
+    raise SystemExit(2)
+
+
+def _escape(text: str) -> str:
+    from rich.markup import escape
+
+    return escape(text)
+
+
+def _quiet_libraries() -> None:
+    """Set what libraries read at import: no telemetry, no hub, their news below warnings kept to log files."""
+    defaults = {
+        "PREFECT_LOGGING_LEVEL": "WARNING",
+        "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
+        "PREFECT_SERVER_EPHEMERAL_STARTUP_TIMEOUT_SECONDS": "120",
+        "DO_NOT_TRACK": "1",
+        "MLFLOW_DISABLE_TELEMETRY": "true",
+        "HF_HUB_OFFLINE": "1",
+        "TOKENIZERS_PARALLELISM": "false",
+        "TRANSFORMERS_VERBOSITY": "error",
+    }
+    for name, value in defaults.items():
+        os.environ.setdefault(name, value)
+
+
+@app.command()
+def train(
+    recipe: Recipe = None,
+    overrides: Overrides = None,
+    run: RunFolderOption = None,
+    resume: Annotated[Path | None, typer.Option(help="folder of an interrupted run to continue")] = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="print configuration, placement and memory, start nothing")] = False,
+) -> None:
+    """Train a policy with reinforcement learning."""
+    from configs.schema import TrainConfig
+
+    if resume is not None:
+        if recipe is not None or run is not None:
+            raise UserError("--resume continues a run with its own configuration", "remove the recipe, overrides and --run")
+        from state.run_folder import open_run_folder
+        from tasks.check import check_training
+        from tasks.session import read_config
+
+        config = read_config(open_run_folder(resume))
+        check_training(config)
+        _run_flow(TrainConfig(), resume=str(resume))
+        return
+    config = _load(recipe, overrides)
+    estimates = _check(config, run)
+    if dry_run:
+        _print_dry_run(config, estimates)
+        return
+    _run_flow(config, run_folder=str(run) if run else None)
+
+
+def _load(recipe: Path | None, overrides: list[str] | None) -> Any:
+    from configs.loading import load_config
+
+    if recipe is None:
+        raise UserError("no recipe given", "name one: penstock train configs/quickstart.yaml")
+    return load_config(recipe, overrides or ())
+
+
+def _check(config: Any, run: Path | None) -> Any:
+    from state.run_folder import check_free
+    from tasks.check import check_training
+
+    if run is not None:
+        check_free(run)
+    return check_training(config)
+
+
+def _run_flow(config: Any, **arguments: Any) -> None:
+    from flows.train import train as train_flow
+    from penstock.quiet import without_tracebacks_of_user_errors
+
+    with without_tracebacks_of_user_errors():
+        folder = Path(train_flow(config, **arguments))
+    _print_summary(folder)
+
+
+def _print_summary(folder: Path) -> None:
+    from reports.progress import final_summary
+
+    summary = json.loads((folder / "summary.json").read_text(encoding="utf-8"))
+    ui = f"penstock ui {os.path.relpath(folder.parent)}"
+    places = {
+        "Run folder": str(folder),
+        "Report": str(folder / "report" / "index.html"),
+        "Model": str(folder / "models" / "final"),
+        "MLflow": f"{ui}   then http://127.0.0.1:5000   run {summary['mlflow_run_id']}",
+        "Prefect": f"{ui}   then http://127.0.0.1:4200/runs/flow-run/{summary['prefect_flow_run_id']}",
+    }
+    console.print(final_summary(summary, places))
+
+
+def _print_dry_run(config: Any, estimates: Any) -> None:
+    from rich.table import Table
+
+    from configs.loading import to_yaml
+
+    console.print(to_yaml(config), highlight=False, markup=False, soft_wrap=True)
+    table = Table("group", "roles", "ranks on", "memory per rank", "of which", title="placement and memory estimate")
+    for item in estimates:
+        places = ", ".join("CPU" if gpu is None else f"GPU {gpu}" for gpu in item.devices)
+        parts = "\n".join(f"{name} {size / (1 << 30):.2f} GiB" for name, size in item.parts.items())
+        table.add_row(item.group, ", ".join(item.roles), places, f"{item.total / (1 << 30):.2f} GiB", parts)
+    console.print(table)
+
+
+@app.command()
+def sft(recipe: Recipe = None, overrides: Overrides = None, run: RunFolderOption = None) -> None:
+    """Train a model on prompt/response pairs (the recipe's sft section)."""
+    from flows.sft import sft as sft_flow
+    from penstock.quiet import without_tracebacks_of_user_errors
+    from state.run_folder import check_free
+    from tasks.check import check_supervised
+
+    config = _load(recipe, overrides)
+    if run is not None:
+        check_free(run)
+    check_supervised(config)
+    with without_tracebacks_of_user_errors():
+        console.print(f"model: {sft_flow(config, run_folder=str(run) if run else None)}", highlight=False)
+
+
+@app.command()
+def keys() -> None:
+    """List every configuration key with type, default and meaning."""
+    from rich.table import Table
+
+    from configs.keys import describe_keys
+
+    table = Table("key", "type", "default", "meaning")
+    for key in describe_keys():
+        table.add_row(key.name, _escape(key.type), _escape(key.default), _escape(key.description))
+    console.print(table)
+
+
+@app.command()
+def ui(
+    folder: Annotated[Path, typer.Argument(help="directory of the run folders")] = Path("runs"),
+    mlflow_port: int = 5000,
+    prefect_port: int = 4200,
+) -> None:
+    """Open the MLflow and Prefect pages of past runs on this machine (loopback only), until Ctrl-C."""
+    from penstock.pages import serve_pages
+
+    serve_pages(folder, mlflow_port, prefect_port, console)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,66 @@
+"""The headline figures of a run's summary as text: the same words and units in the report and in the terminal.
+
+Left out: anything that is not in `summary.json`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+
+@dataclass(frozen=True)
+class Headline:
+    """A label, its value as text, a note beside it, and whether the note is good or bad news."""
+
+    label: str
+    value: str
+    note: str = ""
+    trend: Literal["up", "down", ""] = ""
+
+
+def headlines(summary: Mapping[str, Any]) -> list[Headline]:
+    """Return the figures that `summary` holds, the most important first."""
+    found = [
+        _change("Held-out accuracy", summary.get("accuracy_before"), summary.get("accuracy_after"), percent=True),
+        _change("Mean reward", summary.get("reward_first"), summary.get("reward_last"), percent=False),
+        _plain("Iterations", summary.get("iterations"), "{:,}"),
+        Headline("Duration", duration(summary["seconds"])) if summary.get("seconds") is not None else None,
+        _plain("Tokens per second", summary.get("tokens_per_second"), "{:,.0f}"),
+        _weights(summary.get("parameters_shared"), summary.get("parameters_copied")),
+    ]
+    return [headline for headline in found if headline]
+
+
+def duration(seconds: float) -> str:
+    """Return seconds as people say them: 42 s, 3 min 05 s, 2 h 07 min."""
+    minutes, rest = divmod(round(seconds), 60)
+    if not minutes:
+        return f"{rest} s"
+    if minutes < 60:
+        return f"{minutes} min {rest:02d} s"
+    return f"{minutes // 60} h {minutes % 60:02d} min"
+
+
+def _change(label: str, before: float | None, after: float | None, *, percent: bool) -> Headline | None:
+    if after is None:
+        return None
+    shape = "{:.1%}" if percent else "{:.3f}"
+    if before is None:
+        return Headline(label, shape.format(after))
+    rise = after - before
+    note = f"{rise * 100:+.1f} points" if percent else f"{rise:+.3f}"
+    trend: Literal["up", "down", ""] = "up" if rise > 0 else "down" if rise < 0 else ""
+    return Headline(label, f"{shape.format(before)} → {shape.format(after)}", note, trend)
+
+
+def _plain(label: str, value: float | None, shape: str) -> Headline | None:
+    return None if value is None else Headline(label, shape.format(value))
+
+
+def _weights(shared: int | None, copied: int | None) -> Headline | None:
+    """Parameters that the generator reads in the trainer's memory, against those a reshard copies."""
+    if shared is None and copied is None:
+        return None
+    return Headline("Parameters shared", f"{shared or 0:,}", f"{copied or 0:,} copied")

@@ -1,0 +1,177 @@
+"""A training as one MLflow run: opened, logged once per iteration by the flow, resumed, closed.
+
+Why the client and not `mlflow.start_run`: a flow's tasks run in several threads, and the fluent API keeps one active
+run per thread. Every function here names the store and the run it means, and may be called from any process.
+
+Why not `MlflowClient.log_table`: it appends to a table that exists (a redone iteration would double its rows), and it
+lists every table in one tag of at most 8000 characters, so that about the 160th call of a run fails.
+
+Left out: registering checkpoints as models (the run folder keeps them), system metrics, starting a server.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import logging
+import math
+import os
+import time
+from collections.abc import Mapping, Sequence
+from itertools import islice
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from configs.errors import UserError
+
+if TYPE_CHECKING:
+    from mlflow import MlflowClient
+
+RunStatus = Literal["FINISHED", "FAILED", "KILLED"]
+
+ITERATION = "iteration"
+"""Metric written with every batch: its latest value says what the run already holds."""
+
+_PARAM_CHARACTERS = 6000
+_PARAMS_PER_CALL = 100
+_TABLES_LISTED = 100
+_TABLES_TAG = "mlflow.loggedArtifacts"
+
+
+def default_tracking_uri(folder: Path) -> str:
+    """Return MLFLOW_TRACKING_URI if it is set, else a database in `folder`, the directory of the run folders."""
+    return os.environ.get("MLFLOW_TRACKING_URI") or f"sqlite:///{folder.resolve() / 'mlflow.db'}"
+
+
+def flatten(config: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
+    """Return a nested config as dotted keys and JSON values; a schedule `{0: 1, 100: 4}` stays one value."""
+    params: dict[str, str] = {}
+    for key, value in config.items():
+        name = f"{prefix}{key}"
+        if isinstance(value, Mapping) and value and not all(str(step).isdigit() for step in value):
+            params |= flatten(value, f"{name}.")
+        else:
+            params[name] = value if isinstance(value, str) else json.dumps(value)
+    return params
+
+
+def open_run(
+    tracking_uri: str, experiment: str, run_name: str, tags: Mapping[str, str], params: Mapping[str, str]
+) -> str:
+    """Start a run in `experiment` (created if needed) and return its id.
+
+    Params are cut to the 6000 characters that MLflow keeps.
+
+    Raises:
+        UserError: the experiment is in MLflow's bin.
+    """
+    from mlflow.entities import Param
+
+    client = connect(tracking_uri)
+    experiment_id = _experiment_id(client, tracking_uri, experiment)
+    run_id: str = client.create_run(experiment_id, tags=dict(tags), run_name=run_name).info.run_id
+    entries = iter([Param(key, value[:_PARAM_CHARACTERS]) for key, value in params.items()])
+    while batch := list(islice(entries, _PARAMS_PER_CALL)):
+        client.log_batch(run_id, params=batch)
+    return run_id
+
+
+def resume_run(tracking_uri: str, run_id: str) -> None:
+    """Set a run that ended back to RUNNING, so that a resumed training goes on in it."""
+    connect(tracking_uri).update_run(run_id, status="RUNNING")
+
+
+def log_iteration(tracking_uri: str, run_id: str, iteration: int, metrics: Mapping[str, float]) -> None:
+    """Log the metrics of one iteration in one call; `iteration` is the step.
+
+    A value that is not finite becomes NaN, a gap in MLflow's charts: it would store infinity as 1.8e308.
+    """
+    from mlflow.entities import Metric
+
+    now_ms = time.time_ns() // 1_000_000
+    finite = {name: value if math.isfinite(value) else math.nan for name, value in metrics.items()}
+    values = {**finite, ITERATION: float(iteration)}
+    batch = [Metric(name, value, now_ms, iteration) for name, value in values.items()]
+    connect(tracking_uri).log_batch(run_id, metrics=batch)
+
+
+def logged_through(tracking_uri: str, run_id: str) -> int:
+    """Return the last iteration that the run holds, -1 if none: a resumed training logs only later ones."""
+    return int(connect(tracking_uri).get_run(run_id).data.metrics.get(ITERATION, -1))
+
+
+def log_samples(tracking_uri: str, run_id: str, iteration: int, rows: Sequence[Mapping[str, Any]]) -> None:
+    """Write `rows` as the table `samples/000012.json`; the same iteration again replaces it.
+
+    MLflow shows the newest 100 tables of a run as tables, and older ones as JSON.
+    """
+    import pandas as pd
+
+    client = connect(tracking_uri)
+    path = f"samples/{iteration:06d}.json"
+    client.log_text(run_id, pd.DataFrame(list(rows)).to_json(orient="split", index=False, date_format="iso"), path)
+    listed = json.loads(client.get_run(run_id).data.tags.get(_TABLES_TAG, "[]"))
+    entry = {"path": path, "type": "table"}
+    others = [table for table in listed if table != entry]
+    client.set_tag(run_id, _TABLES_TAG, json.dumps([*others, entry][-_TABLES_LISTED:]))
+
+
+def log_artifacts(
+    tracking_uri: str, run_id: str, source: Path | Sequence[Path], artifact_path: str | None = None
+) -> None:
+    """Copy a folder's content, a file or several files into the run, under `artifact_path`."""
+    client = connect(tracking_uri)
+    for path in [source] if isinstance(source, Path) else source:
+        if path.is_dir():
+            client.log_artifacts(run_id, str(path), artifact_path)
+        else:
+            client.log_artifact(run_id, str(path), artifact_path)
+
+
+def close_run(tracking_uri: str, run_id: str, status: RunStatus) -> None:
+    """End the run: FINISHED, FAILED (an error) or KILLED (a person or the scheduler stopped it)."""
+    connect(tracking_uri).set_terminated(run_id, status)
+
+
+def run_url(tracking_uri: str, run_id: str, server: str = "http://127.0.0.1:5000") -> str:
+    """Return the run's page: on the tracking server, or on `server` (`mlflow ui`) for a database."""
+    experiment = connect(tracking_uri).get_run(run_id).info.experiment_id
+    root = tracking_uri if tracking_uri.startswith("http") else server
+    return f"{root.rstrip('/')}/#/experiments/{experiment}/runs/{run_id}"
+
+
+@functools.cache
+def connect(tracking_uri: str) -> MlflowClient:
+    """Return the client of a store; a database is made if it is missing.
+
+    Telemetry is off, and so are MLflow's lines about creating tables and about where a run can be viewed.
+    """
+    os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
+    os.environ.setdefault("DO_NOT_TRACK", "true")
+    os.environ.setdefault("MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT", "true")
+    from mlflow import MlflowClient
+
+    logging.getLogger("mlflow.store.db.utils").setLevel(logging.WARNING)
+    logging.getLogger("alembic").setLevel(logging.WARNING)
+    if folder := _database_folder(tracking_uri):
+        folder.mkdir(parents=True, exist_ok=True)
+    return MlflowClient(tracking_uri)
+
+
+def _database_folder(tracking_uri: str) -> Path | None:
+    prefix = "sqlite:///"
+    return Path(tracking_uri.removeprefix(prefix)).resolve().parent if tracking_uri.startswith(prefix) else None
+
+
+def _experiment_id(client: MlflowClient, tracking_uri: str, name: str) -> str:
+    """A new experiment of a database keeps its artifacts beside it: MLflow's own choice is the working directory."""
+    if found := client.get_experiment_by_name(name):
+        if found.lifecycle_stage == "deleted":
+            raise UserError(
+                f"the MLflow experiment '{name}' was deleted",
+                f"bring it back with `mlflow experiments restore -x {found.experiment_id}`, or set record.experiment",
+            )
+        return str(found.experiment_id)
+    folder = _database_folder(tracking_uri)
+    artifacts = (folder / "mlartifacts").as_uri() if folder else None
+    return str(client.create_experiment(name, artifact_location=artifacts))

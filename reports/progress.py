@@ -1,0 +1,151 @@
+"""A training as the terminal shows it: one live line, or plain lines where no terminal listens, and the last panel.
+
+Why plain lines: a log file, a CI job and the Prefect worker's output get readable text instead of control codes.
+
+Left out: the log of the engines (their files are in the run folder's `logs/`).
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Self
+
+from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    SpinnerColumn,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
+from rich.table import Column
+from rich.text import Text
+
+from reports.headline import duration, headlines
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+# The estimate must span several iterations, however long one takes.
+_ETA_WINDOW_S = 86_400.0
+
+
+class TrainingProgress:
+    """Context manager: `phase` says what is going on, `start` begins the iterations, `advance` ends one.
+
+    Args:
+        console: where to write; default: standard output.
+        every_s: without a terminal, seconds between plain lines (the first and the last are always written).
+    """
+
+    def __init__(self, console: Console | None = None, every_s: float = 2.0) -> None:
+        self._console = console or Console()
+        self._every_s = every_s
+        self._live = self._console.is_terminal
+        self._bar = _bar(self._console, disable=not self._live)
+        self._task = self._bar.add_task("starting", total=None, metrics="")
+        self._total = self._first = self._done = 0
+        self._began_s = time.monotonic()
+        self._written_s = -float("inf")
+        self._held_back = ""
+
+    def __enter__(self) -> Self:
+        self._bar.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._bar.stop()
+        if self._held_back:
+            self._write(self._held_back)
+
+    def phase(self, text: str) -> None:
+        """Show what is going on; as a plain line only outside the iterations, where it is news."""
+        self._bar.update(self._task, description=text)
+        if not self._live and self._done == self._total:
+            self._write(text)
+
+    def start(self, total: int, completed: int = 0) -> None:
+        """Begin the iterations; `completed` of them were done before this process (a resumed run)."""
+        self._total, self._first, self._done = total, completed, completed
+        self._began_s = time.monotonic()
+        self._bar.reset(self._task, total=total, completed=completed)
+
+    def advance(self, iteration: int, metrics: Mapping[str, float]) -> None:
+        """Show that `iteration` (counted from 1) has ended with `metrics`; those that are absent are left out."""
+        first = self._done == self._first
+        self._done = iteration
+        text = " ".join(_metric_texts(metrics))
+        self._bar.update(self._task, completed=iteration, metrics=text)
+        if self._live:
+            return
+        plain = "  ".join(part for part in (f"iteration {iteration}/{self._total}", text, self._pace()) if part)
+        if first or iteration == self._total or time.monotonic() - self._written_s >= self._every_s:
+            self._write(plain)
+        else:
+            self._held_back = plain
+
+    def _pace(self) -> str:
+        elapsed = time.monotonic() - self._began_s
+        left = elapsed / max(1, self._done - self._first) * (self._total - self._done)
+        return f"{duration(elapsed)} elapsed" + (f"  {duration(left)} left" if left else "")
+
+    def _write(self, text: str) -> None:
+        self._held_back = ""
+        self._written_s = time.monotonic()
+        self._console.print(Text(text), soft_wrap=True)
+
+
+def final_summary(summary: Mapping[str, Any], links: Mapping[str, str]) -> RenderableType:
+    """Return the panel that ends a training: what it reached, and where to look.
+
+    `links` maps a label to an address, a path or a command.
+    """
+    from rich import box
+    from rich.panel import Panel
+    from rich.table import Table
+
+    status = str(summary.get("status", "unfinished")).lower()
+    colour = {"completed": "green", "finished": "green", "failed": "red", "crashed": "red"}.get(status, "yellow")
+    grid = Table.grid(padding=(0, 2))
+    grid.add_column(style="dim", no_wrap=True)
+    grid.add_column(overflow="fold")
+    for line in headlines(summary):
+        note = Text(f"  {line.note}" if line.note else "", {"up": "green", "down": "red", "": "dim"}[line.trend])
+        grid.add_row(line.label, Text(line.value, "bold") + note)
+    if links:
+        grid.add_row()
+    for label, address in links.items():
+        grid.add_row(label, Text(address, "cyan"))
+    title = Text(f"training {status}", f"bold {colour}")
+    return Panel(grid, title=title, border_style=colour, box=box.ROUNDED, expand=False)
+
+
+def _bar(console: Console, *, disable: bool) -> Progress:
+    """The line fits 80 columns; a wider terminal gets the bar itself, too."""
+    wide = console.width >= 110
+    phase = Column(width=20 if wide else 12, no_wrap=True, overflow="ellipsis")
+    return Progress(
+        SpinnerColumn(),
+        TextColumn("{task.description}", markup=False, table_column=phase),
+        *([BarColumn(bar_width=20)] if wide else []),
+        MofNCompleteColumn(),
+        TextColumn("{task.fields[metrics]}", style="cyan", markup=False),
+        TimeElapsedColumn(),
+        TextColumn("ETA", style="dim"),
+        TimeRemainingColumn(compact=True),
+        console=console,
+        speed_estimate_period=_ETA_WINDOW_S,
+        disable=disable,
+    )
+
+
+def _metric_texts(metrics: Mapping[str, float]) -> list[str]:
+    kl = "actor/kl" if "actor/kl" in metrics else "actor/approx_kl"
+    shapes = {"reward/mean": "reward {:.3f}", kl: "KL {:.2g}", "rollout/tokens_per_s": "{:,.0f} tok/s"}
+    return [shape.format(metrics[name]) for name, shape in shapes.items() if name in metrics]

@@ -1,0 +1,200 @@
+"""Scoring a batch of responses with the user's reward function, in worker processes that can be lost.
+
+Why processes: a reward function is untrusted in its running time and its stability. It may loop, crash or hang in C,
+and neither the training nor the rewards of the other samples may suffer. Pebble's pool ends a process whose task
+overruns and starts another; what is added here is the cutting into chunks, and finding the row that was to blame.
+
+Workers are spawned, never forked (the caller has threads and perhaps CUDA), so a script that trains needs the usual
+`if __name__ == "__main__":`. Left out: reward models, which are engines.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import multiprocessing
+from collections.abc import Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from concurrent.futures.process import BrokenProcessPool
+from dataclasses import dataclass
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Self
+
+from pebble import ProcessExpired, ProcessPool
+
+from configs.errors import UserError
+from rewards import worker
+from rewards.function import load_reward_function
+from rewards.worker import Row, Score
+
+if TYPE_CHECKING:
+    from configs.schema import RewardConfig
+
+__all__ = ["RewardPool", "Sample", "Score", "check_failures", "log_failures"]
+
+_logger = logging.getLogger(__name__)
+
+_START_TIMEOUT_S = 300.0  # importing the user's module may import a framework from a cold disk
+_GRACE_S = 1.0  # beyond the deadlines inside the worker, before it is killed
+_POLL_S = 1.0
+_CHUNKS_PER_WORKER = 4
+_LONGEST_CHUNK = 64
+_FAILURES_SHOWN = 3
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One response to be scored; `columns` is the data row that its prompt came from."""
+
+    sample_id: str
+    prompt_id: str
+    prompt: str
+    response: str
+    columns: dict[str, Any]
+
+
+class RewardPool:
+    """Worker processes that score samples; a context manager that lives for a whole training.
+
+    Entering returns at once, while the workers start; the first `score` waits for them.
+
+    Args:
+        config: the reward section, with a function.
+        columns: names of the columns that the data rows have.
+
+    Raises:
+        UserError: the function cannot be loaded or called with these columns.
+    """
+
+    def __init__(self, config: RewardConfig, columns: Sequence[str]) -> None:
+        if config.function is None:
+            raise ValueError("a RewardPool needs reward.function")
+        self._config = config
+        self._columns = list(columns)
+        self._function = load_reward_function(config.function, config.settings, columns)
+
+    def __enter__(self) -> Self:
+        # Linux ties a worker's life to the thread that started it, so one thread does everything and lives as long
+        # as the pool. Calls of `score` from several tasks therefore take turns.
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="reward-pool")
+        self._starting = self._thread.submit(self._start)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._thread.shutdown()
+        self._pool.stop()
+        self._pool.join()
+
+    def score(self, samples: Sequence[Sample]) -> list[Score]:
+        """Score every sample, in order. A failed call becomes a `Score` with a failure; nothing is raised for it.
+
+        Raises:
+            UserError: the function does not load in a worker process.
+        """
+        self._starting.result()
+        return self._thread.submit(self._score, samples).result()
+
+    def _score(self, samples: Sequence[Sample]) -> list[Score]:
+        if not self._pool.active:
+            self._restart()
+        rows = [self._function.arguments(sample) for sample in samples]
+        scores: dict[int, Score] = {}
+        waiting = {self._submit(rows, chunk): chunk for chunk in self._chunks(len(rows))}
+        while waiting:
+            done, _ = wait(waiting, timeout=_POLL_S, return_when=FIRST_COMPLETED)
+            if not self._pool.active:
+                self._restart()
+                for future in waiting.keys() - done:
+                    if not future.done():  # the pool broke before it took this on
+                        future.set_exception(BrokenProcessPool("the worker processes died"))
+            for future in done:
+                chunk = waiting.pop(future)
+                finished, again = self._outcome(future, chunk)
+                scores.update(zip(chunk, finished, strict=False))
+                waiting |= {self._submit(rows, part): part for part in again}
+        return [scores[index] for index in range(len(rows))]
+
+    def _start(self) -> None:
+        config = self._config
+        self._pool = ProcessPool(
+            max_workers=config.workers,
+            initializer=worker.start,
+            initargs=(config.function, config.settings, self._columns, config.timeout_s, config.failure_value),
+            context=multiprocessing.get_context("spawn"),
+        )
+        try:
+            self._pool.schedule(worker.ready).result(_START_TIMEOUT_S)
+        except (BrokenProcessPool, TimeoutError) as error:
+            raise UserError(
+                f"reward.function '{config.function}' loads here but not in a worker process.",
+                "The worker's traceback stands above, in the error output.",
+            ) from error
+
+    def _restart(self) -> None:
+        """Replace the pool: a worker that dies while idle (out of memory, say) breaks Pebble's for good."""
+        self._pool.join()
+        self._start()
+
+    def _chunks(self, count: int) -> list[range]:
+        """Row indices, cut so that workers stay balanced; coroutines and batches gain from being together."""
+        together = self._function.is_batch or self._function.is_async
+        size = math.ceil(count / (self._config.workers * (1 if together else _CHUNKS_PER_WORKER))) or 1
+        if not together:
+            size = min(size, _LONGEST_CHUNK)
+        return [range(start, min(start + size, count)) for start in range(0, count, size)]
+
+    def _submit(self, rows: list[Row], chunk: range) -> Future[list[Score]]:
+        deadline = self._config.timeout_s * (1 if len(chunk) == 1 else 2) + _GRACE_S
+        return self._pool.schedule(worker.score_chunk, args=([rows[index] for index in chunk],), timeout=deadline)
+
+    def _outcome(self, future: Future[list[Score]], chunk: range) -> tuple[list[Score], list[range]]:
+        """The scores of the first rows of a chunk, and the chunks to submit for the others."""
+        error = future.exception()
+        if error is None:
+            finished = future.result()
+            rest = chunk[len(finished) :]
+            return finished, [rest] if rest else []
+        if len(chunk) > 1:  # the worker was lost: row by row, only the culprits fail
+            return [], [chunk[k : k + 1] for k in range(len(chunk))]
+        return [Score(self._config.failure_value, {}, self._reason(error))], []
+
+    def _reason(self, error: BaseException) -> str:
+        if isinstance(error, TimeoutError):
+            return f"timed out after {self._config.timeout_s:g} s in code that could not be interrupted; worker killed"
+        if isinstance(error, ProcessExpired):
+            return f"the worker process died (exit code {error.exitcode})"
+        return f"{type(error).__name__}: {error}"
+
+
+def log_failures(scores: Sequence[Score], samples: Sequence[Sample]) -> None:
+    """One warning for each failed sample, with its id and the reason."""
+    for line in _failures(scores, samples):
+        _logger.warning("reward failed: %s", line)
+
+
+def check_failures(scores: Sequence[Score], samples: Sequence[Sample], config: RewardConfig) -> None:
+    """Stop when too much of a batch failed.
+
+    Raises:
+        UserError: more than `max_failure_share` of the samples failed; it shows the first of them.
+    """
+    failures = _failures(scores, samples)
+    if len(failures) <= config.max_failure_share * len(scores):
+        return
+    shown = "".join(f"\n    {line}" for line in failures[:_FAILURES_SHOWN])
+    more = f"\n    and {len(failures) - _FAILURES_SHOWN} more" if len(failures) > _FAILURES_SHOWN else ""
+    raise UserError(
+        f"reward.function '{config.function}' failed for {len(failures)} of {len(scores)} samples; "
+        f"reward.max_failure_share allows {config.max_failure_share:.0%}:{shown}{more}",
+        "Put the function or the data right, or raise reward.timeout_s or reward.max_failure_share.",
+    )
+
+
+def _failures(scores: Sequence[Score], samples: Sequence[Sample]) -> list[str]:
+    return [
+        f"sample {sample.sample_id}: {score.failure}"
+        for score, sample in zip(scores, samples, strict=True)
+        if score.failure is not None
+    ]

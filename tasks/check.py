@@ -1,0 +1,210 @@
+"""Checks before anything starts: every mistake that can be seen without an engine ends the run here, in one message.
+
+In the order of what is cheapest to see and what later checks need: model folder, data, reward, devices, memory.
+Nothing is written, no engine is started, torch is not imported.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from configs.errors import UserError
+from configs.schema import DataConfig, TrainConfig
+from data.rows import read_rows, require_columns
+from engines.machine import free_gpu_bytes, free_host_bytes, visible_gpus
+from engines.memory import GIB, ModelShape, rank_bytes, read_shape
+from engines.placement import place
+from rewards.function import load_reward_function
+
+ARITHMETIC_COLUMNS = ("prompt_id", "prompt", "answer", "response")
+
+
+@dataclass(frozen=True)
+class GroupEstimate:
+    """Placement and estimated memory of one rank of a group."""
+
+    group: str
+    roles: tuple[str, ...]
+    devices: tuple[int | None, ...]
+    parts: dict[str, int]
+
+    @property
+    def total(self) -> int:
+        """Bytes of one rank."""
+        return sum(self.parts.values())
+
+
+def check_training(config: TrainConfig) -> list[GroupEstimate]:
+    """Check everything that `train` needs; return the placement with memory estimates.
+
+    Raises:
+        UserError: the first mistake found.
+    """
+    check_model(config)
+    if config.critic is not None and config.critic.path is not None:
+        check_model_folder(Path(config.critic.path), "critic.path")
+    columns = check_prompts(config)
+    if config.sft is not None:
+        check_pairs(config)
+    check_reward(config, columns)
+    return check_memory(config)
+
+
+def check_model(config: TrainConfig) -> None:
+    """Check that the actor has a starting point.
+
+    Raises:
+        UserError: none is configured, or the folder is no model.
+    """
+    if config.model.tiny is not None:
+        return
+    if config.model.path is None:
+        raise UserError("no model: 'model.path' is not set", "add model.path=FOLDER, a Hugging Face model folder")
+    check_model_folder(Path(config.model.path), "model.path")
+
+
+def check_model_folder(folder: Path, key: str) -> None:
+    """Check that `folder` looks like a Hugging Face model folder.
+
+    Raises:
+        UserError: it does not exist, or a file is missing.
+    """
+    if not folder.is_dir():
+        raise UserError(f"{key}: there is no folder {folder}", f"set {key} to a Hugging Face model folder on this machine")
+    if not (folder / "config.json").is_file():
+        raise UserError(f"{key}: {folder} has no config.json", "name the folder that holds config.json itself")
+    if not any(folder.glob("*.safetensors")):
+        raise UserError(f"{key}: {folder} has no *.safetensors weights", "save the model with save_pretrained()")
+    if not any(folder.glob("tokenizer*")):
+        raise UserError(f"{key}: {folder} has no tokenizer", "save the tokenizer beside the model with save_pretrained()")
+
+
+def check_prompts(config: TrainConfig) -> list[str]:
+    """Check the prompt files; return the columns that reward functions can ask for.
+
+    Raises:
+        UserError: no source, an unreadable row, a missing column.
+    """
+    data = config.data
+    if data.arithmetic is not None:
+        return list(ARITHMETIC_COLUMNS)
+    if data.train is None or data.heldout is None:
+        missing = "data.train" if data.train is None else "data.heldout"
+        raise UserError(f"no prompts: '{missing}' is not set", f"add {missing}=FILE, a JSONL or Parquet file of prompts")
+    columns = _columns(data, data.train)
+    if absent := sorted(set(columns) - set(_columns(data, data.heldout))):
+        raise UserError(f"data.heldout lacks the column '{absent[0]}' that data.train has", "give both the same columns")
+    return ["prompt_id", *columns]
+
+
+def _columns(data: DataConfig, name: str) -> list[str]:
+    frame = read_rows(Path(name))
+    require_columns(frame, [data.prompt], name)
+    return list(frame.columns)
+
+
+def check_pairs(config: TrainConfig) -> None:
+    """Check the supervised data.
+
+    Raises:
+        UserError: no source, an unreadable row, a missing column.
+    """
+    data = config.data
+    if data.arithmetic is not None:
+        return
+    if data.sft is None or data.response is None:
+        missing = "data.sft" if data.sft is None else "data.response"
+        raise UserError(f"the 'sft' section needs '{missing}'", f"add {missing}, or remove the section with sft=null")
+    require_columns(read_rows(Path(data.sft)), [data.prompt, data.response], data.sft)
+
+
+def check_reward(config: TrainConfig, columns: list[str]) -> None:
+    """Check that there is a reward, and that it loads.
+
+    Raises:
+        UserError: it does not.
+    """
+    if config.reward.model is not None:
+        check_model_folder(Path(config.reward.model), "reward.model")
+        return
+    if config.reward.function is None:
+        raise UserError(
+            "no reward: neither 'reward.function' nor 'reward.model' is set",
+            "add reward.function=module:function, e.g. rewards.builtin:exact_match",
+        )
+    load_reward_function(config.reward.function, config.reward.settings, columns)
+
+
+def check_memory(config: TrainConfig) -> list[GroupEstimate]:
+    """Place the groups and compare each rank's estimated memory with what is free.
+
+    Raises:
+        UserError: a GPU does not exist, or a rank would not fit.
+    """
+    gpus = visible_gpus()
+    shape = tiny_shape(config) if config.model.tiny is not None else read_shape(Path(str(config.model.path)))
+    needed = config.data.max_prompt_tokens + config.rollout.max_response_tokens
+    if needed > shape.positions:
+        raise UserError(
+            f"data.max_prompt_tokens + rollout.max_response_tokens is {needed}, the model has {shape.positions} positions",
+            "lower one of them",
+        )
+    estimates = []
+    host_free = free_host_bytes()
+    for spec in place(config, len(gpus), Path()):
+        device = "cpu" if spec.devices[0].gpu is None else "cuda"
+        parts = rank_bytes(config, shape, spec.roles, len(spec.devices), device)
+        estimate = GroupEstimate(spec.name, spec.roles, tuple(item.gpu for item in spec.devices), parts)
+        estimates.append(estimate)
+        for item in spec.devices:
+            if item.gpu is not None:
+                _require(estimate, free_gpu_bytes(gpus[item.gpu]), f"GPU {item.gpu}")
+            else:
+                _require(estimate, host_free, "this machine")
+                host_free -= estimate.total
+    return estimates
+
+
+def _require(estimate: GroupEstimate, free: int, place_name: str) -> None:
+    if estimate.total <= free:
+        return
+    largest = max(estimate.parts, key=lambda name: estimate.parts[name])
+    raise UserError(
+        f"group '{estimate.group}' needs about {estimate.total / GIB:.1f} GiB per rank, "
+        f"{place_name} has {free / GIB:.1f} GiB free (largest part: {largest}, {estimate.parts[largest] / GIB:.1f} GiB)",
+        "use more ranks or a higher actor.zero_stage, actor.gradient_checkpointing=true, "
+        "a smaller actor.micro_batch_tokens, or end what else uses the memory",
+    )
+
+
+def tiny_shape(config: TrainConfig) -> ModelShape:
+    """Return the sizes of the tiny model that the run will make."""
+    tiny = config.model.tiny
+    assert tiny is not None
+    vocabulary, head = 64, tiny.hidden_size // tiny.heads
+    attention = 2 * tiny.hidden_size * head * (tiny.heads + tiny.kv_heads) + 2 * head
+    block = attention + 3 * tiny.hidden_size * tiny.intermediate_size + 2 * tiny.hidden_size
+    embeddings = vocabulary * tiny.hidden_size * (1 if tiny.tie_embeddings else 2)
+    return ModelShape(
+        parameters=tiny.layers * block + embeddings + tiny.hidden_size,
+        layers=tiny.layers,
+        hidden_size=tiny.hidden_size,
+        intermediate_size=tiny.intermediate_size,
+        kv_heads=tiny.kv_heads,
+        head_size=head,
+        vocabulary=vocabulary,
+        positions=tiny.max_positions,
+    )
+
+
+def check_supervised(config: TrainConfig) -> None:
+    """Check what the `sft` flow alone needs.
+
+    Raises:
+        UserError: the first mistake found.
+    """
+    check_model(config)
+    if config.sft is None:
+        raise UserError("there is no 'sft' section", "add one, e.g. sft.steps=400")
+    check_pairs(config)

@@ -1,0 +1,75 @@
+"""Checkpoint: all that a run needs to go on, written aside, hashed, renamed; then the manifest moves. And back."""
+
+from __future__ import annotations
+
+import shutil
+
+from prefect import task
+from prefect.cache_policies import NO_CACHE
+
+from state.manifest import (
+    Manifest,
+    Progress,
+    prune_checkpoints,
+    read_manifest,
+    seal_checkpoint,
+    verify_checkpoint,
+    write_manifest,
+)
+from state.run_folder import truncate_metrics
+from tasks.session import Training, timed
+
+
+@task(task_run_name="checkpoint-{progress.iteration:06d}", cache_policy=NO_CACHE)
+def save_checkpoint(training: Training, progress: Progress) -> dict[str, float]:
+    """Make the state after `progress.iteration` durable."""
+    run, metrics = training.run, {}
+    with timed(metrics, "checkpoint"):
+        final = run.checkpoint(progress.iteration)
+        aside = final.with_name(f".{final.name}.partial")
+        if aside.exists():
+            shutil.rmtree(aside)
+        aside.mkdir(parents=True)
+        for group in training.session().distinct_groups:
+            group.call("save", key=f"{progress.iteration}/save", folder=str(aside))
+        seal_checkpoint(aside, final)
+        write_manifest(run, manifest(training, progress, final.name))
+        prune_checkpoints(run, training.config.checkpoint.keep)
+    return metrics
+
+
+@task(task_run_name="restore", cache_policy=NO_CACHE)
+def restore(training: Training) -> Progress:
+    """Bring the engines to the manifest's checkpoint and forget what was recorded after it.
+
+    Raises:
+        UserError: the checkpoint is damaged.
+    """
+    run, saved = training.run, read_manifest(training.run)
+    truncate_metrics(run, saved.progress.iteration if saved.checkpoint else -1)
+    if saved.checkpoint is None:
+        return saved.progress
+    folder = run.checkpoints / saved.checkpoint
+    verify_checkpoint(folder)
+    version = saved.progress.policy_version
+    for group in training.session().distinct_groups:
+        group.call("load", key=f"{saved.progress.iteration}/load", folder=str(folder), version=version)
+    return saved.progress
+
+
+def manifest(training: Training, progress: Progress, checkpoint: str | None) -> Manifest:
+    """Return the manifest of this training at `progress`."""
+    session = training.session()
+    return Manifest(
+        progress=progress,
+        checkpoint=checkpoint,
+        model=session.model_folder,
+        mlflow_run_id=session.mlflow_run_id,
+        prefect_flow_run_id=session.prefect_flow_run_id,
+    )
+
+
+def begin_manifest(training: Training, progress: Progress) -> Progress:
+    """Write the manifest of a run that has no checkpoint yet: a resume then starts from the first iteration."""
+    write_manifest(training.run, manifest(training, progress, None))
+    return progress

@@ -1,0 +1,114 @@
+"""Prepare: the model's starting folder, tokenized prompts, reward workers, and models on their engines."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from prefect import get_run_logger, task
+from prefect.cache_policies import NO_CACHE
+
+from configs.schema import TrainConfig
+from data.arithmetic import make_problems
+from data.prompts import RESERVED, PromptTable, tokenize_prompts
+from data.rows import read_rows
+from data.sft import tokenize_pairs
+from data.tokenizer import make_byte_tokenizer
+from rewards.scoring import RewardPool
+from state.experience import Ragged, write_columns
+from tasks.session import Training
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+
+@task(task_run_name="starting-model", cache_policy=NO_CACHE)
+def starting_model(training: Training) -> str:
+    """Return the folder that the actor starts from; a tiny model is made on its first use."""
+    config, run = training.config, training.run
+    if config.model.tiny is None:
+        return str(Path(str(config.model.path)).resolve())
+    folder = run.model("initial")
+    if not (folder / "model.safetensors").exists():
+        training.session().say("making a tiny model")
+        make_byte_tokenizer(folder)
+        training.session().call("actor", "make_tiny", "0/make_tiny", folder=str(folder), config=_plain(config))
+    return str(folder)
+
+
+@task(task_run_name="prompts", cache_policy=NO_CACHE)
+def load_prompts(training: Training, model_folder: str) -> dict[str, int]:
+    """Tokenize the prompts into the run folder (once per run) and start the reward workers; return counts."""
+    session, config, run = training.session(), training.config, training.run
+    session.model_folder = model_folder
+    session.say("reading prompts")
+    counts: dict[str, int] = {}
+    for split in ("train", "heldout"):
+        path = run.prompts(split)
+        if not path.exists():
+            tokenize_prompts(_frame(config, split), config.data, _tokenizer(model_folder), split).save(path)
+        table = PromptTable.load(path)
+        session.prompts[split] = table
+        counts |= {split: len(table), f"{split}_dropped": table.dropped}
+        if table.dropped:
+            get_run_logger().warning("%s: %d prompts dropped, longer than data.max_prompt_tokens", split, table.dropped)
+    if config.reward.function is not None:
+        columns = ["prompt_id", *(name for name in session.prompts["train"].frame.columns if name not in RESERVED)]
+        session.reward_pool = session.stack.enter_context(RewardPool(config.reward, columns))
+    return counts
+
+
+@task(task_run_name="pairs", cache_policy=NO_CACHE)
+def load_pairs(training: Training, model_folder: str) -> int:
+    """Tokenize the supervised pairs into the run folder; return how many there are."""
+    config, path = training.config, training.run.prompts("sft")
+    assert config.sft is not None
+    response = config.data.response or "response"
+    frame = _frame(config, "sft")
+    pairs = tokenize_pairs(
+        frame, config.data.prompt, response, _tokenizer(model_folder), config.data, config.sft.max_tokens
+    )
+    if pairs.dropped:
+        get_run_logger().warning("sft: %d pairs dropped, longer than sft.max_tokens", pairs.dropped)
+    write_columns(path, {name: Ragged.of(list(pairs.frame[name]), np.int32) for name in pairs.frame.columns})
+    return len(pairs)
+
+
+@task(task_run_name="build-engines", cache_policy=NO_CACHE)
+def build_engines(training: Training, model_folder: str) -> dict[str, int]:
+    """Load every role's model on its group; return parameter counts."""
+    session = training.session()
+    session.model_folder = model_folder
+    session.say("loading models into DeepSpeed and vLLM")
+    figures = {"parameters": 0, "parameters_shared": 0, "parameters_copied": 0}
+    for group in session.distinct_groups:
+        replies = group.call(
+            "build", key="0/build", config=_plain(session.config), folder=model_folder, roles=list(group.spec.roles)
+        )
+        for name in figures:
+            figures[name] = max(figures[name], int(replies[0][name]))
+    get_run_logger().info(
+        "%d parameters; %d of the rollout engine's tensors share the actor's storage, %d are copied",
+        figures["parameters"],
+        figures["parameters_shared"],
+        figures["parameters_copied"],
+    )
+    session.engine_figures = figures
+    return figures
+
+
+def _frame(config: TrainConfig, split: str) -> pd.DataFrame:
+    if config.data.arithmetic is not None:
+        return make_problems(config.data.arithmetic, config.seed)[split]
+    return read_rows(Path(getattr(config.data, split)))
+
+
+def _tokenizer(model_folder: str) -> Any:
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(model_folder, local_files_only=True)
+
+
+def _plain(config: TrainConfig) -> dict[str, Any]:
+    return config.model_dump(mode="json")

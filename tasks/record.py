@@ -1,0 +1,159 @@
+"""Record: an iteration's figures go to the run folder, to MLflow and to the terminal; a run's result to its summary.
+
+The run folder comes first and is the truth. A resumed run repeats iterations after its checkpoint: MLflow gets each
+iteration once. Left out: pictures and pages (reports/).
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from prefect import task
+from prefect.artifacts import create_link_artifact, create_markdown_artifact
+from prefect.cache_policies import NO_CACHE
+from prefect.runtime import flow_run
+
+from reports import mlflow_run
+from reports.report import write_report
+from state.experience import read_columns
+from state.files import write_text
+from state.manifest import Progress, read_manifest
+from state.run_folder import append_metrics, read_metrics
+from tasks.session import Training
+
+
+@contextmanager
+def recording(training: Training) -> Iterator[None]:
+    """Keep the MLflow run of a training open; on the way out, on every path, write summary and report."""
+    session, config = training.session(), training.config
+    session.prefect_flow_run_id = str(flow_run.id) if flow_run.id else None
+    session.prefect_url = flow_run.ui_url
+    session.tracking_uri = mlflow_run.default_tracking_uri(training.run.path.parent)
+    _open_mlflow(training)
+    if session.prefect_flow_run_id:
+        create_link_artifact(_mlflow_url(training), link_text="MLflow run", key="mlflow-run")
+    try:
+        yield
+    except Exception:
+        _finish(training, "failed", "FAILED")
+        raise
+    except BaseException:
+        _finish(training, "cancelled", "KILLED")
+        raise
+    else:
+        _finish(training, "completed", "FINISHED")
+    if config.record.experiment and session.prefect_flow_run_id:
+        page = (training.run.path / "report" / "report.md").read_text(encoding="utf-8")
+        create_markdown_artifact(page, key="training-report", description=training.run.name)
+
+
+def _open_mlflow(training: Training) -> None:
+    session, config, run = training.session(), training.config, training.run
+    if run.manifest.is_file() and (earlier := read_manifest(run).mlflow_run_id):
+        session.mlflow_run_id = earlier
+        mlflow_run.resume_run(session.tracking_uri, earlier)
+        session.mlflow_through = mlflow_run.logged_through(session.tracking_uri, earlier)
+        return
+    tags = {"penstock.run": str(run.path), "algorithm": config.algorithm.name}
+    if session.prefect_flow_run_id:
+        tags |= {"prefect.flow_run_id": session.prefect_flow_run_id, "prefect.flow_run_url": str(session.prefect_url)}
+        if deployment := os.environ.get("PREFECT__DEPLOYMENT_ID"):
+            tags["prefect.deployment"] = deployment
+    params = mlflow_run.flatten(config.model_dump(mode="json"))
+    session.mlflow_run_id = mlflow_run.open_run(session.tracking_uri, config.record.experiment, run.name, tags, params)
+    mlflow_run.log_artifacts(session.tracking_uri, session.mlflow_run_id, run.config)
+
+
+@task(task_run_name="record-{iteration:06d}", cache_policy=NO_CACHE)
+def record(training: Training, iteration: int, metrics: dict[str, float]) -> None:
+    """Write down the figures of an iteration; iteration 0 is the evaluation before training."""
+    session, every = training.session(), training.config.record.samples_every
+    append_metrics(training.run, iteration, metrics)
+    if iteration > session.mlflow_through:
+        mlflow_run.log_iteration(session.tracking_uri, session.mlflow_run_id, iteration, metrics)
+        if iteration and every and iteration % every == 0:
+            rows = sample_rows(training.run.experience(iteration), training.config.record.samples)
+            mlflow_run.log_samples(session.tracking_uri, session.mlflow_run_id, iteration, rows)
+    if session.progress is not None and iteration:
+        session.progress.advance(iteration, metrics)
+
+
+def sample_rows(path: Path, count: int) -> list[dict[str, Any]]:
+    """Return the first `count` samples of an experience file as plain rows."""
+    names = ("sample_id", "prompt", "response", "reward", "policy_version")
+    columns = read_columns(path, names)
+    return [{name: _plain(columns[name][row]) for name in names} for row in range(min(count, len(columns["reward"])))]
+
+
+def _plain(value: Any) -> Any:
+    return value.item() if hasattr(value, "item") else value
+
+
+def _finish(training: Training, status: str, mlflow_status: mlflow_run.RunStatus) -> None:
+    session, run = training.session(), training.run
+    session.say("writing the report")
+    write_text(run.summary, json.dumps(summarize(training, status), indent=2) + "\n")
+    last = max(run.path.glob("experience/[0-9]*[0-9].parquet"), default=None)
+    rows = sample_rows(last, training.config.record.samples) if last and status == "completed" else []
+    write_report(run.path, links(training), rows, resume=f"penstock train --resume {run.path}")
+    uri, run_id = session.tracking_uri, session.mlflow_run_id
+    mlflow_run.log_artifacts(uri, run_id, [run.summary])
+    mlflow_run.log_artifacts(uri, run_id, run.path / "report", "report")
+    mlflow_run.close_run(uri, run_id, mlflow_status)
+
+
+def links(training: Training) -> dict[str, str]:
+    """Return where a run can be looked at."""
+    found = {"Run folder": str(training.run.path), "MLflow run": _mlflow_url(training)}
+    url = training.session().prefect_url
+    return found | ({"Prefect flow run": url} if url else {})
+
+
+def _mlflow_url(training: Training) -> str:
+    session = training.session()
+    return mlflow_run.run_url(session.tracking_uri, session.mlflow_run_id)
+
+
+def summarize(training: Training, status: str) -> dict[str, Any]:
+    """Return the content of `summary.json` from what has been recorded."""
+    session, records = training.session(), read_metrics(training.run)
+    iterations = [item for item in records if item["iteration"] > 0]
+    accuracies = [item["metrics"]["heldout/accuracy"] for item in records if "heldout/accuracy" in item["metrics"]]
+    rewards = [item["metrics"]["reward/mean"] for item in iterations if "reward/mean" in item["metrics"]]
+    seconds = sum(item["metrics"].get("time/iteration_s", 0.0) for item in iterations)
+    tokens = sum(item["metrics"].get("rollout/tokens", 0.0) for item in iterations)
+    return {
+        "status": status,
+        "seconds": round(elapsed(training), 3),
+        "iterations": iterations[-1]["iteration"] if iterations else 0,
+        "accuracy_before": accuracies[0] if accuracies and records[0]["iteration"] == 0 else None,
+        "accuracy_after": accuracies[-1] if len(accuracies) > 1 else None,
+        "reward_first": rewards[0] if rewards else None,
+        "reward_last": rewards[-1] if rewards else None,
+        "tokens_per_second": tokens / seconds if seconds else None,
+        **{name: session.engine_figures.get(name) for name in ("parameters", "parameters_shared", "parameters_copied")},
+        "mlflow_run_id": session.mlflow_run_id,
+        "prefect_flow_run_id": session.prefect_flow_run_id,
+    }
+
+
+def elapsed(training: Training) -> float:
+    """Seconds of this attempt and, by the manifest, of the earlier ones."""
+    return training.session().seconds_before + time.monotonic() - training.session().started
+
+
+def finite(metrics: dict[str, float]) -> dict[str, float]:
+    """Drop figures that do not exist (a variance of nothing): JSON has no NaN."""
+    return {name: value for name, value in metrics.items() if math.isfinite(value)}
+
+
+def advanced(training: Training, progress: Progress, **changes: Any) -> Progress:
+    """Return `progress` with `changes` and the seconds spent so far."""
+    return progress.advanced(seconds=elapsed(training), **changes)

@@ -1,0 +1,92 @@
+"""Rollout: the policy answers the iteration's prompts, and the answers become an experience file."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from prefect import task
+from prefect.cache_policies import NO_CACHE
+
+from data.order import take
+from state.experience import ExperienceRef, Ragged, read_columns, write_columns
+from state.manifest import Progress
+from tasks.generate import generate
+from tasks.session import Stage, Training, timed
+from tasks.settings import Settings
+
+
+@task(task_run_name="rollout-{settings.iteration:06d}", cache_policy=NO_CACHE)
+def rollout(training: Training, settings: Settings, progress: Progress) -> Stage:
+    """Generate experience, or take the file that an interrupted attempt of this iteration left complete."""
+    path = training.run.experience(settings.iteration)
+    metrics: dict[str, float] = {}
+    with timed(metrics, "rollout"):
+        if not (path.exists() and _is_of(path, progress.policy_version)):
+            _generate(training, settings, progress, path)
+        experience, figures = _describe(path)
+    seconds = max(metrics["time/rollout_s"], 1e-9)
+    return Stage(experience, {**metrics, **figures, "rollout/tokens_per_s": experience.response_tokens / seconds})
+
+
+def _generate(training: Training, settings: Settings, progress: Progress, path: Path) -> None:
+    config, table = training.config, training.session().prompts["train"]
+    size = config.rollout.prompts
+    rows = take(progress.prompt_cursor, size, len(table), config.seed, config.data.shuffle)
+    prompts = table.frame.iloc[rows]
+    responses = generate(
+        training, prompts, f"{settings.iteration}/rollout", [config.seed, settings.iteration], sampling(training, settings)
+    )
+    repeats = np.repeat(np.arange(size), config.rollout.samples)
+    ids = prompts["prompt_id"].to_numpy()[repeats]
+    write_columns(
+        path,
+        {
+            "sample_id": [f"{settings.iteration:06d}/{name}/{n % config.rollout.samples}" for n, name in enumerate(ids)],
+            "prompt_id": list(ids),
+            "group": repeats,
+            "prompt": list(prompts["prompt_text"].to_numpy()[repeats]),
+            "response": responses.texts,
+            "prompt_tokens": Ragged.of(list(prompts["prompt_tokens"]), np.int32).take(repeats),
+            "response_tokens": responses.tokens,
+            "loss_mask": Ragged(np.ones(len(responses.tokens.values_T), np.uint8), responses.tokens.offsets_B1),
+            "truncated": responses.truncated_B,
+            "policy_version": np.full(len(ids), responses.policy_version),
+        },
+    )
+
+
+def sampling(training: Training, settings: Settings) -> dict[str, Any]:
+    """Sampling parameters of the rollout at this iteration."""
+    config = training.config.rollout
+    return {
+        "samples": config.samples,
+        "temperature": settings.temperature,
+        "top_p": config.top_p,
+        "top_k": config.top_k,
+        "max_tokens": config.max_response_tokens,
+        "ignore_eos": config.ignore_eos,
+    }
+
+
+def _is_of(path: Path, policy_version: int) -> bool:
+    return bool((read_columns(path, ["policy_version"])["policy_version"] == policy_version).all())
+
+
+def _describe(path: Path) -> tuple[ExperienceRef, dict[str, float]]:
+    columns = read_columns(path, ["prompt_tokens", "response_tokens", "truncated", "policy_version"])
+    lengths = columns["response_tokens"].lengths_B
+    experience = ExperienceRef(
+        path=str(path),
+        samples=len(lengths),
+        prompt_tokens=int(columns["prompt_tokens"].offsets_B1[-1]),
+        response_tokens=int(columns["response_tokens"].offsets_B1[-1]),
+        policy_version=int(columns["policy_version"][0]),
+    )
+    return experience, {
+        "rollout/tokens": float(lengths.sum()),
+        "rollout/response_length_mean": float(lengths.mean()),
+        "rollout/response_length_max": float(lengths.max()),
+        "rollout/truncated_share": float(np.mean(columns["truncated"])),
+    }

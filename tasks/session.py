@@ -1,0 +1,131 @@
+"""What a running training holds in the flow's process, and the small handle by which tasks find it.
+
+A Prefect task must not be handed an engine group or a table of prompts: Prefect would walk, hash and log it. So
+tasks get a `Training` (one path) and ask `session()` for the living things. Left out: what the tasks do with them.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from configs.loading import load_config, to_yaml
+from configs.schema import Role, TrainConfig
+from engines.group import EngineGroup
+from engines.machine import visible_gpus
+from engines.placement import place
+from state.experience import ExperienceRef
+from state.files import write_text
+from state.run_folder import RunFolder
+
+if TYPE_CHECKING:
+    from data.prompts import PromptTable
+    from reports.progress import TrainingProgress
+    from rewards.scoring import RewardPool
+
+
+@dataclass(frozen=True)
+class Training:
+    """Handle of a running training: the path of its run folder."""
+
+    folder: str
+
+    @property
+    def run(self) -> RunFolder:
+        """The run folder."""
+        return RunFolder(Path(self.folder))
+
+    def session(self) -> Session:
+        """The living parts of this training in this process."""
+        return _SESSIONS[self.folder]
+
+    @property
+    def config(self) -> TrainConfig:
+        """The resolved configuration."""
+        return self.session().config
+
+
+@dataclass(frozen=True)
+class Stage:
+    """What a task of the iteration hands on: where the experience is, and figures to record."""
+
+    experience: ExperienceRef
+    metrics: dict[str, float]
+
+
+@dataclass
+class Session:
+    """Engine groups, reward workers, prompts and links of one training."""
+
+    config: TrainConfig
+    run: RunFolder
+    stack: ExitStack = field(default_factory=ExitStack)
+    groups: dict[Role, EngineGroup] = field(default_factory=dict)
+    prompts: dict[str, PromptTable] = field(default_factory=dict)
+    prompt_columns: dict[str, dict[str, dict[str, Any]]] = field(default_factory=dict)
+    reward_pool: RewardPool | None = None
+    progress: TrainingProgress | None = None
+    model_folder: str = ""
+    tracking_uri: str = ""
+    mlflow_run_id: str = ""
+    mlflow_through: int = -1
+    prefect_flow_run_id: str | None = None
+    prefect_url: str | None = None
+    engine_figures: dict[str, int] = field(default_factory=dict)
+    started: float = field(default_factory=time.monotonic)
+    seconds_before: float = 0.0  # of earlier attempts
+
+    @property
+    def distinct_groups(self) -> list[EngineGroup]:
+        """Every engine group once, in role order."""
+        return list(dict.fromkeys(self.groups.values()))
+
+    def call(self, role: Role, command: str, key: str, **arguments: Any) -> list[dict[str, Any]]:
+        """Send a command to the group that holds `role`; replies in rank order."""
+        return self.groups[role].call(command, key=key, **arguments)
+
+    def say(self, text: str) -> None:
+        """Show a phase on the terminal."""
+        if self.progress is not None:
+            self.progress.phase(text)
+
+
+_SESSIONS: dict[str, Session] = {}
+
+
+@contextmanager
+def open_session(config: TrainConfig, run: RunFolder) -> Iterator[Training]:
+    """Start the engine groups of a training and keep its session until the context ends; engines end with it."""
+    training = Training(str(run.path))
+    session = Session(config, run)
+    _SESSIONS[training.folder] = session
+    try:
+        with session.stack:
+            for spec in place(config, len(visible_gpus()), run.logs):
+                group = session.stack.enter_context(EngineGroup(spec))
+                session.groups |= dict.fromkeys(spec.roles, group)
+            yield training
+    finally:
+        del _SESSIONS[training.folder]
+
+
+def write_config(run: RunFolder, config: TrainConfig) -> None:
+    """Write the resolved configuration into the run folder."""
+    write_text(run.config, to_yaml(config))
+
+
+def read_config(run: RunFolder) -> TrainConfig:
+    """Read the resolved configuration of an existing run."""
+    return load_config(run.config)
+
+
+@contextmanager
+def timed(metrics: dict[str, float], name: str) -> Iterator[None]:
+    """Add the seconds of the block to `metrics` as `time/<name>_s`."""
+    begin = time.perf_counter()
+    yield
+    metrics[f"time/{name}_s"] = time.perf_counter() - begin

@@ -1,0 +1,116 @@
+"""The values that may change during a run, resolved for one iteration: schedules first, then live overrides.
+
+Live overrides are a Prefect Variable named after the run (`penstock set RUN key=value` writes it, so does the UI): a
+JSON object of dotted keys. They pass the same validation as a recipe; a bad one is reported and changes nothing.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import Any
+
+from prefect import get_run_logger, task
+from prefect.cache_policies import NO_CACHE
+from prefect.variables import Variable
+
+from configs.errors import UserError
+from configs.loading import config_from_mapping
+from configs.schedule import value_at
+from configs.schema import TrainConfig
+from state.manifest import Progress
+from tasks.session import Training
+
+LIVE_KEYS = (
+    "actor.optimizer.learning_rate",
+    "actor.micro_batch_tokens",
+    "critic.optimizer.learning_rate",
+    "critic.micro_batch_tokens",
+    "algorithm.clip_low",
+    "algorithm.clip_high",
+    "algorithm.entropy_coefficient",
+    "algorithm.kl.coefficient",
+    "rollout.temperature",
+)
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Values in force at one iteration, and the overrides they come from."""
+
+    iteration: int
+    temperature: float
+    learning_rate: float
+    critic_learning_rate: float
+    clip_low: float
+    clip_high: float
+    entropy_coefficient: float
+    kl_coefficient: float
+    micro_batch_tokens: int
+    critic_micro_batch_tokens: int
+    overrides: dict[str, Any]
+
+
+def variable_name(run_name: str) -> str:
+    """Return the name of the run's Prefect Variable (lower case letters, digits, underscores)."""
+    return re.sub(r"[^a-z0-9_]", "_", f"penstock_{run_name}".lower())
+
+
+def apply_overrides(config: TrainConfig, overrides: dict[str, Any]) -> TrainConfig:
+    """Return `config` with live overrides applied and validated.
+
+    Raises:
+        UserError: a key cannot change during a run, or a value is not allowed.
+    """
+    tree = config.model_dump(mode="json")
+    for key, value in overrides.items():
+        if key not in LIVE_KEYS:
+            raise UserError(f"'{key}' cannot change during a run", f"keys that can: {', '.join(LIVE_KEYS)}")
+        section, *rest = key.split(".")
+        place = tree[section]
+        for name in rest[:-1]:
+            place = place[name] if place is not None else None
+        if place is None:
+            raise UserError(f"'{key}' has no effect in this run", "remove it")
+        place[rest[-1]] = value
+    return config_from_mapping(tree, "live overrides")
+
+
+@task(task_run_name="settings-{iteration:06d}", cache_policy=NO_CACHE)
+def resolve_settings(training: Training, iteration: int, progress: Progress) -> Settings:
+    """Resolve schedules and live overrides for `iteration`."""
+    config = training.config
+    overrides = dict(progress.overrides or {})
+    wanted = Variable.get(variable_name(training.run.name), default=None)
+    if isinstance(wanted, dict) and wanted != overrides:
+        try:
+            apply_overrides(config, wanted)
+        except UserError as error:
+            get_run_logger().error("live override refused, the run goes on as before: %s", error)
+        else:
+            get_run_logger().warning("live overrides from iteration %d: %s", iteration, wanted)
+            overrides = wanted
+    return settings_at(apply_overrides(config, overrides), iteration, progress, overrides)
+
+
+def settings_at(config: TrainConfig, iteration: int, progress: Progress, overrides: dict[str, Any]) -> Settings:
+    """Return the values in force at `iteration`; a pure function."""
+    algorithm, actor = config.algorithm, config.actor
+    critic = config.critic or actor
+    kl = algorithm.kl
+    coefficient = 0.0 if kl is None else float(value_at(kl.coefficient, iteration))
+    if kl is not None and kl.target is not None and progress.kl_coefficient is not None:
+        coefficient = progress.kl_coefficient
+    return Settings(
+        iteration=iteration,
+        temperature=value_at(config.rollout.temperature, iteration),
+        learning_rate=value_at(actor.optimizer.learning_rate, iteration),
+        critic_learning_rate=value_at(critic.optimizer.learning_rate, iteration),
+        clip_low=value_at(algorithm.clip_low, iteration),
+        clip_high=value_at(algorithm.clip_high, iteration),
+        entropy_coefficient=value_at(algorithm.entropy_coefficient, iteration),
+        kl_coefficient=coefficient,
+        micro_batch_tokens=value_at(actor.micro_batch_tokens, iteration),
+        critic_micro_batch_tokens=value_at(critic.micro_batch_tokens, iteration),
+        overrides=overrides,
+    )

@@ -1,0 +1,126 @@
+"""The schema: what would do nothing is refused, what was left open is filled, and the shipped recipes are valid.
+
+Invariant: in a valid configuration every key that is set has an effect.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from pydantic import ValidationError
+
+from configs import recipes
+from configs.loading import config_from_mapping, load_config, to_yaml
+from configs.schedule import value_at
+from configs.schema import TrainConfig
+
+RECIPES = sorted((Path(__file__).parents[2] / "configs").glob("*.yaml"))
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"colour": 1}, "Extra inputs"),
+        ({"rollout": {"colour": 1}}, "Extra inputs"),
+        ({"algorithm": {"gamma": 1.0}}, "'gamma' has no effect"),
+        ({"algorithm": {"gae_lambda": 1.0}}, "'gae_lambda' has no effect"),
+        ({"algorithm": {"whiten": True}}, "'whiten' has no effect"),
+        ({"algorithm": {"name": "ppo", "normalize_by_std": True}}, "'normalize_by_std' has no effect"),
+        ({"algorithm": {"kl": {"horizon": 5}}}, "'horizon' has no effect"),
+        ({"algorithm": {"kl": {"ceiling": 5}}}, "'ceiling' has no effect"),
+        ({"algorithm": {"kl": {"target": 1, "coefficient": {0: 1}}}}, "remove one"),
+        ({"actor": {"optimizer": {"min_ratio": 0.1}}}, "'min_ratio' has no effect"),
+        ({"critic": {}}, "'critic' has no effect"),
+        ({"reward": {"settings": {"a": 1}}}, "'settings' has no effect"),
+        ({"reward": {"function": "m:f", "model": "m"}}, "exclude each other"),
+        ({"model": {"path": "m", "tiny": {}}}, "exclude each other"),
+        ({"data": {"sft": "a.jsonl"}}, "have no effect without an 'sft' section"),
+        ({"data": {"arithmetic": {}, "train": "a.jsonl"}}, "makes its own problems"),
+        ({"data": {"template": "no place"}}, "must contain {prompt}"),
+        ({"rollout": {"samples": 1}}, "at least 2 with algorithm 'grpo'"),
+        ({"rollout": {"prompts": 3}, "algorithm": {"mini_batches": 2}}, "must be a multiple"),
+        ({"groups": {"a": {"roles": ["actor", "rollout", "critic"]}}}, "places critic, which"),
+        ({"groups": {"a": {"roles": ["actor"]}}}, "places no rollout"),
+        ({"groups": {"a": {"roles": ["actor"]}, "b": {"roles": ["rollout"]}}}, "in one group"),
+        ({"groups": {"a": {"roles": ["actor", "rollout"], "gpus": [0], "ranks": 1}}}, "exclude each other"),
+        ({"rollout": {"temperature": {5: 1.0}}}, "iteration 0"),
+        ({"rollout": {"temperature": -1.0}}, "must not be negative"),
+    ],
+)
+def test_refusals(values: dict[str, Any], message: str) -> None:
+    """Unknown keys, keys without effect and keys that exclude each other."""
+    with pytest.raises(ValidationError, match=message):
+        TrainConfig.model_validate(values)
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"algorithm": {"normalize_by_std": False}},
+        {"algorithm": {"name": "ppo", "gamma": 0.9, "gae_lambda": 0.9, "whiten": False}, "critic": {}},
+        {"algorithm": {"kl": {"target": 0.1, "horizon": 5, "ceiling": 2}}},
+        {"actor": {"optimizer": {"decay": "cosine", "min_ratio": 0.1}}},
+        {"reward": {"function": "m:f", "settings": {"a": 1}}},
+        {"sft": {}, "data": {"sft": "a.jsonl", "response": "r"}},
+        {"algorithm": {"name": "ppo"}, "rollout": {"samples": 1}},
+        {"groups": {"a": {"roles": ["actor", "rollout"], "gpus": [0, 1]}}},
+        {"rollout": {"temperature": {0: 1.0, 5: 0.5}}},
+    ],
+)
+def test_what_the_refusals_do_not_touch(values: dict[str, Any]) -> None:
+    """The control: the same keys where they do have an effect."""
+    TrainConfig.model_validate(values)
+
+
+def test_open_settings_are_filled_where_they_apply() -> None:
+    """A resolved tree shows what is in force; a critic that is not described trains like the actor."""
+    grpo = TrainConfig()
+    assert (grpo.algorithm.normalize_by_std, grpo.algorithm.gamma, grpo.critic) == (True, None, None)
+    ppo = config_from_mapping({"algorithm": {"name": "ppo"}, "actor": {"optimizer": {"learning_rate": 3e-6}}}, "x")
+    assert (ppo.algorithm.gamma, ppo.algorithm.gae_lambda, ppo.algorithm.whiten) == (1.0, 0.95, True)
+    assert ppo.critic is not None and ppo.critic.optimizer == ppo.actor.optimizer
+
+
+def test_roles_follow_the_algorithm() -> None:
+    """Only models that are used are loaded."""
+    assert TrainConfig().roles == ("actor", "rollout")
+    values = {"algorithm": {"name": "ppo", "kl": {}}, "reward": {"model": "m"}}
+    assert TrainConfig.model_validate(values).roles == ("actor", "critic", "reference", "reward", "rollout")
+
+
+def test_old_log_probs_are_asked_for_only_where_they_are_used() -> None:
+    """They cost a pass over the experience: none when every step is on policy and the KL is not in the reward."""
+    assert not TrainConfig().old_logprobs_needed
+    for algorithm in ({"mini_batches": 2}, {"epochs": 2}, {"kl": {"place": "reward"}}):
+        assert TrainConfig.model_validate({"algorithm": algorithm}).old_logprobs_needed
+    assert not TrainConfig.model_validate({"algorithm": {"kl": {"place": "loss"}}}).old_logprobs_needed
+
+
+@pytest.mark.parametrize(("iteration", "value"), [(1, 1.0), (99, 1.0), (100, 0.5), (500, 0.5)])
+def test_a_schedule_holds_each_value_from_its_iteration_on(iteration: int, value: float) -> None:
+    """Steps, no interpolation; keys in any order."""
+    temperature = TrainConfig.model_validate({"rollout": {"temperature": {100: 0.5, 0: 1.0}}}).rollout.temperature
+    assert value_at(temperature, iteration) == value
+
+
+def test_there_are_recipes() -> None:
+    """The tests below are not vacuous."""
+    assert {"grpo_gsm8k.yaml", "ppo_gsm8k.yaml"} <= {path.name for path in RECIPES}
+
+
+@pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
+def test_a_shipped_recipe_is_valid_and_resolves_to_itself(path: Path) -> None:
+    """Each loads, and written out in full it is the same configuration."""
+    config = load_config(path)
+    assert config_from_mapping(recipes.parse(to_yaml(config), path.name), path.name) == config
+
+
+def test_ppo_on_gsm8k_differs_from_grpo_only_in_the_algorithm() -> None:
+    """The two are meant to be compared: same data, model, reward and batch, and a critic that learns faster."""
+    grpo, ppo = (load_config(path) for path in RECIPES if path.name in ("grpo_gsm8k.yaml", "ppo_gsm8k.yaml"))
+    for section in ("model", "data", "reward", "rollout", "actor", "evaluate", "iterations", "seed"):
+        assert getattr(grpo, section) == getattr(ppo, section)
+    assert ppo.critic is not None
+    assert ppo.critic.optimizer.learning_rate > ppo.actor.optimizer.learning_rate  # type: ignore[operator]

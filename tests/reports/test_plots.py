@@ -1,0 +1,104 @@
+"""Invariants of the pictures: real PNG files, exactly those whose metrics exist, whatever the numbers."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from matplotlib.image import imread
+
+from reports.plots import metrics_frame, plot_run, reward_figure, task_times, time_figure
+
+
+def _records(count: int, **extra: float) -> list[dict[str, Any]]:
+    before: dict[str, Any] = {"iteration": 0, "metrics": {"heldout/accuracy": 0.2, "time/evaluate_s": 9.0}}
+    return [before] + [
+        {"iteration": number, "metrics": {"reward/mean": 0.5, "time/rollout_s": 2.0, "time/iteration_s": 3.0, **extra}}
+        for number in range(1, count + 1)
+    ]
+
+
+def _is_drawn(path: Path) -> bool:
+    """Whether the PNG can be read and shows something: the pixels differ."""
+    pixels = imread(path)
+    return bool(pixels.shape[0] > 100 and pixels[..., 3].max() > pixels[..., 3].min())
+
+
+@pytest.mark.parametrize(
+    ("extra", "names"),
+    [
+        ({}, ["reward", "time"]),
+        ({"actor/entropy": 1.0}, ["reward", "policy", "time"]),
+        ({"actor/kl": 0.1, "critic/loss": 1.0, "rollout/tokens_per_s": 9.0},
+         ["reward", "policy", "critic", "time", "throughput"]),
+    ],
+)  # fmt: skip
+def test_each_picture_exists_exactly_when_its_metrics_do(
+    tmp_path: Path, extra: dict[str, float], names: list[str]
+) -> None:
+    """No empty picture, none missing; a run without a critic has no critic's picture."""
+    paths = plot_run(_records(3, **extra), tmp_path)
+    assert [path.stem for path in paths] == names
+    assert sorted(tmp_path.iterdir()) == sorted(paths)
+    assert all(_is_drawn(path) for path in paths)
+
+
+def test_no_records_give_no_pictures(tmp_path: Path) -> None:
+    """Negative control: a run that has recorded nothing draws nothing."""
+    assert plot_run([], tmp_path) == []
+    assert not list(tmp_path.iterdir())
+
+
+def test_one_iteration_and_a_thousand_are_drawn(tmp_path: Path) -> None:
+    """A single point is visible, a long run is averaged into bars, and both are pictures."""
+    for count in (1, 1000):
+        folder = tmp_path / str(count)
+        assert all(_is_drawn(path) for path in plot_run(_records(count, **{"actor/kl": 0.1}), folder))
+
+
+def test_numbers_that_are_not_finite_leave_gaps(tmp_path: Path) -> None:
+    """NaN and infinity do not stop the picture, and a metric that never was finite is no metric."""
+    records = _records(3, **{"actor/kl": math.inf, "actor/entropy": math.nan, "reward/std": 0.1})
+    records[2]["metrics"]["reward/mean"] = math.nan
+    assert "actor/kl" not in metrics_frame(records)
+    assert [path.stem for path in plot_run(records, tmp_path)] == ["reward", "time"]
+
+
+def test_accuracy_shares_the_rewards_axes_only_if_both_are_shares() -> None:
+    """Rewards within 0 to 1 share the panel with held-out accuracy; a negative reward gets its own."""
+    together, apart = (
+        reward_figure(metrics_frame(_records(3))),
+        reward_figure(metrics_frame(_records(3, **{"reward/min": -1.0}))),
+    )
+    assert together is not None
+    assert apart is not None
+    assert (len(together.axes), len(apart.axes)) == (1, 2)
+
+
+def test_the_last_record_of_an_iteration_counts() -> None:
+    """An iteration that was redone after a crash is one row, with the newer numbers."""
+    records = [*_records(2), {"iteration": 1, "metrics": {"reward/mean": 0.9}}]
+    frame = metrics_frame(records)
+    assert list(frame.index) == [0, 1, 2]
+    assert frame.loc[1, "reward/mean"] == 0.9
+
+
+def test_times_are_tasks_of_iterations() -> None:
+    """The whole iteration is no task, and the evaluation before training belongs to no iteration."""
+    times = task_times(metrics_frame(_records(2, **{"time/reward_s": 5.0})))
+    assert list(times.columns) == ["reward", "rollout"]
+    assert list(times.index) == [1, 2]
+
+
+def test_bars_of_a_long_run_keep_the_height_of_the_mean() -> None:
+    """Averaging over iterations changes no height: 2 s per iteration stay 2 s, in 1000 iterations as in 2."""
+    for count in (2, 1000):
+        figure = time_figure(metrics_frame(_records(count)))
+        assert figure is not None
+        bars = np.asarray(figure.axes[0].collections[0].get_paths()[0].vertices)
+        assert bars[:, 1].max() == pytest.approx(2.0)
+        assert bars[:, 0].min() == 0.5
+        assert bars[:, 0].max() >= count + 0.5

@@ -1,0 +1,80 @@
+"""Invariants of the terminal's progress: readable lines without a terminal, one live line with one."""
+
+from __future__ import annotations
+
+import io
+
+import pytest
+from rich.console import Console
+
+from reports.progress import TrainingProgress, final_summary
+
+METRICS = {"reward/mean": 0.5, "actor/kl": 0.0012, "rollout/tokens_per_s": 12345.0}
+
+
+def _console(*, terminal: bool = False) -> tuple[Console, io.StringIO]:
+    text = io.StringIO()
+    return Console(file=text, width=120, force_terminal=terminal, color_system=None), text
+
+
+def test_without_a_terminal_the_first_and_the_last_iteration_are_lines() -> None:
+    """Hundreds of quick iterations do not flood a log; phases between tasks do not appear, the others do."""
+    console, text = _console()
+    with TrainingProgress(console, every_s=3600) as progress:
+        progress.phase("starting engines")
+        progress.start(200)
+        for iteration in range(1, 201):
+            progress.phase("rollout")
+            progress.advance(iteration, METRICS)
+        progress.phase("writing the report")
+    lines = text.getvalue().splitlines()
+    assert lines[0] == "starting engines"
+    assert lines[1].startswith("iteration 1/200  reward 0.500 KL 0.0012 12,345 tok/s")
+    assert lines[2].startswith("iteration 200/200")
+    assert lines[3:] == ["writing the report"]
+
+
+def test_every_iteration_is_a_line_if_lines_need_not_wait() -> None:
+    """Negative control: it is the interval that holds lines back."""
+    console, text = _console()
+    with TrainingProgress(console, every_s=0) as progress:
+        progress.start(5, completed=2)
+        for iteration in (3, 4, 5):
+            progress.advance(iteration, {})
+    assert [line.split("  ")[0] for line in text.getvalue().splitlines()] == [
+        "iteration 3/5", "iteration 4/5", "iteration 5/5",
+    ]  # fmt: skip
+
+
+def test_an_interrupted_training_ends_with_its_last_iteration() -> None:
+    """The line that was held back when the error came is written."""
+    console, text = _console()
+    with pytest.raises(KeyboardInterrupt), TrainingProgress(console, every_s=3600) as progress:
+        progress.start(10)
+        for iteration in (1, 2, 3):
+            progress.advance(iteration, METRICS)
+        raise KeyboardInterrupt
+    assert [line.split("  ")[0] for line in text.getvalue().splitlines()] == ["iteration 1/10", "iteration 3/10"]
+
+
+def test_a_terminal_shows_one_live_line() -> None:
+    """The bar carries phase, count, reward, KL and speed, and rewrites itself: no line per iteration."""
+    console, text = _console(terminal=True)
+    with TrainingProgress(console, every_s=0) as progress:
+        progress.start(3)
+        for iteration in (1, 2, 3):
+            progress.phase("update [actor]")
+            progress.advance(iteration, METRICS)
+    shown = text.getvalue()
+    for part in ("update [actor]", "3/3", "reward 0.500", "KL 0.0012", "12,345 tok/s"):
+        assert part in shown
+    assert "iteration 1/3" not in shown
+
+
+def test_the_last_panel_says_what_was_reached_and_where_to_look() -> None:
+    """Accuracy before and after with the rise in points, and the caller's commands as they are."""
+    console, text = _console()
+    summary = {"status": "completed", "seconds": 61, "accuracy_before": 0.25, "accuracy_after": 0.5}
+    console.print(final_summary(summary, {"MLflow": "mlflow ui --port [5000]"}))
+    for part in ("training completed", "25.0% → 50.0%", "+25.0 points", "1 min 01 s", "mlflow ui --port [5000]"):
+        assert part in text.getvalue()

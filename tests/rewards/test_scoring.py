@@ -1,0 +1,236 @@
+"""The pool: every way to fail costs only the rows that failed, and is counted, replaced and named."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from configs.errors import UserError
+from configs.schema import RewardConfig
+from rewards.scoring import RewardPool, Sample, Score, check_failures, log_failures
+
+FAILED = -1.5
+
+
+def samples_of(*responses: str) -> list[Sample]:
+    return [
+        Sample(f"s{k}", f"{k}", "0", response, {"answer": k, "prompt": "unused"})
+        for k, response in enumerate(responses)
+    ]
+
+
+def config_of(name: str, **settings: Any) -> RewardConfig:
+    fields: dict[str, Any] = {"timeout_s": 0.3, "failure_value": FAILED, "workers": 2, **settings}
+    return RewardConfig(function=f"reward_examples:{name}", **fields)
+
+
+@contextmanager
+def pool_of(name: str, **settings: Any) -> Iterator[RewardPool]:
+    with RewardPool(config_of(name, **settings), ["answer"]) as pool:
+        yield pool
+
+
+@pytest.fixture(scope="module")
+def misbehave(in_this_folder: None) -> Iterator[RewardPool]:
+    with pool_of("misbehave") as pool:
+        yield pool
+
+
+def test_order_is_kept(misbehave: RewardPool) -> None:
+    """Score k belongs to sample k, whatever the chunks and the workers."""
+    scores = misbehave.score(samples_of(*map(str, range(301))))
+    assert [score.reward for score in scores] == list(range(301))
+    assert misbehave.score([]) == []
+
+
+def test_parts_and_kinds_of_numbers(misbehave: RewardPool) -> None:
+    """A part named reward is the reward; otherwise the parts are summed; a bool is a number."""
+    assert misbehave.score(samples_of("parts", "named", "true", "print")) == [
+        Score(1.5, {"format": 1.0, "correct": 0.5}, None),
+        Score(0.25, {"reward": 0.25, "length": 9.0}, None),
+        Score(1.0, {}, None),
+        Score(1.0, {}, None),
+    ]
+
+
+FAILURES = {
+    "raise": "LookupError: no such answer (reward_examples.py:",
+    "loop": "timed out after 0.3 s",
+    "swallow": "timed out after 0.3 s",
+    "regex": "timed out after 0.3 s",
+    "hang": "timed out after 0.3 s in code that could not be interrupted",
+    "die": "the worker process died (exit code 7)",
+    "exit": "SystemExit: 3",
+    "nan": "ValueError: the reward is nan",
+    "infinite part": "ValueError: part 'correct' is inf",
+    "no parts": "ValueError: returned a dict without parts",
+    "text": "TypeError: the reward is a str, not a number",
+    "none": "TypeError: the reward is a NoneType, not a number",
+}
+
+
+def test_only_the_culprits_fail(misbehave: RewardPool) -> None:
+    """Each way to fail is replaced and explained, and the rows between, in the same chunks, keep their rewards."""
+    responses = [text for k, name in enumerate(FAILURES) for text in (str(k), name)]
+    scores = misbehave.score(samples_of(*responses))
+    assert [score.reward for score in scores[::2]] == list(range(len(FAILURES)))
+    assert all(score.failure is None for score in scores[::2])
+    for score, (name, reason) in zip(scores[1::2], FAILURES.items(), strict=True):
+        assert (score.reward, score.parts) == (FAILED, {}), name
+        assert score.failure is not None and score.failure.startswith(reason), (name, score.failure)
+    assert misbehave.score(samples_of("4"))[0].reward == 4.0
+
+
+def test_columns_and_settings_reach_the_worker() -> None:
+    """The worker sees the same arguments as a direct call would."""
+    with RewardPool(config_of("sources", settings={"bonus": 0.5}), ["answer"]) as pool:
+        samples = [Sample("s", "2", "3", "4", {"answer": "5"})]
+        assert pool.score(samples) == [Score(4325.5, {}, None)]
+
+
+def test_batch_functions() -> None:
+    """A batch gets lists; a wrong count or an exception fails all of its rows, a bad value its own row only."""
+    with pool_of("batch", workers=1) as pool:
+        assert [score.reward for score in pool.score(samples_of("a", "nan", "c"))] == [0.0, FAILED, 2.0]
+        short = pool.score(samples_of("a", "short", "c"))
+        assert [score.failure for score in short] == ["ValueError: returned 2 values for 3 rows"] * 3
+        raised = pool.score(samples_of("a", "raise"))
+        assert all((score.failure or "").startswith("LookupError: no such batch") for score in raised)
+    with pool_of("batch_async", workers=1) as pool:
+        assert [score.reward for score in pool.score(samples_of("a", "bcd"))] == [1.0, 3.0]
+        assert [score.failure for score in pool.score(samples_of("a", "slow"))] == ["timed out after 0.3 s"] * 2
+
+
+def test_coroutines_of_a_chunk_run_together() -> None:
+    """Twenty calls that wait for each other all return; with a row too few they would wait for ever."""
+    with pool_of("meet", workers=1, timeout_s=5.0) as pool:
+        assert [score.reward for score in pool.score(samples_of(*["20"] * 20))] == [1.0] * 20
+    with pool_of("meet", workers=1) as pool:
+        assert [score.reward for score in pool.score(samples_of(*["20"] * 19))] == [FAILED] * 19
+
+
+def test_async_failures() -> None:
+    """A coroutine is cancelled at its deadline; its own TimeoutError is told from ours; a hang is killed."""
+    with pool_of("misbehave_async", workers=1) as pool:
+        scores = pool.score(samples_of("fine", "slow", "raise", "own timeout", "hang", "fine"))
+    assert [score.reward for score in scores] == [1.0, FAILED, FAILED, FAILED, FAILED, 1.0]
+    reasons = [score.failure or "" for score in scores[1:5]]
+    assert reasons[0] == "timed out after 0.3 s"
+    assert reasons[1].startswith("LookupError: no such answer (reward_examples.py:")
+    assert reasons[2].startswith("TimeoutError: the judge is busy")
+    assert reasons[3].startswith("timed out after 0.3 s in code that could not be interrupted")
+
+
+def test_slow_rows_do_not_cost_a_worker(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A chunk whose rows are each in time but together are not is continued, not killed: one process scores all."""
+    monkeypatch.setattr("rewards.scoring._CHUNKS_PER_WORKER", 1)
+    monkeypatch.setattr("rewards.scoring._GRACE_S", 0.5)
+    with pool_of("worker_id", workers=1, timeout_s=0.5) as pool:
+        before = pool.score(samples_of("0"))
+        scores = pool.score(samples_of(*["0.2"] * 10))
+    assert scores == before * 10
+
+
+def test_a_pool_whose_idle_workers_were_killed_scores_again() -> None:
+    """The out-of-memory killer may take workers between two batches."""
+    with pool_of("worker_id", timeout_s=5.0) as pool:
+        before = {score.reward for score in pool.score(samples_of(*["0.05"] * 4))}
+        for worker in before:
+            os.kill(int(worker), signal.SIGKILL)
+        scores = pool.score(samples_of(*["0.05"] * 16))
+        after = {score.reward for score in scores}
+    assert before and after and not before & after
+    assert all(score.failure is None for score in scores)
+
+
+def test_a_function_that_loads_only_here_is_the_users_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What fails in the workers alone is still an error with a remedy, not a hang."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    (tmp_path / "home_reward.py").write_text(
+        "import multiprocessing\nassert multiprocessing.parent_process() is None\ndef score(response): return 1\n"
+    )
+    pool = RewardPool(RewardConfig(function="home_reward:score"), [])
+    with pool, pytest.raises(UserError, match="'home_reward:score' loads here but not in a worker process"):
+        pool.score(samples_of("a"))
+
+
+def batch_with(failures: int, total: int) -> tuple[list[Score], list[Sample]]:
+    scores = [Score(FAILED, {}, f"reason {k}") if k < failures else Score(1.0, {}, None) for k in range(total)]
+    return scores, samples_of(*["x"] * total)
+
+
+def test_past_the_share_the_run_stops() -> None:
+    """The share is allowed, one more is not; the error shows the first failures by sample id."""
+    config = config_of("length", max_failure_share=0.25)
+    check_failures(*batch_with(5, 20), config)
+    with pytest.raises(UserError) as caught:
+        check_failures(*batch_with(6, 20), config)
+    text = str(caught.value)
+    assert "'reward_examples:length' failed for 6 of 20 samples; reward.max_failure_share allows 25%" in text
+    assert "sample s0: reason 0\n" in text and "sample s2: reason 2\n" in text and "and 3 more" in text
+    assert "s3" not in text
+
+
+def test_failures_are_logged_by_sample(caplog: pytest.LogCaptureFixture) -> None:
+    """One line for each failed sample and none for the others."""
+    with caplog.at_level(logging.WARNING):
+        log_failures(*batch_with(2, 5))
+    assert [record.getMessage() for record in caplog.records] == [
+        "reward failed: sample s0: reason 0",
+        "reward failed: sample s1: reason 1",
+    ]
+
+
+OWNER = """
+import sys
+from configs.schema import RewardConfig
+from rewards.scoring import RewardPool, Sample
+
+if __name__ == "__main__":
+    config = RewardConfig(function="reward_examples:note_worker", timeout_s=600.0, workers=2)
+    with RewardPool(config, []) as pool:
+        pool.score([Sample(str(k), "0", "", sys.argv[1], {}) for k in range(8)])
+"""
+
+
+def alive(pid: int) -> bool:
+    stat = Path(f"/proc/{pid}/stat")
+    return stat.exists() and stat.read_text().rpartition(")")[2].split()[0] not in "ZX"
+
+
+def until(condition: Any, seconds: float = 20.0) -> bool:
+    ends = time.monotonic() + seconds
+    while not condition() and time.monotonic() < ends:
+        time.sleep(0.05)
+    return bool(condition())
+
+
+def test_a_killed_owner_leaves_no_worker(tmp_path: Path) -> None:
+    """`kill -9` of the training ends its workers too, even in a hang in C from which no Python code can run."""
+    script, notes = tmp_path / "owner.py", tmp_path / "notes"
+    script.write_text(OWNER)
+    notes.mkdir()
+    path = os.pathsep.join([str(Path(__file__).parents[2]), str(Path(__file__).parent)])
+    owner = subprocess.Popen([sys.executable, script, notes], env={**os.environ, "PYTHONPATH": path})
+    try:
+        assert until(lambda: len(list(notes.iterdir())) == 2)
+        workers = [int(note.name) for note in notes.iterdir()]
+        assert all(map(alive, workers))
+        owner.kill()
+        owner.wait()
+        assert until(lambda: not any(map(alive, workers)))
+    finally:
+        owner.kill()
+        for note in filter(lambda note: alive(int(note.name)), notes.iterdir()):
+            os.kill(int(note.name), signal.SIGKILL)
