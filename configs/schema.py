@@ -90,6 +90,7 @@ class ArithmeticData(Section):
 
     digits: int = Field(2, ge=1, le=4, description="digits of each summand")
     sft: PositiveInt = Field(4000, description="problems for the supervised warm-up")
+    mistakes: Share = Field(0.0, description="share of the warm-up's answers with one wrong digit: a careless teacher")
     train: PositiveInt = Field(4000, description="problems for reinforcement learning")
     heldout: PositiveInt = Field(1000, description="problems kept apart for evaluation")
 

@@ -1,7 +1,8 @@
 """Addition problems `12+34=` answered by `046.`: a task that a tiny model learns in minutes, made from a seed.
 
 Summands and sum are padded with zeros, so every problem has the same length; the full stop closes the answer, so a
-response that goes on is wrong. Held-out problems never occur in training, as ordered pairs: `12+34` may be held out
+response that goes on is wrong. The examples for supervised training may come from a careless teacher: a share of them
+has one wrong digit. Imitation learns the carelessness too; the reward does not. Held-out problems never occur in training, as ordered pairs: `12+34` may be held out
 while `34+12` is trained on.
 """
 
@@ -38,7 +39,22 @@ def make_problems(config: ArithmeticData, seed: int) -> dict[str, pd.DataFrame]:
     # The train problems follow the sft problems, and begin again at the first where there are no more.
     train = np.take(rest, np.arange(config.sft, config.sft + config.train), mode="wrap")
     splits = {"sft": rest[: config.sft], "train": train, "heldout": heldout}
-    return {split: _frame(chosen, config.digits) for split, chosen in splits.items()}
+    frames = {split: _frame(chosen, config.digits) for split, chosen in splits.items()}
+    frames["sft"]["response"] = _with_mistakes(frames["sft"]["answer"], config.mistakes, seed)
+    return frames
+
+
+def _with_mistakes(answers: pd.Series[str], share: float, seed: int) -> list[str]:
+    """Return the teacher's responses: in a random `share` of them one digit is off by 1 to 9, modulo 10."""
+    order = epoch_order(len(answers), seed, epoch=1, shuffle=True)
+    draws = np.random.PCG64(np.random.SeedSequence([seed, 2])).random_raw(2 * len(answers)).reshape(-1, 2)
+    responses = [f"{answer}." for answer in answers]
+    for row in order[: round(share * len(answers))]:
+        answer = answers.iloc[row]
+        place = int(draws[row, 0] % len(answer))
+        digit = (int(answer[place]) + 1 + int(draws[row, 1] % 9)) % 10
+        responses[row] = f"{answer[:place]}{digit}{answer[place + 1 :]}."
+    return responses
 
 
 def _distinct(count: int, available: int, seed: int) -> np.ndarray:

@@ -70,6 +70,7 @@ class Generator:
         self.sharing = bound[-1]
         self.model = versions.vllm_model(self.llm)
         self.version = -1
+        self.asleep: set[str] = set()
         self.sleep()
 
     def reshard(self, version: int) -> dict[str, Any]:
@@ -78,8 +79,8 @@ class Generator:
         Raises:
             RuntimeError: a parameter is not the trainer's afterwards.
         """
-        if self.sharing.copied_count and self.cuda:
-            self.llm.wake_up(tags=["weights"])
+        if self.sharing.copied_count:
+            self._wake("weights")
         moved = weights.copy(self.model, self.lm, self.sharing)
         if wrong := weights.verify(self.model, self.lm, self.sharing):
             raise RuntimeError(f"after the reshard {len(wrong)} rollout parameters are not the actor's: {', '.join(wrong[:5])}")
@@ -121,17 +122,26 @@ class Generator:
 
     def wake(self) -> None:
         """Map the KV cache, empty: cached prefixes belong to older weights."""
-        if self.cuda:
+        if self.asleep:
             torch.cuda.empty_cache()  # vLLM maps from the driver, not from torch's cache
-            self.llm.wake_up(tags=["kv_cache"])
-            if self.sharing.copied_count:
-                self.llm.wake_up(tags=["weights"])
+        self._wake("weights", "kv_cache")  # "weights" also holds vLLM's own buffers, such as the rotary table
         self.llm.reset_prefix_cache()
+
+    def _wake(self, *tags: str) -> None:
+        for tag in tags:
+            if tag in self.asleep:
+                self.llm.wake_up(tags=[tag])
+                self.asleep.remove(tag)
 
     def sleep(self) -> None:
         """Give the KV cache's memory to training. Shared weights are outside vLLM's pool and stay."""
         if self.cuda:
             self.llm.sleep(level=1)
+            self.asleep = {"weights", "kv_cache"}
+
+    def close(self) -> None:
+        """End the engine. vLLM destroys torch.distributed with it, so nothing may follow that communicates."""
+        self.llm.llm_engine.engine_core.shutdown()
 
 
 def stop_token_ids(lm: Any) -> list[int]:

@@ -82,8 +82,8 @@ def plan_micro_batches(lengths_B: np.ndarray, ranks: int, budget: int) -> list[l
     Every rank gets the same number of micro-batches. A row longer than the budget gets one of its own. A list may
     be empty when there are fewer rows than places; `pack` then makes a run that counts nothing.
     """
-    count = max(1, -(-int(lengths_B.sum()) // (budget * ranks)))
-    most = max(count, -(-len(lengths_B) // ranks))
+    most = max(1, -(-len(lengths_B) // ranks))  # a row each; more would only be empty
+    count = min(most, max(1, -(-int(lengths_B.sum()) // (budget * ranks))))
     while True:
         bins = partition(lengths_B, count * ranks)
         heaviest = max((int(lengths_B[rows].sum()) for rows in bins if len(rows) > 1), default=0)

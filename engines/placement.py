@@ -18,10 +18,10 @@ def place(config: TrainConfig, visible_gpus: int, log_dir: Path) -> list[GroupSp
     Without a `groups` section everything runs in one group "main": on all visible GPUs, or on one CPU rank.
 
     Raises:
-        UserError: a GPU that does not exist, GPUs asked for on a machine without one, or CPU ranks beside GPUs.
+        UserError: a GPU that does not exist (on a machine without one: any), or that two groups would take.
     """
     groups = config.groups or {"main": GroupConfig(roles=list(config.roles))}
-    return [
+    specs = [
         GroupSpec(
             name=name,
             roles=tuple(role for role in config.roles if role in group.roles),
@@ -33,6 +33,19 @@ def place(config: TrainConfig, visible_gpus: int, log_dir: Path) -> list[GroupSp
         )
         for name, group in groups.items()
     ]
+    _check_apart(specs)
+    return specs
+
+
+def _check_apart(specs: list[GroupSpec]) -> None:
+    owner: dict[int, str] = {}
+    for spec in specs:
+        for gpu in (device.gpu for device in spec.devices if device.gpu is not None):
+            if owner.setdefault(gpu, spec.name) != spec.name:
+                raise UserError(
+                    f"groups {owner[gpu]!r} and {spec.name!r} would both take GPU {gpu}",
+                    "give every group its own 'gpus': a group without them takes all that are visible",
+                )
 
 
 def _devices(name: str, group: GroupConfig, visible_gpus: int) -> tuple[RankDevice, ...]:

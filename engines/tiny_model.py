@@ -30,6 +30,7 @@ def make_tiny_model(folder: Path, tiny: TinyModel, vocabulary: int, eos: int, pa
         head_dim=tiny.hidden_size // tiny.heads,
         max_position_embeddings=tiny.max_positions,
         tie_word_embeddings=tiny.tie_embeddings,
+        initializer_range=tiny.hidden_size**-0.5,  # the usual 0.02 suits widths of thousands and learns slowly at 96
         eos_token_id=eos,
         pad_token_id=pad,
         bos_token_id=None,

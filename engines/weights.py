@@ -216,7 +216,11 @@ def _gathered(parameters: list[nn.Parameter]) -> Any:
 def verify(vllm_model: nn.Module, lm: nn.Module, sharing: Sharing) -> list[str]:
     """Return vLLM's parameters that are not the trainer's: another address if shared, another value if copied."""
     ours, theirs = dict(lm.named_parameters()), dict(vllm_model.named_parameters())
-    wrong = [fused.name for fused in sharing.shared if theirs[fused.name].data_ptr() != ours[fused.parts[0]].data_ptr()]
+    wrong = [
+        fused.name
+        for fused in sharing.shared
+        if not _stacked_at(theirs[fused.name].data_ptr(), [ours[part] for part in fused.parts])
+    ]
     for fused in sharing.copied:
         with _gathered([ours[part] for part in fused.parts]):
             row = 0
@@ -227,3 +231,12 @@ def verify(vllm_model: nn.Module, lm: nn.Module, sharing: Sharing) -> list[str]:
                     break
                 row += rows
     return wrong
+
+
+def _stacked_at(address: int, parts: list[nn.Parameter]) -> bool:
+    """Whether the parts lie one after the other from `address` on: any one of them may have moved alone."""
+    for part in parts:
+        if part.data_ptr() != address:
+            return False
+        address += part.numel() * part.element_size()
+    return True

@@ -89,8 +89,11 @@ class Worker:
         return reply
 
     def close(self) -> None:
-        """Leave the process group."""
-        torch.distributed.destroy_process_group()
+        """End the rollout engine, which leaves the process group itself, or leave the group."""
+        if self.generator is not None:
+            self.generator.close()
+        if torch.distributed.is_initialized():
+            torch.distributed.destroy_process_group()
 
     def make_tiny(self, config: dict[str, Any], folder: str) -> dict[str, Any]:
         """Make a tiny random model beside the tokenizer in `folder` (rank 0 writes)."""
@@ -154,7 +157,8 @@ class Worker:
         generated = self.generator.generate(Ragged(prompts, offsets), Sampling(**sampling))
         lengths = generated.responses.lengths_B
         rows = [generated.responses.row(index).tolist() for index in range(len(lengths))]
-        texts = AutoTokenizer.from_pretrained(tokenizer, local_files_only=True).batch_decode(rows, skip_special_tokens=True)
+        decode = AutoTokenizer.from_pretrained(tokenizer, local_files_only=True).decode
+        texts = [decode(row, skip_special_tokens=True) for row in rows]  # `decode` of no rows at all would be one text
         return {
             "tokens": generated.responses.values_T,
             "offsets": generated.responses.offsets_B1,

@@ -9,6 +9,7 @@ from prefect import flow
 from configs.loading import resolve
 from configs.schema import TrainConfig
 from state.run_folder import new_run_folder
+from tasks.admission import admission
 from tasks.check import check_supervised
 from tasks.prepare import load_pairs, starting_model
 from tasks.session import Training, open_session, write_config
@@ -22,7 +23,7 @@ def sft(config: TrainConfig, run_folder: str | None = None) -> str:
     check_supervised(config)
     run = new_run_folder(Path(config.folder), f"{config.name}-sft", Path(run_folder) if run_folder else None)
     write_config(run, config)
-    with open_session(config, run) as training:
+    with admission(config), open_session(config, run) as training:
         return supervise(training, starting_model(training))
 
 

@@ -8,9 +8,11 @@ Each iteration is a child flow (flows/iteration.py). Engines live exactly as lon
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
-from prefect import flow, tags
+from prefect import flow
 from prefect.settings import PREFECT_FLOWS_HEARTBEAT_FREQUENCY, temporary_settings
 
 from configs.loading import resolve
@@ -19,7 +21,8 @@ from flows.iteration import iteration
 from flows.sft import supervise
 from state.manifest import Progress
 from state.run_folder import RunFolder, new_run_folder, open_run_folder
-from tasks.check import check_training
+from tasks.admission import admission
+from tasks.check import check_inputs, check_memory
 from tasks.checkpoint import begin_manifest, restore
 from tasks.evaluate import evaluate
 from tasks.export import export
@@ -39,8 +42,7 @@ def train(config: TrainConfig = TrainConfig(), run_folder: str | None = None, re
         resume: folder of an earlier run to continue; its own configuration is used.
     """
     config, run = open_run(config, run_folder, resume)
-    labels = (f"algorithm:{config.algorithm.name}", f"run:{run.name}")
-    with tags(*labels), open_session(config, run) as training, show_progress(training), recording(training):
+    with admitted_session(config, run) as training, show_progress(training), recording(training):
         model = starting_model(training)
         load_prompts(training, model)
         if config.sft is not None:
@@ -60,17 +62,26 @@ def train(config: TrainConfig = TrainConfig(), run_folder: str | None = None, re
 
 
 def open_run(config: TrainConfig, run_folder: str | None, resume: str | None) -> tuple[TrainConfig, RunFolder]:
-    """Check everything and open the run folder, new or old, before anything starts."""
+    """Check all that does not depend on others' trainings and open the run folder, before anything waits or starts."""
     if resume is not None:
         run = open_run_folder(Path(resume))
         config = read_config(run)
-        check_training(config)
+        check_inputs(config)
         return config, run
     config = resolve(config)
-    check_training(config)
+    check_inputs(config)
     run = new_run_folder(Path(config.folder), config.name, Path(run_folder) if run_folder else None)
     write_config(run, config)
     return config, run
+
+
+@contextmanager
+def admitted_session(config: TrainConfig, run: RunFolder) -> Iterator[Training]:
+    """Wait for the GPUs, check the memory that is free then, and start the engine groups."""
+    with admission(config):
+        check_memory(config)
+        with open_session(config, run) as training:
+            yield training
 
 
 def begin(training: Training, progress: Progress) -> Progress:

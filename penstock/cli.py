@@ -187,6 +187,57 @@ def keys() -> None:
 
 
 @app.command()
+def compare(
+    experiment: Annotated[str, typer.Argument(help="MLflow experiment (record.experiment of a recipe)")],
+    runs: Annotated[list[str] | None, typer.Argument(help="names or ids of runs; default: all of them")] = None,
+    folder: Annotated[Path, typer.Option(help="directory of the run folders")] = Path("runs"),
+) -> None:
+    """Show runs side by side: results and the parameters that differ; pictures go to FOLDER/comparisons."""
+    from reports.compare import render
+    from tasks.compare import compare_into_folder
+
+    comparison, target = compare_into_folder(experiment, runs, folder, None)
+    console.print(render(comparison))
+    console.print(f"files: {target}", highlight=False, soft_wrap=True)
+
+
+@app.command("set")
+def set_live(
+    run: Annotated[Path, typer.Argument(help="folder of a running training")],
+    values: Annotated[list[str] | None, typer.Argument(help="key=value, e.g. rollout.temperature=0.9")] = None,
+    clear: Annotated[bool, typer.Option("--clear", help="take all live values back")] = False,
+) -> None:
+    """Change values of a running training from its next iteration on."""
+    from configs.recipes import dump
+    from penstock.live import clear_overrides, set_overrides
+
+    if clear == bool(values):
+        raise UserError("give values or --clear, one of them", "for example penstock set RUN rollout.temperature=0.9")
+    if clear:
+        clear_overrides(run)
+        console.print("the recipe's values are in force again from the next iteration on", highlight=False)
+        return
+    overrides = set_overrides(run, values or [])
+    console.print(f"from the next iteration on:\n{dump(overrides)}", end="", highlight=False, markup=False)
+
+
+@app.command()
+def deploy(pool: Annotated[str, typer.Option(help="process work pool that runs the flows")] = "penstock") -> None:
+    """Put Penstock on a Prefect server: pool, GPU slots, automation and the deployments of prefect.yaml."""
+    from rich.table import Table
+
+    from penstock.deploy import deploy as deploy_all
+    from penstock.deploy import next_commands
+
+    table = Table("what", "name", "detail")
+    for row in deploy_all(pool):
+        table.add_row(*row)
+    console.print(table)
+    commands = "\n  ".join(next_commands(pool))
+    console.print(f"Next, a worker and a first run:\n  {commands}", highlight=False, soft_wrap=True)
+
+
+@app.command()
 def ui(
     folder: Annotated[Path, typer.Argument(help="directory of the run folders")] = Path("runs"),
     mlflow_port: int = 5000,

@@ -106,10 +106,10 @@ def read_columns(path: str | Path, names: Sequence[str]) -> dict[str, Any]:
     Raises:
         KeyError: a column is absent (its task has not run).
     """
-    table = pq.read_table(path, columns=list(names), memory_map=True)
-    missing = [name for name in names if name not in table.column_names]
-    if missing:
+    present = column_names(path)
+    if missing := [name for name in names if name not in present]:
         raise KeyError(f"{path} has no column {', '.join(missing)}: the task that writes it has not run")
+    table = pq.read_table(path, columns=list(names), memory_map=True)
     return {name: _from_arrow(table.column(name)) for name in names}
 
 

@@ -41,6 +41,16 @@ def check_training(config: TrainConfig) -> list[GroupEstimate]:
     Raises:
         UserError: the first mistake found.
     """
+    check_inputs(config)
+    return check_memory(config)
+
+
+def check_inputs(config: TrainConfig) -> None:
+    """Check all that does not depend on what else runs on this machine: model, data, reward.
+
+    Raises:
+        UserError: the first mistake found.
+    """
     check_model(config)
     if config.critic is not None and config.critic.path is not None:
         check_model_folder(Path(config.critic.path), "critic.path")
@@ -48,7 +58,6 @@ def check_training(config: TrainConfig) -> list[GroupEstimate]:
     if config.sft is not None:
         check_pairs(config)
     check_reward(config, columns)
-    return check_memory(config)
 
 
 def check_model(config: TrainConfig) -> None:

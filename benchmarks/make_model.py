@@ -1,0 +1,60 @@
+"""Makes a random-weight model folder in the shape of Qwen2.5, for measuring speed and memory without a download.
+
+    python benchmarks/make_model.py 1.5 models/random-1.5b
+
+The tokenizer has one token per byte and fills the vocabulary up with unused tokens, so any text encodes; a model with
+random weights almost never ends a response, so every response has the full length.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedTokenizerFast, Qwen2Config
+
+VOCABULARY = 151_936
+SHAPES = {
+    "0.5": {"hidden_size": 896, "num_hidden_layers": 24, "num_attention_heads": 14, "intermediate_size": 4864},
+    "1.5": {"hidden_size": 1536, "num_hidden_layers": 28, "num_attention_heads": 12, "intermediate_size": 8960},
+    "7": {"hidden_size": 3584, "num_hidden_layers": 28, "num_attention_heads": 28, "intermediate_size": 18_944},
+}
+KV_HEADS = {"0.5": 2, "1.5": 2, "7": 4}
+
+
+def main(size: str, folder: Path) -> None:
+    """Write config, bfloat16 weights, tokenizer and generation settings to `folder`."""
+    config = Qwen2Config(
+        vocab_size=VOCABULARY,
+        num_key_value_heads=KV_HEADS[size],
+        max_position_embeddings=32_768,
+        rope_theta=1e6,
+        tie_word_embeddings=size != "7",
+        eos_token_id=VOCABULARY - 1,
+        pad_token_id=VOCABULARY - 2,
+        **SHAPES[size],
+    )
+    torch.manual_seed(0)
+    with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    model.generation_config = GenerationConfig(eos_token_id=VOCABULARY - 1, pad_token_id=VOCABULARY - 2)
+    model.save_pretrained(folder)
+    byte_tokenizer().save_pretrained(folder)
+
+
+def byte_tokenizer() -> PreTrainedTokenizerFast:
+    """Return a tokenizer with a token per byte, a chat template that joins the contents, and unused tokens."""
+    symbols = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokens = symbols + [f"<unused-{index}>" for index in range(VOCABULARY - len(symbols))]
+    tokenizer = Tokenizer(models.BPE(vocab={token: index for index, token in enumerate(tokens)}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=tokens[-1], pad_token=tokens[-2])
+    fast.chat_template = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
+    return fast
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], Path(sys.argv[2]))

@@ -1,0 +1,52 @@
+"""Live overrides from the command line: values that a running training takes up with its next iteration.
+
+They are a Prefect Variable named after the run (tasks/settings.py reads it). Left out: keys that cannot change during
+a run; those are refused here, before anything is written.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from prefect.variables import Variable
+
+from configs.errors import UserError
+from configs.recipes import parse
+from state.run_folder import open_run_folder
+from tasks.session import read_config
+from tasks.settings import apply_overrides, variable_name
+
+
+def set_overrides(folder: Path, pairs: Sequence[str]) -> dict[str, Any]:
+    """Lay `key=value` pairs over the live overrides of the run in `folder`; return all that are in force now.
+
+    Raises:
+        UserError: there is no such run, a pair is malformed, a key cannot change, or a value is not allowed.
+    """
+    run = open_run_folder(folder)
+    name = variable_name(run.name)
+    there = Variable.get(name, default=None)
+    overrides = (there if isinstance(there, dict) else {}) | dict(_parse(pair) for pair in pairs)
+    apply_overrides(read_config(run), overrides)
+    Variable.set(name, overrides, overwrite=True)
+    return overrides
+
+
+def clear_overrides(folder: Path) -> None:
+    """Take all live overrides back: the recipe's values and schedules are in force again.
+
+    An empty object, since a run without a variable keeps the overrides of its checkpoint.
+
+    Raises:
+        UserError: there is no such run.
+    """
+    Variable.set(variable_name(open_run_folder(folder).name), {}, overwrite=True)
+
+
+def _parse(pair: str) -> tuple[str, Any]:
+    key, equals, value = pair.partition("=")
+    if not equals or not key.strip() or not value.strip():
+        raise UserError(f"'{pair}' is not key=value", "for example actor.optimizer.learning_rate=1e-6")
+    return key.strip(), parse(value, f"'{pair}'")

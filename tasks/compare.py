@@ -1,0 +1,58 @@
+"""Compare: runs of an experiment, read from MLflow, become files in a folder and artifacts on the Prefect page.
+
+Left out: what is compared and how it is drawn (reports/compare.py).
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from prefect import task
+from prefect.artifacts import create_markdown_artifact, create_table_artifact
+from prefect.cache_policies import NO_CACHE
+
+from configs.errors import UserError
+from state.run_folder import new_run_folder
+
+if TYPE_CHECKING:
+    from reports.compare import Comparison
+
+
+def compare_into_folder(
+    experiment: str, runs: list[str] | None, folder: Path, tracking_uri: str | None
+) -> tuple[Comparison, Path]:
+    """Read the runs, write them into a new folder under `folder`/comparisons, and return both.
+
+    Args:
+        experiment: name of the MLflow experiment.
+        runs: names or ids; None: all runs of the experiment.
+        folder: directory of the run folders; it holds their MLflow database unless `tracking_uri` names another store.
+        tracking_uri: the MLflow store; None: `MLFLOW_TRACKING_URI`, else the database in `folder`.
+
+    Raises:
+        UserError: there is no such store, experiment or run.
+    """
+    from reports.compare import compare_runs, write_comparison
+    from reports.mlflow_run import default_tracking_uri
+
+    uri = tracking_uri or default_tracking_uri(folder)
+    database = Path(uri.removeprefix("sqlite:///"))
+    if uri.startswith("sqlite:///") and not database.is_file():  # MLflow would make an empty one
+        raise UserError(f"there is no MLflow database {database}", "name the directory that holds the run folders")
+    comparison = compare_runs(uri, experiment, runs)
+    target = new_run_folder(folder / "comparisons", re.sub(r"[^\w.-]+", "-", experiment)).path
+    write_comparison(comparison, target)
+    return comparison, target
+
+
+@task(task_run_name="compare-{experiment}", cache_policy=NO_CACHE)
+def compare_experiment(experiment: str, runs: list[str] | None, folder: str, tracking_uri: str | None) -> str:
+    """Compare the runs; return the folder with the files. The page shows the results as a table, and the whole page."""
+    comparison, target = compare_into_folder(experiment, runs, Path(folder), tracking_uri)
+    rows = comparison.results.reset_index().to_dict("records")
+    table = [{str(name): value for name, value in row.items()} for row in rows]
+    create_table_artifact(table, key="comparison", description=f"{experiment}: {target}")
+    create_markdown_artifact((target / "compare.md").read_text(encoding="utf-8"), key="comparison-report")
+    return str(target)

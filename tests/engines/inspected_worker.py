@@ -1,0 +1,168 @@
+"""The worker of a rank with eyes: the real one, plus commands that show what is inside it or leave a step out.
+
+What it adds never replaces what is tested: models are built, trained, resharded and saved by the commands of
+`engines.worker.Worker`. Runs in rank processes; tests reach it through `tests.engines.ranks`.
+
+Suffixes: `_T` response tokens, `_B1` offsets of prompts (rows + 1).
+"""
+
+from __future__ import annotations
+
+import gc
+import random
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import numpy as np
+import torch
+
+from configs.schema import TrainConfig
+from engines import weights
+from engines.generator import Generator
+from engines.packing import Rows, pack
+from engines.updates import Split, mini_batch_rows
+from engines.worker import Worker
+from state.experience import Ragged
+
+
+class InspectedWorker(Worker):
+    """A `Worker` that also answers the commands in `INSPECTIONS`."""
+
+    INSPECTIONS = (
+        "discard",
+        "parameters",
+        "addresses",
+        "shards",
+        "moments",
+        "rollout_logprobs",
+        "mismatches",
+        "bind_without_sharing",
+        "mini_batches",
+        "refusal",
+        "with_micro_batch_means",
+        "random_numbers",
+        "learning_rate",
+    )
+
+    def __init__(self, rank: int, world_size: int, gpu: int | None) -> None:
+        super().__init__(rank, world_size, gpu)
+        self.retired: list[Generator | None] = []  # a vLLM engine that ends takes torch.distributed with it
+
+    def handle(self, command: str, arguments: dict[str, Any]) -> dict[str, Any]:
+        if command in self.INSPECTIONS:
+            result: dict[str, Any] = getattr(self, command)(**arguments)
+            return result
+        return super().handle(command, arguments)
+
+    def discard(self) -> dict[str, Any]:
+        """Let go of every model, so that the next `build` starts as in a new process."""
+        self.retired.append(self.generator)
+        self.generator = None
+        for trainer in self.trainers.values():
+            trainer.close()
+        self.trainers, self.frozen, self.lm, self.sft_rows = {}, {}, None, None
+        self.verified_version, self.config = -1, TrainConfig()
+        gc.collect()
+        return {}
+
+    # ---- the trainer -----------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def parameters(self, role: str) -> dict[str, Any]:
+        """Every parameter of a trained model by its name, whole also where ZeRO-3 shards it."""
+        return {
+            name: self._whole(parameter).float().numpy().copy()
+            for name, parameter in self.trainers[role].module.named_parameters()
+        }
+
+    def _whole(self, parameter: torch.nn.Parameter) -> torch.Tensor:
+        with weights._gathered([parameter]):
+            return parameter.data.clone()
+
+    def addresses(self, role: str) -> dict[str, Any]:
+        """Where every parameter of a trained model lies in memory."""
+        return {name: p.data_ptr() for name, p in self.trainers[role].module.named_parameters()}
+
+    def shards(self, role: str) -> dict[str, Any]:
+        """Parameters of which this rank holds only a part between the passes (ZeRO-3)."""
+        named = self.trainers[role].module.named_parameters()
+        return {"names": [name for name, p in named if p.data.numel() < getattr(p, "ds_numel", 0)]}
+
+    def moments(self, role: str) -> dict[str, Any]:
+        """Elements of AdamW's first moment on this rank."""
+        state = self.trainers[role]._optimizer.state.values()
+        return {"elements": sum(entry["exp_avg"].numel() for entry in state if "exp_avg" in entry)}
+
+    def learning_rate(self, role: str) -> dict[str, Any]:
+        """Optimizer steps taken, and the learning rate that the last one used."""
+        trainer = self.trainers[role]
+        return {"steps": trainer.steps, "rate": trainer._optimizer.param_groups[0]["lr"]}
+
+    def with_micro_batch_means(self, of: str, arguments: dict[str, Any], micro_batches: int) -> dict[str, Any]:
+        """Carry out the update `of` as the usual mistake has it: every micro-batch divides by its own tokens."""
+
+        def mean(loss_T: torch.Tensor, mask_T: torch.Tensor, *_: Any) -> torch.Tensor:
+            return (loss_T * mask_T).sum() / mask_T.sum().clamp(min=1) / micro_batches
+
+        with patch("engines.updates.aggregate", mean):
+            return self.handle(of, arguments)
+
+    def mini_batches(self, count: int, split: dict[str, Any]) -> dict[str, Any]:
+        """The rows of each optimizer step (here because the module brings DeepSpeed)."""
+        return {"rows": [index_B.tolist() for index_B in mini_batch_rows(count, Split(**split))]}
+
+    def refusal(self, of: str, arguments: dict[str, Any]) -> dict[str, Any]:
+        """What the command `of` raises, as text; empty if it goes through. (Let out, it would end the group.)"""
+        try:
+            self.handle(of, arguments)
+        except RuntimeError as error:
+            return {"error": str(error)}
+        return {"error": ""}
+
+    def random_numbers(self) -> dict[str, Any]:
+        """The next number of each of this process's generators."""
+        return {"numbers": [torch.rand(1).item(), float(np.random.rand()), random.random()]}
+
+    # ---- the rollout engine ----------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def rollout_logprobs(
+        self, prompts: np.ndarray, offsets: np.ndarray, tokens: int, keep_prefixes: bool = False
+    ) -> dict[str, Any]:
+        """Log-probs of freshly sampled tokens as vLLM reports them, and as the trainer's forward pass computes them."""
+        from vllm import SamplingParams
+
+        assert self.generator is not None
+        asked = Ragged(prompts, offsets)
+        if not keep_prefixes:
+            self.generator.llm.reset_prefix_cache()
+        outputs = self.generator.llm.generate(
+            [{"prompt_token_ids": asked.row(index).tolist()} for index in range(len(asked))],
+            SamplingParams(max_tokens=tokens, temperature=1.0, logprobs=0, detokenize=False, ignore_eos=True),
+            use_tqdm=False,
+        )
+        chosen = [output.outputs[0] for output in outputs]
+        responses = Ragged.of([completion.token_ids for completion in chosen], np.int32)
+        theirs_T = [
+            step[token].logprob
+            for completion in chosen
+            for token, step in zip(completion.token_ids, completion.logprobs, strict=True)
+        ]
+        mask = Ragged(np.ones(len(responses.values_T), np.uint8), responses.offsets_B1)
+        batch = pack(Rows(asked, responses, mask, {}), list(range(len(asked))), self.device)
+        ours_T, _ = self._model("actor")(batch, 1.0, "none")
+        return {"vllm": np.asarray(theirs_T, np.float32), "trainer": ours_T.numpy()}
+
+    def mismatches(self) -> dict[str, Any]:
+        """What `weights.verify` names, and how many parameters the rollout engine has."""
+        assert self.generator is not None
+        names = weights.verify(self.generator.model, self.lm, self.generator.sharing)
+        return {"names": names, "of": len(list(self.generator.model.parameters()))}
+
+    def bind_without_sharing(self, folder: str) -> dict[str, Any]:
+        """Replace the rollout engine by one with weights of its own, copied now."""
+        self.retired.append(self.generator)
+        limit = self.config.data.max_prompt_tokens
+        self.generator = Generator(Path(folder), self.lm, self._dtype, self.config.rollout, limit, share=False)
+        return {"copied": self.generator.sharing.copied_count}

@@ -1,0 +1,82 @@
+"""Experience for the engine tests: random ragged rows, as a file and in memory, and settings to train on it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from engines.packing import Rows
+from state.experience import Ragged, offsets_of, write_columns
+from tests.engines.ranks import VOCABULARY
+
+SPLIT: dict[str, Any] = {
+    "mini_batches": 1,
+    "epochs": 1,
+    "samples": 2,
+    "micro_batch_tokens": 10_000,
+    "max_response_tokens": 20,
+    "aggregation": "token-mean",
+    "seed": 0,
+}
+LOSS: dict[str, Any] = {
+    "policy_loss": "ppo_clip",
+    "settings": {"clip_low": 0.2, "clip_high": 0.3},
+    "temperature": 1.0,
+    "entropy_coefficient": 0.0,
+    "kl_estimator": None,
+    "kl_coefficient": 0.0,
+}
+
+
+def random_rows(count: int, seed: int = 0) -> Rows:
+    """Ragged rows with advantages and returns.
+
+    The first response is one token long; the last row counts nothing, and every third row not its first token.
+    """
+    random = np.random.default_rng([seed, count])
+    prompts = [random.integers(3, VOCABULARY, random.integers(1, 9)) for _ in range(count)]
+    lengths = [1, *random.integers(1, 20, count - 1).tolist()]
+    responses = Ragged.of([random.integers(3, VOCABULARY, length) for length in lengths], np.int32)
+    masks = [np.ones(length, np.uint8) for length in lengths]
+    for row in range(2, count, 3):
+        masks[row][0] = 0
+    if count > 1:
+        masks[-1][:] = 0
+    tokens = len(responses.values_T)
+    columns = {
+        "advantages": Ragged(random.normal(size=tokens).astype(np.float32), responses.offsets_B1),
+        "returns": Ragged(random.normal(size=tokens).astype(np.float32), responses.offsets_B1),
+    }
+    return Rows(Ragged.of(prompts, np.int32), responses, Ragged.of(masks, np.uint8), columns)
+
+
+def with_columns(rows: Rows, columns: Mapping[str, np.ndarray]) -> Rows:
+    """The rows with more columns, each flat over all response tokens."""
+    ragged = {name: Ragged(values.astype(np.float32), rows.responses.offsets_B1) for name, values in columns.items()}
+    return Rows(rows.prompts, rows.responses, rows.mask, {**rows.columns, **ragged})
+
+
+def take_rows(rows: Rows, index: list[int]) -> Rows:
+    """Some of the rows, in the order given."""
+    index_B = np.asarray(index)
+    columns = {name: column.take(index_B) for name, column in rows.columns.items()}
+    return Rows(rows.prompts.take(index_B), rows.responses.take(index_B), rows.mask.take(index_B), columns)
+
+
+def write_rows(path: Path, rows: Rows) -> str:
+    """Write the rows as an experience file; its path as commands take it."""
+    columns = {"prompt_tokens": rows.prompts, "response_tokens": rows.responses, "loss_mask": rows.mask}
+    write_columns(path, {**columns, **rows.columns})
+    return str(path)
+
+
+def gathered(rows: Rows, replies: list[dict[str, Any]]) -> np.ndarray:
+    """One flat column in file order out of the ranks' shares; every row must have come exactly once."""
+    order = np.concatenate([reply["rows"] for reply in replies])
+    assert sorted(order.tolist()) == list(range(len(rows)))
+    values = np.concatenate([reply["values"] for reply in replies])
+    column = Ragged(values, offsets_of(rows.responses.lengths_B[order]))
+    return column.take(np.argsort(order)).values_T

@@ -1,0 +1,161 @@
+"""The packed forward pass computes what the library computes on each row alone.
+
+The oracle is `tests.engines.unpacked`: whole rows one at a time, PyTorch's attention, full logits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
+
+from configs.errors import UserError
+from configs.schema import TinyModel
+from engines import models
+from engines.models import PackedCritic, PackedPolicy, PackedRewardModel, load_causal_lm, load_reward_model
+from engines.packing import PackedLayout, pack, partition
+from engines.tiny_model import make_tiny_model
+from tests.engines.ranks import EOS, PAD, VOCABULARY, Shape
+from tests.engines.rows import random_rows
+from tests.engines.unpacked import load_unpacked, row_logprobs, row_tokens, row_values
+
+CPU = torch.device("cpu")
+SHAPES = [Shape("qwen2", tied=True), Shape("qwen3", tied=False), Shape("llama", tied=True)]
+FolderOf = Callable[[Shape], Path]
+
+
+ROWS = random_rows(9)
+EVERY = list(range(len(ROWS)))
+ORDERS: list[list[list[int]]] = [
+    [EVERY],
+    [EVERY[::-1]],
+    [[row] for row in EVERY],
+    partition(ROWS.lengths_B, 3),
+]
+
+
+def _by_row(micro_batches: Sequence[Sequence[int]], parts: list[torch.Tensor]) -> list[torch.Tensor]:
+    """Flat values of several micro-batches, row by row in the order of the file."""
+    lengths = ROWS.responses.lengths_B
+    rows = [row for micro_batch in micro_batches for row in micro_batch]
+    pieces = torch.cat(parts).split([int(lengths[row]) for row in rows])
+    return [pieces[rows.index(row)] for row in EVERY]
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: shape.architecture)
+@torch.no_grad()
+def test_log_probs_are_those_of_each_row_alone_however_rows_are_packed(shape: Shape, folder_of: FolderOf) -> None:
+    """Row order, company in a micro-batch and attention without padding change nothing."""
+    policy = PackedPolicy(load_causal_lm(folder_of(shape), torch.float32, False)).eval()
+    oracle = load_unpacked(folder_of(shape))
+    for micro_batches in ORDERS:
+        outputs = [policy(pack(ROWS, rows, CPU), 0.7, "value") for rows in micro_batches]
+        logprobs = _by_row(micro_batches, [logprobs_T for logprobs_T, _ in outputs])
+        entropies = _by_row(micro_batches, [entropies_T for _, entropies_T in outputs])
+        for row in EVERY:
+            expected_T, entropy_T = row_logprobs(oracle, ROWS, row, temperature=0.7)
+            torch.testing.assert_close(logprobs[row], expected_T, rtol=1e-5, atol=1e-5)
+            torch.testing.assert_close(entropies[row], entropy_T, rtol=1e-5, atol=1e-5)
+
+
+@torch.no_grad()
+def test_attention_that_crosses_rows_would_show(folder_of: FolderOf) -> None:
+    """Negative control for the test above: the same tokens as one long sequence give other log-probs by far."""
+    policy = PackedPolicy(load_causal_lm(folder_of(SHAPES[1]), torch.float32, False)).eval()
+    batch = pack(ROWS, EVERY, CPU)
+    length = len(batch.tokens_N)
+    joined = PackedLayout(torch.tensor([0, length], dtype=torch.int32), length, 1, torch.arange(length))
+    apart_T, _ = policy(batch, 1.0, "none")
+    joined_T, _ = policy(replace(batch, layout=joined), 1.0, "none")
+    first = int(ROWS.responses.lengths_B[0])
+    torch.testing.assert_close(apart_T[:first], joined_T[:first], rtol=1e-5, atol=1e-5)  # nothing lies before row 0
+    assert (apart_T[first:] - joined_T[first:]).abs().mean() > 0.1
+
+
+def test_logits_in_chunks_and_recomputed_change_neither_values_nor_gradients(
+    folder_of: FolderOf, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Three response tokens at a time, with and without gradient checkpointing, against plain autograd."""
+    folder = folder_of(SHAPES[0])
+    oracle = load_unpacked(folder)
+    expected_B = [row_logprobs(oracle, ROWS, row) for row in EVERY]
+    (torch.cat([a for a, _ in expected_B]).square().mean() + torch.cat([b for _, b in expected_B]).mean()).backward()
+    gradients = {name: parameter.grad for name, parameter in oracle.named_parameters()}
+    for chunk_tokens, checkpointing in ((3, False), (1 << 20, True)):
+        monkeypatch.setattr(models, "LOGITS_CHUNK_BYTES", 4 * VOCABULARY * chunk_tokens)
+        lm = load_causal_lm(folder, torch.float32, checkpointing)
+        logprobs_T, entropies_T = PackedPolicy(lm).train()(pack(ROWS, EVERY, CPU), 1.0, "gradient")
+        torch.testing.assert_close(logprobs_T, torch.cat([a for a, _ in expected_B]), rtol=1e-5, atol=1e-5)
+        (logprobs_T.square().mean() + entropies_T.mean()).backward()
+        for name, parameter in lm.named_parameters():
+            torch.testing.assert_close(parameter.grad, gradients[name], rtol=1e-5, atol=1e-5)
+
+
+def test_a_reported_entropy_has_no_gradient_and_one_in_the_loss_has(folder_of: FolderOf) -> None:
+    """Same value; without a gradient the backward pass is cheaper, and silently wrong where a bonus was asked for."""
+    policy = PackedPolicy(load_causal_lm(folder_of(SHAPES[0]), torch.float32, False)).train()
+    batch = pack(ROWS, EVERY, CPU)
+    _, reported_T = policy(batch, 1.0, "value")
+    _, trained_T = policy(batch, 1.0, "gradient")
+    assert torch.equal(reported_T, trained_T)
+    assert trained_T.requires_grad
+    assert not reported_T.requires_grad
+    assert policy(batch, 1.0, "none")[1] is None
+
+
+def test_values_are_those_of_each_row_alone(folder_of: FolderOf) -> None:
+    """The critic values the state before each response token. It starts at zero, so its head is randomised first."""
+    folder = folder_of(SHAPES[2])
+    critic = PackedCritic(load_causal_lm(folder, torch.float32, False))
+    with torch.no_grad():
+        assert critic(pack(ROWS, EVERY, CPU)).abs().max() == 0
+        nn.init.normal_(critic.head.weight, std=0.1)
+        nn.init.normal_(critic.head.bias)
+        oracle = load_unpacked(folder)
+        for micro_batches in ORDERS:
+            values = _by_row(micro_batches, [critic(pack(ROWS, rows, CPU)) for rows in micro_batches])
+            for row in EVERY:
+                expected_T = row_values(oracle, critic.head, ROWS, row)
+                assert expected_T.abs().max() > 0.1
+                torch.testing.assert_close(values[row], expected_T, rtol=1e-5, atol=1e-5)
+
+
+@torch.no_grad()
+def test_reward_scores_are_those_of_each_sequence_alone(folder_of: FolderOf) -> None:
+    """A score is read at a sequence's last token, wherever that lies in the packed run."""
+    folder = folder_of(Shape("qwen3", tied=False, classes=1))
+    reward_model = PackedRewardModel(load_reward_model(folder, torch.float32)).eval()
+    oracle = load_unpacked(folder, AutoModelForSequenceClassification)
+    expected_B = torch.stack([oracle(input_ids=row_tokens(ROWS, row)[0]).logits[0, 0] for row in EVERY])
+    assert expected_B.std() > 0.1
+    torch.testing.assert_close(reward_model(pack(ROWS, EVERY, CPU)), expected_B, rtol=1e-5, atol=1e-5)
+    backwards_B = reward_model(pack(ROWS, EVERY[::-1], CPU)).flip(0)
+    torch.testing.assert_close(backwards_B, expected_B, rtol=1e-5, atol=1e-5)
+
+
+def test_models_that_packing_would_run_wrongly_are_refused(folder_of: FolderOf) -> None:
+    """A sliding window would be ignored without a word; several labels are no score. Both are the user's choice."""
+    with pytest.raises(UserError, match="sliding-window"):
+        load_causal_lm(folder_of(Shape("qwen2", tied=True, sliding_window=True)), torch.float32, False)
+    with pytest.raises(UserError, match="2 labels"):
+        load_reward_model(folder_of(Shape("qwen3", tied=False, classes=2)), torch.float32)
+
+
+def test_a_tiny_model_is_an_ordinary_folder_and_follows_its_seed(tmp_path: Path) -> None:
+    """Same seed, same weights; the global generator is left alone; the stop token is declared."""
+    tiny = TinyModel(layers=1)
+    state = torch.get_rng_state()
+    seeds = {"a": 1, "b": 1, "c": 2}
+    counts = [make_tiny_model(tmp_path / name, tiny, VOCABULARY, EOS, PAD, seed) for name, seed in seeds.items()]
+    assert torch.equal(torch.get_rng_state(), state)
+    a, b, c = (AutoModelForCausalLM.from_pretrained(tmp_path / name) for name in "abc")
+    assert counts == [sum(parameter.numel() for parameter in a.parameters())] * 3
+    assert (a.generation_config.eos_token_id, a.config.vocab_size, a.config.num_hidden_layers) == (EOS, VOCABULARY, 1)
+    weights = [lm.model.layers[0].mlp.up_proj.weight for lm in (a, b, c)]
+    assert torch.equal(weights[0], weights[1])
+    assert not torch.equal(weights[0], weights[2])

@@ -1,0 +1,68 @@
+"""Placement names existing devices only, and each at most once."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from configs.errors import UserError
+from configs.schema import TrainConfig
+from engines.placement import place
+
+LOGS = Path("logs")
+PPO = {"algorithm": {"name": "ppo"}}
+
+
+def _places(gpus: int, **sections: Any) -> dict[str, list[int | None]]:
+    return {spec.name: [device.gpu for device in spec.devices] for spec in place(TrainConfig(**sections), gpus, LOGS)}
+
+
+def test_without_groups_one_group_takes_all_there_is() -> None:
+    """All visible GPUs, else one CPU rank; every role is in it, and the deadlines are the configured ones."""
+    assert _places(4) == {"main": [0, 1, 2, 3]}
+    assert _places(0) == {"main": [None]}
+    (spec,) = place(TrainConfig(**PPO, engine={"command_timeout_s": 7}), 0, LOGS)
+    assert spec.roles == ("actor", "critic", "rollout")
+    assert (spec.command_timeout_s, spec.log_dir, spec.worker) == (7.0, LOGS, "engines.worker:Worker")
+
+
+def test_groups_get_the_devices_and_roles_they_name() -> None:
+    """GPUs in the order given; roles in build order, whatever the order in the file."""
+    groups = {
+        "main": {"gpus": [2, 0], "roles": ["rollout", "actor"]},
+        "critic": {"gpus": [1], "roles": ["critic"]},
+    }
+    specs = {spec.name: spec for spec in place(TrainConfig(**PPO, groups=groups), 4, LOGS)}
+    assert [device.gpu for device in specs["main"].devices] == [2, 0]
+    assert specs["main"].roles == ("actor", "rollout")
+    assert [device.gpu for device in specs["critic"].devices] == [1]
+
+
+def test_cpu_ranks_are_counted() -> None:
+    """`ranks` says how many processes a group has on a machine without a GPU."""
+    assert _places(0, groups={"main": {"ranks": 2, "roles": ["actor", "rollout"]}}) == {"main": [None, None]}
+
+
+@pytest.mark.parametrize(("visible", "there"), [(0, "no GPU is visible"), (2, "GPUs 0 to 1 are visible")])
+def test_a_gpu_that_is_not_there_is_refused(visible: int, there: str) -> None:
+    """Found out before anything starts, with what there is. Control: on a larger machine the same file is fine."""
+    groups = {"main": {"gpus": [0, 2], "roles": ["actor", "rollout"]}}
+    with pytest.raises(UserError, match=there) as caught:
+        _places(visible, groups=groups)
+    assert "groups.main.gpus" in caught.value.problem
+    assert "nvidia-smi" in caught.value.remedy
+    assert _places(3, groups=groups) == {"main": [0, 2]}
+
+
+def test_two_groups_never_share_a_gpu() -> None:
+    """A group that names none would take all, also those of another. Control: without a GPU both get a CPU rank."""
+    groups = {"main": {"gpus": [0], "roles": ["actor", "rollout"]}, "critic": {"roles": ["critic"]}}
+    with pytest.raises(UserError, match="both take GPU 0"):
+        _places(2, **PPO, groups=groups)
+    unnamed = {"main": {"roles": ["actor", "rollout"]}, "critic": {"roles": ["critic"]}}
+    with pytest.raises(UserError, match="'main' and 'critic'"):
+        _places(1, **PPO, groups=unnamed)
+    assert _places(0, **PPO, groups=unnamed) == {"main": [None], "critic": [None]}
+    assert _places(2, **PPO, groups={**groups, "critic": {"gpus": [1], "roles": ["critic"]}})["critic"] == [1]

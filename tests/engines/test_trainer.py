@@ -1,0 +1,173 @@
+"""One optimizer step of every ZeRO stage is torch's own step, and a restored trainer goes on as if never stopped.
+
+The oracle is `tests.engines.unpacked`: plain cross-entropy row by row, torch's gradient clipping, torch's AdamW.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from configs.schema import SftConfig
+from engines.packing import Rows
+from tests.engines.ranks import Ranks, Shape
+from tests.engines.rows import LOSS, SPLIT, random_rows, with_columns, write_rows
+from tests.engines.unpacked import STEADY, PlainStep, load_unpacked, plain_steps, row_logprobs
+
+SHAPE = Shape("qwen3", tied=True)
+BIG = Shape("qwen3", tied=True, intermediate=1024)  # DeepSpeed shards nothing below 100,000 elements at stage 3
+STEPS = [[0, 1, 2, 3, 4], [5, 6, 7], [2, 4, 6], [0, 1, 5]]  # rows of each optimizer step
+PEAK = 0.2
+RATES = [PEAK / 2, PEAK, PEAK, PEAK / 2]  # two steps of warm-up, then linear to 0 at the fourth
+CLIP = 0.5
+EVERY_STAGE = [(count, stage) for count in (1, 2) for stage in (0, 1, 2, 3)]
+FolderOf = Callable[[Shape], Path]
+
+
+@pytest.fixture
+def ranks_of(request: pytest.FixtureRequest) -> Callable[[int], Ranks]:
+    """The shared group with so many ranks."""
+    return lambda count: request.getfixturevalue("one_rank" if count == 1 else "two_ranks")
+
+
+def _begin(ranks: Ranks, folder: Path, path: str, stage: int, dtype: str = "float32") -> None:
+    optimizer = {**STEADY, "max_grad_norm": CLIP, "warmup_steps": 2, "decay": "linear"}
+    config = SftConfig(zero_stage=stage, steps=len(STEPS), optimizer=optimizer)
+    ranks.ask("discard")
+    ranks.ask("sft_begin", config=config.model_dump(mode="json"), folder=str(folder), dtype=dtype, rows=path)
+
+
+def _plain(folder: Path, rows: Rows) -> tuple[list[PlainStep], dict[str, torch.Tensor]]:
+    """All steps of the plain loop; every response token counts."""
+    lm = load_unpacked(folder)
+    steps = []
+    for index, rate in zip(STEPS, RATES, strict=True):
+
+        def loss(index: list[int] = index) -> torch.Tensor:
+            return -torch.cat([row_logprobs(lm, rows, row)[0] for row in index]).mean()
+
+        steps.append((loss, rate))
+    taken = plain_steps(list(lm.parameters()), [loss for loss, _ in steps], [rate for _, rate in steps], CLIP)
+    return taken, {name: parameter.detach() for name, parameter in lm.named_parameters()}
+
+
+@pytest.mark.parametrize(("count", "stage"), EVERY_STAGE)
+def test_losses_norms_clipping_and_rates_are_torchs_own_at_every_zero_stage(
+    count: int, stage: int, ranks_of: Callable[[int], Ranks], folder_of: FolderOf, tmp_path: Path
+) -> None:
+    """Four supervised steps: what is reported at each, and the weights at the end, as the exported folder has them."""
+    ranks, rows = ranks_of(count), random_rows(8)
+    expected, after = _plain(folder_of(SHAPE), rows)
+    assert min(step.grad_norm for step in expected) > CLIP  # the norm that is reported is the one before clipping
+    _begin(ranks, folder_of(SHAPE), write_rows(tmp_path / "rows.parquet", rows), stage)
+    for number, (index, step, rate) in enumerate(zip(STEPS, expected, RATES, strict=True), start=1):
+        reply = ranks.ask("sft_steps", batches=np.array([index]), budget=40, learning_rate=PEAK)[0]
+        assert reply["losses"] == pytest.approx([step.loss], abs=1e-5)
+        assert reply["grad_norm"] == pytest.approx(step.grad_norm, rel=1e-5)
+        assert ranks.ask("learning_rate", role="sft")[0] == {"steps": number, "rate": pytest.approx(rate)}
+    ranks.ask("sft_end", folder=str(tmp_path / "trained"))
+    trained = dict(load_unpacked(tmp_path / "trained").named_parameters())
+    start = load_unpacked(folder_of(SHAPE)).state_dict()
+    assert trained.keys() == after.keys()
+    for name, value in after.items():
+        torch.testing.assert_close(trained[name].detach(), value, rtol=0, atol=1e-5)
+    assert max(float((value - start[name]).abs().max()) for name, value in after.items()) > 1e-3
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_the_optimizers_state_is_shared_out_from_stage_1_on(
+    stage: int, two_ranks: Ranks, folder_of: FolderOf, tmp_path: Path
+) -> None:
+    """Half of AdamW's moments on each of two ranks is the memory that ZeRO promises, and the estimate counts on."""
+    built = two_ranks.build(folder_of(BIG), actor={"zero_stage": stage})
+    _update(two_ranks, write_rows(tmp_path / "rows.parquet", random_rows(4)))
+    shares = [reply["elements"] / built["parameters"] for reply in two_ranks.ask("moments", role="actor")]
+    assert shares == pytest.approx([1.0, 1.0] if stage == 0 else [0.5, 0.5], abs=1e-3)
+    assert bool(two_ranks.ask("shards", role="actor")[0]["names"]) == (stage == 3)
+
+
+def _update(ranks: Ranks, path: str, version: int = -1) -> None:
+    split = {**SPLIT, "micro_batch_tokens": 64}
+    ranks.ask("update_actor", path=path, version=version, split=split, loss=LOSS, learning_rate=1e-2)
+
+
+@pytest.mark.parametrize(("count", "stage"), [(1, 2), (1, 0), (2, 2), (2, 1), (2, 3)])
+def test_a_restored_trainer_takes_the_same_next_step_bit_for_bit(
+    count: int, stage: int, ranks_of: Callable[[int], Ranks], folder_of: FolderOf, tmp_path: Path
+) -> None:
+    """Weights, moments and step count come back, in this process and in a new model; storage stays where it was.
+
+    Controls: without the restore the same experience leads elsewhere, and so it does with the weights alone.
+    """
+    ranks, saved = ranks_of(count), tmp_path / "checkpoint"
+    folder, roles, sections = folder_of(BIG), ("actor", "rollout"), {"actor": {"zero_stage": stage}}
+    path = write_rows(tmp_path / "rows.parquet", random_rows(8))
+    saved.mkdir()
+    ranks.build(folder, roles, **sections)
+    addresses = ranks.ask("addresses", role="actor")
+    _update(ranks, path, version=0)
+    ranks.ask("reshard", version=1)
+    ranks.ask("save", folder=str(saved))
+    numbers = ranks.ask("random_numbers")
+    at_save = ranks.parameters()
+    _update(ranks, path, version=1)
+    wanted = ranks.parameters()
+    assert not _same(at_save, wanted)
+    _update(ranks, path, version=1)
+    assert not _same(ranks.parameters(), wanted)
+
+    ranks.ask("load", folder=str(saved), version=1)
+    assert _same(ranks.parameters(), at_save)
+    assert ranks.ask("random_numbers") == numbers
+    assert all(reply["names"] == [] for reply in ranks.ask("mismatches"))
+    if stage < 3:  # at stage 3 only shards have addresses
+        assert ranks.ask("addresses", role="actor") == addresses
+    _update(ranks, path, version=1)
+    assert _same(ranks.parameters(), wanted)
+
+    ranks.build(folder, roles, **sections)
+    ranks.ask("load", folder=str(saved), version=1)
+    assert all(reply["names"] == [] for reply in ranks.ask("mismatches"))
+    assert ranks.ask("learning_rate", role="actor")[0]["steps"] == 1
+    _update(ranks, path, version=1)
+    assert _same(ranks.parameters(), wanted)
+
+    ranks.ask("load", folder=str(saved), version=1)
+    ranks.ask("export", folder=str(tmp_path / "weights-alone"))
+    ranks.build(tmp_path / "weights-alone", roles, **sections)
+    assert _same(ranks.parameters(), at_save)
+    _update(ranks, path, version=0)
+    assert not _same(ranks.parameters(), wanted)
+
+
+def _same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
+    return all(torch.equal(value, b[name]) for name, value in a.items())
+
+
+def test_actor_and_critic_of_a_group_are_saved_side_by_side(
+    two_ranks: Ranks, folder_of: FolderOf, tmp_path: Path
+) -> None:
+    """Both come back, and neither as the other."""
+    rows = random_rows(8)
+    old_T = rows.columns["returns"].values_T
+    path = write_rows(tmp_path / "rows.parquet", with_columns(rows, {"values": old_T}))
+    saved = tmp_path / "checkpoint"
+    saved.mkdir()
+    two_ranks.build(folder_of(SHAPE), ("actor", "critic"), algorithm={"name": "ppo"}, critic={"zero_stage": 1})
+
+    def update() -> None:
+        _update(two_ranks, path)
+        two_ranks.ask("update_critic", path=path, split=SPLIT, clip=None, learning_rate=1e-2)
+
+    update()
+    two_ranks.ask("save", folder=str(saved))
+    before: dict[str, Any] = {role: two_ranks.parameters(role) for role in ("actor", "critic")}
+    update()
+    assert not any(_same(two_ranks.parameters(role), before[role]) for role in before)
+    two_ranks.ask("load", folder=str(saved), version=0)
+    assert all(_same(two_ranks.parameters(role), before[role]) for role in before)

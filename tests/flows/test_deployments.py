@@ -1,0 +1,305 @@
+"""Penstock on a real Prefect server with a real worker: what is deployed, what is refused, and how runs end.
+
+The tests share one server and one worker, and run in the order of a day: deploy, train, change, cancel, crash.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+import psutil
+import pytest
+import yaml
+
+ROOT = Path(__file__).resolve().parents[2]
+TRAIN, SFT = "train/quickstart", "sft/quickstart"
+MOVING = ("created", "updated", "last_polled", "status")
+NAMES = {TRAIN, "train/grpo-gsm8k", "train/ppo-gsm8k", SFT, "compare/runs"}
+
+
+@dataclass(frozen=True)
+class Prefect:
+    """A server and a worker of its own, and the environment that finds them."""
+
+    api: httpx.Client
+    environment: dict[str, str]
+    worker: psutil.Process
+    runs: Path
+
+    def parameters(self, name: str, **config: Any) -> dict[str, Any]:
+        """Return what the form sends for a run in the folder `name`."""
+        tree = {"base": "configs/quickstart.yaml", "folder": str(self.runs), "data": {"arithmetic": {"heldout": 50}}}
+        return {"config": {**tree, **config}, "run_folder": str(self.runs / name)}
+
+    def trigger(self, deployment: str, parameters: dict[str, Any]) -> httpx.Response:
+        """Ask for a run."""
+        found = self.api.get(f"/deployments/name/{deployment}").raise_for_status().json()
+        return self.api.post(f"/deployments/{found['id']}/create_flow_run", json={"parameters": parameters})
+
+    def start(self, deployment: str, parameters: dict[str, Any]) -> str:
+        """Ask for a run that must be accepted; return its id."""
+        return str(self.trigger(deployment, parameters).raise_for_status().json()["id"])
+
+    def state(self, run: str) -> str:
+        """Return the name of the run's state."""
+        return str(self.api.get(f"/flow_runs/{run}").raise_for_status().json()["state"]["name"])
+
+    def everything(self) -> dict[str, dict[str, Any]]:
+        """Return pools, limits, automations and deployments by id, without times and without who is online."""
+        kinds = ("work_pools", "v2/concurrency_limits", "automations", "deployments")
+        lists = [self.api.post(f"/{kind}/filter", json={}).raise_for_status().json() for kind in kinds]
+        return {item["id"]: _timeless(item) for items in lists for item in items}
+
+    def finished_tasks(self, run: str) -> set[str]:
+        """Return the names of the tasks that are complete in the child flows of a run."""
+        children = {"flow_runs": {"parent_flow_run_id": {"any_": [run]}}}
+        found = self.api.post("/task_runs/filter", json=children).raise_for_status().json()
+        return {item["name"] for item in found if item["state_type"] == "COMPLETED"}
+
+    def flow_process(self) -> psutil.Process:
+        """Return the process of the one flow run that the worker executes now."""
+        (process,) = [child for child in self.worker.children() if "prefect.engine" in child.cmdline()]
+        return process
+
+    def ranks(self) -> list[psutil.Process]:
+        """Return the rank processes below the worker."""
+        return [child for child in self.worker.children(recursive=True) if _is_rank(child)]
+
+
+def _timeless(value: Any) -> Any:
+    """Drop what moves without a deployment: times, and the states that a polling worker sets."""
+    if isinstance(value, list):
+        return [_timeless(item) for item in value]
+    if isinstance(value, dict):
+        return {key: _timeless(item) for key, item in value.items() if key not in MOVING}
+    return value
+
+
+def _is_rank(process: psutil.Process) -> bool:
+    try:
+        return "engines.rank" in process.cmdline()
+    except psutil.NoSuchProcess:
+        return False
+
+
+def _alive(process: psutil.Process) -> bool:
+    """A zombie is dead: whoever adopted it has not collected it yet."""
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+def until(condition: Callable[[], Any], within_s: float, what: str) -> None:
+    """Wait for `condition`, at most `within_s`."""
+    deadline = time.monotonic() + within_s
+    while not condition():
+        assert time.monotonic() < deadline, f"not within {within_s:g} s: {what}"
+        time.sleep(0.25)
+
+
+def penstock(environment: dict[str, str], *arguments: str) -> subprocess.CompletedProcess[str]:
+    """Run the command line as a person does."""
+    command = [sys.executable, "-m", "penstock.cli", *arguments]
+    return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False, timeout=120)
+
+
+@pytest.fixture(scope="module")
+def prefect(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Prefect]:
+    """A server on a free port, Penstock deployed on it, and a worker; every process is gone afterwards."""
+    home = tmp_path_factory.mktemp("prefect-home")
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    inherited = {key: value for key, value in os.environ.items() if not key.startswith(("PREFECT_", "MLFLOW_"))}
+    environment = inherited | {
+        "PREFECT_HOME": str(home),
+        "PREFECT_API_URL": f"http://127.0.0.1:{port}/api",
+        "PREFECT_RESULTS_LOCAL_STORAGE_PATH": str(home / "results"),
+        "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
+        "PREFECT_SERVER_DEPLOYMENTS_CONCURRENCY_SLOT_WAIT_SECONDS": "2",
+        "PREFECT_WORKER_QUERY_SECONDS": "2",
+        "DO_NOT_TRACK": "1",
+        "OMP_NUM_THREADS": "1",
+    }
+    prefect = [sys.executable, "-m", "prefect"]
+    processes: list[subprocess.Popen[bytes]] = []
+
+    def begin(name: str, *arguments: str) -> subprocess.Popen[bytes]:
+        with (home / f"{name}.log").open("wb") as log:
+            started = subprocess.Popen([*prefect, *arguments], env=environment, stdout=log, stderr=log, cwd=home)
+        processes.append(started)
+        return started
+
+    try:
+        with httpx.Client(base_url=environment["PREFECT_API_URL"], timeout=30) as api:
+            begin("server", "server", "start", "--host", "127.0.0.1", "--port", str(port))
+            until(lambda: _answers(api), 120, "the server answers")
+            deployed = penstock(environment, "deploy")
+            assert deployed.returncode == 0, deployed.stderr
+            worker = begin("worker", "worker", "start", "--pool", "penstock")
+            yield Prefect(api, environment, psutil.Process(worker.pid), tmp_path_factory.mktemp("runs"))
+    finally:
+        _end(processes)
+
+
+def _answers(api: httpx.Client) -> bool:
+    try:
+        return api.get("/health").is_success
+    except httpx.TransportError:
+        return False
+
+
+def _end(processes: list[subprocess.Popen[bytes]]) -> None:
+    everyone = [child for process in processes for child in psutil.Process(process.pid).children(recursive=True)]
+    for process in reversed(processes):  # the worker before its server
+        process.terminate()
+        try:
+            process.wait(20)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait(20)
+    for child in everyone:
+        if _alive(child):
+            child.kill()
+
+
+def test_deploying_again_changes_nothing(prefect: Prefect) -> None:
+    """Pool, GPU slots, automation and deployments are there once, and the same after a second `penstock deploy`."""
+    before = prefect.everything()
+    again = penstock(prefect.environment, "deploy")
+    assert again.returncode == 0, again.stderr
+    assert prefect.everything() == before
+    names = [item["name"] for item in before.values() if not item["name"].startswith("deployment:")]  # Prefect's own
+    assert sorted(names) == sorted(
+        ["penstock", "gpus", "penstock: silent runs are crashed", *(name.partition("/")[2] for name in NAMES)]
+    )
+    assert all(name in again.stdout for name in NAMES)
+    assert "prefect worker start --pool penstock" in again.stdout
+
+
+def test_deployments_hold_no_path_of_this_machine_but_the_working_directory(prefect: Prefect) -> None:
+    """The weekly schedule sleeps, trainings are admitted one by one, and only `pull` names this folder."""
+    for name in sorted(NAMES):
+        found = prefect.api.get(f"/deployments/name/{name}").raise_for_status().json()
+        assert found["pull_steps"] == [{"prefect.deployments.steps.set_working_directory": {"directory": str(ROOT)}}]
+        assert str(ROOT) not in json.dumps(found | {"pull_steps": None})
+        assert found["description"]
+        assert found["tags"]
+        assert [item["slug"] for item in found["schedules"]] == ["weekly-retraining"] * (name == "train/grpo-gsm8k")
+        assert not any(item["active"] for item in found["schedules"])
+        if not name.startswith("compare/"):
+            assert found["global_concurrency_limit"]["limit"] == 1
+            assert found["concurrency_options"]["collision_strategy"] == "ENQUEUE"
+    assert str(ROOT) not in (ROOT / "prefect.yaml").read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize(
+    ("config", "reason"),
+    [
+        ({"iterations": 0}, "0 is less than the minimum of 1"),
+        ({"iteratoins": 2}, "'iteratoins' was unexpected"),
+        ({"algorithm": {"name": "grop"}}, "'grop' is not one of"),
+    ],
+)
+def test_bad_parameters_are_refused_when_the_run_is_asked_for(
+    prefect: Prefect, config: dict[str, Any], reason: str
+) -> None:
+    """The server refuses them with the key and the reason; no run is made. Control: the next test's are accepted."""
+    answer = prefect.trigger(TRAIN, prefect.parameters("refused", **config))
+    assert answer.is_client_error
+    assert reason in answer.text
+    assert prefect.api.post("/flow_runs/filter", json={}).json() == []
+
+
+def test_the_worker_trains_and_a_second_training_waits_and_is_steered_and_cancelled(prefect: Prefect) -> None:
+    """One training completes while the next one queues; that one takes live values up, and ends when cancelled."""
+    short = prefect.start(TRAIN, prefect.parameters("short", iterations=2, sft={"steps": 10}))
+    until(lambda: prefect.state(short) == "Running", 60, "the worker starts the first run")
+    long = prefect.start(TRAIN, prefect.parameters("long", iterations=100_000, sft=None, checkpoint={"every": 1}))
+    until(lambda: prefect.state(long) == "AwaitingConcurrencySlot", 60, "the second run waits")
+    assert prefect.state(short) == "Running"
+
+    until(lambda: prefect.state(short) not in ("Running", "Pending"), 180, "the first run ends")
+    assert prefect.state(short) == "Completed"
+    summary = json.loads((prefect.runs / "short" / "summary.json").read_text(encoding="utf-8"))
+    assert summary["status"] == "completed"
+    assert summary["iterations"] == 2
+    assert summary["prefect_flow_run_id"] == short
+
+    manifest = prefect.runs / "long" / "manifest.json"
+    until(lambda: manifest.is_file() and _progress(manifest)["iteration"] > 0, 180, "the second run iterates")
+    assert not _progress(manifest)["overrides"]
+    change = ("set", str(prefect.runs / "long"))
+    refused = penstock(prefect.environment, *change, "rollout.samples=4")
+    assert refused.returncode == 2
+    assert "cannot change during a run" in refused.stderr
+    assert penstock(prefect.environment, *change, "rollout.temperature=0.5").returncode == 0
+    until(lambda: _progress(manifest)["overrides"] == {"rollout.temperature": 0.5}, 30, "it takes the live value up")
+    assert penstock(prefect.environment, *change, "--clear").returncode == 0
+    until(lambda: not _progress(manifest)["overrides"], 30, "it takes the live value back")
+
+    ranks = prefect.ranks()
+    assert ranks
+    assert all(_alive(rank) for rank in ranks)
+    cancelling = {"state": {"type": "CANCELLING", "name": "Cancelling"}}
+    prefect.api.post(f"/flow_runs/{long}/set_state", json=cancelling).raise_for_status()
+    until(lambda: not any(_alive(rank) for rank in ranks), 45, "the ranks are gone")
+    until(lambda: prefect.state(long) == "Cancelled", 30, "the run is Cancelled")
+    assert json.loads((prefect.runs / "long" / "summary.json").read_text(encoding="utf-8"))["status"] == "cancelled"
+
+
+def _progress(manifest: Path) -> dict[str, Any]:
+    return dict(json.loads(manifest.read_text(encoding="utf-8"))["progress"])
+
+
+def test_no_rank_outlives_a_killed_flow(prefect: Prefect) -> None:
+    """SIGKILL of the flow's process, which runs no `finally`: its ranks end at once and the run is Crashed."""
+    run = prefect.start(SFT, prefect.parameters("killed", sft={"steps": 1_000_000}))
+    until(lambda: "begin" in prefect.finished_tasks(run), 120, "the rank trains")
+    flow, ranks = prefect.flow_process(), prefect.ranks()
+    assert [rank.ppid() for rank in ranks] == [flow.pid]
+    assert prefect.state(run) == "Running"
+    flow.kill()
+    until(lambda: not any(_alive(rank) for rank in ranks), 20, "the rank is gone")
+    until(lambda: prefect.state(run) == "Crashed", 30, "the run is Crashed")
+
+
+def test_without_a_server_the_command_says_how_to_start_one(prefect: Prefect) -> None:
+    """A port where nothing listens: exit code 2, the remedy, no traceback. Control: the fixture's deploy succeeded."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        silent = f"http://127.0.0.1:{probe.getsockname()[1]}/api"
+        done = penstock(prefect.environment | {"PREFECT_API_URL": silent}, "deploy")
+    assert done.returncode == 2
+    assert "prefect server start" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize("flow", ["train", "sft", "compare"])
+def test_entry_points_import_no_engine(flow: str) -> None:
+    """Workers and deployments import flows: no torch, vLLM or DeepSpeed comes with them. Control: Prefect does."""
+    heavy = ("torch", "vllm", "deepspeed", "transformers", "prefect")
+    code = f"import sys, flows.{flow}; print([name for name in {heavy} if name in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "['prefect']"
+
+
+def test_prefect_yaml_names_recipes_and_flows_that_exist() -> None:
+    """Every entry point is a file of this repository, every `base` a recipe in it."""
+    entries = yaml.safe_load((ROOT / "prefect.yaml").read_text(encoding="utf-8"))["deployments"]
+    assert {f"{entry['entrypoint'].rpartition(':')[2]}/{entry['name']}" for entry in entries} == NAMES
+    bases = {entry["parameters"]["config"]["base"] for entry in entries if "config" in entry["parameters"]}
+    assert len(bases) == 3
+    assert all((ROOT / path).is_file() for path in bases)
+    assert all((ROOT / entry["entrypoint"].partition(":")[0]).is_file() for entry in entries)

@@ -1,0 +1,161 @@
+"""The manifest names only what is complete, and a damaged checkpoint is refused, not loaded."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from configs.errors import UserError
+from state import manifest as manifest_module
+from state.manifest import (
+    Manifest,
+    Progress,
+    prune_checkpoints,
+    read_manifest,
+    seal_checkpoint,
+    verify_checkpoint,
+    write_manifest,
+)
+from state.run_folder import RunFolder
+
+MANIFEST = Manifest(
+    progress=Progress(iteration=12, policy_version=12, prompt_cursor=768, kl_coefficient=0.02, overrides={"a.b": 1}),
+    checkpoint="000012",
+    model="models/initial",
+    mlflow_run_id="abc",
+)
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunFolder:
+    """A run folder with room for checkpoints."""
+    run = RunFolder(tmp_path)
+    run.checkpoints.mkdir()
+    return run
+
+
+def _write_aside(run: RunFolder, name: str = "000012") -> Path:
+    aside = run.checkpoints / f".{name}.partial"
+    (aside / "actor").mkdir(parents=True)
+    (aside / "actor" / "weights.pt").write_bytes(bytes(range(256)))
+    (aside / "random-main-0.pt").write_bytes(b"state")
+    return aside
+
+
+def _sealed(run: RunFolder, name: str = "000012") -> Path:
+    seal_checkpoint(_write_aside(run, name), run.checkpoints / name)
+    return run.checkpoints / name
+
+
+# ---- the manifest --------------------------------------------------------------------------------------------------
+
+
+def test_the_manifest_comes_back_as_it_was_written(run: RunFolder) -> None:
+    """Every field, progress included; the file names its format."""
+    write_manifest(run, MANIFEST)
+    assert read_manifest(run) == MANIFEST
+    assert json.loads(run.manifest.read_text())["format"] == manifest_module.FORMAT
+
+
+def test_progress_advances_as_a_copy() -> None:
+    """An iteration that fails half-way leaves the progress it started from."""
+    start = Progress(iteration=3, tokens=10)
+    assert start.advanced(iteration=4) == Progress(iteration=4, tokens=10)
+    assert start.iteration == 3
+
+
+def test_a_run_without_a_manifest_or_of_another_format_is_refused(run: RunFolder) -> None:
+    """A person reads this: what is wrong, and what to do about it."""
+    with pytest.raises(UserError, match=r"no manifest\.json") as caught:
+        read_manifest(run)
+    assert "penstock train" in caught.value.remedy
+    write_manifest(run, MANIFEST)
+    newer = json.loads(run.manifest.read_text()) | {"format": 99}
+    run.manifest.write_text(json.dumps(newer))
+    with pytest.raises(UserError, match="format 99"):
+        read_manifest(run)
+
+
+def test_a_crash_while_the_manifest_is_written_leaves_the_old_one(
+    run: RunFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The old manifest with its old checkpoint is a run that can be resumed."""
+    write_manifest(run, MANIFEST)
+
+    def crash(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(Path, "replace", crash)
+        write_manifest(run, Manifest(progress=Progress(iteration=13), checkpoint="000013"))
+    assert read_manifest(run) == MANIFEST
+
+
+# ---- checkpoints ---------------------------------------------------------------------------------------------------
+
+
+def test_a_checkpoint_gets_its_name_only_when_it_is_hashed_and_complete(
+    run: RunFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A crash at the last moment before the rename leaves no checkpoint of that name; afterwards every file counts."""
+    aside, final = _write_aside(run), run.checkpoint(12)
+
+    def crash(*_: object) -> None:
+        assert set(json.loads((aside / "sha256.json").read_text())) == {"actor/weights.pt", "random-main-0.pt"}
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(Path, "rename", crash)
+        seal_checkpoint(aside, final)
+    assert not final.exists()
+    (aside / "sha256.json").unlink()
+    seal_checkpoint(aside, final)
+    assert not aside.exists()
+    verify_checkpoint(final)
+
+
+def test_sealing_again_replaces_a_checkpoint_of_the_same_iteration(run: RunFolder) -> None:
+    """A resumed run reaches the same iteration again; its files are the ones that count."""
+    final = _sealed(run)
+    (final / "left-over").write_text("of the first attempt")
+    assert _sealed(run) == final
+    assert not (final / "left-over").exists()
+    verify_checkpoint(final)
+
+
+@pytest.mark.parametrize("position", [0, 100, 255])
+def test_a_flipped_byte_is_refused(position: int, run: RunFolder) -> None:
+    """Any single byte of any file; the message names the file. Control: untouched it passes."""
+    final = _sealed(run)
+    verify_checkpoint(final)
+    weights = final / "actor" / "weights.pt"
+    content = bytearray(weights.read_bytes())
+    content[position] ^= 1
+    weights.write_bytes(bytes(content))
+    with pytest.raises(UserError, match=r"weights\.pt is damaged"):
+        verify_checkpoint(final)
+
+
+def test_a_missing_file_or_missing_hashes_are_refused(run: RunFolder) -> None:
+    """Half a checkpoint is none."""
+    final = _sealed(run)
+    (final / "random-main-0.pt").unlink()
+    with pytest.raises(UserError, match=r"random-main-0\.pt is damaged or missing"):
+        verify_checkpoint(final)
+    (final / "sha256.json").unlink()
+    with pytest.raises(UserError, match="incomplete"):
+        verify_checkpoint(final)
+    with pytest.raises(UserError, match="incomplete"):
+        verify_checkpoint(run.checkpoint(99))
+
+
+@pytest.mark.parametrize("keep", [1, 2, 5])
+def test_pruning_keeps_the_newest_and_removes_what_a_crash_left(keep: int, run: RunFolder) -> None:
+    """By iteration, not by time of writing: 9 is older than 10."""
+    for iteration in (10, 9, 11):
+        _sealed(run, f"{iteration:06d}")
+    _write_aside(run, "000012")
+    prune_checkpoints(run, keep)
+    assert sorted(path.name for path in run.checkpoints.iterdir()) == ["000009", "000010", "000011"][-keep:]

@@ -1,0 +1,112 @@
+"""A run folder is never mixed with another's, and its metrics survive a crash in the middle of a line."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from configs.errors import UserError
+from state.run_folder import (
+    RunFolder,
+    append_metrics,
+    check_free,
+    new_run_folder,
+    open_run_folder,
+    read_metrics,
+    truncate_metrics,
+)
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunFolder:
+    """A run with three recorded iterations."""
+    run = RunFolder(tmp_path)
+    for iteration in (1, 2, 3):
+        append_metrics(run, iteration, {"loss": iteration / 10})
+    return run
+
+
+# ---- folders -------------------------------------------------------------------------------------------------------
+
+
+def test_two_runs_of_the_same_second_get_two_folders(tmp_path: Path) -> None:
+    """Named after the recipe and the time; absolute, so that a rank with another working directory finds it."""
+    folders = [new_run_folder(tmp_path / "runs", "quickstart") for _ in range(3)]
+    assert len({folder.path for folder in folders}) == 3
+    for folder in folders:
+        assert folder.path.is_dir()
+        assert folder.path.is_absolute()
+        assert folder.name.startswith("quickstart-")
+
+
+def test_an_explicit_folder_may_be_new_or_empty(tmp_path: Path) -> None:
+    """And is then exactly that one."""
+    assert new_run_folder(tmp_path, "x", explicit=tmp_path / "a" / "b").path == tmp_path / "a" / "b"
+    (tmp_path / "empty").mkdir()
+    assert new_run_folder(tmp_path, "x", explicit=tmp_path / "empty").path == tmp_path / "empty"
+
+
+def test_a_folder_in_use_is_refused_with_what_to_do(tmp_path: Path) -> None:
+    """Another run, other files, a file of that name: each says what it is. Nothing is written into it."""
+    run, other, file = tmp_path / "run", tmp_path / "other", tmp_path / "file"
+    for folder in (run, other):
+        folder.mkdir()
+    (run / "config.yaml").write_text("name: x")
+    (other / "thesis.tex").write_text("")
+    file.write_text("")
+    for path, problem in ((run, "already holds a run"), (other, "not empty"), (file, "is a file")):
+        with pytest.raises(UserError, match=problem):
+            new_run_folder(tmp_path, "x", explicit=path)
+    with pytest.raises(UserError) as caught:
+        check_free(run)
+    assert f"--resume {run}" in caught.value.remedy
+    assert [entry.name for entry in other.iterdir()] == ["thesis.tex"]
+
+
+def test_a_folder_without_a_run_cannot_be_opened(tmp_path: Path) -> None:
+    """A typing error is found before engines start. Control: with its configuration it opens."""
+    for path in (tmp_path, tmp_path / "nowhere"):
+        with pytest.raises(UserError, match="holds no run"):
+            open_run_folder(path)
+    (tmp_path / "config.yaml").write_text("name: x")
+    assert open_run_folder(tmp_path).path == tmp_path.resolve()
+
+
+def test_paths_sort_by_iteration(tmp_path: Path) -> None:
+    """Six digits: by name is by iteration, which pruning and people rely on."""
+    run = RunFolder(tmp_path)
+    assert run.experience(12) == tmp_path / "experience" / "000012.parquet"
+    assert run.checkpoint(9).name < run.checkpoint(10).name < run.checkpoint(100_000).name
+    assert run.evaluation(0).name == "000000.parquet"
+    assert run.prompts("heldout").parent == tmp_path / "data"
+
+
+# ---- metrics -------------------------------------------------------------------------------------------------------
+
+
+def test_metrics_come_back_in_order(run: RunFolder) -> None:
+    """One record per iteration."""
+    assert [record["iteration"] for record in read_metrics(run)] == [1, 2, 3]
+    assert read_metrics(run)[1]["metrics"] == {"loss": 0.2}
+    assert read_metrics(RunFolder(run.path / "elsewhere")) == []
+
+
+@pytest.mark.parametrize("bytes_lost", [1, 5, 30])
+def test_a_line_cut_by_a_crash_is_left_out(bytes_lost: int, run: RunFolder) -> None:
+    """Also one that lacks only its line end. Control: uncut, all three are there."""
+    assert len(read_metrics(run)) == 3
+    run.metrics.write_bytes(run.metrics.read_bytes()[:-bytes_lost])
+    assert [record["iteration"] for record in read_metrics(run)] == [1, 2]
+
+
+def test_truncation_drops_later_iterations_and_the_cut_line(run: RunFolder) -> None:
+    """What a resumed run records next then follows on a clean line."""
+    run.metrics.write_bytes(run.metrics.read_bytes() + b'{"iteration": 4, "met')
+    truncate_metrics(run, 2)
+    append_metrics(run, 3, {"loss": 0.5})
+    assert [(record["iteration"], record["metrics"]["loss"]) for record in read_metrics(run)] == [
+        (1, 0.1),
+        (2, 0.2),
+        (3, 0.5),
+    ]
