@@ -41,14 +41,25 @@ def main(model: str, data: str, out: Path, overrides: list[str]) -> None:
         run = Path(scratch) / "run"
         subprocess.run([sys.executable, "-m", "penstock.cli", *command, "--run", str(run)], check=True)
         summary = json.loads((run / "summary.json").read_text(encoding="utf-8"))
-        records = [json.loads(line)["metrics"] for line in (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
+        records = [
+            json.loads(line)["metrics"] for line in (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+        ]
     steady = records[2:]
     figures = {
         name: statistics.median(values)
         for name, metric in FIGURES.items()
         if (values := [record[metric] for record in steady if metric in record])
     }
-    spent = ("rollout", "reward", "logprobs_reference", "logprobs_old", "advantage", "update_actor", "reshard", "evaluate")
+    spent = (
+        "rollout",
+        "reward",
+        "logprobs_reference",
+        "logprobs_old",
+        "advantage",
+        "update_actor",
+        "reshard",
+        "evaluate",
+    )
     figures["overhead_s"] = statistics.median(
         record["time/iteration_s"] - sum(record.get(f"time/{name}_s", 0.0) for name in spent) for record in steady
     )

@@ -51,7 +51,9 @@ def _fill(section: BaseModel, **defaults: Any) -> None:
 class TinyModel(Section):
     """A random Qwen3-shaped model with a byte tokenizer, made in the run folder: for the quickstart and for tests."""
 
-    hidden_size: PositiveInt = Field(96, description="width of the residual stream; a multiple of 32 x heads is fastest")
+    hidden_size: PositiveInt = Field(
+        96, description="width of the residual stream; a multiple of 32 x heads is fastest"
+    )
     layers: PositiveInt = Field(3, description="transformer blocks")
     heads: PositiveInt = Field(3, description="query heads; hidden_size must be a multiple of it")
     kv_heads: PositiveInt = Field(3, description="key/value heads; heads must be a multiple of it")
@@ -69,7 +71,9 @@ class TinyModel(Section):
 class ModelConfig(Section):
     """Which causal language model the actor starts from."""
 
-    path: str | None = Field(None, description="Hugging Face model folder on this machine (config, safetensors, tokenizer)")
+    path: str | None = Field(
+        None, description="Hugging Face model folder on this machine (config, safetensors, tokenizer)"
+    )
     tiny: TinyModel | None = Field(None, description="make a tiny random model instead of loading one")
     dtype: Literal["auto", "bfloat16", "float32"] = Field(
         "auto", description="dtype of the weights in training and rollout; auto: bfloat16 on GPU, float32 on CPU"
@@ -100,7 +104,9 @@ class DataConfig(Section):
 
     train: str | None = Field(None, description="JSONL or Parquet file of training prompts")
     heldout: str | None = Field(None, description="JSONL or Parquet file of held-out prompts, for evaluation only")
-    sft: str | None = Field(None, description="JSONL or Parquet file of prompts and responses for the supervised warm-up")
+    sft: str | None = Field(
+        None, description="JSONL or Parquet file of prompts and responses for the supervised warm-up"
+    )
     arithmetic: ArithmeticData | None = Field(None, description="make addition problems instead of reading files")
     prompt: str = Field("prompt", description="column with the prompt: text, or a list of {role, content} messages")
     response: str | None = Field(None, description="column with the response to imitate (supervised warm-up only)")
@@ -151,7 +157,9 @@ class RolloutConfig(Section):
 
     prompts: PositiveInt = Field(64, description="prompts of one iteration")
     samples: PositiveInt = Field(8, description="responses per prompt")
-    max_response_tokens: PositiveInt = Field(1024, description="a response is cut here and counted as truncated, tokens")
+    max_response_tokens: PositiveInt = Field(
+        1024, description="a response is cut here and counted as truncated, tokens"
+    )
     temperature: Scheduled[float] = Field(1.0, description="sampling temperature; may follow a schedule")
     top_p: float = Field(1.0, gt=0, le=1, description="nucleus sampling: keep this probability mass")
     top_k: int = Field(0, ge=0, description="sample among the k likeliest tokens; 0: all")
@@ -189,7 +197,9 @@ class TrainerConfig(Section):
     optimizer: OptimizerConfig = Field(default_factory=OptimizerConfig, description="AdamW and its schedule")
     zero_stage: Literal[0, 1, 2, 3] = Field(2, description="DeepSpeed ZeRO stage: what is sharded over the ranks")
     gradient_checkpointing: bool = Field(False, description="recompute activations in the backward pass to save memory")
-    micro_batch_tokens: Scheduled[int] = Field(16384, description="prompt + response tokens of one forward pass on one rank")
+    micro_batch_tokens: Scheduled[int] = Field(
+        16384, description="prompt + response tokens of one forward pass on one rank"
+    )
 
 
 class ActorConfig(TrainerConfig):
@@ -206,10 +216,16 @@ class CriticConfig(TrainerConfig):
 class KLConfig(Section):
     """The pull towards the reference policy (the actor's starting point)."""
 
-    place: Literal["reward", "loss"] = Field("loss", description="subtract the KL from the reward, or add it to the loss")
-    estimator: Literal["k1", "k2", "k3"] = Field("k3", description="estimator of KL(actor, reference) from sampled tokens")
+    place: Literal["reward", "loss"] = Field(
+        "loss", description="subtract the KL from the reward, or add it to the loss"
+    )
+    estimator: Literal["k1", "k2", "k3"] = Field(
+        "k3", description="estimator of KL(actor, reference) from sampled tokens"
+    )
     coefficient: Scheduled[float] = Field(0.001, description="weight of the KL term; the start value if adaptive")
-    target: float | None = Field(None, gt=0, description="KL per token that an adaptive coefficient steers to; null: fixed")
+    target: float | None = Field(
+        None, gt=0, description="KL per token that an adaptive coefficient steers to; null: fixed"
+    )
     horizon: float | None = Field(None, gt=0, description="samples over which the adaptive coefficient reacts (10000)")
     ceiling: float | None = Field(None, gt=0, description="the adaptive coefficient never exceeds this (1.0)")
 
@@ -232,7 +248,9 @@ class AlgorithmConfig(Section):
     epochs: PositiveInt = Field(1, description="passes over the experience of one iteration")
     clip_low: Scheduled[float] = Field(0.2, description="the ratio is clipped below 1 - clip_low")
     clip_high: Scheduled[float] = Field(0.2, description="the ratio is clipped above 1 + clip_high")
-    dual_clip: float | None = Field(None, gt=1, description="bound on ratio x advantage for negative advantages; null: off")
+    dual_clip: float | None = Field(
+        None, gt=1, description="bound on ratio x advantage for negative advantages; null: off"
+    )
     aggregation: Literal[
         "token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"
     ] = Field("token-mean", description="how token losses become one loss, over the whole mini-batch")
@@ -241,7 +259,9 @@ class AlgorithmConfig(Section):
     gamma: float | None = Field(None, ge=0, le=1, description="ppo: discount (1.0)")
     gae_lambda: float | None = Field(None, ge=0, le=1, description="ppo: bias against variance of GAE (0.95)")
     whiten: bool | None = Field(None, description="ppo: normalise advantages over the batch (true)")
-    kl: KLConfig | None = Field(None, description="pull towards the reference policy; null: none, no reference is loaded")
+    kl: KLConfig | None = Field(
+        None, description="pull towards the reference policy; null: none, no reference is loaded"
+    )
 
     @model_validator(mode="after")
     def _settings(self) -> Self:
@@ -326,7 +346,9 @@ class TrainConfig(Section):
     """One training: supervised warm-up (optional), then reinforcement learning."""
 
     base: str | list[str] | None = Field(None, description="recipe files whose values fill what is not given here")
-    name: str = Field("train", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", description="name of the run, part of its folder")
+    name: str = Field(
+        "train", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", description="name of the run, part of its folder"
+    )
     folder: str = Field("runs", description="directory that receives run folders")
     seed: int = Field(0, ge=0, description="seed of everything random")
     iterations: PositiveInt = Field(100, description="reinforcement-learning iterations")
@@ -340,7 +362,9 @@ class TrainConfig(Section):
     critic: CriticConfig | None = Field(None, description="training of the value model (ppo only)")
     evaluate: EvaluateConfig = Field(default_factory=EvaluateConfig, description="held-out evaluation")
     checkpoint: CheckpointConfig = Field(default_factory=CheckpointConfig, description="durable state")
-    groups: dict[str, GroupConfig] = Field(default_factory=dict, description="placement; empty: one group for all roles")
+    groups: dict[str, GroupConfig] = Field(
+        default_factory=dict, description="placement; empty: one group for all roles"
+    )
     engine: EngineConfig = Field(default_factory=EngineConfig, description="deadlines of the engine groups")
     record: RecordConfig = Field(default_factory=RecordConfig, description="MLflow and samples")
 
@@ -357,7 +381,9 @@ class TrainConfig(Section):
         elif self.critic is not None:
             raise ValueError(f"'critic' has no effect with algorithm '{self.algorithm.name}': remove it")
         if self.algorithm.name == "grpo" and self.rollout.samples < 2:
-            raise ValueError("'rollout.samples' must be at least 2 with algorithm 'grpo': it compares samples of a prompt")
+            raise ValueError(
+                "'rollout.samples' must be at least 2 with algorithm 'grpo': it compares samples of a prompt"
+            )
         if self.rollout.prompts % self.algorithm.mini_batches:
             raise ValueError(
                 f"'rollout.prompts' ({self.rollout.prompts}) must be a multiple of "
@@ -378,7 +404,9 @@ class TrainConfig(Section):
         if missing := sorted(set(needed) - set(held)):
             raise ValueError(f"'groups' places no {', '.join(missing)}: add it to a group's roles")
         if idle := sorted(set(held) - set(needed)):
-            raise ValueError(f"'groups' places {', '.join(idle)}, which this algorithm and reward do not use: remove it")
+            raise ValueError(
+                f"'groups' places {', '.join(idle)}, which this algorithm and reward do not use: remove it"
+            )
         if not any({"actor", "rollout"} <= set(group.roles) for group in self.groups.values()):
             raise ValueError("'groups' must place actor and rollout in one group: they share their weights")
         indices = [index for group in self.groups.values() for index in group.gpus or []]

@@ -2,8 +2,8 @@
 
 Summands and sum are padded with zeros, so every problem has the same length; the full stop closes the answer, so a
 response that goes on is wrong. The examples for supervised training may come from a careless teacher: a share of them
-has one wrong digit. Imitation learns the carelessness too; the reward does not. Held-out problems never occur in training, as ordered pairs: `12+34` may be held out
-while `34+12` is trained on.
+has one wrong digit. Imitation learns the carelessness too; the reward does not. Held-out problems never occur
+in training, as ordered pairs: `12+34` may be held out while `34+12` is trained on.
 """
 
 from __future__ import annotations

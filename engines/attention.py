@@ -45,17 +45,22 @@ def packed_attention(
     if query.device.type == "cuda":
         out_N = causal_varlen_attention(query_N, key_N, value_N, packing.cu_seqlens_B1, packing.max_length, scaling)
         return out_N.unsqueeze(0), None
-    spread = [_spread(tensor, packing) for tensor in (query_N, key_N, value_N)]
+    assert packing.slots_N is not None
+    spread_query, spread_key, spread_value = (
+        _spread(tensor, packing, packing.slots_N) for tensor in (query_N, key_N, value_N)
+    )
     grouped = query.shape[1] != key.shape[1]
-    out = scaled_dot_product_attention(*spread, is_causal=True, scale=scaling, enable_gqa=grouped)
+    out = scaled_dot_product_attention(
+        spread_query, spread_key, spread_value, is_causal=True, scale=scaling, enable_gqa=grouped
+    )
     out_N = out.transpose(1, 2).reshape(-1, *query_N.shape[1:]).index_select(0, packing.slots_N)
     return out_N.unsqueeze(0), None
 
 
-def _spread(tensor_N: torch.Tensor, packing: PackedLayout) -> torch.Tensor:
+def _spread(tensor_N: torch.Tensor, packing: PackedLayout, slots_N: torch.Tensor) -> torch.Tensor:
     """[N, heads, size] -> [rows, heads, longest, size]."""
     slots = tensor_N.new_zeros(packing.rows * packing.max_length, *tensor_N.shape[1:])
-    slots = slots.index_copy(0, packing.slots_N, tensor_N)
+    slots = slots.index_copy(0, slots_N, tensor_N)
     return slots.view(packing.rows, packing.max_length, *tensor_N.shape[1:]).transpose(1, 2)
 
 

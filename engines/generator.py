@@ -59,7 +59,13 @@ class Generator:
     """
 
     def __init__(
-        self, folder: Path, lm: nn.Module, dtype: torch.dtype, config: RolloutConfig, max_prompt_tokens: int, share: bool
+        self,
+        folder: Path,
+        lm: nn.Module,
+        dtype: torch.dtype,
+        config: RolloutConfig,
+        max_prompt_tokens: int,
+        share: bool,
     ) -> None:
         self.lm, self.cuda = lm, torch.cuda.is_available()
         self.stop_token_ids = stop_token_ids(lm)
@@ -83,7 +89,9 @@ class Generator:
             self._wake("weights")
         moved = weights.copy(self.model, self.lm, self.sharing)
         if wrong := weights.verify(self.model, self.lm, self.sharing):
-            raise RuntimeError(f"after the reshard {len(wrong)} rollout parameters are not the actor's: {', '.join(wrong[:5])}")
+            raise RuntimeError(
+                f"after the reshard {len(wrong)} rollout parameters are not the actor's: {', '.join(wrong[:5])}"
+            )
         self.version = version
         return {
             "bytes": moved,
@@ -153,9 +161,10 @@ def stop_token_ids(lm: Any) -> list[int]:
 
 
 def _start(folder: Path, dtype: torch.dtype, config: RolloutConfig, max_length: int, lm: nn.Module, cuda: bool) -> Any:
-    from vllm import LLM
+    import vllm
 
-    return LLM(
+    start: Any = vllm.LLM
+    return start(
         model=str(folder),
         load_format="penstock",
         dtype=str(dtype).removeprefix("torch."),

@@ -67,7 +67,9 @@ def _numel(path: Path) -> int:
     return total
 
 
-def rank_bytes(config: TrainConfig, shape: ModelShape, roles: tuple[str, ...], ranks: int, device: str) -> dict[str, int]:
+def rank_bytes(
+    config: TrainConfig, shape: ModelShape, roles: tuple[str, ...], ranks: int, device: str
+) -> dict[str, int]:
     """Return estimated bytes on one rank by what they are for; `device` is "cpu" or "cuda"."""
     width = 4 if config.model.dtype == "float32" or (config.model.dtype == "auto" and device == "cpu") else 2
     parts = {"libraries": CONTEXT_BYTES[device]}
@@ -90,7 +92,7 @@ def rank_bytes(config: TrainConfig, shape: ModelShape, roles: tuple[str, ...], r
 
 def _trainer_bytes(trainer: TrainerConfig, shape: ModelShape, ranks: int, width: int) -> int:
     masters = 0 if width == 4 and trainer.zero_stage == 0 else 4
-    state, gradient, weight = masters + 8, max(4, width), width
+    state, gradient, weight = float(masters + 8), float(max(4, width)), float(width)
     if trainer.zero_stage >= 1:
         state /= ranks
     if trainer.zero_stage >= 2:

@@ -33,7 +33,9 @@ class PackedPolicy(nn.Module):
         super().__init__()
         self.lm = lm
 
-    def forward(self, batch: PackedBatch, temperature: float, entropy: Entropy) -> tuple[torch.Tensor, torch.Tensor | None]:
+    def forward(
+        self, batch: PackedBatch, temperature: float, entropy: Entropy
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Return log-probs_T and entropies_T (float32) of the response tokens at the sampling temperature."""
         hidden_TH = _hidden_states(self.lm.base_model, batch).index_select(0, batch.predict_T)
         chunk = max(1, LOGITS_CHUNK_BYTES // (4 * self.lm.config.vocab_size))
@@ -70,7 +72,7 @@ class PackedCritic(nn.Module):
 class PackedRewardModel(nn.Module):
     """A sequence classifier with one label: the score of a whole sequence, read at its last token."""
 
-    def __init__(self, classifier: PreTrainedModel) -> None:
+    def __init__(self, classifier: Any) -> None:
         super().__init__()
         self.classifier = classifier
 
@@ -78,7 +80,8 @@ class PackedRewardModel(nn.Module):
         """Return scores_B in float32."""
         last_B = batch.layout.cu_seqlens_B1[1:].long() - 1
         hidden_BH = _hidden_states(self.classifier.base_model, batch).index_select(0, last_B)
-        return self.classifier.score(hidden_BH).squeeze(-1).float()
+        scores_B: torch.Tensor = self.classifier.score(hidden_BH)
+        return scores_B.squeeze(-1).float()
 
 
 def _hidden_states(backbone: nn.Module, batch: PackedBatch) -> torch.Tensor:
@@ -135,5 +138,7 @@ def load_reward_model(path: str | Path, dtype: torch.dtype) -> PreTrainedModel:
 def _load(kind: Any, path: str | Path, dtype: torch.dtype) -> PreTrainedModel:
     config = AutoConfig.from_pretrained(path, local_files_only=True)
     if "sliding_attention" in (getattr(config, "layer_types", None) or []):
-        raise UserError(f"{path} uses sliding-window attention, which packed training does not provide", "use another model")
+        raise UserError(
+            f"{path} uses sliding-window attention, which packed training does not provide", "use another model"
+        )
     return kind.from_pretrained(path, dtype=dtype, local_files_only=True, attn_implementation=PACKED_ATTENTION)

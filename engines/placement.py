@@ -56,6 +56,6 @@ def _devices(name: str, group: GroupConfig, visible_gpus: int) -> tuple[RankDevi
         there = f"GPUs 0 to {visible_gpus - 1} are visible" if visible_gpus else "no GPU is visible"
         raise UserError(
             f"groups.{name}.gpus names GPU {missing[0]}, but {there}",
-            "name GPUs that 'nvidia-smi -L' lists and CUDA_VISIBLE_DEVICES allows, or remove 'gpus' to use what is there",
+            "name GPUs that 'nvidia-smi -L' lists and CUDA_VISIBLE_DEVICES allows, or remove 'gpus' to use all",
         )
     return tuple(RankDevice(index) for index in wanted)

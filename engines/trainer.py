@@ -46,7 +46,9 @@ class Trainer:
         total_steps: optimizer steps of the whole training, the end of a decaying learning rate.
     """
 
-    def __init__(self, module: nn.Module, parameters: list[nn.Parameter], config: TrainerConfig, total_steps: int) -> None:
+    def __init__(
+        self, module: nn.Module, parameters: list[nn.Parameter], config: TrainerConfig, total_steps: int
+    ) -> None:
         self.config, self.total_steps, self.steps = config, total_steps, 0
         self.device = parameters[0].device
         dtype = parameters[0].dtype

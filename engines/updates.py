@@ -77,7 +77,9 @@ def update_actor(trainer: Trainer, rows: Rows, split: Split, loss: ActorLoss, le
     return _run(trainer, rows, split, actor_loss, learning_rate)
 
 
-def update_critic(trainer: Trainer, rows: Rows, split: Split, clip: float | None, learning_rate: float) -> dict[str, float]:
+def update_critic(
+    trainer: Trainer, rows: Rows, split: Split, clip: float | None, learning_rate: float
+) -> dict[str, float]:
     """Run all optimizer steps of one iteration on the value loss; return metrics."""
 
     def critic_loss(critic: nn.Module, batch: PackedBatch, denominators: Denominators) -> tuple[torch.Tensor, Sums]:
@@ -89,7 +91,9 @@ def update_critic(trainer: Trainer, rows: Rows, split: Split, clip: float | None
     return _run(trainer, rows, split, critic_loss, learning_rate)
 
 
-def update_supervised(trainer: Trainer, rows: Rows, index_B: np.ndarray, budget: int, learning_rate: float) -> dict[str, float]:
+def update_supervised(
+    trainer: Trainer, rows: Rows, index_B: np.ndarray, budget: int, learning_rate: float
+) -> dict[str, float]:
     """Take one optimizer step on the cross-entropy of response tokens, every token weighing the same."""
 
     def cross_entropy(policy: nn.Module, batch: PackedBatch, denominators: Denominators) -> tuple[torch.Tensor, Sums]:
@@ -107,7 +111,11 @@ def _run(trainer: Trainer, rows: Rows, split: Split, loss: BatchLoss, learning_r
     steps = [
         metrics
         for index_B in mini_batch_rows(len(rows), split)
-        if (metrics := _step(trainer, rows, index_B, split.micro_batch_tokens, split.max_response_tokens, loss, learning_rate))
+        if (
+            metrics := _step(
+                trainer, rows, index_B, split.micro_batch_tokens, split.max_response_tokens, loss, learning_rate
+            )
+        )
     ]
     if not steps:
         return {"steps": 0.0}
@@ -116,7 +124,13 @@ def _run(trainer: Trainer, rows: Rows, split: Split, loss: BatchLoss, learning_r
 
 
 def _step(
-    trainer: Trainer, rows: Rows, index_B: np.ndarray, budget: int, max_tokens: int, loss: BatchLoss, learning_rate: float
+    trainer: Trainer,
+    rows: Rows,
+    index_B: np.ndarray,
+    budget: int,
+    max_tokens: int,
+    loss: BatchLoss,
+    learning_rate: float,
 ) -> dict[str, float] | None:
     """One optimizer step over the given rows; None where no token counts (every rank sees the same)."""
     counted_B = segment_sum(rows.mask.values_T, rows.mask.offsets_B1)[index_B]

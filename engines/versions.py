@@ -6,7 +6,9 @@ Everything else in the project calls the names here. Seen to work: torch 2.13 (C
 
 from __future__ import annotations
 
+import functools
 import inspect
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -22,18 +24,25 @@ def causal_varlen_attention(
     scale: float | None,
 ) -> torch.Tensor:
     """Causal flash attention within packed sequences; [N, heads, head size]. GPU only."""
-    from torch.nn.attention import varlen
-
-    parameters = inspect.signature(varlen.varlen_attn).parameters
-    causal: dict[str, Any] = {"window_size": (-1, 0)} if "window_size" in parameters else {"is_causal": True}
+    attend, parameters = _varlen_attention()
+    options: dict[str, Any] = {"window_size": (-1, 0)} if "window_size" in parameters else {"is_causal": True}
     if "enable_gqa" in parameters:
-        causal["enable_gqa"] = True
+        options["enable_gqa"] = True
     elif query_N.shape[1] != key_N.shape[1]:
         repeats = query_N.shape[1] // key_N.shape[1]
         key_N, value_N = key_N.repeat_interleave(repeats, dim=1), value_N.repeat_interleave(repeats, dim=1)
-    return varlen.varlen_attn(
-        query_N, key_N, value_N, cu_seqlens_B1, cu_seqlens_B1, max_length, max_length, scale=scale, **causal
+    out_N: torch.Tensor = attend(
+        query_N, key_N, value_N, cu_seqlens_B1, cu_seqlens_B1, max_length, max_length, scale=scale, **options
     )
+    return out_N
+
+
+@functools.cache
+def _varlen_attention() -> tuple[Callable[..., Any], frozenset[str]]:
+    """PyTorch's kernel and the names of its parameters, which grew from version to version."""
+    from torch.nn.attention import varlen
+
+    return varlen.varlen_attn, frozenset(inspect.signature(varlen.varlen_attn).parameters)
 
 
 def prepare_deepspeed_for_cpu() -> None:
@@ -53,7 +62,7 @@ def keep_plain_linear_on_cpu() -> None:
     """
     from vllm.model_executor.layers import utils
 
-    def plain(layer: torch.nn.Module, remove_weight: bool) -> None:
+    def plain(layer: Any, remove_weight: bool) -> None:
         layer.cpu_linear = functional.linear
 
     utils.dispatch_cpu_unquantized_gemm = plain

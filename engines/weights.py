@@ -91,7 +91,9 @@ def fused_view(parts: list[torch.Tensor]) -> torch.Tensor | None:
     first, rows, offset = parts[0], 0, parts[0].storage_offset()
     for part in parts:
         together = part.untyped_storage().data_ptr() == first.untyped_storage().data_ptr()
-        if not (together and part.is_contiguous() and part.storage_offset() == offset and part.shape[1:] == first.shape[1:]):
+        if not (
+            together and part.is_contiguous() and part.storage_offset() == offset and part.shape[1:] == first.shape[1:]
+        ):
             return None
         offset += part.numel()
         rows += part.shape[0]
@@ -181,7 +183,7 @@ def register_loader(name: str, lm: nn.Module, share: bool) -> list[Sharing]:
 
 
 @torch.no_grad()
-def copy(vllm_model: nn.Module, lm: nn.Module, sharing: Sharing) -> int:
+def copy(vllm_model: Any, lm: nn.Module, sharing: Sharing) -> int:
     """Copy the parameters that are not shared; return the bytes moved.
 
     ZeRO-3's shards are gathered one fused group at a time, so no more than one group is whole at once.

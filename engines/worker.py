@@ -121,10 +121,14 @@ class Worker:
         if "actor" in roles:
             self.lm = self._causal_lm(folder, self.config.actor)
             reply["parameters"] = sum(parameter.numel() for parameter in self.lm.parameters())
-            self.trainers["actor"] = Trainer(PackedPolicy(self.lm), ordered_parameters(self.lm), self.config.actor, steps)
+            self.trainers["actor"] = Trainer(
+                PackedPolicy(self.lm), ordered_parameters(self.lm), self.config.actor, steps
+            )
         if "critic" in roles and self.config.critic is not None:
             torch.manual_seed(self.config.seed)
-            critic = PackedCritic(self._causal_lm(self.config.critic.path or folder, self.config.critic)).to(self.device)
+            critic = PackedCritic(self._causal_lm(self.config.critic.path or folder, self.config.critic)).to(
+                self.device
+            )
             self.trainers["critic"] = Trainer(critic, list(critic.parameters()), self.config.critic, steps)
         if "reference" in roles:
             self.frozen["reference"] = _freeze(PackedPolicy(load_causal_lm(folder, self._dtype, False)), self.device)
@@ -145,7 +149,8 @@ class Worker:
         return torch.float32 if self.device.type == "cpu" else torch.bfloat16
 
     def _causal_lm(self, folder: str, config: TrainerConfig) -> Any:
-        return load_causal_lm(folder, self._dtype, config.gradient_checkpointing).to(self.device)
+        lm: Any = load_causal_lm(folder, self._dtype, config.gradient_checkpointing)
+        return lm.to(self.device)
 
     # ---- rollout ---------------------------------------------------------------------------------------------------
 
@@ -227,12 +232,19 @@ class Worker:
             RuntimeError: the experience comes from a version that no reshard has verified here.
         """
         if version != self.verified_version:
-            raise RuntimeError(f"experience of policy version {version}; verified is {self.verified_version}: not trained on it")
-        wanted = ("advantages", *(name for name in ("logprobs_old", "logprobs_reference") if name in column_names(path)))
+            raise RuntimeError(
+                f"experience of policy version {version}; verified is {self.verified_version}: not trained on it"
+            )
+        wanted = (
+            "advantages",
+            *(name for name in ("logprobs_old", "logprobs_reference") if name in column_names(path)),
+        )
         rows = _read_rows(path, wanted)
         return update_actor(self.trainers["actor"], rows, Split(**split), ActorLoss(**loss), learning_rate)
 
-    def update_critic(self, path: str, split: dict[str, Any], clip: float | None, learning_rate: float) -> dict[str, Any]:
+    def update_critic(
+        self, path: str, split: dict[str, Any], clip: float | None, learning_rate: float
+    ) -> dict[str, Any]:
         """Train the critic on the same experience."""
         rows = _read_rows(path, ("values", "returns"))
         return update_critic(self.trainers["critic"], rows, Split(**split), clip, learning_rate)
@@ -263,7 +275,7 @@ class Worker:
 
     def sft_begin(self, config: dict[str, Any], folder: str, dtype: str, rows: str) -> dict[str, Any]:
         """Load the model and the rows for supervised training."""
-        self.config = TrainConfig(model={"dtype": dtype})  # type: ignore[arg-type]
+        self.config = TrainConfig.model_validate({"model": {"dtype": dtype}})
         sft = SftConfig.model_validate(config)
         self.lm = self._causal_lm(folder, sft)
         self.trainers["sft"] = Trainer(PackedPolicy(self.lm), ordered_parameters(self.lm), sft, sft.steps)
@@ -277,7 +289,8 @@ class Worker:
         """Take one optimizer step per row of `batches` (steps x rows); return the loss of each."""
         assert self.sft_rows is not None
         metrics = [
-            update_supervised(self.trainers["sft"], self.sft_rows, index_B, budget, learning_rate) for index_B in batches
+            update_supervised(self.trainers["sft"], self.sft_rows, index_B, budget, learning_rate)
+            for index_B in batches
         ]
         return {"losses": [step["loss"] for step in metrics], "grad_norm": metrics[-1]["grad_norm"]}
 
@@ -325,7 +338,13 @@ def _generator_states() -> dict[str, Any]:
     version, internal, gauss_next = random.getstate()
     states: dict[str, Any] = {
         "torch": torch.get_rng_state(),
-        "numpy": [str(algorithm), torch.from_numpy(np.asarray(keys).astype(np.int64)), int(position), int(has_gauss), float(gauss)],
+        "numpy": [
+            str(algorithm),
+            torch.from_numpy(np.asarray(keys).astype(np.int64)),
+            int(position),
+            int(has_gauss),
+            float(gauss),
+        ],
         "python": [version, list(internal), gauss_next],
     }
     if torch.cuda.is_available():

@@ -13,6 +13,7 @@ import time
 
 from prefect import flow
 
+from state.manifest import Progress
 from tasks.advantage import advantage
 from tasks.checkpoint import save_checkpoint
 from tasks.evaluate import evaluate
@@ -26,7 +27,6 @@ from tasks.session import Stage, Training
 from tasks.settings import Settings, resolve_settings
 from tasks.update_actor import update_actor
 from tasks.update_critic import update_critic
-from state.manifest import Progress
 
 
 @flow(name="iteration", flow_run_name="iteration-{number:06d}", validate_parameters=False)

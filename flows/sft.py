@@ -30,11 +30,11 @@ def sft(config: TrainConfig, run_folder: str | None = None) -> str:
 @flow(name="supervised-warm-up", flow_run_name="supervised-warm-up", validate_parameters=False)
 def supervise(training: Training, model_folder: str) -> str:
     """Train the model in `model_folder` on the pairs; return the folder with the result. Done once per run."""
-    target, config = training.run.model("sft"), training.config.sft
+    target = training.run.model("sft")
     if target.exists():
         return str(target)
     load_pairs(training, model_folder)
     begin_supervised(training, model_folder)
-    for first, count in blocks(config):
+    for first, count in blocks(training.config):
         supervised_steps(training, first, count)
     return end_supervised(training, model_folder, str(target))

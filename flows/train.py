@@ -1,4 +1,4 @@
-"""Train: supervised warm-up if asked for, then iterations of reinforcement learning, from start or from a checkpoint.
+"""Train: supervised warm-up if asked for, then iterations of reinforcement learning; anew, or from a checkpoint.
 
     check -> start engines -> prompts -> (supervised warm-up) -> load models -> evaluate -> iteration 1, 2, ... -> report
 

@@ -17,13 +17,19 @@ from rich.console import Console
 
 from configs.errors import UserError
 
-app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, help=__doc__.split("\n")[0])
+app = typer.Typer(
+    no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, help=__doc__.split("\n")[0]
+)
 console = Console()
 errors = Console(stderr=True)
 
 Recipe = Annotated[Path | None, typer.Argument(help="YAML recipe, e.g. configs/quickstart.yaml")]
-Overrides = Annotated[list[str] | None, typer.Argument(help="section.key=value, e.g. actor.optimizer.learning_rate=1e-6")]
-RunFolderOption = Annotated[Path | None, typer.Option("--run", help="folder for this run; default: a new one under 'folder'")]
+Overrides = Annotated[
+    list[str] | None, typer.Argument(help="section.key=value, e.g. actor.optimizer.learning_rate=1e-6")
+]
+RunFolderOption = Annotated[
+    Path | None, typer.Option("--run", help="folder for this run; default: a new one under 'folder'")
+]
 
 
 def main() -> None:
@@ -78,14 +84,18 @@ def train(
     overrides: Overrides = None,
     run: RunFolderOption = None,
     resume: Annotated[Path | None, typer.Option(help="folder of an interrupted run to continue")] = None,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="print configuration, placement and memory, start nothing")] = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="print configuration, placement and memory, start nothing")
+    ] = False,
 ) -> None:
     """Train a policy with reinforcement learning."""
     from configs.schema import TrainConfig
 
     if resume is not None:
         if recipe is not None or run is not None:
-            raise UserError("--resume continues a run with its own configuration", "remove the recipe, overrides and --run")
+            raise UserError(
+                "--resume continues a run with its own configuration", "remove the recipe, overrides and --run"
+            )
         from state.run_folder import open_run_folder
         from tasks.check import check_training
         from tasks.session import read_config

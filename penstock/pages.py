@@ -20,7 +20,9 @@ def serve_pages(folder: Path, mlflow_port: int, prefect_port: int, console: Cons
         UserError: there are no runs in `folder`.
     """
     if not (folder / "mlflow.db").is_file():
-        raise UserError(f"{folder} holds no recorded runs (no mlflow.db)", "name the directory that holds the run folders")
+        raise UserError(
+            f"{folder} holds no recorded runs (no mlflow.db)", "name the directory that holds the run folders"
+        )
     python = [sys.executable, "-m"]
     mlflow = [*python, "mlflow", "ui", "--backend-store-uri", default_tracking_uri(folder)]
     prefect = [*python, "prefect", "server", "start", "--host", "127.0.0.1", "--port", str(prefect_port)]
@@ -28,7 +30,9 @@ def serve_pages(folder: Path, mlflow_port: int, prefect_port: int, console: Cons
         subprocess.Popen([*mlflow, "--host", "127.0.0.1", "--port", str(mlflow_port)], stdout=subprocess.DEVNULL),
         subprocess.Popen(prefect, stdout=subprocess.DEVNULL),
     ]
-    console.print(f"MLflow   http://127.0.0.1:{mlflow_port}\nPrefect  http://127.0.0.1:{prefect_port}\nCtrl-C ends both.")
+    console.print(
+        f"MLflow   http://127.0.0.1:{mlflow_port}\nPrefect  http://127.0.0.1:{prefect_port}\nCtrl-C ends both."
+    )
     try:
         while all(server.poll() is None for server in servers):
             time.sleep(0.5)

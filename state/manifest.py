@@ -67,7 +67,9 @@ def read_manifest(run: RunFolder) -> Manifest:
         )
     values = json.loads(run.manifest.read_text(encoding="utf-8"))
     if (found := values.pop("format", None)) != FORMAT:
-        raise UserError(f"{run.manifest} has format {found}, this version reads {FORMAT}", "resume with the version that wrote it")
+        raise UserError(
+            f"{run.manifest} has format {found}, this version reads {FORMAT}", "resume with the version that wrote it"
+        )
     return Manifest(progress=Progress(**values.pop("progress")), **values)
 
 

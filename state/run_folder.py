@@ -131,7 +131,9 @@ def open_run_folder(path: Path) -> RunFolder:
         UserError: there is no run at `path`.
     """
     if not (path / "config.yaml").is_file():
-        raise UserError(f"{path} holds no run (no config.yaml in it)", "name the folder that a training printed at its start")
+        raise UserError(
+            f"{path} holds no run (no config.yaml in it)", "name the folder that a training printed at its start"
+        )
     return RunFolder(path.resolve())
 
 

@@ -80,13 +80,17 @@ def check_model_folder(folder: Path, key: str) -> None:
         UserError: it does not exist, or a file is missing.
     """
     if not folder.is_dir():
-        raise UserError(f"{key}: there is no folder {folder}", f"set {key} to a Hugging Face model folder on this machine")
+        raise UserError(
+            f"{key}: there is no folder {folder}", f"set {key} to a Hugging Face model folder on this machine"
+        )
     if not (folder / "config.json").is_file():
         raise UserError(f"{key}: {folder} has no config.json", "name the folder that holds config.json itself")
     if not any(folder.glob("*.safetensors")):
         raise UserError(f"{key}: {folder} has no *.safetensors weights", "save the model with save_pretrained()")
     if not any(folder.glob("tokenizer*")):
-        raise UserError(f"{key}: {folder} has no tokenizer", "save the tokenizer beside the model with save_pretrained()")
+        raise UserError(
+            f"{key}: {folder} has no tokenizer", "save the tokenizer beside the model with save_pretrained()"
+        )
 
 
 def check_prompts(config: TrainConfig) -> list[str]:
@@ -100,10 +104,14 @@ def check_prompts(config: TrainConfig) -> list[str]:
         return list(ARITHMETIC_COLUMNS)
     if data.train is None or data.heldout is None:
         missing = "data.train" if data.train is None else "data.heldout"
-        raise UserError(f"no prompts: '{missing}' is not set", f"add {missing}=FILE, a JSONL or Parquet file of prompts")
+        raise UserError(
+            f"no prompts: '{missing}' is not set", f"add {missing}=FILE, a JSONL or Parquet file of prompts"
+        )
     columns = _columns(data, data.train)
     if absent := sorted(set(columns) - set(_columns(data, data.heldout))):
-        raise UserError(f"data.heldout lacks the column '{absent[0]}' that data.train has", "give both the same columns")
+        raise UserError(
+            f"data.heldout lacks the column '{absent[0]}' that data.train has", "give both the same columns"
+        )
     return ["prompt_id", *columns]
 
 
@@ -156,7 +164,8 @@ def check_memory(config: TrainConfig) -> list[GroupEstimate]:
     needed = config.data.max_prompt_tokens + config.rollout.max_response_tokens
     if needed > shape.positions:
         raise UserError(
-            f"data.max_prompt_tokens + rollout.max_response_tokens is {needed}, the model has {shape.positions} positions",
+            f"data.max_prompt_tokens + rollout.max_response_tokens is {needed}, "
+            f"the model has {shape.positions} positions",
             "lower one of them",
         )
     estimates = []
@@ -181,7 +190,8 @@ def _require(estimate: GroupEstimate, free: int, place_name: str) -> None:
     largest = max(estimate.parts, key=lambda name: estimate.parts[name])
     raise UserError(
         f"group '{estimate.group}' needs about {estimate.total / GIB:.1f} GiB per rank, "
-        f"{place_name} has {free / GIB:.1f} GiB free (largest part: {largest}, {estimate.parts[largest] / GIB:.1f} GiB)",
+        f"{place_name} has {free / GIB:.1f} GiB free "
+        f"(largest part: {largest}, {estimate.parts[largest] / GIB:.1f} GiB)",
         "use more ranks or a higher actor.zero_stage, actor.gradient_checkpointing=true, "
         "a smaller actor.micro_batch_tokens, or end what else uses the memory",
     )

@@ -23,7 +23,8 @@ from tasks.session import Training, timed
 @task(task_run_name="checkpoint-{progress.iteration:06d}", cache_policy=NO_CACHE)
 def save_checkpoint(training: Training, progress: Progress) -> dict[str, float]:
     """Make the state after `progress.iteration` durable."""
-    run, metrics = training.run, {}
+    run = training.run
+    metrics: dict[str, float] = {}
     with timed(metrics, "checkpoint"):
         final = run.checkpoint(progress.iteration)
         aside = final.with_name(f".{final.name}.partial")

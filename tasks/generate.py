@@ -22,7 +22,9 @@ class Responses:
     policy_version: int
 
 
-def generate(training: Training, prompts: pd.DataFrame, key: str, seed: list[int], sampling: dict[str, Any]) -> Responses:
+def generate(
+    training: Training, prompts: pd.DataFrame, key: str, seed: list[int], sampling: dict[str, Any]
+) -> Responses:
     """Generate responses; every rank takes a contiguous share of the prompts, so a prompt's samples stay together.
 
     Args:
@@ -38,7 +40,9 @@ def generate(training: Training, prompts: pd.DataFrame, key: str, seed: list[int
     for rank, share in enumerate(shares):
         tokens = Ragged.of([prompts["prompt_tokens"].iloc[row] for row in share], np.int32)
         state = int(np.random.SeedSequence([*seed, rank]).generate_state(1)[0])
-        per_rank.append({"prompts": tokens.values_T, "offsets": tokens.offsets_B1, "sampling": {**sampling, "seed": state}})
+        per_rank.append(
+            {"prompts": tokens.values_T, "offsets": tokens.offsets_B1, "sampling": {**sampling, "seed": state}}
+        )
     replies = group.call("generate", key=key, per_rank=per_rank, tokenizer=session.model_folder)
     lengths = np.concatenate([np.diff(reply["offsets"]) for reply in replies])
     return Responses(

@@ -49,9 +49,7 @@ def values(training: Training, settings: Settings, experience: ExperienceRef) ->
     return _column(training, settings, experience, "critic", "values", {"command": "values", "budget": budget})
 
 
-def _logprobs(
-    training: Training, settings: Settings, experience: ExperienceRef, role: Role, name: str
-) -> ColumnRef:
+def _logprobs(training: Training, settings: Settings, experience: ExperienceRef, role: Role, name: str) -> ColumnRef:
     arguments = {
         "command": "logprobs",
         "role": role,

@@ -89,7 +89,9 @@ def reward_metrics(scores: list[Score]) -> dict[str, float]:
     """Return mean, spread, extremes, failures and the mean of every part."""
     rewards = np.asarray([score.reward for score in scores])
     parts = sorted({name for score in scores for name in score.parts})
-    means = {f"reward/{name}_mean": float(np.mean([s.parts[name] for s in scores if name in s.parts])) for name in parts}
+    means = {
+        f"reward/{name}_mean": float(np.mean([s.parts[name] for s in scores if name in s.parts])) for name in parts
+    }
     return {
         "reward/mean": float(rewards.mean()),
         "reward/std": float(rewards.std()),

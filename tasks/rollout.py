@@ -36,14 +36,20 @@ def _generate(training: Training, settings: Settings, progress: Progress, path: 
     rows = take(progress.prompt_cursor, size, len(table), config.seed, config.data.shuffle)
     prompts = table.frame.iloc[rows]
     responses = generate(
-        training, prompts, f"{settings.iteration}/rollout", [config.seed, settings.iteration], sampling(training, settings)
+        training,
+        prompts,
+        f"{settings.iteration}/rollout",
+        [config.seed, settings.iteration],
+        sampling(training, settings),
     )
     repeats = np.repeat(np.arange(size), config.rollout.samples)
     ids = prompts["prompt_id"].to_numpy()[repeats]
     write_columns(
         path,
         {
-            "sample_id": [f"{settings.iteration:06d}/{name}/{n % config.rollout.samples}" for n, name in enumerate(ids)],
+            "sample_id": [
+                f"{settings.iteration:06d}/{name}/{n % config.rollout.samples}" for n, name in enumerate(ids)
+            ],
             "prompt_id": list(ids),
             "group": repeats,
             "prompt": list(prompts["prompt_text"].to_numpy()[repeats]),

@@ -107,7 +107,7 @@ def open_session(config: TrainConfig, run: RunFolder) -> Iterator[Training]:
         with session.stack:
             for spec in place(config, len(visible_gpus()), run.logs):
                 group = session.stack.enter_context(EngineGroup(spec))
-                session.groups |= dict.fromkeys(spec.roles, group)
+                session.groups |= {role: group for role in config.roles if role in spec.roles}
             yield training
     finally:
         del _SESSIONS[training.folder]

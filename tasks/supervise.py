@@ -6,12 +6,11 @@ import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
-import numpy as np
 from prefect import task
 from prefect.cache_policies import NO_CACHE
 
 from configs.schedule import value_at
-from configs.schema import SftConfig
+from configs.schema import TrainConfig
 from data.order import take
 from state.experience import read_columns
 from tasks.session import Training
@@ -69,14 +68,22 @@ def end_supervised(training: Training, model_folder: str, target: str) -> str:
     return target
 
 
-def blocks(config: SftConfig) -> Iterator[tuple[int, int]]:
+def blocks(config: TrainConfig) -> Iterator[tuple[int, int]]:
     """Yield (first step, number of steps) of every command."""
-    for first in range(0, config.steps, STEPS_PER_COMMAND):
-        yield first, min(STEPS_PER_COMMAND, config.steps - first)
+    steps = config.sft.steps if config.sft is not None else 0
+    for first in range(0, steps, STEPS_PER_COMMAND):
+        yield first, min(STEPS_PER_COMMAND, steps - first)
 
 
 def copy_tokenizer(source: Path, target: Path) -> None:
     """Copy everything of a model folder that belongs to its tokenizer."""
-    for pattern in ("tokenizer*", "special_tokens_map.json", "vocab*", "merges.txt", "chat_template*", "added_tokens.json"):
+    for pattern in (
+        "tokenizer*",
+        "special_tokens_map.json",
+        "vocab*",
+        "merges.txt",
+        "chat_template*",
+        "added_tokens.json",
+    ):
         for path in source.glob(pattern):
             shutil.copy2(path, target / path.name)

@@ -42,7 +42,9 @@ SMALL = (
     "checkpoint.every=2",
     "record.samples_every=2",
 )
-PPO = ("algorithm={name: ppo, mini_batches: 2, kl: {place: reward, estimator: k1, coefficient: 0.05, target: 0.01, horizon: 100}}",)
+PPO = (
+    "algorithm={name: ppo, mini_batches: 2, kl: {place: reward, estimator: k1, coefficient: 0.05, target: 0.01, horizon: 100}}",
+)
 GRPO = ("algorithm={name: grpo, mini_batches: 1, kl: {place: loss, coefficient: 0.05}}",)
 MEASURED = ("time/", "memory/", "rollout/tokens_per_s")  # of the machine, not of the training
 
