@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import subprocess
 import sys
 import time
@@ -14,7 +16,7 @@ from reports.mlflow_run import default_tracking_uri
 
 
 def serve_pages(folder: Path, mlflow_port: int, prefect_port: int, console: Console) -> None:
-    """Start both servers and wait until Ctrl-C or until one of them ends.
+    """Start both servers and wait until Ctrl-C, SIGTERM or the end of one of them; neither outlives this call.
 
     Raises:
         UserError: there are no runs in `folder`.
@@ -23,12 +25,15 @@ def serve_pages(folder: Path, mlflow_port: int, prefect_port: int, console: Cons
         raise UserError(
             f"{folder} holds no recorded runs (no mlflow.db)", "name the directory that holds the run folders"
         )
-    python = [sys.executable, "-m"]
-    mlflow = [*python, "mlflow", "ui", "--backend-store-uri", default_tracking_uri(folder)]
-    prefect = [*python, "prefect", "server", "start", "--host", "127.0.0.1", "--port", str(prefect_port)]
+    mlflow = ["mlflow", "ui", "--backend-store-uri", default_tracking_uri(folder), "--port", str(mlflow_port)]
+    mlflow += ["--workers", "1", "--uvicorn-opts", "--log-level warning"]
+    prefect = ["prefect", "server", "start", "--port", str(prefect_port)]
+    signal.signal(signal.SIGTERM, _interrupt)
     servers = [
-        subprocess.Popen([*mlflow, "--host", "127.0.0.1", "--port", str(mlflow_port)], stdout=subprocess.DEVNULL),
-        subprocess.Popen(prefect, stdout=subprocess.DEVNULL),
+        # Jobs are for MLflow's evaluations of applications: seven processes that nothing here uses.
+        _start(mlflow, {"MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false", "PYTHONWARNINGS": "ignore"}),
+        # Without it the page asks port 4200 for its data, whatever port it is served from.
+        _start(prefect, {"PREFECT_UI_API_URL": f"http://127.0.0.1:{prefect_port}/api"}),
     ]
     console.print(
         f"MLflow   http://127.0.0.1:{mlflow_port}\nPrefect  http://127.0.0.1:{prefect_port}\nCtrl-C ends both."
@@ -43,3 +48,15 @@ def serve_pages(folder: Path, mlflow_port: int, prefect_port: int, console: Cons
             server.terminate()
         for server in servers:
             server.wait(timeout=30)
+
+
+def _start(command: list[str], settings: dict[str, str]) -> subprocess.Popen[bytes]:
+    return subprocess.Popen(
+        [sys.executable, "-m", *command, "--host", "127.0.0.1"],
+        env=dict(os.environ) | settings,
+        stdout=subprocess.DEVNULL,
+    )
+
+
+def _interrupt(*_: object) -> None:
+    raise KeyboardInterrupt

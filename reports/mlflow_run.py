@@ -134,10 +134,13 @@ def close_run(tracking_uri: str, run_id: str, status: RunStatus) -> None:
 
 
 def run_url(tracking_uri: str, run_id: str, server: str = "http://127.0.0.1:5000") -> str:
-    """Return the run's page: on the tracking server, or on `server` (`mlflow ui`) for a database."""
+    """Return the run's page: on the tracking server, or on `server` (`mlflow ui`) for a database.
+
+    The query opens MLflow's pages for training; its default are those for applications, without metrics.
+    """
     experiment = connect(tracking_uri).get_run(run_id).info.experiment_id
     root = tracking_uri if tracking_uri.startswith("http") else server
-    return f"{root.rstrip('/')}/#/experiments/{experiment}/runs/{run_id}"
+    return f"{root.rstrip('/')}/#/experiments/{experiment}/runs/{run_id}?workflowType=machine_learning"
 
 
 @functools.cache

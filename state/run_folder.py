@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
@@ -158,3 +159,15 @@ def truncate_metrics(run: RunFolder, iteration: int) -> None:
     """Drop the lines after `iteration`: a resumed run writes them again."""
     kept = [json.dumps(record) for record in read_metrics(run) if record["iteration"] <= iteration]
     write_text(run.metrics, "".join(line + "\n" for line in kept))
+
+
+def drop_leftovers(run: RunFolder, iteration: int) -> None:
+    """Drop what a crash left half-written, and experience of policies that are lost with it.
+
+    Experience of the iteration after `iteration` comes from the policy that is restored: it stays.
+    """
+    for path in run.path.rglob("*.partial"):
+        shutil.rmtree(path) if path.is_dir() else path.unlink()
+    for path in run.experience(0).parent.glob("*.parquet"):
+        if int(path.name.partition(".")[0]) > iteration + 1:
+            path.unlink()

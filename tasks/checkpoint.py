@@ -16,7 +16,7 @@ from state.manifest import (
     verify_checkpoint,
     write_manifest,
 )
-from state.run_folder import truncate_metrics
+from state.run_folder import drop_leftovers, truncate_metrics
 from tasks.session import Training, timed
 
 
@@ -47,14 +47,14 @@ def restore(training: Training) -> Progress:
         UserError: the checkpoint is damaged.
     """
     run, saved = training.run, read_manifest(training.run)
-    truncate_metrics(run, saved.progress.iteration if saved.checkpoint else -1)
-    if saved.checkpoint is None:
-        return saved.progress
-    folder = run.checkpoints / saved.checkpoint
-    verify_checkpoint(folder)
-    version = saved.progress.policy_version
-    for group in training.session().distinct_groups:
-        group.call("load", key=f"{saved.progress.iteration}/load", folder=str(folder), version=version)
+    done, version = saved.progress.iteration, saved.progress.policy_version
+    if saved.checkpoint is not None:
+        folder = run.checkpoints / saved.checkpoint
+        verify_checkpoint(folder)
+        for group in training.session().distinct_groups:
+            group.call("load", key=f"{done}/load", folder=str(folder), version=version)
+    truncate_metrics(run, done if saved.checkpoint else -1)
+    drop_leftovers(run, done)
     return saved.progress
 
 

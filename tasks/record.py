@@ -36,7 +36,7 @@ def recording(training: Training) -> Iterator[None]:
     """Keep the MLflow run of a training open; on the way out, on every path, write summary and report."""
     session, config = training.session(), training.config
     session.prefect_flow_run_id = str(flow_run.id) if flow_run.id else None
-    session.prefect_url = flow_run.ui_url
+    session.prefect_url = _prefect_url(session.prefect_flow_run_id, flow_run.ui_url)
     session.tracking_uri = mlflow_run.default_tracking_uri(training.run.path.parent)
     _open_mlflow(training)
     if session.prefect_flow_run_id:
@@ -61,6 +61,13 @@ def _tag_flow_run(flow_run_id: str, labels: list[str]) -> None:
     """Tag the training's flow run alone: a tag on a task makes Prefect ask the server for its limit every time."""
     with get_client(sync_client=True) as client:
         client.update_flow_run(UUID(flow_run_id), tags=labels)
+
+
+def _prefect_url(flow_run_id: str | None, ui_url: str | None) -> str | None:
+    """Return the run's page: on its server, or where `penstock ui` serves that of a temporary server afterwards."""
+    if flow_run_id is None or (ui_url and ui_url.startswith("http")):
+        return ui_url
+    return f"http://127.0.0.1:4200/runs/flow-run/{flow_run_id}"
 
 
 def _open_mlflow(training: Training) -> None:
@@ -95,10 +102,12 @@ def record(training: Training, iteration: int, metrics: dict[str, float]) -> Non
 
 
 def sample_rows(path: Path, count: int) -> list[dict[str, Any]]:
-    """Return the first `count` samples of an experience file as plain rows."""
+    """Return `count` samples of an experience file as plain rows, spread evenly over its prompts."""
     names = ("sample_id", "prompt", "response", "reward", "policy_version")
     columns = read_columns(path, names)
-    return [{name: _plain(columns[name][row]) for name in names} for row in range(min(count, len(columns["reward"])))]
+    total = len(columns["reward"])
+    rows = [number * total // count for number in range(count)] if count < total else range(total)
+    return [{name: _plain(columns[name][row]) for name in names} for row in rows]
 
 
 def _plain(value: Any) -> Any:

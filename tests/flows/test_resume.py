@@ -15,7 +15,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -114,15 +114,6 @@ def iteration_of(run: RunFolder) -> int:
     return read_manifest(run).progress.iteration if run.manifest.is_file() else -1
 
 
-@dataclass(frozen=True)
-class Pair:
-    """A training left alone, and the same one killed and resumed; the manifest as the kill left it."""
-
-    alone: RunFolder
-    resumed: RunFolder
-    at_the_kill: dict[str, Any]
-
-
 @pytest.fixture(scope="module")
 def trainings(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Trainings]:
     """One Prefect server and one MLflow store for all trainings."""
@@ -217,7 +208,7 @@ def weights(run: RunFolder) -> bytes:
     ("name", "recorded"), [("ppo", [0, 1, 2, 3]), ("grpo", [0, 1, 2])], ids=["ppo-inside", "grpo-between"]
 )
 def test_a_killed_training_ends_as_one_left_alone(
-    started: dict[str, Future[Any]], name: str, recorded: list[int]
+    trainings: Trainings, started: dict[str, Future[Any]], name: str, recorded: list[int]
 ) -> None:
     """Weights and figures are equal to the last bit, and every iteration is in the run folder and in MLflow once."""
     alone: RunFolder = started[name].result()
@@ -228,6 +219,16 @@ def test_a_killed_training_ends_as_one_left_alone(
 
     assert numbers(resumed) == numbers(alone)
     assert weights(resumed) == weights(alone)
+    assert replace(read_manifest(resumed).progress, seconds=0.0) == replace(read_manifest(alone).progress, seconds=0.0)
+    assert not list(resumed.path.rglob("*.partial"))
+
+    run_id, uri = read_manifest(resumed).mlflow_run_id, trainings.environment["MLFLOW_TRACKING_URI"]
+    assert run_id == left["manifest"].mlflow_run_id
+    client = mlflow_run.connect(uri)
+    assert client.get_run(run_id).info.status == "FINISHED"
+    for metric, first in (("iteration", 0), ("reward/mean", 1)):
+        steps = [entry.step for entry in client.get_metric_history(run_id, metric)]
+        assert steps == list(range(first, ITERATIONS + 1))
 
 
 def test_another_seed_ends_elsewhere(started: dict[str, Future[Any]]) -> None:
