@@ -78,8 +78,7 @@ def tokenize_prompts(
             and absent, or every prompt is too long.
     """
     source = getattr(config, split, None) or f"the {split} data"
-    if taken := [name for name in RESERVED if name in frame.columns]:
-        raise UserError(f"{source} has a column '{taken[0]}', a name Penstock uses itself", "rename that column")
+    refuse_reserved(frame, source)
     texts, tokens = encode_prompts(frame, config.prompt, config, tokenizer, source)
     lengths = np.fromiter((len(row) for row in tokens), dtype=np.int64, count=len(tokens))
     kept = lengths <= config.max_prompt_tokens
@@ -96,6 +95,16 @@ def tokenize_prompts(
     }
     table = pd.concat([pd.DataFrame(own), frame.reset_index(drop=True)], axis=1)
     return PromptTable(table[kept].reset_index(drop=True), int((~kept).sum()))
+
+
+def refuse_reserved(frame: pd.DataFrame, source: Path | str) -> None:
+    """Check that no column has the name of one that `PromptTable` adds.
+
+    Raises:
+        UserError: one has.
+    """
+    if taken := [name for name in RESERVED if name in frame.columns]:
+        raise UserError(f"{source} has a column '{taken[0]}', a name Penstock uses itself", "rename that column")
 
 
 def encode_prompts(

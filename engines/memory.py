@@ -9,7 +9,6 @@ CUDA's own context and graphs (a flat allowance stands for them).
 from __future__ import annotations
 
 import json
-import struct
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -36,7 +35,12 @@ class ModelShape:
 
 
 def read_shape(folder: Path) -> ModelShape:
-    """Read a model's sizes from its config and the headers of its weight files."""
+    """Read a model's sizes from its config and the headers of its weight files.
+
+    Raises:
+        KeyError: the config lacks a size.
+        ValueError: a file is damaged.
+    """
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     heads = config["num_attention_heads"]
     return ModelShape(
@@ -54,7 +58,9 @@ def read_shape(folder: Path) -> ModelShape:
 def _numel(path: Path) -> int:
     """Parameters in a safetensors file: its header is a length and a JSON object of shapes."""
     with path.open("rb") as stream:
-        (length,) = struct.unpack("<Q", stream.read(8))
+        length = int.from_bytes(stream.read(8), "little")
+        if length > path.stat().st_size:
+            raise ValueError(f"{path.name} is no safetensors file")
         header: dict[str, Any] = json.loads(stream.read(length))
     total = 0
     for name, entry in header.items():
@@ -81,6 +87,8 @@ def rank_bytes(
         parts["activations"] = max(_activation_bytes(t, shape, width) for t in trained.values() if t is not None)
     if "reference" in roles:
         parts["reference"] = shape.parameters * width
+    if "reward" in roles:
+        parts["reward model"] = read_shape(Path(str(config.reward.model))).parameters * width
     if "rollout" in roles:
         if config.actor.zero_stage == 3:
             parts["rollout weights"] = shape.parameters * width

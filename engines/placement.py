@@ -49,8 +49,13 @@ def _check_apart(specs: list[GroupSpec]) -> None:
 
 
 def _devices(name: str, group: GroupConfig, visible_gpus: int) -> tuple[RankDevice, ...]:
-    if group.gpus is None and (visible_gpus == 0 or group.ranks is not None):
+    if group.gpus is None and visible_gpus == 0:
         return (RankDevice(None),) * (group.ranks or 1)
+    if group.ranks is not None:
+        raise UserError(
+            f"groups.{name}.ranks asks for CPU ranks, but this machine has {visible_gpus} GPUs",
+            "name GPUs with 'gpus', or hide them with CUDA_VISIBLE_DEVICES= to train on the CPU",
+        )
     wanted = group.gpus if group.gpus is not None else list(range(visible_gpus))
     if missing := [index for index in wanted if not 0 <= index < visible_gpus]:
         there = f"GPUs 0 to {visible_gpus - 1} are visible" if visible_gpus else "no GPU is visible"

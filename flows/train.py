@@ -1,6 +1,6 @@
 """Train: supervised warm-up if asked for, then iterations of reinforcement learning; anew, or from a checkpoint.
 
-    check -> start engines -> prompts -> (supervised warm-up) -> load models -> evaluate -> iteration 1, 2, ... -> report
+    check -> engines -> prompts -> (supervised warm-up) -> load models -> evaluate -> iteration 1, 2, ... -> report
 
 Each iteration is a child flow (flows/iteration.py). Engines live exactly as long as this flow: they start inside its
 `with` block and end with it, on every path. Left out: restarting engines while the flow runs.
@@ -19,7 +19,7 @@ from configs.loading import resolve
 from configs.schema import TrainConfig
 from flows.iteration import iteration
 from flows.sft import supervise
-from state.manifest import Progress
+from state.manifest import Progress, read_manifest
 from state.run_folder import RunFolder, new_run_folder, open_run_folder
 from tasks.admission import admission
 from tasks.check import check_inputs, check_memory
@@ -65,6 +65,7 @@ def open_run(config: TrainConfig, run_folder: str | None, resume: str | None) ->
     """Check all that does not depend on others' trainings and open the run folder, before anything waits or starts."""
     if resume is not None:
         run = open_run_folder(Path(resume))
+        read_manifest(run)  # without one there is nothing to resume
         config = read_config(run)
         check_inputs(config)
         return config, run

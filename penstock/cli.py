@@ -17,9 +17,8 @@ from rich.console import Console
 
 from configs.errors import UserError
 
-app = typer.Typer(
-    no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, help=__doc__.split("\n")[0]
-)
+ABOUT = "Post-train language models with reinforcement learning, as a Prefect workflow."
+app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, help=ABOUT)
 console = Console()
 errors = Console(stderr=True)
 
@@ -34,16 +33,13 @@ RunFolderOption = Annotated[
 
 def main() -> None:
     """Run the command line; the console script's entry point."""
-    sys.path.insert(0, str(Path.cwd()))  # reward functions are named from the working directory
+    sys.path.append(str(Path.cwd()))  # reward functions are named from here; last: a user's rewards.py hides no room
     _quiet_libraries()
     try:
         app(standalone_mode=False)
     except UserError as error:
         _fail(str(error))
-    except typer.Abort:
-        raise SystemExit(130) from None
-    except KeyboardInterrupt:
-        errors.print("stopped: engines are down. Continue with: penstock train --resume RUN_FOLDER", highlight=False)
+    except typer.Abort:  # what becomes of Ctrl-C in a command
         raise SystemExit(130) from None
     except Exception as error:
         if not hasattr(error, "format_message"):
@@ -89,27 +85,20 @@ def train(
     ] = False,
 ) -> None:
     """Train a policy with reinforcement learning."""
-    from configs.schema import TrainConfig
-
-    if resume is not None:
-        if recipe is not None or run is not None:
-            raise UserError(
-                "--resume continues a run with its own configuration", "remove the recipe, overrides and --run"
-            )
-        from state.run_folder import open_run_folder
-        from tasks.check import check_training
-        from tasks.session import read_config
-
-        config = read_config(open_run_folder(resume))
-        check_training(config)
-        _run_flow(TrainConfig(), resume=str(resume))
-        return
-    config = _load(recipe, overrides)
-    estimates = _check(config, run)
+    if resume is None:
+        config = _load(recipe, overrides)
+        estimates = _check(config, run)
+    elif recipe is not None or run is not None:
+        raise UserError("--resume continues a run with its own configuration", "remove the recipe, overrides and --run")
+    else:
+        config, estimates = _check_resume(resume)
     if dry_run:
         _print_dry_run(config, estimates)
-        return
-    _run_flow(config, run_folder=str(run) if run else None)
+    elif resume is not None:
+        _run_flow(config, resume, resume=str(resume))
+    else:
+        folder = _new_folder(config, run)
+        _run_flow(config, folder, run_folder=str(folder))
 
 
 def _load(recipe: Path | None, overrides: list[str] | None) -> Any:
@@ -129,13 +118,41 @@ def _check(config: Any, run: Path | None) -> Any:
     return check_training(config)
 
 
-def _run_flow(config: Any, **arguments: Any) -> None:
+def _new_folder(config: Any, run: Path | None) -> Path:
+    """Make the run folder and say where it is, so that an interrupted run can be found."""
+    from state.run_folder import new_run_folder
+
+    folder = new_run_folder(Path(config.folder), config.name, run).path
+    console.print(f"run folder: {os.path.relpath(folder)}", highlight=False, soft_wrap=True)
+    return folder
+
+
+def _check_resume(folder: Path) -> tuple[Any, Any]:
+    from state.manifest import read_manifest
+    from state.run_folder import open_run_folder
+    from tasks.check import check_training
+    from tasks.session import read_config
+
+    run = open_run_folder(folder)
+    read_manifest(run)  # without one there is nothing to resume
+    config = read_config(run)
+    return config, check_training(config)
+
+
+def _run_flow(config: Any, folder: Path, **arguments: Any) -> None:
     from flows.train import train as train_flow
     from penstock.quiet import without_tracebacks_of_user_errors
+    from penstock.server import start_server
 
-    with without_tracebacks_of_user_errors():
-        folder = Path(train_flow(config, **arguments))
-    _print_summary(folder)
+    start_server()
+    try:
+        with without_tracebacks_of_user_errors():
+            train_flow(config, **arguments)
+    except KeyboardInterrupt:
+        goes_on = f"penstock train --resume {os.path.relpath(folder)}"
+        errors.print(f"stopped, the engines are down. Continue with: {goes_on}", highlight=False, soft_wrap=True)
+        raise SystemExit(130) from None
+    _print_summary(folder.resolve())
 
 
 def _print_summary(folder: Path) -> None:
@@ -172,6 +189,7 @@ def sft(recipe: Recipe = None, overrides: Overrides = None, run: RunFolderOption
     """Train a model on prompt/response pairs (the recipe's sft section)."""
     from flows.sft import sft as sft_flow
     from penstock.quiet import without_tracebacks_of_user_errors
+    from penstock.server import start_server
     from state.run_folder import check_free
     from tasks.check import check_supervised
 
@@ -179,6 +197,7 @@ def sft(recipe: Recipe = None, overrides: Overrides = None, run: RunFolderOption
     if run is not None:
         check_free(run)
     check_supervised(config)
+    start_server()
     with without_tracebacks_of_user_errors():
         console.print(f"model: {sft_flow(config, run_folder=str(run) if run else None)}", highlight=False)
 

@@ -60,7 +60,7 @@ def _plain(label: str, value: float | None, shape: str) -> Headline | None:
 
 
 def _weights(shared: int | None, copied: int | None) -> Headline | None:
-    """Parameters that the generator reads in the trainer's memory, against those a reshard copies."""
+    """Weight tensors that the rollout engine reads in the actor's memory, against those a reshard copies."""
     if shared is None and copied is None:
         return None
-    return Headline("Parameters shared", f"{shared or 0:,}", f"{copied or 0:,} copied")
+    return Headline("Weights shared", f"{shared or 0:,} tensors", f"{copied or 0:,} copied")

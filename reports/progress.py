@@ -74,7 +74,7 @@ class TrainingProgress:
         """Begin the iterations; `completed` of them were done before this process (a resumed run)."""
         self._total, self._first, self._done = total, completed, completed
         self._began_s = time.monotonic()
-        self._bar.reset(self._task, total=total, completed=completed)
+        self._bar.reset(self._task, total=total, completed=completed, description="training")
 
     def advance(self, iteration: int, metrics: Mapping[str, float]) -> None:
         """Show that `iteration` (counted from 1) has ended with `metrics`; those that are absent are left out."""

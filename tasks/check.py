@@ -11,7 +11,8 @@ from pathlib import Path
 
 from configs.errors import UserError
 from configs.schema import DataConfig, TrainConfig
-from data.rows import read_rows, require_columns
+from data.prompts import refuse_reserved
+from data.rows import read_rows, require_columns, require_filled
 from engines.machine import free_gpu_bytes, free_host_bytes, visible_gpus
 from engines.memory import GIB, ModelShape, rank_bytes, read_shape
 from engines.placement import place
@@ -77,7 +78,7 @@ def check_model_folder(folder: Path, key: str) -> None:
     """Check that `folder` looks like a Hugging Face model folder.
 
     Raises:
-        UserError: it does not exist, or a file is missing.
+        UserError: it does not exist, or a file is missing or damaged.
     """
     if not folder.is_dir():
         raise UserError(
@@ -91,6 +92,16 @@ def check_model_folder(folder: Path, key: str) -> None:
         raise UserError(
             f"{key}: {folder} has no tokenizer", "save the tokenizer beside the model with save_pretrained()"
         )
+    try:
+        read_shape(folder)
+    except KeyError as error:
+        raise UserError(
+            f"{key}: {folder / 'config.json'} has no {error}", "name the folder of a decoder-only language model"
+        ) from None
+    except ValueError as error:
+        raise UserError(
+            f"{key}: {folder} is damaged: {error}", "copy it anew; in a Git clone, 'git lfs pull'"
+        ) from None
 
 
 def check_prompts(config: TrainConfig) -> list[str]:
@@ -118,6 +129,8 @@ def check_prompts(config: TrainConfig) -> list[str]:
 def _columns(data: DataConfig, name: str) -> list[str]:
     frame = read_rows(Path(name))
     require_columns(frame, [data.prompt], name)
+    require_filled(frame, data.prompt, name)
+    refuse_reserved(frame, name)
     return list(frame.columns)
 
 

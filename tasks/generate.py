@@ -30,7 +30,8 @@ def generate(
     Args:
         prompts: rows of a prompt table.
         key: idempotency key of the command.
-        seed: numbers that make this generation's random draws unique; each rank adds its own.
+        seed: three numbers that make this generation's random draws unique; each rank adds its own. (NumPy fills
+            shorter seeds up with zeros: of another length, they could equal another generation's.)
         sampling: fields of `engines.generator.Sampling` without the seed.
     """
     session = training.session()

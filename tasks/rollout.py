@@ -39,7 +39,7 @@ def _generate(training: Training, settings: Settings, progress: Progress, path: 
         training,
         prompts,
         f"{settings.iteration}/rollout",
-        [config.seed, settings.iteration],
+        [config.seed, settings.iteration, 0],
         sampling(training, settings),
     )
     repeats = np.repeat(np.arange(size), config.rollout.samples)

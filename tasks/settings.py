@@ -32,6 +32,7 @@ LIVE_KEYS = (
     "algorithm.kl.coefficient",
     "rollout.temperature",
 )
+ADAPTIVE_KEY = "algorithm.kl.coefficient"  # with a target the controller sets it, iteration by iteration
 
 
 @dataclass(frozen=True)
@@ -70,7 +71,7 @@ def apply_overrides(config: TrainConfig, overrides: dict[str, Any]) -> TrainConf
         place = tree[section]
         for name in rest[:-1]:
             place = place[name] if place is not None else None
-        if place is None:
+        if place is None or (key == ADAPTIVE_KEY and place["target"] is not None):
             raise UserError(f"'{key}' has no effect in this run", "remove it")
         place[rest[-1]] = value
     return config_from_mapping(tree, "live overrides")

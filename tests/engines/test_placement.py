@@ -45,6 +45,12 @@ def test_cpu_ranks_are_counted() -> None:
     assert _places(0, groups={"main": {"ranks": 2, "roles": ["actor", "rollout"]}}) == {"main": [None, None]}
 
 
+def test_cpu_ranks_beside_gpus_are_refused() -> None:
+    """`ranks` on a machine with GPUs would train on the CPU without a word: it is refused."""
+    with pytest.raises(UserError, match="this machine has 2 GPUs"):
+        _places(2, groups={"main": {"ranks": 2, "roles": ["actor", "rollout"]}})
+
+
 @pytest.mark.parametrize(("visible", "there"), [(0, "no GPU is visible"), (2, "GPUs 0 to 1 are visible")])
 def test_a_gpu_that_is_not_there_is_refused(visible: int, there: str) -> None:
     """Found out before anything starts, with what there is. Control: on a larger machine the same file is fine."""

@@ -9,20 +9,23 @@ import os
 import time
 from pathlib import Path
 
-HOLD = "PENSTOCK_TEST_HOLD"  # a file: while it exists and the variable is set, scoring waits
+HOLD = "PENSTOCK_TEST_HOLD"  # names a file: while it exists, scoring waits
+BREAK = "PENSTOCK_TEST_BREAK"  # names a file: once it exists, scoring fails
 
 
 def low_digit(response: str, suffix: str) -> float:
-    """1 for half of what an untrained policy says, so that every update moves the weights; waits where told to."""
-    while (held := os.environ.get(HOLD)) and Path(held).exists():
+    """1 for about half of what an untrained policy says, so that there is something to learn at once."""
+    while _exists(HOLD):
         time.sleep(0.02)
     return float(response[2:3] in ("0", "1", "2", "3", "4"))
 
 
 def constant(response: str, suffix: str) -> float:
-    """Nothing can be learned from it."""
+    """The same for every response: nothing can be learned from it."""
+    if _exists(BREAK):
+        raise LookupError("this reward function is broken")
     return 0.5
 
 
-def broken(response: str, suffix: str) -> float:
-    raise LookupError("this reward function is broken")
+def _exists(variable: str) -> bool:
+    return Path(os.environ[variable]).exists() if variable in os.environ else False

@@ -24,7 +24,8 @@ import psutil
 import pytest
 
 from reports import mlflow_run
-from state.manifest import read_manifest
+from state.experience import column_names
+from state.manifest import Manifest, read_manifest
 from state.run_folder import RunFolder, read_metrics
 from tests.flows.reward_functions import HOLD
 
@@ -43,10 +44,20 @@ SMALL = (
     "record.samples_every=2",
 )
 PPO = (
-    "algorithm={name: ppo, mini_batches: 2, kl: {place: reward, estimator: k1, coefficient: 0.05, target: 0.01, horizon: 100}}",
+    "algorithm={name: ppo, mini_batches: 2}",
+    "algorithm.kl={place: reward, estimator: k1, coefficient: 0.05, target: 0.01, horizon: 100}",
 )
 GRPO = ("algorithm={name: grpo, mini_batches: 1, kl: {place: loss, coefficient: 0.05}}",)
 MEASURED = ("time/", "memory/", "rollout/tokens_per_s")  # of the machine, not of the training
+
+
+IN_TURN = """
+import json, sys
+from penstock.cli import main
+for arguments in json.loads(sys.argv[1]):
+    sys.argv = ["penstock", *arguments]
+    main()
+"""
 
 
 @dataclass(frozen=True)
@@ -56,41 +67,46 @@ class Trainings:
     folder: Path
     environment: dict[str, str]
 
-    def start(self, name: str, *arguments: str, hold: str = "") -> subprocess.Popen[bytes]:
-        """Start `penstock train` with its output in a file; scoring waits while the file `hold` of the run exists."""
+    def start(self, name: str, *command: str, hold: str = "") -> subprocess.Popen[bytes]:
+        """Start Python with its output in a file; scoring waits while the file `hold` of the run exists."""
         environment = self.environment | ({HOLD: str(self.folder / name / hold)} if hold else {})
         with (self.folder / f"{name}.txt").open("ab") as output:
-            command = [sys.executable, "-m", "penstock.cli", "train", *arguments]
-            return subprocess.Popen(command, cwd=ROOT, env=environment, stdout=output, stderr=output)
+            return subprocess.Popen([sys.executable, *command], cwd=ROOT, env=environment, stdout=output, stderr=output)
 
-    def new(self, name: str, *overrides: str, hold: str = "") -> subprocess.Popen[bytes]:
-        """Start a new training in the run folder `name`."""
-        recipe = (str(ROOT / "configs" / "quickstart.yaml"), *SMALL, *overrides)
-        return self.start(name, *recipe, "--run", str(self.folder / name), hold=hold)
+    def new(self, name: str, *overrides: str) -> list[str]:
+        """Return the command line of a new training in the run folder `name`."""
+        recipe = ROOT / "configs" / "quickstart.yaml"
+        return ["train", str(recipe), *SMALL, *overrides, "--run", str(self.folder / name)]
 
-    def whole(self, name: str, *overrides: str) -> RunFolder:
-        """Run a training that nobody disturbs."""
-        return self.finished(name, self.new(name, *overrides))
+    def alone(self, overrides: dict[str, tuple[str, ...]]) -> dict[str, RunFolder]:
+        """Run trainings that nobody disturbs, one after the other in one process, which saves its imports."""
+        commands = [self.new(name, *changes) for name, changes in overrides.items()]
+        self.finish("alone", self.start("alone", "-c", IN_TURN, json.dumps(commands)))
+        return {name: RunFolder(self.folder / name) for name in overrides}
 
-    def resumed(self, name: str) -> RunFolder:
-        """Resume a training and wait for its end."""
-        return self.finished(name, self.start(name, "--resume", str(self.folder / name)))
-
-    def finished(self, name: str, process: subprocess.Popen[bytes]) -> RunFolder:
-        """Wait for the end of a training that must succeed."""
-        assert process.wait(240) == 0, (self.folder / f"{name}.txt").read_text()
-        return RunFolder(self.folder / name)
-
-    def killed(self, name: str, process: subprocess.Popen[bytes], when: Callable[[RunFolder], bool]) -> RunFolder:
-        """Kill the flow's process as soon as `when` holds; everything it started must be gone within 5 s."""
+    def killed(self, name: str, *overrides: str, when: Callable[[RunFolder], bool], hold: str = "") -> RunFolder:
+        """Start a training and kill it as soon as `when` holds; all that it started must be gone within 5 s."""
         run = RunFolder(self.folder / name)
+        process = self.start(name, "-m", "penstock.cli", *self.new(name, *overrides), hold=hold)
         until(lambda: when(run) or process.poll() is not None, 240, f"the moment to kill {name}")
         started = psutil.Process(process.pid).children(recursive=True)
         assert any("engines.rank" in child.cmdline() for child in started)
         process.kill()
-        assert process.wait(10) == -signal.SIGKILL, (self.folder / f"{name}.txt").read_text()
+        assert process.wait(10) == -signal.SIGKILL, self.output(name)
         until(lambda: not any(alive(child) for child in started), 5, f"ranks and workers of {name} are gone")
         return run
+
+    def resume(self, run: RunFolder) -> None:
+        """Resume a training and wait for its end."""
+        self.finish(run.name, self.start(run.name, "-m", "penstock.cli", "train", "--resume", str(run.path)))
+
+    def finish(self, name: str, process: subprocess.Popen[bytes]) -> None:
+        """Wait for the end of a process that must succeed."""
+        assert process.wait(280) == 0, self.output(name)
+
+    def output(self, name: str) -> str:
+        """Return what the processes of that name printed."""
+        return (self.folder / f"{name}.txt").read_text(encoding="utf-8")
 
 
 def until(condition: Callable[[], Any], within_s: float, what: str) -> None:
@@ -151,44 +167,50 @@ def answers(url: str) -> bool:
         return False
 
 
+@dataclass(frozen=True)
+class Killed:
+    """A training that was killed and resumed, and what the kill had left of it."""
+
+    run: RunFolder
+    manifest: Manifest
+    recorded: list[int]
+
+
 @pytest.fixture(scope="module")
 def started(trainings: Trainings) -> Iterator[dict[str, Future[Any]]]:
-    """All trainings of this module, two at a time."""
-    with ThreadPoolExecutor(2) as pool:
+    """All trainings of this module, at the same time; a test waits for those that it looks at."""
+    with ThreadPoolExecutor(3) as pool:
+        alone = {"ppo": PPO, "grpo": GRPO, "another seed": (*GRPO, "seed=1")}
         yield {
-            "ppo": pool.submit(trainings.whole, "ppo", *PPO),
-            "ppo killed": pool.submit(inside_an_iteration, trainings),
-            "grpo": pool.submit(trainings.whole, "grpo", *GRPO),
-            "grpo killed": pool.submit(between_iterations, trainings),
-            "seed": pool.submit(trainings.whole, "seed", *GRPO, "seed=1"),
+            "ppo": pool.submit(inside_an_iteration, trainings),
+            "grpo": pool.submit(between_iterations, trainings),
+            "alone": pool.submit(trainings.alone, alone),
         }
 
 
-def inside_an_iteration(trainings: Trainings) -> tuple[RunFolder, dict[str, Any]]:
+def inside_an_iteration(trainings: Trainings) -> Killed:
     """Kill PPO in iteration 4, its experience written and its rewards not; there is a checkpoint of iteration 2."""
     experience = "experience/000004.parquet"
-    process = trainings.new("ppo-killed", *PPO, hold=experience)
-    run = trainings.killed("ppo-killed", process, lambda run: (run.path / experience).exists())
-    left = state_of(run)
+    run = trainings.killed("ppo-killed", *PPO, when=lambda run: (run.path / experience).exists(), hold=experience)
+    left = what_is_left(run)
     (run.path / "experience" / ".000004.parquet.1.partial").write_bytes(b"cut off")
-    return trainings.resumed("ppo-killed"), left
+    with run.metrics.open("a", encoding="utf-8") as stream:
+        stream.write('{"iteration": 4, "metr')
+    trainings.resume(run)
+    return left
 
 
-def between_iterations(trainings: Trainings) -> tuple[RunFolder, dict[str, Any]]:
+def between_iterations(trainings: Trainings) -> Killed:
     """Kill GRPO when its checkpoint of iteration 2 is complete."""
-    process = trainings.new("grpo-killed", *GRPO)
-    run = trainings.killed("grpo-killed", process, lambda run: iteration_of(run) == 2)
-    left = state_of(run)
-    return trainings.resumed("grpo-killed"), left
+    run = trainings.killed("grpo-killed", *GRPO, when=lambda run: iteration_of(run) == 2)
+    left = what_is_left(run)
+    trainings.resume(run)
+    return left
 
 
-def state_of(run: RunFolder) -> dict[str, Any]:
-    """Return what a killed training left behind."""
-    return {
-        "manifest": read_manifest(run),
-        "recorded": [record["iteration"] for record in read_metrics(run)],
-        "experience": sorted(path.name for path in (run.path / "experience").iterdir()),
-    }
+def what_is_left(run: RunFolder) -> Killed:
+    """Look at a training right after it was killed."""
+    return Killed(run, read_manifest(run), [record["iteration"] for record in read_metrics(run)])
 
 
 def numbers(run: RunFolder) -> list[tuple[int, dict[str, float]]]:
@@ -204,27 +226,26 @@ def weights(run: RunFolder) -> bytes:
     return (run.model("final") / "model.safetensors").read_bytes()
 
 
-@pytest.mark.parametrize(
-    ("name", "recorded"), [("ppo", [0, 1, 2, 3]), ("grpo", [0, 1, 2])], ids=["ppo-inside", "grpo-between"]
-)
+@pytest.mark.parametrize("name", ["ppo", "grpo"])
 def test_a_killed_training_ends_as_one_left_alone(
-    trainings: Trainings, started: dict[str, Future[Any]], name: str, recorded: list[int]
+    trainings: Trainings, started: dict[str, Future[Any]], name: str
 ) -> None:
     """Weights and figures are equal to the last bit, and every iteration is in the run folder and in MLflow once."""
-    alone: RunFolder = started[name].result()
-    resumed, left = started[f"{name} killed"].result()
-    assert left["manifest"].progress.iteration == 2
-    assert left["recorded"][: len(recorded)] == recorded
-    assert len(left["recorded"]) <= ITERATIONS
+    killed: Killed = started[name].result()
+    alone: RunFolder = started["alone"].result()[name]
+    assert killed.manifest.progress.iteration == 2
+    assert killed.recorded in ([[0, 1, 2, 3]] if name == "ppo" else [[0, 1, 2], [0, 1, 2, 3]])
 
-    assert numbers(resumed) == numbers(alone)
-    assert weights(resumed) == weights(alone)
-    assert replace(read_manifest(resumed).progress, seconds=0.0) == replace(read_manifest(alone).progress, seconds=0.0)
-    assert not list(resumed.path.rglob("*.partial"))
+    assert numbers(killed.run) == numbers(alone)
+    assert weights(killed.run) == weights(alone)
+    ends = [replace(read_manifest(run).progress, seconds=0.0) for run in (killed.run, alone)]
+    assert ends[0] == ends[1]
+    assert ends[0].iteration == ITERATIONS
+    assert not list(killed.run.path.rglob("*.partial"))
 
-    run_id, uri = read_manifest(resumed).mlflow_run_id, trainings.environment["MLFLOW_TRACKING_URI"]
-    assert run_id == left["manifest"].mlflow_run_id
-    client = mlflow_run.connect(uri)
+    run_id = str(read_manifest(killed.run).mlflow_run_id)
+    assert run_id == killed.manifest.mlflow_run_id
+    client = mlflow_run.connect(trainings.environment["MLFLOW_TRACKING_URI"])
     assert client.get_run(run_id).info.status == "FINISHED"
     for metric, first in (("iteration", 0), ("reward/mean", 1)):
         steps = [entry.step for entry in client.get_metric_history(run_id, metric)]
@@ -233,6 +254,17 @@ def test_a_killed_training_ends_as_one_left_alone(
 
 def test_another_seed_ends_elsewhere(started: dict[str, Future[Any]]) -> None:
     """The control: the comparison above can tell two trainings apart."""
-    alone, other = started["grpo"].result(), started["seed"].result()
-    assert numbers(other) != numbers(alone)
-    assert weights(other) != weights(alone)
+    alone = started["alone"].result()
+    assert numbers(alone["another seed"]) != numbers(alone["grpo"])
+    assert weights(alone["another seed"]) != weights(alone["grpo"])
+
+
+def test_the_trainings_have_a_state_to_lose(started: dict[str, Future[Any]]) -> None:
+    """The other control: critic, old and reference log-probs, an adaptive coefficient that moves, and real updates."""
+    run: RunFolder = started["alone"].result()["ppo"]
+    columns = set(column_names(run.experience(ITERATIONS)))
+    assert {"logprobs_old", "logprobs_reference", "values", "advantages", "returns"} <= columns
+    records = [metrics for _, metrics in numbers(run)[1:]]
+    assert len({record["kl/coefficient"] for record in records}) == ITERATIONS
+    for name in ("actor/grad_norm", "critic/grad_norm", "actor/kl"):
+        assert records[-1][name] > 0

@@ -170,7 +170,8 @@ def test_a_run_has_a_page(uri: str) -> None:
     """The link names the experiment and the run, at the local server for a database."""
     run_id = _open(uri)
     experiment = connect(uri).get_run(run_id).info.experiment_id
-    assert mlflow_run.run_url(uri, run_id) == f"http://127.0.0.1:5000/#/experiments/{experiment}/runs/{run_id}"
+    path = f"/#/experiments/{experiment}/runs/{run_id}?workflowType=machine_learning"
+    assert mlflow_run.run_url(uri, run_id) == f"http://127.0.0.1:5000{path}"
 
 
 def test_flatten_gives_dotted_keys_and_keeps_schedules_whole() -> None:

@@ -11,6 +11,7 @@ from state.run_folder import (
     RunFolder,
     append_metrics,
     check_free,
+    drop_leftovers,
     new_run_folder,
     open_run_folder,
     read_metrics,
@@ -110,3 +111,17 @@ def test_truncation_drops_later_iterations_and_the_cut_line(run: RunFolder) -> N
         (2, 0.2),
         (3, 0.5),
     ]
+
+
+def test_leftovers_of_a_crash_are_dropped(run: RunFolder) -> None:
+    """Half-written files and folders, and experience of lost policies; what is complete and still of use stays."""
+    for name in ("000001", "000004", "000005", "000005.values"):
+        (run.experience(0).parent / f"{name}.parquet").parent.mkdir(exist_ok=True)
+        (run.experience(0).parent / f"{name}.parquet").touch()
+    (run.experience(0).parent / ".000004.parquet.77.partial").touch()
+    (run.checkpoints / ".000003.partial" / "actor").mkdir(parents=True)
+    (run.checkpoints / "000003").mkdir()
+    drop_leftovers(run, 3)
+    assert sorted(path.name for path in run.experience(0).parent.iterdir()) == ["000001.parquet", "000004.parquet"]
+    assert [path.name for path in run.checkpoints.iterdir()] == ["000003"]
+    assert len(read_metrics(run)) == 3

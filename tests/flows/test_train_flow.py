@@ -1,0 +1,207 @@
+"""The whole training as a flow: it learns, it leaves behind what it promises, and it fails in the open.
+
+One training on two ranks learns, another earns a constant and then breaks; every test looks at one of the two.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from uuid import UUID
+
+import psutil
+import pytest
+from prefect.client.orchestration import get_client
+from prefect.client.schemas.filters import FlowRunFilter, FlowRunFilterId, FlowRunFilterParentFlowRunId
+
+from configs.errors import UserError
+from configs.loading import load_config
+from flows.train import train
+from reports import mlflow_run
+from state.experience import column_names, read_columns
+from state.manifest import read_manifest
+from state.run_folder import RunFolder, read_metrics
+from tests.flows.reward_functions import BREAK, low_digit
+
+ROOT = Path(__file__).resolve().parents[2]
+ITERATIONS = 12
+SMALL = (
+    "data.arithmetic={digits: 2, sft: 512, train: 512, heldout: 256}",
+    "sft.steps=20",
+    "rollout={prompts: 64, samples: 4, max_response_tokens: 6, max_sequences: 256}",
+    "actor.optimizer={learning_rate: 1e-3, warmup_steps: 0}",
+)
+LEARNING = (
+    f"iterations={ITERATIONS}",
+    "reward.function=tests.flows.reward_functions:low_digit",
+    "evaluate={every: 6, temperature: 1.0}",
+    "checkpoint={every: 5, keep: 2}",
+    "record={samples_every: 4, samples: 3}",
+    "groups.main={ranks: 2, roles: [actor, rollout]}",
+)
+CONSTANT = (
+    "iterations=5",
+    "reward.function=tests.flows.reward_functions:constant",
+    "evaluate={every: 2, temperature: 0.0}",
+    "checkpoint.every=2",
+)
+
+
+def run_training(folder: Path, *overrides: str) -> RunFolder:
+    """Run the quickstart with overrides in this process."""
+    train(load_config(ROOT / "configs" / "quickstart.yaml", [*SMALL, *overrides]), run_folder=str(folder))
+    return RunFolder(folder)
+
+
+@dataclass(frozen=True)
+class Broken:
+    """A failed training: its folder, its error, and the rank processes that were there right after."""
+
+    run: RunFolder
+    error: BaseException
+    ranks_left: list[psutil.Process]
+
+
+@pytest.fixture(scope="module")
+def learned(prefect_harness: None, tmp_path_factory: pytest.TempPathFactory) -> RunFolder:
+    """A finished training on two ranks."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(ROOT)
+        return run_training(tmp_path_factory.mktemp("runs") / "learned", *LEARNING)
+
+
+@pytest.fixture(scope="module")
+def broken(prefect_harness: None, tmp_path_factory: pytest.TempPathFactory) -> Broken:
+    """A training with a constant reward whose reward function breaks in iteration 3."""
+    run = RunFolder(tmp_path_factory.mktemp("runs") / "broken")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(ROOT)
+        patch.setenv(BREAK, str(run.experience(3)))
+        with pytest.raises(Exception, match="broken") as caught:
+            run_training(run.path, *CONSTANT)
+    children = psutil.Process().children(recursive=True)
+    return Broken(run, caught.value, [child for child in children if "engines.rank" in child.cmdline()])
+
+
+def heldout(run: RunFolder, iteration: int) -> float:
+    """Return the share of held-out responses with a low digit, whatever the run's own reward is."""
+    responses = read_columns(run.evaluation(iteration), ["response"])["response"]
+    return sum(low_digit(response, ".") for response in responses) / len(responses)
+
+
+def test_it_learns_what_is_rewarded_and_nothing_from_a_constant(learned: RunFolder, broken: Broken) -> None:
+    """Held-out reward rises from about a third to nearly all; a constant reward moves no weight at all."""
+    assert heldout(learned, 0) < 0.5
+    assert heldout(learned, ITERATIONS) > 0.85
+    updates = [record["metrics"]["actor/grad_norm"] for record in read_metrics(learned)[1:]]
+    assert all(norm > 0 for norm in updates)
+
+    assert heldout(broken.run, 2) == heldout(broken.run, 0)
+    assert [record["metrics"]["actor/grad_norm"] for record in read_metrics(broken.run)[1:]] == [0.0, 0.0]
+
+
+def test_the_summary_agrees_with_what_was_recorded(learned: RunFolder) -> None:
+    """Every field is there, and the figures are those of the iterations."""
+    summary = json.loads(learned.summary.read_text(encoding="utf-8"))
+    records = [record["metrics"] for record in read_metrics(learned)]
+    manifest = read_manifest(learned)
+    assert summary.pop("seconds") > sum(record["time/iteration_s"] for record in records[1:])
+    assert summary.pop("tokens_per_second") > 0
+    assert summary == {
+        "status": "completed",
+        "iterations": ITERATIONS,
+        "accuracy_before": records[0]["heldout/accuracy"],
+        "accuracy_after": records[-1]["heldout/accuracy"],
+        "reward_first": records[1]["reward/mean"],
+        "reward_last": records[-1]["reward/mean"],
+        "parameters": 338_784,
+        "parameters_shared": 26,
+        "parameters_copied": 0,
+        "mlflow_run_id": manifest.mlflow_run_id,
+        "prefect_flow_run_id": manifest.prefect_flow_run_id,
+    }
+    assert heldout(learned, ITERATIONS) == records[-1]["heldout/accuracy"]
+
+
+def test_the_run_folder_holds_all_that_was_made(learned: RunFolder) -> None:
+    """Figures and experience of every iteration, the newest checkpoints, the model, the report, a log per rank."""
+    assert [record["iteration"] for record in read_metrics(learned)] == list(range(ITERATIONS + 1))
+    every = [learned.experience(number) for number in range(1, ITERATIONS + 1)]
+    assert sorted((learned.path / "experience").iterdir()) == every, "no file of a forward pass is left"
+    assert [path.name for path in sorted(learned.checkpoints.iterdir())] == ["000010", "000012"]
+    assert sorted(path.name for path in learned.logs.iterdir()) == ["main-rank0.log", "main-rank1.log"]
+    names = ("report/index.html", "report/report.md", "report/reward.png", "models/final/model.safetensors")
+    for name in (*names, "models/final/tokenizer.json", "evaluation/000006.parquet"):
+        assert (learned.path / name).stat().st_size > 0
+    assert not list(learned.path.rglob("*.partial"))
+
+
+def test_experience_can_be_followed_from_prompt_to_advantage(learned: RunFolder) -> None:
+    """One row per sample in prompt order, rows of a prompt together, each stamped with the policy that wrote it."""
+    path = learned.experience(4)
+    assert set(column_names(path)) == {
+        *("sample_id", "prompt_id", "group", "prompt", "response", "prompt_tokens", "response_tokens", "loss_mask"),
+        *("truncated", "policy_version", "reward", "reward_failure", "logprobs_old", "advantages"),
+    }
+    columns = read_columns(path, ["group", "response", "reward", "policy_version", "advantages", "response_tokens"])
+    assert columns["group"].tolist() == [number // 4 for number in range(256)]
+    assert set(columns["policy_version"]) == {3}
+    assert columns["reward"].tolist() == [low_digit(response, ".") for response in columns["response"]]
+    assert columns["advantages"].offsets_B1.tolist() == columns["response_tokens"].offsets_B1.tolist()
+
+
+def test_mlflow_holds_the_run(learned: RunFolder) -> None:
+    """FINISHED, with parameters, a value per iteration, sample tables and the report."""
+    uri, run_id = mlflow_run.default_tracking_uri(learned.path.parent), str(read_manifest(learned).mlflow_run_id)
+    client = mlflow_run.connect(uri)
+    run = client.get_run(run_id)
+    assert run.info.status == "FINISHED"
+    assert run.info.run_name == "learned"
+    assert run.data.params["rollout.samples"] == "4"
+    assert run.data.tags["algorithm"] == "grpo"
+    assert run.data.tags["prefect.flow_run_id"] == read_manifest(learned).prefect_flow_run_id
+    logged = {entry.step: entry.value for entry in client.get_metric_history(run_id, "reward/mean")}
+    recorded = {item["iteration"]: item["metrics"]["reward/mean"] for item in read_metrics(learned)[1:]}
+    assert logged == recorded
+    assert {item.path for item in client.list_artifacts(run_id)} >= {"config.yaml", "summary.json", "report", "samples"}
+    tables = [item.path for item in client.list_artifacts(run_id, "samples")]
+    assert tables == [f"samples/{number:06d}.json" for number in (4, 8, 12)]
+
+
+def test_prefect_shows_every_iteration_as_a_flow_of_named_tasks(learned: RunFolder) -> None:
+    """The training's page leads to its iterations, and theirs to the steps, all complete."""
+    parent = UUID(str(read_manifest(learned).prefect_flow_run_id))
+    with get_client(sync_client=True) as client:
+        flow = client.read_flow_run(parent)
+        below = FlowRunFilter(parent_flow_run_id=FlowRunFilterParentFlowRunId(any_=[parent]))
+        children = client.read_flow_runs(flow_run_filter=below)
+        second = [child.id for child in children if child.name == "iteration-000002"]
+        tasks = client.read_task_runs(flow_run_filter=FlowRunFilter(id=FlowRunFilterId(any_=second)))
+    assert flow.name == "train-quickstart"
+    assert {"algorithm:grpo", "run:learned"} <= set(flow.tags)
+    iterations = [f"iteration-{number:06d}" for number in range(1, ITERATIONS + 1)]
+    assert sorted(child.name for child in children) == [*iterations, "supervised-warm-up"]
+    steps = ("settings", "rollout", "reward", "old-logprobs", "advantage", "update-actor", "reshard", "record")
+    assert sorted(task.name for task in tasks) == sorted(f"{step}-000002" for step in steps)
+    states = [flow.state, *(child.state for child in children), *(task.state for task in tasks)]
+    assert all(state is not None and state.is_completed() for state in states)
+
+
+def test_a_broken_reward_function_fails_the_run_in_the_open(broken: Broken) -> None:
+    """Its own error comes out; folder, MLflow and Prefect say failed; no rank is left; it can be resumed."""
+    assert isinstance(broken.error, UserError)
+    assert "this reward function is broken" in str(broken.error)
+    assert broken.ranks_left == []
+    summary = json.loads(broken.run.summary.read_text(encoding="utf-8"))
+    assert summary["status"] == "failed"
+    assert summary["iterations"] == 2
+    assert "failed" in (broken.run.path / "report" / "report.md").read_text(encoding="utf-8")
+    uri = mlflow_run.default_tracking_uri(broken.run.path.parent)
+    assert mlflow_run.connect(uri).get_run(summary["mlflow_run_id"]).info.status == "FAILED"
+    with get_client(sync_client=True) as client:
+        state = client.read_flow_run(UUID(summary["prefect_flow_run_id"])).state
+    assert state is not None
+    assert state.is_failed()
+    assert read_manifest(broken.run).progress.iteration == 2
+    assert not broken.run.model("final").exists()

@@ -1,0 +1,277 @@
+"""The command line: a user's mistake is one message with a remedy and exit code 2, and nothing is left behind.
+
+Every mistake here is made in a recipe that is otherwise right, and that the last line of defence, the start of the
+flow, accepts: the control of all of them.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from engines.memory import GIB
+from penstock import cli
+from state.run_folder import RunFolder
+from tasks import check
+
+ROOT = Path(__file__).resolve().parents[2]
+RECIPE = """
+model: {tiny: {max_positions: 64}}
+data: {train: train.jsonl, heldout: heldout.jsonl, prompt: question, max_prompt_tokens: 32}
+reward: {function: "rewards.builtin:exact_match"}
+rollout: {prompts: 8, max_response_tokens: 16, max_sequences: 16}
+actor: {micro_batch_tokens: 1024}
+"""
+ROW = json.dumps({"question": "1+1=", "answer": "2"}) + "\n"
+
+
+class Started(Exception):
+    """The command got as far as starting the flow."""
+
+
+@pytest.fixture(autouse=True)
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A working directory with a recipe that is right; no flow is ever started."""
+
+    def start(config: Any, folder: Path, **arguments: Any) -> None:
+        raise Started
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.setenv("COLUMNS", "160")
+    monkeypatch.setattr(cli, "_quiet_libraries", lambda: None)  # it sets variables of the whole process
+    monkeypatch.setattr(cli, "_run_flow", start)
+    monkeypatch.setattr(check, "visible_gpus", lambda: [])
+    monkeypatch.setattr(check, "free_host_bytes", lambda: 8 * GIB)
+    for name, text in (("recipe.yaml", RECIPE), ("train.jsonl", ROW * 3), ("heldout.jsonl", ROW)):
+        (tmp_path / name).write_text(text, encoding="utf-8")
+    return tmp_path
+
+
+@pytest.fixture
+def penstock(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
+    """Run the command line in this process; return what it printed."""
+
+    def run(*arguments: str) -> str:
+        monkeypatch.setattr(sys, "argv", ["penstock", *arguments])
+        cli.main()
+        return capsys.readouterr().out
+
+    return run
+
+
+@pytest.fixture
+def refusal(penstock: Callable[..., str], capsys: pytest.CaptureFixture[str], here: Path) -> Callable[..., str]:
+    """Run a command that must be refused and leave no trace; return the message."""
+
+    def run(*arguments: str) -> str:
+        before = tree(here)
+        capsys.readouterr()
+        with pytest.raises(SystemExit) as ended:
+            penstock(*arguments)
+        assert ended.value.code == 2
+        assert tree(here) == before
+        said = capsys.readouterr()
+        assert said.out == ""
+        assert said.err.startswith("error: ")
+        assert "Traceback" not in said.err
+        return said.err.removeprefix("error: ")
+
+    return run
+
+
+def tree(folder: Path) -> dict[str, bytes | None]:
+    """Return every file and folder with its content."""
+    return {str(path): path.read_bytes() if path.is_file() else None for path in sorted(folder.rglob("*"))}
+
+
+def test_a_right_recipe_starts(penstock: Callable[..., str]) -> None:
+    """The control of every refusal below, in a folder of its own if none is named."""
+    with pytest.raises(Started):
+        penstock("train", "recipe.yaml", "--run", "run")
+    with pytest.raises(Started):
+        penstock("train", "recipe.yaml")
+    assert [path.name.split("-")[0] for path in Path("runs").iterdir()] == ["train"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "problem", "remedy"),
+    [
+        ([], "no recipe given", "penstock train configs/quickstart.yaml"),
+        (["recipe.yml"], "recipe.yml does not exist", "give the path of a YAML file"),
+        (["recipe.yaml", "rollout.sampels=4"], "rollout.sampels", "did you mean 'samples'?"),
+        (["recipe.yaml", "rollout.samples"], "'rollout.samples' is not section.key=value", "rollout.samples=16"),
+        (["recipe.yaml", "rollout.samples=many"], "rollout.samples: must be a valid integer", "given: 'many'"),
+        (["recipe.yaml", "algorithm.gae_lambda=0.9"], "'gae_lambda' has no effect with algorithm 'grpo'", "remove it"),
+        (
+            ["recipe.yaml", "algorithm.mini_batches=3"],
+            "(8) must be a multiple of 'algorithm.mini_batches' (3)",
+            "--dry-run",
+        ),
+        (["recipe.yaml", "model.tiny=null"], "'model.path' is not set", "add model.path=FOLDER"),
+        (["recipe.yaml", "model={path: absent, tiny: null}"], "there is no folder absent", "set model.path"),
+        (["recipe.yaml", "model={path: bare, tiny: null}"], "has no *.safetensors weights", "save_pretrained()"),
+        (["recipe.yaml", "reward.function=rewards.builtin:exact_mach"], "has no 'exact_mach'", "'exact_match'"),
+        (
+            ["recipe.yaml", "reward.function=no_module:f"],
+            "module 'no_module' does not import",
+            "Put no_module.py under",
+        ),
+        (["recipe.yaml", "reward.function=null"], "no reward", "add reward.function=module:function"),
+        (["recipe.yaml", "reward.settings.sufix=."], "which 'rewards.builtin:exact_match' does not take", "'suffix'"),
+        (["recipe.yaml", "data.prompt=qestion"], "has no column 'qestion'", "did you mean 'question'?"),
+        (["recipe.yaml", "data.train=no.jsonl"], "no.jsonl does not exist", "check the path"),
+        (["recipe.yaml", "data.heldout=null"], "'data.heldout' is not set", "add data.heldout=FILE"),
+        (["recipe.yaml", "sft.steps=1"], "the 'sft' section needs 'data.sft'", "sft=null"),
+        (["recipe.yaml", "groups.main={gpus: [0], roles: [actor, rollout]}"], "names GPU 0", "remove 'gpus'"),
+        (["recipe.yaml", "rollout.kv_cache_gib=64"], "64.0 GiB", "use more ranks"),
+        (["recipe.yaml", "actor.micro_batch_tokens=9000000"], "largest part: activations", "actor.micro_batch_tokens"),
+        (["recipe.yaml", "rollout.max_response_tokens=64"], "is 96, the model has 64 positions", "lower one"),
+        (["recipe.yaml", "--dry-rum"], "No such option", "--dry-run"),
+    ],
+)
+def test_a_wrong_recipe_or_override_is_refused(
+    here: Path, refusal: Callable[..., str], arguments: list[str], problem: str, remedy: str
+) -> None:
+    """It says what is wrong and what to do, before a run folder exists."""
+    (here / "bare").mkdir()
+    (here / "bare" / "config.json").write_text("{}")
+    said = refusal("train", *arguments, "--run", "run")
+    assert problem in said
+    assert remedy in said
+
+
+@pytest.mark.parametrize(
+    ("config", "weights", "message"),
+    [
+        ("{}", b"", "config.json has no 'num_attention_heads'"),
+        ("{", b"", "is damaged"),
+        (None, b"version https://git-lfs.github.com/spec/v1\noid sha256:0", "git lfs pull"),
+        (None, b"", "is damaged"),
+    ],
+)
+def test_a_damaged_model_folder_is_refused(
+    here: Path,
+    refusal: Callable[..., str],
+    penstock: Callable[..., str],
+    config: str | None,
+    weights: bytes,
+    message: str,
+) -> None:
+    """Also one with pointers in place of weights, as a clone leaves them. Control: a whole one starts."""
+    sizes = {
+        "num_attention_heads": 2,
+        "num_hidden_layers": 1,
+        "hidden_size": 8,
+        "intermediate_size": 8,
+        "vocab_size": 64,
+    }
+    header = json.dumps({"w": {"dtype": "F32", "shape": [0], "data_offsets": [0, 0]}}).encode()
+    model = here / "model"
+    model.mkdir()
+    (model / "tokenizer.json").write_text("{}")
+    (model / "config.json").write_text(json.dumps(sizes))
+    (model / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header)
+    command = ("train", "recipe.yaml", "model={path: model, tiny: null}", "--run", "run")
+    with pytest.raises(Started):
+        penstock(*command)
+    (model / "config.json").write_text(json.dumps(sizes) if config is None else config)
+    (model / "model.safetensors").write_bytes(weights)
+    assert message in refusal(*command[:-1], "other")
+
+
+@pytest.mark.parametrize(
+    ("rows", "message"),
+    [
+        (ROW + '{"question": "1+2=", "answer": \n', "train.jsonl, line 2 is not JSON"),
+        (ROW + '{"question": "1+2="}\n', "train.jsonl, line 2: column 'answer' is missing"),
+        (ROW + '{"question": "", "answer": "3"}\n', "train.jsonl, line 2: 'question' is empty"),
+        ('{"question": "1+1=", "answer": "2", "prompt_id": 1}\n', "a column 'prompt_id', a name Penstock uses"),
+        ("", "train.jsonl has no rows"),
+    ],
+)
+def test_wrong_data_is_named_by_its_line(here: Path, refusal: Callable[..., str], rows: str, message: str) -> None:
+    """Before any engine starts, also for rows that only the tokenizer would meet."""
+    (here / "train.jsonl").write_text(rows, encoding="utf-8")
+    assert message in refusal("train", "recipe.yaml", "--run", "run")
+
+
+def test_a_reward_function_that_asks_for_an_unknown_column_is_refused(
+    here: Path, refusal: Callable[..., str], penstock: Callable[..., str]
+) -> None:
+    """Functions are found in the working directory; the control is the same function on a column that exists."""
+    source = "def by_level(response, level): return 1\ndef by_answer(response, answer): return 1\n"
+    (here / "my_rewards.py").write_text(source, encoding="utf-8")
+    said = refusal("train", "recipe.yaml", "reward.function=my_rewards:by_level")
+    assert "asks for 'level'" in said
+    assert "Available: " in said
+    with pytest.raises(Started):
+        penstock("train", "recipe.yaml", "reward.function=my_rewards:by_answer")
+
+
+def test_folders_that_hold_something_are_refused(here: Path, refusal: Callable[..., str]) -> None:
+    """A run is never written over, and nothing is resumed that no run began."""
+    for name, file in (("taken", "config.yaml"), ("full", "notes.txt")):
+        (here / name).mkdir()
+        (here / name / file).write_text(RECIPE if name == "taken" else "mine")
+    assert "--resume taken" in refusal("train", "recipe.yaml", "--run", "taken")
+    assert "full is not empty" in refusal("train", "recipe.yaml", "--run", "full")
+    assert "recipe.yaml is a file" in refusal("train", "recipe.yaml", "--run", "recipe.yaml")
+    assert "full holds no run" in refusal("train", "--resume", "full")
+    assert "no manifest.json to resume from" in refusal("train", "--resume", "taken")
+    assert "remove the recipe" in refusal("train", "recipe.yaml", "--resume", "taken")
+    assert "full holds no run" in refusal("set", "full", "rollout.temperature=0.5")
+
+
+def test_resume_continues_with_the_configuration_of_the_run(
+    here: Path, penstock: Callable[..., str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The flow gets the folder and what is in it; `--dry-run` shows it and starts nothing."""
+    run = RunFolder(here / "run")
+    run.path.mkdir()
+    run.config.write_text(RECIPE.replace("prompts: 8", "prompts: 12"), encoding="utf-8")
+    run.manifest.write_text(json.dumps({"format": 1, "progress": {"iteration": 3}}), encoding="utf-8")
+    started: list[Any] = []
+    monkeypatch.setattr(cli, "_run_flow", lambda config, folder, **arguments: started.append((config, arguments)))
+    assert "prompts: 12" in penstock("train", "--resume", "run", "--dry-run")
+    assert started == []
+    penstock("train", "--resume", "run")
+    ((config, arguments),) = started
+    assert config.rollout.prompts == 12
+    assert arguments == {"resume": "run"}
+
+
+def test_a_dry_run_shows_configuration_placement_and_memory(here: Path, penstock: Callable[..., str]) -> None:
+    """Overrides and defaults resolved, one line per group, and nothing written."""
+    before = tree(here)
+    shown = penstock("train", "recipe.yaml", "seed=7", "algorithm.kl.coefficient=0.01", "--dry-run")
+    assert "seed: 7" in shown
+    assert "normalize_by_std: true" in shown
+    for text in ("placement and memory estimate", "main", "actor, reference, rollout", "CPU", "KV cache"):
+        assert text in " ".join(shown.split()), text
+    assert tree(here) == before
+
+
+def test_keys_lists_every_key_with_its_meaning(penstock: Callable[..., str]) -> None:
+    """One line a key, defaults included."""
+    shown = penstock("keys")
+    for text in ("actor.optimizer.learning_rate", "1e-06", "sampling temperature", "checkpoint.keep"):
+        assert text in shown, text
+
+
+def test_help_imports_neither_engines_nor_prefect() -> None:
+    """So that it answers at once. Control: the same probe sees typer."""
+    heavy = ("torch", "vllm", "deepspeed", "transformers", "prefect", "mlflow", "pandas", "typer")
+    code = (
+        "import sys; from penstock.cli import main; sys.argv = ['penstock', '--help']; main();"
+        f"print([name for name in {heavy} if name in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert "reinforcement learning" in done.stdout
+    assert done.stdout.splitlines()[-1] == "['typer']"

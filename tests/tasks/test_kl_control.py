@@ -1,0 +1,43 @@
+"""The KL coefficient follows the divergence of the iteration that just ended."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from configs.loading import config_from_mapping
+from configs.schema import TrainConfig
+from state.manifest import Progress
+from tasks.kl_control import next_kl_coefficient
+from tasks.session import Training
+from tasks.settings import settings_at
+
+MakeTraining = Callable[[TrainConfig], Training]
+BATCH = {"prompts": 10, "samples": 5}  # 50 samples
+
+
+@pytest.mark.parametrize(("observed", "expected"), [(0.4, 0.11), (0.0, 0.09), (0.1, 0.1), (0.105, 0.1025)])
+def test_an_adaptive_coefficient_moves_towards_the_target(
+    training_with: MakeTraining, observed: float, expected: float
+) -> None:
+    """Up and down by at most 20 % x samples / horizon, here 10 %; at the target it stays."""
+    kl = {"coefficient": 0.1, "target": 0.1, "horizon": 100}
+    training = training_with(config_from_mapping({"algorithm": {"kl": kl}, "rollout": BATCH}, "test"))
+    metrics = {"actor/kl": observed}
+    settings = settings_at(training.config, 1, Progress(), {})
+    assert next_kl_coefficient(training, settings, metrics) == pytest.approx(expected)
+    assert metrics["kl/coefficient"] == 0.1, "recorded is the coefficient that was used"
+
+
+@pytest.mark.parametrize(("kl", "recorded"), [(None, {}), ({"coefficient": 0.1}, {"kl/coefficient": 0.1})])
+def test_without_a_target_there_is_no_state(
+    training_with: MakeTraining, kl: dict[str, Any] | None, recorded: dict[str, float]
+) -> None:
+    """A fixed coefficient is recorded, and none is not."""
+    training = training_with(config_from_mapping({"algorithm": {"kl": kl}}, "test"))
+    metrics: dict[str, float] = {}
+    settings = settings_at(training.config, 1, Progress(), {})
+    assert next_kl_coefficient(training, settings, metrics) is None
+    assert metrics == recorded

@@ -1,0 +1,95 @@
+"""What a run says about itself at its end, from its folder alone."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from configs.schema import TrainConfig
+from state.experience import write_columns
+from state.run_folder import append_metrics
+from tasks.record import finite, sample_rows, summarize
+from tasks.session import Training
+
+MakeTraining = Callable[[TrainConfig], Training]
+
+
+def recorded(training: Training, *accuracies: float | None) -> Training:
+    """Record iterations 0, 1, ... with these held-out accuracies; iteration n earns n / 10 in n seconds."""
+    for number, accuracy in enumerate(accuracies):
+        metrics = {} if accuracy is None else {"heldout/accuracy": accuracy}
+        if number:
+            metrics |= {"reward/mean": number / 10, "time/iteration_s": float(number), "rollout/tokens": 100.0}
+        append_metrics(training.run, number, metrics)
+    return training
+
+
+def test_a_summary_of_a_whole_run(training_with: MakeTraining) -> None:
+    """First and last of each figure; tokens per second over the iterations; seconds of all attempts."""
+    training = recorded(training_with(TrainConfig()), 0.5, None, 0.6, None)
+    session = training.session()
+    session.engine_figures = {"parameters": 7, "parameters_shared": 5, "parameters_copied": 2}
+    session.mlflow_run_id, session.prefect_flow_run_id = "run", "flow"
+    session.seconds_before, session.started = 100.0, time.monotonic() - 10
+    summary = summarize(training, "completed")
+    assert 110 <= summary.pop("seconds") < 170
+    assert summary == {
+        "status": "completed",
+        "iterations": 3,
+        "accuracy_before": 0.5,
+        "accuracy_after": 0.6,
+        "reward_first": 0.1,
+        "reward_last": 0.3,
+        "tokens_per_second": 50.0,
+        "parameters": 7,
+        "parameters_shared": 5,
+        "parameters_copied": 2,
+        "mlflow_run_id": "run",
+        "prefect_flow_run_id": "flow",
+    }
+
+
+@pytest.mark.parametrize(
+    ("accuracies", "expected"),
+    [
+        ((), {"iterations": 0, "accuracy_before": None, "accuracy_after": None, "reward_first": None}),
+        ((0.5,), {"iterations": 0, "accuracy_before": 0.5, "accuracy_after": None, "tokens_per_second": None}),
+        ((0.5, None), {"iterations": 1, "accuracy_before": 0.5, "accuracy_after": None, "reward_last": 0.1}),
+    ],
+)
+def test_a_run_that_failed_early_has_gaps_and_no_invented_figures(
+    training_with: MakeTraining, accuracies: tuple[float | None, ...], expected: dict[str, Any]
+) -> None:
+    """An accuracy before training is not also one after it."""
+    summary = summarize(recorded(training_with(TrainConfig()), *accuracies), "failed")
+    assert summary.items() >= expected.items()
+    assert summary["status"] == "failed"
+
+
+def test_samples_are_plain_values_spread_over_the_experience(tmp_path: Path) -> None:
+    """All of a small file, every third of six rows for two; numbers that JSON can hold."""
+    path = tmp_path / "000001.parquet"
+    texts = [f"text {row}" for row in range(6)]
+    numbers = {"reward": np.arange(6.0), "policy_version": np.arange(6)}
+    write_columns(path, {"sample_id": texts, "prompt": texts, "response": texts, **numbers})
+    assert [row["reward"] for row in sample_rows(path, 2)] == [0.0, 3.0]
+    rows = sample_rows(path, 10)
+    assert [row["reward"] for row in rows] == [0.0, 1.0, 2.0, 3.0, 4.0, 5.0]
+    assert rows[1] == {
+        "sample_id": "text 1",
+        "prompt": "text 1",
+        "response": "text 1",
+        "reward": 1.0,
+        "policy_version": 1,
+    }
+    assert [type(value) for value in rows[1].values()] == [str, str, str, float, int]
+
+
+def test_figures_that_do_not_exist_are_left_out() -> None:
+    """JSON has neither NaN nor infinity."""
+    assert finite({"a": 1.0, "b": float("nan"), "c": float("inf")}) == {"a": 1.0}

@@ -1,0 +1,117 @@
+"""Values that may change during a run: schedules, then live overrides, and never anything that is not allowed."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from configs.errors import UserError
+from configs.loading import config_from_mapping
+from configs.schema import TrainConfig
+from state.manifest import Progress
+from tasks import settings as module
+from tasks.session import Training
+from tasks.settings import LIVE_KEYS, apply_overrides, resolve_settings, settings_at, variable_name
+
+KL = {"kl": {"coefficient": 0.05, "target": 0.1}}
+
+
+def config(**sections: Any) -> TrainConfig:
+    """Return a configuration from nested values."""
+    return config_from_mapping(sections, "test")
+
+
+def test_schedules_hold_from_their_iteration_on() -> None:
+    """Each value by its own schedule; the critic's are its own."""
+    scheduled = config(
+        algorithm={"name": "ppo", "clip_high": {0: 0.2, 3: 0.3}},
+        rollout={"temperature": {0: 1.0, 2: 0.8}},
+        actor={"optimizer": {"learning_rate": {0: 1e-3, 3: 1e-4}}, "micro_batch_tokens": {0: 64, 2: 128}},
+        critic={"optimizer": {"learning_rate": {0: 1e-2, 2: 1e-5}}},
+    )
+    at = {number: settings_at(scheduled, number, Progress(), {}) for number in (1, 2, 3)}
+    assert [at[n].temperature for n in at] == [1.0, 0.8, 0.8]
+    assert [at[n].clip_high for n in at] == [0.2, 0.2, 0.3]
+    assert [at[n].learning_rate for n in at] == [1e-3, 1e-3, 1e-4]
+    assert [at[n].critic_learning_rate for n in at] == [1e-2, 1e-5, 1e-5]
+    assert [at[n].micro_batch_tokens for n in at] == [64, 128, 128]
+
+
+def test_an_adaptive_coefficient_comes_from_the_progress() -> None:
+    """The recipe's value starts it; a fixed coefficient ignores what an earlier controller left."""
+    progress = Progress(iteration=4, kl_coefficient=0.07)
+    assert settings_at(config(algorithm=KL), 5, progress, {}).kl_coefficient == 0.07
+    assert settings_at(config(algorithm=KL), 1, Progress(), {}).kl_coefficient == 0.05
+    assert settings_at(config(algorithm={"kl": {"coefficient": 0.05}}), 5, progress, {}).kl_coefficient == 0.05
+    assert settings_at(config(), 5, progress, {}).kl_coefficient == 0.0
+
+
+def test_every_live_key_can_be_overridden() -> None:
+    """The override replaces value and schedule; all else stays. Control: without overrides nothing changes."""
+    before = config(algorithm={"name": "ppo", "kl": {"coefficient": 0.05}}, rollout={"temperature": {0: 1.0, 2: 0.5}})
+    assert apply_overrides(before, {}) == before
+    wanted = {key: 0.25 if "tokens" not in key else 512 for key in LIVE_KEYS}
+    after = settings_at(apply_overrides(before, wanted), 3, Progress(), wanted)
+    assert after.temperature == after.kl_coefficient == after.clip_low == after.clip_high == 0.25
+    assert after.learning_rate == after.critic_learning_rate == after.entropy_coefficient == 0.25
+    assert after.micro_batch_tokens == after.critic_micro_batch_tokens == 512
+    assert after.overrides == wanted
+
+
+def test_an_override_may_be_a_schedule_with_the_text_keys_of_json() -> None:
+    """A Prefect Variable is JSON, where keys are text."""
+    changed = apply_overrides(config(), {"rollout.temperature": {"0": 1.0, "5": 0.5}})
+    assert [settings_at(changed, number, Progress(), {}).temperature for number in (4, 5)] == [1.0, 0.5]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "algorithm", "message"),
+    [
+        ({"rollout.samples": 4}, {}, "'rollout.samples' cannot change during a run"),
+        ({"rollout.temperature": -1.0}, {}, "must not be negative"),
+        ({"actor.micro_batch_tokens": "many"}, {}, "actor.micro_batch_tokens: must be a valid integer"),
+        ({"critic.micro_batch_tokens": 64}, {}, "has no effect in this run"),
+        ({"algorithm.kl.coefficient": 0.1}, {}, "has no effect in this run"),
+        ({"algorithm.kl.coefficient": 0.1}, KL, "has no effect in this run"),
+    ],
+)
+def test_what_is_not_allowed_or_has_no_effect_is_refused(
+    overrides: dict[str, Any], algorithm: dict[str, Any], message: str
+) -> None:
+    """Also a fixed coefficient for an adaptive controller, which would set it again in the next iteration."""
+    with pytest.raises(UserError, match=message):
+        apply_overrides(config(algorithm=algorithm), overrides)
+
+
+@pytest.mark.parametrize(
+    ("variable", "temperature"),
+    [
+        (None, 0.5),  # a resumed run on another server keeps what its checkpoint holds
+        ({}, 1.0),
+        ({"rollout.temperature": 0.9}, 0.9),
+        ({"rollout.temperature": "hot"}, 0.5),
+        ("hot", 0.5),
+    ],
+)
+def test_the_variable_of_the_run_decides_unless_it_is_wrong(
+    training_with: Callable[[TrainConfig], Training],
+    monkeypatch: pytest.MonkeyPatch,
+    variable: Any,
+    temperature: float,
+) -> None:
+    """A bad override is reported and changes nothing: the values in force stay in force."""
+    training = training_with(config())
+    monkeypatch.setattr(module, "get_run_logger", lambda: logging.getLogger("test"))
+    variables = {variable_name(training.run.name): variable}
+    monkeypatch.setattr(module.Variable, "get", lambda name, default: variables.get(name, default))
+    settings = resolve_settings.fn(training, 7, Progress(overrides={"rollout.temperature": 0.5}))
+    assert settings.temperature == temperature
+    assert settings.iteration == 7
+
+
+def test_the_name_of_the_variable_is_one_that_prefect_takes() -> None:
+    """Lower case letters, digits and underscores."""
+    assert variable_name("Quickstart-20260101.2") == "penstock_quickstart_20260101_2"
