@@ -6,6 +6,7 @@ Nothing is written, no engine is started, torch is not imported.
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -56,6 +57,8 @@ def check_inputs(config: TrainConfig) -> None:
     if config.critic is not None and config.critic.path is not None:
         check_model_folder(Path(config.critic.path), "critic.path")
     columns = check_prompts(config)
+    if config.data.chat:
+        check_chat(config)
     if config.sft is not None:
         check_pairs(config)
     check_reward(config, columns)
@@ -124,6 +127,24 @@ def check_prompts(config: TrainConfig) -> list[str]:
             f"data.heldout lacks the column '{absent[0]}' that data.train has", "give both the same columns"
         )
     return ["prompt_id", *columns]
+
+
+def check_chat(config: TrainConfig) -> None:
+    """Check that the model can be talked to: a chat template in its tokenizer's settings or in a file of its own.
+
+    Raises:
+        UserError: it has none.
+    """
+    folder = Path(config.model.path) if config.model.path is not None else None
+    if folder is not None:
+        settings = folder / "tokenizer_config.json"
+        inside = settings.is_file() and json.loads(settings.read_text(encoding="utf-8")).get("chat_template")
+        if inside or any(folder.glob("chat_template*")):
+            return
+    raise UserError(
+        f"data.chat is set, and {folder or 'a tiny model'} has no chat template",
+        "use an instruction-tuned model, or data.chat=false with a data.template",
+    )
 
 
 def _columns(data: DataConfig, name: str) -> list[str]:

@@ -29,6 +29,8 @@ from state.manifest import Manifest, read_manifest
 from state.run_folder import RunFolder, read_metrics
 from tests.flows.reward_functions import HOLD
 
+pytestmark = pytest.mark.timeout(900)  # the first test waits for the trainings of all
+
 ROOT = Path(__file__).resolve().parents[2]
 ITERATIONS = 5
 SMALL = (
@@ -48,6 +50,7 @@ PPO = (
     "algorithm.kl={place: reward, estimator: k1, coefficient: 0.05, target: 0.01, horizon: 100}",
 )
 GRPO = ("algorithm={name: grpo, mini_batches: 1, kl: {place: loss, coefficient: 0.05}}",)
+WAIT_S = 400.0  # for what takes seconds on a quiet machine
 MEASURED = ("time/", "memory/", "rollout/tokens_per_s")  # of the machine, not of the training
 
 
@@ -88,7 +91,7 @@ class Trainings:
         """Start a training and kill it as soon as `when` holds; all that it started must be gone within 5 s."""
         run = RunFolder(self.folder / name)
         process = self.start(name, "-m", "penstock.cli", *self.new(name, *overrides), hold=hold)
-        until(lambda: when(run) or process.poll() is not None, 240, f"the moment to kill {name}")
+        until(lambda: when(run) or process.poll() is not None, WAIT_S, f"the moment to kill {name}")
         started = psutil.Process(process.pid).children(recursive=True)
         assert any("engines.rank" in child.cmdline() for child in started)
         process.kill()
@@ -102,7 +105,7 @@ class Trainings:
 
     def finish(self, name: str, process: subprocess.Popen[bytes]) -> None:
         """Wait for the end of a process that must succeed."""
-        assert process.wait(280) == 0, self.output(name)
+        assert process.wait(WAIT_S) == 0, self.output(name)
 
     def output(self, name: str) -> str:
         """Return what the processes of that name printed."""
