@@ -9,7 +9,7 @@
 #
 # A worker of a Prefect work pool, with PREFECT_API_URL in the environment (secrets too: none is in the image):
 #
-#   docker run --init --entrypoint prefect -e PREFECT_API_URL penstock:gpu worker start --pool gpus
+#   docker run --init --entrypoint prefect -e PREFECT_API_URL penstock:gpu worker start --pool penstock
 #
 # --init, since PID 1 must reap the ranks of an engine group and pass SIGTERM on. For the same reason no shell stands
 # in between: a start script of your own must end in `exec prefect worker start ...`, because a worker that a shell

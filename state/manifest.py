@@ -30,7 +30,6 @@ class Progress:
     kl_coefficient: float | None = None  # state of the adaptive controller
     accuracy_before: float | None = None
     seconds: float = 0.0  # of earlier attempts
-    tokens: int = 0
     overrides: dict[str, Any] | None = None  # live settings in force
 
     def advanced(self, **changes: Any) -> Progress:

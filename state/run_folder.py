@@ -11,9 +11,12 @@ The folder is the truth; MLflow and Prefect are views of it. Left out: what the 
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
@@ -136,6 +139,21 @@ def open_run_folder(path: Path) -> RunFolder:
             f"{path} holds no run (no config.yaml in it)", "name the folder that a training printed at its start"
         )
     return RunFolder(path.resolve())
+
+
+@contextmanager
+def locked(run: RunFolder) -> Iterator[None]:
+    """Keep other processes from writing to the run; the lock ends with the process, however that ends.
+
+    Raises:
+        UserError: another process is training in this folder.
+    """
+    with (run.path / ".lock").open("w") as stream:
+        try:
+            fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise UserError(f"{run.path} is being trained by another process", "wait for it, or end it") from None
+        yield
 
 
 def append_metrics(run: RunFolder, iteration: int, metrics: dict[str, float]) -> None:

@@ -20,7 +20,7 @@ from engines.machine import visible_gpus
 from engines.placement import place
 from state.experience import ExperienceRef
 from state.files import write_text
-from state.run_folder import RunFolder
+from state.run_folder import RunFolder, locked
 
 if TYPE_CHECKING:
     from data.prompts import PromptTable
@@ -105,6 +105,7 @@ def open_session(config: TrainConfig, run: RunFolder) -> Iterator[Training]:
     _SESSIONS[training.folder] = session
     try:
         with session.stack:
+            session.stack.enter_context(locked(run))
             for spec in place(config, len(visible_gpus()), run.logs):
                 group = session.stack.enter_context(EngineGroup(spec))
                 session.groups |= {role: group for role in config.roles if role in spec.roles}

@@ -12,6 +12,7 @@ from state.run_folder import (
     append_metrics,
     check_free,
     drop_leftovers,
+    locked,
     new_run_folder,
     open_run_folder,
     read_metrics,
@@ -125,3 +126,13 @@ def test_leftovers_of_a_crash_are_dropped(run: RunFolder) -> None:
     assert sorted(path.name for path in run.experience(0).parent.iterdir()) == ["000001.parquet", "000004.parquet"]
     assert [path.name for path in run.checkpoints.iterdir()] == ["000003"]
     assert len(read_metrics(run)) == 3
+
+
+def test_a_run_has_one_writer(tmp_path: Path) -> None:
+    """A second process in a run folder is refused while the first writes, and not afterwards."""
+    run = new_run_folder(tmp_path, "run")
+    with locked(run):
+        with pytest.raises(UserError, match="another process"), locked(run):
+            pass
+    with locked(run):
+        pass
