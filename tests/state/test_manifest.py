@@ -61,8 +61,8 @@ def test_the_manifest_comes_back_as_it_was_written(run: RunFolder) -> None:
 
 def test_progress_advances_as_a_copy() -> None:
     """An iteration that fails half-way leaves the progress it started from."""
-    start = Progress(iteration=3, tokens=10)
-    assert start.advanced(iteration=4) == Progress(iteration=4, tokens=10)
+    start = Progress(iteration=3, prompt_cursor=10)
+    assert start.advanced(iteration=4) == Progress(iteration=4, prompt_cursor=10)
     assert start.iteration == 3
 
 

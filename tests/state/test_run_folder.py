@@ -131,8 +131,7 @@ def test_leftovers_of_a_crash_are_dropped(run: RunFolder) -> None:
 def test_a_run_has_one_writer(tmp_path: Path) -> None:
     """A second process in a run folder is refused while the first writes, and not afterwards."""
     run = new_run_folder(tmp_path, "run")
-    with locked(run):
-        with pytest.raises(UserError, match="another process"), locked(run):
-            pass
+    with locked(run), pytest.raises(UserError, match="another process"), locked(run):
+        pass
     with locked(run):
         pass
