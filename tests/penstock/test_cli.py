@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.console import Console
 
 from engines.memory import GIB
 from penstock import cli
@@ -44,7 +45,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [*sys.path])
-    monkeypatch.setenv("COLUMNS", "160")
+    monkeypatch.setattr(cli, "console", Console(width=160))  # without a terminal its width was fixed at import
     monkeypatch.setattr(cli, "_quiet_libraries", lambda: None)  # it sets variables of the whole process
     monkeypatch.setattr(cli, "_run_flow", start)
     monkeypatch.setattr(check, "visible_gpus", lambda: [])
