@@ -6,7 +6,7 @@ Null has one meaning everywhere: for a key that may be null it is that value, fo
 recipe gave, so that the default is in force (`groups=null`).
 
 Left out: YAML itself and `base:` (configs/recipes.py), the list of keys (configs/keys.py), and checks that need the
-machine or the data (configs/preflight.py).
+machine or the data (tasks/check.py).
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ validation fills them in where they apply and refuses them where they do not. So
 what is in force, and resolving it a second time changes nothing.
 
 Left out: reading files and composing recipes (configs/loading.py), checks that need the machine or the data
-(configs/preflight.py).
+(tasks/check.py).
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """One iteration of reinforcement learning, whole: this page is the dataflow.
 
     rollout -> reward -> (old log-probs | reference log-probs | values) -> advantage
-            -> (update actor | update critic) -> reshard -> evaluate -> checkpoint -> record
+            -> (update actor | update critic) -> reshard -> evaluate -> record -> checkpoint
 
 Steps in brackets run side by side where their engine groups differ, and only if the algorithm needs them. Each step is
 a task; the tasks hand on where the experience lies, never the experience. Left out: what each step does (tasks/).
