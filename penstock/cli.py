@@ -19,7 +19,8 @@ from configs.errors import UserError
 
 ABOUT = "Post-train language models with reinforcement learning, as a Prefect workflow."
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, help=ABOUT)
-console = Console()
+WIDTH_WITHOUT_TERMINAL = 160  # of tables in a pipe or a log; rich would fold them to 80
+console = Console(width=None if sys.stdout.isatty() else WIDTH_WITHOUT_TERMINAL)
 errors = Console(stderr=True)
 
 Recipe = Annotated[Path | None, typer.Argument(help="YAML recipe, e.g. configs/quickstart.yaml")]

@@ -75,13 +75,18 @@ def learned(prefect_harness: None, tmp_path_factory: pytest.TempPathFactory) -> 
 def broken(prefect_harness: None, tmp_path_factory: pytest.TempPathFactory) -> Broken:
     """A training with a constant reward whose reward function breaks in iteration 3."""
     run = RunFolder(tmp_path_factory.mktemp("runs") / "broken")
+    before = ranks()
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(ROOT)
         patch.setenv(BREAK, str(run.experience(3)))
         with pytest.raises(Exception, match="broken") as caught:
             run_training(run.path, *CONSTANT)
-    children = psutil.Process().children(recursive=True)
-    return Broken(run, caught.value, [child for child in children if "engines.rank" in child.cmdline()])
+    return Broken(run, caught.value, [rank for rank in ranks() if rank not in before])
+
+
+def ranks() -> list[psutil.Process]:
+    """Return the rank processes below this one; other tests may have engines of their own."""
+    return [child for child in psutil.Process().children(recursive=True) if "engines.rank" in child.cmdline()]
 
 
 def heldout(run: RunFolder, iteration: int) -> float:
