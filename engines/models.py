@@ -23,6 +23,8 @@ from engines.attention import NAME as PACKED_ATTENTION
 from engines.packing import PackedBatch
 
 Entropy = Literal["none", "value", "gradient"]  # not wanted, to be reported, or part of the loss
+# What some models do to scores and logits outside the layers that are called here.
+UNSUPPORTED = ("attn_logit_softcapping", "final_logit_softcapping", "logit_scale", "logits_scaling")
 LOGITS_CHUNK_BYTES = 1 << 28  # of float32 logits at a time: large enough for full speed, small beside the weights
 
 
@@ -137,8 +139,9 @@ def load_reward_model(path: str | Path, dtype: torch.dtype) -> PreTrainedModel:
 
 def _load(kind: Any, path: str | Path, dtype: torch.dtype) -> PreTrainedModel:
     config = AutoConfig.from_pretrained(path, local_files_only=True)
-    if "sliding_attention" in (getattr(config, "layer_types", None) or []):
+    if unknown := [name for name in UNSUPPORTED if getattr(config, name, None) not in (None, 1.0)]:
         raise UserError(
-            f"{path} uses sliding-window attention, which packed training does not provide", "use another model"
+            f"{path} sets '{unknown[0]}': it changes scores or logits in a way that packed training does not provide",
+            "use another model",
         )
     return kind.from_pretrained(path, dtype=dtype, local_files_only=True, attn_implementation=PACKED_ATTENTION)

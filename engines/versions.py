@@ -14,6 +14,8 @@ from typing import Any
 import torch
 from torch.nn import functional
 
+from configs.errors import UserError
+
 
 def causal_varlen_attention(
     query_N: torch.Tensor,
@@ -22,10 +24,23 @@ def causal_varlen_attention(
     cu_seqlens_B1: torch.Tensor,
     max_length: int,
     scale: float | None,
+    sliding_window: int | None = None,
 ) -> torch.Tensor:
-    """Causal flash attention within packed sequences; [N, heads, head size]. GPU only."""
+    """Causal flash attention within packed sequences; [N, heads, head size]. GPU only.
+
+    Raises:
+        UserError: the model has a sliding window, and this PyTorch's kernel has none.
+    """
     attend, parameters = _varlen_attention()
-    options: dict[str, Any] = {"window_size": (-1, 0)} if "window_size" in parameters else {"is_causal": True}
+    if "window_size" in parameters:
+        options: dict[str, Any] = {"window_size": (-1 if sliding_window is None else sliding_window - 1, 0)}
+    elif sliding_window is None or sliding_window >= max_length:
+        options = {"is_causal": True}
+    else:
+        raise UserError(
+            "the model's sliding window is shorter than its sequences, and this PyTorch's kernel has no window",
+            "use a newer PyTorch, or shorter prompts and responses",
+        )
     if "enable_gqa" in parameters:
         options["enable_gqa"] = True
     elif query_N.shape[1] != key_N.shape[1]:

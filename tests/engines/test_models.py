@@ -5,6 +5,8 @@ The oracle is `tests.engines.unpacked`: whole rows one at a time, PyTorch's atte
 
 from __future__ import annotations
 
+import json
+import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -16,7 +18,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 
 from configs.errors import UserError
 from configs.schema import TinyModel
-from engines import models
+from engines import attention, models
 from engines.models import PackedCritic, PackedPolicy, PackedRewardModel, load_causal_lm, load_reward_model
 from engines.packing import PackedLayout, pack, partition
 from engines.tiny_model import make_tiny_model
@@ -26,6 +28,7 @@ from tests.engines.unpacked import load_unpacked, row_logprobs, row_tokens, row_
 
 CPU = torch.device("cpu")
 SHAPES = [Shape("qwen2", tied=True), Shape("qwen3", tied=False), Shape("llama", tied=True)]
+WINDOW = Shape("qwen2", tied=True, sliding_window=True)
 FolderOf = Callable[[Shape], Path]
 
 
@@ -47,7 +50,7 @@ def _by_row(micro_batches: Sequence[Sequence[int]], parts: list[torch.Tensor]) -
     return [pieces[rows.index(row)] for row in EVERY]
 
 
-@pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: shape.architecture)
+@pytest.mark.parametrize("shape", [*SHAPES, WINDOW], ids=["qwen2", "qwen3", "llama", "window"])
 @torch.no_grad()
 def test_log_probs_are_those_of_each_row_alone_however_rows_are_packed(shape: Shape, folder_of: FolderOf) -> None:
     """Row order, company in a micro-batch and attention without padding change nothing."""
@@ -138,10 +141,24 @@ def test_reward_scores_are_those_of_each_sequence_alone(folder_of: FolderOf) -> 
     torch.testing.assert_close(backwards_B, expected_B, rtol=1e-5, atol=1e-5)
 
 
-def test_models_that_packing_would_run_wrongly_are_refused(folder_of: FolderOf) -> None:
-    """A sliding window would be ignored without a word; several labels are no score. Both are the user's choice."""
-    with pytest.raises(UserError, match="sliding-window"):
-        load_causal_lm(folder_of(Shape("qwen2", tied=True, sliding_window=True)), torch.float32, False)
+@torch.no_grad()
+def test_a_sliding_window_that_is_left_out_would_show(folder_of: FolderOf, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Negative control: the windowed model with all tokens in sight gives other log-probs by far."""
+    policy = PackedPolicy(load_causal_lm(folder_of(WINDOW), torch.float32, False)).eval()
+    windowed_T, _ = policy(pack(ROWS, EVERY, CPU), 1.0, "none")
+    monkeypatch.setattr(attention, "_window", lambda length, sliding_window: None)
+    full_T, _ = policy(pack(ROWS, EVERY, CPU), 1.0, "none")
+    assert (windowed_T - full_T).abs().mean() > 0.01
+
+
+def test_models_that_packing_would_run_wrongly_are_refused(folder_of: FolderOf, tmp_path: Path) -> None:
+    """Capped logits would stay uncapped without a word; several labels are no score. Both are the user's choice."""
+    capped = tmp_path / "capped"
+    shutil.copytree(folder_of(SHAPES[0]), capped)
+    config = json.loads((capped / "config.json").read_text(encoding="utf-8"))
+    (capped / "config.json").write_text(json.dumps(config | {"final_logit_softcapping": 30.0}), encoding="utf-8")
+    with pytest.raises(UserError, match="final_logit_softcapping"):
+        load_causal_lm(capped, torch.float32, False)
     with pytest.raises(UserError, match="2 labels"):
         load_reward_model(folder_of(Shape("qwen3", tied=False, classes=2)), torch.float32)
 
