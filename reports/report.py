@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from reports.headline import Headline, headlines
 from reports.plots import metrics_frame, plot_run, task_times
+from state.run_folder import RunFolder, read_metrics
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -91,7 +92,11 @@ def write_report(run_folder: Path, links: Mapping[str, str], samples: Samples = 
 
 
 def _gather(run_folder: Path, folder: Path, links: Mapping[str, str], samples: Samples, resume: str) -> Report:
-    records, summary, config = read_records(run_folder), _read_summary(run_folder), run_folder / "config.yaml"
+    records, summary, config = (
+        read_metrics(RunFolder(run_folder)),
+        _read_summary(run_folder),
+        run_folder / "config.yaml",
+    )
     return Report(
         name=run_folder.name,
         status=str(summary.get("status", "unfinished")).lower(),
@@ -103,15 +108,6 @@ def _gather(run_folder: Path, folder: Path, links: Mapping[str, str], samples: S
         links=links,
         resume=resume,
     )
-
-
-def read_records(run_folder: Path) -> list[dict[str, Any]]:
-    """Return the lines of `metrics.jsonl`; a last line that a crash cut short is left out."""
-    path = run_folder / "metrics.jsonl"
-    if not path.exists():
-        return []
-    lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
-    return [json.loads(line) for line in lines if line.endswith("\n")]
 
 
 def mean_task_times(frame: pd.DataFrame) -> list[TaskTime]:

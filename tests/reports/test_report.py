@@ -11,7 +11,8 @@ import pytest
 
 from reports.headline import duration, headlines
 from reports.plots import metrics_frame
-from reports.report import mean_task_times, read_records, write_report
+from reports.report import mean_task_times, write_report
+from state.run_folder import RunFolder, read_metrics
 
 SUMMARY = {
     "status": "completed",
@@ -88,7 +89,7 @@ def test_a_killed_run_has_a_report(run_folder: Path) -> None:
     (run_folder / "summary.json").unlink()
     with (run_folder / "metrics.jsonl").open("a") as file:
         file.write('{"iteration": 3, "met')
-    assert [record["iteration"] for record in read_records(run_folder)] == [1, 2]
+    assert [record["iteration"] for record in read_metrics(RunFolder(run_folder))] == [1, 2]
     assert "unfinished" in write_report(run_folder, {}).read_text()
 
 
