@@ -1,12 +1,23 @@
-"""What an algorithm is to the rest of the program: which functions it pairs and what they may be told.
+"""What an algorithm is to the rest of the program: which functions it pairs, and with which values.
 
-A file of ``advantages/`` or ``policy_losses/`` that makes a named algorithm declares it as ``ALGORITHM``. The
-collection of all of them is ``algorithms.registry``. Values of settings are not here: they belong to the configs.
+A file of ``advantages/`` or ``policy_losses/`` declares the algorithms that it makes as ``ALGORITHMS``. The collection
+of all of them is ``algorithms.registry``.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+# What a file's function needs beyond rewards and the current log-probs; the file declares it as ``NEEDS``.
+Need = Literal[
+    "critic",  # values of a trained critic
+    "group",  # at least two samples of a prompt
+    "greedy",  # the reward of a greedy response to the prompt
+    "reward_parts",  # the parts that a reward is the sum of; token rewards are not read
+    "old_logprobs",  # log-probs under the generating policy, also where the update is on-policy
+]
 
 
 @dataclass(frozen=True)
@@ -18,15 +29,13 @@ class Algorithm:
         advantage: key of ``algorithms.advantages.ADVANTAGES``.
         policy_loss: key of ``algorithms.policy_losses.POLICY_LOSSES``.
         description: one line for a person who chooses.
-        critic: whether values are needed, and so a critic is trained.
-        advantage_settings: names of the estimator's settings; the registry reads them off its signature.
-        loss_settings: names of the policy loss's settings; likewise.
+        aggregation: how it makes one loss of the token losses, unless a config says otherwise.
+        defaults: settings whose default is another than that of the function.
     """
 
     name: str
     advantage: str
     policy_loss: str
     description: str
-    critic: bool = False
-    advantage_settings: tuple[str, ...] = ()
-    loss_settings: tuple[str, ...] = ()
+    aggregation: str = "token-mean"
+    defaults: Mapping[str, Any] = field(default_factory=dict)

@@ -19,7 +19,7 @@ def modules(package: str, path: Iterable[str]) -> dict[str, ModuleType]:
     return {name: import_module(f"{package}.{name}") for name in names}
 
 
-def settings(function: Callable[..., Any]) -> tuple[str, ...]:
-    """Names of a function's settings: its keyword-only parameters, in the order written."""
+def settings(function: Callable[..., Any]) -> dict[str, Any]:
+    """A function's settings with their defaults: its keyword-only parameters, in the order written."""
     parameters = inspect.signature(function).parameters.values()
-    return tuple(parameter.name for parameter in parameters if parameter.kind is parameter.KEYWORD_ONLY)
+    return {parameter.name: parameter.default for parameter in parameters if parameter.kind is parameter.KEYWORD_ONLY}

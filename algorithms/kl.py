@@ -14,7 +14,7 @@ import numpy as np
 
 from algorithms.segments import Array
 
-KL_ESTIMATORS: tuple[str, ...] = ("k1", "k2", "k3")
+KL_ESTIMATORS: tuple[str, ...] = ("k1", "k2", "k3", "abs", "k1+", "k3+")
 # e^20 is 5e8: far beyond any ratio that means something, far below where float32 overflows (e^88).
 LOG_RATIO_BOUND = 20.0
 # Ziegler et al.: the proportional error is clipped to this, either way.
@@ -28,22 +28,35 @@ def kl_estimate(logprobs: Array, reference_logprobs: Array, estimator: str) -> A
     variance; k3 = e^x - 1 - x is unbiased, of low variance, never negative. k3 computes with x bounded to +-20, and
     passes no gradient beyond: bounding e^x alone would leave the gradient of -x, which points away from the
     reference. The gradient of an estimate is not an estimate of the gradient: in a loss, k2 follows the gradient of
-    KL(policy || reference), k1 has gradient 0 in expectation.
+    KL(policy || reference), k1 has gradient 0 in expectation. Hence k1+ and k3+: the value of k1 or k3, with the
+    gradient of k2 passed straight through. abs = |x| is not an estimate of the divergence, but a distance.
 
     Raises:
         ValueError: the estimator is none of ``KL_ESTIMATORS``.
     """
+    if estimator.endswith("+") and estimator in KL_ESTIMATORS:
+        return _straight_through(logprobs, reference_logprobs, estimator[:-1])
     x = reference_logprobs - logprobs
     match estimator:
         case "k1":
             return -x
         case "k2":
             return 0.5 * x * x
+        case "abs":
+            return abs(x)
         case "k3":
             x = x.clip(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
             # expm1 keeps the digits that e^x - 1 loses near 0, where x is on most tokens.
             return (np.expm1(x) if isinstance(x, np.ndarray) else x.expm1()) - x
     raise ValueError(f"unknown KL estimator {estimator!r}; there are {', '.join(KL_ESTIMATORS)}")
+
+
+def _straight_through(logprobs: Array, reference_logprobs: Array, estimator: str) -> Array:
+    value = kl_estimate(logprobs, reference_logprobs, estimator)
+    if isinstance(logprobs, np.ndarray):  # no gradient to speak of
+        return value
+    k2 = kl_estimate(logprobs, reference_logprobs, "k2")
+    return value.detach() + (k2 - k2.detach())
 
 
 @dataclass(frozen=True)

@@ -27,14 +27,31 @@ class GroupStatistics:
     sizes_B: np.ndarray
 
 
-def group_statistics(values_B: np.ndarray, groups_B: np.ndarray) -> GroupStatistics:
-    """Statistics of ``values_B`` over rows of equal ``groups_B``; rows of a group need not be neighbours."""
-    _, first_G, group_B, sizes_G = np.unique(groups_B, return_index=True, return_inverse=True, return_counts=True)
-    values_B = values_B.astype(np.float64)
+def centred(values: np.ndarray, groups: np.ndarray, weights: np.ndarray | None = None) -> np.ndarray:
+    """Values minus the (weighted) mean over equal ``groups``, float64; exactly 0 where all values of a group are equal.
+
+    Args:
+        values: any one-dimensional array.
+        groups: an integer per value; equal ones need not be neighbours.
+        weights: not negative; None for equal weights. A group whose weights sum to 0 is centred with equal ones.
+    """
+    _, first_G, group, sizes_G = np.unique(groups, return_index=True, return_inverse=True, return_counts=True)
+    values = values.astype(np.float64)
     # Measured from a member of the group, equal values are exact zeros: their mean carries no rounding error, which
     # a division by a vanishing standard deviation would blow up.
-    shifted_B = values_B - values_B[first_G][group_B]
-    centred_B = shifted_B - (np.bincount(group_B, weights=shifted_B) / sizes_G)[group_B]
+    shifted = values - values[first_G][group]
+    if weights is None:
+        return shifted - (np.bincount(group, weights=shifted) / sizes_G)[group]
+    total_G = np.bincount(group, weights=weights)
+    weights = np.where(total_G[group] > 0, weights, 1.0)
+    total_G = np.where(total_G > 0, total_G, sizes_G)
+    return shifted - (np.bincount(group, weights=shifted * weights) / total_G)[group]
+
+
+def group_statistics(values_B: np.ndarray, groups_B: np.ndarray) -> GroupStatistics:
+    """Statistics of ``values_B`` over rows of equal ``groups_B``; rows of a group need not be neighbours."""
+    _, group_B, sizes_G = np.unique(groups_B, return_inverse=True, return_counts=True)
+    centred_B = centred(values_B, groups_B)
     variance_G = np.bincount(group_B, weights=centred_B**2) / np.maximum(sizes_G - 1, 1)
     return GroupStatistics(centred_B, np.sqrt(variance_G)[group_B], sizes_G[group_B])
 
@@ -42,10 +59,11 @@ def group_statistics(values_B: np.ndarray, groups_B: np.ndarray) -> GroupStatist
 def whitened(values: np.ndarray) -> np.ndarray:
     """Shift and scale to mean 0 and unbiased variance 1; given the counted tokens of a batch and nothing else.
 
-    The divisor is sqrt(variance + 1e-8), so that equal values, or a single one, become 0.
+    The divisor is sqrt(variance + 1e-8), so that equal values, or a single one, become exactly 0.
     """
     if not values.size:
         return values
-    centred = values - values.mean()
-    variance = (centred @ centred) / max(values.size - 1, 1)
-    return centred / np.sqrt(variance + WHITEN_EPSILON)
+    shifted = values - values[0]  # as in `centred`: equal values leave no rounding error
+    centred_values = shifted - shifted.mean()
+    variance = (centred_values @ centred_values) / max(values.size - 1, 1)
+    return centred_values / np.sqrt(variance + WHITEN_EPSILON)

@@ -24,14 +24,19 @@ def lengths(offsets_B1: Array) -> Array:
     return offsets_B1[1:] - offsets_B1[:-1]
 
 
-def rows_of_tokens(offsets_B1: Array) -> Array:
-    """Index of the row that each token belongs to, shape _T."""
+def rows_of_tokens(offsets_B1: Array, tokens: int | None = None) -> Array:
+    """Index of the row that each token belongs to, shape _T.
+
+    Args:
+        offsets_B1: where rows begin and end.
+        tokens: their number, if known: without it torch waits for the device to tell how much to allocate.
+    """
     lengths_B = lengths(offsets_B1)
     if isinstance(lengths_B, np.ndarray):
         return np.repeat(np.arange(lengths_B.size), lengths_B)
     import torch
 
-    return torch.repeat_interleave(lengths_B)
+    return torch.repeat_interleave(lengths_B, output_size=tokens)
 
 
 def segment_sum(values_T: np.ndarray, offsets_B1: np.ndarray) -> np.ndarray:
@@ -42,6 +47,23 @@ def segment_sum(values_T: np.ndarray, offsets_B1: np.ndarray) -> np.ndarray:
     if filled_B.any():
         sums_B[filled_B] = np.add.reduceat(values_T.astype(np.float64), offsets_B1[:-1][filled_B])
     return sums_B
+
+
+def discounted_sums(values_T: np.ndarray, offsets_B1: np.ndarray, decay: float) -> np.ndarray:
+    """s_t = x_t + decay s_(t+1) within each row, shape _T, in float64."""
+    lengths_B = lengths(offsets_B1)
+    longest_first_B = np.argsort(-lengths_B, kind="stable")
+    ends_B = offsets_B1[1:][longest_first_B]
+    # One step of the loop serves all rows, from their ends backwards. With the longest rows first, those that reach
+    # t tokens back are a prefix: no padding and no mask.
+    rows_reaching = np.searchsorted(-lengths_B[longest_first_B], -np.arange(lengths_B.max(initial=0)))
+    sums_T = np.empty(values_T.size)
+    carry_B = np.zeros(lengths_B.size)
+    for back, rows in enumerate(rows_reaching, start=1):
+        at = ends_B[:rows] - back
+        carry_B[:rows] = values_T[at] + decay * carry_B[:rows]
+        sums_T[at] = carry_B[:rows]
+    return sums_T
 
 
 def segment_sum_torch(values_T: Tensor, offsets_B1: Tensor) -> Tensor:

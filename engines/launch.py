@@ -196,7 +196,8 @@ def group_environment(spec: GroupSpec) -> dict[str, str]:
         "PYTHONPATH": os.pathsep.join(entry or str(Path.cwd()) for entry in sys.path),
     }
     devices = _CPU if spec.devices[0].gpu is None else {"CUDA_VISIBLE_DEVICES": _visible_gpus(spec)}
-    return {"OMP_NUM_THREADS": str(cores_per_rank)} | _DEFAULTS | dict(os.environ) | _FORCED | settings | devices
+    threads = {name: str(cores_per_rank) for name in ("OMP_NUM_THREADS", "RAYON_NUM_THREADS")}  # the second: tokenizers
+    return threads | _DEFAULTS | dict(os.environ) | _FORCED | settings | devices
 
 
 def _visible_gpus(spec: GroupSpec) -> str:

@@ -27,6 +27,12 @@ def free_gpu_bytes(index: int) -> int:
     return int(pynvml.nvmlDeviceGetMemoryInfo(pynvml.nvmlDeviceGetHandleByIndex(index)).free)
 
 
+def gpu_name(index: int) -> str:
+    """Return the product name of the GPU with NVML index `index`, e.g. "NVIDIA H200"."""
+    pynvml.nvmlInit()
+    return str(pynvml.nvmlDeviceGetName(pynvml.nvmlDeviceGetHandleByIndex(index)))
+
+
 def free_host_bytes() -> int:
     """Return memory that programs on this machine can still take."""
     return int(psutil.virtual_memory().available)

@@ -1,119 +1,219 @@
 """How much memory a rank will need, from the model's sizes alone: no torch, no weights loaded.
 
-An estimate for refusing what cannot fit and for `--dry-run`; measured peaks are in the metrics of every run.
-Counted: weights, float32 masters, AdamW's two moments and gradients as ZeRO shards them, activations of one
-micro-batch, logits of one chunk, the frozen reference, the smallest useful KV cache. Left out: fragmentation,
-CUDA's own context and graphs (a flat allowance stands for them).
+A rank's memory is full at different times for different reasons, so the estimate is made by phase, and the fullest
+one counts: the warm-up, each trained role's update, the rollout, forward passes, the start. It refuses what cannot
+fit, decides about gradient checkpointing, and is shown by `--dry-run`; measured peaks are in every run's metrics.
+
+The numbers are of three kinds, each with its place: bytes per parameter that ZeRO prescribes (`_states`), bytes per
+token that autograd keeps (engines/activations.py), and the workspaces and allowances below. The last are what is to
+be measured anew when kernels or libraries change. Left out: other processes.
 """
 
 from __future__ import annotations
 
-import json
+from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
 
 from configs.schedule import value_at
-from configs.schema import TrainConfig, TrainerConfig
+from configs.schema import Role, TrainConfig, TrainerConfig
+from engines.activations import in_flight_bytes, kept_bytes, keys_per_token, layer_table, total
+from engines.concurrency import max_sequences
+from engines.placement import reshard_strategy
+from engines.shape import ModelShape
 
 GIB = 1 << 30
-CONTEXT_BYTES = {"cpu": int(1.2 * GIB), "cuda": 3 * GIB}  # libraries, CUDA context and graphs
+Parts = dict[str, int]  # bytes by what they are for
+
+LIBRARIES = {"cpu": int(1.2 * GIB), "cuda": int(0.75 * GIB)}  # on a GPU: CUDA's context, outside of torch's allocator
+NCCL = int(0.5 * GIB)  # buffers of its channels, with several ranks
+CUDA_GRAPHS = 1 * GIB  # vLLM's captured graphs and workspace; they stay while its engine sleeps
+FRAGMENTATION = 0.05  # of what torch allocates on a GPU: reserved and of no use
+LOGITS_CHUNK = 1 << 30  # bytes of logits that exist at a time (engines/logprobs.py)
+LOGITS_CHUNKS = {"cuda": 2, "cpu": 8}  # the chunk and its successor; where nothing is compiled, float32 copies as well
+# DeepSpeed's defaults, in elements. A GPU's bucket is allocated whole however small the model is, and there are two to
+# overlap; on a CPU pages that nothing is written to are no memory.
+REDUCE_BUCKET = 500_000_000
+BUCKETS = {"cuda": 2, "cpu": 1}
+LIVE_PARAMETERS = 1_000_000_000  # that ZeRO-3 holds gathered
+GRADIENT = 4  # bytes: gradients are summed up in float32
+KV_BLOCK = 128  # tokens; vLLM hands out whole blocks
+USEFUL_SEQUENCES = 16  # with room for fewer a rollout hardly moves
+FORWARD_TOKENS = 16384  # of a reward model's micro-batch (tasks/reward.py)
+
+PHASES = {"actor": "update of the actor", "critic": "update of the critic", "sft": "supervised warm-up"}
 
 
 @dataclass(frozen=True)
-class ModelShape:
-    """Sizes of a model folder."""
+class Rank:
+    """What a rank's memory depends on besides the configuration."""
 
-    parameters: int
-    layers: int
-    hidden_size: int
-    intermediate_size: int
-    kv_heads: int
-    head_size: int
-    vocabulary: int
-    positions: int
+    shapes: Mapping[Role, ModelShape]  # of the models that the group holds
+    ranks: int  # of the group
+    device: str  # "cpu" or "cuda"
+    width: int  # bytes of a weight
 
 
-def read_shape(folder: Path) -> ModelShape:
-    """Read a model's sizes from its config and the headers of its weight files.
+@dataclass(frozen=True)
+class RankMemory:
+    """Estimated bytes on one rank in its fullest phase."""
 
-    Raises:
-        KeyError: the config lacks a size.
-        ValueError: a file is damaged.
+    phase: str
+    parts: Parts
+
+    @property
+    def total(self) -> int:
+        """Bytes of all parts."""
+        return sum(self.parts.values())
+
+
+def weight_width(config: TrainConfig, device: str) -> int:
+    """Return the bytes of one weight."""
+    full = config.model.dtype == "float32" or (config.model.dtype == "auto" and device == "cpu")
+    return 4 if full else 2
+
+
+def rank_memory(config: TrainConfig, rank: Rank, checkpointing: Mapping[str, bool]) -> RankMemory:
+    """Return the fullest phase; `checkpointing` by "actor", "critic" and "sft" as `choose_checkpointing` has it."""
+    phases = rank_phases(config, rank, checkpointing)
+    name = max(phases, key=lambda phase: sum(phases[phase].values()))
+    return RankMemory(name, {part: size for part, size in phases[name].items() if size})
+
+
+def choose_checkpointing(config: TrainConfig, rank: Rank, free: int) -> dict[str, bool]:
+    """Return for each trained model of a group whether activations are recomputed in the backward pass.
+
+    What the configuration says holds. Where it says nothing they are kept, unless the phase then exceeds `free` bytes.
     """
-    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    heads = config["num_attention_heads"]
-    return ModelShape(
-        parameters=sum(_numel(path) for path in folder.glob("*.safetensors")),
-        layers=config["num_hidden_layers"],
-        hidden_size=config["hidden_size"],
-        intermediate_size=config["intermediate_size"],
-        kv_heads=config.get("num_key_value_heads", heads),
-        head_size=config.get("head_dim") or config["hidden_size"] // heads,
-        vocabulary=config["vocab_size"],
-        positions=config.get("max_position_embeddings", 1 << 20),
-    )
+    asked = {name: trainer.gradient_checkpointing for name, trainer in _trained(config, rank).items()}
+    kept = rank_phases(config, rank, dict.fromkeys(asked, False))
+    return {name: sum(kept[PHASES[name]].values()) > free if value is None else value for name, value in asked.items()}
 
 
-def _numel(path: Path) -> int:
-    """Parameters in a safetensors file: its header is a length and a JSON object of shapes."""
-    with path.open("rb") as stream:
-        length = int.from_bytes(stream.read(8), "little")
-        if length > path.stat().st_size:
-            raise ValueError(f"{path.name} is no safetensors file")
-        header: dict[str, Any] = json.loads(stream.read(length))
-    total = 0
-    for name, entry in header.items():
-        if name == "__metadata__":
-            continue
-        numel = 1
-        for size in entry["shape"]:
-            numel *= size
-        total += numel
-    return total
+def rank_phases(config: TrainConfig, rank: Rank, checkpointing: Mapping[str, bool]) -> dict[str, Parts]:
+    """Return a rank's parts in each phase."""
+    trained = {name: trainer for name, trainer in _trained(config, rank).items() if name != "sft"}
+    rest = _rest(config, rank, trained)
+    phases: dict[str, Parts] = {"start": {**rest, "flattening": _flattening(trained, rank)}}
+    for name, trainer in trained.items():
+        own = _states(name, trainer, rank) | _update(name, trainer, config, rank, checkpointing[name])
+        phases[PHASES[name]] = rest | own
+    if config.sft is not None and "actor" in rank.shapes:
+        own = _states("sft", config.sft, rank) | _update("sft", config.sft, config, rank, checkpointing["sft"])
+        phases[PHASES["sft"]] = own  # before the other models are loaded
+    if "rollout" in rank.shapes:
+        phases["rollout"] = {**rest, "KV cache": kv_cache_bytes(config, rank)}
+    if {"reference", "reward"} & rank.shapes.keys():
+        phases["forward passes"] = {**rest, "activations": _forward(config, rank)}
+    return {name: _with_allowances(parts, config, rank) for name, parts in phases.items()}
 
 
-def rank_bytes(
-    config: TrainConfig, shape: ModelShape, roles: tuple[str, ...], ranks: int, device: str
-) -> dict[str, int]:
-    """Return estimated bytes on one rank by what they are for; `device` is "cpu" or "cuda"."""
-    width = 4 if config.model.dtype == "float32" or (config.model.dtype == "auto" and device == "cpu") else 2
-    parts = {"libraries": CONTEXT_BYTES[device]}
-    trained = {"actor": config.actor, "critic": config.critic}
-    for role, trainer in trained.items():
-        if role in roles and trainer is not None:
-            parts[f"{role} weights and optimizer"] = _trainer_bytes(trainer, shape, ranks, width)
-    if parts.keys() & {f"{role} weights and optimizer" for role in trained}:
-        parts["activations"] = max(_activation_bytes(t, shape, width) for t in trained.values() if t is not None)
-    if "reference" in roles:
-        parts["reference"] = shape.parameters * width
-    if "reward" in roles:
-        parts["reward model"] = read_shape(Path(str(config.reward.model))).parameters * width
-    if "rollout" in roles:
-        if config.actor.zero_stage == 3:
-            parts["rollout weights"] = shape.parameters * width
-        length = config.data.max_prompt_tokens + config.rollout.max_response_tokens
-        one = 2 * shape.layers * shape.kv_heads * shape.head_size * width * length
-        parts["KV cache"] = int(config.rollout.kv_cache_gib * GIB) or one * min(16, config.rollout.max_sequences)
+def _trained(config: TrainConfig, rank: Rank) -> dict[str, TrainerConfig]:
+    named = {
+        "actor": config.actor if "actor" in rank.shapes else None,
+        "critic": config.critic if "critic" in rank.shapes else None,
+        "sft": config.sft if "actor" in rank.shapes else None,
+    }
+    return {name: trainer for name, trainer in named.items() if trainer is not None}
+
+
+def _shape(name: str, rank: Rank) -> ModelShape:
+    return rank.shapes["critic" if name == "critic" else "actor"]
+
+
+def _states(name: str, trainer: TrainerConfig, rank: Rank) -> Parts:
+    """Weights and optimizer states while they are on the device, as ZeRO shards them."""
+    parameters, stage = _shape(name, rank).parameters, trainer.zero_stage
+    masters = 0 if rank.width == 4 and stage == 0 else 4  # float32 weights are their own masters without ZeRO
+    states = {
+        f"{name} weights": rank.width * parameters // (rank.ranks if stage >= 3 else 1),
+        f"{name} masters and moments": (masters + 8) * parameters // (rank.ranks if stage >= 1 else 1),
+    }
+    if stage <= 1 and rank.width == 2:  # DeepSpeed's other optimizer: it keeps a buffer of all gradients for good
+        states[f"{name} gradients"] = GRADIENT * parameters
+    return states
+
+
+def _rest(config: TrainConfig, rank: Rank, trained: Mapping[str, TrainerConfig]) -> Parts:
+    """What lies on the device all the time; offloaded states do not."""
+    parts: Parts = {}
+    for name, trainer in trained.items():
+        states = _states(name, trainer, rank)
+        if trainer.offload_optimizer:
+            del states[f"{name} masters and moments"]
+        parts |= states
+    for role in ("reference", "reward"):
+        if role in rank.shapes:
+            parts[role] = rank.width * rank.shapes[role].parameters
+    if "rollout" in rank.shapes and reshard_strategy(config) != "shared":
+        parts["rollout weights"] = rank.width * rank.shapes["rollout"].parameters // config.rollout.tensor_parallel
     return parts
 
 
-def _trainer_bytes(trainer: TrainerConfig, shape: ModelShape, ranks: int, width: int) -> int:
-    masters = 0 if width == 4 and trainer.zero_stage == 0 else 4
-    state, gradient, weight = float(masters + 8), float(max(4, width)), float(width)
-    if trainer.zero_stage >= 1:
-        state /= ranks
-    if trainer.zero_stage >= 2:
-        gradient /= ranks
-    if trainer.zero_stage >= 3:
-        weight /= ranks
-    return int(shape.parameters * (state + gradient + weight))
+def _update(name: str, trainer: TrainerConfig, config: TrainConfig, rank: Rank, checkpointing: bool) -> Parts:
+    """What an update needs besides the states, at the end of the forward pass or soon after."""
+    shape, stage, width = _shape(name, rank), trainer.zero_stage, rank.width
+    tokens = max(1, value_at(trainer.micro_batch_tokens, 1))
+    prompt, response, samples = _lengths(name, config)
+    responses = tokens * samples * response // (prompt + samples * response)
+    embedding = width * shape.vocabulary * shape.hidden_size
+    logits = LOGITS_CHUNKS[rank.device] * min(LOGITS_CHUNK, width * shape.vocabulary * responses)
+    keys = keys_per_token(prompt, response, samples)
+    compiled = rank.device == "cuda" and stage < 3
+    kept = kept_bytes(shape, width, rank.device, compiled, tokens, responses, checkpointing, keys)
+    return {
+        f"{name} gradients": GRADIENT * shape.parameters // (rank.ranks if stage >= 2 else 1),
+        "reduce buckets": _buckets(shape, stage, rank),
+        "activations": kept + in_flight_bytes(shape, width, tokens),
+        # A critic has no logits. The head's gradient is there before any other, and the largest.
+        "logits and the head's gradient": 0 if name == "critic" else logits + embedding,
+    }
 
 
-def _activation_bytes(trainer: TrainerConfig, shape: ModelShape, width: int) -> int:
-    tokens = max(value_at(trainer.micro_batch_tokens, 1), 1)
-    # Per token and layer: what the norms, projections, attention and the gated MLP keep for the backward pass.
-    per_layer = width * (10 * shape.hidden_size + 4 * shape.intermediate_size)
-    if trainer.gradient_checkpointing:
-        return tokens * (shape.layers * width * shape.hidden_size + per_layer)
-    return tokens * shape.layers * per_layer
+def _lengths(name: str, config: TrainConfig) -> tuple[int, int, int]:
+    """Prompt and response tokens of a row, and rows that share a prompt; the longest that there may be."""
+    if name == "sft":
+        return 0, 1, 1  # any token may be a response's
+    return config.data.max_prompt_tokens, config.rollout.max_response_tokens, config.rollout.samples
+
+
+def _buckets(shape: ModelShape, stage: int, rank: Rank) -> int:
+    """Gradients on their way to the ranks that sum them up, and ZeRO-3's gathered parameters."""
+    if stage == 0 or (stage == 1 and rank.width == 2):
+        return 0  # in bfloat16 stage 1 is DeepSpeed's other optimizer, which adds each gradient at once
+    elements = REDUCE_BUCKET if rank.device == "cuda" else min(REDUCE_BUCKET, shape.parameters)
+    gathered = min(LIVE_PARAMETERS, shape.parameters) if stage == 3 and rank.ranks > 1 else 0
+    return rank.width * (BUCKETS[rank.device] * elements + gathered)
+
+
+def _flattening(trained: Mapping[str, TrainerConfig], rank: Rank) -> int:
+    """The model once more while its parameters move into DeepSpeed's flat buffer."""
+    return max((rank.width * _shape(name, rank).parameters for name in trained), default=0)
+
+
+def _forward(config: TrainConfig, rank: Rank) -> int:
+    """One block at a time, nothing kept for later."""
+    tokens = {"reference": value_at(config.actor.micro_batch_tokens, 1), "reward": FORWARD_TOKENS}
+    held = [role for role in ("reference", "reward") if role in rank.shapes]
+    return max(tokens[role] * total(layer_table(rank.shapes[role], rank.width, rank.device, False)) for role in held)
+
+
+def kv_cache_bytes(config: TrainConfig, rank: Rank, sequences: int | None = None) -> int:
+    """Return the KV cache that was asked for, else what `sequences` at full length need (default: a useful least)."""
+    if config.rollout.kv_cache_gib:
+        return int(config.rollout.kv_cache_gib * GIB)
+    shape, parallel = rank.shapes["rollout"], config.rollout.tensor_parallel
+    length = config.data.max_prompt_tokens + config.rollout.max_response_tokens
+    blocks = -(-length // KV_BLOCK) * KV_BLOCK
+    wanted = sequences or min(USEFUL_SEQUENCES, max_sequences(config.rollout, rank.ranks // parallel))
+    return 2 * shape.layers * max(1, shape.kv_heads // parallel) * shape.head_size * rank.width * blocks * wanted
+
+
+def _with_allowances(parts: Parts, config: TrainConfig, rank: Rank) -> Parts:
+    outside = {"libraries": LIBRARIES[rank.device]}
+    if rank.device == "cpu":
+        return parts | outside
+    if rank.ranks > 1:
+        outside["NCCL"] = NCCL
+    if "rollout" in rank.shapes:
+        outside["rollout engine"] = CUDA_GRAPHS if config.rollout.cuda_graphs else CUDA_GRAPHS // 2
+    return {**parts, "fragmentation": int(FRAGMENTATION * sum(parts.values())), **outside}

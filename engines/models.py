@@ -1,8 +1,7 @@
 """The models a rank trains or asks: a causal LM that returns log-probs of chosen tokens, a critic, a reward model.
 
 Each wraps a Hugging Face backbone and runs it on packed tokens. The language head sees only the positions that
-predict response tokens, in chunks whose logits live no longer than the chunk: a chunk is recomputed in the backward
-pass, so memory holds hidden states and never `tokens x vocabulary`.
+predict response tokens (engines/logprobs.py).
 
 Suffixes: `_N` all tokens of a micro-batch, `_T` response tokens, `_TH` times hidden size, `_TV` times vocabulary.
 Left out: losses (algorithms/), optimizers (engines/trainer.py).
@@ -11,48 +10,53 @@ Left out: losses (algorithms/), optimizers (engines/trainer.py).
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import nn
-from torch.utils.checkpoint import checkpoint
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification, PreTrainedModel
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    GenerationConfig,
+    PreTrainedModel,
+)
 
 from configs.errors import UserError
 from engines.attention import NAME as PACKED_ATTENTION
+from engines.logprobs import selected_logprobs
 from engines.packing import PackedBatch
 
-Entropy = Literal["none", "value", "gradient"]  # not wanted, to be reported, or part of the loss
 # What some models do to scores and logits outside the layers that are called here.
 UNSUPPORTED = ("attn_logit_softcapping", "final_logit_softcapping", "logit_scale", "logits_scaling")
-LOGITS_CHUNK_BYTES = 1 << 28  # of float32 logits at a time: large enough for full speed, small beside the weights
 
 
 class PackedPolicy(nn.Module):
-    """A causal LM: packed tokens in, log-probs (and entropies) of the response tokens out."""
+    """A causal LM: packed tokens in, log-probs and entropies of the response tokens out."""
 
     def __init__(self, lm: PreTrainedModel) -> None:
         super().__init__()
         self.lm = lm
+        self.head = LogprobHead(lm.lm_head)
 
-    def forward(
-        self, batch: PackedBatch, temperature: float, entropy: Entropy
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+    def forward(self, batch: PackedBatch, temperature: float) -> tuple[torch.Tensor, torch.Tensor]:
         """Return log-probs_T and entropies_T (float32) of the response tokens at the sampling temperature."""
         hidden_TH = _hidden_states(self.lm.base_model, batch).index_select(0, batch.predict_T)
-        chunk = max(1, LOGITS_CHUNK_BYTES // (4 * self.lm.config.vocab_size))
-        logprobs, entropies = [], []
-        for hidden_CH, targets_C in zip(hidden_TH.split(chunk), batch.targets_T.split(chunk), strict=True):
-            logprobs_C, entropy_C = self._chunk(hidden_CH, targets_C, temperature, entropy)
-            logprobs.append(logprobs_C)
-            entropies.append(entropy_C)
-        return torch.cat(logprobs), None if entropy == "none" else torch.cat(entropies)
+        return self.head(hidden_TH, batch.targets_T, temperature)
 
-    def _chunk(self, hidden_CH: torch.Tensor, targets_C: torch.Tensor, temperature: float, entropy: Entropy) -> Any:
-        arguments = (self.lm.lm_head, hidden_CH, targets_C, temperature, entropy)
-        if torch.is_grad_enabled():
-            return checkpoint(_selected_logprobs, *arguments, use_reentrant=False, preserve_rng_state=False)
-        return _selected_logprobs(*arguments)
+
+class LogprobHead(nn.Module):
+    """The language head as a module of its own, so that ZeRO-3 gathers its weight for both passes."""
+
+    def __init__(self, head: nn.Module) -> None:
+        super().__init__()
+        self.weight = head.weight
+
+    def forward(
+        self, hidden_TH: torch.Tensor, targets_T: torch.Tensor, temperature: float
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return log-probs_T and entropies_T of the targets."""
+        return selected_logprobs(hidden_TH, self.weight, targets_T, temperature)
 
 
 class PackedCritic(nn.Module):
@@ -80,8 +84,7 @@ class PackedRewardModel(nn.Module):
 
     def forward(self, batch: PackedBatch) -> torch.Tensor:
         """Return scores_B in float32."""
-        last_B = batch.layout.cu_seqlens_B1[1:].long() - 1
-        hidden_BH = _hidden_states(self.classifier.base_model, batch).index_select(0, last_B)
+        hidden_BH = _hidden_states(self.classifier.base_model, batch).index_select(0, batch.last_B)
         scores_B: torch.Tensor = self.classifier.score(hidden_BH)
         return scores_B.squeeze(-1).float()
 
@@ -97,17 +100,16 @@ def _hidden_states(backbone: nn.Module, batch: PackedBatch) -> torch.Tensor:
     return output.last_hidden_state[0]
 
 
-def _selected_logprobs(
-    head: nn.Module, hidden_CH: torch.Tensor, targets_C: torch.Tensor, temperature: float, entropy: Entropy
-) -> tuple[torch.Tensor, torch.Tensor | None]:
-    logits_CV = head(hidden_CH).float() / temperature
-    logprobs_CV = torch.log_softmax(logits_CV, dim=-1)
-    chosen_C = logprobs_CV.gather(-1, targets_C.unsqueeze(-1)).squeeze(-1)
-    if entropy == "none":
-        return chosen_C, None
-    if entropy == "value":
-        logprobs_CV = logprobs_CV.detach()
-    return chosen_C, -(logprobs_CV.exp() * logprobs_CV).sum(-1)
+def compile_blocks(model: nn.Module) -> None:
+    """Compile the transformer blocks of a Hugging Face model in place, each by itself, for any number of tokens.
+
+    Blocks of one class share their compiled code. What lies between the matrix products (norms, rotary embedding,
+    gated activation, residuals) becomes a few kernels; the products themselves stay the library's.
+    """
+    blocks = set(getattr(model, "_no_split_modules", None) or ())
+    for module in model.modules():
+        if type(module).__name__ in blocks:
+            module.compile(dynamic=True)
 
 
 def load_causal_lm(path: str | Path, dtype: torch.dtype, gradient_checkpointing: bool) -> PreTrainedModel:
@@ -119,6 +121,16 @@ def load_causal_lm(path: str | Path, dtype: torch.dtype, gradient_checkpointing:
     lm = _load(AutoModelForCausalLM, path, dtype)
     if gradient_checkpointing:
         lm.gradient_checkpointing_enable({"use_reentrant": False})
+    return lm
+
+
+def causal_lm_shapes(path: str | Path, dtype: torch.dtype) -> PreTrainedModel:
+    """Return a causal LM folder's model on the meta device: names, shapes and settings without weights."""
+    config = AutoConfig.from_pretrained(path, local_files_only=True)
+    with torch.device("meta"):
+        lm: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=dtype)
+    if (Path(path) / "generation_config.json").is_file():
+        lm.generation_config = GenerationConfig.from_pretrained(path, local_files_only=True)
     return lm
 
 

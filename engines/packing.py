@@ -1,18 +1,21 @@
-"""From ragged experience to packed micro-batches: which rows go together, and the flat tensors of one forward pass.
+"""From ragged experience to packed micro-batches: the flat tensors of one forward pass.
 
-Rows are never padded: one micro-batch is a flat run of tokens with offsets. The plan (rows to ranks and micro-batches)
-is a pure function of the lengths, so every rank computes the same plan by itself and nothing is sent. All ranks run
-the same number of micro-batches, because gradients are reduced in step.
+Rows are never padded, and a prompt is computed once for all its samples in a micro-batch: its tokens stand once in the
+run, followed by the responses. Only attention sees that a response continues a prompt which lies elsewhere: each
+response's queries get the keys of prompt and response, gathered. For 8 samples of a prompt of 256 tokens and
+responses of 1,024 this spares 17 % of all layers' work, and changes no result: a prompt's hidden states do not depend
+on what follows it.
 
-Suffixes: `_N` all tokens of a micro-batch, `_T` its response tokens, `_B` rows, `_B1` offsets (B+1).
-Left out: the forward pass (engines/models.py) and the losses (algorithms/).
+Suffixes: `_N` tokens of a run, `_K` keys (a shared prompt's once per response), `_S` sequences of attention, `_T`
+response tokens, `_B` rows, `_F` families (rows of one prompt), `_P` pieces (a family's prompt or a row's response).
+Left out: which rows go together (engines/micro_batches.py), the forward pass (engines/models.py), losses (algorithms/).
 """
 
 from __future__ import annotations
 
-import heapq
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 import torch
@@ -21,13 +24,26 @@ from state.experience import Ragged, offsets_of
 
 
 @dataclass(frozen=True)
-class PackedLayout:
-    """Where the sequences of a packed run lie; what attention needs to keep them apart."""
+class SharedPrompts:
+    """How keys of shared prompts are repeated for each response, and their gradients added up again."""
 
-    cu_seqlens_B1: torch.Tensor  # int32, on the device
-    max_length: int
-    rows: int
-    slots_N: torch.Tensor | None  # row x max_length + position, for attention on CPU
+    source_K: torch.Tensor  # token of the run that a key comes from
+    own_N: torch.Tensor  # a token's key in its own sequence
+    copies_C: torch.Tensor  # the other keys, repeated from a prompt
+    copied_C: torch.Tensor  # tokens that those come from
+
+
+@dataclass(frozen=True)
+class PackedLayout:
+    """Where the sequences of attention lie: queries are consecutive tokens of the run, keys may begin with a prompt."""
+
+    cu_queries_S1: torch.Tensor  # int32, on the device
+    cu_keys_S1: torch.Tensor
+    max_queries: int
+    max_keys: int
+    sequences: int
+    shared: SharedPrompts | None  # None: every sequence's keys are its own tokens
+    slots_K: torch.Tensor | None  # sequence x max_keys + position, for attention on CPU
 
 
 @dataclass(frozen=True)
@@ -38,6 +54,7 @@ class PackedBatch:
     positions_N: torch.Tensor
     layout: PackedLayout
     predict_T: torch.Tensor  # index into N of the token whose hidden state predicts (and values) response token t
+    last_B: torch.Tensor  # index into N of a row's last token
     targets_T: torch.Tensor
     mask_T: torch.Tensor  # float 0/1: the model's own tokens
     offsets_B1: torch.Tensor  # response tokens per row
@@ -58,38 +75,37 @@ class Rows:
         """Prompt plus response tokens per row."""
         return self.prompts.lengths_B + self.responses.lengths_B
 
+    @cached_property
+    def prompt_ids_B(self) -> np.ndarray:
+        """A number per row, equal where prompts are equal."""
+        numbers: dict[bytes, int] = {}
+        prompts = (self.prompts.row(row).tobytes() for row in range(len(self)))
+        return np.fromiter((numbers.setdefault(prompt, len(numbers)) for prompt in prompts), np.int64, len(self))
+
     def __len__(self) -> int:
         return len(self.prompts)
 
 
-def partition(lengths: np.ndarray, bins: int) -> list[list[int]]:
-    """Split items into `bins` lists of nearly equal total length: longest first, each to the lightest bin.
+@dataclass(frozen=True)
+class _Places:
+    """Where prompts and responses of the chosen rows lie in the run; host memory."""
 
-    Ties go to the lower item and the lower bin, so the result depends on the lengths alone.
-    """
-    heap = [(0, index) for index in range(bins)]
-    result: list[list[int]] = [[] for _ in range(bins)]
-    for item in np.argsort(-lengths, kind="stable").tolist():
-        load, index = heapq.heappop(heap)
-        result[index].append(item)
-        heapq.heappush(heap, (load + int(lengths[item]), index))
-    return result
+    family_B: np.ndarray
+    first_F: np.ndarray  # a family's first row
+    prompt_F: np.ndarray  # lengths
+    response_B: np.ndarray
+    prompt_start_F: np.ndarray
+    response_start_B: np.ndarray
 
+    @property
+    def prompt_end_B(self) -> np.ndarray:
+        """Behind the last token of a row's prompt."""
+        return (self.prompt_start_F + self.prompt_F)[self.family_B]
 
-def plan_micro_batches(lengths_B: np.ndarray, ranks: int, budget: int) -> list[list[list[int]]]:
-    """Return plan[rank][micro_batch] -> row indices, each micro-batch within `budget` tokens where rows allow it.
-
-    Every rank gets the same number of micro-batches. A row longer than the budget gets one of its own. A list may
-    be empty when there are fewer rows than places; `pack` then makes a run that counts nothing.
-    """
-    most = max(1, -(-len(lengths_B) // ranks))  # a row each; more would only be empty
-    count = min(most, max(1, -(-int(lengths_B.sum()) // (budget * ranks))))
-    while True:
-        bins = partition(lengths_B, count * ranks)
-        heaviest = max((int(lengths_B[rows].sum()) for rows in bins if len(rows) > 1), default=0)
-        if heaviest <= budget or count >= most:
-            return [bins[rank::ranks] for rank in range(ranks)]
-        count += 1
+    @property
+    def tokens(self) -> int:
+        """Length of the run."""
+        return int(self.prompt_F.sum() + self.response_B.sum())
 
 
 def pack(rows: Rows, index: list[int], device: torch.device) -> PackedBatch:
@@ -99,21 +115,25 @@ def pack(rows: Rows, index: list[int], device: torch.device) -> PackedBatch:
     nothing of it counts.
     """
     chosen_B = np.asarray(index or [0], dtype=np.int64)
-    prompts, responses, mask = rows.prompts.take(chosen_B), rows.responses.take(chosen_B), rows.mask.take(chosen_B)
-    lengths_B = prompts.lengths_B + responses.lengths_B
-    starts_B = offsets_of(lengths_B)[:-1]
-    positions_N = _ramp(lengths_B)
-    # The prompt of row b fills N[starts[b]:], its response follows; `into` scatters a ragged column there.
-    tokens_N = np.empty(int(lengths_B.sum()), dtype=np.int64)
-    tokens_N[_into(starts_B, prompts.lengths_B)] = prompts.values_T
-    responses_at = _into(starts_B + prompts.lengths_B, responses.lengths_B)
-    tokens_N[responses_at] = responses.values_T
+    responses, mask = rows.responses.take(chosen_B), rows.mask.take(chosen_B)
+    places = _place(rows.prompt_ids_B[chosen_B], rows.prompts.lengths_B[chosen_B], responses.lengths_B)
+    prompts = rows.prompts.take(chosen_B[places.first_F])
+    prompts_at = _into(places.prompt_start_F, places.prompt_F)
+    responses_at = _into(places.response_start_B, places.response_B)
+    tokens_N = np.empty(places.tokens, dtype=np.int64)
+    tokens_N[prompts_at], tokens_N[responses_at] = prompts.values_T, responses.values_T
+    positions_N = np.empty_like(tokens_N)
+    positions_N[prompts_at] = _ramp(places.prompt_F)
+    positions_N[responses_at] = _ramp(places.response_B) + np.repeat(
+        places.prompt_F[places.family_B], places.response_B
+    )
     weight = 0.0 if not index else 1.0
     return PackedBatch(
         tokens_N=_to(tokens_N, device),
         positions_N=_to(positions_N, device),
-        layout=_layout(lengths_B, positions_N, device),
-        predict_T=_to(responses_at - 1, device),
+        layout=_layout(places, device),
+        predict_T=_to(_predicting(places, responses_at), device),
+        last_B=_to(_last(places), device),
         targets_T=_to(responses.values_T.astype(np.int64), device),
         mask_T=_to(mask.values_T.astype(np.float32) * np.float32(weight), device),
         offsets_B1=_to(responses.offsets_B1, device),
@@ -121,12 +141,79 @@ def pack(rows: Rows, index: list[int], device: torch.device) -> PackedBatch:
     )
 
 
-def _layout(lengths_B: np.ndarray, positions_N: np.ndarray, device: torch.device) -> PackedLayout:
-    longest = int(lengths_B.max())
-    slots_N = None
+def _place(ids_B: np.ndarray, prompts_B: np.ndarray, response_B: np.ndarray) -> _Places:
+    """Lay out each family's prompt, then its rows' responses."""
+    _, first_F, family_B = np.unique(first_seen(ids_B), return_index=True, return_inverse=True)
+    order_B, members_F = np.argsort(family_B, kind="stable"), np.bincount(family_B)
+    prompt_F = prompts_B[first_F]
+    # Pieces in order: a family's prompt, its responses, the next family's prompt, ...
+    prompt_at_F = np.arange(len(first_F)) + offsets_of(members_F)[:-1]
+    response_at_B = np.empty(len(ids_B), dtype=np.int64)
+    response_at_B[order_B] = np.arange(len(ids_B)) + family_B[order_B] + 1
+    lengths_P = np.empty(len(first_F) + len(ids_B), dtype=np.int64)
+    lengths_P[prompt_at_F], lengths_P[response_at_B] = prompt_F, response_B
+    starts_P = offsets_of(lengths_P)[:-1]
+    return _Places(family_B, first_F, prompt_F, response_B, starts_P[prompt_at_F], starts_P[response_at_B])
+
+
+def _predicting(places: _Places, responses_at: np.ndarray) -> np.ndarray:
+    """The token before each response token; before the first one it is the prompt's last, wherever that lies."""
+    predict_T = responses_at - 1
+    any_B = places.response_B > 0
+    predict_T[offsets_of(places.response_B)[:-1][any_B]] = places.prompt_end_B[any_B] - 1
+    return predict_T
+
+
+def _last(places: _Places) -> np.ndarray:
+    end_B = places.response_start_B + places.response_B
+    return np.where(places.response_B > 0, end_B, places.prompt_end_B) - 1
+
+
+def _layout(places: _Places, device: torch.device) -> PackedLayout:
+    """Sequences of attention in the order of the run.
+
+    A family of one row is one sequence, prompt and response. In a larger one the prompt is a sequence by itself, and
+    each response one whose keys begin with the prompt's.
+    """
+    alone_F = np.bincount(places.family_B) == 1
+    alone_B = alone_F[places.family_B]
+    prompt_queries_F = places.prompt_F.copy()
+    prompt_queries_F[places.family_B[alone_B]] += places.response_B[alone_B]
+    start_S = np.concatenate([places.prompt_start_F, places.response_start_B])
+    queries_S = np.concatenate([prompt_queries_F, np.where(alone_B, 0, places.response_B)])
+    before_S = np.concatenate([np.zeros_like(places.prompt_F), places.prompt_F[places.family_B]])
+    prompt_S = np.concatenate([places.prompt_start_F, places.prompt_start_F[places.family_B]])
+    order_S = np.argsort(start_S, kind="stable")
+    order_S = order_S[queries_S[order_S] > 0]
+    queries_S, before_S, prompt_S = queries_S[order_S], before_S[order_S], prompt_S[order_S]
+    keys_S = queries_S + before_S
+    slots_K = None
     if device.type == "cpu":
-        slots_N = torch.from_numpy(np.repeat(np.arange(len(lengths_B)) * longest, lengths_B) + positions_N)
-    return PackedLayout(_to(offsets_of(lengths_B).astype(np.int32), device), longest, len(lengths_B), slots_N)
+        slots_K = torch.from_numpy(np.repeat(np.arange(len(keys_S)) * int(keys_S.max()), keys_S) + _ramp(keys_S))
+    return PackedLayout(
+        cu_queries_S1=_to(offsets_of(queries_S).astype(np.int32), device),
+        cu_keys_S1=_to(offsets_of(keys_S).astype(np.int32), device),
+        max_queries=int(queries_S.max()),
+        max_keys=int(keys_S.max()),
+        sequences=len(keys_S),
+        shared=_shared(queries_S, before_S, prompt_S, device) if before_S.any() else None,
+        slots_K=slots_K,
+    )
+
+
+def _shared(queries_S: np.ndarray, before_S: np.ndarray, prompt_S: np.ndarray, device: torch.device) -> SharedPrompts:
+    starts_S = offsets_of(queries_S + before_S)[:-1]
+    own_N, copies_C = _into(starts_S + before_S, queries_S), _into(starts_S, before_S)
+    copied_C = _into(prompt_S, before_S)
+    source_K = np.empty(len(own_N) + len(copies_C), dtype=np.int64)
+    source_K[own_N], source_K[copies_C] = np.arange(len(own_N)), copied_C
+    return SharedPrompts(_to(source_K, device), _to(own_N, device), _to(copies_C, device), _to(copied_C, device))
+
+
+def first_seen(ids_B: np.ndarray) -> np.ndarray:
+    """Number ids by the order in which they first appear: [7, 3, 7] -> [0, 1, 0]."""
+    _, first, inverse_B = np.unique(ids_B, return_index=True, return_inverse=True)
+    return np.argsort(np.argsort(first))[inverse_B]
 
 
 def _into(starts_B: np.ndarray, lengths_B: np.ndarray) -> np.ndarray:

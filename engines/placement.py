@@ -6,10 +6,39 @@ Left out: starting them (engines/group.py), the number of GPUs that exist (engin
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Literal
 
 from configs.errors import UserError
 from configs.schema import GroupConfig, TrainConfig
 from engines.group import GroupSpec, RankDevice
+
+Strategy = Literal["shared", "local", "gather", "broadcast"]
+STRATEGIES: dict[Strategy, str] = {
+    "shared": "the rollout engine reads the actor's own weights",
+    "local": "each rank copies its slices of the weights it holds",
+    "gather": "the ranks gather ZeRO-3's shards into the rollout engine",
+    "broadcast": "the actor's group sends its weights to the rollout group",
+}
+
+
+def reshard_strategy(config: TrainConfig) -> Strategy:
+    """Return how the actor's weights reach the rollout engine: the cheapest way that the placement allows.
+
+    | actor and rollout | actor.zero_stage | rollout.tensor_parallel | strategy |
+    | --- | --- | --- | --- |
+    | one group | 0 to 2 | 1 | shared |
+    | one group | 0 to 2 | more | local |
+    | one group | 3 | any | gather |
+    | two groups | any | any | broadcast |
+
+    Single parameters may need a copy where others are shared (a vocabulary that vLLM pads): `parameters_copied`.
+    """
+    together = not config.groups or any({"actor", "rollout"} <= set(group.roles) for group in config.groups.values())
+    if not together:
+        return "broadcast"
+    if config.actor.zero_stage == 3:
+        return "gather"
+    return "shared" if config.rollout.tensor_parallel == 1 else "local"
 
 
 def place(config: TrainConfig, visible_gpus: int, log_dir: Path) -> list[GroupSpec]:
@@ -18,7 +47,8 @@ def place(config: TrainConfig, visible_gpus: int, log_dir: Path) -> list[GroupSp
     Without a `groups` section everything runs in one group "main": on all visible GPUs, or on one CPU rank.
 
     Raises:
-        UserError: a GPU that does not exist (on a machine without one: any), or that two groups would take.
+        UserError: a GPU that does not exist (on a machine without one: any), or that two groups would take; ranks
+            that do not divide into rollout engines.
     """
     groups = config.groups or {"main": GroupConfig(roles=list(config.roles))}
     specs = [
@@ -34,7 +64,18 @@ def place(config: TrainConfig, visible_gpus: int, log_dir: Path) -> list[GroupSp
         for name, group in groups.items()
     ]
     _check_apart(specs)
+    _check_engines(specs, config.rollout.tensor_parallel)
     return specs
+
+
+def _check_engines(specs: list[GroupSpec], tensor_parallel: int) -> None:
+    for spec in specs:
+        if "rollout" in spec.roles and len(spec.devices) % tensor_parallel:
+            raise UserError(
+                f"rollout.tensor_parallel={tensor_parallel} does not divide the {len(spec.devices)} ranks of group "
+                f"{spec.name!r}",
+                "every rollout engine takes that many ranks of its group: change one of the two numbers",
+            )
 
 
 def _check_apart(specs: list[GroupSpec]) -> None:

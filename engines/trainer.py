@@ -10,19 +10,21 @@ Left out: what the loss is (engines/updates.py).
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import deepspeed
 import torch
+from deepspeed.runtime.zero.offload_config import OffloadStateTypeEnum
 from torch import nn
 
 from configs.schema import OptimizerConfig, TrainerConfig
 from engines.learning_rate import learning_rate_factor
 from engines.packing import PackedBatch
-from engines.weights import flatten_in_place
+from engines.weights.layout import flatten_in_place
 
 LossFunction = Callable[[nn.Module, PackedBatch], tuple[torch.Tensor, dict[str, torch.Tensor]]]
 
@@ -60,6 +62,8 @@ class Trainer:
             config=deepspeed_config(config, dtype),
             dist_init_required=False,
         )
+        if config.offload_optimizer:
+            self._offload_states()
 
     @property
     def module(self) -> nn.Module:
@@ -98,13 +102,36 @@ class Trainer:
         gradients = [parameter.grad for parameter in self.module.parameters() if parameter.grad is not None]
         return torch.nn.utils.get_total_norm(gradients)
 
+    @contextmanager
+    def states_on_device(self) -> Iterator[None]:
+        """Within this block optimizer states and float32 masters are on the device, wherever they are otherwise.
+
+        With `offload_optimizer` they are in host memory outside of it. The weights never move: vLLM reads them.
+        """
+        if self.config.offload_optimizer:
+            self.engine.reload_states()
+        yield
+        if self.config.offload_optimizer:
+            self._offload_states()
+
+    def _offload_states(self) -> None:
+        """Move masters and moments to page-locked host memory.
+
+        The GPU copies from and to locked pages by itself, several times faster than through pageable memory. Torch
+        keeps such pages for the next time, so they are locked once; it rounds each tensor up to a power of two.
+        """
+        states = [OffloadStateTypeEnum.hp_params, OffloadStateTypeEnum.optim_states]
+        self.engine.offload_states(include=states, pin_memory=True)  # it also gives torch's cache back
+
     def save(self, folder: Path) -> None:
         """Write weights, optimizer state and step count under `folder`; every rank calls it."""
-        self.engine.save_checkpoint(str(folder), tag="state", client_state={"steps": self.steps}, save_latest=False)
+        with self.states_on_device():
+            self.engine.save_checkpoint(str(folder), tag="state", client_state={"steps": self.steps}, save_latest=False)
 
     def load(self, folder: Path) -> None:
         """Restore what `save` wrote; parameters keep their addresses."""
-        _, client = self.engine.load_checkpoint(str(folder), tag="state")
+        with self.states_on_device():
+            _, client = self.engine.load_checkpoint(str(folder), tag="state")
         self.steps = client["steps"]
 
     def close(self) -> None:
@@ -130,7 +157,8 @@ def deepspeed_config(config: TrainerConfig, dtype: torch.dtype) -> dict[str, Any
     return {
         "train_micro_batch_size_per_gpu": 1,  # only names a unit: micro-batches are token budgets
         "gradient_accumulation_steps": 1,  # the boundary is set by hand, and losses are shares already
-        "bf16": {"enabled": dtype is torch.bfloat16},
+        # Stage 1 adds each gradient to its float32 sum as the backward pass makes it, and frees it.
+        "bf16": {"enabled": dtype is torch.bfloat16, "immediate_grad_update": True},
         "data_types": {"grad_accum_dtype": "fp32"},
         "zero_optimization": {
             "stage": config.zero_stage,

@@ -7,7 +7,7 @@ stepping to trainer.py. Suffixes: `_T` response tokens of a micro-batch, `_B` ro
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -16,12 +16,14 @@ from torch import nn
 
 from algorithms.aggregation import Denominators, aggregate
 from algorithms.kl import kl_estimate
-from algorithms.policy_losses import POLICY_LOSSES
+from algorithms.policy_losses import CHOICES, POLICY_LOSSES
 from algorithms.policy_losses.types import PolicyLossInputs
 from algorithms.segments import segment_sum
 from algorithms.value_losses import clipped_value_loss
-from engines.packing import PackedBatch, Rows, pack, plan_micro_batches
+from engines.micro_batches import plan_micro_batches, planned_tokens
+from engines.packing import PackedBatch, Rows, pack
 from engines.trainer import Trainer
+from state.experience import Ragged
 
 Sums = dict[str, torch.Tensor]
 
@@ -49,6 +51,7 @@ class ActorLoss:
     entropy_coefficient: float
     kl_estimator: str | None
     kl_coefficient: float
+    choice_settings: dict[str, Any] = field(default_factory=dict)  # of the loss's `choose`, if it has one
 
 
 def update_actor(trainer: Trainer, rows: Rows, split: Split, loss: ActorLoss, learning_rate: float) -> dict[str, float]:
@@ -59,10 +62,15 @@ def update_actor(trainer: Trainer, rows: Rows, split: Split, loss: ActorLoss, le
     """
 
     def actor_loss(policy: nn.Module, batch: PackedBatch, denominators: Denominators) -> tuple[torch.Tensor, Sums]:
-        entropy = "gradient" if loss.entropy_coefficient else "value"
-        logprobs_T, entropies_T = policy(batch, loss.temperature, entropy)
-        old_T = batch.columns.get("logprobs_old", logprobs_T.detach())
-        inputs = PolicyLossInputs(logprobs_T, old_T, batch.columns["advantages"], batch.mask_T, batch.offsets_B1)
+        logprobs_T, entropies_T = policy(batch, loss.temperature)
+        inputs = PolicyLossInputs(
+            logprobs_T,
+            batch.columns.get("logprobs_old", logprobs_T.detach()),
+            batch.columns["advantages"],
+            batch.mask_T,
+            batch.offsets_B1,
+            batch.columns.get("chosen"),
+        )
         outputs = POLICY_LOSSES[loss.policy_loss](inputs, **loss.settings)
         loss_T, metrics_T = outputs.loss_T, {**outputs.metrics_T, "entropy": entropies_T}
         if loss.entropy_coefficient:
@@ -74,7 +82,25 @@ def update_actor(trainer: Trainer, rows: Rows, split: Split, loss: ActorLoss, le
         share = aggregate(loss_T, batch.mask_T, batch.offsets_B1, split.aggregation, denominators)
         return share, {name: (value.detach() * batch.mask_T).sum() for name, value in metrics_T.items()}
 
-    return _run(trainer, rows, split, actor_loss, learning_rate)
+    def prepare(rows: Rows, index_B: np.ndarray) -> Rows:
+        return with_chosen_tokens(rows, index_B, loss) if loss.policy_loss in CHOICES else rows
+
+    return _run(trainer, rows, split, actor_loss, learning_rate, prepare)
+
+
+def with_chosen_tokens(rows: Rows, index_B: np.ndarray, loss: ActorLoss) -> Rows:
+    """Add the column `chosen`: 1 for the tokens that the loss picks among all counted ones of a mini-batch.
+
+    Every rank sees the whole mini-batch here, so neither the split nor the number of ranks has a say.
+    """
+    inside_B = np.zeros(len(rows), dtype=bool)
+    inside_B[index_B] = True
+    at_C = np.flatnonzero(np.repeat(inside_B, rows.mask.lengths_B) & (rows.mask.values_T > 0))
+    chosen_T = np.zeros(len(rows.mask.values_T), np.float32)
+    if at_C.size:
+        advantages_C, old_C = (rows.columns[name].values_T[at_C] for name in ("advantages", "logprobs_old"))
+        chosen_T[at_C] = CHOICES[loss.policy_loss](advantages_C, old_C, **loss.choice_settings)
+    return replace(rows, columns={**rows.columns, "chosen": Ragged(chosen_T, rows.mask.offsets_B1)})
 
 
 def update_critic(
@@ -97,7 +123,7 @@ def update_supervised(
     """Take one optimizer step on the cross-entropy of response tokens, every token weighing the same."""
 
     def cross_entropy(policy: nn.Module, batch: PackedBatch, denominators: Denominators) -> tuple[torch.Tensor, Sums]:
-        logprobs_T, _ = policy(batch, 1.0, "none")
+        logprobs_T, _ = policy(batch, 1.0)
         return aggregate(-logprobs_T, batch.mask_T, batch.offsets_B1, "token-mean", denominators), {}
 
     metrics = _step(trainer, rows, index_B, budget, 1, cross_entropy, learning_rate)
@@ -107,16 +133,21 @@ def update_supervised(
 BatchLoss = Callable[[nn.Module, PackedBatch, Denominators], tuple[torch.Tensor, Sums]]
 
 
-def _run(trainer: Trainer, rows: Rows, split: Split, loss: BatchLoss, learning_rate: float) -> dict[str, float]:
-    steps = [
-        metrics
-        for index_B in mini_batch_rows(len(rows), split)
-        if (
-            metrics := _step(
-                trainer, rows, index_B, split.micro_batch_tokens, split.max_response_tokens, loss, learning_rate
-            )
-        )
-    ]
+def _run(
+    trainer: Trainer,
+    rows: Rows,
+    split: Split,
+    loss: BatchLoss,
+    learning_rate: float,
+    prepare: Callable[[Rows, np.ndarray], Rows] | None = None,
+) -> dict[str, float]:
+    """Take the steps of one iteration; `prepare` sees the rows of each before they are split into micro-batches."""
+    steps = []
+    for index_B in mini_batch_rows(len(rows), split):
+        prepared = prepare(rows, index_B) if prepare else rows
+        budget, longest = split.micro_batch_tokens, split.max_response_tokens
+        if metrics := _step(trainer, prepared, index_B, budget, longest, loss, learning_rate):
+            steps.append(metrics)
     if not steps:
         return {"steps": 0.0}
     mean = {name: float(np.mean([step[name] for step in steps])) for name in steps[0]}
@@ -138,11 +169,17 @@ def _step(
         return None
     denominators = Denominators(float(counted_B.sum()), float((counted_B > 0).sum()), float(max_tokens))
     rank, world = torch.distributed.get_rank(), torch.distributed.get_world_size()
-    plan = plan_micro_batches(rows.lengths_B[index_B], world, budget)[rank]
-    batches = [pack(rows, index_B[micro].tolist(), trainer.device) for micro in plan]
+    plan = plan_micro_batches(rows, world, budget, index_B)
+    batches = [pack(rows, micro, trainer.device) for micro in plan[rank]]
     result = trainer.step(batches, lambda module, batch: loss(module, batch, denominators), learning_rate)
     means = {name: total / denominators.tokens for name, total in result.sums.items() if name != "loss"}
-    return {**means, "loss": result.sums["loss"], "grad_norm": result.grad_norm, "learning_rate": result.learning_rate}
+    return {
+        **means,
+        "loss": result.sums["loss"],
+        "grad_norm": result.grad_norm,
+        "learning_rate": result.learning_rate,
+        "computed_share": planned_tokens(rows, plan) / int(rows.lengths_B[index_B].sum()),  # prompts are shared
+    }
 
 
 def mini_batch_rows(count: int, split: Split) -> Iterator[np.ndarray]:

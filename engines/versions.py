@@ -6,27 +6,33 @@ Everything else in the project calls the names here. Seen to work: torch 2.13 (C
 
 from __future__ import annotations
 
+import copy
 import functools
 import inspect
 from collections.abc import Callable
-from typing import Any
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.nn import functional
 
 from configs.errors import UserError
 
+if TYPE_CHECKING:
+    from engines.packing import PackedLayout
+
 
 def causal_varlen_attention(
     query_N: torch.Tensor,
-    key_N: torch.Tensor,
-    value_N: torch.Tensor,
-    cu_seqlens_B1: torch.Tensor,
-    max_length: int,
+    key_K: torch.Tensor,
+    value_K: torch.Tensor,
+    layout: PackedLayout,
     scale: float | None,
     sliding_window: int | None = None,
 ) -> torch.Tensor:
     """Causal flash attention within packed sequences; [N, heads, head size]. GPU only.
+
+    Queries are the last of their sequence's keys. There may be fewer heads of keys than of queries.
 
     Raises:
         UserError: the model has a sliding window, and this PyTorch's kernel has none.
@@ -34,20 +40,25 @@ def causal_varlen_attention(
     attend, parameters = _varlen_attention()
     if "window_size" in parameters:
         options: dict[str, Any] = {"window_size": (-1 if sliding_window is None else sliding_window - 1, 0)}
-    elif sliding_window is None or sliding_window >= max_length:
+    elif sliding_window is None or sliding_window >= layout.max_keys:
         options = {"is_causal": True}
     else:
         raise UserError(
             "the model's sliding window is shorter than its sequences, and this PyTorch's kernel has no window",
             "use a newer PyTorch, or shorter prompts and responses",
         )
-    if "enable_gqa" in parameters:
+    if "enable_gqa" in parameters:  # where it is missing the kernel takes fewer key heads as they are
         options["enable_gqa"] = True
-    elif query_N.shape[1] != key_N.shape[1]:
-        repeats = query_N.shape[1] // key_N.shape[1]
-        key_N, value_N = key_N.repeat_interleave(repeats, dim=1), value_N.repeat_interleave(repeats, dim=1)
     out_N: torch.Tensor = attend(
-        query_N, key_N, value_N, cu_seqlens_B1, cu_seqlens_B1, max_length, max_length, scale=scale, **options
+        query_N,
+        key_K,
+        value_K,
+        layout.cu_queries_S1,
+        layout.cu_keys_S1,
+        layout.max_queries,
+        layout.max_keys,
+        scale=scale,
+        **options,
     )
     return out_N
 
@@ -88,7 +99,57 @@ def vllm_model(llm: Any) -> torch.nn.Module:
     return llm.collective_rpc(lambda worker: worker.get_model())[0]
 
 
+def process_group(device: torch.device, store: Any, rank: int, size: int, timeout: timedelta) -> Any:
+    """Return a backend for collectives among processes that share a store and no torch.distributed world."""
+    if device.type == "cuda":
+        options = torch.distributed.ProcessGroupNCCL.Options()
+        options._timeout = timeout
+        return torch.distributed.ProcessGroupNCCL(store, rank, size, options)
+    gloo: Any = torch.distributed.ProcessGroupGloo
+    options = gloo._Options()
+    options._timeout, options._devices = timeout, [gloo.create_device(hostname="127.0.0.1")]
+    return gloo(store, rank, size, options)
+
+
 def prepare_vllm(cuda: bool) -> None:
     """Apply what vLLM needs before its first engine in this process."""
     if not cuda:
         keep_plain_linear_on_cpu()
+
+
+def submit(llm: Any, names: list[str], prompt: list[int], parameters: Any, seeds: list[int] | None) -> None:
+    """Give an in-process vLLM engine one request per name, all with the same prompt.
+
+    `seeds`, one per name, replace the seed in `parameters`: that must be set then, since vLLM has looked at it.
+    """
+    engine = llm.llm_engine
+    checked = engine.input_processor.process_inputs(
+        names[0],
+        {"type": "token", "prompt_token_ids": prompt},
+        parameters,
+        supported_tasks=engine.get_supported_tasks(),
+    )
+    for number, name in enumerate(names):
+        request = copy.copy(checked)
+        request.request_id = request.external_req_id = name
+        if seeds is not None:
+            request.sampling_params = copy.copy(checked.sampling_params)
+            request.sampling_params.seed = seeds[number]
+        engine.engine_core.add_request(request)
+
+
+def step(llm: Any) -> list[Any]:
+    """Run one step of an in-process vLLM engine; return what it made of each request, in vLLM's own form."""
+    outputs: list[Any] = llm.llm_engine.engine_core.get_output().outputs
+    return outputs
+
+
+def waiting_sequences(llm: Any) -> int:
+    """Return the sequences that an in-process vLLM engine has accepted and not started, or stopped for lack of room."""
+    waiting: int = llm.llm_engine.engine_core.engine_core.scheduler.get_request_counts()[1]
+    return waiting
+
+
+def cached_prompt_tokens(output: Any) -> int:
+    """Return how many of a request's prompt tokens came from the prefix cache; only its first output knows."""
+    return 0 if output.prefill_stats is None else int(output.prefill_stats.num_cached_tokens)

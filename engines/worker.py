@@ -11,6 +11,7 @@ from __future__ import annotations
 import gc
 import os
 import random
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -22,13 +23,32 @@ from transformers import AutoTokenizer
 
 from configs.schema import SftConfig, TrainConfig, TrainerConfig
 from engines import versions
-from engines.generator import Generator, Sampling
-from engines.models import PackedCritic, PackedPolicy, PackedRewardModel, load_causal_lm, load_reward_model
-from engines.packing import PackedBatch, Rows, pack, plan_micro_batches
+from engines.communication import timed_collectives
+from engines.decoding import decode
+from engines.flops import forward_flops, training_flops
+from engines.generator import Generator
+from engines.micro_batches import plan_micro_batches
+from engines.models import (
+    PackedCritic,
+    PackedPolicy,
+    PackedRewardModel,
+    causal_lm_shapes,
+    compile_blocks,
+    load_causal_lm,
+    load_reward_model,
+)
+from engines.packing import PackedBatch, Rows, pack
+from engines.placement import reshard_strategy
+from engines.requests import Sampling
+from engines.shape import ModelShape, read_shape
 from engines.tiny_model import make_tiny_model
 from engines.trainer import Trainer
 from engines.updates import ActorLoss, Split, update_actor, update_critic, update_supervised
-from engines.weights import ordered_parameters
+from engines.usage import begin_usage
+from engines.weights.broadcast import Receiver, Sender
+from engines.weights.joint import connect_store, join, open_store
+from engines.weights.layout import ordered_parameters
+from engines.weights.strategy import Transfer, shared_storage, transfer_within_group
 from state.experience import Ragged, column_names, read_columns
 
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
@@ -55,13 +75,20 @@ class Worker:
         self.trainers: dict[str, Trainer] = {}
         self.frozen: dict[str, nn.Module] = {}
         self.generator: Generator | None = None
-        self.verified_version = -1
+        self.generations = 0  # of this process, whichever engine made them; the same on all ranks
+        self.tokenizers: dict[str, Any] = {}
+        self.shapes: dict[str, ModelShape] = {}
+        self.transfer: Transfer | None = None
+        self.storage: dict[str, torch.Tensor] = {}
+        self.store: Any = None
+        self.verified_version = -1  # of the rollout engine's weights, wherever it is
+        self.updated_since = False  # the actor of this group has stepped since
         self.config = TrainConfig()
         self.lm: Any = None
         self.sft_rows: Rows | None = None
 
     def handle(self, command: str, arguments: dict[str, Any]) -> dict[str, Any]:
-        """Carry out one command.
+        """Carry out one command; the reply's `usage` is what it took (engines/usage.py) and what it did.
 
         Raises:
             KeyError: there is no such command.
@@ -75,6 +102,8 @@ class Worker:
             "values": self.values,
             "update_actor": self.update_actor,
             "update_critic": self.update_critic,
+            "listen": self.listen,
+            "connect": self.connect,
             "reshard": self.reshard,
             "save": self.save,
             "load": self.load,
@@ -83,10 +112,11 @@ class Worker:
             "sft_steps": self.sft_steps,
             "sft_end": self.sft_end,
         }
+        end_usage = begin_usage(self.device)
+        sleeps = self.generator is not None and command != "generate"
         reply = commands[command](**arguments)
-        if self.device.type == "cuda":
-            reply["gpu_gib"] = torch.cuda.max_memory_allocated() / (1 << 30)
-        return reply
+        asleep = self.generator.asleep if self.generator is not None and sleeps else ()
+        return reply | {"usage": reply.get("usage", {}) | end_usage(asleep)}
 
     def close(self) -> None:
         """End the rollout engine, which leaves the process group itself, or leave the group."""
@@ -117,6 +147,9 @@ class Worker:
         """Load the models of `roles` from the actor's starting folder; return parameter counts."""
         self.config = TrainConfig.model_validate(config)
         reply: dict[str, Any] = {"parameters": 0, "parameters_shared": 0, "parameters_copied": 0}
+        critic_folder = (self.config.critic.path if self.config.critic is not None else None) or folder
+        self.shapes = dict.fromkeys(("actor", "reference"), read_shape(Path(folder)))
+        self.shapes["critic"] = read_shape(Path(critic_folder))
         steps = self.config.iterations * self.config.algorithm.mini_batches * self.config.algorithm.epochs
         if "actor" in roles:
             self.lm = self._causal_lm(folder, self.config.actor)
@@ -126,21 +159,35 @@ class Worker:
             )
         if "critic" in roles and self.config.critic is not None:
             torch.manual_seed(self.config.seed)
-            critic = PackedCritic(self._causal_lm(self.config.critic.path or folder, self.config.critic)).to(
-                self.device
-            )
+            critic = PackedCritic(self._causal_lm(critic_folder, self.config.critic)).to(self.device)
             self.trainers["critic"] = Trainer(critic, list(critic.parameters()), self.config.critic, steps)
         if "reference" in roles:
-            self.frozen["reference"] = _freeze(PackedPolicy(load_causal_lm(folder, self._dtype, False)), self.device)
+            self.frozen["reference"] = _freeze(
+                PackedPolicy(self._compile(load_causal_lm(folder, self._dtype, False))), self.device
+            )
         if "reward" in roles:
             reward_model = load_reward_model(str(self.config.reward.model), self._dtype)
-            self.frozen["reward"] = _freeze(PackedRewardModel(reward_model), self.device)
+            self.frozen["reward"] = _freeze(PackedRewardModel(self._compile(reward_model)), self.device)
         if "rollout" in roles:
-            share = self.config.actor.zero_stage < 3
-            limit = self.config.data.max_prompt_tokens
-            self.generator = Generator(Path(folder), self.lm, self._dtype, self.config.rollout, limit, share)
-            reply |= self.reshard(0)
+            self._build_rollout(Path(folder), alone=roles == ["rollout"])
+            reply |= self._reshard_figures()
         return reply
+
+    def _build_rollout(self, folder: Path, alone: bool) -> None:
+        """Start the rollout engine, on the actor's weights if they are in this group."""
+        strategy, rollout = reshard_strategy(self.config), self.config.rollout
+        if strategy == "broadcast":
+            self.lm = causal_lm_shapes(folder, self._dtype)
+        self.storage = shared_storage(strategy, self.lm, rollout.tensor_parallel, self._dtype, self.device)
+        limit = self.config.data.max_prompt_tokens
+        generator = Generator(folder, self.lm, self._dtype, rollout, limit, self.storage, sleeps=not alone)
+        self.generator = generator
+        if strategy == "broadcast":
+            return
+        self.transfer = transfer_within_group(strategy, generator.model, generator.binding, self.lm)
+        generator.refill = self.transfer
+        self.reshard(0)
+        generator.sleep()
 
     @property
     def _dtype(self) -> torch.dtype:
@@ -149,35 +196,90 @@ class Worker:
         return torch.float32 if self.device.type == "cpu" else torch.bfloat16
 
     def _causal_lm(self, folder: str, config: TrainerConfig) -> Any:
-        lm: Any = load_causal_lm(folder, self._dtype, config.gradient_checkpointing)
+        lm: Any = load_causal_lm(folder, self._dtype, bool(config.gradient_checkpointing))
+        if config.zero_stage < 3:  # compiled code would not wait for DeepSpeed to gather the shards
+            self._compile(lm)
         return lm.to(self.device)
+
+    def _compile(self, lm: Any) -> Any:
+        if self.device.type == "cuda":
+            compile_blocks(lm)
+        return lm
 
     # ---- rollout ---------------------------------------------------------------------------------------------------
 
     def generate(
         self, prompts: np.ndarray, offsets: np.ndarray, sampling: dict[str, Any], tokenizer: str
     ) -> dict[str, Any]:
-        """Generate responses to this rank's prompts; `sampling` holds the fields of `Sampling`."""
+        """Generate responses to those of the group's prompts that fall to this rank's engine.
+
+        `sampling` holds the fields of `Sampling`. Of an engine's ranks the first replies, the others return nothing.
+        """
         assert self.generator is not None
-        generated = self.generator.generate(Ragged(prompts, offsets), Sampling(**sampling))
-        lengths = generated.responses.lengths_B
-        rows = [generated.responses.row(index).tolist() for index in range(len(lengths))]
-        decode = AutoTokenizer.from_pretrained(tokenizer, local_files_only=True).decode
-        texts = [decode(row, skip_special_tokens=True) for row in rows]  # `decode` of no rows at all would be one text
+        if self.verified_version < 0 or self.updated_since:
+            raise RuntimeError("the rollout engine has no verified weights of the actor: a reshard comes first")
+        self.generations += 1
+        generated = self.generator.generate(Ragged(prompts, offsets), Sampling(**sampling), self.generations)
+        if self.generator.place.rank_in_engine:
+            return {}
+        responses = generated.responses
+        rows = [responses.row(index).tolist() for index in range(len(responses))]
         return {
-            "tokens": generated.responses.values_T,
-            "offsets": generated.responses.offsets_B1,
+            "positions": generated.positions_P,
+            "tokens": responses.values_T,
+            "offsets": responses.offsets_B1,
             "truncated": generated.truncated_B,
-            "texts": texts,
-            "policy_version": self.generator.version,
+            "texts": decode(self._tokenizer(tokenizer), rows),
+            "policy_version": self.verified_version,
+            "request_seconds": generated.seconds_B,
+            "engine_seconds": generated.seconds,
+            "prompt_tokens": generated.prompt_tokens,
+            "cached_tokens": generated.cached_tokens,
         }
 
+    def _tokenizer(self, folder: str) -> Any:
+        if folder not in self.tokenizers:
+            self.tokenizers[folder] = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+        return self.tokenizers[folder]
+
+    # ---- reshard ---------------------------------------------------------------------------------------------------
+
+    def listen(self) -> dict[str, Any]:
+        """Open the store in which actor and rollout group of different devices meet (rank 0); return its port."""
+        if self.rank:
+            return {}
+        self.store, port = open_store(self.config.engine.start_timeout_s)
+        return {"port": port}
+
+    def connect(self, port: int, rollout_ranks: int) -> dict[str, Any]:
+        """Join the actor's first rank with all rollout ranks; both groups get this command side by side."""
+        start_s, size = self.config.engine.start_timeout_s, rollout_ranks + 1
+        place = (size, self.device, self.lm, self.config.engine.command_timeout_s)
+        if self.generator is None:
+            self.transfer = Sender(self.lm, None if self.rank else join(self.store, 0, *place))
+            return {}
+        joint = join(connect_store(port, start_s), self.rank + 1, *place)
+        self.transfer = Receiver(self.generator.model, self.generator.binding, self.lm, self.storage, joint)
+        return {}
+
     def reshard(self, version: int) -> dict[str, Any]:
-        """Bring the actor's weights of `version` to the rollout engine, verified."""
-        assert self.generator is not None
-        reply = self.generator.reshard(version)
-        self.verified_version = version
-        return reply
+        """Bring the actor's weights of `version` to the rollout engine, verified; return what it took on this rank.
+
+        Raises:
+            RuntimeError: a parameter of the rollout engine is not the actor's afterwards.
+        """
+        assert self.transfer is not None
+        begin = time.perf_counter()
+        moved = self.transfer() if self.generator is None else self.generator.reshard(self.transfer)
+        self.verified_version, self.updated_since = version, False
+        return self._reshard_figures() | {"bytes": moved, "reshard_seconds": time.perf_counter() - begin}
+
+    def _reshard_figures(self) -> dict[str, Any]:
+        figures: dict[str, Any] = {"strategy": reshard_strategy(self.config)}
+        if self.generator is None:
+            return figures
+        binding = self.generator.binding
+        return figures | {"parameters_shared": len(binding.shared), "parameters_copied": binding.copied_count}
 
     # ---- forward passes --------------------------------------------------------------------------------------------
 
@@ -185,12 +287,12 @@ class Worker:
     def logprobs(self, path: str, role: str, temperature: float, budget: int) -> dict[str, Any]:
         """Log-probs of response tokens under the actor or the reference, for this rank's share of rows."""
         policy = self._model(role)
-        return self._per_token(path, budget, lambda batch: policy(batch, temperature, "none")[0])
+        return self._per_token(path, role, budget, lambda batch: policy(batch, temperature)[0])
 
     @torch.no_grad()
     def values(self, path: str, budget: int) -> dict[str, Any]:
         """The critic's values of response tokens, for this rank's share of rows."""
-        return self._per_token(path, budget, self._model("critic"))
+        return self._per_token(path, "critic", budget, self._model("critic"))
 
     def _model(self, role: str) -> nn.Module:
         if role in self.frozen:
@@ -199,24 +301,36 @@ class Worker:
         engine.eval()
         return engine
 
-    def _per_token(self, path: str, budget: int, forward: Callable[[PackedBatch], torch.Tensor]) -> dict[str, Any]:
+    def _per_token(
+        self, path: str, role: str, budget: int, forward: Callable[[PackedBatch], torch.Tensor]
+    ) -> dict[str, Any]:
         rows = _read_rows(path, ())
-        plan = plan_micro_batches(rows.lengths_B, self.world_size, budget)[self.rank]
+        plan = plan_micro_batches(rows, self.world_size, budget)[self.rank]
         parts = [forward(pack(rows, index, self.device)) for index in plan]
         kept = [part for part, index in zip(parts, plan, strict=True) if index]
         values = torch.cat(kept).float().cpu().numpy() if kept else np.empty(0, np.float32)
         order = np.asarray([row for index in plan for row in index], dtype=np.int64)
-        return {"rows": order, "values": values}
+        return {"rows": order, "values": values, "usage": self._work(rows, role, epochs=0)}
+
+    def _work(self, rows: Rows, role: str, epochs: int) -> dict[str, float]:
+        """Tokens and model FLOPs of all ranks: of `epochs` passes of training, or of one forward pass for 0."""
+        shape, prompt_B, response_B = self.shapes[role], rows.prompts.lengths_B, rows.responses.lengths_B
+        work = {"tokens": float(rows.lengths_B.sum() * max(1, epochs))}
+        if not shape.dense:
+            return work
+        count, times = (training_flops, epochs) if epochs else (forward_flops, 1)
+        ids_B, scalar = rows.prompt_ids_B, role == "critic"
+        return work | {"flops": times * count(shape, prompt_B, response_B, scalar_head=scalar, prompt_ids_B=ids_B)}
 
     @torch.no_grad()
     def score(self, texts: list[str], budget: int) -> dict[str, Any]:
         """Scores of the reward model for this rank's texts, in order."""
-        tokenizer = AutoTokenizer.from_pretrained(str(self.config.reward.model), local_files_only=True)
+        tokenizer = self._tokenizer(str(self.config.reward.model))
         tokens = Ragged.of([tokenizer(text, add_special_tokens=False)["input_ids"] for text in texts], np.int32)
         nothing = Ragged(np.empty(0, np.int32), np.zeros(len(texts) + 1, np.int64))
         rows = Rows(tokens, nothing, nothing, {})
         scores = np.zeros(len(texts), np.float32)
-        for (index,) in zip(*plan_micro_batches(rows.lengths_B, 1, budget), strict=True):
+        for (index,) in zip(*plan_micro_batches(rows, 1, budget), strict=True):
             if index:
                 scores[index] = self.frozen["reward"](pack(rows, index, self.device)).cpu().numpy()
         return {"scores": scores}
@@ -240,14 +354,28 @@ class Worker:
             *(name for name in ("logprobs_old", "logprobs_reference") if name in column_names(path)),
         )
         rows = _read_rows(path, wanted)
-        return update_actor(self.trainers["actor"], rows, Split(**split), ActorLoss(**loss), learning_rate)
+        plan, trainer, self.updated_since = Split(**split), self.trainers["actor"], True
+        return self._measured(
+            rows, "actor", plan, lambda: update_actor(trainer, rows, plan, ActorLoss(**loss), learning_rate)
+        )
 
     def update_critic(
         self, path: str, split: dict[str, Any], clip: float | None, learning_rate: float
     ) -> dict[str, Any]:
         """Train the critic on the same experience."""
         rows = _read_rows(path, ("values", "returns"))
-        return update_critic(self.trainers["critic"], rows, Split(**split), clip, learning_rate)
+        plan, trainer = Split(**split), self.trainers["critic"]
+        return self._measured(rows, "critic", plan, lambda: update_critic(trainer, rows, plan, clip, learning_rate))
+
+    def _measured(self, rows: Rows, role: str, plan: Split, update: Callable[[], dict[str, float]]) -> dict[str, Any]:
+        """Run an update; with several ranks, take the time of its collectives."""
+        usage, trainer = self._work(rows, role, plan.epochs), self.trainers[role]
+        if self.world_size == 1:
+            with trainer.states_on_device():
+                return {**update(), "usage": usage}
+        with timed_collectives(self.device) as times, trainer.states_on_device():
+            metrics = update()
+        return {**metrics, "usage": usage | {"communication_s": times.seconds()}}
 
     # ---- state -----------------------------------------------------------------------------------------------------
 
@@ -259,12 +387,14 @@ class Worker:
         return {}
 
     def load(self, folder: str, version: int) -> dict[str, Any]:
-        """Restore what `save` wrote, and bring the rollout engine to it."""
+        """Restore what `save` wrote, and bring a rollout engine of this group to it."""
         for role, trainer in self.trainers.items():
             trainer.load(Path(folder) / role)
         states = torch.load(Path(folder) / f"random-{os.environ['PENSTOCK_GROUP']}-{self.rank}.pt", weights_only=True)
         _restore_generators(states)
-        return self.reshard(version) if self.generator is not None else {}
+        if self.generator is not None and "actor" in self.trainers:
+            self.reshard(version)
+        return {}
 
     def export(self, folder: str) -> dict[str, Any]:
         """Write the actor as a Hugging Face folder (rank 0 writes, all ranks gather)."""

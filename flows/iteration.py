@@ -1,6 +1,6 @@
 """One iteration of reinforcement learning, whole: this page is the dataflow.
 
-    rollout -> reward -> (old log-probs | reference log-probs | values) -> advantage
+    rollout -> reward -> [refill | greedy baseline] -> (old log-probs | reference log-probs | values) -> advantage
             -> (update actor | update critic) -> reshard -> evaluate -> record -> checkpoint
 
 Steps in brackets run side by side where their engine groups differ, and only if the algorithm needs them. Each step is
@@ -17,9 +17,11 @@ from state.manifest import Progress
 from tasks.advantage import advantage
 from tasks.checkpoint import save_checkpoint
 from tasks.evaluate import evaluate
+from tasks.greedy_baseline import greedy_baseline
 from tasks.kl_control import next_kl_coefficient
 from tasks.logprobs import ColumnRef, old_logprobs, reference_logprobs, values
 from tasks.record import advanced, finite, record
+from tasks.refill import groups_to_replace, refill
 from tasks.reshard import reshard
 from tasks.reward import reward
 from tasks.rollout import rollout
@@ -27,6 +29,7 @@ from tasks.session import Stage, Training
 from tasks.settings import Settings, resolve_settings
 from tasks.update_actor import update_actor
 from tasks.update_critic import update_critic
+from tasks.utilisation import utilisation
 
 
 @flow(name="iteration", flow_run_name="iteration-{number:06d}", validate_parameters=False)
@@ -37,6 +40,9 @@ def iteration(training: Training, number: int, progress: Progress) -> Progress:
 
     stage = rollout(training, settings, progress)
     stage = reward(training, settings, stage)
+    stage = refilled(training, settings, progress, stage)
+    if "greedy" in config.algorithm.needs:
+        stage = greedy_baseline(training, settings, stage)
     stage = advantage(training, settings, stage, forward_passes(training, settings, stage))
 
     metrics = stage.metrics | update(training, settings, stage)
@@ -49,15 +55,26 @@ def iteration(training: Training, number: int, progress: Progress) -> Progress:
         progress,
         iteration=number,
         policy_version=number,
-        prompt_cursor=progress.prompt_cursor + config.rollout.prompts,
+        prompt_cursor=progress.prompt_cursor + stage.experience.prompts,
         kl_coefficient=next_kl_coefficient(training, settings, metrics),
         overrides=settings.overrides,
     )
     metrics["time/iteration_s"] = time.perf_counter() - begin
+    metrics |= utilisation(training, number, metrics)
     record(training, number, finite(metrics))
     if number % config.checkpoint.every == 0 or number == config.iterations:
         save_checkpoint(training, progress)
     return progress
+
+
+def refilled(training: Training, settings: Settings, progress: Progress, stage: Stage) -> Stage:
+    """Dynamic sampling: as long as there are groups of equal rewards, and rollouts left, answer further prompts."""
+    dynamic = training.config.algorithm.dynamic_sampling
+    for number in range(1, dynamic.max_rollouts if dynamic else 0):
+        if not groups_to_replace(stage):
+            break
+        stage = refill(training, settings, progress, stage, number)
+    return stage
 
 
 def forward_passes(training: Training, settings: Settings, stage: Stage) -> list[ColumnRef]:

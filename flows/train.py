@@ -12,14 +12,14 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from prefect import flow
+from prefect import flow, get_run_logger
 from prefect.settings import PREFECT_FLOWS_HEARTBEAT_FREQUENCY, temporary_settings
 
 from configs.loading import resolve
 from configs.schema import TrainConfig
 from flows.iteration import iteration
 from flows.sft import supervise
-from state.manifest import Progress, read_manifest
+from state.manifest import Progress, completed, read_manifest
 from state.run_folder import RunFolder, new_run_folder, open_run_folder
 from tasks.admission import admission
 from tasks.check import check_inputs, check_memory
@@ -41,6 +41,8 @@ def train(config: TrainConfig = TrainConfig(), run_folder: str | None = None, re
         run_folder: where to put the run; default: a new folder under `config.folder`.
         resume: folder of an earlier run to continue; its own configuration is used.
     """
+    if resume is not None and (done := completed_run(resume)):
+        return done
     config, run = open_run(config, run_folder, resume)
     with admitted_session(config, run) as training, show_progress(training), recording(training):
         model = starting_model(training)
@@ -58,6 +60,15 @@ def train(config: TrainConfig = TrainConfig(), run_folder: str | None = None, re
             with temporary_settings({PREFECT_FLOWS_HEARTBEAT_FREQUENCY: None}):
                 progress = iteration(training, number, progress)
         export(training)
+    return str(run.path)
+
+
+def completed_run(folder: str) -> str | None:
+    """Return the run folder if nothing is left to do in it, and say so: no engine starts, nothing is written."""
+    run = open_run_folder(Path(folder))
+    if not completed(run, read_config(run).iterations):
+        return None
+    get_run_logger().info("%s is complete: nothing is left to do; its report is %s", run.path, run.report)
     return str(run.path)
 
 
@@ -87,6 +98,5 @@ def admitted_session(config: TrainConfig, run: RunFolder) -> Iterator[Training]:
 
 def begin(training: Training, progress: Progress) -> Progress:
     """Evaluate the policy before any training, and write the first manifest."""
-    metrics = finite(evaluate(training, 0))
-    record(training, 0, metrics)
-    return begin_manifest(training, progress.advanced(accuracy_before=metrics["heldout/accuracy"]))
+    record(training, 0, finite(evaluate(training, 0)))
+    return begin_manifest(training, progress)

@@ -16,9 +16,11 @@ import typer
 from rich.console import Console
 
 from configs.errors import UserError
+from penstock import bench
 
 ABOUT = "Post-train language models with reinforcement learning, as a Prefect workflow."
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, help=ABOUT)
+app.add_typer(bench.app, name="bench")
 WIDTH_WITHOUT_TERMINAL = 160  # of tables in a pipe or a log; rich would fold them to 80
 console = Console(width=None if sys.stdout.isatty() else WIDTH_WITHOUT_TERMINAL)
 errors = Console(stderr=True)
@@ -91,6 +93,8 @@ def train(
         estimates = _check(config, run)
     elif recipe is not None or run is not None:
         raise UserError("--resume continues a run with its own configuration", "remove the recipe, overrides and --run")
+    elif _is_complete(resume):
+        return
     else:
         config, estimates = _check_resume(resume)
     if dry_run:
@@ -128,6 +132,20 @@ def _new_folder(config: Any, run: Path | None) -> Path:
     return folder
 
 
+def _is_complete(folder: Path) -> bool:
+    """Say so if nothing of a run is left to do."""
+    from state.manifest import completed
+    from state.run_folder import open_run_folder
+    from tasks.session import read_config
+
+    run = open_run_folder(folder)
+    done = completed(run, read_config(run).iterations)
+    if done:
+        console.print(f"{os.path.relpath(folder)} is complete: nothing is left to do", highlight=False, soft_wrap=True)
+        _print_summary(run.path)
+    return done
+
+
 def _check_resume(folder: Path) -> tuple[Any, Any]:
     from state.manifest import read_manifest
     from state.run_folder import open_run_folder
@@ -158,12 +176,13 @@ def _run_flow(config: Any, folder: Path, **arguments: Any) -> None:
 
 def _print_summary(folder: Path) -> None:
     from reports.progress import final_summary
+    from state.run_folder import RunFolder
 
     summary = json.loads((folder / "summary.json").read_text(encoding="utf-8"))
     ui = f"penstock ui {os.path.relpath(folder.parent)}"
     places = {
         "Run folder": str(folder),
-        "Report": str(folder / "report" / "index.html"),
+        "Report": str(RunFolder(folder).report),
         "Model": str(folder / "models" / "final"),
         "MLflow": f"{ui}   then http://127.0.0.1:5000   run {summary['mlflow_run_id']}",
         "Prefect": f"{ui}   then http://127.0.0.1:4200/runs/flow-run/{summary['prefect_flow_run_id']}",
@@ -177,11 +196,14 @@ def _print_dry_run(config: Any, estimates: Any) -> None:
     from configs.loading import to_yaml
 
     console.print(to_yaml(config), highlight=False, markup=False, soft_wrap=True)
-    table = Table("group", "roles", "ranks on", "memory per rank", "of which", title="placement and memory estimate")
+    columns = ("group", "roles", "ranks on", "memory per rank", "of which", "activations recomputed")
+    table = Table(*columns, title="placement and memory estimate")
     for item in estimates:
         places = ", ".join("CPU" if gpu is None else f"GPU {gpu}" for gpu in item.devices)
-        parts = "\n".join(f"{name} {size / (1 << 30):.2f} GiB" for name, size in item.parts.items())
-        table.add_row(item.group, ", ".join(item.roles), places, f"{item.total / (1 << 30):.2f} GiB", parts)
+        parts = "\n".join(f"{name} {size / (1 << 30):.2f} GiB" for name, size in item.memory.parts.items())
+        size = f"{item.memory.total / (1 << 30):.2f} GiB\n{item.memory.phase}"
+        recomputed = "\n".join(f"{name} {'yes' if value else 'no'}" for name, value in item.checkpointing.items())
+        table.add_row(item.group, ", ".join(item.roles), places, size, parts, recomputed)
     console.print(table)
 
 
@@ -201,6 +223,32 @@ def sft(recipe: Recipe = None, overrides: Overrides = None, run: RunFolderOption
     start_server()
     with without_tracebacks_of_user_errors():
         console.print(f"model: {sft_flow(config, run_folder=str(run) if run else None)}", highlight=False)
+
+
+@app.command()
+def doctor(
+    target: Annotated[Path, typer.Argument(help="directory of the run folders, or a recipe to check as well")] = Path(
+        "runs"
+    ),
+    overrides: Overrides = None,
+) -> None:
+    """Check this machine: driver, libraries, GPUs, links, memory, disk; exit code 1 if something would stop a run."""
+    from penstock.doctor import diagnose, examine_recipe, table
+    from penstock.machine_facts import collect
+
+    if target.suffix in (".yaml", ".yml"):
+        config = _load(target, overrides)
+        about_recipe, disk_needed = examine_recipe(config)
+        lines = [*diagnose(collect(Path(config.folder)), disk_needed), *about_recipe]
+    elif overrides:
+        raise UserError(
+            f"{target} is no recipe, so there is nothing to override", "name a YAML file, or a folder alone"
+        )
+    else:
+        lines = diagnose(collect(target))
+    console.print(table(lines))
+    if any(line.level == "problem" for line in lines):
+        raise SystemExit(1)
 
 
 @app.command()

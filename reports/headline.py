@@ -9,6 +9,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
+SHARES_FROM = 0.01  # smaller ones are left out
+
 
 @dataclass(frozen=True)
 class Headline:
@@ -28,6 +30,8 @@ def headlines(summary: Mapping[str, Any]) -> list[Headline]:
         _plain("Iterations", summary.get("iterations"), "{:,}"),
         Headline("Duration", duration(summary["seconds"])) if summary.get("seconds") is not None else None,
         _plain("Tokens per second", summary.get("tokens_per_second"), "{:,.0f}"),
+        _shares(summary.get("time_shares")),
+        _plain("Actor's MFU", summary.get("actor_mfu"), "{:.1%}"),
         _weights(summary.get("parameters_shared"), summary.get("parameters_copied")),
     ]
     return [headline for headline in found if headline]
@@ -57,6 +61,14 @@ def _change(label: str, before: float | None, after: float | None, *, percent: b
 
 def _plain(label: str, value: float | None, shape: str) -> Headline | None:
     return None if value is None else Headline(label, shape.format(value))
+
+
+def _shares(shares: Mapping[str, float] | None) -> Headline | None:
+    """Where the time goes: the task with the largest share, the next ones beside it."""
+    if not shares:
+        return None
+    first, *rest = [f"{task.replace('_', ' ')} {share:.0%}" for task, share in shares.items() if share >= SHARES_FROM]
+    return Headline("Time goes to", first, ", ".join(rest))
 
 
 def _weights(shared: int | None, copied: int | None) -> Headline | None:

@@ -11,13 +11,15 @@ Left out: registering checkpoints as models (the run folder keeps them), system 
 
 from __future__ import annotations
 
+import fcntl
 import functools
 import json
 import logging
 import math
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -82,17 +84,27 @@ def resume_run(tracking_uri: str, run_id: str) -> None:
 
 
 def log_iteration(tracking_uri: str, run_id: str, iteration: int, metrics: Mapping[str, float]) -> None:
-    """Log the metrics of one iteration in one call; `iteration` is the step.
+    """Log the metrics of one iteration in one call; `iteration` is the step."""
+    log_figures(tracking_uri, run_id, iteration, {**metrics, ITERATION: float(iteration)})
+
+
+def log_figures(tracking_uri: str, run_id: str, iteration: int, figures: Mapping[str, float]) -> None:
+    """Log figures that belong to an iteration, without saying that the run holds it.
 
     A value that is not finite becomes NaN, a gap in MLflow's charts: it would store infinity as 1.8e308.
     """
     from mlflow.entities import Metric
 
     now_ms = time.time_ns() // 1_000_000
-    finite = {name: value if math.isfinite(value) else math.nan for name, value in metrics.items()}
-    values = {**finite, ITERATION: float(iteration)}
-    batch = [Metric(name, value, now_ms, iteration) for name, value in values.items()]
+    finite = {name: value if math.isfinite(value) else math.nan for name, value in figures.items()}
+    batch = [Metric(name, value, now_ms, iteration) for name, value in finite.items()]
     connect(tracking_uri).log_batch(run_id, metrics=batch)
+
+
+def has_figures(tracking_uri: str, run_id: str, iteration: int, names: Iterable[str]) -> bool:
+    """Whether the run holds a value of each of `names` at an iteration."""
+    client = connect(tracking_uri)
+    return all(any(entry.step == iteration for entry in client.get_metric_history(run_id, name)) for name in names)
 
 
 def logged_through(tracking_uri: str, run_id: str) -> int:
@@ -145,7 +157,7 @@ def run_url(tracking_uri: str, run_id: str, server: str = "http://127.0.0.1:5000
 
 @functools.cache
 def connect(tracking_uri: str) -> MlflowClient:
-    """Return the client of a store; a database is made if it is missing.
+    """Return the client of a store; a database is made if it is missing, by one process while others wait.
 
     Telemetry is off, and so are MLflow's lines about creating tables and about where a run can be viewed.
     """
@@ -156,18 +168,31 @@ def connect(tracking_uri: str) -> MlflowClient:
 
     logging.getLogger("mlflow.store.db.utils").setLevel(logging.WARNING)
     logging.getLogger("alembic").setLevel(logging.WARNING)
-    if folder := _database_folder(tracking_uri):
-        folder.mkdir(parents=True, exist_ok=True)
-    return MlflowClient(tracking_uri)
+    with _alone(_database(tracking_uri)):
+        return MlflowClient(tracking_uri)
 
 
-def _database_folder(tracking_uri: str) -> Path | None:
+@contextmanager
+def _alone(database: Path | None) -> Iterator[None]:
+    """Keep other processes from making or migrating the same database file meanwhile; MLflow itself does not."""
+    if database is None:
+        yield
+        return
+    database.parent.mkdir(parents=True, exist_ok=True)
+    with database.with_name(f"{database.name}.lock").open("w") as stream:
+        fcntl.flock(stream, fcntl.LOCK_EX)
+        yield
+
+
+def _database(tracking_uri: str) -> Path | None:
     prefix = "sqlite:///"
-    return Path(tracking_uri.removeprefix(prefix)).resolve().parent if tracking_uri.startswith(prefix) else None
+    return Path(tracking_uri.removeprefix(prefix)).resolve() if tracking_uri.startswith(prefix) else None
 
 
 def _experiment_id(client: MlflowClient, tracking_uri: str, name: str) -> str:
     """A new experiment of a database keeps its artifacts beside it: MLflow's own choice is the working directory."""
+    from mlflow import MlflowException
+
     if found := client.get_experiment_by_name(name):
         if found.lifecycle_stage == "deleted":
             raise UserError(
@@ -175,6 +200,11 @@ def _experiment_id(client: MlflowClient, tracking_uri: str, name: str) -> str:
                 f"bring it back with `mlflow experiments restore -x {found.experiment_id}`, or set record.experiment",
             )
         return str(found.experiment_id)
-    folder = _database_folder(tracking_uri)
-    artifacts = (folder / "mlartifacts").as_uri() if folder else None
-    return str(client.create_experiment(name, artifact_location=artifacts))
+    database = _database(tracking_uri)
+    artifacts = (database.parent / "mlartifacts").as_uri() if database else None
+    try:
+        return str(client.create_experiment(name, artifact_location=artifacts))
+    except MlflowException as error:
+        if error.error_code != "RESOURCE_ALREADY_EXISTS":
+            raise
+    return _experiment_id(client, tracking_uri, name)  # another process made it a moment ago

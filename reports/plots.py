@@ -174,7 +174,7 @@ def critic_figure(frame: pd.DataFrame) -> Figure | None:
 
 
 def throughput_figure(frame: pd.DataFrame) -> Figure | None:
-    """Rollout speed and response length."""
+    """Rollout speed and response length, and how well the GPUs are used."""
     return _panels(
         frame,
         {
@@ -183,6 +183,15 @@ def throughput_figure(frame: pd.DataFrame) -> Figure | None:
                 "rollout/response_length_max": "longest",
                 "rollout/response_length_mean": "mean",
             },
+            "Model FLOPs, share of the GPU's peak": {
+                "actor/mfu": "actor's update",
+                "reference/mfu": "reference",
+            },
+            "GPU and collectives, share of the time": {
+                "gpu/utilisation": "any kernel runs",
+                "actor/communication_share": "collectives of the update",
+            },
+            "GPU memory, GiB": {"gpu/memory_gib": "in use", "memory/gpu_gib": "allocated by torch"},
         },
     )
 

@@ -30,7 +30,7 @@ _CAPTIONS = {
     "policy": "How far and how hard each update moves the policy.",
     "critic": "How well the value model predicts returns.",
     "time": "Where the seconds of an iteration go. Tasks that run side by side are stacked, too.",
-    "throughput": "How fast experience is generated, and how long responses are.",
+    "throughput": "How fast experience is generated, how long responses are, and how well the GPUs are used.",
 }
 
 

@@ -69,6 +69,7 @@ class ExperienceRef:
     prompt_tokens: int
     response_tokens: int
     policy_version: int
+    prompts: int = 0  # drawn from the data for it, also those that were replaced
 
 
 def _to_arrow(column: Any) -> pa.Array:

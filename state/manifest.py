@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from configs.errors import UserError
-from state.files import for_each_file, fsync, sha256, write_text
+from state.files import files_below, for_each_file, fsync, sha256, write_text
 from state.run_folder import RunFolder
 
 FORMAT = 1
@@ -28,7 +28,6 @@ class Progress:
     policy_version: int = 0
     prompt_cursor: int = 0  # ordinal of the next prompt; epochs follow from the data's size (data/order.py)
     kl_coefficient: float | None = None  # state of the adaptive controller
-    accuracy_before: float | None = None
     seconds: float = 0.0  # of earlier attempts
     overrides: dict[str, Any] | None = None  # live settings in force
 
@@ -69,26 +68,37 @@ def read_manifest(run: RunFolder) -> Manifest:
         raise UserError(
             f"{run.manifest} has format {found}, this version reads {FORMAT}", "resume with the version that wrote it"
         )
-    return Manifest(progress=Progress(**values.pop("progress")), **values)
+    progress = values.pop("progress")
+    progress.pop("accuracy_before", None)  # in manifests of version 0.1.0; metrics.jsonl has it
+    return Manifest(progress=Progress(**progress), **values)
 
 
-def seal_checkpoint(aside: Path, final: Path) -> None:
-    """Hash and fsync every file under `aside`, then rename it to `final`.
+def completed(run: RunFolder, iterations: int) -> bool:
+    """Whether nothing of `run` is left to do: all iterations done, the model exported, its end recorded."""
+    if read_manifest(run).progress.iteration < iterations or not run.model("final").exists():
+        return False
+    return run.summary.is_file() and json.loads(run.summary.read_text(encoding="utf-8"))["status"] == "completed"
+
+
+def seal_checkpoint(aside: Path, final: Path) -> int:
+    """Hash and fsync every file under `aside`, side by side, then rename it to `final`; return the bytes it holds.
 
     The hashes go to `aside/sha256.json`, names relative to the checkpoint.
     """
-    hashes: dict[str, str] = {}
 
-    def seal(path: Path) -> None:
-        hashes[str(path.relative_to(aside))] = sha256(path)
+    def seal(path: Path) -> str:
         fsync(path)
+        return sha256(path)
 
-    for_each_file(aside, seal)
-    write_text(aside / "sha256.json", json.dumps(hashes, indent=1))
+    paths = files_below(aside)
+    names = [str(path.relative_to(aside)) for path in paths]
+    write_text(aside / "sha256.json", json.dumps(dict(zip(names, for_each_file(paths, seal), strict=True)), indent=1))
+    size = sum(path.stat().st_size for path in paths)
     if final.exists():
         shutil.rmtree(final)
     aside.rename(final)
     fsync(final.parent)
+    return size
 
 
 def verify_checkpoint(folder: Path) -> None:
@@ -99,9 +109,11 @@ def verify_checkpoint(folder: Path) -> None:
     """
     if not (folder / "sha256.json").is_file():
         raise UserError(f"checkpoint {folder} is incomplete (no sha256.json)", "resume from a copy of the run folder")
-    for name, expected in json.loads((folder / "sha256.json").read_text(encoding="utf-8")).items():
-        path = folder / name
-        if not path.is_file() or sha256(path) != expected:
+    expected: dict[str, str] = json.loads((folder / "sha256.json").read_text(encoding="utf-8"))
+    paths = [folder / name for name in expected]
+    found = for_each_file(paths, lambda path: sha256(path) if path.is_file() else None)
+    for path, there, recorded in zip(paths, found, expected.values(), strict=True):
+        if there != recorded:
             raise UserError(f"checkpoint file {path} is damaged or missing", "resume from a copy of the run folder")
 
 

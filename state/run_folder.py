@@ -58,6 +58,11 @@ class RunFolder:
         return self.path / "summary.json"
 
     @property
+    def report(self) -> Path:
+        """The first page of the report."""
+        return self.path / "report" / "index.html"
+
+    @property
     def logs(self) -> Path:
         """One log file per rank."""
         return self.path / "logs"
@@ -165,6 +170,15 @@ def append_metrics(run: RunFolder, iteration: int, metrics: dict[str, float]) ->
         os.fsync(stream.fileno())
 
 
+def add_metrics(run: RunFolder, iteration: int, metrics: dict[str, float]) -> None:
+    """Add figures to the recorded line of an iteration, in one step: what is measured after it was recorded."""
+    records = read_metrics(run)
+    for record in records:
+        if record["iteration"] == iteration:
+            record["metrics"] |= metrics
+    _write_metrics(run, records)
+
+
 def read_metrics(run: RunFolder) -> list[dict[str, Any]]:
     """Return the recorded iterations in order; a last line cut by a crash is left out."""
     if not run.metrics.exists():
@@ -175,8 +189,11 @@ def read_metrics(run: RunFolder) -> list[dict[str, Any]]:
 
 def truncate_metrics(run: RunFolder, iteration: int) -> None:
     """Drop the lines after `iteration`: a resumed run writes them again."""
-    kept = [json.dumps(record) for record in read_metrics(run) if record["iteration"] <= iteration]
-    write_text(run.metrics, "".join(line + "\n" for line in kept))
+    _write_metrics(run, [record for record in read_metrics(run) if record["iteration"] <= iteration])
+
+
+def _write_metrics(run: RunFolder, records: list[dict[str, Any]]) -> None:
+    write_text(run.metrics, "".join(json.dumps(record) + "\n" for record in records))
 
 
 def drop_leftovers(run: RunFolder, iteration: int) -> None:

@@ -11,12 +11,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from configs.errors import UserError
-from configs.schema import DataConfig, TrainConfig
+from configs.schema import DataConfig, Role, TrainConfig
 from data.prompts import refuse_reserved
 from data.rows import read_rows, require_columns, require_filled
 from engines.machine import free_gpu_bytes, free_host_bytes, visible_gpus
-from engines.memory import GIB, ModelShape, rank_bytes, read_shape
+from engines.memory import GIB, Rank, RankMemory, choose_checkpointing, rank_memory, weight_width
 from engines.placement import place
+from engines.shape import ModelShape, read_shape
 from rewards.function import load_reward_function
 
 ARITHMETIC_COLUMNS = ("prompt_id", "prompt", "answer", "response")
@@ -29,12 +30,8 @@ class GroupEstimate:
     group: str
     roles: tuple[str, ...]
     devices: tuple[int | None, ...]
-    parts: dict[str, int]
-
-    @property
-    def total(self) -> int:
-        """Bytes of one rank."""
-        return sum(self.parts.values())
+    memory: RankMemory
+    checkpointing: dict[str, bool]  # by trained model: whether its activations are recomputed
 
 
 def check_training(config: TrainConfig) -> list[GroupEstimate]:
@@ -193,8 +190,7 @@ def check_memory(config: TrainConfig) -> list[GroupEstimate]:
     Raises:
         UserError: a GPU does not exist, or a rank would not fit.
     """
-    gpus = visible_gpus()
-    shape = tiny_shape(config) if config.model.tiny is not None else read_shape(Path(str(config.model.path)))
+    shape = _shape(config)
     needed = config.data.max_prompt_tokens + config.rollout.max_response_tokens
     if needed > shape.positions:
         raise UserError(
@@ -202,32 +198,74 @@ def check_memory(config: TrainConfig) -> list[GroupEstimate]:
             f"the model has {shape.positions} positions",
             "lower one of them",
         )
-    estimates = []
-    host_free = free_host_bytes()
-    for spec in place(config, len(gpus), Path()):
-        device = "cpu" if spec.devices[0].gpu is None else "cuda"
-        parts = rank_bytes(config, shape, spec.roles, len(spec.devices), device)
-        estimate = GroupEstimate(spec.name, spec.roles, tuple(item.gpu for item in spec.devices), parts)
-        estimates.append(estimate)
-        for item in spec.devices:
-            if item.gpu is not None:
-                _require(estimate, free_gpu_bytes(gpus[item.gpu]), f"GPU {item.gpu}")
+    gpus, estimates, host_free = visible_gpus(), estimate_groups(config), free_host_bytes()
+    for estimate in estimates:
+        for gpu in estimate.devices:
+            if gpu is not None:
+                _require(estimate, free_gpu_bytes(gpus[gpu]), f"GPU {gpu}")
             else:
                 _require(estimate, host_free, "this machine")
-                host_free -= estimate.total
+                host_free -= estimate.memory.total
     return estimates
 
 
+def estimate_groups(config: TrainConfig) -> list[GroupEstimate]:
+    """Return every group's placement and memory, and what the memory that is free now decides.
+
+    Raises:
+        UserError: a GPU does not exist.
+    """
+    gpus = visible_gpus()
+    specs = place(config, len(gpus), Path())
+    cpu_ranks = sum(item.gpu is None for spec in specs for item in spec.devices)
+    estimates = []
+    for spec in specs:
+        devices = tuple(item.gpu for item in spec.devices)
+        free = min(free_host_bytes() // cpu_ranks if gpu is None else free_gpu_bytes(gpus[gpu]) for gpu in devices)
+        device = "cpu" if devices[0] is None else "cuda"
+        shapes = {role: _shape(config, role) for role in spec.roles}
+        rank = Rank(shapes, len(devices), device, weight_width(config, device))
+        checkpointing = choose_checkpointing(config, rank, free)
+        memory = rank_memory(config, rank, checkpointing)
+        estimates.append(GroupEstimate(spec.name, spec.roles, devices, memory, checkpointing))
+    return estimates
+
+
+def decide_checkpointing(config: TrainConfig) -> dict[str, bool]:
+    """Return for each trained model whether activations are recomputed, by the memory that is free now."""
+    return {name: value for item in estimate_groups(config) for name, value in item.checkpointing.items()}
+
+
+def disk_bytes(config: TrainConfig) -> int:
+    """Return about how many bytes the checkpoints and the exported model of a run take.
+
+    A checkpoint holds weights and AdamW's float32 state of every trained role, and one more than is kept exists while
+    it is written. Left out: experience, which depends on what is said.
+    """
+    width = weight_width(config, "cuda" if visible_gpus() else "cpu")
+    trained = sum(_shape(config, role).parameters for role in config.roles if role in ("actor", "critic"))
+    return (config.checkpoint.keep + 1) * trained * (width + 12) + _shape(config).parameters * width
+
+
+def _shape(config: TrainConfig, role: Role = "actor") -> ModelShape:
+    if role == "critic" and config.critic is not None and config.critic.path is not None:
+        return read_shape(Path(config.critic.path))
+    if role == "reward":
+        return read_shape(Path(str(config.reward.model)))
+    return tiny_shape(config) if config.model.tiny is not None else read_shape(Path(str(config.model.path)))
+
+
 def _require(estimate: GroupEstimate, free: int, place_name: str) -> None:
-    if estimate.total <= free:
+    memory = estimate.memory
+    if memory.total <= free:
         return
-    largest = max(estimate.parts, key=lambda name: estimate.parts[name])
+    largest = max(memory.parts, key=lambda name: memory.parts[name])
     raise UserError(
-        f"group '{estimate.group}' needs about {estimate.total / GIB:.1f} GiB per rank, "
+        f"group '{estimate.group}' needs about {memory.total / GIB:.1f} GiB per rank ({memory.phase}), "
         f"{place_name} has {free / GIB:.1f} GiB free "
-        f"(largest part: {largest}, {estimate.parts[largest] / GIB:.1f} GiB)",
-        "use more ranks or a higher actor.zero_stage, actor.gradient_checkpointing=true, "
-        "a smaller actor.micro_batch_tokens, or end what else uses the memory",
+        f"(largest part: {largest}, {memory.parts[largest] / GIB:.1f} GiB)",
+        "use more ranks or a higher actor.zero_stage, a smaller actor.micro_batch_tokens, "
+        "actor.gradient_checkpointing=true where it is false, or end what else uses the memory",
     )
 
 
@@ -244,10 +282,12 @@ def tiny_shape(config: TrainConfig) -> ModelShape:
         layers=tiny.layers,
         hidden_size=tiny.hidden_size,
         intermediate_size=tiny.intermediate_size,
+        heads=tiny.heads,
         kv_heads=tiny.kv_heads,
         head_size=head,
         vocabulary=vocabulary,
         positions=tiny.max_positions,
+        query_key_norms=True,
     )
 
 

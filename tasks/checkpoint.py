@@ -7,6 +7,7 @@ import shutil
 from prefect import task
 from prefect.cache_policies import NO_CACHE
 
+from engines.memory import GIB
 from state.manifest import (
     Manifest,
     Progress,
@@ -17,12 +18,13 @@ from state.manifest import (
     write_manifest,
 )
 from state.run_folder import drop_leftovers, truncate_metrics
+from tasks.record import add_to_record
 from tasks.session import Training, timed
 
 
 @task(task_run_name="checkpoint-{progress.iteration:06d}", cache_policy=NO_CACHE)
-def save_checkpoint(training: Training, progress: Progress) -> dict[str, float]:
-    """Make the state after `progress.iteration` durable."""
+def save_checkpoint(training: Training, progress: Progress) -> None:
+    """Make the state after `progress.iteration` durable; its seconds and size join the iteration's figures."""
     run = training.run
     metrics: dict[str, float] = {}
     with timed(metrics, "checkpoint"):
@@ -33,10 +35,10 @@ def save_checkpoint(training: Training, progress: Progress) -> dict[str, float]:
         aside.mkdir(parents=True)
         for group in training.session().distinct_groups:
             group.call("save", key=f"{progress.iteration}/save", folder=str(aside))
-        seal_checkpoint(aside, final)
-        write_manifest(run, manifest(training, progress, final.name))
-        prune_checkpoints(run, training.config.checkpoint.keep)
-    return metrics
+        metrics["checkpoint/gib"] = seal_checkpoint(aside, final) / GIB
+    add_to_record(training, progress.iteration, metrics)  # before the manifest: a resume goes on after this line
+    write_manifest(run, manifest(training, progress, final.name))
+    prune_checkpoints(run, training.config.checkpoint.keep)
 
 
 @task(task_run_name="restore", cache_policy=NO_CACHE)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,35 +22,85 @@ class Responses:
     texts: list[str]
     truncated_B: np.ndarray
     policy_version: int
+    metrics: dict[str, float]
 
 
 def generate(
     training: Training, prompts: pd.DataFrame, key: str, seed: list[int], sampling: dict[str, Any]
 ) -> Responses:
-    """Generate responses; every rank takes a contiguous share of the prompts, so a prompt's samples stay together.
+    """Generate responses; the engines share the prompts out among themselves (engines/prompt_supply.py).
 
     Args:
         prompts: rows of a prompt table.
         key: idempotency key of the command.
-        seed: three numbers that make this generation's random draws unique; each rank adds its own. (NumPy fills
-            shorter seeds up with zeros: of another length, they could equal another generation's.)
-        sampling: fields of `engines.generator.Sampling` without the seed.
+        seed: three numbers that make this generation's random draws unique. (NumPy fills shorter seeds up with zeros:
+            of another length, they could equal another generation's.)
+        sampling: fields of `engines.requests.Sampling` without the seed.
+
+    Raises:
+        RuntimeError: the engines did not answer each prompt exactly once.
     """
     session = training.session()
-    group = session.groups["rollout"]
-    shares = np.array_split(np.arange(len(prompts)), len(group.spec.devices))
-    per_rank = []
-    for rank, share in enumerate(shares):
-        tokens = Ragged.of([prompts["prompt_tokens"].iloc[row] for row in share], np.int32)
-        state = int(np.random.SeedSequence([*seed, rank]).generate_state(1)[0])
-        per_rank.append(
-            {"prompts": tokens.values_T, "offsets": tokens.offsets_B1, "sampling": {**sampling, "seed": state}}
-        )
-    replies = group.call("generate", key=key, per_rank=per_rank, tokenizer=session.model_folder)
-    lengths = np.concatenate([np.diff(reply["offsets"]) for reply in replies])
-    return Responses(
-        tokens=Ragged(np.concatenate([reply["tokens"] for reply in replies]), offsets_of(lengths)),
-        texts=[text for reply in replies for text in reply["texts"]],
-        truncated_B=np.concatenate([reply["truncated"] for reply in replies]),
-        policy_version=int(replies[0]["policy_version"]),
+    asked = Ragged.of(list(prompts["prompt_tokens"]), np.int32)
+    began = time.perf_counter()
+    replies = session.call(
+        "rollout",
+        "generate",
+        key,
+        prompts=asked.values_T,
+        offsets=asked.offsets_B1,
+        sampling={**sampling, "seed": seed},
+        tokenizer=session.model_folder,
     )
+    seconds = time.perf_counter() - began
+    answers = [reply for reply in replies if reply]  # of an engine of several ranks one replies
+    rows_B = rows_in_prompt_order([answer["positions"] for answer in answers], len(prompts), sampling["samples"])
+    lengths = np.concatenate([np.diff(answer["offsets"]) for answer in answers])
+    texts = [text for answer in answers for text in answer["texts"]]
+    return Responses(
+        tokens=Ragged(np.concatenate([answer["tokens"] for answer in answers]), offsets_of(lengths)).take(rows_B),
+        texts=[texts[row] for row in rows_B],
+        truncated_B=np.concatenate([answer["truncated"] for answer in answers])[rows_B],
+        policy_version=int(answers[0]["policy_version"]),
+        metrics=engine_figures(answers, seconds),
+    )
+
+
+def rows_in_prompt_order(positions: Sequence[np.ndarray], prompts: int, samples: int) -> np.ndarray:
+    """Return where each response is, in the order of the prompts, among those of all engines one after the other.
+
+    Args:
+        positions: of each engine, the prompts it answered, with `samples` responses side by side for each.
+
+    Raises:
+        RuntimeError: a prompt was answered twice or by no engine.
+    """
+    answered = np.concatenate(positions)
+    times = np.bincount(answered, minlength=prompts)
+    if (wrong := np.flatnonzero(times != (np.arange(len(times)) < prompts))).size:
+        first = f"number {wrong[0]} came {times[wrong[0]]} times"
+        raise RuntimeError(f"{wrong.size} of {prompts} prompts were not answered exactly once ({first})")
+    return (np.argsort(answered)[:, None] * samples + np.arange(samples)).ravel()
+
+
+def engine_figures(answers: Sequence[dict[str, Any]], seconds: float) -> dict[str, float]:
+    """Return how long requests took and how evenly the engines worked during a generation of `seconds`.
+
+    A request is one response, from its submission to its last token. An engine is idle from its last token to the end
+    of the generation, and while it wakes up or its responses are decoded.
+    """
+    waited_B = np.concatenate([answer["request_seconds"] for answer in answers])
+    busy = [answer["engine_seconds"] for answer in answers]
+    tokens = [len(answer["tokens"]) for answer in answers]
+    prompt_tokens = sum(answer["prompt_tokens"] for answer in answers)
+    return {
+        "rollout/request_s_mean": float(waited_B.mean()),
+        "rollout/request_s_p50": float(np.quantile(waited_B, 0.5)),
+        "rollout/request_s_p95": float(np.quantile(waited_B, 0.95)),
+        "rollout/request_s_max": float(waited_B.max()),
+        "rollout/engine_idle_share": 1 - float(np.mean(busy)) / seconds,
+        "rollout/engine_balance": min(busy) / max(busy),
+        "rollout/engine_tokens_min": float(min(tokens)),
+        "rollout/engine_tokens_max": float(max(tokens)),
+        "rollout/engine_prefix_hits": sum(answer["cached_tokens"] for answer in answers) / prompt_tokens,
+    }

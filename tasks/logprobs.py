@@ -46,25 +46,25 @@ def reference_logprobs(training: Training, settings: Settings, experience: Exper
 def values(training: Training, settings: Settings, experience: ExperienceRef) -> ColumnRef:
     """The critic's values of the state before each response token."""
     budget = settings.critic_micro_batch_tokens
-    return _column(training, settings, experience, "critic", "values", {"command": "values", "budget": budget})
+    return _column(training, settings, experience, "critic", "values", "values", {"budget": budget})
 
 
 def _logprobs(training: Training, settings: Settings, experience: ExperienceRef, role: Role, name: str) -> ColumnRef:
-    arguments = {
-        "command": "logprobs",
-        "role": role,
-        "temperature": settings.temperature,
-        "budget": settings.micro_batch_tokens,
-    }
-    return _column(training, settings, experience, role, name, arguments)
+    arguments = {"role": role, "temperature": settings.temperature, "budget": settings.micro_batch_tokens}
+    return _column(training, settings, experience, role, name, "logprobs", arguments)
 
 
 def _column(
-    training: Training, settings: Settings, experience: ExperienceRef, role: Role, name: str, arguments: dict[str, Any]
+    training: Training,
+    settings: Settings,
+    experience: ExperienceRef,
+    role: Role,
+    name: str,
+    command: str,
+    arguments: dict[str, Any],
 ) -> ColumnRef:
     begin = time.perf_counter()
-    group = training.session().groups[role]
-    replies = group.call(key=f"{settings.iteration}/{name}", path=experience.path, **arguments)
+    replies = training.session().call(role, command, f"{settings.iteration}/{name}", path=experience.path, **arguments)
     lengths_B = read_columns(experience.path, ["response_tokens"])["response_tokens"].lengths_B
     order = np.concatenate([reply["rows"] for reply in replies])
     flat = Ragged(np.concatenate([reply["values"] for reply in replies]), offsets_of(lengths_B[order]))

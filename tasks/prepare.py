@@ -84,7 +84,7 @@ def build_engines(training: Training, model_folder: str) -> dict[str, int]:
     figures = {"parameters": 0, "parameters_shared": 0, "parameters_copied": 0}
     for group in session.distinct_groups:
         replies = group.call(
-            "build", key="0/build", config=_plain(session.config), folder=model_folder, roles=list(group.spec.roles)
+            "build", key="0/build", config=session.engine_config(), folder=model_folder, roles=list(group.spec.roles)
         )
         for name in figures:
             figures[name] = max(figures[name], int(replies[0][name]))
@@ -94,6 +94,8 @@ def build_engines(training: Training, model_folder: str) -> dict[str, int]:
         figures["parameters_shared"],
         figures["parameters_copied"],
     )
+    recomputed = [name for name, value in session.checkpointing.items() if value]
+    get_run_logger().info("activations are recomputed in the backward pass of: %s", ", ".join(recomputed) or "nothing")
     session.engine_figures = figures
     return figures
 

@@ -27,7 +27,7 @@ from reports.report import write_report
 from state.experience import read_columns
 from state.files import write_text
 from state.manifest import Progress, read_manifest
-from state.run_folder import append_metrics, read_metrics
+from state.run_folder import add_metrics, append_metrics, read_metrics
 from tasks.session import Training
 
 
@@ -101,6 +101,15 @@ def record(training: Training, iteration: int, metrics: dict[str, float]) -> Non
         session.progress.advance(iteration, metrics)
 
 
+def add_to_record(training: Training, iteration: int, metrics: dict[str, float]) -> None:
+    """Add figures to an iteration that is recorded; MLflow gets them once, also if the iteration is a repeated one."""
+    session = training.session()
+    add_metrics(training.run, iteration, metrics)
+    uri, run_id = session.tracking_uri, session.mlflow_run_id
+    if iteration > session.mlflow_through or not mlflow_run.has_figures(uri, run_id, iteration, metrics):
+        mlflow_run.log_figures(uri, run_id, iteration, metrics)
+
+
 def sample_rows(path: Path, count: int) -> list[dict[str, Any]]:
     """Return `count` samples of an experience file as plain rows, spread evenly over its prompts."""
     names = ("sample_id", "prompt", "response", "reward", "policy_version")
@@ -156,10 +165,32 @@ def summarize(training: Training, status: str) -> dict[str, Any]:
         "reward_first": rewards[0] if rewards else None,
         "reward_last": rewards[-1] if rewards else None,
         "tokens_per_second": tokens / seconds if seconds else None,
+        "actor_mfu": _mean(iterations, "actor/mfu"),
+        "time_shares": _time_shares(iterations),
         **{name: session.engine_figures.get(name) for name in ("parameters", "parameters_shared", "parameters_copied")},
+        "gradient_checkpointing": session.checkpointing,
         "mlflow_run_id": session.mlflow_run_id,
         "prefect_flow_run_id": session.prefect_flow_run_id,
     }
+
+
+def _mean(records: list[dict[str, Any]], name: str) -> float | None:
+    """Mean over the records that have the figure; None if none has it."""
+    values = [item["metrics"][name] for item in records if name in item["metrics"]]
+    return sum(values) / len(values) if values else None
+
+
+def _time_shares(records: list[dict[str, Any]]) -> dict[str, float]:
+    """Share of the time of all iterations by task, the largest first."""
+    weights = [item["metrics"].get("time/iteration_s", 0.0) for item in records]
+    names = {name for item in records for name in item["metrics"] if name.startswith("share/")}
+    spent = {
+        name.removeprefix("share/"): sum(
+            item["metrics"].get(name, 0.0) * weight for item, weight in zip(records, weights, strict=True)
+        )
+        for name in names
+    }
+    return {name: seconds / sum(weights) for name, seconds in sorted(spent.items(), key=lambda item: -item[1])}
 
 
 def elapsed(training: Training) -> float:

@@ -9,26 +9,33 @@ import numpy as np
 from prefect import task
 from prefect.cache_policies import NO_CACHE
 
+from algorithms.overlong import overlong_penalty
+from configs.schema import TrainConfig
 from data.prompts import RESERVED
 from rewards.scoring import Sample, Score, check_failures, log_failures
 from state.experience import add_columns, read_columns
-from tasks.session import Stage, Training, timed
+from tasks.session import Stage, Training, may_help_again, timed
 from tasks.settings import Settings
 
+OVERLONG = "overlong"  # the part that `reward.overlong` adds
 
-@task(task_run_name="reward-{settings.iteration:06d}", cache_policy=NO_CACHE, retries=1)
+
+@task(
+    task_run_name="reward-{settings.iteration:06d}", cache_policy=NO_CACHE, retries=1, retry_condition_fn=may_help_again
+)
 def reward(training: Training, settings: Settings, stage: Stage) -> Stage:
     """Score the experience and add columns `reward`, `reward/<part>` and `reward_failure`."""
     metrics = dict(stage.metrics)
     path = Path(stage.experience.path)
     with timed(metrics, "reward"):
-        columns = read_columns(path, ["sample_id", "prompt_id", "prompt", "response"])
+        columns = read_columns(path, ["sample_id", "prompt_id", "prompt", "response", "response_tokens"])
         scores = score(training, columns, "train", f"{settings.iteration}/reward")
+        scores = punished(training.config, scores, columns["response_tokens"].lengths_B)
         add_columns(path, reward_columns(scores))
     return Stage(stage.experience, metrics | reward_metrics(scores))
 
 
-def score(training: Training, columns: dict[str, list[str]], split: str, key: str) -> list[Score]:
+def score(training: Training, columns: dict[str, Any], split: str, key: str) -> list[Score]:
     """Score responses by the configured function or model.
 
     Args:
@@ -55,6 +62,20 @@ def score(training: Training, columns: dict[str, list[str]], split: str, key: st
     return scores
 
 
+def punished(config: TrainConfig, scores: list[Score], lengths_B: np.ndarray) -> list[Score]:
+    """Add the part `overlong` to the rewards of training, if it is configured; a failed reward stays what it is."""
+    if (overlong := config.reward.overlong) is None:
+        return scores
+    limit = config.rollout.max_response_tokens
+    penalties_B = overlong_penalty(
+        lengths_B, max_tokens=limit, buffer_tokens=overlong.buffer_tokens, penalty=overlong.penalty
+    )
+    return [
+        item if item.failure else Score(item.reward + penalty, {**item.parts, OVERLONG: penalty}, None)
+        for item, penalty in zip(scores, penalties_B.tolist(), strict=True)
+    ]
+
+
 def prompt_columns(training: Training, split: str) -> dict[str, dict[str, Any]]:
     """Return the data columns of every prompt of a split by prompt id; made once per training."""
     cache = training.session().prompt_columns
@@ -66,12 +87,12 @@ def prompt_columns(training: Training, split: str) -> dict[str, dict[str, Any]]:
 
 
 def _score_by_model(training: Training, columns: dict[str, list[str]], key: str) -> list[Score]:
-    group = training.session().groups["reward"]
+    session = training.session()
     texts = [prompt + response for prompt, response in zip(columns["prompt"], columns["response"], strict=True)]
-    shares = np.array_split(np.arange(len(texts)), len(group.spec.devices))
+    shares = np.array_split(np.arange(len(texts)), len(session.groups["reward"].spec.devices))
     per_rank = [{"texts": [texts[row] for row in share]} for share in shares]
     budget = training.config.data.max_prompt_tokens + training.config.rollout.max_response_tokens
-    replies = group.call("score", key=key, per_rank=per_rank, budget=max(16384, 2 * budget))
+    replies = session.call("reward", "score", key, per_rank=per_rank, budget=max(16384, 2 * budget))
     return [Score(float(value), {}, None) for reply in replies for value in reply["scores"]]
 
 

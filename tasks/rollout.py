@@ -10,11 +10,14 @@ from prefect import task
 from prefect.cache_policies import NO_CACHE
 
 from data.order import take
-from state.experience import ExperienceRef, Ragged, read_columns, write_columns
+from state.experience import ExperienceRef, Ragged, column_names, read_columns, write_columns
 from state.manifest import Progress
 from tasks.generate import generate
 from tasks.session import Stage, Training, timed
 from tasks.settings import Settings
+from tasks.utilisation import generation_figures
+
+REFILL = "refill"  # column that says which rollout of the iteration a sample is from, once there are several
 
 
 @task(task_run_name="rollout-{settings.iteration:06d}", cache_policy=NO_CACHE)
@@ -24,43 +27,46 @@ def rollout(training: Training, settings: Settings, progress: Progress) -> Stage
     metrics: dict[str, float] = {}
     with timed(metrics, "rollout"):
         if not (path.exists() and _is_of(path, progress.policy_version)):
-            _generate(training, settings, progress, path)
-        experience, figures = _describe(path)
+            key, seed = f"{settings.iteration}/rollout", [training.config.seed, settings.iteration, 0]
+            size = training.config.rollout.prompts
+            columns, generation = answered(training, settings, progress.prompt_cursor, size, key, seed)
+            write_columns(path, columns)
+            metrics |= generation
+        experience, figures = _describe(training, f"{settings.iteration}/rollout", path)
     seconds = max(metrics["time/rollout_s"], 1e-9)
     return Stage(experience, {**metrics, **figures, "rollout/tokens_per_s": experience.response_tokens / seconds})
 
 
-def _generate(training: Training, settings: Settings, progress: Progress, path: Path) -> None:
+def answered(
+    training: Training, settings: Settings, cursor: int, size: int, key: str, seed: list[int]
+) -> tuple[dict[str, Any], dict[str, float]]:
+    """Return the columns of new experience, and the figures of its generation.
+
+    Args:
+        cursor: prompts drawn from the data before.
+        size: prompts to draw.
+        key: idempotency key of the command.
+        seed: see `tasks.generate.generate`.
+    """
     config, table = training.config, training.session().prompts["train"]
-    size = config.rollout.prompts
-    rows = take(progress.prompt_cursor, size, len(table), config.seed, config.data.shuffle)
+    rows = take(cursor, size, len(table), config.seed, config.data.shuffle)
     prompts = table.frame.iloc[rows]
-    responses = generate(
-        training,
-        prompts,
-        f"{settings.iteration}/rollout",
-        [config.seed, settings.iteration, 0],
-        sampling(training, settings),
-    )
+    responses = generate(training, prompts, key, seed, sampling(training, settings))
     repeats = np.repeat(np.arange(size), config.rollout.samples)
     ids = prompts["prompt_id"].to_numpy()[repeats]
-    write_columns(
-        path,
-        {
-            "sample_id": [
-                f"{settings.iteration:06d}/{name}/{n % config.rollout.samples}" for n, name in enumerate(ids)
-            ],
-            "prompt_id": list(ids),
-            "group": repeats,
-            "prompt": list(prompts["prompt_text"].to_numpy()[repeats]),
-            "response": responses.texts,
-            "prompt_tokens": Ragged.of(list(prompts["prompt_tokens"]), np.int32).take(repeats),
-            "response_tokens": responses.tokens,
-            "loss_mask": Ragged(np.ones(len(responses.tokens.values_T), np.uint8), responses.tokens.offsets_B1),
-            "truncated": responses.truncated_B,
-            "policy_version": np.full(len(ids), responses.policy_version),
-        },
-    )
+    columns = {
+        "sample_id": [f"{settings.iteration:06d}/{name}/{n % config.rollout.samples}" for n, name in enumerate(ids)],
+        "prompt_id": list(ids),
+        "group": repeats,
+        "prompt": list(prompts["prompt_text"].to_numpy()[repeats]),
+        "response": responses.texts,
+        "prompt_tokens": Ragged.of(list(prompts["prompt_tokens"]), np.int32).take(repeats),
+        "response_tokens": responses.tokens,
+        "loss_mask": Ragged(np.ones(len(responses.tokens.values_T), np.uint8), responses.tokens.offsets_B1),
+        "truncated": responses.truncated_B,
+        "policy_version": np.full(len(ids), responses.policy_version),
+    }
+    return columns, responses.metrics
 
 
 def sampling(training: Training, settings: Settings) -> dict[str, Any]:
@@ -77,10 +83,12 @@ def sampling(training: Training, settings: Settings) -> dict[str, Any]:
 
 
 def _is_of(path: Path, policy_version: int) -> bool:
+    if REFILL in column_names(path):  # how many prompts it took is not in the file: all is done again, alike
+        return False
     return bool((read_columns(path, ["policy_version"])["policy_version"] == policy_version).all())
 
 
-def _describe(path: Path) -> tuple[ExperienceRef, dict[str, float]]:
+def _describe(training: Training, key: str, path: Path) -> tuple[ExperienceRef, dict[str, float]]:
     columns = read_columns(path, ["prompt_tokens", "response_tokens", "truncated", "policy_version"])
     lengths = columns["response_tokens"].lengths_B
     experience = ExperienceRef(
@@ -89,10 +97,12 @@ def _describe(path: Path) -> tuple[ExperienceRef, dict[str, float]]:
         prompt_tokens=int(columns["prompt_tokens"].offsets_B1[-1]),
         response_tokens=int(columns["response_tokens"].offsets_B1[-1]),
         policy_version=int(columns["policy_version"][0]),
+        prompts=training.config.rollout.prompts,
     )
     return experience, {
         "rollout/tokens": float(lengths.sum()),
         "rollout/response_length_mean": float(lengths.mean()),
         "rollout/response_length_max": float(lengths.max()),
         "rollout/truncated_share": float(np.mean(columns["truncated"])),
+        **generation_figures(training, key, columns["prompt_tokens"].lengths_B, lengths),
     }

@@ -13,16 +13,21 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from configs.errors import UserError
 from configs.loading import load_config, to_yaml
 from configs.schema import Role, TrainConfig
+from engines.gpu_sampler import GpuSampler
 from engines.group import EngineGroup
 from engines.machine import visible_gpus
 from engines.placement import place
 from state.experience import ExperienceRef
 from state.files import write_text
 from state.run_folder import RunFolder, locked
+from tasks.check import decide_checkpointing
 
 if TYPE_CHECKING:
+    from prefect.client.schemas.objects import State
+
     from data.prompts import PromptTable
     from reports.progress import TrainingProgress
     from rewards.scoring import RewardPool
@@ -76,6 +81,10 @@ class Session:
     prefect_flow_run_id: str | None = None
     prefect_url: str | None = None
     engine_figures: dict[str, int] = field(default_factory=dict)
+    usage: dict[str, list[dict[str, float]]] = field(default_factory=dict)  # by a command's key, of each rank
+    gpu_sampler: GpuSampler | None = None
+    warned_of_fragments: bool = False
+    checkpointing: dict[str, bool] = field(default_factory=dict)  # by trained model, as decided for this machine
     started: float = field(default_factory=time.monotonic)
     seconds_before: float = 0.0  # of earlier attempts
 
@@ -84,9 +93,18 @@ class Session:
         """Every engine group once, in role order."""
         return list(dict.fromkeys(self.groups.values()))
 
-    def call(self, role: Role, command: str, key: str, **arguments: Any) -> list[dict[str, Any]]:
-        """Send a command to the group that holds `role`; replies in rank order."""
-        return self.groups[role].call(command, key=key, **arguments)
+    def call(self, role: Role, command: str, key: str, /, **arguments: Any) -> list[dict[str, Any]]:
+        """Send a command to the group that holds `role`; replies in rank order. What it used goes to `usage`."""
+        replies = self.groups[role].call(command, key=key, **arguments)
+        self.usage[key] = [reply.pop("usage") for reply in replies]
+        return replies
+
+    def engine_config(self) -> dict[str, Any]:
+        """Return the configuration for the ranks: with what was decided for this machine, which no file keeps."""
+        tree = self.config.model_dump(mode="json")
+        for name, value in self.checkpointing.items():
+            tree[name]["gradient_checkpointing"] = value
+        return tree
 
     def say(self, text: str) -> None:
         """Show a phase on the terminal."""
@@ -106,9 +124,14 @@ def open_session(config: TrainConfig, run: RunFolder) -> Iterator[Training]:
     try:
         with session.stack:
             session.stack.enter_context(locked(run))
-            for spec in place(config, len(visible_gpus()), run.logs):
+            gpus = visible_gpus()
+            session.checkpointing = decide_checkpointing(config)
+            specs = place(config, len(gpus), run.logs)
+            for spec in specs:
                 group = session.stack.enter_context(EngineGroup(spec))
                 session.groups |= {role: group for role in config.roles if role in spec.roles}
+            if used := sorted({gpus[item.gpu] for spec in specs for item in spec.devices if item.gpu is not None}):
+                session.gpu_sampler = session.stack.enter_context(GpuSampler(used))
             yield training
     finally:
         del _SESSIONS[training.folder]
@@ -122,6 +145,11 @@ def write_config(run: RunFolder, config: TrainConfig) -> None:
 def read_config(run: RunFolder) -> TrainConfig:
     """Read the resolved configuration of an existing run."""
     return load_config(run.config)
+
+
+def may_help_again(_: Any, __: Any, state: State[Any]) -> bool:
+    """Whether a failed task is worth a retry, Prefect's `retry_condition_fn`: a user's mistake stays one."""
+    return not isinstance(state.data, UserError)
 
 
 @contextmanager

@@ -43,8 +43,8 @@ class Settings:
     temperature: float
     learning_rate: float
     critic_learning_rate: float
-    clip_low: float
-    clip_high: float
+    clip_low: float | None  # None where the policy loss has no such setting
+    clip_high: float | None
     entropy_coefficient: float
     kl_coefficient: float
     micro_batch_tokens: int
@@ -107,8 +107,8 @@ def settings_at(config: TrainConfig, iteration: int, progress: Progress, overrid
         temperature=value_at(config.rollout.temperature, iteration),
         learning_rate=value_at(actor.optimizer.learning_rate, iteration),
         critic_learning_rate=value_at(critic.optimizer.learning_rate, iteration),
-        clip_low=value_at(algorithm.clip_low, iteration),
-        clip_high=value_at(algorithm.clip_high, iteration),
+        clip_low=None if algorithm.clip_low is None else value_at(algorithm.clip_low, iteration),
+        clip_high=None if algorithm.clip_high is None else value_at(algorithm.clip_high, iteration),
         entropy_coefficient=value_at(algorithm.entropy_coefficient, iteration),
         kl_coefficient=coefficient,
         micro_batch_tokens=value_at(actor.micro_batch_tokens, iteration),

@@ -27,7 +27,7 @@ def begin_supervised(training: Training, model_folder: str) -> None:
         "actor",
         "sft_begin",
         "0/sft_begin",
-        config=config.sft.model_dump(mode="json"),
+        config=training.session().engine_config()["sft"],
         folder=model_folder,
         dtype=config.model.dtype,
         rows=str(training.run.prompts("sft")),

@@ -7,41 +7,46 @@ from dataclasses import asdict
 from prefect import task
 from prefect.cache_policies import NO_CACHE
 
-from algorithms.registry import ALGORITHMS
+from algorithms.discovery import settings as settings_of
+from algorithms.policy_losses import CHOICES, POLICY_LOSSES
 from tasks.session import Stage, Training, timed
 from tasks.settings import Settings
+from tasks.utilisation import role_figures
 
 
 @task(task_run_name="update-actor-{settings.iteration:06d}", cache_policy=NO_CACHE)
 def update_actor(training: Training, settings: Settings, stage: Stage) -> dict[str, float]:
     """Train the actor; return its metrics."""
     algorithm = training.config.algorithm
-    kl = algorithm.kl
-    scheduled = asdict(settings)
-    loss_settings = {
-        name: scheduled.get(name, getattr(algorithm, name)) for name in ALGORITHMS[algorithm.name].loss_settings
-    }
+    kl, (_, policy_loss) = algorithm.kl, algorithm.functions
+    in_force = algorithm.model_dump() | asdict(settings)
     loss = {
-        "policy_loss": ALGORITHMS[algorithm.name].policy_loss,
-        "settings": loss_settings,
+        "policy_loss": policy_loss,
+        "settings": {name: in_force[name] for name in settings_of(POLICY_LOSSES[policy_loss])},
+        "choice_settings": {name: in_force[name] for name in _settings_of_choice(policy_loss)},
         "temperature": settings.temperature,
         "entropy_coefficient": settings.entropy_coefficient,
         "kl_estimator": kl.estimator if kl is not None and kl.place == "loss" else None,
         "kl_coefficient": settings.kl_coefficient,
     }
     metrics: dict[str, float] = {}
+    key = f"{settings.iteration}/update_actor"
     with timed(metrics, "update_actor"):
         replies = training.session().call(
             "actor",
             "update_actor",
-            f"{settings.iteration}/update_actor",
+            key,
             path=stage.experience.path,
             version=stage.experience.policy_version,
             split=split(training, settings.iteration, settings.micro_batch_tokens),
             loss=loss,
             learning_rate=settings.learning_rate,
         )
-    return metrics | named("actor", replies[0])
+    return metrics | named("actor", replies[0]) | role_figures(training, "actor", key)
+
+
+def _settings_of_choice(policy_loss: str) -> tuple[str, ...]:
+    return tuple(settings_of(CHOICES[policy_loss])) if policy_loss in CHOICES else ()
 
 
 def split(training: Training, iteration: int, micro_batch_tokens: int) -> dict[str, object]:
@@ -59,6 +64,5 @@ def split(training: Training, iteration: int, micro_batch_tokens: int) -> dict[s
 
 
 def named(role: str, reply: dict[str, float]) -> dict[str, float]:
-    """Prefix a rank's figures with the role; its GPU memory goes by its own name."""
-    memory = {"memory/gpu_gib": reply["gpu_gib"]} if "gpu_gib" in reply else {}
-    return memory | {f"{role}/{name}": value for name, value in reply.items() if name != "gpu_gib"}
+    """Prefix a rank's figures with the role."""
+    return {f"{role}/{name}": value for name, value in reply.items()}

@@ -9,16 +9,28 @@ Shapes: _T flat response tokens, _B rows.
 from __future__ import annotations
 
 from algorithms.advantages.types import AdvantageInputs, Advantages, spread_over_tokens
-from algorithms.algorithm import Algorithm
+from algorithms.algorithm import Algorithm, Need
 from algorithms.normalization import group_statistics
 
 STD_EPSILON = 1e-6
 
-ALGORITHM = Algorithm(
-    name="grpo",
-    advantage="grpo",
-    policy_loss="ppo_clip",
-    description="Group relative policy optimisation: no critic; a prompt's samples are each other's baseline.",
+NEEDS: tuple[Need, ...] = ("group",)
+
+ALGORITHMS = (
+    Algorithm(
+        name="grpo",
+        advantage="grpo",
+        policy_loss="ppo_clip",
+        description="no critic: a prompt's samples are each other's baseline, scaled by their spread",
+    ),
+    Algorithm(
+        name="dr_grpo",
+        advantage="grpo",
+        policy_loss="ppo_clip",
+        description="GRPO without what favours long answers and prompts of little spread",
+        aggregation="seq-mean-token-sum-norm",
+        defaults={"normalize_by_std": False},
+    ),
 )
 
 

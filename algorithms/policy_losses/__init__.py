@@ -2,6 +2,8 @@
 
 A loss takes ``PolicyLossInputs`` and keyword-only settings and returns ``PolicyLossOutputs``: one value per token.
 How these become a scalar is ``algorithms.aggregation``, so a loss never averages and never sees how a batch is split.
+What has to be known of a whole mini-batch (which tokens have the largest covariance) is a second function of the file,
+``choose``: it sees the mini-batch before it is split, and marks tokens.
 The files import torch for its types only, or inside a function.
 """
 
@@ -9,10 +11,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import numpy as np
+
 from algorithms.discovery import modules
 from algorithms.policy_losses.types import PolicyLossOutputs
 
 PolicyLoss = Callable[..., PolicyLossOutputs]
+Choice = Callable[..., np.ndarray]
 
 MODULES = modules(__name__, __path__)
 POLICY_LOSSES: dict[str, PolicyLoss] = {name: getattr(module, name) for name, module in MODULES.items()}
+CHOICES: dict[str, Choice] = {name: module.choose for name, module in MODULES.items() if hasattr(module, "choose")}

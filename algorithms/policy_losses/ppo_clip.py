@@ -8,8 +8,19 @@ Shapes: _T flat response tokens.
 
 from __future__ import annotations
 
-from algorithms.kl import LOG_RATIO_BOUND, kl_estimate
+from algorithms.algorithm import Algorithm
 from algorithms.policy_losses.types import PolicyLossInputs, PolicyLossOutputs
+from algorithms.ratio import ratio_metrics, token_ratio
+
+ALGORITHMS = (
+    Algorithm(
+        name="dapo",
+        advantage="grpo",
+        policy_loss="ppo_clip",
+        description="GRPO with more room above than below the ratio, and every token of the batch weighing the same",
+        defaults={"clip_high": 0.28},
+    ),
+)
 
 
 def ppo_clip(
@@ -27,26 +38,17 @@ def ppo_clip(
             unbounded; None for no bound.
 
     Returns:
-        The loss, and the metrics ``clip_fraction`` (1 where either clip decided the loss), ``ratio`` and
-        ``approx_kl`` (the k3 estimate of the divergence of the old policy from the actor).
+        The loss, and the metrics ``clip_fraction`` (1 where either clip decided the loss), ``ratio`` and ``approx_kl``.
 
     Raises:
         ValueError: ``dual_clip`` is not above 1.
     """
     if dual_clip is not None and dual_clip <= 1:
         raise ValueError(f"dual_clip bounds a ratio from above and has to exceed 1, not {dual_clip}")
-    log_ratio_T = inputs.logprobs_T - inputs.old_logprobs_T
-    # exp overflows float32 at 88. Beyond the bound the gradient is 0, and rightly: it is vanishing at the lower end,
-    # and e^20 times too large at the upper, on a token about which the old samples tell nothing any more.
-    ratio_T = log_ratio_T.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND).exp()
+    ratio_T = token_ratio(inputs)
     unclipped_T = -inputs.advantages_T * ratio_T
     loss_T = unclipped_T.maximum(-inputs.advantages_T * ratio_T.clamp(1 - clip_low, 1 + clip_high))
     if dual_clip is not None:
         bounded_T = loss_T.minimum(-inputs.advantages_T * dual_clip)
         loss_T = bounded_T.where(inputs.advantages_T < 0, loss_T)
-    metrics_T = {
-        "clip_fraction": (loss_T != unclipped_T).to(loss_T.dtype),
-        "ratio": ratio_T.detach(),
-        "approx_kl": kl_estimate(inputs.old_logprobs_T, inputs.logprobs_T.detach(), "k3"),
-    }
-    return PolicyLossOutputs(loss_T, metrics_T)
+    return PolicyLossOutputs(loss_T, ratio_metrics(inputs, ratio_T, loss_T != unclipped_T))

@@ -22,6 +22,7 @@ class PolicyLossInputs:
         advantages_T: without gradient.
         mask_T: 1.0 where the token is the model's own, else 0.0.
         offsets_B1: integers, where rows begin and end.
+        chosen_T: 1.0 where the loss's ``choose`` marked the token, else 0.0; None for a loss without.
     """
 
     logprobs_T: Tensor
@@ -29,6 +30,7 @@ class PolicyLossInputs:
     advantages_T: Tensor
     mask_T: Tensor
     offsets_B1: Tensor
+    chosen_T: Tensor | None = None
 
 
 @dataclass(frozen=True)

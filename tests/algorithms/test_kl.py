@@ -23,7 +23,9 @@ BY_HAND = {
     "k1": [LOG2, -LOG2, 0],
     "k2": [0.2402265069591007, 0.2402265069591007, 0],
     "k3": [0.5 - 1 + LOG2, 2 - 1 - LOG2, 0],
+    "abs": [LOG2, LOG2, 0],
 }
+BY_HAND |= {"k1+": BY_HAND["k1"], "k3+": BY_HAND["k3"]}
 
 
 @pytest.mark.parametrize("estimator", KL_ESTIMATORS)
@@ -72,8 +74,12 @@ def test_k3_is_never_negative_and_stays_finite() -> None:
 
 
 def test_gradients_by_hand() -> None:
-    """d/d log p: k1 1; k2 log p - log q; k3 1 - q / p. At x = log 2 and -log 2; none beyond the bound of k3."""
-    expected = {"k1": [1, 1, 1], "k2": [-LOG2, LOG2, -50], "k3": [1 - 2, 1 - 0.5, 0]}
+    """d/d log p: k1 1; k2 log p - log q; k3 1 - q / p. At x = log 2 and -log 2; none beyond the bound of k3.
+
+    abs has the sign of log p - log q; the straight-through forms have the gradient of k2, also beyond the bound.
+    """
+    expected = {"k1": [1, 1, 1], "k2": [-LOG2, LOG2, -50], "k3": [1 - 2, 1 - 0.5, 0], "abs": [-1, 1, -1]}
+    expected |= {"k1+": expected["k2"], "k3+": expected["k2"]}
     for estimator in KL_ESTIMATORS:
         logprobs = torch.tensor([0.0, 0.0, 0.0], dtype=torch.float64, requires_grad=True)
         reference = torch.tensor([LOG2, -LOG2, 50], dtype=torch.float64)
@@ -81,15 +87,34 @@ def test_gradients_by_hand() -> None:
         np.testing.assert_allclose(logprobs.grad.numpy(), expected[estimator], atol=1e-15)
 
 
-@pytest.mark.parametrize("estimator", KL_ESTIMATORS)
+@pytest.mark.parametrize("estimator", ["k1", "k2", "k3"])  # the others are not smooth, or not their own gradient
 def test_gradcheck(estimator: str) -> None:
     logprobs = torch.from_numpy(POLICY).requires_grad_()
     assert torch.autograd.gradcheck(lambda x: kl_estimate(x, torch.from_numpy(REFERENCE), estimator), (logprobs,))
 
 
 def test_an_unknown_estimator_is_refused() -> None:
-    with pytest.raises(ValueError, match="unknown KL estimator 'k4'; there are k1, k2, k3"):
+    with pytest.raises(ValueError, match="unknown KL estimator 'k4'; there are k1, k2, k3, abs, k1"):
         kl_estimate(POLICY, REFERENCE, "k4")
+    with pytest.raises(ValueError, match="unknown KL estimator 'k2\\+'"):
+        kl_estimate(POLICY, REFERENCE, "k2+")
+
+
+def test_the_gradient_of_the_straight_through_forms_is_that_of_the_divergence() -> None:
+    """Expected over all outcomes, by the logits of a small policy; negative control: k1's and k3's own are not."""
+    logits = torch.tensor([1.0, 0.2, -0.7], dtype=torch.float64, requires_grad=True)
+    reference = torch.tensor([0.2, 0.3, 0.5], dtype=torch.float64).log()
+
+    def gradient(loss: torch.Tensor) -> torch.Tensor:
+        return torch.autograd.grad(loss, logits)[0]
+
+    policy = logits.log_softmax(0)
+    divergence = gradient((policy.exp() * (policy - reference)).sum())
+    for estimator in KL_ESTIMATORS:
+        policy = logits.log_softmax(0)
+        expected = gradient((policy.detach().exp() * kl_estimate(policy, reference, estimator)).sum())
+        same = torch.allclose(expected, divergence, rtol=0, atol=1e-12)
+        assert same == (estimator in ("k2", "k1+", "k3+")), estimator
 
 
 CONTROLLER = AdaptiveKL(coefficient=0.2, target=6.0, horizon=10_000, ceiling=0.21)

@@ -42,6 +42,6 @@ def test_control_the_variance_is_unbiased() -> None:
     assert abs(2 / np.array([1.0, 3.0, 5.0]).std() - whitened(np.array([1.0, 3.0, 5.0]))[2]) > 0.2
 
 
-@pytest.mark.parametrize("values", [[], [4.0], [4.0, 4.0]])
+@pytest.mark.parametrize("values", [[], [4.0], [4.0, 4.0], [0.1, 0.1, 0.1]])
 def test_whitened_without_spread_is_zero(values: list[float]) -> None:
     assert whitened(np.array(values)).tolist() == [0.0] * len(values)

@@ -6,27 +6,54 @@ Invariants: every name resolves; settings are exactly the keyword-only parameter
 from __future__ import annotations
 
 import inspect
+import itertools
 import subprocess
 import sys
 from pathlib import Path
 from types import ModuleType
+from typing import Any, get_args
 
 import pytest
 
 import algorithms
+from algorithms import advantages, policy_losses
 from algorithms.advantages import ADVANTAGES
-from algorithms.discovery import modules
-from algorithms.policy_losses import POLICY_LOSSES
-from algorithms.registry import ALGORITHMS, Algorithm, collect
+from algorithms.aggregation import AGGREGATIONS
+from algorithms.algorithm import Need
+from algorithms.discovery import modules, settings
+from algorithms.policy_losses import CHOICES, POLICY_LOSSES
+from algorithms.registry import ALGORITHMS, Algorithm, collect, needs, settings_of
+
+MODULES = [*advantages.MODULES.values(), *policy_losses.MODULES.values()]
 
 
 def test_ppo_and_grpo_are_there() -> None:
     ppo, grpo = ALGORITHMS["ppo"], ALGORITHMS["grpo"]
-    assert (ppo.advantage, ppo.policy_loss, ppo.critic) == ("gae", "ppo_clip", True)
-    assert (grpo.advantage, grpo.policy_loss, grpo.critic) == ("grpo", "ppo_clip", False)
-    assert ppo.advantage_settings == ("gamma", "gae_lambda", "whiten")
-    assert grpo.advantage_settings == ("normalize_by_std",)
-    assert ppo.loss_settings == grpo.loss_settings == ("clip_low", "clip_high", "dual_clip")
+    assert (ppo.advantage, ppo.policy_loss, needs("gae", "ppo_clip")) == ("gae", "ppo_clip", {"critic"})
+    assert (grpo.advantage, grpo.policy_loss, needs("grpo", "ppo_clip")) == ("grpo", "ppo_clip", {"group"})
+    clips = {"clip_low": 0.2, "clip_high": 0.2, "dual_clip": None}
+    assert settings_of("gae", "ppo_clip") == {"gamma": 1.0, "gae_lambda": 0.95, "whiten": True, **clips}
+    assert settings_of("grpo", "ppo_clip") == {"normalize_by_std": True, **clips}
+
+
+def test_a_choice_of_tokens_brings_settings_and_needs_too() -> None:
+    assert {"clip_low", "covariance_share", "covariance_high"} <= set(settings_of("grpo", "clip_cov"))
+    assert needs("grpo", "clip_cov") == {"group", "old_logprobs"}
+
+
+def test_every_estimator_and_every_loss_has_a_name_to_be_called_by() -> None:
+    """Nothing is there that no algorithm uses."""
+    assert {algorithm.advantage for algorithm in ALGORITHMS.values()} == set(ADVANTAGES)
+    assert {algorithm.policy_loss for algorithm in ALGORITHMS.values()} == set(POLICY_LOSSES)
+    assert {algorithm.aggregation for algorithm in ALGORITHMS.values()} <= set(AGGREGATIONS)
+    assert all(set(getattr(module, "NEEDS", ())) <= set(get_args(Need)) for module in MODULES)
+
+
+def test_a_setting_of_both_has_one_default() -> None:
+    """Or one of the two would be silently the other's."""
+    for advantage, loss in itertools.product(ADVANTAGES.values(), POLICY_LOSSES):
+        for function in (POLICY_LOSSES[loss], CHOICES.get(loss)):
+            assert function is None or not set(settings(advantage)) & set(settings(function))
 
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS.values(), ids=lambda algorithm: algorithm.name)
@@ -63,17 +90,17 @@ def test_a_new_file_is_found_and_its_algorithm_listed(tmp_path: Path, monkeypatc
     (package / "types.py").write_text("raise RuntimeError('types.py holds no estimator')")
     (package / "novel.py").write_text(
         "from algorithms.algorithm import Algorithm\n"
-        "ALGORITHM = Algorithm('novel', advantage='grpo', policy_loss='ppo_clip', description='A test.')\n"
+        "ALGORITHMS = (Algorithm('novel', advantage='grpo', policy_loss='ppo_clip', description='A test.'),)\n"
     )
     monkeypatch.syspath_prepend(str(tmp_path))
     found = modules("novel_estimators", [str(package)])
     assert list(found) == ["novel"]
-    assert collect(found.values())["novel"].advantage_settings == ("normalize_by_std",)
+    assert collect(found.values())["novel"].advantage == "grpo"
 
 
-def declaring(name: str, advantage: str = "grpo") -> ModuleType:
+def declaring(name: str, advantage: str = "grpo", **more: Any) -> ModuleType:
     module = ModuleType(f"file_of_{name}")
-    module.ALGORITHM = Algorithm(name, advantage=advantage, policy_loss="ppo_clip", description="A test.")
+    module.ALGORITHMS = (Algorithm(name, advantage, "ppo_clip", "A test.", **more),)
     return module
 
 
@@ -86,3 +113,9 @@ def test_a_name_declared_twice_is_refused() -> None:
 def test_an_unknown_component_is_refused() -> None:
     with pytest.raises(KeyError, match="nowhere"):
         collect([declaring("lost", advantage="nowhere")])
+
+
+def test_a_default_of_no_setting_is_refused() -> None:
+    with pytest.raises(ValueError, match="'odd' has no setting colour"):
+        collect([declaring("odd", defaults={"colour": 1, "clip_high": 0.3})])
+    assert collect([declaring("even", defaults={"clip_high": 0.3})])

@@ -226,4 +226,5 @@ def _flatten(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def _filled(name: str) -> bool:
-    return name == "algorithm.normalize_by_std"  # its default, null, is filled for the default algorithm
+    names = ("advantage", "policy_loss", "aggregation", "normalize_by_std", "clip_low", "clip_high")
+    return name in {f"algorithm.{key}" for key in names}  # null stands for what the default algorithm has

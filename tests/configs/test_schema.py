@@ -105,6 +105,22 @@ def test_a_schedule_holds_each_value_from_its_iteration_on(iteration: int, value
     assert value_at(temperature, iteration) == value
 
 
+@pytest.mark.parametrize("stage", [0, 1, 3])
+def test_the_optimizer_rests_in_host_memory_only_where_deepspeed_can_move_it(stage: int) -> None:
+    """Stage 2 is the one; in the warm-up, and alone in a group, the freed memory would be nobody's."""
+    offloading = {"offload_optimizer": True, "zero_stage": 2}
+    assert TrainConfig.model_validate({"actor": offloading}).actor.offload_optimizer
+    with pytest.raises(ValidationError, match=f"needs 'zero_stage' 2, not {stage}"):
+        TrainConfig.model_validate({"actor": {"offload_optimizer": True, "zero_stage": stage}})
+    with pytest.raises(ValidationError, match="no effect in 'sft'"):
+        TrainConfig.model_validate({"sft": offloading})
+    ppo = {"algorithm": {"name": "ppo"}, "critic": offloading}
+    groups = {"main": {"gpus": [0], "roles": ["actor", "rollout"]}, "critic": {"gpus": [1], "roles": ["critic"]}}
+    assert TrainConfig.model_validate(ppo).critic is not None
+    with pytest.raises(ValidationError, match="nothing else is in its group"):
+        TrainConfig.model_validate({**ppo, "groups": groups})
+
+
 def test_there_are_recipes() -> None:
     """The tests below are not vacuous."""
     assert {"grpo_gsm8k.yaml", "ppo_gsm8k.yaml"} <= {path.name for path in RECIPES}

@@ -9,21 +9,28 @@ Suffixes: `_T` response tokens, `_B1` offsets of prompts (rows + 1).
 from __future__ import annotations
 
 import gc
+import importlib
 import random
+import time
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
+import deepspeed
 import numpy as np
 import torch
 
 from configs.schema import TrainConfig
-from engines import weights
+from engines import communication
 from engines.generator import Generator
 from engines.packing import Rows, pack
 from engines.updates import Split, mini_batch_rows
+from engines.weights import buckets
+from engines.weights.local import LocalReshard
 from engines.worker import Worker
 from state.experience import Ragged
+
+buckets.BUCKET_BYTES = 200_000  # so that a tiny model takes several
 
 
 class InspectedWorker(Worker):
@@ -38,11 +45,16 @@ class InspectedWorker(Worker):
         "rollout_logprobs",
         "mismatches",
         "bind_without_sharing",
+        "spoiled_refusal",
         "mini_batches",
         "refusal",
         "with_micro_batch_means",
         "random_numbers",
         "learning_rate",
+        "offloaded",
+        "spoil_offloaded",
+        "wrapped_collectives",
+        "timed_collectives_of",
     )
 
     def __init__(self, rank: int, world_size: int, gpu: int | None) -> None:
@@ -77,7 +89,9 @@ class InspectedWorker(Worker):
         }
 
     def _whole(self, parameter: torch.nn.Parameter) -> torch.Tensor:
-        with weights._gathered([parameter]):
+        if not hasattr(parameter, "ds_id"):
+            return parameter.data.clone()
+        with deepspeed.zero.GatheredParameters(parameter):
             return parameter.data.clone()
 
     def addresses(self, role: str) -> dict[str, Any]:
@@ -93,6 +107,16 @@ class InspectedWorker(Worker):
         """Elements of AdamW's first moment on this rank."""
         state = self.trainers[role]._optimizer.state.values()
         return {"elements": sum(entry["exp_avg"].numel() for entry in state if "exp_avg" in entry)}
+
+    def offloaded(self, role: str) -> dict[str, Any]:
+        """Which states DeepSpeed has in host memory."""
+        return {"states": sorted(state.name for state in self.trainers[role].engine.optimizer.offloaded_states)}
+
+    def spoil_offloaded(self, role: str) -> dict[str, Any]:
+        """Overwrite the masters' copy in host memory, whose storage is not the masters' own."""
+        for copy in self.trainers[role].engine.optimizer.hp_params_pin_buffers:
+            copy.add_(1.0)
+        return {}
 
     def learning_rate(self, role: str) -> dict[str, Any]:
         """Optimizer steps taken, and the learning rate that the last one used."""
@@ -124,19 +148,48 @@ class InspectedWorker(Worker):
         """The next number of each of this process's generators."""
         return {"numbers": [torch.rand(1).item(), float(np.random.rand()), random.random()]}
 
+    def wrapped_collectives(self) -> dict[str, Any]:
+        """Collectives that still have a clock around them."""
+        from deepspeed.comm import comm
+
+        owners = ((torch.distributed, communication.FUNCTIONS), (comm.cdb, communication.BACKEND_FUNCTIONS))
+        found = [(name, getattr(owner, name)) for owner, names in owners for name in names]
+        return {"names": [name for name, function in found if function.__code__.co_name == "timed"]}
+
+    def timed_collectives_of(self, pause_s: float) -> dict[str, Any]:
+        """Seconds that the clock gives three collectives, to each of which rank 1 comes late."""
+        from deepspeed.comm import comm
+
+        tensor, parts = torch.ones(2), torch.ones(4)
+
+        with communication.timed_collectives(self.device) as times:
+            for collective in (
+                lambda: torch.distributed.all_reduce(tensor),
+                lambda: torch.distributed.all_reduce(tensor, async_op=True).wait(),
+                lambda: comm.all_gather_into_tensor(parts, tensor),
+            ):
+                if self.rank == 1:
+                    time.sleep(pause_s)
+                collective()
+        return {"seconds": times.seconds()}
+
     # ---- the rollout engine ----------------------------------------------------------------------------------------
 
     @torch.no_grad()
     def rollout_logprobs(
         self, prompts: np.ndarray, offsets: np.ndarray, tokens: int, keep_prefixes: bool = False
     ) -> dict[str, Any]:
-        """Log-probs of freshly sampled tokens as vLLM reports them, and as the trainer's forward pass computes them."""
+        """Freshly sampled tokens with their log-probs as vLLM reports them, and as the trainer computes them.
+
+        The latter only where the actor is in this group.
+        """
         from vllm import SamplingParams
 
         assert self.generator is not None
         asked = Ragged(prompts, offsets)
         if not keep_prefixes:
             self.generator.llm.reset_prefix_cache()
+        torch.manual_seed(0)  # the ranks of an engine must draw the same tokens
         outputs = self.generator.llm.generate(
             [{"prompt_token_ids": asked.row(index).tolist()} for index in range(len(asked))],
             SamplingParams(max_tokens=tokens, temperature=1.0, logprobs=0, detokenize=False, ignore_eos=True),
@@ -149,20 +202,51 @@ class InspectedWorker(Worker):
             for completion in chosen
             for token, step in zip(completion.token_ids, completion.logprobs, strict=True)
         ]
+        reply = {
+            "tokens": responses.values_T,
+            "offsets": responses.offsets_B1,
+            "vllm": np.asarray(theirs_T, np.float32),
+        }
+        if "actor" not in self.trainers:
+            return reply
         mask = Ragged(np.ones(len(responses.values_T), np.uint8), responses.offsets_B1)
         batch = pack(Rows(asked, responses, mask, {}), list(range(len(asked))), self.device)
-        ours_T, _ = self._model("actor")(batch, 1.0, "none")
-        return {"vllm": np.asarray(theirs_T, np.float32), "trainer": ours_T.numpy()}
+        return reply | {"trainer": self._model("actor")(batch, 1.0)[0].numpy()}
 
+    @torch.no_grad()
     def mismatches(self) -> dict[str, Any]:
-        """What `weights.verify` names, and how many parameters the rollout engine has."""
+        """Parameters of the rollout engine that differ from the trainer's, and how many it has."""
         assert self.generator is not None
-        names = weights.verify(self.generator.model, self.lm, self.generator.sharing)
-        return {"names": names, "of": len(list(self.generator.model.parameters()))}
+        theirs, binding = dict(self.generator.model.named_parameters()), self.generator.binding
+        wholes = {name: self._whole(parameter) for name, parameter in self.lm.named_parameters()}
+        names = [
+            item.name
+            for item in (*binding.shared, *binding.copied)
+            if not all(
+                torch.equal(piece.within(theirs[item.name]), piece.of(wholes[piece.part])) for piece in item.slices
+            )
+        ]
+        return {"names": sorted(set(names)), "of": len(theirs)}
+
+    def spoiled_refusal(self, arguments: dict[str, Any], look: str, rank: int) -> dict[str, Any]:
+        """What a reshard raises if on one rank a bit of the weights turns over just before the function `look` looks."""
+        owner, _, name = look.rpartition(".")
+        honest, left = getattr(importlib.import_module(owner), name), [self.rank == rank]
+
+        def spoiled(values: torch.Tensor, *rest: Any) -> torch.Tensor:
+            if left.pop() if left else False:
+                values.view(torch.int32)[(0,) * values.ndim] ^= 1
+            result: torch.Tensor = honest(values, *rest)
+            return result
+
+        with patch(look, spoiled):
+            return self.refusal("reshard", arguments)
 
     def bind_without_sharing(self, folder: str) -> dict[str, Any]:
         """Replace the rollout engine by one with weights of its own, copied now."""
         self.retired.append(self.generator)
         limit = self.config.data.max_prompt_tokens
-        self.generator = Generator(Path(folder), self.lm, self._dtype, self.config.rollout, limit, share=False)
-        return {"copied": self.generator.sharing.copied_count}
+        self.generator = Generator(Path(folder), self.lm, self._dtype, self.config.rollout, limit, storage={})
+        self.transfer = LocalReshard(self.generator.model, self.generator.binding, self.lm)
+        self.reshard(self.verified_version)
+        return {"copied": self.generator.binding.copied_count}

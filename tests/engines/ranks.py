@@ -25,6 +25,7 @@ class Ranks:
     group: EngineGroup
     count: int
     keys: Iterator[int] = field(default_factory=itertools.count)
+    usage: list[dict[str, float]] = field(default_factory=list)  # of each rank, by the last command
 
     @classmethod
     def start(cls, number: int, log_dir: Path) -> Ranks:
@@ -42,12 +43,16 @@ class Ranks:
         return cls(EngineGroup(spec), number)
 
     def ask(self, command: str, **arguments: Any) -> list[dict[str, Any]]:
-        """Run a command on every rank; replies in rank order."""
-        return self.group.call(command, key=str(next(self.keys)), **arguments)
+        """Run a command on every rank; replies in rank order, without what it used."""
+        return self._replies(self.group.call(command, key=str(next(self.keys)), **arguments))
 
     def ask_each(self, command: str, per_rank: list[dict[str, Any]], **arguments: Any) -> list[dict[str, Any]]:
         """Run a command with arguments of each rank's own."""
-        return self.group.call(command, key=str(next(self.keys)), per_rank=per_rank, **arguments)
+        return self._replies(self.group.call(command, key=str(next(self.keys)), per_rank=per_rank, **arguments))
+
+    def _replies(self, replies: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        self.usage = [reply.pop("usage", {}) for reply in replies]  # an inspection is not measured
+        return replies
 
     def build(self, folder: Path, roles: tuple[str, ...] = ("actor",), **sections: Any) -> dict[str, Any]:
         """Discard what the ranks hold and build `roles` from `folder`; the first rank's reply."""

@@ -31,13 +31,14 @@ LOSS: dict[str, Any] = {
 }
 
 
-def random_rows(count: int, seed: int = 0) -> Rows:
-    """Ragged rows with advantages and returns.
+def random_rows(count: int, seed: int = 0, samples: int = 1) -> Rows:
+    """Ragged rows with advantages and returns, `samples` in a row with the same prompt.
 
     The first response is one token long; the last row counts nothing, and every third row not its first token.
     """
     random = np.random.default_rng([seed, count])
     prompts = [random.integers(3, VOCABULARY, random.integers(1, 9)) for _ in range(count)]
+    prompts = [prompts[row - row % samples] for row in range(count)]
     lengths = [1, *random.integers(1, 20, count - 1).tolist()]
     responses = Ragged.of([random.integers(3, VOCABULARY, length) for length in lengths], np.int32)
     masks = [np.ones(length, np.uint8) for length in lengths]

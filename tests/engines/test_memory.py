@@ -13,9 +13,10 @@ from typing import Any
 import pytest
 import torch
 
-from configs.schema import TrainConfig
-from engines.memory import GIB, ModelShape, rank_bytes, read_shape
+from configs.schema import Role, TrainConfig
+from engines.memory import GIB, Rank, choose_checkpointing, rank_memory, rank_phases, weight_width
 from engines.models import load_causal_lm
+from engines.shape import ModelShape, read_shape
 from tests.engines.ranks import Shape
 
 MILLION = ModelShape(
@@ -23,6 +24,7 @@ MILLION = ModelShape(
     layers=2,
     hidden_size=128,
     intermediate_size=96,
+    heads=4,
     kv_heads=2,
     head_size=32,
     vocabulary=64,
@@ -30,16 +32,24 @@ MILLION = ModelShape(
 )
 
 
-def _bytes(ranks: int, device: str = "cuda", roles: tuple[str, ...] = ("actor",), **sections: Any) -> dict[str, int]:
-    return rank_bytes(TrainConfig(**sections), MILLION, roles, ranks, device)
+def _rank(ranks: int, device: str = "cuda", roles: tuple[Role, ...] = ("actor",), **model: Any) -> Rank:
+    width = weight_width(TrainConfig.model_validate({"model": model}), device)
+    return Rank(dict.fromkeys(roles, MILLION), ranks, device, width)
 
 
-def _actor(stage: int, ranks: int, **sections: Any) -> float:
-    """Bytes per parameter of the actor on one rank."""
-    parts = _bytes(ranks, actor={"zero_stage": stage}, **sections)
-    return parts["actor weights and optimizer"] / MILLION.parameters
+def _phase(phase: str, rank: Rank, checkpointing: bool = False, **sections: Any) -> dict[str, int]:
+    chosen = dict.fromkeys(("actor", "critic", "sft"), checkpointing)
+    return rank_phases(TrainConfig(**sections), rank, chosen)[phase]
 
 
+def _actor(stage: int, rank: Rank) -> float:
+    """Bytes per parameter of the actor on one rank, during its update."""
+    parts = _phase("update of the actor", rank, actor={"zero_stage": stage})
+    names = ("actor weights", "actor masters and moments", "actor gradients")
+    return sum(parts[name] for name in names) / MILLION.parameters
+
+
+NEITHER = {"actor": False, "critic": False, "sft": False}
 SHAPES = [Shape("qwen2", tied=True), Shape("llama", tied=False, vocabulary=100)]
 
 
@@ -53,6 +63,7 @@ def test_the_files_headers_tell_the_models_size(shape: Shape, folder_of: Callabl
     assert read.vocabulary == shape.vocabulary
     assert (read.layers, read.hidden_size, read.intermediate_size) == (2, 128, 96)
     assert (read.kv_heads, read.head_size, read.positions) == (2, 32, 512)
+    assert not read.query_key_norms  # as Qwen3 has them
 
 
 def test_a_model_in_several_files_is_counted_whole(tmp_path: Path, folder_of: Callable[[Shape], Path]) -> None:
@@ -66,40 +77,98 @@ def test_a_model_in_several_files_is_counted_whole(tmp_path: Path, folder_of: Ca
 
 def test_each_zero_stage_shards_what_it_says() -> None:
     """Stage 1 the optimizer, stage 2 the gradients too, stage 3 the weights too; stage 0 nothing."""
-    assert [_actor(stage, ranks=1) for stage in range(4)] == [18.0, 18.0, 18.0, 18.0]
-    assert [_actor(stage, ranks=4) for stage in range(4)] == [18.0, 9.0, 6.0, 4.5]
+    assert [_actor(stage, _rank(1)) for stage in range(4)] == [18.0, 18.0, 18.0, 18.0]
+    assert [_actor(stage, _rank(4)) for stage in range(4)] == [18.0, 9.0, 6.0, 4.5]
 
 
 def test_float32_weights_are_twice_as_large_and_need_masters_only_where_they_are_sharded() -> None:
     """On the CPU weights are float32: at stage 0 the optimizer steps them themselves."""
-    wide = {"model": {"dtype": "float32"}}
-    assert _actor(0, 1, **wide) == 16.0
-    assert _actor(2, 1, **wide) == 20.0
-    assert _bytes(1, "cpu", actor={"zero_stage": 0})["actor weights and optimizer"] == 16_000_000
+    assert _actor(0, _rank(1, dtype="float32")) == 16.0
+    assert _actor(2, _rank(1, dtype="float32")) == 20.0
+    assert _actor(0, _rank(1, "cpu")) == 16.0
 
 
 def test_a_role_costs_where_it_lives() -> None:
     """The reference is one more copy of the weights; ZeRO-3 cannot share with the rollout, so that is another."""
-    everything = _bytes(1, roles=("actor", "reference", "rollout"), algorithm={"kl": {}})
+    everything = _phase("rollout", _rank(1, roles=("actor", "reference", "rollout")), algorithm={"kl": {}})
     assert everything["reference"] == 2_000_000
-    assert "rollout weights" not in _bytes(1, roles=("actor", "rollout"))
-    assert _bytes(2, roles=("actor", "rollout"), actor={"zero_stage": 3})["rollout weights"] == 2_000_000
-    ppo = _bytes(1, roles=("actor", "critic"), algorithm={"name": "ppo"})
-    assert ppo["critic weights and optimizer"] == ppo["actor weights and optimizer"]
+    assert "rollout weights" not in _phase("rollout", _rank(1, roles=("actor", "rollout")))
+    assert _phase("rollout", _rank(2, roles=("actor", "rollout")), actor={"zero_stage": 3})["rollout weights"] == 2e6
+    stage = {"zero_stage": 2}
+    config = TrainConfig.model_validate({"algorithm": {"name": "ppo"}, "actor": stage, "critic": stage})
+    ppo = rank_phases(config, _rank(1, roles=("actor", "critic")), NEITHER)
+    for name in ("weights", "masters and moments"):
+        assert ppo["update of the critic"][f"actor {name}"] == ppo["update of the critic"][f"critic {name}"]
+    assert "actor gradients" not in ppo["update of the critic"]
+    assert not ppo["update of the critic"]["logits and the head's gradient"]
+
+
+def test_stage_1_in_bfloat16_keeps_all_gradients_all_the_time() -> None:
+    """On every rank whole, and also while others use the GPU; in float32 they come and go."""
+    rollout = _phase("rollout", _rank(4, roles=("actor", "rollout")), actor={"zero_stage": 1})
+    assert rollout["actor gradients"] == 4_000_000
+    assert rollout["actor masters and moments"] == 3_000_000
+    wide = _rank(4, roles=("actor", "rollout"), dtype="float32")
+    assert "actor gradients" not in _phase("rollout", wide, actor={"zero_stage": 1})
+
+
+def test_offloaded_states_are_there_during_their_own_update_alone() -> None:
+    """Masters and moments, 12 bytes per parameter: the rollout and the critic's update have them for themselves."""
+    sections = {"algorithm": {"name": "ppo"}, "actor": {"offload_optimizer": True, "zero_stage": 2}}
+    config, rank = TrainConfig.model_validate(sections), _rank(1, roles=("actor", "critic", "rollout"))
+    phases = rank_phases(config, rank, NEITHER)
+    assert phases["update of the actor"]["actor masters and moments"] == 12_000_000
+    for phase in ("rollout", "update of the critic"):
+        assert "actor masters and moments" not in phases[phase]
+        assert phases[phase]["critic masters and moments"] == 12_000_000
+        assert phases[phase]["actor weights"] == 2_000_000
+
+
+def test_the_warm_up_has_the_rank_to_itself() -> None:
+    """Other models are loaded after it."""
+    parts = _phase("supervised warm-up", _rank(1, roles=("actor", "reference")), sft={}, algorithm={"kl": {}})
+    assert parts["sft weights"] == 2_000_000
+    assert not {"reference", "actor weights"} & parts.keys()
 
 
 def test_activations_grow_with_the_micro_batch_and_shrink_with_recomputation() -> None:
     """The micro-batch budget is the knob that a refusal tells the user to turn."""
-    small, large = (_bytes(1, actor={"micro_batch_tokens": tokens})["activations"] for tokens in (1024, 4096))
-    assert large == 4 * small
-    recomputed = {"micro_batch_tokens": 4096, "gradient_checkpointing": True}
-    assert _bytes(1, actor=recomputed)["activations"] < large
+    small, large = (
+        _phase("update of the actor", _rank(1), actor={"micro_batch_tokens": tokens})["activations"]
+        for tokens in (1024, 4096)
+    )
+    assert large == pytest.approx(4 * small, rel=1e-4)
+    again = _phase("update of the actor", _rank(1), checkpointing=True, actor={"micro_batch_tokens": 4096})
+    assert again["activations"] < large
+
+
+def test_activations_are_recomputed_only_where_they_do_not_fit_or_where_asked() -> None:
+    """The bound is the update's own phase; what the configuration says is not questioned."""
+    rank, config = _rank(1), TrainConfig()
+    needed = sum(rank_phases(config, rank, NEITHER)["update of the actor"].values())
+    assert choose_checkpointing(config, rank, needed) == {"actor": False}
+    assert choose_checkpointing(config, rank, needed - 1) == {"actor": True}
+    for asked in (True, False):
+        given = TrainConfig.model_validate({"actor": {"gradient_checkpointing": asked}})
+        assert [choose_checkpointing(given, rank, free) for free in (0, 1 << 50)] == [{"actor": asked}] * 2
+    both = TrainConfig.model_validate({"sft": {"micro_batch_tokens": 64}})
+    assert choose_checkpointing(both, rank, needed - 1) == {"actor": True, "sft": False}
+
+
+def test_the_fullest_phase_counts() -> None:
+    """A large KV cache moves it from the update to the rollout."""
+    rank = _rank(1, roles=("actor", "rollout"))
+    assert rank_memory(TrainConfig(), rank, NEITHER).phase == "update of the actor"
+    full = rank_memory(TrainConfig.model_validate({"rollout": {"kv_cache_gib": 60}}), rank, NEITHER)
+    assert (full.phase, full.parts["KV cache"]) == ("rollout", 60 * GIB)
+    assert full.total == sum(full.parts.values()) > 60 * GIB
 
 
 def test_the_kv_cache_is_what_was_asked_for_or_the_least_that_is_useful() -> None:
     """Keys and values of 16 sequences at full length: 2 x 2 layers x 2 heads x 32 x 2 bytes per token."""
     rollout = {"max_response_tokens": 100}
     data = {"max_prompt_tokens": 28}
-    assert _bytes(1, roles=("actor", "rollout"), rollout=rollout, data=data)["KV cache"] == 16 * 128 * 512
-    asked = _bytes(1, roles=("actor", "rollout"), rollout={**rollout, "kv_cache_gib": 0.5}, data=data)
+    rank = _rank(1, roles=("actor", "rollout"))
+    assert _phase("rollout", rank, rollout=rollout, data=data)["KV cache"] == 16 * 128 * 512
+    asked = _phase("rollout", rank, rollout={**rollout, "kv_cache_gib": 0.5}, data=data)
     assert asked["KV cache"] == GIB // 2

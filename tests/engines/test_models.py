@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -18,9 +19,10 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 
 from configs.errors import UserError
 from configs.schema import TinyModel
-from engines import attention, models
+from engines import attention, logprobs
+from engines.micro_batches import plan_micro_batches
 from engines.models import PackedCritic, PackedPolicy, PackedRewardModel, load_causal_lm, load_reward_model
-from engines.packing import PackedLayout, pack, partition
+from engines.packing import PackedLayout, Rows, pack
 from engines.tiny_model import make_tiny_model
 from tests.engines.ranks import EOS, PAD, VOCABULARY, Shape
 from tests.engines.rows import random_rows
@@ -33,12 +35,13 @@ FolderOf = Callable[[Shape], Path]
 
 
 ROWS = random_rows(9)
+SHARED = replace(ROWS, prompts=ROWS.prompts.take(np.array([4, 0, 4, 4, 1, 0, 0, 2, 4])))  # prompts of several rows
 EVERY = list(range(len(ROWS)))
 ORDERS: list[list[list[int]]] = [
     [EVERY],
     [EVERY[::-1]],
     [[row] for row in EVERY],
-    partition(ROWS.lengths_B, 3),
+    plan_micro_batches(ROWS, 3, 30)[0] + plan_micro_batches(ROWS, 3, 30)[1] + plan_micro_batches(ROWS, 3, 30)[2],
 ]
 
 
@@ -51,17 +54,20 @@ def _by_row(micro_batches: Sequence[Sequence[int]], parts: list[torch.Tensor]) -
 
 
 @pytest.mark.parametrize("shape", [*SHAPES, WINDOW], ids=["qwen2", "qwen3", "llama", "window"])
+@pytest.mark.parametrize("data", [ROWS, SHARED], ids=["own-prompts", "shared-prompts"])
 @torch.no_grad()
-def test_log_probs_are_those_of_each_row_alone_however_rows_are_packed(shape: Shape, folder_of: FolderOf) -> None:
-    """Row order, company in a micro-batch and attention without padding change nothing."""
+def test_log_probs_are_those_of_each_row_alone_however_rows_are_packed(
+    shape: Shape, data: Rows, folder_of: FolderOf
+) -> None:
+    """Row order, company in a micro-batch, prompts computed once and attention without padding change nothing."""
     policy = PackedPolicy(load_causal_lm(folder_of(shape), torch.float32, False)).eval()
     oracle = load_unpacked(folder_of(shape))
     for micro_batches in ORDERS:
-        outputs = [policy(pack(ROWS, rows, CPU), 0.7, "value") for rows in micro_batches]
+        outputs = [policy(pack(data, rows, CPU), 0.7) for rows in micro_batches]
         logprobs = _by_row(micro_batches, [logprobs_T for logprobs_T, _ in outputs])
         entropies = _by_row(micro_batches, [entropies_T for _, entropies_T in outputs])
         for row in EVERY:
-            expected_T, entropy_T = row_logprobs(oracle, ROWS, row, temperature=0.7)
+            expected_T, entropy_T = row_logprobs(oracle, data, row, temperature=0.7)
             torch.testing.assert_close(logprobs[row], expected_T, rtol=1e-5, atol=1e-5)
             torch.testing.assert_close(entropies[row], entropy_T, rtol=1e-5, atol=1e-5)
 
@@ -72,43 +78,46 @@ def test_attention_that_crosses_rows_would_show(folder_of: FolderOf) -> None:
     policy = PackedPolicy(load_causal_lm(folder_of(SHAPES[1]), torch.float32, False)).eval()
     batch = pack(ROWS, EVERY, CPU)
     length = len(batch.tokens_N)
-    joined = PackedLayout(torch.tensor([0, length], dtype=torch.int32), length, 1, torch.arange(length))
-    apart_T, _ = policy(batch, 1.0, "none")
-    joined_T, _ = policy(replace(batch, layout=joined), 1.0, "none")
+    whole = torch.tensor([0, length], dtype=torch.int32)
+    joined = PackedLayout(whole, whole, length, length, 1, None, torch.arange(length))
+    apart_T, _ = policy(batch, 1.0)
+    joined_T, _ = policy(replace(batch, layout=joined), 1.0)
     first = int(ROWS.responses.lengths_B[0])
     torch.testing.assert_close(apart_T[:first], joined_T[:first], rtol=1e-5, atol=1e-5)  # nothing lies before row 0
     assert (apart_T[first:] - joined_T[first:]).abs().mean() > 0.1
 
 
-def test_logits_in_chunks_and_recomputed_change_neither_values_nor_gradients(
-    folder_of: FolderOf, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("data", [ROWS, SHARED], ids=["own-prompts", "shared-prompts"])
+def test_chunks_recomputation_and_shared_prompts_change_neither_values_nor_gradients(
+    data: Rows, folder_of: FolderOf, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Three response tokens at a time, with and without gradient checkpointing, against plain autograd."""
+    """Three response tokens at a time, with and without gradient checkpointing, against plain autograd on each row."""
     folder = folder_of(SHAPES[0])
     oracle = load_unpacked(folder)
-    expected_B = [row_logprobs(oracle, ROWS, row) for row in EVERY]
+    expected_B = [row_logprobs(oracle, data, row) for row in EVERY]
     (torch.cat([a for a, _ in expected_B]).square().mean() + torch.cat([b for _, b in expected_B]).mean()).backward()
     gradients = {name: parameter.grad for name, parameter in oracle.named_parameters()}
     for chunk_tokens, checkpointing in ((3, False), (1 << 20, True)):
-        monkeypatch.setattr(models, "LOGITS_CHUNK_BYTES", 4 * VOCABULARY * chunk_tokens)
+        monkeypatch.setattr(logprobs, "LOGITS_CHUNK_BYTES", 4 * VOCABULARY * chunk_tokens)
         lm = load_causal_lm(folder, torch.float32, checkpointing)
-        logprobs_T, entropies_T = PackedPolicy(lm).train()(pack(ROWS, EVERY, CPU), 1.0, "gradient")
+        logprobs_T, entropies_T = PackedPolicy(lm).train()(pack(data, EVERY, CPU), 1.0)
         torch.testing.assert_close(logprobs_T, torch.cat([a for a, _ in expected_B]), rtol=1e-5, atol=1e-5)
         (logprobs_T.square().mean() + entropies_T.mean()).backward()
         for name, parameter in lm.named_parameters():
             torch.testing.assert_close(parameter.grad, gradients[name], rtol=1e-5, atol=1e-5)
 
 
-def test_a_reported_entropy_has_no_gradient_and_one_in_the_loss_has(folder_of: FolderOf) -> None:
-    """Same value; without a gradient the backward pass is cheaper, and silently wrong where a bonus was asked for."""
-    policy = PackedPolicy(load_causal_lm(folder_of(SHAPES[0]), torch.float32, False)).train()
-    batch = pack(ROWS, EVERY, CPU)
-    _, reported_T = policy(batch, 1.0, "value")
-    _, trained_T = policy(batch, 1.0, "gradient")
-    assert torch.equal(reported_T, trained_T)
-    assert trained_T.requires_grad
-    assert not reported_T.requires_grad
-    assert policy(batch, 1.0, "none")[1] is None
+@torch.no_grad()
+def test_a_response_that_sees_another_prompt_would_show(folder_of: FolderOf) -> None:
+    """Negative control for shared prompts: with the keys of the wrong prompt, log-probs differ by far."""
+    policy = PackedPolicy(load_causal_lm(folder_of(SHAPES[1]), torch.float32, False)).eval()
+    batch = pack(SHARED, EVERY, CPU)
+    shared = batch.layout.shared
+    assert shared is not None
+    source_K = shared.source_K.clone()
+    source_K[shared.copies_C] = shared.copied_C.flip(0)
+    wrong = replace(batch, layout=replace(batch.layout, shared=replace(shared, source_K=source_K)))
+    assert (policy(batch, 1.0)[0] - policy(wrong, 1.0)[0]).abs().mean() > 0.1
 
 
 def test_values_are_those_of_each_row_alone(folder_of: FolderOf) -> None:
@@ -145,9 +154,9 @@ def test_reward_scores_are_those_of_each_sequence_alone(folder_of: FolderOf) -> 
 def test_a_sliding_window_that_is_left_out_would_show(folder_of: FolderOf, monkeypatch: pytest.MonkeyPatch) -> None:
     """Negative control: the windowed model with all tokens in sight gives other log-probs by far."""
     policy = PackedPolicy(load_causal_lm(folder_of(WINDOW), torch.float32, False)).eval()
-    windowed_T, _ = policy(pack(ROWS, EVERY, CPU), 1.0, "none")
+    windowed_T, _ = policy(pack(ROWS, EVERY, CPU), 1.0)
     monkeypatch.setattr(attention, "_window", lambda length, sliding_window: None)
-    full_T, _ = policy(pack(ROWS, EVERY, CPU), 1.0, "none")
+    full_T, _ = policy(pack(ROWS, EVERY, CPU), 1.0)
     assert (windowed_T - full_T).abs().mean() > 0.01
 
 

@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-from engines.packing import Rows, pack, partition, plan_micro_batches
+from engines.micro_batches import plan_micro_batches, planned_tokens
+from engines.packing import Rows, pack
 from state.experience import Ragged
 
 CPU = torch.device("cpu")
@@ -28,8 +29,17 @@ def _rows(prompts: Sequence[Sequence[int]], responses: Sequence[Sequence[int]]) 
 ROWS = _rows([[1, 2, 3], [4], [5, 6]], [[7, 8], [9, 10, 11], [12]])
 
 
-def _lengths(count: int) -> np.ndarray:
-    return np.random.default_rng(count).integers(1, 60, count)
+def _planned(count: int, samples: int = 1) -> Rows:
+    """Rows of random lengths, `samples` in a row with one prompt."""
+    random = np.random.default_rng(count)
+    prompts = [random.integers(0, 1 << 30, random.integers(1, 30)) for _ in range(-(-count // samples))]
+    responses = [np.zeros(random.integers(1, 30), np.int32) for _ in range(count)]
+    return _rows([prompts[row // samples].tolist() for row in range(count)], [row.tolist() for row in responses])
+
+
+def _load(rows: Rows, micro_batch: list[int]) -> int:
+    """Tokens of a packed run, counted by packing it."""
+    return len(pack(rows, micro_batch, CPU).tokens_N) if micro_batch else 0
 
 
 # ---- the plan ------------------------------------------------------------------------------------------------------
@@ -38,55 +48,91 @@ def _lengths(count: int) -> np.ndarray:
 @pytest.mark.parametrize("ranks", [1, 2, 3])
 @pytest.mark.parametrize("count", [1, 2, 7, 100])
 @pytest.mark.parametrize("budget", [1, 64, 10_000])
+@pytest.mark.parametrize("samples", [1, 4])
 def test_a_plan_holds_every_row_once_and_as_many_micro_batches_on_every_rank(
-    ranks: int, count: int, budget: int
+    ranks: int, count: int, budget: int, samples: int
 ) -> None:
     """A row that is lost or counted twice changes the gradient; a rank with another count waits for ever."""
-    plan = plan_micro_batches(_lengths(count), ranks, budget)
+    plan = plan_micro_batches(_planned(count, samples), ranks, budget)
     assert len(plan) == ranks
     assert len({len(micro_batches) for micro_batches in plan}) == 1
     rows = [row for micro_batches in plan for micro_batch in micro_batches for row in micro_batch]
     assert sorted(rows) == list(range(count))
 
 
+def test_a_plan_of_some_rows_holds_those_by_their_own_numbers() -> None:
+    """A mini-batch is a part of the experience: numbers that counted within the part would train other rows."""
+    plan = plan_micro_batches(_planned(20, 2), 2, 64, np.array([4, 5, 16, 17, 10, 11]))
+    assert sorted(row for micro_batches in plan for micro in micro_batches for row in micro) == [4, 5, 10, 11, 16, 17]
+
+
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_a_micro_batch_exceeds_the_budget_only_by_a_row_that_does(ranks: int) -> None:
+@pytest.mark.parametrize("samples", [1, 5])
+def test_a_micro_batch_exceeds_the_budget_only_by_a_row_that_does(ranks: int, samples: int) -> None:
     """The budget is what memory was planned for; a row alone above it cannot be split."""
-    lengths = np.append(_lengths(50), 200)
-    plan = plan_micro_batches(lengths, ranks, 64)
-    loads = [(int(lengths[micro].sum()), len(micro)) for micro_batches in plan for micro in micro_batches]
-    assert all(load <= 64 for load, rows in loads if rows > 1)
-    assert [load for load, rows in loads if rows == 1 and load > 64] == [200]
+    rows = _planned(50, samples)
+    long = _rows([[-1]], [[0] * 200])
+    rows = Rows(
+        *(_joined(getattr(rows, name), getattr(long, name)) for name in ("prompts", "responses", "mask")), columns={}
+    )
+    plan = plan_micro_batches(rows, ranks, 64)
+    loads = [(_load(rows, micro), len(micro)) for micro_batches in plan for micro in micro_batches]
+    assert all(load <= 64 for load, count in loads if count > 1)
+    assert [load for load, count in loads if count == 1 and load > 64] == [201]
+
+
+def _joined(first: Ragged, second: Ragged) -> Ragged:
+    return Ragged.of([column.row(row) for column in (first, second) for row in range(len(column))], np.int32)
 
 
 def test_a_large_budget_needs_one_micro_batch_and_a_small_one_as_many_as_tokens_demand() -> None:
     """No forward pass is wasted: a plan far above the tokens' own minimum would be slow, and still correct."""
-    lengths = _lengths(100)
-    assert len(plan_micro_batches(lengths, 2, 10_000)[0]) == 1
-    fewest = -(-int(lengths.sum()) // (2 * 128))
-    assert fewest <= len(plan_micro_batches(lengths, 2, 128)[0]) <= fewest + 2
+    rows = _planned(100)
+    assert len(plan_micro_batches(rows, 2, 10_000)[0]) == 1
+    fewest = -(-int(rows.lengths_B.sum()) // (2 * 256))
+    assert fewest <= len(plan_micro_batches(rows, 2, 256)[0]) <= fewest + 2
 
 
 def test_fewer_rows_than_places_leave_places_empty() -> None:
     """Three rows on two ranks, one row at a time: the fourth place is empty, and still there."""
-    plan = plan_micro_batches(np.array([5, 6, 7]), 2, 1)
+    plan = plan_micro_batches(_planned(3), 2, 1)
     assert sorted(len(micro) for micro_batches in plan for micro in micro_batches) == [0, 1, 1, 1]
 
 
-def test_ranks_get_nearly_equal_loads() -> None:
-    """The heaviest rank decides when a step ends. Control: rows dealt out in order are much further apart."""
-    lengths = np.sort(_lengths(64))[::-1].copy()
-    plan = plan_micro_batches(lengths, 4, 256)
-    loads = [sum(int(lengths[micro].sum()) for micro in micro_batches) for micro_batches in plan]
-    dealt = [int(part.sum()) for part in np.array_split(lengths, 4)]
-    assert max(loads) / min(loads) < 1.1 < max(dealt) / min(dealt)
+@pytest.mark.parametrize("samples", [1, 8])
+def test_ranks_get_nearly_equal_loads(samples: int) -> None:
+    """The heaviest rank decides when a step ends. Control: the same number of rows for each is further apart."""
+    rows = _planned(256, samples)
+    plan = plan_micro_batches(rows, 4, 512)
+    loads = [sum(_load(rows, micro) for micro in micro_batches) for micro_batches in plan]
+    dealt = [_load(rows, part.tolist()) for part in np.array_split(np.argsort(rows.lengths_B), 4)]
+    assert max(loads) / min(loads) < 1.05 < max(dealt) / min(dealt)
 
 
-def test_the_plan_depends_on_the_lengths_alone() -> None:
+def test_samples_of_a_prompt_stay_together_wherever_they_stand_in_the_file() -> None:
+    """A prompt is computed once per micro-batch that has it, so few may split one. Control: rows as they come."""
+    samples, prompts = 8, 24
+    rows = _planned(samples * prompts, samples)
+    mixed = np.random.default_rng(0).permutation(len(rows))
+    plan = plan_micro_batches(rows, 2, 512, mixed)
+    micro_batches = [micro for rank in plan for micro in rank]
+    spread = sum(len(set(rows.prompt_ids_B[micro])) for micro in micro_batches)
+    assert spread <= prompts + len(micro_batches) - 1
+    scattered = np.array_split(mixed, len(micro_batches))
+    assert sum(len(set(rows.prompt_ids_B[part])) for part in scattered) > 2 * spread
+
+
+def test_planned_tokens_are_those_that_packing_makes() -> None:
+    """What is reported as computed is what the runs hold, and less than the rows' tokens where prompts are shared."""
+    rows = _planned(40, 4)
+    plan = plan_micro_batches(rows, 2, 200)
+    packed = sum(_load(rows, micro) for rank in plan for micro in rank)
+    assert planned_tokens(rows, plan) == packed < rows.lengths_B.sum()
+
+
+def test_the_plan_depends_on_the_rows_alone() -> None:
     """Every rank plans by itself: ties must fall the same way everywhere."""
-    lengths = np.full(9, 4)
-    assert partition(lengths, 4) == [[0, 4, 8], [1, 5], [2, 6], [3, 7]]
-    assert plan_micro_batches(lengths, 2, 12) == plan_micro_batches(lengths.copy(), 2, 12)
+    assert plan_micro_batches(_planned(40, 4), 2, 100) == plan_micro_batches(_planned(40, 4), 2, 100)
 
 
 # ---- a packed micro-batch ------------------------------------------------------------------------------------------
@@ -97,14 +143,34 @@ def test_prompts_and_responses_lie_one_after_the_other_without_padding() -> None
     batch = pack(ROWS, [2, 0], CPU)
     assert batch.tokens_N.tolist() == [5, 6, 12, 1, 2, 3, 7, 8]
     assert batch.positions_N.tolist() == [0, 1, 2, 0, 1, 2, 3, 4]
-    assert batch.layout.cu_seqlens_B1.tolist() == [0, 3, 8]
-    assert (batch.layout.rows, batch.layout.max_length) == (2, 5)
+    assert batch.layout.cu_queries_S1.tolist() == batch.layout.cu_keys_S1.tolist() == [0, 3, 8]
+    assert (batch.layout.sequences, batch.layout.max_queries, batch.layout.max_keys) == (2, 5, 5)
+    assert batch.layout.shared is None
+    assert batch.last_B.tolist() == [2, 7]
     assert batch.targets_T.tolist() == [12, 7, 8]
     assert batch.offsets_B1.tolist() == [0, 1, 3]
     assert batch.mask_T.tolist() == [1.0, 1.0, 1.0]
     assert batch.columns["mark"].tolist() == [120.0, 70.0, 80.0]
-    assert batch.layout.slots_N is not None
-    assert batch.layout.slots_N.tolist() == [0, 1, 2, 5, 6, 7, 8, 9]
+    assert batch.layout.slots_K is not None
+    assert batch.layout.slots_K.tolist() == [0, 1, 2, 5, 6, 7, 8, 9]
+
+
+def test_a_prompt_of_several_rows_stands_once_before_its_responses() -> None:
+    """Rows 0, 2 and 3 share a prompt; row 2 has no response. All against hand values."""
+    rows = _rows([[1, 2], [3], [1, 2], [1, 2]], [[4, 5], [6, 7], [], [8]])
+    batch = pack(rows, [0, 1, 2, 3], CPU)
+    assert batch.tokens_N.tolist() == [1, 2, 4, 5, 8, 3, 6, 7]
+    assert batch.positions_N.tolist() == [0, 1, 2, 3, 2, 0, 1, 2]
+    assert batch.targets_T.tolist() == [4, 5, 6, 7, 8]
+    assert batch.predict_T.tolist() == [1, 2, 5, 6, 1]
+    assert batch.last_B.tolist() == [3, 7, 1, 4]
+    assert batch.layout.cu_queries_S1.tolist() == [0, 2, 4, 5, 8]  # prompt, two responses, row 1 as a whole
+    assert batch.layout.cu_keys_S1.tolist() == [0, 2, 6, 9, 12]
+    shared = batch.layout.shared
+    assert shared is not None
+    assert batch.tokens_N[shared.source_K].tolist() == [1, 2, 1, 2, 4, 5, 1, 2, 8, 3, 6, 7]
+    assert shared.own_N.tolist() == [0, 1, 4, 5, 8, 9, 10, 11]
+    assert (shared.copies_C.tolist(), shared.copied_C.tolist()) == ([2, 3, 6, 7], [0, 1, 0, 1])
 
 
 def test_each_response_token_is_predicted_from_the_token_before_it() -> None:

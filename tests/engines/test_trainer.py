@@ -171,3 +171,38 @@ def test_actor_and_critic_of_a_group_are_saved_side_by_side(
     assert not any(_same(two_ranks.parameters(role), before[role]) for role in before)
     two_ranks.ask("load", folder=str(saved), version=0)
     assert all(_same(two_ranks.parameters(role), before[role]) for role in before)
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_states_that_rest_in_host_memory_train_alike(
+    count: int, ranks_of: Callable[[int], Ranks], folder_of: FolderOf, tmp_path: Path
+) -> None:
+    """Two updates, a checkpoint and one more end bit for bit as without. The weights never move: vLLM still sees them.
+
+    Controls: without the setting nothing is moved, and a change to the resting copy changes the result.
+    """
+    ranks, folder, roles = ranks_of(count), folder_of(BIG), ("actor", "rollout")
+    path = write_rows(tmp_path / "rows.parquet", random_rows(8))
+    ends = {}
+    for number, (offload, spoil) in enumerate(((False, False), (True, False), (True, True))):
+        saved = tmp_path / f"checkpoint{number}"
+        saved.mkdir()
+        ranks.build(folder, roles, actor={"zero_stage": 2, "offload_optimizer": offload})
+        addresses = ranks.ask("addresses", role="actor")
+        moved = ["hp_params", "optim_states"] if offload else []
+        for version in (0, 1):
+            assert ranks.ask("offloaded", role="actor")[0]["states"] == moved
+            _update(ranks, path, version=version)
+            ranks.ask("reshard", version=version + 1)
+            assert ranks.ask("addresses", role="actor") == addresses
+        if spoil:
+            ranks.ask("spoil_offloaded", role="actor")
+        ranks.ask("save", folder=str(saved))
+        _update(ranks, path, version=2)
+        ranks.ask("load", folder=str(saved), version=2)
+        _update(ranks, path, version=2)
+        assert ranks.ask("offloaded", role="actor")[0]["states"] == moved
+        assert all(reply["names"] == [] for reply in ranks.ask("mismatches"))
+        ends[offload, spoil] = ranks.parameters()
+    assert _same(ends[False, False], ends[True, False])
+    assert not _same(ends[False, False], ends[True, True])

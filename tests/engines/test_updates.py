@@ -16,7 +16,8 @@ import pytest
 import torch
 from torch import nn
 
-from engines.packing import Rows, plan_micro_batches
+from engines.micro_batches import plan_micro_batches
+from engines.packing import Rows
 from tests.engines.ranks import Ranks, Shape
 from tests.engines.rows import LOSS, SPLIT, gathered, random_rows, take_rows, with_columns, write_rows
 from tests.engines.unpacked import STEADY, UNCLIPPED, load_unpacked, plain_steps, row_logprobs, row_values
@@ -214,7 +215,7 @@ def test_micro_batches_without_a_row_change_nothing(
 ) -> None:
     """Fewer rows than places: a rank without a row still runs, reduces, steps, and adds nothing."""
     few, ranks, folder = take_rows(rows, index), ranks_of(count), folder_of(SHAPE)
-    plan = plan_micro_batches(few.lengths_B, count, 1)
+    plan = plan_micro_batches(few, count, 1)
     assert any(not micro for micro_batches in plan for micro in micro_batches) == (count == 2)
     ranks.build(folder, actor=_trainer(stage))
     path = write_rows(tmp_path / "rows.parquet", few)
@@ -242,7 +243,7 @@ def test_a_mean_within_each_micro_batch_is_another_loss(
         "with_micro_batch_means",
         of="update_actor",
         arguments=_update_actor(path, 32),
-        micro_batches=len(plan_micro_batches(rows.lengths_B, 1, 32)[0]),
+        micro_batches=len(plan_micro_batches(rows, 1, 32)[0]),
     )[0]
     expected = _plain_actor(folder_of(SHAPE), rows)
     assert abs(wrong["loss"] - expected.loss) > 1e-3

@@ -89,6 +89,19 @@ def ranks() -> list[psutil.Process]:
     return [child for child in psutil.Process().children(recursive=True) if "engines.rank" in child.cmdline()]
 
 
+def attempts(run: RunFolder, name: str) -> int:
+    """Return how often the task of that name ran."""
+    summary = json.loads(run.summary.read_text(encoding="utf-8"))
+    parent = FlowRunFilterParentFlowRunId(any_=[UUID(summary["prefect_flow_run_id"])])
+    with get_client(sync_client=True) as client:
+        iterations = [
+            item.id for item in client.read_flow_runs(flow_run_filter=FlowRunFilter(parent_flow_run_id=parent))
+        ]
+        tasks = client.read_task_runs(flow_run_filter=FlowRunFilter(id=FlowRunFilterId(any_=iterations)))
+    (found,) = [item for item in tasks if item.name == name]
+    return found.run_count
+
+
 def heldout(run: RunFolder, iteration: int) -> float:
     """Return the share of held-out responses with a low digit, whatever the run's own reward is."""
     responses = read_columns(run.evaluation(iteration), ["response"])["response"]
@@ -113,6 +126,10 @@ def test_the_summary_agrees_with_what_was_recorded(learned: RunFolder) -> None:
     manifest = read_manifest(learned)
     assert summary.pop("seconds") > sum(record["time/iteration_s"] for record in records[1:])
     assert summary.pop("tokens_per_second") > 0
+    shares = summary.pop("time_shares")
+    assert sum(shares.values()) == pytest.approx(1.0)
+    assert {"rollout", "reward", "advantage", "update_actor", "reshard", "evaluate", "other"} <= shares.keys()
+    assert all(share > 0 for share in shares.values())
     assert summary == {
         "status": "completed",
         "iterations": ITERATIONS,
@@ -120,9 +137,11 @@ def test_the_summary_agrees_with_what_was_recorded(learned: RunFolder) -> None:
         "accuracy_after": records[-1]["heldout/accuracy"],
         "reward_first": records[1]["reward/mean"],
         "reward_last": records[-1]["reward/mean"],
+        "actor_mfu": None,  # a CPU has no peak to compare with
         "parameters": 338_784,
         "parameters_shared": 26,
         "parameters_copied": 0,
+        "gradient_checkpointing": {"actor": False, "sft": False},
         "mlflow_run_id": manifest.mlflow_run_id,
         "prefect_flow_run_id": manifest.prefect_flow_run_id,
     }
@@ -174,6 +193,30 @@ def test_mlflow_holds_the_run(learned: RunFolder) -> None:
     assert tables == [f"samples/{number:06d}.json" for number in (4, 8, 12)]
 
 
+def test_checkpoints_are_timed_and_sized_in_the_figures(learned: RunFolder) -> None:
+    """In the iterations that wrote one, and in no other; MLflow holds the same."""
+    recorded = {record["iteration"]: record["metrics"] for record in read_metrics(learned)}
+    sizes = {number: metrics["checkpoint/gib"] for number, metrics in recorded.items() if "checkpoint/gib" in metrics}
+    assert list(sizes) == [5, 10, 12]
+    files = [path for path in learned.checkpoint(12).rglob("*") if path.is_file() and path.name != "sha256.json"]
+    assert sizes[12] * 2**30 == sum(path.stat().st_size for path in files)
+    assert all(recorded[number]["time/checkpoint_s"] > 0 for number in sizes)
+    uri, run_id = mlflow_run.default_tracking_uri(learned.path.parent), str(read_manifest(learned).mlflow_run_id)
+    history = mlflow_run.connect(uri).get_metric_history(run_id, "checkpoint/gib")
+    assert {entry.step: entry.value for entry in history} == sizes
+
+
+def test_a_complete_run_is_not_taken_up_again(learned: RunFolder) -> None:
+    """Not by a deployment either: no engine starts, and nothing in the folder changes."""
+
+    def files() -> dict[Path, int]:
+        return {path: path.stat().st_mtime_ns for path in learned.path.rglob("*")}
+
+    before = files()
+    assert train(resume=str(learned.path)) == str(learned.path)
+    assert files() == before
+
+
 def test_prefect_shows_every_iteration_as_a_flow_of_named_tasks(learned: RunFolder) -> None:
     """The training's page leads to its iterations, and theirs to the steps, all complete."""
     parent = UUID(str(read_manifest(learned).prefect_flow_run_id))
@@ -196,6 +239,7 @@ def test_prefect_shows_every_iteration_as_a_flow_of_named_tasks(learned: RunFold
 def test_a_broken_reward_function_fails_the_run_in_the_open(broken: Broken) -> None:
     """Its own error comes out; folder, MLflow and Prefect say failed; no rank is left; it can be resumed."""
     assert isinstance(broken.error, UserError)
+    assert attempts(broken.run, "reward-000003") == 1, "a user's mistake is not tried again"
     assert "this reward function is broken" in str(broken.error)
     assert broken.ranks_left == []
     summary = json.loads(broken.run.summary.read_text(encoding="utf-8"))

@@ -248,13 +248,38 @@ def test_resume_continues_with_the_configuration_of_the_run(
     assert arguments == {"resume": "run"}
 
 
+def test_a_complete_run_is_not_resumed(here: Path, penstock: Callable[..., str]) -> None:
+    """It says so and where the report is; nothing is written. Control: one whose export is missing is resumed."""
+    run = RunFolder(here / "run")
+    (run.path / "models" / "final").mkdir(parents=True)
+    run.config.write_text(f"{RECIPE}\niterations: 3", encoding="utf-8")
+    run.manifest.write_text(json.dumps({"format": 1, "progress": {"iteration": 3}}), encoding="utf-8")
+    summary = {"status": "completed", "mlflow_run_id": "m", "prefect_flow_run_id": "p"}
+    run.summary.write_text(json.dumps(summary), encoding="utf-8")
+    before = tree(here)
+    said = penstock("train", "--resume", "run")
+    assert "run is complete: nothing is left to do" in said
+    assert str(run.report) in said
+    assert tree(here) == before
+    (run.path / "models" / "final").rmdir()
+    with pytest.raises(Started):
+        penstock("train", "--resume", "run")
+
+
 def test_a_dry_run_shows_configuration_placement_and_memory(here: Path, penstock: Callable[..., str]) -> None:
     """Overrides and defaults resolved, one line per group, and nothing written."""
     before = tree(here)
     shown = penstock("train", "recipe.yaml", "seed=7", "algorithm.kl.coefficient=0.01", "--dry-run")
     assert "seed: 7" in shown
     assert "normalize_by_std: true" in shown
-    for text in ("placement and memory estimate", "main", "actor, reference, rollout", "CPU", "KV cache"):
+    for text in (
+        "placement and memory estimate",
+        "main",
+        "actor, reference, rollout",
+        "CPU",
+        "activations",
+        "actor no",
+    ):
         assert text in " ".join(shown.split()), text
     assert tree(here) == before
 

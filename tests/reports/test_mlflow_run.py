@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import logging
 import math
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +16,8 @@ from mlflow import MlflowClient
 from configs.errors import UserError
 from reports import mlflow_run
 from reports.mlflow_run import connect
+
+ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.fixture(scope="module")
@@ -76,6 +80,60 @@ def test_a_resumed_run_holds_each_iteration_once(uri: str) -> None:
             mlflow_run.log_iteration(uri, run_id, iteration, {"reward/mean": iteration / 10})
     history = connect(uri).get_metric_history(run_id, "reward/mean")
     assert [point.step for point in history] == [0, 1, 2, 3]
+
+
+def test_figures_of_an_iteration_are_told_from_the_iteration(uri: str) -> None:
+    """They can be asked for by name and step, and do not count as the iteration being there."""
+    run_id = _open(uri)
+    figures = {"checkpoint/gib": 1.5, "time/checkpoint_s": 2.0}
+    assert not mlflow_run.has_figures(uri, run_id, 4, figures)
+    mlflow_run.log_figures(uri, run_id, 4, figures)
+    assert mlflow_run.has_figures(uri, run_id, 4, figures)
+    assert not mlflow_run.has_figures(uri, run_id, 2, figures)
+    assert not mlflow_run.has_figures(uri, run_id, 4, {**figures, "another": 0.0})
+    assert mlflow_run.logged_through(uri, run_id) == -1
+
+
+AT_THE_SAME_MOMENT = """
+import sys
+from reports import mlflow_run
+from mlflow import MlflowClient
+import sqlalchemy, alembic.command  # what takes long is done before both begin
+found = MlflowClient.get_experiment_by_name
+waits = []
+def find(client, name):  # both processes look before either creates
+    experiment = found(client, name)
+    if not waits:
+        waits.append(True)
+        sys.stdout.write("looked\\n"); sys.stdout.flush(); sys.stdin.readline()
+    return experiment
+MlflowClient.get_experiment_by_name = find
+sys.stdout.write("ready\\n"); sys.stdout.flush(); sys.stdin.readline()
+print(mlflow_run.open_run(sys.argv[1], "shared", sys.argv[2], {}, {"seed": sys.argv[2]}))
+"""
+
+
+def test_two_first_trainings_at_the_same_moment_share_one_experiment(tmp_path: Path) -> None:
+    """On a folder without a database: one of them makes it, and both look for the experiment before it is there."""
+    uri = f"sqlite:///{tmp_path / 'runs' / 'mlflow.db'}"
+    command = [sys.executable, "-c", AT_THE_SAME_MOMENT, uri]
+    both = [
+        subprocess.Popen([*command, name], cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        for name in ("1", "2")
+    ]
+    for moment in ("ready", "looked"):
+        for process in both:
+            assert process.stdout is not None
+            assert process.stdout.readline().strip() == moment
+        for process in both:
+            assert process.stdin is not None
+            process.stdin.write("go\n")
+            process.stdin.flush()
+    runs = [process.communicate(timeout=60)[0].strip() for process in both]
+    assert [process.returncode for process in both] == [0, 0]
+    found = [connect(uri).get_run(run) for run in runs]
+    assert found[0].info.experiment_id == found[1].info.experiment_id
+    assert {run.data.params["seed"] for run in found} == {"1", "2"}
 
 
 def test_logging_an_iteration_twice_does_leave_two_points(uri: str) -> None:

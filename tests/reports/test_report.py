@@ -23,6 +23,8 @@ SUMMARY = {
     "reward_first": 0.5,
     "reward_last": 0.25,
     "tokens_per_second": 12345.6,
+    "time_shares": {"rollout": 0.7, "update_actor": 0.25, "other": 0.044, "reshard": 0.001},
+    "actor_mfu": 0.3456,
     "parameters_shared": 1000,
     "parameters_copied": 7,
 }
@@ -49,7 +51,19 @@ def test_the_page_holds_figures_pictures_times_links_and_config(run_folder: Path
     page = write_report(run_folder, links, resume="penstock resume tiny").read_text()
     for text in ("tiny-20260101-000000", "completed", "25.0% → 75.0%", "+50.0 points", "0.500 → 0.250", "-0.250"):
         assert text in page
-    for text in ("2 min 05 s", "12,346", "1,000", "7 copied", "1.500", "75 %", "penstock resume tiny", str(run_folder)):
+    for text in (
+        "2 min 05 s",
+        "12,346",
+        "1,000",
+        "7 copied",
+        "34.6%",
+        "rollout 70%",
+        "update actor 25%, other 4%<",
+        "1.500",
+        "75 %",
+        "penstock resume tiny",
+        str(run_folder),
+    ):
         assert text in page
     assert page.count('src="data:image/png;base64,') == 2
     assert 'href="http://127.0.0.1:5000/#/experiments/1"' in page

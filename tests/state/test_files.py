@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import hashlib
+import threading
 from pathlib import Path
 
 import pytest
 
-from state.files import for_each_file, replacing, sha256, write_text
+from state.files import files_below, for_each_file, replacing, sha256, write_text
 
 
 def test_an_exception_leaves_the_old_content_and_nothing_beside_it(tmp_path: Path) -> None:
@@ -53,11 +54,22 @@ def test_the_hash_is_of_the_content(tmp_path: Path) -> None:
     assert sha256(path) == hashlib.sha256(b"weights" * 100_000).hexdigest()
 
 
-def test_every_file_below_a_folder_is_visited_in_name_order(tmp_path: Path) -> None:
+def test_every_file_below_a_folder_is_found_in_name_order(tmp_path: Path) -> None:
     """Folders are not files; hidden files are."""
     for name in ("b", "a/z", "a/.hidden"):
         write_text(tmp_path / name, "")
     (tmp_path / "empty").mkdir()
-    seen: list[str] = []
-    for_each_file(tmp_path, lambda path: seen.append(str(path.relative_to(tmp_path))))
-    assert seen == ["a/.hidden", "a/z", "b"]
+    assert [str(path.relative_to(tmp_path)) for path in files_below(tmp_path)] == ["a/.hidden", "a/z", "b"]
+
+
+def test_files_are_worked_on_side_by_side_and_answered_in_their_order() -> None:
+    """Both calls wait for each other, which one after the other would never end; an error of one comes out."""
+    both = threading.Barrier(2)
+
+    def meet(path: Path) -> str:
+        both.wait(timeout=10)
+        return path.name
+
+    assert for_each_file([Path("b"), Path("a")], meet) == ["b", "a"]
+    with pytest.raises(ZeroDivisionError):
+        for_each_file([Path("a"), Path("b")], lambda path: 1 / (path.name == "a"))

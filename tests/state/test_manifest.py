@@ -12,6 +12,7 @@ from state import manifest as manifest_module
 from state.manifest import (
     Manifest,
     Progress,
+    completed,
     prune_checkpoints,
     read_manifest,
     seal_checkpoint,
@@ -57,6 +58,34 @@ def test_the_manifest_comes_back_as_it_was_written(run: RunFolder) -> None:
     write_manifest(run, MANIFEST)
     assert read_manifest(run) == MANIFEST
     assert json.loads(run.manifest.read_text())["format"] == manifest_module.FORMAT
+
+
+def test_a_manifest_of_version_0_1_0_is_read(run: RunFolder) -> None:
+    """Its progress has one field more. Control: a field that nobody wrote is an error."""
+    write_manifest(run, MANIFEST)
+    earlier = json.loads(run.manifest.read_text())
+    earlier["progress"]["accuracy_before"] = 0.25
+    run.manifest.write_text(json.dumps(earlier))
+    assert read_manifest(run) == MANIFEST
+    earlier["progress"]["unheard_of"] = 1
+    run.manifest.write_text(json.dumps(earlier))
+    with pytest.raises(TypeError, match="unheard_of"):
+        read_manifest(run)
+
+
+def test_a_run_is_complete_only_when_nothing_is_left_to_do(run: RunFolder) -> None:
+    """Iterations, export and summary, each alone missing, leave something to resume for."""
+    write_manifest(run, MANIFEST)
+    assert not completed(run, 12)
+    run.model("final").mkdir(parents=True)
+    assert not completed(run, 12)
+    run.summary.write_text('{"status": "failed"}')
+    assert not completed(run, 12)
+    run.summary.write_text('{"status": "completed"}')
+    assert completed(run, 12)
+    assert not completed(run, 13)
+    run.model("final").rmdir()
+    assert not completed(run, 12)
 
 
 def test_progress_advances_as_a_copy() -> None:
@@ -114,6 +143,11 @@ def test_a_checkpoint_gets_its_name_only_when_it_is_hashed_and_complete(
     seal_checkpoint(aside, final)
     assert not aside.exists()
     verify_checkpoint(final)
+
+
+def test_sealing_says_how_much_a_checkpoint_holds(run: RunFolder) -> None:
+    """The bytes of all its files, in folders too, without the hashes."""
+    assert seal_checkpoint(_write_aside(run), run.checkpoint(12)) == 256 + 5
 
 
 def test_sealing_again_replaces_a_checkpoint_of_the_same_iteration(run: RunFolder) -> None:

@@ -9,6 +9,7 @@ import pytest
 from configs.errors import UserError
 from state.run_folder import (
     RunFolder,
+    add_metrics,
     append_metrics,
     check_free,
     drop_leftovers,
@@ -112,6 +113,21 @@ def test_truncation_drops_later_iterations_and_the_cut_line(run: RunFolder) -> N
         (2, 0.2),
         (3, 0.5),
     ]
+
+
+def test_later_figures_join_the_line_of_their_iteration(run: RunFolder) -> None:
+    """One line per iteration as before, twice as well; a resume from there keeps them, from before drops them."""
+    for size in (1.0, 2.0):
+        add_metrics(run, 2, {"checkpoint/gib": size})
+    assert [record["metrics"] for record in read_metrics(run)] == [
+        {"loss": 0.1},
+        {"loss": 0.2, "checkpoint/gib": 2.0},
+        {"loss": 0.3},
+    ]
+    truncate_metrics(run, 2)
+    assert read_metrics(run)[-1]["metrics"] == {"loss": 0.2, "checkpoint/gib": 2.0}
+    truncate_metrics(run, 1)
+    assert [record["metrics"] for record in read_metrics(run)] == [{"loss": 0.1}]
 
 
 def test_leftovers_of_a_crash_are_dropped(run: RunFolder) -> None:

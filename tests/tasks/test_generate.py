@@ -1,4 +1,4 @@
-"""Prompts go to the ranks in contiguous shares, and their responses come back in the order of the prompts."""
+"""All engines get all prompts, and their responses come back in the order of the prompts."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import pytest
 
 from configs.schema import TrainConfig
 from state.experience import Ragged
-from tasks.generate import generate
+from tasks.generate import engine_figures, generate, rows_in_prompt_order
 from tasks.session import Training
 
 SAMPLES = 2
@@ -30,26 +30,34 @@ class Echo:
     def spec(self) -> SimpleNamespace:
         return SimpleNamespace(devices=(None,) * self.ranks)
 
-    def call(self, command: str, key: str, per_rank: list[dict[str, Any]], tokenizer: str) -> list[dict[str, Any]]:
-        self.commands.append({"command": command, "key": key, "per_rank": per_rank, "tokenizer": tokenizer})
-        return [self.answer(**arguments) for arguments in per_rank]
+    def call(self, command: str, key: str, **arguments: Any) -> list[dict[str, Any]]:
+        self.commands.append({"command": command, "key": key, **arguments})
+        prompts = Ragged(arguments["prompts"], arguments["offsets"])
+        taken = np.random.default_rng(self.ranks).permutation(len(prompts))
+        return [self.answer(prompts, taken[rank :: self.ranks], arguments["sampling"]) for rank in range(self.ranks)]
 
-    def answer(self, prompts: np.ndarray, offsets: np.ndarray, sampling: dict[str, Any]) -> dict[str, Any]:
-        first = [int(row[0]) for row in np.split(prompts, offsets[1:-1])] if len(offsets) > 1 else []
+    def answer(self, prompts: Ragged, positions: np.ndarray, sampling: dict[str, Any]) -> dict[str, Any]:
+        first = [int(prompts.row(position)[0]) for position in positions]
         responses = Ragged.of([[token] * (n + 1) for token in first for n in range(sampling["samples"])], np.int32)
         count = len(responses)
         return {
+            "usage": {},
+            "positions": positions,
             "tokens": responses.values_T,
             "offsets": responses.offsets_B1,
             "truncated": np.arange(count) % 2 == 1,
             "texts": [str(responses.row(row)[0]) for row in range(count)],
             "policy_version": 3,
+            "request_seconds": np.ones(count, np.float32),
+            "engine_seconds": 1.0,
+            "prompt_tokens": 1,
+            "cached_tokens": 0,
         }
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 8])
 def test_responses_come_back_in_prompt_order(training_with: Callable[[TrainConfig], Training], ranks: int) -> None:
-    """However many ranks there are, also more than prompts."""
+    """However many ranks there are, also more than prompts, and whichever rank answered."""
     training, group = training_with(TrainConfig()), Echo(ranks)
     training.session().groups["rollout"] = group  # type: ignore[assignment]
     training.session().model_folder = "model"
@@ -63,18 +71,50 @@ def test_responses_come_back_in_prompt_order(training_with: Callable[[TrainConfi
     assert responses.policy_version == 3
 
     (sent,) = group.commands
-    sizes = [len(arguments["offsets"]) - 1 for arguments in sent["per_rank"]]
-    assert max(sizes) - min(sizes) <= 1, "every rank has as much to do"
-    assert len({arguments["sampling"]["seed"] for arguments in sent["per_rank"]}) == ranks, "no two ranks draw alike"
+    assert sent["sampling"] == {"samples": SAMPLES, "seed": [0, 1, 0]}
+    assert (sent["key"], sent["tokenizer"]) == ("1/rollout", "model")
+    assert len(sent["offsets"]) == 6
 
 
-def test_the_seed_belongs_to_the_generation(training_with: Callable[[TrainConfig], Training]) -> None:
-    """A repeated generation draws the same; another iteration, another purpose and another rank do not."""
-    training, group = training_with(TrainConfig()), Echo(2)
-    training.session().groups["rollout"] = group  # type: ignore[assignment]
-    prompts = pd.DataFrame({"prompt_tokens": [[1], [2]]})
-    for seed in ([0, 1, 0], [0, 1, 0], [0, 2, 0], [0, 1, 1]):
-        generate(training, prompts, "key", seed, {"samples": SAMPLES})
-    drawn = [[arguments["sampling"]["seed"] for arguments in sent["per_rank"]] for sent in group.commands]
-    assert drawn[0] == drawn[1]
-    assert len({seed for seeds in drawn for seed in seeds}) == 6
+def test_one_rank_replies_for_an_engine_of_several(training_with: Callable[[TrainConfig], Training]) -> None:
+    """The others of a tensor-parallel engine have the same responses and send none."""
+    training = training_with(TrainConfig())
+
+    class Pairs(Echo):
+        def call(self, command: str, key: str, **arguments: Any) -> list[dict[str, Any]]:
+            return [reply for leader in super().call(command, key, **arguments) for reply in (leader, {"usage": {}})]
+
+    training.session().groups["rollout"] = Pairs(2)  # type: ignore[assignment]
+    prompts = pd.DataFrame({"prompt_tokens": [[10], [20], [30]]})
+    responses = generate(training, prompts, "1/rollout", [0, 1, 0], {"samples": SAMPLES})
+    assert responses.texts == ["10", "10", "20", "20", "30", "30"]
+
+
+def test_a_prompt_that_is_lost_or_doubled_is_noticed() -> None:
+    """The control: each exactly once is put in order, rows of a prompt side by side."""
+    assert rows_in_prompt_order([np.array([2, 0]), np.array([1])], 3, 2).tolist() == [2, 3, 4, 5, 0, 1]
+    for positions in ([np.array([2, 0])], [np.array([2, 0]), np.array([1, 0])], [np.array([2, 0]), np.array([1, 3])]):
+        with pytest.raises(RuntimeError, match="1 of 3 prompts were not answered exactly once"):
+            rows_in_prompt_order(positions, 3, 2)
+
+
+def test_figures_tell_how_long_requests_took_and_how_evenly_the_engines_worked() -> None:
+    """Two engines over 10 s: one worked 4 of them, the other 8, and a quarter of the prompts' tokens was cached."""
+    answers = [
+        {"request_seconds": np.arange(1, 5, dtype=np.float32), "engine_seconds": 4.0, "tokens": np.zeros(100)},
+        {"request_seconds": np.arange(5, 9, dtype=np.float32), "engine_seconds": 8.0, "tokens": np.zeros(300)},
+    ]
+    counted = {"prompt_tokens": 40, "cached_tokens": 10}
+    assert engine_figures([answer | counted for answer in answers], 10.0) == pytest.approx(
+        {
+            "rollout/request_s_mean": 4.5,
+            "rollout/request_s_p50": 4.5,
+            "rollout/request_s_p95": 7.65,
+            "rollout/request_s_max": 8.0,
+            "rollout/engine_idle_share": 0.4,
+            "rollout/engine_balance": 0.5,
+            "rollout/engine_tokens_min": 100.0,
+            "rollout/engine_tokens_max": 300.0,
+            "rollout/engine_prefix_hits": 0.25,
+        }
+    )

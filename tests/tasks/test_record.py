@@ -25,6 +25,9 @@ def recorded(training: Training, *accuracies: float | None) -> Training:
         metrics = {} if accuracy is None else {"heldout/accuracy": accuracy}
         if number:
             metrics |= {"reward/mean": number / 10, "time/iteration_s": float(number), "rollout/tokens": 100.0}
+            metrics |= {"share/rollout": 0.6, "share/other": 0.1 * number}
+        if number > 1:
+            metrics["actor/mfu"] = 0.1 * number
         append_metrics(training.run, number, metrics)
     return training
 
@@ -46,9 +49,12 @@ def test_a_summary_of_a_whole_run(training_with: MakeTraining) -> None:
         "reward_first": 0.1,
         "reward_last": 0.3,
         "tokens_per_second": 50.0,
+        "actor_mfu": pytest.approx(0.25),
+        "time_shares": pytest.approx({"rollout": 0.6, "other": (0.1 * 1 + 0.2 * 2 + 0.3 * 3) / 6}),
         "parameters": 7,
         "parameters_shared": 5,
         "parameters_copied": 2,
+        "gradient_checkpointing": {},
         "mlflow_run_id": "run",
         "prefect_flow_run_id": "flow",
     }
@@ -58,7 +64,7 @@ def test_a_summary_of_a_whole_run(training_with: MakeTraining) -> None:
     ("accuracies", "expected"),
     [
         ((), {"iterations": 0, "accuracy_before": None, "accuracy_after": None, "reward_first": None}),
-        ((0.5,), {"iterations": 0, "accuracy_before": 0.5, "accuracy_after": None, "tokens_per_second": None}),
+        ((0.5,), {"iterations": 0, "accuracy_before": 0.5, "accuracy_after": None, "time_shares": {}, "actor_mfu": None}),
         ((0.5, None), {"iterations": 1, "accuracy_before": 0.5, "accuracy_after": None, "reward_last": 0.1}),
     ],
 )

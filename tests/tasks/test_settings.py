@@ -74,6 +74,7 @@ def test_an_override_may_be_a_schedule_with_the_text_keys_of_json() -> None:
         ({"rollout.temperature": -1.0}, {}, "must not be negative"),
         ({"actor.micro_batch_tokens": "many"}, {}, "actor.micro_batch_tokens: must be a valid integer"),
         ({"critic.micro_batch_tokens": 64}, {}, "has no effect in this run"),
+        ({"algorithm.clip_low": 0.1}, {"name": "reinforce"}, "'clip_low' has no effect"),
         ({"algorithm.kl.coefficient": 0.1}, {}, "has no effect in this run"),
         ({"algorithm.kl.coefficient": 0.1}, KL, "has no effect in this run"),
     ],

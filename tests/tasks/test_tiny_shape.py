@@ -9,7 +9,7 @@ import pytest
 
 from configs.loading import config_from_mapping, load_config
 from data.tokenizer import make_byte_tokenizer
-from engines.memory import read_shape
+from engines.shape import read_shape
 from engines.tiny_model import make_tiny_model
 from tasks.check import tiny_shape
 

@@ -1,0 +1,46 @@
+"""The return itself as advantage, the reward still to come: REINFORCE; normalised over the batch, REINFORCE++.
+
+Sources: Williams 1992, "Simple statistical gradient-following algorithms"; Hu et al. 2025 (arXiv 2501.03262), with the
+token-level KL penalty in the reward.
+
+Shapes: _C counted tokens.
+"""
+
+from __future__ import annotations
+
+from algorithms.advantages.types import AdvantageInputs, Advantages
+from algorithms.algorithm import Algorithm
+from algorithms.normalization import whitened
+from algorithms.segments import discounted_sums
+
+ALGORITHMS = (
+    Algorithm(
+        name="reinforce",
+        advantage="returns",
+        policy_loss="reinforce",
+        description="the plain policy gradient, without a baseline",
+        aggregation="seq-mean-token-sum",
+    ),
+    Algorithm(
+        name="reinforce_pp",
+        advantage="returns",
+        policy_loss="ppo_clip",
+        description="no critic and no groups: returns normalised over the batch; a KL penalty belongs in the reward",
+        defaults={"whiten": True},
+    ),
+)
+
+
+def returns(inputs: AdvantageInputs, *, gamma: float = 1.0, whiten: bool = False) -> Advantages:
+    """A_t = sum over k of gamma^k r_(t+k), over counted tokens: an observation takes no step of discount.
+
+    Equal returns at all counted tokens of the batch become exactly 0 by whitening: nothing sets them apart.
+
+    Args:
+        inputs: a batch; groups are not read.
+        gamma: discount per counted token.
+        whiten: shift and scale to mean 0 and variance 1 over the counted tokens of the batch.
+    """
+    counted = inputs.counted()
+    returns_C = discounted_sums(counted.rewards_C, counted.offsets_B1, gamma)
+    return Advantages(counted.spread(whitened(returns_C) if whiten else returns_C))

@@ -1,0 +1,65 @@
+"""Two results side by side: which figures got worse by more than a tolerance.
+
+Which direction is better follows from a figure's name; a name that says nothing is shown and not judged.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from benchmarks.result import BenchResult
+from configs.errors import UserError
+
+Verdict = Literal["better", "same", "worse", "not judged"]
+
+
+@dataclass(frozen=True)
+class Change:
+    """One figure in both results; `ratio` is new over old, None where old is 0."""
+
+    name: str
+    old: float
+    new: float
+    ratio: float | None
+    verdict: Verdict
+
+
+def direction(name: str) -> int:
+    """Return 1 where higher is better, -1 where lower is, 0 where the name does not tell.
+
+    >>> direction("rollout_tokens_per_s"), direction("update_s"), direction("truncated_share")
+    (1, -1, 0)
+    """
+    if "_per_s" in name or name.endswith("mfu") or "efficiency" in name:
+        return 1
+    return -1 if name.endswith(("_s", "_bytes", "_gib")) else 0
+
+
+def compare(old: BenchResult, new: BenchResult, tolerance: float) -> list[Change]:
+    """Return the figures that both have, in the old one's order.
+
+    Args:
+        tolerance: a share of the old figure; a larger change is better or worse.
+
+    Raises:
+        UserError: they are results of different benchmarks, or share no figure.
+    """
+    if old.bench != new.bench:
+        raise UserError(
+            f"these are results of different benchmarks: {old.bench} and {new.bench}", "compare two of the same"
+        )
+    both = [name for name in old.figures if name in new.figures]
+    if not both:
+        raise UserError("the two results have no figure in common", "measure both with the same Penstock")
+    return [_change(name, old.figures[name], new.figures[name], tolerance) for name in both]
+
+
+def _change(name: str, old: float, new: float, tolerance: float) -> Change:
+    gain = direction(name) * (new - old)
+    verdict: Verdict = "better" if gain > 0 else "worse"
+    if not direction(name):
+        verdict = "not judged"
+    elif abs(new - old) <= tolerance * abs(old):
+        verdict = "same"
+    return Change(name, old, new, new / old if old else None, verdict)

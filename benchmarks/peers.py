@@ -1,0 +1,87 @@
+"""Peers' figures from their own logs: TRL's step lines and verl's console metrics, medians from the second step on.
+
+The first step of every system is cold (compilation, CUDA graphs, allocator). Left out: running the peers.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from benchmarks.result import medians
+from configs.errors import UserError
+
+TRL_LINE = re.compile(r"TRL step (\{[^}]*\})")
+TRL_FIGURES = {"step_s": "wall_s", "peak_gib": "peak_gib"}
+# `step:2` opens the metrics of a step, on one line or one per line; `timing_s/step:61.2` and `global_step:2` do not.
+VERL_TOKEN = re.compile(
+    r"(?<![\w/])step:(?P<step>\d+)\b|(?P<name>(?:timing_s|perf)/[\w/]+):(?:np\.\w+\()?(?P<value>[\d.eE+-]+)"
+)
+VERL_FIGURES = {
+    "step_s": "timing_s/step",
+    "rollout_s": "timing_s/gen",
+    "reward_s": "timing_s/reward",
+    "old_logprobs_s": "timing_s/old_log_prob",
+    "reference_s": "timing_s/ref",
+    "advantage_s": "timing_s/adv",
+    "update_s": "timing_s/update_actor",
+    "reshard_s": "timing_s/update_weights",
+    "mfu": "perf/mfu/actor",
+    "peak_gib": "perf/max_memory_allocated_gb",
+}
+
+
+def trl_figures(log: Path) -> dict[str, float]:
+    """Return TRL's figures from lines `TRL step {'wall_s': 48.1, 'peak_gib': 79.0}`.
+
+    Raises:
+        UserError: the log has no second step.
+    """
+    steps = dict(enumerate(map(_literal, TRL_LINE.findall(_read(log))), start=1))
+    return _from_second(steps, TRL_FIGURES, log, "TRL step")
+
+
+def verl_figures(log: Path) -> dict[str, float]:
+    """Return verl's figures from its console metrics `step:2 - timing_s/gen:30.1 - ...`.
+
+    Raises:
+        UserError: the log has no second step.
+    """
+    steps: dict[int, dict[str, float]] = {}
+    for step, name, value in _verl_tokens(_read(log)):
+        steps.setdefault(step, {})[name] = value
+    return _from_second(steps, VERL_FIGURES, log, "step:2")
+
+
+def _verl_tokens(text: str) -> Iterator[tuple[int, str, float]]:
+    step = 0
+    for token in VERL_TOKEN.finditer(text):
+        if token["step"]:
+            step = int(token["step"])
+        elif step:
+            yield step, token["name"], float(token["value"])
+
+
+def _from_second(
+    steps: Mapping[int, Mapping[str, float]], names: Mapping[str, str], log: Path, sign: str
+) -> dict[str, float]:
+    figures = medians([metrics for step, metrics in steps.items() if step > 1], names)
+    if "step_s" not in figures:
+        raise UserError(
+            f"{log} has no second step ('{sign}')", "run the peer for at least two steps and keep its output"
+        )
+    return figures
+
+
+def _literal(text: str) -> dict[str, Any]:
+    value: dict[str, Any] = ast.literal_eval(text)
+    return value
+
+
+def _read(log: Path) -> str:
+    if not log.is_file():
+        raise UserError(f"there is no file {log}", "name the peer's log")
+    return log.read_text(encoding="utf-8", errors="replace")

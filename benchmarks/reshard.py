@@ -1,0 +1,169 @@
+"""Seconds and bytes of a reshard, and how long generation stands still for it.
+
+Each round is a training's: an optimizer step on a few made-up rows (so that the weights differ), the reshard task, and
+one token from the rollout engines, which have to wake up for it. The pause is the reshard plus that first token.
+
+A recipe has one strategy, which follows from its placement; `overrides_of` places it for each of them. Left out:
+full-sized updates (`bench update`) and rollouts (`bench rollout`), which would only make the rounds longer.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from benchmarks.result import BenchResult, medians, new_result, steady
+from benchmarks.session import describe, device_count, load_recipe, rollout_groups, settings_of
+from benchmarks.update import made_up_experience
+from benchmarks.workload import fixed_lengths
+from configs.errors import UserError
+from configs.schema import Role, TrainConfig
+from engines.machine import visible_gpus
+from engines.shape import read_shape
+from tasks.generate import generate
+from tasks.reshard import reshard
+from tasks.rollout import sampling
+from tasks.session import Stage, Training
+from tasks.update_actor import update_actor
+
+STRATEGIES = ("shared", "local", "gather", "broadcast")
+FIGURES = {
+    "reshard_s": "time/reshard_s",
+    "reshard_bytes": "reshard/bytes",
+    "first_token_s": "first_token_s",
+    "pause_s": "pause_s",
+}
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How often to reshard: `rounds` times, of which the first `skip` do not count, each after an `update` or not."""
+
+    rounds: int
+    skip: int
+    update: bool
+
+
+def measure(config: TrainConfig, command: str, plan: Plan) -> BenchResult:
+    """Reshard with the recipe's own placement.
+
+    Raises:
+        UserError: the recipe is wrong, or too few rounds are asked for.
+    """
+    steady(range(plan.rounds), plan.skip)
+    rows, engine = rounds_of(config, plan)
+    settings = {**asdict(plan), **engine, **describe(config)}
+    return new_result("reshard", command, figures_of(rows, plan.skip), settings=settings, details=rows)
+
+
+def measure_strategies(
+    recipe: Path, overrides: list[str], command: str, folder: Path, strategies: Sequence[str], plan: Plan
+) -> BenchResult:
+    """Reshard once per strategy, with a placement made for it; its figures are prefixed with its name.
+
+    Args:
+        folder: where prompts may be written.
+        strategies: names of `STRATEGIES`; those that this machine has too few devices for are left out.
+
+    Raises:
+        UserError: the recipe or a strategy is wrong, or no strategy fits the devices.
+    """
+    steady(range(plan.rounds), plan.skip)
+    gpus = len(visible_gpus())
+    devices = gpus or 2
+    base = load_recipe(recipe, overrides, folder)
+    missing = {name: missing_devices(name, devices) for name in strategies}
+    placed = {
+        name: load_recipe(recipe, [*overrides, *overrides_of(name, base, devices, bool(gpus))], folder)
+        for name, reason in missing.items()
+        if reason is None
+    }
+    if not placed:
+        raise UserError("no strategy fits this machine", "; ".join(filter(None, missing.values())))
+    figures: dict[str, float] = {}
+    details: list[dict[str, Any]] = [
+        {"strategy": name, "left_out": reason} for name, reason in missing.items() if reason
+    ]
+    engines: dict[str, Any] = {}
+    for name, config in placed.items():
+        rows, engines[name] = rounds_of(config, plan)
+        figures |= {f"{name}_{figure}": value for figure, value in figures_of(rows, plan.skip).items()}
+        details += [{"strategy": name, **row} for row in rows]
+    settings = {**asdict(plan), "devices": devices, "engines": engines, **describe(base)}
+    return new_result("reshard", command, figures, settings=settings, details=details)
+
+
+def figures_of(rows: Sequence[Mapping[str, float]], skip: int) -> dict[str, float]:
+    """Return medians after the first `skip` rounds, and the longest reshard among them."""
+    counted = steady(rows, skip)
+    return {**medians(counted, FIGURES), "reshard_max_s": max(row["time/reshard_s"] for row in counted)}
+
+
+def rounds_of(config: TrainConfig, plan: Plan) -> tuple[list[dict[str, float]], dict[str, int]]:
+    """Return one row per round, and how many of the rollout engine's tensors are shared and copied."""
+    with rollout_groups(config) as (training, progress):
+        progress.start(plan.rounds)
+        rows = []
+        for number in range(1, plan.rounds + 1):
+            rows.append(_round(training, number, plan.update))
+            progress.advance(number, rows[-1])
+        return rows, dict(training.session().engine_figures)
+
+
+def _round(training: Training, number: int, update: bool) -> dict[str, float]:
+    config, settings = training.config, settings_of(training.config, number)
+    if update:
+        rows = config.algorithm.mini_batches * config.rollout.samples
+        lengths = fixed_lengths(rows, config.data.max_prompt_tokens, config.rollout.max_response_tokens)
+        shape = read_shape(Path(training.session().model_folder))
+        experience = made_up_experience(training, lengths, shape, number, number - 1)
+        update_actor.fn(training, settings, Stage(experience, {}))
+    row = reshard.fn(training, settings, number)
+    begin = time.perf_counter()
+    one = sampling(training, settings) | {"samples": 1, "max_tokens": 1}
+    prompts = training.session().prompts["train"].frame.iloc[: device_count(config, "rollout")]
+    generate(training, prompts, f"{number}/first_token", [config.seed, number, 0], one)
+    row["first_token_s"] = time.perf_counter() - begin
+    return row | {"pause_s": row["time/reshard_s"] + row["first_token_s"]}
+
+
+def missing_devices(strategy: str, devices: int) -> str | None:
+    """Return in plain words what a strategy lacks on this machine, or None.
+
+    Raises:
+        UserError: there is no such strategy.
+    """
+    if strategy not in STRATEGIES:
+        raise UserError(f"there is no reshard strategy '{strategy}'", f"choose among {', '.join(STRATEGIES)}")
+    if strategy == "shared" or devices >= 2:
+        return None
+    return f"{strategy} takes two devices or more, this machine has {devices}"
+
+
+def overrides_of(strategy: str, config: TrainConfig, devices: int, on_gpus: bool) -> list[str]:
+    """Return the overrides that place a recipe so that its reshard takes this strategy."""
+    stage = 3 if strategy == "gather" else 2
+    engine = 2 if strategy == "local" else 1
+    everywhere = list(range(devices))
+    others: list[Role] = [role for role in config.roles if role != "rollout"]
+    groups = {"main": _group(everywhere, [*others, "rollout"], on_gpus)}
+    if strategy == "broadcast":
+        half = devices // 2
+        groups = {
+            "train": _group(everywhere[:half], others, on_gpus),
+            "generate": _group(everywhere[half:], ["rollout"], on_gpus),
+        }
+    return [
+        f"actor.zero_stage={stage}",
+        f"rollout.tensor_parallel={engine}",
+        "groups=null",
+        f"groups={json.dumps(groups)}",
+    ]
+
+
+def _group(devices: list[int], roles: list[Role], on_gpus: bool) -> dict[str, Any]:
+    return ({"gpus": devices} if on_gpus else {"ranks": len(devices)}) | {"roles": roles}

@@ -1,0 +1,92 @@
+"""Scaling: the same work per GPU on ever more of them, and what share of one GPU's throughput each keeps.
+
+Every count runs in a process of its own, `penstock bench step` or `update`, which sees just that many GPUs. Left out:
+recipes that place groups themselves, and several machines.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from benchmarks.result import BenchResult, new_result, read_result
+from benchmarks.session import describe
+from configs.errors import UserError
+from configs.loading import load_config
+from configs.schema import TrainConfig
+from engines.machine import visible_gpus
+
+THROUGHPUT = {"step": "response_tokens_per_s_per_gpu", "update": "tokens_per_s_per_gpu"}
+
+
+def parse_counts(text: str | None) -> list[int]:
+    """Return numbers of GPUs in rising order; by default 1, 2, 4, ... up to all of them (1 and 2 CPU ranks).
+
+    Raises:
+        UserError: no list of numbers, or more than there are GPUs.
+    """
+    gpus = len(visible_gpus())
+    if text is None:
+        return [2**power for power in range(10) if 2**power <= (gpus or 2)]
+    if not all(part.strip().isdigit() and int(part) for part in text.split(",")):
+        raise UserError(f"--gpus is '{text}'", "give numbers with commas, e.g. 1,2,4,8")
+    counts = sorted({int(part) for part in text.split(",")})
+    if gpus and counts[-1] > gpus:
+        raise UserError(f"--gpus asks for {counts[-1]} GPUs, {gpus} are visible", "ask for fewer")
+    return counts
+
+
+def measure(
+    recipe: Path, overrides: list[str], command: str, *, counts: Sequence[int], what: str, skip: int
+) -> BenchResult:
+    """Run the benchmark `what` once per count, with the recipe's prompts times the count.
+
+    Raises:
+        UserError: the recipe is wrong or places groups, or one of the runs failed.
+    """
+    config = load_config(recipe, overrides)
+    if config.groups:
+        raise UserError("the recipe places its groups itself", "remove the groups section, or add groups=null")
+    with tempfile.TemporaryDirectory(prefix="penstock-bench-") as scratch:
+        results = {}
+        for count in counts:
+            out = Path(scratch) / f"{count}.json"
+            arguments = [what, str(recipe), *overrides, *placement(config, count), "--skip", str(skip)]
+            _run([*arguments, "--out", str(out)], count)
+            results[count] = read_result(out).figures
+    shares = efficiency({count: figures[THROUGHPUT[what]] for count, figures in results.items()})
+    return new_result(
+        "scaling",
+        command,
+        {"scaling_efficiency": shares[counts[-1]], **{f"scaling_efficiency_{n}": shares[n] for n in counts[1:]}},
+        settings={"what": what, "gpus": list(counts), "skipped": skip, **describe(config)},
+        details=[{"gpus": count, "scaling_efficiency": shares[count], **figures} for count, figures in results.items()],
+    )
+
+
+def efficiency(throughput: Mapping[int, float]) -> dict[int, float]:
+    """Return each count's throughput per GPU over that of the smallest count."""
+    return {count: value / throughput[min(throughput)] for count, value in throughput.items()}
+
+
+def placement(config: TrainConfig, count: int) -> list[str]:
+    """Return the overrides for `count` GPUs: their share of the work, and CPU ranks where there is no GPU."""
+    group = {"ranks": count, "roles": list(config.roles)}
+    ranks = [] if visible_gpus() else [f"groups.main={json.dumps(group)}"]
+    return [f"rollout.prompts={config.rollout.prompts * count}", *ranks]
+
+
+def _run(arguments: list[str], count: int) -> None:
+    environment = os.environ.copy()
+    if visible_gpus():
+        outer = environment.get("CUDA_VISIBLE_DEVICES")
+        names = outer.split(",") if outer else [str(index) for index in range(count)]
+        environment["CUDA_VISIBLE_DEVICES"] = ",".join(names[:count])
+    ended = subprocess.run([sys.executable, "-m", "penstock.cli", "bench", *arguments], env=environment, check=False)
+    if ended.returncode:
+        raise UserError(f"the run on {count} GPUs ended with exit code {ended.returncode}", "its messages are above")

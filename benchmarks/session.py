@@ -1,0 +1,95 @@
+"""Starts a recipe's engines for a benchmark as `train` does, without a flow: no Prefect server, no MLflow, no records.
+
+The tasks of an iteration are called as plain functions (`task.fn`), so what is measured is the code that trains.
+Left out: everything that a run folder keeps; it is temporary.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from prefect.logging import disable_run_logger
+
+from benchmarks.workload import with_prompts
+from configs.loading import load_config
+from configs.schema import RewardConfig, Role, TrainConfig
+from engines.machine import visible_gpus
+from engines.placement import place
+from engines.shape import ModelShape, read_shape
+from reports.progress import TrainingProgress
+from state.manifest import Progress
+from state.run_folder import new_run_folder
+from tasks.check import check_memory, check_model
+from tasks.prepare import build_engines, load_prompts, starting_model
+from tasks.session import Training, open_session
+from tasks.settings import Settings, settings_at
+
+
+def load_recipe(recipe: Path, overrides: list[str], folder: Path) -> TrainConfig:
+    """Return a recipe's configuration, with the benchmark's prompts (written to `folder`) where it names no data."""
+    return load_config(recipe, [*overrides, *with_prompts(load_config(recipe, overrides), folder)])
+
+
+@contextmanager
+def groups_of(config: TrainConfig) -> Iterator[tuple[Training, TrainingProgress]]:
+    """Start the recipe's engine groups, empty, in a temporary run folder; they end with the context.
+
+    Raises:
+        UserError: the recipe has no model, or a device is not there.
+    """
+    check_model(config)
+    with tempfile.TemporaryDirectory(prefix="penstock-bench-") as scratch, disable_run_logger():
+        run = new_run_folder(Path(scratch), "bench")
+        with TrainingProgress() as progress, open_session(config, run) as training:
+            training.session().progress = progress
+            yield training, progress
+
+
+def load_roles(training: Training, roles: tuple[Role, ...]) -> ModelShape:
+    """Load the models of some roles alone; return the actor's sizes."""
+    session = training.session()
+    folder = session.model_folder = starting_model.fn(training)
+    session.say(f"loading {' and '.join(roles)}")
+    tree = session.engine_config()
+    for group in session.distinct_groups:
+        if held := [role for role in group.spec.roles if role in roles]:
+            group.call("build", key="0/build", config=tree, folder=folder, roles=held)
+    return read_shape(Path(folder))
+
+
+@contextmanager
+def rollout_groups(config: TrainConfig) -> Iterator[tuple[Training, TrainingProgress]]:
+    """Start the recipe's groups with every model but a reward's, its prompts tokenized.
+
+    Raises:
+        UserError: the recipe has no model or no data, a device is not there, or the memory does not suffice.
+    """
+    config = config.model_copy(update={"reward": RewardConfig()})
+    check_model(config)
+    check_memory(config)
+    with groups_of(config) as (training, progress):
+        folder = starting_model.fn(training)
+        load_prompts.fn(training, folder)
+        build_engines.fn(training, folder)
+        yield training, progress
+
+
+def settings_of(config: TrainConfig, iteration: int) -> Settings:
+    """Return the values in force at an iteration, without live overrides."""
+    return settings_at(config, iteration, Progress(), {})
+
+
+def device_count(config: TrainConfig, role: Role | None = None) -> int:
+    """Return how many GPUs (or CPU ranks) the recipe uses, for one role or for all."""
+    specs = place(config, len(visible_gpus()), Path())
+    return sum(len(spec.devices) for spec in specs if role is None or role in spec.roles)
+
+
+def describe(config: TrainConfig) -> dict[str, object]:
+    """Return what a result file keeps of the recipe."""
+    tree = config.model_dump(mode="json")
+    kept = ("seed", "model", "rollout", "algorithm", "actor", "critic", "groups")
+    return {name: tree[name] for name in kept if tree[name]}

@@ -1,0 +1,99 @@
+"""Seconds of a whole iteration: `penstock train` as a user starts it, in a process of its own, read from its records.
+
+Held-out evaluation is taken out of the iterations that have one (the last always does), and checkpoints are written
+after an iteration's clock has stopped. Left out: start-up, which `train` itself reports.
+"""
+
+from __future__ import annotations
+
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from benchmarks.result import BenchResult, medians, new_result, steady
+from benchmarks.session import describe, device_count
+from benchmarks.workload import with_prompts
+from configs.errors import UserError
+from configs.loading import load_config
+from configs.schema import TrainConfig
+from state.run_folder import RunFolder, read_metrics
+from tasks.check import check_training
+from tasks.utilisation import STAGES
+
+FIGURES = {
+    "rollout_s": "time/rollout_s",
+    "rollout_tokens_per_s": "rollout/tokens_per_s",
+    "reward_s": "time/reward_s",
+    "old_logprobs_s": "time/logprobs_old_s",
+    "reference_s": "time/logprobs_reference_s",
+    "values_s": "time/values_s",
+    "advantage_s": "time/advantage_s",
+    "update_s": "time/update_actor_s",
+    "critic_update_s": "time/update_critic_s",
+    "reshard_s": "time/reshard_s",
+    "reshard_bytes": "reshard/bytes",
+    "mfu": "actor/mfu",
+    "rollout_mfu": "rollout/mfu",
+    "communication_share": "actor/communication_share",
+}
+
+
+def measure(recipe: Path, overrides: list[str], command: str, skip: int, keep: Path | None) -> BenchResult:
+    """Train, and return the medians over the iterations after the first `skip`.
+
+    Args:
+        keep: run folder to leave behind; None: a temporary one.
+
+    Raises:
+        UserError: the recipe is wrong, too few iterations are asked for, or the training failed.
+    """
+    with tempfile.TemporaryDirectory(prefix="penstock-bench-") as scratch:
+        given = load_config(recipe, overrides)
+        overrides = [*overrides, *with_prompts(given, Path(scratch))]
+        config = load_config(recipe, overrides)
+        steady(range(config.iterations), skip)
+        check_training(config)
+        run = RunFolder(keep or Path(scratch) / "run")
+        arguments = ["train", str(recipe), *overrides, "--run", str(run.path)]
+        ended = subprocess.run([sys.executable, "-m", "penstock.cli", *arguments], check=False)
+        if ended.returncode:
+            raise UserError(f"the training ended with exit code {ended.returncode}", "its messages are above")
+        rows = [record["metrics"] for record in read_metrics(run) if record["iteration"] > 0]
+    return new_result(
+        "step",
+        command,
+        figures_of(rows, skip, device_count(config)),
+        settings=settings_of(given, skip),
+        details=[{"iteration": number, **row} for number, row in enumerate(rows, start=1)],
+    )
+
+
+def figures_of(rows: Sequence[Mapping[str, float]], skip: int, devices: int) -> dict[str, float]:
+    """Return the figures of iterations `rows` after the first `skip`; peak memory is that of all of them."""
+    counted = steady(rows, skip)
+    steps = [row["time/iteration_s"] - row.get("time/evaluate_s", 0.0) for row in counted]
+    figures = {"step_s": statistics.median(steps), **medians(counted, FIGURES)}
+    figures["overhead_s"] = statistics.median(map(overhead, counted))
+    rates = [row["rollout/tokens"] / seconds / devices for row, seconds in zip(counted, steps, strict=True)]
+    figures["response_tokens_per_s_per_gpu"] = statistics.median(rates)
+    if peaks := [row["memory/gpu_gib"] for row in rows if "memory/gpu_gib" in row]:
+        figures["peak_gib"] = max(peaks)
+    return figures
+
+
+def overhead(row: Mapping[str, float]) -> float:
+    """Return the seconds of an iteration in which no task ran: Prefect, and what lies between tasks.
+
+    Of tasks side by side the longest counts: it ends last, whether it worked or waited for the other's group.
+    """
+    spent = sum(max(row.get(f"time/{task}_s", 0.0) for task in stage) for stage in STAGES)
+    return row["time/iteration_s"] - spent
+
+
+def settings_of(config: TrainConfig, skip: int) -> dict[str, object]:
+    """Return what was fixed: the recipe, and how it was counted."""
+    prompts = "the recipe's" if config.data.train or config.data.arithmetic else "random letters, the peers' own"
+    return {"iterations": config.iterations, "skipped": skip, "prompts": prompts, **describe(config)}

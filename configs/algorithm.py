@@ -1,0 +1,162 @@
+"""The section `algorithm`: how experience becomes a gradient.
+
+Names, which settings apply to them and their defaults come from the registry of algorithms, so they cannot disagree
+with the functions; types, bounds and descriptions are here.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Literal, Self
+
+from pydantic import Field, model_validator
+
+from algorithms.advantages import ADVANTAGES
+from algorithms.algorithm import Need
+from algorithms.policy_losses import POLICY_LOSSES
+from algorithms.registry import ALGORITHMS, needs, settings_of
+from configs.schedule import Scheduled
+from configs.section import PositiveInt, Section, fill, refuse
+
+if TYPE_CHECKING:
+    AlgorithmName = str
+    AdvantageName = str
+    PolicyLossName = str
+else:  # the registry knows the names, so that a file is all that a new algorithm takes
+    AlgorithmName = Literal[tuple(ALGORITHMS)]
+    AdvantageName = Literal[tuple(ADVANTAGES)]
+    PolicyLossName = Literal[tuple(POLICY_LOSSES)]
+
+# Every setting of any advantage estimator or policy loss; each is a field of AlgorithmConfig.
+ALGORITHM_SETTINGS = tuple(
+    dict.fromkeys(name for advantage in ADVANTAGES for loss in POLICY_LOSSES for name in settings_of(advantage, loss))
+)
+
+
+class KLConfig(Section):
+    """The pull towards the reference policy (the actor's starting point)."""
+
+    place: Literal["reward", "loss"] = Field(
+        "loss", description="subtract the KL from the reward, or add it to the loss"
+    )
+    estimator: Literal["k1", "k2", "k3", "abs", "k1+", "k3+"] = Field(
+        "k3", description="estimator of KL(actor, reference) from sampled tokens; +: with the gradient of k2"
+    )
+    coefficient: Scheduled[float] = Field(0.001, description="weight of the KL term; the start value if adaptive")
+    target: float | None = Field(
+        None, gt=0, description="KL per token that an adaptive coefficient steers to; null: fixed"
+    )
+    horizon: float | None = Field(None, gt=0, description="samples over which the adaptive coefficient reacts (10000)")
+    ceiling: float | None = Field(None, gt=0, description="the adaptive coefficient never exceeds this (1.0)")
+
+    @model_validator(mode="after")
+    def _controller(self) -> Self:
+        if self.place == "reward" and self.estimator.endswith("+"):
+            raise ValueError(
+                f"estimator '{self.estimator}' differs from '{self.estimator[:-1]}' in its gradient alone, "
+                "which a KL in the reward has not: remove the '+'"
+            )
+        if self.target is None:
+            refuse(self, ("horizon", "ceiling"), "without 'target' (a fixed coefficient)")
+            return self
+        if isinstance(self.coefficient, dict):
+            raise ValueError("'coefficient' is a schedule and 'target' makes it adaptive: remove one")
+        fill(self, horizon=10_000.0, ceiling=1.0)
+        return self
+
+
+class DynamicSamplingConfig(Section):
+    """Replace prompts whose responses all earn the same, from which nothing is learnt, by further ones (DAPO)."""
+
+    max_rollouts: int = Field(4, ge=2, description="rollouts of one iteration at most, the first one included")
+
+
+class AlgorithmConfig(Section):
+    """How experience becomes a gradient. A name stands for an advantage estimator, a policy loss and their settings."""
+
+    name: AlgorithmName = Field("grpo", description="see docs/algorithms.md")
+    advantage: AdvantageName | None = Field(None, description="advantage estimator; null: the algorithm's own")
+    policy_loss: PolicyLossName | None = Field(None, description="policy loss; null: the algorithm's own")
+    mini_batches: PositiveInt = Field(1, description="optimizer steps per pass over the experience")
+    epochs: PositiveInt = Field(1, description="passes over the experience of one iteration")
+    aggregation: (
+        Literal["token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
+        | None
+    ) = Field(
+        None, description="how token losses become one loss, over the whole mini-batch; null: the algorithm's own"
+    )
+    entropy_coefficient: Scheduled[float] = Field(0.0, description="weight of the entropy bonus")
+    kl: KLConfig | None = Field(
+        None, description="pull towards the reference policy; null: none, no reference is loaded"
+    )
+
+    dynamic_sampling: DynamicSamplingConfig | None = Field(
+        None, description="replace prompts from which nothing is learnt; null: they stay, with advantage 0"
+    )
+
+    # Settings of advantage estimators and policy losses: null stands for the algorithm's own value, and is refused
+    # otherwise where neither has that setting. Their defaults are those of the functions in algorithms/.
+    normalize_by_std: bool | None = Field(None, description="divide by the standard deviation of the prompt's group")
+    gamma: float | None = Field(None, ge=0, le=1, description="discount per token")
+    gae_lambda: float | None = Field(None, ge=0, le=1, description="bias against variance of GAE")
+    whiten: bool | None = Field(None, description="normalise advantages over the batch")
+    part_weights: dict[str, float] | None = Field(
+        None, description="weights of the reward's parts by name, others are left out; null: all parts, weight 1"
+    )
+    clip_low: Scheduled[float] | None = Field(None, description="the ratio is clipped below 1 - clip_low")
+    clip_high: Scheduled[float] | None = Field(None, description="the ratio is clipped above 1 + clip_high")
+    dual_clip: float | None = Field(
+        None, gt=1, description="bound on ratio x advantage for negative advantages; null: off"
+    )
+    log_clip_low: float | None = Field(None, ge=0, description="a token's log-ratio is clipped below -log_clip_low")
+    log_clip_high: float | None = Field(None, ge=0, description="a token's log-ratio is clipped above log_clip_high")
+    gate_positive: float | None = Field(None, gt=0, description="steepness of the gate for positive advantages")
+    gate_negative: float | None = Field(None, gt=0, description="steepness of the gate for negative advantages")
+    covariance_share: float | None = Field(None, gt=0, le=1, description="share of tokens chosen by their covariance")
+    covariance_low: float | None = Field(None, description="tokens of a covariance not above it are not chosen")
+    covariance_high: float | None = Field(None, description="tokens of a covariance not below it are not chosen")
+    covariance_pull: float | None = Field(None, ge=0, description="weight of the pull back on the chosen tokens")
+    divergence: Literal["tv", "kl"] | None = Field(None, description="total variation, or Kullback-Leibler")
+    divergence_bound: float | None = Field(
+        None, gt=0, description="a token beyond it is held back; the paper has 0.15 for tv and 0.05 for kl"
+    )
+    weight_bound: float | None = Field(None, ge=1, description="the largest ratio that counts as a token's weight")
+
+    @model_validator(mode="after")
+    def _settings(self) -> Self:
+        named = ALGORITHMS[self.name]
+        fill(self, advantage=named.advantage, policy_loss=named.policy_loss, aggregation=named.aggregation)
+        applicable = settings_of(*self.functions)
+        others = tuple(name for name in ALGORITHM_SETTINGS if name not in applicable)
+        refuse(self, others, f"with advantage '{self.advantage}' and policy loss '{self.policy_loss}'")
+        fill(self, **{name: named.defaults.get(name, default) for name, default in applicable.items()})
+        if self.dynamic_sampling is not None and "group" not in self.needs:
+            raise ValueError(
+                f"'dynamic_sampling' has no use with advantage '{self.advantage}', which compares no samples: remove it"
+            )
+        if "reward_parts" in self.needs and self.kl is not None and self.kl.place == "reward":
+            raise ValueError(
+                f"'kl.place: reward' has no effect with advantage '{self.advantage}', which reads the parts of the "
+                "reward alone: use 'kl.place: loss'"
+            )
+        return self
+
+    @property
+    def functions(self) -> tuple[str, str]:
+        """Names of the advantage estimator and the policy loss in force."""
+        named = ALGORITHMS[self.name]
+        return self.advantage or named.advantage, self.policy_loss or named.policy_loss
+
+    @property
+    def needs(self) -> frozenset[Need]:
+        """What the advantage estimator and the policy loss need beyond rewards and the current log-probs."""
+        return needs(*self.functions)
+
+    @property
+    def needs_critic(self) -> bool:
+        """Whether advantages are computed from a critic's values."""
+        return "critic" in self.needs
+
+    @property
+    def on_policy(self) -> bool:
+        """Whether every gradient is taken at the policy that generated the experience (one step per iteration)."""
+        return self.mini_batches == 1 and self.epochs == 1

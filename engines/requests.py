@@ -1,0 +1,153 @@
+"""The request loop of a rollout engine: it takes prompts while there is room, and steps vLLM until all are answered.
+
+All samples of a prompt are submitted one after the other, so its prefix is computed once. vLLM's engine core is
+stepped without the layer above it, which would keep a second record of every sequence (text, log-probs, statistics)
+and visit it for each token; here a token costs one append.
+
+Suffixes: `_P` prompts, `_B` responses.
+Left out: which prompts (engines/prompt_supply.py), the engine's memory and weights (engines/generator.py), the order
+of replies (tasks/generate.py).
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from engines import versions
+from engines.prompt_supply import Supply
+from state.experience import Ragged
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How to draw tokens."""
+
+    samples: int
+    temperature: float
+    top_p: float
+    top_k: int
+    max_tokens: int
+    ignore_eos: bool
+    seed: list[int]  # three numbers of this generation
+
+
+@dataclass(frozen=True)
+class Generated:
+    """What one engine answered: `samples` responses side by side for each of its prompts."""
+
+    positions_P: np.ndarray  # the prompts, in the order in which the engine took them
+    responses: Ragged
+    truncated_B: np.ndarray  # cut at max_tokens
+    seconds_B: np.ndarray  # from submission to the last token
+    prompt_tokens: int  # of all requests, a prompt counting once per sample
+    cached_tokens: int  # of those, found in the prefix cache
+    seconds: float  # from the first request to the last token
+
+
+# ---- random streams ------------------------------------------------------------------------------------------------
+
+
+def sample_seeds(seed: Sequence[int], position: int, samples: int) -> list[int]:
+    """Return the seed of each sample of a prompt: 63 bits, mixed from the generation's numbers and the position."""
+    state = np.random.SeedSequence([*seed, position]).generate_state(samples, np.uint64)
+    return [int(word) >> 1 for word in state]
+
+
+def engine_seed(seed: Sequence[int], engine: int) -> int:
+    """Return the seed of an engine's common stream."""
+    return int(np.random.SeedSequence([*seed, engine]).generate_state(1)[0])
+
+
+# ---- the loop ------------------------------------------------------------------------------------------------------
+
+
+@dataclass(slots=True)
+class _Response:
+    submitted: float
+    tokens: list[int] = field(default_factory=list)
+    cached: int = 0
+    truncated: bool = False
+    seconds: float = 0.0
+
+
+def answer(
+    llm: Any,
+    prompts: Ragged,
+    supply: Supply,
+    sampling: Sampling,
+    parameters: Any,
+    generation: int,
+    room: int,
+) -> Generated:
+    """Answer prompts until the supply is exhausted and every response has ended.
+
+    Args:
+        llm: an idle in-process vLLM engine.
+        parameters: vLLM's SamplingParams of one sample; with a seed every sample gets its own instead.
+        generation: number that no other generation of this process has; part of the requests' names, since vLLM may
+            still hold a step of the last generation.
+        room: sequences that this engine should hold at a time.
+
+    Raises:
+        RuntimeError: vLLM gave a request up.
+    """
+    samples = sampling.samples
+    began = time.perf_counter()
+    positions: list[int] = []
+    responses: list[_Response] = []
+    unfinished: dict[str, _Response] = {}
+    while unfinished or not supply.exhausted:
+        if not supply.exhausted and _has_room(llm, len(unfinished), samples, room):
+            for position in supply.take(max(1, (room - len(unfinished)) // samples)):
+                seeds = None if parameters.seed is None else sample_seeds(sampling.seed, position, samples)
+                names = [f"{generation}-{position}-{sample}" for sample in range(samples)]
+                versions.submit(llm, names, prompts.row(position).tolist(), parameters, seeds)
+                new = [_Response(time.perf_counter()) for _ in names]
+                unfinished.update(zip(names, new, strict=True))
+                responses += new
+                positions.append(position)
+        if unfinished:
+            _step(llm, unfinished)
+    seconds = time.perf_counter() - began
+    positions_P = np.asarray(positions, np.int64)
+    return Generated(
+        positions_P=positions_P,
+        responses=Ragged.of([response.tokens for response in responses], np.int32),
+        truncated_B=np.fromiter((response.truncated for response in responses), dtype=bool),
+        seconds_B=np.fromiter((response.seconds for response in responses), dtype=np.float32),
+        prompt_tokens=int(prompts.lengths_B[positions_P].sum()) * samples,
+        cached_tokens=sum(response.cached for response in responses),
+        seconds=seconds,
+    )
+
+
+def _has_room(llm: Any, unfinished: int, samples: int, room: int) -> bool:
+    """Whether to take more prompts. The same on all ranks of an engine, which step together."""
+    if not unfinished:
+        return True
+    return unfinished + samples <= room and not versions.waiting_sequences(llm)
+
+
+def _step(llm: Any, unfinished: dict[str, _Response]) -> None:
+    """Run one step of vLLM and keep its tokens; what has ended leaves `unfinished`."""
+    for output in versions.step(llm):
+        response = unfinished[output.request_id]
+        if not response.tokens:
+            response.cached = versions.cached_prompt_tokens(output)
+        response.tokens += output.new_token_ids
+        if output.finish_reason is not None:
+            del unfinished[output.request_id]
+            response.seconds = time.perf_counter() - response.submitted
+            response.truncated = _is_truncated(output)
+
+
+def _is_truncated(output: Any) -> bool:
+    reason = str(output.finish_reason)
+    if reason not in ("stop", "length"):
+        raise RuntimeError(f"vLLM gave request {output.request_id} up: {reason}")
+    return reason == "length"

@@ -1,0 +1,173 @@
+"""The reshard to rollout engines on other devices: buckets of the flat buffer, broadcast and proven in one command.
+
+The trainer's first rank sends. At ZeRO 0 to 2 its buckets are pieces of the flat buffer that DeepSpeed keeps anyway; at
+ZeRO-3 the trainer's ranks gather each bucket first, while the last one is on its way. A rollout engine of one rank
+keeps its weights in a flat buffer of the same order, so a bucket lands where vLLM reads it; an engine of several ranks
+takes its slices out of a bucket while the next one arrives.
+
+Last come the sender's sums of each bucket. Every receiver compares, and the number of differences goes back to all, so
+that either both sides know the version to be verified or both fail.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from engines.weights.buckets import in_buckets, numels_of, one_ahead
+from engines.weights.checksum import word_sum
+from engines.weights.gather import Gathering, Shards, staging
+from engines.weights.joint import Joint
+from engines.weights.layout import fused_view, in_plan_order
+from engines.weights.loader import Binding
+from engines.weights.placing import Differences, Placement, refuse, wrong_names
+from engines.weights.slices import shapes_of
+
+
+class FlatSource:
+    """Buckets of a trainer that holds whole parameters: views of its flat buffer, laid down once."""
+
+    def __init__(self, lm: nn.Module, buckets: Sequence[tuple[str, ...]]) -> None:
+        self._parameters = dict(lm.named_parameters())
+        self._addresses = {name: parameter.data_ptr() for name, parameter in self._parameters.items()}
+        parts = [[self._parameters[name].data.view(-1) for name in bucket] for bucket in buckets]
+        self._buckets = [(fused_view(bucket), bucket) for bucket in parts]
+
+    def buckets(self) -> Iterator[torch.Tensor]:
+        """Yield each bucket; where parameters are no neighbours they are packed."""
+        moved = [name for name, address in self._addresses.items() if self._parameters[name].data_ptr() != address]
+        if moved:
+            raise RuntimeError(f"the actor's parameters moved: {', '.join(moved[:5])}")
+        for view, parts in self._buckets:
+            yield torch.cat(parts) if view is None else view
+
+    def differences(self) -> Differences:
+        """Nothing was gathered, so nothing can be wrong yet."""
+        return Differences([], [])
+
+
+class ShardedSource:
+    """Buckets of a trainer at ZeRO-3, gathered one ahead of the one in use."""
+
+    def __init__(self, lm: nn.Module, buckets: Sequence[tuple[str, ...]]) -> None:
+        self._shards, self._buckets, self._numels = Shards(lm), buckets, numels_of(shapes_of(lm))
+        shard = next(iter(lm.parameters())).ds_tensor
+        self._empty = shard.new_empty(0)
+
+    def buckets(self) -> Iterator[torch.Tensor]:
+        """Yield each bucket whole; every rank of the trainer goes through them."""
+        for gathering, bucket in one_ahead(self._gatherings()):
+            gathering.finish()
+            self._shards.look_at(gathering)
+            yield bucket
+
+    def _gatherings(self) -> Iterator[tuple[Gathering, torch.Tensor]]:
+        for names in self._buckets:
+            views = staging(self._empty, {name: self._numels[name] for name in names})
+            bucket = fused_view(list(views.values()))
+            assert bucket is not None
+            yield self._shards.gather(names, list(views.values())), bucket
+
+    def differences(self) -> Differences:
+        """Compare what was gathered with its shards; every rank of the trainer calls it."""
+        return self._shards.differences()
+
+
+class Sender:
+    """The actor's side. Ranks without a joint group only take part in gathering."""
+
+    def __init__(self, lm: nn.Module, joint: Joint | None) -> None:
+        self._joint, self._sharded = joint, hasattr(next(lm.parameters()), "ds_id")
+        self._numels, dtype = numels_of(in_plan_order(shapes_of(lm))), next(lm.parameters()).dtype
+        buckets = in_buckets(self._numels, dtype.itemsize)
+        self._source = ShardedSource(lm, buckets) if self._sharded else FlatSource(lm, buckets)
+        self._bytes = sum(self._numels.values()) * dtype.itemsize
+
+    @torch.no_grad()
+    def __call__(self) -> int:
+        """Send the actor's weights; return the bytes sent by this rank.
+
+        Raises:
+            RuntimeError: a receiver does not hold them afterwards.
+        """
+        if self._joint is None:
+            if self._sharded:
+                for _ in self._source.buckets():
+                    pass
+                refuse(wrong_names([self._source.differences()]))
+            return 0
+        sums = []
+        for work, bucket in one_ahead((self._joint.broadcast(bucket), bucket) for bucket in self._source.buckets()):
+            sums.append(word_sum(bucket))
+            work.wait()
+        self._joint.broadcast(torch.stack(sums)).wait()
+        verdict(self._joint, [self._source.differences()], sums[0])
+        return self._bytes
+
+
+class Receiver:
+    """The rollout engine's side on one rank.
+
+    Args:
+        model: vLLM's.
+        lm: the trained model's shapes.
+        storage: the flat buffer that vLLM's parameters are views of, by Hugging Face parameter; empty if they are not.
+    """
+
+    def __init__(
+        self, model: Any, binding: Binding, lm: nn.Module, storage: Mapping[str, torch.Tensor], joint: Joint
+    ) -> None:
+        self._joint, self._storage, self._shapes = joint, storage, in_plan_order(shapes_of(lm))
+        self._placement, self._numels = Placement(model, binding, self._shapes), numels_of(self._shapes)
+        first = next(model.parameters())
+        self._empty = torch.empty(0, dtype=first.dtype, device=first.device)
+        self._buckets = in_buckets(self._numels, first.dtype.itemsize)
+        self._bytes = sum(self._numels.values()) * first.dtype.itemsize
+
+    @torch.no_grad()
+    def __call__(self) -> int:
+        """Receive the actor's weights; return their bytes.
+
+        Raises:
+            RuntimeError: they are not the actor's, here or on another rank.
+        """
+        refuse(self._placement.moved())
+        sums, found = [], []
+        for work, bucket, wholes in one_ahead(self._arrivals()):
+            work.wait()
+            sums.append(word_sum(bucket))
+            found.append(self._placement.place(wholes))
+        self._placement.check_complete()
+        received = torch.stack(sums)
+        sent = torch.empty_like(received)
+        self._joint.broadcast(sent).wait()
+        arrived = Differences([f"{names[0]} ff." for names in self._buckets], list((sent != received).unbind()))
+        verdict(self._joint, [arrived, *found], received)
+        return self._bytes
+
+    def _arrivals(self) -> Iterator[tuple[Any, torch.Tensor, dict[str, torch.Tensor]]]:
+        for names in self._buckets:
+            if self._storage:
+                flat = {name: self._storage[name].view(-1) for name in names}
+            else:
+                flat = staging(self._empty, {name: self._numels[name] for name in names})
+            bucket = fused_view(list(flat.values()))
+            assert bucket is not None
+            wholes = {name: flat[name].view(self._shapes[name]) for name in names if name in self._placement.parts}
+            yield self._joint.broadcast(bucket), bucket, wholes
+
+
+def verdict(joint: Joint, found: Sequence[Differences], like: torch.Tensor) -> None:
+    """Tell all ranks of the joint group how much is wrong here, and raise if anything is anywhere.
+
+    Raises:
+        RuntimeError: the weights of some rank are not the actor's.
+    """
+    wrong = wrong_names(found)
+    total = joint.total(torch.tensor([len(wrong)], dtype=torch.int64, device=like.device))
+    refuse(wrong)
+    if everywhere := int(total.item()):
+        raise RuntimeError(f"after the reshard {everywhere} checksums differ on other ranks: the version is not valid")

@@ -1,0 +1,122 @@
+"""Builds vLLM's module without reading weights: its parameters become views of the trainer's storage, or get their own.
+
+That happens before vLLM captures CUDA graphs, which keep addresses. Values are not looked at: every strategy brings
+them with the first reshard. Left out: which parts belong together (slices.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from engines.weights.layout import fused_view
+from engines.weights.slices import Counterpart, Shapes, counterparts
+
+
+@dataclass(frozen=True)
+class Binding:
+    """What vLLM's parameters on this rank are made of."""
+
+    shared: tuple[Counterpart, ...]  # views of the storage given: current without a copy
+    copied: tuple[Counterpart, ...]  # with storage of their own
+    unmapped: tuple[str, ...]  # vLLM's parameters with no known counterpart: its own loader fills them
+    loose: tuple[str, ...]  # Hugging Face parameters in no counterpart: what that loader gets
+
+    @property
+    def copied_count(self) -> int:
+        """Number of vLLM's parameters that a reshard writes."""
+        return len(self.copied) + len(self.unmapped)
+
+
+def bind(vllm_model: nn.Module, shapes: Shapes, storage: Mapping[str, torch.Tensor]) -> Binding:
+    """Point vLLM's parameters at storage that holds their slices side by side; the others get storage of their own.
+
+    Args:
+        vllm_model: just initialised, its parameters still without storage (`without_storage`).
+        shapes: whole shapes of all Hugging Face parameters.
+        storage: the parameters whose storage may be shared, at their final addresses.
+    """
+    theirs, known = dict(vllm_model.named_parameters()), counterparts(vllm_model, shapes)
+    shared, copied = [], []
+    for counterpart in known:
+        target = theirs[counterpart.name]
+        view = _shared_view(counterpart, storage)
+        if view is None or (view.shape, view.dtype, view.device) != (target.shape, target.dtype, target.device):
+            copied.append(counterpart)
+            continue
+        target.data = view
+        shared.append(counterpart)
+    bound, mapped = {item.name for item in shared}, {item.name for item in known}
+    for name, target in theirs.items():
+        if name not in bound:  # zeros, since vLLM computes with them before the first reshard; padding stays zero
+            target.data = torch.zeros(target.shape, dtype=target.dtype, device=target.device)
+    taken = {piece.part for item in known for piece in item.slices}
+    return Binding(
+        shared=tuple(shared),
+        copied=tuple(copied),
+        unmapped=tuple(name for name in theirs if name not in mapped),
+        loose=tuple(name for name in shapes if name not in taken),
+    )
+
+
+def _shared_view(counterpart: Counterpart, storage: Mapping[str, torch.Tensor]) -> torch.Tensor | None:
+    if any(piece.part not in storage for piece in counterpart.slices):
+        return None
+    return fused_view([piece.of(storage[piece.part]) for piece in counterpart.slices])
+
+
+@contextmanager
+def without_storage() -> Iterator[None]:
+    """Within this context new parameters take no memory: one element, expanded to the parameter's shape.
+
+    Shape, dtype and the attributes that vLLM sets survive; `bind` gives the storage.
+    """
+    register = nn.Module.register_parameter
+
+    def stub(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
+        if parameter is not None and parameter.numel() > 1:
+            parameter.data = torch.empty((), dtype=parameter.dtype, device=parameter.device).expand(parameter.shape)
+        register(module, name, parameter)
+
+    nn.Module.register_parameter = stub  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        nn.Module.register_parameter = register  # type: ignore[method-assign]
+
+
+def register_loader(name: str, shapes: Shapes, storage: Mapping[str, torch.Tensor]) -> list[Binding]:
+    """Register a vLLM model loader that binds to `storage`; the returned list receives the binding when it has run."""
+    from vllm.model_executor.model_loader import register_model_loader
+    from vllm.model_executor.model_loader.base_loader import BaseModelLoader
+    from vllm.model_executor.model_loader.utils import initialize_model, process_weights_after_loading
+    from vllm.utils.torch_utils import set_default_torch_dtype
+
+    result: list[Binding] = []
+
+    @register_model_loader(name)
+    class BindingLoader(BaseModelLoader):
+        """Builds vLLM's module without weights of its own."""
+
+        def download_model(self, model_config: Any) -> None:
+            """Nothing to download: the weights are in the trainer."""
+
+        def load_weights(self, model: nn.Module, model_config: Any) -> None:
+            """Nothing to load: the first reshard brings the weights."""
+
+        def load_model(self, vllm_config: Any, model_config: Any, prefix: str = "") -> nn.Module:
+            """Initialise, bind, and finish as vLLM expects."""
+            device = torch.device(vllm_config.device_config.device)
+            with set_default_torch_dtype(model_config.dtype):
+                with device, without_storage():
+                    model = initialize_model(vllm_config=vllm_config, model_config=model_config, prefix=prefix)
+                result.append(bind(model, shapes, storage))
+                process_weights_after_loading(model, model_config, device)
+            return model.eval()
+
+    return result

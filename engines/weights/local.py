@@ -1,0 +1,61 @@
+"""The reshard where the trainer keeps whole parameters in this process (ZeRO 0 to 2): strategies `shared` and `local`.
+
+What could be bound to the trainer's storage is current already, which its addresses prove. The rest (this rank's part
+of matrices that an engine of several ranks cuts, vocabularies that vLLM pads) is copied from the trainer's parameters
+on this rank, without communication, and compared bit for bit.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from engines.weights.loader import Binding
+from engines.weights.placing import Placement, refuse, wrong_names
+from engines.weights.slices import shapes_of
+
+
+class LocalReshard:
+    """Addresses of what is shared and copies of what is not, both laid down once.
+
+    Args:
+        model: vLLM's.
+        lm: the trainer's, its parameters at their final addresses.
+    """
+
+    def __init__(self, model: Any, binding: Binding, lm: nn.Module) -> None:
+        self._placement = Placement(model, binding, shapes_of(lm))
+        self._ours, theirs = dict(lm.named_parameters()), dict(model.named_parameters())
+        self._addresses = {name: parameter.data_ptr() for name, parameter in self._ours.items()}
+        self._users: dict[str, list[str]] = {}
+        for item in (*binding.shared, *binding.copied):
+            for piece in item.slices:
+                self._users.setdefault(piece.part, []).append(item.name)
+        self._wholes = {name: self._ours[name].data for name in self._placement.parts}
+        for item in binding.shared:
+            first = item.slices[0].of(self._ours[item.slices[0].part].data)
+            if theirs[item.name].data_ptr() != first.data_ptr():
+                raise RuntimeError(f"vLLM moved {item.name} away from the actor's storage while it started")
+
+    @torch.no_grad()
+    def __call__(self) -> int:
+        """Make the actor's weights the rollout engine's on this rank; return the bytes copied.
+
+        Raises:
+            RuntimeError: a parameter is not the actor's afterwards.
+        """
+        refuse(self.moved())
+        placed = self._placement.place(self._wholes)
+        self._placement.check_complete()
+        refuse(wrong_names([placed]))
+        return placed.bytes
+
+    def moved(self) -> list[str]:
+        """Return vLLM's parameters that lie elsewhere, or whose source in the trainer does, than when they were bound.
+
+        Any part of a fused matrix may have moved alone.
+        """
+        gone = [name for name, address in self._addresses.items() if self._ours[name].data_ptr() != address]
+        return self._placement.moved() + [user for name in gone for user in self._users.get(name, (name,))]

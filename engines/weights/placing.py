@@ -1,0 +1,121 @@
+"""Whole Hugging Face parameters into vLLM's own storage: the copies of one rank, and what they prove.
+
+Shared by the strategies that have whole parameters at hand, be it in the trainer or in a bucket just received.
+Left out: where the whole parameters come from.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from engines.weights.checksum import differs
+from engines.weights.loader import Binding
+from engines.weights.slices import Shapes, Slice
+
+
+@dataclass(frozen=True)
+class Target:
+    """A slice and the view of vLLM's parameter that it goes to."""
+
+    name: str
+    piece: Slice
+    view: torch.Tensor
+
+
+class Placement:
+    """Where the slices of each Hugging Face parameter go in this rank's vLLM parameters.
+
+    Args:
+        model: vLLM's, as it serves requests.
+        shapes: whole shapes of the Hugging Face parameters.
+    """
+
+    def __init__(self, model: Any, binding: Binding, shapes: Shapes) -> None:
+        self._shapes, self._model = shapes, model
+        self._parameters = dict(model.named_parameters())
+        self._addresses = {name: parameter.data_ptr() for name, parameter in self._parameters.items()}
+        self._awaited, self.loose = set(binding.unmapped), frozenset(binding.loose)
+        self.targets: dict[str, list[Target]] = {}
+        for item in binding.copied:
+            for piece in item.slices:
+                target = Target(item.name, piece, piece.within(self._parameters[item.name].data))
+                self.targets.setdefault(piece.part, []).append(target)
+
+    @property
+    def parts(self) -> set[str]:
+        """Hugging Face parameters that are needed whole."""
+        return self.targets.keys() | self.loose
+
+    def whole_view(self, part: str) -> torch.Tensor | None:
+        """Return the flat view of vLLM's storage that holds all of a Hugging Face parameter; None if there is none."""
+        targets = self.targets.get(part, [])
+        if part in self.loose or len(targets) != 1:
+            return None
+        target = targets[0]
+        complete = target.piece.source == 0 and target.piece.length == self._shapes[part][target.piece.dim]
+        return target.view.view(-1) if complete and target.view.is_contiguous() else None
+
+    def moved(self) -> list[str]:
+        """Return vLLM's parameters that no longer lie where they were bound: CUDA graphs read the old address."""
+        return [name for name, address in self._addresses.items() if self._parameters[name].data_ptr() != address]
+
+    def place(self, wholes: Mapping[str, torch.Tensor]) -> Differences:
+        """Copy every slice of these parameters, without waiting for the device; return what to look at later."""
+        placed = [(target, wholes[part]) for part in wholes for target in self.targets.get(part, ())]
+        views, sources = [target.view for target, _ in placed], [target.piece.of(whole) for target, whole in placed]
+        if views:
+            torch._foreach_copy_(views, sources)
+        loose = [name for name in wholes if name in self.loose]
+        if loose:
+            self._awaited -= self._model.load_weights((name, wholes[name]) for name in loose) or set()
+        loaded = [wholes[name] for name in loose]
+        return Differences(
+            names=[target.name for target, _ in placed],
+            flags=[differs(view, source) for view, source in zip(views, sources, strict=True)],
+            bytes=sum(tensor.numel() * tensor.element_size() for tensor in (*views, *loaded)),
+        )
+
+    def check_complete(self) -> None:
+        """Raise if vLLM's loader left a parameter without weights: whatever it holds would be used.
+
+        Raises:
+            RuntimeError: it did.
+        """
+        if self._awaited:
+            raise RuntimeError(f"vLLM loaded no weights into {', '.join(sorted(self._awaited))}")
+
+
+@dataclass(frozen=True)
+class Differences:
+    """For each name a flag on the device: what was written is not what it came from."""
+
+    names: list[str]
+    flags: list[torch.Tensor]
+    bytes: int = 0  # written
+
+
+def wrong_names(found: Iterable[Differences]) -> list[str]:
+    """Return the names whose flag is set. The one place where a reshard waits for the device."""
+    names, flags = [], []
+    for differences in found:
+        names += differences.names
+        flags += [flag.reshape(()) for flag in differences.flags]
+    if not flags:
+        return []
+    return [name for name, flag in zip(names, torch.stack(flags).tolist(), strict=True) if flag]
+
+
+def refuse(wrong: Iterable[str]) -> None:
+    """Raise if any rollout parameter is not the actor's.
+
+    Raises:
+        RuntimeError: one is not.
+    """
+    if names := list(dict.fromkeys(wrong)):
+        raise RuntimeError(
+            f"after the reshard {len(names)} rollout parameters are not the actor's: {', '.join(names[:5])}"
+        )

@@ -1,0 +1,148 @@
+"""Which part of which Hugging Face parameter lies where in this rank's parameters of vLLM.
+
+vLLM stacks some matrices (q, k, v; gate, up), cuts them over the ranks of an engine and pads vocabularies; each of its
+layer classes does that in its own way, and only those known here are trusted. All is decided from shapes, before any
+weight exists: a reshard is then a list of copies between views. Parameters without a known counterpart (experts,
+matrices that Hugging Face stores fused or transposed) are left to vLLM's own loader.
+
+A slice is a range of rows or of columns. Left out: how the values get there (the strategies beside this file).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from engines.weights.layout import FusedParameter, plan
+
+Shapes = Mapping[str, Sequence[int]]
+
+
+@dataclass(frozen=True)
+class Slice:
+    """`length` indices along `dim`, from `source` on in the Hugging Face parameter, from `target` on in vLLM's."""
+
+    part: str
+    dim: int
+    source: int
+    target: int
+    length: int
+
+    def of(self, whole: torch.Tensor) -> torch.Tensor:
+        """Return the view of the Hugging Face parameter."""
+        return whole.narrow(self.dim, self.source, self.length)
+
+    def within(self, parameter: torch.Tensor) -> torch.Tensor:
+        """Return the view of vLLM's parameter."""
+        return parameter.narrow(self.dim, self.target, self.length)
+
+
+@dataclass(frozen=True)
+class Counterpart:
+    """One parameter of vLLM as slices of Hugging Face parameters."""
+
+    name: str
+    slices: tuple[Slice, ...]
+
+
+def shapes_of(lm: nn.Module) -> dict[str, tuple[int, ...]]:
+    """Return the whole shape of every parameter whose layout vLLM shares, also where ZeRO-3 keeps a shard.
+
+    Transposed matrices (GPT-2's Conv1D) are left out: a square one could not be told from its transpose.
+    """
+    from transformers.pytorch_utils import Conv1D
+
+    transposed = {name for name, module in lm.named_modules() if isinstance(module, Conv1D)}
+    return {
+        name: tuple(getattr(parameter, "ds_shape", parameter.shape))
+        for name, parameter in lm.named_parameters()
+        if name.rpartition(".")[0] not in transposed
+    }
+
+
+def counterparts(vllm_model: nn.Module, shapes: Shapes) -> list[Counterpart]:
+    """Return vLLM's parameters on this rank whose layout is known, in plan order.
+
+    Args:
+        vllm_model: its parameters may still be without storage; only shapes and layer attributes are read.
+        shapes: whole shapes of the Hugging Face parameters by name.
+    """
+    theirs, found = dict(vllm_model.named_parameters()), []
+    for fused in plan(shapes):
+        if fused.name not in theirs or not all(shapes[part] for part in fused.parts):
+            continue
+        layer = vllm_model.get_submodule(fused.name.rpartition(".")[0])
+        slices = _slices(layer, fused, theirs[fused.name].shape, shapes)
+        if slices is not None:
+            found.append(Counterpart(fused.name, slices))
+    return found
+
+
+def _slices(layer: nn.Module, fused: FusedParameter, target: torch.Size, shapes: Shapes) -> tuple[Slice, ...] | None:
+    """Return the slices of one parameter of `layer`; None if the class or a size is not what is known here."""
+    ranges = list(_ranges(layer, fused, [shapes[part] for part in fused.parts]))
+    if len(ranges) != len(fused.parts):
+        return None
+    slices, filled = [], 0
+    for part, (dim, source, length) in zip(fused.parts, ranges, strict=True):
+        whole = tuple(shapes[part])
+        fits = len(whole) == len(target) and all(
+            size == target[other] for other, size in enumerate(whole) if other != dim
+        )
+        if not fits or source + length > whole[dim]:
+            return None
+        slices.append(Slice(part, dim, source, filled, length))
+        filled += length
+    dim = ranges[0][0]
+    return tuple(slices) if filled == target[dim] or _padded(layer) and filled < target[dim] else None
+
+
+def _ranges(layer: nn.Module, fused: FusedParameter, wholes: list[Sequence[int]]) -> Iterator[tuple[int, int, int]]:
+    """Yield (dim, first index, length) of each part on this rank; nothing for a layer class that is not known."""
+    from vllm.model_executor.layers import linear
+    from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
+
+    kind, weight = type(layer), not fused.name.endswith(".bias")
+    if kind is linear.QKVParallelLinear:
+        yield from _qkv_ranges(layer, [whole[0] for whole in wholes])
+    elif kind in (linear.MergedColumnParallelLinear, linear.ColumnParallelLinear):
+        yield from ((0, _rank(layer) * (whole[0] // _ranks(layer)), whole[0] // _ranks(layer)) for whole in wholes)
+    elif kind is linear.RowParallelLinear and weight:
+        yield from ((1, _rank(layer) * (whole[1] // _ranks(layer)), whole[1] // _ranks(layer)) for whole in wholes)
+    elif kind in (VocabParallelEmbedding, ParallelLMHead):
+        rows: Any = layer.shard_indices
+        first, end = rows.org_vocab_start_index, rows.org_vocab_end_index
+        yield from ((0, first, end - first) for whole in wholes if whole[0] == layer.org_vocab_size)
+    elif kind in (linear.RowParallelLinear, linear.ReplicatedLinear) or not isinstance(layer, linear.LinearBase):
+        yield from ((0, 0, whole[0]) for whole in wholes)
+
+
+def _qkv_ranges(layer: Any, rows: list[int]) -> Iterator[tuple[int, int, int]]:
+    """Yield the rows of this rank's heads; with more ranks than key/value heads several ranks hold the same ones."""
+    key_rows, value_rows = (
+        layer.total_num_kv_heads * size for size in (layer.head_size, getattr(layer, "v_head_size", layer.head_size))
+    )
+    if rows != [layer.total_num_heads * layer.head_size, key_rows, value_rows]:
+        return  # also where Hugging Face stores the three fused: models order those rows differently
+    heads = _rank(layer) // layer.num_kv_head_replicas
+    shares = layer.total_num_kv_heads // layer.num_kv_heads
+    yield 0, _rank(layer) * (rows[0] // _ranks(layer)), rows[0] // _ranks(layer)
+    yield 0, heads * (key_rows // shares), key_rows // shares
+    yield 0, heads * (value_rows // shares), value_rows // shares
+
+
+def _padded(layer: nn.Module) -> bool:
+    """Whether vLLM may have more rows than there are tokens; they are zero and no sampled token comes from them."""
+    return hasattr(layer, "shard_indices")
+
+
+def _rank(layer: Any) -> int:
+    return int(layer.tp_rank)
+
+
+def _ranks(layer: Any) -> int:
+    return int(layer.tp_size)

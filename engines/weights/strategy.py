@@ -1,0 +1,33 @@
+"""The parts of a reshard strategy on one rank, by the strategy's name (engines/placement.py decides on it)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from engines.weights.gather import GatherReshard
+from engines.weights.layout import flat_storage
+from engines.weights.loader import Binding
+from engines.weights.local import LocalReshard
+from engines.weights.slices import shapes_of
+
+Transfer = Callable[[], int]  # brings weights, proves it, returns the bytes moved on this rank
+
+
+def shared_storage(
+    strategy: str, lm: nn.Module, tensor_parallel: int, dtype: torch.dtype, device: torch.device
+) -> dict[str, torch.Tensor]:
+    """Return the Hugging Face parameters that vLLM's may be views of; none where a rank holds none whole."""
+    if strategy in ("shared", "local"):
+        return {name: parameter.data for name, parameter in lm.named_parameters()}
+    if strategy == "broadcast" and tensor_parallel == 1:
+        return flat_storage(shapes_of(lm), dtype, device)
+    return {}
+
+
+def transfer_within_group(strategy: str, model: Any, binding: Binding, lm: nn.Module) -> Transfer:
+    """Return the reshard of a rank that both trains and generates."""
+    return GatherReshard(model, binding, lm) if strategy == "gather" else LocalReshard(model, binding, lm)

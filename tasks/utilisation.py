@@ -1,0 +1,181 @@
+"""How well a run uses its machine: shares of the iteration, FLOPs against the GPU's peak, memory, GPU samples.
+
+Sources: what each command used on its ranks (`Session.usage`, gathered by `Session.call`), the tasks' own seconds,
+and the GPU sampler. None of it is a task: the figures are sums of what is known already.
+
+Left out: efficiency over several numbers of GPUs, which takes several runs (benchmarks/).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import cache
+from pathlib import Path
+
+import numpy as np
+from prefect import get_run_logger
+
+from configs.schema import Role, TrainConfig
+from engines.flops import generation_flops, peak_flops
+from engines.machine import gpu_name, visible_gpus
+from engines.shape import read_shape
+from tasks.session import Session, Training
+
+PASSES = ("logprobs_old", "logprobs_reference", "values")
+UPDATES = ("update_actor", "update_critic")
+# Steps in brackets run side by side: together they take as long as the longest, which may have waited for another.
+STAGES = (("rollout",), ("reward",), PASSES, ("advantage",), UPDATES, ("reshard",), ("evaluate",))
+FRAGMENTED_BELOW, FRAGMENTED_GIB = 0.8, 4.0  # and less than this lying idle is nobody's worry
+
+
+def role_figures(training: Training, role: Role, key: str, work: Mapping[str, float] | None = None) -> dict[str, float]:
+    """Return how fast a command worked for `role`, and the peak of the rank's memory.
+
+    Args:
+        key: the command's; without its usage (its result was there already) there are no figures.
+        work: `tokens` and `flops` of all ranks; default: what the ranks reported.
+
+    `<role>/mfu` and `<role>/tokens_per_s_per_gpu` exist on GPUs only, the first where the GPU's peak is known and the
+    model is a dense decoder; `<role>/communication_share` with several ranks.
+    """
+    session = training.session()
+    ranks = session.usage.get(key)
+    if ranks is None:
+        return {}
+    seconds = max(rank["seconds"] for rank in ranks)
+    figures = speed(role, ranks[0] if work is None else work, seconds, len(ranks), gpu_of(session, role))
+    if "communication_s" in ranks[0]:
+        busy = np.mean([rank["communication_s"] for rank in ranks])
+        figures[f"{role}/communication_share"] = float(busy) / seconds
+    return figures | memory(_of_iteration(session.usage, key.partition("/")[0]))
+
+
+def _of_iteration(usage: Mapping[str, list[dict[str, float]]], iteration: str) -> dict[str, list[dict[str, float]]]:
+    return {key: ranks for key, ranks in usage.items() if key.partition("/")[0] == iteration}
+
+
+def generation_figures(training: Training, key: str, prompt_B: np.ndarray, response_B: np.ndarray) -> dict[str, float]:
+    """Return `role_figures` of a generation; tokens are those of the responses."""
+    session = training.session()
+    if key not in session.usage:
+        return {}
+    shape, samples = read_shape(Path(session.model_folder)), session.config.rollout.samples
+    work = {"tokens": float(response_B.sum())}
+    if shape.dense:
+        work["flops"] = generation_flops(shape, prompt_B, response_B, samples)
+    return role_figures(training, "rollout", key, work)
+
+
+def speed(
+    role: str, work: Mapping[str, float], seconds: float, ranks: int, gpu: tuple[str, str] | None
+) -> dict[str, float]:
+    """Return MFU and tokens per second and GPU of a command; `gpu`: name and dtype, None without a GPU."""
+    if gpu is None:
+        return {}
+    figures = {f"{role}/tokens_per_s_per_gpu": work["tokens"] / seconds / ranks}
+    peak = peak_flops(*gpu)
+    if peak is not None and "flops" in work:
+        figures[f"{role}/mfu"] = work["flops"] / (seconds * ranks * peak)
+    return figures
+
+
+def gpu_of(session: Session, role: Role) -> tuple[str, str] | None:
+    """Return name and dtype of the GPUs that hold `role`; None for CPU ranks."""
+    index = session.groups[role].spec.devices[0].gpu
+    return None if index is None else (_name(index), dtype_on_gpu(session.config))
+
+
+@cache
+def _name(visible: int) -> str:
+    return gpu_name(visible_gpus()[visible])
+
+
+def dtype_on_gpu(config: TrainConfig) -> str:
+    """Return the dtype in which a GPU multiplies matrices."""
+    return "bfloat16" if config.model.dtype == "auto" else config.model.dtype
+
+
+def memory(usage: Mapping[str, list[dict[str, float]]]) -> dict[str, float]:
+    """Return the peaks of torch's allocator over ranks, by command and at most; nothing on CPU ranks.
+
+    `memory/<command>_gib`: allocated; `memory/gpu_gib`: the most of them; `memory/reserved_gib`: taken from the GPU,
+    at most; `memory/allocated_share`: allocated of reserved in the command that reserved most.
+    """
+    on_gpu = {key.partition("/")[2]: ranks for key, ranks in usage.items() if "allocated_gib" in ranks[0]}
+    if not on_gpu:
+        return {}
+    figures = {f"memory/{name}_gib": max(rank["allocated_gib"] for rank in ranks) for name, ranks in on_gpu.items()}
+    fullest = max((rank for ranks in on_gpu.values() for rank in ranks), key=lambda rank: rank["reserved_gib"])
+    return {
+        **figures,
+        "memory/gpu_gib": max(figures.values()),
+        "memory/reserved_gib": fullest["reserved_gib"],
+        "memory/allocated_share": fullest["allocated_gib"] / fullest["reserved_gib"],
+    }
+
+
+def utilisation(training: Training, iteration: int, metrics: Mapping[str, float]) -> dict[str, float]:
+    """Return the figures of a finished iteration, whose `metrics` hold the seconds of its tasks; begin the next."""
+    session = training.session()
+    usage = _of_iteration(session.usage, str(iteration))
+    figures = shares(metrics, usage, iteration)
+    if "reference" in session.groups:
+        figures |= role_figures(training, "reference", f"{iteration}/logprobs_reference")
+    figures |= memory(usage)
+    if session.gpu_sampler is not None:
+        figures |= session.gpu_sampler.take(metrics["time/iteration_s"])
+    _warn_of_fragments(training, figures)
+    session.usage.clear()
+    return figures
+
+
+def shares(
+    metrics: Mapping[str, float], usage: Mapping[str, list[dict[str, float]]], iteration: int
+) -> dict[str, float]:
+    """Return `share/<task>` of the iteration, 0 to 1, and what is left: `share/other` and `time/other_s`.
+
+    Of steps side by side counts what their ranks worked, not what they waited for each other; on groups of their own
+    they overlap, and all shares add up to more than 1 by that. Other is Prefect, the channel and the records.
+    """
+    whole = metrics["time/iteration_s"]
+    spent = sum(max(metrics.get(f"time/{step}_s", 0.0) for step in stage) for stage in STAGES)
+    seconds: dict[str, float] = {}
+    for stage in STAGES:
+        for step in stage:
+            if f"time/{step}_s" not in metrics:
+                continue
+            name = "logprobs" if stage == PASSES else step
+            seconds[name] = seconds.get(name, 0.0) + _own_seconds(metrics, usage, iteration, stage, step)
+    other = max(0.0, whole - spent)
+    return {f"share/{name}": value / whole for name, value in {**seconds, "other": other}.items()} | {
+        "time/other_s": other
+    }
+
+
+def _own_seconds(
+    metrics: Mapping[str, float],
+    usage: Mapping[str, list[dict[str, float]]],
+    iteration: int,
+    stage: tuple[str, ...],
+    step: str,
+) -> float:
+    ranks = usage.get(f"{iteration}/{step}")
+    if ranks is None or sum(f"time/{other}_s" in metrics for other in stage) == 1:
+        return metrics[f"time/{step}_s"]
+    return max(rank["seconds"] for rank in ranks)
+
+
+def _warn_of_fragments(training: Training, figures: Mapping[str, float]) -> None:
+    share = figures.get("memory/allocated_share", 1.0)
+    idle = figures.get("memory/reserved_gib", 0.0) * (1 - share)
+    session = training.session()
+    if session.warned_of_fragments or share >= FRAGMENTED_BELOW or idle < FRAGMENTED_GIB:
+        return
+    session.warned_of_fragments = True
+    get_run_logger().warning(
+        "of the GPU memory that torch reserved %.0f %% held nothing at the peak (%.1f GiB): it is fragmented. Choose a "
+        "smaller or steadier micro_batch_tokens; in a group without rollout, PYTORCH_CUDA_ALLOC_CONF="
+        "expandable_segments:True helps, too",
+        100 * (1 - share),
+        idle,
+    )

@@ -1,0 +1,100 @@
+"""`penstock bench` from the command line on two CPU ranks: real engines, a table, and a file that reads back."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from benchmarks.nccl import COLLECTIVES
+from benchmarks.result import BenchResult, read_result
+from penstock import cli
+
+RECIPE = """
+model: {tiny: {hidden_size: 96, layers: 1, heads: 3, kv_heads: 3, intermediate_size: 64, max_positions: 64}}
+data: {max_prompt_tokens: 8}
+rollout: {prompts: 4, samples: 4, max_response_tokens: 16}
+actor: {optimizer: {learning_rate: 1e-2}}
+groups: {main: {ranks: 2, roles: [actor, rollout]}}
+"""
+
+
+@pytest.fixture
+def bench(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> Callable[..., tuple[BenchResult, str]]:
+    """Run a benchmark in this process; return its result file and what it printed."""
+
+    def run(*arguments: str) -> tuple[BenchResult, str]:
+        out = tmp_path / "result.json"
+        monkeypatch.setattr(sys, "argv", ["penstock", "bench", *arguments, "--out", str(out)])
+        monkeypatch.setattr(sys, "path", [*sys.path])
+        monkeypatch.setattr(cli, "console", Console(width=160))
+        monkeypatch.setattr(cli, "_quiet_libraries", lambda: None)  # it sets variables of the whole process
+        cli.main()
+        return read_result(out), capsys.readouterr().out
+
+    (tmp_path / "tiny.yaml").write_text(RECIPE, encoding="utf-8")
+    monkeypatch.chdir(tmp_path)
+    return run
+
+
+def test_updates_on_made_up_experience_change_the_policy(bench: Callable[..., tuple[BenchResult, str]]) -> None:
+    """Every step is a real one: same rows, another gradient and entropy, because the weights moved."""
+    result, printed = bench("update", "tiny.yaml", "--lengths", "lognormal", "--mean", "9", "--longest", "40")
+    assert result.bench == "update"
+    assert result.figures["update_s"] > 0
+    assert result.figures["tokens_per_s_per_gpu"] == pytest.approx(
+        result.settings["tokens"] / result.figures["update_s"] / 2
+    )
+    assert len(result.details) == 6
+    for name in ("actor/grad_norm", "actor/entropy"):
+        assert len({row[name] for row in result.details}) == 6
+    assert result.settings["response_tokens_max"] <= 40
+    assert "update_s" in printed
+
+
+def test_collectives_are_measured_at_every_size(bench: Callable[..., tuple[BenchResult, str]]) -> None:
+    result, printed = bench("nccl", "--largest", "4", "--rounds", "2")
+    assert [(row["collective"], row["bytes"]) for row in result.details] == [
+        (name, size << 20) for name in COLLECTIVES for size in (1, 4)
+    ]
+    assert all(result.figures[f"{name}_gb_per_s"] > 0 for name in COLLECTIVES)
+    assert "all-gather reaches" in printed
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("update", "tiny.yaml", "--critic"), "algorithm 'grpo' has no critic"),
+        (("update", "tiny.yaml", "--steps", "2"), "2 measured, and the first 2 are not counted"),
+        (("update", "absent.yaml"), "the recipe absent.yaml does not exist"),
+        (("step", "tiny.yaml", "iterations=2"), "2 measured"),
+        (("step", "tiny.yaml"), "no reward"),
+        (("scaling", "tiny.yaml"), "places its groups itself"),
+        (("model", "3", "folder"), "no shape of size '3'"),
+    ],
+)
+def test_mistakes_end_before_anything_starts(
+    bench: Callable[..., tuple[BenchResult, str]],
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    arguments: tuple[str, ...],
+    message: str,
+) -> None:
+    def start(*_: object) -> None:
+        raise AssertionError("an engine group was started")
+
+    monkeypatch.setattr("engines.group.EngineGroup.__init__", start)
+    if arguments[0] == "model":
+        monkeypatch.setattr(sys, "argv", ["penstock", "bench", *arguments])
+        with pytest.raises(SystemExit) as ended:
+            cli.main()
+    else:
+        with pytest.raises(SystemExit) as ended:
+            bench(*arguments)
+    assert ended.value.code == 2
+    assert message in capsys.readouterr().err.replace("\n", " ")

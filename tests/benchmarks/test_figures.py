@@ -1,0 +1,119 @@
+"""Figures of what a run recorded: medians of steady iterations without evaluation, overhead as what no task used."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from benchmarks.chart import REST, WHOLE, draw, parts
+from benchmarks.nccl import LOOKS_LIKE_PCIE, MIB, bus_bandwidth, verdict
+from benchmarks.result import BenchResult, write_result
+from benchmarks.scaling import efficiency, parse_counts, placement
+from benchmarks.step import figures_of, overhead
+from benchmarks.table import result_table, shown
+from configs.errors import UserError
+from configs.schema import TrainConfig
+
+
+def iteration(seconds: float, **more: float) -> dict[str, float]:
+    row = {"time/iteration_s": seconds, "time/rollout_s": 2.0, "time/reward_s": 0.5, "time/advantage_s": 0.25}
+    row |= {"time/update_actor_s": 4.0, "time/reshard_s": 0.125, "rollout/tokens": 70.0, "rollout/tokens_per_s": 35.0}
+    return row | {name.replace("__", "/"): value for name, value in more.items()}
+
+
+def test_step_figures_are_medians_of_steady_iterations_without_evaluation() -> None:
+    rows = [iteration(60.0, memory__gpu_gib=90.0), iteration(7.0, memory__gpu_gib=80.0), iteration(7.5)]
+    rows.append(iteration(13.0, time__evaluate_s=6.0))
+    figures = figures_of(rows, 1, 2)
+    assert figures["step_s"] == 7.0
+    assert figures["overhead_s"] == pytest.approx(0.125)
+    assert figures["update_s"] == 4.0
+    assert figures["response_tokens_per_s_per_gpu"] == 5.0
+    assert figures["peak_gib"] == 90.0  # of all iterations, the cold one too
+    assert "mfu" not in figures
+    assert figures_of(rows, 0, 2)["step_s"] == 7.25  # the control: the cold one moves it
+
+
+def test_overhead_counts_tasks_side_by_side_once() -> None:
+    """The critic waits for the actor's group or works beside it: either way the pair takes as long as its longest."""
+    row = iteration(8.0, time__update_critic_s=5.0, time__values_s=0.5, time__logprobs_old_s=0.75)
+    assert overhead(row) == pytest.approx(8.0 - (2.0 + 0.5 + 0.75 + 0.25 + 5.0 + 0.125))
+
+
+def test_scaling_compares_throughput_per_gpu_with_the_smallest_count() -> None:
+    assert efficiency({1: 100.0, 2: 95.0, 4: 80.0}) == {1: 1.0, 2: 0.95, 4: 0.8}
+    config = TrainConfig.model_validate({"rollout": {"prompts": 6}})
+    assert placement(config, 3)[0] == "rollout.prompts=18"
+
+
+def test_counts_of_gpus_are_a_rising_list(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("benchmarks.scaling.visible_gpus", lambda: [0, 1, 2, 3])
+    assert parse_counts(None) == [1, 2, 4]
+    assert parse_counts("4,1") == [1, 4]
+    for wrong in ("8", "1,x", "0", "1,,2"):
+        with pytest.raises(UserError, match="--gpus"):
+            parse_counts(wrong)
+
+
+def test_bus_bandwidth_counts_the_busiest_link() -> None:
+    """nccl-tests' factors on four ranks: 3/4, 1 and 6/4 of the bytes per second."""
+    found = [bus_bandwidth(name, 400, 2.0, 4) for name in ("all_gather", "broadcast", "all_reduce")]
+    assert found == [150.0, 200.0, 300.0]
+
+
+def gathers(*rates: float) -> list[dict[str, object]]:
+    rows = [{"collective": "all_gather", "bytes": 4**i * MIB, "bus_gb_per_s": rate} for i, rate in enumerate(rates)]
+    return [*rows, {"collective": "broadcast", "bytes": MIB, "bus_gb_per_s": 9999.0}]
+
+
+def test_the_verdict_names_the_share_of_the_link_and_the_bucket() -> None:
+    text = verdict(gathers(50.0, 200.0, 330.0, 350.0), 450.0)
+    assert text == "all-gather reaches 78% of NVLink's 450 GB/s from 16 MiB on: larger buckets gain nothing"
+    assert "PCIe" in verdict(gathers(20.0, 450 * LOOKS_LIKE_PCIE - 1), 450.0)
+    assert "PCIe" not in verdict(gathers(20.0, 450 * LOOKS_LIKE_PCIE + 1), 450.0)
+    assert "the link's rate is not known" in verdict(gathers(1.0, 2.0), None)
+
+
+def ours(**figures: float) -> BenchResult:
+    peers = {"trl": {"step_s": 30.0, "peak_gib": 40.0}, "verl": {"step_s": 20.0, "rollout_s": 12.0}}
+    return BenchResult(bench="step", command="c", commit=None, machine="CPU", versions={}, figures=figures, peers=peers)
+
+
+def test_the_table_has_our_figures_the_peers_and_the_gain() -> None:
+    """Half the time and twice the rate are both a gain of 2; figures that one side lacks stay empty."""
+    table = result_table(ours(step_s=10.0, mfu=0.5))
+    cells = {column.header: list(column.cells) for column in table.columns}
+    assert cells["figure"] == ["step_s", "mfu", "peak_gib", "rollout_s"]
+    assert cells["Penstock"] == ["10.00 s", "50.0%", "", ""]
+    assert cells["verl"] == ["20.00 s", "", "", "12.00 s"]
+    assert [list(column.cells)[0] for column in table.columns if column.header == "gain"] == ["3.00 x", "2.00 x"]
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "text"),
+    [
+        ("reshard_s", 0.0041, "4.10 ms"),
+        ("rollout_tokens_per_s", 64013.7, "64,014 tok/s"),
+        ("all_gather_gb_per_s", 351.26, "351.3 GB/s"),
+        ("reshard_bytes", 0.0, "0 B"),
+        ("reshard_bytes", 3.0 * MIB, "3.0 MiB"),
+        ("loss", -1.8626e-09, "-1.8626e-09"),
+    ],
+)
+def test_figures_are_shown_with_their_unit(name: str, value: float, text: str) -> None:
+    assert shown(name, value) == text
+
+
+def test_a_step_divides_into_stages_and_a_rest(tmp_path: Path) -> None:
+    assert parts({"step_s": 10.0, "rollout_s": 4.0, "update_s": 5.0}) == {
+        "rollout": 4.0,
+        "actor update": 5.0,
+        REST: 1.0,
+    }
+    assert parts({"step_s": 48.0}) == {WHOLE: 48.0}
+    write_result(tmp_path / "step.json", ours(step_s=10.0, rollout_s=4.0))
+    assert draw(tmp_path, tmp_path / "pictures") == [tmp_path / "pictures" / "step.svg"]
+    assert "verl" in (tmp_path / "pictures" / "step.svg").read_text(encoding="utf-8")
+    with pytest.raises(UserError, match="no result of"):
+        draw(tmp_path / "pictures", tmp_path)

@@ -1,0 +1,124 @@
+"""Algorithms in the configuration: every name works on its defaults, and every setting has an effect or is refused.
+
+Invariant: what the registry knows can be configured, and nothing else. A resolved tree holds exactly what is in force.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from pydantic import ValidationError
+
+from algorithms.advantages import ADVANTAGES
+from algorithms.algorithm import Algorithm
+from algorithms.kl import KL_ESTIMATORS
+from algorithms.policy_losses import POLICY_LOSSES
+from algorithms.registry import ALGORITHMS, settings_of
+from configs.algorithm import ALGORITHM_SETTINGS, AlgorithmConfig, KLConfig
+from configs.keys import describe_keys
+from configs.schema import TrainConfig
+
+COMMON = {"name", "advantage", "policy_loss", "mini_batches", "epochs", "aggregation", "entropy_coefficient", "kl"} | {
+    "dynamic_sampling"
+}
+# A value other than every default, within bounds, of each setting.
+OTHER: dict[str, Any] = {
+    "normalize_by_std": None,  # its negation
+    "whiten": None,
+    "part_weights": {"format": 0.5},
+    "dual_clip": 3.0,
+    "divergence": "kl",
+    "covariance_low": 0.7,
+    "covariance_high": 7.0,
+    "weight_bound": 7.0,
+}
+
+
+def test_every_setting_is_a_field_and_every_field_a_setting() -> None:
+    assert set(AlgorithmConfig.model_fields) == COMMON | set(ALGORITHM_SETTINGS)
+    assert all(AlgorithmConfig.model_fields[name].default is None for name in ALGORITHM_SETTINGS)
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS.values(), ids=lambda algorithm: algorithm.name)
+def test_a_name_fills_in_what_is_in_force(algorithm: Algorithm) -> None:
+    """Functions, aggregation and settings with their defaults, all else null; resolving again changes nothing."""
+    config = TrainConfig.model_validate({"algorithm": {"name": algorithm.name}})
+    filled = config.algorithm
+    assert filled.functions == (filled.advantage, filled.policy_loss) == (algorithm.advantage, algorithm.policy_loss)
+    assert filled.aggregation == algorithm.aggregation
+    expected = settings_of(*filled.functions) | dict(algorithm.defaults)
+    assert {name: getattr(filled, name) for name in ALGORITHM_SETTINGS} == dict.fromkeys(ALGORITHM_SETTINGS) | expected
+    assert TrainConfig.model_validate(config.model_dump()) == config
+
+
+@pytest.mark.parametrize("name", ALGORITHM_SETTINGS)
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_a_setting_is_taken_where_it_applies_and_refused_elsewhere(algorithm: str, name: str) -> None:
+    default = getattr(AlgorithmConfig.model_validate({"name": algorithm}), name)
+    value = OTHER.get(name, 0.35)
+    value = not default if value is None else value
+    applies = name in settings_of(ALGORITHMS[algorithm].advantage, ALGORITHMS[algorithm].policy_loss)
+    if applies:
+        assert value != default
+        assert getattr(AlgorithmConfig.model_validate({"name": algorithm, name: value}), name) == value
+        return
+    with pytest.raises(ValidationError, match=f"'{name}' has no effect with advantage"):
+        AlgorithmConfig.model_validate({"name": algorithm, name: value})
+
+
+@pytest.mark.parametrize("advantage", ADVANTAGES)
+@pytest.mark.parametrize("loss", POLICY_LOSSES)
+def test_any_estimator_goes_with_any_loss(advantage: str, loss: str) -> None:
+    """What they need follows the functions, not the name: critic, greedy responses, log-probs, groups."""
+    config = TrainConfig.model_validate({"algorithm": {"advantage": advantage, "policy_loss": loss}})
+    assert ("critic" in config.roles) == (config.critic is not None) == (advantage == "gae")
+    assert ("greedy" in config.algorithm.needs) == (advantage == "remax")
+    assert config.old_logprobs_needed == (advantage == "otb" or loss in ("clip_cov", "kl_cov"))
+
+
+def test_samples_are_required_where_they_are_compared() -> None:
+    alone = {"rollout": {"samples": 1}}
+    for name in ("ppo", "reinforce", "reinforce_pp", "remax"):
+        TrainConfig.model_validate({"algorithm": {"name": name}} | alone)
+    for name in ("grpo", "rloo", "gspo", "pass_at_k"):
+        with pytest.raises(ValidationError, match=f"at least 2 with algorithm '{name}'"):
+            TrainConfig.model_validate({"algorithm": {"name": name}} | alone)
+
+
+def test_an_unknown_name_is_refused_with_those_there_are() -> None:
+    with pytest.raises(ValidationError, match="'gspo'"):
+        AlgorithmConfig.model_validate({"name": "gpso"})
+    assert all(name in next(key for key in describe_keys() if key.name == "algorithm.name").type for name in ALGORITHMS)
+
+
+@pytest.mark.parametrize("estimator", KL_ESTIMATORS)
+def test_every_kl_estimator_can_be_configured_where_it_differs(estimator: str) -> None:
+    """A straight-through gradient has no effect in the reward, where none is taken."""
+    KLConfig.model_validate({"estimator": estimator, "place": "loss"})
+    if estimator.endswith("+"):
+        with pytest.raises(ValidationError, match=r"remove the '\+'"):
+            KLConfig.model_validate({"estimator": estimator, "place": "reward"})
+    else:
+        KLConfig.model_validate({"estimator": estimator, "place": "reward"})
+
+
+def test_a_kl_in_the_reward_is_refused_where_only_its_parts_are_read() -> None:
+    with pytest.raises(ValidationError, match="use 'kl.place: loss'"):
+        AlgorithmConfig.model_validate({"name": "gdpo", "kl": {"place": "reward"}})
+    AlgorithmConfig.model_validate({"name": "gdpo", "kl": {"place": "loss"}})
+    AlgorithmConfig.model_validate({"name": "rloo", "kl": {"place": "reward"}})
+
+
+def test_dynamic_sampling_needs_samples_to_compare() -> None:
+    dynamic = {"dynamic_sampling": {}}
+    assert AlgorithmConfig.model_validate({"name": "rloo"} | dynamic).dynamic_sampling is not None
+    with pytest.raises(ValidationError, match="compares no samples"):
+        AlgorithmConfig.model_validate({"name": "ppo"} | dynamic)
+
+
+def test_a_buffer_longer_than_a_response_is_refused() -> None:
+    rollout = {"max_response_tokens": 100}
+    TrainConfig.model_validate({"rollout": rollout, "reward": {"overlong": {"buffer_tokens": 100}}})
+    with pytest.raises(ValidationError, match="must not exceed 'rollout.max_response_tokens'"):
+        TrainConfig.model_validate({"rollout": rollout, "reward": {"overlong": {"buffer_tokens": 101}}})

@@ -1,0 +1,61 @@
+"""The sampler gathers by itself, gives each sample once, and never outlives or disturbs a training."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+
+import pynvml
+import pytest
+
+from engines.gpu_sampler import GpuSampler, Sample
+
+
+def _wait_for(condition: Callable[[], object]) -> None:
+    deadline = time.monotonic() + 10
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+
+
+def test_means_and_maxima_are_over_all_gpus_and_all_samples() -> None:
+    """GPU 0 idle with 10 GiB, GPU 1 busy with 30 GiB; afterwards the samples are used up and the thread is gone."""
+    rounds: list[int] = []
+
+    def read(gpu: int) -> Sample:
+        rounds.append(gpu)
+        return float(gpu), 10.0 + 20 * gpu
+
+    with GpuSampler([0, 1], every_s=0.005, read=read) as sampler:
+        _wait_for(lambda: len(rounds) >= 6)
+        taken = sampler.take(60.0)
+    assert taken == {"gpu/utilisation": 0.5, "gpu/memory_gib": 30.0}
+    sampler.take(60.0)
+    assert sampler.take(60.0) == {}
+    assert not [thread for thread in threading.enumerate() if thread.name == "gpu-sampler"]
+
+
+def test_samples_from_before_the_iteration_do_not_count() -> None:
+    """A checkpoint between two iterations is nobody's iteration."""
+    seen = threading.Event()
+
+    def read(gpu: int) -> Sample:
+        seen.set()
+        return 1.0, 1.0
+
+    with GpuSampler([0], every_s=0.005, read=read) as sampler:
+        assert seen.wait(10)
+        assert sampler.take(0.0) == {}
+
+
+def test_a_gpu_that_does_not_tell_ends_the_sampling_alone(recwarn: pytest.WarningsRecorder) -> None:
+    """NVML has no utilisation of a slice of a GPU: no figure, and no exception from a thread."""
+
+    def read(gpu: int) -> Sample:
+        raise pynvml.NVMLError(pynvml.NVML_ERROR_NOT_SUPPORTED)
+
+    with GpuSampler([0], every_s=0.001, read=read) as sampler:
+        _wait_for(lambda: not sampler._thread.is_alive())
+        assert sampler.take(60.0) == {}
+    assert not [warning for warning in recwarn if "Unhandled" in str(warning.category)]
