@@ -29,7 +29,18 @@ def main(size: str, folder: Path) -> None:
     import torch
     from transformers import AutoModelForCausalLM, GenerationConfig, Qwen2Config
 
-    sizes: dict[str, Any] = {
+    config = Qwen2Config(**sizes(size))
+    torch.manual_seed(0)
+    with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    model.generation_config = GenerationConfig(eos_token_id=VOCABULARY - 1, pad_token_id=VOCABULARY - 2)
+    model.save_pretrained(folder)
+    byte_tokenizer().save_pretrained(folder)
+
+
+def sizes(size: str) -> dict[str, Any]:
+    """Return the settings of transformers' Qwen2Config for a size in billions of parameters."""
+    return {
         "vocab_size": VOCABULARY,
         "num_key_value_heads": KV_HEADS[size],
         "max_position_embeddings": 32_768,
@@ -39,13 +50,6 @@ def main(size: str, folder: Path) -> None:
         "pad_token_id": VOCABULARY - 2,
         **SHAPES[size],
     }
-    config = Qwen2Config(**sizes)
-    torch.manual_seed(0)
-    with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
-        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
-    model.generation_config = GenerationConfig(eos_token_id=VOCABULARY - 1, pad_token_id=VOCABULARY - 2)
-    model.save_pretrained(folder)
-    byte_tokenizer().save_pretrained(folder)
 
 
 def byte_tokenizer() -> PreTrainedTokenizerFast:

@@ -23,16 +23,18 @@ from benchmarks.workload import fixed_lengths
 from configs.errors import UserError
 from configs.schema import Role, TrainConfig
 from engines.machine import visible_gpus
+from engines.placement import STRATEGIES, reshard_strategy
 from engines.shape import read_shape
+from tasks.check import check_memory, check_model
 from tasks.generate import generate
 from tasks.reshard import reshard
 from tasks.rollout import sampling
 from tasks.session import Stage, Training
 from tasks.update_actor import update_actor
 
-STRATEGIES = ("shared", "local", "gather", "broadcast")
 FIGURES = {
     "reshard_s": "time/reshard_s",
+    "reshard_rank_s": "reshard/rank_s",
     "reshard_bytes": "reshard/bytes",
     "first_token_s": "first_token_s",
     "pause_s": "pause_s",
@@ -67,7 +69,7 @@ def measure_strategies(
 
     Args:
         folder: where prompts may be written.
-        strategies: names of `STRATEGIES`; those that this machine has too few devices for are left out.
+        strategies: names of `engines.placement.STRATEGIES`; those that need more devices are left out.
 
     Raises:
         UserError: the recipe or a strategy is wrong, or no strategy fits the devices.
@@ -84,6 +86,9 @@ def measure_strategies(
     }
     if not placed:
         raise UserError("no strategy fits this machine", "; ".join(filter(None, missing.values())))
+    for config in placed.values():  # before the first one starts
+        check_model(config)
+        check_memory(config)
     figures: dict[str, float] = {}
     details: list[dict[str, Any]] = [
         {"strategy": name, "left_out": reason} for name, reason in missing.items() if reason
@@ -103,9 +108,10 @@ def figures_of(rows: Sequence[Mapping[str, float]], skip: int) -> dict[str, floa
     return {**medians(counted, FIGURES), "reshard_max_s": max(row["time/reshard_s"] for row in counted)}
 
 
-def rounds_of(config: TrainConfig, plan: Plan) -> tuple[list[dict[str, float]], dict[str, int]]:
-    """Return one row per round, and how many of the rollout engine's tensors are shared and copied."""
+def rounds_of(config: TrainConfig, plan: Plan) -> tuple[list[dict[str, float]], dict[str, Any]]:
+    """Return one row per round, and what the engines say: strategy, tensors that are shared and copied."""
     with rollout_groups(config) as (training, progress):
+        progress.phase(f"resharding: {reshard_strategy(config)}")
         progress.start(plan.rounds)
         rows = []
         for number in range(1, plan.rounds + 1):
@@ -146,9 +152,9 @@ def missing_devices(strategy: str, devices: int) -> str | None:
 
 def overrides_of(strategy: str, config: TrainConfig, devices: int, on_gpus: bool) -> list[str]:
     """Return the overrides that place a recipe so that its reshard takes this strategy."""
-    stage = 3 if strategy == "gather" else 2
+    stage = 3 if strategy == "gather" else min(2, config.actor.zero_stage)
     engine = 2 if strategy == "local" else 1
-    everywhere = list(range(devices))
+    everywhere = list(range(devices - devices % engine))
     others: list[Role] = [role for role in config.roles if role != "rollout"]
     groups = {"main": _group(everywhere, [*others, "rollout"], on_gpus)}
     if strategy == "broadcast":

@@ -275,7 +275,7 @@ class GroupConfig(Section):
 
     gpus: list[int] | None = Field(None, description="GPU indices, one rank each; null: all visible GPUs, or CPU ranks")
     ranks: PositiveInt | None = Field(None, description="number of CPU ranks on a machine without a GPU (1)")
-    roles: list[Role] = Field(min_length=1, description="models this group holds; actor and rollout stay together")
+    roles: list[Role] = Field(min_length=1, description="models this group holds")
 
     @model_validator(mode="after")
     def _devices(self) -> Self:
@@ -373,8 +373,6 @@ class TrainConfig(Section):
             raise ValueError(
                 f"'groups' places {', '.join(idle)}, which this algorithm and reward do not use: remove it"
             )
-        if not any({"actor", "rollout"} <= set(group.roles) for group in self.groups.values()):
-            raise ValueError("'groups' must place actor and rollout in one group: they share their weights")
         indices = [index for group in self.groups.values() for index in group.gpus or []]
         if len(set(indices)) != len(indices):
             raise ValueError("'groups' gives a GPU to two groups: each GPU belongs to one")

@@ -120,15 +120,14 @@ def kept_bytes(
 ) -> int:
     """Return the bytes that wait for the backward pass when the forward pass of a micro-batch has ended.
 
-    With checkpointing a block keeps its input alone; what else it would keep exists for one block at a time.
+    With checkpointing a block keeps its input alone.
 
     Args:
         tokens: of the micro-batch; responses: those of them that are response tokens.
         keys: as `keys_per_token` has it.
     """
-    block = total(layer_table(shape, w, device, compiled, keys))
-    blocks = shape.layers * w * shape.hidden_size + block if checkpointing else shape.layers * block
-    return tokens * (blocks + total(model_table(shape, w))) + responses * total(response_table(shape, w))
+    block = w * shape.hidden_size if checkpointing else total(layer_table(shape, w, device, compiled, keys))
+    return tokens * (shape.layers * block + total(model_table(shape, w))) + responses * total(response_table(shape, w))
 
 
 def in_flight_bytes(shape: ModelShape, w: int, tokens: int) -> int:

@@ -87,7 +87,7 @@ class _Repeat(torch.autograd.Function):
         return tensor_N.index_select(0, source_K)
 
     @staticmethod
-    def backward(ctx: Any, grad_K: torch.Tensor) -> Any:  # type: ignore[override]
+    def backward(ctx: Any, grad_K: torch.Tensor) -> Any:
         own_N, copies_C, copied_C = ctx.saved_tensors
         grad_N = grad_K.index_select(0, own_N).float()
         grad_N.index_add_(0, copied_C, grad_K.index_select(0, copies_C).float())

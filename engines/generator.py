@@ -121,8 +121,6 @@ class Generator:
 
     def wake(self) -> None:
         """Map the KV cache, empty: cached prefixes belong to older weights."""
-        if self.asleep:
-            torch.cuda.empty_cache()  # vLLM maps from the driver, not from torch's cache
         self._wake("weights")  # also vLLM's own buffers, such as the rotary table
         if self.dropped and self.refill is not None:
             self.reshard(self.refill)
@@ -131,6 +129,7 @@ class Generator:
 
     def _wake(self, tag: str) -> None:
         if tag in self.asleep:
+            torch.cuda.empty_cache()  # vLLM maps from the driver, not from torch's cache
             self.llm.wake_up(tags=[tag])
             self.asleep.remove(tag)
 

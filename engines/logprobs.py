@@ -54,7 +54,7 @@ class _SelectedLogprobs(torch.autograd.Function):
         return chosen_T, entropies_T
 
     @staticmethod
-    def backward(ctx: Any, grad_logprobs_T: Tensor | None, grad_entropies_T: Tensor | None) -> Any:  # type: ignore[override]
+    def backward(ctx: Any, grad_logprobs_T: Tensor | None, grad_entropies_T: Tensor | None) -> Any:
         hidden_TH, weight_VH, targets_T, scale, normalizer_T, entropies_T = ctx.saved_tensors
         gradient, rows = _on(hidden_TH.device.type, _logits_gradient), _chunk_rows(weight_VH)
         grad_hidden_TH, grad_weight_VH = torch.empty_like(hidden_TH), torch.empty_like(weight_VH)

@@ -160,12 +160,16 @@ def _update(name: str, trainer: TrainerConfig, config: TrainConfig, rank: Rank, 
     keys = keys_per_token(prompt, response, samples)
     compiled = rank.device == "cuda" and stage < 3
     kept = kept_bytes(shape, width, rank.device, compiled, tokens, responses, checkpointing, keys)
+    block = in_flight_bytes(shape, width, tokens)
+    if checkpointing:  # one block at a time is whole again
+        block += tokens * total(layer_table(shape, width, rank.device, compiled, keys))
+    # The head's gradient is there before any other, and the largest. A critic has neither.
+    head = 0 if name == "critic" else logits + embedding
     return {
         f"{name} gradients": GRADIENT * shape.parameters // (rank.ranks if stage >= 2 else 1),
         "reduce buckets": _buckets(shape, stage, rank),
-        "activations": kept + in_flight_bytes(shape, width, tokens),
-        # A critic has no logits. The head's gradient is there before any other, and the largest.
-        "logits and the head's gradient": 0 if name == "critic" else logits + embedding,
+        "activations": kept,
+        "backward pass": max(head, block),  # the head's logits are gone when the first block begins
     }
 
 
@@ -192,9 +196,12 @@ def _flattening(trained: Mapping[str, TrainerConfig], rank: Rank) -> int:
 
 def _forward(config: TrainConfig, rank: Rank) -> int:
     """One block at a time, nothing kept for later."""
-    tokens = {"reference": value_at(config.actor.micro_batch_tokens, 1), "reward": FORWARD_TOKENS}
-    held = [role for role in ("reference", "reward") if role in rank.shapes]
-    return max(tokens[role] * total(layer_table(rank.shapes[role], rank.width, rank.device, False)) for role in held)
+    tokens: dict[Role, int] = {"reference": value_at(config.actor.micro_batch_tokens, 1), "reward": FORWARD_TOKENS}
+    return max(
+        count * total(layer_table(rank.shapes[role], rank.width, rank.device, False))
+        for role, count in tokens.items()
+        if role in rank.shapes
+    )
 
 
 def kv_cache_bytes(config: TrainConfig, rank: Rank, sequences: int | None = None) -> int:

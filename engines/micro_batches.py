@@ -63,5 +63,5 @@ def _cuts(line_B1: np.ndarray, pieces: int) -> list[int]:
     ideal = line_B1[-1] * np.arange(1, pieces) / pieces
     after = np.searchsorted(line_B1, ideal)
     before = np.maximum(after - 1, 0)
-    nearest = np.where(line_B1[after] - ideal < ideal - line_B1[before], after, before)
+    nearest = np.where(line_B1[after] - ideal <= ideal - line_B1[before], after, before)
     return [0, *nearest.tolist(), len(line_B1) - 1]

@@ -48,7 +48,7 @@ class PackedPolicy(nn.Module):
 class LogprobHead(nn.Module):
     """The language head as a module of its own, so that ZeRO-3 gathers its weight for both passes."""
 
-    def __init__(self, head: nn.Module) -> None:
+    def __init__(self, head: nn.Linear) -> None:
         super().__init__()
         self.weight = head.weight
 

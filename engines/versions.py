@@ -94,6 +94,17 @@ def keep_plain_linear_on_cpu() -> None:
     utils.dispatch_cpu_unquantized_gemm = plain
 
 
+def keep_cpu_engines_off_shared_memory() -> None:
+    """Let the ranks of a CPU engine speak through torch.distributed.
+
+    vLLM's own channel is shared memory of a name that all engines of the machine have in common when a launcher starts
+    them, and that nothing removes: a second engine could not start.
+    """
+    from vllm.distributed.device_communicators.cpu_communicator import CpuCommunicator
+
+    CpuCommunicator._all_group_ranks_share_shm_group_name = lambda self: False  # type: ignore[method-assign]
+
+
 def vllm_model(llm: Any) -> torch.nn.Module:
     """Return the module inside an in-process vLLM engine."""
     return llm.collective_rpc(lambda worker: worker.get_model())[0]
@@ -115,6 +126,7 @@ def prepare_vllm(cuda: bool) -> None:
     """Apply what vLLM needs before its first engine in this process."""
     if not cuda:
         keep_plain_linear_on_cpu()
+        keep_cpu_engines_off_shared_memory()
 
 
 def submit(llm: Any, names: list[str], prompt: list[int], parameters: Any, seeds: list[int] | None) -> None:

@@ -272,14 +272,17 @@ class Worker:
         begin = time.perf_counter()
         moved = self.transfer() if self.generator is None else self.generator.reshard(self.transfer)
         self.verified_version, self.updated_since = version, False
-        return self._reshard_figures() | {"bytes": moved, "reshard_seconds": time.perf_counter() - begin}
+        return self._reshard_figures() | {"bytes": moved, "transfer_s": time.perf_counter() - begin}
 
     def _reshard_figures(self) -> dict[str, Any]:
+        """The strategy, and how many of the rollout engine's parameters are the actor's own or have to be written."""
         figures: dict[str, Any] = {"strategy": reshard_strategy(self.config)}
         if self.generator is None:
             return figures
-        binding = self.generator.binding
-        return figures | {"parameters_shared": len(binding.shared), "parameters_copied": binding.copied_count}
+        shared, copied = len(self.generator.binding.shared), self.generator.binding.copied_count
+        if figures["strategy"] == "broadcast":  # shared with this rank's buffer of what the actor sends
+            shared, copied = 0, shared + copied
+        return figures | {"parameters_shared": shared, "parameters_copied": copied}
 
     # ---- forward passes --------------------------------------------------------------------------------------------
 

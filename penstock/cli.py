@@ -194,6 +194,7 @@ def _print_dry_run(config: Any, estimates: Any) -> None:
     from rich.table import Table
 
     from configs.loading import to_yaml
+    from engines.placement import STRATEGIES, reshard_strategy
 
     console.print(to_yaml(config), highlight=False, markup=False, soft_wrap=True)
     columns = ("group", "roles", "ranks on", "memory per rank", "of which", "activations recomputed")
@@ -205,6 +206,8 @@ def _print_dry_run(config: Any, estimates: Any) -> None:
         recomputed = "\n".join(f"{name} {'yes' if value else 'no'}" for name, value in item.checkpointing.items())
         table.add_row(item.group, ", ".join(item.roles), places, size, parts, recomputed)
     console.print(table)
+    strategy = reshard_strategy(config)
+    console.print(f"reshard: {strategy} ({STRATEGIES[strategy]})", highlight=False, soft_wrap=True)
 
 
 @app.command()

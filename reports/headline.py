@@ -32,7 +32,9 @@ def headlines(summary: Mapping[str, Any]) -> list[Headline]:
         _plain("Tokens per second", summary.get("tokens_per_second"), "{:,.0f}"),
         _shares(summary.get("time_shares")),
         _plain("Actor's MFU", summary.get("actor_mfu"), "{:.1%}"),
-        _weights(summary.get("parameters_shared"), summary.get("parameters_copied")),
+        _weights(
+            summary.get("parameters_shared"), summary.get("parameters_copied"), summary.get("reshard_strategy")
+        ),
     ]
     return [headline for headline in found if headline]
 
@@ -71,8 +73,9 @@ def _shares(shares: Mapping[str, float] | None) -> Headline | None:
     return Headline("Time goes to", first, ", ".join(rest))
 
 
-def _weights(shared: int | None, copied: int | None) -> Headline | None:
-    """Weight tensors that the rollout engine reads in the actor's memory, against those a reshard copies."""
+def _weights(shared: int | None, copied: int | None, strategy: str | None) -> Headline | None:
+    """Weight tensors that the rollout engine reads in the actor's memory, against those a reshard writes, and how."""
     if shared is None and copied is None:
         return None
-    return Headline("Weights shared", f"{shared or 0:,} tensors", f"{copied or 0:,} copied")
+    way = "" if strategy in (None, "shared") else f" by {strategy}"
+    return Headline("Weights shared", f"{shared or 0:,} tensors", f"{copied or 0:,} copied{way}")

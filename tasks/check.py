@@ -198,6 +198,7 @@ def check_memory(config: TrainConfig) -> list[GroupEstimate]:
             f"the model has {shape.positions} positions",
             "lower one of them",
         )
+    check_tensor_parallel(config.rollout.tensor_parallel, shape)
     gpus, estimates, host_free = visible_gpus(), estimate_groups(config), free_host_bytes()
     for estimate in estimates:
         for gpu in estimate.devices:
@@ -207,6 +208,23 @@ def check_memory(config: TrainConfig) -> list[GroupEstimate]:
                 _require(estimate, host_free, "this machine")
                 host_free -= estimate.memory.total
     return estimates
+
+
+def check_tensor_parallel(ranks: int, shape: ModelShape) -> None:
+    """Check that vLLM can cut the model over the ranks of one rollout engine.
+
+    Raises:
+        UserError: heads or MLP cannot be divided.
+    """
+    uneven = [name for name in ("heads", "intermediate_size") if getattr(shape, name) % ranks]
+    if shape.kv_heads % ranks and ranks % shape.kv_heads:
+        uneven.append("kv_heads")
+    if uneven:
+        sizes = ", ".join(f"{getattr(shape, name)} {name}" for name in uneven)
+        raise UserError(
+            f"rollout.tensor_parallel={ranks}: the model's {sizes} cannot be spread evenly",
+            "use a number that divides heads and intermediate_size, and divides kv_heads or is a multiple of them",
+        )
 
 
 def estimate_groups(config: TrainConfig) -> list[GroupEstimate]:
@@ -223,7 +241,7 @@ def estimate_groups(config: TrainConfig) -> list[GroupEstimate]:
         devices = tuple(item.gpu for item in spec.devices)
         free = min(free_host_bytes() // cpu_ranks if gpu is None else free_gpu_bytes(gpus[gpu]) for gpu in devices)
         device = "cpu" if devices[0] is None else "cuda"
-        shapes = {role: _shape(config, role) for role in spec.roles}
+        shapes = {role: _shape(config, role) for role in config.roles if role in spec.roles}
         rank = Rank(shapes, len(devices), device, weight_width(config, device))
         checkpointing = choose_checkpointing(config, rank, free)
         memory = rank_memory(config, rank, checkpointing)

@@ -8,6 +8,7 @@ from prefect import task
 from prefect.cache_policies import NO_CACHE
 
 from engines.memory import GIB
+from engines.placement import reshard_strategy
 from state.manifest import (
     Manifest,
     Progress,
@@ -19,6 +20,7 @@ from state.manifest import (
 )
 from state.run_folder import drop_leftovers, truncate_metrics
 from tasks.record import add_to_record
+from tasks.reshard import bring_weights
 from tasks.session import Training, timed
 
 
@@ -55,6 +57,8 @@ def restore(training: Training) -> Progress:
         verify_checkpoint(folder)
         for group in training.session().distinct_groups:
             group.call("load", key=f"{done}/load", folder=str(folder), version=version)
+        if reshard_strategy(training.config) == "broadcast":
+            bring_weights(training.session(), f"{done}/load-reshard", version)
     truncate_metrics(run, done if saved.checkpoint else -1)
     drop_leftovers(run, done)
     return saved.progress

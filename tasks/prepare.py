@@ -15,9 +15,12 @@ from data.prompts import RESERVED, PromptTable, tokenize_prompts
 from data.rows import read_rows
 from data.sft import tokenize_pairs
 from data.tokenizer import make_byte_tokenizer
+from engines.placement import STRATEGIES, reshard_strategy
 from rewards.scoring import RewardPool
 from state.experience import Ragged, write_columns
+from tasks.reshard import bring_weights, connect_groups
 from tasks.session import Training
+from tasks.side_by_side import side_by_side
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -76,24 +79,31 @@ def load_pairs(training: Training, model_folder: str) -> int:
 
 
 @task(task_run_name="build-engines", cache_policy=NO_CACHE)
-def build_engines(training: Training, model_folder: str) -> dict[str, int]:
-    """Load every role's model on its group; return parameter counts."""
+def build_engines(training: Training, model_folder: str) -> dict[str, int | str]:
+    """Load every role's model on its group; return parameter counts and the reshard's strategy."""
     session = training.session()
     session.model_folder = model_folder
     session.say("loading models into DeepSpeed and vLLM")
-    figures = {"parameters": 0, "parameters_shared": 0, "parameters_copied": 0}
-    for group in session.distinct_groups:
-        replies = group.call(
-            "build", key="0/build", config=session.engine_config(), folder=model_folder, roles=list(group.spec.roles)
-        )
-        for name in figures:
-            figures[name] = max(figures[name], int(replies[0][name]))
+    common = {"config": session.engine_config(), "folder": model_folder}
+    groups = session.distinct_groups
+    replies = side_by_side("build", "0/build", {group: {**common, "roles": list(group.spec.roles)} for group in groups})
+    strategy, first = reshard_strategy(session.config), [reply for ranks in replies.values() for reply in ranks]
+    if strategy == "broadcast":
+        connect_groups(session)
+        first += bring_weights(session, "0/reshard", version=0)
+    figures: dict[str, int | str] = {
+        name: max(int(reply.get(name, 0)) for reply in first)
+        for name in ("parameters", "parameters_shared", "parameters_copied")
+    }
     get_run_logger().info(
-        "%d parameters; %d of the rollout engine's tensors share the actor's storage, %d are copied",
+        "%s parameters; reshard by %s: %s; %s of the rollout engine's tensors are the actor's own, %s are written",
         figures["parameters"],
+        strategy,
+        STRATEGIES[strategy],
         figures["parameters_shared"],
         figures["parameters_copied"],
     )
+    figures["reshard_strategy"] = strategy
     recomputed = [name for name, value in session.checkpointing.items() if value]
     get_run_logger().info("activations are recomputed in the backward pass of: %s", ", ".join(recomputed) or "nothing")
     session.engine_figures = figures

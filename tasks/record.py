@@ -30,6 +30,8 @@ from state.manifest import Progress, read_manifest
 from state.run_folder import add_metrics, append_metrics, read_metrics
 from tasks.session import Training
 
+ENGINE_FIGURES = ("parameters", "parameters_shared", "parameters_copied", "reshard_strategy")
+
 
 @contextmanager
 def recording(training: Training) -> Iterator[None]:
@@ -167,7 +169,7 @@ def summarize(training: Training, status: str) -> dict[str, Any]:
         "tokens_per_second": tokens / seconds if seconds else None,
         "actor_mfu": _mean(iterations, "actor/mfu"),
         "time_shares": _time_shares(iterations),
-        **{name: session.engine_figures.get(name) for name in ("parameters", "parameters_shared", "parameters_copied")},
+        **{name: session.engine_figures.get(name) for name in ENGINE_FIGURES},
         "gradient_checkpointing": session.checkpointing,
         "mlflow_run_id": session.mlflow_run_id,
         "prefect_flow_run_id": session.prefect_flow_run_id,

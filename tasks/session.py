@@ -80,7 +80,7 @@ class Session:
     mlflow_through: int = -1
     prefect_flow_run_id: str | None = None
     prefect_url: str | None = None
-    engine_figures: dict[str, int] = field(default_factory=dict)
+    engine_figures: dict[str, int | str] = field(default_factory=dict)
     usage: dict[str, list[dict[str, float]]] = field(default_factory=dict)  # by a command's key, of each rank
     gpu_sampler: GpuSampler | None = None
     warned_of_fragments: bool = False

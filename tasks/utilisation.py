@@ -135,34 +135,28 @@ def shares(
     """Return `share/<task>` of the iteration, 0 to 1, and what is left: `share/other` and `time/other_s`.
 
     Of steps side by side counts what their ranks worked, not what they waited for each other; on groups of their own
-    they overlap, and all shares add up to more than 1 by that. Other is Prefect, the channel and the records.
+    they overlap, and all shares add up to more than 1 by that. Other is Prefect, the channel, files and records.
     """
-    whole = metrics["time/iteration_s"]
-    spent = sum(max(metrics.get(f"time/{step}_s", 0.0) for step in stage) for stage in STAGES)
     seconds: dict[str, float] = {}
+    spent = 0.0
     for stage in STAGES:
-        for step in stage:
-            if f"time/{step}_s" not in metrics:
-                continue
+        steps = [step for step in stage if f"time/{step}_s" in metrics]
+        own = {step: _own_seconds(metrics, usage, f"{iteration}/{step}", step, len(steps)) for step in steps}
+        spent += min(sum(own.values()), max((metrics[f"time/{step}_s"] for step in steps), default=0.0))
+        for step in steps:
             name = "logprobs" if stage == PASSES else step
-            seconds[name] = seconds.get(name, 0.0) + _own_seconds(metrics, usage, iteration, stage, step)
-    other = max(0.0, whole - spent)
-    return {f"share/{name}": value / whole for name, value in {**seconds, "other": other}.items()} | {
-        "time/other_s": other
-    }
+            seconds[name] = seconds.get(name, 0.0) + own[step]
+    whole = metrics["time/iteration_s"]
+    seconds["other"] = max(0.0, whole - spent)
+    return {f"share/{name}": value / whole for name, value in seconds.items()} | {"time/other_s": seconds["other"]}
 
 
 def _own_seconds(
-    metrics: Mapping[str, float],
-    usage: Mapping[str, list[dict[str, float]]],
-    iteration: int,
-    stage: tuple[str, ...],
-    step: str,
+    metrics: Mapping[str, float], usage: Mapping[str, list[dict[str, float]]], key: str, step: str, side_by_side: int
 ) -> float:
-    ranks = usage.get(f"{iteration}/{step}")
-    if ranks is None or sum(f"time/{other}_s" in metrics for other in stage) == 1:
+    if side_by_side == 1 or key not in usage:
         return metrics[f"time/{step}_s"]
-    return max(rank["seconds"] for rank in ranks)
+    return max(rank["seconds"] for rank in usage[key])
 
 
 def _warn_of_fragments(training: Training, figures: Mapping[str, float]) -> None:

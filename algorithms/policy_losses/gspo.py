@@ -16,7 +16,7 @@ ALGORITHMS = (
         name="gspo",
         advantage="grpo",
         policy_loss="gspo",
-        description="GRPO with one clipped ratio per sequence, of length 1 whatever the sequence's",
+        description="GRPO with one clipped ratio per sequence, the geometric mean of its tokens'",
         aggregation="seq-mean-token-mean",
     ),
 )

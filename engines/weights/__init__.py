@@ -1,10 +1,14 @@
-"""Reshard: the trainer's weights become the rollout engine's, by sharing storage where possible, by copying elsewhere.
+"""Reshard: the actor's weights become the rollout engine's, in the cheapest way that their placement allows.
 
-vLLM fuses some of Hugging Face's matrices (q, k, v; gate, up). If the optimizer keeps the parts next to each other in
-one flat buffer, the fused matrix is a view of that buffer: then vLLM's parameters alias the trainer's, an optimizer
-step is visible at once, and a reshard moves no bytes. `plan` gives the order in which parameters must be laid out,
-`bind` makes the aliases before vLLM captures CUDA graphs, `verify` proves them by address before each rollout.
+layout.py    in which order parameters lie in the trainer's flat buffer
+slices.py    which part of them lies where in this rank's parameters of vLLM
+loader.py    vLLM's module, built on views of that buffer or on storage of its own
+local.py     strategies `shared` and `local`: addresses, and copies within a rank
+gather.py    strategy `gather`: all-gathers of ZeRO-3's shards
+broadcast.py strategy `broadcast`: to rollout engines of another group, through joint.py
+placing.py, buckets.py, checksum.py   what they share: copies, pipelines, proofs
+strategy.py  from a strategy's name to its parts
 
-What cannot be shared (a vocabulary that vLLM pads, other dtypes, ZeRO-3's shards) is copied by vLLM's own
-`load_weights` and compared value by value afterwards. Left out: other GPUs' engines.
+Every strategy is a callable made once that moves the weights, proves them, waits for the device only at its end, and
+returns the bytes moved. Left out: which strategy is in force (engines/placement.py), versions (engines/worker.py).
 """

@@ -54,8 +54,7 @@ class ShardedSource:
 
     def __init__(self, lm: nn.Module, buckets: Sequence[tuple[str, ...]]) -> None:
         self._shards, self._buckets, self._numels = Shards(lm), buckets, numels_of(shapes_of(lm))
-        shard = next(iter(lm.parameters())).ds_tensor
-        self._empty = shard.new_empty(0)
+        self._empty = self._shards.empty()
 
     def buckets(self) -> Iterator[torch.Tensor]:
         """Yield each bucket whole; every rank of the trainer goes through them."""

@@ -12,7 +12,7 @@ what arrived. Suffixes: `_P` parameters, `_PR` times ranks.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -45,18 +45,19 @@ class Gathering:
             output.copy_(staged[: output.numel()])
 
 
-@dataclass
 class Shards:
     """The trainer's parameters under ZeRO-3, and the proof of what was gathered from them."""
 
-    lm: nn.Module
-    _parameters: dict[str, Any] = field(init=False)
-    _found: dict[str, torch.Tensor] = field(init=False, default_factory=dict)
+    def __init__(self, lm: nn.Module) -> None:
+        self._parameters: dict[str, Any] = dict(lm.named_parameters())
+        self._found: dict[str, torch.Tensor] = {}  # sums of what arrived, by parameter
+        world: Any = torch.distributed.group.WORLD
+        self._group, self._rank, self._ranks = world, world.rank(), world.size()
 
-    def __post_init__(self) -> None:
-        self._parameters = dict(self.lm.named_parameters())
-        self._group = torch.distributed.distributed_c10d._get_default_group()
-        self._rank, self._ranks = self._group.rank(), self._group.size()
+    def empty(self) -> torch.Tensor:
+        """Return an empty tensor of the shards' dtype and device."""
+        shard: torch.Tensor = next(iter(self._parameters.values())).ds_tensor
+        return shard.new_empty(0)
 
     def gather(self, names: Sequence[str], outputs: Sequence[torch.Tensor]) -> Gathering:
         """Begin to gather parameters into flat outputs of their size; every rank calls it alike.
@@ -117,7 +118,7 @@ class GatherReshard:
         dtype = next(lm.parameters()).dtype
         self._bytes = sum(self._numels.values()) * dtype.itemsize
         self._buckets = in_buckets(self._numels, dtype.itemsize)
-        self._empty = torch.empty(0, dtype=dtype, device=next(model.parameters()).device)
+        self._empty = self._shards.empty()
 
     @torch.no_grad()
     def __call__(self) -> int:

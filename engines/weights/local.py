@@ -33,7 +33,8 @@ class LocalReshard:
         for item in (*binding.shared, *binding.copied):
             for piece in item.slices:
                 self._users.setdefault(piece.part, []).append(item.name)
-        self._wholes = {name: self._ours[name].data for name in self._placement.parts}
+        needed = self._placement.parts
+        self._wholes = {name: parameter.data for name, parameter in self._ours.items() if name in needed}
         for item in binding.shared:
             first = item.slices[0].of(self._ours[item.slices[0].part].data)
             if theirs[item.name].data_ptr() != first.data_ptr():

@@ -8,12 +8,15 @@ import pytest
 
 from benchmarks.chart import REST, WHOLE, draw, parts
 from benchmarks.nccl import LOOKS_LIKE_PCIE, MIB, bus_bandwidth, verdict
+from benchmarks.reshard import missing_devices, overrides_of
 from benchmarks.result import BenchResult, write_result
 from benchmarks.scaling import efficiency, parse_counts, placement
 from benchmarks.step import figures_of, overhead
 from benchmarks.table import result_table, shown
 from configs.errors import UserError
+from configs.loading import load_config
 from configs.schema import TrainConfig
+from engines.placement import STRATEGIES, place, reshard_strategy
 
 
 def iteration(seconds: float, **more: float) -> dict[str, float]:
@@ -54,6 +57,31 @@ def test_counts_of_gpus_are_a_rising_list(monkeypatch: pytest.MonkeyPatch) -> No
     for wrong in ("8", "1,x", "0", "1,,2"):
         with pytest.raises(UserError, match="--gpus"):
             parse_counts(wrong)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_every_strategy_is_placed_so_that_the_reshard_takes_it(strategy: str, tmp_path: Path) -> None:
+    """Over a recipe that places something else; every device that the strategy can use is used, none twice."""
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text(
+        "actor: {zero_stage: 1}\nalgorithm: {kl: {place: loss}}\n"
+        "groups: {main: {gpus: [0], roles: [actor, rollout]}, other: {gpus: [1], roles: [reference]}}",
+        encoding="utf-8",
+    )
+    for devices in (2, 3, 4):
+        overrides = overrides_of(strategy, load_config(recipe), devices, on_gpus=True)
+        config = load_config(recipe, overrides)
+        assert reshard_strategy(config) == strategy
+        used = sum(len(spec.devices) for spec in place(config, devices, tmp_path))
+        assert used == (2 if (strategy, devices) == ("local", 3) else devices)
+        assert missing_devices(strategy, devices) is None
+
+
+def test_strategies_that_lack_devices_say_so() -> None:
+    assert missing_devices("shared", 1) is None
+    assert missing_devices("broadcast", 1) == "broadcast takes two devices or more, this machine has 1"
+    with pytest.raises(UserError, match="no reshard strategy 'magic'"):
+        missing_devices("magic", 8)
 
 
 def test_bus_bandwidth_counts_the_busiest_link() -> None:

@@ -43,7 +43,6 @@ RECIPES = sorted((Path(__file__).parents[2] / "configs").glob("*.yaml"))
         ({"rollout": {"prompts": 3}, "algorithm": {"mini_batches": 2}}, "must be a multiple"),
         ({"groups": {"a": {"roles": ["actor", "rollout", "critic"]}}}, "places critic, which"),
         ({"groups": {"a": {"roles": ["actor"]}}}, "places no rollout"),
-        ({"groups": {"a": {"roles": ["actor"]}, "b": {"roles": ["rollout"]}}}, "in one group"),
         ({"groups": {"a": {"roles": ["actor", "rollout"], "gpus": [0], "ranks": 1}}}, "exclude each other"),
         ({"rollout": {"temperature": {5: 1.0}}}, "iteration 0"),
         ({"rollout": {"temperature": -1.0}}, "must not be negative"),

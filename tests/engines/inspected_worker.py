@@ -26,7 +26,9 @@ from engines.generator import Generator
 from engines.packing import Rows, pack
 from engines.updates import Split, mini_batch_rows
 from engines.weights import buckets
+from engines.weights.gather import Shards
 from engines.weights.local import LocalReshard
+from engines.weights.placing import wrong_names
 from engines.worker import Worker
 from state.experience import Ragged
 
@@ -46,6 +48,7 @@ class InspectedWorker(Worker):
         "mismatches",
         "bind_without_sharing",
         "spoiled_refusal",
+        "gather_odd",
         "mini_batches",
         "refusal",
         "with_micro_batch_means",
@@ -69,12 +72,17 @@ class InspectedWorker(Worker):
 
     def discard(self) -> dict[str, Any]:
         """Let go of every model, so that the next `build` starts as in a new process."""
+        if self.generator is not None:
+            from vllm.distributed.parallel_state import destroy_model_parallel
+
+            destroy_model_parallel()  # of which vLLM has one per process: the next engine may have other ranks
         self.retired.append(self.generator)
         self.generator = None
         for trainer in self.trainers.values():
             trainer.close()
         self.trainers, self.frozen, self.lm, self.sft_rows = {}, {}, None, None
-        self.verified_version, self.config = -1, TrainConfig()
+        self.verified_version, self.updated_since, self.config = -1, False, TrainConfig()
+        self.transfer, self.storage, self.store = None, {}, None
         gc.collect()
         return {}
 
@@ -228,10 +236,14 @@ class InspectedWorker(Worker):
         ]
         return {"names": sorted(set(names)), "of": len(theirs)}
 
-    def spoiled_refusal(self, arguments: dict[str, Any], look: str, rank: int) -> dict[str, Any]:
-        """What a reshard raises if on one rank a bit of the weights turns over just before the function `look` looks."""
+    def spoiled_refusal(self, arguments: dict[str, Any], look: str, rank: int, only: str = "") -> dict[str, Any]:
+        """What a reshard raises if a bit of one rank's weights turns over just before the function `look` sees them.
+
+        `only`: the rank is one of the group with this role.
+        """
         owner, _, name = look.rpartition(".")
-        honest, left = getattr(importlib.import_module(owner), name), [self.rank == rank]
+        here = self.rank == rank and (only != "rollout" or self.generator is not None)
+        honest, left = getattr(importlib.import_module(owner), name), [here]
 
         def spoiled(values: torch.Tensor, *rest: Any) -> torch.Tensor:
             if left.pop() if left else False:
@@ -241,6 +253,26 @@ class InspectedWorker(Worker):
 
         with patch(look, spoiled):
             return self.refusal("reshard", arguments)
+
+    def gather_odd(self, values: np.ndarray, damage: int) -> dict[str, Any]:
+        """Gather one parameter from shards as ZeRO-3 would cut it; what arrived, and whether a difference was seen.
+
+        `damage`: element of this rank's own shard that changes after it was gathered; -1: none.
+        """
+        size = -(-len(values) // self.world_size)
+        shard = torch.full((size,), torch.nan)  # what DeepSpeed leaves in the padding
+        own = torch.from_numpy(values[self.rank * size : (self.rank + 1) * size].copy())
+        shard[: len(own)] = own
+        module = torch.nn.Module()
+        module.odd = torch.nn.Parameter(torch.empty(0))
+        module.odd.ds_persist, module.odd.ds_numel, module.odd.ds_tensor = False, len(values), shard
+        shards, output = Shards(module), torch.empty(len(values))
+        gathering = shards.gather(["odd"], [output])
+        gathering.finish()
+        shards.look_at(gathering)
+        if damage >= 0:
+            shard[damage] += 1
+        return {"values": output.numpy(), "wrong": wrong_names([shards.differences()])}
 
     def bind_without_sharing(self, folder: str) -> dict[str, Any]:
         """Replace the rollout engine by one with weights of its own, copied now."""

@@ -6,13 +6,18 @@ moments 8.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM, Qwen2Config
 
+from benchmarks import make_model
+from benchmarks.result import read_result
 from configs.schema import Role, TrainConfig
 from engines.memory import GIB, Rank, choose_checkpointing, rank_memory, rank_phases, weight_width
 from engines.models import load_causal_lm
@@ -49,6 +54,8 @@ def _actor(stage: int, rank: Rank) -> float:
     return sum(parts[name] for name in names) / MILLION.parameters
 
 
+WORDY = replace(MILLION, vocabulary=200_000)
+RESULTS = Path(make_model.__file__).parent / "results"
 NEITHER = {"actor": False, "critic": False, "sft": False}
 SHAPES = [Shape("qwen2", tied=True), Shape("llama", tied=False, vocabulary=100)]
 
@@ -100,7 +107,8 @@ def test_a_role_costs_where_it_lives() -> None:
     for name in ("weights", "masters and moments"):
         assert ppo["update of the critic"][f"actor {name}"] == ppo["update of the critic"][f"critic {name}"]
     assert "actor gradients" not in ppo["update of the critic"]
-    assert not ppo["update of the critic"]["logits and the head's gradient"]
+    wordy = rank_phases(config, Rank(dict.fromkeys(("actor", "critic"), WORDY), 1, "cuda", 2), NEITHER)
+    assert wordy["update of the critic"]["backward pass"] < wordy["update of the actor"]["backward pass"]  # no logits
 
 
 def test_stage_1_in_bfloat16_keeps_all_gradients_all_the_time() -> None:
@@ -140,6 +148,42 @@ def test_activations_grow_with_the_micro_batch_and_shrink_with_recomputation() -
     assert large == pytest.approx(4 * small, rel=1e-4)
     again = _phase("update of the actor", _rank(1), checkpointing=True, actor={"micro_batch_tokens": 4096})
     assert again["activations"] < large
+
+
+@pytest.mark.parametrize(
+    ("name", "roles"),
+    [
+        ("step_1.5b_h200", ("actor", "rollout")),
+        ("update_ragged_1.5b_h200", ("actor",)),
+        ("update_checkpointing_1.5b_h200", ("actor",)),
+    ],
+)
+def test_the_estimate_is_within_a_tenth_of_the_peak_that_was_measured(
+    name: str, roles: tuple[Role, ...], tmp_path: Path
+) -> None:
+    """On an H200, activations kept and recomputed. Control: the other of the two is far off."""
+    measured = read_result(RESULTS / f"{name}.json")
+    sections = {section: measured.settings[section] for section in ("rollout", "algorithm", "actor")}
+    config = TrainConfig.model_validate({**sections, "data": {"max_prompt_tokens": 256}})
+    rank = Rank(dict.fromkeys(roles, _random_model_shape("1.5", tmp_path)), 1, "cuda", 2)
+    recomputed = bool(config.actor.gradient_checkpointing)
+    peak = measured.figures["peak_gib"] * GIB
+    estimate = rank_memory(config, rank, {"actor": recomputed})
+    assert estimate.phase == "update of the actor"
+    assert estimate.total == pytest.approx(peak, rel=0.1)
+    assert rank_memory(config, rank, {"actor": not recomputed}).total != pytest.approx(peak, rel=0.1)
+
+
+def _random_model_shape(size: str, folder: Path) -> ModelShape:
+    """Sizes of the benchmarks' model, read from a folder that has headers of weight files and no weights."""
+    config = Qwen2Config(**make_model.sizes(size))
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    header = {name: {"dtype": "BF16", "shape": list(tensor.shape)} for name, tensor in model.named_parameters()}
+    body = json.dumps(header).encode()
+    (folder / "model.safetensors").write_bytes(len(body).to_bytes(8, "little") + body)
+    config.save_pretrained(folder)
+    return read_shape(folder)
 
 
 def test_activations_are_recomputed_only_where_they_do_not_fit_or_where_asked() -> None:

@@ -9,7 +9,7 @@ import pytest
 
 from configs.errors import UserError
 from configs.schema import TrainConfig
-from engines.placement import place
+from engines.placement import STRATEGIES, place, reshard_strategy
 
 LOGS = Path("logs")
 PPO = {"algorithm": {"name": "ppo"}}
@@ -72,3 +72,39 @@ def test_two_groups_never_share_a_gpu() -> None:
         _places(1, **PPO, groups=unnamed)
     assert _places(0, **PPO, groups=unnamed) == {"main": [None], "critic": [None]}
     assert _places(2, **PPO, groups={**groups, "critic": {"gpus": [1], "roles": ["critic"]}})["critic"] == [1]
+
+
+def test_rollout_engines_take_whole_shares_of_a_groups_ranks() -> None:
+    """Ranks left over would have no engine. Control: a number that divides them, and groups without rollout."""
+    groups: dict[str, Any] = {
+        "train": {"ranks": 3, "roles": ["actor"]},
+        "generate": {"ranks": 4, "roles": ["rollout"]},
+    }
+    assert len(_places(0, groups=groups, rollout={"tensor_parallel": 2})["generate"]) == 4
+    with pytest.raises(UserError, match="tensor_parallel=3 does not divide the 4 ranks of group 'generate'"):
+        _places(0, groups=groups, rollout={"tensor_parallel": 3})
+
+
+TOGETHER = {"main": {"roles": ["rollout", "actor"]}}
+APART = {"train": {"roles": ["actor"]}, "generate": {"roles": ["rollout"]}}
+
+
+@pytest.mark.parametrize(
+    ("groups", "stage", "tensor_parallel", "strategy"),
+    [
+        ({}, 2, 1, "shared"),
+        (TOGETHER, 0, 1, "shared"),
+        (TOGETHER, 1, 2, "local"),
+        ({}, 3, 1, "gather"),
+        (TOGETHER, 3, 2, "gather"),
+        (APART, 2, 1, "broadcast"),
+        (APART, 3, 2, "broadcast"),
+    ],
+)
+def test_the_placement_decides_how_weights_are_resharded(
+    groups: dict[str, Any], stage: int, tensor_parallel: int, strategy: str
+) -> None:
+    """The table of the design, and each strategy has its words."""
+    config = TrainConfig(groups=groups, actor={"zero_stage": stage}, rollout={"tensor_parallel": tensor_parallel})
+    assert reshard_strategy(config) == strategy
+    assert strategy in STRATEGIES

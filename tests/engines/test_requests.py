@@ -141,19 +141,19 @@ def test_two_engines_pull_all_prompts_once(one_rank: Ranks, two_ranks: Ranks, fo
     two_ranks.build(folder, ("actor", "rollout"), rollout={**rollout, "reproducible": False})
     one_rank.build(folder, ("actor", "rollout"), rollout=rollout)
 
+    greedy = _by_prompt(_ask(two_ranks, folder, temperature=0.0), 1)
+    assert greedy == _by_prompt(_ask(one_rank, folder, temperature=0.0), 1)
+    assert len({tuple(rows[0]) for rows in greedy.values()}) > 5
+
     replies = _ask(two_ranks, folder, samples=2)
     answers = _by_prompt(replies, 2)
     assert sorted(answers) == list(range(len(PROMPTS)))
     assert len({len(row) for rows in answers.values() for row in rows}) > 10, "responses of uneven length"
-    assert min(len(reply["positions"]) for reply in replies) > 4, "more than it could hold at first"
+    assert min(len(reply["positions"]) for reply in replies) > 2, "more than an engine could hold at first"
     for reply in replies:
         assert (reply["request_seconds"] > 0).all()
         assert reply["request_seconds"].max() <= reply["engine_seconds"]
         assert reply["prompt_tokens"] == 2 * PROMPTS.lengths_B[reply["positions"]].sum()
-
-    greedy = _by_prompt(_ask(two_ranks, folder, temperature=0.0), 1)
-    assert greedy == _by_prompt(_ask(one_rank, folder, temperature=0.0), 1)
-    assert len({tuple(rows[0]) for rows in greedy.values()}) > 5
 
     idle, busy = sorted(_ask(two_ranks, folder, PROMPTS.take(np.array([5]))), key=lambda reply: len(reply["texts"]))
     assert (len(idle["texts"]), len(busy["texts"])) == (0, 1), "one prompt for two engines"

@@ -17,6 +17,8 @@ def low_digit(response: str, suffix: str) -> float:
     """1 for about half of what an untrained policy says, so that there is something to learn at once."""
     while _exists(HOLD):
         time.sleep(0.02)
+    if _exists(BREAK):
+        raise LookupError("this reward function is broken")
     return float(response[2:3] in ("0", "1", "2", "3", "4"))
 
 

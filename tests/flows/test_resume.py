@@ -52,7 +52,15 @@ PPO = (
 GRPO = ("algorithm={name: grpo, mini_batches: 1, kl: {place: loss, coefficient: 0.05}}",)
 WAIT_S = 400.0  # for what takes seconds on a quiet machine
 # Of the machine, not of the training:
-MEASURED = ("time/", "memory/", "rollout/tokens_per_s", "rollout/request_s", "rollout/engine_")
+MEASURED = (
+    "time/",
+    "share/",
+    "memory/",
+    "reshard/rank_s",
+    "rollout/tokens_per_s",
+    "rollout/request_s",
+    "rollout/engine_",
+)
 
 
 IN_TURN = """

@@ -109,7 +109,7 @@ def test_a_right_recipe_starts(penstock: Callable[..., str]) -> None:
         (["recipe.yaml", "rollout.sampels=4"], "rollout.sampels", "did you mean 'samples'?"),
         (["recipe.yaml", "rollout.samples"], "'rollout.samples' is not section.key=value", "rollout.samples=16"),
         (["recipe.yaml", "rollout.samples=many"], "rollout.samples: must be a valid integer", "given: 'many'"),
-        (["recipe.yaml", "algorithm.gae_lambda=0.9"], "'gae_lambda' has no effect with algorithm 'grpo'", "remove it"),
+        (["recipe.yaml", "algorithm.gae_lambda=0.9"], "'gae_lambda' has no effect with advantage 'grpo'", "remove it"),
         (
             ["recipe.yaml", "algorithm.mini_batches=3"],
             "(8) must be a multiple of 'algorithm.mini_batches' (3)",
@@ -132,7 +132,7 @@ def test_a_right_recipe_starts(penstock: Callable[..., str]) -> None:
         (["recipe.yaml", "sft.steps=1"], "the 'sft' section needs 'data.sft'", "sft=null"),
         (["recipe.yaml", "groups.main={gpus: [0], roles: [actor, rollout]}"], "names GPU 0", "remove 'gpus'"),
         (["recipe.yaml", "rollout.kv_cache_gib=64"], "64.0 GiB", "use more ranks"),
-        (["recipe.yaml", "actor.micro_batch_tokens=9000000"], "largest part: activations", "actor.micro_batch_tokens"),
+        (["recipe.yaml", "actor.micro_batch_tokens=9000000"], "largest part: backward pass", "actor.micro_batch_tokens"),
         (["recipe.yaml", "rollout.max_response_tokens=64"], "is 96, the model has 64 positions", "lower one"),
         (["recipe.yaml", "--dry-rum"], "No such option", "--dry-run"),
     ],
@@ -279,6 +279,7 @@ def test_a_dry_run_shows_configuration_placement_and_memory(here: Path, penstock
         "CPU",
         "activations",
         "actor no",
+        "reshard: shared (the rollout engine reads the actor's own weights)",
     ):
         assert text in " ".join(shown.split()), text
     assert tree(here) == before

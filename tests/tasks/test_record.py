@@ -36,7 +36,8 @@ def test_a_summary_of_a_whole_run(training_with: MakeTraining) -> None:
     """First and last of each figure; tokens per second over the iterations; seconds of all attempts."""
     training = recorded(training_with(TrainConfig()), 0.5, None, 0.6, None)
     session = training.session()
-    session.engine_figures = {"parameters": 7, "parameters_shared": 5, "parameters_copied": 2}
+    engine = {"parameters": 7, "parameters_shared": 5, "parameters_copied": 2, "reshard_strategy": "shared"}
+    session.engine_figures = dict(engine)
     session.mlflow_run_id, session.prefect_flow_run_id = "run", "flow"
     session.seconds_before, session.started = 100.0, time.monotonic() - 10
     summary = summarize(training, "completed")
@@ -51,9 +52,7 @@ def test_a_summary_of_a_whole_run(training_with: MakeTraining) -> None:
         "tokens_per_second": 50.0,
         "actor_mfu": pytest.approx(0.25),
         "time_shares": pytest.approx({"rollout": 0.6, "other": (0.1 * 1 + 0.2 * 2 + 0.3 * 3) / 6}),
-        "parameters": 7,
-        "parameters_shared": 5,
-        "parameters_copied": 2,
+        **engine,
         "gradient_checkpointing": {},
         "mlflow_run_id": "run",
         "prefect_flow_run_id": "flow",

@@ -64,6 +64,24 @@ def test_forward_passes_are_one_share() -> None:
     assert result["time/other_s"] == pytest.approx(12 - 6.6 - 3)
 
 
+def test_steps_on_groups_of_their_own_overlap() -> None:
+    """Actor 3 s and critic 2 s at the same time are 3 s of the iteration: the shares exceed 1 by the other 2."""
+    metrics = {**SERIAL, "time/update_critic_s": 2.0, "time/update_actor_s": 3.0, "time/iteration_s": 10.0}
+    usage = {"1/update_critic": [{"seconds": 2.0}], "1/update_actor": [{"seconds": 3.0}]}
+    result = shares(metrics, usage, 1)
+    assert result["time/other_s"] == pytest.approx(10 - 6.6 - 3)
+    assert sum(value for name, value in result.items() if name.startswith("share/")) == pytest.approx(1.2)
+
+
+def test_what_ranks_did_not_work_is_other() -> None:
+    """Of 5 seconds that both updates took, the ranks worked 4: one went into sending, reading and writing."""
+    metrics = {**SERIAL, "time/update_critic_s": 1.0, "time/update_actor_s": 5.0, "time/iteration_s": 12.0}
+    usage = {"1/update_critic": [{"seconds": 1.0}], "1/update_actor": [{"seconds": 3.0}]}
+    result = shares(metrics, usage, 1)
+    assert result["time/other_s"] == pytest.approx(12 - 6.6 - 4)
+    assert sum(value for name, value in result.items() if name.startswith("share/")) == pytest.approx(1.0)
+
+
 def test_memory_is_the_worst_ranks_and_the_fullest_moment() -> None:
     """Peaks by command; how much of the reserved memory was of use where most was reserved."""
     usage = {

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from state.experience import Ragged
-from tests.engines.ranks import Ranks, Shape
+from tests.engines.ranks import SMALL, Ranks, Shape
 from tests.engines.rows import LOSS, SPLIT, random_rows, write_rows
 
 FolderOf = Callable[[Shape], Path]
@@ -40,6 +40,21 @@ def _gap(ranks: Ranks, tensor_parallel: int = 1) -> float:
         assert len(reply["vllm"]) == len(reply["trainer"]) == 4 * 12
         assert np.array_equal(reply["tokens"], replies[engine * tensor_parallel]["tokens"]), "an engine's ranks differ"
     return max(float(np.abs(reply["vllm"] - reply["trainer"]).mean()) for reply in replies)
+
+
+def _spread(tensor_parallel: int) -> dict[str, Any]:
+    return {**SMALL["rollout"], "tensor_parallel": tensor_parallel}
+
+
+def _request(folder: Path) -> dict[str, Any]:
+    prompts = Ragged.of([np.arange(4, 8), np.arange(9, 12)], np.int32)
+    sampling = {"samples": 2, "temperature": 1.0, "top_p": 1.0, "top_k": 0, "max_tokens": 4, "ignore_eos": False}
+    return {
+        "prompts": prompts.values_T,
+        "offsets": prompts.offsets_B1,
+        "tokenizer": str(folder),
+        "sampling": {**sampling, "seed": [0, 0, 0]},
+    }
 
 
 def _step(ranks: Ranks, folder: Path, version: int) -> None:
@@ -100,23 +115,23 @@ def test_ranks_of_one_engine_copy_their_slices_of_what_they_hold(
     Rows of the embeddings lie in the trainer's buffer as vLLM needs them and are shared, as the norms are.
     """
     shape = Shape("qwen2", tied=False)
-    built = two_ranks.build(folder_of(shape), ROLES, actor={"zero_stage": 2}, rollout={"tensor_parallel": 2})
+    built = two_ranks.build(folder_of(shape), ROLES, actor={"zero_stage": 2}, rollout=_spread(2))
     names, layers = two_ranks.ask("mismatches")[0]["of"], 2
-    assert (built["strategy"], built["parameters_copied"]) == (
-        "local",
-        5 * layers,
-    )  # qkv and its bias, o, gate_up, down
-    assert built["parameters_shared"] == names - 5 * layers
+    copied = 5 * layers  # qkv and its bias, o, gate_up, down
+    assert (built["strategy"], built["parameters_copied"]) == ("local", copied)
+    assert built["parameters_shared"] == names - copied
     assert _gap(two_ranks, 2) < EQUAL
     for version in range(2):
         _step(two_ranks, tmp_path, version)
         assert _gap(two_ranks, 2) > STALE
         assert any("down_proj" in name for name in _wrong(two_ranks))
         replies = two_ranks.ask("reshard", version=version + 1)
-        copied = layers * (128 * (256 + 128 + 3 * 96) + 256) * 4 // 2
-        assert [reply["bytes"] for reply in replies] == [copied] * 2
+        size = layers * (128 * (256 + 128 + 3 * 96) + 256) * 4 // 2
+        assert [reply["bytes"] for reply in replies] == [size] * 2
         assert _wrong(two_ranks) == []
         assert _gap(two_ranks, 2) < EQUAL
+    first, second = two_ranks.ask("generate", **_request(folder_of(shape)))
+    assert (first["policy_version"], sorted(first["positions"].tolist()), second) == (2, [0, 1], {})
     errors = _errors(two_ranks, 3, "engines.weights.placing.differs")
     assert errors[0] == ""
     assert "1 rollout parameters are not the actor's: model.layers.0.self_attn.qkv_proj.weight" in errors[1]
@@ -128,7 +143,7 @@ def test_zero_3_gathers_its_shards_into_the_rollout_engine(
 ) -> None:
     """Nothing can be shared; after a step the rollout is stale by far until the reshard, and equal after it."""
     shape = Shape("qwen2" if tensor_parallel == 1 else "qwen3", tied=tensor_parallel == 2, intermediate=SHARDED)
-    sections = {"actor": {"zero_stage": 3}, "rollout": {"tensor_parallel": tensor_parallel}}
+    sections = {"actor": {"zero_stage": 3}, "rollout": _spread(tensor_parallel)}
     built = two_ranks.build(folder_of(shape), ROLES, **sections)
     assert built["strategy"] == "gather"
     assert (built["parameters_shared"], built["parameters_copied"]) == (0, two_ranks.ask("mismatches")[0]["of"])
@@ -149,10 +164,23 @@ def test_zero_3_gathers_its_shards_into_the_rollout_engine(
         assert (errors[0], "model.embed_tokens.weight" in errors[1]) == ("", True)
 
 
-def test_a_shard_that_does_not_divide_is_gathered_through_a_buffer(one_rank: Ranks, folder_of: FolderOf) -> None:
+def test_zero_3_on_one_rank_gathers_from_itself(one_rank: Ranks, folder_of: FolderOf) -> None:
     """A single rank holds whole parameters as its shards."""
     one_rank.build(folder_of(Shape("llama", tied=False, intermediate=SHARDED)), ROLES, actor={"zero_stage": 3})
     assert (_wrong(one_rank), _gap(one_rank) < EQUAL) == ([], True)
+
+
+@pytest.mark.parametrize("numel", [1, 7, 8, 4097])
+def test_parameters_that_do_not_divide_over_the_ranks_arrive_without_their_padding(
+    numel: int, two_ranks: Ranks
+) -> None:
+    """The last shard is longer than what it holds, or holds nothing. Control: a shard that changed is told."""
+    values = np.random.default_rng(numel).normal(size=numel).astype(np.float32)
+    for reply in two_ranks.ask("gather_odd", values=values, damage=-1):
+        assert np.array_equal(reply["values"], values)
+        assert reply["wrong"] == []
+    damage = [{"damage": 0}, {"damage": -1}]
+    assert [reply["wrong"] for reply in two_ranks.ask_each("gather_odd", damage, values=values)] == [["odd"]] * 2
 
 
 @pytest.mark.parametrize("tied", [True, False])
@@ -187,24 +215,10 @@ def test_a_stale_copy_is_seen_in_the_log_probs_and_named(one_rank: Ranks, folder
 
 
 def test_no_rollout_between_an_update_and_its_reshard(one_rank: Ranks, folder_of: FolderOf, tmp_path: Path) -> None:
-    """Shared weights would already be the next version's, under the name of the last. Control: it works on both sides."""
+    """Shared weights would be the next version's already, under the name of the last. Control: before and after."""
     folder = folder_of(Shape("qwen2", tied=True))
     one_rank.build(folder, ROLES, actor={"zero_stage": 2})
-    prompts = Ragged.of([np.arange(4, 8)], np.int32)
-    request: dict[str, Any] = {
-        "prompts": prompts.values_T,
-        "offsets": prompts.offsets_B1,
-        "tokenizer": str(folder),
-        "sampling": {
-            "samples": 1,
-            "temperature": 0.0,
-            "top_p": 1.0,
-            "top_k": 0,
-            "max_tokens": 4,
-            "ignore_eos": False,
-            "seed": [0, 0, 0],
-        },
-    }
+    request = _request(folder)
     assert one_rank.ask("generate", **request)[0]["policy_version"] == 0
     _step(one_rank, tmp_path, 0)
     error = one_rank.ask("refusal", of="generate", arguments=request)[0]["error"]

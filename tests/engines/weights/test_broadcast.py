@@ -1,0 +1,146 @@
+"""Actor and rollout in two groups: what is broadcast is what the actor computes with, and both sides know if it is not.
+
+Two engine groups with processes, worlds and (on GPUs) devices of their own, as in a training; the flow's part, telling
+one group the other's port, is the test's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from engines.packing import Rows
+from state.experience import Ragged
+from tests.engines.ranks import SMALL, Ranks, Shape
+from tests.engines.rows import LOSS, SPLIT, gathered, random_rows, write_rows
+
+FolderOf = Callable[[Shape], Path]
+EQUAL, STALE = 1e-5, 0.05
+PROMPTS = Ragged.of([np.arange(3, 3 + length) for length in (1, 4, 7, 2)], np.int32)
+
+
+@dataclass(frozen=True)
+class Apart:
+    """An actor group and a rollout group."""
+
+    actor: Ranks
+    rollout: Ranks
+    model: Path
+    folder: Path  # for experience
+
+    def both(self, command: str, **arguments: Any) -> list[dict[str, Any]]:
+        """Send a command to both groups at the same time; the actor's replies first."""
+        with ThreadPoolExecutor(2) as pool:
+            calls = [pool.submit(ranks.ask, command, **arguments) for ranks in (self.actor, self.rollout)]
+            return [reply for call in calls for reply in call.result()]
+
+    def build(self, stage: int, tensor_parallel: int) -> None:
+        """Build both groups, connect them and bring the first weights."""
+        sections: dict[str, Any] = {
+            "groups": {"train": {"roles": ["actor"]}, "generate": {"roles": ["rollout"]}},
+            "actor": {"zero_stage": stage},
+            "rollout": {**SMALL["rollout"], "tensor_parallel": tensor_parallel},
+        }
+        self.actor.build(self.model, ("actor",), **sections)
+        self.rollout.build(self.model, ("rollout",), **sections)
+        port = self.actor.ask("listen")[0]["port"]
+        self.both("connect", port=port, rollout_ranks=self.rollout.count)
+
+    def step(self, version: int) -> None:
+        """Train on random experience, hard enough to change every weight."""
+        path = write_rows(self.folder / f"{version}.parquet", random_rows(8, seed=version))
+        split = {**SPLIT, "mini_batches": 2, "micro_batch_tokens": 32}
+        self.actor.ask("update_actor", path=path, version=version, split=split, loss=LOSS, learning_rate=1e-2)
+
+    def gap(self) -> float:
+        """Mean difference between vLLM's and the trainer's log-probs of what vLLM sampled."""
+        asked = {"prompts": PROMPTS.values_T, "offsets": PROMPTS.offsets_B1}
+        replies = self.rollout.ask("rollout_logprobs", tokens=12, **asked)
+        assert all(np.array_equal(reply["tokens"], replies[0]["tokens"]) for reply in replies)
+        responses = Ragged(replies[0]["tokens"], replies[0]["offsets"])
+        mask = Ragged(np.ones(len(responses.values_T), np.uint8), responses.offsets_B1)
+        rows = Rows(PROMPTS, responses, mask, {})
+        path = write_rows(self.folder / "sampled.parquet", rows)
+        ours_T = gathered(rows, self.actor.ask("logprobs", path=path, role="actor", temperature=1.0, budget=10_000))
+        return max(float(np.abs(reply["vllm"] - ours_T).mean()) for reply in replies)
+
+
+@pytest.mark.parametrize(
+    ("shape", "stage", "trainers", "tensor_parallel"),
+    [
+        (Shape("qwen2", tied=False), 2, 1, 1),
+        (Shape("qwen3", tied=True, vocabulary=100), 2, 1, 2),
+        (Shape("llama", tied=False, intermediate=1024), 3, 2, 1),
+    ],
+    ids=["zero-2 to two engines", "zero-2 to one engine of two ranks", "zero-3 on two ranks to one engine"],
+)
+def test_weights_reach_the_other_group(
+    shape: Shape,
+    stage: int,
+    trainers: int,
+    tensor_parallel: int,
+    one_rank: Ranks,
+    two_ranks: Ranks,
+    folder_of: FolderOf,
+    tmp_path: Path,
+) -> None:
+    """Stale after a step, equal after the reshard, for both groups the same version; damage fails both."""
+    actor, rollout = (one_rank, two_ranks) if trainers == 1 else (two_ranks, one_rank)
+    apart = Apart(actor, rollout, folder_of(shape), tmp_path)
+    apart.build(stage, tensor_parallel)
+    error = apart.rollout.ask("refusal", of="generate", arguments=_request(apart))[0]["error"]
+    assert "a reshard comes first" in error
+    replies = apart.both("reshard", version=0)
+    size = sum(parameter.numel() for parameter in apart.actor.parameters().values()) * 4
+    moved = [size, *[0] * (trainers - 1), *[size] * apart.rollout.count]
+    assert [reply["bytes"] for reply in replies] == moved
+    assert {reply["strategy"] for reply in replies} == {"broadcast"}
+    assert replies[-1]["parameters_shared"] == 0
+    assert apart.gap() < EQUAL
+    apart.step(0)
+    assert apart.gap() > STALE
+    apart.both("reshard", version=1)
+    assert apart.gap() < EQUAL
+    assert {reply["policy_version"] for reply in apart.rollout.ask("generate", **_request(apart)) if reply} == {1}
+    apart.step(1)  # refused if the actor's side did not know that version 1 is verified
+    errors = [
+        reply["error"]
+        for reply in apart.both(
+            "spoiled_refusal",
+            arguments={"version": 2},
+            look="engines.weights.broadcast.word_sum",
+            rank=apart.rollout.count - 1,
+            only="rollout",
+        )
+    ]
+    assert "1 checksums differ on other ranks" in errors[0]
+    assert errors[1:trainers] == [""] * (trainers - 1)
+    assert all("not the actor's" in error or "on other ranks" in error for error in errors[trainers:])
+    assert "1 rollout parameters are not the actor's" in errors[-1]
+
+
+def test_groups_of_different_models_are_refused(one_rank: Ranks, two_ranks: Ranks, folder_of: FolderOf) -> None:
+    """Their collectives would have other sizes, and hang. Control: the tests above connect."""
+    apart = Apart(one_rank, two_ranks, Path(), Path())
+    groups = {"train": {"roles": ["actor"]}, "generate": {"roles": ["rollout"]}}
+    one_rank.build(folder_of(Shape("qwen2", tied=False)), ("actor",), groups=groups)
+    two_ranks.build(folder_of(Shape("qwen2", tied=True)), ("rollout",), groups=groups)
+    arguments = {"port": one_rank.ask("listen")[0]["port"], "rollout_ranks": 2}
+    errors = [reply["error"] for reply in apart.both("refusal", of="connect", arguments=arguments)]
+    assert all("different parameters, shapes or dtypes" in error for error in errors)
+
+
+def _request(apart: Apart) -> dict[str, Any]:
+    sampling = {"samples": 1, "temperature": 0.0, "top_p": 1.0, "top_k": 0, "max_tokens": 4, "ignore_eos": False}
+    return {
+        "prompts": PROMPTS.values_T,
+        "offsets": PROMPTS.offsets_B1,
+        "tokenizer": str(apart.model),
+        "sampling": {**sampling, "seed": [0, 0, 0]},
+    }
