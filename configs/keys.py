@@ -65,11 +65,9 @@ def _walk(model: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, Field
             yield from _walk(table, f"{prefix}{name}.<name>.")
 
 
-def describe_keys() -> list[Key]:
-    """Return every key of `TrainConfig` in the schema's order, sections included."""
-    return [
-        Key(name, _type_of(field), _default_of(field), field.description or "") for name, field in _walk(TrainConfig)
-    ]
+def describe_keys(tree: type[BaseModel] = TrainConfig) -> list[Key]:
+    """Return every key of a tree in the schema's order, sections included."""
+    return [Key(name, _type_of(field), _default_of(field), field.description or "") for name, field in _walk(tree)]
 
 
 def _type_of(field: FieldInfo) -> str:
@@ -118,19 +116,19 @@ def below(annotation: Any, name: str) -> Any:
     return Any if is_free(annotation) else None
 
 
-def exists(parts: Sequence[str]) -> bool:
-    """Whether the dotted name made of `parts` is a key of `TrainConfig`."""
-    return _annotation_at(parts) is not None
+def exists(parts: Sequence[str], tree: type[BaseModel] = TrainConfig) -> bool:
+    """Whether the dotted name made of `parts` is a key of a tree."""
+    return _annotation_at(parts, tree) is not None
 
 
-def suggest(parts: Sequence[str]) -> str:
+def suggest(parts: Sequence[str], tree: type[BaseModel] = TrainConfig) -> str:
     """Guess which key a wrong dotted name meant: one beside it, else one elsewhere in the tree, else empty text."""
     name = parts[-1]
-    section = section_in(_annotation_at(parts[:-1]))
+    section = section_in(_annotation_at(parts[:-1], tree))
     if near := _nearest(name, section.model_fields if section else ()):
         return f"did you mean '{near}'?"
     places: dict[str, list[str]] = {}
-    for place, _ in _walk(TrainConfig):
+    for place, _ in _walk(tree):
         places.setdefault(place.rpartition(".")[2], []).append(place)
     if not (near := _nearest(name, places)):
         return ""
@@ -139,8 +137,8 @@ def suggest(parts: Sequence[str]) -> str:
     return f"'{near}' exists at {', '.join(deeper or places[near])}"
 
 
-def _annotation_at(parts: Iterable[str]) -> Any:
-    annotation: Any = TrainConfig
+def _annotation_at(parts: Iterable[str], tree: type[BaseModel]) -> Any:
+    annotation: Any = tree
     for part in parts:
         annotation = below(annotation, part)
     return annotation

@@ -1,4 +1,4 @@
-"""From recipes, overrides and flow parameters to one validated `TrainConfig`, and back to YAML.
+"""From recipes, overrides and flow parameters to one validated tree (mostly `TrainConfig`), and back to YAML.
 
 Every mistake becomes one `UserError` that lists each wrong key with what was probably meant.
 
@@ -14,7 +14,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
@@ -25,7 +25,9 @@ from configs.keys import below, describe_keys, exists, is_nullable, section_in, 
 from configs.recipes import read_tree
 from configs.schema import TrainConfig
 
-__all__ = ["config_from_mapping", "describe_keys", "load_config", "read_tree", "resolve", "to_yaml"]
+__all__ = ["config_from_mapping", "describe_keys", "load_config", "load_tree", "read_tree", "resolve", "to_yaml"]
+
+Tree = TypeVar("Tree", bound=BaseModel)
 
 MAPPING = re.compile(r"a valid dictionary( or instance of \w+)?")
 EVERY_KEY = "penstock train RECIPE --dry-run prints every valid key"
@@ -41,10 +43,19 @@ def load_config(path: Path, overrides: Sequence[str] = ()) -> TrainConfig:
     Raises:
         UserError: a file, an override or a value is wrong.
     """
+    return load_tree(path, overrides, TrainConfig)
+
+
+def load_tree(path: Path, overrides: Sequence[str], kind: type[Tree]) -> Tree:
+    """Return a recipe of another kind than a training; otherwise as `load_config`.
+
+    Raises:
+        UserError: a file, an override or a value is wrong.
+    """
     tree = read_tree(path)
     for override in overrides:
-        tree = recipes.merge(tree, _override(override))
-    return config_from_mapping(tree, str(path))
+        tree = recipes.merge(tree, _override(override, kind))
+    return _validated(tree, str(path), kind)
 
 
 def config_from_mapping(values: Mapping[str, Any], source: str) -> TrainConfig:
@@ -57,13 +68,21 @@ def config_from_mapping(values: Mapping[str, Any], source: str) -> TrainConfig:
     Raises:
         UserError: lists every wrong key.
     """
-    tree = _without_idle_nulls(recipes.compose(values, Path.cwd()), TrainConfig)
+    return _validated(values, source, TrainConfig)
+
+
+def _validated(values: Mapping[str, Any], source: str, kind: type[Tree]) -> Tree:
+    tree = _without_idle_nulls(recipes.compose(values, Path.cwd()), kind)
     try:
-        return TrainConfig.model_validate(tree)
+        return kind.model_validate(tree)
     except ValidationError as error:
-        problems = _explain(error)
+        problems = _explain(error, kind)
         count = "one setting is" if len(problems) == 1 else f"{len(problems)} settings are"
-        raise UserError(f"{source}: {count} wrong\n    " + "\n    ".join(problems), EVERY_KEY) from None
+        raise UserError(f"{source}: {count} wrong\n    " + "\n    ".join(problems), _every_key(kind)) from None
+
+
+def _every_key(kind: type[BaseModel]) -> str:
+    return EVERY_KEY if kind is TrainConfig else "penstock keys --help says how to list the keys of such a recipe"
 
 
 def resolve(config: TrainConfig) -> TrainConfig:
@@ -77,18 +96,18 @@ def resolve(config: TrainConfig) -> TrainConfig:
     return config_from_mapping(config.model_dump(exclude_unset=True), "the parameters")
 
 
-def to_yaml(config: TrainConfig) -> str:
+def to_yaml(config: BaseModel) -> str:
     """Return the whole tree as YAML in the schema's order; it loads back to an equal configuration."""
     return recipes.dump(config.model_dump(exclude={"base"}))
 
 
-def _override(text: str) -> dict[str, Any]:
+def _override(text: str, kind: type[BaseModel]) -> dict[str, Any]:
     name, equals, value = text.partition("=")
     parts = name.strip().split(".")
     if not equals or not all(parts) or not value.strip():
         raise UserError(f"the override '{text}' is not section.key=value", "for example rollout.samples=16")
-    if not exists(parts):
-        raise UserError(f"the override '{text}' names no key{_hint(parts)}", EVERY_KEY)
+    if not exists(parts, kind):
+        raise UserError(f"the override '{text}' names no key{_hint(parts, kind)}", _every_key(kind))
     tree = recipes.parse(value, f"the override '{text}'")
     for part in reversed(parts):
         tree = {part: tree}
@@ -116,18 +135,18 @@ def _clean(value: Any, annotation: Any) -> Any:
     return value
 
 
-def _explain(error: ValidationError) -> list[str]:
+def _explain(error: ValidationError, kind: type[BaseModel]) -> list[str]:
     """Return one line per wrong key; the branches of a union count as one."""
     found: dict[tuple[str, ...], list[ErrorDetails]] = {}
     for detail in error.errors(include_url=False, include_context=False):
-        found.setdefault(_key_of(detail["loc"]), []).append(detail)
-    return [_line(key, details) for key, details in found.items()]
+        found.setdefault(_key_of(detail["loc"], kind), []).append(detail)
+    return [_line(key, details, kind) for key, details in found.items()]
 
 
-def _key_of(location: tuple[int | str, ...]) -> tuple[str, ...]:
+def _key_of(location: tuple[int | str, ...], kind: type[BaseModel]) -> tuple[str, ...]:
     """Return the key an error is at, without pydantic's names for the branches of a union."""
     key: list[str] = []
-    annotation: Any = TrainConfig
+    annotation: Any = kind
     for part in location:
         inside = below(annotation, str(part))
         if inside is not None or section_in(annotation) or isinstance(part, int):
@@ -138,9 +157,9 @@ def _key_of(location: tuple[int | str, ...]) -> tuple[str, ...]:
     return tuple(key)
 
 
-def _line(key: tuple[str, ...], details: list[ErrorDetails]) -> str:
+def _line(key: tuple[str, ...], details: list[ErrorDetails], kind: type[BaseModel]) -> str:
     if details[0]["type"] == "extra_forbidden":
-        return f"{'.'.join(key)}: unknown key{_hint(key)}"
+        return f"{'.'.join(key)}: unknown key{_hint(key, kind)}"
     # Of a union's branches the one that got furthest says most: it accepted the type and refused the content.
     telling = [detail for detail in details if not detail["type"].endswith("_type")] or details
     what = " or ".join(dict.fromkeys(_sentence(detail) for detail in telling))
@@ -157,6 +176,6 @@ def _sentence(detail: ErrorDetails) -> str:
     return f"{what} (given: {given!r})" if isinstance(given, str | int | float) else what
 
 
-def _hint(parts: Sequence[str]) -> str:
-    guess = suggest(parts)
+def _hint(parts: Sequence[str], kind: type[BaseModel]) -> str:
+    guess = suggest(parts, kind)
     return f"; {guess}" if guess else ""

@@ -270,12 +270,11 @@ class CheckpointConfig(Section):
     keep: PositiveInt = Field(2, description="newest checkpoints kept; older ones are deleted")
 
 
-class GroupConfig(Section):
-    """One engine group: rank processes that hold the models of some roles."""
+class Devices(Section):
+    """What the ranks of one engine group run on."""
 
     gpus: list[int] | None = Field(None, description="GPU indices, one rank each; null: all visible GPUs, or CPU ranks")
     ranks: PositiveInt | None = Field(None, description="number of CPU ranks on a machine without a GPU (1)")
-    roles: list[Role] = Field(min_length=1, description="models this group holds")
 
     @model_validator(mode="after")
     def _devices(self) -> Self:
@@ -284,6 +283,12 @@ class GroupConfig(Section):
         if self.gpus is not None and (not self.gpus or len(set(self.gpus)) != len(self.gpus)):
             raise ValueError("'gpus' must name at least one GPU, each once")
         return self
+
+
+class GroupConfig(Devices):
+    """One engine group: rank processes that hold the models of some roles."""
+
+    roles: list[Role] = Field(min_length=1, description="models this group holds")
 
 
 class EngineConfig(Section):

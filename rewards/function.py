@@ -16,18 +16,14 @@ Left out: running it (rewards/worker.py), so nothing here calls the user's code 
 
 from __future__ import annotations
 
-import difflib
 import functools
-import importlib
 import inspect
-import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from configs.errors import UserError
+from configs.imports import import_named, nearest
 
 if TYPE_CHECKING:
     from rewards.scoring import Sample
@@ -71,10 +67,7 @@ def load_reward_function(spec: str, settings: dict[str, Any], columns: Sequence[
         UserError: the name is malformed, the module does not import, the function is not there, a parameter has no
             source, or a setting has no parameter.
     """
-    module_name, colon, name = spec.partition(":")
-    if not colon or not name.isidentifier() or not all(part.isidentifier() for part in module_name.split(".")):
-        raise UserError(f"reward.function '{spec}' is not of the form 'module:function'.", "Example: my_rewards:score")
-    function = _find(_import(spec, module_name), spec, name)
+    function = import_named("reward.function", spec, "function", "my_rewards:score")
 
     parameters = inspect.signature(function).parameters
     is_batch = "responses" in parameters
@@ -89,42 +82,13 @@ def load_reward_function(spec: str, settings: dict[str, Any], columns: Sequence[
     )
 
 
-def _import(spec: str, module_name: str) -> ModuleType:
-    folder = str(Path.cwd())
-    if folder not in sys.path:
-        sys.path.append(folder)  # last: a user's folder named `data` or `rewards` must not hide a package of ours
-    try:
-        return importlib.import_module(module_name)
-    except Exception as error:
-        absent = isinstance(error, ModuleNotFoundError) and error.name == module_name.partition(".")[0]
-        raise UserError(
-            f"reward.function '{spec}': module '{module_name}' does not import: {type(error).__name__}: {error}",
-            f"Put {module_name.replace('.', '/')}.py under {folder}, or install it."
-            if absent
-            else f"`python -c 'import {module_name}'` shows where.",
-        ) from error
-
-
-def _find(module: ModuleType, spec: str, name: str) -> Callable[..., Any]:
-    if not hasattr(module, name):
-        public = [key for key, value in vars(module).items() if callable(value) and not key.startswith("_")]
-        raise UserError(
-            f"reward.function '{spec}': module '{module.__name__}' has no '{name}'{_nearest(name, public)}.",
-            f"It has: {', '.join(public) or 'no function'}.",
-        )
-    function = getattr(module, name)
-    if not callable(function):
-        raise UserError(f"reward.function '{spec}' is a {type(function).__name__}, not a function.", "Name a function.")
-    return function
-
-
 def _check_settings(spec: str, parameters: Parameters, settings: dict[str, Any]) -> None:
     if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
         return
     for name in settings:
         if name not in parameters:
             raise UserError(
-                f"reward.settings has '{name}', which '{spec}' does not take{_nearest(name, parameters)}.",
+                f"reward.settings has '{name}', which '{spec}' does not take{nearest(name, parameters)}.",
                 f"It takes: {', '.join(parameters)}.",
             )
 
@@ -139,12 +103,7 @@ def _wants(spec: str, parameters: Parameters, settings: dict[str, Any], availabl
         elif parameter.default is parameter.empty:
             raise UserError(
                 f"reward.function '{spec}' asks for '{name}', which is neither an argument, a column of the data "
-                f"nor a setting{_nearest(name, available)}.",
+                f"nor a setting{nearest(name, available)}.",
                 f"Available: {', '.join(available)}. Rename the parameter, or give '{name}' in reward.settings.",
             )
     return tuple(wants)
-
-
-def _nearest(name: str, options: Iterable[str]) -> str:
-    close = difflib.get_close_matches(name, list(options), n=1)
-    return f" (did you mean '{close[0]}'?)" if close else ""

@@ -1,0 +1,164 @@
+"""Configurations of what comes before reinforcement learning: preference optimization, and training a reward model.
+
+Trees of their own beside `TrainConfig`, because nothing of rollout, reward and iterations applies to them. What they
+share with it (model, trainer, devices, deadlines) is the same sections.
+
+Left out: reading recipes (configs/loading.py), checks that need files (tasks/preference.py).
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Literal, Self
+
+from pydantic import Field, model_validator
+
+from algorithms.discovery import settings
+from algorithms.preference import PREFERENCE_LOSSES, is_labelled, needs_reference
+from configs.schema import DataConfig, Devices, EngineConfig, GroupConfig, ModelConfig, SftConfig, TrainConfig
+from configs.section import PositiveInt, Section, fill, refuse
+
+if TYPE_CHECKING:
+    LossName = str
+else:
+    LossName = Literal[tuple(PREFERENCE_LOSSES)]
+
+LOSS_SETTINGS = tuple(dict.fromkeys(name for loss in PREFERENCE_LOSSES.values() for name in settings(loss)))
+
+
+class PreferenceLossConfig(Section):
+    """Which preference loss, and its settings."""
+
+    name: LossName = Field("dpo", description="loss; dpo, ipo and orpo take pairs, kto rows with a label")
+    beta: float | None = Field(None, gt=0, description="pull to the reference (dpo, ipo, kto)")
+    label_smoothing: float | None = Field(
+        None, ge=0, lt=0.5, description="share of pairs taken to be the wrong way round (dpo); above 0 it is cDPO"
+    )
+    odds_weight: float | None = Field(None, gt=0, description="weight of the odds ratio (orpo)")
+    desirable_weight: float | None = Field(None, gt=0, description="weight of good responses (kto)")
+    undesirable_weight: float | None = Field(None, gt=0, description="weight of bad responses (kto)")
+
+    @model_validator(mode="after")
+    def _settings(self) -> Self:
+        own = settings(PREFERENCE_LOSSES[self.name])
+        refuse(self, tuple(name for name in LOSS_SETTINGS if name not in own), f"with loss '{self.name}'")
+        fill(self, **own)
+        return self
+
+    @property
+    def arguments(self) -> dict[str, Any]:
+        """Keyword arguments of the loss."""
+        return {name: getattr(self, name) for name in settings(PREFERENCE_LOSSES[self.name])}
+
+    @property
+    def labelled(self) -> bool:
+        """Whether it takes rows with a label instead of pairs."""
+        return is_labelled(self.name)
+
+    @property
+    def needs_reference(self) -> bool:
+        """Whether it compares with the model that training starts from."""
+        return needs_reference(self.name)
+
+
+class PairTrainerConfig(SftConfig):
+    """How DeepSpeed trains on preferences."""
+
+    batch: PositiveInt = Field(64, description="pairs (kto: rows) of one optimizer step")
+    max_tokens: PositiveInt = Field(
+        1024, description="pairs (kto: rows) of which a prompt with its response is longer are dropped, tokens"
+    )
+
+
+class PairData(Section):
+    """Where pairs come from: JSONL or Parquet, a row per pair."""
+
+    train: str = Field(description="JSONL or Parquet file to train on")
+    heldout: str | None = Field(None, description="the same kind of file, for the figures after training; null: none")
+    prompt: str = Field("prompt", description="column with the prompt: text, or a list of {role, content} messages")
+    chosen: str | None = Field(None, description="column with the preferred response, text (chosen)")
+    rejected: str | None = Field(None, description="column with the other response, text (rejected)")
+    chat: bool = Field(False, description="wrap a text prompt as one user message in the tokenizer's chat template")
+    template: str | None = Field(None, description="text around a text prompt, with {prompt} where the column goes")
+    shuffle: bool = Field(True, description="a new deterministic order in every epoch; false: file order")
+
+    @model_validator(mode="after")
+    def _place_of_the_prompt(self) -> Self:
+        if self.template is not None and "{prompt}" not in self.template:
+            raise ValueError("'template' must contain {prompt}, the place where the prompt column goes")
+        return self
+
+    @property
+    def prompts(self) -> DataConfig:
+        """How a row becomes a prompt."""
+        return DataConfig(prompt=self.prompt, chat=self.chat, template=self.template)
+
+
+class PreferenceData(PairData):
+    """Where preferences come from: a row per pair, or per response with a label."""
+
+    response: str | None = Field(None, description="column with a response, text (kto only; response)")
+    label: str | None = Field(None, description="column that says whether it is good, true or false (kto only; label)")
+
+
+class RewardModelData(PairData):
+    """Where a reward model's pairs come from."""
+
+    margin: str | None = Field(
+        None, description="column with the number by which the scores should differ at least; null: 0 for all"
+    )
+
+    @model_validator(mode="after")
+    def _columns(self) -> Self:
+        fill(self, chosen="chosen", rejected="rejected")
+        return self
+
+
+class PairConfig(Section):
+    """What both trees hold."""
+
+    name: str = Field(
+        "preference", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", description="name of the run, part of its folder"
+    )
+    folder: str = Field("runs", description="directory that receives run folders")
+    seed: int = Field(0, ge=0, description="seed of everything random")
+    model: ModelConfig = Field(default_factory=ModelConfig, description="the model to start from")
+    trainer: PairTrainerConfig = Field(default_factory=PairTrainerConfig, description="training")
+    devices: Devices = Field(default_factory=Devices, description="where it runs")
+    engine: EngineConfig = Field(default_factory=EngineConfig, description="deadlines of the ranks")
+
+    def engines(self) -> TrainConfig:
+        """Return what placing, starting and measuring of engines look at, as the tree that they know."""
+        group = GroupConfig(**self.devices.model_dump(), roles=["actor", "rollout"])
+        return TrainConfig(
+            name=self.name,
+            folder=self.folder,
+            seed=self.seed,
+            model=self.model,
+            sft=SftConfig(**self.trainer.model_dump()),
+            groups={"main": group},
+            engine=self.engine,
+        )
+
+
+class PreferenceConfig(PairConfig):
+    """Preference optimization of a policy: DPO and its relatives."""
+
+    data: PreferenceData = Field(description="preferences")
+    loss: PreferenceLossConfig = Field(default_factory=PreferenceLossConfig, description="loss and its settings")
+
+    @model_validator(mode="after")
+    def _columns(self) -> Self:
+        pairs, rows = ("chosen", "rejected"), ("response", "label")
+        own, others = (rows, pairs) if self.loss.labelled else (pairs, rows)
+        refuse(self.data, others, f"with loss '{self.loss.name}'")
+        fill(self.data, **{name: name for name in own})
+        return self
+
+
+class RewardModelConfig(PairConfig):
+    """Training of a reward model on pairs."""
+
+    name: str = Field(
+        "reward-model", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", description="name of the run, part of its folder"
+    )
+    data: RewardModelData = Field(description="pairs")
