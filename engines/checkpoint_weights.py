@@ -45,7 +45,11 @@ def _rank(path: Path) -> int:
 
 def _joined(model_state: dict[str, Any], shards: list[Path]) -> dict[str, torch.Tensor]:
     """Put the shards of stage 3 together, in the dtype that the model was trained in."""
-    flat = [torch.cat(_load(path)["optimizer_state_dict"]["fp32_flat_groups"]) for path in shards]
+    from deepspeed.runtime.fp16.loss_scaler import LossScaler
+    from deepspeed.runtime.zero.config import ZeroStageEnum
+
+    with torch.serialization.safe_globals([LossScaler, ZeroStageEnum]):
+        flat = [torch.cat(_load(path)["optimizer_state_dict"]["fp32_flat_groups"]) for path in shards]
     weights: dict[str, torch.Tensor] = {}
     offset = 0
     for name, shape in ((name, shape) for group in model_state["param_shapes"] for name, shape in group.items()):
@@ -58,13 +62,9 @@ def _joined(model_state: dict[str, Any], shards: list[Path]) -> dict[str, torch.
 
 
 def _load(path: Path) -> dict[str, Any]:
-    """Map a file into memory; of all classes only tensors and two plain ones of DeepSpeed's come to life."""
-    from deepspeed.runtime.fp16.loss_scaler import LossScaler
-    from deepspeed.runtime.zero.config import ZeroStageEnum
-
+    """Map a file into memory; of all classes only tensors, and what a caller has named, come to life."""
     try:
-        with torch.serialization.safe_globals([LossScaler, ZeroStageEnum]):
-            content: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+        content: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     except pickle.UnpicklingError as error:
         raise UserError(
             f"{path} holds objects that are not read from a file: {str(error).splitlines()[0]}",

@@ -19,7 +19,9 @@ from engines.packing import Rows, first_seen
 from state.experience import offsets_of
 
 
-def plan_micro_batches(rows: Rows, ranks: int, budget: int, index_B: np.ndarray | None = None) -> list[list[list[int]]]:
+def plan_micro_batches(
+    rows: Rows, ranks: int, budget: int, index_B: np.ndarray | None = None, together: int = 1
+) -> list[list[list[int]]]:
     """Return plan[rank][micro_batch] -> row numbers, each micro-batch within `budget` tokens where rows allow it.
 
     Every rank gets the same number of micro-batches. A row longer than the budget gets one of its own. A list may
@@ -27,6 +29,7 @@ def plan_micro_batches(rows: Rows, ranks: int, budget: int, index_B: np.ndarray 
 
     Args:
         index_B: the rows to plan; None for all.
+        together: so many rows that follow each other, all of one prompt, are never cut apart.
     """
     index_B = np.arange(len(rows)) if index_B is None else index_B
     index_B = index_B[np.argsort(first_seen(rows.prompt_ids_B[index_B]), kind="stable")]
@@ -34,13 +37,14 @@ def plan_micro_batches(rows: Rows, ranks: int, budget: int, index_B: np.ndarray 
     opens_B = np.append(True, ids_B[1:] != ids_B[:-1])[: len(index_B)]
     line_B1 = offsets_of(rows.responses.lengths_B[index_B] + np.where(opens_B, prompts_B, 0))
     again_B = np.where(opens_B, 0, prompts_B)  # what a piece that begins with this row computes once more
-    most = max(1, -(-len(index_B) // ranks))  # a row each; more would only be empty
+    most = max(1, -(-len(index_B) // (together * ranks)))  # a unit each; more would only be empty
     count = min(most, max(1, -(-int(line_B1[-1]) // (budget * ranks))))
     while True:
-        cuts = _cuts(line_B1, count * ranks)
+        cuts = [together * unit for unit in _cuts(line_B1[::together], count * ranks)]
         pieces = list(zip(cuts[:-1], cuts[1:], strict=True))
         heaviest = max(
-            (line_B1[stop] - line_B1[start] + again_B[start] for start, stop in pieces if stop - start > 1), default=0
+            (line_B1[stop] - line_B1[start] + again_B[start] for start, stop in pieces if stop - start > together),
+            default=0,
         )
         if heaviest <= budget or count >= most:
             lists = [index_B[start:stop].tolist() for start, stop in pieces]

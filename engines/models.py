@@ -134,13 +134,13 @@ def causal_lm_shapes(path: str | Path, dtype: torch.dtype) -> PreTrainedModel:
     return lm
 
 
-def load_reward_model(path: str | Path, dtype: torch.dtype) -> PreTrainedModel:
+def load_reward_model(path: str | Path, dtype: torch.dtype, **settings: Any) -> PreTrainedModel:
     """Load a sequence classifier with one label.
 
     Raises:
         UserError: it has several labels, or see `load_causal_lm`.
     """
-    classifier = _load(AutoModelForSequenceClassification, path, dtype)
+    classifier = _load(AutoModelForSequenceClassification, path, dtype, **settings)
     if classifier.config.num_labels != 1 or not hasattr(classifier, "score"):
         raise UserError(
             f"{path} is no reward model: it has {classifier.config.num_labels} labels, or no 'score' head",
@@ -149,11 +149,27 @@ def load_reward_model(path: str | Path, dtype: torch.dtype) -> PreTrainedModel:
     return classifier
 
 
-def _load(kind: Any, path: str | Path, dtype: torch.dtype) -> PreTrainedModel:
+def start_reward_model(path: str | Path, dtype: torch.dtype, gradient_checkpointing: bool) -> PreTrainedModel:
+    """Make a reward model of a causal LM folder, its score 0 for every text; a reward model's folder goes on as it is.
+
+    Raises:
+        UserError: see `load_reward_model`.
+    """
+    classifier = load_reward_model(path, dtype, num_labels=1)
+    if "ForCausalLM" in str(AutoConfig.from_pretrained(path, local_files_only=True).architectures):
+        nn.init.zeros_(classifier.score.weight)
+    if gradient_checkpointing:
+        classifier.gradient_checkpointing_enable({"use_reentrant": False})
+    return classifier
+
+
+def _load(kind: Any, path: str | Path, dtype: torch.dtype, **settings: Any) -> PreTrainedModel:
     config = AutoConfig.from_pretrained(path, local_files_only=True)
     if unknown := [name for name in UNSUPPORTED if getattr(config, name, None) not in (None, 1.0)]:
         raise UserError(
             f"{path} sets '{unknown[0]}': it changes scores or logits in a way that packed training does not provide",
             "use another model",
         )
-    return kind.from_pretrained(path, dtype=dtype, local_files_only=True, attn_implementation=PACKED_ATTENTION)
+    return kind.from_pretrained(
+        path, dtype=dtype, local_files_only=True, attn_implementation=PACKED_ATTENTION, **settings
+    )

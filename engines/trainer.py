@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import deepspeed
 import torch
@@ -23,10 +23,10 @@ from torch import nn
 
 from configs.schema import OptimizerConfig, TrainerConfig
 from engines.learning_rate import learning_rate_factor
-from engines.packing import PackedBatch
 from engines.weights.layout import flatten_in_place
 
-LossFunction = Callable[[nn.Module, PackedBatch], tuple[torch.Tensor, dict[str, torch.Tensor]]]
+Batch = TypeVar("Batch")  # a micro-batch as the loss wants it
+LossFunction = Callable[[nn.Module, Batch], tuple[torch.Tensor, dict[str, torch.Tensor]]]
 
 
 @dataclass(frozen=True)
@@ -70,7 +70,7 @@ class Trainer:
         """The wrapped model."""
         return self.engine.module
 
-    def step(self, batches: Sequence[PackedBatch], loss_function: LossFunction, learning_rate: float) -> StepResult:
+    def step(self, batches: Sequence[Batch], loss_function: LossFunction[Batch], learning_rate: float) -> StepResult:
         """Take one optimizer step over micro-batches; every rank calls it with the same number of them.
 
         Args:

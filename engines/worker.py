@@ -36,9 +36,11 @@ from engines.models import (
     compile_blocks,
     load_causal_lm,
     load_reward_model,
+    start_reward_model,
 )
 from engines.packing import PackedBatch, Rows, pack
 from engines.placement import reshard_strategy
+from engines.preference import UnitLoss, measure_preferences, read_preferences, update_on_preferences
 from engines.requests import Sampling
 from engines.shape import ModelShape, read_shape
 from engines.tiny_model import make_tiny_model
@@ -111,6 +113,10 @@ class Worker:
             "sft_begin": self.sft_begin,
             "sft_steps": self.sft_steps,
             "sft_end": self.sft_end,
+            "preference_begin": self.preference_begin,
+            "preference_steps": self.preference_steps,
+            "preference_measure": self.preference_measure,
+            "preference_end": self.preference_end,
         }
         end_usage = begin_usage(self.device)
         sleeps = self.generator is not None and command != "generate"
@@ -196,7 +202,9 @@ class Worker:
         return torch.float32 if self.device.type == "cpu" else torch.bfloat16
 
     def _causal_lm(self, folder: str, config: TrainerConfig) -> Any:
-        lm: Any = load_causal_lm(folder, self._dtype, bool(config.gradient_checkpointing))
+        return self._to_train(load_causal_lm(folder, self._dtype, bool(config.gradient_checkpointing)), config)
+
+    def _to_train(self, lm: Any, config: TrainerConfig) -> Any:
         if config.zero_stage < 3:  # compiled code would not wait for DeepSpeed to gather the shards
             self._compile(lm)
         return lm.to(self.device)
@@ -429,14 +437,54 @@ class Worker:
 
     def sft_end(self, folder: str) -> dict[str, Any]:
         """Write the model as a Hugging Face folder and free it."""
+        return self._end("sft", folder)
+
+    def _end(self, role: str, folder: str) -> dict[str, Any]:
         _export(self.lm, Path(folder), self.rank)
-        self.trainers.pop("sft").close()
+        self.trainers.pop(role).close()
         self.lm, self.sft_rows = None, None
         gc.collect()
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats()
         return {}
+
+    # ---- training on preferences -----------------------------------------------------------------------------------
+
+    def preference_begin(self, config: dict[str, Any], folder: str, dtype: str, scores: bool) -> dict[str, Any]:
+        """Load the model to train on preferences: the policy, or with `scores` a reward model made of it."""
+        self.config = TrainConfig.model_validate({"model": {"dtype": dtype}})
+        settings = SftConfig.model_validate(config)
+        module: nn.Module
+        if scores:
+            classifier = start_reward_model(folder, self._dtype, bool(settings.gradient_checkpointing))
+            self.lm = self._to_train(classifier, settings)
+            module = PackedRewardModel(self.lm)
+        else:
+            self.lm = self._causal_lm(folder, settings)
+            module = PackedPolicy(self.lm)
+        self.trainers["preference"] = Trainer(module, list(self.lm.parameters()), settings, settings.steps)
+        self.shapes["preference"] = read_shape(Path(folder))
+        return {}
+
+    def preference_steps(
+        self, path: str, batches: np.ndarray, budget: int, loss: dict[str, Any], learning_rate: float
+    ) -> dict[str, Any]:
+        """Take one optimizer step per row of `batches` (steps x units); return the figures of each."""
+        data, trainer, settings = read_preferences(path), self.trainers["preference"], UnitLoss(**loss)
+        return {
+            "steps": [
+                update_on_preferences(trainer, data, index_U, budget, settings, learning_rate) for index_U in batches
+            ]
+        }
+
+    def preference_measure(self, path: str, budget: int, loss: dict[str, Any]) -> dict[str, Any]:
+        """The same figures over all units of a file, without a step."""
+        return measure_preferences(self.trainers["preference"], read_preferences(path), budget, UnitLoss(**loss))
+
+    def preference_end(self, folder: str) -> dict[str, Any]:
+        """Write the model as a Hugging Face folder and free it."""
+        return self._end("preference", folder)
 
 
 def _freeze(module: nn.Module, device: torch.device) -> nn.Module:

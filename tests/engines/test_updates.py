@@ -37,7 +37,7 @@ def ranks_of(request: pytest.FixtureRequest) -> Callable[[int], Ranks]:
 @pytest.fixture(scope="module")
 def rows(folder_of: FolderOf) -> Rows:
     """Twelve ragged rows whose old and reference log-probs lie around the starting model's, and old values around 0."""
-    bare = random_rows(12)
+    bare = random_rows(12, samples=2)
     lm = load_unpacked(folder_of(SHAPE))
     with torch.no_grad():
         now_T = torch.cat([row_logprobs(lm, bare, row, 0.9)[0] for row in range(len(bare))]).numpy()
@@ -259,7 +259,7 @@ def test_at_the_first_step_the_ratio_is_one_and_the_divergence_zero_exactly(
     count: int, ranks_of: Callable[[int], Ranks], folder_of: FolderOf, tmp_path: Path
 ) -> None:
     """Old and reference log-probs recomputed by the same forward pass: bit for bit, not nearly. Then both move."""
-    ranks, bare = ranks_of(count), random_rows(12)
+    ranks, bare = ranks_of(count), random_rows(12, samples=2)
     ranks.build(folder_of(SHAPE), ("actor", "reference"), algorithm={"kl": {}}, actor={"zero_stage": 2})
     path = write_rows(tmp_path / "rows.parquet", bare)
     asked = {"path": path, "temperature": 1.0, "budget": 64}
@@ -284,7 +284,7 @@ def test_at_the_first_step_the_ratio_is_one_and_the_divergence_zero_exactly(
 def test_without_old_log_probs_every_step_is_on_policy(one_rank: Ranks, folder_of: FolderOf, tmp_path: Path) -> None:
     """One step per iteration needs no old pass: the ratio is 1 by construction, also after the policy has moved."""
     one_rank.build(folder_of(SHAPE), actor={"zero_stage": 2})
-    path = write_rows(tmp_path / "rows.parquet", random_rows(12))
+    path = write_rows(tmp_path / "rows.parquet", random_rows(12, samples=2))
     for _ in range(2):
         metrics = one_rank.ask("update_actor", path=path, version=-1, split=SPLIT, loss=LOSS, learning_rate=1e-2)[0]
         assert (metrics["ratio"], metrics["approx_kl"], metrics["grad_norm"] > 0) == (1.0, 0.0, True)

@@ -29,7 +29,7 @@ def test_log_probs_come_once_per_row_from_whichever_rank(
     count: int, budget: int, two_ranks: Ranks, folder_of: FolderOf, tmp_path: Path
 ) -> None:
     """Two ranks share the rows out, also a single row; back in file order they are the oracle's."""
-    folder, rows = folder_of(Shape("llama", tied=True)), take_rows(random_rows(8), list(range(count)))
+    folder, rows = folder_of(Shape("llama", tied=True)), take_rows(random_rows(8, samples=2), list(range(count)))
     two_ranks.build(folder, ("actor", "reference"), algorithm={"kl": {}}, actor={"zero_stage": 3})
     path = write_rows(tmp_path / "rows.parquet", rows)
     lm = load_unpacked(folder)
@@ -43,7 +43,7 @@ def test_log_probs_come_once_per_row_from_whichever_rank(
 @torch.no_grad()
 def test_values_are_the_trained_critics(two_ranks: Ranks, folder_of: FolderOf, tmp_path: Path) -> None:
     """After a few steps, so that the values are not the zeros they start as."""
-    folder, bare = folder_of(Shape("qwen3", tied=False)), random_rows(8)
+    folder, bare = folder_of(Shape("qwen3", tied=False)), random_rows(8, samples=2)
     rows = with_columns(bare, {"values": np.zeros(len(bare.responses.values_T))})
     path = write_rows(tmp_path / "rows.parquet", rows)
     two_ranks.build(folder, ("critic",), algorithm={"name": "ppo"}, critic={"zero_stage": 2})
