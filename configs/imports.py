@@ -66,4 +66,4 @@ def _find(module: ModuleType, setting: str, spec: str, name: str, kind: str) -> 
     found = getattr(module, name)
     if not callable(found):
         raise UserError(f"{setting} '{spec}' is a {type(found).__name__}, not a {kind}.", f"Name a {kind}.")
-    return found  # type: ignore[no-any-return]
+    return found

@@ -82,7 +82,9 @@ def _validated(values: Mapping[str, Any], source: str, kind: type[Tree]) -> Tree
 
 
 def _every_key(kind: type[BaseModel]) -> str:
-    return EVERY_KEY if kind is TrainConfig else "penstock keys --help says how to list the keys of such a recipe"
+    if kind is TrainConfig:
+        return EVERY_KEY
+    return "penstock keys preference and penstock keys reward-model list every valid key"
 
 
 def resolve(config: TrainConfig) -> TrainConfig:

@@ -125,6 +125,7 @@ class PairConfig(Section):
     trainer: PairTrainerConfig = Field(default_factory=PairTrainerConfig, description="training")
     devices: Devices = Field(default_factory=Devices, description="where it runs")
     engine: EngineConfig = Field(default_factory=EngineConfig, description="deadlines of the ranks")
+    experiment: str = Field("penstock", description="MLflow experiment")
 
     def engines(self) -> TrainConfig:
         """Return what placing, starting and measuring of engines look at, as the tree that they know."""

@@ -255,12 +255,39 @@ class SftConfig(TrainerConfig):
 # ---- the rest of a run ---------------------------------------------------------------------------------------------
 
 
+BUILT_IN_EVALUATORS = ("rewards", "diversity", "length")
+
+
 class EvaluateConfig(Section):
-    """Held-out accuracy: the share of the full reward on prompts that are never trained on."""
+    """Responses to held-out prompts, which are never trained on: how often, how many, and what is measured on them."""
 
     every: int = Field(10, ge=0, description="iterations between evaluations; 0: only before and after")
     prompts: int = Field(0, ge=0, description="held-out prompts used, the first of the file; 0: all")
     temperature: float = Field(0.0, ge=0, description="sampling temperature; 0: greedy")
+    samples: PositiveInt = Field(1, description="responses per prompt")
+    evaluators: list[str] = Field(
+        list(BUILT_IN_EVALUATORS),
+        description="what is measured beside accuracy and mean reward: rewards, diversity, length, 'module:Class'",
+    )
+
+    @model_validator(mode="after")
+    def _samples(self) -> Self:
+        if self.samples > 1 and not self.temperature:
+            raise ValueError(
+                f"'samples' ({self.samples}) has no effect with 'temperature' 0: greedy responses to a prompt are all "
+                "the same; set a temperature, or remove it"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _evaluators(self) -> Self:
+        for name in self.evaluators:
+            if name not in BUILT_IN_EVALUATORS and ":" not in name:
+                built_in = ", ".join(BUILT_IN_EVALUATORS)
+                raise ValueError(f"'evaluators' has '{name}': name one of {built_in}, or a class as 'module:Class'")
+        if twice := sorted({name for name in self.evaluators if self.evaluators.count(name) > 1}):
+            raise ValueError(f"'evaluators' has '{twice[0]}' twice: remove one")
+        return self
 
 
 class CheckpointConfig(Section):

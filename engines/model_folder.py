@@ -42,11 +42,12 @@ def load_folder(folder: Path) -> Any:
         UserError: a file is damaged, or weights are missing, of another shape, or of no use to the architecture.
     """
     try:
-        lm, info = AutoModelForCausalLM.from_pretrained(
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
             folder, dtype="auto", local_files_only=True, output_loading_info=True
         )
     except (SafetensorError, OSError) as error:
         raise UserError(f"{folder} cannot be loaded: {error}", "look at the disk; then export again") from error
+    lm, info = loaded
     wrong = {kind: sorted(map(str, info[kind])) for kind in ("missing_keys", "unexpected_keys", "mismatched_keys")}
     if found := [f"{kind.replace('_', ' ')}: {', '.join(names[:3])}" for kind, names in wrong.items() if names]:
         raise UserError(f"{folder} does not fit its architecture ({'; '.join(found)})", "export again")

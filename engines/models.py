@@ -155,12 +155,13 @@ def start_reward_model(path: str | Path, dtype: torch.dtype, gradient_checkpoint
     Raises:
         UserError: see `load_reward_model`.
     """
-    classifier = load_reward_model(path, dtype, num_labels=1)
-    if "ForCausalLM" in str(AutoConfig.from_pretrained(path, local_files_only=True).architectures):
+    classifier: Any = load_reward_model(path, dtype, num_labels=1)
+    if "ForSequenceClassification" not in str(AutoConfig.from_pretrained(path, local_files_only=True).architectures):
         nn.init.zeros_(classifier.score.weight)
     if gradient_checkpointing:
         classifier.gradient_checkpointing_enable({"use_reentrant": False})
-    return classifier
+    trained: PreTrainedModel = classifier
+    return trained
 
 
 def _load(kind: Any, path: str | Path, dtype: torch.dtype, **settings: Any) -> PreTrainedModel:

@@ -54,6 +54,7 @@ def load_evaluator(spec: str) -> Evaluator:
         )
     if not callable(getattr(evaluator, "evaluate", None)):
         raise UserError(
-            f"{_SETTING} '{spec}' has no method 'evaluate'", "add evaluate(self, heldout), which returns figures by name"
+            f"{_SETTING} '{spec}' has no method 'evaluate'",
+            "add evaluate(self, heldout), which returns figures by name",
         )
-    return evaluator  # type: ignore[no-any-return]
+    return evaluator

@@ -18,6 +18,7 @@ from evaluators.loading import BUILT_IN, load_evaluator
 
 DEADLINE_S = 600.0  # of one user's evaluator, the start of its process included
 PREFIX = "heldout/"
+_NAME = re.compile(r"[\w.-]+(/low|/high)?")  # of a figure, or of an end of its interval
 
 
 def run_evaluators(
@@ -52,7 +53,7 @@ def figures_of(spec: str, heldout: HeldOut) -> dict[str, float]:
     if not isinstance(returned, Mapping):
         raise TypeError(f"it returned a {type(returned).__name__}, not a dict of figures")
     for name in returned:
-        if not isinstance(name, str) or not re.fullmatch(r"[\w.-]+", name):
+        if not isinstance(name, str) or not _NAME.fullmatch(name) or name in ("low", "high"):
             raise TypeError(f"{name!r} cannot be the name of a figure: letters, digits, '_', '.' and '-' can")
     return _prefixed(f"{evaluator.name}/", {name: float(value) for name, value in returned.items()})
 

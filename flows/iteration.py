@@ -15,6 +15,7 @@ from prefect import flow
 
 from state.manifest import Progress
 from tasks.advantage import advantage
+from tasks.alarms import alarms
 from tasks.checkpoint import save_checkpoint
 from tasks.evaluate import evaluate
 from tasks.greedy_baseline import greedy_baseline
@@ -61,6 +62,7 @@ def iteration(training: Training, number: int, progress: Progress) -> Progress:
     )
     metrics["time/iteration_s"] = time.perf_counter() - begin
     metrics |= utilisation(training, number, metrics)
+    metrics |= alarms(training, metrics)
     record(training, number, finite(metrics))
     if number % config.checkpoint.every == 0 or number == config.iterations:
         save_checkpoint(training, progress)

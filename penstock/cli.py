@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -229,6 +230,45 @@ def sft(recipe: Recipe = None, overrides: Overrides = None, run: RunFolderOption
 
 
 @app.command()
+def preference(recipe: Recipe = None, overrides: Overrides = None, run: RunFolderOption = None) -> None:
+    """Train a model on preferences: DPO, cDPO, IPO, ORPO or KTO."""
+    from configs.preference import PreferenceConfig
+    from flows.preference import preference as preference_flow
+
+    _run_on_preferences(PreferenceConfig, preference_flow, recipe, overrides, run)
+
+
+@app.command("reward-model")
+def reward_model(recipe: Recipe = None, overrides: Overrides = None, run: RunFolderOption = None) -> None:
+    """Train a reward model on pairs of responses."""
+    from configs.preference import RewardModelConfig
+    from flows.reward_model import reward_model as reward_model_flow
+
+    _run_on_preferences(RewardModelConfig, reward_model_flow, recipe, overrides, run)
+
+
+def _run_on_preferences(
+    kind: Any, flow: Any, recipe: Path | None, overrides: list[str] | None, run: Path | None
+) -> None:
+    from configs.loading import load_tree
+    from penstock.quiet import without_tracebacks_of_user_errors
+    from penstock.server import start_server
+    from tasks.preference import check_preferences
+
+    if recipe is None:
+        raise UserError("no recipe given", "docs/recipes.md, 'Before reinforcement learning', shows one")
+    config = load_tree(recipe, overrides or (), kind)
+    check_preferences(config)
+    folder = _new_folder(config, run)
+    start_server()
+    with without_tracebacks_of_user_errors():
+        console.print(f"model: {flow(config, run_folder=str(folder))}", highlight=False, soft_wrap=True)
+    summary = json.loads((folder / "summary.json").read_text(encoding="utf-8"))
+    if summary["heldout_accuracy"] is not None:
+        console.print(f"held-out accuracy: {summary['heldout_accuracy']:.3f}", highlight=False)
+
+
+@app.command()
 def doctor(
     target: Annotated[Path, typer.Argument(help="directory of the run folders, or a recipe to check as well")] = Path(
         "runs"
@@ -254,15 +294,33 @@ def doctor(
         raise SystemExit(1)
 
 
+class RecipeKind(StrEnum):
+    """Kinds of recipes, by the command that takes them."""
+
+    TRAIN = "train"
+    PREFERENCE = "preference"
+    REWARD_MODEL = "reward-model"
+
+
 @app.command()
-def keys() -> None:
+def keys(
+    kind: Annotated[RecipeKind, typer.Argument(help="command whose recipes are meant")] = RecipeKind.TRAIN,
+) -> None:
     """List every configuration key with type, default and meaning."""
+    from pydantic import BaseModel
     from rich.table import Table
 
     from configs.keys import describe_keys
+    from configs.preference import PreferenceConfig, RewardModelConfig
+    from configs.schema import TrainConfig
 
+    trees: dict[str, type[BaseModel]] = {
+        "train": TrainConfig,
+        "preference": PreferenceConfig,
+        "reward-model": RewardModelConfig,
+    }
     table = Table("key", "type", "default", "meaning")
-    for key in describe_keys():
+    for key in describe_keys(trees[kind]):
         table.add_row(key.name, _escape(key.type), _escape(key.default), _escape(key.description))
     console.print(table)
 
@@ -316,6 +374,73 @@ def deploy(pool: Annotated[str, typer.Option(help="process work pool that runs t
     console.print(table)
     commands = "\n  ".join(next_commands(pool))
     console.print(f"Next, a worker and a first run:\n  {commands}", highlight=False, soft_wrap=True)
+
+
+@app.command()
+def export(
+    run: Annotated[Path, typer.Argument(help="folder of a run")],
+    to: Annotated[Path | None, typer.Option(help="folder to write; default: models/export of the run")] = None,
+    max_shard_size: Annotated[
+        str | None, typer.Option(help="most bytes of a weights file, e.g. 2GB; default: as they are, else 5GB")
+    ] = None,
+) -> None:
+    """Write a run's model as a Hugging Face folder with a card, compare it with its source, register it in MLflow."""
+    from state.run_folder import open_run_folder
+    from tasks.export_run import export_run
+
+    done = export_run(open_run_folder(run), to, max_shard_size)
+    proof, registered = done.proof, f"model {done.mlflow_model_id}"
+    lines = [
+        f"model: {done.folder}",
+        f"weights: from {done.source}, {proof.dtype}, all {proof.tensors} tensors equal",
+        f"logits: {proof.prompts} prompts, within {proof.logit_difference:.3g} (tolerance {proof.logit_tolerance:.3g})",
+        f"MLflow: {registered if done.mlflow_model_id else 'not registered, its store does not know the run'}",
+        f"serve it: penstock serve {os.path.relpath(done.folder)}",
+    ]
+    console.print("\n".join(lines), highlight=False, markup=False, soft_wrap=True)
+
+
+@app.command()
+def serve(
+    model: Annotated[Path, typer.Argument(help="Hugging Face folder, or the folder of a run with a model")],
+    port: Annotated[int, typer.Option(min=1, max=65535, help="port on the loopback interface")] = 8000,
+    gpu_memory: Annotated[
+        float | None, typer.Option(min=0.05, max=0.98, help="share of the GPU's memory for vLLM; default 0.8")
+    ] = None,
+) -> None:
+    """Serve a model with vLLM's server, which speaks OpenAI's API, until Ctrl-C (loopback only)."""
+    from penstock.serve import model_folder
+    from penstock.serve import serve as serve_folder
+
+    serve_folder(
+        model_folder(model),
+        port,
+        gpu_memory,
+        lambda text: console.print(text, highlight=False, markup=False, soft_wrap=True),
+    )
+
+
+@app.command()
+def loadtest(
+    url: Annotated[str, typer.Argument(help="server with OpenAI's API, e.g. http://127.0.0.1:8000")],
+    users: Annotated[int, typer.Option(min=1, help="users that ask at the same time")] = 8,
+    seconds: Annotated[int, typer.Option(min=1, help="how long")] = 30,
+    prompt_tokens: Annotated[
+        int | None, typer.Option(min=1, help="random prompts of so many tokens; default 128 without --file")
+    ] = None,
+    file: Annotated[Path | None, typer.Option(help="prompts instead: one a line, or JSONL with 'prompt'")] = None,
+    max_tokens: Annotated[
+        int, typer.Option(min=1, help="most tokens of a response; those to random prompts have exactly so many")
+    ] = 128,
+    to: Annotated[Path | None, typer.Option(help="folder for JSON and plot; default: one under loadtests/")] = None,
+) -> None:
+    """Measure a server under load with Locust: rates, latencies, time to first token, GPU memory."""
+    from penstock.loadtest import Load, run_loadtest
+    from reports.loadtest import table
+
+    found, folder = run_loadtest(url, Load(users, seconds, prompt_tokens, file, max_tokens), to)
+    console.print(table(found))
+    console.print(f"files: {os.path.relpath(folder)}", highlight=False, soft_wrap=True)
 
 
 @app.command()

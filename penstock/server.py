@@ -29,7 +29,7 @@ def start_server() -> None:
         with get_client(sync_client=True) as client:
             client.api_healthcheck()
             if client.server_type == ServerType.EPHEMERAL and not _watching:
-                _watching.append(_end_with_this_process(_server_pid()))
+                _watching.append(end_with_this_process(_server_pid()))
     finally:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
 
@@ -42,7 +42,7 @@ def _server_pid() -> int:
     return process.pid
 
 
-def _end_with_this_process(pid: int) -> subprocess.Popen[bytes]:
+def end_with_this_process(pid: int) -> subprocess.Popen[bytes]:
     """Start a shell that sends SIGTERM to `pid` when this process is gone: the kernel then closes the shell's input."""
     return subprocess.Popen(
         ["sh", "-c", 'read -r _; kill "$1"', "sh", str(pid)],

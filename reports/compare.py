@@ -8,12 +8,13 @@ from __future__ import annotations
 import difflib
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from configs.errors import UserError
+from reports.evaluation import shown, with_interval
 from reports.mlflow_run import connect
 from reports.plots import COLOURS, canvas, line, save
 
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
     from mlflow import MlflowClient
     from mlflow.entities import Run
+    from rich.console import RenderableType
     from rich.table import Table
 
 CURVES = {"reward/mean": "Mean reward", "heldout/accuracy": "Held-out accuracy"}
@@ -45,11 +47,13 @@ class Comparison:
     results: one row per run (index: its name, with the start of its id where names repeat): `status`, `iterations`,
         `reward/mean` (the last), `heldout/accuracy` (the last), `heldout/accuracy best`, `s/iteration` and `tokens/s`
         (medians over iterations). What a run did not log is NaN.
+    evaluation: one row per figure of the last held-out evaluation, one column per run, as text with 95 % intervals.
     differences: one row per parameter whose value is not the same in all runs, one column per run.
     curves: long form with columns `run`, `metric`, `iteration`, `value`, for the metrics in CURVES.
     """
 
     results: pd.DataFrame
+    evaluation: pd.DataFrame
     differences: pd.DataFrame
     curves: pd.DataFrame
 
@@ -78,6 +82,7 @@ def compare_runs(tracking_uri: str, experiment: str, run_ids: Sequence[str] | No
     ]
     return Comparison(
         results,
+        _evaluation(runs),
         params[params.nunique(axis=1, dropna=False) > 1].fillna("–"),
         pd.DataFrame(curves, columns=["run", "metric", "iteration", "value"]),
     )
@@ -93,8 +98,10 @@ def write_comparison(comparison: Comparison, folder: Path) -> list[Path]:
     parts = [
         "# Comparison",
         _as_text(comparison.results).to_markdown(disable_numparse=True),
-        "## Parameters that differ",
     ]
+    if len(comparison.evaluation):
+        parts += ["## Last held-out evaluation", comparison.evaluation.to_markdown(disable_numparse=True)]
+    parts.append("## Parameters that differ")
     parts.append(comparison.differences.to_markdown(disable_numparse=True) if len(comparison.differences) else "None.")
     if picture:
         parts.append(f"![curves]({picture.name})")
@@ -120,8 +127,32 @@ def comparison_figure(curves: pd.DataFrame) -> Figure | None:
     return figure
 
 
-def render(comparison: Comparison) -> Table:
-    """Return one row per run: its results, and under its name its own values of the parameters that differ."""
+def render(comparison: Comparison) -> RenderableType:
+    """Return one row per run: its results, and under its name its own values of the parameters that differ.
+
+    Below it are the held-out figures with their intervals, if there are any.
+    """
+    from rich.console import Group
+
+    table = _results_table(comparison)
+    return Group(table, _evaluation_table(comparison.evaluation)) if len(comparison.evaluation) else table
+
+
+def _evaluation_table(evaluation: pd.DataFrame) -> Table:
+    from rich import box
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    table.add_column("last evaluation (95 % interval)", overflow="fold")
+    for name in evaluation.columns:
+        table.add_column(Text(str(name)), justify="right", overflow="fold")
+    for label, values in evaluation.iterrows():
+        table.add_row(Text(str(label)), *(Text(str(value)) for value in values))
+    return table
+
+
+def _results_table(comparison: Comparison) -> Table:
     from rich import box
     from rich.table import Table
     from rich.text import Text
@@ -207,6 +238,20 @@ def _result(run: Run, history: _Histories) -> dict[str, Any]:
         "s/iteration": middle("time/iteration_s"),
         "tokens/s": middle("rollout/tokens_per_s"),
     }
+
+
+def _evaluation(runs: Mapping[str, Run]) -> pd.DataFrame:
+    """The figures of which at least one run has an interval: the others are compared by their curves in MLflow."""
+    import pandas as pd
+
+    last = {name: {k: v for k, v in run.data.metrics.items() if math.isfinite(v)} for name, run in runs.items()}
+    every = {metric for metrics in last.values() for metric in metrics}
+    sure = [metric for metric in sorted(every) if f"{metric}/low" in every]
+    rows = {
+        label: {name: with_interval(metrics, metric) for name, metrics in last.items()}
+        for metric, label in shown(sure).items()
+    }
+    return pd.DataFrame.from_dict(rows, orient="index", columns=list(runs)).rename_axis("figure")
 
 
 def _as_text(results: pd.DataFrame) -> pd.DataFrame:

@@ -32,9 +32,7 @@ def headlines(summary: Mapping[str, Any]) -> list[Headline]:
         _plain("Tokens per second", summary.get("tokens_per_second"), "{:,.0f}"),
         _shares(summary.get("time_shares")),
         _plain("Actor's MFU", summary.get("actor_mfu"), "{:.1%}"),
-        _weights(
-            summary.get("parameters_shared"), summary.get("parameters_copied"), summary.get("reshard_strategy")
-        ),
+        _weights(summary.get("parameters_shared"), summary.get("parameters_copied"), summary.get("reshard_strategy")),
     ]
     return [headline for headline in found if headline]
 

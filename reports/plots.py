@@ -112,7 +112,7 @@ def save(draw: Callable[[Any], Figure | None], data: Any, path: Path) -> Path | 
 
 
 def reward_figure(frame: pd.DataFrame) -> Figure | None:
-    """Mean reward with a band of one standard deviation (min to max without it), and held-out accuracy."""
+    """Mean reward with a band of one standard deviation (min to max without it); held-out accuracy and its interval."""
     has_reward, has_accuracy = "reward/mean" in frame, "heldout/accuracy" in frame
     if not has_reward and not has_accuracy:
         return None
@@ -126,6 +126,9 @@ def reward_figure(frame: pd.DataFrame) -> Figure | None:
     if has_accuracy:
         accuracy = frame["heldout/accuracy"].dropna()
         panels[-1].plot(accuracy.index, accuracy, "o-", color=COLOURS[1], linewidth=1.1, label="held-out accuracy")
+        if {"heldout/accuracy/low", "heldout/accuracy/high"} <= set(frame):
+            low, high = (frame.loc[accuracy.index, f"heldout/accuracy/{end}"] for end in ("low", "high"))
+            panels[-1].vlines(accuracy.index, low, high, colors=COLOURS[1], linewidth=1.1)
         panels[-1].set_ylim(-0.03, 1.03)
     for panel in panels:
         panel.legend(loc="best")

@@ -15,6 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from reports.alarms import Alarm, alarms_of
+from reports.evaluation import Figure, evaluation_figures
 from reports.headline import Headline, headlines
 from reports.plots import metrics_frame, plot_run, task_times
 from state.run_folder import RunFolder, read_metrics
@@ -62,6 +64,8 @@ class Report:
     name: str
     status: str
     headlines: list[Headline]
+    alarms: list[Alarm]
+    evaluation: list[Figure]
     pictures: list[Picture]
     times: list[TaskTime]
     samples: list[dict[str, Any]]
@@ -101,6 +105,8 @@ def _gather(run_folder: Path, folder: Path, links: Mapping[str, str], samples: S
         name=run_folder.name,
         status=str(summary.get("status", "unfinished")).lower(),
         headlines=headlines(summary),
+        alarms=alarms_of(records),
+        evaluation=evaluation_figures(records),
         pictures=[Picture(path, _CAPTIONS[path.stem]) for path in plot_run(records, folder)],
         times=mean_task_times(metrics_frame(records)),
         samples=_rows(samples)[-_SAMPLES_SHOWN:],
@@ -136,6 +142,12 @@ def _markdown(report: Report) -> str:
     if report.headlines:
         rows = [f"| {line.label} | {line.value} | {line.note} |" for line in report.headlines]
         parts.append("\n".join(["| figure | value | |", "| --- | --- | --- |", *rows]))
+    if report.alarms:
+        lines = [f"- **{alarm.happens}** ({alarm.when}). {alarm.change}." for alarm in report.alarms]
+        parts.append("\n".join(["## Alarms", "", *lines]))
+    if report.evaluation:
+        rows = [f"| {line.label} | {line.first} | {line.last} |" for line in report.evaluation]
+        parts.append("\n".join(["| held-out prompts | first | last |", "| --- | --- | --- |", *rows]))
     parts += [f"![{picture.path.stem}]({picture.path.name})" for picture in report.pictures]
     if report.times:
         rows = [f"| {time.task} | {time.seconds:.3f} | {time.share:.0%} |" for time in report.times]

@@ -18,6 +18,7 @@ from engines.machine import free_gpu_bytes, free_host_bytes, visible_gpus
 from engines.memory import GIB, Rank, RankMemory, choose_checkpointing, rank_memory, weight_width
 from engines.placement import place
 from engines.shape import ModelShape, read_shape
+from evaluators.loading import load_evaluators
 from rewards.function import load_reward_function
 
 ARITHMETIC_COLUMNS = ("prompt_id", "prompt", "answer", "response")
@@ -45,7 +46,7 @@ def check_training(config: TrainConfig) -> list[GroupEstimate]:
 
 
 def check_inputs(config: TrainConfig) -> None:
-    """Check all that does not depend on what else runs on this machine: model, data, reward.
+    """Check all that does not depend on what else runs on this machine: model, data, reward, evaluators.
 
     Raises:
         UserError: the first mistake found.
@@ -59,6 +60,7 @@ def check_inputs(config: TrainConfig) -> None:
     if config.sft is not None:
         check_pairs(config)
     check_reward(config, columns)
+    load_evaluators(config.evaluate.evaluators)
 
 
 def check_model(config: TrainConfig) -> None:

@@ -1,31 +1,38 @@
-"""Evaluate: the policy answers held-out prompts that no update ever sees."""
+"""Evaluate: the policy answers held-out prompts that no update ever sees, and evaluators measure the responses.
+
+Left out: what they measure (evaluators/).
+"""
 
 from __future__ import annotations
 
 import numpy as np
-from prefect import task
+from prefect import get_run_logger, task
 from prefect.cache_policies import NO_CACHE
 
-from state.experience import Ragged, write_columns
-from tasks.generate import generate
-from tasks.reward import reward_columns, score
+from evaluators.heldout import HeldOut
+from evaluators.loading import BUILT_IN
+from evaluators.rewards import FULL_REWARD
+from evaluators.running import run_evaluators
+from rewards.scoring import Score
+from state.experience import write_columns
+from tasks.generate import Responses, generate
+from tasks.reward import prompt_columns, reward_columns, score
 from tasks.session import Training, timed
-
-FULL_REWARD = 1.0
 
 
 @task(task_run_name="evaluate-{iteration:06d}", cache_policy=NO_CACHE)
 def evaluate(training: Training, iteration: int) -> dict[str, float]:
-    """Return held-out accuracy and mean reward after `iteration` (0: before training).
+    """Return held-out accuracy, mean reward and what the evaluators found after `iteration` (0: before training).
 
     Accuracy is the share of responses with a reward of at least 1, the full reward of the built-in functions.
     """
     config, table = training.config, training.session().prompts["heldout"]
+    samples = config.evaluate.samples
     prompts = table.frame.head(config.evaluate.prompts or len(table))
     metrics: dict[str, float] = {}
     with timed(metrics, "evaluate"):
         sampling = {
-            "samples": 1,
+            "samples": samples,
             "temperature": config.evaluate.temperature,
             "top_p": 1.0,
             "top_k": 0,
@@ -33,17 +40,52 @@ def evaluate(training: Training, iteration: int) -> dict[str, float]:
             "ignore_eos": False,
         }
         responses = generate(training, prompts, f"{iteration}/evaluate", [config.seed, iteration, 1], sampling)
+        ids = [name for name in prompts["prompt_id"] for _ in range(samples)]
         columns = {
-            "sample_id": [f"evaluation-{iteration:06d}/{name}" for name in prompts["prompt_id"]],
-            "prompt_id": list(prompts["prompt_id"]),
-            "prompt": list(prompts["prompt_text"]),
+            "sample_id": [f"evaluation-{iteration:06d}/{name}" for name in numbered(ids, samples)],
+            "prompt_id": ids,
+            "prompt": [text for text in prompts["prompt_text"] for _ in range(samples)],
             "response": responses.texts,
         }
         scores = score(training, columns, "heldout", f"{iteration}/evaluate-score")
         rewards = np.asarray([item.reward for item in scores])
-        tokens: dict[str, Ragged] = {"response_tokens": responses.tokens}
-        write_columns(training.run.evaluation(iteration), {**columns, **tokens, **reward_columns(scores)})
+        generated = {"response_tokens": responses.tokens, "truncated": responses.truncated_B}
+        write_columns(training.run.evaluation(iteration), {**columns, **generated, **reward_columns(scores)})
+        metrics |= evaluated(training, held_out(training, columns, responses, scores))
     return metrics | {
         "heldout/accuracy": float((rewards >= FULL_REWARD).mean()),
         "heldout/reward": float(rewards.mean()),
     }
+
+
+def numbered(ids: list[str], samples: int) -> list[str]:
+    """Return names of rows: the prompt's, and the number of the response if a prompt has several."""
+    return ids if samples == 1 else [f"{name}/{row % samples}" for row, name in enumerate(ids)]
+
+
+def held_out(training: Training, columns: dict[str, list[str]], responses: Responses, scores: list[Score]) -> HeldOut:
+    """Return what evaluators see."""
+    rows = prompt_columns(training, "heldout")
+    return HeldOut(
+        samples=training.config.evaluate.samples,
+        prompt_ids=columns["prompt_id"],
+        prompts=columns["prompt"],
+        rows=[rows[name] for name in columns["prompt_id"]],
+        texts=columns["response"],
+        tokens=responses.tokens,
+        rewards_B=np.asarray([item.reward for item in scores]),
+        truncated_B=responses.truncated_B,
+    )
+
+
+def evaluated(training: Training, heldout: HeldOut) -> dict[str, float]:
+    """Return the evaluators' figures, and `heldout/evaluator_failures` where the user's own could fail.
+
+    One that fails is logged with the reason; the training goes on, since nothing is learnt from these figures.
+    """
+    specs = training.config.evaluate.evaluators
+    figures, failures = run_evaluators(specs, heldout)
+    for spec, reason in failures.items():
+        get_run_logger().warning("evaluator %s failed, its figures are missing: %s", spec, reason)
+    own = any(spec not in BUILT_IN for spec in specs)
+    return figures | ({"heldout/evaluator_failures": float(len(failures))} if own else {})

@@ -13,6 +13,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from pydantic import BaseModel
+
 from configs.errors import UserError
 from configs.loading import load_config, to_yaml
 from configs.schema import Role, TrainConfig
@@ -84,6 +86,7 @@ class Session:
     usage: dict[str, list[dict[str, float]]] = field(default_factory=dict)  # by a command's key, of each rank
     gpu_sampler: GpuSampler | None = None
     warned_of_fragments: bool = False
+    history: list[dict[str, float]] = field(default_factory=list)  # figures of the iterations behind, oldest first
     checkpointing: dict[str, bool] = field(default_factory=dict)  # by trained model, as decided for this machine
     started: float = field(default_factory=time.monotonic)
     seconds_before: float = 0.0  # of earlier attempts
@@ -137,7 +140,7 @@ def open_session(config: TrainConfig, run: RunFolder) -> Iterator[Training]:
         del _SESSIONS[training.folder]
 
 
-def write_config(run: RunFolder, config: TrainConfig) -> None:
+def write_config(run: RunFolder, config: BaseModel) -> None:
     """Write the resolved configuration into the run folder."""
     write_text(run.config, to_yaml(config))
 

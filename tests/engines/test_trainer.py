@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from configs.schema import SftConfig
+from engines.checkpoint_weights import read_causal_lm_weights
 from engines.packing import Rows
 from tests.engines.ranks import Ranks, Shape
 from tests.engines.rows import LOSS, SPLIT, random_rows, with_columns, write_rows
@@ -115,6 +116,8 @@ def test_a_restored_trainer_takes_the_same_next_step_bit_for_bit(
     ranks.ask("save", folder=str(saved))
     numbers = ranks.ask("random_numbers")
     at_save = ranks.parameters()
+    exported = {f"lm.{name}": value for name, value in read_causal_lm_weights(saved / "actor").items()}
+    assert _same(at_save, exported)  # what `penstock export` reads of it, without an engine
     _update(ranks, path, version=1)
     wanted = ranks.parameters()
     assert not _same(at_save, wanted)

@@ -6,22 +6,29 @@ One training on two ranks learns, another earns a constant and then breaks; ever
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+import shutil
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 from uuid import UUID
 
 import psutil
 import pytest
+import torch
 from prefect.client.orchestration import get_client
 from prefect.client.schemas.filters import FlowRunFilter, FlowRunFilterId, FlowRunFilterParentFlowRunId
+from safetensors.torch import load_file
 
 from configs.errors import UserError
 from configs.loading import load_config
+from engines import model_folder
+from engines.model_folder import write_folder
 from flows.train import train
 from reports import mlflow_run
 from state.experience import column_names, read_columns
-from state.manifest import read_manifest
+from state.manifest import read_manifest, write_manifest
 from state.run_folder import RunFolder, read_metrics
+from tasks.export_run import export_run
 from tests.flows.reward_functions import BREAK, low_digit
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -35,7 +42,7 @@ SMALL = (
 LEARNING = (
     f"iterations={ITERATIONS}",
     "reward.function=tests.flows.reward_functions:low_digit",
-    "evaluate={every: 6, temperature: 1.0}",
+    "evaluate={every: 6, temperature: 1.0, samples: 2}",
     "checkpoint={every: 5, keep: 2}",
     "record={samples_every: 4, samples: 3}",
     "groups.main={ranks: 2, roles: [actor, rollout]}",
@@ -176,6 +183,37 @@ def test_experience_can_be_followed_from_prompt_to_advantage(learned: RunFolder)
     assert columns["advantages"].offsets_B1.tolist() == columns["response_tokens"].offsets_B1.tolist()
 
 
+def test_evaluations_have_intervals(learned: RunFolder) -> None:
+    """Two responses per prompt, side by side; every figure has been computed from what the file holds."""
+    columns = read_columns(learned.evaluation(6), ["prompt_id", "sample_id", "reward", "truncated"])
+    assert columns["prompt_id"][0::2] == columns["prompt_id"][1::2]
+    assert len(set(columns["sample_id"])) == 512
+    (metrics,) = [record["metrics"] for record in read_metrics(learned) if record["iteration"] == 6]
+    rewards_P2 = columns["reward"].reshape(-1, 2)
+    assert metrics["heldout/accuracy"] == metrics["heldout/mean_at_2"] == rewards_P2.mean()
+    assert metrics["heldout/best_at_2"] == rewards_P2.max(axis=1).mean()
+    assert metrics["heldout/worst_at_2"] == rewards_P2.min(axis=1).mean()
+    assert metrics["heldout/accuracy/low"] < metrics["heldout/accuracy"] < metrics["heldout/accuracy/high"]
+    assert metrics["heldout/distinct_2"] > 0
+    assert "best@2" in (learned.path / "report" / "report.md").read_text(encoding="utf-8")
+
+
+def test_the_only_alarm_is_the_one_that_fits(learned: RunFolder) -> None:
+    """The reward reads the third character alone: the policy forgets to end its responses, and soon most are cut."""
+    iterations = [record["metrics"] for record in read_metrics(learned)[1:]]
+    cut = [metrics["rollout/truncated_share"] >= 0.25 for metrics in iterations]
+    raised = [metrics["alarm/truncation"] for metrics in iterations]
+    assert raised == [float(all(cut[max(0, number - 4) : number + 1]) and number >= 4) for number in range(ITERATIONS)]
+    assert raised[0] == 0.0
+    assert raised[-1] == 1.0
+    others = {name for metrics in iterations for name in metrics if name.startswith("alarm/")} - {"alarm/truncation"}
+    assert len(others) == 5
+    assert not any(metrics[name] for metrics in iterations for name in others)
+    page = (learned.path / "report" / "report.md").read_text(encoding="utf-8")
+    assert "responses are cut" in page
+    assert "swings up and down" not in page
+
+
 def test_mlflow_holds_the_run(learned: RunFolder) -> None:
     """FINISHED, with parameters, a value per iteration, sample tables and the report."""
     uri, run_id = mlflow_run.default_tracking_uri(learned.path.parent), str(read_manifest(learned).mlflow_run_id)
@@ -216,6 +254,71 @@ def test_a_complete_run_is_not_taken_up_again(learned: RunFolder) -> None:
     before = files()
     assert train(resume=str(learned.path)) == str(learned.path)
     assert files() == before
+
+
+def test_an_export_links_the_weights_and_is_registered_by_reference(learned: RunFolder, tmp_path: Path) -> None:
+    """A folder with the same weights on disk once, a card with the run's figures, and a model of the run in MLflow."""
+    exported = export_run(learned, tmp_path / "out", None)
+    final = learned.model("final") / "model.safetensors"
+    assert (exported.folder / "model.safetensors").samefile(final)
+    assert exported.proof.logit_difference == 0
+    card = (exported.folder / "README.md").read_text(encoding="utf-8")
+    accuracy = read_metrics(learned)[-1]["metrics"]["heldout/accuracy"]
+    assert f"→ {accuracy:.1%}" in card
+    assert "| Algorithm | grpo |" in card
+    uri, run_id = mlflow_run.default_tracking_uri(learned.path.parent), read_manifest(learned).mlflow_run_id
+    model = mlflow_run.connect(uri).get_logged_model(str(exported.mlflow_model_id))
+    assert (model.source_run_id, model.tags["penstock.folder"]) == (run_id, str(exported.folder))
+    with pytest.raises(UserError, match="not an empty folder"):
+        export_run(learned, tmp_path / "out", None)
+
+
+def test_an_export_of_a_checkpoint_is_the_model_that_the_engines_export(learned: RunFolder, tmp_path: Path) -> None:
+    """The last checkpoint's weights are bit by bit those of models/final, though no engine was started for them.
+
+    Controls: the checkpoint before it has others, and a damaged one is refused.
+    """
+    interrupted = RunFolder(tmp_path / "interrupted")
+    shutil.copytree(learned.path, interrupted.path, ignore=shutil.ignore_patterns("final", "experience"))
+    final = load_file(learned.model("final") / "model.safetensors")
+    assert _weights(export_run(interrupted, None, "200KB").folder, final)
+
+    manifest = read_manifest(interrupted)
+    earlier = replace(manifest, checkpoint="000010", progress=replace(manifest.progress, iteration=10))
+    write_manifest(interrupted, earlier)
+    exported = export_run(interrupted, tmp_path / "earlier", None)
+    assert not _weights(exported.folder, final)
+    assert "| Iterations | 10 |" in (exported.folder / "README.md").read_text(encoding="utf-8")
+
+    with (interrupted.checkpoint(10) / "actor/state/mp_rank_00_model_states.pt").open("r+b") as stream:
+        stream.seek(-200, 2)
+        stream.write(b"damage")
+    with pytest.raises(UserError, match="is damaged or missing"):
+        export_run(interrupted, tmp_path / "damaged", None)
+
+
+def test_an_export_that_is_not_its_source_leaves_nothing(
+    learned: RunFolder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A bit that the disk loses while the weights are written."""
+
+    def lossy(lm: Any, folder: Path, max_shard_size: str) -> None:
+        write_folder(lm, folder, max_shard_size)
+        file = folder / "model.safetensors"
+        content = bytearray(file.read_bytes())
+        content[-4] ^= 1
+        file.write_bytes(content)
+
+    monkeypatch.setattr(model_folder, "write_folder", lossy)
+    with pytest.raises(UserError, match="tensors are not those of the source"):
+        export_run(learned, tmp_path / "out", "5GB")
+    assert not list(tmp_path.iterdir())
+
+
+def _weights(folder: Path, expected: dict[str, torch.Tensor]) -> bool:
+    """Whether the files of a folder hold the expected tensors, all and no others."""
+    found = {name: value for file in folder.glob("*.safetensors") for name, value in load_file(file).items()}
+    return found.keys() == expected.keys() and all(torch.equal(found[name], expected[name]) for name in expected)
 
 
 def test_prefect_shows_every_iteration_as_a_flow_of_named_tasks(learned: RunFolder) -> None:

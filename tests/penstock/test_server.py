@@ -24,10 +24,10 @@ time.sleep(600)
 """
 PARENT = """
 import subprocess, sys, time
-from penstock.server import _end_with_this_process
+from penstock.server import end_with_this_process
 child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
 if sys.argv[1] == "guarded":
-    keep = _end_with_this_process(child.pid)
+    keep = end_with_this_process(child.pid)
 print(child.pid, flush=True)
 time.sleep(600)
 """

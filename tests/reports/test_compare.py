@@ -87,6 +87,7 @@ def test_files_and_terminal_show_the_runs(uri: str, tmp_path: Path) -> None:
     assert "one" in page
     assert "3e-06" in page
     assert "rollout.prompts" not in page
+    assert "evaluation" not in page, "neither run has an interval"
     assert list(pd.read_csv(paths[1])["name"]) == ["one", "two"]
     assert paths[3].read_bytes().startswith(b"\x89PNG")
     out = Console(file=io.StringIO(), width=120)
@@ -95,6 +96,28 @@ def test_files_and_terminal_show_the_runs(uri: str, tmp_path: Path) -> None:
     assert "actor.lr = 3e-06" in text
     assert "0.900" in text
     assert "rollout.prompts" not in text
+
+
+def test_held_out_figures_have_their_intervals(tmp_path: Path) -> None:
+    """The last evaluation of each run, also what only one has; without any interval there is no second table."""
+    uri = f"sqlite:///{tmp_path / 'mlflow.db'}"
+    for name, low in (("sure", 0.7), ("unsure", 0.5)):
+        run = mlflow_run.open_run(uri, "exp", name, {}, {})
+        figures = {"heldout/accuracy": 0.75, "heldout/accuracy/low": low, "heldout/accuracy/high": 0.8}
+        more = {"heldout/best_at_4": 0.9, "heldout/best_at_4/low": 0.85, "heldout/best_at_4/high": 0.95}
+        mlflow_run.log_iteration(uri, run, 0, dict.fromkeys(figures, 0.1))
+        mlflow_run.log_iteration(uri, run, 1, figures | (more if name == "sure" else {"heldout/distinct_2": 0.3}))
+    comparison = compare_runs(uri, "exp")
+    assert comparison.evaluation.to_dict("index") == {
+        "accuracy": {"sure": "0.750 (0.700 to 0.800)", "unsure": "0.750 (0.500 to 0.800)"},
+        "best@4": {"sure": "0.900 (0.850 to 0.950)", "unsure": "–"},
+    }
+    out = Console(file=io.StringIO(), width=100)
+    out.print(render(comparison))
+    page = write_comparison(comparison, tmp_path / "out")[0].read_text()
+    for text in (out.file.getvalue(), page):  # type: ignore[attr-defined]
+        assert "0.750 (0.500 to 0.800)" in text
+        assert "last" in text.lower()
 
 
 def test_runs_without_curves_have_no_picture(uri: str, tmp_path: Path) -> None:

@@ -46,6 +46,18 @@ def test_each_picture_exists_exactly_when_its_metrics_do(
     assert all(_is_drawn(path) for path in paths)
 
 
+def test_accuracy_is_drawn_with_its_interval() -> None:
+    """A line for each evaluation that has one, from end to end; an evaluation without one is a point alone."""
+    ends = {"heldout/accuracy": 0.5, "heldout/accuracy/low": 0.4, "heldout/accuracy/high": 0.7}
+    figure = reward_figure(metrics_frame([*_records(3), {"iteration": 4, "metrics": ends}]))
+    assert figure is not None
+    segments = [line.tolist() for item in figure.axes[-1].collections for line in getattr(item, "get_segments", list)()]
+    assert [[4.0, 0.4], [4.0, 0.7]] in segments
+    plain = reward_figure(metrics_frame(_records(3)))
+    assert plain is not None
+    assert not any(hasattr(item, "get_segments") for item in plain.axes[-1].collections)
+
+
 def test_no_records_give_no_pictures(tmp_path: Path) -> None:
     """Negative control: a run that has recorded nothing draws nothing."""
     assert plot_run([], tmp_path) == []

@@ -70,6 +70,23 @@ def test_the_page_holds_figures_pictures_times_links_and_config(run_folder: Path
     assert "&lt;b&gt;x&lt;/b&gt;" in page
 
 
+def test_alarms_and_held_out_figures_are_on_both_pages(run_folder: Path) -> None:
+    """What was raised with what to change, and the evaluation with its interval; nothing where there is neither."""
+    quiet = write_report(run_folder, {})
+    for page in (quiet, quiet.with_name("report.md")):
+        assert "Alarms" not in page.read_text()
+        assert "eld-out prompts" not in page.read_text()
+    accuracy = {"heldout/accuracy": 0.5, "heldout/accuracy/low": 0.25, "heldout/accuracy/high": 0.75}
+    with (run_folder / "metrics.jsonl").open("a") as file:
+        file.write(json.dumps({"iteration": 3, "metrics": {**accuracy, "alarm/truncation": 1.0}}) + "\n")
+    loud = write_report(run_folder, {})
+    for page in (loud, loud.with_name("report.md")):
+        text = page.read_text()
+        for part in ("Alarms", "responses are cut", "iteration 3", "max_response_tokens", "0.500 (0.250 to 0.750)"):
+            assert part in text
+        assert "swings up and down" not in text
+
+
 def test_what_the_model_wrote_is_text(run_folder: Path) -> None:
     """Markup in a prompt, a response, a link or its address stays visible text; nothing is executable."""
     samples = [{"prompt": EVIL, "response": EVIL, "reward": 1.0}]

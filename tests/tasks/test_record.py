@@ -63,7 +63,10 @@ def test_a_summary_of_a_whole_run(training_with: MakeTraining) -> None:
     ("accuracies", "expected"),
     [
         ((), {"iterations": 0, "accuracy_before": None, "accuracy_after": None, "reward_first": None}),
-        ((0.5,), {"iterations": 0, "accuracy_before": 0.5, "accuracy_after": None, "time_shares": {}, "actor_mfu": None}),
+        (
+            (0.5,),
+            {"iterations": 0, "accuracy_before": 0.5, "accuracy_after": None, "time_shares": {}, "actor_mfu": None},
+        ),
         ((0.5, None), {"iterations": 1, "accuracy_before": 0.5, "accuracy_after": None, "reward_last": 0.1}),
     ],
 )

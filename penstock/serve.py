@@ -1,0 +1,137 @@
+"""Serves a trained model with vLLM's own server, which speaks OpenAI's API: loopback, until Ctrl-C.
+
+The server is a process of its own with a session of its own: Ctrl-C reaches this command alone, which then ends the
+server and its engine. Started by module name, since vLLM's command does not start beside its CPU build.
+
+Left out: authentication, several machines, and anything else that vLLM's server has options for.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable
+from pathlib import Path
+
+from configs.errors import UserError
+from engines.machine import visible_gpus
+from penstock.server import end_with_this_process
+from state.run_folder import RunFolder
+
+SERVER = "vllm.entrypoints.openai.api_server"
+END_TIMEOUT_S = 30.0
+POLL_S = 0.25
+
+_COMMON = {
+    "HF_HUB_OFFLINE": "1",
+    "DO_NOT_TRACK": "1",
+    "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_LOGGING_LEVEL": "WARNING",
+    "PYTHONWARNINGS": "ignore",  # the module's name is deprecated in favour of the command
+}
+_CPU = {"TORCH_COMPILE_DISABLE": "1", "VLLM_CPU_KVCACHE_SPACE": "1", "OMP_WAIT_POLICY": "PASSIVE"}
+
+
+def model_folder(path: Path) -> Path:
+    """Return the Hugging Face folder to serve: `path` itself, or the model that a run at `path` has left.
+
+    Raises:
+        UserError: there is none.
+    """
+    if (path / "config.json").is_file():
+        return path.resolve()
+    if not (path / "config.yaml").is_file():
+        raise UserError(f"{path} is neither a model folder nor a run", "name a folder with config.json, or a run")
+    for name in ("final", "export"):  # an export may be of an earlier checkpoint
+        if (folder := RunFolder(path).model(name)).is_dir():
+            return folder.resolve()
+    raise UserError(f"{path} has no model yet", f"write one from its checkpoint: penstock export {path}")
+
+
+def server_command(folder: Path, port: int, gpu_memory: float | None, gpus: int) -> list[str]:
+    """Return the command that serves `folder` on the loopback interface.
+
+    Weights keep their dtype on a GPU; on a CPU they are computed in float32, which every processor has kernels for.
+
+    Raises:
+        UserError: a share of GPU memory was given, and there is no GPU.
+    """
+    if gpu_memory is not None and not gpus:
+        raise UserError("--gpu-memory has no effect: no GPU is visible", "remove it")
+    command = [sys.executable, "-P", "-m", SERVER, "--model", str(folder), "--served-model-name", folder.name]
+    command += ["--host", "127.0.0.1", "--port", str(port), "--disable-uvicorn-access-log"]
+    if not gpus:
+        return [*command, "--dtype", "float32", "--enforce-eager"]
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    dtype = config.get("dtype") or config.get("torch_dtype") or "auto"
+    return [*command, "--dtype", dtype, "--gpu-memory-utilization", str(0.8 if gpu_memory is None else gpu_memory)]
+
+
+def serve(folder: Path, port: int, gpu_memory: float | None, say: Callable[[str], None]) -> None:
+    """Serve `folder` until Ctrl-C, SIGTERM or the server's own end; no process of it outlives this call or process.
+
+    Raises:
+        UserError: the port is taken, or the server ends before it answers.
+    """
+    url, gpus = f"http://127.0.0.1:{port}", len(visible_gpus())
+    command = server_command(folder, port, gpu_memory, gpus)
+    if _answers(url) is not None:
+        raise UserError(f"something answers on {url} already", "name another port with --port")
+    signal.signal(signal.SIGTERM, _interrupt)
+    server = subprocess.Popen(command, env=_COMMON | ({} if gpus else _CPU) | dict(os.environ), start_new_session=True)
+    guard = end_with_this_process(server.pid)
+    try:
+        say(f"starting vLLM on {folder}")
+        while _answers(url) != 200:
+            if server.poll() is not None:
+                raise UserError(f"vLLM ended with code {server.returncode}", "its own messages are above")
+            time.sleep(POLL_S)
+        say(_welcome(url, folder.name))
+        server.wait()
+    except KeyboardInterrupt:
+        say("ending")
+    finally:
+        _end(server)
+        guard.kill()
+        guard.wait()
+
+
+def _answers(url: str) -> int | None:
+    """Return the status of the server's own health, None if nobody listens."""
+    try:
+        with urllib.request.urlopen(f"{url}/health", timeout=5) as response:
+            return int(response.status)
+    except urllib.error.HTTPError as error:
+        return error.code
+    except OSError:
+        return None
+
+
+def _welcome(url: str, model: str) -> str:
+    body = json.dumps({"model": model, "prompt": "12+34=", "max_tokens": 16})
+    return (
+        f"{url}/v1 speaks OpenAI's API, model {model!r}. Ctrl-C ends it. For example:\n"
+        f"  curl {url}/v1/completions -H 'Content-Type: application/json' -d '{body}'\n"
+        f"  penstock loadtest {url}"
+    )
+
+
+def _end(server: subprocess.Popen[bytes]) -> None:
+    """SIGTERM, so that requests end and the engine frees its memory; then SIGKILL for whatever is left of it."""
+    server.terminate()
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        server.wait(END_TIMEOUT_S)
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(server.pid, signal.SIGKILL)
+    server.wait()
+
+
+def _interrupt(*_: object) -> None:
+    raise KeyboardInterrupt

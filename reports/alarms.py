@@ -1,0 +1,233 @@
+"""Alarms over the figures of a training: rules that say in plain words what goes wrong, and what to change.
+
+A rule looks at the last iterations of a history: one mapping of figures per iteration, the oldest first. It needs a
+run of them, never a single outlier, and is silent while there are too few. Thresholds are the constants beside each
+rule; they are set so that a training that learns stays silent, also one whose entropy falls to a quarter as it becomes
+sure of right answers.
+
+Left out: stopping or changing a training, and causes that the figures do not show.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+History = Sequence[Mapping[str, float]]
+
+
+@dataclass(frozen=True)
+class Rule:
+    """One alarm: its name, the metric without which it does not apply, when it is raised, and its two sentences."""
+
+    name: str
+    needs: str
+    holds: Callable[[History], bool]
+    happens: str
+    change: str
+
+    @property
+    def metric(self) -> str:
+        """Name under which it is recorded."""
+        return f"alarm/{self.name}"
+
+
+@dataclass(frozen=True)
+class Alarm:
+    """An alarm of a run: its sentences, the first and the last iteration in which it was raised, and in how many."""
+
+    name: str
+    happens: str
+    change: str
+    first: int
+    last: int
+    iterations: int
+
+    @property
+    def when(self) -> str:
+        """The iterations, in words."""
+        if self.first == self.last:
+            return f"iteration {self.first}"
+        return f"iterations {self.first} to {self.last}, raised in {self.iterations}"
+
+
+def raised(history: History) -> dict[str, float]:
+    """Return `alarm/<name>`, 1.0 or 0.0, after the last iteration of `history`, of the rules that apply to it."""
+    return {rule.metric: float(rule.holds(history)) for rule in RULES if rule.needs in history[-1]}
+
+
+def alarms_of(records: Sequence[Mapping[str, Any]]) -> list[Alarm]:
+    """Return the alarms that the records `{"iteration": 12, "metrics": {...}}` of a run hold, the earliest first."""
+    found = []
+    for rule in RULES:
+        if when := [int(record["iteration"]) for record in records if record["metrics"].get(rule.metric)]:
+            found.append(Alarm(rule.name, rule.happens, rule.change, when[0], when[-1], len(when)))
+    return sorted(found, key=lambda alarm: alarm.first)
+
+
+# ---- rules ---------------------------------------------------------------------------------------------------------
+
+OSCILLATION_WINDOW = 30  # iterations looked at
+OSCILLATION_SMOOTHING = 5  # iterations of the moving average
+OSCILLATION_SWING = 0.5  # a swing counts from this share of the rewards' standard deviation
+OSCILLATION_TURNS = 4  # swings up and down
+
+
+def reward_oscillates(history: History) -> bool:
+    """Whether the smoothed mean reward turned round at least 4 times in 30 iterations, with large swings between."""
+    rewards, spreads = (_last(history, name, OSCILLATION_WINDOW) for name in ("reward/mean", "reward/std"))
+    if len(rewards) < OSCILLATION_WINDOW or not len(spreads):
+        return False
+    smooth = np.convolve(rewards, np.full(OSCILLATION_SMOOTHING, 1 / OSCILLATION_SMOOTHING), "valid")
+    return turns(smooth, OSCILLATION_SWING * float(np.median(spreads))) >= OSCILLATION_TURNS
+
+
+def turns(values: np.ndarray, swing: float) -> int:
+    """Return how often the direction of `values` changes; it changes when they come back by more than `swing`."""
+    count, direction = 0, 0
+    low = high = float(values[0])
+    for value in values.tolist():
+        low, high = min(low, value), max(high, value)
+        if direction <= 0 and value - low > swing:
+            count, direction, high = count + (direction < 0), 1, value
+        elif direction >= 0 and high - value > swing:
+            count, direction, low = count + (direction > 0), -1, value
+    return count
+
+
+KL_WINDOW = 3  # iterations in all of which it must be beyond: a mean could come from a single odd token
+KL_LIMIT = {"actor/kl": 1.0, "actor/approx_kl": 0.1}  # nats per token: to the reference, of one iteration's updates
+KL_GROWTH = 10.0  # times the median of the iterations before ...
+KL_BEFORE = 20
+KL_GROWN_FROM = 0.2  # ... and at least this share of the limit
+
+
+def kl_explodes(history: History) -> bool:
+    """Whether for 3 iterations a KL is beyond its limit, or beyond a fifth of it and ten times what it was."""
+    return any(_explodes(history, name, limit) for name, limit in KL_LIMIT.items())
+
+
+def _explodes(history: History, name: str, limit: float) -> bool:
+    values = _last(history, name, KL_BEFORE + KL_WINDOW)
+    if len(values) < KL_WINDOW:
+        return False
+    recent, before = float(values[-KL_WINDOW:].min()), values[:-KL_WINDOW]
+    if recent > limit:
+        return True
+    return len(before) == KL_BEFORE and recent > max(KL_GROWN_FROM * limit, KL_GROWTH * float(np.median(before)))
+
+
+ENTROPY_WINDOW = 5  # iterations whose mean counts, at the start and at the end
+ENTROPY_LEFT = 0.1  # share of the start's entropy
+ENTROPY_BELOW = 0.1  # nats per token: more is no collapse, however much there was
+
+
+def entropy_collapses(history: History) -> bool:
+    """Whether the entropy fell below a tenth of what it was in the first iterations, and below 0.1 nats per token."""
+    start = _values(history[:ENTROPY_WINDOW], "actor/entropy")
+    recent = _last(history, "actor/entropy", ENTROPY_WINDOW)
+    if len(history) < 2 * ENTROPY_WINDOW or len(start) < ENTROPY_WINDOW or len(recent) < ENTROPY_WINDOW:
+        return False
+    return bool(recent.mean() < min(ENTROPY_BELOW, ENTROPY_LEFT * start.mean()))
+
+
+TRUNCATION_WINDOW = 5
+TRUNCATION_SHARE = 0.25
+
+
+def responses_truncated(history: History) -> bool:
+    """Whether at least a quarter of the responses were cut in each of the last 5 iterations."""
+    return _all_reach(history, "rollout/truncated_share", TRUNCATION_WINDOW, TRUNCATION_SHARE)
+
+
+GRADIENT_WINDOW = 30  # iterations whose median is the norm's usual size
+GRADIENT_RECENT = 10
+GRADIENT_TIMES = 5.0
+GRADIENT_SPIKES = 2
+
+
+def gradient_spikes(history: History) -> bool:
+    """Whether in 2 of the last 10 iterations the gradient's norm was more than 5 times the median of the last 30."""
+    norms = _last(history, "actor/grad_norm", GRADIENT_WINDOW)
+    if len(norms) < 2 * GRADIENT_RECENT or not (usual := float(np.median(norms))):
+        return False
+    return int((norms[-GRADIENT_RECENT:] > GRADIENT_TIMES * usual).sum()) >= GRADIENT_SPIKES
+
+
+SILENCE_WINDOW = 5
+SILENCE_SHARE = 0.95
+
+
+def nothing_to_learn(history: History) -> bool:
+    """Whether at least 95 % of the responses had no advantage in each of the last 5 iterations."""
+    return _all_reach(history, "advantage/zero_share", SILENCE_WINDOW, SILENCE_SHARE)
+
+
+def _all_reach(history: History, name: str, window: int, limit: float) -> bool:
+    values = _last(history, name, window)
+    return len(values) == window and bool((values >= limit).all())
+
+
+def _last(history: History, name: str, window: int) -> np.ndarray:
+    return _values(history[-window:], name)
+
+
+def _values(history: History, name: str) -> np.ndarray:
+    values = np.asarray([item[name] for item in history if name in item], np.float64)
+    return values[np.isfinite(values)]
+
+
+RULES = (
+    Rule(
+        "reward_oscillation",
+        "reward/mean",
+        reward_oscillates,
+        "The mean reward swings up and down instead of rising",
+        "Each update takes the policy too far: lower actor.optimizer.learning_rate, or take more prompts per iteration "
+        "(rollout.prompts), or fewer steps on the same experience (algorithm.epochs, algorithm.mini_batches)",
+    ),
+    Rule(
+        "kl_explosion",
+        "actor/approx_kl",
+        kl_explodes,
+        "The policy runs away: its KL to the reference, or to itself before an update, is far beyond the usual",
+        "Lower actor.optimizer.learning_rate, raise algorithm.kl.coefficient (or add algorithm.kl), and go back to a "
+        "checkpoint from before; read samples, since a reward can be earned without doing the task",
+    ),
+    Rule(
+        "entropy_collapse",
+        "actor/entropy",
+        entropy_collapses,
+        "The policy has become nearly deterministic: the entropy is below a tenth of what it was at the start, and "
+        "samples of a prompt are alike",
+        "Raise algorithm.clip_high or algorithm.entropy_coefficient, keep rollout.temperature at 1, or lower "
+        "actor.optimizer.learning_rate; if the reward is as high as it can be, the training is simply done",
+    ),
+    Rule(
+        "truncation",
+        "rollout/truncated_share",
+        responses_truncated,
+        "At least a quarter of the responses are cut before they end, and are scored without their end",
+        "Raise rollout.max_response_tokens, or punish length with reward.overlong; if all are cut, the model does not "
+        "end its responses: check its chat template and data.chat",
+    ),
+    Rule(
+        "gradient_spikes",
+        "actor/grad_norm",
+        gradient_spikes,
+        "The actor's gradient is again and again more than five times its usual size",
+        "Lower actor.optimizer.learning_rate or actor.optimizer.max_grad_norm, lengthen "
+        "actor.optimizer.warmup_steps, and look for extreme rewards in the experience of these iterations",
+    ),
+    Rule(
+        "nothing_to_learn",
+        "advantage/zero_share",
+        nothing_to_learn,
+        "Nearly all responses have no advantage: those of a prompt all earn the same, and nothing is learnt from them",
+        "The prompts are too hard or too easy, or the reward tells nothing apart: choose others, raise rollout.samples "
+        "or rollout.temperature, give partial rewards, or draw others by algorithm.dynamic_sampling",
+    ),
+)

@@ -1,0 +1,82 @@
+"""Records of a training on preferences: figures per step in the run folder and in MLflow, a summary at the end.
+
+The run folder comes first and is the truth. Left out: reports with pictures (reports/report.py is about iterations).
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from configs.preference import PairConfig
+from reports import mlflow_run
+from state.files import write_text
+from state.run_folder import add_metrics, append_metrics, read_metrics
+from tasks.session import Training
+
+
+@contextmanager
+def recording_preferences(training: Training, config: PairConfig, kind: str) -> Iterator[None]:
+    """Keep the MLflow run open; on the way out, on every path, write the summary.
+
+    Args:
+        kind: what is trained, the tag `algorithm` of the MLflow run.
+    """
+    session, run = training.session(), training.run
+    session.tracking_uri = mlflow_run.default_tracking_uri(run.path.parent)
+    params = mlflow_run.flatten(config.model_dump(mode="json"))
+    tags = {"penstock.run": str(run.path), "algorithm": kind}
+    session.mlflow_run_id = mlflow_run.open_run(session.tracking_uri, config.experiment, run.name, tags, params)
+    mlflow_run.log_artifacts(session.tracking_uri, session.mlflow_run_id, run.config)
+    try:
+        yield
+    except Exception:
+        _finish(training, "failed", "FAILED")
+        raise
+    except BaseException:
+        _finish(training, "cancelled", "KILLED")
+        raise
+    _finish(training, "completed", "FINISHED")
+
+
+def record_step(training: Training, step: int, metrics: dict[str, float]) -> None:
+    """Write down the figures of a step; 0 is before the first."""
+    session = training.session()
+    append_metrics(training.run, step, metrics)
+    mlflow_run.log_iteration(session.tracking_uri, session.mlflow_run_id, step, metrics)
+
+
+def add_to_step(training: Training, step: int, metrics: dict[str, float]) -> None:
+    """Add figures to a step that is recorded."""
+    session = training.session()
+    add_metrics(training.run, step, metrics)
+    mlflow_run.log_figures(session.tracking_uri, session.mlflow_run_id, step, metrics)
+
+
+def _finish(training: Training, status: str, mlflow_status: mlflow_run.RunStatus) -> None:
+    session, run = training.session(), training.run
+    write_text(run.summary, json.dumps(_summary(training, status), indent=2) + "\n")
+    mlflow_run.log_artifacts(session.tracking_uri, session.mlflow_run_id, [run.summary])
+    mlflow_run.close_run(session.tracking_uri, session.mlflow_run_id, mlflow_status)
+
+
+def _summary(training: Training, status: str) -> dict[str, Any]:
+    session, records = training.session(), read_metrics(training.run)
+    steps = [item["metrics"] for item in records if item["iteration"] > 0]
+    heldout = [item["metrics"] for item in records if "heldout/accuracy" in item["metrics"]]
+    first = records and records[0]["iteration"] == 0
+    return {
+        "status": status,
+        "seconds": round(time.monotonic() - session.started, 3),
+        "steps": len(steps),
+        "loss_first": steps[0]["loss"] if steps else None,
+        "loss_last": steps[-1]["loss"] if steps else None,
+        "accuracy_last": steps[-1]["accuracy"] if steps else None,
+        "heldout_accuracy_before": heldout[0]["heldout/accuracy"] if heldout and first else None,
+        "heldout_accuracy": heldout[-1]["heldout/accuracy"] if len(heldout) > 1 else None,
+        "gradient_checkpointing": session.checkpointing.get("sft"),
+        "mlflow_run_id": session.mlflow_run_id,
+    }

@@ -1,0 +1,50 @@
+"""The trees of preference and reward model: columns and settings belong to a loss, and errors name their keys."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from configs.errors import UserError
+from configs.loading import load_tree, to_yaml
+from configs.preference import PreferenceConfig, RewardModelConfig
+
+
+def load(tmp_path: Path, text: str, *overrides: str, kind: Any = PreferenceConfig) -> Any:
+    (tmp_path / "recipe.yaml").write_text(text, encoding="utf-8")
+    return load_tree(tmp_path / "recipe.yaml", overrides, kind)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["loss.name=kto", "data.chosen=good"], "'chosen' has no effect with loss 'kto'"),
+        (["data.label=good"], "'label' has no effect with loss 'dpo'"),
+        (["loss={name: orpo, beta: 0.2}"], "'beta' has no effect with loss 'orpo'"),
+        (["loss.label_smoothing=0.5"], "less than 0.5"),
+        (["loss.bete=0.5"], "did you mean 'beta'?"),
+        (["rollout.prompts=5"], "names no key"),
+        (["devices={gpus: [0], ranks: 1}"], "exclude each other"),
+        (["data.template=no place"], "must contain {prompt}"),
+    ],
+)
+def test_refusals(tmp_path: Path, overrides: list[str], message: str) -> None:
+    with pytest.raises(UserError, match=message.replace("?", r"\?").replace("{", r"\{")):
+        load(tmp_path, "data: {train: a.jsonl}", *overrides)
+
+
+def test_a_file_to_train_on_is_required(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="data.train: is required"):
+        load(tmp_path, "data: {}", kind=RewardModelConfig)
+
+
+@pytest.mark.parametrize("loss", ["dpo", "ipo", "orpo", "kto"])
+def test_a_resolved_tree_loads_back_to_itself(tmp_path: Path, loss: str) -> None:
+    """What validation filled in is what is in force."""
+    config = load(tmp_path, "data: {train: a.jsonl}", f"loss.name={loss}", "devices.ranks=2")
+    assert load(tmp_path, to_yaml(config)) == config
+    assert (config.data.label, config.data.chosen) == (("label", None) if loss == "kto" else (None, "chosen"))
+    assert all(value is not None for value in config.loss.arguments.values())
+    assert config.engines().groups["main"].ranks == 2

@@ -1,0 +1,77 @@
+"""Evaluators as a user would write them, good and bad ones; processes import this module from the working directory."""
+
+from __future__ import annotations
+
+import os
+import time
+from typing import Any
+
+from evaluators.bootstrap import with_intervals
+from evaluators.heldout import HeldOut
+
+
+class RightAnswers:
+    """Uses everything: columns of the data, texts, and the project's own intervals."""
+
+    name = "right"
+
+    def evaluate(self, heldout: HeldOut) -> dict[str, float]:
+        right = [float(row["answer"] in text) for row, text in zip(heldout.rows, heldout.texts, strict=True)]
+        return with_intervals({"share": heldout.per_prompt(heldout.rewards_B * 0 + right).mean(axis=1)})
+
+
+class Raises(RightAnswers):
+    name = "raises"
+
+    def evaluate(self, heldout: HeldOut) -> dict[str, float]:
+        raise LookupError("no such thing")
+
+
+class Exits(RightAnswers):
+    name = "exits"
+
+    def evaluate(self, heldout: HeldOut) -> dict[str, float]:
+        os._exit(3)
+
+
+class Sleeps(RightAnswers):
+    name = "sleeps"
+
+    def evaluate(self, heldout: HeldOut) -> dict[str, float]:
+        time.sleep(600)
+        return {}
+
+
+class ReturnsAList(RightAnswers):
+    name = "list"
+
+    def evaluate(self, heldout: HeldOut) -> Any:
+        return [1.0]
+
+
+class ReturnsOddNames(RightAnswers):
+    name = "odd"
+
+    def evaluate(self, heldout: HeldOut) -> dict[str, float]:
+        return {"mean@4": 1.0}
+
+
+class WithoutName:
+    def evaluate(self, heldout: HeldOut) -> dict[str, float]:
+        return {}
+
+
+class WithoutMethod:
+    name = "nothing"
+
+
+class AsksForMore(RightAnswers):
+    def __init__(self, path: str) -> None:
+        self.path = path
+
+
+class SameName(RightAnswers):
+    pass
+
+
+NUMBER = 3
