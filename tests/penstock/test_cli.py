@@ -132,7 +132,11 @@ def test_a_right_recipe_starts(penstock: Callable[..., str]) -> None:
         (["recipe.yaml", "sft.steps=1"], "the 'sft' section needs 'data.sft'", "sft=null"),
         (["recipe.yaml", "groups.main={gpus: [0], roles: [actor, rollout]}"], "names GPU 0", "remove 'gpus'"),
         (["recipe.yaml", "rollout.kv_cache_gib=64"], "64.0 GiB", "use more ranks"),
-        (["recipe.yaml", "actor.micro_batch_tokens=9000000"], "largest part: backward pass", "actor.micro_batch_tokens"),
+        (
+            ["recipe.yaml", "actor.micro_batch_tokens=9000000"],
+            "largest part: backward pass",
+            "actor.micro_batch_tokens",
+        ),
         (["recipe.yaml", "rollout.max_response_tokens=64"], "is 96, the model has 64 positions", "lower one"),
         (["recipe.yaml", "--dry-rum"], "No such option", "--dry-run"),
     ],
