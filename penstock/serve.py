@@ -84,7 +84,8 @@ def serve(folder: Path, port: int, gpu_memory: float | None, say: Callable[[str]
     command = server_command(folder, port, gpu_memory, gpus)
     if _answers(url) is not None:
         raise UserError(f"something answers on {url} already", "name another port with --port")
-    signal.signal(signal.SIGTERM, _interrupt)
+    for number in (signal.SIGINT, signal.SIGTERM):  # a shell's background job inherits an ignored SIGINT
+        signal.signal(number, _interrupt)
     server = subprocess.Popen(command, env=_COMMON | ({} if gpus else _CPU) | dict(os.environ), start_new_session=True)
     guard = end_with_this_process(server.pid)
     try:
