@@ -27,6 +27,19 @@ MOVING = ("created", "updated", "last_polled", "status")
 NAMES = {TRAIN, "train/grpo-gsm8k", "train/ppo-gsm8k", SFT, "compare/runs"}
 
 
+class Patient(httpx.HTTPTransport):
+    """Asks again where the server's database is busy (503), as Prefect's own clients do."""
+
+    def handle_request(self, request: httpx.Request) -> httpx.Response:
+        for _ in range(20):
+            response = super().handle_request(request)
+            if response.status_code != httpx.codes.SERVICE_UNAVAILABLE:
+                break
+            response.close()
+            time.sleep(1)
+        return response
+
+
 @dataclass(frozen=True)
 class Prefect:
     """A server and a worker of its own, and the environment that finds them."""
@@ -142,7 +155,7 @@ def prefect(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Prefect]:
         return started
 
     try:
-        with httpx.Client(base_url=environment["PREFECT_API_URL"], timeout=30) as api:
+        with httpx.Client(base_url=environment["PREFECT_API_URL"], timeout=30, transport=Patient()) as api:
             begin("server", "server", "start", "--host", "127.0.0.1", "--port", str(port))
             until(lambda: _answers(api), 120, "the server answers")
             deployed = penstock(environment, "deploy")
