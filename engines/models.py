@@ -174,3 +174,20 @@ def _load(kind: Any, path: str | Path, dtype: torch.dtype, **settings: Any) -> P
     return kind.from_pretrained(
         path, dtype=dtype, local_files_only=True, attn_implementation=PACKED_ATTENTION, **settings
     )
+
+
+@torch.no_grad()
+def write_model(lm: Any, folder: Path, rank: int) -> None:
+    """Write a model as a Hugging Face folder, also a sharded one: all ranks gather, the first one writes."""
+    sharded = hasattr(next(lm.parameters()), "ds_id")
+    state = lm.state_dict()
+    if sharded:
+        import deepspeed
+
+        state = {}
+        for name, parameter in lm.named_parameters():
+            with deepspeed.zero.GatheredParameters(parameter):
+                state[name] = parameter.data.cpu().clone()
+    if rank == 0:
+        lm.save_pretrained(folder, state_dict=state)
+    torch.distributed.barrier()

@@ -8,11 +8,10 @@ Left out: when to do what (flows/), how commands travel (engines/channel.py).
 
 from __future__ import annotations
 
-import gc
 import os
-import random
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +20,8 @@ import torch
 from torch import nn
 from transformers import AutoTokenizer
 
-from configs.schema import SftConfig, TrainConfig, TrainerConfig
-from engines import versions
+from configs.schema import TrainConfig, TrainerConfig
+from engines import finetuning, versions
 from engines.communication import timed_collectives
 from engines.decoding import decode
 from engines.flops import forward_flops, training_flops
@@ -36,16 +35,16 @@ from engines.models import (
     compile_blocks,
     load_causal_lm,
     load_reward_model,
-    start_reward_model,
+    write_model,
 )
 from engines.packing import PackedBatch, Rows, pack
 from engines.placement import reshard_strategy
-from engines.preference import UnitLoss, measure_preferences, read_preferences, update_on_preferences
+from engines.random_states import generator_states, restore_generators
 from engines.requests import Sampling
 from engines.shape import ModelShape, read_shape
 from engines.tiny_model import make_tiny_model
 from engines.trainer import Trainer
-from engines.updates import ActorLoss, Split, update_actor, update_critic, update_supervised
+from engines.updates import ActorLoss, Split, update_actor, update_critic
 from engines.usage import begin_usage
 from engines.weights.broadcast import Receiver, Sender
 from engines.weights.joint import connect_store, join, open_store
@@ -96,6 +95,7 @@ class Worker:
             KeyError: there is no such command.
         """
         commands: dict[str, Callable[..., dict[str, Any]]] = {
+            **{name: partial(command, self) for name, command in finetuning.COMMANDS.items()},
             "make_tiny": self.make_tiny,
             "build": self.build,
             "generate": self.generate,
@@ -110,13 +110,6 @@ class Worker:
             "save": self.save,
             "load": self.load,
             "export": self.export,
-            "sft_begin": self.sft_begin,
-            "sft_steps": self.sft_steps,
-            "sft_end": self.sft_end,
-            "preference_begin": self.preference_begin,
-            "preference_steps": self.preference_steps,
-            "preference_measure": self.preference_measure,
-            "preference_end": self.preference_end,
         }
         end_usage = begin_usage(self.device)
         sleeps = self.generator is not None and command != "generate"
@@ -158,21 +151,21 @@ class Worker:
         self.shapes["critic"] = read_shape(Path(critic_folder))
         steps = self.config.iterations * self.config.algorithm.mini_batches * self.config.algorithm.epochs
         if "actor" in roles:
-            self.lm = self._causal_lm(folder, self.config.actor)
+            self.lm = self.causal_lm(folder, self.config.actor)
             reply["parameters"] = sum(parameter.numel() for parameter in self.lm.parameters())
             self.trainers["actor"] = Trainer(
                 PackedPolicy(self.lm), ordered_parameters(self.lm), self.config.actor, steps
             )
         if "critic" in roles and self.config.critic is not None:
             torch.manual_seed(self.config.seed)
-            critic = PackedCritic(self._causal_lm(critic_folder, self.config.critic)).to(self.device)
+            critic = PackedCritic(self.causal_lm(critic_folder, self.config.critic)).to(self.device)
             self.trainers["critic"] = Trainer(critic, list(critic.parameters()), self.config.critic, steps)
         if "reference" in roles:
             self.frozen["reference"] = _freeze(
-                PackedPolicy(self._compile(load_causal_lm(folder, self._dtype, False))), self.device
+                PackedPolicy(self._compile(load_causal_lm(folder, self.dtype, False))), self.device
             )
         if "reward" in roles:
-            reward_model = load_reward_model(str(self.config.reward.model), self._dtype)
+            reward_model = load_reward_model(str(self.config.reward.model), self.dtype)
             self.frozen["reward"] = _freeze(PackedRewardModel(self._compile(reward_model)), self.device)
         if "rollout" in roles:
             self._build_rollout(Path(folder), alone=roles == ["rollout"])
@@ -183,10 +176,10 @@ class Worker:
         """Start the rollout engine, on the actor's weights if they are in this group."""
         strategy, rollout = reshard_strategy(self.config), self.config.rollout
         if strategy == "broadcast":
-            self.lm = causal_lm_shapes(folder, self._dtype)
-        self.storage = shared_storage(strategy, self.lm, rollout.tensor_parallel, self._dtype, self.device)
+            self.lm = causal_lm_shapes(folder, self.dtype)
+        self.storage = shared_storage(strategy, self.lm, rollout.tensor_parallel, self.dtype, self.device)
         limit = self.config.data.max_prompt_tokens
-        generator = Generator(folder, self.lm, self._dtype, rollout, limit, self.storage, sleeps=not alone)
+        generator = Generator(folder, self.lm, self.dtype, rollout, limit, self.storage, sleeps=not alone)
         self.generator = generator
         if strategy == "broadcast":
             return
@@ -196,15 +189,18 @@ class Worker:
         generator.sleep()
 
     @property
-    def _dtype(self) -> torch.dtype:
+    def dtype(self) -> torch.dtype:
+        """Of weights in training and rollout."""
         if self.config.model.dtype != "auto":
             return DTYPES[self.config.model.dtype]
         return torch.float32 if self.device.type == "cpu" else torch.bfloat16
 
-    def _causal_lm(self, folder: str, config: TrainerConfig) -> Any:
-        return self._to_train(load_causal_lm(folder, self._dtype, bool(config.gradient_checkpointing)), config)
+    def causal_lm(self, folder: str, config: TrainerConfig) -> Any:
+        """Load a causal language model that is to be trained."""
+        return self.to_train(load_causal_lm(folder, self.dtype, bool(config.gradient_checkpointing)), config)
 
-    def _to_train(self, lm: Any, config: TrainerConfig) -> Any:
+    def to_train(self, lm: Any, config: TrainerConfig) -> Any:
+        """Compile a model's blocks where that pays and put it on the device."""
         if config.zero_stage < 3:  # compiled code would not wait for DeepSpeed to gather the shards
             self._compile(lm)
         return lm.to(self.device)
@@ -394,7 +390,7 @@ class Worker:
         """Write every trained model of this group, and this rank's generators, under `folder`."""
         for role, trainer in self.trainers.items():
             trainer.save(Path(folder) / role)
-        torch.save(_generator_states(), Path(folder) / f"random-{os.environ['PENSTOCK_GROUP']}-{self.rank}.pt")
+        torch.save(generator_states(), Path(folder) / f"random-{os.environ['PENSTOCK_GROUP']}-{self.rank}.pt")
         return {}
 
     def load(self, folder: str, version: int) -> dict[str, Any]:
@@ -402,89 +398,15 @@ class Worker:
         for role, trainer in self.trainers.items():
             trainer.load(Path(folder) / role)
         states = torch.load(Path(folder) / f"random-{os.environ['PENSTOCK_GROUP']}-{self.rank}.pt", weights_only=True)
-        _restore_generators(states)
+        restore_generators(states)
         if self.generator is not None and "actor" in self.trainers:
             self.reshard(version)
         return {}
 
     def export(self, folder: str) -> dict[str, Any]:
         """Write the actor as a Hugging Face folder (rank 0 writes, all ranks gather)."""
-        _export(self.lm, Path(folder), self.rank)
+        write_model(self.lm, Path(folder), self.rank)
         return {}
-
-    # ---- supervised training ---------------------------------------------------------------------------------------
-
-    def sft_begin(self, config: dict[str, Any], folder: str, dtype: str, rows: str) -> dict[str, Any]:
-        """Load the model and the rows for supervised training."""
-        self.config = TrainConfig.model_validate({"model": {"dtype": dtype}})
-        sft = SftConfig.model_validate(config)
-        self.lm = self._causal_lm(folder, sft)
-        self.trainers["sft"] = Trainer(PackedPolicy(self.lm), ordered_parameters(self.lm), sft, sft.steps)
-        columns = read_columns(rows, ("prompt_tokens", "response_tokens"))
-        responses = columns["response_tokens"]
-        mask = Ragged(np.ones(len(responses.values_T), np.uint8), responses.offsets_B1)
-        self.sft_rows = Rows(columns["prompt_tokens"], responses, mask, {})
-        return {}
-
-    def sft_steps(self, batches: np.ndarray, budget: int, learning_rate: float) -> dict[str, Any]:
-        """Take one optimizer step per row of `batches` (steps x rows); return the loss of each."""
-        assert self.sft_rows is not None
-        metrics = [
-            update_supervised(self.trainers["sft"], self.sft_rows, index_B, budget, learning_rate)
-            for index_B in batches
-        ]
-        return {"losses": [step["loss"] for step in metrics], "grad_norm": metrics[-1]["grad_norm"]}
-
-    def sft_end(self, folder: str) -> dict[str, Any]:
-        """Write the model as a Hugging Face folder and free it."""
-        return self._end("sft", folder)
-
-    def _end(self, role: str, folder: str) -> dict[str, Any]:
-        _export(self.lm, Path(folder), self.rank)
-        self.trainers.pop(role).close()
-        self.lm, self.sft_rows = None, None
-        gc.collect()
-        if self.device.type == "cuda":
-            torch.cuda.empty_cache()
-            torch.cuda.reset_peak_memory_stats()
-        return {}
-
-    # ---- training on preferences -----------------------------------------------------------------------------------
-
-    def preference_begin(self, config: dict[str, Any], folder: str, dtype: str, scores: bool) -> dict[str, Any]:
-        """Load the model to train on preferences: the policy, or with `scores` a reward model made of it."""
-        self.config = TrainConfig.model_validate({"model": {"dtype": dtype}})
-        settings = SftConfig.model_validate(config)
-        module: nn.Module
-        if scores:
-            classifier = start_reward_model(folder, self._dtype, bool(settings.gradient_checkpointing))
-            self.lm = self._to_train(classifier, settings)
-            module = PackedRewardModel(self.lm)
-        else:
-            self.lm = self._causal_lm(folder, settings)
-            module = PackedPolicy(self.lm)
-        self.trainers["preference"] = Trainer(module, list(self.lm.parameters()), settings, settings.steps)
-        self.shapes["preference"] = read_shape(Path(folder))
-        return {}
-
-    def preference_steps(
-        self, path: str, batches: np.ndarray, budget: int, loss: dict[str, Any], learning_rate: float
-    ) -> dict[str, Any]:
-        """Take one optimizer step per row of `batches` (steps x units); return the figures of each."""
-        data, trainer, settings = read_preferences(path), self.trainers["preference"], UnitLoss(**loss)
-        return {
-            "steps": [
-                update_on_preferences(trainer, data, index_U, budget, settings, learning_rate) for index_U in batches
-            ]
-        }
-
-    def preference_measure(self, path: str, budget: int, loss: dict[str, Any]) -> dict[str, Any]:
-        """The same figures over all units of a file, without a step."""
-        return measure_preferences(self.trainers["preference"], read_preferences(path), budget, UnitLoss(**loss))
-
-    def preference_end(self, folder: str) -> dict[str, Any]:
-        """Write the model as a Hugging Face folder and free it."""
-        return self._end("preference", folder)
 
 
 def _freeze(module: nn.Module, device: torch.device) -> nn.Module:
@@ -496,48 +418,3 @@ def _read_rows(path: str, columns: tuple[str, ...]) -> Rows:
     return Rows(
         read["prompt_tokens"], read["response_tokens"], read["loss_mask"], {name: read[name] for name in columns}
     )
-
-
-@torch.no_grad()
-def _export(lm: Any, folder: Path, rank: int) -> None:
-    sharded = hasattr(next(lm.parameters()), "ds_id")
-    state = lm.state_dict()
-    if sharded:
-        import deepspeed
-
-        state = {}
-        for name, parameter in lm.named_parameters():
-            with deepspeed.zero.GatheredParameters(parameter):
-                state[name] = parameter.data.cpu().clone()
-    if rank == 0:
-        lm.save_pretrained(folder, state_dict=state)
-    torch.distributed.barrier()
-
-
-def _generator_states() -> dict[str, Any]:
-    algorithm, keys, position, has_gauss, gauss = np.random.get_state()
-    version, internal, gauss_next = random.getstate()
-    states: dict[str, Any] = {
-        "torch": torch.get_rng_state(),
-        "numpy": [
-            str(algorithm),
-            torch.from_numpy(np.asarray(keys).astype(np.int64)),
-            int(position),
-            int(has_gauss),
-            float(gauss),
-        ],
-        "python": [version, list(internal), gauss_next],
-    }
-    if torch.cuda.is_available():
-        states["cuda"] = torch.cuda.get_rng_state()
-    return states
-
-
-def _restore_generators(states: dict[str, Any]) -> None:
-    torch.set_rng_state(states["torch"])
-    algorithm, keys, position, has_gauss, gauss = states["numpy"]
-    np.random.set_state((algorithm, keys.numpy().astype(np.uint32), position, has_gauss, gauss))
-    version, internal, gauss_next = states["python"]
-    random.setstate((version, tuple(internal), gauss_next))
-    if "cuda" in states:
-        torch.cuda.set_rng_state(states["cuda"])

@@ -1,0 +1,120 @@
+"""The commands of training without rollout: on responses to imitate, on preferences, on scores.
+
+Each loads one model, takes its steps, and writes it as a Hugging Face folder; the rank then holds nothing of it. They
+are functions of the rank's `Worker`, which finds them by name in `COMMANDS`.
+
+Left out: what a step is (engines/updates.py, engines/preference.py), and which rows it takes (tasks/).
+"""
+
+from __future__ import annotations
+
+import gc
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from configs.schema import SftConfig, TrainConfig
+from engines.models import PackedPolicy, PackedRewardModel, start_reward_model, write_model
+from engines.packing import Rows
+from engines.preference import UnitLoss, measure_preferences, read_preferences, update_on_preferences
+from engines.shape import read_shape
+from engines.trainer import Trainer
+from engines.updates import update_supervised
+from engines.weights.layout import ordered_parameters
+from state.experience import Ragged, read_columns
+
+if TYPE_CHECKING:
+    from engines.worker import Worker
+
+
+def sft_begin(worker: Worker, config: dict[str, Any], folder: str, dtype: str, rows: str) -> dict[str, Any]:
+    """Load the model and the rows for supervised training."""
+    worker.config = TrainConfig.model_validate({"model": {"dtype": dtype}})
+    sft = SftConfig.model_validate(config)
+    worker.lm = worker.causal_lm(folder, sft)
+    worker.trainers["sft"] = Trainer(PackedPolicy(worker.lm), ordered_parameters(worker.lm), sft, sft.steps)
+    columns = read_columns(rows, ("prompt_tokens", "response_tokens"))
+    responses = columns["response_tokens"]
+    mask = Ragged(np.ones(len(responses.values_T), np.uint8), responses.offsets_B1)
+    worker.sft_rows = Rows(columns["prompt_tokens"], responses, mask, {})
+    return {}
+
+
+def sft_steps(worker: Worker, batches: np.ndarray, budget: int, learning_rate: float) -> dict[str, Any]:
+    """Take one optimizer step per row of `batches` (steps x rows); return the loss of each."""
+    assert worker.sft_rows is not None
+    metrics = [
+        update_supervised(worker.trainers["sft"], worker.sft_rows, index_B, budget, learning_rate)
+        for index_B in batches
+    ]
+    return {"losses": [step["loss"] for step in metrics], "grad_norm": metrics[-1]["grad_norm"]}
+
+
+def sft_end(worker: Worker, folder: str) -> dict[str, Any]:
+    """Write the model as a Hugging Face folder and free it."""
+    return _end(worker, "sft", folder)
+
+
+def preference_begin(worker: Worker, config: dict[str, Any], folder: str, dtype: str, scores: bool) -> dict[str, Any]:
+    """Load the model to train on preferences: the policy, or with `scores` a reward model made of it."""
+    worker.config = TrainConfig.model_validate({"model": {"dtype": dtype}})
+    settings = SftConfig.model_validate(config)
+    module: nn.Module
+    if scores:
+        classifier = start_reward_model(folder, worker.dtype, bool(settings.gradient_checkpointing))
+        worker.lm = worker.to_train(classifier, settings)
+        module = PackedRewardModel(worker.lm)
+    else:
+        worker.lm = worker.causal_lm(folder, settings)
+        module = PackedPolicy(worker.lm)
+    worker.trainers["preference"] = Trainer(module, list(worker.lm.parameters()), settings, settings.steps)
+    worker.shapes["preference"] = read_shape(Path(folder))
+    return {}
+
+
+def preference_steps(
+    worker: Worker, path: str, batches: np.ndarray, budget: int, loss: dict[str, Any], learning_rate: float
+) -> dict[str, Any]:
+    """Take one optimizer step per row of `batches` (steps x units); return the figures of each."""
+    data, trainer, settings = read_preferences(path), worker.trainers["preference"], UnitLoss(**loss)
+    return {
+        "steps": [update_on_preferences(trainer, data, index_U, budget, settings, learning_rate) for index_U in batches]
+    }
+
+
+def preference_measure(worker: Worker, path: str, budget: int, loss: dict[str, Any]) -> dict[str, Any]:
+    """The same figures over all units of a file, without a step."""
+    return measure_preferences(worker.trainers["preference"], read_preferences(path), budget, UnitLoss(**loss))
+
+
+def preference_end(worker: Worker, folder: str) -> dict[str, Any]:
+    """Write the model as a Hugging Face folder and free it."""
+    return _end(worker, "preference", folder)
+
+
+def _end(worker: Worker, role: str, folder: str) -> dict[str, Any]:
+    write_model(worker.lm, Path(folder), worker.rank)
+    worker.trainers.pop(role).close()
+    worker.lm, worker.sft_rows = None, None
+    gc.collect()
+    if worker.device.type == "cuda":
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+    return {}
+
+
+COMMANDS = {
+    function.__name__: function
+    for function in (
+        sft_begin,
+        sft_steps,
+        sft_end,
+        preference_begin,
+        preference_steps,
+        preference_measure,
+        preference_end,
+    )
+}
