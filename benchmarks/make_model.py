@@ -19,9 +19,10 @@ VOCABULARY = 151_936
 SHAPES = {
     "0.5": {"hidden_size": 896, "num_hidden_layers": 24, "num_attention_heads": 14, "intermediate_size": 4864},
     "1.5": {"hidden_size": 1536, "num_hidden_layers": 28, "num_attention_heads": 12, "intermediate_size": 8960},
+    "3": {"hidden_size": 2048, "num_hidden_layers": 36, "num_attention_heads": 16, "intermediate_size": 11_008},
     "7": {"hidden_size": 3584, "num_hidden_layers": 28, "num_attention_heads": 28, "intermediate_size": 18_944},
 }
-KV_HEADS = {"0.5": 2, "1.5": 2, "7": 4}
+KV_HEADS = {"0.5": 2, "1.5": 2, "3": 2, "7": 4}
 
 
 def main(size: str, folder: Path) -> None:
