@@ -71,6 +71,7 @@ class Generator:
         self.model = versions.vllm_model(self.llm)
         self.refill: Callable[[], int] | None = None  # a reshard that this rank's group can make by itself
         self.asleep: set[str] = set()
+        self.unmapped = 0  # bytes given to training
         self.dropped = False
 
     def reshard(self, transfer: Callable[[], int]) -> int:
@@ -129,7 +130,8 @@ class Generator:
 
     def _wake(self, tag: str) -> None:
         if tag in self.asleep:
-            torch.cuda.empty_cache()  # vLLM maps from the driver, not from torch's cache
+            if torch.cuda.mem_get_info()[0] < self.unmapped:  # vLLM maps from the driver, not from torch's cache,
+                torch.cuda.empty_cache()  # which takes tens of milliseconds to give back
             self.llm.wake_up(tags=[tag])
             self.asleep.remove(tag)
 
@@ -140,7 +142,9 @@ class Generator:
         """
         if self.sleeps:
             self.dropped = self.refill is not None and self.binding.copied_count > 0
+            free = torch.cuda.mem_get_info()[0]
             self.llm.sleep(level=2 if self.dropped else 1)
+            self.unmapped = torch.cuda.mem_get_info()[0] - free
             self.asleep = {"weights", "kv_cache"}
 
     def close(self) -> None:

@@ -223,7 +223,7 @@ def chart(
 
 @app.command()
 def model(
-    size: Annotated[str, typer.Argument(help="billions of parameters in Qwen2.5's shape: 0.5, 1.5 or 7")],
+    size: Annotated[str, typer.Argument(help="billions of parameters in Qwen2.5's shape: 0.5, 1.5, 3 or 7")],
     folder: Annotated[Path, typer.Argument(help="folder for the model")],
 ) -> None:
     """Make a model folder with random weights and a tokenizer of one token per byte."""

@@ -12,7 +12,6 @@ from __future__ import annotations
 import torch
 
 _WORDS = ((8, torch.int64), (4, torch.int32), (2, torch.int16), (1, torch.uint8))
-_BITS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}
 _CONVERTED_AT_ONCE = 1 << 24  # narrower words become 64 bits before they are added
 
 
@@ -34,12 +33,21 @@ def range_sums(flat: torch.Tensor, size: int, count: int) -> torch.Tensor:
 
 
 def differs(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
-    """Return whether any bit of two tensors of one shape differs, as bool without dimensions."""
-    return (_bits(one) != _bits(other)).any()
+    """Return whether any bit of two tensors of one shape differs, as bool without dimensions.
+
+    They are read in the widest words that both allow: the fewer words, the less is written of what differs.
+    """
+    dtype = next(dtype for width, dtype in _WORDS if _reads(one, width) and _reads(other, width))
+    return (one.view(dtype) != other.view(dtype)).any()
 
 
-def _bits(values: torch.Tensor) -> torch.Tensor:
-    return values.view(_BITS[values.element_size()])
+def _reads(values: torch.Tensor, width: int) -> bool:
+    """Whether a tensor, contiguous or not, can be viewed in words of `width` bytes."""
+    size = values.element_size()
+    if width <= size or not values.ndim:
+        return width == size
+    steps = (values.shape[-1], values.storage_offset(), *values.stride()[:-1])
+    return values.stride(-1) == 1 and all(step * size % width == 0 for step in steps)
 
 
 def _words(flat: torch.Tensor, of: int) -> torch.Tensor:

@@ -38,3 +38,18 @@ def test_comparison_is_of_bits() -> None:
     assert not differs(one, one.clone())
     assert differs(one, torch.tensor([[float("nan"), -0.0], [1.0, 2.0]]))
     assert not differs(one[:, :1], one.clone()[:, :1])
+
+
+@pytest.mark.parametrize("begin", [0, 1, 4])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.uint8])
+def test_a_single_bit_is_seen_wherever_it_is(dtype: torch.dtype, begin: int) -> None:
+    """Also in columns cut out of a matrix, whose words are as wide as their place in memory allows."""
+    matrix = torch.arange(8 * 20).reshape(8, 20).to(dtype)
+    columns, other = matrix[:, begin : begin + 8], matrix[:, begin : begin + 8].clone()
+    assert not differs(columns, other)
+    bits = other.view(torch.uint8)
+    for row in range(bits.shape[0]):
+        for byte in range(bits.shape[1]):
+            bits[row, byte] ^= 1
+            assert differs(columns, other)
+            bits[row, byte] ^= 1
