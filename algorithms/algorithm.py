@@ -13,9 +13,11 @@ from typing import Any, Literal
 # What a file's function needs beyond rewards and the current log-probs; the file declares it as ``NEEDS``.
 Need = Literal[
     "critic",  # values of a trained critic
+    "agent",  # the agent that a row is for: each has a critic of its own
     "group",  # at least two samples of a prompt
     "greedy",  # the reward of a greedy response to the prompt
     "reward_parts",  # the parts that a reward is the sum of; token rewards are not read
+    "whole_rewards",  # rewards of whole responses alone: token rewards are not read
     "old_logprobs",  # log-probs under the generating policy, also where the update is on-policy
 ]
 

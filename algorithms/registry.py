@@ -16,7 +16,7 @@ from algorithms.algorithm import Algorithm, Need
 from algorithms.discovery import settings
 from algorithms.policy_losses import CHOICES, POLICY_LOSSES
 
-__all__ = ["ALGORITHMS", "Algorithm", "collect", "needs", "settings_of"]
+__all__ = ["ALGORITHMS", "Algorithm", "collect", "has_ratio", "needs", "settings_of"]
 
 
 def collect(modules: Iterable[ModuleType]) -> dict[str, Algorithm]:
@@ -47,6 +47,11 @@ def needs(advantage: str, policy_loss: str) -> frozenset[Need]:
     """What an estimator and a loss need beyond rewards and the current log-probs."""
     modules = (advantages.MODULES[advantage], policy_losses.MODULES[policy_loss])
     return frozenset(need for module in modules for need in getattr(module, "NEEDS", ()))
+
+
+def has_ratio(policy_loss: str) -> bool:
+    """Whether a loss compares the actor with the generating policy; a file that does not says ``RATIO = False``."""
+    return bool(getattr(policy_losses.MODULES[policy_loss], "RATIO", True))
 
 
 ALGORITHMS: dict[str, Algorithm] = collect([*advantages.MODULES.values(), *policy_losses.MODULES.values()])

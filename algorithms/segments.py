@@ -74,3 +74,10 @@ def segment_sum_torch(values_T: Tensor, offsets_B1: Tensor) -> Tensor:
     import torch
 
     return torch.segment_reduce(values_T, "sum", offsets=offsets_B1, initial=0)
+
+
+def segment_max_torch(values_T: Tensor, offsets_B1: Tensor) -> Tensor:
+    """Largest value of each row, shape _B, of values not below 0; that of an empty row is 0."""
+    import torch
+
+    return torch.segment_reduce(values_T, "max", offsets=offsets_B1, initial=0)

@@ -31,7 +31,7 @@ def direction(name: str) -> int:
     >>> direction("rollout_tokens_per_s"), direction("update_s"), direction("truncated_share")
     (1, -1, 0)
     """
-    if "_per_s" in name or name.endswith("mfu") or "efficiency" in name:
+    if name.startswith("accuracy_") or "_per_s" in name or name.endswith("mfu") or "efficiency" in name:
         return 1
     return -1 if name.endswith(("_s", "_bytes", "_gib")) else 0
 

@@ -72,6 +72,8 @@ def _commit(result: BenchResult) -> str:
 
 def shown(name: str, value: float) -> str:
     """Return a figure with its unit, which its name tells."""
+    if name.startswith(("accuracy", "deviation_")):
+        return f"{value:.1%}"
     if "gb_per_s" in name:
         return f"{value:,.1f} GB/s"
     if "_per_s" in name:

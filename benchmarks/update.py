@@ -93,7 +93,8 @@ def made_up_experience(
     path = training.run.experience(iteration)
     experience = write_experience(path, lengths, shape.vocabulary, version)
     kl_in_loss = config.algorithm.kl is not None and config.algorithm.kl.place == "loss"
-    wanted = ["logprobs_old"] * config.old_logprobs_needed + ["logprobs_reference"] * kl_in_loss
+    wanted = ["logprobs_old"] * (config.old_logprobs_needed or config.algorithm.ratio_to_rollout)
+    wanted += ["logprobs_reference"] * kl_in_loss + ["logprobs_rollout"] * (config.algorithm.correction is not None)
     if wanted:
         training.session().say("log-probs of the experience")
         part = old_logprobs.fn(training, settings_of(config, iteration), experience)

@@ -13,7 +13,9 @@ from pydantic import Field, model_validator
 from algorithms.advantages import ADVANTAGES
 from algorithms.algorithm import Need
 from algorithms.policy_losses import POLICY_LOSSES
-from algorithms.registry import ALGORITHMS, needs, settings_of
+from algorithms.registry import ALGORITHMS, has_ratio, needs, settings_of
+from configs.correction import CorrectionConfig
+from configs.sampling import DynamicSamplingConfig
 from configs.schedule import Scheduled
 from configs.section import PositiveInt, Section, fill, refuse
 
@@ -33,13 +35,15 @@ ALGORITHM_SETTINGS = tuple(
 
 
 class KLConfig(Section):
-    """The pull towards the reference policy (the actor's starting point)."""
+    """The pull towards the reference policy: the actor's starting point, or the actor some iterations ago."""
 
     place: Literal["reward", "loss"] = Field(
         "loss", description="subtract the KL from the reward, or add it to the loss"
     )
-    estimator: Literal["k1", "k2", "k3", "abs", "k1+", "k3+"] = Field(
-        "k3", description="estimator of KL(actor, reference) from sampled tokens; +: with the gradient of k2"
+    estimator: Literal["k1", "k2", "k3", "abs", "k1+", "k3+", "full"] = Field(
+        "k3",
+        description="KL(actor, reference) estimated from sampled tokens (+: with the gradient of k2); full: the KL "
+        "itself, over the whole vocabulary",
     )
     coefficient: Scheduled[float] = Field(0.001, description="weight of the KL term; the start value if adaptive")
     target: float | None = Field(
@@ -47,6 +51,9 @@ class KLConfig(Section):
     )
     horizon: float | None = Field(None, gt=0, description="samples over which the adaptive coefficient reacts (10000)")
     ceiling: float | None = Field(None, gt=0, description="the adaptive coefficient never exceeds this (1.0)")
+    refresh_every: PositiveInt | None = Field(
+        None, description="iterations after which the reference becomes a copy of the actor; null: never"
+    )
 
     @model_validator(mode="after")
     def _controller(self) -> Self:
@@ -62,12 +69,6 @@ class KLConfig(Section):
             raise ValueError("'coefficient' is a schedule and 'target' makes it adaptive: remove one")
         fill(self, horizon=10_000.0, ceiling=1.0)
         return self
-
-
-class DynamicSamplingConfig(Section):
-    """Replace prompts whose responses all earn the same, from which nothing is learnt, by further ones (DAPO)."""
-
-    max_rollouts: int = Field(4, ge=2, description="rollouts of one iteration at most, the first one included")
 
 
 class AlgorithmConfig(Section):
@@ -90,7 +91,10 @@ class AlgorithmConfig(Section):
     )
 
     dynamic_sampling: DynamicSamplingConfig | None = Field(
-        None, description="replace prompts from which nothing is learnt; null: they stay, with advantage 0"
+        None, description="replace groups by their rewards, above all those from which nothing is learnt; null: none"
+    )
+    correction: CorrectionConfig | None = Field(
+        None, description="measure and correct that the rollout engine's policy is not quite the trainer's; null: off"
     )
 
     # Settings of advantage estimators and policy losses: null stands for the algorithm's own value, and is refused
@@ -101,6 +105,10 @@ class AlgorithmConfig(Section):
     whiten: bool | None = Field(None, description="normalise advantages over the batch")
     part_weights: dict[str, float] | None = Field(
         None, description="weights of the reward's parts by name, others are left out; null: all parts, weight 1"
+    )
+    accept_reward: float | None = Field(None, description="responses of at least this reward are imitated")
+    accept_best: PositiveInt | None = Field(
+        None, description="responses to a prompt that are imitated, the best; ties go together"
     )
     clip_low: Scheduled[float] | None = Field(None, description="the ratio is clipped below 1 - clip_low")
     clip_high: Scheduled[float] | None = Field(None, description="the ratio is clipped above 1 + clip_high")
@@ -129,14 +137,22 @@ class AlgorithmConfig(Section):
         others = tuple(name for name in ALGORITHM_SETTINGS if name not in applicable)
         refuse(self, others, f"with advantage '{self.advantage}' and policy loss '{self.policy_loss}'")
         fill(self, **{name: named.defaults.get(name, default) for name, default in applicable.items()})
-        if self.dynamic_sampling is not None and "group" not in self.needs:
+        if self.dynamic_sampling is not None:
+            self.dynamic_sampling.check(self.functions[0], compares="group" in self.needs)
+        if self.ratio_to_rollout and not has_ratio(self.functions[1]):
             raise ValueError(
-                f"'dynamic_sampling' has no use with advantage '{self.advantage}', which compares no samples: remove it"
+                f"'correction.proximal: rollout' has no effect with policy loss '{self.policy_loss}', which has no "
+                "ratio: use 'correction.weights'"
             )
-        if "reward_parts" in self.needs and self.kl is not None and self.kl.place == "reward":
+        if self.ratio_to_rollout and self.full_kl and not self.kl_in_loss:
             raise ValueError(
-                f"'kl.place: reward' has no effect with advantage '{self.advantage}', which reads the parts of the "
-                "reward alone: use 'kl.place: loss'"
+                "'kl.estimator: full' in the reward needs the trainer's own pass over the experience, which "
+                "'correction.proximal: rollout' leaves out: use 'kl.place: loss', or another estimator"
+            )
+        if {"reward_parts", "whole_rewards"} & self.needs and self.kl is not None and self.kl.place == "reward":
+            raise ValueError(
+                f"'kl.place: reward' has no effect with advantage '{self.advantage}', which reads what whole responses "
+                "earn alone: use 'kl.place: loss'"
             )
         return self
 
@@ -155,6 +171,26 @@ class AlgorithmConfig(Section):
     def needs_critic(self) -> bool:
         """Whether advantages are computed from a critic's values."""
         return "critic" in self.needs
+
+    @property
+    def full_kl(self) -> bool:
+        """Whether the KL to the reference is over the whole vocabulary."""
+        return self.kl is not None and self.kl.estimator == "full"
+
+    @property
+    def kl_in_loss(self) -> bool:
+        """Whether a KL to the reference is part of the loss."""
+        return self.kl is not None and self.kl.place == "loss"
+
+    @property
+    def reference_pass(self) -> bool:
+        """Whether the reference has a pass of its own; a full KL in the reward makes it a part of the actor's."""
+        return self.kl is not None and (self.kl_in_loss or not self.full_kl)
+
+    @property
+    def ratio_to_rollout(self) -> bool:
+        """Whether the rollout's own log-probs are the old ones."""
+        return self.correction is not None and self.correction.proximal == "rollout"
 
     @property
     def on_policy(self) -> bool:

@@ -146,7 +146,7 @@ def _annotation_at(parts: Iterable[str], tree: type[BaseModel]) -> Any:
 
 def _nearest(name: str, names: Iterable[str]) -> str:
     candidates = list(names)
-    if close := difflib.get_close_matches(name, candidates, n=1):
+    if close := difflib.get_close_matches(name, candidates, n=1, cutoff=0.7):  # below it 'lr' is close to 'lora'
         return close[0]
     # `lr` for learning_rate: no edit distance finds initials.
     return {"".join(word[0] for word in candidate.split("_")): candidate for candidate in candidates}.get(name, "")

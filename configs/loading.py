@@ -24,10 +24,11 @@ from configs.errors import UserError
 from configs.keys import below, describe_keys, exists, is_nullable, section_in, suggest, table_in
 from configs.recipes import read_tree
 from configs.schema import TrainConfig
+from configs.section import Recipe
 
 __all__ = ["config_from_mapping", "describe_keys", "load_config", "load_tree", "read_tree", "resolve", "to_yaml"]
 
-Tree = TypeVar("Tree", bound=BaseModel)
+Tree = TypeVar("Tree", bound=Recipe)
 
 MAPPING = re.compile(r"a valid dictionary( or instance of \w+)?")
 EVERY_KEY = "penstock train RECIPE --dry-run prints every valid key"
@@ -87,7 +88,7 @@ def _every_key(kind: type[BaseModel]) -> str:
     return "penstock keys preference and penstock keys reward-model list every valid key"
 
 
-def resolve(config: TrainConfig) -> TrainConfig:
+def resolve(config: Tree) -> Tree:
     """Return `config` with the values it gives laid over the recipes in its `base`; the result has no `base`.
 
     Raises:
@@ -95,7 +96,7 @@ def resolve(config: TrainConfig) -> TrainConfig:
     """
     if not config.base:
         return config
-    return config_from_mapping(config.model_dump(exclude_unset=True), "the parameters")
+    return _validated(config.model_dump(exclude_unset=True), "the parameters", type(config))
 
 
 def to_yaml(config: BaseModel) -> str:

@@ -15,7 +15,7 @@ from pydantic import Field, model_validator
 from algorithms.discovery import settings
 from algorithms.preference import PREFERENCE_LOSSES, is_labelled, needs_reference
 from configs.schema import DataConfig, Devices, EngineConfig, GroupConfig, ModelConfig, SftConfig, TrainConfig
-from configs.section import PositiveInt, Section, fill, refuse
+from configs.section import PositiveInt, Recipe, Section, fill, refuse
 
 if TYPE_CHECKING:
     LossName = str
@@ -72,7 +72,7 @@ class PairTrainerConfig(SftConfig):
 class PairData(Section):
     """Where pairs come from: JSONL or Parquet, a row per pair."""
 
-    train: str = Field(description="JSONL or Parquet file to train on")
+    train: str | None = Field(None, description="JSONL or Parquet file to train on")
     heldout: str | None = Field(None, description="the same kind of file, for the figures after training; null: none")
     prompt: str = Field("prompt", description="column with the prompt: text, or a list of {role, content} messages")
     chosen: str | None = Field(None, description="column with the preferred response, text (chosen)")
@@ -113,7 +113,7 @@ class RewardModelData(PairData):
         return self
 
 
-class PairConfig(Section):
+class PairConfig(Recipe):
     """What both trees hold."""
 
     name: str = Field(
@@ -144,7 +144,7 @@ class PairConfig(Section):
 class PreferenceConfig(PairConfig):
     """Preference optimization of a policy: DPO and its relatives."""
 
-    data: PreferenceData = Field(description="preferences")
+    data: PreferenceData = Field(default_factory=PreferenceData, description="preferences")
     loss: PreferenceLossConfig = Field(default_factory=PreferenceLossConfig, description="loss and its settings")
 
     @model_validator(mode="after")
@@ -162,4 +162,4 @@ class RewardModelConfig(PairConfig):
     name: str = Field(
         "reward-model", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", description="name of the run, part of its folder"
     )
-    data: RewardModelData = Field(description="pairs")
+    data: RewardModelData = Field(default_factory=RewardModelData, description="pairs")

@@ -13,15 +13,18 @@ Left out: reading files and composing recipes (configs/loading.py), checks that 
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any, Literal, Self
 
 from pydantic import Field, model_validator
 
+from configs.agents import AgentsConfig, check_agents
 from configs.algorithm import AlgorithmConfig
-from configs.recipes import compose
+from configs.environment import EnvironmentConfig, check_environment
+from configs.lora import LoraConfig
+from configs.reward_servers import JudgeConfig, ServiceConfig
+from configs.sampling import SamplerConfig, without_shuffle
 from configs.schedule import Scheduled
-from configs.section import PositiveInt, Section, Share, fill
+from configs.section import PositiveInt, Recipe, Section, Share, fill
 
 Role = Literal["actor", "rollout", "critic", "reference", "reward"]
 
@@ -76,8 +79,17 @@ class ArithmeticData(Section):
     digits: int = Field(2, ge=1, le=4, description="digits of each summand")
     sft: PositiveInt = Field(4000, description="problems for the supervised warm-up")
     mistakes: Share = Field(0.0, description="share of the warm-up's answers with one wrong digit: a careless teacher")
+    calls: Share = Field(
+        0.0, description="share of the warm-up's answers before which the teacher asks environments.calculator"
+    )
     train: PositiveInt = Field(4000, description="problems for reinforcement learning")
     heldout: PositiveInt = Field(1000, description="problems kept apart for evaluation")
+
+    @model_validator(mode="after")
+    def _teacher(self) -> Self:
+        if self.calls and self.mistakes:
+            raise ValueError("'mistakes' has no effect with 'calls', where the calculator answers: remove one")
+        return self
 
 
 class DataConfig(Section):
@@ -91,10 +103,16 @@ class DataConfig(Section):
     arithmetic: ArithmeticData | None = Field(None, description="make addition problems instead of reading files")
     prompt: str = Field("prompt", description="column with the prompt: text, or a list of {role, content} messages")
     response: str | None = Field(None, description="column with the response to imitate (supervised warm-up only)")
+    agents: AgentsConfig | None = Field(None, description="which agent a row is for (ippo)")
     chat: bool = Field(False, description="wrap a text prompt as one user message in the tokenizer's chat template")
     template: str | None = Field(None, description="text around a text prompt, with {prompt} where the column goes")
     max_prompt_tokens: PositiveInt = Field(512, description="longer prompts are dropped and counted, tokens")
-    shuffle: bool = Field(True, description="a new deterministic order in every epoch; false: file order")
+    sampler: SamplerConfig = Field(default_factory=SamplerConfig, description="which prompts an iteration takes")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _shuffle(cls, values: Any) -> Any:
+        return without_shuffle(values)
 
     @model_validator(mode="after")
     def _sources(self) -> Self:
@@ -116,26 +134,56 @@ class OverlongConfig(Section):
 
 
 class RewardConfig(Section):
-    """What a response is worth: a Python function, or a sequence-classification model."""
+    """What a response is worth: a Python function, a reward model in this training, or a server that others share."""
 
     function: str | None = Field(
         None, description="'module:function'; built in: rewards.builtin:exact_match, :last_number, :matches_regex"
     )
     settings: dict[str, Any] = Field(default_factory=dict, description="extra keyword arguments for the function")
     model: str | None = Field(None, description="Hugging Face sequence-classification folder that scores responses")
+    judge: JudgeConfig | None = Field(None, description="a language model behind a server that judges responses")
+    service: ServiceConfig | None = Field(None, description="a reward model behind a server that scores responses")
     timeout_s: float = Field(10.0, gt=0, description="deadline for one call of the function, seconds")
-    workers: int = Field(2, ge=1, le=64, description="processes that score in parallel")
+    workers: int = Field(2, ge=1, le=64, description="processes that run the function, or read a judge's answers")
     failure_value: float = Field(0.0, description="reward of a sample whose call raised, timed out or gave NaN")
     max_failure_share: Share = Field(0.1, description="the run stops when more than this share of a batch failed")
     overlong: OverlongConfig | None = Field(None, description="soft punishment of long responses; null: none")
 
     @model_validator(mode="after")
     def _one_source(self) -> Self:
-        if self.function is not None and self.model is not None:
-            raise ValueError("'function' and 'model' exclude each other: remove one")
+        given = [f"'{name}'" for name in REWARD_SOURCES if getattr(self, name) is not None]
+        if len(given) > 1:
+            raise ValueError(f"{' and '.join(given)} exclude each other: keep one")
         if self.function is None and self.settings:
             raise ValueError("'settings' has no effect without 'function': remove it")
+        for name in idle_reward_settings(self.model is not None, self.service is not None):
+            if getattr(self, name) != type(self).model_fields[name].default:
+                raise ValueError(f"'{name}' has no effect with {given[0]}: remove it")
         return self
+
+    @property
+    def given(self) -> bool:
+        """Whether there is a source of rewards here; with an environment there need not be."""
+        return any(getattr(self, name) is not None for name in REWARD_SOURCES)
+
+    @property
+    def source(self) -> str:
+        """What gives the rewards, for messages."""
+        name = next((name for name in REWARD_SOURCES if getattr(self, name) is not None), None)
+        if name is None:
+            return "reward"
+        value = getattr(self, name)
+        return f"reward.{name} '{value if isinstance(value, str) else value.model}'"
+
+
+REWARD_SOURCES = ("function", "model", "judge", "service")
+
+
+def idle_reward_settings(model: bool, service: bool) -> tuple[str, ...]:
+    """Return the settings of `reward` that change nothing with a reward model, or with a service."""
+    if model:
+        return ("timeout_s", "workers", "failure_value", "max_failure_share")  # it runs in the engines, and cannot fail
+    return ("timeout_s", "workers") if service else ()
 
 
 # ---- rollout -------------------------------------------------------------------------------------------------------
@@ -163,6 +211,11 @@ class RolloutConfig(Section):
         "tokens whatever the number of ranks, up to rounding; slower on a GPU; null: true on CPU, false on GPU",
     )
     kv_cache_gib: float = Field(0.0, ge=0, description="KV cache of one engine, GiB; 0: chosen from free memory")
+    sleep: bool = Field(
+        True,
+        description="give the KV cache's memory to training between rollouts, where they share a GPU; false: keep it, "
+        "for small models, or where other programs use the GPU as well (no effect on CPU)",
+    )
     cuda_graphs: bool = Field(True, description="capture CUDA graphs on a GPU (no effect on CPU)")
 
 
@@ -210,6 +263,17 @@ class TrainerConfig(Section):
         description="keep AdamW's state and the float32 masters in host memory between updates, for a larger KV cache "
         "in the rollout; ZeRO stage 2 only, no effect on CPU",
     )
+    lora: LoraConfig | None = Field(
+        None, description="train low-rank adapters and leave the weights as they are; null: train all weights"
+    )
+
+    @model_validator(mode="after")
+    def _lora(self) -> Self:
+        if self.lora is not None and self.zero_stage == 3:
+            raise ValueError(
+                "'lora' needs 'zero_stage' 0, 1 or 2: 3 shards the weights that are trained, and adapters are small"
+            )
+        return self
 
     @model_validator(mode="after")
     def _offload(self) -> Self:
@@ -244,18 +308,21 @@ class SftConfig(TrainerConfig):
     steps: PositiveInt = Field(400, description="optimizer steps")
     batch: PositiveInt = Field(128, description="rows of one optimizer step")
     max_tokens: PositiveInt = Field(1024, description="longer rows are dropped and counted, tokens")
+    checkpoint_every: int = Field(
+        100, ge=0, description="optimizer steps between checkpoints, of which the newest is kept until the end; 0: none"
+    )
 
     @model_validator(mode="after")
     def _alone(self) -> Self:
         if self.offload_optimizer:
-            raise ValueError("'offload_optimizer' has no effect in 'sft' (nothing else needs the memory): remove it")
+            raise ValueError("'offload_optimizer' has no effect here (nothing else needs the memory): remove it")
         return self
 
 
 # ---- the rest of a run ---------------------------------------------------------------------------------------------
 
 
-BUILT_IN_EVALUATORS = ("rewards", "diversity", "length")
+BUILT_IN_EVALUATORS = ("rewards", "diversity", "length", "kl")
 
 
 class EvaluateConfig(Section):
@@ -265,9 +332,10 @@ class EvaluateConfig(Section):
     prompts: int = Field(0, ge=0, description="held-out prompts used, the first of the file; 0: all")
     temperature: float = Field(0.0, ge=0, description="sampling temperature; 0: greedy")
     samples: PositiveInt = Field(1, description="responses per prompt")
-    evaluators: list[str] = Field(
-        list(BUILT_IN_EVALUATORS),
-        description="what is measured beside accuracy and mean reward: rewards, diversity, length, 'module:Class'",
+    evaluators: list[str] | None = Field(
+        None,
+        description="what is measured beside accuracy and mean reward: rewards, diversity, length, kl (to the "
+        "reference), 'module:Class'; null: all built-in ones, kl where there is a reference",
     )
 
     @model_validator(mode="after")
@@ -281,11 +349,12 @@ class EvaluateConfig(Section):
 
     @model_validator(mode="after")
     def _evaluators(self) -> Self:
-        for name in self.evaluators:
+        evaluators = self.evaluators or []
+        for name in evaluators:
             if name not in BUILT_IN_EVALUATORS and ":" not in name:
                 built_in = ", ".join(BUILT_IN_EVALUATORS)
                 raise ValueError(f"'evaluators' has '{name}': name one of {built_in}, or a class as 'module:Class'")
-        if twice := sorted({name for name in self.evaluators if self.evaluators.count(name) > 1}):
+        if twice := sorted({name for name in evaluators if evaluators.count(name) > 1}):
             raise ValueError(f"'evaluators' has '{twice[0]}' twice: remove one")
         return self
 
@@ -334,10 +403,9 @@ class RecordConfig(Section):
     samples: PositiveInt = Field(16, description="rows of a table of samples")
 
 
-class TrainConfig(Section):
+class TrainConfig(Recipe):
     """One training: supervised warm-up (optional), then reinforcement learning."""
 
-    base: str | list[str] | None = Field(None, description="recipe files whose values fill what is not given here")
     name: str = Field(
         "train", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", description="name of the run, part of its folder"
     )
@@ -348,6 +416,9 @@ class TrainConfig(Section):
     data: DataConfig = Field(default_factory=DataConfig, description="prompts")
     sft: SftConfig | None = Field(None, description="supervised warm-up before reinforcement learning; null: none")
     reward: RewardConfig = Field(default_factory=RewardConfig, description="what a response is worth")
+    environment: EnvironmentConfig | None = Field(
+        None, description="episodes of several turns with an environment; null: single responses"
+    )
     rollout: RolloutConfig = Field(default_factory=RolloutConfig, description="generation of experience")
     algorithm: AlgorithmConfig = Field(default_factory=AlgorithmConfig, description="from experience to gradient")
     actor: ActorConfig = Field(default_factory=ActorConfig, description="training of the policy")
@@ -360,22 +431,22 @@ class TrainConfig(Section):
     engine: EngineConfig = Field(default_factory=EngineConfig, description="deadlines of the engine groups")
     record: RecordConfig = Field(default_factory=RecordConfig, description="MLflow and samples")
 
-    @model_validator(mode="before")
-    @classmethod
-    def _over_base(cls, values: Any) -> Any:
-        """Lay the given values over the recipes in `base`, so that a part of a tree can be a flow's parameter."""
-        return compose(values, Path.cwd()) if isinstance(values, dict) and values.get("base") else values
-
     @model_validator(mode="after")
     def _together(self) -> Self:
         if self.algorithm.needs_critic:
             fill(self, critic=CriticConfig(optimizer=self.actor.optimizer))
         elif self.critic is not None:
             raise ValueError(f"'critic' has no effect with algorithm '{self.algorithm.name}': remove it")
+        check_agents(self.data.agents, "agent" in self.algorithm.needs, self.algorithm.name)
         if "group" in self.algorithm.needs and self.rollout.samples < 2:
             raise ValueError(
                 f"'rollout.samples' must be at least 2 with algorithm '{self.algorithm.name}': "
                 "it compares samples of a prompt"
+            )
+        if self.algorithm.correction is not None and (self.rollout.top_p < 1 or self.rollout.top_k):
+            raise ValueError(
+                "'algorithm.correction' compares whole distributions, and 'rollout.top_p' and 'rollout.top_k' cut the "
+                "rollout's: remove them"
             )
         if (overlong := self.reward.overlong) and overlong.buffer_tokens > self.rollout.max_response_tokens:
             raise ValueError(
@@ -389,8 +460,32 @@ class TrainConfig(Section):
             )
         if self.sft is None and (self.data.sft or self.data.response):
             raise ValueError("'data.sft' and 'data.response' have no effect without an 'sft' section: remove them")
+        self._check_reference()
+        check_environment(self)
         self._check_placement()
         return self
+
+    def _check_reference(self) -> None:
+        kl = self.algorithm.kl
+        if self.evaluate.evaluators is None:
+            names = [name for name in BUILT_IN_EVALUATORS if name != "kl" or kl is not None]
+            object.__setattr__(self, "evaluate", self.evaluate.model_copy(update={"evaluators": names}))
+        elif kl is None and "kl" in self.evaluate.evaluators:
+            raise ValueError(
+                "'evaluate.evaluators' has 'kl', and there is no reference: remove it, or add 'algorithm.kl'"
+            )
+        if kl is None or kl.refresh_every is None:
+            return
+        if kl.refresh_every >= self.iterations:
+            raise ValueError(
+                f"'algorithm.kl.refresh_every' ({kl.refresh_every}) has no effect in a training of {self.iterations} "
+                "iterations: remove it, or make it smaller"
+            )
+        if self.actor.lora is not None:
+            raise ValueError(
+                "'algorithm.kl.refresh_every' does not go with 'actor.lora', where the reference is the model without "
+                "its adapters: remove one of them"
+            )
 
     def _check_placement(self) -> None:
         if not self.groups:
@@ -414,6 +509,11 @@ class TrainConfig(Section):
                 raise ValueError(f"'{role}.offload_optimizer' has no effect: nothing else is in its group; remove it")
 
     @property
+    def agents(self) -> list[str]:
+        """Agents that have a critic each; none where there is one critic, or no critic."""
+        return self.data.agents.names if self.data.agents is not None else []
+
+    @property
     def roles(self) -> tuple[Role, ...]:
         """The roles this training needs, in build order."""
         roles: list[Role] = ["actor"]
@@ -428,6 +528,8 @@ class TrainConfig(Section):
     @property
     def old_logprobs_needed(self) -> bool:
         """Whether log-probs of the generating policy are needed: off-policy steps, KL in the reward, the algorithm."""
-        kl = self.algorithm.kl
-        asked = "old_logprobs" in self.algorithm.needs
+        if self.algorithm.ratio_to_rollout:
+            return False
+        kl, correction = self.algorithm.kl, self.algorithm.correction
+        asked = "old_logprobs" in self.algorithm.needs or (correction is not None and bool(correction.normalize))
         return asked or not self.algorithm.on_policy or (kl is not None and kl.place == "reward")

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from configs.recipes import compose
 
 PositiveInt = Annotated[int, Field(ge=1)]
 Share = Annotated[float, Field(ge=0.0, le=1.0)]
@@ -14,6 +17,18 @@ class Section(BaseModel):
     """Base of every section: unknown keys are errors, values do not change after validation."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True)
+
+
+class Recipe(Section):
+    """Base of every whole tree: it may name recipe files, so that a part of a tree can be a flow's parameter."""
+
+    base: str | list[str] | None = Field(None, description="recipe files whose values fill what is not given here")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _over_base(cls, values: Any) -> Any:
+        """Lay the given values over the recipes in `base`."""
+        return compose(values, Path.cwd()) if isinstance(values, dict) and values.get("base") else values
 
 
 def refuse(section: BaseModel, names: tuple[str, ...], why: str) -> None:

@@ -4,6 +4,9 @@ Summands and sum are padded with zeros, so every problem has the same length; th
 response that goes on is wrong. The examples for supervised training may come from a careless teacher: a share of them
 has one wrong digit. Imitation learns the carelessness too; the reward does not. Held-out problems never occur
 in training, as ordered pairs: `12+34` may be held out while `34+12` is trained on.
+
+The teacher may also use a tool: before a share of its answers it asks the calculator of environments/calculator.py,
+`[12+34]`, gets `=46 ` and answers `46.`; before the others it does the sum in its head and answers at once.
 """
 
 from __future__ import annotations
@@ -14,14 +17,15 @@ import pandas as pd
 from configs.errors import UserError
 from configs.schema import ArithmeticData
 from data.order import epoch_order
+from environments.calculator import calculated
 
 CHARACTERS = "0123456789+=."
 
 
 def make_problems(config: ArithmeticData, seed: int) -> dict[str, pd.DataFrame]:
-    """Return the splits `sft`, `train` and `heldout`, each with the columns `prompt`, `answer` and `response`.
+    """Return the splits `sft`, `train` and `heldout`, each with columns `prompt`, `answer`, `response` and `carries`.
 
-    No split repeats a problem. `sft` and `train` share problems only where the digits do not give enough of them.
+    `carries` counts the carries of the addition, which say how hard it is. No split repeats a problem. `sft` and `train` share problems only where the digits do not give enough of them.
 
     Raises:
         UserError: more problems than the digits give.
@@ -40,8 +44,21 @@ def make_problems(config: ArithmeticData, seed: int) -> dict[str, pd.DataFrame]:
     train = np.take(rest, np.arange(config.sft, config.sft + config.train), mode="wrap")
     splits = {"sft": rest[: config.sft], "train": train, "heldout": heldout}
     frames = {split: _frame(chosen, config.digits) for split, chosen in splits.items()}
-    frames["sft"]["response"] = _with_mistakes(frames["sft"]["answer"], config.mistakes, seed)
+    if config.calls:
+        frames["sft"]["response"] = _with_calls(frames["sft"], config.calls, seed)
+    else:
+        frames["sft"]["response"] = _with_mistakes(frames["sft"]["answer"], config.mistakes, seed)
     return frames
+
+
+def _with_calls(problems: pd.DataFrame, share: float, seed: int) -> list[list[str]]:
+    """Return the teacher's turns: call, observation and answer in a random `share` of them, else the answer alone."""
+    answers = [f"{int(answer)}." for answer in problems["answer"]]
+    responses = [[answer] for answer in answers]
+    for row in epoch_order(len(answers), seed, epoch=1, shuffle=True)[: round(share * len(answers))]:
+        expression = problems["prompt"].iloc[row].removesuffix("=")
+        responses[row] = [f"[{expression}]", calculated(expression), answers[row]]
+    return responses
 
 
 def _with_mistakes(answers: pd.Series[str], share: float, seed: int) -> list[str]:
@@ -73,11 +90,14 @@ def _distinct(count: int, available: int, seed: int) -> np.ndarray:
 
 def _frame(pairs: np.ndarray, digits: int) -> pd.DataFrame:
     left, right = np.divmod(pairs, 10**digits)
+    places = [10**place for place in range(1, digits + 1)]
     answers = [f"{total:0{digits + 1}d}" for total in left + right]
     return pd.DataFrame(
         {
             "prompt": [f"{a:0{digits}d}+{b:0{digits}d}=" for a, b in zip(left, right, strict=True)],
             "answer": answers,
             "response": [f"{answer}." for answer in answers],
+            # A carry leaves a place where the sum of the digits up to it has one digit more.
+            "carries": sum((left % place + right % place >= place).astype(np.int64) for place in places),
         }
     )

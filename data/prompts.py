@@ -47,6 +47,11 @@ class PromptTable:
     def __len__(self) -> int:
         return len(self.frame)
 
+    def rows(self) -> dict[str, dict[str, Any]]:
+        """Return the source's own columns of every prompt, by prompt id."""
+        records = self.frame.drop(columns=[name for name in RESERVED if name != "prompt_id"]).to_dict("records")
+        return {str(record.pop("prompt_id")): record for record in records}  # type: ignore[misc]
+
     def save(self, path: Path) -> None:
         """Write the table as Parquet, atomically."""
         table = pa.Table.from_pandas(self.frame, preserve_index=False)

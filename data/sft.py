@@ -2,6 +2,9 @@
 
 Prompt and response are tokenised apart and then joined, because that is what sampling does: the model never sees a
 token that spans both. Every response ends with EOS, so the model learns to stop.
+
+A response of several turns is a list of texts, the model's and observations in turn. Each is tokenised apart for the
+same reason, and observations are not imitated: their tokens have the mask 0.
 """
 
 from __future__ import annotations
@@ -26,7 +29,8 @@ class PairTable:
     """Tokenised pairs.
 
     Attributes:
-        frame: `prompt_tokens` and `response_tokens` (int32 arrays; the response ends with EOS).
+        frame: `prompt_tokens` and `response_tokens` (int32 arrays; the response ends with EOS), and `loss_mask`, 0 for
+            tokens of observations.
         dropped: pairs left out because they are too long.
     """
 
@@ -50,7 +54,7 @@ def tokenize_pairs(
     Args:
         frame: rows in the order of their file.
         prompt_column: text or messages, formatted as `config` says.
-        response_column: text.
+        response_column: text, or a list of texts: the model's turn, an observation, the model's turn, ...
         tokenizer: the actor's.
         config: template, chat and the name of the file for errors.
         max_tokens: longest row, tokens.
@@ -60,15 +64,13 @@ def tokenize_pairs(
     """
     source = config.sft or "the sft data"
     require_columns(frame, [prompt_column, response_column], source)
-    _require_text(frame, response_column, source)
+    turns = _turns(frame, response_column, source)
     if tokenizer.eos_token_id is None:
         raise UserError(
             "the model's tokenizer has no EOS token: a response could not end", "set eos_token in its folder"
         )
     _, prompts = encode_prompts(frame, prompt_column, config, tokenizer, source)
-    end = np.asarray([tokenizer.eos_token_id], dtype=np.int32)
-    bodies = encode_texts(frame[response_column].tolist(), tokenizer, add_special_tokens=False)
-    responses = [np.concatenate([body, end]) for body in bodies]
+    responses, masks = _encode_turns(turns, tokenizer)
     lengths = np.asarray([len(prompt) + len(response) for prompt, response in zip(prompts, responses, strict=True)])
     kept = lengths <= max_tokens
     if not kept.any():
@@ -77,14 +79,44 @@ def tokenize_pairs(
             f"the shortest has {lengths.min()} tokens",
             f"set sft.max_tokens to {lengths.max()} to keep them all",
         )
-    pairs = pd.DataFrame({"prompt_tokens": prompts, "response_tokens": responses})
+    pairs = pd.DataFrame({"prompt_tokens": prompts, "response_tokens": responses, "loss_mask": masks})
     return PairTable(pairs[kept].reset_index(drop=True), int((~kept).sum()))
 
 
-def _require_text(frame: pd.DataFrame, column: str, source: str) -> None:
+def _encode_turns(
+    turns: list[list[str]], tokenizer: PreTrainedTokenizerBase
+) -> tuple[list[np.ndarray], list[np.ndarray]]:
+    """Return the tokens (int32) of every response, EOS last, and their mask."""
+    encoded = iter(encode_texts([text for row in turns for text in row], tokenizer, add_special_tokens=False))
+    end = np.asarray([tokenizer.eos_token_id], dtype=np.int32)
+    responses, masks = [], []
+    for row in turns:
+        parts = [*(next(encoded) for _ in row), end]
+        own = [*(number % 2 == 0 for number in range(len(row))), True]
+        responses.append(np.concatenate(parts))
+        masks.append(np.repeat(np.asarray(own, np.int32), [len(part) for part in parts]))
+    return responses, masks
+
+
+def _turns(frame: pd.DataFrame, column: str, source: str) -> list[list[str]]:
+    """Return every response as a list of turns.
+
+    Raises:
+        UserError: one is neither text nor a list of texts that ends with the model's.
+    """
     require_filled(frame, column, source)
+    turns = []
     for row, value in enumerate(frame[column]):
-        if not isinstance(value, str):
+        texts = [value] if isinstance(value, str) else list(value)
+        if not all(isinstance(text, str) for text in texts):
             raise UserError(
-                f"{place(source, row)}: '{column}' is a {type(value).__name__}, not text", "give the response as text"
+                f"{place(source, row)}: '{column}' is a {type(value).__name__}, neither text nor a list of texts",
+                "give the response as text, or its turns and the observations between them as a list",
             )
+        if len(texts) % 2 == 0:
+            raise UserError(
+                f"{place(source, row)}: '{column}' has {len(texts)} texts, so that the last one is an observation",
+                "end the list with the model's own text",
+            )
+        turns.append(texts)
+    return turns

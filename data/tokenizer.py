@@ -11,7 +11,7 @@ from pathlib import Path
 
 PAD, EOS, UNKNOWN = "<pad>", "<eos>", "<unk>"
 PADDING_MULTIPLE = 64
-DEFAULT_CHARACTERS = "0123456789+-*=. abcdefghijklmnopqrstuvwxyz"
+DEFAULT_CHARACTERS = "0123456789+-*=. abcdefghijklmnopqrstuvwxyz[]/()"
 
 
 def make_byte_tokenizer(folder: Path, characters: str = DEFAULT_CHARACTERS) -> int:

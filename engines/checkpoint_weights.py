@@ -4,7 +4,7 @@ Stages 0 to 2 keep whole weights in one file. Stage 3 keeps the optimizer's floa
 rank: each parameter is cut into as many equal parts as there were ranks, the last one padded, and a rank's parts of all
 parameters lie one after the other. DeepSpeed's own script for that loads arbitrary pickles.
 
-Left out: optimizer states, parameters that are not trained (a trained model of ours has none).
+Left out: optimizer states, and parameters that are not trained: with LoRA a checkpoint holds the adapters alone.
 """
 
 from __future__ import annotations
@@ -16,7 +16,9 @@ from typing import Any
 import torch
 
 from configs.errors import UserError
+from engines.lora import FROZEN_SUM
 
+WHOLE = "mp_rank_00_model_states.pt"  # the file of all weights, below stage 3
 WRAPPER = "lm."  # what PackedPolicy calls the model inside it
 
 
@@ -29,7 +31,7 @@ def read_causal_lm_weights(folder: Path) -> dict[str, torch.Tensor]:
         UserError: the folder holds no such checkpoint, or one with content that cannot be read safely.
     """
     state = folder / "state"
-    whole = state / "mp_rank_00_model_states.pt"
+    whole = state / WHOLE
     if whole.is_file():
         weights = _load(whole)["module"]
     elif shards := sorted(state.glob("zero_pp_rank_*_mp_rank_00_model_states.pt"), key=_rank):
@@ -37,6 +39,11 @@ def read_causal_lm_weights(folder: Path) -> dict[str, torch.Tensor]:
     else:
         raise UserError(f"{folder} holds no weights that DeepSpeed wrote", "name a run whose checkpoint is whole")
     return {name.removeprefix(WRAPPER): value for name, value in weights.items() if name.startswith(WRAPPER)}
+
+
+def recorded_frozen_sum(folder: Path) -> int:
+    """Return what a checkpoint with adapters says of the weights that they belong to (engines/lora.py)."""
+    return int(_load(folder / "state" / WHOLE)[FROZEN_SUM])
 
 
 def _rank(path: Path) -> int:

@@ -24,7 +24,7 @@ from engines.shape import read_shape
 from engines.trainer import Trainer
 from engines.updates import update_supervised
 from engines.weights.layout import ordered_parameters
-from state.experience import Ragged, read_columns
+from state.experience import read_columns
 
 if TYPE_CHECKING:
     from engines.worker import Worker
@@ -36,10 +36,8 @@ def sft_begin(worker: Worker, config: dict[str, Any], folder: str, dtype: str, r
     sft = SftConfig.model_validate(config)
     worker.lm = worker.causal_lm(folder, sft)
     worker.trainers["sft"] = Trainer(PackedPolicy(worker.lm), ordered_parameters(worker.lm), sft, sft.steps)
-    columns = read_columns(rows, ("prompt_tokens", "response_tokens"))
-    responses = columns["response_tokens"]
-    mask = Ragged(np.ones(len(responses.values_T), np.uint8), responses.offsets_B1)
-    worker.sft_rows = Rows(columns["prompt_tokens"], responses, mask, {})
+    columns = read_columns(rows, ("prompt_tokens", "response_tokens", "loss_mask"))
+    worker.sft_rows = Rows(columns["prompt_tokens"], columns["response_tokens"], columns["loss_mask"], {})
     return {}
 
 

@@ -86,6 +86,7 @@ def forward_flops(
     *,
     scalar_head: bool,
     prompt_ids_B: np.ndarray | None = None,
+    adapters: int = 0,
 ) -> float:
     """FLOPs of one forward pass over prompts with their responses.
 
@@ -93,10 +94,12 @@ def forward_flops(
         prompt_B: prompt tokens per row; response_B: response tokens per row.
         scalar_head: a critic's head of one value per response token, not a language head.
         prompt_ids_B: equal where rows have the same prompt, which is then needed once; None: all rows differ.
+        adapters: parameters of LoRA's adapters.
     """
-    once_B = prompt_B if prompt_ids_B is None else prompt_B[np.unique(prompt_ids_B, return_index=True)[1]]
+    once_B = _once(prompt_B, prompt_ids_B)
     outputs = 1 if scalar_head else shape.vocabulary
-    return _block_flops(shape, once_B, prompt_B, response_B) + _head_flops(shape, response_B, outputs)
+    blocks = _block_flops(shape, once_B, prompt_B, response_B) + _adapter_flops(adapters, once_B, response_B)
+    return blocks + _head_flops(shape, response_B, outputs)
 
 
 def training_flops(
@@ -106,10 +109,22 @@ def training_flops(
     *,
     scalar_head: bool,
     prompt_ids_B: np.ndarray | None = None,
+    adapters: int = 0,
 ) -> float:
-    """FLOPs of one forward and backward pass over the rows; recomputed activations earn nothing."""
-    forward = forward_flops(shape, prompt_B, response_B, scalar_head=scalar_head, prompt_ids_B=prompt_ids_B)
-    return (1 + BACKWARD) * forward
+    """FLOPs of one forward and backward pass over the rows; recomputed activations earn nothing.
+
+    With adapters the model's own weights rest: a gradient goes through them, and none is made of them.
+    """
+    once_B = _once(prompt_B, prompt_ids_B)
+    whole = (1 + BACKWARD) * forward_flops(
+        shape, prompt_B, response_B, scalar_head=scalar_head, prompt_ids_B=prompt_ids_B, adapters=adapters
+    )
+    if not adapters:
+        return whole
+    resting = _matrix_flops(shape, once_B, response_B)
+    if not scalar_head:  # a critic's head is trained
+        resting += _head_flops(shape, response_B, shape.vocabulary)
+    return whole - resting
 
 
 def generation_flops(shape: ModelShape, prompt_B: np.ndarray, response_B: np.ndarray, samples: int) -> float:
@@ -128,9 +143,21 @@ def generation_flops(shape: ModelShape, prompt_B: np.ndarray, response_B: np.nda
 
 def _block_flops(shape: ModelShape, once_B: np.ndarray, prompt_B: np.ndarray, response_B: np.ndarray) -> float:
     """All blocks: the prompts in `once_B` by themselves, and every row's response after its prompt."""
-    tokens = float(once_B.sum()) + float(response_B.sum())
     continued = attention_flops(shape, prompt_B + response_B) - attention_flops(shape, prompt_B)
-    return 2.0 * shape.layers * shape.layer_matrices * tokens + attention_flops(shape, once_B) + continued
+    return _matrix_flops(shape, once_B, response_B) + attention_flops(shape, once_B) + continued
+
+
+def _once(prompt_B: np.ndarray, prompt_ids_B: np.ndarray | None) -> np.ndarray:
+    """Lengths of the prompts, those that are the same once."""
+    return prompt_B if prompt_ids_B is None else prompt_B[np.unique(prompt_ids_B, return_index=True)[1]]
+
+
+def _matrix_flops(shape: ModelShape, once_B: np.ndarray, response_B: np.ndarray) -> float:
+    return 2.0 * shape.layers * shape.layer_matrices * float(once_B.sum() + response_B.sum())
+
+
+def _adapter_flops(adapters: int, once_B: np.ndarray, response_B: np.ndarray) -> float:
+    return 2.0 * adapters * float(once_B.sum() + response_B.sum())
 
 
 def _head_flops(shape: ModelShape, response_B: np.ndarray, outputs: int) -> float:

@@ -1,8 +1,9 @@
 """Rollout with vLLM inside the rank's process: token ids in, token ids out, weights as a reshard brings them.
 
-No detokenisation in the engine and no log-probs (they cost 40 to 50 % of its speed): what the algorithm needs of
-log-probs, the trainer computes. On a GPU that it shares with training the engine sleeps between rollouts: its KV cache
-goes back to training, shared weights stay where they are, copies are dropped and made again when it wakes.
+No detokenisation in the engine, and log-probs only where they are compared with the trainer's (they cost up to 40 or
+50 % of its speed): what else the algorithm needs of them, the trainer computes. On a GPU that it shares with training
+the engine sleeps between rollouts: its KV cache goes back to training, shared weights stay where they are, copies are
+dropped and made again when it wakes.
 
 Randomness: every generation seeds the generators from (seed, iteration, purpose, engine), or each request from its
 prompt's position instead of the engine (`rollout.reproducible`), so nothing of a generator's state needs saving.
@@ -15,6 +16,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +28,7 @@ from torch import nn
 from configs.schema import RolloutConfig
 from engines import versions
 from engines.concurrency import capture_sizes, max_sequences, most_at_once
+from engines.episodes import Environments, play
 from engines.prompt_supply import place_of, supply_of
 from engines.requests import Generated, Sampling, answer, engine_seed
 from engines.weights.loader import register_loader
@@ -44,6 +47,7 @@ class Generator:
         lm: the trained model, or its shapes alone.
         storage: parameters whose storage the engine may use instead of its own, at their final addresses.
         sleeps: whether something else needs this GPU's memory between rollouts.
+        logprobs: whether it will be asked for log-probs of the tokens that it draws.
     """
 
     def __init__(
@@ -55,9 +59,10 @@ class Generator:
         max_prompt_tokens: int,
         storage: Mapping[str, torch.Tensor],
         sleeps: bool = True,
+        logprobs: bool = False,
     ) -> None:
         self.config, self.cuda = config, torch.cuda.is_available()
-        self.sleeps = sleeps and self.cuda
+        self.sleeps = sleeps and config.sleep and self.cuda
         ranks = torch.distributed.get_world_size()
         self.place = place_of(torch.distributed.get_rank(), ranks, config.tensor_parallel)
         self.max_sequences = max_sequences(config, self.place.engines)
@@ -66,7 +71,11 @@ class Generator:
         with _global_randomness_kept():
             bound = register_loader("penstock", shapes_of(lm), storage)
             length = max_prompt_tokens + config.max_response_tokens
-            self.llm = _start(folder, dtype, config, self.max_sequences, length, lm, self.cuda, self.sleeps)
+            kv_cache = kv_cache_bytes(config, self.max_sequences, lm.config, length, dtype, self.cuda)
+            arguments = engine_arguments(
+                config, self.max_sequences, length, kv_cache, cuda=self.cuda, sleeps=self.sleeps, logprobs=logprobs
+            )
+            self.llm = _start(folder, dtype, arguments)
         self.binding = bound[-1]
         self.model = versions.vllm_model(self.llm)
         self.refill: Callable[[], int] | None = None  # a reshard that this rank's group can make by itself
@@ -81,7 +90,9 @@ class Generator:
         self.dropped = False
         return transfer()
 
-    def generate(self, prompts: Ragged, sampling: Sampling, generation: int) -> Generated:
+    def generate(
+        self, prompts: Ragged, sampling: Sampling, generation: int, environments: Environments | None = None
+    ) -> Generated:
         """Generate `sampling.samples` responses to each prompt that falls to this engine.
 
         A stop token ends a response and belongs to it.
@@ -89,24 +100,28 @@ class Generator:
         Args:
             prompts: all prompts of the generation, the same on every rank.
             generation: the same number on every rank, and no other generation's.
+            environments: play episodes with them; the result is then a `Played`.
         """
         self.wake()
         _seed_everything(engine_seed(sampling.seed, self.place.engine))
         reproducible = not self.cuda if self.config.reproducible is None else self.config.reproducible
         store = torch.distributed.distributed_c10d._get_default_store()
-        generated = answer(
+        loop: Callable[..., Generated] = answer
+        if environments is not None:
+            loop = partial(play, environments=environments, in_step=reproducible)
+        generated = loop(
             self.llm,
             prompts,
             supply_of(prompts.lengths_B, self.place, store, generation, reproducible),
             sampling,
-            self._parameters(sampling, reproducible),
+            self._parameters(sampling, reproducible, environments.stop_tokens if environments is not None else []),
             generation,
             min(self.max_sequences, most_at_once(len(prompts), sampling.samples, self.place.engines)),
         )
         self.sleep()
         return generated
 
-    def _parameters(self, sampling: Sampling, own_streams: bool) -> Any:
+    def _parameters(self, sampling: Sampling, own_streams: bool, stop: list[int]) -> Any:
         from vllm import SamplingParams
 
         return SamplingParams(
@@ -115,18 +130,24 @@ class Generator:
             top_k=sampling.top_k,
             max_tokens=sampling.max_tokens,
             ignore_eos=sampling.ignore_eos,
-            stop_token_ids=[] if sampling.ignore_eos else self.stop_token_ids,
+            stop_token_ids=[] if sampling.ignore_eos else [*self.stop_token_ids, *stop],
             detokenize=False,
+            logprobs=0 if sampling.logprobs else None,  # the token drawn alone
             seed=0 if own_streams and sampling.temperature else None,  # each request gets another in its place
         )
 
     def wake(self) -> None:
-        """Map the KV cache, empty: cached prefixes belong to older weights."""
+        """Map the KV cache, empty: cached prefixes belong to older weights.
+
+        Raises:
+            RuntimeError: vLLM keeps cached prefixes, because a request still holds some of them.
+        """
         self._wake("weights")  # also vLLM's own buffers, such as the rotary table
         if self.dropped and self.refill is not None:
             self.reshard(self.refill)
         self._wake("kv_cache")
-        self.llm.reset_prefix_cache()
+        if self.llm.reset_prefix_cache() is False:
+            raise RuntimeError("vLLM did not empty its prefix cache: responses would build on older weights")
 
     def _wake(self, tag: str) -> None:
         if tag in self.asleep:
@@ -160,38 +181,46 @@ def stop_token_ids(lm: Any) -> list[int]:
     return [declared] if isinstance(declared, int) else list(declared or [])
 
 
-def _start(
-    folder: Path,
-    dtype: torch.dtype,
-    config: RolloutConfig,
-    sequences: int,
-    max_length: int,
-    lm: nn.Module,
-    cuda: bool,
-    sleeps: bool,
-) -> Any:
+def _start(folder: Path, dtype: torch.dtype, arguments: dict[str, Any]) -> Any:
     import vllm
 
-    graphs = cuda and config.cuda_graphs
     start: Any = vllm.LLM
-    return start(
-        model=str(folder),
-        load_format="penstock",
-        dtype=str(dtype).removeprefix("torch."),
-        distributed_executor_backend="external_launcher",
-        tensor_parallel_size=config.tensor_parallel,
-        max_model_len=max_length,
-        max_num_seqs=sequences,
-        cudagraph_capture_sizes=capture_sizes(sequences) if graphs else None,
-        kv_cache_memory_bytes=kv_cache_bytes(config, sequences, lm.config, max_length, dtype, cuda),
-        gpu_memory_utilization=0.05,  # only a floor that vLLM checks at its start: the KV cache is sized above
-        enforce_eager=not graphs,
-        enable_sleep_mode=sleeps,
-        enable_prefix_caching=True,
-        skip_tokenizer_init=True,
-        disable_log_stats=True,
-        seed=0,
-    )
+    return start(model=str(folder), dtype=str(dtype).removeprefix("torch."), **arguments)
+
+
+def engine_arguments(
+    config: RolloutConfig, sequences: int, max_length: int, kv_cache: int, *, cuda: bool, sleeps: bool, logprobs: bool
+) -> dict[str, Any]:
+    """Return what vLLM is started with, apart from the model.
+
+    Args:
+        sequences: decoded at a time.
+        max_length: tokens of the longest prompt with its response.
+        kv_cache: its size, bytes.
+        cuda: on a GPU.
+        sleeps: whether the KV cache's memory is given back between rollouts.
+        logprobs: whether log-probs of the tokens may be asked for.
+    """
+    graphs = cuda and config.cuda_graphs
+    return {
+        "load_format": "penstock",
+        "distributed_executor_backend": "external_launcher",
+        "tensor_parallel_size": config.tensor_parallel,
+        "max_model_len": max_length,
+        "max_num_seqs": sequences,
+        "cudagraph_capture_sizes": capture_sizes(sequences) if graphs else None,
+        "kv_cache_memory_bytes": kv_cache,
+        "gpu_memory_utilization": 0.05,  # only a floor that vLLM checks at its start: the KV cache is sized above
+        "enforce_eager": not graphs,
+        "enable_sleep_mode": sleeps,
+        "enable_prefix_caching": True,
+        "enable_chunked_prefill": None if cuda else False,  # a request with its own stream would stop vLLM on the CPU
+        "skip_tokenizer_init": True,
+        # Processed: of what is drawn from, at its temperature. Else vLLM may use a faster kernel for top-p.
+        "logprobs_mode": "processed_logprobs" if logprobs else "raw_logprobs",
+        "disable_log_stats": True,
+        "seed": 0,
+    }
 
 
 def kv_cache_bytes(

@@ -1,12 +1,16 @@
-"""Log-probs of chosen tokens and entropies from hidden states, without ever holding the logits of a micro-batch.
+"""Log-probs of chosen tokens, entropies and divergences from hidden states, without holding a micro-batch's logits.
 
 Logits exist for a chunk of tokens at a time, in the forward pass for three sums per token, and once more in the
 backward pass, where they turn into their own gradient and are multiplied away. On a GPU the arithmetic between the
 matrix products is compiled into one kernel each way. Per token and vocabulary entry that is four matrix products
 (one of them the recomputation) and about 14 bytes, against some 60 bytes for autograd on float32 logits.
 
-Source of the gradient: with z = logits / temperature, p = softmax(z), H = entropy:
-d log p_chosen / dz = onehot - p;  dH / dz = -p (log p + H).
+Source of the gradient: with z = logits / temperature, p = softmax(z), H = entropy, D = sum of p (log p - log q):
+d log p_chosen / dz = onehot - p;  dH / dz = -p (log p + H);  dD / dz = p (log p - log q - D).
+
+The divergence D from a reference q, over the whole vocabulary, needs the reference's final hidden states and its
+language head: its logits exist for the same chunk of tokens, and are made again in the backward pass like the model's
+own. That is two matrix products more; a chunk is half as long, so that both models' logits take what one's took.
 
 Suffixes: `_T` tokens, `_C` tokens of a chunk, `_H` hidden size, `_V` vocabulary.
 Left out: bias of the language head (refused when a model is loaded, engines/models.py).
@@ -16,12 +20,21 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
 LOGITS_CHUNK_BYTES = 1 << 30  # of logits in the weights' dtype at a time: full speed from 2,000 tokens on
+
+
+@dataclass(frozen=True)
+class Reference:
+    """What the reference's distributions are made of; no gradient flows into it."""
+
+    hidden_TH: Tensor
+    weight_VH: Tensor
 
 
 def selected_logprobs(
@@ -35,66 +48,112 @@ def selected_logprobs(
         targets_T: token ids.
         temperature: logits are divided by it.
     """
-    scale = torch.full((), 1.0 / temperature, dtype=torch.float32, device=hidden_TH.device)
-    logprobs_T, entropies_T = _SelectedLogprobs.apply(hidden_TH, weight_VH, targets_T, scale)
+    scale = _scale(hidden_TH, temperature)
+    logprobs_T, entropies_T, _ = _SelectedLogprobs.apply(hidden_TH, weight_VH, targets_T, scale, None, None)
     return logprobs_T, entropies_T
+
+
+def selected_logprobs_and_kl(
+    hidden_TH: Tensor, weight_VH: Tensor, targets_T: Tensor, temperature: float, reference: Reference
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return what `selected_logprobs` does, and KL(p, q) per token to the reference's distributions, differentiable.
+
+    The reference's logits are divided by the same temperature. Equal states and heads give exactly 0.
+    """
+    scale = _scale(hidden_TH, temperature)
+    logprobs_T, entropies_T, kl_T = _SelectedLogprobs.apply(
+        hidden_TH, weight_VH, targets_T, scale, reference.hidden_TH, reference.weight_VH
+    )
+    return logprobs_T, entropies_T, kl_T
+
+
+def _scale(hidden_TH: Tensor, temperature: float) -> Tensor:
+    dtype = torch.promote_types(hidden_TH.dtype, torch.float32)
+    return torch.full((), 1.0 / temperature, dtype=dtype, device=hidden_TH.device)
 
 
 class _SelectedLogprobs(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, hidden_TH: Tensor, weight_VH: Tensor, targets_T: Tensor, scale: Tensor) -> Any:
-        statistics, rows = _on(hidden_TH.device.type, _statistics), _chunk_rows(weight_VH)
+    def forward(
+        ctx: Any,
+        hidden_TH: Tensor,
+        weight_VH: Tensor,
+        targets_T: Tensor,
+        scale: Tensor,
+        reference_TH: Tensor | None,
+        reference_VH: Tensor | None,
+    ) -> Any:
+        statistics = _on(hidden_TH.device.type, _statistics)
         parts = [
-            statistics(hidden_CH, weight_VH, targets_C, scale)
-            for hidden_CH, targets_C in zip(hidden_TH.split(rows), targets_T.split(rows), strict=True)
+            statistics(hidden_TH[chunk], weight_VH, targets_T[chunk], scale, _cut(reference_TH, chunk), reference_VH)
+            for chunk in _chunks(hidden_TH, weight_VH, reference_VH)
         ]
-        chosen_T, normalizer_T, entropies_T = (torch.cat(column) for column in zip(*parts, strict=True))
-        ctx.save_for_backward(hidden_TH, weight_VH, targets_T, scale, normalizer_T, entropies_T)
+        chosen_T, *known = (None if column[0] is None else torch.cat(column) for column in zip(*parts, strict=True))
+        ctx.save_for_backward(hidden_TH, weight_VH, targets_T, scale, *known, reference_TH, reference_VH)
         ctx.set_materialize_grads(False)
-        return chosen_T, entropies_T
+        _, entropies_T, _, kl_T = known
+        return chosen_T, entropies_T, kl_T
 
     @staticmethod
-    def backward(ctx: Any, grad_logprobs_T: Tensor | None, grad_entropies_T: Tensor | None) -> Any:
-        hidden_TH, weight_VH, targets_T, scale, normalizer_T, entropies_T = ctx.saved_tensors
-        gradient, rows = _on(hidden_TH.device.type, _logits_gradient), _chunk_rows(weight_VH)
+    def backward(
+        ctx: Any, grad_logprobs_T: Tensor | None, grad_entropies_T: Tensor | None, grad_kl_T: Tensor | None
+    ) -> Any:
+        hidden_TH, weight_VH, targets_T, scale, *statistics, reference_TH, reference_VH = ctx.saved_tensors
+        gradient = _on(hidden_TH.device.type, _logits_gradient)
+        grads = (grad_logprobs_T, grad_entropies_T, grad_kl_T)
         grad_hidden_TH, grad_weight_VH = torch.empty_like(hidden_TH), torch.empty_like(weight_VH)
-        for start in range(0, len(hidden_TH), rows):
-            chunk = slice(start, start + rows)
-            grad_CV = gradient(
-                hidden_TH[chunk],
-                weight_VH,
-                targets_T[chunk],
-                scale,
-                normalizer_T[chunk],
-                entropies_T[chunk],
-                None if grad_logprobs_T is None else grad_logprobs_T[chunk],
-                None if grad_entropies_T is None else grad_entropies_T[chunk],
-            )
+        for chunk in _chunks(hidden_TH, weight_VH, reference_VH):
+            known, wanted = ([_cut(values_T, chunk) for values_T in columns] for columns in (statistics, grads))
+            cut, other = _cut(reference_TH, chunk), reference_VH
+            grad_CV = gradient(hidden_TH[chunk], weight_VH, targets_T[chunk], scale, *known, *wanted, cut, other)
             torch.mm(grad_CV, weight_VH, out=grad_hidden_TH[chunk])
             # beta 0 does not read what the buffer held before the first chunk
-            torch.addmm(grad_weight_VH, grad_CV.t(), hidden_TH[chunk], beta=min(start, 1), out=grad_weight_VH)
-        return grad_hidden_TH, grad_weight_VH, None, None
+            torch.addmm(grad_weight_VH, grad_CV.t(), hidden_TH[chunk], beta=min(chunk.start, 1), out=grad_weight_VH)
+        return grad_hidden_TH, grad_weight_VH, None, None, None, None
 
 
-def _chunk_rows(weight_VH: Tensor) -> int:
-    return max(1, LOGITS_CHUNK_BYTES // (weight_VH.shape[0] * weight_VH.element_size()))
+def _chunks(hidden_TH: Tensor, weight_VH: Tensor, reference_VH: Tensor | None) -> list[slice]:
+    models = 1 if reference_VH is None else 2
+    rows = max(1, LOGITS_CHUNK_BYTES // (models * weight_VH.shape[0] * weight_VH.element_size()))
+    return [slice(start, start + rows) for start in range(0, max(1, len(hidden_TH)), rows)]
+
+
+def _cut(values_T: Tensor | None, chunk: slice) -> Tensor | None:
+    return None if values_T is None else values_T[chunk]
 
 
 def _scaled_logits(hidden_CH: Tensor, weight_VH: Tensor, scale: Tensor) -> Tensor:
-    return (hidden_CH @ weight_VH.t()).float() * scale
+    return (hidden_CH @ weight_VH.t()).to(scale.dtype) * scale
 
 
-def _statistics(
-    hidden_CH: Tensor, weight_VH: Tensor, targets_C: Tensor, scale: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Log-prob of the target, log of the normaliser, entropy."""
-    logits_CV = _scaled_logits(hidden_CH, weight_VH, scale)
+def _normalizer(logits_CV: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Log of the normaliser; the sums of e^(logit - largest), and of the same times the logit."""
     largest_C1 = logits_CV.amax(-1, keepdim=True)
     weights_CV = (logits_CV - largest_C1).exp()
     sum_C, weighted_C = weights_CV.sum(-1), (weights_CV * logits_CV).sum(-1)
-    normalizer_C = largest_C1.squeeze(-1) + sum_C.log()
+    return largest_C1.squeeze(-1) + sum_C.log(), sum_C, weighted_C
+
+
+def _statistics(
+    hidden_CH: Tensor,
+    weight_VH: Tensor,
+    targets_C: Tensor,
+    scale: Tensor,
+    reference_CH: Tensor | None,
+    reference_VH: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
+    """Log-prob of the target, log of the normaliser, entropy; log of the reference's normaliser, divergence from it."""
+    logits_CV = _scaled_logits(hidden_CH, weight_VH, scale)
+    normalizer_C, sum_C, weighted_C = _normalizer(logits_CV)
     chosen_C = logits_CV.gather(-1, targets_C.unsqueeze(-1)).squeeze(-1)
-    return chosen_C - normalizer_C, normalizer_C, normalizer_C - weighted_C / sum_C
+    three = chosen_C - normalizer_C, normalizer_C, normalizer_C - weighted_C / sum_C
+    if reference_CH is None or reference_VH is None:
+        return *three, None, None
+    reference_CV = _scaled_logits(reference_CH, reference_VH, scale)
+    reference_normalizer_C, _, _ = _normalizer(reference_CV)
+    logprobs_CV = logits_CV - normalizer_C.unsqueeze(-1)
+    ratio_CV = logprobs_CV - (reference_CV - reference_normalizer_C.unsqueeze(-1))
+    return *three, reference_normalizer_C, (logprobs_CV.exp() * ratio_CV).sum(-1)
 
 
 def _logits_gradient(
@@ -104,8 +163,13 @@ def _logits_gradient(
     scale: Tensor,
     normalizer_C: Tensor,
     entropies_C: Tensor,
+    reference_normalizer_C: Tensor | None,
+    kl_C: Tensor | None,
     grad_logprobs_C: Tensor | None,
     grad_entropies_C: Tensor | None,
+    grad_kl_C: Tensor | None,
+    reference_CH: Tensor | None,
+    reference_VH: Tensor | None,
 ) -> Tensor:
     """Gradient of the loss by the logits of a chunk, before scaling, in the weights' dtype."""
     logprobs_CV = _scaled_logits(hidden_CH, weight_VH, scale) - normalizer_C.unsqueeze(-1)
@@ -118,6 +182,11 @@ def _logits_gradient(
     if grad_entropies_C is not None:
         spread_CV = logprobs_CV + entropies_C.unsqueeze(-1)
         grad_CV = grad_CV - grad_entropies_C.unsqueeze(-1) * probs_CV * spread_CV
+    if grad_kl_C is not None and reference_CH is not None and reference_VH is not None:
+        assert reference_normalizer_C is not None and kl_C is not None
+        reference_CV = _scaled_logits(reference_CH, reference_VH, scale) - reference_normalizer_C.unsqueeze(-1)
+        excess_CV = logprobs_CV - reference_CV - kl_C.unsqueeze(-1)
+        grad_CV = grad_CV + grad_kl_C.unsqueeze(-1) * probs_CV * excess_CV
     return (grad_CV * scale).to(hidden_CH.dtype)
 
 

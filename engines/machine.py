@@ -7,9 +7,15 @@ import os
 import psutil
 import pynvml
 
+from configs.errors import UserError
+
 
 def visible_gpus() -> list[int]:
-    """Return NVML indices of the GPUs this process may use, in CUDA's order; empty without a driver."""
+    """Return NVML indices of the GPUs this process may use, in CUDA's order; empty without a driver.
+
+    Raises:
+        UserError: CUDA_VISIBLE_DEVICES names a GPU that is not here, or a slice of one (MIG).
+    """
     try:
         pynvml.nvmlInit()
     except pynvml.NVMLError:
@@ -18,7 +24,25 @@ def visible_gpus() -> list[int]:
     allowed = os.environ.get("CUDA_VISIBLE_DEVICES")
     if allowed is None:
         return everything
-    return [int(index) for index in allowed.split(",") if index.strip().isdigit() and int(index) in everything]
+    found = (_index_of(name.strip(), everything) for name in allowed.split(","))
+    return [index for index in found if index in everything]
+
+
+def _index_of(name: str, everything: list[int]) -> int | None:
+    """The NVML index that a part of CUDA_VISIBLE_DEVICES means: a number, or a UUID or the beginning of one."""
+    if name.isdigit():
+        return int(name)
+    if not name.startswith(("GPU-", "MIG-")):
+        return None  # -1 and the like: no GPU
+    matching = [
+        index
+        for index in everything
+        if str(pynvml.nvmlDeviceGetUUID(pynvml.nvmlDeviceGetHandleByIndex(index))).startswith(name)
+    ]
+    if len(matching) != 1:
+        what = "a slice of a GPU; ranks take whole ones" if name.startswith("MIG-") else f"{len(matching)} GPUs here"
+        raise UserError(f"CUDA_VISIBLE_DEVICES names {name}: {what}", "name whole GPUs that 'nvidia-smi -L' lists")
+    return matching[0]
 
 
 def free_gpu_bytes(index: int) -> int:

@@ -18,7 +18,7 @@ from configs.schedule import value_at
 from configs.schema import Role, TrainConfig, TrainerConfig
 from engines.activations import in_flight_bytes, kept_bytes, keys_per_token, layer_table, total
 from engines.concurrency import max_sequences
-from engines.placement import reshard_strategy
+from engines.placement import reference_is_base, reshard_strategy
 from engines.shape import ModelShape
 
 GIB = 1 << 30
@@ -72,10 +72,15 @@ def weight_width(config: TrainConfig, device: str) -> int:
     return 4 if full else 2
 
 
-def rank_memory(config: TrainConfig, rank: Rank, checkpointing: Mapping[str, bool]) -> RankMemory:
-    """Return the fullest phase; `checkpointing` by "actor", "critic" and "sft" as `choose_checkpointing` has it."""
+def rank_memory(
+    config: TrainConfig, rank: Rank, checkpointing: Mapping[str, bool], only: str | None = None
+) -> RankMemory:
+    """Return the fullest phase, or the phase `only` if the group has it.
+
+    `checkpointing` is by "actor", "critic" and "sft" as `choose_checkpointing` has it.
+    """
     phases = rank_phases(config, rank, checkpointing)
-    name = max(phases, key=lambda phase: sum(phases[phase].values()))
+    name = only if only in phases else max(phases, key=lambda phase: sum(phases[phase].values()))
     return RankMemory(name, {part: size for part, size in phases[name].items() if size})
 
 
@@ -95,8 +100,9 @@ def rank_phases(config: TrainConfig, rank: Rank, checkpointing: Mapping[str, boo
     rest = _rest(config, rank, trained)
     phases: dict[str, Parts] = {"start": {**rest, "flattening": _flattening(trained, rank)}}
     for name, trainer in trained.items():
-        own = _states(name, trainer, rank) | _update(name, trainer, config, rank, checkpointing[name])
-        phases[PHASES[name]] = rest | own
+        states = _states(name, trainer, rank, _models(name, config))
+        own = _update(name, trainer, config, rank, checkpointing[name]) | states
+        phases[PHASES[name]] = (rest | own) if rank.device == "cpu" or not config.rollout.sleep else _asleep(rest) | own
     if config.sft is not None and "actor" in rank.shapes:
         own = _states("sft", config.sft, rank) | _update("sft", config.sft, config, rank, checkpointing["sft"])
         phases[PHASES["sft"]] = own  # before the other models are loaded
@@ -105,6 +111,11 @@ def rank_phases(config: TrainConfig, rank: Rank, checkpointing: Mapping[str, boo
     if {"reference", "reward"} & rank.shapes.keys():
         phases["forward passes"] = {**rest, "activations": _forward(config, rank)}
     return {name: _with_allowances(parts, config, rank) for name, parts in phases.items()}
+
+
+def _asleep(rest: Parts) -> Parts:
+    """Without the rollout engine's own weights: they leave the GPU with its KV cache (engines/generator.py)."""
+    return {part: size for part, size in rest.items() if part != "rollout weights"}
 
 
 def _trained(config: TrainConfig, rank: Rank) -> dict[str, TrainerConfig]:
@@ -116,36 +127,48 @@ def _trained(config: TrainConfig, rank: Rank) -> dict[str, TrainerConfig]:
     return {name: trainer for name, trainer in named.items() if trainer is not None}
 
 
+def _models(name: str, config: TrainConfig) -> int:
+    """How many models a trained role has: several agents have a critic each."""
+    return max(1, len(config.agents)) if name == "critic" else 1
+
+
 def _shape(name: str, rank: Rank) -> ModelShape:
     return rank.shapes["critic" if name == "critic" else "actor"]
 
 
-def _states(name: str, trainer: TrainerConfig, rank: Rank) -> Parts:
-    """Weights and optimizer states while they are on the device, as ZeRO shards them."""
-    parameters, stage = _shape(name, rank).parameters, trainer.zero_stage
+def _states(name: str, trainer: TrainerConfig, rank: Rank, models: int = 1) -> Parts:
+    """Weights and optimizer states of some models alike while they are on the device, as ZeRO shards them."""
+    shape, stage = _shape(name, rank), trainer.zero_stage
+    weights, trained = shape.parameters + shape.adapter_parameters(trainer.lora), shape.trained_parameters(trainer.lora)
     masters = 0 if rank.width == 4 and stage == 0 else 4  # float32 weights are their own masters without ZeRO
     states = {
-        f"{name} weights": rank.width * parameters // (rank.ranks if stage >= 3 else 1),
-        f"{name} masters and moments": (masters + 8) * parameters // (rank.ranks if stage >= 1 else 1),
+        f"{name} weights": rank.width * weights // (rank.ranks if stage >= 3 else 1),
+        f"{name} masters and moments": (masters + 8) * trained // (rank.ranks if stage >= 1 else 1),
     }
     if stage <= 1 and rank.width == 2:  # DeepSpeed's other optimizer: it keeps a buffer of all gradients for good
-        states[f"{name} gradients"] = GRADIENT * parameters
-    return states
+        states[f"{name} gradients"] = GRADIENT * trained
+    return {part: models * size for part, size in states.items()}
 
 
 def _rest(config: TrainConfig, rank: Rank, trained: Mapping[str, TrainerConfig]) -> Parts:
     """What lies on the device all the time; offloaded states do not."""
     parts: Parts = {}
     for name, trainer in trained.items():
-        states = _states(name, trainer, rank)
+        states = _states(name, trainer, rank, _models(name, config))
         if trainer.offload_optimizer:
             del states[f"{name} masters and moments"]
         parts |= states
     for role in ("reference", "reward"):
-        if role in rank.shapes:
+        if role in rank.shapes and not (role == "reference" and reference_is_base(config, rank.shapes)):
             parts[role] = rank.width * rank.shapes[role].parameters
-    if "rollout" in rank.shapes and reshard_strategy(config) != "shared":
-        parts["rollout weights"] = rank.width * rank.shapes["rollout"].parameters // config.rollout.tensor_parallel
+    if "actor" in rank.shapes and "reference" not in rank.shapes and config.algorithm.full_kl:
+        parts["reference head"] = rank.width * rank.shapes["actor"].vocabulary * rank.shapes["actor"].hidden_size
+    if "rollout" in rank.shapes and not config.rollout.sleep:
+        parts["KV cache"] = kv_cache_bytes(config, rank)
+    if "rollout" in rank.shapes:
+        shape, shared = rank.shapes["rollout"], reshard_strategy(config) == "shared"
+        own = shape.merged_parameters(config.actor.lora) if shared else shape.parameters
+        parts |= {"rollout weights": rank.width * own // config.rollout.tensor_parallel} if own else {}
     return parts
 
 
@@ -157,18 +180,23 @@ def _update(name: str, trainer: TrainerConfig, config: TrainConfig, rank: Rank, 
     responses = tokens * samples * response // (prompt + samples * response)
     embedding = width * shape.vocabulary * shape.hidden_size
     logits = LOGITS_CHUNKS[rank.device] * min(LOGITS_CHUNK, width * shape.vocabulary * responses)
+    # A reference's hidden states, of this micro-batch and of the next one, which is packed ahead.
+    states = 2 * width * responses * shape.hidden_size if name == "actor" and config.algorithm.full_kl else 0
     keys = keys_per_token(prompt, response, samples)
     compiled = rank.device == "cuda" and stage < 3
     kept = kept_bytes(shape, width, rank.device, compiled, tokens, responses, checkpointing, keys)
     block = in_flight_bytes(shape, width, tokens)
     if checkpointing:  # one block at a time is whole again
         block += tokens * total(layer_table(shape, width, rank.device, compiled, keys))
-    # The head's gradient is there before any other, and the largest. A critic has neither.
-    head = 0 if name == "critic" else logits + embedding
+    trained = shape.trained_parameters(trainer.lora)
+    if trainer.lora is not None and not checkpointing:  # what lies between A and B, its gradient needs it
+        kept += width * tokens * trainer.lora.rank * shape.layers * len(shape.targets(trainer.lora))
+    # The head's gradient is there before any other, and the largest. A critic has neither, a frozen head only logits.
+    head = 0 if name == "critic" else logits + (embedding if trainer.lora is None else 0)
     return {
-        f"{name} gradients": GRADIENT * shape.parameters // (rank.ranks if stage >= 2 else 1),
-        "reduce buckets": _buckets(shape, stage, rank),
-        "activations": kept,
+        f"{name} gradients": GRADIENT * trained // (rank.ranks if stage >= 2 else 1),
+        "reduce buckets": _buckets(trained, stage, rank),
+        "activations": kept + states,
         "backward pass": max(head, block),  # the head's logits are gone when the first block begins
     }
 
@@ -180,18 +208,19 @@ def _lengths(name: str, config: TrainConfig) -> tuple[int, int, int]:
     return config.data.max_prompt_tokens, config.rollout.max_response_tokens, config.rollout.samples
 
 
-def _buckets(shape: ModelShape, stage: int, rank: Rank) -> int:
+def _buckets(trained: int, stage: int, rank: Rank) -> int:
     """Gradients on their way to the ranks that sum them up, and ZeRO-3's gathered parameters."""
     if stage == 0 or (stage == 1 and rank.width == 2):
         return 0  # in bfloat16 stage 1 is DeepSpeed's other optimizer, which adds each gradient at once
-    elements = REDUCE_BUCKET if rank.device == "cuda" else min(REDUCE_BUCKET, shape.parameters)
-    gathered = min(LIVE_PARAMETERS, shape.parameters) if stage == 3 and rank.ranks > 1 else 0
+    elements = REDUCE_BUCKET if rank.device == "cuda" else min(REDUCE_BUCKET, trained)
+    gathered = min(LIVE_PARAMETERS, trained) if stage == 3 and rank.ranks > 1 else 0
     return rank.width * (BUCKETS[rank.device] * elements + gathered)
 
 
 def _flattening(trained: Mapping[str, TrainerConfig], rank: Rank) -> int:
-    """The model once more while its parameters move into DeepSpeed's flat buffer."""
-    return max((rank.width * _shape(name, rank).parameters for name in trained), default=0)
+    """What is trained once more while its parameters move into DeepSpeed's flat buffer."""
+    sizes = (_shape(name, rank).trained_parameters(trainer.lora) for name, trainer in trained.items())
+    return rank.width * max(sizes, default=0)
 
 
 def _forward(config: TrainConfig, rank: Rank) -> int:

@@ -18,6 +18,8 @@ from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM
 
 from configs.errors import UserError
+from configs.lora import LoraConfig
+from engines.lora import attach, check_frozen, load_adapter, merged_state, write_adapter
 
 # Share of the largest logit. Equal weights differ by the order of sums alone, which may depend on addresses.
 TOLERANCES = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1e-2}
@@ -68,6 +70,28 @@ def with_weights(folder: Path, weights: Mapping[str, torch.Tensor]) -> Any:
     lm.tie_weights()
     lm.config.dtype = next(iter(weights.values())).dtype
     return lm
+
+
+def with_adapters(
+    folder: Path, adapters: Mapping[str, torch.Tensor], config: LoraConfig, base_sum: int, written: Path
+) -> Any:
+    """Return the model of `folder` with adapters merged into it, and write them by themselves to `written`.
+
+    Args:
+        base_sum: of the folder's weights, as the checkpoint recorded it.
+
+    Raises:
+        UserError: the adapters are of another architecture, other settings or other weights.
+    """
+    lm = load_folder(folder).to(next(iter(adapters.values())).dtype)
+    attach(lm, config, seed=0)
+    check_frozen(base_sum, lm)
+    try:
+        load_adapter(lm, adapters)
+    except ValueError as error:
+        raise UserError(f"the checkpoint does not fit {folder}: {error}", "name the run's own model") from error
+    write_adapter(lm, written)
+    return with_weights(folder, merged_state(lm))
 
 
 def write_folder(lm: Any, folder: Path, max_shard_size: str) -> None:

@@ -24,7 +24,8 @@ from transformers import (
 
 from configs.errors import UserError
 from engines.attention import NAME as PACKED_ATTENTION
-from engines.logprobs import selected_logprobs
+from engines.logprobs import Reference, selected_logprobs, selected_logprobs_and_kl
+from engines.lora import ADAPTER_FOLDER, adapted_layers, merged_state, write_adapter
 from engines.packing import PackedBatch
 
 # What some models do to scores and logits outside the layers that are called here.
@@ -39,10 +40,19 @@ class PackedPolicy(nn.Module):
         self.lm = lm
         self.head = LogprobHead(lm.lm_head)
 
-    def forward(self, batch: PackedBatch, temperature: float) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return log-probs_T and entropies_T (float32) of the response tokens at the sampling temperature."""
-        hidden_TH = _hidden_states(self.lm.base_model, batch).index_select(0, batch.predict_T)
-        return self.head(hidden_TH, batch.targets_T, temperature)
+    def forward(
+        self, batch: PackedBatch, temperature: float, reference: Reference | None = None
+    ) -> tuple[torch.Tensor, ...]:
+        """Return log-probs_T and entropies_T (float32) of the response tokens at the sampling temperature.
+
+        With a reference, the KL_T to its distributions comes third.
+        """
+        outputs: tuple[torch.Tensor, ...] = self.head(self.hidden(batch), batch.targets_T, temperature, reference)
+        return outputs
+
+    def hidden(self, batch: PackedBatch) -> torch.Tensor:
+        """Return the final hidden states_TH of the tokens that predict the response."""
+        return _hidden_states(self.lm.base_model, batch).index_select(0, batch.predict_T)
 
 
 class LogprobHead(nn.Module):
@@ -53,10 +63,12 @@ class LogprobHead(nn.Module):
         self.weight = head.weight
 
     def forward(
-        self, hidden_TH: torch.Tensor, targets_T: torch.Tensor, temperature: float
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return log-probs_T and entropies_T of the targets."""
-        return selected_logprobs(hidden_TH, self.weight, targets_T, temperature)
+        self, hidden_TH: torch.Tensor, targets_T: torch.Tensor, temperature: float, reference: Reference | None = None
+    ) -> tuple[torch.Tensor, ...]:
+        """Return log-probs_T and entropies_T of the targets, and KL_T to a reference if there is one."""
+        if reference is None:
+            return selected_logprobs(hidden_TH, self.weight, targets_T, temperature)
+        return selected_logprobs_and_kl(hidden_TH, self.weight, targets_T, temperature, reference)
 
 
 class PackedCritic(nn.Module):
@@ -178,9 +190,15 @@ def _load(kind: Any, path: str | Path, dtype: torch.dtype, **settings: Any) -> P
 
 @torch.no_grad()
 def write_model(lm: Any, folder: Path, rank: int) -> None:
-    """Write a model as a Hugging Face folder, also a sharded one: all ranks gather, the first one writes."""
+    """Write a model as a Hugging Face folder, also a sharded one: all ranks gather, the first one writes.
+
+    A model with adapters is written merged, and its adapters by themselves in the folder `adapter` inside.
+    """
     sharded = hasattr(next(lm.parameters()), "ds_id")
     state = lm.state_dict()
+    if rank == 0 and adapted_layers(lm):
+        state = merged_state(lm)
+        write_adapter(lm, folder / ADAPTER_FOLDER)
     if sharded:
         import deepspeed
 

@@ -13,14 +13,14 @@ Left out: which rows go together (engines/micro_batches.py), the forward pass (e
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
 import torch
 
-from state.experience import Ragged, offsets_of
+from state.experience import Ragged, column_names, offsets_of, read_columns
 
 
 @dataclass(frozen=True)
@@ -63,12 +63,16 @@ class PackedBatch:
 
 @dataclass(frozen=True)
 class Rows:
-    """Prompt and response tokens of a whole experience file, with its per-token columns, in host memory."""
+    """Prompt and response tokens of a whole experience file, with its per-token columns, in host memory.
+
+    `accepted_B`: whether an update looks at a row at all; None for all rows.
+    """
 
     prompts: Ragged
     responses: Ragged
     mask: Ragged
     columns: Mapping[str, Ragged]
+    accepted_B: np.ndarray | None = None
 
     @property
     def lengths_B(self) -> np.ndarray:
@@ -84,6 +88,13 @@ class Rows:
 
     def __len__(self) -> int:
         return len(self.prompts)
+
+    def take(self, index_B: np.ndarray) -> Rows:
+        """Return some of the rows, in the order given."""
+        columns = {name: column.take(index_B) for name, column in self.columns.items()}
+        accepted_B = None if self.accepted_B is None else self.accepted_B[index_B]
+        parts = (column.take(index_B) for column in (self.prompts, self.responses, self.mask))
+        return Rows(*parts, columns, accepted_B)
 
 
 @dataclass(frozen=True)
@@ -106,6 +117,15 @@ class _Places:
     def tokens(self) -> int:
         """Length of the run."""
         return int(self.prompt_F.sum() + self.response_B.sum())
+
+
+def read_rows(path: str, columns: Sequence[str] = ()) -> Rows:
+    """Read an experience file's tokens, which rows are accepted if it says so, and the per-token columns asked for."""
+    accepted = ("accepted",) if "accepted" in column_names(path) else ()
+    read = read_columns(path, ("prompt_tokens", "response_tokens", "loss_mask", *accepted, *columns))
+    named = {name: read[name] for name in columns}
+    accepted_B = read["accepted"] > 0 if accepted else None
+    return Rows(read["prompt_tokens"], read["response_tokens"], read["loss_mask"], named, accepted_B)
 
 
 def pack(rows: Rows, index: list[int], device: torch.device) -> PackedBatch:

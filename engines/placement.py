@@ -5,6 +5,7 @@ Left out: starting them (engines/group.py), the number of GPUs that exist (engin
 
 from __future__ import annotations
 
+from collections.abc import Container
 from pathlib import Path
 from typing import Literal
 
@@ -39,6 +40,17 @@ def reshard_strategy(config: TrainConfig) -> Strategy:
     if config.actor.zero_stage == 3:
         return "gather"
     return "shared" if config.rollout.tensor_parallel == 1 else "local"
+
+
+def describe_strategy(config: TrainConfig) -> str:
+    """Return what the strategy in force means."""
+    meaning = STRATEGIES[reshard_strategy(config)]
+    return meaning if config.actor.lora is None else f"{meaning}; what has an adapter is merged and copied"
+
+
+def reference_is_base(config: TrainConfig, roles: Container[str]) -> bool:
+    """Whether a group's reference is its actor without the adapters, so that no second model is loaded."""
+    return config.actor.lora is not None and "actor" in roles
 
 
 def place(config: TrainConfig, visible_gpus: int, log_dir: Path) -> list[GroupSpec]:

@@ -34,6 +34,7 @@ class Sampling:
     max_tokens: int
     ignore_eos: bool
     seed: list[int]  # three numbers of this generation
+    logprobs: bool = False  # of the tokens drawn, under what they were drawn from
 
 
 @dataclass(frozen=True)
@@ -42,6 +43,7 @@ class Generated:
 
     positions_P: np.ndarray  # the prompts, in the order in which the engine took them
     responses: Ragged
+    logprobs_T: np.ndarray | None  # of the responses' tokens, where they were asked for
     truncated_B: np.ndarray  # cut at max_tokens
     seconds_B: np.ndarray  # from submission to the last token
     prompt_tokens: int  # of all requests, a prompt counting once per sample
@@ -70,6 +72,7 @@ def engine_seed(seed: Sequence[int], engine: int) -> int:
 class _Response:
     submitted: float
     tokens: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
     cached: int = 0
     truncated: bool = False
     seconds: float = 0.0
@@ -118,6 +121,7 @@ def answer(
     return Generated(
         positions_P=positions_P,
         responses=Ragged.of([response.tokens for response in responses], np.int32),
+        logprobs_T=_flat([response.logprobs for response in responses]) if sampling.logprobs else None,
         truncated_B=np.fromiter((response.truncated for response in responses), dtype=bool),
         seconds_B=np.fromiter((response.seconds for response in responses), dtype=np.float32),
         prompt_tokens=int(prompts.lengths_B[positions_P].sum()) * samples,
@@ -140,13 +144,18 @@ def _step(llm: Any, unfinished: dict[str, _Response]) -> None:
         if not response.tokens:
             response.cached = versions.cached_prompt_tokens(output)
         response.tokens += output.new_token_ids
+        response.logprobs += versions.sampled_logprobs(output)
         if output.finish_reason is not None:
             del unfinished[output.request_id]
             response.seconds = time.perf_counter() - response.submitted
-            response.truncated = _is_truncated(output)
+            response.truncated = is_truncated(output)
 
 
-def _is_truncated(output: Any) -> bool:
+def _flat(logprobs: list[list[float]]) -> np.ndarray:
+    return Ragged.of(logprobs, np.float32).values_T
+
+
+def is_truncated(output: Any) -> bool:
     reason = str(output.finish_reason)
     if reason not in ("stop", "length"):
         raise RuntimeError(f"vLLM gave request {output.request_id} up: {reason}")

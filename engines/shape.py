@@ -11,6 +11,10 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
+from configs.lora import LoraConfig
+
+FUSED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"), ("o_proj",), ("down_proj",))  # in vLLM
+
 
 @dataclass(frozen=True)
 class ModelShape:
@@ -30,10 +34,42 @@ class ModelShape:
     query_key_norms: bool = False
 
     @property
+    def matrices(self) -> dict[str, tuple[int, int]]:
+        """Rows and columns of the matrices of one layer, by the names of their linear layers."""
+        hidden, inner = self.hidden_size, self.intermediate_size
+        query, key = self.heads * self.head_size, self.kv_heads * self.head_size
+        return {
+            "q_proj": (query, hidden),
+            "k_proj": (key, hidden),
+            "v_proj": (key, hidden),
+            "o_proj": (hidden, query),
+            "gate_proj": (inner, hidden),
+            "up_proj": (inner, hidden),
+            "down_proj": (hidden, inner),
+        }
+
+    @property
     def layer_matrices(self) -> int:
         """Parameters in the matrices of one layer: q, k, v, o, and the MLP's gate, up and down."""
-        attention = 2 * self.hidden_size * self.head_size * (self.heads + self.kv_heads)
-        return attention + 3 * self.hidden_size * self.intermediate_size
+        return sum(rows * columns for rows, columns in self.matrices.values())
+
+    def adapter_parameters(self, lora: LoraConfig | None) -> int:
+        """Parameters of the adapters: `rank` times rows and columns of each target; 0 without any."""
+        return self.layers * sum(lora.rank * sum(self.matrices[name]) for name in self.targets(lora)) if lora else 0
+
+    def trained_parameters(self, lora: LoraConfig | None) -> int:
+        """Parameters that get a gradient: all, or those of the adapters."""
+        return self.adapter_parameters(lora) if lora else self.parameters
+
+    def merged_parameters(self, lora: LoraConfig | None) -> int:
+        """Parameters that vLLM cannot share with the base: matrices with a target, those that it fuses as a whole."""
+        targets = self.targets(lora) if lora else ()
+        touched = {name for fused in FUSED for name in fused if not set(targets).isdisjoint(fused)}
+        return self.layers * sum(rows * columns for name, (rows, columns) in self.matrices.items() if name in touched)
+
+    def targets(self, lora: LoraConfig) -> list[str]:
+        """Names of the linear layers of a block that get an adapter."""
+        return [name for name in self.matrices if lora.targets is None or name in lora.targets]
 
     @property
     def dense(self) -> bool:

@@ -23,6 +23,7 @@ from torch import nn
 
 from configs.schema import OptimizerConfig, TrainerConfig
 from engines.learning_rate import learning_rate_factor
+from engines.lora import FROZEN_SUM, check_frozen, frozen_sum
 from engines.weights.layout import flatten_in_place
 
 Batch = TypeVar("Batch")  # a micro-batch as the loss wants it
@@ -43,7 +44,7 @@ class Trainer:
 
     Args:
         module: the wrapped model on the rank's device.
-        parameters: its parameters in the order wanted in the flat buffer.
+        parameters: its parameters in the order wanted in the flat buffer; those that are frozen are passed over.
         config: optimizer and ZeRO stage.
         total_steps: optimizer steps of the whole training, the end of a decaying learning rate.
     """
@@ -52,6 +53,8 @@ class Trainer:
         self, module: nn.Module, parameters: list[nn.Parameter], config: TrainerConfig, total_steps: int
     ) -> None:
         self.config, self.total_steps, self.steps = config, total_steps, 0
+        parameters = [parameter for parameter in parameters if parameter.requires_grad]
+        module.register_state_dict_post_hook(_drop_frozen)
         self.device = parameters[0].device
         dtype = parameters[0].dtype
         if config.zero_stage == 0:
@@ -124,14 +127,25 @@ class Trainer:
         self.engine.offload_states(include=states, pin_memory=True)  # it also gives torch's cache back
 
     def save(self, folder: Path) -> None:
-        """Write weights, optimizer state and step count under `folder`; every rank calls it."""
+        """Write trained weights, optimizer state and step count under `folder`; every rank calls it."""
         with self.states_on_device():
-            self.engine.save_checkpoint(str(folder), tag="state", client_state={"steps": self.steps}, save_latest=False)
+            self.engine.save_checkpoint(
+                str(folder),
+                tag="state",
+                client_state={"steps": self.steps, FROZEN_SUM: frozen_sum(self.module)},
+                save_latest=False,
+                exclude_frozen_parameters=True,
+            )
 
     def load(self, folder: Path) -> None:
-        """Restore what `save` wrote; parameters keep their addresses."""
+        """Restore what `save` wrote; parameters keep their addresses.
+
+        Raises:
+            UserError: the frozen weights beside the trained ones are not those that it was written with.
+        """
         with self.states_on_device():
-            _, client = self.engine.load_checkpoint(str(folder), tag="state")
+            _, client = self.engine.load_checkpoint(str(folder), tag="state", custom_load_fn=_load_trained)
+        check_frozen(client.get(FROZEN_SUM, 0), self.module)
         self.steps = client["steps"]
 
     def close(self) -> None:
@@ -139,6 +153,29 @@ class Trainer:
         self.engine.destroy()
         del self.engine, self._optimizer
         gc.collect()
+
+
+def _frozen_names(module: nn.Module) -> set[str]:
+    """Names of frozen parameters, tied ones under each of their names."""
+    named = module.named_parameters(remove_duplicate=False)
+    return {name for name, parameter in named if not parameter.requires_grad}
+
+
+def _drop_frozen(module: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:
+    """Leave frozen weights out of a module's state: they are in the folder that the model came from."""
+    for name in _frozen_names(module):
+        state.pop(prefix + name, None)
+
+
+def _load_trained(src: dict[str, Any], dst: nn.Module) -> None:
+    """Load a state that may lack frozen weights, and nothing else.
+
+    Raises:
+        RuntimeError: it lacks others, or has some that the module has not.
+    """
+    missing, unexpected = dst.load_state_dict(src, strict=False)
+    if wrong := sorted({*unexpected, *(set(missing) - _frozen_names(dst))}):
+        raise RuntimeError(f"the checkpoint does not fit the model: {', '.join(wrong[:5])}")
 
 
 def _adamw(parameters: list[nn.Parameter], config: OptimizerConfig) -> torch.optim.AdamW:

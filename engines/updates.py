@@ -6,7 +6,7 @@ stepping to trainer.py. Suffixes: `_T` response tokens of a micro-batch, `_B` ro
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -15,13 +15,16 @@ import torch
 from torch import nn
 
 from algorithms.aggregation import Denominators, aggregate
+from algorithms.correction import Correction
 from algorithms.kl import kl_estimate
 from algorithms.policy_losses import CHOICES, POLICY_LOSSES
 from algorithms.policy_losses.types import PolicyLossInputs
 from algorithms.segments import segment_sum
 from algorithms.value_losses import clipped_value_loss
+from engines.correction import correct_batch, named_sums, with_mismatch, with_weight_mean
 from engines.micro_batches import plan_micro_batches, planned_tokens
 from engines.packing import PackedBatch, Rows, pack
+from engines.reference import reference_of
 from engines.trainer import Trainer
 from state.experience import Ragged
 
@@ -52,17 +55,28 @@ class ActorLoss:
     kl_estimator: str | None
     kl_coefficient: float
     choice_settings: dict[str, Any] = field(default_factory=dict)  # of the loss's `choose`, if it has one
+    correction: dict[str, Any] | None = None  # fields of `Correction`; None: log-probs of the rollout are not looked at
 
 
-def update_actor(trainer: Trainer, rows: Rows, split: Split, loss: ActorLoss, learning_rate: float) -> dict[str, float]:
+def update_actor(
+    trainer: Trainer,
+    rows: Rows,
+    split: Split,
+    loss: ActorLoss,
+    learning_rate: float,
+    reference_VH: torch.Tensor | None = None,
+) -> dict[str, float]:
     """Run all optimizer steps of one iteration; return metrics averaged over counted tokens.
 
     Without a column of old log-probs the update is on-policy: the old ones are the current ones, and the ratio is
-    exactly 1.
+    exactly 1. With the reference's language head and a column of its hidden states the KL is over the vocabulary.
     """
+    correction = None if loss.correction is None else Correction(**loss.correction)
+    differences: list[torch.Tensor] = []
 
     def actor_loss(policy: nn.Module, batch: PackedBatch, denominators: Denominators) -> tuple[torch.Tensor, Sums]:
-        logprobs_T, entropies_T = policy(batch, loss.temperature)
+        reference = None if reference_VH is None else reference_of(batch, reference_VH)
+        logprobs_T, entropies_T, *full_kl_T = policy(batch, loss.temperature, reference)
         inputs = PolicyLossInputs(
             logprobs_T,
             batch.columns.get("logprobs_old", logprobs_T.detach()),
@@ -73,19 +87,34 @@ def update_actor(trainer: Trainer, rows: Rows, split: Split, loss: ActorLoss, le
         )
         outputs = POLICY_LOSSES[loss.policy_loss](inputs, **loss.settings)
         loss_T, metrics_T = outputs.loss_T, {**outputs.metrics_T, "entropy": entropies_T}
+        corrected = None if correction is None else correct_batch(batch, inputs, correction)
+        if corrected is not None and corrected.weights_T is not None:
+            loss_T = loss_T * corrected.weights_T
         if loss.entropy_coefficient:
             loss_T = loss_T - loss.entropy_coefficient * entropies_T
         if loss.kl_estimator:
-            kl_T = kl_estimate(logprobs_T, batch.columns["logprobs_reference"], loss.kl_estimator)
+            kl_T = full_kl_T[0] if full_kl_T else _sampled_kl(logprobs_T, batch, loss.kl_estimator)
             loss_T = loss_T + loss.kl_coefficient * kl_T
             metrics_T["kl"] = kl_T
-        share = aggregate(loss_T, batch.mask_T, batch.offsets_B1, split.aggregation, denominators)
-        return share, {name: (value.detach() * batch.mask_T).sum() for name, value in metrics_T.items()}
+        sums = {name: (value.detach() * batch.mask_T).sum() for name, value in metrics_T.items()}
+        if corrected is not None:
+            loss_T = loss_T * corrected.kept_T
+            sums |= named_sums(corrected)
+            differences.append(corrected.largest_difference)
+        return aggregate(loss_T, batch.mask_T, batch.offsets_B1, split.aggregation, denominators), sums
 
     def prepare(rows: Rows, index_B: np.ndarray) -> Rows:
+        if correction is not None and correction.normalize:
+            rows = with_weight_mean(rows, index_B, correction)
         return with_chosen_tokens(rows, index_B, loss) if loss.policy_loss in CHOICES else rows
 
-    return _run(trainer, rows, split, actor_loss, learning_rate, prepare)
+    metrics = _run(trainer, rows, split, actor_loss, learning_rate, prepare)
+    return metrics if correction is None else with_mismatch(metrics, differences, trainer.device)
+
+
+def _sampled_kl(logprobs_T: torch.Tensor, batch: PackedBatch, estimator: str) -> torch.Tensor:
+    kl_T: torch.Tensor = kl_estimate(logprobs_T, batch.columns["logprobs_reference"], estimator)
+    return kl_T
 
 
 def with_chosen_tokens(rows: Rows, index_B: np.ndarray, loss: ActorLoss) -> Rows:
@@ -144,6 +173,8 @@ def _run(
     """Take the steps of one iteration; `prepare` sees the rows of each before they are split into micro-batches."""
     steps = []
     for index_B in mini_batch_rows(len(rows), split):
+        if rows.accepted_B is not None:
+            index_B = index_B[rows.accepted_B[index_B]]
         prepared = prepare(rows, index_B) if prepare else rows
         budget, longest = split.micro_batch_tokens, split.max_response_tokens
         if metrics := _step(trainer, prepared, index_B, budget, longest, loss, learning_rate):
@@ -170,7 +201,7 @@ def _step(
     denominators = Denominators(float(counted_B.sum()), float((counted_B > 0).sum()), float(max_tokens))
     rank, world = torch.distributed.get_rank(), torch.distributed.get_world_size()
     plan = plan_micro_batches(rows, world, budget, index_B)
-    batches = [pack(rows, micro, trainer.device) for micro in plan[rank]]
+    batches = PackedInTurn(rows, plan[rank], trainer.device)
     result = trainer.step(batches, lambda module, batch: loss(module, batch, denominators), learning_rate)
     means = {name: total / denominators.tokens for name, total in result.sums.items() if name != "loss"}
     return {
@@ -180,6 +211,24 @@ def _step(
         "learning_rate": result.learning_rate,
         "computed_share": planned_tokens(rows, plan) / int(rows.lengths_B[index_B].sum()),  # prompts are shared
     }
+
+
+@dataclass(frozen=True)
+class PackedInTurn(Sequence[PackedBatch]):
+    """Micro-batches, each packed when its turn comes: while the device works on the one before.
+
+    So columns that are large (a reference's hidden states) are on the device for one micro-batch at a time.
+    """
+
+    rows: Rows
+    plan: list[list[int]]
+    device: torch.device
+
+    def __len__(self) -> int:
+        return len(self.plan)
+
+    def __getitem__(self, number: Any) -> Any:
+        return pack(self.rows, self.plan[number], self.device)
 
 
 def mini_batch_rows(count: int, split: Split) -> Iterator[np.ndarray]:

@@ -156,6 +156,15 @@ def step(llm: Any) -> list[Any]:
     return outputs
 
 
+def sampled_logprobs(output: Any) -> list[float]:
+    """Return the log-probs of a request's tokens of this step; none where they were not asked for.
+
+    vLLM's arrays have a row per token, the one drawn first.
+    """
+    logprobs = output.new_logprobs
+    return [] if logprobs is None else logprobs.logprobs[: len(output.new_token_ids), 0].tolist()
+
+
 def waiting_sequences(llm: Any) -> int:
     """Return the sequences that an in-process vLLM engine has accepted and not started, or stopped for lack of room."""
     waiting: int = llm.llm_engine.engine_core.engine_core.scheduler.get_request_counts()[1]

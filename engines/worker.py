@@ -11,6 +11,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,14 +22,16 @@ from torch import nn
 from transformers import AutoTokenizer
 
 from configs.schema import TrainConfig, TrainerConfig
-from engines import finetuning, versions
+from engines import critics, finetuning, reference, versions
 from engines.communication import timed_collectives
 from engines.decoding import decode
+from engines.environments import EnvironmentHost, episode_columns
+from engines.episodes import Played
 from engines.flops import forward_flops, training_flops
 from engines.generator import Generator
+from engines.lora import attach, lay_fused_together, without_adapters
 from engines.micro_batches import plan_micro_batches
 from engines.models import (
-    PackedCritic,
     PackedPolicy,
     PackedRewardModel,
     causal_lm_shapes,
@@ -37,21 +40,22 @@ from engines.models import (
     load_reward_model,
     write_model,
 )
-from engines.packing import PackedBatch, Rows, pack
-from engines.placement import reshard_strategy
+from engines.packing import PackedBatch, Rows, pack, read_rows
+from engines.placement import reference_is_base, reshard_strategy
 from engines.random_states import generator_states, restore_generators
 from engines.requests import Sampling
 from engines.shape import ModelShape, read_shape
 from engines.tiny_model import make_tiny_model
 from engines.trainer import Trainer
-from engines.updates import ActorLoss, Split, update_actor, update_critic
+from engines.updates import ActorLoss, Split, update_actor
 from engines.usage import begin_usage
 from engines.weights.broadcast import Receiver, Sender
 from engines.weights.joint import connect_store, join, open_store
 from engines.weights.layout import ordered_parameters
 from engines.weights.strategy import Transfer, shared_storage, transfer_within_group
-from state.experience import Ragged, column_names, read_columns
+from state.experience import Ragged, column_names
 
+COMMANDS = finetuning.COMMANDS | reference.COMMANDS | critics.COMMANDS  # those that are functions of a worker
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 
 
@@ -77,6 +81,7 @@ class Worker:
         self.frozen: dict[str, nn.Module] = {}
         self.generator: Generator | None = None
         self.generations = 0  # of this process, whichever engine made them; the same on all ranks
+        self.environments = EnvironmentHost()
         self.tokenizers: dict[str, Any] = {}
         self.shapes: dict[str, ModelShape] = {}
         self.transfer: Transfer | None = None
@@ -84,6 +89,8 @@ class Worker:
         self.store: Any = None
         self.verified_version = -1  # of the rollout engine's weights, wherever it is
         self.updated_since = False  # the actor of this group has stepped since
+        self.reference_refreshed = False  # it is no longer the starting model
+        self.reference_head: torch.Tensor | None = None  # of a reference in another group (engines/reference.py)
         self.config = TrainConfig()
         self.lm: Any = None
         self.sft_rows: Rows | None = None
@@ -95,15 +102,13 @@ class Worker:
             KeyError: there is no such command.
         """
         commands: dict[str, Callable[..., dict[str, Any]]] = {
-            **{name: partial(command, self) for name, command in finetuning.COMMANDS.items()},
+            **{name: partial(command, self) for name, command in COMMANDS.items()},
             "make_tiny": self.make_tiny,
             "build": self.build,
             "generate": self.generate,
             "score": self.score,
             "logprobs": self.logprobs,
-            "values": self.values,
             "update_actor": self.update_actor,
-            "update_critic": self.update_critic,
             "listen": self.listen,
             "connect": self.connect,
             "reshard": self.reshard,
@@ -119,6 +124,7 @@ class Worker:
 
     def close(self) -> None:
         """End the rollout engine, which leaves the process group itself, or leave the group."""
+        self.environments.close()
         if self.generator is not None:
             self.generator.close()
         if torch.distributed.is_initialized():
@@ -145,7 +151,7 @@ class Worker:
     def build(self, config: dict[str, Any], folder: str, roles: list[str]) -> dict[str, Any]:
         """Load the models of `roles` from the actor's starting folder; return parameter counts."""
         self.config = TrainConfig.model_validate(config)
-        reply: dict[str, Any] = {"parameters": 0, "parameters_shared": 0, "parameters_copied": 0}
+        reply: dict[str, Any] = {"parameters": 0, "trained": 0, "parameters_shared": 0, "parameters_copied": 0}
         critic_folder = (self.config.critic.path if self.config.critic is not None else None) or folder
         self.shapes = dict.fromkeys(("actor", "reference"), read_shape(Path(folder)))
         self.shapes["critic"] = read_shape(Path(critic_folder))
@@ -153,14 +159,15 @@ class Worker:
         if "actor" in roles:
             self.lm = self.causal_lm(folder, self.config.actor)
             reply["parameters"] = sum(parameter.numel() for parameter in self.lm.parameters())
+            reply["trained"] = sum(parameter.numel() for parameter in ordered_parameters(self.lm))
             self.trainers["actor"] = Trainer(
                 PackedPolicy(self.lm), ordered_parameters(self.lm), self.config.actor, steps
             )
+            if "reference" not in roles:
+                reference.keep_head(self)
         if "critic" in roles and self.config.critic is not None:
-            torch.manual_seed(self.config.seed)
-            critic = PackedCritic(self.causal_lm(critic_folder, self.config.critic)).to(self.device)
-            self.trainers["critic"] = Trainer(critic, list(critic.parameters()), self.config.critic, steps)
-        if "reference" in roles:
+            critics.build_critics(self, critic_folder, self.config.agents, steps)
+        if "reference" in roles and not reference_is_base(self.config, roles):
             self.frozen["reference"] = _freeze(
                 PackedPolicy(self._compile(load_causal_lm(folder, self.dtype, False))), self.device
             )
@@ -179,7 +186,8 @@ class Worker:
             self.lm = causal_lm_shapes(folder, self.dtype)
         self.storage = shared_storage(strategy, self.lm, rollout.tensor_parallel, self.dtype, self.device)
         limit = self.config.data.max_prompt_tokens
-        generator = Generator(folder, self.lm, self.dtype, rollout, limit, self.storage, sleeps=not alone)
+        options = {"sleeps": not alone, "logprobs": self.config.algorithm.correction is not None}
+        generator = Generator(folder, self.lm, self.dtype, rollout, limit, self.storage, **options)
         self.generator = generator
         if strategy == "broadcast":
             return
@@ -200,10 +208,14 @@ class Worker:
         return self.to_train(load_causal_lm(folder, self.dtype, bool(config.gradient_checkpointing)), config)
 
     def to_train(self, lm: Any, config: TrainerConfig) -> Any:
-        """Compile a model's blocks where that pays and put it on the device."""
+        """Give a model the adapters that are asked for, compile its blocks where that pays, put it on the device."""
+        if config.lora is not None:
+            attach(lm, config.lora, self.config.seed)
         if config.zero_stage < 3:  # compiled code would not wait for DeepSpeed to gather the shards
             self._compile(lm)
-        return lm.to(self.device)
+        lm.to(self.device)
+        lay_fused_together(lm)
+        return lm
 
     def _compile(self, lm: Any) -> Any:
         if self.device.type == "cuda":
@@ -213,17 +225,28 @@ class Worker:
     # ---- rollout ---------------------------------------------------------------------------------------------------
 
     def generate(
-        self, prompts: np.ndarray, offsets: np.ndarray, sampling: dict[str, Any], tokenizer: str
+        self,
+        prompts: np.ndarray,
+        offsets: np.ndarray,
+        sampling: dict[str, Any],
+        tokenizer: str,
+        episodes: dict[str, Any] | None = None,
     ) -> dict[str, Any]:
         """Generate responses to those of the group's prompts that fall to this rank's engine.
 
-        `sampling` holds the fields of `Sampling`. Of an engine's ranks the first replies, the others return nothing.
+        `sampling` holds the fields of `Sampling`; `episodes`, for play with an environment, the prompt table and the
+        prompts' ids in it. Of an engine's ranks the first replies, the others return nothing.
         """
         assert self.generator is not None
         if self.verified_version < 0 or self.updated_since:
             raise RuntimeError("the rollout engine has no verified weights of the actor: a reshard comes first")
         self.generations += 1
-        generated = self.generator.generate(Ragged(prompts, offsets), Sampling(**sampling), self.generations)
+        environments = None
+        if episodes is not None and self.config.environment is not None:
+            environments = self.environments.open(self.config.environment, self._tokenizer(tokenizer), **episodes)
+        generated = self.generator.generate(
+            Ragged(prompts, offsets), Sampling(**sampling), self.generations, environments
+        )
         if self.generator.place.rank_in_engine:
             return {}
         responses = generated.responses
@@ -232,6 +255,7 @@ class Worker:
             "positions": generated.positions_P,
             "tokens": responses.values_T,
             "offsets": responses.offsets_B1,
+            "logprobs": generated.logprobs_T,
             "truncated": generated.truncated_B,
             "texts": decode(self._tokenizer(tokenizer), rows),
             "policy_version": self.verified_version,
@@ -239,6 +263,7 @@ class Worker:
             "engine_seconds": generated.seconds,
             "prompt_tokens": generated.prompt_tokens,
             "cached_tokens": generated.cached_tokens,
+            **(episode_columns(generated) if isinstance(generated, Played) else {}),
         }
 
     def _tokenizer(self, folder: str) -> Any:
@@ -293,25 +318,23 @@ class Worker:
     @torch.no_grad()
     def logprobs(self, path: str, role: str, temperature: float, budget: int) -> dict[str, Any]:
         """Log-probs of response tokens under the actor or the reference, for this rank's share of rows."""
-        policy = self._model(role)
-        return self._per_token(path, role, budget, lambda batch: policy(batch, temperature)[0])
+        base = role == "reference" and role not in self.frozen
+        policy = self.model("actor" if base else role)
+        with without_adapters(self.lm) if base else nullcontext():
+            return self.per_token(read_rows(path), role, budget, lambda batch: policy(batch, temperature)[0])
 
-    @torch.no_grad()
-    def values(self, path: str, budget: int) -> dict[str, Any]:
-        """The critic's values of response tokens, for this rank's share of rows."""
-        return self._per_token(path, "critic", budget, self._model("critic"))
-
-    def _model(self, role: str) -> nn.Module:
+    def model(self, role: str) -> nn.Module:
+        """The model of a role, ready for a pass without gradients."""
         if role in self.frozen:
             return self.frozen[role]
         engine = self.trainers[role].engine
         engine.eval()
         return engine
 
-    def _per_token(
-        self, path: str, role: str, budget: int, forward: Callable[[PackedBatch], torch.Tensor]
+    def per_token(
+        self, rows: Rows, role: str, budget: int, forward: Callable[[PackedBatch], torch.Tensor]
     ) -> dict[str, Any]:
-        rows = _read_rows(path, ())
+        """Values of response tokens by `forward`, for this rank's share of rows."""
         plan = plan_micro_batches(rows, self.world_size, budget)[self.rank]
         parts = [forward(pack(rows, index, self.device)) for index in plan]
         kept = [part for part, index in zip(parts, plan, strict=True) if index]
@@ -325,9 +348,12 @@ class Worker:
         work = {"tokens": float(rows.lengths_B.sum() * max(1, epochs))}
         if not shape.dense:
             return work
+        trainer = {"actor": self.config.actor, "critic": self.config.critic}.get(role)
+        adapters = shape.adapter_parameters(trainer.lora) if trainer is not None else 0
         count, times = (training_flops, epochs) if epochs else (forward_flops, 1)
         ids_B, scalar = rows.prompt_ids_B, role == "critic"
-        return work | {"flops": times * count(shape, prompt_B, response_B, scalar_head=scalar, prompt_ids_B=ids_B)}
+        settings: dict[str, Any] = {"scalar_head": scalar, "prompt_ids_B": ids_B, "adapters": adapters}
+        return work | {"flops": times * count(shape, prompt_B, response_B, **settings)}
 
     @torch.no_grad()
     def score(self, texts: list[str], budget: int) -> dict[str, Any]:
@@ -345,9 +371,17 @@ class Worker:
     # ---- updates ---------------------------------------------------------------------------------------------------
 
     def update_actor(
-        self, path: str, version: int, split: dict[str, Any], loss: dict[str, Any], learning_rate: float
+        self,
+        path: str,
+        version: int,
+        split: dict[str, Any],
+        loss: dict[str, Any],
+        learning_rate: float,
+        states: str | None = None,
     ) -> dict[str, Any]:
         """Train the actor on experience generated by the verified policy `version`.
+
+        `states` names the file of `reference_states`, for a KL over the vocabulary.
 
         Raises:
             RuntimeError: the experience comes from a version that no reshard has verified here.
@@ -356,27 +390,21 @@ class Worker:
             raise RuntimeError(
                 f"experience of policy version {version}; verified is {self.verified_version}: not trained on it"
             )
-        wanted = (
-            "advantages",
-            *(name for name in ("logprobs_old", "logprobs_reference") if name in column_names(path)),
-        )
-        rows = _read_rows(path, wanted)
+        present = column_names(path)
+        optional = ("logprobs_old", "logprobs_reference", "logprobs_rollout")
+        wanted = ("advantages", *(name for name in optional if name in present))
+        rows, head = read_rows(path, wanted), None
+        if states is not None:
+            rows, head = reference.with_states(rows, states), reference.head_of_reference(self)
         plan, trainer, self.updated_since = Split(**split), self.trainers["actor"], True
-        return self._measured(
-            rows, "actor", plan, lambda: update_actor(trainer, rows, plan, ActorLoss(**loss), learning_rate)
-        )
+        update = partial(update_actor, trainer, rows, plan, ActorLoss(**loss), learning_rate, head)
+        return self.measured(rows, "actor", trainer, plan, update)
 
-    def update_critic(
-        self, path: str, split: dict[str, Any], clip: float | None, learning_rate: float
+    def measured(
+        self, rows: Rows, role: str, trainer: Trainer, plan: Split, update: Callable[[], dict[str, float]]
     ) -> dict[str, Any]:
-        """Train the critic on the same experience."""
-        rows = _read_rows(path, ("values", "returns"))
-        plan, trainer = Split(**split), self.trainers["critic"]
-        return self._measured(rows, "critic", plan, lambda: update_critic(trainer, rows, plan, clip, learning_rate))
-
-    def _measured(self, rows: Rows, role: str, plan: Split, update: Callable[[], dict[str, float]]) -> dict[str, Any]:
-        """Run an update; with several ranks, take the time of its collectives."""
-        usage, trainer = self._work(rows, role, plan.epochs), self.trainers[role]
+        """Run an update on `rows`; with several ranks, take the time of its collectives."""
+        usage = self._work(rows, role, plan.epochs)
         if self.world_size == 1:
             with trainer.states_on_device():
                 return {**update(), "usage": usage}
@@ -390,6 +418,7 @@ class Worker:
         """Write every trained model of this group, and this rank's generators, under `folder`."""
         for role, trainer in self.trainers.items():
             trainer.save(Path(folder) / role)
+        reference.save_reference(self, Path(folder))
         torch.save(generator_states(), Path(folder) / f"random-{os.environ['PENSTOCK_GROUP']}-{self.rank}.pt")
         return {}
 
@@ -399,6 +428,7 @@ class Worker:
             trainer.load(Path(folder) / role)
         states = torch.load(Path(folder) / f"random-{os.environ['PENSTOCK_GROUP']}-{self.rank}.pt", weights_only=True)
         restore_generators(states)
+        reference.load_reference(self, Path(folder))
         if self.generator is not None and "actor" in self.trainers:
             self.reshard(version)
         return {}
@@ -411,10 +441,3 @@ class Worker:
 
 def _freeze(module: nn.Module, device: torch.device) -> nn.Module:
     return module.requires_grad_(False).eval().to(device)
-
-
-def _read_rows(path: str, columns: tuple[str, ...]) -> Rows:
-    read = read_columns(path, ("prompt_tokens", "response_tokens", "loss_mask", *columns))
-    return Rows(
-        read["prompt_tokens"], read["response_tokens"], read["loss_mask"], {name: read[name] for name in columns}
-    )

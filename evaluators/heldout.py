@@ -27,6 +27,9 @@ class HeldOut:
         tokens: token ids of the responses, the end-of-sequence token included.
         rewards_B: what the configured reward gave.
         truncated_B: whether the response was cut at the longest length.
+        logprobs: of the responses under the actor, where `kl` is measured; None otherwise.
+        reference_logprobs: the same under the reference.
+        counted_T: 1 for the policy's own tokens, 0 for observations, where log-probs are.
     """
 
     samples: int
@@ -37,6 +40,9 @@ class HeldOut:
     tokens: Ragged
     rewards_B: np.ndarray
     truncated_B: np.ndarray
+    logprobs: Ragged | None = None
+    reference_logprobs: Ragged | None = None
+    counted_T: np.ndarray | None = None
 
     def per_prompt(self, values_B: np.ndarray) -> np.ndarray:
         """Return values of rows as (P, n): one line per prompt."""

@@ -9,10 +9,11 @@ from configs.errors import UserError
 from configs.imports import import_named
 from evaluators.diversity import Diversity
 from evaluators.heldout import Evaluator
+from evaluators.kl import KL
 from evaluators.length import Length
 from evaluators.rewards import Rewards
 
-BUILT_IN: dict[str, Callable[[], Evaluator]] = {"rewards": Rewards, "diversity": Diversity, "length": Length}
+BUILT_IN: dict[str, Callable[[], Evaluator]] = {"rewards": Rewards, "diversity": Diversity, "length": Length, "kl": KL}
 
 _SETTING = "evaluate.evaluators:"
 _EXAMPLE = "my_evaluators:Politeness"

@@ -1,7 +1,7 @@
 """One iteration of reinforcement learning, whole: this page is the dataflow.
 
     rollout -> reward -> [refill | greedy baseline] -> (old log-probs | reference log-probs | values) -> advantage
-            -> (update actor | update critic) -> reshard -> evaluate -> record -> checkpoint
+            -> (update actor | update critic) -> reshard -> evaluate -> [refresh reference] -> record -> checkpoint
 
 Steps in brackets run side by side where their engine groups differ, and only if the algorithm needs them. Each step is
 a task; the tasks hand on where the experience lies, never the experience. Left out: what each step does (tasks/).
@@ -23,6 +23,7 @@ from tasks.kl_control import next_kl_coefficient
 from tasks.logprobs import ColumnRef, old_logprobs, reference_logprobs, values
 from tasks.record import advanced, finite, record
 from tasks.refill import groups_to_replace, refill
+from tasks.refresh_reference import refresh_due, refresh_reference
 from tasks.reshard import reshard
 from tasks.reward import reward
 from tasks.rollout import rollout
@@ -51,6 +52,9 @@ def iteration(training: Training, number: int, progress: Progress) -> Progress:
     if config.evaluate.every and number % config.evaluate.every == 0 or number == config.iterations:
         metrics |= evaluate(training, number)
 
+    if refresh_due(config, number):
+        metrics |= refresh_reference(training, number)
+
     progress = advanced(
         training,
         progress,
@@ -70,10 +74,10 @@ def iteration(training: Training, number: int, progress: Progress) -> Progress:
 
 
 def refilled(training: Training, settings: Settings, progress: Progress, stage: Stage) -> Stage:
-    """Dynamic sampling: as long as there are groups of equal rewards, and rollouts left, answer further prompts."""
+    """Dynamic sampling: as long as groups are refused, and rollouts left, answer further prompts."""
     dynamic = training.config.algorithm.dynamic_sampling
     for number in range(1, dynamic.max_rollouts if dynamic else 0):
-        if not groups_to_replace(stage):
+        if not groups_to_replace(training, stage):
             break
         stage = refill(training, settings, progress, stage, number)
     return stage
@@ -84,7 +88,7 @@ def forward_passes(training: Training, settings: Settings, stage: Stage) -> list
     config, wanted = training.config, []
     if config.old_logprobs_needed:
         wanted.append(old_logprobs)
-    if config.algorithm.kl is not None:
+    if config.algorithm.reference_pass:
         wanted.append(reference_logprobs)
     if config.algorithm.needs_critic:
         wanted.append(values)

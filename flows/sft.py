@@ -2,39 +2,48 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 from prefect import flow
 
 from configs.loading import resolve
 from configs.schema import TrainConfig
-from state.run_folder import new_run_folder
+from flows.finetuning import opened
 from tasks.admission import admission
-from tasks.check import check_supervised
+from tasks.check import check_finetuning_memory, check_supervised
+from tasks.finetuning import blocks, checkpoint_due, end_finetuning, restored_step, save_step
 from tasks.prepare import load_pairs, starting_model
-from tasks.session import Training, open_session, write_config
-from tasks.supervise import begin_supervised, blocks, end_supervised, supervised_steps
+from tasks.session import Training, open_session
+from tasks.supervise import begin_supervised, supervised_steps
 
 
 @flow(name="sft", flow_run_name="sft-{config.name}")
-def sft(config: TrainConfig, run_folder: str | None = None) -> str:
-    """Train the model of `config` on its `sft` data alone; return the folder with the result."""
+def sft(config: TrainConfig = TrainConfig(), run_folder: str | None = None, resume: str | None = None) -> str:  # noqa: B008
+    """Train the model of `config` on its `sft` data alone; return the folder with the result.
+
+    Args:
+        config: the whole configuration; `base` may name a recipe that fills what is not given.
+        run_folder: where to put the run; default: a new folder under `config.folder`.
+        resume: folder of an earlier run to continue; its own configuration is used.
+    """
     config = resolve(config)
-    check_supervised(config)
-    run = new_run_folder(Path(config.folder), f"{config.name}-sft", Path(run_folder) if run_folder else None)
-    write_config(run, config)
-    with admission(config), open_session(config, run) as training:
-        return supervise(training, starting_model(training))
+    config, run = opened(config, check_supervised, f"{config.name}-sft", run_folder, resume)
+    if run.model("sft").exists():
+        return str(run.model("sft"))
+    with admission(config):
+        check_finetuning_memory(config, "sft")
+        with open_session(config, run) as training:
+            return supervise(training, starting_model(training))
 
 
 @flow(name="supervised-warm-up", flow_run_name="supervised-warm-up", validate_parameters=False)
 def supervise(training: Training, model_folder: str) -> str:
     """Train the model in `model_folder` on the pairs; return the folder with the result. Done once per run."""
-    target = training.run.model("sft")
-    if target.exists():
+    target, config = training.run.model("sft"), training.config.sft
+    if config is None or target.exists():
         return str(target)
     load_pairs(training, model_folder)
     begin_supervised(training, model_folder)
-    for first, count in blocks(training.config):
+    for first, count in blocks(config, restored_step(training)):
         supervised_steps(training, first, count)
-    return end_supervised(training, model_folder, str(target))
+        if checkpoint_due(config, first + count):
+            save_step(training, first + count)
+    return end_finetuning(training, "sft_end", model_folder, "sft")

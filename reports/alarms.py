@@ -105,9 +105,22 @@ KL_BEFORE = 20
 KL_GROWN_FROM = 0.2  # ... and at least this share of the limit
 
 
+HELDOUT_KL_EVALUATIONS = 2  # a mean over all held-out responses, and rarely taken
+HELDOUT_KL_LIMIT = 1.0  # nats per token, to the reference
+
+
 def kl_explodes(history: History) -> bool:
-    """Whether for 3 iterations a KL is beyond its limit, or beyond a fifth of it and ten times what it was."""
-    return any(_explodes(history, name, limit) for name, limit in KL_LIMIT.items())
+    """Whether for 3 iterations a KL is beyond its limit, or beyond a fifth of it and ten times what it was.
+
+    Or the held-out KL is beyond its limit in an evaluation and in the one before.
+    """
+    return any(_explodes(history, name, limit) for name, limit in KL_LIMIT.items()) or _explodes_heldout(history)
+
+
+def _explodes_heldout(history: History) -> bool:
+    values = _values(history, "heldout/kl")[-HELDOUT_KL_EVALUATIONS:]
+    whole = "heldout/kl" in history[-1] and len(values) == HELDOUT_KL_EVALUATIONS
+    return whole and bool((values > HELDOUT_KL_LIMIT).all())
 
 
 def _explodes(history: History, name: str, limit: float) -> bool:
@@ -155,6 +168,15 @@ def gradient_spikes(history: History) -> bool:
     if len(norms) < 2 * GRADIENT_RECENT or not (usual := float(np.median(norms))):
         return False
     return int((norms[-GRADIENT_RECENT:] > GRADIENT_TIMES * usual).sum()) >= GRADIENT_SPIKES
+
+
+MISMATCH_WINDOW = 3
+MISMATCH_LIMIT = 0.01  # mean difference of probabilities; verl's documentation has the same bound for trouble
+
+
+def policies_mismatch(history: History) -> bool:
+    """Whether rollout's and trainer's probabilities were 0.01 apart, on the mean, in each of the last 3 iterations."""
+    return _all_reach(history, "mismatch/probability_difference_mean", MISMATCH_WINDOW, MISMATCH_LIMIT)
 
 
 SILENCE_WINDOW = 5
@@ -221,6 +243,14 @@ RULES = (
         "The actor's gradient is again and again more than five times its usual size",
         "Lower actor.optimizer.learning_rate or actor.optimizer.max_grad_norm, lengthen "
         "actor.optimizer.warmup_steps, and look for extreme rewards in the experience of these iterations",
+    ),
+    Rule(
+        "rollout_mismatch",
+        "mismatch/probability_difference_mean",
+        policies_mismatch,
+        "The rollout engine's policy is not the trainer's: their probabilities of a token differ by 0.01 on the mean",
+        "Correct it by algorithm.correction (weights: token, or reject), set model.dtype to float32 to see whether "
+        "rounding is the cause, and with several steps on one experience take fewer",
     ),
     Rule(
         "nothing_to_learn",

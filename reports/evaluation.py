@@ -15,6 +15,7 @@ _LABELS = {
     "heldout/reward": "mean reward",
     "heldout/response_length_mean": "response length, tokens",
     "heldout/truncated_share": "truncated",
+    "heldout/kl": "KL to the reference, nats per token",
     "heldout/distinct_2": "distinct bigrams",
     "heldout/ngram_entropy_2": "entropy of bigrams, nats",
     "heldout/repetition": "repetition",

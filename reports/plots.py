@@ -159,6 +159,7 @@ def policy_figure(frame: pd.DataFrame) -> Figure | None:
             "Entropy, nats per token": {"actor/entropy": "entropy"},
             "Clipped share of tokens": {"actor/clip_fraction": "clipped"},
             "Gradient norm": {"actor/grad_norm": "norm"},
+            "Rollout's and trainer's probabilities": {"mismatch/probability_difference_mean": "mean difference"},
         },
     )
 

@@ -18,17 +18,16 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from configs.errors import UserError
-from configs.imports import import_named, nearest
+from configs.calls import wanted
+from configs.imports import import_named
 
 if TYPE_CHECKING:
     from rewards.scoring import Sample
 
-Parameters = Mapping[str, inspect.Parameter]
 # Parameter name -> field of Sample.
 ROW_ARGUMENTS = {"response": "response", "prompt": "prompt", "prompt_id": "prompt_id", "row": "columns"}
 BATCH_ARGUMENTS = {f"{name}s": field for name, field in ROW_ARGUMENTS.items()}
@@ -60,50 +59,28 @@ class RewardFunction:
         }
 
 
-def load_reward_function(spec: str, settings: dict[str, Any], columns: Sequence[str]) -> RewardFunction:
+def load_reward_function(
+    spec: str, settings: dict[str, Any], columns: Sequence[str], setting: str = "reward.function"
+) -> RewardFunction:
     """Import `module:function` and match its parameters with the columns of the data and the recipe's settings.
+
+    Args:
+        setting: key of the configuration that names it, for messages.
 
     Raises:
         UserError: the name is malformed, the module does not import, the function is not there, a parameter has no
             source, or a setting has no parameter.
     """
-    function = import_named("reward.function", spec, "function", "my_rewards:score")
+    function = import_named(setting, spec, "function", "my_rewards:score")
 
     parameters = inspect.signature(function).parameters
     is_batch = "responses" in parameters
     available = (*(BATCH_ARGUMENTS if is_batch else ROW_ARGUMENTS), *columns)
-    _check_settings(spec, parameters, settings)
+    sources = "an argument, a column of the data"
     return RewardFunction(
         spec=spec,
         callable=functools.partial(function, **settings),
         is_async=inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__),
         is_batch=is_batch,
-        wants=_wants(spec, parameters, settings, available),
+        wants=wanted(setting, spec, parameters, settings, available, sources),
     )
-
-
-def _check_settings(spec: str, parameters: Parameters, settings: dict[str, Any]) -> None:
-    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
-        return
-    for name in settings:
-        if name not in parameters:
-            raise UserError(
-                f"reward.settings has '{name}', which '{spec}' does not take{nearest(name, parameters)}.",
-                f"It takes: {', '.join(parameters)}.",
-            )
-
-
-def _wants(spec: str, parameters: Parameters, settings: dict[str, Any], available: Sequence[str]) -> tuple[str, ...]:
-    wants = []
-    for name, parameter in parameters.items():
-        if name in settings or parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
-            continue
-        if name in available:
-            wants.append(name)
-        elif parameter.default is parameter.empty:
-            raise UserError(
-                f"reward.function '{spec}' asks for '{name}', which is neither an argument, a column of the data "
-                f"nor a setting{nearest(name, available)}.",
-                f"Available: {', '.join(available)}. Rename the parameter, or give '{name}' in reward.settings.",
-            )
-    return tuple(wants)

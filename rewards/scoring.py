@@ -5,7 +5,7 @@ and neither the training nor the rewards of the other samples may suffer. Pebble
 overruns and starts another; what is added here is the cutting into chunks, and finding the row that was to blame.
 
 Workers are spawned, never forked (the caller has threads and perhaps CUDA), so a script that trains needs the usual
-`if __name__ == "__main__":`. Left out: reward models, which are engines.
+`if __name__ == "__main__":`. Left out: reward models, which are engines, and what servers give (rewards/source.py).
 """
 
 from __future__ import annotations
@@ -186,9 +186,11 @@ def check_failures(scores: Sequence[Score], samples: Sequence[Sample], config: R
     shown = "".join(f"\n    {line}" for line in failures[:_FAILURES_SHOWN])
     more = f"\n    and {len(failures) - _FAILURES_SHOWN} more" if len(failures) > _FAILURES_SHOWN else ""
     raise UserError(
-        f"reward.function '{config.function}' failed for {len(failures)} of {len(scores)} samples; "
+        f"{config.source} failed for {len(failures)} of {len(scores)} samples; "
         f"reward.max_failure_share allows {config.max_failure_share:.0%}:{shown}{more}",
-        "Put the function or the data right, or raise reward.timeout_s or reward.max_failure_share.",
+        "Put the function or the data right, or raise reward.timeout_s or reward.max_failure_share."
+        if config.function is not None
+        else "Look at the server and what it answers, or raise reward.max_failure_share.",
     )
 
 

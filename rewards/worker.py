@@ -9,25 +9,14 @@ early and hands back its unscored rows once it has used `timeout_s`: so no chunk
 from __future__ import annotations
 
 import asyncio
-import ctypes
-import math
-import multiprocessing
-import os
-import signal
-import sys
 import time
-import traceback
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any, SupportsFloat
+from typing import Any
 
 from rewards.function import RewardFunction, load_reward_function
+from rewards.guard import DeadlineExceeded, begin_worker, reason_of, reward_and_parts, within
 
 Row = dict[str, Any]  # the arguments of one row, by parameter name
-
-_PR_SET_PDEATHSIG = 1
-_LONGEST_REASON = 300
-
 
 @dataclass(frozen=True)
 class Score:
@@ -37,15 +26,13 @@ class Score:
         reward: the reward, or `reward.failure_value` if the call failed.
         parts: the named parts that the function returned; empty if it returned a number or failed.
         failure: why the call failed; None if it did not.
+        answer: what a judge wrote, empty if nothing came; None without a judge.
     """
 
     reward: float
     parts: dict[str, float]
     failure: str | None
-
-
-class _DeadlineExceeded(BaseException):
-    """Not an Exception, so that a reward function's `except Exception` does not swallow it."""
+    answer: str | None = None
 
 
 @dataclass(frozen=True)
@@ -105,18 +92,8 @@ class ChunkScorer:
             return self._failed(error)
 
     def _call(self, arguments: dict[str, Any]) -> Any:
-        # The handler is set for every call because the function may use SIGALRM itself, and the clock is read because
-        # it may have cancelled our alarm or swallowed the exception.
-        signal.signal(signal.SIGALRM, _expire)
-        started = time.monotonic()
-        signal.setitimer(signal.ITIMER_REAL, self.timeout_s)
-        try:
-            value = self.function.callable(**arguments)
-        finally:
-            signal.setitimer(signal.ITIMER_REAL, 0)
-        if time.monotonic() - started > self.timeout_s:
-            raise _DeadlineExceeded
-        return value
+        with within(self.timeout_s):
+            return self.function.callable(**arguments)
 
     async def _await(self, arguments: dict[str, Any]) -> Any:
         deadline = asyncio.timeout(self.timeout_s)
@@ -125,46 +102,19 @@ class ChunkScorer:
                 return await self.function.callable(**arguments)
         except TimeoutError:  # ours, or one that the function raised by itself
             if deadline.expired():
-                raise _DeadlineExceeded from None
+                raise DeadlineExceeded from None
             raise
 
     def _failed(self, error: BaseException) -> Score:
-        if isinstance(error, _DeadlineExceeded):
+        if isinstance(error, DeadlineExceeded):
             return Score(self.failure_value, {}, f"timed out after {self.timeout_s:g} s")
-        return Score(self.failure_value, {}, _reason(error))
-
-
-def _expire(*_: object) -> None:
-    raise _DeadlineExceeded
+        return Score(self.failure_value, {}, reason_of(error, __file__))
 
 
 def _as_score(value: object) -> Score:
     """The score that a returned value stands for; raises TypeError or ValueError for what is not a finite number."""
-    if not isinstance(value, dict):
-        return Score(_number(value, "the reward"), {}, None)
-    if not value:
-        raise ValueError("returned a dict without parts")
-    parts = {str(name): _number(part, f"part '{name}'") for name, part in value.items()}
-    return Score(parts["reward"] if "reward" in parts else sum(parts.values()), parts, None)
-
-
-def _number(value: object, what: str) -> float:
-    if not isinstance(value, SupportsFloat):
-        raise TypeError(f"{what} is a {type(value).__name__}, not a number")
-    number = float(value)
-    if not math.isfinite(number):
-        raise ValueError(f"{what} is {number}")
-    return number
-
-
-def _reason(error: BaseException) -> str:
-    """One line: the exception, and the line of the reward function that it came through."""
-    frames = traceback.extract_tb(error.__traceback__)
-    ours = max((k for k, frame in enumerate(frames) if frame.filename == __file__), default=-1)
-    theirs = frames[ours + 1 :]
-    where = f" ({Path(theirs[0].filename).name}:{theirs[0].lineno})" if theirs else ""
-    text = " ".join(f"{type(error).__name__}: {error}".split())
-    return text[:_LONGEST_REASON] + where
+    reward, parts = reward_and_parts(value)
+    return Score(reward, parts, None)
 
 
 # ---- the process ---------------------------------------------------------------------------------------------------
@@ -175,9 +125,7 @@ _scorer: ChunkScorer
 def start(spec: str, settings: dict[str, Any], columns: list[str], timeout_s: float, failure_value: float) -> None:
     """Prepare this worker process; runs once, before its first chunk."""
     global _scorer
-    _die_with_parent()
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # a Python handler would not run during a hang in C
-    sys.stdout = sys.stderr  # what the function prints stays out of the command's output, and is not lost in a buffer
+    begin_worker()
     _scorer = ChunkScorer(load_reward_function(spec, settings, columns), timeout_s, failure_value)
 
 
@@ -188,11 +136,3 @@ def ready() -> None:
 def score_chunk(rows: list[Row]) -> list[Score]:
     """`ChunkScorer.score` in this worker."""
     return _scorer.score(rows)
-
-
-def _die_with_parent() -> None:
-    # The kernel sends this when the thread that started us ends, however its process dies.
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    parent = multiprocessing.parent_process()
-    if parent is not None and os.getppid() != parent.pid:
-        os._exit(1)  # it died before the call above

@@ -21,6 +21,8 @@ import pyarrow.parquet as pq
 
 from state.files import replacing
 
+AGENT = "agent"  # column with the number of the agent that a row is for, where there are several
+
 
 @dataclass(frozen=True)
 class Ragged:

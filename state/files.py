@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import shutil
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -34,6 +35,14 @@ def replacing(path: Path) -> Iterator[Path]:
         fsync(path.parent)
     finally:
         aside.unlink(missing_ok=True)
+
+
+def empty_beside(final: Path) -> Path:
+    """Return an empty folder to fill before it is renamed to `final`; what a crash left of an earlier one goes."""
+    aside = final.with_name(f".{final.name}.partial")
+    shutil.rmtree(aside, ignore_errors=True)
+    aside.mkdir(parents=True)
+    return aside
 
 
 def write_text(path: Path, text: str) -> None:

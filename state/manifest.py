@@ -75,9 +75,14 @@ def read_manifest(run: RunFolder) -> Manifest:
 
 def completed(run: RunFolder, iterations: int) -> bool:
     """Whether nothing of `run` is left to do: all iterations done, the model exported, its end recorded."""
-    if read_manifest(run).progress.iteration < iterations or not run.model("final").exists():
+    return read_manifest(run).progress.iteration >= iterations and ended(run)
+
+
+def ended(run: RunFolder) -> bool:
+    """Whether the model of `run` is written and its summary says that it is complete."""
+    if not run.model("final").exists() or not run.summary.is_file():
         return False
-    return run.summary.is_file() and json.loads(run.summary.read_text(encoding="utf-8"))["status"] == "completed"
+    return bool(json.loads(run.summary.read_text(encoding="utf-8"))["status"] == "completed")
 
 
 def seal_checkpoint(aside: Path, final: Path) -> int:

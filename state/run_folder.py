@@ -5,6 +5,7 @@
     models/            models made by the run          summary.json    written at the end, also of a failed run
     experience/        000012.parquet                  logs/           one file per rank
     checkpoints/       000010/                         report/         pictures and pages
+    finetuning/        while it lasts: checkpoint and manifest of training without rollout
 
 The folder is the truth; MLflow and Prefect are views of it. Left out: what the files mean to the algorithms.
 """
@@ -53,6 +54,11 @@ class RunFolder:
         return self.path / "metrics.jsonl"
 
     @property
+    def prompt_rewards(self) -> Path:
+        """One JSON line per iteration, where the sampler chooses prompts by what they earned."""
+        return self.path / "prompts.jsonl"
+
+    @property
     def summary(self) -> Path:
         """The result of the run."""
         return self.path / "summary.json"
@@ -71,6 +77,11 @@ class RunFolder:
     def checkpoints(self) -> Path:
         """One folder per checkpoint."""
         return self.path / "checkpoints"
+
+    @property
+    def finetuning(self) -> RunFolder:
+        """Manifest and checkpoints of supervised or preference training, counted in steps; gone when it is over."""
+        return RunFolder(self.path / "finetuning")
 
     def prompts(self, split: str) -> Path:
         """Tokenized prompts of a split ("train", "heldout", "sft")."""
@@ -127,7 +138,7 @@ def check_free(path: Path) -> None:
         raise UserError(f"{path} is a file, not a folder for a run", "name another folder")
     if (path / "config.yaml").exists():
         raise UserError(
-            f"{path} already holds a run", f"continue it with 'penstock train --resume {path}', or name another folder"
+            f"{path} already holds a run", f"continue it with '--resume {path}', or name another folder"
         )
     if any(path.iterdir()):
         raise UserError(f"{path} is not empty", "name an empty or a new folder")
@@ -203,6 +214,6 @@ def drop_leftovers(run: RunFolder, iteration: int) -> None:
     """
     for path in run.path.rglob("*.partial"):
         shutil.rmtree(path) if path.is_dir() else path.unlink()
-    for path in run.experience(0).parent.glob("*.parquet"):
+    for path in run.experience(0).parent.glob("[0-9]*"):
         if int(path.name.partition(".")[0]) > iteration + 1:
             path.unlink()

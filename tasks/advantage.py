@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -14,18 +15,19 @@ from algorithms.advantages import ADVANTAGES
 from algorithms.advantages.types import AdvantageInputs, Advantages
 from algorithms.discovery import settings as settings_of
 from algorithms.kl import kl_estimate
-from algorithms.segments import segment_sum
+from algorithms.segments import lengths, segment_sum
 from algorithms.value_losses import explained_variance
 from configs.algorithm import AlgorithmConfig
 from configs.errors import UserError
-from state.experience import Ragged, add_columns, column_names, read_columns
+from state.experience import AGENT, Ragged, add_columns, column_names, read_columns
 from tasks.greedy_baseline import GREEDY_REWARD
+from tasks.group_filter import PART, judged_columns, refused_groups
 from tasks.logprobs import ColumnRef
 from tasks.reward import OVERLONG
+from tasks.rollout import ROLLOUT_LOGPROBS
 from tasks.session import Stage, Training, may_help_again, timed
 from tasks.settings import Settings
 
-PART = "reward/"  # columns of the parts of a reward
 SILENCE = 1e-9  # a response whose advantages add up to less teaches nothing
 
 
@@ -41,25 +43,38 @@ def advantage(training: Training, settings: Settings, stage: Stage, passes: Sequ
     path = Path(stage.experience.path)
     with timed(metrics, "advantage"):
         algorithm = training.config.algorithm
-        columns: dict[str, Any] = {part.name: read_columns(part.path, [part.name])[part.name] for part in passes}
+        columns: dict[str, Any] = {}
+        for part in passes:
+            if part.columns:  # else it is not for here
+                columns |= read_columns(part.path, part.columns)
+        if algorithm.ratio_to_rollout:
+            columns["logprobs_old"] = read_columns(path, [ROLLOUT_LOGPROBS])[ROLLOUT_LOGPROBS]
         inputs = _inputs(path, columns, algorithm, settings.kl_coefficient)
         result = _estimate(inputs, algorithm)
+        if algorithm.dynamic_sampling is not None:
+            refused_G = refused_groups(training, judged_columns(path))
+            refused_B = np.repeat(refused_G, training.config.rollout.samples)
+            result = without(result, refused_B, inputs.offsets_B1)
+            columns["refused"] = refused_B.astype(np.uint8)
+            metrics["rollout/groups_refused"] = float(refused_G.sum())
         columns |= _as_columns(result, inputs.offsets_B1)
         add_columns(path, columns)
         for part in passes:
-            Path(part.path).unlink(missing_ok=True)
-    return Stage(stage.experience, metrics | _figures(inputs, result, columns) | _seconds(passes))
+            if part.columns:
+                Path(part.path).unlink(missing_ok=True)
+    figures = _figures(inputs, result, columns, training.config.agents)
+    return Stage(stage.experience, metrics | figures | _seconds(passes))
 
 
 def _inputs(path: Path, columns: dict[str, Any], algorithm: AlgorithmConfig, kl_coefficient: float) -> AdvantageInputs:
     greedy = [GREEDY_REWARD] if "greedy" in algorithm.needs else []
     parts = _part_columns(path, algorithm) if "reward_parts" in algorithm.needs else []
-    base = read_columns(path, ["reward", "group", "loss_mask", *greedy, *parts])
+    agents = [AGENT] if "agent" in algorithm.needs else []
+    base = read_columns(path, ["reward", "group", "loss_mask", *greedy, *parts, *agents])
     mask: Ragged = base["loss_mask"]
     token_rewards_T = np.zeros(len(mask.values_T))
     if algorithm.kl is not None and algorithm.kl.place == "reward":
-        old_T, reference_T = columns["logprobs_old"].values_T, columns["logprobs_reference"].values_T
-        token_rewards_T = -kl_coefficient * kl_estimate(old_T, reference_T, algorithm.kl.estimator)
+        token_rewards_T = -kl_coefficient * _kl(columns, algorithm.kl.estimator)
     values, old = columns.get("values"), columns.get("logprobs_old")
     return AdvantageInputs(
         rewards_B=base["reward"],
@@ -71,7 +86,16 @@ def _inputs(path: Path, columns: dict[str, Any], algorithm: AlgorithmConfig, kl_
         old_logprobs_T=None if old is None else old.values_T,
         baselines_B=base.get(GREEDY_REWARD),
         parts_B={name.removeprefix(PART): base[name] for name in parts},
+        agents_B=base.get(AGENT),
     )
+
+
+def _kl(columns: dict[str, Any], estimator: str) -> np.ndarray:
+    """KL to the reference per token: over the vocabulary where a pass has computed it, else estimated."""
+    if "kl" in columns:
+        full_T: np.ndarray = columns["kl"].values_T
+        return full_T
+    return kl_estimate(columns["logprobs_old"].values_T, columns["logprobs_reference"].values_T, estimator)
 
 
 def _part_columns(path: Path, algorithm: AlgorithmConfig) -> list[str]:
@@ -101,21 +125,48 @@ def _estimate(inputs: AdvantageInputs, config: AlgorithmConfig) -> Advantages:
     return estimator(inputs, **{name: getattr(config, name) for name in settings_of(estimator)})
 
 
-def _as_columns(result: Advantages, offsets_B1: np.ndarray) -> dict[str, Ragged]:
-    columns = {"advantages": Ragged(result.advantages_T, offsets_B1)}
+def without(result: Advantages, refused_B: np.ndarray, offsets_B1: np.ndarray) -> Advantages:
+    """Learn nothing from refused rows: advantage 0, and not accepted where an estimator accepts rows.
+
+    Their tokens stay in the divisor of the loss, as those of a group of equal rewards do: how many groups are refused
+    does not change what the others weigh.
+    """
+    kept_T = np.repeat(~refused_B, lengths(offsets_B1))
+    accepted_B = None if result.accepted_B is None else result.accepted_B & ~refused_B
+    return dataclasses.replace(result, advantages_T=result.advantages_T * kept_T, accepted_B=accepted_B)
+
+
+def _as_columns(result: Advantages, offsets_B1: np.ndarray) -> dict[str, Any]:
+    columns: dict[str, Any] = {"advantages": Ragged(result.advantages_T, offsets_B1)}
     if result.returns_T is not None:
         columns["returns"] = Ragged(result.returns_T, offsets_B1)
+    if result.accepted_B is not None:
+        columns["accepted"] = result.accepted_B.astype(np.uint8)
     return columns
 
 
-def _figures(inputs: AdvantageInputs, result: Advantages, columns: dict[str, Any]) -> dict[str, float]:
+def _figures(
+    inputs: AdvantageInputs, result: Advantages, columns: dict[str, Any], agents: Sequence[str]
+) -> dict[str, float]:
     counted = inputs.mask_T > 0
     figures = _spread(inputs, result)
-    if "logprobs_reference" in columns and "logprobs_old" in columns:
-        kl_T = kl_estimate(columns["logprobs_old"].values_T, columns["logprobs_reference"].values_T, "k3")
+    if "kl" in columns or {"logprobs_reference", "logprobs_old"} <= columns.keys():
+        kl_T = _kl(columns, "k3")
         figures["actor/kl"] = float(kl_T[counted].mean()) if counted.any() else 0.0
     if inputs.values_T is not None and result.returns_T is not None:
-        figures["critic/explained_variance"] = explained_variance(inputs.values_T, result.returns_T, inputs.mask_T)
+        figures |= _explained(inputs, inputs.values_T, result.returns_T, agents)
+    return figures
+
+
+def _explained(
+    inputs: AdvantageInputs, values_T: np.ndarray, returns_T: np.ndarray, agents: Sequence[str]
+) -> dict[str, float]:
+    """How much of the returns the critics explain, and each agent's of its own."""
+    figures = {"critic/explained_variance": explained_variance(values_T, returns_T, inputs.mask_T)}
+    for number, agent in enumerate(agents):
+        own_T = np.repeat(inputs.agents_B == number, lengths(inputs.offsets_B1))
+        name = f"critic/{agent}/explained_variance"
+        figures[name] = explained_variance(values_T, returns_T, inputs.mask_T * own_T)
     return figures
 
 

@@ -12,16 +12,21 @@ from pathlib import Path
 
 from configs.errors import UserError
 from configs.schema import DataConfig, Role, TrainConfig
+from data.agents import agent_numbers
+from data.arithmetic import make_problems
 from data.prompts import refuse_reserved
 from data.rows import read_rows, require_columns, require_filled
 from engines.machine import free_gpu_bytes, free_host_bytes, visible_gpus
-from engines.memory import GIB, Rank, RankMemory, choose_checkpointing, rank_memory, weight_width
+from engines.memory import GIB, PHASES, Rank, RankMemory, choose_checkpointing, rank_memory, weight_width
 from engines.placement import place
 from engines.shape import ModelShape, read_shape
+from environments.loading import load_environment
 from evaluators.loading import load_evaluators
 from rewards.function import load_reward_function
+from tasks.check_sampling import check_sampling
+from tasks.check_servers import check_judge, check_service
 
-ARITHMETIC_COLUMNS = ("prompt_id", "prompt", "answer", "response")
+ARITHMETIC_COLUMNS = ("prompt_id", "prompt", "answer", "response", "carries")
 
 
 @dataclass(frozen=True)
@@ -55,12 +60,15 @@ def check_inputs(config: TrainConfig) -> None:
     if config.critic is not None and config.critic.path is not None:
         check_model_folder(Path(config.critic.path), "critic.path")
     columns = check_prompts(config)
+    check_agents(config)
     if config.data.chat:
         check_chat(config)
     if config.sft is not None:
         check_pairs(config)
+    check_environment(config)
     check_reward(config, columns)
-    load_evaluators(config.evaluate.evaluators)
+    check_sampling(config)
+    load_evaluators(config.evaluate.evaluators or ())
 
 
 def check_model(config: TrainConfig) -> None:
@@ -106,6 +114,21 @@ def check_model_folder(folder: Path, key: str) -> None:
         ) from None
 
 
+def check_one_label(folder: Path, key: str) -> None:
+    """Check that a model folder, if it is a classifier, has one label: a score.
+
+    Raises:
+        UserError: it has several.
+    """
+    settings = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    labels = len(settings.get("id2label", "01"))  # what a file does not say are two
+    if labels != 1 and any("ForSequenceClassification" in name for name in settings.get("architectures") or ()):
+        raise UserError(
+            f"{key}: {folder} is a classifier with {labels} labels; a reward model has one, the score",
+            "start from a language model, or from a reward model",
+        )
+
+
 def check_prompts(config: TrainConfig) -> list[str]:
     """Check the prompt files; return the columns that reward functions can ask for.
 
@@ -126,6 +149,21 @@ def check_prompts(config: TrainConfig) -> list[str]:
             f"data.heldout lacks the column '{absent[0]}' that data.train has", "give both the same columns"
         )
     return ["prompt_id", *columns]
+
+
+def check_agents(config: TrainConfig) -> None:
+    """Check that every row is for one of the agents.
+
+    Raises:
+        UserError: one is not, or there is no such column.
+    """
+    data, agents = config.data, config.data.agents
+    if agents is None:
+        return
+    if data.arithmetic is not None:
+        agent_numbers(make_problems(data.arithmetic, config.seed)["train"], agents, "data.arithmetic")
+    else:
+        agent_numbers(read_rows(Path(str(data.train))), agents, str(data.train))
 
 
 def check_chat(config: TrainConfig) -> None:
@@ -169,8 +207,18 @@ def check_pairs(config: TrainConfig) -> None:
     require_columns(read_rows(Path(data.sft)), [data.prompt, data.response], data.sft)
 
 
+def check_environment(config: TrainConfig) -> None:
+    """Check that the environment loads.
+
+    Raises:
+        UserError: it does not.
+    """
+    if config.environment is not None:
+        load_environment(config.environment)
+
+
 def check_reward(config: TrainConfig, columns: list[str]) -> None:
-    """Check that there is a reward, and that it loads.
+    """Check that there is a reward, and that it loads or that its server answers.
 
     Raises:
         UserError: it does not.
@@ -178,9 +226,17 @@ def check_reward(config: TrainConfig, columns: list[str]) -> None:
     if config.reward.model is not None:
         check_model_folder(Path(config.reward.model), "reward.model")
         return
+    if config.reward.judge is not None:
+        check_judge(config.reward, columns)
+        return
+    if config.reward.service is not None:
+        check_service(config.reward.service)
+        return
+    if config.environment is not None and not config.reward.given:
+        return  # whether an environment gives rewards shows in the first batch
     if config.reward.function is None:
         raise UserError(
-            "no reward: neither 'reward.function' nor 'reward.model' is set",
+            "no reward: none of 'reward.function', 'reward.model', 'reward.judge' and 'reward.service' is set",
             "add reward.function=module:function, e.g. rewards.builtin:exact_match",
         )
     load_reward_function(config.reward.function, config.reward.settings, columns)
@@ -201,15 +257,33 @@ def check_memory(config: TrainConfig) -> list[GroupEstimate]:
             "lower one of them",
         )
     check_tensor_parallel(config.rollout.tensor_parallel, shape)
-    gpus, estimates, host_free = visible_gpus(), estimate_groups(config), free_host_bytes()
+    estimates = estimate_groups(config)
+    _require_all(estimates, "actor")
+    return estimates
+
+
+def check_finetuning_memory(config: TrainConfig, section: str) -> None:
+    """Place the ranks of a training without rollout and compare their estimated memory with what is free.
+
+    Args:
+        config: with the section `sft`, which alone is trained.
+        section: what the user calls it.
+
+    Raises:
+        UserError: a GPU does not exist, or a rank would not fit.
+    """
+    _require_all([item for item in estimate_groups(config, PHASES["sft"]) if "actor" in item.roles], section)
+
+
+def _require_all(estimates: list[GroupEstimate], section: str) -> None:
+    gpus, host_free = visible_gpus(), free_host_bytes()
     for estimate in estimates:
         for gpu in estimate.devices:
             if gpu is not None:
-                _require(estimate, free_gpu_bytes(gpus[gpu]), f"GPU {gpu}")
+                _require(estimate, free_gpu_bytes(gpus[gpu]), f"GPU {gpu}", section)
             else:
-                _require(estimate, host_free, "this machine")
+                _require(estimate, host_free, "this machine", section)
                 host_free -= estimate.memory.total
-    return estimates
 
 
 def check_tensor_parallel(ranks: int, shape: ModelShape) -> None:
@@ -229,8 +303,11 @@ def check_tensor_parallel(ranks: int, shape: ModelShape) -> None:
         )
 
 
-def estimate_groups(config: TrainConfig) -> list[GroupEstimate]:
+def estimate_groups(config: TrainConfig, phase: str | None = None) -> list[GroupEstimate]:
     """Return every group's placement and memory, and what the memory that is free now decides.
+
+    Args:
+        phase: the only one that there is (of `PHASES`); None: all, and the fullest counts.
 
     Raises:
         UserError: a GPU does not exist.
@@ -246,7 +323,7 @@ def estimate_groups(config: TrainConfig) -> list[GroupEstimate]:
         shapes = {role: _shape(config, role) for role in config.roles if role in spec.roles}
         rank = Rank(shapes, len(devices), device, weight_width(config, device))
         checkpointing = choose_checkpointing(config, rank, free)
-        memory = rank_memory(config, rank, checkpointing)
+        memory = rank_memory(config, rank, checkpointing, phase)
         estimates.append(GroupEstimate(spec.name, spec.roles, devices, memory, checkpointing))
     return estimates
 
@@ -259,12 +336,17 @@ def decide_checkpointing(config: TrainConfig) -> dict[str, bool]:
 def disk_bytes(config: TrainConfig) -> int:
     """Return about how many bytes the checkpoints and the exported model of a run take.
 
-    A checkpoint holds weights and AdamW's float32 state of every trained role, and one more than is kept exists while
-    it is written. Left out: experience, which depends on what is said.
+    A checkpoint holds weights and AdamW's float32 state of every trained role, and the weights of a reference that is
+    refreshed; one more than is kept exists while it is written. Left out: experience, which depends on what is said.
     """
     width = weight_width(config, "cuda" if visible_gpus() else "cpu")
-    trained = sum(_shape(config, role).parameters for role in config.roles if role in ("actor", "critic"))
-    return (config.checkpoint.keep + 1) * trained * (width + 12) + _shape(config).parameters * width
+    trained = _shape(config).trained_parameters(config.actor.lora)
+    if config.critic is not None:
+        critics = max(1, len(config.agents))
+        trained += critics * _shape(config, "critic").trained_parameters(config.critic.lora)
+    kl, weights = config.algorithm.kl, _shape(config).parameters * width
+    reference = weights if kl is not None and kl.refresh_every is not None else 0
+    return (config.checkpoint.keep + 1) * (trained * (width + 12) + reference) + weights
 
 
 def _shape(config: TrainConfig, role: Role = "actor") -> ModelShape:
@@ -275,7 +357,7 @@ def _shape(config: TrainConfig, role: Role = "actor") -> ModelShape:
     return tiny_shape(config) if config.model.tiny is not None else read_shape(Path(str(config.model.path)))
 
 
-def _require(estimate: GroupEstimate, free: int, place_name: str) -> None:
+def _require(estimate: GroupEstimate, free: int, place_name: str, section: str) -> None:
     memory = estimate.memory
     if memory.total <= free:
         return
@@ -284,8 +366,8 @@ def _require(estimate: GroupEstimate, free: int, place_name: str) -> None:
         f"group '{estimate.group}' needs about {memory.total / GIB:.1f} GiB per rank ({memory.phase}), "
         f"{place_name} has {free / GIB:.1f} GiB free "
         f"(largest part: {largest}, {memory.parts[largest] / GIB:.1f} GiB)",
-        "use more ranks or a higher actor.zero_stage, a smaller actor.micro_batch_tokens, "
-        "actor.gradient_checkpointing=true where it is false, or end what else uses the memory",
+        f"use more ranks or a higher {section}.zero_stage, a smaller {section}.micro_batch_tokens, "
+        f"{section}.gradient_checkpointing=true where it is false, or end what else uses the memory",
     )
 
 

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import shutil
-
 from prefect import task
 from prefect.cache_policies import NO_CACHE
 
 from engines.memory import GIB
 from engines.placement import reshard_strategy
+from state.files import empty_beside
 from state.manifest import (
     Manifest,
     Progress,
@@ -19,6 +18,7 @@ from state.manifest import (
     write_manifest,
 )
 from state.run_folder import drop_leftovers, truncate_metrics
+from tasks.draw import restore_memory
 from tasks.record import add_to_record
 from tasks.reshard import bring_weights
 from tasks.session import Training, timed
@@ -31,10 +31,7 @@ def save_checkpoint(training: Training, progress: Progress) -> None:
     metrics: dict[str, float] = {}
     with timed(metrics, "checkpoint"):
         final = run.checkpoint(progress.iteration)
-        aside = final.with_name(f".{final.name}.partial")
-        if aside.exists():
-            shutil.rmtree(aside)
-        aside.mkdir(parents=True)
+        aside = empty_beside(final)
         for group in training.session().distinct_groups:
             group.call("save", key=f"{progress.iteration}/save", folder=str(aside))
         metrics["checkpoint/gib"] = seal_checkpoint(aside, final) / GIB
@@ -60,6 +57,7 @@ def restore(training: Training) -> Progress:
         if reshard_strategy(training.config) == "broadcast":
             bring_weights(training.session(), f"{done}/load-reshard", version)
     truncate_metrics(run, done if saved.checkpoint else -1)
+    restore_memory(training, done)
     drop_leftovers(run, done)
     return saved.progress
 

@@ -5,17 +5,23 @@ Left out: what they measure (evaluators/).
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
+import pandas as pd
 from prefect import get_run_logger, task
 from prefect.cache_policies import NO_CACHE
 
+from configs.schedule import value_at
+from configs.schema import Role
 from evaluators.heldout import HeldOut
 from evaluators.loading import BUILT_IN
 from evaluators.rewards import FULL_REWARD
 from evaluators.running import run_evaluators
 from rewards.scoring import Score
-from state.experience import write_columns
+from state.experience import Ragged, add_columns, write_columns
 from tasks.generate import Responses, generate
+from tasks.logprobs import in_row_order
 from tasks.reward import prompt_columns, reward_columns, score
 from tasks.session import Training, timed
 
@@ -39,19 +45,24 @@ def evaluate(training: Training, iteration: int) -> dict[str, float]:
             "max_tokens": config.rollout.max_response_tokens,
             "ignore_eos": False,
         }
-        responses = generate(training, prompts, f"{iteration}/evaluate", [config.seed, iteration, 1], sampling)
+        seed = [config.seed, iteration, 1]
+        responses = generate(training, prompts, f"{iteration}/evaluate", seed, sampling, split="heldout")
         ids = [name for name in prompts["prompt_id"] for _ in range(samples)]
         columns = {
             "sample_id": [f"evaluation-{iteration:06d}/{name}" for name in numbered(ids, samples)],
             "prompt_id": ids,
             "prompt": [text for text in prompts["prompt_text"] for _ in range(samples)],
             "response": responses.texts,
+            **responses.episodes,
         }
         scores = score(training, columns, "heldout", f"{iteration}/evaluate-score")
         rewards = np.asarray([item.reward for item in scores])
         generated = {"response_tokens": responses.tokens, "truncated": responses.truncated_B}
         write_columns(training.run.evaluation(iteration), {**columns, **generated, **reward_columns(scores)})
-        metrics |= evaluated(training, held_out(training, columns, responses, scores))
+        heldout = held_out(training, columns, responses, scores)
+        if "kl" in (config.evaluate.evaluators or ()):
+            heldout = with_logprobs(training, iteration, prompts, responses, heldout)
+        metrics |= evaluated(training, heldout)
     return metrics | {
         "heldout/accuracy": float((rewards >= FULL_REWARD).mean()),
         "heldout/reward": float(rewards.mean()),
@@ -78,12 +89,36 @@ def held_out(training: Training, columns: dict[str, list[str]], responses: Respo
     )
 
 
+def with_logprobs(
+    training: Training, iteration: int, prompts: pd.DataFrame, responses: Responses, heldout: HeldOut
+) -> HeldOut:
+    """Add the responses' log-probs under actor and reference, also to the file, of what they were drawn from.
+
+    That is at the temperature of the evaluation; greedy responses are looked at at temperature 1.
+    """
+    config, path = training.config, training.run.evaluation(iteration)
+    repeated = [tokens for tokens in prompts["prompt_tokens"] for _ in range(heldout.samples)]
+    add_columns(path, {"prompt_tokens": Ragged.of(repeated, np.int32), "loss_mask": responses.loss_mask})
+    budget = value_at(config.actor.micro_batch_tokens, max(1, iteration))
+    asked = {"path": str(path), "temperature": config.evaluate.temperature or 1.0, "budget": budget}
+    passes: dict[Role, str] = {"actor": "logprobs", "reference": "logprobs_reference"}
+    columns = {}
+    for role, name in passes.items():
+        replies = training.session().call(role, "logprobs", f"{iteration}/evaluate-{name}", role=role, **asked)
+        columns[name] = in_row_order(replies, path)
+    add_columns(path, columns)
+    logprobs, reference_logprobs = columns.values()
+    return replace(
+        heldout, logprobs=logprobs, reference_logprobs=reference_logprobs, counted_T=responses.loss_mask.values_T
+    )
+
+
 def evaluated(training: Training, heldout: HeldOut) -> dict[str, float]:
     """Return the evaluators' figures, and `heldout/evaluator_failures` where the user's own could fail.
 
     One that fails is logged with the reason; the training goes on, since nothing is learnt from these figures.
     """
-    specs = training.config.evaluate.evaluators
+    specs = training.config.evaluate.evaluators or ()
     figures, failures = run_evaluators(specs, heldout)
     for spec, reason in failures.items():
         get_run_logger().warning("evaluator %s failed, its figures are missing: %s", spec, reason)

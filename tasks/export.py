@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import shutil
 from pathlib import Path
 
 from prefect import task
 from prefect.cache_policies import NO_CACHE
 
+from state.files import empty_beside
+from tasks.finetuning import copy_tokenizer
 from tasks.session import Training
-from tasks.supervise import copy_tokenizer
 
 
 @task(task_run_name="export", cache_policy=NO_CACHE)
@@ -18,9 +18,7 @@ def export(training: Training) -> str:
     final = training.run.model("final")
     if final.exists():
         return str(final)
-    aside = final.with_name(".final.partial")
-    shutil.rmtree(aside, ignore_errors=True)
-    aside.mkdir(parents=True)
+    aside = empty_beside(final)
     training.session().call("actor", "export", "0/export", folder=str(aside))
     copy_tokenizer(Path(training.session().model_folder), aside)
     aside.rename(final)

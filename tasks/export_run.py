@@ -24,8 +24,8 @@ from reports.mlflow_run import default_tracking_uri
 from reports.model_card import ModelFacts, figures_until, model_card
 from state.manifest import Manifest, read_manifest, verify_checkpoint
 from state.run_folder import RunFolder, locked, read_metrics
+from tasks.finetuning import copy_tokenizer
 from tasks.session import read_config
-from tasks.supervise import copy_tokenizer
 
 if TYPE_CHECKING:
     from engines.model_folder import Proof
@@ -104,15 +104,22 @@ def _source(run: RunFolder, manifest: Manifest) -> Path:
 def _write(run: RunFolder, manifest: Manifest, source: Path, aside: Path, shard_size: str | None) -> Proof:
     from transformers.utils.logging import disable_progress_bar
 
-    from engines.checkpoint_weights import read_causal_lm_weights
-    from engines.model_folder import load_folder, prove_same, with_weights, write_folder
+    from engines.checkpoint_weights import read_causal_lm_weights, recorded_frozen_sum
+    from engines.lora import ADAPTER_FOLDER
+    from engines.model_folder import load_folder, prove_same, with_adapters, with_weights, write_folder
 
     disable_progress_bar()
     if source == run.model("final"):
         lm, tokenizer = load_folder(source), source
+        if (source / ADAPTER_FOLDER).is_dir():
+            shutil.copytree(source / ADAPTER_FOLDER, aside / ADAPTER_FOLDER)
     else:
-        tokenizer = _starting_model(manifest)
-        lm = with_weights(tokenizer, read_causal_lm_weights(source / "actor"))
+        tokenizer, trained = _starting_model(manifest), read_causal_lm_weights(source / "actor")
+        if (lora := read_config(run).actor.lora) is None:
+            lm = with_weights(tokenizer, trained)
+        else:
+            base_sum = recorded_frozen_sum(source / "actor")
+            lm = with_adapters(tokenizer, trained, lora, base_sum, aside / ADAPTER_FOLDER)
     if source == tokenizer and shard_size is None:
         _link(source, aside)
     else:

@@ -11,6 +11,7 @@ import numpy as np
 import pandas as pd
 
 from state.experience import Ragged, offsets_of
+from tasks.episodes import episode_columns
 from tasks.session import Training
 
 
@@ -23,12 +24,22 @@ class Responses:
     truncated_B: np.ndarray
     policy_version: int
     metrics: dict[str, float]
+    loss_mask: Ragged  # 1 for the policy's own tokens, 0 for observations
+    episodes: dict[str, Any]  # columns of episodes; none without an environment
+    logprobs: Ragged | None = None  # of the tokens, where they were asked for
 
 
 def generate(
-    training: Training, prompts: pd.DataFrame, key: str, seed: list[int], sampling: dict[str, Any]
+    training: Training,
+    prompts: pd.DataFrame,
+    key: str,
+    seed: list[int],
+    sampling: dict[str, Any],
+    split: str = "train",
 ) -> Responses:
     """Generate responses; the engines share the prompts out among themselves (engines/prompt_supply.py).
+
+    With an environment a response is an episode: the policy's turns and the observations between them.
 
     Args:
         prompts: rows of a prompt table.
@@ -36,12 +47,17 @@ def generate(
         seed: three numbers that make this generation's random draws unique. (NumPy fills shorter seeds up with zeros:
             of another length, they could equal another generation's.)
         sampling: fields of `engines.requests.Sampling` without the seed.
+        split: prompt table that the prompts come from; environments see its columns.
 
     Raises:
         RuntimeError: the engines did not answer each prompt exactly once.
     """
     session = training.session()
     asked = Ragged.of(list(prompts["prompt_tokens"]), np.int32)
+    episodes = {}
+    if training.config.environment is not None:
+        table, ids = str(training.run.prompts(split)), [str(name) for name in prompts["prompt_id"]]
+        episodes = {"episodes": {"table": table, "prompt_ids": ids}}
     began = time.perf_counter()
     replies = session.call(
         "rollout",
@@ -51,19 +67,32 @@ def generate(
         offsets=asked.offsets_B1,
         sampling={**sampling, "seed": seed},
         tokenizer=session.model_folder,
+        **episodes,
     )
     seconds = time.perf_counter() - began
     answers = [reply for reply in replies if reply]  # of an engine of several ranks one replies
     rows_B = rows_in_prompt_order([answer["positions"] for answer in answers], len(prompts), sampling["samples"])
     lengths = np.concatenate([np.diff(answer["offsets"]) for answer in answers])
+
+    def in_order(name: str) -> Ragged:
+        return Ragged(np.concatenate([answer[name] for answer in answers]), offsets_of(lengths)).take(rows_B)
+
+    tokens = in_order("tokens")
     texts = [text for answer in answers for text in answer["texts"]]
     return Responses(
-        tokens=Ragged(np.concatenate([answer["tokens"] for answer in answers]), offsets_of(lengths)).take(rows_B),
+        tokens=tokens,
         texts=[texts[row] for row in rows_B],
         truncated_B=np.concatenate([answer["truncated"] for answer in answers])[rows_B],
         policy_version=int(answers[0]["policy_version"]),
         metrics=engine_figures(answers, seconds),
+        loss_mask=in_order("loss_mask") if episodes else _all_counted(tokens),
+        episodes=episode_columns(answers, rows_B),
+        logprobs=in_order("logprobs") if sampling.get("logprobs") else None,
     )
+
+
+def _all_counted(tokens: Ragged) -> Ragged:
+    return Ragged(np.ones(len(tokens.values_T), np.uint8), tokens.offsets_B1)
 
 
 def rows_in_prompt_order(positions: Sequence[np.ndarray], prompts: int, samples: int) -> np.ndarray:

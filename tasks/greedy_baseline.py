@@ -39,13 +39,14 @@ def greedy_baseline(training: Training, settings: Settings, stage: Stage) -> Sta
                 "prompt_tokens": [tokens.row(number) for number in range(len(tokens))],
             }
         )
-        greedy = sampling(training, settings) | {"samples": 1, "temperature": 0.0}
+        greedy = sampling(training, settings) | {"samples": 1, "temperature": 0.0, "logprobs": False}
         responses = generate(training, prompts, key, [training.config.seed, settings.iteration, 2], greedy)
         answered = {
             "sample_id": [f"{settings.iteration:06d}/{name}/greedy" for name in prompts["prompt_id"]],
             "prompt_id": list(prompts["prompt_id"]),
             "prompt": list(prompts["prompt"]),
             "response": responses.texts,
+            **responses.episodes,
         }
         scores = punished(
             training.config, score(training, answered, "train", f"{key}-score"), responses.tokens.lengths_B

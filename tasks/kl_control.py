@@ -15,6 +15,8 @@ def next_kl_coefficient(training: Training, settings: Settings, metrics: dict[st
     metrics["kl/coefficient"] = settings.kl_coefficient
     if kl.target is None or kl.horizon is None or kl.ceiling is None:
         return None
+    if "actor/kl" not in metrics:  # no step was taken, and none of the passes gave both log-probs
+        return settings.kl_coefficient
     controller = AdaptiveKL(settings.kl_coefficient, kl.target, kl.horizon, kl.ceiling)
     samples = training.config.rollout.prompts * training.config.rollout.samples
     return controller.update(metrics["actor/kl"], samples).coefficient

@@ -23,35 +23,63 @@ from tasks.settings import Settings
 
 @dataclass(frozen=True)
 class ColumnRef:
-    """One per-token column in a file of its own, and how long it took."""
+    """What a pass left beside the experience, and how long it took: per-token columns, or hidden states."""
 
     name: str
     path: str
     seconds: float
+    columns: tuple[str, ...]
 
 
 @task(task_run_name="old-logprobs-{settings.iteration:06d}", cache_policy=NO_CACHE)
 def old_logprobs(training: Training, settings: Settings, experience: ExperienceRef) -> ColumnRef:
-    """Log-probs of the responses under the policy that generated them."""
-    return _logprobs(training, settings, experience, "actor", "logprobs_old")
+    """Log-probs of the responses under the policy that generated them.
+
+    With a KL over the vocabulary in the reward also that KL, for which the reference goes first.
+    """
+    algorithm = training.config.algorithm
+    if not algorithm.full_kl or algorithm.kl_in_loss:
+        return _logprobs(training, settings, experience, "actor", "logprobs_old")
+    states = _states(training, settings, experience)
+    arguments = _passing(settings) | {"states": states.path}
+    column = _column(training, settings, experience, "actor", "logprobs_old", "logprobs_and_kl", arguments)
+    Path(states.path).unlink()
+    return column
 
 
 @task(task_run_name="reference-logprobs-{settings.iteration:06d}", cache_policy=NO_CACHE)
 def reference_logprobs(training: Training, settings: Settings, experience: ExperienceRef) -> ColumnRef:
-    """Log-probs of the responses under the reference policy."""
+    """Log-probs of the responses under the reference policy; for a KL over the vocabulary its hidden states."""
+    if training.config.algorithm.full_kl:
+        return _states(training, settings, experience)
     return _logprobs(training, settings, experience, "reference", "logprobs_reference")
 
 
 @task(task_run_name="values-{settings.iteration:06d}", cache_policy=NO_CACHE)
 def values(training: Training, settings: Settings, experience: ExperienceRef) -> ColumnRef:
-    """The critic's values of the state before each response token."""
-    budget = settings.critic_micro_batch_tokens
-    return _column(training, settings, experience, "critic", "values", "values", {"budget": budget})
+    """The critic's values of the state before each response token; of several critics each row's own."""
+    arguments = {"budget": settings.critic_micro_batch_tokens, "agents": training.config.agents}
+    return _column(training, settings, experience, "critic", "values", "values", arguments)
 
 
 def _logprobs(training: Training, settings: Settings, experience: ExperienceRef, role: Role, name: str) -> ColumnRef:
-    arguments = {"role": role, "temperature": settings.temperature, "budget": settings.micro_batch_tokens}
-    return _column(training, settings, experience, role, name, "logprobs", arguments)
+    return _column(training, settings, experience, role, name, "logprobs", _passing(settings) | {"role": role})
+
+
+def _passing(settings: Settings) -> dict[str, Any]:
+    return {"temperature": settings.temperature, "budget": settings.micro_batch_tokens}
+
+
+def states_path(experience: ExperienceRef) -> Path:
+    """Return where the reference's hidden states lie until they have been used."""
+    return Path(experience.path).with_suffix(".reference_states.npy")
+
+
+def _states(training: Training, settings: Settings, experience: ExperienceRef) -> ColumnRef:
+    begin, path, name = time.perf_counter(), states_path(experience), "logprobs_reference"
+    arguments = {"path": experience.path, "budget": settings.micro_batch_tokens, "output": str(path)}
+    training.session().call("reference", "reference_states", f"{settings.iteration}/{name}", **arguments)
+    return ColumnRef(name, str(path), time.perf_counter() - begin, columns=())
 
 
 def _column(
@@ -65,9 +93,17 @@ def _column(
 ) -> ColumnRef:
     begin = time.perf_counter()
     replies = training.session().call(role, command, f"{settings.iteration}/{name}", path=experience.path, **arguments)
-    lengths_B = read_columns(experience.path, ["response_tokens"])["response_tokens"].lengths_B
+    path = Path(experience.path).with_suffix(f".{name}.parquet")
+    columns = {name: in_row_order(replies, experience.path)}
+    if "kl" in replies[0]:
+        columns["kl"] = in_row_order([reply | {"values": reply["kl"]} for reply in replies], experience.path)
+    write_columns(path, columns)
+    return ColumnRef(name, str(path), time.perf_counter() - begin, tuple(columns))
+
+
+def in_row_order(replies: list[dict[str, Any]], path: str | Path) -> Ragged:
+    """Put together what the ranks computed per response token of the file at `path`, each for rows of its own."""
+    lengths_B = read_columns(path, ["response_tokens"])["response_tokens"].lengths_B
     order = np.concatenate([reply["rows"] for reply in replies])
     flat = Ragged(np.concatenate([reply["values"] for reply in replies]), offsets_of(lengths_B[order]))
-    path = Path(experience.path).with_suffix(f".{name}.parquet")
-    write_columns(path, {name: flat.take(np.argsort(order))})
-    return ColumnRef(name, str(path), time.perf_counter() - begin)
+    return flat.take(np.argsort(order))

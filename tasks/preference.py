@@ -1,30 +1,31 @@
-"""Training on preferences in verbs: check, load, begin, reference pass, steps, measure, end.
+"""Training on preferences in verbs: check, load, begin, reference pass, steps, measure.
 
-The flows `preference` and `reward_model` put them together; they differ in data and loss alone. Figures go to the run
-folder step by step and to MLflow (tasks/preference_record.py). Left out: the steps themselves (engines/preference.py).
+The flows `preference` and `reward_model` are made of them; they differ in data and loss alone. Figures go to the run
+folder step by step and to MLflow (tasks/record.py). Left out: the steps themselves (engines/preference.py),
+checkpoints and the end (tasks/finetuning.py).
 """
 
 from __future__ import annotations
 
-import shutil
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 from prefect import get_run_logger, task
 from prefect.cache_policies import NO_CACHE
 
+from configs.errors import UserError
 from configs.preference import PairConfig, PreferenceConfig, RewardModelConfig
 from configs.schedule import value_at
 from data.order import take
 from data.preference import check_columns, tokenize_preferences, tokenize_scored
 from data.rows import read_rows
-from state.experience import Ragged, add_columns, offsets_of, read_columns, write_columns
-from tasks.check import check_chat, check_model
-from tasks.preference_record import add_to_step, record_step
+from state.experience import add_columns, column_names, read_columns, write_columns
+from state.run_folder import truncate_metrics
+from tasks.check import check_chat, check_model, check_one_label
+from tasks.finetuning import restored_step
+from tasks.logprobs import in_row_order
+from tasks.record import add_to_record, append_record
 from tasks.session import Training
-from tasks.supervise import STEPS_PER_COMMAND, copy_tokenizer
 
 REFERENCE = "logprobs_reference"
 RUN_FOLDER_NAMES = {"train": "preferences", "heldout": "preferences-heldout"}
@@ -38,6 +39,10 @@ def check_preferences(config: PairConfig) -> None:
     """
     engines, data = config.engines(), pair_data(config)
     check_model(engines)
+    if isinstance(config, RewardModelConfig) and config.model.path is not None:
+        check_one_label(Path(config.model.path), "model.path")
+    if data.train is None:
+        raise UserError("nothing to train on: 'data.train' is not set", "add data.train=FILE, JSONL or Parquet")
     if data.chat:
         check_chat(engines)
     for file in (data.train, data.heldout):
@@ -63,6 +68,11 @@ def splits(config: PairConfig) -> list[str]:
     return ["train"] if pair_data(config).heldout is None else ["train", "heldout"]
 
 
+def referenced_splits(config: PairConfig) -> list[str]:
+    """Return the splits whose responses are compared with the model that training starts from."""
+    return splits(config) if isinstance(config, PreferenceConfig) and config.loss.needs_reference else []
+
+
 def preferences_file(training: Training, split: str) -> Path:
     """Return where the tokenised preferences of a split are."""
     return training.run.prompts(RUN_FOLDER_NAMES[split])
@@ -70,12 +80,13 @@ def preferences_file(training: Training, split: str) -> Path:
 
 @task(task_run_name="preferences", cache_policy=NO_CACHE)
 def load_preferences(training: Training, config: PairConfig, model_folder: str) -> dict[str, int]:
-    """Tokenise the preferences into the run folder; return how many there are and how many were too long."""
+    """Tokenise the preferences into the run folder (once per run); return how many units each split has."""
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(model_folder, local_files_only=True)
-    counts: dict[str, int] = {}
     for split in splits(config):
+        if preferences_file(training, split).exists():
+            continue
         source = str(getattr(pair_data(config), split))
         frame, limit = read_rows(Path(source)), config.trainer.max_tokens
         if isinstance(config, PreferenceConfig):
@@ -83,10 +94,14 @@ def load_preferences(training: Training, config: PairConfig, model_folder: str) 
         else:
             table = tokenize_scored(frame, pair_data(config), tokenizer, limit, source)
         write_columns(preferences_file(training, split), table.columns())
-        counts |= {split: len(table), f"{split}_dropped": table.dropped}
         if table.dropped:
             get_run_logger().warning("%s: %d dropped, longer than trainer.max_tokens", source, table.dropped)
-    return counts
+    return {split: _units(preferences_file(training, split)) for split in splits(config)}
+
+
+def _units(path: Path) -> int:
+    """Two rows each: a pair, or a labelled row with its mismatched one."""
+    return len(read_columns(path, ["response_tokens"])["response_tokens"]) // 2
 
 
 @task(task_run_name="begin", cache_policy=NO_CACHE)
@@ -105,14 +120,20 @@ def begin_preferences(training: Training, config: PairConfig, model_folder: str)
 
 @task(task_run_name="reference-logprobs-{split}", cache_policy=NO_CACHE)
 def reference_pass(training: Training, config: PairConfig, split: str) -> None:
-    """Add the log-probs of all responses under the model as it is, before the first step."""
+    """Add the log-probs of all responses under the starting model, which the ranks hold (once per run)."""
     path, budget = preferences_file(training, split), value_at(config.trainer.micro_batch_tokens, 0)
+    if REFERENCE in column_names(path):
+        return
     asked = {"path": str(path), "role": "preference", "temperature": 1.0, "budget": budget}
     replies = training.session().call("actor", "logprobs", f"0/reference-{split}", **asked)
-    lengths_B = read_columns(path, ["response_tokens"])["response_tokens"].lengths_B
-    order = np.concatenate([reply["rows"] for reply in replies])
-    flat = Ragged(np.concatenate([reply["values"] for reply in replies]), offsets_of(lengths_B[order]))
-    add_columns(path, {REFERENCE: flat.take(np.argsort(order))})
+    add_columns(path, {REFERENCE: in_row_order(replies, path)})
+
+
+def restored(training: Training) -> int:
+    """Return the step from which training goes on; what was recorded after it is forgotten."""
+    step = restored_step(training)
+    truncate_metrics(training.run, step or -1)
+    return step
 
 
 @task(task_run_name="steps-{first:06d}", cache_policy=NO_CACHE)
@@ -131,7 +152,7 @@ def preference_steps(training: Training, config: PairConfig, units: int, first: 
         learning_rate=float(value_at(trainer.optimizer.learning_rate, first)),
     )
     for step, metrics in enumerate(replies[0]["steps"], start=first + 1):
-        record_step(training, step, metrics)
+        append_record(training, step, metrics)
 
 
 @task(task_run_name="measure-{step:06d}", cache_policy=NO_CACHE)
@@ -146,23 +167,4 @@ def measure_heldout(training: Training, config: PairConfig, step: int) -> None:
         loss=loss_arguments(config),
     )
     metrics = {f"heldout/{name}": value for name, value in replies[0].items()}
-    (add_to_step if step else record_step)(training, step, metrics)
-
-
-@task(task_run_name="end", cache_policy=NO_CACHE)
-def end_preferences(training: Training, model_folder: str) -> str:
-    """Write the trained model with its tokenizer to `models/final`, complete or not at all; return that folder."""
-    final = training.run.model("final")
-    aside = final.with_name(".final.partial")
-    shutil.rmtree(aside, ignore_errors=True)
-    aside.mkdir(parents=True)
-    training.session().call("actor", "preference_end", "0/preference_end", folder=str(aside))
-    copy_tokenizer(Path(model_folder), aside)
-    aside.rename(final)
-    return str(final)
-
-
-def preference_blocks(config: PairConfig) -> Iterator[tuple[int, int]]:
-    """Yield (first step, number of steps) of every command."""
-    for first in range(0, config.trainer.steps, STEPS_PER_COMMAND):
-        yield first, min(STEPS_PER_COMMAND, config.trainer.steps - first)
+    (add_to_record if step else append_record)(training, step, metrics)

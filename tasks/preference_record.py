@@ -1,6 +1,7 @@
-"""Records of a training on preferences: figures per step in the run folder and in MLflow, a summary at the end.
+"""The MLflow run of a training on preferences, and its summary at the end.
 
-The run folder comes first and is the truth. Left out: reports with pictures (reports/report.py is about iterations).
+Figures are recorded step by step as those of iterations are (tasks/record.py). Left out: reports with pictures
+(reports/report.py is about iterations).
 """
 
 from __future__ import annotations
@@ -9,51 +10,33 @@ import json
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 from configs.preference import PairConfig
 from reports import mlflow_run
 from state.files import write_text
-from state.run_folder import add_metrics, append_metrics, read_metrics
+from state.manifest import Progress
+from state.run_folder import read_metrics
+from tasks.checkpoint import begin_manifest
+from tasks.preference import loss_arguments
+from tasks.record import ending, reopened
 from tasks.session import Training
 
 
 @contextmanager
-def recording_preferences(training: Training, config: PairConfig, kind: str) -> Iterator[None]:
-    """Keep the MLflow run open; on the way out, on every path, write the summary.
-
-    Args:
-        kind: what is trained, the tag `algorithm` of the MLflow run.
-    """
+def recording_preferences(training: Training, config: PairConfig) -> Iterator[None]:
+    """Keep the MLflow run open, an earlier attempt's if there is one; on the way out, on every path, write the summary."""
     session, run = training.session(), training.run
     session.tracking_uri = mlflow_run.default_tracking_uri(run.path.parent)
-    params = mlflow_run.flatten(config.model_dump(mode="json"))
-    tags = {"penstock.run": str(run.path), "algorithm": kind}
-    session.mlflow_run_id = mlflow_run.open_run(session.tracking_uri, config.experiment, run.name, tags, params)
-    mlflow_run.log_artifacts(session.tracking_uri, session.mlflow_run_id, run.config)
-    try:
+    if not reopened(training):
+        params = mlflow_run.flatten(config.model_dump(mode="json"))
+        tags = {"penstock.run": str(run.path), "algorithm": loss_arguments(config)["name"]}
+        session.mlflow_run_id = mlflow_run.open_run(session.tracking_uri, config.experiment, run.name, tags, params)
+        mlflow_run.log_artifacts(session.tracking_uri, session.mlflow_run_id, run.config)
+        begin_manifest(training, Progress())  # from here on the run can be resumed
+    with ending(partial(_finish, training)):
         yield
-    except Exception:
-        _finish(training, "failed", "FAILED")
-        raise
-    except BaseException:
-        _finish(training, "cancelled", "KILLED")
-        raise
-    _finish(training, "completed", "FINISHED")
-
-
-def record_step(training: Training, step: int, metrics: dict[str, float]) -> None:
-    """Write down the figures of a step; 0 is before the first."""
-    session = training.session()
-    append_metrics(training.run, step, metrics)
-    mlflow_run.log_iteration(session.tracking_uri, session.mlflow_run_id, step, metrics)
-
-
-def add_to_step(training: Training, step: int, metrics: dict[str, float]) -> None:
-    """Add figures to a step that is recorded."""
-    session = training.session()
-    add_metrics(training.run, step, metrics)
-    mlflow_run.log_figures(session.tracking_uri, session.mlflow_run_id, step, metrics)
 
 
 def _finish(training: Training, status: str, mlflow_status: mlflow_run.RunStatus) -> None:

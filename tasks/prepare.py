@@ -1,4 +1,4 @@
-"""Prepare: the model's starting folder, tokenized prompts, reward workers, and models on their engines."""
+"""Prepare: the model's starting folder, tokenized prompts, the source of rewards, and models on their engines."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from data.prompts import RESERVED, PromptTable, tokenize_prompts
 from data.rows import read_rows
 from data.sft import tokenize_pairs
 from data.tokenizer import make_byte_tokenizer
-from engines.placement import STRATEGIES, reshard_strategy
-from rewards.scoring import RewardPool
-from state.experience import Ragged, write_columns
+from engines.placement import describe_strategy, reshard_strategy
+from rewards.source import open_scorer
+from state.experience import Ragged, read_columns, write_columns
 from tasks.reshard import bring_weights, connect_groups
 from tasks.session import Training
 from tasks.side_by_side import side_by_side
@@ -42,7 +42,7 @@ def starting_model(training: Training) -> str:
 
 @task(task_run_name="prompts", cache_policy=NO_CACHE)
 def load_prompts(training: Training, model_folder: str) -> dict[str, int]:
-    """Tokenize the prompts into the run folder (once per run) and start the reward workers; return counts."""
+    """Tokenize the prompts into the run folder (once per run) and open the source of rewards; return counts."""
     session, config, run = training.session(), training.config, training.run
     session.model_folder = model_folder
     session.say("reading prompts")
@@ -56,17 +56,19 @@ def load_prompts(training: Training, model_folder: str) -> dict[str, int]:
         counts |= {split: len(table), f"{split}_dropped": table.dropped}
         if table.dropped:
             get_run_logger().warning("%s: %d prompts dropped, longer than data.max_prompt_tokens", split, table.dropped)
-    if config.reward.function is not None:
+    if config.reward.function or config.reward.judge or config.reward.service:
         columns = ["prompt_id", *(name for name in session.prompts["train"].frame.columns if name not in RESERVED)]
-        session.reward_pool = session.stack.enter_context(RewardPool(config.reward, columns))
+        session.scorer = session.stack.enter_context(open_scorer(config.reward, columns))
     return counts
 
 
 @task(task_run_name="pairs", cache_policy=NO_CACHE)
 def load_pairs(training: Training, model_folder: str) -> int:
-    """Tokenize the supervised pairs into the run folder; return how many there are."""
+    """Tokenize the supervised pairs into the run folder (once per run); return how many there are."""
     config, path = training.config, training.run.prompts("sft")
     assert config.sft is not None
+    if path.exists():
+        return len(read_columns(path, ["response_tokens"])["response_tokens"])
     response = config.data.response or "response"
     frame = _frame(config, "sft")
     pairs = tokenize_pairs(
@@ -96,10 +98,12 @@ def build_engines(training: Training, model_folder: str) -> dict[str, int | str]
         for name in ("parameters", "parameters_shared", "parameters_copied")
     }
     get_run_logger().info(
-        "%s parameters; reshard by %s: %s; %s of the rollout engine's tensors are the actor's own, %s are written",
+        "%s parameters, of which %s are trained; reshard by %s: %s; %s of the rollout engine's tensors are the actor's "
+        "own, %s are written",
         figures["parameters"],
+        max(int(reply.get("trained", 0)) for reply in first),
         strategy,
-        STRATEGIES[strategy],
+        describe_strategy(session.config),
         figures["parameters_shared"],
         figures["parameters_copied"],
     )

@@ -10,8 +10,9 @@ import json
 import math
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 from uuid import UUID
@@ -28,6 +29,7 @@ from state.experience import read_columns
 from state.files import write_text
 from state.manifest import Progress, read_manifest
 from state.run_folder import add_metrics, append_metrics, read_metrics
+from tasks.draw import keep_memory
 from tasks.session import Training
 
 ENGINE_FIGURES = ("parameters", "parameters_shared", "parameters_copied", "reshard_strategy")
@@ -44,19 +46,25 @@ def recording(training: Training) -> Iterator[None]:
     if session.prefect_flow_run_id:
         _tag_flow_run(session.prefect_flow_run_id, [f"algorithm:{config.algorithm.name}", f"run:{training.run.name}"])
         create_link_artifact(_mlflow_url(training), link_text="MLflow run", key="mlflow-run")
-    try:
+    with ending(partial(_finish, training)):
         yield
-    except Exception:
-        _finish(training, "failed", "FAILED")
-        raise
-    except BaseException:
-        _finish(training, "cancelled", "KILLED")
-        raise
-    else:
-        _finish(training, "completed", "FINISHED")
     if config.record.experiment and session.prefect_flow_run_id:
         page = (training.run.path / "report" / "report.md").read_text(encoding="utf-8")
         create_markdown_artifact(page, key="training-report", description=training.run.name)
+
+
+@contextmanager
+def ending(finish: Callable[[str, mlflow_run.RunStatus], None]) -> Iterator[None]:
+    """On the way out, on every path, call `finish` with how the run ended: in our words and in MLflow's."""
+    try:
+        yield
+    except Exception:
+        finish("failed", "FAILED")
+        raise
+    except BaseException:
+        finish("cancelled", "KILLED")
+        raise
+    finish("completed", "FINISHED")
 
 
 def _tag_flow_run(flow_run_id: str, labels: list[str]) -> None:
@@ -74,10 +82,7 @@ def _prefect_url(flow_run_id: str | None, ui_url: str | None) -> str | None:
 
 def _open_mlflow(training: Training) -> None:
     session, config, run = training.session(), training.config, training.run
-    if run.manifest.is_file() and (earlier := read_manifest(run).mlflow_run_id):
-        session.mlflow_run_id = earlier
-        mlflow_run.resume_run(session.tracking_uri, earlier)
-        session.mlflow_through = mlflow_run.logged_through(session.tracking_uri, earlier)
+    if reopened(training):
         return
     tags = {"penstock.run": str(run.path), "algorithm": config.algorithm.name}
     if session.prefect_flow_run_id:
@@ -89,18 +94,38 @@ def _open_mlflow(training: Training) -> None:
     mlflow_run.log_artifacts(session.tracking_uri, session.mlflow_run_id, run.config)
 
 
+def reopened(training: Training) -> bool:
+    """Go on in the MLflow run of an earlier attempt, if there is one; return whether."""
+    session, run = training.session(), training.run
+    if not run.manifest.is_file() or not (earlier := read_manifest(run).mlflow_run_id):
+        return False
+    session.mlflow_run_id = earlier
+    mlflow_run.resume_run(session.tracking_uri, earlier)
+    session.mlflow_through = mlflow_run.logged_through(session.tracking_uri, earlier)
+    return True
+
+
 @task(task_run_name="record-{iteration:06d}", cache_policy=NO_CACHE)
 def record(training: Training, iteration: int, metrics: dict[str, float]) -> None:
     """Write down the figures of an iteration; iteration 0 is the evaluation before training."""
     session, every = training.session(), training.config.record.samples_every
-    append_metrics(training.run, iteration, metrics)
-    if iteration > session.mlflow_through:
-        mlflow_run.log_iteration(session.tracking_uri, session.mlflow_run_id, iteration, metrics)
-        if iteration and every and iteration % every == 0:
-            rows = sample_rows(training.run.experience(iteration), training.config.record.samples)
-            mlflow_run.log_samples(session.tracking_uri, session.mlflow_run_id, iteration, rows)
+    if iteration:
+        keep_memory(training, iteration)
+    if append_record(training, iteration, metrics) and iteration and every and iteration % every == 0:
+        rows = sample_rows(training.run.experience(iteration), training.config.record.samples)
+        mlflow_run.log_samples(session.tracking_uri, session.mlflow_run_id, iteration, rows)
     if session.progress is not None and iteration:
         session.progress.advance(iteration, metrics)
+
+
+def append_record(training: Training, number: int, metrics: dict[str, float]) -> bool:
+    """Record an iteration or step; return whether MLflow got it, which it does not where a resume repeats it."""
+    session = training.session()
+    append_metrics(training.run, number, metrics)
+    if number <= session.mlflow_through:
+        return False
+    mlflow_run.log_iteration(session.tracking_uri, session.mlflow_run_id, number, metrics)
+    return True
 
 
 def add_to_record(training: Training, iteration: int, metrics: dict[str, float]) -> None:

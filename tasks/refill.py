@@ -1,8 +1,9 @@
-"""Refill: groups of equal rewards, from which nothing is learnt, make room for answers to further prompts.
+"""Refill: groups that are refused, above all those of equal rewards, make room for answers to further prompts.
 
-Dynamic sampling of DAPO (Yu et al. 2025, arXiv 2503.14476, equation 11). The batch is full after every rollout: where
-the further prompts are not enough, groups of equal rewards stay, with advantage 0. Which prompts are drawn follows
-from the cursor and the rewards alone, so a resumed run draws the same.
+Dynamic sampling of DAPO (Yu et al. 2025, arXiv 2503.14476, equation 11); which groups are refused says
+tasks/group_filter.py. The batch is full after every rollout: where the further prompts are not enough, refused groups
+stay, with advantage 0. Which prompts are drawn follows from the cursor and the rewards alone, so a resumed run draws
+the same.
 """
 
 from __future__ import annotations
@@ -16,9 +17,10 @@ import numpy as np
 from prefect import task
 from prefect.cache_policies import NO_CACHE
 
-from algorithms.normalization import group_statistics
 from state.experience import Ragged, column_names, read_columns, write_columns
 from state.manifest import Progress
+from tasks.draw import remember
+from tasks.group_filter import judged_columns, refused_groups
 from tasks.reward import punished, reward_columns, score
 from tasks.rollout import REFILL, answered
 from tasks.session import Stage, Training, timed
@@ -29,7 +31,7 @@ Columns = dict[str, Any]
 
 @task(task_run_name="refill-{settings.iteration:06d}-{number}", cache_policy=NO_CACHE)
 def refill(training: Training, settings: Settings, progress: Progress, stage: Stage, number: int) -> Stage:
-    """Answer and score further prompts, and let those whose rewards differ take the place of groups of equal rewards.
+    """Answer and score further prompts, and let those that are not refused take the place of groups that are.
 
     Args:
         number: of the rollout within the iteration; the first one is 0.
@@ -39,14 +41,17 @@ def refill(training: Training, settings: Settings, progress: Progress, stage: St
     with timed(metrics, "refill"):
         present = read_columns(path, column_names(path))
         present.setdefault(REFILL, np.zeros(len(present["group"]), np.int64))
-        size = prompts_to_draw(groups_to_replace(stage), training.config.rollout.prompts)
+        refused_G = refused_groups(training, present)
+        size = prompts_to_draw(int(refused_G.sum()), training.config.rollout.prompts)
         cursor = progress.prompt_cursor + stage.experience.prompts
         seed = [training.config.seed, settings.iteration, 2 + number]
         further, _ = answered(training, settings, cursor, size, key, seed)
         scores = score(training, further, "train", f"{key}-score")
         further |= reward_columns(punished(training.config, scores, further["response_tokens"].lengths_B))
+        remember(training, settings.iteration, number, further["prompt_id"], further["reward"])
         further[REFILL] = np.full(len(further["group"]), number)
-        merged = replaced(present, further, training.config.rollout.samples)
+        refused_G = np.concatenate([refused_G, refused_groups(training, further)])
+        merged = replaced(present, further, refused_G, training.config.rollout.samples)
         write_columns(path, merged)
     experience = dataclasses.replace(
         stage.experience,
@@ -57,13 +62,12 @@ def refill(training: Training, settings: Settings, progress: Progress, stage: St
     metrics["time/refill_s"] += seconds
     metrics["rollout/tokens"] += float(further["response_tokens"].offsets_B1[-1])
     metrics["rollout/prompts_drawn"] = float(experience.prompts)
-    metrics["rollout/groups_without_spread"] = float(_silent_groups(merged).sum())
     return Stage(experience, metrics)
 
 
-def groups_to_replace(stage: Stage) -> int:
-    """Number of groups whose rewards are all equal."""
-    return int(_silent_groups(read_columns(stage.experience.path, ["reward", "group"])).sum())
+def groups_to_replace(training: Training, stage: Stage) -> int:
+    """Number of groups that are refused."""
+    return int(refused_groups(training, judged_columns(stage.experience.path)).sum())
 
 
 def prompts_to_draw(missing: int, full: int) -> int:
@@ -72,26 +76,22 @@ def prompts_to_draw(missing: int, full: int) -> int:
     return min(full, math.ceil(missing * full / useful)) if useful else full
 
 
-def replaced(present: Columns, further: Columns, samples: int) -> Columns:
-    """Return a batch as large as `present`: its groups of different rewards, then such of `further`, then the rest.
+def replaced(present: Columns, further: Columns, refused_G: np.ndarray, samples: int) -> Columns:
+    """Return a batch as large as `present`: of both, the first groups that are not refused, then the first that are.
 
     Groups keep the order in which they were drawn and get new numbers; rows of a group are `samples` neighbours.
     A part of the reward that one side lacks is NaN there.
+
+    Args:
+        refused_G: of the groups of `present`, then of `further`.
     """
     both = {name: _joined(present, further, name) for name in present | further}
     size = len(present["group"]) // samples
-    silent_G = np.concatenate([_silent_groups(present), _silent_groups(further)])
-    kept_G = np.sort(np.argsort(silent_G, kind="stable")[:size])
+    kept_G = np.sort(np.argsort(refused_G, kind="stable")[:size])
     rows_B = (kept_G[:, None] * samples + np.arange(samples)).reshape(-1)
     return {name: _taken(column, rows_B) for name, column in both.items()} | {
         "group": np.repeat(np.arange(size), samples)
     }
-
-
-def _silent_groups(columns: Columns) -> np.ndarray:
-    """Whether the rewards of a group are all equal, per group in file order."""
-    _, first_G = np.unique(columns["group"], return_index=True)
-    return group_statistics(np.asarray(columns["reward"]), columns["group"]).std_B[np.sort(first_G)] == 0
 
 
 def _joined(present: Columns, further: Columns, name: str) -> Any:

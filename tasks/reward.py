@@ -1,7 +1,8 @@
-"""Reward: every response gets its worth, from the user's function or from a reward model."""
+"""Reward: every response gets its worth, from the user's function, a reward model, a judge or a service."""
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +12,10 @@ from prefect.cache_policies import NO_CACHE
 
 from algorithms.overlong import overlong_penalty
 from configs.schema import TrainConfig
-from data.prompts import RESERVED
 from rewards.scoring import Sample, Score, check_failures, log_failures
 from state.experience import add_columns, read_columns
+from tasks.draw import remember
+from tasks.episodes import episode_column_names, with_environment
 from tasks.session import Stage, Training, may_help_again, timed
 from tasks.settings import Settings
 
@@ -24,31 +26,42 @@ OVERLONG = "overlong"  # the part that `reward.overlong` adds
     task_run_name="reward-{settings.iteration:06d}", cache_policy=NO_CACHE, retries=1, retry_condition_fn=may_help_again
 )
 def reward(training: Training, settings: Settings, stage: Stage) -> Stage:
-    """Score the experience and add columns `reward`, `reward/<part>` and `reward_failure`."""
+    """Score the experience and add columns `reward`, `reward/<part>`, `reward_failure`, of a judge `reward_answer`."""
     metrics = dict(stage.metrics)
     path = Path(stage.experience.path)
     with timed(metrics, "reward"):
-        columns = read_columns(path, ["sample_id", "prompt_id", "prompt", "response", "response_tokens"])
+        names = ["sample_id", "prompt_id", "prompt", "response", "response_tokens", *episode_column_names(path)]
+        columns = read_columns(path, names)
         scores = score(training, columns, "train", f"{settings.iteration}/reward")
         scores = punished(training.config, scores, columns["response_tokens"].lengths_B)
-        add_columns(path, reward_columns(scores))
+        rewards = reward_columns(scores)
+        remember(training, settings.iteration, 0, columns["prompt_id"], rewards["reward"])
+        add_columns(path, rewards)
     return Stage(stage.experience, metrics | reward_metrics(scores))
 
 
 def score(training: Training, columns: dict[str, Any], split: str, key: str) -> list[Score]:
-    """Score responses by the configured function or model.
+    """Score responses by the configured source, and episodes by their environment, or by both.
 
     Args:
-        columns: sample_id, prompt_id, prompt and response, one entry per row.
+        columns: sample_id, prompt_id, prompt and response, one entry per row; with an environment those of episodes.
         split: prompt table that the prompts come from; functions see its columns.
 
     Raises:
         UserError: more calls failed than `reward.max_failure_share` allows.
     """
+    config = training.config
+    if config.environment is None:
+        return _score_by_source(training, columns, split, key)
+    scores = _score_by_source(training, columns, split, key) if config.reward.given else None
+    return with_environment(config, columns, scores)
+
+
+def _score_by_source(training: Training, columns: dict[str, Any], split: str, key: str) -> list[Score]:
     if training.config.reward.model is not None:
         return _score_by_model(training, columns, key)
-    pool = training.session().reward_pool
-    assert pool is not None
+    scorer = training.session().scorer
+    assert scorer is not None
     rows = prompt_columns(training, split)
     samples = [
         Sample(sample_id, prompt_id, prompt, response, rows[prompt_id])
@@ -56,7 +69,7 @@ def score(training: Training, columns: dict[str, Any], split: str, key: str) -> 
             columns["sample_id"], columns["prompt_id"], columns["prompt"], columns["response"], strict=True
         )
     ]
-    scores = pool.score(samples)
+    scores = scorer.score(samples)
     log_failures(scores, samples)
     check_failures(scores, samples, training.config.reward)
     return scores
@@ -71,7 +84,9 @@ def punished(config: TrainConfig, scores: list[Score], lengths_B: np.ndarray) ->
         lengths_B, max_tokens=limit, buffer_tokens=overlong.buffer_tokens, penalty=overlong.penalty
     )
     return [
-        item if item.failure else Score(item.reward + penalty, {**item.parts, OVERLONG: penalty}, None)
+        item
+        if item.failure
+        else dataclasses.replace(item, reward=item.reward + penalty, parts={**item.parts, OVERLONG: penalty})
         for item, penalty in zip(scores, penalties_B.tolist(), strict=True)
     ]
 
@@ -80,9 +95,7 @@ def prompt_columns(training: Training, split: str) -> dict[str, dict[str, Any]]:
     """Return the data columns of every prompt of a split by prompt id; made once per training."""
     cache = training.session().prompt_columns
     if split not in cache:
-        frame = training.session().prompts[split].frame
-        records = frame.drop(columns=[name for name in RESERVED if name != "prompt_id"]).to_dict("records")
-        cache[split] = {str(record.pop("prompt_id")): record for record in records}  # type: ignore[misc]
+        cache[split] = training.session().prompts[split].rows()
     return cache[split]
 
 
@@ -102,8 +115,13 @@ def reward_columns(scores: list[Score]) -> dict[str, Any]:
     return {
         "reward": np.asarray([score.reward for score in scores], np.float64),
         "reward_failure": [score.failure for score in scores],
+        **({"reward_answer": [score.answer for score in scores]} if _judged(scores) else {}),
         **{f"reward/{name}": np.asarray([score.parts.get(name, np.nan) for score in scores]) for name in parts},
     }
+
+
+def _judged(scores: list[Score]) -> bool:
+    return any(score.answer is not None for score in scores)
 
 
 def reward_metrics(scores: list[Score]) -> dict[str, float]:

@@ -9,14 +9,17 @@ import numpy as np
 from prefect import task
 from prefect.cache_policies import NO_CACHE
 
-from data.order import take
-from state.experience import ExperienceRef, Ragged, column_names, read_columns, write_columns
+from data.agents import agent_numbers
+from state.experience import AGENT, ExperienceRef, Ragged, column_names, read_columns, write_columns
 from state.manifest import Progress
+from tasks.draw import draw
+from tasks.episodes import episode_column_names, episode_figures
 from tasks.generate import generate
 from tasks.session import Stage, Training, timed
 from tasks.settings import Settings
 from tasks.utilisation import generation_figures
 
+ROLLOUT_LOGPROBS = "logprobs_rollout"  # column with those of what each token was drawn from, if they are compared
 REFILL = "refill"  # column that says which rollout of the iteration a sample is from, once there are several
 
 
@@ -49,8 +52,7 @@ def answered(
         seed: see `tasks.generate.generate`.
     """
     config, table = training.config, training.session().prompts["train"]
-    rows = take(cursor, size, len(table), config.seed, config.data.shuffle)
-    prompts = table.frame.iloc[rows]
+    prompts = table.frame.iloc[draw(training, settings.iteration, cursor, size)]
     responses = generate(training, prompts, key, seed, sampling(training, settings))
     repeats = np.repeat(np.arange(size), config.rollout.samples)
     ids = prompts["prompt_id"].to_numpy()[repeats]
@@ -62,10 +64,15 @@ def answered(
         "response": responses.texts,
         "prompt_tokens": Ragged.of(list(prompts["prompt_tokens"]), np.int32).take(repeats),
         "response_tokens": responses.tokens,
-        "loss_mask": Ragged(np.ones(len(responses.tokens.values_T), np.uint8), responses.tokens.offsets_B1),
+        "loss_mask": responses.loss_mask,
         "truncated": responses.truncated_B,
         "policy_version": np.full(len(ids), responses.policy_version),
+        **responses.episodes,
     }
+    if config.data.agents is not None:
+        columns[AGENT] = agent_numbers(prompts, config.data.agents, "data.train")[repeats]
+    if responses.logprobs is not None:
+        columns[ROLLOUT_LOGPROBS] = responses.logprobs
     return columns, responses.metrics
 
 
@@ -79,6 +86,7 @@ def sampling(training: Training, settings: Settings) -> dict[str, Any]:
         "top_k": config.top_k,
         "max_tokens": config.max_response_tokens,
         "ignore_eos": config.ignore_eos,
+        "logprobs": training.config.algorithm.correction is not None,
     }
 
 
@@ -89,7 +97,8 @@ def _is_of(path: Path, policy_version: int) -> bool:
 
 
 def _describe(training: Training, key: str, path: Path) -> tuple[ExperienceRef, dict[str, float]]:
-    columns = read_columns(path, ["prompt_tokens", "response_tokens", "truncated", "policy_version"])
+    names = ["prompt_tokens", "response_tokens", "truncated", "policy_version", "loss_mask"]
+    columns = read_columns(path, [*names, *episode_column_names(path)])
     lengths = columns["response_tokens"].lengths_B
     experience = ExperienceRef(
         path=str(path),
@@ -104,5 +113,6 @@ def _describe(training: Training, key: str, path: Path) -> tuple[ExperienceRef, 
         "rollout/response_length_mean": float(lengths.mean()),
         "rollout/response_length_max": float(lengths.max()),
         "rollout/truncated_share": float(np.mean(columns["truncated"])),
+        **episode_figures(columns),
         **generation_figures(training, key, columns["prompt_tokens"].lengths_B, lengths),
     }

@@ -32,7 +32,8 @@ if TYPE_CHECKING:
 
     from data.prompts import PromptTable
     from reports.progress import TrainingProgress
-    from rewards.scoring import RewardPool
+    from rewards.source import Scorer
+    from tasks.draw import Sampling
 
 
 @dataclass(frozen=True)
@@ -66,15 +67,16 @@ class Stage:
 
 @dataclass
 class Session:
-    """Engine groups, reward workers, prompts and links of one training."""
+    """Engine groups, the source of rewards, prompts and links of one training."""
 
     config: TrainConfig
     run: RunFolder
     stack: ExitStack = field(default_factory=ExitStack)
     groups: dict[Role, EngineGroup] = field(default_factory=dict)
     prompts: dict[str, PromptTable] = field(default_factory=dict)
+    sampling: Sampling | None = None  # the sampler and its memory
     prompt_columns: dict[str, dict[str, dict[str, Any]]] = field(default_factory=dict)
-    reward_pool: RewardPool | None = None
+    scorer: Scorer | None = None  # None: a reward model in the engine groups
     progress: TrainingProgress | None = None
     model_folder: str = ""
     tracking_uri: str = ""

@@ -1,28 +1,26 @@
-"""Supervised training in three verbs: begin, some steps, end. The `sft` flow puts them together."""
+"""Supervised training in verbs: begin, and some steps. The `sft` flow puts them together with tasks/finetuning.py."""
 
 from __future__ import annotations
-
-import shutil
-from collections.abc import Iterator
-from pathlib import Path
 
 from prefect import task
 from prefect.cache_policies import NO_CACHE
 
 from configs.schedule import value_at
-from configs.schema import TrainConfig
 from data.order import take
 from state.experience import read_columns
+from state.manifest import Progress
+from tasks.checkpoint import begin_manifest
 from tasks.session import Training
-
-STEPS_PER_COMMAND = 25  # often enough for progress and live learning rates, rare enough to cost nothing
 
 
 @task(task_run_name="begin", cache_policy=NO_CACHE)
 def begin_supervised(training: Training, model_folder: str) -> None:
-    """Load the model and the pairs on the actor's ranks."""
+    """Load the model and the pairs on the actor's ranks; from here on the run can be resumed."""
     config = training.config
     assert config.sft is not None
+    training.session().model_folder = model_folder
+    if not training.run.manifest.is_file():
+        begin_manifest(training, Progress())
     training.session().call(
         "actor",
         "sft_begin",
@@ -40,8 +38,8 @@ def supervised_steps(training: Training, first: int, count: int) -> list[float]:
     config = training.config
     assert config.sft is not None
     rows = len(read_columns(training.run.prompts("sft"), ["response_tokens"])["response_tokens"])
-    batch = config.sft.batch
-    batches = take(first * batch, count * batch, rows, config.seed, config.data.shuffle).reshape(count, batch)
+    batch, shuffle = config.sft.batch, config.data.sampler.name != "sequential"
+    batches = take(first * batch, count * batch, rows, config.seed, shuffle).reshape(count, batch)
     replies = training.session().call(
         "actor",
         "sft_steps",
@@ -53,37 +51,3 @@ def supervised_steps(training: Training, first: int, count: int) -> list[float]:
     losses: list[float] = replies[0]["losses"]
     training.session().say(f"supervised warm-up: step {first + count}/{config.sft.steps}, loss {losses[-1]:.3f}")
     return losses
-
-
-@task(task_run_name="end", cache_policy=NO_CACHE)
-def end_supervised(training: Training, model_folder: str, target: str) -> str:
-    """Write the trained model with its tokenizer to `target`, complete or not at all, and free the engines."""
-    final = Path(target)
-    aside = final.with_name(f".{final.name}.partial")
-    shutil.rmtree(aside, ignore_errors=True)
-    aside.mkdir(parents=True)
-    training.session().call("actor", "sft_end", "0/sft_end", folder=str(aside))
-    copy_tokenizer(Path(model_folder), aside)
-    aside.rename(final)
-    return target
-
-
-def blocks(config: TrainConfig) -> Iterator[tuple[int, int]]:
-    """Yield (first step, number of steps) of every command."""
-    steps = config.sft.steps if config.sft is not None else 0
-    for first in range(0, steps, STEPS_PER_COMMAND):
-        yield first, min(STEPS_PER_COMMAND, steps - first)
-
-
-def copy_tokenizer(source: Path, target: Path) -> None:
-    """Copy everything of a model folder that belongs to its tokenizer."""
-    for pattern in (
-        "tokenizer*",
-        "special_tokens_map.json",
-        "vocab*",
-        "merges.txt",
-        "chat_template*",
-        "added_tokens.json",
-    ):
-        for path in source.glob(pattern):
-            shutil.copy2(path, target / path.name)

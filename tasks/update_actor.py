@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import asdict
+from typing import Any, Literal
 
 from prefect import task
 from prefect.cache_policies import NO_CACHE
 
 from algorithms.discovery import settings as settings_of
 from algorithms.policy_losses import CHOICES, POLICY_LOSSES
+from tasks.logprobs import states_path
 from tasks.session import Stage, Training, timed
 from tasks.settings import Settings
 from tasks.utilisation import role_figures
@@ -26,23 +28,37 @@ def update_actor(training: Training, settings: Settings, stage: Stage) -> dict[s
         "choice_settings": {name: in_force[name] for name in _settings_of_choice(policy_loss)},
         "temperature": settings.temperature,
         "entropy_coefficient": settings.entropy_coefficient,
-        "kl_estimator": kl.estimator if kl is not None and kl.place == "loss" else None,
+        "kl_estimator": kl.estimator if kl is not None and algorithm.kl_in_loss else None,
         "kl_coefficient": settings.kl_coefficient,
+        "correction": None if algorithm.correction is None else algorithm.correction.model_dump(),
     }
+    states = states_path(stage.experience) if algorithm.full_kl and algorithm.kl_in_loss else None
+    metrics = updated(
+        training,
+        settings,
+        stage,
+        "actor",
+        version=stage.experience.policy_version,
+        split=split(training, settings.iteration, settings.micro_batch_tokens),
+        loss=loss,
+        learning_rate=settings.learning_rate,
+        states=None if states is None else str(states),
+    )
+    if states is not None:
+        states.unlink()
+    return metrics
+
+
+def updated(
+    training: Training, settings: Settings, stage: Stage, role: Literal["actor", "critic"], **arguments: Any
+) -> dict[str, float]:
+    """Train the model of `role` on the experience; return its metrics."""
     metrics: dict[str, float] = {}
-    key = f"{settings.iteration}/update_actor"
-    with timed(metrics, "update_actor"):
-        replies = training.session().call(
-            "actor",
-            "update_actor",
-            key,
-            path=stage.experience.path,
-            version=stage.experience.policy_version,
-            split=split(training, settings.iteration, settings.micro_batch_tokens),
-            loss=loss,
-            learning_rate=settings.learning_rate,
-        )
-    return metrics | named("actor", replies[0]) | role_figures(training, "actor", key)
+    command = f"update_{role}"
+    key = f"{settings.iteration}/{command}"
+    with timed(metrics, command):
+        replies = training.session().call(role, command, key, path=stage.experience.path, **arguments)
+    return metrics | named(role, replies[0]) | role_figures(training, role, key)
 
 
 def _settings_of_choice(policy_loss: str) -> tuple[str, ...]:
@@ -64,5 +80,5 @@ def split(training: Training, iteration: int, micro_batch_tokens: int) -> dict[s
 
 
 def named(role: str, reply: dict[str, float]) -> dict[str, float]:
-    """Prefix a rank's figures with the role."""
-    return {f"{role}/{name}": value for name, value in reply.items()}
+    """Prefix a rank's figures with the role, but those that have a prefix."""
+    return {name if "/" in name else f"{role}/{name}": value for name, value in reply.items()}

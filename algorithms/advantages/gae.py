@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from algorithms.advantages.types import AdvantageInputs, Advantages
+from algorithms.advantages.types import AdvantageInputs, Advantages, CountedTokens
 from algorithms.algorithm import Algorithm, Need
 from algorithms.normalization import whitened
 from algorithms.segments import discounted_sums
@@ -42,6 +42,18 @@ def gae(inputs: AdvantageInputs, *, gamma: float = 1.0, gae_lambda: float = 0.95
     Raises:
         ValueError: ``inputs.values_T`` is None.
     """
+    counted, advantages_C, returns_T = generalised(inputs, gamma, gae_lambda)
+    return Advantages(counted.spread(whitened(advantages_C) if whiten else advantages_C), returns_T)
+
+
+def generalised(
+    inputs: AdvantageInputs, gamma: float, gae_lambda: float
+) -> tuple[CountedTokens, np.ndarray, np.ndarray]:
+    """The counted tokens, their advantages (_C, float64) before any normalisation, and returns_T.
+
+    Raises:
+        ValueError: ``inputs.values_T`` is None.
+    """
     if inputs.values_T is None:
         raise ValueError("gae needs the critic's values, and the inputs hold none")
     counted = inputs.counted()
@@ -50,5 +62,4 @@ def gae(inputs: AdvantageInputs, *, gamma: float = 1.0, gae_lambda: float = 0.95
     next_values_C[counted.last_B] = 0.0
     deltas_C = counted.rewards_C + gamma * next_values_C - values_C
     advantages_C = discounted_sums(deltas_C, counted.offsets_B1, gamma * gae_lambda)
-    returns_T = counted.spread(advantages_C + values_C)
-    return Advantages(counted.spread(whitened(advantages_C) if whiten else advantages_C), returns_T)
+    return counted, advantages_C, counted.spread(advantages_C + values_C)

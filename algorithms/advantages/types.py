@@ -6,7 +6,7 @@ Shapes: _T flat response tokens of a packed batch, _B rows (sequences), _B1 offs
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -28,6 +28,7 @@ class AdvantageInputs:
         old_logprobs_T: log-probability of each token under the policy that generated it, or None.
         baselines_B: reward of the greedy response to a row's prompt, or None.
         parts_B: the parts of the rewards by name, NaN where a row has none of that name.
+        agents_B: number of the agent that a row is for, or None where there is one.
     """
 
     rewards_B: np.ndarray
@@ -39,6 +40,7 @@ class AdvantageInputs:
     old_logprobs_T: np.ndarray | None = None
     baselines_B: np.ndarray | None = None
     parts_B: Mapping[str, np.ndarray] = field(default_factory=dict)
+    agents_B: np.ndarray | None = None
 
     def scores_B(self) -> np.ndarray:
         """Everything that a row earned, in float64: its reward plus its counted token rewards."""
@@ -87,13 +89,20 @@ class Advantages:
     Args:
         advantages_T: advantage of each token.
         returns_T: the critic's target, or None where the estimator gives none.
+        accepted_B: whether the update looks at a row at all; the others are in no term and no divisor. None for all.
     """
 
     advantages_T: np.ndarray
     returns_T: np.ndarray | None = None
+    accepted_B: np.ndarray | None = None
 
 
 def spread_over_tokens(advantages_B: np.ndarray, inputs: AdvantageInputs) -> Advantages:
     """Give every counted token of a row the row's advantage."""
     advantages_T = np.repeat(advantages_B, lengths(inputs.offsets_B1)) * inputs.mask_T
     return Advantages(advantages_T.astype(np.float32))
+
+
+def accept(accepted_B: np.ndarray, inputs: AdvantageInputs) -> Advantages:
+    """Give every counted token of the accepted rows 1, and leave the other rows out of the loss."""
+    return replace(spread_over_tokens(accepted_B.astype(np.float64), inputs), accepted_B=accepted_B)

@@ -10,6 +10,8 @@ from __future__ import annotations
 from algorithms.policy_losses.types import PolicyLossInputs, PolicyLossOutputs
 from algorithms.ratio import ratio_metrics, token_ratio
 
+RATIO = False  # no ratio to the generating policy is in the loss
+
 
 def reinforce(inputs: PolicyLossInputs) -> PolicyLossOutputs:
     """-A log pi(token), whose gradient is exactly -A.

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from engines.lora import adapted_layers
 from engines.weights.buckets import in_buckets, numels_of, one_ahead
 from engines.weights.checksum import word_sum
 from engines.weights.gather import Gathering, Shards, staging
@@ -28,21 +29,30 @@ from engines.weights.slices import shapes_of
 
 
 class FlatSource:
-    """Buckets of a trainer that holds whole parameters: views of its flat buffer, laid down once."""
+    """Buckets of a trainer that holds whole parameters: views of its flat buffer, laid down once.
+
+    Buckets with weights that have an adapter are made anew each time, from the merged ones.
+    """
 
     def __init__(self, lm: nn.Module, buckets: Sequence[tuple[str, ...]]) -> None:
         self._parameters = dict(lm.named_parameters())
         self._addresses = {name: parameter.data_ptr() for name, parameter in self._parameters.items()}
+        self._adapted = adapted_layers(lm)
         parts = [[self._parameters[name].data.view(-1) for name in bucket] for bucket in buckets]
-        self._buckets = [(fused_view(bucket), bucket) for bucket in parts]
+        merged = [not self._adapted.keys().isdisjoint(bucket) for bucket in buckets]
+        views = [None if anew else fused_view(bucket) for anew, bucket in zip(merged, parts, strict=True)]
+        self._buckets = list(zip(buckets, views, strict=True))
 
     def buckets(self) -> Iterator[torch.Tensor]:
         """Yield each bucket; where parameters are no neighbours they are packed."""
         moved = [name for name, address in self._addresses.items() if self._parameters[name].data_ptr() != address]
         if moved:
             raise RuntimeError(f"the actor's parameters moved: {', '.join(moved[:5])}")
-        for view, parts in self._buckets:
-            yield torch.cat(parts) if view is None else view
+        for names, view in self._buckets:
+            yield torch.cat([self._whole(name).view(-1) for name in names]) if view is None else view
+
+    def _whole(self, name: str) -> torch.Tensor:
+        return self._adapted[name].merged() if name in self._adapted else self._parameters[name].data
 
     def differences(self) -> Differences:
         """Nothing was gathered, so nothing can be wrong yet."""

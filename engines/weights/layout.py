@@ -57,8 +57,9 @@ def in_plan_order(named: Mapping[str, T]) -> dict[str, T]:
 
 
 def ordered_parameters(lm: nn.Module) -> list[nn.Parameter]:
-    """Return the parameters in plan order: hand them to the optimizer like this and fused groups lie together."""
-    return list(in_plan_order(dict(lm.named_parameters())).values())
+    """Return what is trained in plan order: hand it to the optimizer like this and fused groups lie together."""
+    trained = {name: parameter for name, parameter in lm.named_parameters() if parameter.requires_grad}
+    return list(in_plan_order(trained).values())
 
 
 def flatten_in_place(parameters: list[nn.Parameter]) -> torch.Tensor:

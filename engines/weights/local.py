@@ -2,7 +2,8 @@
 
 What could be bound to the trainer's storage is current already, which its addresses prove. The rest (this rank's part
 of matrices that an engine of several ranks cuts, vocabularies that vLLM pads) is copied from the trainer's parameters
-on this rank, without communication, and compared bit for bit.
+on this rank, without communication, and compared bit for bit. A weight with an adapter is merged for it, one at a time:
+the base stays as it is, and the rollout engine's copy is its own.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from engines.lora import adapted_layers
 from engines.weights.loader import Binding
 from engines.weights.placing import Placement, refuse, wrong_names
 from engines.weights.slices import shapes_of
@@ -33,8 +35,10 @@ class LocalReshard:
         for item in (*binding.shared, *binding.copied):
             for piece in item.slices:
                 self._users.setdefault(piece.part, []).append(item.name)
-        needed = self._placement.parts
-        self._wholes = {name: parameter.data for name, parameter in self._ours.items() if name in needed}
+        needed, adapted = self._placement.parts, adapted_layers(lm)
+        self._adapted = {name: layer for name, layer in adapted.items() if name in needed}
+        wholes = {name for name in needed if name not in adapted}
+        self._wholes = {name: parameter.data for name, parameter in self._ours.items() if name in wholes}
         for item in binding.shared:
             first = item.slices[0].of(self._ours[item.slices[0].part].data)
             if theirs[item.name].data_ptr() != first.data_ptr():
@@ -48,10 +52,11 @@ class LocalReshard:
             RuntimeError: a parameter is not the actor's afterwards.
         """
         refuse(self.moved())
-        placed = self._placement.place(self._wholes)
+        placed = [self._placement.place(self._wholes)]
+        placed += (self._placement.place({name: layer.merged()}) for name, layer in self._adapted.items())
         self._placement.check_complete()
-        refuse(wrong_names([placed]))
-        return placed.bytes
+        refuse(wrong_names(placed))
+        return sum(part.bytes for part in placed)
 
     def moved(self) -> list[str]:
         """Return vLLM's parameters that lie elsewhere, or whose source in the trainer does, than when they were bound.

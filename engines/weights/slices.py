@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from engines.lora import base_parameters
 from engines.weights.layout import FusedParameter, plan
 
 Shapes = Mapping[str, Sequence[int]]
@@ -52,14 +53,15 @@ class Counterpart:
 def shapes_of(lm: nn.Module) -> dict[str, tuple[int, ...]]:
     """Return the whole shape of every parameter whose layout vLLM shares, also where ZeRO-3 keeps a shard.
 
-    Transposed matrices (GPT-2's Conv1D) are left out: a square one could not be told from its transpose.
+    Adapters are left out: what vLLM holds is merged. So are transposed matrices (GPT-2's Conv1D): a square one could
+    not be told from its transpose.
     """
     from transformers.pytorch_utils import Conv1D
 
     transposed = {name for name, module in lm.named_modules() if isinstance(module, Conv1D)}
     return {
         name: tuple(getattr(parameter, "ds_shape", parameter.shape))
-        for name, parameter in lm.named_parameters()
+        for name, parameter in base_parameters(lm).items()
         if name.rpartition(".")[0] not in transposed
     }
 

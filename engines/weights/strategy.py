@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from engines.lora import resting_parameters
 from engines.weights.gather import GatherReshard
 from engines.weights.layout import flat_storage
 from engines.weights.loader import Binding
@@ -20,9 +21,12 @@ Transfer = Callable[[], int]  # brings weights, proves it, returns the bytes mov
 def shared_storage(
     strategy: str, lm: nn.Module, tensor_parallel: int, dtype: torch.dtype, device: torch.device
 ) -> dict[str, torch.Tensor]:
-    """Return the Hugging Face parameters that vLLM's may be views of; none where a rank holds none whole."""
+    """Return the Hugging Face parameters that vLLM's may be views of; none where a rank holds none whole.
+
+    Weights with an adapter are not among them: vLLM needs them merged, and the base must stay as it is.
+    """
     if strategy in ("shared", "local"):
-        return {name: parameter.data for name, parameter in lm.named_parameters()}
+        return {name: parameter.data for name, parameter in resting_parameters(lm).items()}
     if strategy == "broadcast" and tensor_parallel == 1:
         return flat_storage(shapes_of(lm), dtype, device)
     return {}

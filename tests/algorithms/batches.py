@@ -15,6 +15,7 @@ class Row:
     """One sequence as lists: only its counted tokens, with where each stands among all tokens of the batch."""
 
     group: int
+    agent: int
     reward: float
     token_rewards: list[float]
     values: list[float]
@@ -66,6 +67,7 @@ def ragged_batch(seed: int = 0, rows: int = 40) -> AdvantageInputs:
         old_logprobs_T=-generator.exponential(size=tokens),
         baselines_B=generator.integers(0, 10, rows) / 10,
         parts_B=parts_B,
+        agents_B=np.arange(rows) % 3,
     )
 
 
@@ -83,6 +85,7 @@ def rows_of(inputs: AdvantageInputs) -> list[Row]:
         rows.append(
             Row(
                 group=int(inputs.groups_B[index]),
+                agent=int(inputs.agents_B[index]),
                 reward=float(inputs.rewards_B[index]),
                 token_rewards=[float(inputs.token_rewards_T[place]) for place in places],
                 values=[float(inputs.values_T[place]) for place in places],
@@ -109,4 +112,5 @@ def take(inputs: AdvantageInputs, order: np.ndarray) -> AdvantageInputs:
         old_logprobs_T=inputs.old_logprobs_T[tokens],
         baselines_B=inputs.baselines_B[order],
         parts_B={name: part_B[order] for name, part_B in inputs.parts_B.items()},
+        agents_B=inputs.agents_B[order],
     )

@@ -56,6 +56,16 @@ def gae(rows: list[Row], gamma: float, gae_lambda: float, whiten: bool) -> Expec
     return normalised(expected) if whiten else expected
 
 
+def ippo(rows: list[Row], gamma: float, gae_lambda: float, whiten: bool) -> Expected:
+    """gae of each agent's rows as if there were no others."""
+    expected: Expected = [[] for _ in rows]
+    for agent in {row.agent for row in rows}:
+        own = [place for place, row in enumerate(rows) if row.agent == agent]
+        for place, values in zip(own, gae([rows[place] for place in own], gamma, gae_lambda, whiten), strict=True):
+            expected[place] = values
+    return expected
+
+
 def grpo(rows: list[Row], normalize_by_std: bool) -> Expected:
     def advantage(row: Row) -> float:
         scores = [other.score for other in group_of(rows, row)]
@@ -142,9 +152,23 @@ def otb(rows: list[Row]) -> Expected:
     return expected
 
 
+def rft(rows: list[Row], accept_reward: float) -> Expected:
+    return over_tokens(rows, lambda row: float(row.reward >= accept_reward))
+
+
+def best_of_n(rows: list[Row], accept_best: int) -> Expected:
+    def advantage(row: Row) -> float:
+        rewards = sorted((other.reward for other in group_of(rows, row)), reverse=True)
+        return float(row.reward in rewards[:accept_best] and row.reward != rewards[-1])
+
+    return over_tokens(rows, advantage)
+
+
 CASES: list[tuple[Callable[..., Expected], dict[str, Any]]] = [
     (gae, {"gamma": 0.9, "gae_lambda": 0.8, "whiten": False}),
     (gae, {"gamma": 1.0, "gae_lambda": 0.95, "whiten": True}),
+    (ippo, {"gamma": 0.9, "gae_lambda": 0.8, "whiten": False}),
+    (ippo, {"gamma": 1.0, "gae_lambda": 0.95, "whiten": True}),
     (grpo, {"normalize_by_std": True}),
     (grpo, {"normalize_by_std": False}),
     (rloo, {}),
@@ -159,8 +183,11 @@ CASES: list[tuple[Callable[..., Expected], dict[str, Any]]] = [
     (gdpo, {"part_weights": None}),
     (gdpo, {"part_weights": {"form": 0.25}}),
     (otb, {}),
+    (rft, {"accept_reward": 0.6}),
+    (best_of_n, {"accept_best": 1}),
+    (best_of_n, {"accept_best": 3}),
 ]
-GROUPED = sorted(set(ADVANTAGES) - {"gae", "returns", "remax"})
+GROUPED = sorted(set(ADVANTAGES) - {"gae", "ippo", "returns", "remax", "rft"})
 
 
 def case_name(value: Any) -> str:
@@ -203,6 +230,7 @@ HAND = AdvantageInputs(
     old_logprobs_T=np.full(8, math.log(0.5)),
     baselines_B=np.full(4, 2.0),
     parts_B={"right": np.array([0.0, 0.0, 4.0, 4.0]), "form": np.array([1.0, 1.0, 1.0, 1.0])},
+    agents_B=np.array([0, 1, 1, 0]),
 )
 
 
@@ -214,6 +242,10 @@ HAND = AdvantageInputs(
         ("gpg", {}, [-2] * 2 + [-1] + [3] + [0] * 4),
         ("pass_at_k", {"normalize_by_std": False}, [0, 0, 0, 3, 0, 0, 0, 0]),
         ("remax", {}, [-1] * 2 + [0] + [4] + [1] * 4),
+        ("rft", {"accept_reward": 3.0}, [0] * 3 + [1] * 5),
+        ("best_of_n", {}, [0] * 3 + [1] + [0] * 4),
+        ("best_of_n", {"accept_best": 2}, [0] * 3 + [1] * 5),
+        ("best_of_n", {"accept_best": 9}, [0] * 2 + [1] * 6),  # all but the worst
         ("returns", {}, [1] * 2 + [2] + [6] + [3] * 4),
         ("returns", {"gamma": 0.5}, [0.5, 1, 2, 6, 0.375, 0.75, 1.5, 3]),
         # Position 0: all four, weights equal. Position 1: rows 0 and 3, weights equal. Then row 3 is alone.
@@ -316,6 +348,28 @@ def test_control_a_better_answer_is_told_apart(name: str) -> None:
 # ---- of single estimators --------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("name", ["rft", "best_of_n"])
+def test_the_loss_counts_accepted_rows_alone(name: str) -> None:
+    """Row by row what the advantages say, also for a row without a counted token; other estimators accept all."""
+    inputs = ragged_batch()
+    result = ADVANTAGES[name](inputs, **{"rft": {"accept_reward": 0.6}}.get(name, {}))
+    assert result.accepted_B is not None
+    for row, accepted in zip(rows_of(inputs), result.accepted_B, strict=True):
+        assert all(result.advantages_T[place] == accepted for place in row.places)
+    assert 0 < result.accepted_B.sum() < len(result.accepted_B)
+    assert ADVANTAGES["grpo"](inputs).accepted_B is None
+
+
+def test_best_of_n_takes_all_that_tie_and_none_where_all_tie() -> None:
+    """Rewards 2, 2, 1, 0 and 1, 1 and 5: both twos, none of the equal ones, and none of a group of one."""
+    rewards_B, groups_B = np.array([2.0, 2.0, 1.0, 0.0, 1.0, 1.0, 5.0]), np.array([0, 0, 0, 0, 1, 1, 2])
+    inputs = AdvantageInputs(rewards_B, np.zeros(7), np.ones(7), np.arange(8), groups_B)
+    assert ADVANTAGES["best_of_n"](inputs).advantages_T.tolist() == [1, 1, 0, 0, 0, 0, 0]
+    assert ADVANTAGES["best_of_n"](inputs, accept_best=3).advantages_T.tolist() == [1, 1, 1, 0, 0, 0, 0]
+    assert ADVANTAGES["rft"](inputs).advantages_T.tolist() == [1, 1, 1, 0, 1, 1, 1]
+    assert not ADVANTAGES["rft"](inputs, accept_reward=5.5).advantages_T.any()
+
+
 def test_dr_grpo_is_rloo_scaled() -> None:
     """(R - mean) n / (n - 1) is R - mean of the others: the two differ by a factor of the group's size alone."""
     ratio = ADVANTAGES["grpo"](HAND, normalize_by_std=False).advantages_T / 0.75
@@ -348,7 +402,10 @@ def test_parts_that_do_not_exist_are_refused() -> None:
         ADVANTAGES["gdpo"](dataclasses.replace(HAND, parts_B={}))
 
 
-@pytest.mark.parametrize(("name", "field"), [("gae", "values_T"), ("remax", "baselines_B"), ("otb", "old_logprobs_T")])
+@pytest.mark.parametrize(
+    ("name", "field"),
+    [("gae", "values_T"), ("ippo", "agents_B"), ("remax", "baselines_B"), ("otb", "old_logprobs_T")],
+)
 def test_what_an_estimator_needs_is_required(name: str, field: str) -> None:
     with pytest.raises(ValueError, match=f"{name} needs"):
         ADVANTAGES[name](dataclasses.replace(HAND, **{field: None}))

@@ -20,7 +20,8 @@ from configs.keys import describe_keys
 from configs.schema import TrainConfig
 
 COMMON = {"name", "advantage", "policy_loss", "mini_batches", "epochs", "aggregation", "entropy_coefficient", "kl"} | {
-    "dynamic_sampling"
+    "dynamic_sampling",
+    "correction",
 }
 # A value other than every default, within bounds, of each setting.
 OTHER: dict[str, Any] = {
@@ -32,7 +33,13 @@ OTHER: dict[str, Any] = {
     "covariance_low": 0.7,
     "covariance_high": 7.0,
     "weight_bound": 7.0,
+    "accept_best": 3,
 }
+
+
+def agents_of(advantage: str) -> dict[str, Any]:
+    """What the data must say for an estimator that tells agents apart."""
+    return {"data": {"agents": {"column": "role", "names": ["solver"]}}} if advantage == "ippo" else {}
 
 
 def test_every_setting_is_a_field_and_every_field_a_setting() -> None:
@@ -43,7 +50,7 @@ def test_every_setting_is_a_field_and_every_field_a_setting() -> None:
 @pytest.mark.parametrize("algorithm", ALGORITHMS.values(), ids=lambda algorithm: algorithm.name)
 def test_a_name_fills_in_what_is_in_force(algorithm: Algorithm) -> None:
     """Functions, aggregation and settings with their defaults, all else null; resolving again changes nothing."""
-    config = TrainConfig.model_validate({"algorithm": {"name": algorithm.name}})
+    config = TrainConfig.model_validate({"algorithm": {"name": algorithm.name}, **agents_of(algorithm.advantage)})
     filled = config.algorithm
     assert filled.functions == (filled.advantage, filled.policy_loss) == (algorithm.advantage, algorithm.policy_loss)
     assert filled.aggregation == algorithm.aggregation
@@ -71,8 +78,9 @@ def test_a_setting_is_taken_where_it_applies_and_refused_elsewhere(algorithm: st
 @pytest.mark.parametrize("loss", POLICY_LOSSES)
 def test_any_estimator_goes_with_any_loss(advantage: str, loss: str) -> None:
     """What they need follows the functions, not the name: critic, greedy responses, log-probs, groups."""
-    config = TrainConfig.model_validate({"algorithm": {"advantage": advantage, "policy_loss": loss}})
-    assert ("critic" in config.roles) == (config.critic is not None) == (advantage == "gae")
+    algorithm = {"advantage": advantage, "policy_loss": loss}
+    config = TrainConfig.model_validate({"algorithm": algorithm, **agents_of(advantage)})
+    assert ("critic" in config.roles) == (config.critic is not None) == (advantage in ("gae", "ippo"))
     assert ("greedy" in config.algorithm.needs) == (advantage == "remax")
     assert config.old_logprobs_needed == (advantage == "otb" or loss in ("clip_cov", "kl_cov"))
 

@@ -92,7 +92,10 @@ def test_an_override_that_is_not_yaml_is_refused(recipe: Path) -> None:
         ("actor.optimizer.learning_rat", "did you mean 'learning_rate'?"),
         ("actor.learning_rate", "'learning_rate' exists at actor.optimizer.learning_rate"),
         ("actor.lr", "'learning_rate' exists at actor.optimizer.learning_rate"),
-        ("actor.temperature", "'temperature' exists at rollout.temperature, evaluate.temperature"),
+        (
+            "actor.temperature",
+            "'temperature' exists at reward.judge.temperature, rollout.temperature, evaluate.temperature",
+        ),
         ("groups.main.role", "did you mean 'roles'?"),
     ],
 )
@@ -227,4 +230,5 @@ def _flatten(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
 
 def _filled(name: str) -> bool:
     names = ("advantage", "policy_loss", "aggregation", "normalize_by_std", "clip_low", "clip_high")
-    return name in {f"algorithm.{key}" for key in names}  # null stands for what the default algorithm has
+    # null stands for what the default algorithm has
+    return name in {f"algorithm.{key}" for key in names} | {"evaluate.evaluators"}

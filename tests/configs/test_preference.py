@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from configs.errors import UserError
-from configs.loading import load_tree, to_yaml
+from configs.loading import load_tree, resolve, to_yaml
 from configs.preference import PreferenceConfig, RewardModelConfig
 
 
@@ -28,6 +28,7 @@ def load(tmp_path: Path, text: str, *overrides: str, kind: Any = PreferenceConfi
         (["rollout.prompts=5"], "names no key"),
         (["devices={gpus: [0], ranks: 1}"], "exclude each other"),
         (["data.template=no place"], "must contain {prompt}"),
+        (["trainer={offload_optimizer: true, zero_stage: 2}"], "trainer: 'offload_optimizer' has no effect here"),
     ],
 )
 def test_refusals(tmp_path: Path, overrides: list[str], message: str) -> None:
@@ -35,9 +36,16 @@ def test_refusals(tmp_path: Path, overrides: list[str], message: str) -> None:
         load(tmp_path, "data: {train: a.jsonl}", *overrides)
 
 
-def test_a_file_to_train_on_is_required(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="data.train: is required"):
-        load(tmp_path, "data: {}", kind=RewardModelConfig)
+def test_a_part_of_a_tree_is_laid_over_a_recipe(tmp_path: Path) -> None:
+    """As deployments give it: `base` names the recipe, and what the form sends goes over it."""
+    load(tmp_path, "data: {prompt: question}\nseed: 7")
+    given = {"base": str(tmp_path / "recipe.yaml"), "data": {"train": "a.jsonl"}, "loss": {"name": "kto"}}
+    config = PreferenceConfig.model_validate(given)
+    assert (config.seed, config.data.prompt, config.data.train) == (7, "question", "a.jsonl")
+    assert (config.base, config.data.label) == (None, "label")
+    assert resolve(config) is config
+    with pytest.raises(UserError, match="does not exist"):
+        RewardModelConfig.model_validate({"base": "absent.yaml"})
 
 
 @pytest.mark.parametrize("loss", ["dpo", "ipo", "orpo", "kto"])

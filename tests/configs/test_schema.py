@@ -11,11 +11,12 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from configs import recipes
-from configs.loading import config_from_mapping, load_config, to_yaml
+from configs.loading import config_from_mapping, load_config, load_tree, to_yaml
+from configs.preference import PreferenceConfig, RewardModelConfig
 from configs.schedule import value_at
 from configs.schema import TrainConfig
 
+KINDS = {"dpo": PreferenceConfig, "reward_model": RewardModelConfig}  # of recipes that are no trainings
 RECIPES = sorted((Path(__file__).parents[2] / "configs").glob("*.yaml"))
 
 
@@ -39,6 +40,7 @@ RECIPES = sorted((Path(__file__).parents[2] / "configs").glob("*.yaml"))
         ({"data": {"sft": "a.jsonl"}}, "have no effect without an 'sft' section"),
         ({"data": {"arithmetic": {}, "train": "a.jsonl"}}, "makes its own problems"),
         ({"data": {"template": "no place"}}, "must contain {prompt}"),
+        ({"data": {"arithmetic": {"calls": 0.5, "mistakes": 0.1}}}, "'mistakes' has no effect with 'calls'"),
         ({"rollout": {"samples": 1}}, "at least 2 with algorithm 'grpo'"),
         ({"rollout": {"prompts": 3}, "algorithm": {"mini_batches": 2}}, "must be a multiple"),
         ({"groups": {"a": {"roles": ["actor", "rollout", "critic"]}}}, "places critic, which"),
@@ -114,7 +116,7 @@ def test_the_optimizer_rests_in_host_memory_only_where_deepspeed_can_move_it(sta
     assert TrainConfig.model_validate({"actor": offloading}).actor.offload_optimizer
     with pytest.raises(ValidationError, match=f"needs 'zero_stage' 2, not {stage}"):
         TrainConfig.model_validate({"actor": {"offload_optimizer": True, "zero_stage": stage}})
-    with pytest.raises(ValidationError, match="no effect in 'sft'"):
+    with pytest.raises(ValidationError, match="nothing else needs the memory"):
         TrainConfig.model_validate({"sft": offloading})
     ppo = {"algorithm": {"name": "ppo"}, "critic": offloading}
     groups = {"main": {"gpus": [0], "roles": ["actor", "rollout"]}, "critic": {"gpus": [1], "roles": ["critic"]}}
@@ -125,14 +127,16 @@ def test_the_optimizer_rests_in_host_memory_only_where_deepspeed_can_move_it(sta
 
 def test_there_are_recipes() -> None:
     """The tests below are not vacuous."""
-    assert {"grpo_gsm8k.yaml", "ppo_gsm8k.yaml"} <= {path.name for path in RECIPES}
+    assert {"grpo_gsm8k", "ppo_gsm8k", *KINDS} <= {path.stem for path in RECIPES}
 
 
 @pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
-def test_a_shipped_recipe_is_valid_and_resolves_to_itself(path: Path) -> None:
+def test_a_shipped_recipe_is_valid_and_resolves_to_itself(path: Path, tmp_path: Path) -> None:
     """Each loads, and written out in full it is the same configuration."""
-    config = load_config(path)
-    assert config_from_mapping(recipes.parse(to_yaml(config), path.name), path.name) == config
+    kind: Any = KINDS.get(path.stem, TrainConfig)
+    config = load_tree(path, (), kind)
+    (tmp_path / path.name).write_text(to_yaml(config), encoding="utf-8")
+    assert load_tree(tmp_path / path.name, (), kind) == config
 
 
 def test_ppo_on_gsm8k_differs_from_grpo_only_in_the_algorithm() -> None:

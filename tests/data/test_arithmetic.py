@@ -31,6 +31,9 @@ def test_answers_are_sums_of_fixed_width(digits: int) -> None:
         assert len(row.answer) == digits + 1
         assert int(row.answer) == int(match[1]) + int(match[2])
         assert row.response == f"{row.answer}."
+        digits_of = [sum(map(int, pair)) for pair in zip(reversed(match[1]), reversed(match[2]), strict=True)]
+        # Each carry takes ten from a place and gives one to the next: the sum of digits falls by 9.
+        assert row.carries == (sum(digits_of) - sum(map(int, row.answer))) / 9
         assert set(row.prompt + row.response) <= set(CHARACTERS)
 
 
@@ -49,6 +52,19 @@ def test_held_out_problems_stay_apart_where_training_has_to_overlap(seed: int) -
     assert heldout.isdisjoint(sft | train)
     assert len(sft & train) == 30
     assert sft | train | heldout == {f"{a}+{b}=" for a in range(10) for b in range(10)}
+
+
+def test_a_careless_teacher_errs_in_one_digit_of_a_share_of_its_answers() -> None:
+    """In the warm-up alone: what is rewarded, and what is held out, stays right. Control: without mistakes none."""
+    splits = make_problems(ArithmeticData(mistakes=0.3), seed=1)
+    right = splits["sft"]["answer"] + "."
+    wrong = splits["sft"]["response"] != right
+    assert wrong.sum() == round(0.3 * len(wrong))
+    for said, answer in zip(splits["sft"]["response"][wrong], right[wrong], strict=True):
+        assert sum(one != other for one, other in zip(said, answer, strict=True)) == 1
+    for name in ("train", "heldout"):
+        assert (splits[name]["response"] == splits[name]["answer"] + ".").all()
+    assert (make_problems(ArithmeticData(), seed=1)["sft"]["response"] == right).all()
 
 
 def test_the_seed_decides() -> None:

@@ -49,7 +49,9 @@ def test_over_long_rows_are_dropped_and_counted(tokenizer: PreTrainedTokenizerBa
     [
         (FRAME.rename(columns={"response": "respons"}), "no column 'response'\n  did you mean 'respons'"),
         (FRAME.assign(response=["3", None]), "sft.jsonl, line 2: 'response' is null"),
-        (FRAME.assign(response=[["3"], ["4"]]), "sft.jsonl, line 1: 'response' is a list, not text"),
+        (FRAME.assign(response=[3, 4]), "sft.jsonl, line 1: 'response' is 3, which is no text"),
+        (FRAME.assign(response=[[3], [4]]), "sft.jsonl, line 1: 'response' is a list, neither text nor a list"),
+        (FRAME.assign(response=[["[1+2]", "=3 "], ["4"]]), "sft.jsonl, line 1: 'response' has 2 texts"),
         (FRAME.assign(prompt=["3", ""]), "sft.jsonl, line 2: 'prompt' is empty"),
     ],
 )

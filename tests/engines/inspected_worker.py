@@ -20,9 +20,11 @@ import deepspeed
 import numpy as np
 import torch
 
+from configs.errors import UserError
 from configs.schema import TrainConfig
 from engines import communication
 from engines.generator import Generator
+from engines.lora import adapted_layers
 from engines.packing import Rows, pack
 from engines.updates import Split, mini_batch_rows
 from engines.weights import buckets
@@ -83,6 +85,7 @@ class InspectedWorker(Worker):
         self.trainers, self.frozen, self.lm, self.sft_rows = {}, {}, None, None
         self.verified_version, self.updated_since, self.config = -1, False, TrainConfig()
         self.transfer, self.storage, self.store = None, {}, None
+        self.reference_refreshed, self.reference_head = False, None
         gc.collect()
         return {}
 
@@ -148,7 +151,7 @@ class InspectedWorker(Worker):
         """What the command `of` raises, as text; empty if it goes through. (Let out, it would end the group.)"""
         try:
             self.handle(of, arguments)
-        except RuntimeError as error:
+        except (RuntimeError, UserError) as error:
             return {"error": str(error)}
         return {"error": ""}
 
@@ -219,7 +222,7 @@ class InspectedWorker(Worker):
             return reply
         mask = Ragged(np.ones(len(responses.values_T), np.uint8), responses.offsets_B1)
         batch = pack(Rows(asked, responses, mask, {}), list(range(len(asked))), self.device)
-        return reply | {"trainer": self._model("actor")(batch, 1.0)[0].numpy()}
+        return reply | {"trainer": self.model("actor")(batch, 1.0)[0].numpy()}
 
     @torch.no_grad()
     def mismatches(self) -> dict[str, Any]:
@@ -227,6 +230,7 @@ class InspectedWorker(Worker):
         assert self.generator is not None
         theirs, binding = dict(self.generator.model.named_parameters()), self.generator.binding
         wholes = {name: self._whole(parameter) for name, parameter in self.lm.named_parameters()}
+        wholes |= {name: layer.merged() for name, layer in adapted_layers(self.lm).items()}
         names = [
             item.name
             for item in (*binding.shared, *binding.copied)
@@ -278,7 +282,7 @@ class InspectedWorker(Worker):
         """Replace the rollout engine by one with weights of its own, copied now."""
         self.retired.append(self.generator)
         limit = self.config.data.max_prompt_tokens
-        self.generator = Generator(Path(folder), self.lm, self._dtype, self.config.rollout, limit, storage={})
+        self.generator = Generator(Path(folder), self.lm, self.dtype, self.config.rollout, limit, storage={})
         self.transfer = LocalReshard(self.generator.model, self.generator.binding, self.lm)
         self.reshard(self.verified_version)
         return {"copied": self.generator.binding.copied_count}

@@ -14,7 +14,7 @@ import torch
 from transformers import AutoTokenizer
 
 from configs.schema import RolloutConfig
-from engines.generator import CPU_KV_CACHE_LIMIT, GIB, kv_cache_bytes, stop_token_ids
+from engines.generator import CPU_KV_CACHE_LIMIT, GIB, engine_arguments, kv_cache_bytes, stop_token_ids
 from engines.packing import Rows
 from state.experience import Ragged
 from tests.engines.ranks import EOS, Ranks, Shape
@@ -230,3 +230,17 @@ def test_the_kv_cache_holds_all_sequences_unless_told_otherwise() -> None:
     assert size(129, 3) == 8 * block
     assert size(129, 3, kv_cache_gib=0.25) == GIB // 4
     assert size(1 << 20, 256) <= CPU_KV_CACHE_LIMIT
+
+
+def test_an_engine_is_started_as_the_recipe_says() -> None:
+    """CUDA graphs of every size on a GPU unless refused, and never on a CPU; the GPUs of an engine."""
+
+    def started(cuda: bool, **settings: Any) -> dict[str, Any]:
+        return engine_arguments(RolloutConfig(**settings), 12, 99, GIB, cuda=cuda, sleeps=False, logprobs=False)
+
+    assert started(True)["cudagraph_capture_sizes"][-1] == 24
+    assert not started(True)["enforce_eager"]
+    for without in (started(True, cuda_graphs=False), started(False)):
+        assert without["enforce_eager"]
+        assert without["cudagraph_capture_sizes"] is None
+    assert [started(True, tensor_parallel=ranks)["tensor_parallel_size"] for ranks in (1, 2)] == [1, 2]

@@ -101,6 +101,10 @@ def test_a_role_costs_where_it_lives() -> None:
     assert everything["reference"] == 2_000_000
     assert "rollout weights" not in _phase("rollout", _rank(1, roles=("actor", "rollout")))
     assert _phase("rollout", _rank(2, roles=("actor", "rollout")), actor={"zero_stage": 3})["rollout weights"] == 2e6
+    for sleep in (True, False):  # asleep, the engine drops what is its own
+        sections = {"actor": {"zero_stage": 3}, "rollout": {"sleep": sleep}}
+        update = _phase("update of the actor", _rank(2, roles=("actor", "rollout")), **sections)
+        assert ("rollout weights" in update) is not sleep
     stage = {"zero_stage": 2}
     config = TrainConfig.model_validate({"algorithm": {"name": "ppo"}, "actor": stage, "critic": stage})
     ppo = rank_phases(config, _rank(1, roles=("actor", "critic")), NEITHER)

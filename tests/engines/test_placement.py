@@ -9,7 +9,7 @@ import pytest
 
 from configs.errors import UserError
 from configs.schema import TrainConfig
-from engines.placement import STRATEGIES, place, reshard_strategy
+from engines.placement import STRATEGIES, describe_strategy, place, reference_is_base, reshard_strategy
 
 LOGS = Path("logs")
 PPO = {"algorithm": {"name": "ppo"}}
@@ -23,9 +23,11 @@ def test_without_groups_one_group_takes_all_there_is() -> None:
     """All visible GPUs, else one CPU rank; every role is in it, and the deadlines are the configured ones."""
     assert _places(4) == {"main": [0, 1, 2, 3]}
     assert _places(0) == {"main": [None]}
-    (spec,) = place(TrainConfig(**PPO, engine={"command_timeout_s": 7}), 0, LOGS)
+    deadlines = {"start_timeout_s": 6, "command_timeout_s": 7, "heartbeat_timeout_s": 8}
+    (spec,) = place(TrainConfig(**PPO, engine=deadlines), 0, LOGS)
     assert spec.roles == ("actor", "critic", "rollout")
-    assert (spec.command_timeout_s, spec.log_dir, spec.worker) == (7.0, LOGS, "engines.worker:Worker")
+    assert (spec.log_dir, spec.worker) == (LOGS, "engines.worker:Worker")
+    assert (spec.start_timeout_s, spec.command_timeout_s, spec.heartbeat_timeout_s) == (6.0, 7.0, 8.0)
 
 
 def test_groups_get_the_devices_and_roles_they_name() -> None:
@@ -108,3 +110,14 @@ def test_the_placement_decides_how_weights_are_resharded(
     config = TrainConfig(groups=groups, actor={"zero_stage": stage}, rollout={"tensor_parallel": tensor_parallel})
     assert reshard_strategy(config) == strategy
     assert strategy in STRATEGIES
+
+
+def test_with_adapters_the_reference_beside_the_actor_is_its_base() -> None:
+    """Elsewhere, or without adapters, it is a model of its own; the strategy says that something is merged."""
+    plain, low = (TrainConfig.model_validate({"actor": {"lora": lora}}) for lora in (None, {}))
+    assert reference_is_base(low, ("actor", "reference", "rollout"))
+    assert not reference_is_base(low, ("reference",))
+    assert not reference_is_base(plain, ("actor", "reference"))
+    assert reshard_strategy(low) == reshard_strategy(plain) == "shared"
+    assert describe_strategy(plain) == STRATEGIES["shared"]
+    assert "merged" in describe_strategy(low)

@@ -25,6 +25,7 @@ SHAPE = Shape("qwen2", tied=True)
 RATE, UNITS = 0.02, 5
 FolderOf = Callable[[Shape], Path]
 DPO = {"name": "dpo", "settings": {"beta": 0.5, "label_smoothing": 0.1}}
+IPO = {"name": "ipo", "settings": {"beta": 0.3}}
 ORPO = {"name": "orpo", "settings": {"odds_weight": 0.5}}
 KTO = {"name": "kto", "settings": {"beta": 0.5, "desirable_weight": 1.0, "undesirable_weight": 0.7}}
 SCORES = {"name": "bradley_terry", "settings": {}}
@@ -105,7 +106,7 @@ def ranks_of(request: pytest.FixtureRequest) -> Callable[[int], Ranks]:
 
 @pytest.mark.parametrize(
     ("count", "stage", "budget", "loss"),
-    [(1, 1, 10_000, DPO), (2, 2, 1, DPO), (2, 1, 40, ORPO)],
+    [(1, 1, 10_000, DPO), (2, 2, 1, DPO), (1, 1, 40, IPO), (2, 1, 40, ORPO)],
 )
 def test_an_update_on_pairs_is_the_plain_loop(
     count: int,
@@ -130,10 +131,13 @@ def test_an_update_on_pairs_is_the_plain_loop(
         losses = []
         for unit in range(UNITS):
             good, bad = logprobs[2 * unit], logprobs[2 * unit + 1]
+            old = [reference_T[begins[row] : begins[row + 1]].sum() for row in (2 * unit, 2 * unit + 1)]
+            difference = (good.sum() - old[0]) - (bad.sum() - old[1])
             if loss["name"] == "dpo":
-                old = [reference_T[begins[row] : begins[row + 1]].sum() for row in (2 * unit, 2 * unit + 1)]
-                margin = 0.5 * ((good.sum() - old[0]) - (bad.sum() - old[1]))
+                margin = 0.5 * difference
                 losses.append(-0.9 * margin.sigmoid().log() - 0.1 * (-margin).sigmoid().log())
+            elif loss["name"] == "ipo":
+                losses.append((difference - 1 / 0.6) ** 2)
             else:
                 p, q = good.mean().exp(), bad.mean().exp()
                 losses.append(-p.log() - 0.5 * ((p / (1 - p)).log() - (q / (1 - q)).log()).sigmoid().log())
@@ -141,7 +145,7 @@ def test_an_update_on_pairs_is_the_plain_loop(
 
     expected = plain_steps(list(lm.parameters()), [plain, plain], [RATE, RATE], UNCLIPPED)
     assert_same(ranks, steps, lm, expected, "lm.")
-    if loss["name"] == "dpo":
+    if loss["name"] != "orpo":
         assert steps[0]["margin"] == pytest.approx(0, abs=1e-5)
         assert steps[1]["margin"] > 1e-3
 

@@ -7,7 +7,7 @@ each, so that the second sees what the first left behind. Combinations are sprea
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ from torch import nn
 
 from engines.micro_batches import plan_micro_batches
 from engines.packing import Rows
+from state.experience import Ragged, add_columns
 from tests.engines.ranks import Ranks, Shape
 from tests.engines.rows import LOSS, SPLIT, gathered, random_rows, take_rows, with_columns, write_rows
 from tests.engines.unpacked import STEADY, UNCLIPPED, load_unpacked, plain_steps, row_logprobs, row_values
@@ -178,6 +179,28 @@ def test_the_actors_update_is_the_plain_loop(
     after = ranks.parameters()
     _assert_same(replies[0], after, _plain_actor(folder, rows, aggregation))
     assert max(float((after[name] - before[name]).abs().max()) for name in after) > 1e-3
+
+
+def test_rows_that_are_not_accepted_are_in_no_term_and_no_pass(
+    rows: Rows, ranks_of: Callable[[int], Ranks], folder_of: FolderOf, tmp_path: Path
+) -> None:
+    """The plain loop over the accepted rows alone, divisor, KL and entropy included; without any no step is taken."""
+    ranks, folder = ranks_of(2), folder_of(SHAPE)
+    ranks.build(folder, actor=_trainer(2))
+    path = tmp_path / "rows.parquet"
+    accepted_B = np.arange(12) % 5 < 2
+    masked_T = rows.mask.values_T * np.repeat(accepted_B, rows.mask.lengths_B)
+    alone = replace(rows, mask=Ragged(masked_T, rows.mask.offsets_B1))
+    write_rows(path, rows)
+    before = ranks.parameters()
+    add_columns(path, {"accepted": np.zeros(12, np.uint8)})
+    assert ranks.ask("update_actor", **_update_actor(str(path), 32))[0]["steps"] == 0
+    assert all(torch.equal(value, before[name]) for name, value in ranks.parameters().items())
+    add_columns(path, {"accepted": accepted_B.astype(np.uint8)})
+    metrics = ranks.ask("update_actor", **_update_actor(str(path), 32))[0]
+    _assert_same(metrics, ranks.parameters(), _plain_actor(folder, alone))
+    with pytest.raises(AssertionError):
+        _assert_same(metrics, ranks.parameters(), _plain_actor(folder, rows))
 
 
 @pytest.mark.parametrize(("count", "stage", "budget"), [(1, 2, 32), (2, 2, 10_000), (2, 0, 1), (2, 3, 32)])

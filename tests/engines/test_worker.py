@@ -42,11 +42,12 @@ def test_log_probs_come_once_per_row_from_whichever_rank(
 
 @torch.no_grad()
 def test_values_are_the_trained_critics(two_ranks: Ranks, folder_of: FolderOf, tmp_path: Path) -> None:
-    """After a few steps, so that the values are not the zeros they start as."""
+    """After a few steps, so that the values are not the zeros they start as; from a folder that is not the actor's."""
     folder, bare = folder_of(Shape("qwen3", tied=False)), random_rows(8, samples=2)
+    actor = folder_of(Shape("qwen2", tied=True))
     rows = with_columns(bare, {"values": np.zeros(len(bare.responses.values_T))})
     path = write_rows(tmp_path / "rows.parquet", rows)
-    two_ranks.build(folder, ("critic",), algorithm={"name": "ppo"}, critic={"zero_stage": 2})
+    two_ranks.build(actor, ("critic",), algorithm={"name": "ppo"}, critic={"zero_stage": 2, "path": str(folder)})
     split = {**SPLIT, "epochs": 3}
     two_ranks.ask("update_critic", path=path, split=split, clip=None, learning_rate=1e-2)
     values_T = gathered(rows, two_ranks.ask("values", path=path, budget=64))

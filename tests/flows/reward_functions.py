@@ -31,3 +31,10 @@ def constant(response: str, suffix: str) -> float:
 
 def _exists(variable: str) -> bool:
     return Path(os.environ[variable]).exists() if variable in os.environ else False
+
+
+def low_digits(response: str, suffix: str) -> dict[str, float]:
+    """The share of low digits in a response: something to learn from each; with a part beside it."""
+    length = max(1, len(response))
+    low, zeros = (sum(character in wanted for character in response) / length for wanted in ("01234", "0"))
+    return {"reward": low, "low": low, "zeros": zeros}

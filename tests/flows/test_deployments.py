@@ -22,9 +22,9 @@ import pytest
 import yaml
 
 ROOT = Path(__file__).resolve().parents[2]
-TRAIN, SFT = "train/quickstart", "sft/quickstart"
+TRAIN, SFT, PREFERENCE = "train/quickstart", "sft/quickstart", "preference/dpo"
 MOVING = ("created", "updated", "last_polled", "status")
-NAMES = {TRAIN, "train/grpo-gsm8k", "train/ppo-gsm8k", SFT, "compare/runs"}
+NAMES = {TRAIN, "train/grpo-gsm8k", "train/ppo-gsm8k", SFT, PREFERENCE, "reward-model/pairs", "compare/runs"}
 
 
 class Patient(httpx.HTTPTransport):
@@ -288,6 +288,31 @@ def test_no_rank_outlives_a_killed_flow(prefect: Prefect) -> None:
     until(lambda: prefect.state(run) == "Crashed", 30, "the run is Crashed")
 
 
+def test_preferences_are_trained_on_from_the_form(prefect: Prefect, tmp_path: Path) -> None:
+    """What is given goes over the recipe. Controls: a key of a training, and data that are not there."""
+    row = {"prompt": "1+1=", "chosen": "2.", "rejected": "3."}
+    (tmp_path / "pairs.jsonl").write_text(f"{json.dumps(row)}\n" * 8, encoding="utf-8")
+    config = {
+        "base": "configs/dpo.yaml",
+        "folder": str(prefect.runs),
+        "model": {"tiny": {"hidden_size": 32, "layers": 1, "heads": 1, "kv_heads": 1}},
+        "data": {"train": str(tmp_path / "pairs.jsonl"), "chat": False},
+        "trainer": {"steps": 2, "batch": 4},
+    }
+    folder = prefect.runs / "preferred"
+    refused = prefect.trigger(PREFERENCE, {"config": config | {"rollout": {}}, "run_folder": str(folder)})
+    assert refused.is_client_error
+    assert "'rollout' was unexpected" in refused.text
+    absent = prefect.start(PREFERENCE, {"config": config | {"data": {"train": "absent.jsonl", "chat": False}}})
+    run = prefect.start(PREFERENCE, {"config": config, "run_folder": str(folder)})
+    until(lambda: prefect.state(run) not in ("Running", "Pending", "Scheduled", "AwaitingConcurrencySlot"), 180, "end")
+    assert prefect.state(absent) == "Failed"
+    assert prefect.state(run) == "Completed"
+    summary = json.loads((folder / "summary.json").read_text(encoding="utf-8"))
+    assert (summary["status"], summary["steps"]) == ("completed", 2)
+    assert yaml.safe_load((folder / "config.yaml").read_text(encoding="utf-8"))["loss"]["beta"] == 0.1
+
+
 def test_without_a_server_the_command_says_how_to_start_one(prefect: Prefect) -> None:
     """A port where nothing listens: exit code 2, the remedy, no traceback. Control: the fixture's deploy succeeded."""
     with socket.socket() as probe:
@@ -299,7 +324,7 @@ def test_without_a_server_the_command_says_how_to_start_one(prefect: Prefect) ->
     assert "Traceback" not in done.stderr
 
 
-@pytest.mark.parametrize("flow", ["train", "sft", "compare"])
+@pytest.mark.parametrize("flow", ["train", "sft", "preference", "reward_model", "compare"])
 def test_entry_points_import_no_engine(flow: str) -> None:
     """Workers and deployments import flows: no torch, vLLM or DeepSpeed comes with them. Control: Prefect does."""
     heavy = ("torch", "vllm", "deepspeed", "transformers", "prefect")
@@ -311,8 +336,9 @@ def test_entry_points_import_no_engine(flow: str) -> None:
 def test_prefect_yaml_names_recipes_and_flows_that_exist() -> None:
     """Every entry point is a file of this repository, every `base` a recipe in it."""
     entries = yaml.safe_load((ROOT / "prefect.yaml").read_text(encoding="utf-8"))["deployments"]
-    assert {f"{entry['entrypoint'].rpartition(':')[2]}/{entry['name']}" for entry in entries} == NAMES
+    flows = [entry["entrypoint"].rpartition(":")[2].replace("_", "-") for entry in entries]
+    assert {f"{flow}/{entry['name']}" for flow, entry in zip(flows, entries, strict=True)} == NAMES
     bases = {entry["parameters"]["config"]["base"] for entry in entries if "config" in entry["parameters"]}
-    assert len(bases) == 3
+    assert len(bases) == 5
     assert all((ROOT / path).is_file() for path in bases)
     assert all((ROOT / entry["entrypoint"].partition(":")[0]).is_file() for entry in entries)

@@ -3,25 +3,57 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 import torch
+from prefect.settings import PREFECT_API_URL
+from transformers import AutoModelForSequenceClassification, Qwen2Config
 
 from configs.errors import UserError
 from configs.preference import PreferenceConfig, RewardModelConfig
 from data.prompts import encode_texts
+from engines.memory import PHASES
 from engines.models import load_reward_model
 from flows.preference import preference
 from flows.reward_model import reward_model
 from reports import mlflow_run
+from state.manifest import read_manifest
 from state.run_folder import RunFolder, read_metrics
+from tasks import check
 from tasks.check import check_model_folder
 from tasks.preference import check_preferences
 
+ROOT = Path(__file__).resolve().parents[2]
 TINY = {"tiny": {"hidden_size": 64, "layers": 1, "heads": 2, "kv_heads": 2, "intermediate_size": 96}}
 STEPS = 12
-TRAINER = {"steps": STEPS, "batch": 16, "optimizer": {"learning_rate": 3e-3}}
+TRAINER = {
+    "steps": STEPS,
+    "batch": 16,
+    "checkpoint_every": 5,
+    "optimizer": {"learning_rate": 3e-3, "warmup_steps": 2, "decay": "linear"},
+}
+# Trains as the flow does, and is killed when the second block of steps is recorded and not yet in a checkpoint.
+DIES = """
+import os, signal, sys
+from configs.preference import PreferenceConfig
+from flows import finetuning
+from flows.preference import preference
+
+steps = finetuning.preference_steps
+
+def dying(training, config, units, first, count):
+    steps(training, config, units, first, count)
+    if first:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+finetuning.preference_steps = dying
+preference(PreferenceConfig.model_validate_json(sys.argv[1]), run_folder=sys.argv[2])
+"""
 
 
 def pairs(path: Path, count: int, offset: int) -> str:
@@ -54,24 +86,73 @@ def finished(run: RunFolder) -> dict[str, float]:
     assert logged.data.metrics["heldout/accuracy"] == summary["heldout_accuracy"]
     check_model_folder(run.model("final"), "model.path")
     assert not list(run.path.rglob("*.partial"))
+    assert not run.finetuning.path.exists()
     return summary
 
 
-def test_a_policy_learns_what_is_preferred(prefect_harness: None, data: dict[str, str], tmp_path: Path) -> None:
-    """DPO: loss log 2 and no margin at first, held-out pairs right at the end."""
-    run = RunFolder(tmp_path / "dpo")
-    config = PreferenceConfig.model_validate({"name": "dpo", "model": TINY, "data": data, "trainer": TRAINER})
+@pytest.fixture(scope="module")
+def config(data: dict[str, str]) -> PreferenceConfig:
+    values = {"name": "dpo", "experiment": "preferring", "model": TINY, "data": data, "trainer": TRAINER}
+    return PreferenceConfig.model_validate(values)
+
+
+@pytest.fixture(scope="module")
+def alone(prefect_harness: None, config: PreferenceConfig, tmp_path_factory: pytest.TempPathFactory) -> RunFolder:
+    """A training by DPO that nobody disturbs."""
+    run = RunFolder(tmp_path_factory.mktemp("runs") / "dpo")
     assert preference(config, run_folder=str(run.path)) == str(run.model("final"))
-    summary = finished(run)
+    return run
+
+
+def test_a_policy_learns_what_is_preferred(alone: RunFolder) -> None:
+    """DPO: loss log 2 and no margin at first, held-out pairs right at the end."""
+    summary = finished(alone)
+    client = mlflow_run.connect(mlflow_run.default_tracking_uri(alone.path.parent))
+    logged = client.get_run(str(summary["mlflow_run_id"]))
+    assert client.get_experiment(logged.info.experiment_id).name == "preferring"
     assert summary["loss_first"] == pytest.approx(0.6931, abs=1e-3)
-    before, after = read_metrics(run)[0]["metrics"], read_metrics(run)[-1]["metrics"]
+    before, after = read_metrics(alone)[0]["metrics"], read_metrics(alone)[-1]["metrics"]
     assert abs(before["heldout/margin"]) < 1e-4
     assert after["heldout/margin"] > 0.05
 
 
+def test_a_killed_training_goes_on_as_one_left_alone(
+    alone: RunFolder, config: PreferenceConfig, tmp_path: Path
+) -> None:
+    """After SIGKILL: weights and figures are equal to the last bit, MLflow has each step once, nothing is left over.
+
+    Controls: steps were lost and done again, and the weights are not those of the start.
+    """
+    run = RunFolder(tmp_path / "killed")
+    process = [sys.executable, "-c", DIES, config.model_dump_json(exclude={"base"}), str(run.path)]
+    environment = os.environ | {"PREFECT_API_URL": str(PREFECT_API_URL.value())}
+    ended = subprocess.run(process, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+    assert ended.returncode == -signal.SIGKILL, ended.stderr
+    assert read_manifest(run.finetuning).progress.iteration == 5
+    assert [record["iteration"] for record in read_metrics(run)] == list(range(11))
+    run_id = read_manifest(run).mlflow_run_id
+
+    assert preference(resume=str(run.path)) == str(run.model("final"))
+    assert finished(run)["mlflow_run_id"] == run_id
+    assert read_metrics(run) == read_metrics(alone)
+    assert weights(run, "final") == weights(alone, "final")
+    assert weights(alone, "final") != weights(alone, "initial")
+    client = mlflow_run.connect(mlflow_run.default_tracking_uri(run.path.parent))
+    assert [entry.step for entry in client.get_metric_history(str(run_id), "loss")] == list(range(1, STEPS + 1))
+
+    before = {path: path.stat().st_mtime_ns for path in run.path.rglob("*")}
+    assert preference(resume=str(run.path)) == str(run.model("final"))
+    assert {path: path.stat().st_mtime_ns for path in run.path.rglob("*")} == before, "complete: nothing starts"
+
+
+def weights(run: RunFolder, name: str) -> bytes:
+    """Return the file of a model of the run."""
+    return (run.model(name) / "model.safetensors").read_bytes()
+
+
 def test_a_reward_model_learns_it_and_loads_as_one(prefect_harness: None, data: dict[str, str], tmp_path: Path) -> None:
     """What `reward.model` of a training would load prefers the same, by the library's own forward pass as well."""
-    from transformers import AutoModelForSequenceClassification, AutoTokenizer
+    from transformers import AutoTokenizer
 
     run = RunFolder(tmp_path / "scores")
     config = RewardModelConfig.model_validate({"model": TINY, "data": data, "trainer": TRAINER})
@@ -92,3 +173,41 @@ def test_a_mistake_in_the_data_ends_it_before_anything_starts(data: dict[str, st
         check_preferences(config)
     with pytest.raises(UserError, match="does not exist"):
         check_preferences(PreferenceConfig.model_validate({"model": TINY, "data": {"train": "absent.jsonl"}}))
+
+
+@pytest.mark.parametrize("labels", [1, 3])
+def test_a_reward_model_does_not_start_from_a_classifier_with_several_labels(
+    labels: int, data: dict[str, str], tmp_path: Path
+) -> None:
+    """One message before any engine starts. Controls: a reward model, and a policy from the same folder."""
+    settings = Qwen2Config(
+        num_labels=labels,
+        hidden_size=8,
+        num_hidden_layers=1,
+        num_attention_heads=1,
+        num_key_value_heads=1,
+        vocab_size=8,
+    )
+    AutoModelForSequenceClassification.from_config(settings).save_pretrained(tmp_path)
+    (tmp_path / "tokenizer.json").touch()
+    tree = {"model": {"path": str(tmp_path)}, "data": data}
+    check_preferences(PreferenceConfig.model_validate(tree))
+    if labels == 1:
+        check_preferences(RewardModelConfig.model_validate(tree))
+        return
+    with pytest.raises(UserError, match="a classifier with 3 labels"):
+        check_preferences(RewardModelConfig.model_validate(tree))
+
+
+def test_too_little_memory_is_seen_before_anything_starts(
+    data: dict[str, str], config: PreferenceConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The message names the section's own keys. Control: just enough passes."""
+    monkeypatch.setattr(check, "visible_gpus", lambda: [])
+    monkeypatch.setattr(check, "free_host_bytes", lambda: 64 << 30)
+    (needed,) = check.estimate_groups(config.engines(), PHASES["sft"])
+    monkeypatch.setattr(check, "free_host_bytes", lambda: needed.memory.total)
+    check.check_finetuning_memory(config.engines(), "trainer")
+    monkeypatch.setattr(check, "free_host_bytes", lambda: needed.memory.total - 1)
+    with pytest.raises(UserError, match=r"(?s)trainer\.zero_stage"):
+        check.check_finetuning_memory(config.engines(), "trainer")

@@ -1,7 +1,8 @@
 """A killed training loses nothing: resumed, it ends as one that was left alone, bit for bit.
 
-Real processes are killed with SIGKILL, once between two iterations and once inside one. PPO stands for what is hardest
-to bring back (critic, old log-probs, the state of the adaptive KL coefficient), GRPO for the usual case.
+Real processes are killed with SIGKILL: in the supervised warm-up, between two iterations, and inside one. PPO stands
+for what is hardest to bring back (critic, old log-probs, the state of the adaptive KL coefficient), GRPO for the usual
+case.
 """
 
 from __future__ import annotations
@@ -38,6 +39,7 @@ SMALL = (
     "data.arithmetic={digits: 2, sft: 256, train: 40, heldout: 16}",  # five iterations take each prompt once
     "sft.steps=10",
     "sft.batch=32",
+    "sft.checkpoint_every=4",
     "reward.function=tests.flows.reward_functions:low_digit",
     "reward.timeout_s=120",
     "rollout={prompts: 8, samples: 4, max_response_tokens: 6, max_sequences: 32, temperature: {0: 1.0, 4: 0.9}}",
@@ -72,6 +74,25 @@ for arguments in json.loads(sys.argv[1]):
 """
 
 
+# The command line, killed when steps of the warm-up are taken and not yet in a checkpoint.
+DIES_IN_WARM_UP = """
+import os, signal, sys
+from flows import sft
+from penstock.cli import main
+
+steps = sft.supervised_steps
+
+def dying(training, first, count):
+    steps(training, first, count)
+    if first == 4:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+sft.supervised_steps = dying
+sys.argv = ["penstock", *sys.argv[1:]]
+main()
+"""
+
+
 @dataclass(frozen=True)
 class Trainings:
     """Starts trainings in a folder as a person does."""
@@ -96,10 +117,10 @@ class Trainings:
         self.finish("alone", self.start("alone", "-c", IN_TURN, json.dumps(commands)))
         return {name: RunFolder(self.folder / name) for name in overrides}
 
-    def killed(self, name: str, *overrides: str, when: Callable[[RunFolder], bool], hold: str = "") -> RunFolder:
-        """Start a training and kill it as soon as `when` holds; all that it started must be gone within 5 s."""
-        run = RunFolder(self.folder / name)
-        process = self.start(name, "-m", "penstock.cli", *self.new(name, *overrides), hold=hold)
+    def killed(self, run: RunFolder, *command: str, when: Callable[[RunFolder], bool], hold: str = "") -> RunFolder:
+        """Run a command and kill it as soon as `when` holds; all that it started must be gone within 5 s."""
+        name = run.name
+        process = self.start(name, "-m", "penstock.cli", *command, hold=hold)
         until(lambda: when(run) or process.poll() is not None, WAIT_S, f"the moment to kill {name}")
         started = psutil.Process(process.pid).children(recursive=True)
         assert any("engines.rank" in child.cmdline() for child in started)
@@ -110,7 +131,11 @@ class Trainings:
 
     def resume(self, run: RunFolder) -> None:
         """Resume a training and wait for its end."""
-        self.finish(run.name, self.start(run.name, "-m", "penstock.cli", "train", "--resume", str(run.path)))
+        self.finish(run.name, self.start(run.name, "-m", "penstock.cli", *self.resumed(run)))
+
+    def resumed(self, run: RunFolder) -> list[str]:
+        """Return the command line that resumes a training."""
+        return ["train", "--resume", str(run.path)]
 
     def finish(self, name: str, process: subprocess.Popen[bytes]) -> None:
         """Wait for the end of a process that must succeed."""
@@ -203,7 +228,9 @@ def started(trainings: Trainings) -> Iterator[dict[str, Future[Any]]]:
 def inside_an_iteration(trainings: Trainings) -> Killed:
     """Kill PPO in iteration 4, its experience written and its rewards not; there is a checkpoint of iteration 2."""
     experience = "experience/000004.parquet"
-    run = trainings.killed("ppo-killed", *PPO, when=lambda run: (run.path / experience).exists(), hold=experience)
+    run = RunFolder(trainings.folder / "ppo-killed")
+    new = trainings.new(run.name, *PPO)
+    trainings.killed(run, *new, when=lambda run: (run.path / experience).exists(), hold=experience)
     left = what_is_left(run)
     (run.path / "experience" / ".000004.parquet.1.partial").write_bytes(b"cut off")
     with run.metrics.open("a", encoding="utf-8") as stream:
@@ -213,9 +240,19 @@ def inside_an_iteration(trainings: Trainings) -> Killed:
 
 
 def between_iterations(trainings: Trainings) -> Killed:
-    """Kill GRPO when its checkpoint of iteration 2 is complete."""
-    run = trainings.killed("grpo-killed", *GRPO, when=lambda run: iteration_of(run) == 2)
+    """Kill GRPO in step 8 of its warm-up, and once more when its checkpoint of iteration 2 is complete."""
+    run = RunFolder(trainings.folder / "grpo-killed")
+    process = trainings.start(run.name, "-c", DIES_IN_WARM_UP, *trainings.new(run.name, *GRPO))
+    assert process.wait(WAIT_S) == -signal.SIGKILL, trainings.output(run.name)
+    assert read_manifest(run.finetuning).progress.iteration == 4
+    assert iteration_of(run) == 0
+    assert not run.model("sft").exists()
+    mlflow_run_id = read_manifest(run).mlflow_run_id
+
+    trainings.killed(run, *trainings.resumed(run), when=lambda run: iteration_of(run) == 2)
     left = what_is_left(run)
+    assert left.manifest.mlflow_run_id == mlflow_run_id
+    assert not run.finetuning.path.exists()
     trainings.resume(run)
     return left
 

@@ -44,14 +44,15 @@ LEARNING = (
     "reward.function=tests.flows.reward_functions:low_digit",
     "evaluate={every: 6, temperature: 1.0, samples: 2}",
     "checkpoint={every: 5, keep: 2}",
-    "record={samples_every: 4, samples: 3}",
+    "record={samples_every: 4, samples: 3, experiment: learning}",
     "groups.main={ranks: 2, roles: [actor, rollout]}",
 )
 CONSTANT = (
     "iterations=5",
     "reward.function=tests.flows.reward_functions:constant",
-    "evaluate={every: 2, temperature: 0.0}",
+    "evaluate={every: 2, temperature: 0.0, prompts: 100}",
     "checkpoint.every=2",
+    "algorithm.correction={weights: token}",
 )
 
 
@@ -123,6 +124,7 @@ def test_it_learns_what_is_rewarded_and_nothing_from_a_constant(learned: RunFold
     assert all(norm > 0 for norm in updates)
 
     assert heldout(broken.run, 2) == heldout(broken.run, 0)
+    assert len(read_columns(broken.run.evaluation(2), ["reward"])["reward"]) == 100
     assert [record["metrics"]["actor/grad_norm"] for record in read_metrics(broken.run)[1:]] == [0.0, 0.0]
 
 
@@ -183,6 +185,22 @@ def test_experience_can_be_followed_from_prompt_to_advantage(learned: RunFolder)
     assert columns["advantages"].offsets_B1.tolist() == columns["response_tokens"].offsets_B1.tolist()
 
 
+def test_rollout_and_trainer_agree_on_what_was_drawn(learned: RunFolder, broken: Broken) -> None:
+    """Asked for by a correction: one log-prob per token, equal up to rounding. Control: unasked for there is none."""
+    records = [record["metrics"] for record in read_metrics(broken.run)[1:]]
+    assert len(records) == 2
+    for number, metrics in enumerate(records, start=1):
+        assert 0 < metrics["mismatch/probability_difference_max"] < 1e-4
+        assert metrics["mismatch/effective_sample_share"] == pytest.approx(1.0, abs=1e-6)
+        assert metrics["alarm/rollout_mismatch"] == 0.0
+        columns = read_columns(broken.run.experience(number), ["logprobs_rollout", "response_tokens"])
+        drawn, tokens = columns["logprobs_rollout"], columns["response_tokens"]
+        assert drawn.offsets_B1.tolist() == tokens.offsets_B1.tolist()
+        assert -20 < drawn.values_T.min() < drawn.values_T.max() <= 0
+    assert "logprobs_rollout" not in column_names(learned.experience(1))
+    assert not any(name.startswith("mismatch/") for name in read_metrics(learned)[1]["metrics"])
+
+
 def test_evaluations_have_intervals(learned: RunFolder) -> None:
     """Two responses per prompt, side by side; every figure has been computed from what the file holds."""
     columns = read_columns(learned.evaluation(6), ["prompt_id", "sample_id", "reward", "truncated"])
@@ -221,6 +239,7 @@ def test_mlflow_holds_the_run(learned: RunFolder) -> None:
     run = client.get_run(run_id)
     assert run.info.status == "FINISHED"
     assert run.info.run_name == "learned"
+    assert client.get_experiment(run.info.experiment_id).name == "learning"
     assert run.data.params["rollout.samples"] == "4"
     assert run.data.tags["algorithm"] == "grpo"
     assert run.data.tags["prefect.flow_run_id"] == read_manifest(learned).prefect_flow_run_id
@@ -230,6 +249,7 @@ def test_mlflow_holds_the_run(learned: RunFolder) -> None:
     assert {item.path for item in client.list_artifacts(run_id)} >= {"config.yaml", "summary.json", "report", "samples"}
     tables = [item.path for item in client.list_artifacts(run_id, "samples")]
     assert tables == [f"samples/{number:06d}.json" for number in (4, 8, 12)]
+    assert all(len(json.loads(mlflow_text(client, run_id, path))["data"]) == 3 for path in tables)
 
 
 def test_checkpoints_are_timed_and_sized_in_the_figures(learned: RunFolder) -> None:

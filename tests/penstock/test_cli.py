@@ -252,6 +252,14 @@ def test_resume_continues_with_the_configuration_of_the_run(
     assert arguments == {"resume": "run"}
 
 
+def test_the_run_folder_has_the_name_and_the_place_of_the_recipe(here: Path, penstock: Callable[..., str]) -> None:
+    """Also a place that does not exist yet."""
+    with pytest.raises(Started):
+        penstock("train", "recipe.yaml", "folder=there/runs", "name=mine")
+    (run,) = (here / "there" / "runs").iterdir()
+    assert run.name.startswith("mine-")
+
+
 def test_a_complete_run_is_not_resumed(here: Path, penstock: Callable[..., str]) -> None:
     """It says so and where the report is; nothing is written. Control: one whose export is missing is resumed."""
     run = RunFolder(here / "run")

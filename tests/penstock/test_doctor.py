@@ -104,12 +104,19 @@ CASES: dict[str, tuple[MachineFacts, dict[str, Any], str, str, str]] = {
         "vllm is the build for GPUs",
         "DEVICE=cpu",
     ),
-    "UUIDs": (
+    "slices": (
+        GPU,
+        {"variables": {"CUDA_VISIBLE_DEVICES": "MIG-1a"}, "gpus": (), "pairs": ()},
+        "problem",
+        "names slices of GPUs",
+        "CUDA_VISIBLE_DEVICES=0,1",
+    ),
+    "UUID of another machine": (
         GPU,
         {"variables": {"CUDA_VISIBLE_DEVICES": "GPU-1a"}, "gpus": (), "pairs": ()},
         "problem",
-        "other than by number",
-        "CUDA_VISIBLE_DEVICES=0,1",
+        "shows none of 4 GPUs",
+        "unset",
     ),
     "hidden": (
         GPU,
@@ -315,6 +322,21 @@ def test_the_facts_of_this_machine_are_found(tmp_path: Path, monkeypatch: pytest
     assert {need.needed for need in facts.needs} >= {"torch", "transformers"}
     monkeypatch.setenv("NO_PROXY", "127.0.0.1,localhost")
     assert collect(tmp_path).proxy_for_loopback == ""
+
+
+def test_a_library_without_metadata_is_found_by_what_its_files_say(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As a source tree on the path has none; nothing of it is imported. Control: a name that nothing provides."""
+    package = tmp_path / "bare_library"
+    package.mkdir()
+    (package / "__init__.py").write_text("raise RuntimeError('imported')\n", encoding="utf-8")
+    (package / "git_version_info_installed.py").write_text("version='0.19.8'\n", encoding="utf-8")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setattr("penstock.machine_facts.LIBRARIES", ("torch", "bare_library", "absent_library", "not-a-name"))
+    facts = collect(tmp_path)
+    assert facts.versions.keys() == {"torch", "bare_library"}
+    assert facts.versions["bare_library"] == "0.19.8"
 
 
 def test_no_limit_of_open_files_is_the_best_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,6 +9,8 @@ from pathlib import Path
 import pytest
 
 from penstock import cli, server
+from state.manifest import Manifest, Progress, write_manifest
+from state.run_folder import RunFolder
 
 ROW = json.dumps({"prompt": "1+1=", "chosen": "2.", "rejected": "3."}) + "\n"
 
@@ -41,6 +43,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         (["recipe.yaml", "rollout.prompts=8"], "names no key"),
         (["recipe.yaml", "model.tiny=null"], "'model.path' is not set"),
         (["recipe.yaml", "data.chat=true"], "has no chat template"),
+        (["recipe.yaml", "data.train=null"], "'data.train' is not set"),
     ],
 )
 def test_a_mistake_is_a_message_before_anything_starts(
@@ -64,3 +67,29 @@ def test_a_recipe_that_is_right_starts(command: str, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(sys, "argv", ["penstock", command, "recipe.yaml"])
     with pytest.raises(Started):
         cli.main()
+
+
+@pytest.mark.parametrize("command", ["preference", "reward-model"])
+def test_resume_continues_a_run_that_has_begun(
+    command: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """With its own configuration. Controls: no manifest, a recipe beside it, the folder of a training."""
+    run = Path("run")
+    run.mkdir()
+    (run / "config.yaml").write_text("model: {tiny: {}}\ndata: {train: pairs.jsonl}\n", encoding="utf-8")
+
+    def refused(*arguments: str) -> str:
+        monkeypatch.setattr(sys, "argv", ["penstock", command, *arguments, "--resume", "run"])
+        with pytest.raises(SystemExit) as ended:
+            cli.main()
+        assert ended.value.code == 2
+        return capsys.readouterr().err.replace("\n", " ")
+
+    assert "no manifest.json to resume from" in refused()
+    write_manifest(RunFolder(run), Manifest(Progress()))
+    assert "remove the recipe" in refused("recipe.yaml")
+    monkeypatch.setattr(sys, "argv", ["penstock", command, "--resume", "run"])
+    with pytest.raises(Started):
+        cli.main()
+    (run / "config.yaml").write_text("model: {tiny: {}}\nrollout: {prompts: 8}\n", encoding="utf-8")
+    assert "rollout: unknown key" in refused()

@@ -72,6 +72,7 @@ def test_settings_follow_the_machine(tmp_path: Path) -> None:
     assert "--dtype float32 --enforce-eager" in options(None, 0)
     assert "--dtype bfloat16 --gpu-memory-utilization 0.8" in options(None, 1)
     assert "--gpu-memory-utilization 0.5" in options(0.5, 1)
+    assert "--served-model-name judge" in " ".join(server_command(folder, 8000, None, 0, "judge"))
     with pytest.raises(UserError, match="--gpu-memory has no effect"):
         options(0.5, 0)
 
@@ -93,6 +94,7 @@ def test_the_server_ends_with_its_command(tmp_path: Path, number: signal.Signals
     A stand-in is served, since only its processes matter here; vLLM's own server ends its engine by itself.
     """
     (tmp_path / "stand_in.py").write_text(textwrap.dedent(STAND_IN))
+    (tmp_path / "config.json").write_text("{}")
     with HTTPServer(("127.0.0.1", 0), BaseHTTPRequestHandler) as free:
         port = free.server_address[1]
     command = subprocess.Popen(

@@ -33,6 +33,7 @@ def healthy(iterations: int = ITERATIONS, seed: int = 0) -> list[Row]:
                 "actor/approx_kl": 2e-4 * draw.uniform(0, 3) if number else 0.0,
                 "actor/grad_norm": 0.7 * draw.uniform(0.7, 1.8),
                 "rollout/truncated_share": 0.002 * draw.uniform(),
+                "mismatch/probability_difference_mean": 0.003 * draw.uniform(0.8, 1.2),
                 "advantage/zero_share": 0.03 + 0.5 * done,
             }
         )
@@ -73,6 +74,7 @@ def test_two_single_outliers_are_no_alarm() -> None:
         "actor/kl": 1.2,
         "actor/grad_norm": 50.0,
         "rollout/truncated_share": 1.0,
+        "mismatch/probability_difference_mean": 0.3,
         "advantage/zero_share": 1.0,
     }
     for number in (20, 45):
@@ -90,6 +92,7 @@ TROUBLES: dict[str, Callable[[int], Row]] = {
     "entropy_collapse": lambda number: {"actor/entropy": 0.46 * 0.8**number},
     "truncation": lambda number: {"rollout/truncated_share": 0.01 * number},
     "gradient_spikes": lambda number: {"actor/grad_norm": 9.0 if number > 30 and number % 5 == 0 else 0.7},
+    "rollout_mismatch": lambda number: {"mismatch/probability_difference_mean": 0.0005 * number},
     "nothing_to_learn": lambda number: {"advantage/zero_share": min(1.0, 0.03 * number)},
 }
 

@@ -129,3 +129,10 @@ def worker_id(response: str) -> int:
     """Take as many seconds as `response` says."""
     time.sleep(float(response))
     return os.getpid()
+
+
+def judge_parser(response: str, answer: str, bonus: float) -> dict[str, float]:
+    """Reads a judge's text; hangs over one of them."""
+    while response == "loop":
+        pass
+    return {"same": float(response == answer), "bonus": bonus}

@@ -4,12 +4,20 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import numpy as np
 import pytest
+import torch
+from torch import nn
+from transformers import AutoModelForCausalLM
 
 from configs.errors import UserError
+from configs.lora import LoraConfig
+from engines.lora import FROZEN_SUM, adapted_layers, adapter_state, attach, frozen_sum, merged_state
+from state.experience import Ragged, write_columns
 from state.manifest import Manifest, Progress, write_manifest
 from state.run_folder import RunFolder, locked
 from tasks.export_run import export_run
+from tests.engines.ranks import Shape
 
 
 @pytest.fixture
@@ -50,3 +58,47 @@ def test_files_at_the_target_are_not_touched(run: RunFolder, tmp_path: Path) -> 
         with pytest.raises(UserError, match="not an empty folder"):
             export_run(run, target, None)
     assert (tmp_path / "out" / "mine").read_text() == "kept"
+
+
+def _with_adapters(run: RunFolder, base: Path) -> nn.Module:
+    """Give the run a checkpoint of adapters, as DeepSpeed writes one; the model that it stands for."""
+    Shape("qwen2", tied=True).write(base)
+    lm = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
+    attach(lm, LoraConfig(rank=2, alpha=6.0), seed=0)
+    for layer in adapted_layers(lm).values():
+        nn.init.normal_(layer.lora_B)
+    folder = run.checkpoints / "000001"
+    (folder / "actor" / "state").mkdir(parents=True)
+    content = {"module": {f"lm.{name}": value for name, value in adapter_state(lm).items()}, FROZEN_SUM: frozen_sum(lm)}
+    torch.save(content, folder / "actor" / "state" / "mp_rank_00_model_states.pt")
+    (folder / "sha256.json").write_text("{}")
+    run.config.write_text("name: run\nactor: {lora: {rank: 2, alpha: 6}}\n")
+    run.prompts("train").parent.mkdir()
+    write_columns(run.prompts("train"), {"prompt_tokens": Ragged.of([np.arange(3, 9)], np.int32)})
+    write_manifest(run, Manifest(Progress(iteration=1), checkpoint="000001", model=str(base)))
+    return lm
+
+
+def test_a_checkpoint_of_adapters_is_exported_merged_with_the_adapter_beside_it(run: RunFolder, tmp_path: Path) -> None:
+    """The folder is a whole model, and not the one that the run started from."""
+    lm = _with_adapters(run, tmp_path / "base")
+    exported = export_run(run, tmp_path / "out", None)
+    found = AutoModelForCausalLM.from_pretrained(exported.folder, dtype=torch.float32).state_dict()
+    wanted = merged_state(lm)
+    assert found.keys() == wanted.keys()
+    assert all(torch.equal(value, wanted[name]) for name, value in found.items())
+    start = AutoModelForCausalLM.from_pretrained(tmp_path / "base", dtype=torch.float32).state_dict()
+    assert {name for name, value in found.items() if not torch.equal(value, start[name])} == set(adapted_layers(lm))
+    names = {path.name for path in (exported.folder / "adapter").iterdir()}
+    assert names == {"adapter_config.json", "adapter_model.safetensors"}
+
+
+def test_adapters_are_not_merged_into_other_weights(run: RunFolder, tmp_path: Path) -> None:
+    """The folder that the run started from may have been written anew. Control: the test above."""
+    _with_adapters(run, tmp_path / "base")
+    base = AutoModelForCausalLM.from_pretrained(tmp_path / "base", dtype=torch.float32)
+    base.model.norm.weight.data[3] *= 2
+    base.save_pretrained(tmp_path / "base")
+    with pytest.raises(UserError, match="trained beside other weights"):
+        export_run(run, tmp_path / "out", None)
+    assert not (tmp_path / "out").exists()

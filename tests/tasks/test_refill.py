@@ -1,7 +1,6 @@
-"""Dynamic sampling: groups of equal rewards make room, the batch stays full, and what is drawn is determined.
+"""Dynamic sampling: refused groups make room, the batch stays full, and what is drawn is determined.
 
-Invariants: as many groups as before, each whole and with numbers of its own; no group with different rewards is lost to
-one without.
+Invariants: as many groups as before, each whole and with numbers of its own; no group is lost to one that is refused.
 """
 
 from __future__ import annotations
@@ -11,9 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pandas as pd
 import pytest
 
 from configs.schema import TrainConfig
+from data.prompts import PromptTable
 from rewards.scoring import Score
 from state.experience import ExperienceRef, Ragged, read_columns, write_columns
 from state.manifest import Progress
@@ -58,28 +59,33 @@ def kept(merged: dict[str, Any]) -> list[str]:
     return ids[::2]
 
 
-def test_groups_of_equal_rewards_make_room_in_the_order_drawn() -> None:
-    """Two are wanted, three come, the second is equal again: the first and third take their place."""
-    merged = replaced(columns_of(PRESENT, "a"), columns_of([[0, 1], [1, 1], [1, 0]], "b", 1), 2)
+def merged_with(further: list[list[float]], **columns: Any) -> dict[str, Any]:
+    """`PRESENT` and further groups; those of equal rewards are refused."""
+    refused_G = np.array([first == second for first, second in PRESENT + further])
+    return replaced(columns_of(PRESENT, "a"), columns_of(further, "b", 1) | columns, refused_G, 2)
+
+
+def test_refused_groups_make_room_in_the_order_drawn() -> None:
+    """Two are wanted, three come, the second is refused again: the first and third take their place."""
+    merged = merged_with([[0, 1], [1, 1], [1, 0]])
     assert kept(merged) == ["a0", "a3", "b0", "b2"]
     assert merged[REFILL].tolist() == [0, 0, 0, 0, 1, 1, 1, 1]
     assert merged["reward"].tolist() == [1, 0, 0, 0.5, 0, 1, 1, 0]
 
 
-def test_where_too_few_come_the_batch_is_filled_with_groups_of_equal_rewards() -> None:
+def test_where_too_few_come_the_batch_is_filled_with_refused_groups() -> None:
     """The earliest of them stay: advantage 0, and the size that mini-batches divide."""
-    merged = replaced(columns_of(PRESENT, "a"), columns_of([[1, 1], [0, 1]], "b", 1), 2)
+    merged = merged_with([[1, 1], [0, 1]])
     assert kept(merged) == ["a0", "a1", "a3", "b1"]
 
 
 def test_more_than_enough_are_left_out() -> None:
-    merged = replaced(columns_of(PRESENT, "a"), columns_of([[0, 1], [0, 1], [0, 1]], "b", 1), 2)
+    merged = merged_with([[0, 1], [0, 1], [0, 1]])
     assert kept(merged) == ["a0", "a3", "b0", "b1"]
 
 
 def test_a_part_of_the_reward_that_one_side_lacks_is_nan_there() -> None:
-    further = columns_of([[0, 1], [0, 1]], "b", 1) | {"reward/form": np.array([1.0, 2.0, 3.0, 4.0])}
-    merged = replaced(columns_of(PRESENT, "a"), further, 2)
+    merged = merged_with([[0, 1], [0, 1]], **{"reward/form": np.array([1.0, 2.0, 3.0, 4.0])})
     np.testing.assert_array_equal(merged["reward/form"], [np.nan] * 4 + [1, 2, 3, 4])
 
 
@@ -95,8 +101,10 @@ def test_a_refill_draws_on_from_the_cursor_and_a_resumed_run_starts_over(
     training_with: Callable[[TrainConfig], Training], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The second refill draws behind the first; a file that holds a refill is not taken for the first rollout's."""
-    config = TrainConfig.model_validate({"rollout": {"prompts": 4, "samples": 2}, "algorithm": {"name": "dapo"}})
+    values = {"rollout": {"prompts": 4, "samples": 2}, "algorithm": {"name": "dapo", "dynamic_sampling": {}}}
+    config = TrainConfig.model_validate(values)
     training, path = training_with(config), tmp_path / "experience.parquet"
+    training.session().prompts["train"] = PromptTable(pd.DataFrame({"prompt_id": ["a0"]}), 0)
     first = columns_of(PRESENT, "a")
     del first[REFILL]
     write_columns(path, first)
@@ -116,11 +124,11 @@ def test_a_refill_draws_on_from_the_cursor_and_a_resumed_run_starts_over(
     progress = Progress(iteration=6, prompt_cursor=40)
     settings = settings_at(config, 7, progress, {})
     stage = Stage(ExperienceRef(str(path), 8, 8, 8, 6, prompts=4), {"rollout/tokens": 8.0})
-    assert groups_to_replace(stage) == 2
+    assert groups_to_replace(training, stage) == 2
     stage = refill.fn(training, settings, progress, stage, 1)
-    assert groups_to_replace(stage) == 1
+    assert groups_to_replace(training, stage) == 1
     stage = refill.fn(training, settings, progress, stage, 2)
-    assert groups_to_replace(stage) == 0
+    assert groups_to_replace(training, stage) == 0
     assert drawn == [(44, 4, "7/refill-1", [0, 7, 3]), (48, 2, "7/refill-2", [0, 7, 4])]
     assert read_columns(path, ["prompt_id"])["prompt_id"][::2] == ["a0", "a3", "b1", "c0"]
     assert stage.experience.prompts == stage.metrics["rollout/prompts_drawn"] == 10

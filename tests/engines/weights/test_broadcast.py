@@ -40,11 +40,11 @@ class Apart:
             calls = [pool.submit(ranks.ask, command, **arguments) for ranks in (self.actor, self.rollout)]
             return [reply for call in calls for reply in call.result()]
 
-    def build(self, stage: int, tensor_parallel: int) -> None:
+    def build(self, stage: int, tensor_parallel: int, **actor: Any) -> None:
         """Build both groups, connect them and bring the first weights."""
         sections: dict[str, Any] = {
             "groups": {"train": {"roles": ["actor"]}, "generate": {"roles": ["rollout"]}},
-            "actor": {"zero_stage": stage},
+            "actor": {"zero_stage": stage, **actor},
             "rollout": {**SMALL["rollout"], "tensor_parallel": tensor_parallel},
         }
         self.actor.build(self.model, ("actor",), **sections)
@@ -52,11 +52,11 @@ class Apart:
         port = self.actor.ask("listen")[0]["port"]
         self.both("connect", port=port, rollout_ranks=self.rollout.count)
 
-    def step(self, version: int) -> None:
+    def step(self, version: int, learning_rate: float = 1e-2) -> None:
         """Train on random experience, hard enough to change every weight."""
         path = write_rows(self.folder / f"{version}.parquet", random_rows(8, seed=version))
         split = {**SPLIT, "mini_batches": 2, "micro_batch_tokens": 32}
-        self.actor.ask("update_actor", path=path, version=version, split=split, loss=LOSS, learning_rate=1e-2)
+        self.actor.ask("update_actor", path=path, version=version, split=split, loss=LOSS, learning_rate=learning_rate)
 
     def gap(self) -> float:
         """Mean difference between vLLM's and the trainer's log-probs of what vLLM sampled."""
@@ -123,6 +123,23 @@ def test_weights_reach_the_other_group(
     assert errors[1:trainers] == [""] * (trainers - 1)
     assert all("not the actor's" in error or "on other ranks" in error for error in errors[trainers:])
     assert "1 rollout parameters are not the actor's" in errors[-1]
+
+
+@pytest.mark.parametrize("tensor_parallel", [1, 2])
+def test_adapters_reach_the_other_group_merged(
+    tensor_parallel: int, one_rank: Ranks, two_ranks: Ranks, folder_of: FolderOf, tmp_path: Path
+) -> None:
+    """The rollout group knows nothing of them: it gets whole weights, the base's where there is no adapter."""
+    apart = Apart(one_rank, two_ranks, folder_of(Shape("qwen2", tied=True)), tmp_path)
+    apart.build(2, tensor_parallel, lora={"rank": 4, "alpha": 8, "targets": ["q_proj", "o_proj", "down_proj"]})
+    for version in range(2):
+        moved = [reply["bytes"] for reply in apart.both("reshard", version=version)]
+        held = apart.actor.parameters().items()
+        size = sum(parameter.numel() for name, parameter in held if "lora_" not in name) * 4
+        assert moved == [size] * 3
+        assert apart.gap() < EQUAL
+        apart.step(version, learning_rate=5e-2)
+        assert apart.gap() > STALE
 
 
 def test_groups_of_different_models_are_refused(one_rank: Ranks, two_ranks: Ranks, folder_of: FolderOf) -> None:

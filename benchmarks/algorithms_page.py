@@ -1,0 +1,84 @@
+"""The table of docs/algorithms.md that has all of an algorithm in one row: accuracy, formula, paper, deviations.
+
+Accuracies come from a result of `penstock bench algorithms`; the rest is put together from the other tables of the same
+page, so that it cannot say something else than they do. A test renders the page and compares.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from benchmarks.algorithms import TUNED, figures_of
+from benchmarks.result import BenchResult
+
+BEGIN, END = "<!-- accuracies: written by 'penstock bench page' -->\n", "<!-- end of accuracies -->"
+HEAD = (
+    "| name | accuracy | by seed | advantage | loss | paper | deviations and notes |",
+    "| --- | --- | --- | --- | --- | --- | --- |",
+)
+
+
+def rendered(page: str, result: BenchResult | None) -> str:
+    """Return the page with the table written anew; without a result its accuracies are dashes."""
+    before, _, rest = page.partition(BEGIN)
+    _, _, after = rest.partition(END)
+    introduction, details = ([], []) if result is None else (_introduction(result), result.details)
+    lines = [*introduction, *HEAD, *_rows(page, details), "", *_settings()]
+    return before + BEGIN + "\n".join(lines) + "\n" + END + after
+
+
+def table(page: str, heading: str) -> dict[str, list[str]]:
+    """Return the cells of the first table below a heading, by the name in code style in its first cell."""
+    section = page.partition(f"## {heading}\n")[2].partition("\n## ")[0]
+    lines = re.search(r"(?:^\|.*\n)+", section, flags=re.MULTILINE)
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines[0].splitlines()] if lines else []
+    return {re.findall(r"`([^`]+)`", row[0])[0]: row for row in rows if row[0].startswith("`")}
+
+
+def _introduction(result: BenchResult) -> list[str]:
+    fixed, start = result.settings, result.figures["accuracy_before"]
+    seeds = ", ".join(map(str, sorted({row["seed"] for row in result.details})))
+    return [
+        f"Accuracy on {fixed['heldout_prompts']} held-out problems after {fixed['iterations']} iterations of "
+        f"`configs/{fixed['recipe']}`, the mean of seeds {seeds}; {start:.1%} before.",
+        f"All trainings of a seed start from the same warm-up. Measured on {result.machine}.",
+        "± is the standard deviation over seeds; * marks a seed whose 95 % interval overlaps that of its start.",
+        "",
+    ]
+
+
+def _rows(page: str, details: Sequence[Mapping[str, Any]]) -> list[str]:
+    estimators, losses = table(page, "Advantage estimators"), table(page, "Policy losses")
+    lines = []
+    for name, (_, _, advantage, loss, _, paper, *_) in table(page, "By name").items():
+        estimator, policy_loss = estimators[_first(advantage)], losses[_first(loss)]
+        found = [row for row in details if row["name"] == name]
+        deviations = "; ".join(row[3] for row in (estimator, policy_loss) if row[3]) or "none"
+        cells = (f"`{name}`", *accuracy_cells(found), estimator[1], policy_loss[1], paper, deviations)
+        lines.append(f"| {' | '.join(cells)} |")
+    return lines
+
+
+def accuracy_cells(rows: Sequence[Mapping[str, Any]]) -> tuple[str, str]:
+    """Return an algorithm's accuracy over its seeds, and that of each."""
+    if not rows:
+        return "–", "–"
+    figures, (name,) = figures_of(rows), {row["name"] for row in rows}
+    deviation = figures.get(f"deviation_{name}")
+    each = " ".join(f"{row['accuracy_after']:.1%}{'' if row['improved'] else '*'}" for row in rows)
+    return f"{figures[f'accuracy_{name}']:.1%}" + ("" if deviation is None else f" ± {deviation:.1%}"), each
+
+
+def _settings() -> list[str]:
+    """What differs from the recipe besides the name."""
+    lines = ["What an algorithm has there besides its name:", "", "| name | settings | why |", "| --- | --- | --- |"]
+    for name, tuned in TUNED.items():
+        given = ", ".join(f"`{override}`" for override in tuned.overrides)
+        lines.append(f"| `{name}` | {given} | {tuned.reason} |")
+    return lines
+
+
+def _first(cell: str) -> str:
+    return re.findall(r"`([^`]+)`", cell)[0]

@@ -1,0 +1,89 @@
+"""What the flows before reinforcement learning share: how a run is opened, and training on preferences as a whole.
+
+    check -> engines -> preferences -> load the model -> (reference log-probs) -> steps, with checkpoints -> the model
+
+A killed run goes on from its newest checkpoint. Left out: what each step does (tasks/).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import TypeVar
+
+from configs.loading import load_tree, resolve
+from configs.preference import PairConfig
+from configs.section import Recipe
+from state.manifest import ended, read_manifest
+from state.run_folder import RunFolder, new_run_folder, open_run_folder
+from tasks.admission import admission
+from tasks.check import check_finetuning_memory
+from tasks.finetuning import blocks, checkpoint_due, end_finetuning, save_step
+from tasks.preference import (
+    begin_preferences,
+    check_preferences,
+    load_preferences,
+    measure_heldout,
+    preference_steps,
+    reference_pass,
+    referenced_splits,
+    restored,
+    splits,
+)
+from tasks.preference_record import recording_preferences
+from tasks.prepare import starting_model
+from tasks.session import Training, open_session, write_config
+
+Tree = TypeVar("Tree", bound=Recipe)
+
+
+def opened(
+    config: Tree, check: Callable[[Tree], None], name: str, run_folder: str | None, resume: str | None
+) -> tuple[Tree, RunFolder]:
+    """Check the configuration, `resume`'s own if it is given, and open the run folder, before anything waits or starts.
+
+    Args:
+        name: of a folder that is made because none is given.
+    """
+    if resume is not None:
+        run = open_run_folder(Path(resume))
+        config = load_tree(run.config, (), type(config))
+        read_manifest(run)  # without one there is nothing to resume
+        check(config)
+        return config, run
+    check(config)
+    run = new_run_folder(Path(config.folder), name, Path(run_folder) if run_folder else None)
+    write_config(run, config)
+    return config, run
+
+
+def train_on_preferences(config: PairConfig, run_folder: str | None, resume: str | None) -> str:
+    """Train on preferences, a policy or a reward model; return the folder with the result."""
+    config = resolve(config)
+    config, run = opened(config, check_preferences, config.name, run_folder, resume)
+    engines, final = config.engines(), run.model("final")
+    if ended(run):
+        return str(final)
+    with admission(engines):
+        check_finetuning_memory(engines, "trainer")
+        with open_session(engines, run) as training, recording_preferences(training, config):
+            return str(final) if final.exists() else trained(training, config)
+
+
+def trained(training: Training, config: PairConfig) -> str:
+    """Take the steps that are left, from the model as it starts; return the folder with the result."""
+    model = starting_model(training)
+    counts = load_preferences(training, config, model)
+    begin_preferences(training, config, model)
+    for split in referenced_splits(config):
+        reference_pass(training, config, split)
+    done, heldout = restored(training), "heldout" in splits(config)
+    if heldout and not done:
+        measure_heldout(training, config, 0)
+    for first, count in blocks(config.trainer, done):
+        preference_steps(training, config, counts["train"], first, count)
+        if checkpoint_due(config.trainer, first + count):
+            save_step(training, first + count)
+    if heldout:
+        measure_heldout(training, config, config.trainer.steps)
+    return end_finetuning(training, "preference_end", model, "final")

@@ -1,0 +1,103 @@
+"""What trainings without rollout share (supervised, on preferences, of a reward model): blocks, checkpoints, the end.
+
+Steps go to the ranks in blocks. Every `checkpoint_every` steps the ranks write their state into the folder
+`finetuning` of the run, whose manifest counts steps; a resume goes on after them, and ends as if nothing had happened.
+When the model is written the folder has served its purpose and is deleted.
+
+Left out: the steps (tasks/supervise.py, tasks/preference.py), checkpoints of iterations (tasks/checkpoint.py).
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+from prefect import task
+from prefect.cache_policies import NO_CACHE
+
+from configs.schema import SftConfig
+from state.files import empty_beside
+from state.manifest import (
+    Manifest,
+    Progress,
+    prune_checkpoints,
+    read_manifest,
+    seal_checkpoint,
+    verify_checkpoint,
+    write_manifest,
+)
+from tasks.session import Training
+
+STEPS_PER_COMMAND = 25  # often enough for progress and live learning rates, rare enough to cost nothing
+
+
+def blocks(config: SftConfig, done: int = 0) -> Iterator[tuple[int, int]]:
+    """Yield (first step, number of steps) of every command after `done` steps; a checkpoint falls between two."""
+    first = done
+    while first < config.steps:
+        ends = [first - first % every + every for every in (STEPS_PER_COMMAND, config.checkpoint_every) if every]
+        count = min(*ends, config.steps) - first
+        yield first, count
+        first += count
+
+
+def checkpoint_due(config: SftConfig, done: int) -> bool:
+    """Whether the state after `done` steps is to be saved; after the last one the model itself is."""
+    return bool(config.checkpoint_every) and 0 < done < config.steps and done % config.checkpoint_every == 0
+
+
+@task(task_run_name="checkpoint-{step:06d}", cache_policy=NO_CACHE)
+def save_step(training: Training, step: int) -> None:
+    """Make the state after `step` durable; the one before it is deleted."""
+    folder = training.run.finetuning
+    final = folder.checkpoint(step)
+    aside = empty_beside(final)
+    training.session().call("actor", "save", f"{step}/finetuning_save", folder=str(aside))
+    seal_checkpoint(aside, final)
+    write_manifest(folder, Manifest(Progress(iteration=step), checkpoint=final.name))
+    prune_checkpoints(folder, keep=1)
+
+
+@task(task_run_name="restore", cache_policy=NO_CACHE)
+def restored_step(training: Training) -> int:
+    """Bring the ranks, which hold the starting model, to the run's checkpoint; return its step, 0 if it has none.
+
+    Raises:
+        UserError: the checkpoint is damaged.
+    """
+    folder = training.run.finetuning
+    if not folder.manifest.is_file():
+        return 0
+    saved = read_manifest(folder)
+    checkpoint = folder.checkpoints / str(saved.checkpoint)
+    verify_checkpoint(checkpoint)
+    step = saved.progress.iteration
+    training.session().call("actor", "load", f"{step}/finetuning_load", folder=str(checkpoint), version=0)
+    return step
+
+
+@task(task_run_name="end", cache_policy=NO_CACHE)
+def end_finetuning(training: Training, command: str, model_folder: str, name: str) -> str:
+    """Write the trained model with its tokenizer to `models/<name>`, complete or not at all, and free the engines."""
+    final = training.run.model(name)
+    aside = empty_beside(final)
+    training.session().call("actor", command, f"0/{command}", folder=str(aside))
+    copy_tokenizer(Path(model_folder), aside)
+    aside.rename(final)
+    shutil.rmtree(training.run.finetuning.path, ignore_errors=True)
+    return str(final)
+
+
+def copy_tokenizer(source: Path, target: Path) -> None:
+    """Copy everything of a model folder that belongs to its tokenizer."""
+    for pattern in (
+        "tokenizer*",
+        "special_tokens_map.json",
+        "vocab*",
+        "merges.txt",
+        "chat_template*",
+        "added_tokens.json",
+    ):
+        for path in source.glob(pattern):
+            shutil.copy2(path, target / path.name)

@@ -1,0 +1,253 @@
+"""What a recipe says is what the ranks are told: each key changes the arguments of the command that it is about.
+
+The group only listens; what the arguments do is shown where the commands are (tests/engines).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from configs.loading import config_from_mapping
+from configs.preference import PreferenceConfig
+from configs.schema import TrainConfig
+from engines.launch import RankDevice
+from state.experience import ExperienceRef, Ragged, write_columns
+from state.manifest import Progress
+from tasks import session as module
+from tasks.preference import begin_preferences, measure_heldout, preference_steps, preferences_file, reference_pass
+from tasks.session import Session, Stage, Training
+from tasks.settings import settings_at
+from tasks.supervise import begin_supervised, supervised_steps
+from tasks.update_actor import update_actor
+from tasks.update_critic import update_critic
+
+ROWS = 40
+MakeTraining = Callable[[TrainConfig], Training]
+
+
+@dataclass
+class Listener:
+    """A group that keeps what it was told last; its replies say nothing of interest."""
+
+    told: dict[str, Any] = field(default_factory=dict)
+    spec = SimpleNamespace(devices=(RankDevice(None),))
+
+    def call(self, command: str, key: str, **arguments: Any) -> list[dict[str, Any]]:
+        self.told = arguments
+        return [{"usage": {"seconds": 1.0}, "losses": [0.0], "steps": [], "command": 0.0}]
+
+
+def listening(training: Training) -> Listener:
+    group = Listener()
+    training.session().groups |= {"actor": group, "critic": group}  # type: ignore[dict-item]
+    return group
+
+
+def at(told: Any, place: str) -> Any:
+    """Return what is at a dotted place."""
+    for part in place.split("."):
+        told = told[part]
+    return told
+
+
+def tree(key: str, value: Any, base: dict[str, Any]) -> dict[str, Any]:
+    """Return `base` with `value` at a dotted key."""
+    first, _, rest = key.partition(".")
+    return {**base, first: tree(rest, value, base.get(first) or {}) if rest else value}
+
+
+def update(make: MakeTraining, values: dict[str, Any], role: str) -> dict[str, Any]:
+    """Return what the update of `role` in iteration 3 is told."""
+    training = make(config_from_mapping(values, "test"))
+    group, config = listening(training), training.config
+    stage = Stage(ExperienceRef("experience.parquet", 1, 1, 1, 2), {})
+    task: Any = update_actor if role == "actor" else update_critic
+    task.fn(training, settings_at(config, 3, Progress(), {}), stage)
+    return group.told
+
+
+KL = {"kl": {"coefficient": 0.5}}
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "place", "algorithm"),
+    [
+        ("actor.optimizer.learning_rate", 0.5, "learning_rate", {}),
+        ("actor.micro_batch_tokens", 77, "split.micro_batch_tokens", {}),
+        ("rollout.temperature", 0.5, "loss.temperature", {}),
+        ("rollout.samples", 3, "split.samples", {}),
+        ("rollout.max_response_tokens", 77, "split.max_response_tokens", {}),
+        ("algorithm.mini_batches", 2, "split.mini_batches", {}),
+        ("algorithm.epochs", 2, "split.epochs", {}),
+        ("algorithm.aggregation", "token-sum", "split.aggregation", {}),
+        ("algorithm.entropy_coefficient", 0.5, "loss.entropy_coefficient", {}),
+        ("algorithm.policy_loss", "gspo", "loss.policy_loss", {}),
+        ("algorithm.clip_low", 0.5, "loss.settings.clip_low", {}),
+        ("algorithm.clip_high", 0.5, "loss.settings.clip_high", {}),
+        ("algorithm.dual_clip", 7.0, "loss.settings.dual_clip", {}),
+        ("algorithm.log_clip_low", 0.5, "loss.settings.log_clip_low", {"name": "gmpo"}),
+        ("algorithm.log_clip_high", 0.5, "loss.settings.log_clip_high", {"name": "gmpo"}),
+        ("algorithm.gate_positive", 0.5, "loss.settings.gate_positive", {"name": "sapo"}),
+        ("algorithm.gate_negative", 0.5, "loss.settings.gate_negative", {"name": "sapo"}),
+        ("algorithm.covariance_share", 0.5, "loss.choice_settings.covariance_share", {"name": "clip_cov"}),
+        ("algorithm.covariance_low", 0.5, "loss.choice_settings.covariance_low", {"name": "clip_cov"}),
+        ("algorithm.covariance_high", 9.0, "loss.choice_settings.covariance_high", {"name": "clip_cov"}),
+        ("algorithm.covariance_pull", 0.5, "loss.settings.covariance_pull", {"name": "kl_cov"}),
+        ("algorithm.divergence", "kl", "loss.settings.divergence", {"name": "dppo"}),
+        ("algorithm.divergence_bound", 0.5, "loss.settings.divergence_bound", {"name": "dppo"}),
+        ("algorithm.weight_bound", 7.0, "loss.settings.weight_bound", {"name": "dppo"}),
+        ("algorithm.kl.estimator", "k1", "loss.kl_estimator", KL),
+        ("algorithm.kl.coefficient", 0.25, "loss.kl_coefficient", KL),
+        ("algorithm.kl.place", "reward", "loss.kl_estimator", KL),
+        ("seed", 7, "split.seed", {}),
+    ],
+)
+def test_of_the_actors_update(
+    key: str, value: Any, place: str, algorithm: dict[str, Any], training_with: MakeTraining
+) -> None:
+    """The value itself, but for a KL in the reward, which takes its estimator from the loss, and for the seed."""
+    before = update(training_with, {"algorithm": algorithm}, "actor")
+    after = update(training_with, tree(key, value, {"algorithm": algorithm}), "actor")
+    assert at(before, place) != at(after, place)
+    if key not in ("algorithm.kl.place", "seed"):
+        assert at(after, place) == value
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "place"),
+    [
+        ("critic.optimizer.learning_rate", 0.5, "learning_rate"),
+        ("critic.micro_batch_tokens", 77, "split.micro_batch_tokens"),
+        ("critic.value_clip", 0.5, "clip"),
+        ("critic.value_clip", None, "clip"),
+    ],
+)
+def test_of_the_critics_update(key: str, value: Any, place: str, training_with: MakeTraining) -> None:
+    """The actor's settings are not the critic's."""
+    ppo = {"algorithm": {"name": "ppo"}, "critic": {}}
+    before = update(training_with, ppo, "critic")
+    after = update(training_with, tree(key, value, ppo), "critic")
+    assert at(before, place) != at(after, place) == value
+    actor = update(training_with, tree(key, value, ppo), "actor")
+    assert actor.get(place) == update(training_with, ppo, "actor").get(place)
+
+
+def rows(path: Path) -> None:
+    column = Ragged.of([[1, 2]] * ROWS, np.int32)
+    write_columns(path, {"prompt_tokens": column, "response_tokens": column})
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "place"),
+    [
+        ("sft.batch", 5, "batches"),
+        ("sft.micro_batch_tokens", 77, "budget"),
+        ("sft.optimizer.learning_rate", 0.5, "learning_rate"),
+        ("data.sampler.name", "sequential", "batches"),
+        ("seed", 7, "batches"),
+    ],
+)
+def test_of_supervised_steps(key: str, value: Any, place: str, training_with: MakeTraining) -> None:
+    """Rows of a batch, their order, the token budget and the rate."""
+
+    def told(values: dict[str, Any]) -> Any:
+        training = training_with(config_from_mapping(values, "test"))
+        rows(training.run.prompts("sft"))
+        group = listening(training)
+        supervised_steps.fn(training, 0, 2)
+        return at(group.told, place)
+
+    base = {"sft": {"batch": 4}}
+    before, after = told(base), told(tree(key, value, base))
+    assert not np.array_equal(before, after)
+    if place != "batches":
+        assert after == value
+    elif key == "sft.batch":
+        assert after.shape == (2, 5)
+    elif key == "data.sampler.name":
+        assert after.ravel().tolist() == list(range(8))
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [("model.dtype", "float32"), ("sft.zero_stage", 2), ("sft.gradient_checkpointing", True), ("sft.steps", 7)],
+)
+def test_of_the_model_to_train(key: str, value: Any, training_with: MakeTraining) -> None:
+    """The section itself, with what was decided for this machine; supervised and on preferences."""
+    values = tree(key, value, {"sft": {}})
+    training = training_with(config_from_mapping(values, "test"))
+    group = listening(training)
+    begin_supervised.fn(training, "folder")
+    place = "dtype" if key == "model.dtype" else f"config.{key.partition('.')[2]}"
+    assert at(group.told, place) == value
+
+    preference = PreferenceConfig.model_validate(tree(key.replace("sft.", "trainer."), value, {}))
+    training = training_with(preference.engines())
+    group = listening(training)
+    begin_preferences.fn(training, preference, "folder")
+    assert at(group.told, place) == value
+
+
+PAIRS: dict[str, Any] = {"trainer": {"batch": 4}, "data": {}}
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "place"),
+    [
+        ("trainer.batch", 5, "batches"),
+        ("trainer.micro_batch_tokens", 77, "budget"),
+        ("trainer.optimizer.learning_rate", 0.5, "learning_rate"),
+        ("data.shuffle", False, "batches"),
+        ("seed", 7, "batches"),
+        ("loss.name", "orpo", "loss.name"),
+        ("loss.beta", 0.5, "loss.settings.beta"),
+        ("loss.label_smoothing", 0.25, "loss.settings.label_smoothing"),
+    ],
+)
+def test_of_steps_on_preferences(
+    key: str, value: Any, place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Units of a batch, their order, the token budget, the rate and the loss."""
+
+    def told(values: dict[str, Any]) -> Any:
+        config = PreferenceConfig.model_validate(values)
+        training = preferring(config, tmp_path, monkeypatch)
+        group = listening(training)
+        preference_steps.fn(training, config, ROWS // 2, 0, 2)
+        return at(group.told, place)
+
+    before, after = told(PAIRS), told(tree(key, value, PAIRS))
+    assert not np.array_equal(before, after)
+    if place != "batches":
+        assert after == value
+    elif key == "trainer.batch":
+        assert after.shape == (2, 5)
+    elif key == "data.shuffle":
+        assert after.ravel().tolist() == list(range(8))
+
+
+def test_of_the_token_budget_of_passes_without_a_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Held-out figures and the reference pass take it from `trainer.micro_batch_tokens`, too."""
+    config = PreferenceConfig.model_validate({"trainer": {"micro_batch_tokens": 77}})
+    training = preferring(config, tmp_path, monkeypatch)
+    group = listening(training)
+    rows(preferences_file(training, "train"))
+    with pytest.raises(KeyError, match="rows"):  # the listener computes nothing
+        reference_pass.fn(training, config, "train")
+    assert group.told["budget"] == 77
+    monkeypatch.setattr("tasks.preference.append_record", lambda *arguments: True)
+    measure_heldout.fn(training, config, 0)
+    assert group.told["budget"] == 77
+
+
+def preferring(config: PreferenceConfig, folder: Path, monkeypatch: pytest.MonkeyPatch) -> Training:
+    training = Training(str(folder))
+    monkeypatch.setitem(module._SESSIONS, training.folder, Session(config.engines(), training.run))
+    return training
