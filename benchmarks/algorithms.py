@@ -57,8 +57,15 @@ TUNED: dict[str, Tuned] = {
     ),
 }
 
-# Nothing here is read: pictures every ten iterations, checkpoints, and engines that make room for each other.
-UNRECORDED = ("evaluate.every=0", "record.samples_every=0", "rollout.cuda_graphs=false", "rollout.sleep=false")
+# What nobody looks at here, and what pays only in longer trainings. Engines that sleep would disturb each other: vLLM
+# stops where free memory shrinks meanwhile, which other trainings on the same GPU do to it.
+UNRECORDED = (
+    "evaluate.every=0",
+    "record.samples_every=0",
+    "checkpoint.every=1000000",  # the last iteration has one
+    "rollout.cuda_graphs=false",
+    "rollout.sleep=false",
+)
 # Compiling the blocks of a tiny model costs more than its whole training.
 EAGER = {"TORCH_COMPILE_DISABLE": "1"}
 
@@ -75,8 +82,7 @@ class Plan:
 
     def of(self, name: str, seed: int) -> list[str]:
         """Return the overrides of one training."""
-        own = (f"algorithm.name={name}", *TUNED[name].overrides) if name in TUNED else (f"algorithm.name={name}",)
-        return [*UNRECORDED, *own, *self.overrides, f"seed={seed}"]
+        return [*UNRECORDED, f"algorithm.name={name}", *tuned(name), *self.overrides, f"seed={seed}"]
 
 
 @dataclass
@@ -118,32 +124,57 @@ def measure(plan: Plan, command: str, out: Path | None, say: Callable[[str], Non
     Raises:
         UserError: a setting is wrong, `out` holds something else, or trainings failed (the others are kept).
     """
-    configs = {(name, seed): load_config(plan.recipe, plan.of(name, seed)) for name, seed in _pairs(plan)}
-    for config in configs.values():
-        check_training(config)
-    found = Found(plan, command, out, settings_of(plan), [])
+    environment = _checked(plan)
+    found = Found(plan, command, out, settings_of(plan))
     if out is not None and out.exists():
         found.rows = earlier_rows(out, found.settings)
-    missing, failed = found.missing(), list[Ended]()
+    missing = found.missing()
     with tempfile.TemporaryDirectory(prefix="penstock-bench-") as scratch:
         folder = Path(scratch)
-        environment = EAGER if next(iter(configs.values())).model.tiny is not None else {}
         starts = warmed_up(plan, sorted({seed for _, seed in missing}), folder, environment, say)
-        commands = {f"{name}-{seed}": _train(plan, name, seed, starts[seed], folder) for name, seed in missing}
-        pairs = {f"{name}-{seed}": (name, seed) for name, seed in missing}
-        for count, ended in enumerate(side_by_side(commands, plan.lanes, folder, environment), start=1):
-            (name, seed), run = pairs[ended.name], RunFolder(folder / "runs" / ended.name)
-            if ended.code:
-                failed.append(ended)
-                say(f"{name}, seed {seed}: failed ({count} of {len(missing)})")
-                continue
-            row = row_of(name, seed, read_metrics(run), ended.seconds)
-            found.add(row)
-            shutil.rmtree(run.path)
-            change = f"{row['accuracy_before']:.1%} to {row['accuracy_after']:.1%}"
-            say(f"{name}, seed {seed}: {change}, {ended.seconds:.0f} s ({count} of {len(missing)})")
+        failed = _train_all(found, missing, starts, folder, environment, say)
     _refuse_failures(failed, len(missing))
     return found.result()
+
+
+def _checked(plan: Plan) -> dict[str, str]:
+    """Check each algorithm's training before any begins; return variables for their processes.
+
+    Raises:
+        UserError: there is no such algorithm, or a setting is wrong.
+    """
+    if unknown := [name for name in plan.names if name not in ALGORITHMS]:
+        raise UserError(f"there is no algorithm '{unknown[0]}'", f"choose among {', '.join(ALGORITHMS)}")
+    configs = [load_config(plan.recipe, plan.of(name, plan.seeds[0])) for name in plan.names]
+    for config in configs:
+        check_training(config)
+    return EAGER if configs[0].model.tiny is not None else {}
+
+
+def _train_all(
+    found: Found,
+    missing: Sequence[tuple[str, int]],
+    starts: Mapping[int, Sequence[str]],
+    folder: Path,
+    environment: Mapping[str, str],
+    say: Callable[[str], None],
+) -> list[Ended]:
+    """Train the missing pairs and keep their rows; return what failed."""
+    pairs = {f"{name}-{seed}": (name, seed) for name, seed in missing}
+    commands = {run: _train(found.plan, *pair, starts[pair[1]], folder / run) for run, pair in pairs.items()}
+    failed = []
+    for count, ended in enumerate(side_by_side(commands, found.plan.lanes, folder, environment), start=1):
+        (name, seed), run = pairs[ended.name], RunFolder(folder / ended.name)
+        outcome = "failed"
+        if ended.code:
+            failed.append(ended)
+        else:
+            row = row_of(name, seed, read_metrics(run), ended.seconds)
+            found.add(row)
+            outcome = f"{row['accuracy_before']:.1%} to {row['accuracy_after']:.1%}"
+        shutil.rmtree(run.path, ignore_errors=True)
+        say(f"{name}, seed {seed}: {outcome}, {ended.seconds:.0f} s ({count} of {len(missing)})")
+    return failed
 
 
 def warmed_up(
@@ -171,17 +202,8 @@ def warmed_up(
     return {seed: [*no_source, f"model.path={model}"] for seed, model in models.items()}
 
 
-def _train(plan: Plan, name: str, seed: int, start: Sequence[str], folder: Path) -> list[str]:
-    overrides = [*plan.of(name, seed), *start]
-    config = load_config(plan.recipe, plan.of(name, seed))
-    return [
-        "train",
-        str(plan.recipe),
-        *overrides,
-        f"checkpoint.every={config.iterations}",
-        "--run",
-        str(folder / "runs" / f"{name}-{seed}"),
-    ]
+def _train(plan: Plan, name: str, seed: int, start: Sequence[str], run: Path) -> list[str]:
+    return ["train", str(plan.recipe), *plan.of(name, seed), *start, "--run", str(run)]
 
 
 def _refuse_failures(failed: Sequence[Ended], all_of: int) -> None:
@@ -191,17 +213,6 @@ def _refuse_failures(failed: Sequence[Ended], all_of: int) -> None:
             f"{len(failed)} of {all_of} trainings failed, the others are kept:\n{ends}",
             "the same command runs those that are missing",
         )
-
-
-def _pairs(plan: Plan) -> list[tuple[str, int]]:
-    """Return every pair of name and seed.
-
-    Raises:
-        UserError: there is no such algorithm.
-    """
-    if unknown := [name for name in plan.names if name not in ALGORITHMS]:
-        raise UserError(f"there is no algorithm '{unknown[0]}'", f"choose among {', '.join(ALGORITHMS)}")
-    return [(name, seed) for seed in plan.seeds for name in plan.names]
 
 
 def parse_seeds(text: str) -> tuple[int, ...]:
@@ -225,12 +236,11 @@ def settings_of(plan: Plan) -> dict[str, Any]:
     """Return what all trainings have in common: the recipe without algorithm and seed."""
     config = load_config(plan.recipe, [*UNRECORDED, *plan.overrides])
     kept = {name: value for name, value in describe(config).items() if name not in ("seed", "algorithm")}
-    mini_batches, heldout = config.algorithm.mini_batches, _heldout(config)
     return {
         "recipe": plan.recipe.name,
         "iterations": config.iterations,
-        "mini_batches": mini_batches,
-        "heldout_prompts": heldout,
+        "mini_batches": config.algorithm.mini_batches,
+        "heldout_prompts": _heldout(config),
         **kept,
     }
 

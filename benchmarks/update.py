@@ -46,6 +46,11 @@ def measure(config: TrainConfig, lengths: Lengths, command: str, *, steps: int, 
         raise UserError(
             f"algorithm '{config.algorithm.name}' has no critic", "remove --critic, or add algorithm.name=ppo"
         )
+    if config.algorithm.full_kl:
+        raise UserError(
+            "'algorithm.kl.estimator: full' needs the states of a reference, which is not loaded here",
+            "name another estimator, or measure whole steps with 'penstock bench step'",
+        )
     roles: tuple[Role, ...] = ("actor", "critic") if critic else ("actor",)
     longest = int((lengths.prompts_B + lengths.responses_B).max())
     config = config.model_copy(update={"iterations": steps})

@@ -29,8 +29,6 @@ def check_environment(config: TrainConfig) -> None:
         ValueError: names the two settings.
     """
     arithmetic = config.data.arithmetic
-    if arithmetic is not None and arithmetic.calls and arithmetic.mistakes:
-        raise ValueError("'data.arithmetic.mistakes' has no effect with 'calls': remove one of them")
     if config.environment is None:
         if arithmetic is not None and arithmetic.calls:
             raise ValueError("'data.arithmetic.calls' needs an 'environment' that answers the calls: add one")

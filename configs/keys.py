@@ -65,6 +65,12 @@ def _walk(model: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, Field
             yield from _walk(table, f"{prefix}{name}.<name>.")
 
 
+def leaf_keys(tree: type[BaseModel]) -> set[str]:
+    """Return every key of a tree that holds a value; sections are not among them."""
+    fields = _walk(tree)
+    return {name for name, field in fields if not section_in(field.annotation) and not table_in(field.annotation)}
+
+
 def describe_keys(tree: type[BaseModel] = TrainConfig) -> list[Key]:
     """Return every key of a tree in the schema's order, sections included."""
     return [Key(name, _type_of(field), _default_of(field), field.description or "") for name, field in _walk(tree)]

@@ -24,13 +24,19 @@ class RewardServer(Section):
     model: str = Field(description="name by which the server knows the model; it must offer it in /v1/models")
     api_key_env: str | None = Field(
         None,
-        pattern=r"^[A-Za-z_][A-Za-z0-9_]*$",
         description="environment variable with the server's API key, read where the flow runs; null: no key",
     )
     timeout_s: float = Field(120.0, gt=0, description="deadline for one request, seconds")
     retries: int = Field(
         5, ge=0, le=20, description="further attempts of a request after a lost connection, a timeout, 429 or 5xx"
     )
+
+    @field_validator("api_key_env")
+    @classmethod
+    def _name(cls, value: str | None) -> str | None:
+        if value is not None and not value.isidentifier():
+            raise ValueError("name the environment variable that holds the key; the key itself stands in no recipe")
+        return value
 
     @field_validator("url")
     @classmethod

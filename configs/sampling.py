@@ -1,4 +1,4 @@
-"""The sections `data.sampler` and `algorithm.dynamic_sampling`: which prompts are answered, which groups are learnt from.
+"""The sections `data.sampler` and `algorithm.dynamic_sampling`: which prompts are answered, which groups teach.
 
 Left out: the samplers themselves (data/samplers.py) and the judgement of groups (tasks/group_filter.py).
 """
@@ -20,8 +20,8 @@ class SamplerConfig(Section):
 
     name: str = Field(
         "shuffled",
-        description="shuffled: a new order in every epoch; sequential: file order; curriculum: every epoch from easy to "
-        "hard; adaptive: more often what is neither mastered nor hopeless; or 'module:function'",
+        description="shuffled: a new order in every epoch; sequential: file order; curriculum: every epoch from easy "
+        "to hard; adaptive: more often what is neither mastered nor hopeless; or 'module:function'",
     )
     column: str | None = Field(None, description="column of numbers that says how hard a prompt is (curriculum only)")
     descending: bool | None = Field(

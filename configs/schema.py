@@ -118,6 +118,8 @@ class DataConfig(Section):
     def _sources(self) -> Self:
         if self.arithmetic is not None and (self.train or self.heldout or self.sft):
             raise ValueError("'arithmetic' makes its own problems: remove 'train', 'heldout' and 'sft'")
+        if self.arithmetic is not None and (self.prompt != "prompt" or self.response not in (None, "response")):
+            raise ValueError("'arithmetic' has columns of its own names: remove 'prompt' and 'response'")
         if self.template is not None and "{prompt}" not in self.template:
             raise ValueError("'template' must contain {prompt}, the place where the prompt column goes")
         return self
@@ -144,7 +146,7 @@ class RewardConfig(Section):
     judge: JudgeConfig | None = Field(None, description="a language model behind a server that judges responses")
     service: ServiceConfig | None = Field(None, description="a reward model behind a server that scores responses")
     timeout_s: float = Field(10.0, gt=0, description="deadline for one call of the function, seconds")
-    workers: int = Field(2, ge=1, le=64, description="processes that run the function, or read a judge's answers")
+    workers: int = Field(2, ge=1, le=64, description="processes that run the function, or read what a judge wrote")
     failure_value: float = Field(0.0, description="reward of a sample whose call raised, timed out or gave NaN")
     max_failure_share: Share = Field(0.1, description="the run stops when more than this share of a batch failed")
     overlong: OverlongConfig | None = Field(None, description="soft punishment of long responses; null: none")
@@ -156,7 +158,7 @@ class RewardConfig(Section):
             raise ValueError(f"{' and '.join(given)} exclude each other: keep one")
         if self.function is None and self.settings:
             raise ValueError("'settings' has no effect without 'function': remove it")
-        for name in idle_reward_settings(self.model is not None, self.service is not None):
+        for name in ("timeout_s", "workers") if self.model or self.service else ():
             if getattr(self, name) != type(self).model_fields[name].default:
                 raise ValueError(f"'{name}' has no effect with {given[0]}: remove it")
         return self
@@ -177,13 +179,6 @@ class RewardConfig(Section):
 
 
 REWARD_SOURCES = ("function", "model", "judge", "service")
-
-
-def idle_reward_settings(model: bool, service: bool) -> tuple[str, ...]:
-    """Return the settings of `reward` that change nothing with a reward model, or with a service."""
-    if model:
-        return ("timeout_s", "workers", "failure_value", "max_failure_share")  # it runs in the engines, and cannot fail
-    return ("timeout_s", "workers") if service else ()
 
 
 # ---- rollout -------------------------------------------------------------------------------------------------------

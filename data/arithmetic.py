@@ -25,7 +25,8 @@ CHARACTERS = "0123456789+=."
 def make_problems(config: ArithmeticData, seed: int) -> dict[str, pd.DataFrame]:
     """Return the splits `sft`, `train` and `heldout`, each with columns `prompt`, `answer`, `response` and `carries`.
 
-    `carries` counts the carries of the addition, which say how hard it is. No split repeats a problem. `sft` and `train` share problems only where the digits do not give enough of them.
+    `carries` counts the carries of the addition, which say how hard it is. No split repeats a problem. `sft` and
+    `train` share problems only where the digits do not give enough of them.
 
     Raises:
         UserError: more problems than the digits give.

@@ -22,7 +22,7 @@ from engines.models import PackedCritic
 from engines.packing import Rows, read_rows
 from engines.trainer import Trainer
 from engines.updates import Split
-from state.experience import AGENT, Ragged, read_columns
+from state.experience import AGENT, read_columns
 
 if TYPE_CHECKING:
     from engines.worker import Worker
@@ -49,7 +49,7 @@ def values(worker: Worker, path: str, budget: int, agents: Sequence[str] = ()) -
     rows = read_rows(path)
     replies = []
     for name, index_B in _rows_of_critics(path, len(rows), agents):
-        reply = worker.per_token(rows.take(index_B), "critic", budget, worker.model(name))
+        reply = worker.per_token(_own(rows, index_B), "critic", budget, worker.model(name))
         replies.append(reply | {"rows": index_B[reply["rows"]]})
     joined = {name: np.concatenate([reply[name] for reply in replies]) for name in ("rows", "values")}
     return {**joined, "usage": _combined([reply["usage"] for reply in replies], sum)}
@@ -70,8 +70,8 @@ def update_critic(
     rows, plan, replies = read_rows(path, ("values", "returns")), Split(**split), {}
     for name, index_B in _rows_of_critics(path, len(rows), agents):
         trainer = worker.trainers[name]
-        update = partial(updates.update_critic, trainer, _counted(rows, index_B), plan, clip, learning_rate)
-        replies[name] = worker.measured(rows.take(index_B), "critic", trainer, plan, update)
+        update = partial(updates.update_critic, trainer, _accepting(rows, index_B), plan, clip, learning_rate)
+        replies[name] = worker.measured(_own(rows, index_B), "critic", trainer, plan, update)
     usage = _combined([reply.pop("usage") for reply in replies.values()], sum)
     figures = _combined(list(replies.values()), np.mean)
     for agent in agents:
@@ -88,11 +88,17 @@ def _rows_of_critics(path: str, rows: int, agents: Sequence[str]) -> Iterator[tu
             yield name, index_B
 
 
-def _counted(rows: Rows, index_B: np.ndarray) -> Rows:
-    """All rows, so that mini-batches are the actor's, of which only some count; the others are not computed."""
+def _own(rows: Rows, index_B: np.ndarray) -> Rows:
+    """Some of the rows; all of them are not copied."""
+    return rows if len(index_B) == len(rows) else rows.take(index_B)
+
+
+def _accepting(rows: Rows, index_B: np.ndarray) -> Rows:
+    """All rows, so that mini-batches are the actor's, of which the update looks at some."""
+    if len(index_B) == len(rows):
+        return rows
     own_B = np.isin(np.arange(len(rows)), index_B)
-    mask_T = rows.mask.values_T * np.repeat(own_B, rows.mask.lengths_B)
-    return replace(rows, mask=Ragged(mask_T, rows.mask.offsets_B1))
+    return replace(rows, accepted_B=own_B if rows.accepted_B is None else own_B & rows.accepted_B)
 
 
 def _combined(figures: list[dict[str, float]], combine: Callable[[list[float]], float]) -> dict[str, float]:

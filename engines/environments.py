@@ -14,7 +14,6 @@ import numpy as np
 from configs.environment import EnvironmentConfig
 from data.prompts import PromptTable
 from engines.episodes import Environments, Played, stop_tokens
-from environments.loading import load_environment, stop_texts
 from environments.pool import EnvironmentPool
 
 
@@ -33,8 +32,8 @@ class EnvironmentHost:
             UserError: the environment does not load, or ends turns at what is no token.
         """
         if self.pool is None:
-            self.stop = stop_tokens(tokenizer, stop_texts(config.type, load_environment(config)()))
             self.pool = EnvironmentPool(config)
+            self.stop = stop_tokens(tokenizer, self.pool.stop)
         if table not in self.rows:
             self.rows[table] = PromptTable.load(Path(table)).rows()
         rows = self.rows[table]

@@ -7,6 +7,7 @@ blocks that a kernel computes in vain earn no credit. Differences to the usual "
 - attention is counted by the pairs of tokens that see each other, from each sequence's own length;
 - the language head is counted for response tokens alone, since only those get logits;
 - a prompt is counted once for all its samples: what it becomes inside the model does not depend on what follows;
+- with LoRA, frozen matrices get no gradient of their own: theirs counts once in the backward pass, not twice;
 - the embedding is a lookup, and norms, activations and rotary embeddings are no matrices: neither counts.
 
 Lengths are arrays with one entry per row (`_B`). Left out: experts and other architectures that are not dense

@@ -101,14 +101,15 @@ class _SelectedLogprobs(torch.autograd.Function):
         hidden_TH, weight_VH, targets_T, scale, *statistics, reference_TH, reference_VH = ctx.saved_tensors
         gradient = _on(hidden_TH.device.type, _logits_gradient)
         grads = (grad_logprobs_T, grad_entropies_T, grad_kl_T)
-        grad_hidden_TH, grad_weight_VH = torch.empty_like(hidden_TH), torch.empty_like(weight_VH)
+        grad_hidden_TH = torch.empty_like(hidden_TH)
+        grad_weight_VH = torch.empty_like(weight_VH) if ctx.needs_input_grad[1] else None  # a frozen head needs none
         for chunk in _chunks(hidden_TH, weight_VH, reference_VH):
             known, wanted = ([_cut(values_T, chunk) for values_T in columns] for columns in (statistics, grads))
             cut, other = _cut(reference_TH, chunk), reference_VH
             grad_CV = gradient(hidden_TH[chunk], weight_VH, targets_T[chunk], scale, *known, *wanted, cut, other)
             torch.mm(grad_CV, weight_VH, out=grad_hidden_TH[chunk])
-            # beta 0 does not read what the buffer held before the first chunk
-            torch.addmm(grad_weight_VH, grad_CV.t(), hidden_TH[chunk], beta=min(chunk.start, 1), out=grad_weight_VH)
+            if grad_weight_VH is not None:  # beta 0 does not read what the buffer held before the first chunk
+                torch.addmm(grad_weight_VH, grad_CV.t(), hidden_TH[chunk], beta=min(chunk.start, 1), out=grad_weight_VH)
         return grad_hidden_TH, grad_weight_VH, None, None, None, None
 
 

@@ -29,6 +29,7 @@ from configs.lora import LoraConfig
 from engines.weights.checksum import word_sum
 from engines.weights.layout import flatten_in_place, plan
 
+GOLDEN = 0x9E3779B1 - (1 << 32)  # the golden ratio's fraction of 2^32, as int32
 ADAPTERS = ("lora_A", "lora_B")
 FROZEN_SUM = "frozen_sum"  # in a checkpoint
 PEFT_PREFIX = "base_model.model."
@@ -65,9 +66,24 @@ class LoraLinear(nn.Linear):
 
     @torch.no_grad()
     def merged(self) -> torch.Tensor:
-        """Return W + s B A, computed in float32 and rounded once to the weights' dtype; [out, in]."""
+        """Return W + s B A, computed in float32 and rounded once to the weights' dtype, with dither; [out, in]."""
         base_OI, a_RI, b_OR = self.weight.float(), self.lora_A.float(), self.lora_B.float()
-        return torch.addmm(base_OI, b_OR, a_RI, alpha=self.scale).to(self.weight.dtype)
+        exact_OI = torch.addmm(base_OI, b_OR, a_RI, alpha=self.scale)
+        return dithered(exact_OI) if self.weight.dtype is torch.bfloat16 else exact_OI.to(self.weight.dtype)
+
+
+def dithered(exact: torch.Tensor) -> torch.Tensor:
+    """Round float32 values to bfloat16, up or down as often as keeps their mean.
+
+    To the nearest, updates below half a weight's last bit, which are all of the first steps', would be lost without
+    exception, since the base lies on the grid: the rollout engine would go on with the base policy. What is added
+    before the cut is a fixed sequence without repetition over the elements (multiples of the golden ratio), so that
+    the result depends on nothing but the values, and a value on the grid stays as it is.
+    """
+    bits = exact.contiguous().view(torch.int32)
+    noise = torch.arange(bits.numel(), dtype=torch.int32, device=bits.device).view(bits.shape)
+    noise.mul_(GOLDEN).bitwise_right_shift_(16).bitwise_and_(0xFFFF)
+    return noise.add_(bits).bitwise_and_(-0x10000).view(torch.float32).to(torch.bfloat16)
 
 
 def attach(lm: nn.Module, config: LoraConfig, seed: int) -> None:

@@ -51,6 +51,7 @@ class Rank:
     ranks: int  # of the group
     device: str  # "cpu" or "cuda"
     width: int  # bytes of a weight
+    scores: bool = False  # what is trained without rollout has a score in place of its language head
 
 
 @dataclass(frozen=True)
@@ -101,6 +102,8 @@ def rank_phases(config: TrainConfig, rank: Rank, checkpointing: Mapping[str, boo
     phases: dict[str, Parts] = {"start": {**rest, "flattening": _flattening(trained, rank)}}
     for name, trainer in trained.items():
         states = _states(name, trainer, rank, _models(name, config))
+        if trainer.offload_optimizer:  # of several models one at a time has them back
+            states[f"{name} masters and moments"] //= _models(name, config)
         own = _update(name, trainer, config, rank, checkpointing[name]) | states
         phases[PHASES[name]] = (rest | own) if rank.device == "cpu" or not config.rollout.sleep else _asleep(rest) | own
     if config.sft is not None and "actor" in rank.shapes:
@@ -192,7 +195,8 @@ def _update(name: str, trainer: TrainerConfig, config: TrainConfig, rank: Rank, 
     if trainer.lora is not None and not checkpointing:  # what lies between A and B, its gradient needs it
         kept += width * tokens * trainer.lora.rank * shape.layers * len(shape.targets(trainer.lora))
     # The head's gradient is there before any other, and the largest. A critic has neither, a frozen head only logits.
-    head = 0 if name == "critic" else logits + (embedding if trainer.lora is None else 0)
+    headless = name == "critic" or (name == "sft" and rank.scores)
+    head = 0 if headless else logits + (embedding if trainer.lora is None else 0)
     return {
         f"{name} gradients": GRADIENT * trained // (rank.ranks if stage >= 2 else 1),
         "reduce buckets": _buckets(trained, stage, rank),

@@ -198,7 +198,8 @@ def write_model(lm: Any, folder: Path, rank: int) -> None:
     state = lm.state_dict()
     if rank == 0 and adapted_layers(lm):
         state = merged_state(lm)
-        write_adapter(lm, folder / ADAPTER_FOLDER)
+        if not hasattr(lm, "score"):  # without its head an adapter would be no reward model
+            write_adapter(lm, folder / ADAPTER_FOLDER)
     if sharded:
         import deepspeed
 

@@ -93,8 +93,8 @@ class Rows:
         """Return some of the rows, in the order given."""
         columns = {name: column.take(index_B) for name, column in self.columns.items()}
         accepted_B = None if self.accepted_B is None else self.accepted_B[index_B]
-        parts = (column.take(index_B) for column in (self.prompts, self.responses, self.mask))
-        return Rows(*parts, columns, accepted_B)
+        prompts, responses, mask = (column.take(index_B) for column in (self.prompts, self.responses, self.mask))
+        return Rows(prompts, responses, mask, columns, accepted_B)
 
 
 @dataclass(frozen=True)

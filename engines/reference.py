@@ -172,7 +172,7 @@ def write_actor(worker: Worker, path: str) -> dict[str, Any]:
         with _whole(parameter) as values:
             sums[name] = word_sum(values)
             if worker.rank == 0:
-                weights[name] = values.cpu().clone()
+                weights[name] = values.to("cpu", copy=True)
     if worker.rank == 0:
         with replacing(Path(path)) as aside:
             save_file(weights, aside)

@@ -106,6 +106,13 @@ def read_shape(folder: Path) -> ModelShape:
     )
 
 
+def layer_names(folder: Path) -> set[str]:
+    """Return the last names of the layers with a matrix inside a model's blocks, from its weight files' headers."""
+    shapes = {name: entry for path in folder.glob("*.safetensors") for name, entry in _header(path).items()}
+    within = (name.split(".") for name, entry in shapes.items() if len(entry["shape"]) == 2)
+    return {parts[-2] for parts in within if parts[-1] == "weight" and any(part.isdigit() for part in parts)}
+
+
 def _windowed_layers(config: dict[str, Any]) -> int:
     """Layers with a sliding window, in the three ways in which configs say so."""
     if not config.get("sliding_window") or config.get("use_sliding_window") is False:
@@ -116,10 +123,15 @@ def _windowed_layers(config: dict[str, Any]) -> int:
 
 
 def _numels(path: Path) -> dict[str, int]:
-    """Parameters in a safetensors file by name: its header is a length and a JSON object of shapes."""
+    """Parameters in a safetensors file by name."""
+    return {name: prod(entry["shape"]) for name, entry in _header(path).items()}
+
+
+def _header(path: Path) -> dict[str, Any]:
+    """What a safetensors file says of each tensor: it begins with a length and a JSON object."""
     with path.open("rb") as stream:
         length = int.from_bytes(stream.read(8), "little")
         if length > path.stat().st_size:
             raise ValueError(f"{path.name} is no safetensors file")
         header: dict[str, Any] = json.loads(stream.read(length))
-    return {name: prod(entry["shape"]) for name, entry in header.items() if name != "__metadata__"}
+    return {name: entry for name, entry in header.items() if name != "__metadata__"}

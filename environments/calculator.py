@@ -8,6 +8,7 @@ evaluated as Python.
 from __future__ import annotations
 
 import ast
+import math
 import operator
 import re
 from collections.abc import Callable
@@ -17,6 +18,7 @@ from environments.environment import Step
 
 CALL = re.compile(r"\[([^\[\]]*)\]$")
 LONGEST_EXPRESSION = 64
+ERROR = "=error "
 
 _ANSWER = re.compile(r"-?[0-9]+(\.[0-9]+)?\.")
 _LEADING_ZEROS = re.compile(r"(?<![\d.])0+(?=\d)")
@@ -54,16 +56,15 @@ class Calculator:
         return Step(observation, reward=-self.penalty if observation == ERROR else None)
 
 
-ERROR = "=error "
-
-
 def calculated(expression: str) -> str:
     """Return what the calculator shows for an expression of + - * / and brackets, e.g. `=6912 `."""
     try:
         if len(expression) > LONGEST_EXPRESSION:
             return ERROR
         value = _value(ast.parse(_LEADING_ZEROS.sub("", expression).strip(), mode="eval").body)
-        return f"={value:.10g} " if isinstance(value, float) else f"={value} "
+        if isinstance(value, float):
+            return f"={value:.10g} " if math.isfinite(value) else ERROR
+        return f"={value} "
     except (SyntaxError, ValueError, ArithmeticError, RecursionError):
         return ERROR
 

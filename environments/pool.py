@@ -36,14 +36,16 @@ class EnvironmentPool:
     Args:
         config: the section `environment`.
 
+    Attributes:
+        stop: the texts that end a turn.
+
     Raises:
         UserError: the class does not load in a worker process.
     """
 
     def __init__(self, config: EnvironmentConfig) -> None:
         self._workers = [_Worker(config) for _ in range(config.workers)]
-        for item in self._workers:
-            item.wait_until_ready()
+        self.stop = [item.stop() for item in self._workers][0]  # of all, so that all have started
 
     def ask(self, calls: Sequence[Call]) -> None:
         """Send calls to the workers of their episodes; of an episode one at a time."""
@@ -91,11 +93,11 @@ class _Worker:
             initargs=(self._config.model_dump(),),
             context=multiprocessing.get_context("spawn"),
         )
-        self._ready = self._pool.schedule(worker.forget)
+        self._ready: Future[tuple[str, ...]] = self._pool.schedule(worker.stop)
 
-    def wait_until_ready(self) -> None:
+    def stop(self) -> tuple[str, ...]:
         try:
-            self._ready.result(_START_TIMEOUT_S)
+            return self._ready.result(_START_TIMEOUT_S)
         except (BrokenProcessPool, TimeoutError) as error:
             raise UserError(
                 f"environment.type '{self._config.type}' loads in the flow but not in a worker process.",

@@ -13,7 +13,7 @@ from typing import Any
 
 from configs.environment import EnvironmentConfig
 from environments.environment import Environment, Step
-from environments.loading import load_environment
+from environments.loading import load_environment, stop_texts
 from rewards.guard import DeadlineExceeded, begin_worker, reason_of, reward_and_parts, within
 
 HAND_BACK_S = 0.1  # so long other episodes may wait for what is answered already
@@ -110,14 +110,21 @@ def _text(observation: object) -> str | None:
 # ---- the process ---------------------------------------------------------------------------------------------------
 
 _player: Player
+_stop: tuple[str, ...]
 
 
 def start(config: dict[str, Any]) -> None:
     """Prepare this worker process; runs once, before its first call."""
-    global _player
+    global _player, _stop
     begin_worker()
     settings = EnvironmentConfig.model_validate(config)
     _player = Player(load_environment(settings), settings.timeout_s)
+    _stop = stop_texts(settings.type, _player.make())
+
+
+def stop() -> tuple[str, ...]:
+    """The texts that end a turn; the answer also says that the worker has started."""
+    return _stop
 
 
 def answer(calls: list[Call]) -> list[Reply]:
@@ -126,5 +133,5 @@ def answer(calls: list[Call]) -> list[Reply]:
 
 
 def forget() -> None:
-    """Drop every episode; its answer also says that the worker has started."""
+    """Drop every episode."""
     _player.episodes.clear()

@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import TypeVar
 
 from configs.loading import load_tree, resolve
-from configs.preference import PairConfig
-from configs.section import Recipe
+from configs.preference import PairConfig, RewardModelConfig
+from configs.schema import TrainConfig
 from state.manifest import ended, read_manifest
 from state.run_folder import RunFolder, new_run_folder, open_run_folder
 from tasks.admission import admission
@@ -34,7 +34,7 @@ from tasks.preference_record import recording_preferences
 from tasks.prepare import starting_model
 from tasks.session import Training, open_session, write_config
 
-Tree = TypeVar("Tree", bound=Recipe)
+Tree = TypeVar("Tree", TrainConfig, PairConfig)
 
 
 def opened(
@@ -65,7 +65,7 @@ def train_on_preferences(config: PairConfig, run_folder: str | None, resume: str
     if ended(run):
         return str(final)
     with admission(engines):
-        check_finetuning_memory(engines, "trainer")
+        check_finetuning_memory(engines, "trainer", scores=isinstance(config, RewardModelConfig))
         with open_session(engines, run) as training, recording_preferences(training, config):
             return str(final) if final.exists() else trained(training, config)
 

@@ -18,6 +18,7 @@ from rewards.guard import DeadlineExceeded, begin_worker, reason_of, reward_and_
 
 Row = dict[str, Any]  # the arguments of one row, by parameter name
 
+
 @dataclass(frozen=True)
 class Score:
     """What one response is worth.

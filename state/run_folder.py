@@ -137,9 +137,7 @@ def check_free(path: Path) -> None:
     if not path.is_dir():
         raise UserError(f"{path} is a file, not a folder for a run", "name another folder")
     if (path / "config.yaml").exists():
-        raise UserError(
-            f"{path} already holds a run", f"continue it with '--resume {path}', or name another folder"
-        )
+        raise UserError(f"{path} already holds a run", f"continue it with '--resume {path}', or name another folder")
     if any(path.iterdir()):
         raise UserError(f"{path} is not empty", "name an empty or a new folder")
 

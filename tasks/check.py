@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from configs.errors import UserError
-from configs.schema import DataConfig, Role, TrainConfig
+from configs.schema import DataConfig, Role, TrainConfig, TrainerConfig
 from data.agents import agent_numbers
 from data.arithmetic import make_problems
 from data.prompts import refuse_reserved
@@ -19,7 +19,7 @@ from data.rows import read_rows, require_columns, require_filled
 from engines.machine import free_gpu_bytes, free_host_bytes, visible_gpus
 from engines.memory import GIB, PHASES, Rank, RankMemory, choose_checkpointing, rank_memory, weight_width
 from engines.placement import place
-from engines.shape import ModelShape, read_shape
+from engines.shape import ModelShape, layer_names, read_shape
 from environments.loading import load_environment
 from evaluators.loading import load_evaluators
 from rewards.function import load_reward_function
@@ -59,6 +59,7 @@ def check_inputs(config: TrainConfig) -> None:
     check_model(config)
     if config.critic is not None and config.critic.path is not None:
         check_model_folder(Path(config.critic.path), "critic.path")
+    check_targets(config)
     columns = check_prompts(config)
     check_agents(config)
     if config.data.chat:
@@ -127,6 +128,26 @@ def check_one_label(folder: Path, key: str) -> None:
             f"{key}: {folder} is a classifier with {labels} labels; a reward model has one, the score",
             "start from a language model, or from a reward model",
         )
+
+
+def check_targets(config: TrainConfig) -> None:
+    """Check that the layers that are to get adapters exist.
+
+    Raises:
+        UserError: a model has no layer of such a name.
+    """
+    model = config.model.path
+    paths = {"actor": model, "critic": (config.critic and config.critic.path) or model, "sft": model}
+    for key, path in paths.items():
+        trainer: TrainerConfig | None = getattr(config, key)
+        if trainer is None or trainer.lora is None:
+            continue
+        known = set(tiny_shape(config).matrices) if path is None else layer_names(Path(path))
+        if unknown := sorted(set(trainer.lora.targets or ()) - known):
+            raise UserError(
+                f"{key}.lora.targets names '{unknown[0]}', and the model has no such layer",
+                f"name linear layers of its blocks: {', '.join(sorted(known))}",
+            )
 
 
 def check_prompts(config: TrainConfig) -> list[str]:
@@ -262,17 +283,19 @@ def check_memory(config: TrainConfig) -> list[GroupEstimate]:
     return estimates
 
 
-def check_finetuning_memory(config: TrainConfig, section: str) -> None:
+def check_finetuning_memory(config: TrainConfig, section: str, scores: bool = False) -> None:
     """Place the ranks of a training without rollout and compare their estimated memory with what is free.
 
     Args:
         config: with the section `sft`, which alone is trained.
         section: what the user calls it.
+        scores: whether it is a reward model, which has no language head.
 
     Raises:
         UserError: a GPU does not exist, or a rank would not fit.
     """
-    _require_all([item for item in estimate_groups(config, PHASES["sft"]) if "actor" in item.roles], section)
+    estimates = estimate_groups(config, PHASES["sft"], scores)
+    _require_all([item for item in estimates if "actor" in item.roles], section)
 
 
 def _require_all(estimates: list[GroupEstimate], section: str) -> None:
@@ -303,11 +326,12 @@ def check_tensor_parallel(ranks: int, shape: ModelShape) -> None:
         )
 
 
-def estimate_groups(config: TrainConfig, phase: str | None = None) -> list[GroupEstimate]:
+def estimate_groups(config: TrainConfig, phase: str | None = None, scores: bool = False) -> list[GroupEstimate]:
     """Return every group's placement and memory, and what the memory that is free now decides.
 
     Args:
         phase: the only one that there is (of `PHASES`); None: all, and the fullest counts.
+        scores: see `engines.memory.Rank`.
 
     Raises:
         UserError: a GPU does not exist.
@@ -321,7 +345,7 @@ def estimate_groups(config: TrainConfig, phase: str | None = None) -> list[Group
         free = min(free_host_bytes() // cpu_ranks if gpu is None else free_gpu_bytes(gpus[gpu]) for gpu in devices)
         device = "cpu" if devices[0] is None else "cuda"
         shapes = {role: _shape(config, role) for role in config.roles if role in spec.roles}
-        rank = Rank(shapes, len(devices), device, weight_width(config, device))
+        rank = Rank(shapes, len(devices), device, weight_width(config, device), scores)
         checkpointing = choose_checkpointing(config, rank, free)
         memory = rank_memory(config, rank, checkpointing, phase)
         estimates.append(GroupEstimate(spec.name, spec.roles, devices, memory, checkpointing))

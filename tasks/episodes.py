@@ -57,6 +57,14 @@ def episode_figures(columns: Mapping[str, Any]) -> dict[str, float]:
     }
 
 
+def waiting_figures(answers: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+    """Return how much of the engines' time environments took from vLLM; nothing without them."""
+    if TURNS not in answers[0]:
+        return {}
+    waited = sum(answer["waited_seconds"] for answer in answers)
+    return {"rollout/engine_wait_share": float(waited / sum(answer["engine_seconds"] for answer in answers))}
+
+
 def with_environment(config: TrainConfig, columns: Mapping[str, Any], scores: list[Score] | None) -> list[Score]:
     """Return the rewards of episodes: the environment's, and those of the reward source where there is one.
 
@@ -78,11 +86,10 @@ def with_environment(config: TrainConfig, columns: Mapping[str, Any], scores: li
             f"{_name(config)} gave no reward in any of {len(parts)} episodes, and there is no other reward",
             "let its step return Step(..., reward=...), or add reward.function",
         )
+    others: Sequence[Score | None] = [None] * len(parts) if scores is None else scores
     return [
         Score(config.reward.failure_value, {}, f"environment: {failure}") if failure else _sum(score, reward, part)
-        for failure, score, reward, part in zip(
-            columns[FAILURE], scores or [None] * len(parts), columns[REWARD], parts, strict=True
-        )
+        for failure, score, reward, part in zip(columns[FAILURE], others, columns[REWARD], parts, strict=True)
     ]
 
 

@@ -11,7 +11,7 @@ import numpy as np
 import pandas as pd
 
 from state.experience import Ragged, offsets_of
-from tasks.episodes import episode_columns
+from tasks.episodes import episode_columns, waiting_figures
 from tasks.session import Training
 
 
@@ -84,7 +84,7 @@ def generate(
         texts=[texts[row] for row in rows_B],
         truncated_B=np.concatenate([answer["truncated"] for answer in answers])[rows_B],
         policy_version=int(answers[0]["policy_version"]),
-        metrics=engine_figures(answers, seconds),
+        metrics=engine_figures(answers, seconds) | waiting_figures(answers),
         loss_mask=in_order("loss_mask") if episodes else _all_counted(tokens),
         episodes=episode_columns(answers, rows_B),
         logprobs=in_order("logprobs") if sampling.get("logprobs") else None,

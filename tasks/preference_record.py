@@ -26,7 +26,7 @@ from tasks.session import Training
 
 @contextmanager
 def recording_preferences(training: Training, config: PairConfig) -> Iterator[None]:
-    """Keep the MLflow run open, an earlier attempt's if there is one; on the way out, on every path, write the summary."""
+    """Keep the MLflow run open, of an earlier attempt if there is one; on the way out write the summary, always."""
     session, run = training.session(), training.run
     session.tracking_uri = mlflow_run.default_tracking_uri(run.path.parent)
     if not reopened(training):

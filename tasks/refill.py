@@ -80,12 +80,14 @@ def replaced(present: Columns, further: Columns, refused_G: np.ndarray, samples:
     """Return a batch as large as `present`: of both, the first groups that are not refused, then the first that are.
 
     Groups keep the order in which they were drawn and get new numbers; rows of a group are `samples` neighbours.
-    A part of the reward that one side lacks is NaN there.
+    What belongs to the reward and one side lacks is empty there. Other columns that `further` lacks are of later tasks,
+    which an earlier attempt of this iteration got to: they are dropped.
 
     Args:
         refused_G: of the groups of `present`, then of `further`.
     """
-    both = {name: _joined(present, further, name) for name in present | further}
+    names = [name for name in present | further if name in further or name.startswith("reward")]
+    both = {name: _joined(present, further, name) for name in names}
     size = len(present["group"]) // samples
     kept_G = np.sort(np.argsort(refused_G, kind="stable")[:size])
     rows_B = (kept_G[:, None] * samples + np.arange(samples)).reshape(-1)
@@ -95,15 +97,16 @@ def replaced(present: Columns, further: Columns, refused_G: np.ndarray, samples:
 
 
 def _joined(present: Columns, further: Columns, name: str) -> Any:
-    sides = [
-        columns.get(name, np.full(len(columns["group"]), np.nan))  # only a part of the reward can be absent
-        for columns in (present, further)
-    ]
-    if isinstance(sides[0], Ragged):
-        first, second = sides
+    there = present.get(name, further.get(name))
+    first, second = (columns.get(name, _empty(there, len(columns["group"]))) for columns in (present, further))
+    if isinstance(first, Ragged):
         offsets_B1 = np.concatenate([first.offsets_B1, first.offsets_B1[-1] + second.offsets_B1[1:]])
         return Ragged(np.concatenate([first.values_T, second.values_T]), offsets_B1)
-    return np.concatenate(sides) if isinstance(sides[0], np.ndarray) else [*sides[0], *sides[1]]
+    return np.concatenate([first, second]) if isinstance(first, np.ndarray) else [*first, *second]
+
+
+def _empty(there: Any, rows: int) -> Any:
+    return [None] * rows if isinstance(there, list) else np.full(rows, np.nan)
 
 
 def _taken(column: Any, rows_B: np.ndarray) -> Any:

@@ -75,7 +75,7 @@ def test_collectives_are_measured_at_every_size(bench: Callable[..., tuple[Bench
         (("step", "tiny.yaml", "iterations=2"), "2 measured"),
         (("step", "tiny.yaml"), "no reward"),
         (("scaling", "tiny.yaml"), "places its groups itself"),
-        (("model", "3", "folder"), "no shape of size '3'"),
+        (("model", "4", "folder"), "no shape of size '4'"),
     ],
 )
 def test_mistakes_end_before_anything_starts(

@@ -18,6 +18,7 @@ from algorithms.registry import ALGORITHMS, settings_of
 from configs.algorithm import ALGORITHM_SETTINGS, AlgorithmConfig, KLConfig
 from configs.keys import describe_keys
 from configs.schema import TrainConfig
+from tasks.refresh_reference import refresh_due
 
 COMMON = {"name", "advantage", "policy_loss", "mini_batches", "epochs", "aggregation", "entropy_coefficient", "kl"} | {
     "dynamic_sampling",
@@ -100,7 +101,7 @@ def test_an_unknown_name_is_refused_with_those_there_are() -> None:
     assert all(name in next(key for key in describe_keys() if key.name == "algorithm.name").type for name in ALGORITHMS)
 
 
-@pytest.mark.parametrize("estimator", KL_ESTIMATORS)
+@pytest.mark.parametrize("estimator", [*KL_ESTIMATORS, "full"])
 def test_every_kl_estimator_can_be_configured_where_it_differs(estimator: str) -> None:
     """A straight-through gradient has no effect in the reward, where none is taken."""
     KLConfig.model_validate({"estimator": estimator, "place": "loss"})
@@ -116,6 +117,45 @@ def test_a_kl_in_the_reward_is_refused_where_only_its_parts_are_read() -> None:
         AlgorithmConfig.model_validate({"name": "gdpo", "kl": {"place": "reward"}})
     AlgorithmConfig.model_validate({"name": "gdpo", "kl": {"place": "loss"}})
     AlgorithmConfig.model_validate({"name": "rloo", "kl": {"place": "reward"}})
+
+
+def test_where_the_reference_has_a_pass_of_its_own() -> None:
+    """Without a KL there is none; a full KL in the reward takes the reference's states into the actor's pass."""
+    passes = {
+        (place, estimator): AlgorithmConfig.model_validate({"kl": {"place": place, "estimator": estimator}})
+        for place in ("loss", "reward")
+        for estimator in ("k3", "full")
+    }
+    assert {key for key, config in passes.items() if not config.reference_pass} == {("reward", "full")}
+    assert not AlgorithmConfig().reference_pass
+    rollout = {"correction": {"proximal": "rollout"}}
+    with pytest.raises(ValidationError, match="the trainer's own pass"):
+        AlgorithmConfig.model_validate({"kl": {"place": "reward", "estimator": "full"}} | rollout)
+    AlgorithmConfig.model_validate({"kl": {"place": "loss", "estimator": "full"}} | rollout)
+
+
+def test_a_refresh_that_would_have_no_effect_or_no_copy_is_refused() -> None:
+    """After the last iteration nothing uses it; adapters share their weights with the reference."""
+    tree: dict[str, Any] = {"iterations": 10, "algorithm": {"kl": {"refresh_every": 9}}}
+    assert [number for number in range(1, 11) if refresh_due(TrainConfig.model_validate(tree), number)] == [9]
+    three = TrainConfig.model_validate({"iterations": 9, "algorithm": {"kl": {"refresh_every": 3}}})
+    assert [number for number in range(1, 10) if refresh_due(three, number)] == [3, 6]
+    with pytest.raises(ValidationError, match="has no effect in a training of 9 iterations"):
+        TrainConfig.model_validate(tree | {"iterations": 9})
+    with pytest.raises(ValidationError, match="does not go with 'actor.lora'"):
+        TrainConfig.model_validate(tree | {"actor": {"lora": {}}})
+
+
+def test_the_held_out_kl_is_measured_where_there_is_a_reference() -> None:
+    """By default with one, never without; a resolved tree says so, and resolving again changes nothing."""
+    without, beside = TrainConfig(), TrainConfig.model_validate({"algorithm": {"kl": {}}})
+    assert without.evaluate.evaluators == ["rewards", "diversity", "length"]
+    assert beside.evaluate.evaluators == ["rewards", "diversity", "length", "kl"]
+    assert TrainConfig.model_validate(beside.model_dump()) == beside
+    with pytest.raises(ValidationError, match="there is no reference"):
+        TrainConfig.model_validate({"evaluate": {"evaluators": ["kl"]}})
+    chosen = {"evaluate": {"evaluators": ["length"]}, "algorithm": {"kl": {}}}
+    assert TrainConfig.model_validate(chosen).evaluate.evaluators == ["length"]
 
 
 def test_dynamic_sampling_needs_samples_to_compare() -> None:

@@ -10,6 +10,7 @@ import pytest
 from configs.errors import UserError
 from configs.loading import load_tree, resolve, to_yaml
 from configs.preference import PreferenceConfig, RewardModelConfig
+from engines.placement import place
 
 
 def load(tmp_path: Path, text: str, *overrides: str, kind: Any = PreferenceConfig) -> Any:
@@ -34,6 +35,18 @@ def load(tmp_path: Path, text: str, *overrides: str, kind: Any = PreferenceConfi
 def test_refusals(tmp_path: Path, overrides: list[str], message: str) -> None:
     with pytest.raises(UserError, match=message.replace("?", r"\?").replace("{", r"\{")):
         load(tmp_path, "data: {train: a.jsonl}", *overrides)
+
+
+def test_devices_are_those_of_the_engines(tmp_path: Path) -> None:
+    """GPUs by their numbers, or how many CPU ranks; null: what there is."""
+    given: list[tuple[str, int, list[int | None]]] = [
+        ("devices={gpus: [2, 0]}", 4, [2, 0]),
+        ("devices={ranks: 3}", 0, [None] * 3),
+        ("devices={}", 2, [0, 1]),
+    ]
+    for override, gpus, expected in given:
+        (spec,) = place(load(tmp_path, "data: {train: a.jsonl}", override).engines(), gpus, tmp_path)
+        assert [device.gpu for device in spec.devices] == expected
 
 
 def test_a_part_of_a_tree_is_laid_over_a_recipe(tmp_path: Path) -> None:

@@ -40,6 +40,7 @@ RECIPES = sorted((Path(__file__).parents[2] / "configs").glob("*.yaml"))
         ({"data": {"sft": "a.jsonl"}}, "have no effect without an 'sft' section"),
         ({"data": {"arithmetic": {}, "train": "a.jsonl"}}, "makes its own problems"),
         ({"data": {"template": "no place"}}, "must contain {prompt}"),
+        ({"data": {"arithmetic": {}, "prompt": "question"}}, "has columns of its own names"),
         ({"data": {"arithmetic": {"calls": 0.5, "mistakes": 0.1}}}, "'mistakes' has no effect with 'calls'"),
         ({"rollout": {"samples": 1}}, "at least 2 with algorithm 'grpo'"),
         ({"rollout": {"prompts": 3}, "algorithm": {"mini_batches": 2}}, "must be a multiple"),

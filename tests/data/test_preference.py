@@ -70,6 +70,22 @@ def test_a_reward_model_sees_the_text_that_a_reward_shows_it(bos_tokenizer: PreT
     assert table.columns()["margin"].tolist() == [0.5, 2.0] * 2
 
 
+def test_columns_and_prompts_are_those_that_the_recipe_names(bos_tokenizer: PreTrainedTokenizerBase) -> None:
+    """Pairs and labelled rows under other names, a template around the prompt, and the tokenizer's chat around that."""
+    other = {"prompt": "question", "chosen": "good", "rejected": "bad", "response": "said", "label": "right"}
+    named = pair_data(prompt="question", template="a{prompt}b", chat=True).model_copy(
+        update={"chosen": "good", "rejected": "bad"}
+    )
+    table = tokenize_preferences(PAIRS.rename(columns=other), named, DPO, bos_tokenizer, 99, "f.jsonl")
+    assert text(bos_tokenizer, table.prompts[0]) == "<eos>u.a1+1=ba."
+    assert [text(bos_tokenizer, row) for row in table.responses[:2]] == ["2.<eos>", "3.<eos>"]
+
+    named = PreferenceData(train="f.jsonl", prompt="question", response="said", label="right")
+    table = tokenize_preferences(LABELLED.rename(columns=other), named, KTO, bos_tokenizer, 99, "f.jsonl")
+    assert [text(bos_tokenizer, row) for row in table.responses[:2]] == ["2.<eos>", "3.<eos>"]
+    assert table.columns()["label"].tolist() == [1, 0, 1, 1] * 2
+
+
 @pytest.mark.parametrize(
     ("frame", "data", "message"),
     [

@@ -66,3 +66,13 @@ def test_a_tokenizer_without_eos_is_refused(tokenizer: PreTrainedTokenizerBase) 
     tokenizer.eos_token = None
     with pytest.raises(UserError, match="no EOS token"):
         _pairs(tokenizer)
+
+
+def test_observations_between_turns_are_not_imitated(tokenizer: PreTrainedTokenizerBase) -> None:
+    """Each text is tokenised apart; only the model's own, and EOS, count. Control: a text alone counts whole."""
+    frame = pd.DataFrame({"prompt": ["1+2=", "1+2="], "response": [["1+2*", "= 3 ", "3."], "3."]})
+    pairs = _pairs(tokenizer, frame)
+    tokens, mask = pairs.frame["response_tokens"], pairs.frame["loss_mask"]
+    assert tokenizer.decode(tokens[0]) == "1+2*= 3 3.<eos>"
+    assert mask[0].tolist() == [1] * 4 + [0] * 4 + [1] * 3
+    assert (tokenizer.decode(tokens[1]), mask[1].tolist()) == ("3.<eos>", [1, 1, 1])

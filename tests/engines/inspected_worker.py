@@ -22,7 +22,8 @@ import torch
 
 from configs.errors import UserError
 from configs.schema import TrainConfig
-from engines import communication
+from engines import communication, episodes, generator, versions
+from engines.environments import EnvironmentHost
 from engines.generator import Generator
 from engines.lora import adapted_layers
 from engines.packing import Rows, pack
@@ -47,6 +48,7 @@ class InspectedWorker(Worker):
         "shards",
         "moments",
         "rollout_logprobs",
+        "watched_generate",
         "mismatches",
         "bind_without_sharing",
         "spoiled_refusal",
@@ -85,6 +87,8 @@ class InspectedWorker(Worker):
         self.trainers, self.frozen, self.lm, self.sft_rows = {}, {}, None, None
         self.verified_version, self.updated_since, self.config = -1, False, TrainConfig()
         self.transfer, self.storage, self.store = None, {}, None
+        self.environments.close()
+        self.environments = EnvironmentHost()
         self.reference_refreshed, self.reference_head = False, None
         gc.collect()
         return {}
@@ -223,6 +227,33 @@ class InspectedWorker(Worker):
         mask = Ragged(np.ones(len(responses.values_T), np.uint8), responses.offsets_B1)
         batch = pack(Rows(asked, responses, mask, {}), list(range(len(asked))), self.device)
         return reply | {"trainer": self.model("actor")(batch, 1.0)[0].numpy()}
+
+    def watched_generate(self, arguments: dict[str, Any]) -> dict[str, Any]:
+        """Generate, and what went into vLLM and came out of it: each request's prompt and the tokens drawn for it.
+
+        Episodes run as on a GPU: no environment is waited for.
+        """
+        asked: dict[str, list[int]] = {}
+        drawn: dict[str, list[int]] = {}
+        submit, step = versions.submit, versions.step
+
+        def submitting(llm: Any, names: list[str], prompt: list[int], *rest: Any) -> None:
+            asked.update(dict.fromkeys(names, prompt))
+            submit(llm, names, prompt, *rest)
+
+        def stepping(llm: Any) -> list[Any]:
+            outputs = step(llm)
+            for output in outputs:
+                drawn.setdefault(output.request_id, []).extend(output.new_token_ids)
+            return outputs
+
+        def playing(*positional: Any, **named: Any) -> Any:
+            return episodes.play(*positional, **{**named, "in_step": False})
+
+        watching = (patch.object(versions, "submit", submitting), patch.object(versions, "step", stepping))
+        with watching[0], watching[1], patch.object(generator, "play", playing):
+            reply = self.handle("generate", arguments)
+        return reply | {"asked": asked, "drawn": drawn}
 
     @torch.no_grad()
     def mismatches(self) -> dict[str, Any]:

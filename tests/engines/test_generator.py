@@ -14,7 +14,7 @@ import torch
 from transformers import AutoTokenizer
 
 from configs.schema import RolloutConfig
-from engines.generator import CPU_KV_CACHE_LIMIT, GIB, engine_arguments, kv_cache_bytes, stop_token_ids
+from engines.generator import CPU_KV_CACHE_LIMIT, GIB, Generator, engine_arguments, kv_cache_bytes, stop_token_ids
 from engines.packing import Rows
 from state.experience import Ragged
 from tests.engines.ranks import EOS, Ranks, Shape
@@ -244,3 +244,16 @@ def test_an_engine_is_started_as_the_recipe_says() -> None:
         assert without["enforce_eager"]
         assert without["cudagraph_capture_sizes"] is None
     assert [started(True, tensor_parallel=ranks)["tensor_parallel_size"] for ranks in (1, 2)] == [1, 2]
+
+
+@pytest.mark.parametrize("emptied", [True, False])
+def test_a_prefix_cache_that_keeps_older_prefixes_ends_the_generation(emptied: bool) -> None:
+    """vLLM only says so where a request still holds some of its cache."""
+    generator = Generator.__new__(Generator)
+    generator.asleep, generator.dropped, generator.refill = set(), False, None
+    generator.llm = SimpleNamespace(reset_prefix_cache=lambda: emptied)
+    if emptied:
+        generator.wake()
+        return
+    with pytest.raises(RuntimeError, match="build on older weights"):
+        generator.wake()

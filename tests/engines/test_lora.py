@@ -30,6 +30,7 @@ from engines.lora import (
     adapter_state,
     attach,
     base_parameters,
+    dithered,
     lay_fused_together,
     load_adapter,
     merged_state,
@@ -128,6 +129,33 @@ def test_a_models_gradients_are_the_chain_rules_through_the_merged_weights(
             assert found.abs().max() > 1e-4
             torch.testing.assert_close(found.double(), config.scale * factor, rtol=1e-3, atol=1e-5)
     assert all(value.grad is None for value in base_parameters(lm).values())
+
+
+def test_merged_weights_in_bfloat16_keep_updates_that_the_nearest_value_would_lose() -> None:
+    """An update of a hundredth of the last bit, as the first steps make, arrives in sum. Control: rounded, it does not.
+
+    The oracle knows both neighbours of every value and how far it lies between them, in float64.
+    """
+    generator = torch.Generator().manual_seed(2)
+    base_OI = (torch.randn(512, 768, generator=generator) * 0.02).bfloat16()
+    b_OR, a_RI = torch.randn(512, 4, generator=generator) * 1e-5, torch.randn(4, 768, generator=generator)
+    exact_OI = base_OI.float() + 0.1 * b_OR @ a_RI
+    rounded_OI = dithered(exact_OI)
+    step_OI = torch.exp2((torch.frexp(exact_OI)[1] - 8).double())
+    below_OI = (exact_OI.double() / step_OI).floor() * step_OI
+    up_OI = (rounded_OI.double() - below_OI) / step_OI
+    assert set(up_OI.unique().tolist()) == {0.0, 1.0}
+    assert up_OI.mean().item() == pytest.approx(((exact_OI.double() - below_OI) / step_OI).mean().item(), abs=1e-3)
+    update_OI = (exact_OI - base_OI).double()
+    kept, lost = (
+        ((values_OI.double() - base_OI.double()) @ a_RI.double().t()).mul(update_OI @ a_RI.double().t()).sum()
+        / (update_OI @ a_RI.double().t()).square().sum()
+        for values_OI in (rounded_OI, exact_OI.bfloat16())
+    )
+    assert kept.item() == pytest.approx(1.0, abs=0.05)
+    assert lost.item() < 0.1
+    assert torch.equal(dithered(base_OI.float()), base_OI)
+    assert torch.equal(dithered(exact_OI), rounded_OI)
 
 
 @torch.no_grad()
@@ -327,12 +355,16 @@ def test_flops_are_those_of_pytorchs_counter_on_the_model_with_adapters(scalar: 
 
 
 def test_a_frozen_language_head_gets_no_gradient_and_hidden_states_the_same(folder_of: FolderOf) -> None:
-    """It is the largest matrix: its gradient is not even computed."""
-    gradients = []
+    """It is the largest matrix: one product of its size less is computed in the backward pass."""
+    gradients, counts, batch = [], [], pack(ROWS, EVERY, CPU)
     for frozen in (False, True):
         policy = PackedPolicy(load_causal_lm(folder_of(Shape("llama", tied=False)), torch.float32, False))
         policy.head.weight.requires_grad_(not frozen)
-        (policy(pack(ROWS, EVERY, CPU), 1.0)[0]).sum().backward()
+        total = policy(batch, 1.0)[0].sum()
+        with FlopCounterMode(display=False) as counter:
+            total.backward()
+        counts.append(counter.get_total_flops())
         gradients.append(policy.lm.model.embed_tokens.weight.grad)
         assert (policy.head.weight.grad is None) == frozen
     assert gradients[0] is not None and torch.equal(*gradients)
+    assert counts[0] - counts[1] == 2 * policy.head.weight.numel() * len(batch.targets_T)

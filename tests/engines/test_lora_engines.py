@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
+from transformers import AutoModelForSequenceClassification
 
 from configs.lora import LoraConfig
 from configs.schema import SftConfig
@@ -23,7 +24,8 @@ from engines.packing import Rows
 from state.experience import Ragged
 from tests.engines.ranks import SMALL, Ranks, Shape
 from tests.engines.rows import LOSS, SPLIT, gathered, random_rows, with_columns, write_rows
-from tests.engines.unpacked import load_unpacked, row_logprobs
+from tests.engines.test_preference import MARGINS, SCORES, pairs, write
+from tests.engines.unpacked import load_unpacked, row_logprobs, row_tokens
 
 FolderOf = Callable[[Shape], Path]
 EQUAL, STALE = 1e-5, 0.05  # mean difference of log-probs in float32
@@ -251,10 +253,31 @@ def test_supervised_training_with_adapters_writes_the_merged_model(
     assert losses[2] < losses[0] - 0.1
     two_ranks.ask("sft_end", folder=str(tmp_path / "trained"))
     trained, start = load_unpacked(tmp_path / "trained"), load_unpacked(folder_of(SHAPE)).state_dict()
-    loss = -torch.cat([row_logprobs(trained, rows, row)[0] for row in range(6)]).mean().item()
-    assert loss < losses[2]
+    logprobs_T = torch.cat([row_logprobs(trained, rows, row)[0] for row in range(6)])
+    assert -logprobs_T[torch.from_numpy(rows.mask.values_T > 0)].mean().item() < losses[2]
     changed = {name for name, value in trained.state_dict().items() if not torch.equal(value, start[name])}
     assert {name.split(".")[-2] for name in changed} == {"q_proj", "v_proj"}
+
+
+def test_a_reward_model_trains_its_adapters_and_its_head(one_rank: Ranks, folder_of: FolderOf, tmp_path: Path) -> None:
+    """What is written scores as what was trained; an adapter without the head would be no reward model."""
+    path = write(tmp_path / "pairs.parquet", pairs(), margin=np.concatenate([MARGINS, MARGINS]))
+    one_rank.ask("discard")
+    begin = {"folder": str(folder_of(SHAPE)), "dtype": "float32", "scores": True}
+    one_rank.ask("preference_begin", config={"steps": 6, "lora": ATTENTION}, **begin)
+    steps = {"path": path, "batches": np.arange(5)[None].repeat(6, 0), "budget": 40, "loss": SCORES}
+    losses = [step["loss"] for step in one_rank.ask("preference_steps", **steps, learning_rate=3e-2)[0]["steps"]]
+    assert losses[-1] < losses[0] - 0.1
+    measured = one_rank.ask("preference_measure", path=path, budget=40, loss=SCORES)[0]
+    one_rank.ask("preference_end", folder=str(tmp_path / "model"))
+    assert not (tmp_path / "model" / "adapter").exists()
+    model, rows = load_unpacked(tmp_path / "model", AutoModelForSequenceClassification), pairs()
+    with torch.no_grad():
+        scores = torch.stack([model(input_ids=row_tokens(rows, row)[0]).logits[0, 0] for row in range(len(rows))])
+    assert measured["margin"] == pytest.approx(float((scores[0::2] - scores[1::2]).mean()), abs=1e-5)
+    start = load_unpacked(folder_of(SHAPE)).state_dict()
+    changed = {name for name, value in model.state_dict().items() if not torch.equal(value, start.get(name, value + 1))}
+    assert {name.split(".")[-2] for name in changed} == {"q_proj", "v_proj", "score"}
 
 
 def test_a_few_iterations_with_adapters_earn_more(one_rank: Ranks, folder_of: FolderOf, tmp_path: Path) -> None:

@@ -115,6 +115,40 @@ def test_a_role_costs_where_it_lives() -> None:
     assert wordy["update of the critic"]["backward pass"] < wordy["update of the actor"]["backward pass"]  # no logits
 
 
+@pytest.mark.parametrize("offload", [False, True])
+def test_every_agent_has_a_critic(offload: bool) -> None:
+    """Three agents: three critics' states, of which offloaded ones come back one at a time; one agent is ppo."""
+    trainer = {"zero_stage": 2, "offload_optimizer": offload}
+
+    def critics(algorithm: str, names: list[str]) -> dict[str, dict[str, int]]:
+        data = {"agents": {"column": "role", "names": names}} if names else {}
+        sections = {"algorithm": {"name": algorithm}, "data": data, "critic": trainer}
+        return rank_phases(TrainConfig.model_validate(sections), _rank(1, roles=("actor", "critic")), NEITHER)
+
+    ppo, one, three = critics("ppo", []), critics("ippo", ["a"]), critics("ippo", ["a", "b", "c"])
+    assert one == ppo
+    for phase in ("update of the actor", "update of the critic"):
+        assert three[phase]["critic weights"] == 3 * ppo[phase]["critic weights"] == 6_000_000
+    masters = three["update of the critic"]["critic masters and moments"]
+    assert masters == (12_000_000 if offload else 36_000_000)
+    assert ("critic masters and moments" in three["update of the actor"]) is not offload
+
+
+def test_a_kl_over_the_vocabulary_keeps_a_head_and_the_states_of_two_micro_batches() -> None:
+    """The head only where the reference is elsewhere; of 3 tokens in 4, 128 numbers of 2 bytes in each micro-batch."""
+    sections: dict[str, Any] = {
+        "actor": {"micro_batch_tokens": 4000},
+        "rollout": {"samples": 2, "max_response_tokens": 300},
+        "data": {"max_prompt_tokens": 200},
+    }
+    full = {"algorithm": {"kl": {"estimator": "full"}}}
+    for roles in (("actor",), ("actor", "reference")):
+        without = _phase("update of the actor", _rank(1, roles=roles), **sections)
+        parts = _phase("update of the actor", _rank(1, roles=roles), **sections, **full)
+        assert parts.get("reference head", 0) == (64 * 128 * 2 if roles == ("actor",) else 0)
+        assert parts["activations"] - without["activations"] == 2 * 3000 * 128 * 2
+
+
 def test_stage_1_in_bfloat16_keeps_all_gradients_all_the_time() -> None:
     """On every rank whole, and also while others use the GPU; in float32 they come and go."""
     rollout = _phase("rollout", _rank(4, roles=("actor", "rollout")), actor={"zero_stage": 1})
@@ -136,6 +170,15 @@ def test_offloaded_states_are_there_during_their_own_update_alone() -> None:
         assert phases[phase]["actor weights"] == 2_000_000
 
 
+def test_a_reward_model_has_no_logits() -> None:
+    """What is trained without rollout has a language head or, as a reward model, a score."""
+    config = TrainConfig.model_validate({"sft": {}})
+    head, score = (Rank({"actor": WORDY}, 1, "cuda", 2, scores) for scores in (False, True))
+    update, scored = (rank_phases(config, rank, NEITHER)["supervised warm-up"] for rank in (head, score))
+    assert scored["backward pass"] < update["backward pass"]
+    assert scored["activations"] == update["activations"]
+
+
 def test_the_warm_up_has_the_rank_to_itself() -> None:
     """Other models are loaded after it."""
     parts = _phase("supervised warm-up", _rank(1, roles=("actor", "reference")), sft={}, algorithm={"kl": {}})
@@ -155,21 +198,23 @@ def test_activations_grow_with_the_micro_batch_and_shrink_with_recomputation() -
 
 
 @pytest.mark.parametrize(
-    ("name", "roles"),
+    ("name", "size", "roles", "ranks"),
     [
-        ("step_1.5b_h200", ("actor", "rollout")),
-        ("update_ragged_1.5b_h200", ("actor",)),
-        ("update_checkpointing_1.5b_h200", ("actor",)),
+        ("step_0.5b_h200", "0.5", ("actor", "rollout"), 1),
+        ("step_1.5b_h200", "1.5", ("actor", "rollout"), 1),
+        ("update_ragged_1.5b_h200", "1.5", ("actor",), 1),
+        ("update_checkpointing_1.5b_h200", "1.5", ("actor",), 1),
+        ("update_7b_2xh200", "7", ("actor",), 2),
     ],
 )
 def test_the_estimate_is_within_a_tenth_of_the_peak_that_was_measured(
-    name: str, roles: tuple[Role, ...], tmp_path: Path
+    name: str, size: str, roles: tuple[Role, ...], ranks: int, tmp_path: Path
 ) -> None:
-    """On an H200, activations kept and recomputed. Control: the other of the two is far off."""
+    """On H200s, activations kept and recomputed. Control: the other of the two is far off."""
     measured = read_result(RESULTS / f"{name}.json")
     sections = {section: measured.settings[section] for section in ("rollout", "algorithm", "actor")}
     config = TrainConfig.model_validate({**sections, "data": {"max_prompt_tokens": 256}})
-    rank = Rank(dict.fromkeys(roles, _random_model_shape("1.5", tmp_path)), 1, "cuda", 2)
+    rank = Rank(dict.fromkeys(roles, _random_model_shape(size, tmp_path)), ranks, "cuda", 2)
     recomputed = bool(config.actor.gradient_checkpointing)
     peak = measured.figures["peak_gib"] * GIB
     estimate = rank_memory(config, rank, {"actor": recomputed})

@@ -44,13 +44,14 @@ def _begin(ranks: Ranks, folder: Path, path: str, stage: int, dtype: str = "floa
 
 
 def _plain(folder: Path, rows: Rows) -> tuple[list[PlainStep], dict[str, torch.Tensor]]:
-    """All steps of the plain loop; every response token counts."""
+    """All steps of the plain loop; observations do not count."""
     lm = load_unpacked(folder)
     steps = []
     for index, rate in zip(STEPS, RATES, strict=True):
 
         def loss(index: list[int] = index) -> torch.Tensor:
-            return -torch.cat([row_logprobs(lm, rows, row)[0] for row in index]).mean()
+            counted_T = torch.from_numpy(rows.mask.take(np.asarray(index)).values_T > 0)
+            return -torch.cat([row_logprobs(lm, rows, row)[0] for row in index])[counted_T].mean()
 
         steps.append((loss, rate))
     taken = plain_steps(list(lm.parameters()), [loss for loss, _ in steps], [rate for _, rate in steps], CLIP)

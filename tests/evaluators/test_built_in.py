@@ -5,13 +5,16 @@ from __future__ import annotations
 import math
 import random
 from collections import Counter
+from dataclasses import replace
 
 import numpy as np
 import pytest
 
 from evaluators.diversity import Diversity
+from evaluators.kl import KL
 from evaluators.length import Length
 from evaluators.rewards import Rewards, answer_of
+from state.experience import Ragged
 from tests.evaluators.responses import heldout
 
 
@@ -128,3 +131,22 @@ def test_lengths() -> None:
     assert (figures["response_length_mean/low"], figures["response_length_mean/high"]) == (1.5, 6.5)
     assert figures["response_length_p95"] == pytest.approx(np.quantile([1, 2, 3, 10], 0.95))
     assert figures["truncated_share"] == 0.25
+
+
+def test_the_kl_is_a_mean_over_prompts_of_means_over_counted_tokens() -> None:
+    """By hand: tokens of twice and half the reference's probability, an observation that does not count."""
+    x, half = math.log(2), 0.5
+    log_ratios = [[x, -x], [x], [0.0], [-x, 5.0]]
+    rows = replace(
+        heldout([0.0] * 4, 2),
+        logprobs=Ragged.of(log_ratios, np.float32),
+        reference_logprobs=Ragged.of([[0.0] * len(row) for row in log_ratios], np.float32),
+        counted_T=np.array([1, 1, 1, 1, 1, 0], np.uint8),
+    )
+    figures = KL().evaluate(rows)
+    twice, halved = half - 1 + x, 2 - 1 - x
+    assert figures["kl"] == pytest.approx(((2 * twice + halved) / 3 + halved / 2) / 2, rel=1e-6)
+    assert figures["kl_k1"] == pytest.approx((x / 3 - x / 2) / 2, rel=1e-6)
+    assert {"kl/low", "kl/high", "kl_k1/low", "kl_k1/high"} <= figures.keys()
+    with pytest.raises(ValueError, match="log-probs of both"):
+        KL().evaluate(heldout([0.0]))

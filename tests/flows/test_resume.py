@@ -1,8 +1,8 @@
 """A killed training loses nothing: resumed, it ends as one that was left alone, bit for bit.
 
 Real processes are killed with SIGKILL: in the supervised warm-up, between two iterations, and inside one. PPO stands
-for what is hardest to bring back (critic, old log-probs, the state of the adaptive KL coefficient), GRPO for the usual
-case.
+for what is hardest to bring back (critic, old log-probs, the state of the adaptive KL coefficient, what a sampler
+remembers of its prompts), GRPO for the usual case, with a reference that was refreshed just before the kill.
 """
 
 from __future__ import annotations
@@ -49,9 +49,10 @@ SMALL = (
 )
 PPO = (
     "algorithm={name: ppo, mini_batches: 2}",
+    "data.sampler={name: adaptive, half_life: 5}",
     "algorithm.kl={place: reward, estimator: k1, coefficient: 0.05, target: 0.01, horizon: 100}",
 )
-GRPO = ("algorithm={name: grpo, mini_batches: 1, kl: {place: loss, coefficient: 0.05}}",)
+GRPO = ("algorithm={name: grpo, mini_batches: 1, kl: {place: loss, coefficient: 0.05, refresh_every: 2}}",)
 WAIT_S = 400.0  # for what takes seconds on a quiet machine
 # Of the machine, not of the training:
 MEASURED = (
@@ -270,6 +271,11 @@ def numbers(run: RunFolder) -> list[tuple[int, dict[str, float]]]:
     ]
 
 
+def memory(run: RunFolder) -> bytes:
+    """Return what the sampler remembers; nothing for one that does not."""
+    return run.prompt_rewards.read_bytes() if run.prompt_rewards.exists() else b""
+
+
 def weights(run: RunFolder) -> bytes:
     """Return the trained model's file."""
     return (run.model("final") / "model.safetensors").read_bytes()
@@ -289,6 +295,7 @@ def test_a_killed_training_ends_as_one_left_alone(
     assert weights(killed.run) == weights(alone)
     ends = [replace(read_manifest(run).progress, seconds=0.0) for run in (killed.run, alone)]
     assert ends[0] == ends[1]
+    assert memory(killed.run) == memory(alone)
     assert ends[0].iteration == ITERATIONS
     assert not list(killed.run.path.rglob("*.partial"))
 
@@ -309,11 +316,19 @@ def test_another_seed_ends_elsewhere(started: dict[str, Future[Any]]) -> None:
 
 
 def test_the_trainings_have_a_state_to_lose(started: dict[str, Future[Any]]) -> None:
-    """The other control: critic, old and reference log-probs, an adaptive coefficient that moves, and real updates."""
+    """The other control: critic, old and reference log-probs, an adaptive coefficient that moves, real updates, and
+    a sampler with a memory of every iteration.
+    """
     run: RunFolder = started["alone"].result()["ppo"]
     columns = set(column_names(run.experience(ITERATIONS)))
     assert {"logprobs_old", "logprobs_reference", "values", "advantages", "returns"} <= columns
+    assert len(memory(run).splitlines()) == ITERATIONS
     records = [metrics for _, metrics in numbers(run)[1:]]
     assert len({record["kl/coefficient"] for record in records}) == ITERATIONS
     for name in ("actor/grad_norm", "critic/grad_norm", "actor/kl"):
         assert records[-1][name] > 0
+    run = started["alone"].result()["grpo"]
+    divergences = [metrics["actor/kl"] for _, metrics in numbers(run)[1:]]
+    assert [value > 0 for value in divergences] == [False, True, False, True, False]  # refreshed after 2 and 4
+    assert not any(divergences[::2])
+    assert (run.checkpoint(ITERATIONS) / "reference" / "model.safetensors").is_file()

@@ -207,6 +207,28 @@ def test_wrong_data_is_named_by_its_line(here: Path, refusal: Callable[..., str]
     assert message in refusal("train", "recipe.yaml", "--run", "run")
 
 
+def test_pairs_for_the_warm_up_are_read_where_the_recipe_says(
+    here: Path, refusal: Callable[..., str], penstock: Callable[..., str]
+) -> None:
+    """File and column. Control: with both right the training starts."""
+    (here / "pairs.jsonl").write_text(json.dumps({"question": "1+1=", "solution": "2"}) + "\n", encoding="utf-8")
+    command = ("train", "recipe.yaml", "sft={steps: 1}")
+    assert "needs 'data.sft'" in refusal(*command, "data.response=solution")
+    assert "absent.jsonl does not exist" in refusal(*command, "data.response=solution", "data.sft=absent.jsonl")
+    assert "needs 'data.response'" in refusal(*command, "data.sft=pairs.jsonl")
+    assert "no column 'answer'" in refusal(*command, "data.sft=pairs.jsonl", "data.response=answer")
+    with pytest.raises(Started):
+        penstock(*command, "data.sft=pairs.jsonl", "data.response=solution")
+
+
+def test_held_out_prompts_are_read_where_the_recipe_says(here: Path, refusal: Callable[..., str]) -> None:
+    """Their columns are those of the training prompts. The control are all commands that start."""
+    assert "absent.jsonl does not exist" in refusal("train", "recipe.yaml", "data.heldout=absent.jsonl")
+    (here / "other.jsonl").write_text('{"question": "1+1="}\n', encoding="utf-8")
+    assert "data.heldout lacks the column 'answer'" in refusal("train", "recipe.yaml", "data.heldout=other.jsonl")
+    assert "absent.jsonl does not exist" in refusal("train", "recipe.yaml", "data.train=absent.jsonl")
+
+
 def test_a_reward_function_that_asks_for_an_unknown_column_is_refused(
     here: Path, refusal: Callable[..., str], penstock: Callable[..., str]
 ) -> None:

@@ -195,7 +195,7 @@ def test_a_judges_rewards_are_the_numbers_in_its_greedy_text(servers: Servers, c
     )
     config = RewardConfig(judge=judge, failure_value=-1.0, max_failure_share=1.0)
     check_judge(config, ["answer"])
-    samples = samples_of(1, 16)
+    samples = samples_of(1, 8)
     with Judge(config, ["answer"]) as scorer:
         found = scorer.score(samples)
     texts = [f"{sample.prompt} {sample.response} or {sample.columns['answer']} " for sample in samples]

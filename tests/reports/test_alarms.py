@@ -107,6 +107,16 @@ def test_a_trouble_raises_its_own_alarm_and_no_other(name: str) -> None:
     assert found[name][-1] == ITERATIONS
 
 
+def test_a_held_out_kl_is_believed_when_an_evaluation_confirms_it() -> None:
+    """It is rarely taken: beyond its limit twice, and said in an iteration that has one. Control: once is no alarm."""
+    history = healthy()
+    for number in (19, 39, 59):
+        history[number] = history[number] | {"heldout/kl": 1.5 if number > 19 else 0.1}
+    assert raised_in(history) == {"kl_explosion": [60]}
+    history[59] = history[59] | {"heldout/kl": 0.9}
+    assert raised_in(history) == {}
+
+
 def test_every_rule_has_a_trouble_that_raises_it() -> None:
     """No rule is without a positive and a negative control."""
     assert set(TROUBLES) == {rule.name for rule in RULES}

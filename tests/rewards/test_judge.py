@@ -77,6 +77,7 @@ def test_the_last_match_counts() -> None:
         ({"extra": {"temperature": 1}}, "a key of its own"),
         ({"url": "127.0.0.1:8000"}, "no address of a server"),
         ({"url": "http://me:secret@host/v1"}, "use 'api_key_env'"),
+        ({"api_key_env": "sk-secret"}, "name the environment variable that holds the key"),
         ({"concurrency": 0}, "greater than or equal to 1"),
     ],
 )
@@ -96,8 +97,8 @@ def test_one_source_of_rewards_and_no_idle_setting() -> None:
         RewardConfig.model_validate({"model": "m", "service": service})
     with pytest.raises(ValidationError, match="'workers' has no effect with 'service'"):
         RewardConfig.model_validate({"service": service, "workers": 3})
-    with pytest.raises(ValidationError, match="'max_failure_share' has no effect with 'model'"):
-        RewardConfig.model_validate({"model": "m", "max_failure_share": 0.3})
+    with pytest.raises(ValidationError, match="'timeout_s' has no effect with 'model'"):
+        RewardConfig.model_validate({"model": "m", "timeout_s": 3})
     RewardConfig.model_validate({"judge": JUDGE, "workers": 3, "max_failure_share": 0.3})
 
 

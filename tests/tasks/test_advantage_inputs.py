@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from configs.algorithm import AlgorithmConfig
 from configs.errors import UserError
 from configs.schema import TrainConfig
 from rewards.scoring import Score
-from state.experience import Ragged, write_columns
+from state.experience import AGENT, Ragged, write_columns
 from tasks import advantage as module
 from tasks.greedy_baseline import GREEDY_REWARD
 from tasks.reward import punished, reward_columns
@@ -27,6 +28,7 @@ COLUMNS: dict[str, Any] = {
     "reward/overlong": np.array([0.0, -1.0, 0.0, 0.0]),
     "reward/reward": np.array([1.0, 0.0, 2.0, 2.0]),
     GREEDY_REWARD: np.array([1.0, 1.0, 0.5, 0.5]),
+    AGENT: np.array([1, 0, 1, 0]),
 }
 OLD_T = np.log(np.linspace(0.2, 0.9, 6)).astype(np.float32)
 
@@ -62,6 +64,22 @@ def test_gdpo_reads_parts_but_not_the_total_beside_them(tmp_path: Path) -> None:
     assert set(one.parts_B) == {"right", "overlong"}
 
 
+def test_ippo_reads_agents_and_shows_how_well_each_is_valued(tmp_path: Path) -> None:
+    """Values are 0, so a row's returns are its reward: those of agent 0 are 0 and 2, of agent 1 twice 1 and twice 2."""
+    inputs, result = estimated(tmp_path, {"name": "ippo", "gae_lambda": 1.0})
+    assert inputs.agents_B.tolist() == [1, 0, 1, 0]
+    assert result.advantages_T[inputs.offsets_B1[1]] == pytest.approx(-(0.5**0.5), rel=1e-6)
+    better = dataclasses.replace(inputs, values_T=np.array([0, 0, 0.5, 0, 0, 1.5], np.float32))
+    figures = module._figures(better, result, {}, ["solver", "checker"])
+    assert figures["critic/solver/explained_variance"] == pytest.approx(0.75)  # off by a half, where returns vary by 1
+    assert figures["critic/checker/explained_variance"] == pytest.approx(0)
+    missed, returns = [1, 1, -0.5, 2, 2, 0.5], [1, 1, 0, 2, 2, 2]
+    assert figures["critic/explained_variance"] == pytest.approx(1 - np.var(missed) / np.var(returns))
+    assert estimated(tmp_path, {"name": "ppo"})[0].agents_B is None
+    with pytest.raises(KeyError, match=AGENT):
+        estimated(tmp_path, {"name": "ippo"}, absent=(AGENT,))
+
+
 @pytest.mark.parametrize(
     ("algorithm", "absent", "message"),
     [
@@ -75,6 +93,24 @@ def test_parts_that_are_not_there_are_the_users_error(
 ) -> None:
     with pytest.raises(UserError, match=message):
         estimated(tmp_path, {"name": "gdpo", **algorithm}, absent)
+
+
+@pytest.mark.parametrize(
+    ("name", "key", "value"),
+    [
+        ("grpo", "advantage", "rloo"),
+        ("grpo", "normalize_by_std", False),
+        ("ppo", "gamma", 0.5),
+        ("ppo", "gae_lambda", 0.5),
+        ("ppo", "whiten", False),
+        ("gdpo", "part_weights", {"right": -1.0}),
+        ("rft", "accept_reward", 1.5),
+    ],
+)
+def test_settings_reach_the_estimator(tmp_path: Path, name: str, key: str, value: Any) -> None:
+    """Each changes the advantages; what they mean is shown where the estimators are."""
+    before, after = (estimated(tmp_path, {"name": name, **extra})[1] for extra in ({}, {key: value}))
+    assert not np.allclose(before.advantages_T, after.advantages_T)
 
 
 def test_figures_of_the_advantages(tmp_path: Path) -> None:

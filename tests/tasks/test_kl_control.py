@@ -31,6 +31,14 @@ def test_an_adaptive_coefficient_moves_towards_the_target(
     assert metrics["kl/coefficient"] == 0.1, "recorded is the coefficient that was used"
 
 
+def test_an_adaptive_coefficient_stays_below_its_ceiling(training_with: MakeTraining) -> None:
+    """Of 0.11, where it would go without one."""
+    kl = {"coefficient": 0.1, "target": 0.1, "horizon": 100, "ceiling": 0.105}
+    training = training_with(config_from_mapping({"algorithm": {"kl": kl}, "rollout": BATCH}, "test"))
+    settings = settings_at(training.config, 1, Progress(), {})
+    assert next_kl_coefficient(training, settings, {"actor/kl": 0.4}) == pytest.approx(0.105)
+
+
 @pytest.mark.parametrize(("kl", "recorded"), [(None, {}), ({"coefficient": 0.1}, {"kl/coefficient": 0.1})])
 def test_without_a_target_there_is_no_state(
     training_with: MakeTraining, kl: dict[str, Any] | None, recorded: dict[str, float]

@@ -15,6 +15,7 @@ import pytest
 
 from configs.schema import TrainConfig
 from data.prompts import PromptTable
+from flows import iteration
 from rewards.scoring import Score
 from state.experience import ExperienceRef, Ragged, read_columns, write_columns
 from state.manifest import Progress
@@ -87,6 +88,19 @@ def test_more_than_enough_are_left_out() -> None:
 def test_a_part_of_the_reward_that_one_side_lacks_is_nan_there() -> None:
     merged = merged_with([[0, 1], [0, 1]], **{"reward/form": np.array([1.0, 2.0, 3.0, 4.0])})
     np.testing.assert_array_equal(merged["reward/form"], [np.nan] * 4 + [1, 2, 3, 4])
+    merged = merged_with([[0, 1], [0, 1]], reward_answer=["7", "8", "9", "10"])
+    assert merged["reward_answer"] == [None] * 4 + ["7", "8", "9", "10"]
+
+
+def test_what_a_later_task_left_in_an_earlier_attempt_is_dropped() -> None:
+    """Its rewards may have been others (a judge's), so that no group was refused then."""
+    present = columns_of(PRESENT, "a")
+    left = {"advantages": present["response_tokens"], "accepted": np.ones(8, np.uint8)}
+    further = columns_of([[0, 1], [0, 1]], "b", 1)
+    refused_G = np.array([False, True, True, False, False, False])
+    merged = replaced(present | left, further, refused_G, 2)
+    assert kept(merged) == ["a0", "a3", "b0", "b1"]
+    assert merged.keys() == further.keys()
 
 
 @pytest.mark.parametrize(
@@ -134,3 +148,25 @@ def test_a_refill_draws_on_from_the_cursor_and_a_resumed_run_starts_over(
     assert stage.experience.prompts == stage.metrics["rollout/prompts_drawn"] == 10
     assert stage.metrics["rollout/tokens"] == 8 + 8 + 4
     assert not _is_of(path, 6)
+
+
+@pytest.mark.parametrize("max_rollouts", [2, 5])
+def test_rollouts_of_an_iteration_are_bounded(
+    max_rollouts: int, training_with: Callable[[TrainConfig], Training], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first is one of them. Control: where nothing is to be replaced there is no further one."""
+    numbers: list[int] = []
+
+    def further(training: Training, settings: Any, progress: Progress, stage: Stage, number: int) -> Stage:
+        numbers.append(number)
+        return stage
+
+    config = TrainConfig.model_validate({"algorithm": {"dynamic_sampling": {"max_rollouts": max_rollouts}}})
+    stage = Stage(ExperienceRef("experience.parquet", 1, 1, 1, 0), {})
+    settings = settings_at(config, 1, Progress(), {})
+    monkeypatch.setattr(iteration, "refill", further)
+    for refused, expected in ((True, list(range(1, max_rollouts))), (False, [])):
+        numbers.clear()
+        monkeypatch.setattr(iteration, "groups_to_replace", lambda training, stage, refused=refused: refused)
+        iteration.refilled(training_with(config), settings, Progress(), stage)
+        assert numbers == expected

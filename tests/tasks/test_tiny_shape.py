@@ -17,7 +17,13 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.mark.parametrize(
-    "tiny", [{}, {"heads": 4, "kv_heads": 2, "layers": 1}, {"tie_embeddings": False, "intermediate_size": 64}]
+    "tiny",
+    [
+        {},
+        {"heads": 4, "kv_heads": 2, "layers": 1},
+        {"tie_embeddings": False, "intermediate_size": 64},
+        {"hidden_size": 64, "heads": 2, "kv_heads": 2, "max_positions": 99},
+    ],
 )
 def test_the_assumed_sizes_are_the_real_ones(tmp_path: Path, tiny: dict[str, Any]) -> None:
     """Also with grouped heads and with two embedding matrices."""

@@ -12,16 +12,20 @@ from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+import pandas as pd
 import pytest
 
 from configs.loading import config_from_mapping
 from configs.preference import PreferenceConfig
 from configs.schema import TrainConfig
+from data.prompts import PromptTable
 from engines.launch import RankDevice
 from state.experience import ExperienceRef, Ragged, write_columns
 from state.manifest import Progress
 from tasks import session as module
+from tasks.evaluate import evaluate
 from tasks.preference import begin_preferences, measure_heldout, preference_steps, preferences_file, reference_pass
+from tasks.rollout import rollout
 from tasks.session import Session, Stage, Training
 from tasks.settings import settings_at
 from tasks.supervise import begin_supervised, supervised_steps
@@ -71,6 +75,75 @@ def update(make: MakeTraining, values: dict[str, Any], role: str) -> dict[str, A
     task: Any = update_actor if role == "actor" else update_critic
     task.fn(training, settings_at(config, 3, Progress(), {}), stage)
     return group.told
+
+
+class Asked(Exception):
+    """What a generation was asked for: prompts, sampling and the seed."""
+
+
+@pytest.fixture
+def generation(training_with: MakeTraining, monkeypatch: pytest.MonkeyPatch) -> Callable[..., dict[str, Any]]:
+    """Return what a rollout or an evaluation asks for with a configuration, in iteration 3."""
+
+    def hear(training: Training, prompts: Any, key: str, seed: list[int], sampling: Any, split: str = "train") -> None:
+        raise Asked({**sampling, "seed": seed, "prompts": len(prompts), "first": list(prompts["prompt_id"])[:8]})
+
+    monkeypatch.setattr("tasks.rollout.generate", hear)
+    monkeypatch.setattr("tasks.evaluate.generate", hear)
+
+    def ask(values: dict[str, Any], evaluation: bool) -> dict[str, Any]:
+        training = training_with(config_from_mapping(values, "test"))
+        frame = pd.DataFrame({"prompt_id": [f"{number:03d}" for number in range(200)]})
+        training.session().prompts |= {"train": PromptTable(frame, 0), "heldout": PromptTable(frame, 0)}
+        with pytest.raises(Asked) as asked:
+            if evaluation:
+                evaluate.fn(training, 3)
+            else:
+                rollout.fn(training, settings_at(training.config, 3, Progress(), {}), Progress())
+        found: dict[str, Any] = asked.value.args[0]
+        return found
+
+    return ask
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "place"),
+    [
+        ("rollout.prompts", 7, "prompts"),
+        ("rollout.samples", 7, "samples"),
+        ("rollout.temperature", 0.5, "temperature"),
+        ("rollout.top_p", 0.5, "top_p"),
+        ("rollout.top_k", 7, "top_k"),
+        ("rollout.max_response_tokens", 7, "max_tokens"),
+        ("rollout.ignore_eos", True, "ignore_eos"),
+        ("data.sampler.name", "sequential", "first"),
+        ("seed", 7, "seed"),
+    ],
+)
+def test_of_a_rollout(key: str, value: Any, place: str, generation: Callable[..., dict[str, Any]]) -> None:
+    """Which prompts, how many of them, and how their responses are drawn."""
+    before, after = generation({}, False), generation(tree(key, value, {}), False)
+    assert before[place] != after[place]
+    assert after[place] == {"first": [f"{number:03d}" for number in range(8)], "seed": [7, 3, 0]}.get(place, value)
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "place"),
+    [
+        ("evaluate.prompts", 7, "prompts"),
+        ("evaluate.samples", 7, "samples"),
+        ("evaluate.temperature", 0.5, "temperature"),
+        ("rollout.max_response_tokens", 7, "max_tokens"),
+        ("seed", 7, "seed"),
+    ],
+)
+def test_of_an_evaluation(key: str, value: Any, place: str, generation: Callable[..., dict[str, Any]]) -> None:
+    """The rollout's sampling is not the evaluation's."""
+    base = {"evaluate": {"temperature": 0.25}}  # several samples need one
+    before, after = generation(base, True), generation(tree(key, value, base), True)
+    assert before[place] != after[place]
+    assert after[place] == ([7, 3, 1] if place == "seed" else value)
+    assert generation(tree("rollout.temperature", 0.5, base), True) == before
 
 
 KL = {"kl": {"coefficient": 0.5}}

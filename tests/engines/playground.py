@@ -1,0 +1,32 @@
+"""An environment for a model that talks at random: it answers by the data row's `kind`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from environments.environment import Step
+
+
+class Playground:
+    """Says how long a turn was, and a digit of its seed, until it has heard `turns` of them."""
+
+    stop = ("=", "7", "e")
+
+    def __init__(self, turns: int = 3) -> None:
+        self.turns, self.kind, self.digit, self.heard = turns, "", 0, 0
+
+    def reset(self, row: dict[str, Any], seed: int) -> str | None:
+        self.kind, self.digit = row["kind"], seed % 10
+        if self.kind == "flooded":
+            return "9" * 100
+        return "go " if self.kind == "greeted" else None
+
+    def step(self, text: str) -> Step:
+        self.heard += 1
+        if self.kind == "broken":
+            raise LookupError("no such tool")
+        if self.kind == "long":
+            return Step("9" * 100, reward=0.5)
+        if self.kind != "endless" and self.heard == self.turns:
+            return Step(done=True, reward={"right": 1.0, "reward": 2.0})
+        return Step(f"({len(text)}/{self.digit})", reward=0.25)

@@ -1,0 +1,86 @@
+"""Rewards from servers in a training's tasks: the reward step and the held-out evaluation see the same columns."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pytest
+
+from configs.errors import UserError
+from configs.schema import TrainConfig
+from data.prompts import PromptTable
+from rewards.source import open_scorer
+from state.experience import Ragged, read_columns
+from tasks import evaluate as evaluation
+from tasks.generate import Responses
+from tasks.reward import punished, reward_metrics, score
+from tasks.session import Training
+from tests.rewards.scripted_server import chat_reply, scripted
+
+TABLE = PromptTable(
+    pd.DataFrame(
+        {
+            "prompt_id": ["p-000000", "p-000001"],
+            "prompt_text": ["1+1=", "1+2="],
+            "prompt_tokens": [np.arange(4, dtype=np.int32)] * 2,
+            "answer": ["2", "3"],
+        }
+    ),
+    dropped=0,
+)
+ROWS = {"sample_id": ["a", "b"], "prompt_id": ["p-000000", "p-000001"], "prompt": ["1+1=", "1+2="]}
+
+
+def reward_of(url: str, **judge: Any) -> dict[str, Any]:
+    """A reward section with a judge that is asked for the response itself."""
+    asked = {"url": url, "model": "m", "template": "{response}", "retries": 0, **judge}
+    return {"judge": asked, "max_failure_share": 0.5, "failure_value": -1.0}
+
+
+def test_a_judges_parts_and_words_are_columns_in_held_out_evaluation_too(
+    training_with: Callable[[TrainConfig], Training], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each part and the judge's text; accuracy counts rewards of at least 1."""
+    tokens = Ragged.of([np.array([5, 6]), np.array([5])], np.int32)
+    responses = Responses(tokens, ["2", "4"], np.array([False, False]), 3, {}, tokens, {})
+    monkeypatch.setattr(evaluation, "generate", lambda *_, **__: responses)
+    reading = {"parser": "tests.rewards.reward_examples:judge_parser", "settings": {"bonus": 0.25}}
+    with scripted(lambda body: chat_reply(body["messages"][0]["content"])) as seen:
+        config = TrainConfig.model_validate({"reward": reward_of(seen.url, **reading)})
+        training = training_with(config)
+        session = training.session()
+        session.prompts["heldout"] = TABLE
+        with open_scorer(config.reward, ["prompt_id", "answer"]) as session.scorer:
+            figures = evaluation.evaluate.fn(training, 3)
+            again = score(training, {**ROWS, "response": responses.texts}, "heldout", "key")
+    names = ["reward", "reward/same", "reward/bonus", "reward_answer", "reward_failure"]
+    written = read_columns(training.run.evaluation(3), names)
+    assert written["reward"].tolist() == [1.25, 0.25]
+    assert written["reward/same"].tolist() == [1.0, 0.0]
+    assert written["reward/bonus"].tolist() == [0.25, 0.25]
+    assert written["reward_answer"] == ["2", "4"]
+    assert written["reward_failure"] == [None, None]
+    assert figures["heldout/accuracy"] == 0.5
+    assert [item.reward for item in again] == [1.25, 0.25]
+    assert reward_metrics(again)["reward/same_mean"] == 0.5
+
+
+def test_a_training_stops_when_its_judge_writes_garbage(training_with: Callable[[TrainConfig], Training]) -> None:
+    """Above the share; below it the sample has the failure's value, and the judge's words are kept with it."""
+    with scripted(lambda body: chat_reply(body["messages"][0]["content"])) as seen:
+        reward = {**reward_of(seen.url, pattern=r"(\d)"), "overlong": {"buffer_tokens": 4}}
+        config = TrainConfig.model_validate({"reward": reward, "rollout": {"max_response_tokens": 8}})
+        training = training_with(config)
+        session = training.session()
+        session.prompts["train"] = TABLE
+        with open_scorer(config.reward, ["prompt_id", "answer"]) as session.scorer:
+            scores = score(training, {**ROWS, "response": ["no", "4"]}, "train", "key")
+            with pytest.raises(UserError, match=r"reward.judge 'm' failed for 2 of 2 samples(.|\n)*no match"):
+                score(training, {**ROWS, "response": ["no", "idea"]}, "train", "key")
+    assert [item.reward for item in scores] == [-1.0, 4.0]
+    cut = punished(config, scores, np.array([8, 8]))
+    assert [item.reward for item in cut] == [-1.0, 3.0]
+    assert [item.answer for item in cut] == ["no", "4"]
