@@ -7,6 +7,7 @@ plain autograd and AdamW. That of a renewal are bits: the same log-probs, a KL o
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,7 @@ from tasks.advantage import advantage
 from tasks.evaluate import with_logprobs
 from tasks.generate import Responses
 from tasks.logprobs import old_logprobs, reference_logprobs
+from tasks.refresh_reference import refresh_reference
 from tasks.session import Session, Stage, Training
 from tasks.settings import settings_at
 from tasks.update_actor import update_actor
@@ -72,15 +74,21 @@ def _update(path: str, budget: int = 64, epochs: int = 1, loss: dict[str, Any] =
     return {"path": path, "version": -1, "split": split, "loss": loss, "learning_rate": RATE}
 
 
-def _training(folder: Path, tree: dict[str, Any], ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> Training:
-    """A training whose actor and reference are in a group that runs; its commands have keys of their own."""
+def _training(folder: Path, tree: dict[str, Any], monkeypatch: pytest.MonkeyPatch, **groups: Ranks) -> Training:
+    """A training whose roles are in groups that run; its commands have keys of their own."""
     training = Training(str(folder))
     session = Session(TrainConfig.model_validate(tree), RunFolder(folder))
-    call = ranks.group.call
-    monkeypatch.setattr(ranks.group, "call", lambda command, key, **more: call(command, key=f"{folder}/{key}", **more))
-    session.groups = dict.fromkeys(ROLES, ranks.group)
+    for group in {id(ranks): ranks.group for ranks in groups.values()}.values():
+        call = partial(_call, group.call, str(folder))
+        monkeypatch.setattr(group, "call", call)
+    session.groups = {role: ranks.group for role, ranks in groups.items()}  # type: ignore[misc]
     monkeypatch.setitem(module._SESSIONS, training.folder, session)
     return training
+
+
+def _call(call: Callable[..., Any], prefix: str, command: str, key: str, **arguments: Any) -> list[dict[str, Any]]:
+    replies: list[dict[str, Any]] = call(command, key=f"{prefix}/{key}", **arguments)
+    return replies
 
 
 def _move(ranks: Ranks, path: str) -> None:
@@ -219,7 +227,7 @@ def test_the_tasks_hand_the_states_on_and_delete_them(
     config = {**SMALL, "algorithm": {"name": "reinforce", "kl": kl}}
     one_rank.build(folder_of(SHAPE), ROLES, algorithm=config["algorithm"], actor=_trainer(2))
     _move(one_rank, str(path))
-    training = _training(tmp_path, config, one_rank, monkeypatch)
+    training = _training(tmp_path, config, monkeypatch, actor=one_rank, reference=one_rank)
     settings = settings_at(training.config, 1, Progress(), {})
     experience = ExperienceRef(str(path), 12, 0, 0, -1)
     if place == "loss":
@@ -288,6 +296,29 @@ def test_a_refresh_reaches_another_group_through_a_file(
     content[-5] ^= 1
     Path(file).write_bytes(content)
     assert one_rank.ask("read_reference", path=file)[0]["digests"] != sent[0]["digests"]
+
+
+def test_the_task_refuses_a_reference_that_is_no_copy(
+    one_rank: Ranks, two_ranks: Ranks, folder_of: FolderOf, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It compares what the ranks of both groups report. Control: of a true copy it leaves nothing but its seconds."""
+    path = write_rows(tmp_path / "rows.parquet", random_rows(12, samples=2))
+    one_rank.build(folder_of(SHAPE), actor=_trainer(1))
+    two_ranks.build(folder_of(SHAPE), ("reference",))
+    _move(one_rank, path)
+    tree = {**SMALL, "algorithm": {"kl": {}}}
+    training = _training(tmp_path / "run", tree, monkeypatch, actor=one_rank, reference=two_ranks)
+    assert refresh_reference.fn(training, 1).keys() == {"time/refresh_reference_s"}
+    assert not list((tmp_path / "run").iterdir())
+    call = two_ranks.group.call
+
+    def stale(command: str, key: str, **arguments: Any) -> list[dict[str, Any]]:
+        replies: list[dict[str, Any]] = call(command, key, **arguments)
+        return [*replies[:-1], replies[-1] | {"digests": ["of other weights"]}]
+
+    monkeypatch.setattr(two_ranks.group, "call", stale)
+    with pytest.raises(RuntimeError, match="after iteration 2 the reference is not a copy"):
+        refresh_reference.fn(training, 2)
 
 
 @pytest.mark.parametrize(("count", "stage"), [(1, 2), (2, 3)])
@@ -360,7 +391,7 @@ def test_the_held_out_kl_is_zero_before_training_and_grows_with_it(
     path = write_rows(tmp_path / "rows.parquet", rows)
     one_rank.build(folder_of(SHAPE), ROLES, algorithm={"kl": {}}, actor=_trainer(2))
     sections = {**SMALL, "algorithm": {"kl": {}}, "evaluate": {"samples": 2, "temperature": 0.7}}
-    training = _training(tmp_path, sections, one_rank, monkeypatch)
+    training = _training(tmp_path, sections, monkeypatch, actor=one_rank, reference=one_rank)
     prompts = pd.DataFrame({"prompt_tokens": [rows.prompts.row(row).tolist() for row in range(0, 12, 2)]})
     responses = Responses(rows.responses, [""] * 12, np.zeros(12, bool), 0, {}, rows.mask, {})
 

@@ -99,7 +99,6 @@ def engines(prefect_harness: None, tmp_path_factory: pytest.TempPathFactory) -> 
 def test_it_improves_held_out_reward(name: str, engines: Engines) -> None:
     """By far more than what chance does (see the control): 64 responses of a spread of about 0.1 each."""
     before, after = engines.train(config_of(name))
-    print(name, before, after)
     assert after > before + 0.1
 
 

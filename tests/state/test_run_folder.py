@@ -135,6 +135,7 @@ def test_leftovers_of_a_crash_are_dropped(run: RunFolder) -> None:
     for name in ("000001", "000004", "000005", "000005.values"):
         (run.experience(0).parent / f"{name}.parquet").parent.mkdir(exist_ok=True)
         (run.experience(0).parent / f"{name}.parquet").touch()
+    (run.experience(0).parent / "000005.reference_states.npy").touch()
     (run.experience(0).parent / ".000004.parquet.77.partial").touch()
     (run.checkpoints / ".000003.partial" / "actor").mkdir(parents=True)
     (run.checkpoints / "000003").mkdir()
