@@ -1,4 +1,4 @@
-"""Spreads the tests over two processes: flows in one from the start, the rest in the other and where there is room."""
+"""Spreads the tests over two processes: flows in one, engines in the other, the rest where there is room."""
 
 from __future__ import annotations
 
@@ -6,17 +6,20 @@ from pathlib import Path
 
 import pytest
 
+LONGEST_FIRST = {"flows": 0, "engines": 1}
 ENGINES_ALONE = {"test_channel.py", "test_group.py"}  # they start groups of their own
 
 
+@pytest.hookimpl(tryfirst=True)  # before xdist reads the groups
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Give every test the group that one process runs: a file, all flows, or all files on the shared engines.
 
-    Flows start whole trainings: two at a time would fight for the cores, so they take turns, and begin first.
+    Flows start whole trainings: two at a time would fight for the cores, so they take turns. They take longest and begin
+    first, and beside them the engines.
     """
     for item in items:
         item.add_marker(pytest.mark.xdist_group(_group(Path(item.path))))
-    items.sort(key=lambda item: Path(item.path).parent.name != "flows")
+    items.sort(key=lambda item: LONGEST_FIRST.get(_group(Path(item.path)), len(LONGEST_FIRST)))
 
 
 def _group(path: Path) -> str:
