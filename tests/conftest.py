@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+TESTS = Path(__file__).parent
 LONGEST_FIRST = {"flows": 0, "engines": 1}
 ENGINES_ALONE = {"test_channel.py", "test_group.py"}  # they start groups of their own
 
@@ -14,8 +15,8 @@ ENGINES_ALONE = {"test_channel.py", "test_group.py"}  # they start groups of the
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Give every test the group that one process runs: a file, all flows, or all files on the shared engines.
 
-    Flows start whole trainings: two at a time would fight for the cores, so they take turns. They take longest and begin
-    first, and beside them the engines.
+    Flows start whole trainings: two at a time would fight for the cores, so they take turns. They take longest and
+    begin first, and beside them the engines.
     """
     for item in items:
         item.add_marker(pytest.mark.xdist_group(_group(Path(item.path))))
@@ -23,7 +24,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def _group(path: Path) -> str:
-    room = path.parent.name
+    room = path.relative_to(TESTS).parts[0]
     if room == "flows" or (room == "engines" and path.name not in ENGINES_ALONE):
         return room
     return str(path)
