@@ -25,7 +25,7 @@ SHAPE = Shape("qwen2", tied=True)
 RATE, UNITS = 0.02, 5
 FolderOf = Callable[[Shape], Path]
 DPO = {"name": "dpo", "settings": {"beta": 0.5, "label_smoothing": 0.1}}
-IPO = {"name": "ipo", "settings": {"beta": 200.0}}  # its loss is a square: a near aim keeps steps and rounding small
+IPO = {"name": "ipo", "settings": {"beta": 0.5}}  # a far aim: its distance is what rounding is small beside
 ORPO = {"name": "orpo", "settings": {"odds_weight": 0.5}}
 KTO = {"name": "kto", "settings": {"beta": 0.5, "desirable_weight": 1.0, "undesirable_weight": 0.7}}
 SCORES = {"name": "bradley_terry", "settings": {}}
@@ -137,7 +137,7 @@ def test_an_update_on_pairs_is_the_plain_loop(
                 margin = 0.5 * difference
                 losses.append(-0.9 * margin.sigmoid().log() - 0.1 * (-margin).sigmoid().log())
             elif loss["name"] == "ipo":
-                losses.append((difference - 1 / 400) ** 2)
+                losses.append((difference - 1 / (2 * loss["settings"]["beta"])) ** 2)
             else:
                 p, q = good.mean().exp(), bad.mean().exp()
                 losses.append(-p.log() - 0.5 * ((p / (1 - p)).log() - (q / (1 - q)).log()).sigmoid().log())
