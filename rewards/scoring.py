@@ -30,7 +30,7 @@ from rewards.worker import Row, Score
 if TYPE_CHECKING:
     from configs.schema import RewardConfig
 
-__all__ = ["RewardPool", "Sample", "Score", "check_failures", "log_failures"]
+__all__ = ["RewardPool", "Sample", "Score", "check_failures", "log_failures", "refuse_too_many"]
 
 _logger = logging.getLogger(__name__)
 
@@ -180,17 +180,38 @@ def check_failures(scores: Sequence[Score], samples: Sequence[Sample], config: R
     Raises:
         UserError: more than `max_failure_share` of the samples failed; it shows the first of them.
     """
-    failures = _failures(scores, samples)
-    if len(failures) <= config.max_failure_share * len(scores):
+    remedy = (
+        "Put the function or the data right, or raise reward.timeout_s or reward.max_failure_share."
+        if config.function is not None
+        else "Look at the server and what it answers, or raise reward.max_failure_share."
+    )
+    refuse_too_many(
+        _failures(scores, samples),
+        len(scores),
+        config.max_failure_share,
+        f"{config.source} failed for",
+        "samples",
+        remedy,
+    )
+
+
+def refuse_too_many(failures: Sequence[str], total: int, allowed: float, begin: str, unit: str, remedy: str) -> None:
+    """Stop when more than the share `allowed` of `total` failed.
+
+    Args:
+        failures: a line for each.
+        begin: what the message says before the numbers, and `unit` what was counted.
+
+    Raises:
+        UserError: more did; it shows the first of them.
+    """
+    if len(failures) <= allowed * total:
         return
     shown = "".join(f"\n    {line}" for line in failures[:_FAILURES_SHOWN])
     more = f"\n    and {len(failures) - _FAILURES_SHOWN} more" if len(failures) > _FAILURES_SHOWN else ""
     raise UserError(
-        f"{config.source} failed for {len(failures)} of {len(scores)} samples; "
-        f"reward.max_failure_share allows {config.max_failure_share:.0%}:{shown}{more}",
-        "Put the function or the data right, or raise reward.timeout_s or reward.max_failure_share."
-        if config.function is not None
-        else "Look at the server and what it answers, or raise reward.max_failure_share.",
+        f"{begin} {len(failures)} of {total} {unit}; reward.max_failure_share allows {allowed:.0%}:{shown}{more}",
+        remedy,
     )
 
 

@@ -15,12 +15,11 @@ import numpy as np
 
 from configs.errors import UserError
 from configs.schema import TrainConfig
-from rewards.scoring import Score
+from rewards.scoring import Score, refuse_too_many
 from state.experience import column_names
 
 TURNS, REWARD, FAILURE = "turns", "environment_reward", "environment_failure"
 PART = "environment/"  # columns of the named parts that an environment gave
-FAILURES_SHOWN = 3
 
 _logger = logging.getLogger(__name__)
 
@@ -113,14 +112,12 @@ def _check_failures(config: TrainConfig, columns: Mapping[str, Any]) -> None:
     ]
     for line in failed:
         _logger.warning("environment failed: %s", line)
-    total, share = len(columns[FAILURE]), config.reward.max_failure_share
-    if len(failed) <= share * total:
-        return
-    shown = "".join(f"\n    {line}" for line in failed[:FAILURES_SHOWN])
-    more = f"\n    and {len(failed) - FAILURES_SHOWN} more" if len(failed) > FAILURES_SHOWN else ""
-    raise UserError(
-        f"{_name(config)} failed in {len(failed)} of {total} episodes; reward.max_failure_share allows {share:.0%}:"
-        f"{shown}{more}",
+    refuse_too_many(
+        failed,
+        len(columns[FAILURE]),
+        config.reward.max_failure_share,
+        f"{_name(config)} failed in",
+        "episodes",
         "Put the environment or the data right, or raise environment.timeout_s or reward.max_failure_share.",
     )
 
