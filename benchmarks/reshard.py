@@ -1,7 +1,9 @@
 """Seconds and bytes of a reshard, and how long generation stands still for it.
 
 Each round is a training's: an optimizer step on a few made-up rows (so that the weights differ), the reshard task, and
-one token from the rollout engines, which have to wake up for it. The pause is the reshard plus that first token.
+one token from the rollout engines, which have to wake up for it. The pause is the reshard and the waking: from then on
+the engines take requests. `first_token_s` is what a user of the engine would see after the reshard: waking, a prompt's
+prefill and one decoding step, with the commands' way to the ranks and back.
 
 A recipe has one strategy, which follows from its placement; `overrides_of` places it for each of them. Left out:
 full-sized updates (`bench update`) and rollouts (`bench rollout`), which would only make the rounds longer.
@@ -36,6 +38,7 @@ FIGURES = {
     "reshard_s": "time/reshard_s",
     "reshard_rank_s": "reshard/rank_s",
     "reshard_bytes": "reshard/bytes",
+    "wake_s": "rollout/wake_s",
     "first_token_s": "first_token_s",
     "pause_s": "pause_s",
 }
@@ -132,9 +135,10 @@ def _round(training: Training, number: int, update: bool) -> dict[str, float]:
     begin = time.perf_counter()
     one = sampling(training, settings) | {"samples": 1, "max_tokens": 1}
     prompts = training.session().prompts["train"].frame.iloc[: device_count(config, "rollout")]
-    generate(training, prompts, f"{number}/first_token", [config.seed, number, 0], one)
+    responses = generate(training, prompts, f"{number}/first_token", [config.seed, number, 0], one)
     row["first_token_s"] = time.perf_counter() - begin
-    return row | {"pause_s": row["time/reshard_s"] + row["first_token_s"]}
+    row["rollout/wake_s"] = responses.metrics["rollout/wake_s"]
+    return row | {"pause_s": row["time/reshard_s"] + row["rollout/wake_s"]}
 
 
 def missing_devices(strategy: str, devices: int) -> str | None:

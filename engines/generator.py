@@ -15,6 +15,7 @@ where its weights come from (engines/weights/).
 from __future__ import annotations
 
 import random
+import time
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
@@ -81,6 +82,7 @@ class Generator:
         self.refill: Callable[[], int] | None = None  # a reshard that this rank's group can make by itself
         self.asleep: set[str] = set()
         self.unmapped = 0  # bytes given to training
+        self.wake_seconds = 0.0  # what the last generation waited for the engine's memory
         self.dropped = False
 
     def reshard(self, transfer: Callable[[], int]) -> int:
@@ -102,7 +104,9 @@ class Generator:
             generation: the same number on every rank, and no other generation's.
             environments: play episodes with them; the result is then a `Played`.
         """
+        began = time.perf_counter()
         self.wake()
+        self.wake_seconds = time.perf_counter() - began
         _seed_everything(engine_seed(sampling.seed, self.place.engine))
         reproducible = not self.cuda if self.config.reproducible is None else self.config.reproducible
         store = torch.distributed.distributed_c10d._get_default_store()

@@ -261,6 +261,7 @@ class Worker:
             "policy_version": self.verified_version,
             "request_seconds": generated.seconds_B,
             "engine_seconds": generated.seconds,
+            "wake_seconds": self.generator.wake_seconds,
             "prompt_tokens": generated.prompt_tokens,
             "cached_tokens": generated.cached_tokens,
             **(episode_columns(generated) if isinstance(generated, Played) else {}),

@@ -13,6 +13,7 @@ from __future__ import annotations
 import logging
 import math
 import multiprocessing
+import os
 from collections.abc import Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
@@ -71,6 +72,7 @@ class RewardPool:
             raise ValueError("a RewardPool needs reward.function")
         self._config = config
         self._columns = list(columns)
+        self._workers = config.workers or default_workers(len(os.sched_getaffinity(0)))
         self._function = load_reward_function(config.function, config.settings, columns)
 
     def __enter__(self) -> Self:
@@ -119,7 +121,7 @@ class RewardPool:
     def _start(self) -> None:
         config = self._config
         self._pool = ProcessPool(
-            max_workers=config.workers,
+            max_workers=self._workers,
             initializer=worker.start,
             initargs=(config.function, config.settings, self._columns, config.timeout_s, config.failure_value),
             context=multiprocessing.get_context("spawn"),
@@ -140,7 +142,7 @@ class RewardPool:
     def _chunks(self, count: int) -> list[range]:
         """Row indices, cut so that workers stay balanced; coroutines and batches gain from being together."""
         together = self._function.is_batch or self._function.is_async
-        size = math.ceil(count / (self._config.workers * (1 if together else _CHUNKS_PER_WORKER))) or 1
+        size = math.ceil(count / (self._workers * (1 if together else _CHUNKS_PER_WORKER))) or 1
         if not together:
             size = min(size, _LONGEST_CHUNK)
         return [range(start, min(start + size, count)) for start in range(0, count, size)]
@@ -166,6 +168,11 @@ class RewardPool:
         if isinstance(error, ProcessExpired):
             return f"the worker process died (exit code {error.exitcode})"
         return f"{type(error).__name__}: {error}"
+
+
+def default_workers(cores: int) -> int:
+    """Return how many processes score where the recipe does not say: a host with more GPUs, and samples, has more."""
+    return min(16, max(2, cores // 4))
 
 
 def log_failures(scores: Sequence[Score], samples: Sequence[Sample]) -> None:

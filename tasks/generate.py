@@ -127,6 +127,7 @@ def engine_figures(answers: Sequence[dict[str, Any]], seconds: float) -> dict[st
         "rollout/request_s_p50": float(np.quantile(waited_B, 0.5)),
         "rollout/request_s_p95": float(np.quantile(waited_B, 0.95)),
         "rollout/request_s_max": float(waited_B.max()),
+        "rollout/wake_s": max(answer["wake_seconds"] for answer in answers),
         "rollout/engine_idle_share": 1 - float(np.mean(busy)) / seconds,
         "rollout/engine_balance": min(busy) / max(busy),
         "rollout/engine_tokens_min": float(min(tokens)),

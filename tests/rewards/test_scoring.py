@@ -17,7 +17,7 @@ import pytest
 
 from configs.errors import UserError
 from configs.schema import RewardConfig
-from rewards.scoring import RewardPool, Sample, Score, check_failures, log_failures
+from rewards.scoring import RewardPool, Sample, Score, check_failures, default_workers, log_failures
 
 FAILED = -1.5
 
@@ -139,6 +139,15 @@ def test_slow_rows_do_not_cost_a_worker(monkeypatch: pytest.MonkeyPatch) -> None
         before = pool.score(samples_of("0"))
         scores = pool.score(samples_of(*["0.2"] * 10))
     assert scores == before * 10
+
+
+def test_workers_grow_with_the_machine_unless_the_recipe_says_how_many(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A host with more GPUs brings more cores and more samples; a laptop keeps two processes."""
+    assert [default_workers(cores) for cores in (1, 8, 16, 64, 256)] == [2, 2, 4, 16, 16]
+    monkeypatch.setattr("os.sched_getaffinity", lambda pid: set(range(12)))
+    for workers, expected in ((None, 3), (1, 1)):
+        with pool_of("worker_id", workers=workers, timeout_s=5.0) as pool:
+            assert len({score.reward for score in pool.score(samples_of(*["0.3"] * 12))}) == expected
 
 
 def test_a_pool_whose_idle_workers_were_killed_scores_again() -> None:

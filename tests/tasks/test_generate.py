@@ -50,6 +50,7 @@ class Echo:
             "policy_version": 3,
             "request_seconds": np.ones(count, np.float32),
             "engine_seconds": 1.0,
+            "wake_seconds": 0.25,
             "prompt_tokens": 1,
             "cached_tokens": 0,
         }
@@ -101,8 +102,18 @@ def test_a_prompt_that_is_lost_or_doubled_is_noticed() -> None:
 def test_figures_tell_how_long_requests_took_and_how_evenly_the_engines_worked() -> None:
     """Two engines over 10 s: one worked 4 of them, the other 8, and a quarter of the prompts' tokens was cached."""
     answers = [
-        {"request_seconds": np.arange(1, 5, dtype=np.float32), "engine_seconds": 4.0, "tokens": np.zeros(100)},
-        {"request_seconds": np.arange(5, 9, dtype=np.float32), "engine_seconds": 8.0, "tokens": np.zeros(300)},
+        {
+            "request_seconds": np.arange(1, 5, dtype=np.float32),
+            "engine_seconds": 4.0,
+            "wake_seconds": 0.5,
+            "tokens": np.zeros(100),
+        },
+        {
+            "request_seconds": np.arange(5, 9, dtype=np.float32),
+            "engine_seconds": 8.0,
+            "wake_seconds": 0.25,
+            "tokens": np.zeros(300),
+        },
     ]
     counted = {"prompt_tokens": 40, "cached_tokens": 10}
     assert engine_figures([answer | counted for answer in answers], 10.0) == pytest.approx(
@@ -111,6 +122,7 @@ def test_figures_tell_how_long_requests_took_and_how_evenly_the_engines_worked()
             "rollout/request_s_p50": 4.5,
             "rollout/request_s_p95": 7.65,
             "rollout/request_s_max": 8.0,
+            "rollout/wake_s": 0.5,  # all wait for the last
             "rollout/engine_idle_share": 0.4,
             "rollout/engine_balance": 0.5,
             "rollout/engine_tokens_min": 100.0,
