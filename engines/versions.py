@@ -129,6 +129,11 @@ def prepare_vllm(cuda: bool) -> None:
         keep_cpu_engines_off_shared_memory()
 
 
+def kv_cache_manager(llm: Any) -> Any:
+    """Return the object with which an in-process vLLM engine's scheduler keeps books of KV blocks."""
+    return llm.llm_engine.engine_core.engine_core.scheduler.kv_cache_manager
+
+
 def submit(llm: Any, names: list[str], prompt: list[int], parameters: Any, seeds: list[int] | None) -> None:
     """Give an in-process vLLM engine one request per name, all with the same prompt.
 

@@ -22,7 +22,7 @@ import torch
 
 from configs.errors import UserError
 from configs.schema import TrainConfig
-from engines import communication, episodes, generator, versions
+from engines import communication, episodes, generator, kv_bookkeeping, versions
 from engines.environments import EnvironmentHost
 from engines.generator import Generator
 from engines.lora import adapted_layers
@@ -34,6 +34,7 @@ from engines.weights.local import LocalReshard
 from engines.weights.placing import wrong_names
 from engines.worker import Worker
 from state.experience import Ragged
+from tests.engines import kv_blocks
 
 buckets.BUCKET_BYTES = 200_000  # so that a tiny model takes several
 
@@ -58,6 +59,8 @@ class InspectedWorker(Worker):
         "with_micro_batch_means",
         "random_numbers",
         "learning_rate",
+        "kv_decisions",
+        "kv_decisions_with_a_window",
         "offloaded",
         "spoil_offloaded",
         "wrapped_collectives",
@@ -187,6 +190,19 @@ class InspectedWorker(Worker):
                     time.sleep(pause_s)
                 collective()
         return {"seconds": times.seconds()}
+
+    # ---- books of KV blocks ----------------------------------------------------------------------------------------
+
+    def kv_decisions(self, lag: int, behind_edge: int = kv_bookkeeping.BEHIND_EDGE) -> dict[str, Any]:
+        """Whether vLLM's manager decides alike with what is spared it and without, and how often it looked."""
+        plain, looks_of_vllm = kv_blocks.decisions(lag, lambda manager: None)
+        with patch.object(kv_bookkeeping, "BEHIND_EDGE", behind_edge):
+            spared, looks = kv_blocks.decisions(lag, kv_bookkeeping.spare_unchanged_blocks)
+        return {"equal": spared == plain, "looks": looks, "looks_of_vllm": looks_of_vllm}
+
+    def kv_decisions_with_a_window(self) -> dict[str, Any]:
+        """Whether the manager of a model with a sliding window is changed."""
+        return {"changed": kv_bookkeeping.spare_unchanged_blocks(kv_blocks.with_a_window())}
 
     # ---- the rollout engine ----------------------------------------------------------------------------------------
 
