@@ -42,19 +42,25 @@ def parse_counts(text: str | None) -> list[int]:
 
 
 def measure(
-    recipe: Path, overrides: list[str], command: str, *, counts: Sequence[int], what: str, skip: int
+    recipe: Path, overrides: list[str], command: str, *, counts: Sequence[int], what: str, skip: int, one: Path | None
 ) -> BenchResult:
     """Run the benchmark `what` once per count, with the recipe's prompts times the count.
 
+    Args:
+        one: result of `what` on one GPU, measured before; one GPU is not measured again then.
+
     Raises:
-        UserError: the recipe is wrong or places groups, or one of the runs failed.
+        UserError: the recipe is wrong or places groups, one of the runs failed, or `one` is not this recipe's.
     """
     config = load_config(recipe, overrides)
     if config.groups:
         raise UserError("the recipe places its groups itself", "remove the groups section, or add groups=null")
+    results = {} if one is None else {1: _measured(one, what, config)}
+    counts = sorted({*results, *counts})
     with tempfile.TemporaryDirectory(prefix="penstock-bench-") as scratch:
-        results = {}
         for count in counts:
+            if count in results:
+                continue
             out = Path(scratch) / f"{count}.json"
             arguments = [what, str(recipe), *overrides, *placement(config, count), "--skip", str(skip)]
             _run([*arguments, "--out", str(out)], count)
@@ -67,6 +73,22 @@ def measure(
         settings={"what": what, "gpus": list(counts), "skipped": skip, **describe(config)},
         details=[{"gpus": count, "scaling_efficiency": shares[count], **figures} for count, figures in results.items()],
     )
+
+
+def _measured(path: Path, what: str, config: TrainConfig) -> dict[str, float]:
+    """Return the figures of a result on one GPU.
+
+    Raises:
+        UserError: it is of another benchmark or another recipe.
+    """
+    result = read_result(path)
+    if result.bench != what:
+        raise UserError(f"{path} is a result of '{result.bench}', not of '{what}'", "name another file, or --what")
+    if other := [name for name, section in describe(config).items() if result.settings.get(name) != section]:
+        raise UserError(
+            f"{path} was measured with another recipe: '{other[0]}' differs", "measure it with the same recipe"
+        )
+    return result.figures
 
 
 def efficiency(throughput: Mapping[int, float]) -> dict[int, float]:

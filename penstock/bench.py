@@ -156,12 +156,13 @@ def scaling(
     gpus: Annotated[str | None, typer.Option(help="e.g. 1,2,4,8; default: 1, 2, 4, ... up to all")] = None,
     what: Annotated[What, typer.Option(help="what every count runs")] = What.step,
     skip: Skip = 2,
+    one: Annotated[Path | None, typer.Option(help="a result on one GPU, which is not measured again then")] = None,
 ) -> None:
     """The same work per GPU on ever more GPUs; rollout.prompts counts for one GPU."""
     from benchmarks.scaling import THROUGHPUT, measure, parse_counts
 
     counts = parse_counts(gpus)
-    result = measure(recipe, overrides or [], _command(), counts=counts, what=what.value, skip=skip)
+    result = measure(recipe, overrides or [], _command(), counts=counts, what=what.value, skip=skip, one=one)
     _finish(result, out, ("gpus", f"{what.value}_s", THROUGHPUT[what.value], "scaling_efficiency"))
 
 

@@ -6,11 +6,13 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks import scaling
 from benchmarks.chart import REST, WHOLE, draw, parts
 from benchmarks.nccl import LOOKS_LIKE_PCIE, MIB, bus_bandwidth, verdict
 from benchmarks.reshard import missing_devices, overrides_of
-from benchmarks.result import BenchResult, write_result
+from benchmarks.result import BenchResult, new_result, write_result
 from benchmarks.scaling import efficiency, parse_counts, placement
+from benchmarks.session import describe
 from benchmarks.step import figures_of, overhead
 from benchmarks.table import result_table, shown
 from configs.errors import UserError
@@ -48,6 +50,26 @@ def test_scaling_compares_throughput_per_gpu_with_the_smallest_count() -> None:
     assert efficiency({1: 100.0, 2: 95.0, 4: 80.0}) == {1: 1.0, 2: 0.95, 4: 0.8}
     config = TrainConfig.model_validate({"rollout": {"prompts": 6}})
     assert placement(config, 3)[0] == "rollout.prompts=18"
+
+
+def test_a_result_on_one_gpu_is_the_recipes_or_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It stands for the run on one GPU; another recipe's would make the efficiency a comparison of two works."""
+    recipe, one = tmp_path / "recipe.yaml", tmp_path / "one.json"
+    recipe.write_text("rollout: {prompts: 6}", encoding="utf-8")
+    figures = {"response_tokens_per_s_per_gpu": 100.0}
+    write_result(one, new_result("step", "command", figures, settings=describe(load_config(recipe))))
+    monkeypatch.setattr("benchmarks.scaling._run", lambda arguments, count: _answer(Path(arguments[-1]), count))
+    result = scaling.measure(recipe, [], "command", counts=[1, 4], what="step", skip=0, one=one)
+    assert [row["gpus"] for row in result.details] == [1, 4]
+    assert result.figures == {"scaling_efficiency": 0.9, "scaling_efficiency_4": 0.9}
+    for overrides, what, message in ((["actor.zero_stage=2"], "step", "'actor' differs"), ([], "update", "of 'step'")):
+        with pytest.raises(UserError, match=message):
+            scaling.measure(recipe, overrides, "command", counts=[4], what=what, skip=0, one=one)
+
+
+def _answer(path: Path, count: int) -> None:
+    assert count == 4, "one GPU was measured again"
+    write_result(path, new_result("step", "command", {"response_tokens_per_s_per_gpu": 90.0}))
 
 
 def test_counts_of_gpus_are_a_rising_list(monkeypatch: pytest.MonkeyPatch) -> None:
