@@ -1,8 +1,11 @@
 """Experience on disk and in memory: one row per sample, ragged list columns, nothing padded.
 
-A file `experience/000012.parquet` grows by columns: rollout writes the first ones, each later task adds its own by
-writing a new file and renaming it over the old one. So any task can run again from its inputs, and
-`pandas.read_parquet` shows a sample's way from prompt to advantage.
+A file `experience/000012.parquet` grows by columns: rollout writes the first ones, each later task adds its own as a
+part beside the file, because writing all columns anew takes time in which the GPUs wait. File and parts read as one.
+Afterwards `consolidate` makes them one file. So any task can run again from its inputs, and `pandas.read_parquet` shows
+a sample's way from prompt to advantage.
+
+Left out: several writers of one file at a time, of which one would lose its columns.
 
 In memory a list column is a `Ragged`: flat values plus offsets (B+1). Tasks pass `ExperienceRef`, never tokens.
 Suffixes: `_B` rows, `_B1` offsets (B+1 entries), `_T` flat tokens of all rows.
@@ -10,6 +13,8 @@ Suffixes: `_B` rows, `_B1` offsets (B+1 entries), `_T` flat tokens of all rows.
 
 from __future__ import annotations
 
+import itertools
+import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -74,51 +79,113 @@ class ExperienceRef:
     prompts: int = 0  # drawn from the data for it, also those that were replaced
 
 
+# A part's name holds the identity of the file that it belongs to: drawn whenever a file is written, and kept inside it.
+# Who reads opens the file first and takes the parts of its identity alone. So the rename that brings a new rollout, or
+# the consolidated columns, disowns all older parts in the same step: killed before it, the old file has all its parts;
+# after it, what is left of them belongs to nothing and goes with the next writing. Without identities parts would have
+# to go before the rename, and who reads at that moment would join them with the new file, or miss their columns.
+IDENTITY = b"penstock.identity"
+
+
+def write_columns(path: Path, columns: Mapping[str, Any]) -> None:
+    """Write a new experience file atomically; values are `Ragged`, arrays or lists with one entry per row."""
+    _write_file(path, _to_table(columns))
+    drop_parts(path)
+
+
+def add_columns(path: Path, columns: Mapping[str, Any]) -> None:
+    """Add columns to a file, or replace them, without touching the others: they go to a part of their own, atomically.
+
+    A part is an Arrow file: written and read as the arrays lie in memory. It stays hidden, and lasts until the file is
+    written anew or consolidated. It survives the process, but not a power cut: what must, is consolidated.
+
+    Raises:
+        ValueError: the columns are not as long as those of the file.
+    """
+    file, table = _opened(path), _to_table(columns)
+    if table.num_rows != file.metadata.num_rows:
+        raise ValueError(f"columns of length {table.num_rows} for {path}, which has {file.metadata.num_rows} rows")
+    place = _part(path, file, len(_parts(path, file)) + 1)
+    with replacing(place, durable=False) as aside, pa.ipc.new_file(str(aside), table.schema) as writer:
+        writer.write_table(table)
+
+
+def consolidate(path: Path) -> None:
+    """Make one file of a file and its parts, durably; without parts, or without the file, drop what belongs to none."""
+    if path.exists():
+        file = _opened(path)
+        if added := _added(path, file):
+            table = file.read(use_threads=False)  # the processor's cores are for what this runs beside
+            _write_file(path, pa.table({name: table.column(name) for name in table.column_names} | added))
+    drop_parts(path)
+
+
+def drop_parts(path: Path) -> None:
+    """Remove the parts beside a file, of all that it has ever been."""
+    for part in path.parent.glob(f".{path.name}.*.part"):
+        part.unlink(missing_ok=True)
+
+
+def with_parts(folder: Path) -> list[Path]:
+    """Return the files in a folder beside which parts lie, also such as belong to nothing."""
+    return sorted({part.with_name(part.name[1:].rsplit(".", 3)[0]) for part in folder.glob(".*.part")})
+
+
+def read_columns(path: str | Path, names: Sequence[str]) -> dict[str, Any]:
+    """Read columns: list columns as `Ragged`, numbers as numpy arrays, text as lists; of several the newest.
+
+    Raises:
+        KeyError: a column is absent (its task has not run).
+    """
+    file = _opened(path)
+    added, present = _added(path, file), set(file.schema_arrow.names)
+    if missing := [name for name in names if name not in added and name not in present]:
+        raise KeyError(f"{path} has no column {', '.join(missing)}: the task that writes it has not run")
+    table = file.read(columns=[name for name in names if name not in added])
+    return {name: _from_arrow(added[name] if name in added else table.column(name)) for name in names}
+
+
+def column_names(path: str | Path) -> list[str]:
+    """Return the columns present in an experience file and its parts."""
+    file = _opened(path)
+    return list(dict.fromkeys([*file.schema_arrow.names, *_added(path, file)]))
+
+
+def _to_table(columns: Mapping[str, Any]) -> pa.Table:
+    return pa.table({name: _to_arrow(column) for name, column in columns.items()})
+
+
 def _to_arrow(column: Any) -> pa.Array:
     if isinstance(column, Ragged):
         return pa.LargeListArray.from_arrays(pa.array(column.offsets_B1, pa.int64()), pa.array(column.values_T))
     return pa.array(column)
 
 
-def write_columns(path: Path, columns: Mapping[str, Any]) -> None:
-    """Write a new experience file atomically; values are `Ragged`, arrays or lists with one entry per row."""
-    _write_table(path, pa.table({name: _to_arrow(column) for name, column in columns.items()}))
-
-
-def add_columns(path: Path, columns: Mapping[str, Any]) -> None:
-    """Add (or replace) columns by writing the whole file anew and renaming it into place."""
-    table = pq.read_table(path, memory_map=True)
-    for name, column in columns.items():
-        array = _to_arrow(column)
-        if name in table.column_names:
-            table = table.set_column(table.column_names.index(name), name, array)
-        else:
-            table = table.append_column(name, array)
-    _write_table(path, table)
-
-
-def _write_table(path: Path, table: pa.Table) -> None:
+def _write_file(path: Path, table: pa.Table) -> None:
+    identified = table.replace_schema_metadata({IDENTITY: secrets.token_hex(8)})
     with replacing(path) as aside:
         # Dictionary encoding costs more time than the space it saves on token ids and floats.
-        pq.write_table(table, aside, compression="lz4", use_dictionary=False, write_statistics=False)
+        pq.write_table(identified, aside, compression="lz4", use_dictionary=False, write_statistics=False)
 
 
-def read_columns(path: str | Path, names: Sequence[str]) -> dict[str, Any]:
-    """Read columns: list columns as `Ragged`, numbers as numpy arrays, text as lists.
-
-    Raises:
-        KeyError: a column is absent (its task has not run).
-    """
-    present = column_names(path)
-    if missing := [name for name in names if name not in present]:
-        raise KeyError(f"{path} has no column {', '.join(missing)}: the task that writes it has not run")
-    table = pq.read_table(path, columns=list(names), memory_map=True)
-    return {name: _from_arrow(table.column(name)) for name in names}
+def _opened(path: str | Path) -> pq.ParquetFile:
+    return pq.ParquetFile(path, memory_map=True)
 
 
-def column_names(path: str | Path) -> list[str]:
-    """Return the columns present in an experience file."""
-    return list(pq.read_schema(path).names)
+def _part(path: str | Path, file: pq.ParquetFile, number: int) -> Path:
+    identity = (file.schema_arrow.metadata or {}).get(IDENTITY, b"none")  # a file that something else wrote has none
+    return Path(path).with_name(f".{Path(path).name}.{identity.decode()}.{number}.part")
+
+
+def _parts(path: str | Path, file: pq.ParquetFile) -> list[Path]:
+    """Return the parts of an open file, the oldest first."""
+    return list(itertools.takewhile(Path.exists, (_part(path, file, number) for number in itertools.count(1))))
+
+
+def _added(path: str | Path, file: pq.ParquetFile) -> dict[str, pa.ChunkedArray]:
+    """Return what the parts of an open file add and replace, as it lies on disk."""
+    tables = (pa.ipc.open_file(pa.memory_map(str(part))).read_all() for part in _parts(path, file))
+    return {name: table.column(name) for table in tables for name in table.column_names}
 
 
 def _from_arrow(column: pa.ChunkedArray) -> Any:

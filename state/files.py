@@ -24,15 +24,21 @@ def fsync(path: Path) -> None:
 
 
 @contextmanager
-def replacing(path: Path) -> Iterator[Path]:
-    """Yield a path to write to; on success it becomes `path` in one step, on an exception it disappears."""
+def replacing(path: Path, durable: bool = True) -> Iterator[Path]:
+    """Yield a path to write to; on success it becomes `path` in one step, on an exception it disappears.
+
+    Args:
+        durable: wait for the disk. Without, after a power cut the file may be there and hold nothing.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
     aside = path.with_name(f".{path.name}.{os.getpid()}.partial")
     try:
         yield aside
-        fsync(aside)
+        if durable:
+            fsync(aside)
         aside.replace(path)
-        fsync(path.parent)
+        if durable:
+            fsync(path.parent)
     finally:
         aside.unlink(missing_ok=True)
 

@@ -3,7 +3,7 @@
     config.yaml        resolved configuration          manifest.json   where a resume continues (state/manifest.py)
     data/              tokenized prompts               metrics.jsonl   one line per iteration
     models/            models made by the run          summary.json    written at the end, also of a failed run
-    experience/        000012.parquet                  logs/           one file per rank
+    experience/        000012.parquet, hidden parts    logs/           one file per rank
     checkpoints/       000010/                         report/         pictures and pages
     finetuning/        while it lasts: checkpoint and manifest of training without rollout
 

@@ -18,6 +18,7 @@ from state.manifest import (
     write_manifest,
 )
 from state.run_folder import drop_leftovers, truncate_metrics
+from tasks.consolidation import await_consolidation
 from tasks.draw import restore_memory
 from tasks.record import add_to_record
 from tasks.reshard import bring_weights
@@ -36,6 +37,7 @@ def save_checkpoint(training: Training, progress: Progress) -> None:
             group.call("save", key=f"{progress.iteration}/save", folder=str(aside))
         metrics["checkpoint/gib"] = seal_checkpoint(aside, final) / GIB
     add_to_record(training, progress.iteration, metrics)  # before the manifest: a resume goes on after this line
+    await_consolidation(training.session())
     write_manifest(run, manifest(training, progress, final.name))
     prune_checkpoints(run, training.config.checkpoint.keep)
 

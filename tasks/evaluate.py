@@ -19,7 +19,7 @@ from evaluators.loading import BUILT_IN
 from evaluators.rewards import FULL_REWARD
 from evaluators.running import run_evaluators
 from rewards.scoring import Score
-from state.experience import Ragged, add_columns, write_columns
+from state.experience import Ragged, add_columns, consolidate, write_columns
 from tasks.generate import Responses, generate
 from tasks.logprobs import in_row_order
 from tasks.reward import prompt_columns, reward_columns, score
@@ -107,6 +107,7 @@ def with_logprobs(
         replies = training.session().call(role, "logprobs", f"{iteration}/evaluate-{name}", role=role, **asked)
         columns[name] = in_row_order(replies, path)
     add_columns(path, columns)
+    consolidate(path)
     logprobs, reference_logprobs = columns.values()
     return replace(
         heldout, logprobs=logprobs, reference_logprobs=reference_logprobs, counted_T=responses.loss_mask.values_T

@@ -19,7 +19,7 @@ from configs.schedule import value_at
 from data.order import take
 from data.preference import check_columns, tokenize_preferences, tokenize_scored
 from data.rows import read_rows
-from state.experience import add_columns, column_names, read_columns, write_columns
+from state.experience import column_names, read_columns, write_columns
 from state.run_folder import truncate_metrics
 from tasks.check import check_chat, check_model, check_one_label
 from tasks.finetuning import restored_step
@@ -122,11 +122,11 @@ def begin_preferences(training: Training, config: PairConfig, model_folder: str)
 def reference_pass(training: Training, config: PairConfig, split: str) -> None:
     """Add the log-probs of all responses under the starting model, which the ranks hold (once per run)."""
     path, budget = preferences_file(training, split), value_at(config.trainer.micro_batch_tokens, 0)
-    if REFERENCE in column_names(path):
+    if REFERENCE in (present := column_names(path)):
         return
     asked = {"path": str(path), "role": "preference", "temperature": 1.0, "budget": budget}
     replies = training.session().call("actor", "logprobs", f"0/reference-{split}", **asked)
-    add_columns(path, {REFERENCE: in_row_order(replies, path)})
+    write_columns(path, {**read_columns(path, present), REFERENCE: in_row_order(replies, path)})
 
 
 def restored(training: Training) -> int:

@@ -29,6 +29,7 @@ from state.experience import read_columns
 from state.files import write_text
 from state.manifest import Progress, read_manifest
 from state.run_folder import add_metrics, append_metrics, read_metrics
+from tasks.consolidation import begin_consolidation, finish_consolidation
 from tasks.draw import keep_memory
 from tasks.session import Training
 
@@ -48,6 +49,7 @@ def recording(training: Training) -> Iterator[None]:
         create_link_artifact(_mlflow_url(training), link_text="MLflow run", key="mlflow-run")
     with ending(partial(_finish, training)):
         yield
+        finish_consolidation(session)
     if config.record.experiment and session.prefect_flow_run_id:
         page = (training.run.path / "report" / "report.md").read_text(encoding="utf-8")
         create_markdown_artifact(page, key="training-report", description=training.run.name)
@@ -116,6 +118,8 @@ def record(training: Training, iteration: int, metrics: dict[str, float]) -> Non
         mlflow_run.log_samples(session.tracking_uri, session.mlflow_run_id, iteration, rows)
     if session.progress is not None and iteration:
         session.progress.advance(iteration, metrics)
+    if iteration:
+        begin_consolidation(session, iteration)
 
 
 def append_record(training: Training, number: int, metrics: dict[str, float]) -> bool:

@@ -30,10 +30,11 @@ def reward(training: Training, settings: Settings, stage: Stage) -> Stage:
     metrics = dict(stage.metrics)
     path = Path(stage.experience.path)
     with timed(metrics, "reward"):
-        names = ["sample_id", "prompt_id", "prompt", "response", "response_tokens", *episode_column_names(path)]
-        columns = read_columns(path, names)
+        columns = read_columns(path, ["sample_id", "prompt_id", "prompt", "response", *episode_column_names(path)])
         scores = score(training, columns, "train", f"{settings.iteration}/reward")
-        scores = punished(training.config, scores, columns["response_tokens"].lengths_B)
+        if training.config.reward.overlong is not None:  # tokens take longer to read than all the rest
+            lengths_B = read_columns(path, ["response_tokens"])["response_tokens"].lengths_B
+            scores = punished(training.config, scores, lengths_B)
         rewards = reward_columns(scores)
         remember(training, settings.iteration, 0, columns["prompt_id"], rewards["reward"])
         add_columns(path, rewards)

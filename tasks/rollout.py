@@ -20,6 +20,7 @@ from tasks.settings import Settings
 from tasks.utilisation import generation_figures
 
 ROLLOUT_LOGPROBS = "logprobs_rollout"  # column with those of what each token was drawn from, if they are compared
+DESCRIBING = ("prompt_tokens", "response_tokens", "truncated", "policy_version", "loss_mask")
 REFILL = "refill"  # column that says which rollout of the iteration a sample is from, once there are several
 
 
@@ -35,7 +36,9 @@ def rollout(training: Training, settings: Settings, progress: Progress) -> Stage
             columns, generation = answered(training, settings, progress.prompt_cursor, size, key, seed)
             write_columns(path, columns)
             metrics |= generation
-        experience, figures = _describe(training, f"{settings.iteration}/rollout", path)
+        else:
+            columns = read_columns(path, [*DESCRIBING, *episode_column_names(path)])
+        experience, figures = _describe(training, f"{settings.iteration}/rollout", path, columns)
     seconds = max(metrics["time/rollout_s"], 1e-9)
     return Stage(experience, {**metrics, **figures, "rollout/tokens_per_s": experience.response_tokens / seconds})
 
@@ -96,9 +99,9 @@ def _is_of(path: Path, policy_version: int) -> bool:
     return bool((read_columns(path, ["policy_version"])["policy_version"] == policy_version).all())
 
 
-def _describe(training: Training, key: str, path: Path) -> tuple[ExperienceRef, dict[str, float]]:
-    names = ["prompt_tokens", "response_tokens", "truncated", "policy_version", "loss_mask"]
-    columns = read_columns(path, [*names, *episode_column_names(path)])
+def _describe(
+    training: Training, key: str, path: Path, columns: dict[str, Any]
+) -> tuple[ExperienceRef, dict[str, float]]:
     lengths = columns["response_tokens"].lengths_B
     experience = ExperienceRef(
         path=str(path),

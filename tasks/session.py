@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -26,6 +27,7 @@ from state.experience import ExperienceRef
 from state.files import write_text
 from state.run_folder import RunFolder, locked
 from tasks.check import decide_checkpointing
+from tasks.consolidation import consolidating
 
 if TYPE_CHECKING:
     from prefect.client.schemas.objects import State
@@ -87,6 +89,8 @@ class Session:
     engine_figures: dict[str, int | str] = field(default_factory=dict)
     usage: dict[str, list[dict[str, float]]] = field(default_factory=dict)  # by a command's key, of each rank
     gpu_sampler: GpuSampler | None = None
+    consolidator: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1, "consolidation"))
+    consolidation: Future[None] | None = None  # of the newest recorded experience (tasks/consolidation.py)
     warned_of_fragments: bool = False
     history: list[dict[str, float]] = field(default_factory=list)  # figures of the iterations behind, oldest first
     checkpointing: dict[str, bool] = field(default_factory=dict)  # by trained model, as decided for this machine
@@ -129,6 +133,7 @@ def open_session(config: TrainConfig, run: RunFolder) -> Iterator[Training]:
     try:
         with session.stack:
             session.stack.enter_context(locked(run))
+            session.stack.enter_context(consolidating(session))
             gpus = visible_gpus()
             session.checkpointing = decide_checkpointing(config)
             specs = place(config, len(gpus), run.logs)

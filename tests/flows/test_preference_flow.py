@@ -85,7 +85,7 @@ def finished(run: RunFolder) -> dict[str, float]:
     assert logged.info.status == "FINISHED"
     assert logged.data.metrics["heldout/accuracy"] == summary["heldout_accuracy"]
     check_model_folder(run.model("final"), "model.path")
-    assert not list(run.path.rglob("*.partial"))
+    assert not [*run.path.rglob("*.partial"), *run.path.rglob("*.part")]
     assert not run.finetuning.path.exists()
     return summary
 

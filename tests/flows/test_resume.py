@@ -25,7 +25,7 @@ import psutil
 import pytest
 
 from reports import mlflow_run
-from state.experience import column_names
+from state.experience import add_columns, column_names, read_columns
 from state.manifest import Manifest, read_manifest
 from state.run_folder import RunFolder, read_metrics
 from tests.flows.reward_functions import HOLD
@@ -62,6 +62,7 @@ MEASURED = (
     "reshard/rank_s",
     "rollout/tokens_per_s",
     "rollout/request_s",
+    "rollout/wake_s",
     "rollout/engine_",
 )
 
@@ -227,12 +228,20 @@ def started(trainings: Trainings) -> Iterator[dict[str, Future[Any]]]:
 
 
 def inside_an_iteration(trainings: Trainings) -> Killed:
-    """Kill PPO in iteration 4, its experience written and its rewards not; there is a checkpoint of iteration 2."""
+    """Kill PPO in iteration 4, its experience written and its rewards not; there is a checkpoint of iteration 2.
+
+    Parts are left as if it had come while they were written, one of them empty as after a power cut.
+    """
     experience = "experience/000004.parquet"
     run = RunFolder(trainings.folder / "ppo-killed")
     new = trainings.new(run.name, *PPO)
     trainings.killed(run, *new, when=lambda run: (run.path / experience).exists(), hold=experience)
     left = what_is_left(run)
+    for number in (2, 3, 4):
+        path = run.experience(number)
+        add_columns(path, read_columns(path, column_names(path)[-1:]))
+    (part,) = path.parent.glob(f".{path.name}.*.part")
+    part.write_bytes(b"")
     (run.path / "experience" / ".000004.parquet.1.partial").write_bytes(b"cut off")
     with run.metrics.open("a", encoding="utf-8") as stream:
         stream.write('{"iteration": 4, "metr')
@@ -297,7 +306,9 @@ def test_a_killed_training_ends_as_one_left_alone(
     assert ends[0] == ends[1]
     assert memory(killed.run) == memory(alone)
     assert ends[0].iteration == ITERATIONS
-    assert not list(killed.run.path.rglob("*.partial"))
+    assert not [*killed.run.path.rglob("*.partial"), *killed.run.path.rglob("*.part")]
+    for number in range(1, ITERATIONS + 1):
+        assert column_names(killed.run.experience(number)) == column_names(alone.experience(number))
 
     run_id = str(read_manifest(killed.run).mlflow_run_id)
     assert run_id == killed.manifest.mlflow_run_id

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 from uuid import UUID
 
+import pandas as pd
 import psutil
 import pytest
 import torch
@@ -201,7 +202,7 @@ def test_the_run_folder_holds_all_that_was_made(learned: RunFolder) -> None:
     """Figures and experience of every iteration, the newest checkpoints, the model, the report, a log per rank."""
     assert [record["iteration"] for record in read_metrics(learned)] == list(range(ITERATIONS + 1))
     every = [learned.experience(number) for number in range(1, ITERATIONS + 1)]
-    assert sorted((learned.path / "experience").iterdir()) == every, "no file of a forward pass is left"
+    assert sorted((learned.path / "experience").iterdir()) == every, "no part, no file of a forward pass is left"
     assert [path.name for path in sorted(learned.checkpoints.iterdir())] == ["000010", "000012"]
     assert sorted(path.name for path in learned.logs.iterdir()) == ["main-rank0.log", "main-rank1.log"]
     names = ("report/index.html", "report/report.md", "report/reward.png", "models/final/model.safetensors")
@@ -212,11 +213,13 @@ def test_the_run_folder_holds_all_that_was_made(learned: RunFolder) -> None:
 
 def test_experience_can_be_followed_from_prompt_to_advantage(learned: RunFolder) -> None:
     """One row per sample in prompt order, rows of a prompt together, each stamped with the policy that wrote it."""
-    path = learned.experience(4)
-    assert set(column_names(path)) == {
+    names = {
         *("sample_id", "prompt_id", "group", "prompt", "response", "prompt_tokens", "response_tokens", "loss_mask"),
         *("truncated", "policy_version", "reward", "reward_failure", "logprobs_old", "advantages"),
     }
+    for number in range(1, ITERATIONS + 1):
+        assert set(pd.read_parquet(learned.experience(number)).columns) == names
+    path = learned.experience(4)
     columns = read_columns(path, ["group", "response", "reward", "policy_version", "advantages", "response_tokens"])
     assert columns["group"].tolist() == [number // 4 for number in range(256)]
     assert set(columns["policy_version"]) == {3}

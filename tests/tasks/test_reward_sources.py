@@ -13,11 +13,13 @@ from configs.errors import UserError
 from configs.schema import TrainConfig
 from data.prompts import PromptTable
 from rewards.source import open_scorer
-from state.experience import Ragged, read_columns
+from state.experience import ExperienceRef, Ragged, read_columns, write_columns
+from state.manifest import Progress
 from tasks import evaluate as evaluation
 from tasks.generate import Responses
-from tasks.reward import punished, reward_metrics, score
-from tasks.session import Training
+from tasks.reward import punished, reward, reward_metrics, score
+from tasks.session import Stage, Training
+from tasks.settings import settings_at
 from tests.rewards.scripted_server import chat_reply, scripted
 
 TABLE = PromptTable(
@@ -84,3 +86,30 @@ def test_a_training_stops_when_its_judge_writes_garbage(training_with: Callable[
     cut = punished(config, scores, np.array([8, 8]))
     assert [item.reward for item in cut] == [-1.0, 3.0]
     assert [item.answer for item in cut] == ["no", "4"]
+
+
+def test_responses_are_measured_only_where_their_length_matters(
+    training_with: Callable[[TrainConfig], Training],
+) -> None:
+    """A file without tokens is enough for a judge; with `overlong` the missing ones are named, and there they count."""
+    rows = {**ROWS, "response": ["2", "4"]}
+    with scripted(lambda body: chat_reply(body["messages"][0]["content"])) as seen:
+
+        def rewards(columns: dict[str, Any], **section: Any) -> dict[str, Any]:
+            sections = {"reward": reward_of(seen.url, pattern=r"(\d)") | section, "rollout": {"max_response_tokens": 8}}
+            config = TrainConfig.model_validate(sections)
+            training = training_with(config)
+            training.session().prompts["train"] = TABLE
+            path = training.run.experience(1)
+            write_columns(path, columns)
+            stage = Stage(ExperienceRef(str(path), 2, 8, 11, 0), {})
+            with open_scorer(config.reward, ["prompt_id", "answer"]) as training.session().scorer:
+                reward.fn(training, settings_at(config, 1, Progress(), {}), stage)
+            return read_columns(path, ["reward"])
+
+        overlong = {"buffer_tokens": 4}
+        assert rewards(rows)["reward"].tolist() == [2.0, 4.0]
+        with pytest.raises(KeyError, match="response_tokens"):
+            rewards(rows, overlong=overlong)
+        tokens = Ragged.of([np.arange(3), np.arange(8)], np.int32)
+        assert rewards({**rows, "response_tokens": tokens}, overlong=overlong)["reward"].tolist() == [2.0, 3.0]
