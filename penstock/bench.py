@@ -132,6 +132,22 @@ def reshard(
 
 
 @app.command()
+def scheduler(
+    sequences: Annotated[int, typer.Option(min=1, help="decoded at a time")] = 512,
+    samples: Annotated[int, typer.Option(min=1, help="responses to each prompt")] = 8,
+    prompt: Annotated[int, typer.Option(min=1, help="tokens of a prompt")] = 256,
+    response: Annotated[int, typer.Option(min=1, help="tokens of a response")] = 512,
+    rounds: Annotated[int, typer.Option(min=1, help="generations")] = 3,
+    out: Out = None,
+) -> None:
+    """What the processor needs for a decoding step of the rollout engine, without any model."""
+    from benchmarks.scheduler import Work, measure
+
+    result = measure(Work(sequences, samples, prompt, response), _command(), rounds)
+    _finish(result, out, ("books", "step_s", "schedule_s", "update_from_output_s"))
+
+
+@app.command()
 def nccl(
     out: Out = None,
     largest: Annotated[int, typer.Option(min=1, help="largest buffer, MiB")] = 1024,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -55,6 +56,18 @@ def test_updates_on_made_up_experience_change_the_policy(bench: Callable[..., tu
         assert len({row[name] for row in result.details}) == 6
     assert result.settings["response_tokens_max"] <= 40
     assert "update_s" in printed
+
+
+def test_the_scheduler_is_clocked_around_real_generations(tmp_path: Path) -> None:
+    """In a process of its own: vLLM's engine runs inside the command, and every sequence ends at its length."""
+    out = tmp_path / "result.json"
+    work = ["--sequences", "6", "--samples", "2", "--prompt", "20", "--response", "40", "--rounds", "2"]
+    command = [sys.executable, "-m", "penstock.cli", "bench", "scheduler", *work, "--out", str(out)]
+    subprocess.run(command, check=True, cwd=Path(cli.__file__).parent.parent, capture_output=True)
+    result = read_result(out)
+    assert [row["books"] for row in result.details] == ["vLLM's", "vLLM's", "spared", "spared"]
+    assert all(0 < row["schedule_s"] < row["step_s"] for row in result.details)
+    assert result.figures["tokens_per_s_at_most"] == pytest.approx(6 / result.figures["step_s"])
 
 
 def test_collectives_are_measured_at_every_size(bench: Callable[..., tuple[BenchResult, str]]) -> None:

@@ -1,0 +1,157 @@
+"""What the processor needs for a decoding step of the rollout engine: vLLM's scheduler and the request loop, no model.
+
+While a GPU computes one step the processor prepares the next; whichever takes longer sets the pace. Here every model
+step is answered at once with made-up tokens, by vLLM's own engine core around a tiny model, so what is left is the
+processor's part: `sequences` over that time is the most tokens per second that this machine can ask of any GPU. The
+same without what engines/kv_bookkeeping.py spares is measured beside it.
+
+Left out: the model runner's own work on the processor (inputs, kernel launches), which needs the GPU to be measured.
+"""
+
+from __future__ import annotations
+
+import os
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from benchmarks.result import BenchResult, new_result
+from configs.schema import RolloutConfig, TinyModel
+
+KV_CACHE_BYTES = 1 << 30  # of a model this small: room for millions of tokens
+VOCABULARY, TOKEN = 64, 5
+# vLLM reads them when it is imported: its scheduler is to run in this process, and never to leave the machine.
+VARIABLES = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_NO_USAGE_STATS": "1", "VLLM_LOGGING_LEVEL": "ERROR"}
+
+
+@dataclass(frozen=True)
+class Work:
+    """`sequences` at a time, `samples` to a prompt of `prompt` tokens, `response` tokens each."""
+
+    sequences: int
+    samples: int
+    prompt: int
+    response: int
+
+
+@dataclass
+class _Clock:
+    """Seconds by part, and steps."""
+
+    seconds: dict[str, float] = field(default_factory=dict)
+    steps: int = 0
+
+    def of(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        def timed(*arguments: Any, **named: Any) -> Any:
+            began = time.perf_counter()
+            result = function(*arguments, **named)
+            self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - began
+            return result
+
+        return timed
+
+
+def measure(work: Work, command: str, rounds: int) -> BenchResult:
+    """Generate `rounds` times as vLLM keeps its books, then as rollouts do; return medians per step."""
+    from engines import versions
+    from engines.kv_bookkeeping import spare_unchanged_blocks
+
+    os.environ.update(VARIABLES)
+    with tempfile.TemporaryDirectory(prefix="penstock-bench-") as scratch:
+        llm = _engine(work, Path(scratch))
+        clock = _Clock()
+        core = _answer_at_once(llm, clock)
+        rows = [{"books": "vLLM's", **_round(llm, work, clock, number)} for number in range(rounds)]
+        spare_unchanged_blocks(versions.kv_cache_manager(llm))
+        rows += [{"books": "spared", **_round(llm, work, clock, rounds + number)} for number in range(rounds)]
+        core.shutdown()
+    plain_s, step_s = (
+        statistics.median(row["step_s"] for row in rows if row["books"] == kind) for kind in ("vLLM's", "spared")
+    )
+    figures = {"step_s": step_s, "plain_step_s": plain_s, "tokens_per_s_at_most": work.sequences / step_s}
+    return new_result("scheduler", command, figures, settings={"work": work.__dict__, "rounds": rounds}, details=rows)
+
+
+def _engine(work: Work, folder: Path) -> Any:
+    import torch
+
+    from engines import versions
+    from engines.generator import engine_arguments
+    from engines.tiny_model import make_tiny_model
+
+    length, cuda = work.prompt + work.response, torch.cuda.is_available()
+    tiny = TinyModel(hidden_size=32, layers=1, heads=1, kv_heads=1, intermediate_size=32, max_positions=length)
+    make_tiny_model(folder, tiny, VOCABULARY, eos=1, pad=0, seed=0)
+    versions.prepare_vllm(cuda)
+    import vllm
+
+    arguments = engine_arguments(
+        RolloutConfig(cuda_graphs=False),
+        work.sequences,
+        length,
+        KV_CACHE_BYTES,
+        cuda=cuda,
+        sleeps=False,
+        logprobs=False,
+    )
+    arguments |= {"load_format": "dummy", "distributed_executor_backend": "uni"}
+    return vllm.LLM(model=str(folder), dtype="bfloat16" if cuda else "float32", **arguments)
+
+
+def _answer_at_once(llm: Any, clock: _Clock) -> Any:
+    """Put made-up tokens in the place of the model's, and clocks around the scheduler; return vLLM's engine core."""
+    from vllm.v1.outputs import ModelRunnerOutput
+
+    core = llm.llm_engine.engine_core.engine_core
+    scheduled: list[Any] = []
+
+    def execute_model(output: Any, non_block: bool = False) -> Any:
+        scheduled.append(output)
+        clock.steps += 1
+        return _given(None, non_block)
+
+    def sample_tokens(_: Any, non_block: bool = False) -> Any:
+        names = list(scheduled.pop().num_scheduled_tokens)
+        tokens = [[] if core.scheduler.requests[name].is_prefill_chunk else [TOKEN] for name in names]
+        places = {name: place for place, name in enumerate(names)}
+        return _given(ModelRunnerOutput(names, places, tokens, prompt_logprobs_dict={}), non_block)
+
+    core.model_executor.execute_model, core.model_executor.sample_tokens = execute_model, sample_tokens
+    for name in ("schedule", "update_from_output"):
+        setattr(core.scheduler, name, clock.of(f"{name}_s", getattr(core.scheduler, name)))
+    return core
+
+
+def _given(value: Any, as_future: bool) -> Any:
+    if not as_future:
+        return value
+    future: Future[Any] = Future()
+    future.set_result(value)
+    return future
+
+
+def _round(llm: Any, work: Work, clock: _Clock, number: int) -> dict[str, float]:
+    """One generation: seconds per step, whole and of the scheduler's two calls."""
+    from vllm import SamplingParams
+
+    from engines.prompt_supply import FixedShare
+    from engines.requests import Sampling, answer
+    from state.experience import Ragged, offsets_of
+
+    count = work.sequences // work.samples
+    prompts = np.random.default_rng(number).integers(2, VOCABULARY, count * work.prompt).astype(np.int32)
+    sampling = Sampling(work.samples, 1.0, 1.0, 0, work.response, True, [0, number, 0])
+    parameters = SamplingParams(max_tokens=work.response, ignore_eos=True, detokenize=False)
+    clock.seconds.clear()
+    clock.steps, began = 0, time.perf_counter()
+    offsets = offsets_of(np.full(count, work.prompt))
+    answer(llm, Ragged(prompts, offsets), FixedShare(np.arange(count)), sampling, parameters, number, work.sequences)
+    parts = {"step_s": time.perf_counter() - began, **clock.seconds}
+    return {name: seconds / clock.steps for name, seconds in parts.items()}
