@@ -195,10 +195,10 @@ class InspectedWorker(Worker):
 
     def kv_decisions(self, lag: int, behind_edge: int = kv_bookkeeping.BEHIND_EDGE) -> dict[str, Any]:
         """Whether vLLM's manager decides alike with what is spared it and without, and how often it looked."""
-        plain, looks_of_vllm = kv_blocks.decisions(lag, lambda manager: None)
+        plain, of_vllm = kv_blocks.decisions(lag, lambda manager: None)
         with patch.object(kv_bookkeeping, "BEHIND_EDGE", behind_edge):
-            spared, looks = kv_blocks.decisions(lag, kv_bookkeeping.spare_unchanged_blocks)
-        return {"equal": spared == plain, "looks": looks, "looks_of_vllm": looks_of_vllm}
+            spared, counts = kv_blocks.decisions(lag, kv_bookkeeping.spare_unchanged_blocks)
+        return {"equal": spared == plain, "looks_of_vllm": of_vllm["looks"], **counts}
 
     def kv_decisions_with_a_window(self) -> dict[str, Any]:
         """Whether the manager of a model with a sliding window is changed."""

@@ -11,17 +11,16 @@ from unittest.mock import Mock
 
 import numpy as np
 
-BLOCK, BLOCKS, LENGTH = 16, 400, 160
-SEQUENCES, PROMPTS = 40, 12
+BLOCK, BLOCKS, LENGTH = 16, 40, 160
+SEQUENCES, TOGETHER, PROMPTS = 40, 8, 12
 
 
-def decisions(lag: int, change: Callable[[Any], object]) -> tuple[list[Any], int]:
+def decisions(lag: int, change: Callable[[Any], object]) -> tuple[list[Any], dict[str, int]]:
     """Generate with a manager to which `change` was done; return all that it answers and holds, in order.
 
-    The number counts how often it looked whether a block is full.
-
-    Prompts repeat, so prefixes are found; sequences end at different times, so that blocks are used again, and there
-    are fewer blocks than all would need, so that some are refused.
+    Prompts repeat, so prefixes are found; sequences end at different times, so blocks are used again; and there are
+    fewer blocks than sequences want, so some are refused and the youngest sequence gives its own back, to begin again.
+    Counted are the sequences that did (`preempted`), and how often the manager looked whether a block is full.
 
     Args:
         lag: tokens that are computed and not known yet, as with vLLM's asynchronous scheduler.
@@ -36,13 +35,17 @@ def decisions(lag: int, change: Callable[[Any], object]) -> tuple[list[Any], int
     ends = {request.request_id: int(random.integers(5, LENGTH - 60)) for request in waiting}
     running: list[Any] = []
     seen: list[Any] = []
+    preempted = 0
     while waiting or running:
         manager.new_step_starts()
         for request in list(running):
-            seen.append(_grow(manager, request))
-        if waiting and len(running) < 8:
+            while request in running and (grown := _grow(manager, request)) is None:
+                waiting.insert(0, _preempted(manager, running.pop()))
+                preempted += 1
+            seen.append(grown)
+        if waiting and len(running) < TOGETHER and (admitted := _admit(manager, waiting[0])) is not None:
             running.append(waiting.pop(0))
-            seen.append(_admit(manager, running[-1]))
+            seen.append(admitted)
         for request in list(running):
             while request.num_output_placeholders > lag:
                 _learn(manager, request, int(random.integers(0, 9)), lag > 0)
@@ -51,7 +54,7 @@ def decisions(lag: int, change: Callable[[Any], object]) -> tuple[list[Any], int
                 running.remove(request)
         seen.append({request.request_id: manager.get_block_ids(request.request_id) for request in running})
         seen.append((manager.block_pool.get_num_free_blocks(), sorted(map(repr, _prefixes(manager)))))
-    return seen, looks.call_count
+    return seen, {"preempted": preempted, "looks": looks.call_count}
 
 
 def with_a_window() -> Any:
@@ -86,20 +89,31 @@ def _request(name: str, prompt: list[int]) -> Any:
 
 
 def _admit(manager: Any, request: Any) -> Any:
-    """A prompt is computed in one step, apart from what is found of it."""
+    """What is known of a sequence is computed in one step, apart from what is found of it; None without room."""
     found, computed, _ = manager.get_computed_blocks(request)
     blocks = manager.allocate_slots(
         request, request.num_tokens - computed, num_new_computed_tokens=computed, new_computed_blocks=found
     )
+    if blocks is None:
+        return None
     _advance(request, request.num_tokens)
     return computed, blocks.get_block_ids()
 
 
 def _grow(manager: Any, request: Any) -> Any:
-    """One more token, as the scheduler asks for it while a sequence is decoded."""
+    """One more token, as the scheduler asks for it while a sequence is decoded; None without room."""
     blocks = manager.allocate_slots(request, 1, num_lookahead_tokens=0)
+    if blocks is None:
+        return None
     _advance(request, request.num_computed_tokens + 1)
-    return blocks.get_block_ids(allow_none=True)
+    return blocks.get_block_ids(allow_none=True) or "nothing"
+
+
+def _preempted(manager: Any, request: Any) -> Any:
+    """A sequence without blocks: all of it has to be computed again, and what was not known yet is lost."""
+    manager.free(request)
+    request.num_computed_tokens = request.num_output_placeholders = 0
+    return request
 
 
 def _advance(request: Any, computed: int) -> None:
