@@ -62,7 +62,7 @@ TUNED: dict[str, Tuned] = {
 UNRECORDED = (
     "evaluate.every=0",
     "record.samples_every=0",
-    "checkpoint.every=1000000",  # the last iteration has one
+    "checkpoint.every=0",
     "rollout.cuda_graphs=false",
     "rollout.sleep=false",
 )

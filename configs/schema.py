@@ -359,8 +359,16 @@ class EvaluateConfig(Section):
 class CheckpointConfig(Section):
     """When the run's state is made durable."""
 
-    every: PositiveInt = Field(10, description="iterations between checkpoints; the last iteration always gets one")
+    every: int = Field(
+        10, ge=0, description="iterations between checkpoints; the last gets one, too. 0: none, a resume begins anew"
+    )
     keep: PositiveInt = Field(2, description="newest checkpoints kept; older ones are deleted")
+
+    @model_validator(mode="after")
+    def _keep_something(self) -> Self:
+        if not self.every and self.keep != type(self).model_fields["keep"].default:
+            raise ValueError("'keep' has no effect where 'every' is 0: remove it")
+        return self
 
 
 class Devices(Section):

@@ -16,7 +16,7 @@ from prefect import flow
 from state.manifest import Progress
 from tasks.advantage import advantage
 from tasks.alarms import alarms
-from tasks.checkpoint import save_checkpoint
+from tasks.checkpoint import checkpoint_due, save_checkpoint
 from tasks.evaluate import evaluate
 from tasks.greedy_baseline import greedy_baseline
 from tasks.kl_control import next_kl_coefficient
@@ -68,7 +68,7 @@ def iteration(training: Training, number: int, progress: Progress) -> Progress:
     metrics |= utilisation(training, number, metrics)
     metrics |= alarms(training, metrics)
     record(training, number, finite(metrics))
-    if number % config.checkpoint.every == 0 or number == config.iterations:
+    if checkpoint_due(config, number):
         save_checkpoint(training, progress)
     return progress
 

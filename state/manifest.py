@@ -74,8 +74,12 @@ def read_manifest(run: RunFolder) -> Manifest:
 
 
 def completed(run: RunFolder, iterations: int) -> bool:
-    """Whether nothing of `run` is left to do: all iterations done, the model exported, its end recorded."""
-    return read_manifest(run).progress.iteration >= iterations and ended(run)
+    """Whether nothing of `run` is left to do: all iterations done, the model exported, its end recorded.
+
+    The manifest counts iterations with a checkpoint; of a run without any, only its end tells.
+    """
+    saved = read_manifest(run)
+    return ended(run) and (saved.checkpoint is None or saved.progress.iteration >= iterations)
 
 
 def ended(run: RunFolder) -> bool:

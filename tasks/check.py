@@ -370,7 +370,8 @@ def disk_bytes(config: TrainConfig) -> int:
         trained += critics * _shape(config, "critic").trained_parameters(config.critic.lora)
     kl, weights = config.algorithm.kl, _shape(config).parameters * width
     reference = weights if kl is not None and kl.refresh_every is not None else 0
-    return (config.checkpoint.keep + 1) * (trained * (width + 12) + reference) + weights
+    checkpoints = config.checkpoint.keep + 1 if config.checkpoint.every else 0
+    return checkpoints * (trained * (width + 12) + reference) + weights
 
 
 def _shape(config: TrainConfig, role: Role = "actor") -> ModelShape:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from prefect import task
 from prefect.cache_policies import NO_CACHE
 
+from configs.schema import TrainConfig
 from engines.memory import GIB
 from engines.placement import reshard_strategy
 from state.files import empty_beside
@@ -23,6 +24,12 @@ from tasks.draw import restore_memory
 from tasks.record import add_to_record
 from tasks.reshard import bring_weights
 from tasks.session import Training, timed
+
+
+def checkpoint_due(config: TrainConfig, number: int) -> bool:
+    """Whether iteration `number` ends with a checkpoint."""
+    every = config.checkpoint.every
+    return every > 0 and (number % every == 0 or number == config.iterations)
 
 
 @task(task_run_name="checkpoint-{progress.iteration:06d}", cache_policy=NO_CACHE)

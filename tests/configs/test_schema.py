@@ -34,6 +34,7 @@ RECIPES = sorted((Path(__file__).parents[2] / "configs").glob("*.yaml"))
         ({"algorithm": {"kl": {"target": 1, "coefficient": {0: 1}}}}, "remove one"),
         ({"actor": {"optimizer": {"min_ratio": 0.1}}}, "'min_ratio' has no effect"),
         ({"critic": {}}, "'critic' has no effect"),
+        ({"checkpoint": {"every": 0, "keep": 3}}, "'keep' has no effect"),
         ({"reward": {"settings": {"a": 1}}}, "'settings' has no effect"),
         ({"reward": {"function": "m:f", "model": "m"}}, "exclude each other"),
         ({"model": {"path": "m", "tiny": {}}}, "exclude each other"),

@@ -62,6 +62,7 @@ IMITATING = (
     "algorithm={name: rft, mini_batches: 1}",
     f"data.arithmetic.train={EPOCH * 64}",
     "data.sampler={name: curriculum, column: carries}",
+    "checkpoint.every=0",
     "reward.function=tests.flows.reward_functions:low_digit",
     f"evaluate={{every: {EPOCH}, temperature: 1.0, samples: 2}}",
 )
@@ -166,6 +167,14 @@ def _carries(prompt: str) -> int:
     left, right = prompt.rstrip("=").split("+")
     ones = int(left[1]) + int(right[1]) > 9
     return ones + (int(left[0]) + int(right[0]) + ones > 9)
+
+
+def test_without_checkpoints_there_is_the_model_alone(imitated: RunFolder) -> None:
+    """Nothing to resume from, and nothing to resume for: `--resume` of the completed run starts no engine."""
+    assert not imitated.checkpoints.exists() or not any(imitated.checkpoints.iterdir())
+    assert read_manifest(imitated).checkpoint is None
+    assert (imitated.model("final") / "model.safetensors").exists()
+    assert train(resume=str(imitated.path)) == str(imitated.path)
 
 
 def test_the_summary_agrees_with_what_was_recorded(learned: RunFolder) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 
@@ -84,6 +85,9 @@ def test_a_run_is_complete_only_when_nothing_is_left_to_do(run: RunFolder) -> No
     run.summary.write_text('{"status": "completed"}')
     assert completed(run, 12)
     assert not completed(run, 13)
+    write_manifest(run, dataclasses.replace(MANIFEST, checkpoint=None, progress=Progress()))
+    assert completed(run, 12)  # it never made a checkpoint
+    write_manifest(run, MANIFEST)
     run.model("final").rmdir()
     assert not completed(run, 12)
 
