@@ -68,14 +68,13 @@ def measure(work: Work, command: str, rounds: int) -> BenchResult:
         llm = _engine(work, Path(scratch))
         clock = _Clock()
         core = _answer_at_once(llm, clock)
-        rows = [{"books": "vLLM's", **_round(llm, work, clock, number)} for number in range(rounds)]
+        plain = [_round(llm, work, clock, number) for number in range(rounds)]
         spare_unchanged_blocks(versions.kv_cache_manager(llm))
-        rows += [{"books": "spared", **_round(llm, work, clock, rounds + number)} for number in range(rounds)]
+        spared = [_round(llm, work, clock, rounds + number) for number in range(rounds)]
         core.shutdown()
-    plain_s, step_s = (
-        statistics.median(row["step_s"] for row in rows if row["books"] == kind) for kind in ("vLLM's", "spared")
-    )
+    plain_s, step_s = (statistics.median(row["step_s"] for row in rows) for rows in (plain, spared))
     figures = {"step_s": step_s, "plain_step_s": plain_s, "tokens_per_s_at_most": work.sequences / step_s}
+    rows = [{"books": kind, **row} for kind, found in (("vLLM's", plain), ("spared", spared)) for row in found]
     return new_result("scheduler", command, figures, settings={"work": work.__dict__, "rounds": rounds}, details=rows)
 
 
