@@ -96,7 +96,7 @@ def made_up_experience(
     """Write the experience, with the actor's own log-probs where the recipe's loss reads any."""
     config = training.config
     path = training.run.experience(iteration)
-    experience = write_experience(path, lengths, shape.vocabulary, version)
+    experience = write_experience(path, lengths, shape.vocabulary, version, config.rollout.samples)
     kl_in_loss = config.algorithm.kl is not None and config.algorithm.kl.place == "loss"
     wanted = ["logprobs_old"] * (config.old_logprobs_needed or config.algorithm.ratio_to_rollout)
     wanted += ["logprobs_reference"] * kl_in_loss + ["logprobs_rollout"] * (config.algorithm.correction is not None)

@@ -92,12 +92,17 @@ def lognormal_lengths(rows: int, prompt: int, mean: float, longest: int) -> Leng
     return Lengths("lognormal", np.full(rows, prompt), np.clip(np.rint(drawn_B), 1, longest).astype(np.int64))
 
 
-def write_experience(path: Path, lengths: Lengths, vocabulary: int, policy_version: int) -> ExperienceRef:
-    """Write random tokens with one random advantage per row, and values and returns for a critic."""
+def write_experience(path: Path, lengths: Lengths, vocabulary: int, policy_version: int, samples: int) -> ExperienceRef:
+    """Write random tokens with one random advantage per row, and values and returns for a critic.
+
+    As in a rollout, `samples` rows one after the other answer the same prompt: an update computes it once for them.
+    """
     generator = np.random.default_rng(1)
     offsets_B1 = offsets_of(lengths.responses_B)
     total = int(offsets_B1[-1])
     advantages_B = generator.standard_normal(len(lengths.responses_B)).astype(np.float32)
+
+    group_B = np.arange(len(lengths.prompts_B)) // samples
 
     def tokens(lengths_B: np.ndarray) -> Ragged:
         return Ragged(generator.integers(0, vocabulary, int(lengths_B.sum()), np.int32), offsets_of(lengths_B))
@@ -108,7 +113,7 @@ def write_experience(path: Path, lengths: Lengths, vocabulary: int, policy_versi
     write_columns(
         path,
         {
-            "prompt_tokens": tokens(lengths.prompts_B),
+            "prompt_tokens": tokens(lengths.prompts_B[::samples]).take(group_B),
             "response_tokens": tokens(lengths.responses_B),
             "loss_mask": Ragged(np.ones(total, np.uint8), offsets_B1),
             "advantages": Ragged(np.repeat(advantages_B, lengths.responses_B), offsets_B1),

@@ -81,7 +81,7 @@ def test_lognormal_lengths_have_a_tail_that_is_cut() -> None:
 
 def test_experience_has_the_lengths_and_one_advantage_per_row(tmp_path: Path) -> None:
     lengths = lognormal_lengths(16, 5, 9, 30)
-    ref = write_experience(tmp_path / "a.parquet", lengths, 64, -1)
+    ref = write_experience(tmp_path / "a.parquet", lengths, 64, -1, samples=4)
     columns = read_columns(ref.path, ["prompt_tokens", "response_tokens", "loss_mask", "advantages", "returns"])
     assert (ref.samples, ref.prompt_tokens, ref.response_tokens) == (16, 80, int(lengths.responses_B.sum()))
     for name in ("response_tokens", "loss_mask", "advantages", "returns"):
@@ -92,12 +92,15 @@ def test_experience_has_the_lengths_and_one_advantage_per_row(tmp_path: Path) ->
     advantages = columns["advantages"]
     assert all(len(set(advantages.row(row).tolist())) == 1 for row in range(16))
     assert len(set(advantages.values_T.tolist())) == 16
+    prompts = [tuple(columns["prompt_tokens"].row(row)) for row in range(16)]
+    assert [len(set(prompts[start : start + 4])) for start in range(0, 16, 4)] == [1] * 4
+    assert len(set(prompts)) == 4
 
 
 def test_experience_is_the_same_every_time(tmp_path: Path) -> None:
     """Otherwise two builds could not be compared loss by loss."""
     lengths = fixed_lengths(4, 3, 6)
-    files = [write_experience(tmp_path / f"{name}.parquet", lengths, 64, -1).path for name in "ab"]
+    files = [write_experience(tmp_path / f"{name}.parquet", lengths, 64, -1, 2).path for name in "ab"]
     names = ["prompt_tokens", "response_tokens", "advantages"]
     first, second = (read_columns(path, names) for path in files)
     assert all(np.array_equal(first[name].values_T, second[name].values_T) for name in names)
