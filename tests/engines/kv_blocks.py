@@ -6,6 +6,7 @@ No model runs: which block holds which tokens is decided without one. Runs in a 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 from unittest.mock import Mock
 
@@ -66,15 +67,22 @@ def with_a_window() -> Any:
 
 def _manager(kind: Any = None, **settings: Any) -> Any:
     import torch
-    from vllm.utils.hashing import sha256
     from vllm.v1.core.kv_cache_manager import KVCacheManager
-    from vllm.v1.core.kv_cache_utils import init_none_hash
     from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
 
-    init_none_hash(sha256)
+    _begin_hashes()
     spec = (kind or FullAttentionSpec)(block_size=BLOCK, num_kv_heads=1, head_size=1, dtype=torch.float32, **settings)
     config = KVCacheConfig(BLOCKS, [], [KVCacheGroupSpec(["layer"], spec)])
     return KVCacheManager(config, 4 * LENGTH, scheduler_block_size=BLOCK, hash_block_size=BLOCK)
+
+
+@cache
+def _begin_hashes() -> None:
+    """What every prefix begins with; some versions draw it, so it is one for all managers that are compared."""
+    from vllm.utils.hashing import sha256
+    from vllm.v1.core.kv_cache_utils import init_none_hash
+
+    init_none_hash(sha256)
 
 
 def _request(name: str, prompt: list[int]) -> Any:
