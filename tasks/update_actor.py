@@ -56,8 +56,11 @@ def updated(
     metrics: dict[str, float] = {}
     command = f"update_{role}"
     key = f"{settings.iteration}/{command}"
+    session = training.session()
     with timed(metrics, command):
-        replies = training.session().call(role, command, key, path=stage.experience.path, **arguments)
+        replies = session.call(role, command, key, path=stage.experience.path, **arguments)
+    # The task's seconds hold the wait for the other update too, where actor and critic share a group.
+    metrics[f"{role}/update_s"] = max(rank["seconds"] for rank in session.usage[key])
     return metrics | named(role, replies[0]) | role_figures(training, role, key)
 
 

@@ -64,6 +64,8 @@ MEASURED = (
     "rollout/request_s",
     "rollout/wake_s",
     "rollout/engine_",
+    "actor/update_s",
+    "critic/update_s",
 )
 
 

@@ -40,7 +40,7 @@ class Updated(Echo):
 
     def call(self, command: str, key: str, **arguments: Any) -> list[dict[str, Any]]:
         self.commands.append({"command": command, **arguments})
-        return [{"usage": {}, "loss": 0.5, "mismatch/kl_k3": 0.01}]
+        return [{"usage": {"seconds": 2.0}, "loss": 0.5, "mismatch/kl_k3": 0.01}]
 
 
 def config_with(correction: dict[str, Any] | None) -> TrainConfig:
