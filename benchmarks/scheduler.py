@@ -16,7 +16,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +26,7 @@ from benchmarks.result import BenchResult, new_result
 from configs.schema import RolloutConfig, TinyModel
 
 KV_CACHE_BYTES = 1 << 30  # of a model this small: room for millions of tokens
+BLOCKS = {"cuda": 16, "cpu": 32}  # tokens of a KV block: a GPU's, and the shortest that vLLM has on a CPU
 VOCABULARY, TOKEN = 64, 5
 # vLLM reads them when it is imported: its scheduler is to run in this process, and never to leave the machine.
 VARIABLES = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_NO_USAGE_STATS": "1", "VLLM_LOGGING_LEVEL": "ERROR"}
@@ -60,12 +61,15 @@ class _Clock:
 
 def measure(work: Work, command: str, rounds: int) -> BenchResult:
     """Generate `rounds` times as vLLM keeps its books, then as rollouts do; return medians per step."""
+    import torch
+
     from engines import versions
     from engines.kv_bookkeeping import spare_unchanged_blocks
 
     os.environ.update(VARIABLES)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
     with tempfile.TemporaryDirectory(prefix="penstock-bench-") as scratch:
-        llm = _engine(work, Path(scratch))
+        llm = _engine(work, Path(scratch), device)
         clock = _Clock()
         core = _answer_at_once(llm, clock)
         plain = [_round(llm, work, clock, number) for number in range(rounds)]
@@ -75,17 +79,16 @@ def measure(work: Work, command: str, rounds: int) -> BenchResult:
     plain_s, step_s = (statistics.median(row["step_s"] for row in rows) for rows in (plain, spared))
     figures = {"step_s": step_s, "plain_step_s": plain_s, "tokens_per_s_at_most": work.sequences / step_s}
     rows = [{"books": kind, **row} for kind, found in (("vLLM's", plain), ("spared", spared)) for row in found]
-    return new_result("scheduler", command, figures, settings={"work": work.__dict__, "rounds": rounds}, details=rows)
+    settings = {"work": asdict(work), "rounds": rounds, "block_tokens": BLOCKS[device]}
+    return new_result("scheduler", command, figures, settings=settings, details=rows)
 
 
-def _engine(work: Work, folder: Path) -> Any:
-    import torch
-
+def _engine(work: Work, folder: Path, device: str) -> Any:
     from engines import versions
     from engines.generator import engine_arguments
     from engines.tiny_model import make_tiny_model
 
-    length, cuda = work.prompt + work.response, torch.cuda.is_available()
+    length, cuda = work.prompt + work.response, device == "cuda"
     tiny = TinyModel(hidden_size=32, layers=1, heads=1, kv_heads=1, intermediate_size=32, max_positions=length)
     make_tiny_model(folder, tiny, VOCABULARY, eos=1, pad=0, seed=0)
     versions.prepare_vllm(cuda)
@@ -100,7 +103,7 @@ def _engine(work: Work, folder: Path) -> Any:
         sleeps=False,
         logprobs=False,
     )
-    arguments |= {"load_format": "dummy", "distributed_executor_backend": "uni"}
+    arguments |= {"load_format": "dummy", "distributed_executor_backend": "uni", "block_size": BLOCKS[device]}
     return vllm.LLM(model=str(folder), dtype="bfloat16" if cuda else "float32", **arguments)
 
 
@@ -108,7 +111,9 @@ def _answer_at_once(llm: Any, clock: _Clock) -> Any:
     """Put made-up tokens in the place of the model's, and clocks around the scheduler; return vLLM's engine core."""
     from vllm.v1.outputs import ModelRunnerOutput
 
-    core = llm.llm_engine.engine_core.engine_core
+    from engines.versions import engine_core
+
+    core = engine_core(llm)
     scheduled: list[Any] = []
 
     def execute_model(output: Any, non_block: bool = False) -> Any:

@@ -129,9 +129,14 @@ def prepare_vllm(cuda: bool) -> None:
         keep_cpu_engines_off_shared_memory()
 
 
+def engine_core(llm: Any) -> Any:
+    """Return the scheduler and executor inside an in-process vLLM engine."""
+    return llm.llm_engine.engine_core.engine_core
+
+
 def kv_cache_manager(llm: Any) -> Any:
     """Return the object with which an in-process vLLM engine's scheduler keeps books of KV blocks."""
-    return llm.llm_engine.engine_core.engine_core.scheduler.kv_cache_manager
+    return engine_core(llm).scheduler.kv_cache_manager
 
 
 def submit(llm: Any, names: list[str], prompt: list[int], parameters: Any, seeds: list[int] | None) -> None:
@@ -172,7 +177,7 @@ def sampled_logprobs(output: Any) -> list[float]:
 
 def waiting_sequences(llm: Any) -> int:
     """Return the sequences that an in-process vLLM engine has accepted and not started, or stopped for lack of room."""
-    waiting: int = llm.llm_engine.engine_core.engine_core.scheduler.get_request_counts()[1]
+    waiting: int = engine_core(llm).scheduler.get_request_counts()[1]
     return waiting
 
 

@@ -13,7 +13,7 @@ from algorithms.policy_losses import CHOICES, POLICY_LOSSES
 from tasks.logprobs import states_path
 from tasks.session import Stage, Training, timed
 from tasks.settings import Settings
-from tasks.utilisation import role_figures
+from tasks.utilisation import role_figures, slowest
 
 
 @task(task_run_name="update-actor-{settings.iteration:06d}", cache_policy=NO_CACHE)
@@ -60,7 +60,7 @@ def updated(
     with timed(metrics, command):
         replies = session.call(role, command, key, path=stage.experience.path, **arguments)
     # The task's seconds hold the wait for the other update too, where actor and critic share a group.
-    metrics[f"{role}/update_s"] = max(rank["seconds"] for rank in session.usage[key])
+    metrics[f"{role}/update_s"] = slowest(session.usage[key])
     return metrics | named(role, replies[0]) | role_figures(training, role, key)
 
 

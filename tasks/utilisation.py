@@ -8,7 +8,7 @@ Left out: efficiency over several numbers of GPUs, which takes several runs (ben
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import cache
 from pathlib import Path
 
@@ -42,12 +42,17 @@ def role_figures(training: Training, role: Role, key: str, work: Mapping[str, fl
     ranks = session.usage.get(key)
     if ranks is None:
         return {}
-    seconds = max(rank["seconds"] for rank in ranks)
+    seconds = slowest(ranks)
     figures = speed(role, ranks[0] if work is None else work, seconds, len(ranks), gpu_of(session, role))
     if "communication_s" in ranks[0]:
         busy = np.mean([rank["communication_s"] for rank in ranks])
         figures[f"{role}/communication_share"] = float(busy) / seconds
     return figures | memory(_of_iteration(session.usage, key.partition("/")[0]))
+
+
+def slowest(ranks: Sequence[Mapping[str, float]]) -> float:
+    """Return the seconds that a command took on the rank that worked longest, by its usage."""
+    return max(rank["seconds"] for rank in ranks)
 
 
 def _of_iteration(usage: Mapping[str, list[dict[str, float]]], iteration: str) -> dict[str, list[dict[str, float]]]:
@@ -156,7 +161,7 @@ def _own_seconds(
 ) -> float:
     if side_by_side == 1 or key not in usage:
         return metrics[f"time/{step}_s"]
-    return max(rank["seconds"] for rank in usage[key])
+    return slowest(usage[key])
 
 
 def _warn_of_fragments(training: Training, figures: Mapping[str, float]) -> None:
