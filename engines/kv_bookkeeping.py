@@ -3,7 +3,7 @@
 For each sequence and step the scheduler asks which blocks one more token needs, and whether a block is full and can be
 found as a prefix. With a GPU's blocks of 16 tokens the answer is "none" and "no" in 12 of 16 steps, and it can be read
 off the sequence's length. With a CPU's of 32, where it is so in 28 of 32, the questions are a third of what the
-processor needs for a step of 512 sequences (`penstock bench scheduler`); and on H200s rollouts waited for the processor.
+processor needs for a step of 512 sequences (`penstock bench scheduler`), and on H200s rollouts waited for it.
 
 What vLLM does at a block's edge is left to vLLM, and so is everything of a model whose layers keep other than all
 keys (sliding windows free blocks between the edges). No token, no block table and no prefix differs for it
