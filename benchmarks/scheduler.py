@@ -3,7 +3,7 @@
 While a GPU computes one step the processor prepares the next; whichever takes longer sets the pace. Here every model
 step is answered at once with made-up tokens, by vLLM's own engine core around a tiny model, so what is left is the
 processor's part: `sequences` over that time is the most tokens per second that this machine can ask of any GPU. The
-same without what engines/kv_bookkeeping.py spares is measured beside it.
+same with vLLM's scheduler alone (no sequence coasts, engines/coasting.py) is measured beside it.
 
 Left out: the model runner's own work on the processor (inputs, kernel launches), which needs the GPU to be measured.
 """
@@ -14,8 +14,9 @@ import os
 import statistics
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -60,11 +61,10 @@ class _Clock:
 
 
 def measure(work: Work, command: str, rounds: int) -> BenchResult:
-    """Generate `rounds` times as vLLM keeps its books, then as rollouts do; return medians per step."""
+    """Generate `rounds` times with vLLM's scheduler alone, then as rollouts do; return medians per step."""
     import torch
 
-    from engines import versions
-    from engines.kv_bookkeeping import spare_unchanged_blocks
+    from engines.coasting import let_sequences_coast
 
     os.environ.update(VARIABLES)
     device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -72,13 +72,15 @@ def measure(work: Work, command: str, rounds: int) -> BenchResult:
         llm = _engine(work, Path(scratch), device)
         clock = _Clock()
         core = _answer_at_once(llm, clock)
-        plain = [_round(llm, work, clock, number) for number in range(rounds)]
-        spare_unchanged_blocks(versions.kv_cache_manager(llm))
-        spared = [_round(llm, work, clock, rounds + number) for number in range(rounds)]
+        with _clocked(core.scheduler, clock):
+            plain = [_round(llm, work, clock, number) for number in range(rounds)]
+        let_sequences_coast(core.scheduler)
+        with _clocked(core.scheduler, clock):
+            coasted = [_round(llm, work, clock, rounds + number) for number in range(rounds)]
         core.shutdown()
-    plain_s, step_s = (statistics.median(row["step_s"] for row in rows) for rows in (plain, spared))
+    plain_s, step_s = (statistics.median(row["step_s"] for row in rows) for rows in (plain, coasted))
     figures = {"step_s": step_s, "plain_step_s": plain_s, "tokens_per_s_at_most": work.sequences / step_s}
-    rows = [{"books": kind, **row} for kind, found in (("vLLM's", plain), ("spared", spared)) for row in found]
+    rows = [{"scheduler": kind, **row} for kind, found in (("vLLM's", plain), ("coasting", coasted)) for row in found]
     settings = {"work": asdict(work), "rounds": rounds, "block_tokens": BLOCKS[device]}
     return new_result("scheduler", command, figures, settings=settings, details=rows)
 
@@ -108,7 +110,7 @@ def _engine(work: Work, folder: Path, device: str) -> Any:
 
 
 def _answer_at_once(llm: Any, clock: _Clock) -> Any:
-    """Put made-up tokens in the place of the model's, and clocks around the scheduler; return vLLM's engine core."""
+    """Put made-up tokens in the place of the model's; return vLLM's engine core."""
     from vllm.v1.outputs import ModelRunnerOutput
 
     from engines.versions import engine_core
@@ -128,9 +130,18 @@ def _answer_at_once(llm: Any, clock: _Clock) -> Any:
         return _given(ModelRunnerOutput(names, places, tokens, prompt_logprobs_dict={}), non_block)
 
     core.model_executor.execute_model, core.model_executor.sample_tokens = execute_model, sample_tokens
-    for name in ("schedule", "update_from_output"):
-        setattr(core.scheduler, name, clock.of(f"{name}_s", getattr(core.scheduler, name)))
     return core
+
+
+@contextmanager
+def _clocked(scheduler: Any, clock: _Clock) -> Iterator[None]:
+    """Take the time of the scheduler's two calls."""
+    methods = {name: getattr(scheduler, name) for name in ("schedule", "update_from_output")}
+    for name, method in methods.items():
+        setattr(scheduler, name, clock.of(f"{name}_s", method))
+    yield
+    for name, method in methods.items():
+        setattr(scheduler, name, method)
 
 
 def _given(value: Any, as_future: bool) -> Any:

@@ -28,9 +28,9 @@ from torch import nn
 
 from configs.schema import RolloutConfig
 from engines import versions
+from engines.coasting import let_sequences_coast
 from engines.concurrency import capture_sizes, max_sequences, most_at_once
 from engines.episodes import Environments, play
-from engines.kv_bookkeeping import spare_unchanged_blocks
 from engines.prompt_supply import place_of, supply_of
 from engines.requests import Generated, Sampling, answer, engine_seed
 from engines.weights.loader import register_loader
@@ -78,7 +78,7 @@ class Generator:
                 config, self.max_sequences, length, kv_cache, cuda=self.cuda, sleeps=self.sleeps, logprobs=logprobs
             )
             self.llm = _start(folder, dtype, arguments)
-        spare_unchanged_blocks(versions.kv_cache_manager(self.llm))
+        let_sequences_coast(versions.scheduler(self.llm))
         self.binding = bound[-1]
         self.model = versions.vllm_model(self.llm)
         self.refill: Callable[[], int] | None = None  # a reshard that this rank's group can make by itself

@@ -134,9 +134,9 @@ def engine_core(llm: Any) -> Any:
     return llm.llm_engine.engine_core.engine_core
 
 
-def kv_cache_manager(llm: Any) -> Any:
-    """Return the object with which an in-process vLLM engine's scheduler keeps books of KV blocks."""
-    return engine_core(llm).scheduler.kv_cache_manager
+def scheduler(llm: Any) -> Any:
+    """Return the object that decides what an in-process vLLM engine computes in each step."""
+    return engine_core(llm).scheduler
 
 
 def submit(llm: Any, names: list[str], prompt: list[int], parameters: Any, seeds: list[int] | None) -> None:
@@ -177,7 +177,7 @@ def sampled_logprobs(output: Any) -> list[float]:
 
 def waiting_sequences(llm: Any) -> int:
     """Return the sequences that an in-process vLLM engine has accepted and not started, or stopped for lack of room."""
-    waiting: int = engine_core(llm).scheduler.get_request_counts()[1]
+    waiting: int = scheduler(llm).get_request_counts()[1]
     return waiting
 
 

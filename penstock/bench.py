@@ -95,13 +95,19 @@ def rollout(
     out: Out = None,
     rounds: Annotated[int, typer.Option(min=1, help="iterations' worth of responses")] = 5,
     skip: Skip = 2,
+    beside_vllm: Annotated[
+        bool, typer.Option("--beside-vllm", help="then measure vLLM by itself, on one GPU, as a peer")
+    ] = False,
 ) -> None:
     """The rollout alone: tokens per second."""
+    from benchmarks import vllm_alone
     from benchmarks.rollout import measure
 
     with tempfile.TemporaryDirectory() as folder:
-        result = measure(_load(recipe, overrides, folder), _command(), rounds=rounds, skip=skip)
-    _finish(result, out)
+        config = _load(recipe, overrides, folder)
+        result = measure(config, _command(), rounds=rounds, skip=skip)
+        peers = vllm_alone.measure(config, rounds, skip) if beside_vllm else {}
+    _finish(result.model_copy(update={"peers": peers}), out)
 
 
 @app.command()
@@ -144,7 +150,7 @@ def scheduler(
     from benchmarks.scheduler import Work, measure
 
     result = measure(Work(sequences, samples, prompt, response), _command(), rounds)
-    _finish(result, out, ("books", "step_s", "schedule_s", "update_from_output_s"))
+    _finish(result, out, ("scheduler", "step_s", "schedule_s", "update_from_output_s"))
 
 
 @app.command()

