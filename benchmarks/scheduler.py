@@ -2,8 +2,9 @@
 
 While a GPU computes one step the processor prepares the next; whichever takes longer sets the pace. Here every model
 step is answered at once with made-up tokens, by vLLM's own engine core around a tiny model, so what is left is the
-processor's part: `sequences` over that time is the most tokens per second that this machine can ask of any GPU. The
-same with vLLM's scheduler alone (no sequence coasts, engines/coasting.py) is measured beside it.
+processor's part: `sequences` over that time is the most tokens per second that this machine can ask of any GPU, if no
+step takes much longer than the others (`slow_step_s` is what one decoding step in a hundred exceeds). The same with
+vLLM's scheduler alone (no sequence coasts, engines/coasting.py) is measured beside it.
 
 Left out: the model runner's own work on the processor (inputs, kernel launches), which needs the GPU to be measured.
 """
@@ -11,7 +12,6 @@ Left out: the model runner's own work on the processor (inputs, kernel launches)
 from __future__ import annotations
 
 import os
-import statistics
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -23,14 +23,13 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.result import BenchResult, new_result
+from benchmarks.result import BenchResult, medians, new_result
 from configs.schema import RolloutConfig, TinyModel
+from engines.launch import FORCED_VARIABLES
 
 KV_CACHE_BYTES = 1 << 30  # of a model this small: room for millions of tokens
 BLOCKS = {"cuda": 16, "cpu": 32}  # tokens of a KV block: a GPU's, and the shortest that vLLM has on a CPU
 VOCABULARY, TOKEN = 64, 5
-# vLLM reads them when it is imported: its scheduler is to run in this process, and never to leave the machine.
-VARIABLES = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_NO_USAGE_STATS": "1", "VLLM_LOGGING_LEVEL": "ERROR"}
 
 
 @dataclass(frozen=True)
@@ -48,7 +47,7 @@ class _Clock:
     """Seconds by part, and steps."""
 
     seconds: dict[str, float] = field(default_factory=dict)
-    steps: int = 0
+    began: list[float] = field(default_factory=list)  # when each step was handed to the model
 
     def of(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
         def timed(*arguments: Any, **named: Any) -> Any:
@@ -66,7 +65,7 @@ def measure(work: Work, command: str, rounds: int) -> BenchResult:
 
     from engines.coasting import let_sequences_coast
 
-    os.environ.update(VARIABLES)
+    os.environ.update(FORCED_VARIABLES | {"VLLM_LOGGING_LEVEL": "ERROR"})  # vLLM reads them when it is imported
     device = "cuda" if torch.cuda.is_available() else "cpu"
     with tempfile.TemporaryDirectory(prefix="penstock-bench-") as scratch:
         llm = _engine(work, Path(scratch), device)
@@ -78,8 +77,9 @@ def measure(work: Work, command: str, rounds: int) -> BenchResult:
         with _clocked(core.scheduler, clock):
             coasted = [_round(llm, work, clock, rounds + number) for number in range(rounds)]
         core.shutdown()
-    plain_s, step_s = (statistics.median(row["step_s"] for row in rows) for rows in (plain, coasted))
-    figures = {"step_s": step_s, "plain_step_s": plain_s, "tokens_per_s_at_most": work.sequences / step_s}
+    figures = medians(coasted, {"step_s": "step_s", "slow_step_s": "slow_step_s"})
+    figures |= medians(plain, {"plain_step_s": "step_s"})
+    figures["tokens_per_s_at_most"] = work.sequences / figures["step_s"]
     rows = [{"scheduler": kind, **row} for kind, found in (("vLLM's", plain), ("coasting", coasted)) for row in found]
     settings = {"work": asdict(work), "rounds": rounds, "block_tokens": BLOCKS[device]}
     return new_result("scheduler", command, figures, settings=settings, details=rows)
@@ -120,7 +120,7 @@ def _answer_at_once(llm: Any, clock: _Clock) -> Any:
 
     def execute_model(output: Any, non_block: bool = False) -> Any:
         scheduled.append(output)
-        clock.steps += 1
+        clock.began.append(time.perf_counter())
         return _given(None, non_block)
 
     def sample_tokens(_: Any, non_block: bool = False) -> Any:
@@ -165,8 +165,11 @@ def _round(llm: Any, work: Work, clock: _Clock, number: int) -> dict[str, float]
     sampling = Sampling(work.samples, 1.0, 1.0, 0, work.response, True, [0, number, 0])
     parameters = SamplingParams(max_tokens=work.response, ignore_eos=True, detokenize=False)
     clock.seconds.clear()
-    clock.steps, began = 0, time.perf_counter()
+    clock.began.clear()
+    began = time.perf_counter()
     offsets = offsets_of(np.full(count, work.prompt))
     answer(llm, Ragged(prompts, offsets), FixedShare(np.arange(count)), sampling, parameters, number, work.sequences)
     parts = {"step_s": time.perf_counter() - began, **clock.seconds}
-    return {name: seconds / clock.steps for name, seconds in parts.items()}
+    decoding = np.diff(clock.began[-work.response :])  # the last steps: by then every prompt is computed
+    mean = {name: seconds / len(clock.began) for name, seconds in parts.items()}
+    return mean | {"slow_step_s": float(np.quantile(decoding, 0.99))}

@@ -24,8 +24,7 @@ from benchmarks.result import steady
 from benchmarks.session import settings_of
 from configs.errors import UserError
 from configs.schema import RolloutConfig, TrainConfig
-
-VARIABLES = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_NO_USAGE_STATS": "1", "VLLM_LOGGING_LEVEL": "ERROR"}
+from engines.launch import FORCED_VARIABLES
 
 
 class Work(BaseModel):
@@ -54,7 +53,8 @@ def measure(config: TrainConfig, rounds: int, skip: int) -> dict[str, dict[str, 
         rounds=rounds,
     )
     command = [sys.executable, "-m", "benchmarks.vllm_alone", work.model_dump_json()]
-    ended = subprocess.run(command, env=os.environ | VARIABLES, stdout=subprocess.PIPE, text=True, check=False)
+    environment = os.environ | FORCED_VARIABLES | {"VLLM_LOGGING_LEVEL": "ERROR"}
+    ended = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=False)
     if ended.returncode:
         raise UserError(f"vLLM by itself ended with exit code {ended.returncode}", "its messages are above")
     version, rates = json.loads(ended.stdout.splitlines()[-1])

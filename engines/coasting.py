@@ -3,14 +3,18 @@
 For every sequence and step vLLM's scheduler asks what to compute, which KV blocks that needs and whether it was the
 last token: objects and dictionaries in Python, 7 of the 10 ms that the processor beside an H200 needed for a step of
 512 sequences, while the GPU needed 7 for all of it. While a sequence is decoded the answers are known beforehand: one
-token, no new block up to the block's edge, no end before `max_tokens`. Until then it coasts. It is in every step that
-vLLM's model runner gets, its tokens are collected here, and vLLM's scheduler is not asked about it. Before a decision
-is due (a block's edge, a stop token, the last tokens, too few blocks) vLLM's own record of the sequence is brought up
-to date, and vLLM decides.
+token, no new block while those that it has suffice, no end before `max_tokens`. Until then it coasts. It is in every
+step that vLLM's model runner gets, its tokens are collected here, and vLLM's scheduler is not asked about it. Before a
+decision is due (a new block, a stop token, the last tokens, too few blocks) vLLM's own record of the sequence is
+brought up to date, and vLLM decides.
 
-What the model runner is told, every block table and every response are those of vLLM's scheduler alone
-(tests/engines/test_coasting.py); responses come with their last token instead of token by token, and a block that the
-GPU has filled is found as a prefix up to a block later.
+Each sequence gets a block before it needs it, as vLLM does it for speculative decoding, and first coasts for a number
+of steps of its own. Else all sequences of equal lengths would come to a block's edge in the same step, for which the
+processor then needs longer than the GPU.
+
+What is computed in each step and every response are those of vLLM's scheduler alone, as long as the KV cache has room,
+and every key is where the sequence's blocks say (tests/engines/test_coasting.py). Responses come with their last token
+instead of token by token, and a block that is full is found as a prefix up to a block later.
 
 Left out: layers that keep other than all keys (windows give blocks back between the edges), speculative decoding,
 structured output. There everything stays with vLLM.
@@ -34,7 +38,8 @@ def let_sequences_coast(scheduler: Any) -> bool:
     kinds = scheduler.kv_cache_manager.coordinator.single_type_managers
     if [type(kind).__name__ for kind in kinds] != ["FullAttentionManager"] or scheduler.num_lookahead_tokens:
         return False
-    coasting = Coasting(scheduler, kinds[0].block_size)
+    coasting = Coasting(scheduler, kinds[0])
+    scheduler.num_lookahead_tokens = coasting.block - 1
     scheduler.schedule = coasting.schedule
     scheduler.update_from_output = coasting.update_from_output
     scheduler.finish_requests = coasting.finish_requests
@@ -64,10 +69,10 @@ class _Unsent:
 class Coasting:
     """vLLM's scheduler with the sequences that coast kept apart. Its methods are those of vLLM's `Scheduler`."""
 
-    def __init__(self, scheduler: Any, block: int) -> None:
+    def __init__(self, scheduler: Any, blocks: Any) -> None:
         from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 
-        self.scheduler, self.block = scheduler, block
+        self.scheduler, self.blocks, self.block = scheduler, blocks.req_to_blocks, blocks.block_size
         self.asynchronous = isinstance(scheduler, AsyncScheduler)
         self.vllm_schedule = scheduler.schedule
         self.vllm_update, self.vllm_finish = scheduler.update_from_output, scheduler.finish_requests
@@ -114,8 +119,9 @@ class Coasting:
     # ---- a step --------------------------------------------------------------------------------------------------
 
     def _lacks_blocks(self, awake: list[Any]) -> bool:
+        """Whether vLLM may have too few for those that run: at most one for the next token and one before its time."""
         prompts = (max(0, request.num_tokens - request.num_computed_tokens) for request in awake)
-        needed = sum(1 + tokens // self.block for tokens in prompts)
+        needed = sum(2 + tokens // self.block for tokens in prompts)
         free: int = self.scheduler.kv_cache_manager.block_pool.get_num_free_blocks()
         return needed > free
 
@@ -191,7 +197,8 @@ class Coasting:
         if request.use_structured_output or parameters.prompt_logprobs is not None:
             return
         end = min(request.num_prompt_tokens + request.max_tokens, self.scheduler.max_model_len)
-        steps = min(-computed % self.block, end - LAST_TOKENS - computed)
+        room = len(self.blocks[request.request_id]) * self.block
+        steps = min(room - computed, end - LAST_TOKENS - computed, self._longest(request.request_id))
         if steps <= 0:
             return
         self.stops |= parameters.all_stop_token_ids
@@ -199,6 +206,11 @@ class Coasting:
         sequence = _Sequence(request, self.steps, computed - self.steps, drawn - self.steps)
         self.sequences[request.request_id] = sequence
         self.due.setdefault(self.steps + steps, []).append(sequence)
+
+    def _longest(self, name: str) -> int:
+        """Return the most steps to coast for: fewer at first, then a block's, so that the distances to edges stay."""
+        longest = self.block - 1
+        return longest if name in self.unsent else 1 + len(self.sequences) % longest
 
     def _settle(self, sequence: _Sequence) -> None:
         """Bring vLLM's record of a sequence up to date and let it coast no longer."""

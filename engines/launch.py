@@ -33,7 +33,7 @@ START_KEY = "start"  # the key under which a rank replies how building its worke
 _START_VARIABLE = "PENSTOCK_RANK_START"
 _TAIL_BYTES = 8192
 
-_FORCED = {
+FORCED_VARIABLES = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the generator shares its weights with the trainer: same process
     "VLLM_NO_USAGE_STATS": "1",
     "DO_NOT_TRACK": "1",
@@ -197,7 +197,7 @@ def group_environment(spec: GroupSpec) -> dict[str, str]:
     }
     devices = _CPU if spec.devices[0].gpu is None else {"CUDA_VISIBLE_DEVICES": _visible_gpus(spec)}
     threads = {name: str(cores_per_rank) for name in ("OMP_NUM_THREADS", "RAYON_NUM_THREADS")}  # the second: tokenizers
-    return threads | _DEFAULTS | dict(os.environ) | _FORCED | settings | devices
+    return threads | _DEFAULTS | dict(os.environ) | FORCED_VARIABLES | settings | devices
 
 
 def _visible_gpus(spec: GroupSpec) -> str:

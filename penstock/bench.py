@@ -150,7 +150,7 @@ def scheduler(
     from benchmarks.scheduler import Work, measure
 
     result = measure(Work(sequences, samples, prompt, response), _command(), rounds)
-    _finish(result, out, ("scheduler", "step_s", "schedule_s", "update_from_output_s"))
+    _finish(result, out, ("scheduler", "step_s", "schedule_s", "update_from_output_s", "slow_step_s"))
 
 
 @app.command()

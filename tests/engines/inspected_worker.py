@@ -60,6 +60,7 @@ class InspectedWorker(Worker):
         "random_numbers",
         "learning_rate",
         "coasting",
+        "coasting_in_step",
         "aborted_while_coasting",
         "coasting_with_a_window",
         "offloaded",
@@ -206,11 +207,18 @@ class InspectedWorker(Worker):
         return {
             "steps_equal": coasted.steps == plain.steps,
             "answers_equal": coasted.answers == plain.answers,
-            "prefixes_equal": coasted.prefixes == plain.prefixes,
-            "looks": coasted.looks,
-            "looks_of_vllm": plain.looks,
-            "preempted": plain.preempted,
+            "misplaced": coasted.misplaced,
+            "looks": sum(coasted.looks),
+            "looks_of_vllm": sum(plain.looks),
+            "preempted": coasted.preempted,
         }
+
+    def coasting_in_step(self) -> dict[str, Any]:
+        """Sequences that vLLM's scheduler looks at in a step, at most, while equally long ones are decoded."""
+        plain = scheduling.generate(1, 1000, lambda scheduler: None, scheduling.equal_requests)
+        coasted = scheduling.generate(1, 1000, coasting.let_sequences_coast, scheduling.equal_requests)
+        decoding = slice(30, 120)  # of 130 steps: each has coasted once, and no end is near
+        return {"most_looks_of_vllm": max(plain.looks[decoding]), "most_looks": max(coasted.looks[decoding])}
 
     def aborted_while_coasting(self) -> dict[str, Any]:
         """What is left of sequences that are ended from outside."""

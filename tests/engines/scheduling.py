@@ -32,31 +32,36 @@ class Seen:
 
     steps: list[Any] = field(default_factory=list)
     answers: dict[str, tuple[list[int], list[float], str]] = field(default_factory=dict)
-    prefixes: list[str] = field(default_factory=list)
-    looks: int = 0  # sequences that vLLM's scheduler asked its block manager about
+    looks: list[int] = field(default_factory=list)  # in each step, sequences that vLLM asked its block manager about
     preempted: int = 0
+    misplaced: int = 0  # keys that a step would read and that are another prefix's, or nobody's
 
 
-def generate(lag: int, blocks: int, change: Callable[[Any], object]) -> Seen:
+def generate(
+    lag: int, blocks: int, change: Callable[[Any], object], requests: Callable[[], deque[Any]] | None = None
+) -> Seen:
     """Answer all sequences with a scheduler to which `change` was done.
 
-    Prompts repeat, so prefixes are found; sequences come while others run and end by a stop token or at lengths of
-    their own, so blocks are used again.
+    Of the random ones prompts repeat, so prefixes are found; they come while others run and end by a stop token or at
+    lengths of their own, so blocks are used again.
 
     Args:
         lag: steps whose tokens are not known yet when a step is scheduled; with any, vLLM's asynchronous scheduler.
         blocks: of the KV cache; with fewer than the sequences need, vLLM takes some away from the youngest.
+        requests: makes them; None: random ones.
     """
     scheduler = _scheduler(lag, blocks)
     looks = Mock(wraps=scheduler.kv_cache_manager.allocate_slots)
     scheduler.kv_cache_manager.allocate_slots = looks
     change(scheduler)
-    seen, model, waiting = Seen(), _Model(), _requests()
+    seen, model, waiting = Seen(), _Model(), (requests or random_requests)()
     in_flight: deque[tuple[Any, Any]] = deque()
     while waiting or in_flight or scheduler.has_requests():
         for request in [waiting.popleft() for _ in range(min(2, len(waiting)))]:
             scheduler.add_request(request)
+        asked = looks.call_count
         scheduled = scheduler.schedule()
+        seen.looks.append(looks.call_count - asked)
         seen.steps.append(model.told(scheduled))
         seen.preempted += len(scheduled.preempted_req_ids or ())
         if scheduled.num_scheduled_tokens:
@@ -64,8 +69,7 @@ def generate(lag: int, blocks: int, change: Callable[[Any], object]) -> Seen:
         if in_flight and (len(in_flight) > lag or not scheduled.num_scheduled_tokens):
             for output in _outputs(scheduler.update_from_output(*in_flight.popleft())):
                 _add(seen.answers, output)
-    seen.looks = looks.call_count
-    seen.prefixes = sorted(map(repr, scheduler.kv_cache_manager.block_pool.cached_block_hash_to_block._cache))
+    seen.misplaced = model.misplaced
     return seen
 
 
@@ -75,7 +79,7 @@ def abort(change: Callable[[Any], object]) -> dict[str, Any]:
 
     scheduler, model = _scheduler(0, 100), _Model()
     change(scheduler)
-    for request in _requests():
+    for request in random_requests():
         scheduler.add_request(request)
     for _ in range(20):
         scheduled = scheduler.schedule()
@@ -96,15 +100,23 @@ def with_a_window() -> Any:
 
 
 class _Model:
-    """What vLLM's model runner keeps: the blocks of each sequence, as it is told of them."""
+    """What vLLM's model runner and a GPU keep: the blocks of each sequence as it is told of them, and what is in them.
+
+    In the place of a key is the hash of all tokens up to its own, which is what a key depends on.
+    """
 
     def __init__(self) -> None:
         self.blocks: dict[str, list[int]] = {}
+        self.prompts: dict[str, list[int]] = {}
+        self.hashes: dict[str, list[int]] = {}
+        self.keys: dict[tuple[int, int], int] = {}
+        self.misplaced = 0
 
     def told(self, scheduled: Any) -> Any:
-        """Return the step in an order of its own: each sequence, its tokens before and in this step, its blocks."""
+        """Write the step's keys, read all, and return the step: each sequence's computed, drawn and new tokens."""
         before = {}
         for new in scheduled.scheduled_new_reqs:
+            self.prompts[new.req_id], self.hashes[new.req_id] = new.prompt_token_ids, []
             self.blocks[new.req_id] = list(new.block_ids[0])
             before[new.req_id] = (new.num_computed_tokens, None)
         cached = scheduled.scheduled_cached_reqs
@@ -117,11 +129,22 @@ class _Model:
             before[name] = (computed, drawn)
         assert before.keys() == scheduled.num_scheduled_tokens.keys()
         assert scheduled.total_num_scheduled_tokens == sum(scheduled.num_scheduled_tokens.values())
-        step = [
-            (name, *before[name], count, tuple(self.blocks[name]), name in cached.resumed_req_ids)
-            for name, count in sorted(scheduled.num_scheduled_tokens.items())
-        ]
-        return step, sorted(scheduled.finished_req_ids), sorted(scheduled.preempted_req_ids or ())
+        for name, count in scheduled.num_scheduled_tokens.items():
+            self._attend(name, before[name][0], count)
+        step = [(name, *before[name], count) for name, count in sorted(scheduled.num_scheduled_tokens.items())]
+        return step, sorted(scheduled.finished_req_ids)
+
+    def _attend(self, name: str, computed: int, count: int) -> None:
+        """Write the keys of `count` tokens behind `computed` ones, and count those that are not the sequence's own."""
+        hashes, prompt, blocks = self.hashes[name], self.prompts[name], self.blocks[name]
+        for place in range(len(hashes), computed + count):
+            token = prompt[place] if place < len(prompt) else _token(name, place)
+            hashes.append(hash((hashes[-1] if hashes else 0, token)))
+        for place, own in enumerate(hashes[: computed + count]):
+            slot = (blocks[place // BLOCK] if place // BLOCK < len(blocks) else -1, place % BLOCK)
+            if place >= computed and slot[0] >= 0:
+                self.keys[slot] = own
+            self.misplaced += self.keys.get(slot) != own
 
     def drawn(self, scheduled: Any, scheduler: Any) -> Any:
         """Return a token for each sequence whose known tokens are all computed, with a log-prob."""
@@ -136,14 +159,18 @@ class _Model:
         for name in names:
             place = computed[name] + scheduled.num_scheduled_tokens[name]
             unfinished = scheduler.requests[name].is_prefill_chunk
-            draw = random.Random(f"{name} {place}")
-            tokens.append([] if unfinished else [draw.choice((STOP, *range(2, VOCABULARY)))])
-            logprobs.append([-draw.random()])
+            tokens.append([] if unfinished else [_token(name, place)])
+            logprobs.append([-random.Random(place).random()])
         places = {name: number for number, name in enumerate(names)}
         array = np.asarray(logprobs, np.float32).reshape(-1, 1)
         drawn = np.asarray([[row[0] if row else 0] for row in tokens], np.int64).reshape(-1, 1)
         lists = LogprobsLists(drawn, array, np.arange(len(names)))
         return ModelRunnerOutput(names, places, tokens, logprobs=lists, prompt_logprobs_dict={})
+
+
+def _token(name: str, place: int) -> int:
+    """Return the token that the model draws for a place of a sequence."""
+    return random.Random(f"{name} {place}").choice((STOP, *range(2, VOCABULARY)))
 
 
 def _outputs(made: dict[int, Any]) -> list[Any]:
@@ -162,21 +189,30 @@ def _add(answers: dict[str, tuple[list[int], list[float], str]], output: Any) ->
     )
 
 
-def _requests() -> deque[Any]:
+def random_requests() -> deque[Any]:
+    """Return sequences of random lengths, four to a prompt."""
+    draw = np.random.default_rng(0)
+    prompts = [draw.integers(2, VOCABULARY, draw.integers(1, 70)).tolist() for _ in range(PROMPTS)]
+    requests: deque[Any] = deque()
+    for number in range(SEQUENCES):
+        ends = {"ignore_eos": True} if number % 3 else {"stop_token_ids": [STOP]}
+        requests.append(_request(number, prompts[number % PROMPTS], int(draw.integers(1, 140)), ends))
+    return requests
+
+
+def equal_requests() -> deque[Any]:
+    """Return as many sequences as run together, each with 4 tokens and 130 to draw."""
+    return deque(_request(number, [2, 3, 4, 5 + number], 130, {"ignore_eos": True}) for number in range(TOGETHER))
+
+
+def _request(number: int, prompt: list[int], tokens: int, ends: dict[str, Any]) -> Any:
     from vllm import SamplingParams
     from vllm.utils.hashing import sha256
     from vllm.v1.core.kv_cache_utils import get_request_block_hasher
     from vllm.v1.request import Request
 
-    draw = np.random.default_rng(0)
-    prompts = [draw.integers(2, VOCABULARY, draw.integers(1, 70)).tolist() for _ in range(PROMPTS)]
-    hasher = get_request_block_hasher(BLOCK, sha256)
-    requests: deque[Any] = deque()
-    for number in range(SEQUENCES):
-        ends = {"ignore_eos": True} if number % 3 else {"stop_token_ids": [STOP]}
-        parameters = SamplingParams(max_tokens=int(draw.integers(1, 140)), logprobs=0, detokenize=False, **ends)
-        requests.append(Request(f"r{number:02}", prompts[number % PROMPTS], parameters, None, block_hasher=hasher))
-    return requests
+    parameters = SamplingParams(max_tokens=tokens, logprobs=0, detokenize=False, **ends)
+    return Request(f"r{number:02}", prompt, parameters, None, block_hasher=get_request_block_hasher(BLOCK, sha256))
 
 
 def _scheduler(lag: int, blocks: int, kind: Any = None, **settings: Any) -> Any:
