@@ -13,7 +13,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 from unittest.mock import Mock
 
@@ -220,14 +219,12 @@ def _scheduler(lag: int, blocks: int, kind: Any = None, **settings: Any) -> Any:
     from vllm.v1.core.sched.async_scheduler import AsyncScheduler
     from vllm.v1.core.sched.scheduler import Scheduler
     from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
+    from vllm.v1.structured_output import StructuredOutputManager
 
     spec = (kind or FullAttentionSpec)(block_size=BLOCK, num_kv_heads=1, head_size=1, dtype=torch.float32, **settings)
-    no_grammar = SimpleNamespace(
-        should_advance=lambda _: False, accept_tokens=lambda *_: True, get_grammar_bitmask=lambda *_: None
-    )
-    return (AsyncScheduler if lag else Scheduler)(
-        _settings(lag, blocks), KVCacheConfig(blocks, [], [KVCacheGroupSpec(["layer"], spec)]), no_grammar, BLOCK
-    )
+    config = KVCacheConfig(blocks, [], [KVCacheGroupSpec(["layer"], spec)])
+    vllm_config = _settings(lag, blocks)
+    return (AsyncScheduler if lag else Scheduler)(vllm_config, config, StructuredOutputManager(vllm_config), BLOCK)
 
 
 @cache
