@@ -55,7 +55,7 @@ def _joined(model_state: dict[str, Any], shards: list[Path]) -> dict[str, torch.
     from deepspeed.runtime.fp16.loss_scaler import LossScaler
     from deepspeed.runtime.zero.config import ZeroStageEnum
 
-    with torch.serialization.safe_globals([LossScaler, ZeroStageEnum]):
+    with torch.serialization.safe_globals([LossScaler, ZeroStageEnum, (_member, "builtins.getattr")]):
         flat = [torch.cat(_load(path)["optimizer_state_dict"]["fp32_flat_groups"]) for path in shards]
     weights: dict[str, torch.Tensor] = {}
     offset = 0
@@ -66,6 +66,15 @@ def _joined(model_state: dict[str, Any], shards: list[Path]) -> dict[str, torch.
         offset += part
     weights |= {name: weights[twin] for name, twin in model_state["shared_params"].items()}
     return weights
+
+
+def _member(kind: Any, name: str) -> Any:
+    """Stand in for `getattr`, as which Python before 3.11.4 writes the member of an enumeration."""
+    from deepspeed.runtime.zero.config import ZeroStageEnum
+
+    if kind is not ZeroStageEnum:
+        raise pickle.UnpicklingError(f"an attribute of {kind} is asked for")
+    return kind[name]
 
 
 def _load(path: Path) -> dict[str, Any]:
