@@ -58,7 +58,8 @@ def parts(figures: Mapping[str, float]) -> dict[str, float]:
 def step_figure(result: BenchResult) -> Figure:
     """One bar per system, stacked by stage where the system reports stages."""
     systems = {"Penstock": result.figures, **{n: f for n, f in result.peers.items() if "step_s" in f}}
-    axes = _axes(height=0.9 + 0.55 * len(systems))
+    named = {label for figures in systems.values() for label in parts(figures)}
+    axes = _axes(height=max(0.9 + 0.55 * len(systems), 0.5 + 0.22 * len(named)))  # the bars', or the legend's
     colours = dict(zip([*STAGES.values(), WHOLE, REST], [*COLOURS, GREY], strict=True))
     bars = {}
     for row, figures in enumerate(systems.values()):

@@ -83,6 +83,9 @@ class Collectives:
         last.synchronize()
         return float(first.elapsed_time(last)) / 1000
 
+    def after_reply(self) -> None:
+        """Nothing is left to do."""
+
     def close(self) -> None:
         """Leave the process group."""
         import torch

@@ -115,7 +115,7 @@ class Generator:
         loop: Callable[..., Generated] = answer
         if environments is not None:
             loop = partial(play, environments=environments, in_step=reproducible)
-        generated = loop(
+        return loop(
             self.llm,
             prompts,
             supply_of(prompts.lengths_B, self.place, store, generation, reproducible),
@@ -124,8 +124,6 @@ class Generator:
             generation,
             min(self.max_sequences, most_at_once(len(prompts), sampling.samples, self.place.engines)),
         )
-        self.sleep()
-        return generated
 
     def _parameters(self, sampling: Sampling, own_streams: bool, stop: list[int]) -> Any:
         from vllm import SamplingParams
@@ -163,11 +161,11 @@ class Generator:
             self.asleep.remove(tag)
 
     def sleep(self) -> None:
-        """Give the KV cache's memory to training. Shared weights are outside vLLM's pool and stay.
+        """Give the KV cache's memory to training, if it is awake. Shared weights are outside vLLM's pool and stay.
 
         Copies are dropped where this group can make them again, and wait in the host's memory elsewhere.
         """
-        if self.sleeps:
+        if self.sleeps and not self.asleep:
             self.dropped = self.refill is not None and self.binding.copied_count > 0
             free = torch.cuda.mem_get_info()[0]
             self.llm.sleep(level=2 if self.dropped else 1)

@@ -46,6 +46,9 @@ class Worker(Protocol):
     def handle(self, command: str, arguments: dict[str, Any]) -> dict[str, Any]:
         """Run one command; the result holds only what the channel carries. An exception ends the whole group."""
 
+    def after_reply(self) -> None:
+        """Do what only the next command waits for, while the flow works with the reply to the last one."""
+
     def close(self) -> None:
         """Let go of everything before an orderly exit."""
 
@@ -104,6 +107,7 @@ def _serve(start: RankStart, socket: zmq.Socket[bytes]) -> None:
     answered: OrderedDict[tuple[str, str], bytes] = OrderedDict()
     while (message := channel.unpack(socket.recv(copy=False).buffer))["kind"] == "command":
         socket.send(_answer(worker, message, start.epoch, answered), copy=False)
+        worker.after_reply()
     worker.close()
 
 

@@ -122,6 +122,11 @@ class Worker:
         asleep = self.generator.asleep if self.generator is not None and sleeps else ()
         return reply | {"usage": reply.get("usage", {}) | end_usage(asleep)}
 
+    def after_reply(self) -> None:
+        """Let a rollout engine that has generated sleep."""
+        if self.generator is not None:
+            self.generator.sleep()
+
     def close(self) -> None:
         """End the rollout engine, which leaves the process group itself, or leave the group."""
         self.environments.close()

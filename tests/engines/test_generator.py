@@ -257,3 +257,24 @@ def test_a_prefix_cache_that_keeps_older_prefixes_ends_the_generation(emptied: b
         return
     with pytest.raises(RuntimeError, match="build on older weights"):
         generator.wake()
+
+
+def test_an_engine_falls_asleep_once_after_it_was_awake(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nor does one whose weights alone were woken for a reshard, or one that has its GPU to itself."""
+    calls: list[dict[str, Any]] = []
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (GIB, 2 * GIB))
+    generator = Generator.__new__(Generator)
+    generator.sleeps, generator.asleep, generator.refill = True, set(), None
+    generator.llm = SimpleNamespace(sleep=lambda **settings: calls.append(settings))
+    generator.sleep()
+    generator.sleep()
+    assert calls == [{"level": 1}]
+    generator.asleep.remove("weights")
+    generator.sleep()
+    assert len(calls) == 1
+    generator.asleep.clear()
+    generator.sleep()
+    assert len(calls) == 2
+    generator.sleeps, generator.asleep = False, set()
+    generator.sleep()
+    assert len(calls) == 2

@@ -33,11 +33,19 @@ class SmallWorker:
     def __init__(self, rank: int, world_size: int, gpu: int | None) -> None:
         self.rank, self.world_size, self.gpu = rank, world_size, gpu
         self.handled = 0
+        self.tidied: list[str] = []
+        self.awaited: Path | None = None
 
     def handle(self, command: str, arguments: dict[str, Any]) -> dict[str, Any]:
         self.handled += 1
         result: dict[str, Any] = getattr(self, command)(**arguments)
         return result
+
+    def after_reply(self) -> None:
+        if self.awaited is not None:
+            _eventually(self.awaited.exists, 20)
+            self.tidied.append(self.awaited.read_text())
+            self.awaited = None
 
     def close(self) -> None:
         print("closed in order", flush=True)
@@ -47,6 +55,10 @@ class SmallWorker:
 
     def count(self) -> dict[str, Any]:
         return {"handled": self.handled}
+
+    def tidy_afterwards(self, path: str) -> dict[str, Any]:
+        self.awaited = Path(path)
+        return {"tidied": list(self.tidied)}
 
     def environment(self, names: list[str]) -> dict[str, Any]:
         return {name: os.environ.get(name) for name in names}
@@ -168,6 +180,16 @@ def test_a_repeated_key_returns_the_stored_reply(shared: EngineGroup) -> None:
     first = shared.call("count", key="once")
     assert shared.call("count", key="once") == first
     assert [r["handled"] for r in shared.call("count", key="twice")] == [r["handled"] + 1 for r in first]
+
+
+def test_a_reply_does_not_wait_for_what_follows_it_and_the_next_command_does(
+    group: EngineGroup, tmp_path: Path
+) -> None:
+    """The file that the workers wait for after their reply is written when the reply is there."""
+    path = tmp_path / "now"
+    assert group.call("tidy_afterwards", key="first", path=str(path)) == [{"tidied": []}] * 2
+    path.write_text("tidied")
+    assert group.call("tidy_afterwards", key="second", path=str(path)) == [{"tidied": ["tidied"]}] * 2
 
 
 def test_only_the_last_32_replies_are_kept(shared: EngineGroup) -> None:

@@ -7,6 +7,7 @@ flow, accepts: the control of all of them.
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Callable
@@ -336,3 +337,21 @@ def test_help_imports_neither_engines_nor_prefect() -> None:
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
     assert "reinforcement learning" in done.stdout
     assert done.stdout.splitlines()[-1] == "['typer']"
+
+
+@pytest.mark.parametrize("quiet", [True, False])
+def test_prefect_keeps_all_that_it_keeps_in_its_home(tmp_path: Path, quiet: bool) -> None:
+    """Where PREFECT_HOME says so. Control: Prefect by itself, whose server then warns if there is no ~/.prefect."""
+    code = (
+        "import sys; from penstock.cli import _quiet_libraries\n"
+        "if sys.argv[1] == 'True': _quiet_libraries()\n"
+        "from prefect.settings import get_current_settings\n"
+        "settings = get_current_settings()\n"
+        "print(settings.server.memo_store_path, settings.results.local_storage_path)"
+    )
+    elsewhere = {name: value for name, value in os.environ.items() if not name.startswith("PREFECT_")}
+    environment = elsewhere | {"PREFECT_HOME": str(tmp_path / "records"), "HOME": str(tmp_path / "me")}
+    command = [sys.executable, "-c", code, str(quiet)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True, env=environment)
+    home = tmp_path / ("records" if quiet else "me/.prefect")
+    assert done.stdout.split() == [str(home / "memo_store.toml"), str(home / "storage")]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import py_compile
 import resource
 import subprocess
 import sys
@@ -209,6 +210,7 @@ CASES: dict[str, tuple[MachineFacts, dict[str, Any], str, str, str]] = {
     ),
     "full shared memory": (GPU, {"shared_memory_free": 1 << 20}, "warning", "1 MiB of it free", "remove"),
     "no shared memory": (GPU, {"shared_memory": None}, "problem", "no /dev/shm", "tmpfs"),
+    "no bytecode": (CPU, {"uncompiled": ("torch", "vllm")}, "warning", "bytecode of torch, vllm", "compileall"),
     "few files": (CPU, {"open_files": 256}, "warning", "256, 1024 is safe", "ulimit -n 1024"),
     "few files, fixed": (GPU, {"open_files": 1024, "open_files_hard": 1024}, "warning", "2048 is safe", "--ulimit"),
     "no loopback": (CPU, {"loopback": False}, "problem", "127.0.0.1 does not answer", "ip link set lo up"),
@@ -340,6 +342,22 @@ def test_a_library_without_metadata_is_found_by_what_its_files_say(
     facts = collect(tmp_path)
     assert facts.versions.keys() == {"torch", "bare_library"}
     assert facts.versions["bare_library"] == "0.19.8"
+
+
+@pytest.mark.parametrize("forbidden", [True, False])
+def test_a_package_that_every_process_compiles_is_found(
+    forbidden: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One without bytecode that Python may not write. Controls: it may; there is some."""
+    (tmp_path / "uncompiled_package").mkdir()
+    init = tmp_path / "uncompiled_package" / "__init__.py"
+    init.touch()
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setattr("penstock.machine_facts.IMPORTED", ("uncompiled_package", "absent_package"))
+    monkeypatch.setattr(sys, "dont_write_bytecode", forbidden)
+    assert collect(tmp_path).uncompiled == (("uncompiled_package",) if forbidden else ())
+    py_compile.compile(str(init))
+    assert collect(tmp_path).uncompiled == ()
 
 
 def test_no_limit_of_open_files_is_the_best_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
