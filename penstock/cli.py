@@ -12,6 +12,7 @@ import sys
 from collections.abc import Callable
 from enum import StrEnum
 from pathlib import Path
+from shlex import quote
 from typing import Annotated, Any
 
 import typer
@@ -129,12 +130,17 @@ def _check(config: Any, run: Path | None) -> Any:
     return check_training(config)
 
 
+def _short(folder: Path) -> str:
+    """Return the path as it is shorter to type: from here, or from the root."""
+    return min(os.path.relpath(folder), str(folder.absolute()), key=len)
+
+
 def _new_folder(config: Any, run: Path | None, suffix: str = "") -> Path:
     """Make the run folder and say where it is, so that an interrupted run can be found."""
     from state.run_folder import new_run_folder
 
     folder = new_run_folder(Path(config.folder), config.name + suffix, run).path
-    console.print(f"run folder: {os.path.relpath(folder)}", highlight=False, soft_wrap=True)
+    console.print(f"run folder: {_short(folder)}", highlight=False, soft_wrap=True)
     return folder
 
 
@@ -147,7 +153,7 @@ def _is_complete(folder: Path) -> bool:
     run = open_run_folder(folder)
     done = completed(run, read_config(run).iterations)
     if done:
-        console.print(f"{os.path.relpath(folder)} is complete: nothing is left to do", highlight=False, soft_wrap=True)
+        console.print(f"{_short(folder)} is complete: nothing is left to do", highlight=False, soft_wrap=True)
         _print_summary(run.path)
     return done
 
@@ -174,7 +180,7 @@ def _run_flow(config: Any, folder: Path, **arguments: Any) -> None:
         with without_tracebacks_of_user_errors():
             train_flow(config, **arguments)
     except KeyboardInterrupt:
-        goes_on = f"penstock train --resume {os.path.relpath(folder)}"
+        goes_on = f"penstock train --resume {quote(_short(folder))}"
         errors.print(f"stopped, the engines are down. Continue with: {goes_on}", highlight=False, soft_wrap=True)
         raise SystemExit(130) from None
     _print_summary(folder.resolve())
@@ -185,7 +191,7 @@ def _print_summary(folder: Path) -> None:
     from state.run_folder import RunFolder
 
     summary = json.loads((folder / "summary.json").read_text(encoding="utf-8"))
-    ui = f"penstock ui {os.path.relpath(folder.parent)}"
+    ui = f"penstock ui {quote(_short(folder.parent))}"
     places = {
         "Run folder": str(folder),
         "Report": str(RunFolder(folder).report),
@@ -290,7 +296,7 @@ def _finetune(
             given = {"run_folder": str(folder)} if resume is None else {"resume": str(folder)}
             console.print(f"model: {flow(config, **given)}", highlight=False, soft_wrap=True)
     except KeyboardInterrupt:
-        goes_on = f"penstock {command} --resume {os.path.relpath(folder)}"
+        goes_on = f"penstock {command} --resume {quote(_short(folder))}"
         errors.print(f"stopped, the engines are down. Continue with: {goes_on}", highlight=False, soft_wrap=True)
         raise SystemExit(130) from None
     if (folder / "summary.json").is_file():
@@ -426,7 +432,7 @@ def export(
         f"weights: from {done.source}, {proof.dtype}, all {proof.tensors} tensors equal",
         f"logits: {proof.prompts} prompts, within {proof.logit_difference:.3g} (tolerance {proof.logit_tolerance:.3g})",
         f"MLflow: {registered if done.mlflow_model_id else 'not registered, its store does not know the run'}",
-        f"serve it: penstock serve {os.path.relpath(done.folder)}",
+        f"serve it: penstock serve {quote(_short(done.folder))}",
     ]
     console.print("\n".join(lines), highlight=False, markup=False, soft_wrap=True)
 
@@ -473,7 +479,7 @@ def loadtest(
 
     found, folder = run_loadtest(url, Load(users, seconds, prompt_tokens, file, max_tokens), to)
     console.print(table(found))
-    console.print(f"files: {os.path.relpath(folder)}", highlight=False, soft_wrap=True)
+    console.print(f"files: {_short(folder)}", highlight=False, soft_wrap=True)
 
 
 @app.command()

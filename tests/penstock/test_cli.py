@@ -355,3 +355,20 @@ def test_prefect_keeps_all_that_it_keeps_in_its_home(tmp_path: Path, quiet: bool
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True, env=environment)
     home = tmp_path / ("records" if quiet else "me/.prefect")
     assert done.stdout.split() == [str(home / "memo_store.toml"), str(home / "storage")]
+
+
+def test_a_folder_is_shown_so_that_it_can_be_typed(here: Path, penstock: Callable[..., str]) -> None:
+    """From here where that is the shorter way, else from the root; in a command a space does not divide it."""
+    run = RunFolder(here / "my run")
+    (run.path / "models" / "final").mkdir(parents=True)
+    run.config.write_text(f"{RECIPE}\niterations: 3", encoding="utf-8")
+    run.manifest.write_text(json.dumps({"format": 1, "progress": {"iteration": 3}}), encoding="utf-8")
+    summary = {"status": "completed", "mlflow_run_id": "m", "prefect_flow_run_id": "p"}
+    run.summary.write_text(json.dumps(summary), encoding="utf-8")
+    assert "my run is complete" in penstock("train", "--resume", "my run")
+    deep = here / "a" / "b" / "c"
+    assert cli._short(deep) == "a/b/c"
+    assert cli._short(Path("/proc")) == "/proc"
+    (here / "far away").mkdir()
+    run.path.rename(here / "far away" / "run")
+    assert "penstock ui 'far away'" in penstock("train", "--resume", "far away/run")
