@@ -197,7 +197,10 @@ def verdict(rows: Sequence[Mapping[str, Any]], link: float | None) -> str:
     gathers = rows_of(rows, "all_gather")
     best = max(row["bus_gb_per_s"] for row in gathers)
     enough = min(row["bytes"] for row in gathers if row["bus_gb_per_s"] >= PLATEAU * best)
+    largest = max(row["bytes"] for row in gathers)
     buckets = f"from {size_text(enough)} on: larger buckets gain nothing"
+    if enough == largest:
+        buckets = f"with {size_text(largest)}, the largest measured: larger buckets may gain more"
     if link is None:
         return f"all-gather reaches {best:.1f} GB/s {buckets}; the link's rate is not known (no NVLink)"
     if best < LOOKS_LIKE_PCIE * link:

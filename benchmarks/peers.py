@@ -8,6 +8,7 @@ from __future__ import annotations
 import ast
 import re
 from collections.abc import Iterator, Mapping
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +41,8 @@ def trl_figures(log: Path) -> dict[str, float]:
     Raises:
         UserError: the log has no second step.
     """
-    steps = dict(enumerate(map(_literal, TRL_LINE.findall(_read(log))), start=1))
+    lines = [line for line, _ in groupby(TRL_LINE.findall(_read(log)))]  # the end of a training repeats its last
+    steps = dict(enumerate(map(_literal, lines), start=1))
     return _from_second(steps, TRL_FIGURES, log, "TRL step")
 
 

@@ -6,6 +6,7 @@ tasks/settings.py) replaces the scheduled value while it is set.
 
 from __future__ import annotations
 
+import math
 from typing import Annotated, TypeVar
 
 from pydantic import AfterValidator
@@ -13,9 +14,15 @@ from pydantic import AfterValidator
 Number = TypeVar("Number", int, float)
 
 
-def _check_schedule(value: object) -> object:
+def _numbers(value: object) -> list[int | float]:
     numbers = value.values() if isinstance(value, dict) else [value]
-    if any(isinstance(number, int | float) and number < 0 for number in numbers):
+    return [number for number in numbers if isinstance(number, int | float)]
+
+
+def _check_schedule(value: object) -> object:
+    if not all(map(math.isfinite, _numbers(value))):
+        raise ValueError("must be finite")
+    if any(number < 0 for number in _numbers(value)):
         raise ValueError("must not be negative")
     if not isinstance(value, dict):
         return value
@@ -27,6 +34,15 @@ def _check_schedule(value: object) -> object:
 
 
 Scheduled = Annotated[Number | dict[int, Number], AfterValidator(_check_schedule)]
+
+
+def _check_above_zero(value: object) -> object:
+    if 0 in _numbers(value):
+        raise ValueError("must be greater than 0")
+    return value
+
+
+ScheduledAboveZero = Annotated[Scheduled[Number], AfterValidator(_check_above_zero)]
 
 
 def value_at(schedule: Number | dict[int, Number], iteration: int) -> Number:

@@ -23,7 +23,7 @@ from configs.environment import EnvironmentConfig, check_environment
 from configs.lora import LoraConfig
 from configs.reward_servers import JudgeConfig, ServiceConfig
 from configs.sampling import SamplerConfig, without_shuffle
-from configs.schedule import Scheduled
+from configs.schedule import Scheduled, ScheduledAboveZero
 from configs.section import PositiveInt, Recipe, Section, Share, fill
 
 Role = Literal["actor", "rollout", "critic", "reference", "reward"]
@@ -194,7 +194,7 @@ class RolloutConfig(Section):
     max_response_tokens: PositiveInt = Field(
         1024, description="a response is cut here and counted as truncated, tokens"
     )
-    temperature: Scheduled[float] = Field(1.0, description="sampling temperature; may follow a schedule")
+    temperature: ScheduledAboveZero[float] = Field(1.0, description="sampling temperature; may follow a schedule")
     top_p: float = Field(1.0, gt=0, le=1, description="nucleus sampling: keep this probability mass")
     top_k: int = Field(0, ge=0, description="sample among the k likeliest tokens; 0: all")
     ignore_eos: bool = Field(False, description="always generate max_response_tokens (benchmarks)")
@@ -252,7 +252,7 @@ class TrainerConfig(Section):
         description="recompute activations in the backward pass, slower with less memory; null: only where the memory "
         "estimate does not fit otherwise",
     )
-    micro_batch_tokens: Scheduled[int] = Field(
+    micro_batch_tokens: ScheduledAboveZero[int] = Field(
         16384, description="prompt + response tokens of one forward pass on one rank"
     )
     offload_optimizer: bool = Field(

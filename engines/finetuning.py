@@ -30,9 +30,9 @@ if TYPE_CHECKING:
     from engines.worker import Worker
 
 
-def sft_begin(worker: Worker, config: dict[str, Any], folder: str, dtype: str, rows: str) -> dict[str, Any]:
-    """Load the model and the rows for supervised training."""
-    worker.config = TrainConfig.model_validate({"model": {"dtype": dtype}})
+def sft_begin(worker: Worker, config: dict[str, Any], folder: str, dtype: str, rows: str, seed: int) -> dict[str, Any]:
+    """Load the model and the rows for supervised training; `seed` is that of new adapters."""
+    worker.config = TrainConfig.model_validate({"model": {"dtype": dtype}, "seed": seed})
     sft = SftConfig.model_validate(config)
     worker.lm = worker.causal_lm(folder, sft)
     worker.trainers["sft"] = Trainer(PackedPolicy(worker.lm), ordered_parameters(worker.lm), sft, sft.steps)
@@ -56,9 +56,11 @@ def sft_end(worker: Worker, folder: str) -> dict[str, Any]:
     return _end(worker, "sft", folder)
 
 
-def preference_begin(worker: Worker, config: dict[str, Any], folder: str, dtype: str, scores: bool) -> dict[str, Any]:
+def preference_begin(
+    worker: Worker, config: dict[str, Any], folder: str, dtype: str, scores: bool, seed: int
+) -> dict[str, Any]:
     """Load the model to train on preferences: the policy, or with `scores` a reward model made of it."""
-    worker.config = TrainConfig.model_validate({"model": {"dtype": dtype}})
+    worker.config = TrainConfig.model_validate({"model": {"dtype": dtype}, "seed": seed})
     settings = SftConfig.model_validate(config)
     module: nn.Module
     if scores:

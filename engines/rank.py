@@ -23,7 +23,7 @@ import sys
 import threading
 import traceback
 from collections import OrderedDict
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import zmq
 
@@ -104,25 +104,33 @@ def _serve(start: RankStart, socket: zmq.Socket[bytes]) -> None:
         socket.recv()  # stay until the group has read this and ends every rank
         return
     socket.send(channel.pack({"kind": "reply", "key": START_KEY, "result": {}}))
-    answered: OrderedDict[tuple[str, str], bytes] = OrderedDict()
+    answered: OrderedDict[tuple[str, str], _Reply] = OrderedDict()
     while (message := channel.unpack(socket.recv(copy=False).buffer))["kind"] == "command":
-        socket.send(_answer(worker, message, start.epoch, answered), copy=False)
-        worker.after_reply()
+        reply = _answer(worker, message, start.epoch, answered)
+        socket.send(reply.body, copy=False)
+        if not reply.is_error:  # the group ends: what fails now would hide why
+            worker.after_reply()
     worker.close()
 
 
+class _Reply(NamedTuple):
+    body: bytes
+    is_error: bool
+
+
 def _answer(
-    worker: Worker, message: dict[str, Any], epoch: int, answered: OrderedDict[tuple[str, str], bytes]
-) -> bytes:
+    worker: Worker, message: dict[str, Any], epoch: int, answered: OrderedDict[tuple[str, str], _Reply]
+) -> _Reply:
     command, key = message["command"], message["key"]
     try:
         if message["epoch"] != epoch:
             raise RuntimeError(f"command of epoch {message['epoch']} refused: this rank belongs to epoch {epoch}")
         if (command, key) in answered:
             return answered[command, key]
-        reply = channel.pack({"kind": "reply", "key": key, "result": worker.handle(command, message["arguments"])})
+        result = worker.handle(command, message["arguments"])
+        reply = _Reply(channel.pack({"kind": "reply", "key": key, "result": result}), is_error=False)
     except Exception as error:
-        return _error(key, error)
+        return _Reply(_error(key, error), is_error=True)
     answered[command, key] = reply
     if len(answered) > REPLIES_KEPT:
         answered.popitem(last=False)

@@ -9,8 +9,6 @@ a task; the tasks hand on where the experience lies, never the experience. Left 
 
 from __future__ import annotations
 
-import time
-
 from prefect import flow
 
 from state.manifest import Progress
@@ -20,6 +18,7 @@ from tasks.checkpoint import checkpoint_due, save_checkpoint
 from tasks.evaluate import evaluate
 from tasks.greedy_baseline import greedy_baseline
 from tasks.kl_control import next_kl_coefficient
+from tasks.laps import lap
 from tasks.logprobs import ColumnRef, old_logprobs, reference_logprobs, values
 from tasks.record import advanced, finite, record
 from tasks.refill import groups_to_replace, refill
@@ -37,7 +36,7 @@ from tasks.utilisation import utilisation
 @flow(name="iteration", flow_run_name="iteration-{number:06d}", validate_parameters=False)
 def iteration(training: Training, number: int, progress: Progress) -> Progress:
     """Run iteration `number` (1 for the first) and return the progress after it."""
-    begin, config = time.perf_counter(), training.config
+    config = training.config
     settings = resolve_settings(training, number, progress)
 
     stage = rollout(training, settings, progress)
@@ -64,7 +63,7 @@ def iteration(training: Training, number: int, progress: Progress) -> Progress:
         kl_coefficient=next_kl_coefficient(training, settings, metrics),
         overrides=settings.overrides,
     )
-    metrics["time/iteration_s"] = time.perf_counter() - begin
+    metrics["time/iteration_s"] = lap(training)
     metrics |= utilisation(training, number, metrics)
     metrics |= alarms(training, metrics)
     record(training, number, finite(metrics))

@@ -13,7 +13,6 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from prefect import flow, get_run_logger
-from prefect.settings import PREFECT_FLOWS_HEARTBEAT_FREQUENCY, temporary_settings
 
 from configs.loading import resolve
 from configs.schema import TrainConfig
@@ -24,8 +23,10 @@ from state.run_folder import RunFolder, new_run_folder, open_run_folder
 from tasks.admission import admission
 from tasks.check import check_inputs, check_memory
 from tasks.checkpoint import begin_manifest, restore
+from tasks.child_flows import quick_child_flows
 from tasks.evaluate import evaluate
 from tasks.export import export
+from tasks.laps import lap
 from tasks.prepare import build_engines, load_prompts, starting_model
 from tasks.progress import show_iterations, show_progress
 from tasks.record import finite, record, recording
@@ -55,9 +56,9 @@ def train(config: TrainConfig = TrainConfig(), run_folder: str | None = None, re
         if progress.iteration == 0:
             progress = begin(training, progress)
         show_iterations(training, progress.iteration)
-        for number in range(progress.iteration + 1, config.iterations + 1):
-            # A child flow's own heartbeat costs half a second; this flow keeps its own.
-            with temporary_settings({PREFECT_FLOWS_HEARTBEAT_FREQUENCY: None}):
+        lap(training)
+        with quick_child_flows():
+            for number in range(progress.iteration + 1, config.iterations + 1):
                 progress = iteration(training, number, progress)
         export(training)
     return str(run.path)

@@ -17,11 +17,13 @@ import json
 import logging
 import math
 import os
+import re
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import islice
 from pathlib import Path
+from posixpath import normpath
 from typing import TYPE_CHECKING, Any, Literal
 
 from configs.errors import UserError
@@ -35,6 +37,7 @@ ITERATION = "iteration"
 """Metric written with every batch: its latest value says what the run already holds."""
 
 _PARAM_CHARACTERS = 6000
+_NAME_CHARACTERS = 250
 _PARAMS_PER_CALL = 100
 _TABLES_LISTED = 100
 _TABLES_TAG = "mlflow.loggedArtifacts"
@@ -83,6 +86,19 @@ def resume_run(tracking_uri: str, run_id: str) -> None:
     connect(tracking_uri).update_run(run_id, status="RUNNING")
 
 
+def holds_run(tracking_uri: str, run_id: str) -> bool:
+    """Whether the store knows the run and nobody has deleted it."""
+    from mlflow.exceptions import MlflowException
+
+    try:
+        stage: str = connect(tracking_uri).get_run(run_id).info.lifecycle_stage
+    except MlflowException as error:
+        if error.error_code != "RESOURCE_DOES_NOT_EXIST":
+            raise
+        return False
+    return stage == "active"
+
+
 def log_iteration(tracking_uri: str, run_id: str, iteration: int, metrics: Mapping[str, float]) -> None:
     """Log the metrics of one iteration in one call; `iteration` is the step."""
     log_figures(tracking_uri, run_id, iteration, {**metrics, ITERATION: float(iteration)})
@@ -97,14 +113,24 @@ def log_figures(tracking_uri: str, run_id: str, iteration: int, figures: Mapping
 
     now_ms = time.time_ns() // 1_000_000
     finite = {name: value if math.isfinite(value) else math.nan for name, value in figures.items()}
-    batch = [Metric(name, value, now_ms, iteration) for name, value in finite.items()]
+    batch = [Metric(metric_name(name), value, now_ms, iteration) for name, value in finite.items()]
     connect(tracking_uri).log_batch(run_id, metrics=batch)
 
 
 def has_figures(tracking_uri: str, run_id: str, iteration: int, names: Iterable[str]) -> bool:
     """Whether the run holds a value of each of `names` at an iteration."""
     client = connect(tracking_uri)
-    return all(any(entry.step == iteration for entry in client.get_metric_history(run_id, name)) for name in names)
+    histories = (client.get_metric_history(run_id, metric_name(name)) for name in names)
+    return all(any(entry.step == iteration for entry in history) for history in histories)
+
+
+def metric_name(name: str) -> str:
+    """Return `name` as MLflow allows it: people name the parts of their rewards as they like.
+
+    >>> metric_name("reward/pass@1_mean"), metric_name("reward/ratio a/b: 2_mean")
+    ('reward/pass_1_mean', 'reward/ratio a/b: 2_mean')
+    """
+    return normpath(re.sub(r"[^\w. :/-]", "_", name)).lstrip("./")[:_NAME_CHARACTERS]
 
 
 def logged_through(tracking_uri: str, run_id: str) -> int:

@@ -94,7 +94,7 @@ def reward_and_parts(value: object) -> tuple[float, dict[str, float]]:
     if not value:
         raise ValueError("returned a dict without parts")
     parts = {str(name): finite_number(part, f"part '{name}'") for name, part in value.items()}
-    return parts["reward"] if "reward" in parts else sum(parts.values()), parts
+    return parts["reward"] if "reward" in parts else math.fsum(parts.values()), parts
 
 
 def begin_worker() -> None:

@@ -89,6 +89,11 @@ def _check_target(target: Path, shard_size: str | None) -> None:
 
 
 def _source(run: RunFolder, manifest: Manifest) -> Path:
+    if not run.prompts("train").is_file() and any(run.model("final").parent.glob("*/config.json")):
+        raise UserError(
+            f"{run.path} holds no iterations of reinforcement learning, and `penstock export` is for those",
+            f"what else was trained is a whole model folder already, in {run.model('final').parent}",
+        )
     if (final := run.model("final")).is_dir():
         return final
     if manifest.checkpoint is None:
@@ -160,7 +165,8 @@ def _prompts(run: RunFolder) -> Sequence[Sequence[int]]:
 def _facts(run: RunFolder, manifest: Manifest, source: Path, proof: Proof) -> ModelFacts:
     from benchmarks.machine import commit, versions
 
-    config = read_config(run)
+    config, records = read_config(run), read_metrics(run)
+    through = records[-1]["iteration"] if source == run.model("final") and records else manifest.progress.iteration
     # Names and ids alone: paths and addresses of stores are not for whoever the folder is handed to.
     links = {
         "run": run.name,
@@ -173,7 +179,7 @@ def _facts(run: RunFolder, manifest: Manifest, source: Path, proof: Proof) -> Mo
         base_model=_base_model(config),
         algorithm=config.algorithm.name,
         seed=config.seed,
-        figures=figures_until(read_metrics(run), manifest.progress.iteration),
+        figures=figures_until(records, through),
         check=(
             f"{proof.dtype}; {proof.tensors} tensors equal to the source's, logits of {proof.prompts} prompts "
             f"within {proof.logit_difference:.2g}"

@@ -33,10 +33,16 @@ STEPS_PER_COMMAND = 25  # often enough for progress and live learning rates, rar
 
 
 def blocks(config: SftConfig, done: int = 0) -> Iterator[tuple[int, int]]:
-    """Yield (first step, number of steps) of every command after `done` steps; a checkpoint falls between two."""
+    """Yield (first step, number of steps) of every command after `done` steps.
+
+    A checkpoint falls between two, and so does a change of a scheduled value: a command has one of each.
+    """
     first = done
+    schedules = [item for item in (config.optimizer.learning_rate, config.micro_batch_tokens) if isinstance(item, dict)]
+    changes = {step for schedule in schedules for step in schedule}
     while first < config.steps:
         ends = [first - first % every + every for every in (STEPS_PER_COMMAND, config.checkpoint_every) if every]
+        ends += [step for step in changes if step > first]
         count = min(*ends, config.steps) - first
         yield first, count
         first += count

@@ -115,6 +115,7 @@ def begin_preferences(training: Training, config: PairConfig, model_folder: str)
         folder=model_folder,
         dtype=config.model.dtype,
         scores=isinstance(config, RewardModelConfig),
+        seed=config.seed,
     )
 
 

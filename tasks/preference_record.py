@@ -20,7 +20,7 @@ from state.manifest import Progress
 from state.run_folder import read_metrics
 from tasks.checkpoint import begin_manifest
 from tasks.preference import loss_arguments
-from tasks.record import ending, reopened
+from tasks.record import ending, reopened, replay
 from tasks.session import Training
 
 
@@ -34,7 +34,9 @@ def recording_preferences(training: Training, config: PairConfig) -> Iterator[No
         tags = {"penstock.run": str(run.path), "algorithm": loss_arguments(config)["name"]}
         session.mlflow_run_id = mlflow_run.open_run(session.tracking_uri, config.experiment, run.name, tags, params)
         mlflow_run.log_artifacts(session.tracking_uri, session.mlflow_run_id, run.config)
-        begin_manifest(training, Progress())  # from here on the run can be resumed
+        replay(training)
+        if not run.manifest.is_file():
+            begin_manifest(training, Progress())  # from here on the run can be resumed
     with ending(partial(_finish, training)):
         yield
 

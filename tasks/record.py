@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 from uuid import UUID
 
-from prefect import task
+from prefect import get_run_logger, task
 from prefect.artifacts import create_link_artifact, create_markdown_artifact
 from prefect.cache_policies import NO_CACHE
 from prefect.client.orchestration import get_client
@@ -94,6 +94,7 @@ def _open_mlflow(training: Training) -> None:
     params = mlflow_run.flatten(config.model_dump(mode="json"))
     session.mlflow_run_id = mlflow_run.open_run(session.tracking_uri, config.record.experiment, run.name, tags, params)
     mlflow_run.log_artifacts(session.tracking_uri, session.mlflow_run_id, run.config)
+    replay(training)
 
 
 def reopened(training: Training) -> bool:
@@ -101,10 +102,25 @@ def reopened(training: Training) -> bool:
     session, run = training.session(), training.run
     if not run.manifest.is_file() or not (earlier := read_manifest(run).mlflow_run_id):
         return False
+    if not mlflow_run.holds_run(session.tracking_uri, earlier):
+        lost = "MLflow (%s) does not hold the run %s that this folder was recorded in: a new one gets its figures"
+        get_run_logger().warning(lost, session.tracking_uri, earlier)
+        return False
     session.mlflow_run_id = earlier
     mlflow_run.resume_run(session.tracking_uri, earlier)
     session.mlflow_through = mlflow_run.logged_through(session.tracking_uri, earlier)
     return True
+
+
+def replay(training: Training) -> None:
+    """Log to a new MLflow run what the run folder holds of earlier attempts, up to where a resume goes on."""
+    session, run = training.session(), training.run
+    if not run.manifest.is_file():
+        return
+    session.mlflow_through = read_manifest(run).progress.iteration
+    for item in read_metrics(run):
+        if item["iteration"] <= session.mlflow_through:
+            mlflow_run.log_iteration(session.tracking_uri, session.mlflow_run_id, item["iteration"], item["metrics"])
 
 
 @task(task_run_name="record-{iteration:06d}", cache_policy=NO_CACHE)
@@ -185,8 +201,9 @@ def summarize(training: Training, status: str) -> dict[str, Any]:
     iterations = [item for item in records if item["iteration"] > 0]
     accuracies = [item["metrics"]["heldout/accuracy"] for item in records if "heldout/accuracy" in item["metrics"]]
     rewards = [item["metrics"]["reward/mean"] for item in iterations if "reward/mean" in item["metrics"]]
-    seconds = sum(item["metrics"].get("time/iteration_s", 0.0) for item in iterations)
-    tokens = sum(item["metrics"].get("rollout/tokens", 0.0) for item in iterations)
+    generated = [item["metrics"] for item in iterations if "rollout/tokens_per_s" in item["metrics"]]
+    seconds = sum(metrics.get("time/iteration_s", 0.0) for metrics in generated)
+    tokens = sum(metrics.get("rollout/tokens", 0.0) for metrics in generated)
     return {
         "status": status,
         "seconds": round(elapsed(training), 3),

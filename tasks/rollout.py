@@ -35,12 +35,13 @@ def rollout(training: Training, settings: Settings, progress: Progress) -> Stage
             size = training.config.rollout.prompts
             columns, generation = answered(training, settings, progress.prompt_cursor, size, key, seed)
             write_columns(path, columns)
-            metrics |= generation
         else:
+            generation = {}
             columns = read_columns(path, [*DESCRIBING, *episode_column_names(path)])
         experience, figures = _describe(training, f"{settings.iteration}/rollout", path, columns)
-    seconds = max(metrics["time/rollout_s"], 1e-9)
-    return Stage(experience, {**metrics, **figures, "rollout/tokens_per_s": experience.response_tokens / seconds})
+    if generation:
+        generation["rollout/tokens_per_s"] = experience.response_tokens / metrics["time/rollout_s"]
+    return Stage(experience, metrics | generation | figures)
 
 
 def answered(

@@ -94,6 +94,7 @@ class Session:
     warned_of_fragments: bool = False
     history: list[dict[str, float]] = field(default_factory=list)  # figures of the iterations behind, oldest first
     checkpointing: dict[str, bool] = field(default_factory=dict)  # by trained model, as decided for this machine
+    lap_began: float = 0.0  # tasks/laps.py
     started: float = field(default_factory=time.monotonic)
     seconds_before: float = 0.0  # of earlier attempts
 

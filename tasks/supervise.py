@@ -29,6 +29,7 @@ def begin_supervised(training: Training, model_folder: str) -> None:
         folder=model_folder,
         dtype=config.model.dtype,
         rows=str(training.run.prompts("sft")),
+        seed=config.seed,
     )
 
 

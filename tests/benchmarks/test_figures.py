@@ -122,6 +122,8 @@ def gathers(*rates: float) -> list[dict[str, object]]:
 def test_the_verdict_names_the_share_of_the_link_and_the_bucket() -> None:
     text = verdict(gathers(50.0, 200.0, 330.0, 350.0), 450.0)
     assert text == "all-gather reaches 78% of NVLink's 450 GB/s from 16 MiB on: larger buckets gain nothing"
+    rising = verdict(gathers(50.0, 200.0, 250.0, 350.0), 450.0)
+    assert rising.endswith("with 64 MiB, the largest measured: larger buckets may gain more")
     assert "PCIe" in verdict(gathers(20.0, 450 * LOOKS_LIKE_PCIE - 1), 450.0)
     assert "PCIe" not in verdict(gathers(20.0, 450 * LOOKS_LIKE_PCIE + 1), 450.0)
     assert "the link's rate is not known" in verdict(gathers(1.0, 2.0), None)

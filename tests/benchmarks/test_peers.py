@@ -16,6 +16,7 @@ TRL step {'wall_s': 63.9, 'peak_gib': 78.1}
 TRL step {'wall_s': 48.1, 'peak_gib': 79.0}
 TRL step {'wall_s': 47.3, 'peak_gib': 79.0}
 TRL step {'wall_s': 48.9, 'peak_gib': 79.2}
+TRL step {'wall_s': 48.9, 'peak_gib': 79.2}
 TRL step {'train_runtime': 1.0}
 """
 # One token per line, as the script greps them; a warm-up line before the first step belongs to none.

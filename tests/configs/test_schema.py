@@ -53,6 +53,11 @@ RECIPES = sorted((Path(__file__).parents[2] / "configs").glob("*.yaml"))
         ({"evaluate": {"evaluators": ["m:E", "m:E"]}}, "'m:E' twice"),
         ({"rollout": {"temperature": {5: 1.0}}}, "iteration 0"),
         ({"rollout": {"temperature": -1.0}}, "must not be negative"),
+        ({"rollout": {"temperature": 0}}, "must be greater than 0"),
+        ({"rollout": {"temperature": {0: 1.0, 5: 0.0}}}, "must be greater than 0"),
+        ({"rollout": {"temperature": {0: 1.0, 5: float("nan")}}}, "must be finite"),
+        ({"actor": {"micro_batch_tokens": 0}}, "must be greater than 0"),
+        ({"actor": {"optimizer": {"learning_rate": float("inf")}}}, "must be finite"),
     ],
 )
 def test_refusals(values: dict[str, Any], message: str) -> None:

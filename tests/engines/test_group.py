@@ -35,6 +35,7 @@ class SmallWorker:
         self.handled = 0
         self.tidied: list[str] = []
         self.awaited: Path | None = None
+        self.broken = False
 
     def handle(self, command: str, arguments: dict[str, Any]) -> dict[str, Any]:
         self.handled += 1
@@ -42,6 +43,8 @@ class SmallWorker:
         return result
 
     def after_reply(self) -> None:
+        if self.broken:
+            raise OSError("the device answers no more")
         if self.awaited is not None:
             _eventually(self.awaited.exists, 20)
             self.tidied.append(self.awaited.read_text())
@@ -59,6 +62,16 @@ class SmallWorker:
     def tidy_afterwards(self, path: str) -> dict[str, Any]:
         self.awaited = Path(path)
         return {"tidied": list(self.tidied)}
+
+    def break_slowly(self) -> dict[str, Any]:
+        self.broken = True
+        if self.rank == 0:
+            raise ArithmeticError("the loss is not finite")
+        return self.sleep(4.0)
+
+    def sleep(self, seconds: float) -> dict[str, Any]:
+        time.sleep(seconds)
+        return {}
 
     def environment(self, names: list[str]) -> dict[str, Any]:
         return {name: os.environ.get(name) for name in names}
@@ -190,6 +203,12 @@ def test_a_reply_does_not_wait_for_what_follows_it_and_the_next_command_does(
     assert group.call("tidy_afterwards", key="first", path=str(path)) == [{"tidied": []}] * 2
     path.write_text("tidied")
     assert group.call("tidy_afterwards", key="second", path=str(path)) == [{"tidied": ["tidied"]}] * 2
+
+
+def test_what_would_fail_after_an_error_does_not_hide_it(group: EngineGroup) -> None:
+    """The other rank still works when the first one has failed, and would fail again after its reply."""
+    with pytest.raises(EngineError, match="the loss is not finite"):
+        group.call("break_slowly", key="b")
 
 
 def test_only_the_last_32_replies_are_kept(shared: EngineGroup) -> None:

@@ -246,7 +246,7 @@ def test_supervised_training_with_adapters_writes_the_merged_model(
     rows = random_rows(6)
     path, config = write_rows(tmp_path / "rows.parquet", rows), SftConfig(lora=LoraConfig(**ATTENTION), steps=4)
     two_ranks.ask("discard")
-    begin = {"config": config.model_dump(mode="json"), "folder": str(folder_of(SHAPE)), "dtype": "float32"}
+    begin = {"config": config.model_dump(mode="json"), "folder": str(folder_of(SHAPE)), "dtype": "float32", "seed": 0}
     two_ranks.ask("sft_begin", rows=path, **begin)
     every = np.arange(6)[None].repeat(3, 0)
     losses = two_ranks.ask("sft_steps", batches=every, budget=40, learning_rate=3e-2)[0]["losses"]
@@ -259,11 +259,26 @@ def test_supervised_training_with_adapters_writes_the_merged_model(
     assert {name.split(".")[-2] for name in changed} == {"q_proj", "v_proj"}
 
 
+@pytest.mark.parametrize("kind", ["sft", "preference"])
+def test_the_seed_decides_where_adapters_start(kind: str, one_rank: Ranks, folder_of: FolderOf, tmp_path: Path) -> None:
+    """In supervised training and in that on preferences. Control: the same seed gives the same start."""
+    path = write_rows(tmp_path / "rows.parquet", random_rows(6))
+    own = {"rows": path} if kind == "sft" else {"scores": False}
+    starts = []
+    for seed in (0, 1, 1):
+        one_rank.ask("discard")
+        begin = {"folder": str(folder_of(SHAPE)), "dtype": "float32", "seed": seed, **own}
+        one_rank.ask(f"{kind}_begin", config={"steps": 6, "lora": ATTENTION}, **begin)
+        starts.append(one_rank.parameters(kind))
+    assert not _same(starts[0], starts[1])
+    assert _same(starts[1], starts[2])
+
+
 def test_a_reward_model_trains_its_adapters_and_its_head(one_rank: Ranks, folder_of: FolderOf, tmp_path: Path) -> None:
     """What is written scores as what was trained; an adapter without the head would be no reward model."""
     path = write(tmp_path / "pairs.parquet", pairs(), margin=np.concatenate([MARGINS, MARGINS]))
     one_rank.ask("discard")
-    begin = {"folder": str(folder_of(SHAPE)), "dtype": "float32", "scores": True}
+    begin = {"folder": str(folder_of(SHAPE)), "dtype": "float32", "scores": True, "seed": 0}
     one_rank.ask("preference_begin", config={"steps": 6, "lora": ATTENTION}, **begin)
     steps = {"path": path, "batches": np.arange(5)[None].repeat(6, 0), "budget": 40, "loss": SCORES}
     losses = [step["loss"] for step in one_rank.ask("preference_steps", **steps, learning_rate=3e-2)[0]["steps"]]

@@ -66,7 +66,7 @@ def write(path: Path, rows: Rows, **columns: Any) -> str:
 def begin(ranks: Ranks, folder: Path, scores: bool = False, stage: int = 1) -> None:
     ranks.ask("discard")
     config = {"zero_stage": stage, "steps": 2, "optimizer": {**STEADY, "max_grad_norm": UNCLIPPED}}
-    ranks.ask("preference_begin", config=config, folder=str(folder), dtype="auto", scores=scores)
+    ranks.ask("preference_begin", config=config, folder=str(folder), dtype="auto", scores=scores, seed=0)
 
 
 def two_steps(ranks: Ranks, path: str, budget: int, loss: dict[str, Any]) -> list[dict[str, float]]:

@@ -40,7 +40,8 @@ def _begin(ranks: Ranks, folder: Path, path: str, stage: int, dtype: str = "floa
     optimizer = {**STEADY, "max_grad_norm": CLIP, "warmup_steps": 2, "decay": "linear"}
     config = SftConfig(zero_stage=stage, steps=len(STEPS), optimizer=optimizer)
     ranks.ask("discard")
-    ranks.ask("sft_begin", config=config.model_dump(mode="json"), folder=str(folder), dtype=dtype, rows=path)
+    begin = {"config": config.model_dump(mode="json"), "folder": str(folder), "dtype": dtype}
+    ranks.ask("sft_begin", **begin, rows=path, seed=0)
 
 
 def _plain(folder: Path, rows: Rows) -> tuple[list[PlainStep], dict[str, torch.Tensor]]:

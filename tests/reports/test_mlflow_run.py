@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 from mlflow import MlflowClient
+from mlflow.exceptions import MlflowException
 
 from configs.errors import UserError
 from reports import mlflow_run
@@ -142,6 +143,17 @@ def test_logging_an_iteration_twice_does_leave_two_points(uri: str) -> None:
     for value in (0.1, 0.2):
         mlflow_run.log_iteration(uri, run_id, 1, {"reward/mean": value})
     assert len(connect(uri).get_metric_history(run_id, "reward/mean")) == 2
+
+
+@pytest.mark.parametrize("part", ["pass@1", "len(tokens)", "json, valid", "../x", "a//b", "é" * 300])
+def test_a_part_of_a_reward_may_have_any_name(uri: str, part: str) -> None:
+    """It is found again by its own name. Control: MLflow refuses it as it is."""
+    run_id, name = _open(uri), f"reward/{part}_mean"
+    with pytest.raises(MlflowException):
+        connect(uri).log_metric(run_id, name, 1.0)
+    mlflow_run.log_iteration(uri, run_id, 3, {name: 0.5})
+    assert mlflow_run.has_figures(uri, run_id, 3, [name])
+    assert not mlflow_run.has_figures(uri, run_id, 2, [name])
 
 
 def test_numbers_that_are_not_finite_become_gaps(uri: str) -> None:

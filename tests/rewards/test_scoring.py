@@ -17,6 +17,7 @@ import pytest
 
 from configs.errors import UserError
 from configs.schema import RewardConfig
+from rewards.guard import reward_and_parts
 from rewards.scoring import RewardPool, Sample, Score, check_failures, default_workers, log_failures
 
 FAILED = -1.5
@@ -51,6 +52,12 @@ def test_order_is_kept(misbehave: RewardPool) -> None:
     scores = misbehave.score(samples_of(*map(str, range(301))))
     assert [score.reward for score in scores] == list(range(301))
     assert misbehave.score([]) == []
+
+
+def test_parts_that_make_one_make_exactly_one() -> None:
+    """Held-out accuracy counts rewards of 1. Control: one addition after the other falls short of it."""
+    assert 0.7 + 0.2 + 0.1 < 1.0
+    assert reward_and_parts({"sum": 0.7, "form": 0.2, "length": 0.1})[0] == 1.0
 
 
 def test_parts_and_kinds_of_numbers(misbehave: RewardPool) -> None:
@@ -204,6 +211,7 @@ def test_failures_are_logged_by_sample(caplog: pytest.LogCaptureFixture) -> None
 OWNER = """
 import sys
 from configs.schema import RewardConfig
+from rewards.guard import reward_and_parts
 from rewards.scoring import RewardPool, Sample
 
 if __name__ == "__main__":

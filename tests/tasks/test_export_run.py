@@ -13,10 +13,11 @@ from transformers import AutoModelForCausalLM
 from configs.errors import UserError
 from configs.lora import LoraConfig
 from engines.lora import FROZEN_SUM, adapted_layers, adapter_state, attach, frozen_sum, merged_state
+from engines.model_folder import Proof
 from state.experience import Ragged, write_columns
 from state.manifest import Manifest, Progress, write_manifest
-from state.run_folder import RunFolder, locked
-from tasks.export_run import export_run
+from state.run_folder import RunFolder, append_metrics, locked
+from tasks.export_run import _facts, export_run
 from tests.engines.ranks import Shape
 
 
@@ -35,6 +36,26 @@ def test_a_run_without_trained_weights_is_refused(run: RunFolder, tmp_path: Path
     with pytest.raises(UserError, match="has no checkpoint yet"):
         export_run(run, tmp_path / "out", None)
     assert not (tmp_path / "out").exists()
+
+
+def test_a_run_of_another_kind_is_refused(run: RunFolder, tmp_path: Path) -> None:
+    """Supervised training and that on preferences leave a whole folder; it is named. Control: the test above."""
+    run.model("final").mkdir(parents=True)
+    (run.model("final") / "config.json").write_text("{}")
+    with pytest.raises(UserError, match="a whole model folder already"):
+        export_run(run, tmp_path / "out", None)
+    assert not (tmp_path / "out").exists()
+
+
+def test_the_figures_are_those_of_the_weights(run: RunFolder) -> None:
+    """Of the last iteration for the final model, also without any checkpoint; else of the checkpoint's."""
+    for number, reward in enumerate((0.0, 0.25, 0.5)):
+        append_metrics(run, number, {"reward/mean": reward, "heldout/accuracy": reward})
+    proof = Proof("float32", 3, 2, 0.0, 1e-3)
+    final = _facts(run, Manifest(Progress()), run.model("final"), proof).figures
+    assert (final["iterations"], final["accuracy_after"], final["reward_last"]) == (2, 0.5, 0.5)
+    saved = _facts(run, Manifest(Progress(iteration=1)), run.checkpoints / "000001", proof).figures
+    assert (saved["iterations"], saved["accuracy_after"], saved["reward_last"]) == (1, 0.25, 0.25)
 
 
 def test_a_run_in_training_is_refused(run: RunFolder, tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from configs.schedule import value_at
 from configs.schema import SftConfig
 from tasks.finetuning import STEPS_PER_COMMAND, blocks, checkpoint_due
 
@@ -28,3 +29,13 @@ def test_nothing_is_left_after_the_last_step() -> None:
     config = SftConfig(steps=50, checkpoint_every=25)
     assert list(blocks(config, 50)) == []
     assert [done for done in range(51) if checkpoint_due(config, done)] == [25]
+
+
+def test_a_block_ends_where_a_scheduled_value_changes() -> None:
+    """Every step gets the value of its step. Control: a plain value leaves the blocks as they are."""
+    config = SftConfig(steps=60, checkpoint_every=0, optimizer={"learning_rate": {0: 1e-3, 10: 1e-4, 40: 1e-5}})
+    assert list(blocks(config)) == [(0, 10), (10, 15), (25, 15), (40, 10), (50, 10)]
+    for first, count in blocks(config):
+        rates = {value_at(config.optimizer.learning_rate, step) for step in range(first, first + count)}
+        assert rates == {value_at(config.optimizer.learning_rate, first)}
+    assert list(blocks(SftConfig(steps=60, checkpoint_every=0))) == [(0, 25), (25, 25), (50, 10)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -11,9 +12,13 @@ import numpy as np
 import pytest
 
 from configs.schema import TrainConfig
+from reports import mlflow_run
 from state.experience import write_columns
+from state.manifest import Progress, write_manifest
 from state.run_folder import append_metrics
-from tasks.record import finite, sample_rows, summarize
+from tasks import record
+from tasks.checkpoint import manifest
+from tasks.record import finite, reopened, replay, sample_rows, summarize
 from tasks.session import Training
 
 MakeTraining = Callable[[TrainConfig], Training]
@@ -25,11 +30,45 @@ def recorded(training: Training, *accuracies: float | None) -> Training:
         metrics = {} if accuracy is None else {"heldout/accuracy": accuracy}
         if number:
             metrics |= {"reward/mean": number / 10, "time/iteration_s": float(number), "rollout/tokens": 100.0}
+            metrics |= {"rollout/tokens_per_s": 150.0}
             metrics |= {"share/rollout": 0.6, "share/other": 0.1 * number}
         if number > 1:
             metrics["actor/mfu"] = 0.1 * number
         append_metrics(training.run, number, metrics)
     return training
+
+
+def test_tokens_that_an_earlier_attempt_generated_took_no_time_here(training_with: MakeTraining) -> None:
+    """An iteration that found its experience says no speed, and counts for none."""
+    training = recorded(training_with(TrainConfig()), 0.5, None)
+    found = {"reward/mean": 0.5, "time/iteration_s": 0.25, "rollout/tokens": 1e6}
+    append_metrics(training.run, 2, found)
+    assert summarize(training, "completed")["tokens_per_second"] == 100.0
+
+
+def test_a_run_that_mlflow_lost_is_recorded_anew_up_to_where_it_goes_on(
+    training_with: MakeTraining, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Deleted in the interface, or the folder is on another machine. Control: a run that is there goes on."""
+    training = recorded(training_with(TrainConfig()), 0.5, None, None, None)
+    session, run = training.session(), training.run
+    monkeypatch.setattr(record, "get_run_logger", lambda: logging.getLogger("record"))
+    session.tracking_uri = mlflow_run.default_tracking_uri(run.path.parent)
+    uri, tags = session.tracking_uri, {"penstock.run": "x"}
+    session.mlflow_run_id = first = mlflow_run.open_run(uri, "exp", "tiny", tags, {})
+    mlflow_run.log_iteration(uri, first, 1, {"reward/mean": 0.1})
+    write_manifest(run, manifest(training, Progress(iteration=2), None))
+    assert reopened(training)
+    assert session.mlflow_through == 1
+    mlflow_run.connect(uri).delete_run(first)
+    assert not reopened(training)
+    assert first in caplog.text
+    session.mlflow_run_id = mlflow_run.open_run(uri, "exp", "tiny", tags, {})
+    replay(training)
+    history = mlflow_run.connect(uri).get_metric_history(session.mlflow_run_id, "reward/mean")
+    assert [(entry.step, entry.value) for entry in history] == [(1, 0.1), (2, 0.2)]
+    assert session.mlflow_through == 2
+    assert not mlflow_run.holds_run(uri, "0" * 32)
 
 
 def test_a_summary_of_a_whole_run(training_with: MakeTraining) -> None:
