@@ -232,6 +232,7 @@ def compare(
 ) -> None:
     """Compare two results; exit code 1 where a figure got worse by more than the tolerance."""
     from benchmarks.compare import compare as compare_results
+    from benchmarks.compare import remarks
     from benchmarks.result import read_result
     from benchmarks.table import comparison_table
     from penstock.cli import console
@@ -239,8 +240,8 @@ def compare(
     before, after = read_result(old), read_result(new)
     changes = compare_results(before, after, tolerance)
     console.print(comparison_table(before, after, changes))
-    if before.machine != after.machine:
-        _say(f"measured on different machines: {before.machine} and {after.machine}")
+    for remark in remarks(before, after):
+        _say(remark)
     if any(change.verdict == "worse" for change in changes):
         raise SystemExit(1)
 

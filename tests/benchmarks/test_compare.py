@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from benchmarks.compare import compare, direction
+from benchmarks.compare import compare, direction, remarks
 from benchmarks.result import BenchResult, write_result
 from configs.errors import UserError
 from penstock import cli
@@ -106,3 +106,16 @@ def test_what_cannot_be_compared_is_refused() -> None:
         compare(result(step_s=1.0), result("update", step_s=1.0), 0.05)
     with pytest.raises(UserError, match="no figure in common"):
         compare(result(step_s=1.0), result(update_s=1.0), 0.05)
+
+
+def test_what_else_is_different_is_said() -> None:
+    """Another recipe, and figures that one side lacks. Control: nothing is said of two that differ in figures alone."""
+    old, new = result(step_s=1.0, mfu=0.4), result(step_s=2.0, wake_s=0.1)
+    old.settings.update(actor={"micro_batch_tokens": 16384}, iterations=5)
+    new.settings.update(actor={"micro_batch_tokens": 32768, "lora": None}, iterations=5)
+    assert remarks(old, new) == [
+        "settings differ: actor.micro_batch_tokens 16384 -> 32768",
+        "only in the old result: mfu",
+        "only in the new result: wake_s",
+    ]
+    assert remarks(result(step_s=1.0), result(step_s=9.0)) == []

@@ -51,7 +51,7 @@ def test_the_figures_are_those_of_the_weights(run: RunFolder) -> None:
     """Of the last iteration for the final model, also without any checkpoint; else of the checkpoint's."""
     for number, reward in enumerate((0.0, 0.25, 0.5)):
         append_metrics(run, number, {"reward/mean": reward, "heldout/accuracy": reward})
-    proof = Proof("float32", 3, 2, 0.0, 1e-3)
+    proof = Proof(3, 2, "float32", 1.0, 0.0, 1e-3)
     final = _facts(run, Manifest(Progress()), run.model("final"), proof).figures
     assert (final["iterations"], final["accuracy_after"], final["reward_last"]) == (2, 0.5, 0.5)
     saved = _facts(run, Manifest(Progress(iteration=1)), run.checkpoints / "000001", proof).figures
