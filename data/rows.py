@@ -113,6 +113,23 @@ def _parse_line(path: Path, row: int, line: bytes) -> dict[str, Any]:
 
 
 def _column(path: Path, name: str, values: list[Any]) -> pa.Array:
+    array = _array(path, name, values)
+    if _has_empty_object(array.type):
+        raise UserError(
+            f"{path}: column '{name}' holds objects that are empty in every row, and a Parquet file cannot keep those",
+            "remove them, or give them a key in some row",
+        )
+    return array
+
+
+def _has_empty_object(kind: pa.DataType) -> bool:
+    """Whether a type is an object without keys, or holds one."""
+    if pa.types.is_struct(kind) and not kind.num_fields:
+        return True
+    return any(_has_empty_object(kind.field(index).type) for index in range(kind.num_fields))
+
+
+def _array(path: Path, name: str, values: list[Any]) -> pa.Array:
     try:
         return pa.array(values)
     except (pa.ArrowInvalid, pa.ArrowTypeError, OverflowError) as error:

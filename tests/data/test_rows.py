@@ -57,6 +57,8 @@ def test_blank_lines_at_the_end_do_not_count(tmp_path: Path) -> None:
         (['{"a": 1}', '{"a": 1}', '{"a": 1, "b": 2}'], r"line 1: column 'b' is missing \(line 3 has it\)"),
         (['{"a": 1}', '{"a": null}', '{"a": "x"}'], "line 3: column 'a' has more than one type: a str follows a int"),
         (['{"a": {"b": 1}}', '{"a": {"b": "x"}}'], "column 'a' has more than one type"),
+        (['{"a": {}}', '{"a": {}}'], "column 'a' holds objects that are empty in every row"),
+        (['{"a": [{"b": {}}]}'], "column 'a' holds objects that are empty in every row"),
         ([f'{{"a": {2**70}}}'], "column 'a' has more than one type"),
         (['{"a": 1}', '{"a": "\udcff"}'], "line 2 is not JSON"),
         ([], "has no rows"),
@@ -109,3 +111,9 @@ def test_numbers_are_no_text() -> None:
     """A column of numbers is not silently turned into text."""
     with pytest.raises(UserError, match="line 1: 'prompt' is 3, which is no text"):
         require_filled(pd.DataFrame({"prompt": [3]}), "prompt", "x.jsonl")
+
+
+def test_an_object_may_be_empty_in_some_rows(tmp_path: Path) -> None:
+    """The control of the refusal above; so may a list be in all of them."""
+    frame = read_rows(_jsonl(tmp_path / "rows.jsonl", [{"a": {}, "b": []}, {"a": {"c": 1}, "b": []}]))
+    assert [dict(value) for value in frame["a"]] == [{"c": None}, {"c": 1}]
