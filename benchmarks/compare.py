@@ -5,12 +5,12 @@ Which direction is better follows from a figure's name; a name that says nothing
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 from benchmarks.result import BenchResult
 from configs.errors import UserError
+from reports.mlflow_run import flatten
 
 Verdict = Literal["better", "same", "worse", "not judged"]
 
@@ -61,20 +61,13 @@ def remarks(old: BenchResult, new: BenchResult) -> list[str]:
     found = []
     if old.machine != new.machine:
         found.append(f"measured on different machines: {old.machine} and {new.machine}")
-    before, after = _flat(old.settings), _flat(new.settings)
+    before, after = flatten(old.settings), flatten(new.settings)
     if other := [key for key in before if key in after and before[key] != after[key]]:
         found.append("settings differ: " + ", ".join(f"{key} {before[key]} -> {after[key]}" for key in other))
     for which, these, those in (("old", old.figures, new.figures), ("new", new.figures, old.figures)):
         if alone := [name for name in these if name not in those]:
             found.append(f"only in the {which} result: {', '.join(alone)}")
     return found
-
-
-def _flat(settings: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    flat: dict[str, Any] = {}
-    for key, value in settings.items():
-        flat |= _flat(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {f"{prefix}{key}": value}
-    return flat
 
 
 def _change(name: str, old: float, new: float, tolerance: float) -> Change:

@@ -18,7 +18,7 @@ from tasks.checkpoint import checkpoint_due, save_checkpoint
 from tasks.evaluate import evaluate
 from tasks.greedy_baseline import greedy_baseline
 from tasks.kl_control import next_kl_coefficient
-from tasks.laps import lap
+from tasks.laps import lap, out_of_lap
 from tasks.logprobs import ColumnRef, old_logprobs, reference_logprobs, values
 from tasks.record import advanced, finite, record
 from tasks.refill import groups_to_replace, refill
@@ -68,7 +68,8 @@ def iteration(training: Training, number: int, progress: Progress) -> Progress:
     metrics |= alarms(training, metrics)
     record(training, number, finite(metrics))
     if checkpoint_due(config, number):
-        save_checkpoint(training, progress)
+        with out_of_lap(training):
+            save_checkpoint(training, progress)
     return progress
 
 

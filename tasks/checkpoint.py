@@ -21,7 +21,6 @@ from state.manifest import (
 from state.run_folder import drop_leftovers, truncate_metrics
 from tasks.consolidation import await_consolidation
 from tasks.draw import restore_memory
-from tasks.laps import out_of_lap
 from tasks.record import add_to_record
 from tasks.reshard import bring_weights
 from tasks.session import Training, timed
@@ -38,17 +37,16 @@ def save_checkpoint(training: Training, progress: Progress) -> None:
     """Make the state after `progress.iteration` durable; its seconds and size join the iteration's figures."""
     run = training.run
     metrics: dict[str, float] = {}
-    with out_of_lap(training):
-        with timed(metrics, "checkpoint"):
-            final = run.checkpoint(progress.iteration)
-            aside = empty_beside(final)
-            for group in training.session().distinct_groups:
-                group.call("save", key=f"{progress.iteration}/save", folder=str(aside))
-            metrics["checkpoint/gib"] = seal_checkpoint(aside, final) / GIB
-        add_to_record(training, progress.iteration, metrics)  # before the manifest: a resume goes on after this line
-        await_consolidation(training.session())
-        write_manifest(run, manifest(training, progress, final.name))
-        prune_checkpoints(run, training.config.checkpoint.keep)
+    with timed(metrics, "checkpoint"):
+        final = run.checkpoint(progress.iteration)
+        aside = empty_beside(final)
+        for group in training.session().distinct_groups:
+            group.call("save", key=f"{progress.iteration}/save", folder=str(aside))
+        metrics["checkpoint/gib"] = seal_checkpoint(aside, final) / GIB
+    add_to_record(training, progress.iteration, metrics)  # before the manifest: a resume goes on after this line
+    await_consolidation(training.session())
+    write_manifest(run, manifest(training, progress, final.name))
+    prune_checkpoints(run, training.config.checkpoint.keep)
 
 
 @task(task_run_name="restore", cache_policy=NO_CACHE)

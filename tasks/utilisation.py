@@ -24,8 +24,18 @@ from tasks.session import Session, Training
 PASSES = ("logprobs_old", "logprobs_reference", "values")
 UPDATES = ("update_actor", "update_critic")
 # Steps in brackets run side by side: together they take as long as the longest, which may have waited for another.
-BEFORE = (("rollout",), ("reward",), ("refill",), ("greedy_baseline",), PASSES, ("advantage",))
-STAGES = (*BEFORE, UPDATES, ("reshard",), ("evaluate",), ("refresh_reference",))
+STAGES = (
+    ("rollout",),
+    ("reward",),
+    ("refill",),
+    ("greedy_baseline",),
+    PASSES,
+    ("advantage",),
+    UPDATES,
+    ("reshard",),
+    ("evaluate",),
+    ("refresh_reference",),
+)
 FRAGMENTED_BELOW, FRAGMENTED_GIB = 0.8, 4.0  # and less than this lying idle is nobody's worry
 
 

@@ -283,14 +283,20 @@ def test_the_run_folder_has_the_name_and_the_place_of_the_recipe(here: Path, pen
     assert run.name.startswith("mine-")
 
 
-def test_a_complete_run_is_not_resumed(here: Path, penstock: Callable[..., str]) -> None:
-    """It says so and where the report is; nothing is written. Control: one whose export is missing is resumed."""
-    run = RunFolder(here / "run")
+def completed(folder: Path) -> RunFolder:
+    """A run of three iterations with nothing left to do."""
+    run = RunFolder(folder)
     (run.path / "models" / "final").mkdir(parents=True)
     run.config.write_text(f"{RECIPE}\niterations: 3", encoding="utf-8")
     run.manifest.write_text(json.dumps({"format": 1, "progress": {"iteration": 3}}), encoding="utf-8")
     summary = {"status": "completed", "mlflow_run_id": "m", "prefect_flow_run_id": "p"}
     run.summary.write_text(json.dumps(summary), encoding="utf-8")
+    return run
+
+
+def test_a_complete_run_is_not_resumed(here: Path, penstock: Callable[..., str]) -> None:
+    """It says so and where the report is; nothing is written. Control: one whose export is missing is resumed."""
+    run = completed(here / "run")
     before = tree(here)
     said = penstock("train", "--resume", "run")
     assert "run is complete: nothing is left to do" in said
@@ -359,12 +365,7 @@ def test_prefect_keeps_all_that_it_keeps_in_its_home(tmp_path: Path, quiet: bool
 
 def test_a_folder_is_shown_so_that_it_can_be_typed(here: Path, penstock: Callable[..., str]) -> None:
     """From here where that is the shorter way, else from the root; in a command a space does not divide it."""
-    run = RunFolder(here / "my run")
-    (run.path / "models" / "final").mkdir(parents=True)
-    run.config.write_text(f"{RECIPE}\niterations: 3", encoding="utf-8")
-    run.manifest.write_text(json.dumps({"format": 1, "progress": {"iteration": 3}}), encoding="utf-8")
-    summary = {"status": "completed", "mlflow_run_id": "m", "prefect_flow_run_id": "p"}
-    run.summary.write_text(json.dumps(summary), encoding="utf-8")
+    run = completed(here / "my run")
     assert "my run is complete" in penstock("train", "--resume", "my run")
     deep = here / "a" / "b" / "c"
     assert cli._short(deep) == "a/b/c"

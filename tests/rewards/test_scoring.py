@@ -211,7 +211,6 @@ def test_failures_are_logged_by_sample(caplog: pytest.LogCaptureFixture) -> None
 OWNER = """
 import sys
 from configs.schema import RewardConfig
-from rewards.guard import reward_and_parts
 from rewards.scoring import RewardPool, Sample
 
 if __name__ == "__main__":
