@@ -79,7 +79,7 @@ def rollout_groups(config: TrainConfig) -> Iterator[tuple[Training, TrainingProg
 
 def settings_of(config: TrainConfig, iteration: int) -> Settings:
     """Return the values in force at an iteration, without live overrides."""
-    return settings_at(config, iteration, Progress(), {})
+    return settings_at(config, iteration, Progress())
 
 
 def device_count(config: TrainConfig, role: Role | None = None) -> int:

@@ -3,8 +3,9 @@
     rollout -> reward -> [refill | greedy baseline] -> (old log-probs | reference log-probs | values) -> advantage
             -> (update actor | update critic) -> reshard -> evaluate -> [refresh reference] -> record -> checkpoint
 
-Steps in brackets run side by side where their engine groups differ, and only if the algorithm needs them. Each step is
-a task; the tasks hand on where the experience lies, never the experience. Left out: what each step does (tasks/).
+Steps in brackets run side by side where their engine groups differ, and only if the algorithm needs them. The engines
+begin the next rollout before the record. Each step is a task; the tasks hand on where the experience lies, never the
+experience. Left out: what each step does (tasks/).
 """
 
 from __future__ import annotations
@@ -25,9 +26,9 @@ from tasks.refill import groups_to_replace, refill
 from tasks.refresh_reference import refresh_due, refresh_reference
 from tasks.reshard import reshard
 from tasks.reward import reward
-from tasks.rollout import rollout
+from tasks.rollout import begin_next_rollout, rollout
 from tasks.session import Stage, Training
-from tasks.settings import Settings, resolve_settings
+from tasks.settings import Settings, live_overrides, next_settings
 from tasks.update_actor import update_actor
 from tasks.update_critic import update_critic
 from tasks.utilisation import utilisation
@@ -37,7 +38,7 @@ from tasks.utilisation import utilisation
 def iteration(training: Training, number: int, progress: Progress) -> Progress:
     """Run iteration `number` (1 for the first) and return the progress after it."""
     config = training.config
-    settings = resolve_settings(training, number, progress)
+    settings = next_settings(training, progress)
 
     stage = rollout(training, settings, progress)
     stage = reward(training, settings, stage)
@@ -61,11 +62,12 @@ def iteration(training: Training, number: int, progress: Progress) -> Progress:
         policy_version=number,
         prompt_cursor=progress.prompt_cursor + stage.experience.prompts,
         kl_coefficient=next_kl_coefficient(training, settings, metrics),
-        overrides=settings.overrides,
     )
     metrics["time/iteration_s"] = lap(training)
     metrics |= utilisation(training, number, metrics)
     metrics |= alarms(training, metrics)
+    progress = live_overrides(training, progress)
+    begin_next_rollout(training, progress)
     record(training, number, finite(metrics))
     if checkpoint_due(config, number):
         with out_of_lap(training):

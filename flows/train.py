@@ -31,6 +31,7 @@ from tasks.prepare import build_engines, load_prompts, starting_model
 from tasks.progress import show_iterations, show_progress
 from tasks.record import finite, record, recording
 from tasks.session import Training, open_session, read_config, write_config
+from tasks.settings import live_overrides
 
 
 @flow(name="train", flow_run_name="train-{config.name}")
@@ -55,6 +56,7 @@ def train(config: TrainConfig = TrainConfig(), run_folder: str | None = None, re
         progress = restore(training) if resume else Progress()
         if progress.iteration == 0:
             progress = begin(training, progress)
+        progress = live_overrides(training, progress)
         show_iterations(training, progress.iteration)
         lap(training)
         with quick_child_flows():

@@ -1,4 +1,7 @@
-"""Sends prompts to the rollout ranks and collects their responses; used by rollout and evaluate. Not a task itself."""
+"""Sends prompts to the rollout ranks and collects their responses; used by rollout and evaluate. Not a task itself.
+
+A generation may be begun ahead of the task that wants it: the engines then work while the flow does something else.
+"""
 
 from __future__ import annotations
 
@@ -29,6 +32,23 @@ class Responses:
     logprobs: Ragged | None = None  # of the tokens, where they were asked for
 
 
+@dataclass(frozen=True)
+class Replies:
+    """What the rollout ranks replied to a generation, and when it began and ended (`time.perf_counter`)."""
+
+    ranks: list[dict[str, Any]]
+    began: float
+    ended: float
+
+
+def begin_generation(
+    training: Training, prompts: pd.DataFrame, key: str, seed: list[int], sampling: dict[str, Any]
+) -> None:
+    """Begin what `generate` with the same arguments will wait for, and return at once."""
+    session = training.session()
+    session.generations[key] = session.generating.submit(_ask, training, prompts, key, seed, sampling, "train")
+
+
 def generate(
     training: Training,
     prompts: pd.DataFrame,
@@ -52,6 +72,33 @@ def generate(
     Raises:
         RuntimeError: the engines did not answer each prompt exactly once.
     """
+    wanted_at, begun = time.perf_counter(), training.session().generations.pop(key, None)
+    replies = begun.result() if begun else _ask(training, prompts, key, seed, sampling, split)
+    ahead = {"rollout/ahead_s": min(wanted_at, replies.ended) - replies.began} if begun else {}
+    answers = [reply for reply in replies.ranks if reply]  # of an engine of several ranks one replies
+    rows_B = rows_in_prompt_order([answer["positions"] for answer in answers], len(prompts), sampling["samples"])
+    lengths = np.concatenate([np.diff(answer["offsets"]) for answer in answers])
+
+    def in_order(name: str) -> Ragged:
+        return Ragged(np.concatenate([answer[name] for answer in answers]), offsets_of(lengths)).take(rows_B)
+
+    tokens = in_order("tokens")
+    texts = [text for answer in answers for text in answer["texts"]]
+    return Responses(
+        tokens=tokens,
+        texts=[texts[row] for row in rows_B],
+        truncated_B=np.concatenate([answer["truncated"] for answer in answers])[rows_B],
+        policy_version=int(answers[0]["policy_version"]),
+        metrics=engine_figures(answers, replies.ended - replies.began) | waiting_figures(answers) | ahead,
+        loss_mask=_all_counted(tokens) if training.config.environment is None else in_order("loss_mask"),
+        episodes=episode_columns(answers, rows_B),
+        logprobs=in_order("logprobs") if sampling.get("logprobs") else None,
+    )
+
+
+def _ask(
+    training: Training, prompts: pd.DataFrame, key: str, seed: list[int], sampling: dict[str, Any], split: str
+) -> Replies:
     session = training.session()
     asked = Ragged.of(list(prompts["prompt_tokens"]), np.int32)
     episodes = {}
@@ -69,26 +116,7 @@ def generate(
         tokenizer=session.model_folder,
         **episodes,
     )
-    seconds = time.perf_counter() - began
-    answers = [reply for reply in replies if reply]  # of an engine of several ranks one replies
-    rows_B = rows_in_prompt_order([answer["positions"] for answer in answers], len(prompts), sampling["samples"])
-    lengths = np.concatenate([np.diff(answer["offsets"]) for answer in answers])
-
-    def in_order(name: str) -> Ragged:
-        return Ragged(np.concatenate([answer[name] for answer in answers]), offsets_of(lengths)).take(rows_B)
-
-    tokens = in_order("tokens")
-    texts = [text for answer in answers for text in answer["texts"]]
-    return Responses(
-        tokens=tokens,
-        texts=[texts[row] for row in rows_B],
-        truncated_B=np.concatenate([answer["truncated"] for answer in answers])[rows_B],
-        policy_version=int(answers[0]["policy_version"]),
-        metrics=engine_figures(answers, seconds) | waiting_figures(answers),
-        loss_mask=in_order("loss_mask") if episodes else _all_counted(tokens),
-        episodes=episode_columns(answers, rows_B),
-        logprobs=in_order("logprobs") if sampling.get("logprobs") else None,
-    )
+    return Replies(replies, began, time.perf_counter())
 
 
 def _all_counted(tokens: Ragged) -> Ragged:

@@ -1,4 +1,8 @@
-"""Rollout: the policy answers the iteration's prompts, and the answers become an experience file."""
+"""Rollout: the policy answers the iteration's prompts, and the answers become an experience file.
+
+The engines begin before the task does: as soon as the iteration before has nothing left for them, so that they need
+not wait for its record, nor for Prefect to end one child flow and begin another.
+"""
 
 from __future__ import annotations
 
@@ -6,17 +10,19 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pandas as pd
 from prefect import task
 from prefect.cache_policies import NO_CACHE
 
 from data.agents import agent_numbers
 from state.experience import AGENT, ExperienceRef, Ragged, column_names, read_columns, write_columns
 from state.manifest import Progress
+from tasks.checkpoint import checkpoint_due
 from tasks.draw import draw
 from tasks.episodes import episode_column_names, episode_figures
-from tasks.generate import generate
+from tasks.generate import begin_generation, generate
 from tasks.session import Stage, Training, timed
-from tasks.settings import Settings
+from tasks.settings import Settings, next_settings
 from tasks.utilisation import generation_figures
 
 ROLLOUT_LOGPROBS = "logprobs_rollout"  # column with those of what each token was drawn from, if they are compared
@@ -30,8 +36,8 @@ def rollout(training: Training, settings: Settings, progress: Progress) -> Stage
     path = training.run.experience(settings.iteration)
     metrics: dict[str, float] = {}
     with timed(metrics, "rollout"):
-        if not (path.exists() and _is_of(path, progress.policy_version)):
-            key, seed = f"{settings.iteration}/rollout", [training.config.seed, settings.iteration, 0]
+        if not _found(path, progress.policy_version):
+            key, seed = _identity(training, settings)
             size = training.config.rollout.prompts
             columns, generation = answered(training, settings, progress.prompt_cursor, size, key, seed)
             write_columns(path, columns)
@@ -39,9 +45,21 @@ def rollout(training: Training, settings: Settings, progress: Progress) -> Stage
             generation = {}
             columns = read_columns(path, [*DESCRIBING, *episode_column_names(path)])
         experience, figures = _describe(training, f"{settings.iteration}/rollout", path, columns)
+    metrics["time/rollout_s"] += generation.get("rollout/ahead_s", 0.0)
     if generation:
         generation["rollout/tokens_per_s"] = experience.response_tokens / metrics["time/rollout_s"]
     return Stage(experience, metrics | generation | figures)
+
+
+def begin_next_rollout(training: Training, progress: Progress) -> None:
+    """Let the engines begin the rollout after `progress`, unless a checkpoint, which needs them too, comes first."""
+    config, done = training.config, progress.iteration
+    path = training.run.experience(done + 1)
+    if done == config.iterations or checkpoint_due(config, done) or _found(path, progress.policy_version):
+        return
+    settings = next_settings(training, progress)
+    prompts = _drawn(training, settings.iteration, progress.prompt_cursor, config.rollout.prompts)
+    begin_generation(training, prompts, *_identity(training, settings), sampling(training, settings))
 
 
 def answered(
@@ -55,8 +73,7 @@ def answered(
         key: idempotency key of the command.
         seed: see `tasks.generate.generate`.
     """
-    config, table = training.config, training.session().prompts["train"]
-    prompts = table.frame.iloc[draw(training, settings.iteration, cursor, size)]
+    config, prompts = training.config, _drawn(training, settings.iteration, cursor, size)
     responses = generate(training, prompts, key, seed, sampling(training, settings))
     repeats = np.repeat(np.arange(size), config.rollout.samples)
     ids = prompts["prompt_id"].to_numpy()[repeats]
@@ -94,7 +111,19 @@ def sampling(training: Training, settings: Settings) -> dict[str, Any]:
     }
 
 
-def _is_of(path: Path, policy_version: int) -> bool:
+def _identity(training: Training, settings: Settings) -> tuple[str, list[int]]:
+    """Return the key and the seed of the iteration's first rollout."""
+    return f"{settings.iteration}/rollout", [training.config.seed, settings.iteration, 0]
+
+
+def _drawn(training: Training, iteration: int, cursor: int, size: int) -> pd.DataFrame:
+    return training.session().prompts["train"].frame.iloc[draw(training, iteration, cursor, size)]
+
+
+def _found(path: Path, policy_version: int) -> bool:
+    """Whether an interrupted attempt left the experience of this policy."""
+    if not path.exists():
+        return False
     if REFILL in column_names(path):  # how many prompts it took is not in the file: all is done again, alike
         return False
     return bool((read_columns(path, ["policy_version"])["policy_version"] == policy_version).all())

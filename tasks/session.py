@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from reports.progress import TrainingProgress
     from rewards.source import Scorer
     from tasks.draw import Sampling
+    from tasks.generate import Replies
 
 
 @dataclass(frozen=True)
@@ -91,6 +92,8 @@ class Session:
     gpu_sampler: GpuSampler | None = None
     consolidator: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1, "consolidation"))
     consolidation: Future[None] | None = None  # of the newest recorded experience (tasks/consolidation.py)
+    generating: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1, "generation"))
+    generations: dict[str, Future[Replies]] = field(default_factory=dict)  # begun ahead, by key (tasks/generate.py)
     warned_of_fragments: bool = False
     history: list[dict[str, float]] = field(default_factory=list)  # figures of the iterations behind, oldest first
     checkpointing: dict[str, bool] = field(default_factory=dict)  # by trained model, as decided for this machine
@@ -135,6 +138,7 @@ def open_session(config: TrainConfig, run: RunFolder) -> Iterator[Training]:
         with session.stack:
             session.stack.enter_context(locked(run))
             session.stack.enter_context(consolidating(session))
+            session.stack.enter_context(session.generating)  # left after the groups: closed, they end what it waits for
             gpus = visible_gpus()
             session.checkpointing = decide_checkpointing(config)
             specs = place(config, len(gpus), run.logs)

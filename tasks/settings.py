@@ -1,7 +1,8 @@
 """The values that may change during a run, resolved for one iteration: schedules first, then live overrides.
 
 Live overrides are a Prefect Variable named after the run (`penstock set RUN key=value` writes it, so does the UI): a
-JSON object of dotted keys. They pass the same validation as a recipe; a bad one is reported and changes nothing.
+JSON object of dotted keys. They pass the same validation as a recipe; a bad one is reported and changes nothing. They
+are read when an iteration ends, for the next one, and are part of the progress from then on.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ ADAPTIVE_KEY = "algorithm.kl.coefficient"  # with a target the controller sets i
 
 @dataclass(frozen=True)
 class Settings:
-    """Values in force at one iteration, and the overrides they come from."""
+    """Values in force at one iteration."""
 
     iteration: int
     temperature: float
@@ -49,7 +50,6 @@ class Settings:
     kl_coefficient: float
     micro_batch_tokens: int
     critic_micro_batch_tokens: int
-    overrides: dict[str, Any]
 
 
 def variable_name(run_name: str) -> str:
@@ -77,25 +77,30 @@ def apply_overrides(config: TrainConfig, overrides: dict[str, Any]) -> TrainConf
     return config_from_mapping(tree, "live overrides")
 
 
-@task(task_run_name="settings-{iteration:06d}", cache_policy=NO_CACHE)
-def resolve_settings(training: Training, iteration: int, progress: Progress) -> Settings:
-    """Resolve schedules and live overrides for `iteration`."""
-    config = training.config
-    overrides = dict(progress.overrides or {})
+@task(task_run_name="live-overrides-{progress.iteration:06d}", cache_policy=NO_CACHE)
+def live_overrides(training: Training, progress: Progress) -> Progress:
+    """Return `progress` with the overrides that hold from its next iteration on, if there is one."""
+    if progress.iteration == training.config.iterations:
+        return progress
     wanted = Variable.get(variable_name(training.run.name), default=None)
-    if isinstance(wanted, dict) and wanted != overrides:
-        try:
-            apply_overrides(config, wanted)
-        except UserError as error:
-            get_run_logger().error("live override refused, the run goes on as before: %s", error)
-        else:
-            get_run_logger().warning("live overrides from iteration %d: %s", iteration, wanted)
-            overrides = wanted
-    return settings_at(apply_overrides(config, overrides), iteration, progress, overrides)
+    if not isinstance(wanted, dict) or wanted == (progress.overrides or {}):
+        return progress
+    try:
+        apply_overrides(training.config, wanted)
+    except UserError as error:
+        get_run_logger().error("live override refused, the run goes on as before: %s", error)
+        return progress
+    get_run_logger().warning("live overrides from iteration %d: %s", progress.iteration + 1, wanted)
+    return progress.advanced(overrides=wanted)
 
 
-def settings_at(config: TrainConfig, iteration: int, progress: Progress, overrides: dict[str, Any]) -> Settings:
-    """Return the values in force at `iteration`; a pure function."""
+def next_settings(training: Training, progress: Progress) -> Settings:
+    """Return the values in force at the iteration after `progress`."""
+    return settings_at(apply_overrides(training.config, progress.overrides or {}), progress.iteration + 1, progress)
+
+
+def settings_at(config: TrainConfig, iteration: int, progress: Progress) -> Settings:
+    """Return the values in force at `iteration` by the schedules of `config`; a pure function."""
     algorithm, actor = config.algorithm, config.actor
     critic = config.critic or actor
     kl = algorithm.kl
@@ -113,5 +118,4 @@ def settings_at(config: TrainConfig, iteration: int, progress: Progress, overrid
         kl_coefficient=coefficient,
         micro_batch_tokens=value_at(actor.micro_batch_tokens, iteration),
         critic_micro_batch_tokens=value_at(critic.micro_batch_tokens, iteration),
-        overrides=overrides,
     )

@@ -228,7 +228,7 @@ def test_the_tasks_hand_the_states_on_and_delete_them(
     one_rank.build(folder_of(SHAPE), ROLES, algorithm=config["algorithm"], actor=_trainer(2))
     _move(one_rank, str(path))
     training = _training(tmp_path, config, monkeypatch, actor=one_rank, reference=one_rank)
-    settings = settings_at(training.config, 1, Progress(), {})
+    settings = settings_at(training.config, 1, Progress())
     experience = ExperienceRef(str(path), 12, 0, 0, -1)
     if place == "loss":
         states = reference_logprobs.fn(training, settings, experience)

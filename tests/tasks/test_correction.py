@@ -55,7 +55,7 @@ def test_log_probs_follow_their_tokens_into_prompt_order(training_with: MakeTrai
         config = config_with(correction)
         training, group = training_with(config), Scored(ranks)
         training.session().groups["rollout"] = group  # type: ignore[assignment]
-        asked = sampling(training, settings_at(config, 1, Progress(), {})) | {"samples": SAMPLES}
+        asked = sampling(training, settings_at(config, 1, Progress())) | {"samples": SAMPLES}
         responses = generate(training, prompts, "1/rollout", [0, 1, 0], asked)
         assert group.commands[0]["sampling"]["logprobs"] == (correction is not None)
         if correction is None:
@@ -100,7 +100,7 @@ def test_the_rollouts_log_probs_become_the_old_ones_where_the_ratio_is_to_them(
     path = tmp_path / "experience.parquet"
     for correction in ({"proximal": "rollout"}, {"weights": "token"}):
         config = config_with(correction)
-        stage = advantage.fn(training_with(config), settings_at(config, 1, Progress(), {}), experience(path), [])
+        stage = advantage.fn(training_with(config), settings_at(config, 1, Progress()), experience(path), [])
         assert ("logprobs_old" in column_names(stage.experience.path)) == ("proximal" in correction)
         if "proximal" in correction:
             np.testing.assert_array_equal(read_columns(path, ["logprobs_old"])["logprobs_old"].values_T, DRAWN_T)
@@ -117,7 +117,7 @@ def test_the_update_gets_the_correction_in_force_and_its_figures_keep_their_name
         config = config_with(given)
         training, group = training_with(config), Updated(1)
         training.session().groups["actor"] = group  # type: ignore[assignment]
-        settings = settings_at(config, 1, Progress(), {})
+        settings = settings_at(config, 1, Progress())
         metrics = update_actor.fn(training, settings, experience(tmp_path / "experience.parquet"))
         assert group.commands[0]["loss"]["correction"] == sent
         assert (metrics["actor/loss"], metrics["mismatch/kl_k3"]) == (0.5, 0.01)

@@ -108,7 +108,7 @@ def test_a_function_that_does_not_fit_is_refused_before_it_is_called() -> None:
 def estimated(training: Training) -> tuple[dict[str, Any], dict[str, float]]:
     """Columns and figures of the advantage task."""
     path = training.run.path / "experience.parquet"
-    settings = settings_at(training.config, 1, Progress(), {})
+    settings = settings_at(training.config, 1, Progress())
     stage = advantage.fn(training, settings, Stage(ExperienceRef(str(path), 10, 0, 55, 0, prompts=5), {}), [])
     return read_columns(path, ["advantages", "refused", "loss_mask"]), stage.metrics
 

@@ -26,7 +26,7 @@ def test_an_adaptive_coefficient_moves_towards_the_target(
     kl = {"coefficient": 0.1, "target": 0.1, "horizon": 100}
     training = training_with(config_from_mapping({"algorithm": {"kl": kl}, "rollout": BATCH}, "test"))
     metrics = {"actor/kl": observed}
-    settings = settings_at(training.config, 1, Progress(), {})
+    settings = settings_at(training.config, 1, Progress())
     assert next_kl_coefficient(training, settings, metrics) == pytest.approx(expected)
     assert metrics["kl/coefficient"] == 0.1, "recorded is the coefficient that was used"
 
@@ -35,7 +35,7 @@ def test_an_adaptive_coefficient_stays_below_its_ceiling(training_with: MakeTrai
     """Of 0.11, where it would go without one."""
     kl = {"coefficient": 0.1, "target": 0.1, "horizon": 100, "ceiling": 0.105}
     training = training_with(config_from_mapping({"algorithm": {"kl": kl}, "rollout": BATCH}, "test"))
-    settings = settings_at(training.config, 1, Progress(), {})
+    settings = settings_at(training.config, 1, Progress())
     assert next_kl_coefficient(training, settings, {"actor/kl": 0.4}) == pytest.approx(0.105)
 
 
@@ -46,6 +46,6 @@ def test_without_a_target_there_is_no_state(
     """A fixed coefficient is recorded, and none is not."""
     training = training_with(config_from_mapping({"algorithm": {"kl": kl}}, "test"))
     metrics: dict[str, float] = {}
-    settings = settings_at(training.config, 1, Progress(), {})
+    settings = settings_at(training.config, 1, Progress())
     assert next_kl_coefficient(training, settings, metrics) is None
     assert metrics == recorded

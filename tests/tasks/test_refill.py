@@ -21,7 +21,7 @@ from state.experience import ExperienceRef, Ragged, read_columns, write_columns
 from state.manifest import Progress
 from tasks import refill as module
 from tasks.refill import groups_to_replace, prompts_to_draw, refill, replaced
-from tasks.rollout import REFILL, _is_of
+from tasks.rollout import REFILL, _found
 from tasks.session import Stage, Training
 from tasks.settings import settings_at
 
@@ -122,7 +122,7 @@ def test_a_refill_draws_on_from_the_cursor_and_a_resumed_run_starts_over(
     first = columns_of(PRESENT, "a")
     del first[REFILL]
     write_columns(path, first)
-    assert _is_of(path, 6)
+    assert _found(path, 6)
     drawn: list[tuple[int, int, str, list[int]]] = []
     answers = [columns_of([[1, 1], [0, 1], [2, 2], [3, 3]], "b"), columns_of([[0, 1], [0, 1]], "c")]
 
@@ -136,7 +136,7 @@ def test_a_refill_draws_on_from_the_cursor_and_a_resumed_run_starts_over(
     monkeypatch.setattr(module, "answered", answered)
     monkeypatch.setattr(module, "score", score)
     progress = Progress(iteration=6, prompt_cursor=40)
-    settings = settings_at(config, 7, progress, {})
+    settings = settings_at(config, 7, progress)
     stage = Stage(ExperienceRef(str(path), 8, 8, 8, 6, prompts=4), {"rollout/tokens": 8.0})
     assert groups_to_replace(training, stage) == 2
     stage = refill.fn(training, settings, progress, stage, 1)
@@ -147,7 +147,7 @@ def test_a_refill_draws_on_from_the_cursor_and_a_resumed_run_starts_over(
     assert read_columns(path, ["prompt_id"])["prompt_id"][::2] == ["a0", "a3", "b1", "c0"]
     assert stage.experience.prompts == stage.metrics["rollout/prompts_drawn"] == 10
     assert stage.metrics["rollout/tokens"] == 8 + 8 + 4
-    assert not _is_of(path, 6)
+    assert not _found(path, 6)
 
 
 @pytest.mark.parametrize("max_rollouts", [2, 5])
@@ -163,7 +163,7 @@ def test_rollouts_of_an_iteration_are_bounded(
 
     config = TrainConfig.model_validate({"algorithm": {"dynamic_sampling": {"max_rollouts": max_rollouts}}})
     stage = Stage(ExperienceRef("experience.parquet", 1, 1, 1, 0), {})
-    settings = settings_at(config, 1, Progress(), {})
+    settings = settings_at(config, 1, Progress())
     monkeypatch.setattr(iteration, "refill", further)
     for refused, expected in ((True, list(range(1, max_rollouts))), (False, [])):
         numbers.clear()

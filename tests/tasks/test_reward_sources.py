@@ -104,7 +104,7 @@ def test_responses_are_measured_only_where_their_length_matters(
             write_columns(path, columns)
             stage = Stage(ExperienceRef(str(path), 2, 8, 11, 0), {})
             with open_scorer(config.reward, ["prompt_id", "answer"]) as training.session().scorer:
-                reward.fn(training, settings_at(config, 1, Progress(), {}), stage)
+                reward.fn(training, settings_at(config, 1, Progress()), stage)
             return read_columns(path, ["reward"])
 
         overlong = {"buffer_tokens": 4}

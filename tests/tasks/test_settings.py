@@ -14,7 +14,7 @@ from configs.schema import TrainConfig
 from state.manifest import Progress
 from tasks import settings as module
 from tasks.session import Training
-from tasks.settings import LIVE_KEYS, apply_overrides, resolve_settings, settings_at, variable_name
+from tasks.settings import LIVE_KEYS, apply_overrides, live_overrides, next_settings, settings_at, variable_name
 
 KL = {"kl": {"coefficient": 0.05, "target": 0.1}}
 
@@ -32,7 +32,7 @@ def test_schedules_hold_from_their_iteration_on() -> None:
         actor={"optimizer": {"learning_rate": {0: 1e-3, 3: 1e-4}}, "micro_batch_tokens": {0: 64, 2: 128}},
         critic={"optimizer": {"learning_rate": {0: 1e-2, 2: 1e-5}}},
     )
-    at = {number: settings_at(scheduled, number, Progress(), {}) for number in (1, 2, 3)}
+    at = {number: settings_at(scheduled, number, Progress()) for number in (1, 2, 3)}
     assert [at[n].temperature for n in at] == [1.0, 0.8, 0.8]
     assert [at[n].clip_high for n in at] == [0.2, 0.2, 0.3]
     assert [at[n].learning_rate for n in at] == [1e-3, 1e-3, 1e-4]
@@ -43,10 +43,10 @@ def test_schedules_hold_from_their_iteration_on() -> None:
 def test_an_adaptive_coefficient_comes_from_the_progress() -> None:
     """The recipe's value starts it; a fixed coefficient ignores what an earlier controller left."""
     progress = Progress(iteration=4, kl_coefficient=0.07)
-    assert settings_at(config(algorithm=KL), 5, progress, {}).kl_coefficient == 0.07
-    assert settings_at(config(algorithm=KL), 1, Progress(), {}).kl_coefficient == 0.05
-    assert settings_at(config(algorithm={"kl": {"coefficient": 0.05}}), 5, progress, {}).kl_coefficient == 0.05
-    assert settings_at(config(), 5, progress, {}).kl_coefficient == 0.0
+    assert settings_at(config(algorithm=KL), 5, progress).kl_coefficient == 0.07
+    assert settings_at(config(algorithm=KL), 1, Progress()).kl_coefficient == 0.05
+    assert settings_at(config(algorithm={"kl": {"coefficient": 0.05}}), 5, progress).kl_coefficient == 0.05
+    assert settings_at(config(), 5, progress).kl_coefficient == 0.0
 
 
 def test_every_live_key_can_be_overridden() -> None:
@@ -54,17 +54,16 @@ def test_every_live_key_can_be_overridden() -> None:
     before = config(algorithm={"name": "ppo", "kl": {"coefficient": 0.05}}, rollout={"temperature": {0: 1.0, 2: 0.5}})
     assert apply_overrides(before, {}) == before
     wanted = {key: 0.25 if "tokens" not in key else 512 for key in LIVE_KEYS}
-    after = settings_at(apply_overrides(before, wanted), 3, Progress(), wanted)
+    after = settings_at(apply_overrides(before, wanted), 3, Progress())
     assert after.temperature == after.kl_coefficient == after.clip_low == after.clip_high == 0.25
     assert after.learning_rate == after.critic_learning_rate == after.entropy_coefficient == 0.25
     assert after.micro_batch_tokens == after.critic_micro_batch_tokens == 512
-    assert after.overrides == wanted
 
 
 def test_an_override_may_be_a_schedule_with_the_text_keys_of_json() -> None:
     """A Prefect Variable is JSON, where keys are text."""
     changed = apply_overrides(config(), {"rollout.temperature": {"0": 1.0, "5": 0.5}})
-    assert [settings_at(changed, number, Progress(), {}).temperature for number in (4, 5)] == [1.0, 0.5]
+    assert [settings_at(changed, number, Progress()).temperature for number in (4, 5)] == [1.0, 0.5]
 
 
 @pytest.mark.parametrize(
@@ -104,13 +103,25 @@ def test_the_variable_of_the_run_decides_unless_it_is_wrong(
     temperature: float,
 ) -> None:
     """A bad override is reported and changes nothing: the values in force stay in force."""
-    training = training_with(config())
+    training = training_with(config(iterations=7))
     monkeypatch.setattr(module, "get_run_logger", lambda: logging.getLogger("test"))
     variables = {variable_name(training.run.name): variable}
     monkeypatch.setattr(module.Variable, "get", lambda name, default: variables.get(name, default))
-    settings = resolve_settings.fn(training, 7, Progress(overrides={"rollout.temperature": 0.5}))
+    progress = live_overrides.fn(training, Progress(iteration=6, overrides={"rollout.temperature": 0.5}))
+    settings = next_settings(training, progress)
     assert settings.temperature == temperature
     assert settings.iteration == 7
+
+
+def test_after_the_last_iteration_nobody_asks(
+    training_with: Callable[[TrainConfig], Training], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An override then would be announced for an iteration that never comes. Control: before it, it is asked for."""
+    training = training_with(config(iterations=7))
+    monkeypatch.setattr(module, "get_run_logger", lambda: logging.getLogger("test"))
+    monkeypatch.setattr(module.Variable, "get", lambda name, default: {"rollout.temperature": 0.5})
+    asked = {done: live_overrides.fn(training, Progress(iteration=done)).overrides for done in (6, 7)}
+    assert asked == {6: {"rollout.temperature": 0.5}, 7: None}
 
 
 def test_the_name_of_the_variable_is_one_that_prefect_takes() -> None:

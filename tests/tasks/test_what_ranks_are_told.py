@@ -73,7 +73,7 @@ def update(make: MakeTraining, values: dict[str, Any], role: str) -> dict[str, A
     group, config = listening(training), training.config
     stage = Stage(ExperienceRef("experience.parquet", 1, 1, 1, 2), {})
     task: Any = update_actor if role == "actor" else update_critic
-    task.fn(training, settings_at(config, 3, Progress(), {}), stage)
+    task.fn(training, settings_at(config, 3, Progress()), stage)
     return group.told
 
 
@@ -99,7 +99,7 @@ def generation(training_with: MakeTraining, monkeypatch: pytest.MonkeyPatch) -> 
             if evaluation:
                 evaluate.fn(training, 3)
             else:
-                rollout.fn(training, settings_at(training.config, 3, Progress(), {}), Progress())
+                rollout.fn(training, settings_at(training.config, 3, Progress()), Progress())
         found: dict[str, Any] = asked.value.args[0]
         return found
 

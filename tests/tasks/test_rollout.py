@@ -1,0 +1,148 @@
+"""The next rollout begins while its iteration has not, once and with what the iteration would ask for."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pytest
+
+from configs.loading import config_from_mapping
+from configs.schema import TrainConfig
+from state.experience import Ragged, read_columns
+from state.manifest import Progress
+from tasks.rollout import begin_next_rollout, rollout
+from tasks.session import Training
+from tasks.settings import next_settings
+
+PROMPTS, SAMPLES = 3, 2
+
+
+class Engines:
+    """A rollout rank that answers every prompt with its first token, once it may."""
+
+    spec = SimpleNamespace(devices=(None,))
+
+    def __init__(self) -> None:
+        self.commands: list[dict[str, Any]] = []
+        self.may_answer = threading.Event()
+
+    def call(self, command: str, key: str, **arguments: Any) -> list[dict[str, Any]]:
+        self.commands.append({"command": command, "key": key, **arguments})
+        assert self.may_answer.wait(10)
+        prompts = Ragged(arguments["prompts"], arguments["offsets"])
+        tokens = [[int(prompts.row(n)[0])] for n in range(len(prompts)) for _ in range(SAMPLES)]
+        responses = Ragged.of(tokens, np.int32)
+        count = len(responses)
+        return [
+            {
+                "usage": {},
+                "positions": np.arange(len(prompts)),
+                "tokens": responses.values_T,
+                "offsets": responses.offsets_B1,
+                "truncated": np.zeros(count, bool),
+                "texts": [str(row[0]) for row in tokens],
+                "policy_version": arguments["sampling"]["seed"][1] - 1,
+                "request_seconds": np.ones(count, np.float32),
+                "engine_seconds": 1.0,
+                "wake_seconds": 0.0,
+                "prompt_tokens": 1,
+                "cached_tokens": 0,
+            }
+        ]
+
+
+@pytest.fixture
+def prepared(
+    training_with: Callable[[TrainConfig], Training], monkeypatch: pytest.MonkeyPatch
+) -> Callable[..., tuple[Training, Engines]]:
+    """Make a training of five iterations with a table of seven prompts."""
+
+    monkeypatch.setattr("tasks.rollout.generation_figures", lambda *_: {})  # of a GPU
+
+    def make(**sections: Any) -> tuple[Training, Engines]:
+        changes = {"iterations": 5, "rollout": {"prompts": PROMPTS, "samples": SAMPLES}, "checkpoint": {"every": 0}}
+        training, engines = training_with(config_from_mapping(changes | sections, "test")), Engines()
+        training.run.experience(1).parent.mkdir(parents=True)
+        names = [f"p{n}" for n in range(7)]
+        tokens = [np.array([10 * n + 1, 5], np.int32) for n in range(7)]
+        frame = pd.DataFrame({"prompt_id": names, "prompt_text": names, "prompt_tokens": tokens})
+        training.session().prompts["train"] = SimpleNamespace(frame=frame)  # type: ignore[assignment]
+        training.session().groups["rollout"] = engines  # type: ignore[assignment]
+        return training, engines
+
+    return make
+
+
+def at(iteration: int) -> Progress:
+    """Return the progress after an iteration without refills."""
+    return Progress(iteration=iteration, policy_version=iteration, prompt_cursor=iteration * PROMPTS)
+
+
+def test_engines_work_on_the_next_rollout_before_its_task_runs(
+    prepared: Callable[..., tuple[Training, Engines]],
+) -> None:
+    """What the task would have sent is sent once, and what it makes of the replies is the same."""
+    training, engines = prepared()
+    begin_next_rollout(training, at(2))
+    while not engines.commands:
+        time.sleep(0.001)
+    engines.may_answer.set()
+    stage = rollout.fn(training, next_settings(training, at(2)), at(2))
+    ahead = read_columns(training.run.experience(3), ["sample_id", "response", "prompt"])
+
+    training.run.experience(3).unlink()
+    rollout.fn(training, next_settings(training, at(2)), at(2))
+    begun, asked = engines.commands
+    assert (begun["key"], begun["sampling"]) == ("3/rollout", asked["sampling"])
+    assert np.array_equal(begun["prompts"], asked["prompts"])
+    assert ahead == read_columns(training.run.experience(3), ["sample_id", "response", "prompt"])
+    assert stage.experience.policy_version == 2
+
+
+def test_its_seconds_are_those_that_the_engines_worked_and_not_those_they_waited(
+    prepared: Callable[..., tuple[Training, Engines]],
+) -> None:
+    """What was done ahead counts as rollout; a task that comes late adds nothing. Control: nothing done ahead."""
+    training, engines = prepared()
+    engines.may_answer.set()
+    begin_next_rollout(training, at(2))
+    training.session().generations["3/rollout"].result()
+    time.sleep(0.5)
+    metrics = rollout.fn(training, next_settings(training, at(2)), at(2)).metrics
+    assert 0 < metrics["rollout/ahead_s"] < metrics["time/rollout_s"] < 0.4
+    assert "rollout/ahead_s" not in rollout.fn(training, next_settings(training, at(3)), at(3)).metrics
+
+
+def test_it_does_not_begin_where_it_would_be_in_the_way_or_in_vain(
+    prepared: Callable[..., tuple[Training, Engines]],
+) -> None:
+    """Before a checkpoint, after the last iteration, and where an earlier attempt left this policy's experience."""
+    training, engines = prepared(checkpoint={"every": 2})
+    engines.may_answer.set()
+    rollout.fn(training, next_settings(training, at(3)), at(3))
+    before = len(engines.commands)
+    for done in (2, 3, 4, 5):
+        begin_next_rollout(training, at(done))
+    assert len(engines.commands) == before
+    begin_next_rollout(training, Progress(iteration=3, policy_version=7))  # another policy's: not to be used
+    begin_next_rollout(training, at(1))
+    assert list(training.session().generations) == ["4/rollout", "2/rollout"]
+
+
+def test_what_ends_the_engines_ends_the_rollout(prepared: Callable[..., tuple[Training, Engines]]) -> None:
+    """The error comes out where the responses are wanted."""
+    training, engines = prepared()
+
+    def lost(command: str, key: str, **arguments: Any) -> list[dict[str, Any]]:
+        raise RuntimeError("rank 0 exited")
+
+    engines.call = lost  # type: ignore[method-assign]
+    begin_next_rollout(training, at(2))
+    with pytest.raises(RuntimeError, match="rank 0 exited"):
+        rollout.fn(training, next_settings(training, at(2)), at(2))
