@@ -11,6 +11,7 @@ import json
 import math
 import random
 import string
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -38,8 +39,13 @@ def write_prompts(folder: Path, letters: int, count: int = PROMPTS) -> dict[str,
         "data.heldout": (folder / "heldout.jsonl", rows[count:]),
     }
     for path, texts in files.values():
-        path.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in texts), encoding="utf-8")
+        write_rows(path, texts)
     return {key: str(path) for key, (path, _) in files.items()}
+
+
+def write_rows(path: Path, texts: Sequence[str]) -> None:
+    """Write prompts as JSONL."""
+    path.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in texts), encoding="utf-8")
 
 
 def with_prompts(config: TrainConfig, folder: Path) -> list[str]:

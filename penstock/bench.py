@@ -295,6 +295,18 @@ def model(
     _say(f"model: {folder}")
 
 
+@app.command()
+def prompts(
+    file: Annotated[Path, typer.Argument(help="JSONL file for the prompts")],
+    letters: Annotated[int, typer.Option(min=1, help="length of a prompt, as data.max_prompt_tokens says")] = 256,
+) -> None:
+    """Write the prompts that recipes without data are measured with, for the peers' runs (benchmarks/run_*.py)."""
+    from benchmarks.workload import PROMPTS, prompts, write_rows
+
+    write_rows(file, prompts(PROMPTS, letters))
+    _say(f"prompts: {file}")
+
+
 def _load(recipe: Path, overrides: list[str] | None, folder: str) -> TrainConfig:
     from benchmarks.session import load_recipe
 
