@@ -57,7 +57,7 @@ def settings(steps: int, micro_batch: int, output: str) -> GRPOConfig:
     return GRPOConfig(
         output_dir=output,
         max_steps=steps,
-        learning_rate=WORK["actor"]["optimizer"]["learning_rate"],
+        learning_rate=float(WORK["actor"]["optimizer"]["learning_rate"]),
         beta=0.0,  # no reference policy
         num_generations=rollout["samples"],
         per_device_train_batch_size=micro_batch,

@@ -198,6 +198,9 @@ def deepspeed_config(config: TrainerConfig, dtype: torch.dtype) -> dict[str, Any
         # Stage 1 adds each gradient to its float32 sum as the backward pass makes it, and frees it.
         "bf16": {"enabled": dtype is torch.bfloat16, "immediate_grad_update": True},
         "data_types": {"grad_accum_dtype": "fp32"},
+        # Its sums go to the other ranks as they are: else DeepSpeed would copy all of them to bfloat16 and back, also
+        # on a single rank. Later stages send each gradient as the backward pass makes it.
+        **({"communication_data_type": "fp32"} if config.zero_stage == 1 else {}),
         "zero_optimization": {
             "stage": config.zero_stage,
             "round_robin_gradients": False,  # would scatter the fused groups over the flat buffer

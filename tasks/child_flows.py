@@ -1,8 +1,10 @@
-"""Child flows at the least cost: a training begins one for every iteration, and its GPUs wait meanwhile.
+"""Child flows at the least cost: a training begins one for every iteration.
 
-A child flow's own heartbeat costs half a second; the training's flow keeps its own. And a server with SQLite refuses a
-request (503) when two writes meet, which happens to one child flow in twenty; Prefect's client, which has no setting
-for it, would ask again after two seconds. Left out: fewer requests (Prefect makes eight for a child flow).
+The GPUs wait meanwhile after a checkpoint; else they are at the next rollout (tasks/rollout.py), a quick one of which
+would be over first. A child flow's own heartbeat costs half a second; the training's flow keeps its own. And a server
+with SQLite refuses a request (503) when two writes meet, which happens to one child flow in twenty; Prefect's client,
+which has no setting for it, would ask again after two seconds. Left out: fewer requests (Prefect makes eight for a
+child flow).
 """
 
 from __future__ import annotations

@@ -37,7 +37,7 @@ def rollout(training: Training, settings: Settings, progress: Progress) -> Stage
     metrics: dict[str, float] = {}
     with timed(metrics, "rollout"):
         if not _found(path, progress.policy_version):
-            key, seed = _identity(training, settings)
+            key, seed = _key_and_seed(training, settings)
             size = training.config.rollout.prompts
             columns, generation = answered(training, settings, progress.prompt_cursor, size, key, seed)
             write_columns(path, columns)
@@ -59,7 +59,7 @@ def begin_next_rollout(training: Training, progress: Progress) -> None:
         return
     settings = next_settings(training, progress)
     prompts = _drawn(training, settings.iteration, progress.prompt_cursor, config.rollout.prompts)
-    begin_generation(training, prompts, *_identity(training, settings), sampling(training, settings))
+    begin_generation(training, prompts, *_key_and_seed(training, settings), sampling(training, settings))
 
 
 def answered(
@@ -111,7 +111,7 @@ def sampling(training: Training, settings: Settings) -> dict[str, Any]:
     }
 
 
-def _identity(training: Training, settings: Settings) -> tuple[str, list[int]]:
+def _key_and_seed(training: Training, settings: Settings) -> tuple[str, list[int]]:
     """Return the key and the seed of the iteration's first rollout."""
     return f"{settings.iteration}/rollout", [training.config.seed, settings.iteration, 0]
 

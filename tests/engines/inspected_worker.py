@@ -124,9 +124,12 @@ class InspectedWorker(Worker):
         return {"names": [name for name, p in named if p.data.numel() < getattr(p, "ds_numel", 0)]}
 
     def moments(self, role: str) -> dict[str, Any]:
-        """Elements of AdamW's first moment on this rank."""
+        """Elements of AdamW's first moment on this rank, and which share of those but zeros bfloat16 can hold."""
         state = self.trainers[role]._optimizer.state.values()
-        return {"elements": sum(entry["exp_avg"].numel() for entry in state if "exp_avg" in entry)}
+        moments = [entry["exp_avg"].flatten() for entry in state if "exp_avg" in entry]
+        moved = torch.cat([moment[moment != 0] for moment in moments] or [torch.empty(0)])
+        held = float((moved.bfloat16().float() == moved).float().mean())
+        return {"elements": sum(moment.numel() for moment in moments), "in_bfloat16": held}
 
     def offloaded(self, role: str) -> dict[str, Any]:
         """Which states DeepSpeed has in host memory."""

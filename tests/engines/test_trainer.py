@@ -187,6 +187,27 @@ def test_in_bfloat16_stage_1_trains_as_stage_2_and_is_restored_bit_for_bit(
         ranks.build(folder_of(BIG), actor={"zero_stage": 1}, model={"dtype": "bfloat16"})
 
 
+@pytest.mark.parametrize("count", [1, 2])
+def test_in_bfloat16_stage_1_sums_gradients_over_micro_batches_and_ranks_in_float32(
+    count: int, ranks_of: Callable[[int], Ranks], folder_of: FolderOf, tmp_path: Path
+) -> None:
+    """With beta1 = 0 and no clipping AdamW's first moment is the gradient, and bfloat16 cannot hold the sum.
+
+    Control: one micro-batch on one rank has nothing to sum up, and its gradients are bfloat16's.
+    """
+    ranks = ranks_of(count)
+    path = write_rows(tmp_path / "rows.parquet", random_rows(8, samples=2))
+    optimizer = {"betas": (0.0, 0.95), "max_grad_norm": 1e9}
+    held = {}
+    for budget in (32, 10_000):
+        ranks.build(folder_of(BIG), actor={"zero_stage": 1, "optimizer": optimizer}, model={"dtype": "bfloat16"})
+        split = {**SPLIT, "micro_batch_tokens": budget}
+        ranks.ask("update_actor", path=path, version=-1, split=split, loss=LOSS, learning_rate=1e-2)
+        held[budget] = max(reply["in_bfloat16"] for reply in ranks.ask("moments", role="actor"))
+    assert held[32] < 0.3
+    assert held[10_000] == 1.0 if count == 1 else held[10_000] < 0.8
+
+
 def test_actor_and_critic_of_a_group_are_saved_side_by_side(
     two_ranks: Ranks, folder_of: FolderOf, tmp_path: Path
 ) -> None:

@@ -63,6 +63,7 @@ MEASURED = (
     "rollout/tokens_per_s",
     "rollout/request_s",
     "rollout/wake_s",
+    "rollout/ahead_s",
     "rollout/engine_",
     "actor/update_s",
     "critic/update_s",

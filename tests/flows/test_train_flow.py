@@ -405,7 +405,7 @@ def test_prefect_shows_every_iteration_as_a_flow_of_named_tasks(learned: RunFold
     assert {"algorithm:grpo", "run:learned"} <= set(flow.tags)
     iterations = [f"iteration-{number:06d}" for number in range(1, ITERATIONS + 1)]
     assert sorted(child.name for child in children) == [*iterations, "supervised-warm-up"]
-    steps = ("settings", "rollout", "reward", "old-logprobs", "advantage", "update-actor", "reshard", "record")
+    steps = ("rollout", "reward", "old-logprobs", "advantage", "update-actor", "reshard", "live-overrides", "record")
     assert sorted(task.name for task in tasks) == sorted(f"{step}-000002" for step in steps)
     states = [flow.state, *(child.state for child in children), *(task.state for task in tasks)]
     assert all(state is not None and state.is_completed() for state in states)
