@@ -19,9 +19,7 @@ from typing import Any
 
 import torch
 import yaml
-from datasets import Dataset
 from transformers import TrainerCallback
-from trl import GRPOConfig, GRPOTrainer
 
 WORK = yaml.safe_load((Path(__file__).parent.parent / "configs" / "bench_grpo.yaml").read_text(encoding="utf-8"))
 
@@ -45,8 +43,8 @@ class StepClock(TrainerCallback):
         print("TRL step", {"wall_s": round(seconds, 2), "peak_gib": round(peak, 1)}, flush=True)
 
 
-def settings(steps: int, micro_batch: int, output: str) -> GRPOConfig:
-    """Return TRL's settings for the recipe's work.
+def settings(steps: int, micro_batch: int, output: str) -> dict[str, Any]:
+    """Return the fields of TRL's GRPOConfig for the recipe's work.
 
     Args:
         micro_batch: rows of a forward and backward pass.
@@ -54,34 +52,37 @@ def settings(steps: int, micro_batch: int, output: str) -> GRPOConfig:
     """
     rollout = WORK["rollout"]
     rows, response = rollout["prompts"] * rollout["samples"], rollout["max_response_tokens"]
-    return GRPOConfig(
-        output_dir=output,
-        max_steps=steps,
-        learning_rate=float(WORK["actor"]["optimizer"]["learning_rate"]),
-        beta=0.0,  # no reference policy
-        num_generations=rollout["samples"],
-        per_device_train_batch_size=micro_batch,
-        gradient_accumulation_steps=rows // micro_batch,
-        steps_per_generation=rows // micro_batch,
-        max_completion_length=response,
-        generation_kwargs={"ignore_eos": rollout["ignore_eos"]},
-        mask_truncated_completions=False,
-        use_vllm=True,
-        vllm_mode="colocate",
-        vllm_gpu_memory_utilization=0.35,
-        vllm_max_model_length=WORK["data"]["max_prompt_tokens"] + response + 256,
-        vllm_enable_sleep_mode=False,
-        bf16=True,
-        model_init_kwargs={"attn_implementation": "sdpa", "dtype": "float32"},
-        logging_steps=1,
-        report_to="none",
-        save_strategy="no",
-        disable_tqdm=True,
-    )
+    return {
+        "output_dir": output,
+        "max_steps": steps,
+        "learning_rate": float(WORK["actor"]["optimizer"]["learning_rate"]),
+        "beta": 0.0,  # no reference policy
+        "num_generations": rollout["samples"],
+        "per_device_train_batch_size": micro_batch,
+        "gradient_accumulation_steps": rows // micro_batch,
+        "steps_per_generation": rows // micro_batch,
+        "max_completion_length": response,
+        "generation_kwargs": {"ignore_eos": rollout["ignore_eos"]},
+        "mask_truncated_completions": False,
+        "use_vllm": True,
+        "vllm_mode": "colocate",
+        "vllm_gpu_memory_utilization": 0.35,
+        "vllm_max_model_length": WORK["data"]["max_prompt_tokens"] + response + 256,
+        "vllm_enable_sleep_mode": False,
+        "bf16": True,
+        "model_init_kwargs": {"attn_implementation": "sdpa", "dtype": "float32"},
+        "logging_steps": 1,
+        "report_to": "none",
+        "save_strategy": "no",
+        "disable_tqdm": True,
+    }
 
 
 def main() -> None:
     """Train for a few steps."""
+    from datasets import Dataset
+    from trl import GRPOConfig, GRPOTrainer
+
     parser = argparse.ArgumentParser(description="Measure TRL's GRPO on the work of configs/bench_grpo.yaml.")
     parser.add_argument("model", help="model folder, as 'penstock bench model' makes it")
     parser.add_argument("prompts", type=Path, help="JSONL file, as 'penstock bench prompts' makes it")
@@ -93,7 +94,7 @@ def main() -> None:
     trainer = GRPOTrainer(
         model=given.model,
         reward_funcs=share_of_digits,
-        args=settings(given.steps, given.micro_batch, given.output),
+        args=GRPOConfig(**settings(given.steps, given.micro_batch, given.output)),
         train_dataset=Dataset.from_list(rows),
         callbacks=[StepClock()],
     )

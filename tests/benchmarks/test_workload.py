@@ -7,7 +7,10 @@ import random
 from pathlib import Path
 
 import numpy as np
+from typer.testing import CliRunner
 
+from benchmarks import run_trl, run_verl
+from benchmarks.digit_reward import share_of_digits
 from benchmarks.workload import (
     fixed_lengths,
     lognormal_lengths,
@@ -18,6 +21,7 @@ from benchmarks.workload import (
 )
 from configs.loading import load_config
 from configs.schema import TrainConfig
+from penstock.bench import app as bench
 from state.experience import read_columns
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -66,6 +70,31 @@ def test_the_recipe_is_the_peers_work() -> None:
     assert "reference" not in config.roles
     assert config.evaluate.every == 0
     assert config.checkpoint.every == 0
+
+
+def test_peers_are_told_the_recipes_work(tmp_path: Path) -> None:
+    """The prompts as one file, and the numbers in each system's own words; YAML's 1e-6 would be text for TRL."""
+    file = tmp_path / "prompts.jsonl"
+    assert CliRunner().invoke(bench, ["prompts", str(file)]).exit_code == 0
+    assert [json.loads(line)["prompt"] for line in file.read_text(encoding="utf-8").splitlines()] == prompts()
+
+    trl = run_trl.settings(3, 16, "output")
+    assert trl["per_device_train_batch_size"] * trl["gradient_accumulation_steps"] == 64 * 8
+    assert (trl["num_generations"], trl["max_completion_length"], trl["learning_rate"]) == (8, 1024, 1e-6)
+
+    verl = run_verl.settings("model", "prompts.parquet", 3)
+    assert [verl[f"data.{name}"] for name in ("train_batch_size", "max_prompt_length", "max_response_length")] == [
+        *(64, 256, 1024)
+    ]
+    assert (verl["actor_rollout_ref.rollout.n"], float(verl["actor_rollout_ref.actor.optim.lr"])) == (8, 1e-6)
+    assert [row["prompt"][0]["content"] for row in run_verl.table(file).to_dict("records")] == prompts()
+
+
+def test_peers_rewards_are_the_recipes(tmp_path: Path) -> None:
+    """Each calls a function of its own kind; the control has no digits."""
+    for text, share in (("a1b2", 0.5), ("abc", 0.0), ("", 0.0)):
+        assert run_trl.share_of_digits([text], completion_ids=[[]]) == [share]
+        assert run_verl.share_of_digits("letters", text, "", {"index": 0}) == share == share_of_digits(text)
 
 
 def test_lognormal_lengths_have_a_tail_that_is_cut() -> None:
