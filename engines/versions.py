@@ -21,6 +21,25 @@ from configs.errors import UserError
 if TYPE_CHECKING:
     from engines.packing import PackedLayout
 
+# What PyTorch computes with MKL's vector functions on a CPU.
+VECTOR_FUNCTIONS = (
+    *("acos", "asin", "atan", "cos", "cosh", "erf", "erfc", "erfinv", "exp", "expm1", "log", "log10", "log1p", "log2"),
+    *("sin", "sinh", "sqrt", "tan", "tanh"),
+)
+
+
+def settle_vector_functions() -> None:
+    """Call MKL's vector functions on one element each, before several threads do so at once.
+
+    MKL picks the code of a function at its first call. Where threads make that call side by side, one may be left with
+    code of four digits (https://github.com/pytorch/pytorch/issues/188792): here in one process of sixty, for `cos`,
+    and then for as long as the process lived.
+    """
+    for dtype in (torch.float32, torch.float64):
+        one = torch.ones(1, dtype=dtype)
+        for name in VECTOR_FUNCTIONS:
+            getattr(torch, name)(one)
+
 
 def causal_varlen_attention(
     query_N: torch.Tensor,

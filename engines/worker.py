@@ -71,6 +71,7 @@ class Worker:
     def __init__(self, rank: int, world_size: int, gpu: int | None) -> None:
         self.rank, self.world_size = rank, world_size
         self.device = torch.device("cpu") if gpu is None else torch.device("cuda", gpu)
+        versions.settle_vector_functions()
         if gpu is None:
             versions.prepare_deepspeed_for_cpu()
         else:
