@@ -33,18 +33,17 @@ REFILL = "refill"  # column that says which rollout of the iteration a sample is
 @task(task_run_name="rollout-{settings.iteration:06d}", cache_policy=NO_CACHE)
 def rollout(training: Training, settings: Settings, progress: Progress) -> Stage:
     """Generate experience, or take the file that an interrupted attempt of this iteration left complete."""
-    path = training.run.experience(settings.iteration)
+    path, (key, seed) = training.run.experience(settings.iteration), _key_and_seed(training, settings)
     metrics: dict[str, float] = {}
     with timed(metrics, "rollout"):
         if not _found(path, progress.policy_version):
-            key, seed = _key_and_seed(training, settings)
             size = training.config.rollout.prompts
             columns, generation = answered(training, settings, progress.prompt_cursor, size, key, seed)
             write_columns(path, columns)
         else:
             generation = {}
             columns = read_columns(path, [*DESCRIBING, *episode_column_names(path)])
-        experience, figures = _describe(training, f"{settings.iteration}/rollout", path, columns)
+        experience, figures = _describe(training, key, path, columns)
     metrics["time/rollout_s"] += generation.get("rollout/ahead_s", 0.0)
     if generation:
         generation["rollout/tokens_per_s"] = experience.response_tokens / metrics["time/rollout_s"]

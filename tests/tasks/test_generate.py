@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -12,48 +10,11 @@ import pandas as pd
 import pytest
 
 from configs.schema import TrainConfig
-from state.experience import Ragged
 from tasks.generate import engine_figures, generate, rows_in_prompt_order
 from tasks.session import Training
+from tests.tasks.echo import Echo
 
 SAMPLES = 2
-
-
-@dataclass
-class Echo:
-    """Ranks that answer a prompt with its first token, once for sample 0, twice for sample 1."""
-
-    ranks: int
-    commands: list[dict[str, Any]] = field(default_factory=list)
-
-    @property
-    def spec(self) -> SimpleNamespace:
-        return SimpleNamespace(devices=(None,) * self.ranks)
-
-    def call(self, command: str, key: str, **arguments: Any) -> list[dict[str, Any]]:
-        self.commands.append({"command": command, "key": key, **arguments})
-        prompts = Ragged(arguments["prompts"], arguments["offsets"])
-        taken = np.random.default_rng(self.ranks).permutation(len(prompts))
-        return [self.answer(prompts, taken[rank :: self.ranks], arguments["sampling"]) for rank in range(self.ranks)]
-
-    def answer(self, prompts: Ragged, positions: np.ndarray, sampling: dict[str, Any]) -> dict[str, Any]:
-        first = [int(prompts.row(position)[0]) for position in positions]
-        responses = Ragged.of([[token] * (n + 1) for token in first for n in range(sampling["samples"])], np.int32)
-        count = len(responses)
-        return {
-            "usage": {},
-            "positions": positions,
-            "tokens": responses.values_T,
-            "offsets": responses.offsets_B1,
-            "truncated": np.arange(count) % 2 == 1,
-            "texts": [str(responses.row(row)[0]) for row in range(count)],
-            "policy_version": 3,
-            "request_seconds": np.ones(count, np.float32),
-            "engine_seconds": 1.0,
-            "wake_seconds": 0.25,
-            "prompt_tokens": 1,
-            "cached_tokens": 0,
-        }
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 8])

@@ -19,42 +19,23 @@ from state.manifest import Progress
 from tasks.rollout import begin_next_rollout, rollout
 from tasks.session import Training
 from tasks.settings import next_settings
+from tests.tasks.echo import Echo
 
 PROMPTS, SAMPLES = 3, 2
 
 
-class Engines:
-    """A rollout rank that answers every prompt with its first token, once it may."""
-
-    spec = SimpleNamespace(devices=(None,))
+class Engines(Echo):
+    """One rank of the policy that the iteration wants; it answers once it may."""
 
     def __init__(self) -> None:
-        self.commands: list[dict[str, Any]] = []
+        super().__init__(ranks=1)
         self.may_answer = threading.Event()
 
-    def call(self, command: str, key: str, **arguments: Any) -> list[dict[str, Any]]:
-        self.commands.append({"command": command, "key": key, **arguments})
+    def answer(self, prompts: Ragged, positions: np.ndarray, sampling: dict[str, Any]) -> dict[str, Any]:
+        """Answer as a rank whose policy is that of the iteration before."""
         assert self.may_answer.wait(10)
-        prompts = Ragged(arguments["prompts"], arguments["offsets"])
-        tokens = [[int(prompts.row(n)[0])] for n in range(len(prompts)) for _ in range(SAMPLES)]
-        responses = Ragged.of(tokens, np.int32)
-        count = len(responses)
-        return [
-            {
-                "usage": {},
-                "positions": np.arange(len(prompts)),
-                "tokens": responses.values_T,
-                "offsets": responses.offsets_B1,
-                "truncated": np.zeros(count, bool),
-                "texts": [str(row[0]) for row in tokens],
-                "policy_version": arguments["sampling"]["seed"][1] - 1,
-                "request_seconds": np.ones(count, np.float32),
-                "engine_seconds": 1.0,
-                "wake_seconds": 0.0,
-                "prompt_tokens": 1,
-                "cached_tokens": 0,
-            }
-        ]
+        self.policy_version = sampling["seed"][1] - 1
+        return super().answer(prompts, positions, sampling)
 
 
 @pytest.fixture
@@ -62,7 +43,6 @@ def prepared(
     training_with: Callable[[TrainConfig], Training], monkeypatch: pytest.MonkeyPatch
 ) -> Callable[..., tuple[Training, Engines]]:
     """Make a training of five iterations with a table of seven prompts."""
-
     monkeypatch.setattr("tasks.rollout.generation_figures", lambda *_: {})  # of a GPU
 
     def make(**sections: Any) -> tuple[Training, Engines]:
