@@ -56,7 +56,8 @@ def load_roles(training: Training, roles: tuple[Role, ...]) -> ModelShape:
     tree = session.engine_config()
     for group in session.distinct_groups:
         if held := [role for role in group.spec.roles if role in roles]:
-            group.call("build", key="0/build", config=tree, folder=folder, roles=held)
+            keep_logits = session.keeps_logits("actor")
+            group.call("build", key="0/build", config=tree, folder=folder, roles=held, keep_logits=keep_logits)
     return read_shape(Path(folder))
 
 

@@ -6,6 +6,7 @@ after an iteration's clock has stopped. Left out: start-up, which `train` itself
 
 from __future__ import annotations
 
+import json
 import statistics
 import subprocess
 import sys
@@ -63,11 +64,12 @@ def measure(recipe: Path, overrides: list[str], command: str, skip: int, keep: P
         if ended.returncode:
             raise UserError(f"the training ended with exit code {ended.returncode}", "its messages are above")
         rows = [record["metrics"] for record in read_metrics(run) if record["iteration"] > 0]
+        recomputed = json.loads(run.summary.read_text(encoding="utf-8"))["recomputed"]
     return new_result(
         "step",
         command,
         figures_of(rows, skip, device_count(config)),
-        settings=settings_of(given, skip),
+        settings={**settings_of(given, skip), "recomputed": recomputed},
         details=[{"iteration": number, **row} for number, row in enumerate(rows, start=1)],
     )
 

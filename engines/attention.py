@@ -1,8 +1,9 @@
 """Attention over packed sequences, registered with transformers under the name `packed`.
 
-On a GPU it is PyTorch's own variable-length flash attention: no mask, no padding. PyTorch has no such kernel for the
-CPU, so there queries, keys and values are spread to rows for the attention alone, and gathered back: every other layer
-still sees only real tokens. Spreading needs no mask either: it pads on the right, and a causal token never looks right.
+On a GPU it is variable-length flash attention (engines/versions.py knows whose): no mask, no padding. The CPU has no
+such kernel, so there queries, keys and values are spread to rows for the attention alone, and gathered back: every
+other layer still sees only real tokens. Spreading needs no mask either: it pads on the right, and a causal token never
+looks right.
 
 Where responses share a prompt (engines/packing.py), its keys and values are repeated for each of them; a response's
 queries are the last of their sequence, which is how the causal kernel aligns fewer queries than keys.

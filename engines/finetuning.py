@@ -30,12 +30,15 @@ if TYPE_CHECKING:
     from engines.worker import Worker
 
 
-def sft_begin(worker: Worker, config: dict[str, Any], folder: str, dtype: str, rows: str, seed: int) -> dict[str, Any]:
+def sft_begin(
+    worker: Worker, config: dict[str, Any], folder: str, dtype: str, rows: str, seed: int, keep_logits: bool = False
+) -> dict[str, Any]:
     """Load the model and the rows for supervised training; `seed` is that of new adapters."""
     worker.config = TrainConfig.model_validate({"model": {"dtype": dtype}, "seed": seed})
     sft = SftConfig.model_validate(config)
     worker.lm = worker.causal_lm(folder, sft)
-    worker.trainers["sft"] = Trainer(PackedPolicy(worker.lm), ordered_parameters(worker.lm), sft, sft.steps)
+    module = PackedPolicy(worker.lm, keep_logits)
+    worker.trainers["sft"] = Trainer(module, ordered_parameters(worker.lm), sft, sft.steps)
     columns = read_columns(rows, ("prompt_tokens", "response_tokens", "loss_mask"))
     worker.sft_rows = Rows(columns["prompt_tokens"], columns["response_tokens"], columns["loss_mask"], {})
     return {}
@@ -57,7 +60,13 @@ def sft_end(worker: Worker, folder: str) -> dict[str, Any]:
 
 
 def preference_begin(
-    worker: Worker, config: dict[str, Any], folder: str, dtype: str, scores: bool, seed: int
+    worker: Worker,
+    config: dict[str, Any],
+    folder: str,
+    dtype: str,
+    scores: bool,
+    seed: int,
+    keep_logits: bool = False,
 ) -> dict[str, Any]:
     """Load the model to train on preferences: the policy, or with `scores` a reward model made of it."""
     worker.config = TrainConfig.model_validate({"model": {"dtype": dtype}, "seed": seed})
@@ -69,7 +78,7 @@ def preference_begin(
         module = PackedRewardModel(worker.lm)
     else:
         worker.lm = worker.causal_lm(folder, settings)
-        module = PackedPolicy(worker.lm)
+        module = PackedPolicy(worker.lm, keep_logits)
     worker.trainers["preference"] = Trainer(module, list(worker.lm.parameters()), settings, settings.steps)
     worker.shapes["preference"] = read_shape(Path(folder))
     return {}

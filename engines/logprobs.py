@@ -4,6 +4,8 @@ Logits exist for a chunk of tokens at a time, in the forward pass for three sums
 backward pass, where they turn into their own gradient and are multiplied away. On a GPU the arithmetic between the
 matrix products is compiled into one kernel each way. Per token and vocabulary entry that is four matrix products
 (one of them the recomputation) and about 14 bytes, against some 60 bytes for autograd on float32 logits.
+Where memory allows (engines/memory.py) the logits are kept for the backward pass, in the weights' dtype, and the
+fourth product is spared.
 
 Source of the gradient: with z = logits / temperature, p = softmax(z), H = entropy, D = sum of p (log p - log q):
 d log p_chosen / dz = onehot - p;  dH / dz = -p (log p + H);  dD / dz = p (log p - log q - D).
@@ -12,7 +14,7 @@ The divergence D from a reference q, over the whole vocabulary, needs the refere
 language head: its logits exist for the same chunk of tokens, and are made again in the backward pass like the model's
 own. That is two matrix products more; a chunk is half as long, so that both models' logits take what one's took.
 
-Suffixes: `_T` tokens, `_C` tokens of a chunk, `_H` hidden size, `_V` vocabulary.
+Suffixes: `_T` tokens, `_C` tokens of a chunk, `_H` hidden size, `_V` vocabulary; `raw` logits are unscaled.
 Left out: bias of the language head (refused when a model is loaded, engines/models.py).
 """
 
@@ -38,7 +40,7 @@ class Reference:
 
 
 def selected_logprobs(
-    hidden_TH: Tensor, weight_VH: Tensor, targets_T: Tensor, temperature: float
+    hidden_TH: Tensor, weight_VH: Tensor, targets_T: Tensor, temperature: float, keep_logits: bool = False
 ) -> tuple[Tensor, Tensor]:
     """Return the log-probs of `targets_T` and the entropies of their distributions, both float32 and differentiable.
 
@@ -47,9 +49,12 @@ def selected_logprobs(
         weight_VH: the language head.
         targets_T: token ids.
         temperature: logits are divided by it.
+        keep_logits: hold them for the backward pass, if there will be one.
     """
-    scale = _scale(hidden_TH, temperature)
-    logprobs_T, entropies_T, _ = _SelectedLogprobs.apply(hidden_TH, weight_VH, targets_T, scale, None, None)
+    scale, kept_TV = _scale(hidden_TH, temperature), None
+    if keep_logits and torch.is_grad_enabled():
+        kept_TV = hidden_TH.new_empty(len(hidden_TH), len(weight_VH))
+    logprobs_T, entropies_T, _ = _SelectedLogprobs.apply(hidden_TH, weight_VH, targets_T, scale, kept_TV, None, None)
     return logprobs_T, entropies_T
 
 
@@ -62,7 +67,7 @@ def selected_logprobs_and_kl(
     """
     scale = _scale(hidden_TH, temperature)
     logprobs_T, entropies_T, kl_T = _SelectedLogprobs.apply(
-        hidden_TH, weight_VH, targets_T, scale, reference.hidden_TH, reference.weight_VH
+        hidden_TH, weight_VH, targets_T, scale, None, reference.hidden_TH, reference.weight_VH
     )
     return logprobs_T, entropies_T, kl_T
 
@@ -80,16 +85,18 @@ class _SelectedLogprobs(torch.autograd.Function):
         weight_VH: Tensor,
         targets_T: Tensor,
         scale: Tensor,
+        kept_TV: Tensor | None,
         reference_TH: Tensor | None,
         reference_VH: Tensor | None,
     ) -> Any:
         statistics = _on(hidden_TH.device.type, _statistics)
-        parts = [
-            statistics(hidden_TH[chunk], weight_VH, targets_T[chunk], scale, _cut(reference_TH, chunk), reference_VH)
-            for chunk in _chunks(hidden_TH, weight_VH, reference_VH)
-        ]
+        parts = []
+        for chunk in _chunks(hidden_TH, weight_VH, reference_VH):
+            logits_CV = torch.mm(hidden_TH[chunk], weight_VH.t(), out=_cut(kept_TV, chunk))
+            reference_CV = _logits(reference_TH, reference_VH, chunk)
+            parts.append(statistics(logits_CV, targets_T[chunk], scale, reference_CV))
         chosen_T, *known = (None if column[0] is None else torch.cat(column) for column in zip(*parts, strict=True))
-        ctx.save_for_backward(hidden_TH, weight_VH, targets_T, scale, *known, reference_TH, reference_VH)
+        ctx.save_for_backward(hidden_TH, weight_VH, targets_T, scale, *known, kept_TV, reference_TH, reference_VH)
         ctx.set_materialize_grads(False)
         _, entropies_T, _, kl_T = known
         return chosen_T, entropies_T, kl_T
@@ -98,19 +105,20 @@ class _SelectedLogprobs(torch.autograd.Function):
     def backward(
         ctx: Any, grad_logprobs_T: Tensor | None, grad_entropies_T: Tensor | None, grad_kl_T: Tensor | None
     ) -> Any:
-        hidden_TH, weight_VH, targets_T, scale, *statistics, reference_TH, reference_VH = ctx.saved_tensors
+        hidden_TH, weight_VH, targets_T, scale, *statistics, kept_TV, reference_TH, reference_VH = ctx.saved_tensors
         gradient = _on(hidden_TH.device.type, _logits_gradient)
         grads = (grad_logprobs_T, grad_entropies_T, grad_kl_T)
         grad_hidden_TH = torch.empty_like(hidden_TH)
         grad_weight_VH = torch.empty_like(weight_VH) if ctx.needs_input_grad[1] else None  # a frozen head needs none
         for chunk in _chunks(hidden_TH, weight_VH, reference_VH):
             known, wanted = ([_cut(values_T, chunk) for values_T in columns] for columns in (statistics, grads))
-            cut, other = _cut(reference_TH, chunk), reference_VH
-            grad_CV = gradient(hidden_TH[chunk], weight_VH, targets_T[chunk], scale, *known, *wanted, cut, other)
+            logits_CV = _logits(hidden_TH, weight_VH, chunk) if kept_TV is None else kept_TV[chunk]
+            reference_CV = _logits(reference_TH, reference_VH, chunk)
+            grad_CV = gradient(logits_CV, targets_T[chunk], scale, *known, *wanted, reference_CV)
             torch.mm(grad_CV, weight_VH, out=grad_hidden_TH[chunk])
             if grad_weight_VH is not None:  # beta 0 does not read what the buffer held before the first chunk
                 torch.addmm(grad_weight_VH, grad_CV.t(), hidden_TH[chunk], beta=min(chunk.start, 1), out=grad_weight_VH)
-        return grad_hidden_TH, grad_weight_VH, None, None, None, None
+        return grad_hidden_TH, grad_weight_VH, None, None, None, None, None
 
 
 def _chunks(hidden_TH: Tensor, weight_VH: Tensor, reference_VH: Tensor | None) -> list[slice]:
@@ -123,8 +131,12 @@ def _cut(values_T: Tensor | None, chunk: slice) -> Tensor | None:
     return None if values_T is None else values_T[chunk]
 
 
-def _scaled_logits(hidden_CH: Tensor, weight_VH: Tensor, scale: Tensor) -> Tensor:
-    return (hidden_CH @ weight_VH.t()).to(scale.dtype) * scale
+def _logits(hidden_TH: Tensor | None, weight_VH: Tensor | None, chunk: slice) -> Tensor | None:
+    return None if hidden_TH is None or weight_VH is None else hidden_TH[chunk] @ weight_VH.t()
+
+
+def _scaled(logits_CV: Tensor, scale: Tensor) -> Tensor:
+    return logits_CV.to(scale.dtype) * scale
 
 
 def _normalizer(logits_CV: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -136,21 +148,16 @@ def _normalizer(logits_CV: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _statistics(
-    hidden_CH: Tensor,
-    weight_VH: Tensor,
-    targets_C: Tensor,
-    scale: Tensor,
-    reference_CH: Tensor | None,
-    reference_VH: Tensor | None,
+    raw_CV: Tensor, targets_C: Tensor, scale: Tensor, raw_reference_CV: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
     """Log-prob of the target, log of the normaliser, entropy; log of the reference's normaliser, divergence from it."""
-    logits_CV = _scaled_logits(hidden_CH, weight_VH, scale)
+    logits_CV = _scaled(raw_CV, scale)
     normalizer_C, sum_C, weighted_C = _normalizer(logits_CV)
     chosen_C = logits_CV.gather(-1, targets_C.unsqueeze(-1)).squeeze(-1)
     three = chosen_C - normalizer_C, normalizer_C, normalizer_C - weighted_C / sum_C
-    if reference_CH is None or reference_VH is None:
+    if raw_reference_CV is None:
         return *three, None, None
-    reference_CV = _scaled_logits(reference_CH, reference_VH, scale)
+    reference_CV = _scaled(raw_reference_CV, scale)
     reference_normalizer_C, _, _ = _normalizer(reference_CV)
     logprobs_CV = logits_CV - normalizer_C.unsqueeze(-1)
     ratio_CV = logprobs_CV - (reference_CV - reference_normalizer_C.unsqueeze(-1))
@@ -158,8 +165,7 @@ def _statistics(
 
 
 def _logits_gradient(
-    hidden_CH: Tensor,
-    weight_VH: Tensor,
+    raw_CV: Tensor,
     targets_C: Tensor,
     scale: Tensor,
     normalizer_C: Tensor,
@@ -169,26 +175,25 @@ def _logits_gradient(
     grad_logprobs_C: Tensor | None,
     grad_entropies_C: Tensor | None,
     grad_kl_C: Tensor | None,
-    reference_CH: Tensor | None,
-    reference_VH: Tensor | None,
+    raw_reference_CV: Tensor | None,
 ) -> Tensor:
     """Gradient of the loss by the logits of a chunk, before scaling, in the weights' dtype."""
-    logprobs_CV = _scaled_logits(hidden_CH, weight_VH, scale) - normalizer_C.unsqueeze(-1)
+    logprobs_CV = _scaled(raw_CV, scale) - normalizer_C.unsqueeze(-1)
     probs_CV = logprobs_CV.exp()
     grad_CV = torch.zeros_like(probs_CV)
     if grad_logprobs_C is not None:
-        vocabulary_V = torch.arange(weight_VH.shape[0], device=targets_C.device)
+        vocabulary_V = torch.arange(raw_CV.shape[1], device=targets_C.device)
         chosen_CV = (vocabulary_V == targets_C.unsqueeze(-1)).to(probs_CV.dtype)
         grad_CV = grad_CV + grad_logprobs_C.unsqueeze(-1) * (chosen_CV - probs_CV)
     if grad_entropies_C is not None:
         spread_CV = logprobs_CV + entropies_C.unsqueeze(-1)
         grad_CV = grad_CV - grad_entropies_C.unsqueeze(-1) * probs_CV * spread_CV
-    if grad_kl_C is not None and reference_CH is not None and reference_VH is not None:
+    if grad_kl_C is not None and raw_reference_CV is not None:
         assert reference_normalizer_C is not None and kl_C is not None
-        reference_CV = _scaled_logits(reference_CH, reference_VH, scale) - reference_normalizer_C.unsqueeze(-1)
+        reference_CV = _scaled(raw_reference_CV, scale) - reference_normalizer_C.unsqueeze(-1)
         excess_CV = logprobs_CV - reference_CV - kl_C.unsqueeze(-1)
         grad_CV = grad_CV + grad_kl_C.unsqueeze(-1) * probs_CV * excess_CV
-    return (grad_CV * scale).to(hidden_CH.dtype)
+    return (grad_CV * scale).to(raw_CV.dtype)
 
 
 @functools.cache

@@ -2,7 +2,7 @@
 
 A rank's memory is full at different times for different reasons, so the estimate is made by phase, and the fullest
 one counts: the warm-up, each trained role's update, the rollout, forward passes, the start. It refuses what cannot
-fit, decides about gradient checkpointing, and is shown by `--dry-run`; measured peaks are in every run's metrics.
+fit, decides what the backward pass recomputes, and is shown by `--dry-run`; measured peaks are in every run's metrics.
 
 The numbers are of three kinds, each with its place: bytes per parameter that ZeRO prescribes (`_states`), bytes per
 token that autograd keeps (engines/activations.py), and the workspaces and allowances below. The last are what is to
@@ -29,7 +29,7 @@ NCCL = int(0.5 * GIB)  # buffers of its channels, with several ranks
 CUDA_GRAPHS = 1 * GIB  # vLLM's captured graphs and workspace; they stay while its engine sleeps
 FRAGMENTATION = 0.05  # of what torch allocates on a GPU: reserved and of no use
 LOGITS_CHUNK = 1 << 30  # bytes of logits that exist at a time (engines/logprobs.py)
-LOGITS_CHUNKS = {"cuda": 2, "cpu": 8}  # the chunk and its successor; where nothing is compiled, float32 copies as well
+LOGITS_CHUNKS = {"cuda": 2, "cpu": 8}  # the chunk and its gradient; where nothing is compiled, float32 copies as well
 # DeepSpeed's defaults, in elements. A GPU's bucket is allocated whole however small the model is, and there are two to
 # overlap; on a CPU pages that nothing is written to are no memory.
 REDUCE_BUCKET = 500_000_000
@@ -55,6 +55,17 @@ class Rank:
 
 
 @dataclass(frozen=True)
+class Recomputed:
+    """What a trained model's backward pass computes again, to save memory; each costs a share of the forward pass."""
+
+    activations: bool  # gradient checkpointing
+    logits: bool
+
+    def __str__(self) -> str:
+        return ", ".join(name for name, value in vars(self).items() if value) or "nothing"
+
+
+@dataclass(frozen=True)
 class RankMemory:
     """Estimated bytes on one rank in its fullest phase."""
 
@@ -74,28 +85,51 @@ def weight_width(config: TrainConfig, device: str) -> int:
 
 
 def rank_memory(
-    config: TrainConfig, rank: Rank, checkpointing: Mapping[str, bool], only: str | None = None
+    config: TrainConfig, rank: Rank, recomputed: Mapping[str, Recomputed], only: str | None = None
 ) -> RankMemory:
     """Return the fullest phase, or the phase `only` if the group has it.
 
-    `checkpointing` is by "actor", "critic" and "sft" as `choose_checkpointing` has it.
+    `recomputed` is by "actor", "critic" and "sft" as `choose_recomputed` has it.
     """
-    phases = rank_phases(config, rank, checkpointing)
+    phases = rank_phases(config, rank, recomputed)
     name = only if only in phases else max(phases, key=lambda phase: sum(phases[phase].values()))
     return RankMemory(name, {part: size for part, size in phases[name].items() if size})
 
 
-def choose_checkpointing(config: TrainConfig, rank: Rank, free: int) -> dict[str, bool]:
-    """Return for each trained model of a group whether activations are recomputed in the backward pass.
+def choose_recomputed(config: TrainConfig, rank: Rank, free: int) -> dict[str, Recomputed]:
+    """Return for each trained model of a group what its backward pass recomputes.
 
-    What the configuration says holds. Where it says nothing they are kept, unless the phase then exceeds `free` bytes.
+    As little as lets the model's own phase fit into `free` bytes; what the configuration says of activations holds.
     """
-    asked = {name: trainer.gradient_checkpointing for name, trainer in _trained(config, rank).items()}
-    kept = rank_phases(config, rank, dict.fromkeys(asked, False))
-    return {name: sum(kept[PHASES[name]].values()) > free if value is None else value for name, value in asked.items()}
+    levels = {name: _levels(name, trainer, config, rank) for name, trainer in _trained(config, rank).items()}
+    most = {name: choices[-1] for name, choices in levels.items()}
+
+    def fits(name: str, level: Recomputed) -> bool:
+        return sum(rank_phases(config, rank, {**most, name: level})[PHASES[name]].values()) <= free
+
+    return {
+        name: next((level for level in choices if fits(name, level)), choices[-1]) for name, choices in levels.items()
+    }
 
 
-def rank_phases(config: TrainConfig, rank: Rank, checkpointing: Mapping[str, bool]) -> dict[str, Parts]:
+def _levels(name: str, trainer: TrainerConfig, config: TrainConfig, rank: Rank) -> list[Recomputed]:
+    """What there is to choose from, fastest first."""
+    head, levels = _has_head(name, rank), []
+    if not trainer.gradient_checkpointing:
+        if head and not (name == "actor" and config.algorithm.full_kl):  # there two models' logits would wait
+            levels.append(Recomputed(activations=False, logits=False))
+        levels.append(Recomputed(activations=False, logits=head))
+    if trainer.gradient_checkpointing is not False:
+        levels.append(Recomputed(activations=True, logits=head))
+    return levels
+
+
+def _has_head(name: str, rank: Rank) -> bool:
+    """Whether a trained model has logits; a critic's and a reward model's head has a single output."""
+    return not (name == "critic" or (name == "sft" and rank.scores))
+
+
+def rank_phases(config: TrainConfig, rank: Rank, recomputed: Mapping[str, Recomputed]) -> dict[str, Parts]:
     """Return a rank's parts in each phase."""
     trained = {name: trainer for name, trainer in _trained(config, rank).items() if name != "sft"}
     rest = _rest(config, rank, trained)
@@ -104,10 +138,10 @@ def rank_phases(config: TrainConfig, rank: Rank, checkpointing: Mapping[str, boo
         states = _states(name, trainer, rank, _models(name, config))
         if trainer.offload_optimizer:  # of several models one at a time has them back
             states[f"{name} masters and moments"] //= _models(name, config)
-        own = _update(name, trainer, config, rank, checkpointing[name]) | states
+        own = _update(name, trainer, config, rank, recomputed[name]) | states
         phases[PHASES[name]] = (rest | own) if rank.device == "cpu" or not config.rollout.sleep else _asleep(rest) | own
     if config.sft is not None and "actor" in rank.shapes:
-        own = _states("sft", config.sft, rank) | _update("sft", config.sft, config, rank, checkpointing["sft"])
+        own = _states("sft", config.sft, rank) | _update("sft", config.sft, config, rank, recomputed["sft"])
         phases[PHASES["sft"]] = own  # before the other models are loaded
     if "rollout" in rank.shapes:
         phases["rollout"] = {**rest, "KV cache": kv_cache_bytes(config, rank)}
@@ -175,28 +209,29 @@ def _rest(config: TrainConfig, rank: Rank, trained: Mapping[str, TrainerConfig])
     return parts
 
 
-def _update(name: str, trainer: TrainerConfig, config: TrainConfig, rank: Rank, checkpointing: bool) -> Parts:
+def _update(name: str, trainer: TrainerConfig, config: TrainConfig, rank: Rank, recomputed: Recomputed) -> Parts:
     """What an update needs besides the states, at the end of the forward pass or soon after."""
     shape, stage, width = _shape(name, rank), trainer.zero_stage, rank.width
     tokens = max(1, value_at(trainer.micro_batch_tokens, 1))
     prompt, response, samples = _lengths(name, config)
     responses = tokens * samples * response // (prompt + samples * response)
     embedding = width * shape.vocabulary * shape.hidden_size
-    logits = LOGITS_CHUNKS[rank.device] * min(LOGITS_CHUNK, width * shape.vocabulary * responses)
+    logits = width * shape.vocabulary * responses
+    chunk = min(LOGITS_CHUNK, logits)
     # A reference's hidden states, of this micro-batch and of the next one, which is packed ahead.
     states = 2 * width * responses * shape.hidden_size if name == "actor" and config.algorithm.full_kl else 0
     keys = keys_per_token(prompt, response, samples)
     compiled = rank.device == "cuda" and stage < 3
-    kept = kept_bytes(shape, width, rank.device, compiled, tokens, responses, checkpointing, keys)
+    kept = kept_bytes(shape, width, rank.device, compiled, tokens, responses, recomputed.activations, keys)
     block = in_flight_bytes(shape, width, tokens)
-    if checkpointing:  # one block at a time is whole again
+    if recomputed.activations:  # one block at a time is whole again
         block += tokens * total(layer_table(shape, width, rank.device, compiled, keys))
     trained = shape.trained_parameters(trainer.lora)
-    if trainer.lora is not None and not checkpointing:  # what lies between A and B, its gradient needs it
+    if trainer.lora is not None and not recomputed.activations:  # what lies between A and B, its gradient needs it
         kept += width * tokens * trainer.lora.rank * shape.layers * len(shape.targets(trainer.lora))
-    # The head's gradient is there before any other, and the largest. A critic has neither, a frozen head only logits.
-    headless = name == "critic" or (name == "sft" and rank.scores)
-    head = 0 if headless else logits + (embedding if trainer.lora is None else 0)
+    # The head's gradient is there before any other, and the largest. A frozen head only has logits.
+    head = (LOGITS_CHUNKS[rank.device] - 1) * chunk + (chunk if recomputed.logits else logits)
+    head = head + (embedding if trainer.lora is None else 0) if _has_head(name, rank) else 0
     return {
         f"{name} gradients": GRADIENT * trained // (rank.ranks if stage >= 2 else 1),
         "reduce buckets": _buckets(trained, stage, rank),

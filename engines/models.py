@@ -35,10 +35,10 @@ UNSUPPORTED = ("attn_logit_softcapping", "final_logit_softcapping", "logit_scale
 class PackedPolicy(nn.Module):
     """A causal LM: packed tokens in, log-probs and entropies of the response tokens out."""
 
-    def __init__(self, lm: PreTrainedModel) -> None:
+    def __init__(self, lm: PreTrainedModel, keep_logits: bool = False) -> None:
         super().__init__()
         self.lm = lm
-        self.head = LogprobHead(lm.lm_head)
+        self.head = LogprobHead(lm.lm_head, keep_logits)
 
     def forward(
         self, batch: PackedBatch, temperature: float, reference: Reference | None = None
@@ -58,16 +58,16 @@ class PackedPolicy(nn.Module):
 class LogprobHead(nn.Module):
     """The language head as a module of its own, so that ZeRO-3 gathers its weight for both passes."""
 
-    def __init__(self, head: nn.Linear) -> None:
+    def __init__(self, head: nn.Linear, keep_logits: bool) -> None:
         super().__init__()
-        self.weight = head.weight
+        self.weight, self.keep_logits = head.weight, keep_logits
 
     def forward(
         self, hidden_TH: torch.Tensor, targets_T: torch.Tensor, temperature: float, reference: Reference | None = None
     ) -> tuple[torch.Tensor, ...]:
         """Return log-probs_T and entropies_T of the targets, and KL_T to a reference if there is one."""
         if reference is None:
-            return selected_logprobs(hidden_TH, self.weight, targets_T, temperature)
+            return selected_logprobs(hidden_TH, self.weight, targets_T, temperature, self.keep_logits)
         return selected_logprobs_and_kl(hidden_TH, self.weight, targets_T, temperature, reference)
 
 

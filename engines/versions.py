@@ -7,20 +7,21 @@ Everything else in the project calls the names here. Seen to work: torch 2.13 (C
 from __future__ import annotations
 
 import copy
-import functools
 import inspect
-from collections.abc import Callable
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.nn import functional
+from torch.nn.attention import varlen
 
 from configs.errors import UserError
+from engines import flash_attention
 
 if TYPE_CHECKING:
     from engines.packing import PackedLayout
 
+VARLEN_PARAMETERS = frozenset(inspect.signature(varlen.varlen_attn).parameters)  # they grew from version to version
 # What PyTorch computes with MKL's vector functions on a CPU.
 VECTOR_FUNCTIONS = (
     *("acos", "asin", "atan", "cos", "cosh", "erf", "erfc", "erfinv", "exp", "expm1", "log", "log10", "log1p", "log2"),
@@ -56,8 +57,13 @@ def causal_varlen_attention(
     Raises:
         UserError: the model has a sliding window, and this PyTorch's kernel has none.
     """
-    attend, parameters = _varlen_attention()
-    if "window_size" in parameters:
+    if flash_attention.usable():
+        bounds = (layout.cu_queries_S1, layout.cu_keys_S1, layout.max_queries, layout.max_keys)
+        before = None if sliding_window is None else sliding_window - 1
+        return flash_attention.flash_attention(
+            query_N, key_K, value_K, bounds, query_N.shape[-1] ** -0.5 if scale is None else scale, before
+        )
+    if "window_size" in VARLEN_PARAMETERS:
         options: dict[str, Any] = {"window_size": (-1 if sliding_window is None else sliding_window - 1, 0)}
     elif sliding_window is None or sliding_window >= layout.max_keys:
         options = {"is_causal": True}
@@ -66,9 +72,9 @@ def causal_varlen_attention(
             "the model's sliding window is shorter than its sequences, and this PyTorch's kernel has no window",
             "use a newer PyTorch, or shorter prompts and responses",
         )
-    if "enable_gqa" in parameters:  # where it is missing the kernel takes fewer key heads as they are
+    if "enable_gqa" in VARLEN_PARAMETERS:  # where it is missing the kernel takes fewer key heads as they are
         options["enable_gqa"] = True
-    out_N: torch.Tensor = attend(
+    out_N: Any = varlen.varlen_attn(
         query_N,
         key_K,
         value_K,
@@ -80,14 +86,6 @@ def causal_varlen_attention(
         **options,
     )
     return out_N
-
-
-@functools.cache
-def _varlen_attention() -> tuple[Callable[..., Any], frozenset[str]]:
-    """PyTorch's kernel and the names of its parameters, which grew from version to version."""
-    from torch.nn.attention import varlen
-
-    return varlen.varlen_attn, frozenset(inspect.signature(varlen.varlen_attn).parameters)
 
 
 def prepare_deepspeed_for_cpu() -> None:

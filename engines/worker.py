@@ -154,8 +154,11 @@ class Worker:
 
     # ---- models ----------------------------------------------------------------------------------------------------
 
-    def build(self, config: dict[str, Any], folder: str, roles: list[str]) -> dict[str, Any]:
-        """Load the models of `roles` from the actor's starting folder; return parameter counts."""
+    def build(self, config: dict[str, Any], folder: str, roles: list[str], keep_logits: bool = False) -> dict[str, Any]:
+        """Load the models of `roles` from the actor's starting folder; return parameter counts.
+
+        `keep_logits`: the actor's updates hold a micro-batch's logits for the backward pass.
+        """
         self.config = TrainConfig.model_validate(config)
         reply: dict[str, Any] = {"parameters": 0, "trained": 0, "parameters_shared": 0, "parameters_copied": 0}
         critic_folder = (self.config.critic.path if self.config.critic is not None else None) or folder
@@ -167,7 +170,7 @@ class Worker:
             reply["parameters"] = sum(parameter.numel() for parameter in self.lm.parameters())
             reply["trained"] = sum(parameter.numel() for parameter in ordered_parameters(self.lm))
             self.trainers["actor"] = Trainer(
-                PackedPolicy(self.lm), ordered_parameters(self.lm), self.config.actor, steps
+                PackedPolicy(self.lm, keep_logits), ordered_parameters(self.lm), self.config.actor, steps
             )
             if "reference" not in roles:
                 reference.keep_head(self)

@@ -209,13 +209,13 @@ def _print_dry_run(config: Any, estimates: Any) -> None:
     from engines.placement import describe_strategy, reshard_strategy
 
     console.print(to_yaml(config), highlight=False, markup=False, soft_wrap=True)
-    columns = ("group", "roles", "ranks on", "memory per rank", "of which", "activations recomputed")
+    columns = ("group", "roles", "ranks on", "memory per rank", "of which", "recomputed in the backward pass")
     table = Table(*columns, title="placement and memory estimate")
     for item in estimates:
         places = ", ".join("CPU" if gpu is None else f"GPU {gpu}" for gpu in item.devices)
         parts = "\n".join(f"{name} {size / (1 << 30):.2f} GiB" for name, size in item.memory.parts.items())
         size = f"{item.memory.total / (1 << 30):.2f} GiB\n{item.memory.phase}"
-        recomputed = "\n".join(f"{name} {'yes' if value else 'no'}" for name, value in item.checkpointing.items())
+        recomputed = "\n".join(f"{name}: {value}" for name, value in item.recomputed.items())
         table.add_row(item.group, ", ".join(item.roles), places, size, parts, recomputed)
     console.print(table)
     strategy = f"{reshard_strategy(config)} ({describe_strategy(config)})"

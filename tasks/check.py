@@ -17,7 +17,7 @@ from data.arithmetic import make_problems
 from data.prompts import refuse_reserved
 from data.rows import read_rows, require_columns, require_filled
 from engines.machine import free_gpu_bytes, free_host_bytes, visible_gpus
-from engines.memory import GIB, PHASES, Rank, RankMemory, choose_checkpointing, rank_memory, weight_width
+from engines.memory import GIB, PHASES, Rank, RankMemory, Recomputed, choose_recomputed, rank_memory, weight_width
 from engines.placement import place
 from engines.shape import ModelShape, layer_names, read_shape
 from environments.loading import load_environment
@@ -37,7 +37,7 @@ class GroupEstimate:
     roles: tuple[str, ...]
     devices: tuple[int | None, ...]
     memory: RankMemory
-    checkpointing: dict[str, bool]  # by trained model: whether its activations are recomputed
+    recomputed: dict[str, Recomputed]  # by trained model
 
 
 def check_training(config: TrainConfig) -> list[GroupEstimate]:
@@ -346,15 +346,15 @@ def estimate_groups(config: TrainConfig, phase: str | None = None, scores: bool 
         device = "cpu" if devices[0] is None else "cuda"
         shapes = {role: _shape(config, role) for role in config.roles if role in spec.roles}
         rank = Rank(shapes, len(devices), device, weight_width(config, device), scores)
-        checkpointing = choose_checkpointing(config, rank, free)
-        memory = rank_memory(config, rank, checkpointing, phase)
-        estimates.append(GroupEstimate(spec.name, spec.roles, devices, memory, checkpointing))
+        recomputed = choose_recomputed(config, rank, free)
+        memory = rank_memory(config, rank, recomputed, phase)
+        estimates.append(GroupEstimate(spec.name, spec.roles, devices, memory, recomputed))
     return estimates
 
 
-def decide_checkpointing(config: TrainConfig) -> dict[str, bool]:
-    """Return for each trained model whether activations are recomputed, by the memory that is free now."""
-    return {name: value for item in estimate_groups(config) for name, value in item.checkpointing.items()}
+def decide_recomputed(config: TrainConfig) -> dict[str, Recomputed]:
+    """Return for each trained model what its backward pass recomputes, by the memory that is free now."""
+    return {name: value for item in estimate_groups(config) for name, value in item.recomputed.items()}
 
 
 def disk_bytes(config: TrainConfig) -> int:

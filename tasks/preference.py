@@ -116,6 +116,7 @@ def begin_preferences(training: Training, config: PairConfig, model_folder: str)
         dtype=config.model.dtype,
         scores=isinstance(config, RewardModelConfig),
         seed=config.seed,
+        keep_logits=training.session().keeps_logits("sft"),
     )
 
 

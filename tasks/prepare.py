@@ -86,7 +86,7 @@ def build_engines(training: Training, model_folder: str) -> dict[str, int | str]
     session = training.session()
     session.model_folder = model_folder
     session.say("loading models into DeepSpeed and vLLM")
-    common = {"config": session.engine_config(), "folder": model_folder}
+    common = {"config": session.engine_config(), "folder": model_folder, "keep_logits": session.keeps_logits("actor")}
     groups = session.distinct_groups
     replies = side_by_side("build", "0/build", {group: {**common, "roles": list(group.spec.roles)} for group in groups})
     strategy, first = reshard_strategy(session.config), [reply for ranks in replies.values() for reply in ranks]
@@ -108,8 +108,8 @@ def build_engines(training: Training, model_folder: str) -> dict[str, int | str]
         figures["parameters_copied"],
     )
     figures["reshard_strategy"] = strategy
-    recomputed = [name for name, value in session.checkpointing.items() if value]
-    get_run_logger().info("activations are recomputed in the backward pass of: %s", ", ".join(recomputed) or "nothing")
+    recomputed = "; ".join(f"{name}: {value}" for name, value in session.recomputed.items())
+    get_run_logger().info("recomputed in the backward pass: %s", recomputed)
     session.engine_figures = figures
     return figures
 

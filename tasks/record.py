@@ -216,7 +216,7 @@ def summarize(training: Training, status: str) -> dict[str, Any]:
         "actor_mfu": _mean(iterations, "actor/mfu"),
         "time_shares": _time_shares(iterations),
         **{name: session.engine_figures.get(name) for name in ENGINE_FIGURES},
-        "gradient_checkpointing": session.checkpointing,
+        "recomputed": {name: str(value) for name, value in session.recomputed.items()},
         "mlflow_run_id": session.mlflow_run_id,
         "prefect_flow_run_id": session.prefect_flow_run_id,
     }

@@ -22,11 +22,12 @@ from configs.schema import Role, TrainConfig
 from engines.gpu_sampler import GpuSampler
 from engines.group import EngineGroup
 from engines.machine import visible_gpus
+from engines.memory import Recomputed
 from engines.placement import place
 from state.experience import ExperienceRef
 from state.files import write_text
 from state.run_folder import RunFolder, locked
-from tasks.check import decide_checkpointing
+from tasks.check import decide_recomputed
 from tasks.consolidation import consolidating
 
 if TYPE_CHECKING:
@@ -96,7 +97,7 @@ class Session:
     generations: dict[str, Future[Replies]] = field(default_factory=dict)  # begun ahead, by key (tasks/generate.py)
     warned_of_fragments: bool = False
     history: list[dict[str, float]] = field(default_factory=list)  # figures of the iterations behind, oldest first
-    checkpointing: dict[str, bool] = field(default_factory=dict)  # by trained model, as decided for this machine
+    recomputed: dict[str, Recomputed] = field(default_factory=dict)  # by trained model, as decided for this machine
     lap_began: float = 0.0  # tasks/laps.py
     started: float = field(default_factory=time.monotonic)
     seconds_before: float = 0.0  # of earlier attempts
@@ -115,9 +116,13 @@ class Session:
     def engine_config(self) -> dict[str, Any]:
         """Return the configuration for the ranks: with what was decided for this machine, which no file keeps."""
         tree = self.config.model_dump(mode="json")
-        for name, value in self.checkpointing.items():
-            tree[name]["gradient_checkpointing"] = value
+        for name, value in self.recomputed.items():
+            tree[name]["gradient_checkpointing"] = value.activations
         return tree
+
+    def keeps_logits(self, name: str) -> bool:
+        """Whether the actor, or the model of supervised training, keeps its logits for the backward pass."""
+        return name in self.recomputed and not self.recomputed[name].logits
 
     def say(self, text: str) -> None:
         """Show a phase on the terminal."""
@@ -140,7 +145,7 @@ def open_session(config: TrainConfig, run: RunFolder) -> Iterator[Training]:
             session.stack.enter_context(consolidating(session))
             session.stack.enter_context(session.generating)  # left after the groups: closed, they end what it waits for
             gpus = visible_gpus()
-            session.checkpointing = decide_checkpointing(config)
+            session.recomputed = decide_recomputed(config)
             specs = place(config, len(gpus), run.logs)
             for spec in specs:
                 group = session.stack.enter_context(EngineGroup(spec))

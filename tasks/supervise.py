@@ -30,6 +30,7 @@ def begin_supervised(training: Training, model_folder: str) -> None:
         dtype=config.model.dtype,
         rows=str(training.run.prompts("sft")),
         seed=config.seed,
+        keep_logits=training.session().keeps_logits("sft"),
     )
 
 

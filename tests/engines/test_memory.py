@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM, Qwen2Config
 from benchmarks import make_model
 from benchmarks.result import read_result
 from configs.schema import Role, TrainConfig
-from engines.memory import GIB, Rank, choose_checkpointing, rank_memory, rank_phases, weight_width
+from engines.memory import GIB, Rank, Recomputed, choose_recomputed, rank_memory, rank_phases, weight_width
 from engines.models import load_causal_lm
 from engines.shape import ModelShape, read_shape
 from tests.engines.ranks import Shape
@@ -42,9 +42,15 @@ def _rank(ranks: int, device: str = "cuda", roles: tuple[Role, ...] = ("actor",)
     return Rank(dict.fromkeys(roles, MILLION), ranks, device, width)
 
 
-def _phase(phase: str, rank: Rank, checkpointing: bool = False, **sections: Any) -> dict[str, int]:
-    chosen = dict.fromkeys(("actor", "critic", "sft"), checkpointing)
-    return rank_phases(TrainConfig(**sections), rank, chosen)[phase]
+NOTHING, LOGITS, ALL = Recomputed(False, False), Recomputed(False, True), Recomputed(True, True)
+
+
+def _every(choice: Recomputed) -> dict[str, Recomputed]:
+    return dict.fromkeys(("actor", "critic", "sft"), choice)
+
+
+def _phase(phase: str, rank: Rank, recomputed: Recomputed = LOGITS, **sections: Any) -> dict[str, int]:
+    return rank_phases(TrainConfig(**sections), rank, _every(recomputed))[phase]
 
 
 def _actor(stage: int, rank: Rank) -> float:
@@ -56,7 +62,6 @@ def _actor(stage: int, rank: Rank) -> float:
 
 WORDY = replace(MILLION, vocabulary=200_000)
 RESULTS = Path(make_model.__file__).parent / "results"
-NEITHER = {"actor": False, "critic": False, "sft": False}
 SHAPES = [Shape("qwen2", tied=True), Shape("llama", tied=False, vocabulary=100)]
 
 
@@ -107,11 +112,11 @@ def test_a_role_costs_where_it_lives() -> None:
         assert ("rollout weights" in update) is not sleep
     stage = {"zero_stage": 2}
     config = TrainConfig.model_validate({"algorithm": {"name": "ppo"}, "actor": stage, "critic": stage})
-    ppo = rank_phases(config, _rank(1, roles=("actor", "critic")), NEITHER)
+    ppo = rank_phases(config, _rank(1, roles=("actor", "critic")), _every(LOGITS))
     for name in ("weights", "masters and moments"):
         assert ppo["update of the critic"][f"actor {name}"] == ppo["update of the critic"][f"critic {name}"]
     assert "actor gradients" not in ppo["update of the critic"]
-    wordy = rank_phases(config, Rank(dict.fromkeys(("actor", "critic"), WORDY), 1, "cuda", 2), NEITHER)
+    wordy = rank_phases(config, Rank(dict.fromkeys(("actor", "critic"), WORDY), 1, "cuda", 2), _every(LOGITS))
     assert wordy["update of the critic"]["backward pass"] < wordy["update of the actor"]["backward pass"]  # no logits
 
 
@@ -123,7 +128,7 @@ def test_every_agent_has_a_critic(offload: bool) -> None:
     def critics(algorithm: str, names: list[str]) -> dict[str, dict[str, int]]:
         data = {"agents": {"column": "role", "names": names}} if names else {}
         sections = {"algorithm": {"name": algorithm}, "data": data, "critic": trainer}
-        return rank_phases(TrainConfig.model_validate(sections), _rank(1, roles=("actor", "critic")), NEITHER)
+        return rank_phases(TrainConfig.model_validate(sections), _rank(1, roles=("actor", "critic")), _every(LOGITS))
 
     ppo, one, three = critics("ppo", []), critics("ippo", ["a"]), critics("ippo", ["a", "b", "c"])
     assert one == ppo
@@ -162,7 +167,7 @@ def test_offloaded_states_are_there_during_their_own_update_alone() -> None:
     """Masters and moments, 12 bytes per parameter: the rollout and the critic's update have them for themselves."""
     sections = {"algorithm": {"name": "ppo"}, "actor": {"offload_optimizer": True, "zero_stage": 2}}
     config, rank = TrainConfig.model_validate(sections), _rank(1, roles=("actor", "critic", "rollout"))
-    phases = rank_phases(config, rank, NEITHER)
+    phases = rank_phases(config, rank, _every(LOGITS))
     assert phases["update of the actor"]["actor masters and moments"] == 12_000_000
     for phase in ("rollout", "update of the critic"):
         assert "actor masters and moments" not in phases[phase]
@@ -174,7 +179,7 @@ def test_a_reward_model_has_no_logits() -> None:
     """What is trained without rollout has a language head or, as a reward model, a score."""
     config = TrainConfig.model_validate({"sft": {}})
     head, score = (Rank({"actor": WORDY}, 1, "cuda", 2, scores) for scores in (False, True))
-    update, scored = (rank_phases(config, rank, NEITHER)["supervised warm-up"] for rank in (head, score))
+    update, scored = (rank_phases(config, rank, _every(LOGITS))["supervised warm-up"] for rank in (head, score))
     assert scored["backward pass"] < update["backward pass"]
     assert scored["activations"] == update["activations"]
 
@@ -193,7 +198,7 @@ def test_activations_grow_with_the_micro_batch_and_shrink_with_recomputation() -
         for tokens in (1024, 4096)
     )
     assert large == pytest.approx(4 * small, rel=1e-4)
-    again = _phase("update of the actor", _rank(1), checkpointing=True, actor={"micro_batch_tokens": 4096})
+    again = _phase("update of the actor", _rank(1), ALL, actor={"micro_batch_tokens": 4096})
     assert again["activations"] < large
 
 
@@ -212,17 +217,19 @@ def test_activations_grow_with_the_micro_batch_and_shrink_with_recomputation() -
 def test_the_estimate_is_within_a_tenth_of_the_peak_that_was_measured(
     name: str, size: str, roles: tuple[Role, ...], ranks: int, tmp_path: Path
 ) -> None:
-    """On H200s, activations kept and recomputed. Control: the other of the two is far off."""
+    """On H200s, activations and logits kept and recomputed. Control: activations the other way round are far off."""
     measured = read_result(RESULTS / f"{name}.json")
     sections = {section: measured.settings[section] for section in ("rollout", "algorithm", "actor")}
     config = TrainConfig.model_validate({**sections, "data": {"max_prompt_tokens": 256}})
     rank = Rank(dict.fromkeys(roles, _random_model_shape(size, tmp_path)), ranks, "cuda", 2)
-    recomputed = bool(config.actor.gradient_checkpointing)
+    kept_logits = measured.settings.get("recomputed", {}).get("actor") == "nothing"  # older files do not say
+    recomputed = Recomputed(bool(config.actor.gradient_checkpointing), not kept_logits)
+    other = replace(recomputed, activations=not recomputed.activations)
     peak = measured.figures["peak_gib"] * GIB
-    estimate = rank_memory(config, rank, {"actor": recomputed, "critic": False})
+    estimate = rank_memory(config, rank, _every(LOGITS) | {"actor": recomputed})
     assert estimate.phase == "update of the actor"
     assert estimate.total == pytest.approx(peak, rel=0.1)
-    assert rank_memory(config, rank, {"actor": not recomputed, "critic": False}).total != pytest.approx(peak, rel=0.1)
+    assert rank_memory(config, rank, _every(LOGITS) | {"actor": other}).total != pytest.approx(peak, rel=0.1)
 
 
 def _random_model_shape(size: str, folder: Path) -> ModelShape:
@@ -237,24 +244,54 @@ def _random_model_shape(size: str, folder: Path) -> ModelShape:
     return read_shape(folder)
 
 
-def test_activations_are_recomputed_only_where_they_do_not_fit_or_where_asked() -> None:
-    """The bound is the update's own phase; what the configuration says is not questioned."""
-    rank, config = _rank(1), TrainConfig()
-    needed = sum(rank_phases(config, rank, NEITHER)["update of the actor"].values())
-    assert choose_checkpointing(config, rank, needed) == {"actor": False}
-    assert choose_checkpointing(config, rank, needed - 1) == {"actor": True}
-    for asked in (True, False):
+def test_as_little_is_recomputed_as_fits_and_activations_where_asked() -> None:
+    """Logits first, then activations. The bound is the update's own phase; the configuration is not questioned."""
+    rank, config = replace(_rank(1), shapes={"actor": WORDY}), TrainConfig()
+    needed = {
+        choice: sum(rank_phases(config, rank, _every(choice))["update of the actor"].values())
+        for choice in (NOTHING, LOGITS, ALL)
+    }
+    assert needed[NOTHING] > needed[LOGITS] > needed[ALL]
+    assert choose_recomputed(config, rank, needed[NOTHING]) == {"actor": NOTHING}
+    assert choose_recomputed(config, rank, needed[NOTHING] - 1) == {"actor": LOGITS}
+    assert choose_recomputed(config, rank, needed[LOGITS] - 1) == {"actor": ALL}
+    assert choose_recomputed(config, rank, 0) == {"actor": ALL}
+    for asked, with_little in ((True, ALL), (False, LOGITS)):
         given = TrainConfig.model_validate({"actor": {"gradient_checkpointing": asked}})
-        assert [choose_checkpointing(given, rank, free) for free in (0, 1 << 50)] == [{"actor": asked}] * 2
+        assert choose_recomputed(given, rank, 0) == {"actor": with_little}
+    assert choose_recomputed(given, rank, 1 << 50) == {"actor": NOTHING}
     both = TrainConfig.model_validate({"sft": {"micro_batch_tokens": 64}})
-    assert choose_checkpointing(both, rank, needed - 1) == {"actor": True, "sft": False}
+    assert choose_recomputed(both, rank, needed[LOGITS] - 1) == {"actor": ALL, "sft": NOTHING}
+
+
+def test_logits_that_are_kept_are_a_micro_batchs() -> None:
+    """In the weights' dtype, of the response tokens, in place of one chunk of them."""
+    actor = {"micro_batch_tokens": 32768}
+    rank, data = replace(_rank(1), shapes={"actor": WORDY}), {"max_prompt_tokens": 256}
+    rollout = {"max_response_tokens": 1024, "samples": 8}
+    sections: dict[str, Any] = {"actor": actor, "data": data, "rollout": rollout}
+    kept, again = (_phase("update of the actor", rank, choice, **sections) for choice in (NOTHING, LOGITS))
+    responses = 32768 * 8 * 1024 // (256 + 8 * 1024)
+    assert kept["backward pass"] - again["backward pass"] == 2 * WORDY.vocabulary * responses - (1 << 30)
+
+
+def test_models_without_logits_keep_none() -> None:
+    """A critic, and a reward model in training; where the KL is over the vocabulary two models' logits would wait."""
+    ppo = TrainConfig.model_validate({"algorithm": {"name": "ppo"}, "critic": {}})
+    chosen = choose_recomputed(ppo, _rank(1, roles=("actor", "critic")), 1 << 50)
+    assert chosen == {"actor": NOTHING, "critic": NOTHING}
+    assert choose_recomputed(ppo, _rank(1, roles=("actor", "critic")), 0)["critic"] == Recomputed(True, False)
+    full = TrainConfig.model_validate({"algorithm": {"kl": {"estimator": "full"}}})
+    assert choose_recomputed(full, _rank(1), 1 << 50) == {"actor": LOGITS}
+    scored = replace(_rank(1), scores=True)
+    assert choose_recomputed(TrainConfig.model_validate({"sft": {}}), scored, 0)["sft"] == Recomputed(True, False)
 
 
 def test_the_fullest_phase_counts() -> None:
     """A large KV cache moves it from the update to the rollout."""
     rank = _rank(1, roles=("actor", "rollout"))
-    assert rank_memory(TrainConfig(), rank, NEITHER).phase == "update of the actor"
-    full = rank_memory(TrainConfig.model_validate({"rollout": {"kv_cache_gib": 60}}), rank, NEITHER)
+    assert rank_memory(TrainConfig(), rank, _every(LOGITS)).phase == "update of the actor"
+    full = rank_memory(TrainConfig.model_validate({"rollout": {"kv_cache_gib": 60}}), rank, _every(LOGITS))
     assert (full.phase, full.parts["KV cache"]) == ("rollout", 60 * GIB)
     assert full.total == sum(full.parts.values()) > 60 * GIB
 

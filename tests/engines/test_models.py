@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from configs.errors import UserError
@@ -91,20 +92,33 @@ def test_attention_that_crosses_rows_would_show(folder_of: FolderOf) -> None:
 def test_chunks_recomputation_and_shared_prompts_change_neither_values_nor_gradients(
     data: Rows, folder_of: FolderOf, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Three response tokens at a time, with and without gradient checkpointing, against plain autograd on each row."""
+    """Three response tokens at a time, logits kept or not, gradient checkpointing or not, against autograd by rows."""
     folder = folder_of(SHAPES[0])
     oracle = load_unpacked(folder)
     expected_B = [row_logprobs(oracle, data, row) for row in EVERY]
     (torch.cat([a for a, _ in expected_B]).square().mean() + torch.cat([b for _, b in expected_B]).mean()).backward()
     gradients = {name: parameter.grad for name, parameter in oracle.named_parameters()}
-    for chunk_tokens, checkpointing in ((3, False), (1 << 20, True)):
+    for chunk_tokens, checkpointing, keep_logits in ((3, False, False), (3, False, True), (1 << 20, True, False)):
         monkeypatch.setattr(logprobs, "LOGITS_CHUNK_BYTES", 4 * VOCABULARY * chunk_tokens)
         lm = load_causal_lm(folder, torch.float32, checkpointing)
-        logprobs_T, entropies_T = PackedPolicy(lm).train()(pack(data, EVERY, CPU), 1.0)
+        logprobs_T, entropies_T = PackedPolicy(lm, keep_logits).train()(pack(data, EVERY, CPU), 1.0)
         torch.testing.assert_close(logprobs_T, torch.cat([a for a, _ in expected_B]), rtol=1e-5, atol=1e-5)
         (logprobs_T.square().mean() + entropies_T.mean()).backward()
         for name, parameter in lm.named_parameters():
             torch.testing.assert_close(parameter.grad, gradients[name], rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(("keep_logits", "products"), [(False, 4), (True, 3)])
+def test_kept_logits_spare_a_product_with_the_head(keep_logits: bool, products: int) -> None:
+    """The forward pass makes them; without a backward pass that is all there is."""
+    hidden_TH, targets_T = torch.ones(50, 16, requires_grad=True), torch.arange(50) % 30
+    head_VH = torch.ones(30, 16, requires_grad=True)
+    with FlopCounterMode(display=False) as trained:
+        logprobs.selected_logprobs(hidden_TH, head_VH, targets_T, 1.0, keep_logits)[0].sum().backward()
+    with torch.no_grad(), FlopCounterMode(display=False) as asked:
+        logprobs.selected_logprobs(hidden_TH, head_VH, targets_T, 1.0, keep_logits)
+    flops = 2 * 50 * 16 * 30
+    assert (trained.get_total_flops(), asked.get_total_flops()) == (products * flops, flops)
 
 
 @torch.no_grad()

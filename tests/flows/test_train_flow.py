@@ -200,7 +200,7 @@ def test_the_summary_agrees_with_what_was_recorded(learned: RunFolder) -> None:
         "parameters_shared": 26,
         "parameters_copied": 0,
         "reshard_strategy": "shared",
-        "gradient_checkpointing": {"actor": False, "sft": False},
+        "recomputed": {"actor": "nothing", "sft": "nothing"},
         "mlflow_run_id": manifest.mlflow_run_id,
         "prefect_flow_run_id": manifest.prefect_flow_run_id,
     }

@@ -36,7 +36,7 @@ def living(training_with: MakeTraining) -> Iterator[Session]:
 def no_engines(monkeypatch: pytest.MonkeyPatch) -> None:
     """A session without models: none is needed to own a thread."""
     monkeypatch.setattr(session, "place", lambda *_: [])
-    monkeypatch.setattr(session, "decide_checkpointing", lambda *_: {})
+    monkeypatch.setattr(session, "decide_recomputed", lambda *_: {})
 
 
 def in_parts(run: RunFolder, *iterations: int) -> None:

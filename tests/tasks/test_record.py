@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from configs.schema import TrainConfig
+from engines.memory import Recomputed
 from reports import mlflow_run
 from state.experience import write_columns
 from state.manifest import Progress, write_manifest
@@ -78,6 +79,7 @@ def test_a_summary_of_a_whole_run(training_with: MakeTraining) -> None:
     engine = {"parameters": 7, "parameters_shared": 5, "parameters_copied": 2, "reshard_strategy": "shared"}
     session.engine_figures = dict(engine)
     session.mlflow_run_id, session.prefect_flow_run_id = "run", "flow"
+    session.recomputed = {"actor": Recomputed(False, True)}
     session.seconds_before, session.started = 100.0, time.monotonic() - 10
     summary = summarize(training, "completed")
     assert 110 <= summary.pop("seconds") < 170
@@ -92,7 +94,7 @@ def test_a_summary_of_a_whole_run(training_with: MakeTraining) -> None:
         "actor_mfu": pytest.approx(0.25),
         "time_shares": pytest.approx({"rollout": 0.6, "other": (0.1 * 1 + 0.2 * 2 + 0.3 * 3) / 6}),
         **engine,
-        "gradient_checkpointing": {},
+        "recomputed": {"actor": "logits"},
         "mlflow_run_id": "run",
         "prefect_flow_run_id": "flow",
     }

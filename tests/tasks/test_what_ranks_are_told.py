@@ -20,6 +20,7 @@ from configs.preference import PreferenceConfig
 from configs.schema import TrainConfig
 from data.prompts import PromptTable
 from engines.launch import RankDevice
+from engines.memory import Recomputed
 from state.experience import ExperienceRef, Ragged, write_columns
 from state.manifest import Progress
 from tasks import session as module
@@ -266,6 +267,21 @@ def test_of_the_model_to_train(key: str, value: Any, training_with: MakeTraining
     group = listening(training)
     begin_preferences.fn(training, preference, "folder")
     assert at(group.told, place) == value
+
+
+@pytest.mark.parametrize(("logits", "told"), [(True, False), (False, True)])
+def test_of_logits_that_are_kept(logits: bool, told: bool, training_with: MakeTraining) -> None:
+    """As decided for this machine. Control: a model of which nothing was decided keeps none."""
+    preference = PreferenceConfig()
+    for training, begin in (
+        (training_with(config_from_mapping({"sft": {}}, "test")), lambda at: begin_supervised.fn(at, "folder")),
+        (training_with(preference.engines()), lambda at: begin_preferences.fn(at, preference, "folder")),
+    ):
+        group = listening(training)
+        training.session().recomputed = {"sft": Recomputed(False, logits)}
+        begin(training)
+        assert group.told["keep_logits"] is told
+        assert not training.session().keeps_logits("actor")
 
 
 PAIRS: dict[str, Any] = {"trainer": {"batch": 4}, "data": {}}

@@ -1,0 +1,132 @@
+"""FlashAttention 4's operators: what the compiler is told of them, their gradients, and on a Hopper GPU their numbers.
+
+On a CPU the operators get plain kernels for the length of a test: what is tested there is all that lies around them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from engines import flash_attention
+from engines.flash_attention import HOPPER
+from engines.flash_attention import flash_attention as attend
+
+QUERIES, KEYS, HEADS, KEY_HEADS, SIZE = (3, 1, 4), (5, 1, 4), 4, 2, 8
+Three = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+Bounds = tuple[torch.Tensor, torch.Tensor, int, int]
+WINDOWS = pytest.mark.parametrize("window", [None, 1])
+
+
+def _bounds(times: int = 1, device: str = "cpu") -> Bounds:
+    queries, keys = (torch.tensor([0, *lengths]).mul(times).cumsum(0).int().to(device) for lengths in (QUERIES, KEYS))
+    return queries, keys, times * max(QUERIES), times * max(KEYS)
+
+
+def _inputs(bounds: Bounds, dtype: torch.dtype, size: int = SIZE) -> Three:
+    generator = torch.Generator().manual_seed(0)
+
+    def normal(ends_S1: torch.Tensor, heads: int) -> torch.Tensor:
+        values = torch.randn(heads, int(ends_S1[-1]), size, generator=generator).to(ends_S1.device, dtype)
+        return values.transpose(0, 1).requires_grad_()  # not contiguous, as a model's are not
+
+    return normal(bounds[0], HEADS), normal(bounds[1], KEY_HEADS), normal(bounds[1], KEY_HEADS)
+
+
+def _sequences(inputs: Three, bounds: Bounds, window: int | None) -> Iterator[tuple[torch.Tensor, ...]]:
+    """Queries, keys and values of each sequence with heads in front, keys repeated; and its attention scores."""
+    for number in range(len(bounds[0]) - 1):
+        queries, keys = (slice(int(ends[number]), int(ends[number + 1])) for ends in bounds[:2])
+        q, k, v = (tensor[rows].transpose(0, 1) for tensor, rows in zip(inputs, (queries, keys, keys), strict=True))
+        k, v = (tensor.repeat_interleave(HEADS // KEY_HEADS, 0) for tensor in (k, v))
+        at = torch.arange(k.shape[1], device=q.device)
+        distance = at[-q.shape[1] :].unsqueeze(1) - at
+        seen = (distance >= 0) & (distance <= (k.shape[1] if window is None else window))
+        yield q, k, v, (q @ k.transpose(1, 2) * q.shape[-1] ** -0.5).masked_fill(~seen, float("-inf"))
+
+
+def _attention(inputs: Three, bounds: Bounds, window: int | None) -> torch.Tensor:
+    parts = [(scores.softmax(-1) @ v).transpose(0, 1) for _, _, v, scores in _sequences(inputs, bounds, window)]
+    return torch.cat(parts)
+
+
+def _gradients(out_N: torch.Tensor, inputs: Three) -> tuple[torch.Tensor, ...]:
+    return torch.autograd.grad(out_N.square().sum(), inputs)
+
+
+@pytest.fixture
+def plain_kernels() -> Iterator[None]:
+    """The operators on a CPU, where torch's autograd does not see inside of them."""
+
+    def forward(q: Any, k: Any, v: Any, *rest: Any) -> Any:
+        *bounds, _, window = rest
+        sums = [scores.logsumexp(-1).float() for *_, scores in _sequences((q, k, v), bounds, window)]  # type: ignore[arg-type]
+        return _attention((q, k, v), bounds, window), torch.cat(sums, 1)  # type: ignore[arg-type]
+
+    def backward(grad_N: Any, q: Any, k: Any, v: Any, out_N: Any, sums_HN: Any, *rest: Any) -> Any:
+        *bounds, scale, window = rest
+        parts = []
+        for number, (q_s, k_s, v_s, scores) in enumerate(_sequences((q, k, v), bounds, window)):  # type: ignore[arg-type]
+            own = slice(int(bounds[0][number]), int(bounds[0][number + 1]))
+            weights = (scores - sums_HN[:, own].unsqueeze(-1)).exp()
+            grad, out = (tensor[own].transpose(0, 1) for tensor in (grad_N, out_N))
+            slope = weights * (grad @ v_s.transpose(1, 2) - (grad * out).sum(-1, keepdim=True)) * scale
+            of_keys = (slope.transpose(1, 2) @ q_s, weights.transpose(1, 2) @ grad)
+            added = [tensor.unflatten(0, (KEY_HEADS, -1)).sum(1) for tensor in of_keys]
+            parts.append([tensor.transpose(0, 1) for tensor in (slope @ k_s, *added)])
+        return tuple(torch.cat(column) for column in zip(*parts, strict=True))
+
+    with torch.library._scoped_library("penstock", "FRAGMENT") as library:
+        library.impl("flash_attention", forward, "CPU")
+        library.impl("flash_attention_backward", backward, "CPU")
+        yield
+
+
+@WINDOWS
+def test_what_the_compiler_is_told_is_what_the_operators_do(plain_kernels: None, window: int | None) -> None:
+    bounds = _bounds()
+    arguments = (*_inputs(bounds, torch.float64), *bounds, SIZE**-0.5, window)
+    torch.library.opcheck(torch.ops.penstock.flash_attention.default, arguments, atol=1e-5, rtol=1e-5)
+
+
+@WINDOWS
+def test_gradients_go_to_queries_keys_and_values(plain_kernels: None, window: int | None) -> None:
+    bounds = _bounds()
+    inputs = _inputs(bounds, torch.float64)
+    wanted = _gradients(_attention(inputs, bounds, window), inputs)
+    for function in (attend, torch.compile(attend, fullgraph=True, dynamic=True, backend="aot_eager")):
+        grads = _gradients(function(*inputs, bounds, SIZE**-0.5, window), inputs)
+        assert all(torch.allclose(one, other, atol=1e-5) for one, other in zip(grads, wanted, strict=True))
+    elsewhere = _gradients(_attention(inputs, bounds, 0), inputs)
+    assert not any(torch.allclose(one, other, atol=1e-2) for one, other in zip(elsewhere, wanted, strict=True))
+
+
+def test_another_gpu_and_another_vllm_have_no_such_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing() -> Any:
+        raise ImportError
+
+    ask = flash_attention.usable.__wrapped__  # past the cache
+    for capability, kernels, expected in ((HOPPER, int, True), ((8, 0), int, False), (HOPPER, missing, False)):
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda capability=capability: capability)
+        monkeypatch.setattr(flash_attention, "_kernels", kernels)
+        assert ask() is expected
+
+
+@pytest.mark.skipif(
+    not torch.cuda.is_available() or torch.cuda.get_device_capability() != HOPPER, reason="needs a Hopper GPU"
+)
+@pytest.mark.parametrize("window", [None, 100])
+def test_the_kernels_compute_attention(window: int | None) -> None:
+    assert flash_attention.usable()
+    bounds = _bounds(times=70, device="cuda")
+    inputs = _inputs(bounds, torch.bfloat16, size=128)
+    exact_inputs: Any = tuple(tensor.detach().double().requires_grad_() for tensor in inputs)
+    exact_N = _attention(exact_inputs, bounds, window)
+    wanted = (exact_N, *_gradients(exact_N, exact_inputs))
+    for function in (attend, torch.compile(attend, fullgraph=True, dynamic=True)):
+        out_N = function(*inputs, bounds, 128**-0.5, window)
+        for one, other in zip((out_N, *_gradients(out_N, inputs)), wanted, strict=True):
+            assert (one.double() - other).norm() < 0.01 * other.norm()
