@@ -27,7 +27,8 @@ Parts = dict[str, int]  # bytes by what they are for
 LIBRARIES = {"cpu": int(1.2 * GIB), "cuda": int(0.75 * GIB)}  # on a GPU: CUDA's context, outside of torch's allocator
 NCCL = int(0.5 * GIB)  # buffers of its channels, with several ranks
 CUDA_GRAPHS = 1 * GIB  # vLLM's captured graphs and workspace; they stay while its engine sleeps
-FRAGMENTATION = 0.05  # of what torch allocates on a GPU: reserved and of no use
+FRAGMENTATION = 0.05  # of what comes and goes on a GPU: reserved and of no use
+FLEETING = ("activations", "backward pass", "reduce buckets")  # all else stays where it was put
 LOGITS_CHUNK = 1 << 30  # bytes of logits that exist at a time (engines/logprobs.py)
 LOGITS_CHUNKS = {"cuda": 2, "cpu": 8}  # the chunk and its gradient; where nothing is compiled, float32 copies as well
 # DeepSpeed's defaults, in elements. A GPU's bucket is allocated whole however small the model is, and there are two to
@@ -133,7 +134,7 @@ def rank_phases(config: TrainConfig, rank: Rank, recomputed: Mapping[str, Recomp
     """Return a rank's parts in each phase."""
     trained = {name: trainer for name, trainer in _trained(config, rank).items() if name != "sft"}
     rest = _rest(config, rank, trained)
-    phases: dict[str, Parts] = {"start": {**rest, "flattening": _flattening(trained, rank)}}
+    phases: dict[str, Parts] = {"start": _start(config, rank, trained)}
     for name, trainer in trained.items():
         states = _states(name, trainer, rank, _models(name, config))
         if trainer.offload_optimizer:  # of several models one at a time has them back
@@ -229,14 +230,18 @@ def _update(name: str, trainer: TrainerConfig, config: TrainConfig, rank: Rank, 
     trained = shape.trained_parameters(trainer.lora)
     if trainer.lora is not None and not recomputed.activations:  # what lies between A and B, its gradient needs it
         kept += width * tokens * trainer.lora.rank * shape.layers * len(shape.targets(trainer.lora))
+    waiting = kept + states
     # The head's gradient is there before any other, and the largest. A frozen head only has logits.
     head = (LOGITS_CHUNKS[rank.device] - 1) * chunk + (chunk if recomputed.logits else logits)
     head = head + (embedding if trainer.lora is None else 0) if _has_head(name, rank) else 0
+    own = GRADIENT * trained // (rank.ranks if stage >= 2 else 1)
+    # When stage 2 steps it copies the sums into one tensor; activations are gone by then.
+    copied = own - waiting if stage == 2 else 0
     return {
-        f"{name} gradients": GRADIENT * trained // (rank.ranks if stage >= 2 else 1),
+        f"{name} gradients": own,
         "reduce buckets": _buckets(trained, stage, rank),
-        "activations": kept + states,
-        "backward pass": max(head, block),  # the head's logits are gone when the first block begins
+        "activations": waiting,
+        "backward pass": max(head, block, copied),  # the head's logits are gone when the first block begins
     }
 
 
@@ -256,10 +261,18 @@ def _buckets(trained: int, stage: int, rank: Rank) -> int:
     return rank.width * (BUCKETS[rank.device] * elements + gathered)
 
 
-def _flattening(trained: Mapping[str, TrainerConfig], rank: Rank) -> int:
-    """What is trained once more while its parameters move into DeepSpeed's flat buffer."""
-    sizes = (_shape(name, rank).trained_parameters(trainer.lora) for name, trainer in trained.items())
-    return rank.width * max(sizes, default=0)
+def _start(config: TrainConfig, rank: Rank, trained: Mapping[str, TrainerConfig]) -> Parts:
+    """Models are loaded one after another. The last one's parameters move into DeepSpeed's flat buffer.
+
+    For that moment they are there twice, and its optimizer's state is not yet.
+    """
+    if not trained:
+        return _rest(config, rank, trained)
+    *before, last = trained
+    rest = _rest(config, rank, {name: trained[name] for name in before})
+    weights, models = f"{last} weights", _models(last, config)
+    moved = rank.width * _shape(last, rank).trained_parameters(trained[last].lora)
+    return rest | {weights: _states(last, trained[last], rank, models)[weights], "flattening": moved}
 
 
 def _forward(config: TrainConfig, rank: Rank) -> int:
@@ -291,4 +304,5 @@ def _with_allowances(parts: Parts, config: TrainConfig, rank: Rank) -> Parts:
         outside["NCCL"] = NCCL
     if "rollout" in rank.shapes:
         outside["rollout engine"] = CUDA_GRAPHS if config.rollout.cuda_graphs else CUDA_GRAPHS // 2
-    return {**parts, "fragmentation": int(FRAGMENTATION * sum(parts.values())), **outside}
+    fleeting = sum(parts.get(name, 0) for name in FLEETING)
+    return {**parts, "fragmentation": int(FRAGMENTATION * fleeting), **outside}

@@ -287,6 +287,41 @@ def test_models_without_logits_keep_none() -> None:
     assert choose_recomputed(TrainConfig.model_validate({"sft": {}}), scored, 0)["sft"] == Recomputed(True, False)
 
 
+def test_the_sums_of_stage_2_are_there_twice_when_it_steps() -> None:
+    """By then activations are gone: of the two the larger counts. Control: stage 1 steps on the sums themselves."""
+    tall = replace(MILLION, parameters=100_000_000)
+    rank, actor = replace(_rank(1), shapes={"actor": tall}), {"zero_stage": 2, "micro_batch_tokens": 64}
+    two = _phase("update of the actor", rank, actor=actor)
+    assert two["activations"] + two["backward pass"] == two["actor gradients"] == 4 * tall.parameters
+    one = _phase("update of the actor", rank, actor={**actor, "zero_stage": 1})
+    assert one["activations"] + one["backward pass"] < one["actor gradients"] == 4 * tall.parameters
+    longer = _phase("update of the actor", rank, actor={**actor, "micro_batch_tokens": 1 << 18})
+    assert longer["activations"] > longer["actor gradients"]
+    assert (
+        longer["backward pass"]
+        == _phase("update of the actor", rank, actor={"zero_stage": 1, "micro_batch_tokens": 1 << 18})["backward pass"]
+    )
+
+
+def test_at_the_start_the_last_model_is_there_twice_and_its_optimizer_not_yet() -> None:
+    """Hence a start alone never needs more than an update of the only model."""
+    alone = _phase("start", _rank(1))
+    assert (alone["actor weights"], alone["flattening"]) == (2_000_000, 2_000_000)
+    assert "actor masters and moments" not in alone
+    config = TrainConfig.model_validate({"algorithm": {"name": "ppo"}})
+    both = rank_phases(config, _rank(1, roles=("actor", "critic")), _every(LOGITS))["start"]
+    assert both["actor masters and moments"] == 12_000_000
+    assert (both["critic weights"], both["flattening"]) == (2_000_000, 2_000_000)
+    assert "critic masters and moments" not in both
+
+
+def test_only_what_comes_and_goes_leaves_gaps() -> None:
+    """Weights and optimizer states stay where they were put."""
+    parts = _phase("update of the actor", _rank(1), actor={"zero_stage": 2})
+    fleeting = sum(parts[name] for name in ("activations", "backward pass", "reduce buckets"))
+    assert parts["fragmentation"] == int(0.05 * fleeting)
+
+
 def test_the_fullest_phase_counts() -> None:
     """A large KV cache moves it from the update to the rollout."""
     rank = _rank(1, roles=("actor", "rollout"))
