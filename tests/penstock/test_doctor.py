@@ -47,7 +47,10 @@ GPU = replace(
     gpus_installed=4,
     gpus=tuple(H100),
     pairs=tuple(JOINED),
-    versions={"torch": "2.11.0", "vllm": "0.26.1", "deepspeed": "0.19.8", "transformers": "5.17.0"},
+    versions={
+        **{"torch": "2.11.0", "vllm": "0.26.1", "deepspeed": "0.19.8", "transformers": "5.17.0"},
+        **{"nvidia-cutlass-dsl": "4.6.0", "quack-kernels": "0.6.1"},
+    },
     torch_cuda="13.0",
     needs=(Need("vllm", "torch", "==2.11.0"), Need("deepspeed", "torch", ">=2.0.0")),
 )
@@ -75,7 +78,7 @@ def test_a_sound_machine_is_all_ok(facts: MachineFacts) -> None:
     assert wrong(facts) == []
     subjects = {line.subject for line in diagnose(facts)}
     common = {"libraries", "driver", "environment", "host memory", "shared memory", "open files", "loopback", "disk"}
-    assert subjects == common | ({"GPUs", "GPU links"} if facts.gpus else set())
+    assert subjects == common | ({"GPUs", "GPU links", "attention"} if facts.gpus else set())
     assert ("NVLink between all 4 GPUs, 18 links each" in [line.text for line in diagnose(facts)]) == bool(facts.gpus)
 
 
@@ -104,6 +107,13 @@ CASES: dict[str, tuple[MachineFacts, dict[str, Any], str, str, str]] = {
         "problem",
         "vllm is the build for GPUs",
         "DEVICE=cpu",
+    ),
+    "no compiler of attention": (
+        GPU,
+        {"versions": {name: version for name, version in GPU.versions.items() if name != "quack-kernels"}},
+        "warning",
+        "not installed: quack-kernels: updates use FlashAttention 2",
+        "DEVICE=gpu",
     ),
     "slices": (
         GPU,
@@ -233,6 +243,12 @@ def test_what_is_wrong_is_said_with_what_to_do(case: str) -> None:
     found = [line for line in wrong(replace(facts, **changes)) if text in line[1]]
     assert [line[0] for line in found] == [level], wrong(replace(facts, **changes))
     assert remedy in found[0][2]
+
+
+def test_other_gpus_have_no_line_on_attention() -> None:
+    """Their updates use PyTorch's kernel. Control: on the Hopper GPUs there is one."""
+    ampere = replace(GPU, gpus=gpus_with(capability=(8, 0))[:1], pairs=(), gpus_installed=1)
+    assert [sum(line.subject == "attention" for line in diagnose(facts)) for facts in (GPU, ampere, CPU)] == [1, 0, 0]
 
 
 def test_every_warning_and_problem_has_a_remedy() -> None:
