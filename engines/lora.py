@@ -94,7 +94,7 @@ def attach(lm: nn.Module, config: LoraConfig, seed: int) -> None:
     """
     linears = {
         f"{block}.{name}": module
-        for block, parent in _blocks(lm).items()
+        for block, parent in blocks(lm).items()
         for name, module in parent.named_modules()
         if isinstance(module, nn.Linear)
     }
@@ -113,9 +113,10 @@ def attach(lm: nn.Module, config: LoraConfig, seed: int) -> None:
             lm.set_submodule(name, LoraLinear(linear, config, generator))
 
 
-def _blocks(lm: nn.Module) -> dict[str, nn.Module]:
-    kinds = set(getattr(lm, "_no_split_modules", None) or ())
-    return {name: module for name, module in lm.named_modules() if type(module).__name__ in kinds}
+def blocks(model: nn.Module) -> dict[str, nn.Module]:
+    """Return the transformer blocks of a Hugging Face model, also of a wrapped one, by their names."""
+    kinds = {kind for module in model.modules() for kind in getattr(module, "_no_split_modules", None) or ()}
+    return {name: module for name, module in model.named_modules() if type(module).__name__ in kinds}
 
 
 def adapted_layers(lm: nn.Module) -> dict[str, LoraLinear]:

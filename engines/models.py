@@ -25,7 +25,7 @@ from transformers import (
 from configs.errors import UserError
 from engines.attention import NAME as PACKED_ATTENTION
 from engines.logprobs import Reference, selected_logprobs, selected_logprobs_and_kl
-from engines.lora import ADAPTER_FOLDER, adapted_layers, merged_state, write_adapter
+from engines.lora import ADAPTER_FOLDER, adapted_layers, blocks, merged_state, write_adapter
 from engines.packing import PackedBatch
 
 # What some models do to scores and logits outside the layers that are called here.
@@ -118,10 +118,8 @@ def compile_blocks(model: nn.Module) -> None:
     Blocks of one class share their compiled code. What lies between the matrix products (norms, rotary embedding,
     gated activation, residuals) becomes a few kernels; the products themselves stay the library's.
     """
-    blocks = set(getattr(model, "_no_split_modules", None) or ())
-    for module in model.modules():
-        if type(module).__name__ in blocks:
-            module.compile(dynamic=True)
+    for block in blocks(model).values():
+        block.compile(dynamic=True)
 
 
 def load_causal_lm(path: str | Path, dtype: torch.dtype, gradient_checkpointing: bool) -> PreTrainedModel:

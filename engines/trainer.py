@@ -24,6 +24,7 @@ from torch import nn
 from configs.schema import OptimizerConfig, TrainerConfig
 from engines.learning_rate import learning_rate_factor
 from engines.lora import FROZEN_SUM, check_frozen, frozen_sum
+from engines.weight_gradients import count_sums, sum_in_products
 from engines.weights.layout import flatten_in_place
 
 Batch = TypeVar("Batch")  # a micro-batch as the loss wants it
@@ -65,6 +66,7 @@ class Trainer:
             config=deepspeed_config(config, dtype),
             dist_init_required=False,
         )
+        sum_in_products(module, self._optimizer)
         if config.offload_optimizer:
             self._offload_states()
         reduce_sums({"ready": torch.ones(())}, self.device)  # NCCL's own memory, taken while the card has some left
@@ -94,6 +96,7 @@ class Trainer:
             for name, value in {"loss": loss.detach(), **sums}.items():
                 totals[name] = totals[name] + value if name in totals else value
         grad_norm = self._plain_grad_norm()
+        count_sums(self._optimizer)
         self.engine.step()
         self.steps += 1
         grad_norm = self.engine.get_global_grad_norm() if grad_norm is None else grad_norm

@@ -28,6 +28,7 @@ from engines.generator import Generator
 from engines.lora import adapted_layers
 from engines.packing import Rows, pack
 from engines.updates import Split, mini_batch_rows
+from engines.weight_gradients import SummedLinear
 from engines.weights import buckets
 from engines.weights.gather import Shards
 from engines.weights.local import LocalReshard
@@ -48,6 +49,9 @@ class InspectedWorker(Worker):
         "addresses",
         "shards",
         "moments",
+        "first_moments",
+        "summed_linears",
+        "uncounted_sums",
         "rollout_logprobs",
         "watched_generate",
         "mismatches",
@@ -130,6 +134,23 @@ class InspectedWorker(Worker):
         moved = torch.cat([moment[moment != 0] for moment in moments] or [torch.empty(0)])
         held = float((moved.bfloat16().float() == moved).float().mean())
         return {"elements": sum(moment.numel() for moment in moments), "in_bfloat16": held}
+
+    def first_moments(self, role: str) -> dict[str, Any]:
+        """AdamW's first moment on this rank, flat."""
+        state = self.trainers[role]._optimizer.state.values()
+        return {"moments": np.concatenate([entry["exp_avg"].numpy().copy() for entry in state if "exp_avg" in entry])}
+
+    def summed_linears(self, role: str, keep: bool) -> dict[str, Any]:
+        """Layers that add their weight's gradient to DeepSpeed's sums; unless kept, they leave it to DeepSpeed."""
+        layers = [module for module in self.trainers[role].module.modules() if isinstance(module, SummedLinear)]
+        for layer in layers if not keep else []:
+            layer.__class__ = torch.nn.Linear  # type: ignore[assignment]
+        return {"count": len(layers)}
+
+    def uncounted_sums(self, arguments: dict[str, Any]) -> dict[str, Any]:
+        """Update the actor without telling DeepSpeed that its sums have been added to."""
+        with patch("engines.trainer.count_sums"):
+            return self.handle("update_actor", arguments)
 
     def offloaded(self, role: str) -> dict[str, Any]:
         """Which states DeepSpeed has in host memory."""

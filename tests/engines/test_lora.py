@@ -37,7 +37,7 @@ from engines.lora import (
     without_adapters,
     write_adapter,
 )
-from engines.memory import Rank, rank_phases
+from engines.memory import Rank, Recomputed, rank_phases
 from engines.models import PackedPolicy, load_causal_lm, load_reward_model
 from engines.packing import pack
 from engines.shape import FUSED, ModelShape, read_shape
@@ -305,7 +305,7 @@ BILLION = ModelShape(
 def test_the_memory_estimate_counts_adapters_where_all_weights_were_trained() -> None:
     """Gradients and AdamW's state shrink to them, the reference is no model of its own, merged weights are a copy."""
     rank = Rank(dict.fromkeys(("actor", "reference", "rollout"), BILLION), 1, "cuda", 2)
-    kept = {"actor": False}
+    kept = {"actor": Recomputed(activations=False, logits=True)}
 
     def phases(lora: dict[str, Any] | None) -> dict[str, dict[str, int]]:
         config = {"algorithm": {"kl": {}}, "actor": {"zero_stage": 2, "lora": lora}}

@@ -1,0 +1,168 @@
+"""Weight gradients that matrix products add to sums: the sums, what is compiled, what DeepSpeed makes of them.
+
+Suffixes: `_NI` tokens x in, `_NO` tokens x out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partialmethod
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
+from torch import Tensor, nn
+from torch._dynamo.utils import counters
+
+from configs.lora import LoraConfig
+from engines.lora import attach
+from engines.models import PackedPolicy, compile_blocks, load_causal_lm
+from engines.packing import pack
+from engines.weight_gradients import SummedLinear, sum_in_products
+from tests.engines.ranks import Ranks, Shape
+from tests.engines.rows import LOSS, SPLIT, random_rows, write_rows
+
+FolderOf = Callable[[Shape], Path]
+SHAPES = [Shape("qwen2", tied=True), Shape("qwen3", tied=False)]
+LINEARS = 7 * 2  # of both blocks
+ROUNDING = 2.0**-8  # of bfloat16
+CPU = torch.device("cpu")
+
+
+def _sums(policy: nn.Module) -> tuple[BF16_Optimizer, dict[str, Tensor]]:
+    """Sums as DeepSpeed's optimizer has them, without its process group: views of one buffer."""
+    trained = {name: parameter for name, parameter in policy.named_parameters() if parameter.requires_grad}
+    sizes = [parameter.numel() for parameter in trained.values()]
+    optimizer = BF16_Optimizer.__new__(BF16_Optimizer)
+    optimizer.bf16_groups = [list(trained.values())]
+    optimizer.fp32_groups_gradients = [list(torch.zeros(sum(sizes)).split(sizes))]
+    return optimizer, dict(zip(trained, optimizer.fp32_groups_gradients[0], strict=True))
+
+
+def _trained(folder: Path, summed: bool, checkpointing: bool, compiled: bool) -> tuple[dict[str, Tensor], set[str]]:
+    """Sums over three micro-batches, and the names of the parameters of which autograd saw a gradient."""
+    lm = load_causal_lm(folder, torch.bfloat16, checkpointing)
+    policy = PackedPolicy(lm).train()
+    optimizer, sums = _sums(policy)
+    if summed:
+        sum_in_products(policy, optimizer)
+    if compiled:
+        compile_blocks(lm)
+    rows, seen = random_rows(12, samples=2), set()
+    for index in ([0, 1, 2, 3], [4, 5], [6, 7, 8, 9, 10, 11]):
+        batch = pack(rows, index, CPU)
+        (policy(batch, 1.0)[0] * batch.columns["advantages"]).sum().backward()
+        for name, parameter in policy.named_parameters():
+            if parameter.grad is not None:
+                sums[name] += parameter.grad.float().flatten()
+                parameter.grad = None
+                seen.add(name)
+    return sums, seen
+
+
+def _apart(sums: dict[str, Tensor], others: dict[str, Tensor]) -> dict[str, float]:
+    return {name: float((sums[name] - other).norm() / other.norm()) for name, other in others.items()}
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize(("shape", "checkpointing"), [(SHAPES[0], False), (SHAPES[1], True)])
+def test_sums_are_those_of_the_usual_way_up_to_rounding(
+    shape: Shape, compiled: bool, checkpointing: bool, folder_of: FolderOf, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where a block is recomputed; its biases and norms, the embedding and the head go the usual way, bit for bit.
+
+    Compiled, a block is one graph, and both blocks share it for the same batches as in the usual way.
+    """
+    monkeypatch.setattr(nn.Module, "compile", partialmethod(nn.Module.compile, backend="aot_eager", fullgraph=True))
+    ways, graphs = [], []
+    for summed in (False, True):
+        torch._dynamo.reset()
+        counters.clear()
+        ways.append(_trained(folder_of(shape), summed, checkpointing, compiled))
+        graphs.append(counters["stats"]["unique_graphs"])
+    (usual, seen), (sums, still_seen) = ways
+    assert graphs[0] == graphs[1] and (graphs[1] > 0) is compiled
+    apart = _apart(sums, usual)
+    assert len(seen - still_seen) == LINEARS
+    assert all(0 < apart[name] < ROUNDING for name in seen - still_seen)
+    assert all(apart[name] == 0 for name in still_seen)
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_a_layers_sum_is_exact_and_gradients_of_input_and_bias_are_torchs_own(backend: str) -> None:
+    """Control: the usual way rounds a micro-batch's gradient to bfloat16."""
+    base, exact, usual = nn.Linear(24, 16, dtype=torch.bfloat16), torch.zeros(16, 24).double(), torch.zeros(16, 24)
+    layer = SummedLinear(base, torch.zeros(16, 24))
+    layer.compile(backend=backend, dynamic=True, fullgraph=True)
+    for tokens in (5, 300, 17):
+        grad_NO = torch.randn(1, tokens, 16).bfloat16()
+        ours_NI = torch.randn(1, tokens, 24).bfloat16().requires_grad_()
+        torchs_NI = ours_NI.detach().clone().requires_grad_()
+        wanted = torch.autograd.grad(base(torchs_NI), (torchs_NI, base.bias, base.weight), grad_NO)
+        layer(ours_NI).backward(grad_NO)
+        assert ours_NI.grad is not None and layer.bias.grad is not None and layer.weight.grad is None
+        assert torch.equal(ours_NI.grad, wanted[0]) and torch.equal(layer.bias.grad, wanted[1])
+        layer.bias.grad = None
+        exact += grad_NO[0].double().t() @ ours_NI[0].detach().double()
+        usual += wanted[2].float()
+    assert float((layer.sum_OI - exact).norm() / exact.norm()) < 1e-6
+    assert float((usual - exact).norm() / exact.norm()) > 1e-3
+
+
+def test_adapters_frozen_layers_and_other_optimizers_keep_the_usual_way(folder_of: FolderOf) -> None:
+    """Control: the same model without adapters has its layers replaced, under the names and storage that they had."""
+
+    def summed(policy: nn.Module, optimizer: Any) -> int:
+        named = {name: value.data_ptr() for name, value in policy.named_parameters()}
+        sum_in_products(policy, optimizer)
+        assert {name: value.data_ptr() for name, value in policy.named_parameters()} == named
+        return sum(isinstance(module, SummedLinear) for module in policy.modules())
+
+    adapted = load_causal_lm(folder_of(SHAPES[0]), torch.bfloat16, False)
+    attach(adapted, LoraConfig(rank=2, targets=["q_proj"]), seed=0)
+    assert summed(PackedPolicy(adapted), _sums(PackedPolicy(adapted))[0]) == 0
+    policy = PackedPolicy(load_causal_lm(folder_of(SHAPES[0]), torch.bfloat16, False))
+    assert summed(policy, torch.optim.AdamW(policy.parameters())) == 0
+    assert summed(policy, _sums(policy)[0]) == LINEARS
+
+
+@pytest.mark.parametrize("clip", [1e9, 0.05])
+@pytest.mark.parametrize("count", [1, 2])
+def test_deepspeed_reduces_measures_clips_and_clears_the_sums(
+    count: int, clip: float, request: pytest.FixtureRequest, folder_of: FolderOf, tmp_path: Path
+) -> None:
+    """Three steps of several micro-batches against DeepSpeed's own way; AdamW's first moment is the clipped gradient.
+
+    Control: left uncounted, the sums are missing in the norm, which then clips too little.
+    """
+    ranks: Ranks = request.getfixturevalue("one_rank" if count == 1 else "two_ranks")
+    optimizer = {"betas": (0.0, 0.95), "eps": 1.0, "max_grad_norm": clip}
+    update = {
+        "path": write_rows(tmp_path / "rows.parquet", random_rows(8, samples=2)),
+        "version": -1,
+        "split": {**SPLIT, "micro_batch_tokens": 32},
+        "loss": LOSS,
+        "learning_rate": 1e-2,
+    }
+    steps: dict[str, list[tuple[float, float, np.ndarray]]] = {}
+    for way in ("usual", "ours", "uncounted"):
+        ranks.build(folder_of(SHAPES[0]), actor={"zero_stage": 1, "optimizer": optimizer}, model={"dtype": "bfloat16"})
+        replaced = ranks.ask("summed_linears", role="actor", keep=way != "usual")
+        assert [reply["count"] for reply in replaced] == [LINEARS] * count
+        steps[way] = []
+        for _ in range(3):
+            asked = ("uncounted_sums", {"arguments": update}) if way == "uncounted" else ("update_actor", update)
+            reply = ranks.ask(asked[0], **asked[1])[0]
+            moments = [part["moments"] for part in ranks.ask("first_moments", role="actor")]
+            steps[way].append((reply["loss"], reply["grad_norm"], np.concatenate(moments)))
+    for usual, ours, uncounted in zip(steps["usual"], steps["ours"], steps["uncounted"], strict=True):
+        first = usual is steps["usual"][0]  # from then on the weights are no longer the same
+        assert ours[0] == pytest.approx(usual[0], abs=1e-3)
+        assert ours[1] == pytest.approx(usual[1], rel=1e-3)
+        assert float(np.linalg.norm(ours[2])) == pytest.approx(min(clip, ours[1]), rel=1e-4)
+        apart = float(np.linalg.norm(ours[2] - usual[2]) / np.linalg.norm(usual[2]))
+        assert 0 < apart < (ROUNDING if first else 0.05)
+        assert uncounted[1] < 0.9 * ours[1]
