@@ -53,7 +53,7 @@ def selected_logprobs(
     """
     scale, kept_TV = _scale(hidden_TH, temperature), None
     if keep_logits and torch.is_grad_enabled():
-        kept_TV = hidden_TH.new_empty(len(hidden_TH), len(weight_VH))
+        kept_TV = _room_for_logits(hidden_TH, weight_VH)
     logprobs_T, entropies_T, _ = _SelectedLogprobs.apply(hidden_TH, weight_VH, targets_T, scale, kept_TV, None, None)
     return logprobs_T, entropies_T
 
@@ -70,6 +70,13 @@ def selected_logprobs_and_kl(
         hidden_TH, weight_VH, targets_T, scale, None, reference.hidden_TH, reference.weight_VH
     )
     return logprobs_T, entropies_T, kl_T
+
+
+def _room_for_logits(hidden_TH: Tensor, weight_VH: Tensor) -> Tensor:
+    """Memory for logits_TV, of the same size for micro-batches of nearly the same length: one leaves it to the next."""
+    step = 1 << max(0, len(hidden_TH).bit_length() - 3)  # between an eighth and a quarter of the tokens
+    rows = -(-len(hidden_TH) // step) * step
+    return hidden_TH.new_empty(rows, len(weight_VH))[: len(hidden_TH)]
 
 
 def _scale(hidden_TH: Tensor, temperature: float) -> Tensor:

@@ -206,5 +206,15 @@ def write_model(lm: Any, folder: Path, rank: int) -> None:
             with deepspeed.zero.GatheredParameters(parameter):
                 state[name] = parameter.data.cpu().clone()
     if rank == 0:
-        lm.save_pretrained(folder, state_dict=state)
+        lm.save_pretrained(folder, state_dict=_in_host_memory(state))
     torch.distributed.barrier()
+
+
+def _in_host_memory(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Return the same tensors off the GPU; tied ones stay one.
+
+    They lie in one flat buffer, and transformers copies what shares memory: of a large model to a full GPU.
+    """
+    copies = {tensor.data_ptr(): tensor for tensor in state.values()}
+    copies = {address: tensor.cpu() for address, tensor in copies.items()}
+    return {name: copies[tensor.data_ptr()] for name, tensor in state.items()}
