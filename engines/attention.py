@@ -49,10 +49,9 @@ def packed_attention(
     """
     query_N, key_N, value_N = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
     key_K, value_K = (repeat_prompts(tensor_N, packing.shared) for tensor_N in (key_N, value_N))
-    if query.device.type == "cuda":
+    if packing.slots_K is None:
         out_N = causal_varlen_attention(query_N, key_K, value_K, packing, scaling, sliding_window)
         return out_N.unsqueeze(0), None
-    assert packing.slots_K is not None
     query_K = query_N if packing.shared is None else query_N.index_select(0, packing.shared.source_K)
     spread_query, spread_key, spread_value = (
         _spread(tensor, packing, packing.slots_K) for tensor in (query_K, key_K, value_K)

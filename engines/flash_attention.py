@@ -20,11 +20,16 @@ import torch
 HOPPER = (9, 0)  # compute capability
 
 
-# The compiler takes the answer as a constant: it cannot look through the cache, and the GPU stays the same.
+# The compiler takes the answer as a constant, and must find a plain function to do so: behind a cache it would trace
+# the import below, and cut every block in two.
 @torch.compiler.assume_constant_result
-@functools.cache
 def usable() -> bool:
     """Whether this process's GPU is one for these kernels, and the installed vLLM has them."""
+    return _usable()
+
+
+@functools.cache
+def _usable() -> bool:
     if torch.cuda.get_device_capability() != HOPPER:
         return False
     try:

@@ -45,9 +45,6 @@ _DEFAULTS = {
     "TOKENIZERS_PARALLELISM": "false",
     "OMP_WAIT_POLICY": "PASSIVE",  # threads that spin while they wait starve whatever else runs on the cores, up to 10x
 }
-# Micro-batches are nearly of one length: in steps of a sixteenth one's memory fits the next one, and is not cut to
-# pieces. Above 16 GiB are optimizer states, which stay where they are.
-_GPU = {"PYTORCH_ALLOC_CONF": "roundup_power2_divisions:[8192:16,>:256]"}
 _CPU = {"DS_ACCELERATOR": "cpu", "TORCH_COMPILE_DISABLE": "1", "CUDA_VISIBLE_DEVICES": ""}
 
 _log = logging.getLogger(__name__)
@@ -199,9 +196,8 @@ def group_environment(spec: GroupSpec) -> dict[str, str]:
         "PYTHONPATH": os.pathsep.join(entry or str(Path.cwd()) for entry in sys.path),
     }
     devices = _CPU if spec.devices[0].gpu is None else {"CUDA_VISIBLE_DEVICES": _visible_gpus(spec)}
-    allocator = {} if spec.devices[0].gpu is None or "PYTORCH_CUDA_ALLOC_CONF" in os.environ else _GPU
     threads = {name: str(cores_per_rank) for name in ("OMP_NUM_THREADS", "RAYON_NUM_THREADS")}  # the second: tokenizers
-    return threads | _DEFAULTS | allocator | dict(os.environ) | FORCED_VARIABLES | settings | devices
+    return threads | _DEFAULTS | dict(os.environ) | FORCED_VARIABLES | settings | devices
 
 
 def _visible_gpus(spec: GroupSpec) -> str:

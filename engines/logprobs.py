@@ -53,7 +53,7 @@ def selected_logprobs(
     """
     scale, kept_TV = _scale(hidden_TH, temperature), None
     if keep_logits and torch.is_grad_enabled():
-        kept_TV = _room_for_logits(hidden_TH, weight_VH)
+        kept_TV = hidden_TH.new_empty(len(hidden_TH), len(weight_VH))
     logprobs_T, entropies_T, _ = _SelectedLogprobs.apply(hidden_TH, weight_VH, targets_T, scale, kept_TV, None, None)
     return logprobs_T, entropies_T
 
@@ -70,13 +70,6 @@ def selected_logprobs_and_kl(
         hidden_TH, weight_VH, targets_T, scale, None, reference.hidden_TH, reference.weight_VH
     )
     return logprobs_T, entropies_T, kl_T
-
-
-def _room_for_logits(hidden_TH: Tensor, weight_VH: Tensor) -> Tensor:
-    """Memory for logits_TV, of the same size for micro-batches of nearly the same length: one leaves it to the next."""
-    step = 1 << max(0, len(hidden_TH).bit_length() - 3)  # between an eighth and a quarter of the tokens
-    rows = -(-len(hidden_TH) // step) * step
-    return hidden_TH.new_empty(rows, len(weight_VH))[: len(hidden_TH)]
 
 
 def _scale(hidden_TH: Tensor, temperature: float) -> Tensor:
@@ -97,11 +90,15 @@ class _SelectedLogprobs(torch.autograd.Function):
         reference_VH: Tensor | None,
     ) -> Any:
         statistics = _on(hidden_TH.device.type, _statistics)
-        parts = []
-        for chunk in _chunks(hidden_TH, weight_VH, reference_VH):
-            logits_CV = torch.mm(hidden_TH[chunk], weight_VH.t(), out=_cut(kept_TV, chunk))
-            reference_CV = _logits(reference_TH, reference_VH, chunk)
-            parts.append(statistics(logits_CV, targets_T[chunk], scale, reference_CV))
+        parts = [
+            statistics(
+                _logits(hidden_TH, weight_VH, chunk, _cut(kept_TV, chunk)),
+                targets_T[chunk],
+                scale,
+                _logits(reference_TH, reference_VH, chunk),
+            )
+            for chunk in _chunks(hidden_TH, weight_VH, reference_VH)
+        ]
         chosen_T, *known = (None if column[0] is None else torch.cat(column) for column in zip(*parts, strict=True))
         ctx.save_for_backward(hidden_TH, weight_VH, targets_T, scale, *known, kept_TV, reference_TH, reference_VH)
         ctx.set_materialize_grads(False)
@@ -119,12 +116,18 @@ class _SelectedLogprobs(torch.autograd.Function):
         grad_weight_VH = torch.empty_like(weight_VH) if ctx.needs_input_grad[1] else None  # a frozen head needs none
         for chunk in _chunks(hidden_TH, weight_VH, reference_VH):
             known, wanted = ([_cut(values_T, chunk) for values_T in columns] for columns in (statistics, grads))
-            logits_CV = _logits(hidden_TH, weight_VH, chunk) if kept_TV is None else kept_TV[chunk]
-            reference_CV = _logits(reference_TH, reference_VH, chunk)
-            grad_CV = gradient(logits_CV, targets_T[chunk], scale, *known, *wanted, reference_CV)
+            grad_CV = gradient(
+                _logits(hidden_TH, weight_VH, chunk) if kept_TV is None else _whole_vocabulary(kept_TV[chunk]),
+                targets_T[chunk],
+                scale,
+                *known,
+                *wanted,
+                _logits(reference_TH, reference_VH, chunk),
+            )
             torch.mm(grad_CV, weight_VH, out=grad_hidden_TH[chunk])
             if grad_weight_VH is not None:  # beta 0 does not read what the buffer held before the first chunk
                 torch.addmm(grad_weight_VH, grad_CV.t(), hidden_TH[chunk], beta=min(chunk.start, 1), out=grad_weight_VH)
+            del grad_CV  # else it would still be there while the next one is made
         return grad_hidden_TH, grad_weight_VH, None, None, None, None, None
 
 
@@ -138,8 +141,18 @@ def _cut(values_T: Tensor | None, chunk: slice) -> Tensor | None:
     return None if values_T is None else values_T[chunk]
 
 
-def _logits(hidden_TH: Tensor | None, weight_VH: Tensor | None, chunk: slice) -> Tensor | None:
-    return None if hidden_TH is None or weight_VH is None else hidden_TH[chunk] @ weight_VH.t()
+def _logits(
+    hidden_TH: Tensor | None, weight_VH: Tensor | None, chunk: slice, out_CV: Tensor | None = None
+) -> Tensor | None:
+    if hidden_TH is None or weight_VH is None:
+        return None
+    return _whole_vocabulary(torch.mm(hidden_TH[chunk], weight_VH.t(), out=out_CV))
+
+
+def _whole_vocabulary(logits_CV: Tensor) -> Tensor:
+    """Tell the compiler that only the number of tokens varies: kernels that divide by a variable take twice as long."""
+    torch._dynamo.mark_static(logits_CV, 1)
+    return logits_CV
 
 
 def _scaled(logits_CV: Tensor, scale: Tensor) -> Tensor:

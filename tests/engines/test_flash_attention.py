@@ -5,15 +5,23 @@ On a CPU the operators get plain kernels for the length of a test: what is teste
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import partialmethod
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 from engines import flash_attention
 from engines.flash_attention import HOPPER
 from engines.flash_attention import flash_attention as attend
+from engines.models import PackedPolicy, compile_blocks, load_causal_lm
+from engines.packing import pack
+from tests.engines.ranks import Shape
+from tests.engines.rows import random_rows
 
 QUERIES, KEYS, HEADS, KEY_HEADS, SIZE = (3, 1, 4), (5, 1, 4), 4, 2, 8
 Three = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
@@ -58,15 +66,18 @@ def _gradients(out_N: torch.Tensor, inputs: Three) -> tuple[torch.Tensor, ...]:
 
 
 @pytest.fixture
-def plain_kernels() -> Iterator[None]:
-    """The operators on a CPU, where torch's autograd does not see inside of them."""
+def plain_kernels() -> Iterator[list[str]]:
+    """The operators on a CPU, where torch's autograd does not see inside of them; yields what was called."""
+    calls: list[str] = []
 
     def forward(q: Any, k: Any, v: Any, *rest: Any) -> Any:
+        calls.append("forward")
         *bounds, _, window = rest
         sums = [scores.logsumexp(-1).float() for *_, scores in _sequences((q, k, v), bounds, window)]  # type: ignore[arg-type]
         return _attention((q, k, v), bounds, window), torch.cat(sums, 1)  # type: ignore[arg-type]
 
     def backward(grad_N: Any, q: Any, k: Any, v: Any, out_N: Any, sums_HN: Any, *rest: Any) -> Any:
+        calls.append("backward")
         *bounds, scale, window = rest
         parts = []
         for number, (q_s, k_s, v_s, scores) in enumerate(_sequences((q, k, v), bounds, window)):  # type: ignore[arg-type]
@@ -82,18 +93,18 @@ def plain_kernels() -> Iterator[None]:
     with torch.library._scoped_library("penstock", "FRAGMENT") as library:
         library.impl("flash_attention", forward, "CPU")
         library.impl("flash_attention_backward", backward, "CPU")
-        yield
+        yield calls
 
 
 @WINDOWS
-def test_what_the_compiler_is_told_is_what_the_operators_do(plain_kernels: None, window: int | None) -> None:
+def test_what_the_compiler_is_told_is_what_the_operators_do(plain_kernels: list[str], window: int | None) -> None:
     bounds = _bounds()
     arguments = (*_inputs(bounds, torch.float64), *bounds, SIZE**-0.5, window)
     torch.library.opcheck(torch.ops.penstock.flash_attention.default, arguments, atol=1e-5, rtol=1e-5)
 
 
 @WINDOWS
-def test_gradients_go_to_queries_keys_and_values(plain_kernels: None, window: int | None) -> None:
+def test_gradients_go_to_queries_keys_and_values(plain_kernels: list[str], window: int | None) -> None:
     bounds = _bounds()
     inputs = _inputs(bounds, torch.float64)
     wanted = _gradients(_attention(inputs, bounds, window), inputs)
@@ -104,15 +115,40 @@ def test_gradients_go_to_queries_keys_and_values(plain_kernels: None, window: in
     assert not any(torch.allclose(one, other, atol=1e-2) for one, other in zip(elsewhere, wanted, strict=True))
 
 
+@pytest.mark.parametrize("compiled", [False, True])
+def test_a_models_blocks_are_one_graph_each_with_it(
+    plain_kernels: list[str], compiled: bool, folder_of: Callable[[Shape], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on a GPU, responses that share prompts. Control: the layout for a CPU, whose kernel is another.
+
+    A block that is cut where the kernel is asked for would compile everything that is imported there, too.
+    """
+    monkeypatch.setattr(flash_attention, "_usable", lambda: True)
+    monkeypatch.setattr(nn.Module, "compile", partialmethod(nn.Module.compile, backend="aot_eager", fullgraph=True))
+    torch._dynamo.reset()
+    rows = random_rows(6, samples=2)
+    spread = pack(rows, list(range(6)), torch.device("cpu"))
+    ways = []
+    for layout in (spread.layout, replace(spread.layout, slots_K=None)):
+        lm = load_causal_lm(folder_of(Shape("qwen2", tied=True)), torch.float32, False)
+        if compiled:
+            compile_blocks(lm)
+        logprobs_T, _ = PackedPolicy(lm).train()(replace(spread, layout=layout), 1.0)
+        logprobs_T.square().sum().backward()
+        assert plain_kernels == ([] if layout.slots_K is not None else ["forward"] * 2 + ["backward"] * 2)  # two blocks
+        ways.append([logprobs_T, *(parameter.grad for parameter in lm.parameters())])
+    for one, other in zip(*ways, strict=True):
+        assert (one - other).norm() < 1e-4 * other.norm()
+
+
 def test_another_gpu_and_another_vllm_have_no_such_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     def missing() -> Any:
         raise ImportError
 
-    ask = flash_attention.usable.__wrapped__  # past the cache
     for capability, kernels, expected in ((HOPPER, int, True), ((8, 0), int, False), (HOPPER, missing, False)):
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda capability=capability: capability)
         monkeypatch.setattr(flash_attention, "_kernels", kernels)
-        assert ask() is expected
+        assert flash_attention._usable.__wrapped__() is expected  # past the cache
 
 
 @pytest.mark.skipif(

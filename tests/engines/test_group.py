@@ -380,20 +380,6 @@ def test_gpu_indices_count_among_visible_gpus(tmp_path: Path, monkeypatch: pytes
         group_environment(spec)
 
 
-def test_the_user_s_allocator_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Memory comes in rounded sizes unless one of the variable's two names is set. Control: a rank without a GPU."""
-    gpu, cpu = _spec(tmp_path, devices=(RankDevice(0),)), _spec(tmp_path)
-    for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
-        monkeypatch.delenv(name, raising=False)
-    assert "roundup_power2_divisions" in group_environment(gpu)["PYTORCH_ALLOC_CONF"]
-    assert "PYTORCH_ALLOC_CONF" not in group_environment(cpu)
-    monkeypatch.setenv("PYTORCH_ALLOC_CONF", "max_split_size_mb:128")
-    assert group_environment(gpu)["PYTORCH_ALLOC_CONF"] == "max_split_size_mb:128"
-    monkeypatch.delenv("PYTORCH_ALLOC_CONF")
-    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "max_split_size_mb:128")
-    assert "PYTORCH_ALLOC_CONF" not in group_environment(gpu)
-
-
 def test_the_user_s_thread_count_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Threads are shared out over the ranks only where the user has not decided."""
     monkeypatch.setenv("OMP_NUM_THREADS", "7")

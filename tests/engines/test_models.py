@@ -121,17 +121,6 @@ def test_kept_logits_spare_a_product_with_the_head(keep_logits: bool, products: 
     assert (trained.get_total_flops(), asked.get_total_flops()) == (products * flops, flops)
 
 
-def test_kept_logits_of_nearly_equal_micro_batches_take_equal_room() -> None:
-    """So the memory of one fits the next. Control: a much shorter one takes less; none takes a quarter too much."""
-    head_VH = torch.zeros(30, 16)
-    for tokens, others in ((31_744, (28_700, 32_768)), (5, (5,)), (1, (1,))):
-        room = [logprobs._room_for_logits(torch.zeros(count, 16), head_VH) for count in (tokens, *others)]
-        assert [len(logits_TV) for logits_TV in room] == [tokens, *others]
-        assert len({logits_TV.untyped_storage().size() for logits_TV in room}) == 1
-        assert room[0].untyped_storage().size() < 1.25 * tokens * 30 * 4 + 1
-    assert logprobs._room_for_logits(torch.zeros(20_000, 16), head_VH).untyped_storage().size() < 25_000 * 30 * 4
-
-
 @torch.no_grad()
 def test_a_response_that_sees_another_prompt_would_show(folder_of: FolderOf) -> None:
     """Negative control for shared prompts: with the keys of the wrong prompt, log-probs differ by far."""
