@@ -28,6 +28,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from engines.weight_gradients import add_weight_gradient
+
 LOGITS_CHUNK_BYTES = 1 << 30  # of logits in the weights' dtype at a time: full speed from 2,000 tokens on
 
 
@@ -40,7 +42,12 @@ class Reference:
 
 
 def selected_logprobs(
-    hidden_TH: Tensor, weight_VH: Tensor, targets_T: Tensor, temperature: float, keep_logits: bool = False
+    hidden_TH: Tensor,
+    weight_VH: Tensor,
+    targets_T: Tensor,
+    temperature: float,
+    keep_logits: bool = False,
+    sum_VH: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Return the log-probs of `targets_T` and the entropies of their distributions, both float32 and differentiable.
 
@@ -50,16 +57,24 @@ def selected_logprobs(
         targets_T: token ids.
         temperature: logits are divided by it.
         keep_logits: hold them for the backward pass, if there will be one.
+        sum_VH: float32; the head's gradient is added to it, and autograd sees none.
     """
     scale, kept_TV = _scale(hidden_TH, temperature), None
     if keep_logits and torch.is_grad_enabled():
         kept_TV = hidden_TH.new_empty(len(hidden_TH), len(weight_VH))
-    logprobs_T, entropies_T, _ = _SelectedLogprobs.apply(hidden_TH, weight_VH, targets_T, scale, kept_TV, None, None)
+    logprobs_T, entropies_T, _ = _SelectedLogprobs.apply(
+        hidden_TH, weight_VH, targets_T, scale, kept_TV, sum_VH, None, None
+    )
     return logprobs_T, entropies_T
 
 
 def selected_logprobs_and_kl(
-    hidden_TH: Tensor, weight_VH: Tensor, targets_T: Tensor, temperature: float, reference: Reference
+    hidden_TH: Tensor,
+    weight_VH: Tensor,
+    targets_T: Tensor,
+    temperature: float,
+    reference: Reference,
+    sum_VH: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return what `selected_logprobs` does, and KL(p, q) per token to the reference's distributions, differentiable.
 
@@ -67,7 +82,7 @@ def selected_logprobs_and_kl(
     """
     scale = _scale(hidden_TH, temperature)
     logprobs_T, entropies_T, kl_T = _SelectedLogprobs.apply(
-        hidden_TH, weight_VH, targets_T, scale, None, reference.hidden_TH, reference.weight_VH
+        hidden_TH, weight_VH, targets_T, scale, None, sum_VH, reference.hidden_TH, reference.weight_VH
     )
     return logprobs_T, entropies_T, kl_T
 
@@ -86,6 +101,7 @@ class _SelectedLogprobs(torch.autograd.Function):
         targets_T: Tensor,
         scale: Tensor,
         kept_TV: Tensor | None,
+        sum_VH: Tensor | None,
         reference_TH: Tensor | None,
         reference_VH: Tensor | None,
     ) -> Any:
@@ -102,6 +118,7 @@ class _SelectedLogprobs(torch.autograd.Function):
         chosen_T, *known = (None if column[0] is None else torch.cat(column) for column in zip(*parts, strict=True))
         ctx.save_for_backward(hidden_TH, weight_VH, targets_T, scale, *known, kept_TV, reference_TH, reference_VH)
         ctx.set_materialize_grads(False)
+        ctx.sum_VH = sum_VH  # it is written to, not read: other forward passes may come before the backward pass
         _, entropies_T, _, kl_T = known
         return chosen_T, entropies_T, kl_T
 
@@ -113,7 +130,8 @@ class _SelectedLogprobs(torch.autograd.Function):
         gradient = _on(hidden_TH.device.type, _logits_gradient)
         grads = (grad_logprobs_T, grad_entropies_T, grad_kl_T)
         grad_hidden_TH = torch.empty_like(hidden_TH)
-        grad_weight_VH = torch.empty_like(weight_VH) if ctx.needs_input_grad[1] else None  # a frozen head needs none
+        trained = ctx.needs_input_grad[1]  # a frozen head needs no gradient
+        grad_weight_VH = torch.empty_like(weight_VH) if trained and ctx.sum_VH is None else None
         for chunk in _chunks(hidden_TH, weight_VH, reference_VH):
             known, wanted = ([_cut(values_T, chunk) for values_T in columns] for columns in (statistics, grads))
             grad_CV = gradient(
@@ -125,10 +143,12 @@ class _SelectedLogprobs(torch.autograd.Function):
                 _logits(reference_TH, reference_VH, chunk),
             )
             torch.mm(grad_CV, weight_VH, out=grad_hidden_TH[chunk])
+            if trained and ctx.sum_VH is not None:
+                add_weight_gradient(ctx.sum_VH, grad_CV, hidden_TH[chunk])
             if grad_weight_VH is not None:  # beta 0 does not read what the buffer held before the first chunk
                 torch.addmm(grad_weight_VH, grad_CV.t(), hidden_TH[chunk], beta=min(chunk.start, 1), out=grad_weight_VH)
             del grad_CV  # else it would still be there while the next one is made
-        return grad_hidden_TH, grad_weight_VH, None, None, None, None, None
+        return grad_hidden_TH, grad_weight_VH, *[None] * 6
 
 
 def _chunks(hidden_TH: Tensor, weight_VH: Tensor, reference_VH: Tensor | None) -> list[slice]:

@@ -61,14 +61,15 @@ class LogprobHead(nn.Module):
     def __init__(self, head: nn.Linear, keep_logits: bool) -> None:
         super().__init__()
         self.weight, self.keep_logits = head.weight, keep_logits
+        self.sum_VH: torch.Tensor | None = None  # of its gradients, where the optimizer has one
 
     def forward(
         self, hidden_TH: torch.Tensor, targets_T: torch.Tensor, temperature: float, reference: Reference | None = None
     ) -> tuple[torch.Tensor, ...]:
         """Return log-probs_T and entropies_T of the targets, and KL_T to a reference if there is one."""
         if reference is None:
-            return selected_logprobs(hidden_TH, self.weight, targets_T, temperature, self.keep_logits)
-        return selected_logprobs_and_kl(hidden_TH, self.weight, targets_T, temperature, reference)
+            return selected_logprobs(hidden_TH, self.weight, targets_T, temperature, self.keep_logits, self.sum_VH)
+        return selected_logprobs_and_kl(hidden_TH, self.weight, targets_T, temperature, reference, self.sum_VH)
 
 
 class PackedCritic(nn.Module):

@@ -5,8 +5,9 @@ micro-batch. On a GPU one product can do all three, and it keeps float32 to the 
 update is about 4 % faster. Autograd sees no gradient of such a weight (`.grad` stays None).
 
 Suffixes: `_NI` tokens x in, `_NO` tokens x out, `_OI` out x in, `_O` out.
-Left out: other parameters and the language head, which go DeepSpeed's way into the same sums; adapters
-(engines/lora.py: too small to matter); every other optimizer of DeepSpeed (ZeRO 2 and 3, float32), which has no sums.
+The language head works chunk by chunk (engines/logprobs.py); its gradient, too, is only rounded where the sums are.
+Left out: other parameters, which go DeepSpeed's way into the same sums; adapters (engines/lora.py: too small to
+matter); every other optimizer of DeepSpeed (ZeRO 2 and 3, float32), which has no sums.
 """
 
 from __future__ import annotations
@@ -14,7 +15,6 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
 from torch import Tensor, nn
 
 from engines.lora import blocks
@@ -71,8 +71,8 @@ def add_weight_gradient(sum_OI: Tensor, grad_NO: Tensor, input_NI: Tensor) -> No
 
 
 def sum_in_products(module: nn.Module, optimizer: Any) -> None:
-    """Let the trained linear layers of a model's blocks add to the sums of its optimizer, if that is one with sums."""
-    if not isinstance(optimizer, BF16_Optimizer):
+    """Let a model's blocks and language head add to the sums of its optimizer, if that is one with sums."""
+    if not _has_sums(optimizer):
         return
     groups = zip(optimizer.bf16_groups, optimizer.fp32_groups_gradients, strict=True)
     sums = {weight: sum_ for group in groups for weight, sum_ in zip(*group, strict=True)}
@@ -81,6 +81,13 @@ def sum_in_products(module: nn.Module, optimizer: Any) -> None:
             if type(linear) is nn.Linear and linear.weight in sums:
                 sum_OI = _alone(sums[linear.weight].view(linear.weight.shape))
                 block.set_submodule(name, SummedLinear(linear, sum_OI))
+    for head in module.modules():
+        if hasattr(head, "sum_VH") and head.weight in sums:
+            head.sum_VH = _alone(sums[head.weight].view(head.weight.shape))
+
+
+def _has_sums(optimizer: Any) -> bool:
+    return hasattr(optimizer, "fp32_groups_gradients")  # DeepSpeed's BF16_Optimizer
 
 
 def _alone(view: Tensor) -> Tensor:
@@ -99,5 +106,5 @@ def count_sums(optimizer: Any) -> None:
 
     A parameter without a gradient has a sum of zeros.
     """
-    if isinstance(optimizer, BF16_Optimizer):
+    if _has_sums(optimizer):
         optimizer.fp32_groups_has_gradients = [[True] * len(group) for group in optimizer.bf16_groups]

@@ -141,10 +141,13 @@ class InspectedWorker(Worker):
         return {"moments": np.concatenate([entry["exp_avg"].numpy().copy() for entry in state if "exp_avg" in entry])}
 
     def summed_linears(self, role: str, keep: bool) -> dict[str, Any]:
-        """Layers that add their weight's gradient to DeepSpeed's sums; unless kept, they leave it to DeepSpeed."""
-        layers = [module for module in self.trainers[role].module.modules() if isinstance(module, SummedLinear)]
-        for layer in layers if not keep else []:
-            layer.__class__ = torch.nn.Linear  # type: ignore[assignment]
+        """Layers that add their weight's gradient to sums; unless kept, they and the head leave it to DeepSpeed."""
+        module = self.trainers[role].module
+        layers = [layer for layer in module.modules() if isinstance(layer, SummedLinear)]
+        if not keep:
+            module.head.sum_VH = None  # type: ignore[union-attr]
+            for layer in layers:
+                layer.__class__ = torch.nn.Linear  # type: ignore[assignment]
         return {"count": len(layers)}
 
     def uncounted_sums(self, arguments: dict[str, Any]) -> dict[str, Any]:

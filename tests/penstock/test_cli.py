@@ -319,7 +319,7 @@ def test_a_dry_run_shows_configuration_placement_and_memory(here: Path, penstock
         "actor, reference, rollout",
         "CPU",
         "activations",
-        "actor no",
+        "actor: nothing",
         "reshard: shared (the rollout engine reads the actor's own weights)",
     ):
         assert text in " ".join(shown.split()), text
