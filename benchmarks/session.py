@@ -53,11 +53,10 @@ def load_roles(training: Training, roles: tuple[Role, ...]) -> ModelShape:
     session = training.session()
     folder = session.model_folder = starting_model.fn(training)
     session.say(f"loading {' and '.join(roles)}")
-    tree = session.engine_config()
+    common = session.build_arguments()
     for group in session.distinct_groups:
         if held := [role for role in group.spec.roles if role in roles]:
-            keep_logits = session.keeps_logits("actor")
-            group.call("build", key="0/build", config=tree, folder=folder, roles=held, keep_logits=keep_logits)
+            group.call("build", key="0/build", **common, roles=held)
     return read_shape(Path(folder))
 
 

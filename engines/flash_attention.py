@@ -76,13 +76,19 @@ def flash_attention(
 
 
 def _options(
-    cu_queries_S1: torch.Tensor, cu_keys_S1: torch.Tensor, most_queries: int, most_keys: int, window: int | None
+    cu_queries_S1: torch.Tensor,
+    cu_keys_S1: torch.Tensor,
+    most_queries: int,
+    most_keys: int,
+    scale: float,
+    window: int | None,
 ) -> dict[str, Any]:
     return {
         "cu_seqlens_q": cu_queries_S1,
         "cu_seqlens_k": cu_keys_S1,
         "max_seqlen_q": most_queries,
         "max_seqlen_k": most_keys,
+        "softmax_scale": scale,
         "causal": True,
         "window_size_left": window,
     }
@@ -101,10 +107,8 @@ def _forward(
     window: int | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return attention's output and the logsumexp_HN that its backward pass needs."""
-    options = _options(cu_queries_S1, cu_keys_S1, most_queries, most_keys, window)
-    out_N, logsumexp_HN, *_ = _kernels()._flash_attn_fwd(
-        query_N, key_K, value_K, softmax_scale=scale, return_lse=True, **options
-    )
+    options = _options(cu_queries_S1, cu_keys_S1, most_queries, most_keys, scale, window)
+    out_N, logsumexp_HN, *_ = _kernels()._flash_attn_fwd(query_N, key_K, value_K, return_lse=True, **options)
     return out_N, logsumexp_HN
 
 
@@ -130,11 +134,11 @@ def _backward(
     window: int | None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return the gradients of queries, keys and values."""
-    options = _options(cu_queries_S1, cu_keys_S1, most_queries, most_keys, window)
+    options = _options(cu_queries_S1, cu_keys_S1, most_queries, most_keys, scale, window)
     # Contiguous as the compiler is told below; by itself the kernel would take over the inputs' order in memory.
     grads = query_N.new_empty(query_N.shape), key_K.new_empty(key_K.shape), value_K.new_empty(value_K.shape)
     options |= dict(zip(("dq", "dk", "dv"), grads, strict=True))
-    _kernels()._flash_attn_bwd(query_N, key_K, value_K, out_N, grad_N, logsumexp_HN, softmax_scale=scale, **options)
+    _kernels()._flash_attn_bwd(query_N, key_K, value_K, out_N, grad_N, logsumexp_HN, **options)
     return grads
 
 

@@ -1,11 +1,11 @@
 """Weight gradients of linear layers, added to DeepSpeed's float32 sums by the matrix products that make them.
 
 DeepSpeed's way is a product with bfloat16 output, its conversion to float32 and an addition, for every weight and
-micro-batch. On a GPU one product can do all three, and it keeps float32 to the end: the sums are more exact, and an
-update is about 4 % faster. Autograd sees no gradient of such a weight (`.grad` stays None).
+micro-batch. On a GPU one product can do all three, and it keeps float32 to the end: the sums are more exact, and the
+conversions and additions are spared (benchmarks/LOG.md). Autograd sees no gradient of such a weight (`.grad` stays
+None). The language head adds chunk by chunk (engines/logprobs.py).
 
 Suffixes: `_NI` tokens x in, `_NO` tokens x out, `_OI` out x in, `_O` out.
-The language head works chunk by chunk (engines/logprobs.py); its gradient, too, is only rounded where the sums are.
 Left out: other parameters, which go DeepSpeed's way into the same sums; adapters (engines/lora.py: too small to
 matter); every other optimizer of DeepSpeed (ZeRO 2 and 3, float32), which has no sums.
 """

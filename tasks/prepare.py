@@ -86,8 +86,7 @@ def build_engines(training: Training, model_folder: str) -> dict[str, int | str]
     session = training.session()
     session.model_folder = model_folder
     session.say("loading models into DeepSpeed and vLLM")
-    common = {"config": session.engine_config(), "folder": model_folder, "keep_logits": session.keeps_logits("actor")}
-    groups = session.distinct_groups
+    common, groups = session.build_arguments(), session.distinct_groups
     replies = side_by_side("build", "0/build", {group: {**common, "roles": list(group.spec.roles)} for group in groups})
     strategy, first = reshard_strategy(session.config), [reply for ranks in replies.values() for reply in ranks]
     if strategy == "broadcast":

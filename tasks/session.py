@@ -120,6 +120,11 @@ class Session:
             tree[name]["gradient_checkpointing"] = value.activations
         return tree
 
+    def build_arguments(self) -> dict[str, Any]:
+        """Return what every group is told when it builds its models, besides their roles."""
+        keep_logits = self.keeps_logits("actor")
+        return {"config": self.engine_config(), "folder": self.model_folder, "keep_logits": keep_logits}
+
     def keeps_logits(self, name: str) -> bool:
         """Whether the actor, or the model of supervised training, keeps its logits for the backward pass."""
         return name in self.recomputed and not self.recomputed[name].logits
