@@ -53,7 +53,9 @@ def layer_table(shape: ModelShape, w: int, device: str, compiled: bool, keys: fl
         table += [
             Kept("block's input", w * hidden, "first norm"),
             Kept("o_proj's output", w * hidden, "with the block's input, the second norm's input"),
-            Kept("query and key norms' input", w * normed, "their backward pass"),
+            Kept(
+                "query and key norms' input", w * (normed and normed + key), "their backward pass; values lie beside it"
+            ),
         ]
     else:
         table += [

@@ -72,9 +72,12 @@ def packed_attention(
 
 
 def repeat_prompts(tensor_N: torch.Tensor, shared: SharedPrompts | None) -> torch.Tensor:
-    """Return keys or values of all sequences, [K, heads, head size]: a shared prompt's once for each response."""
+    """Return keys or values of all sequences, [K, heads, head size]: a shared prompt's once for each response.
+
+    They are contiguous: as columns of a joint product they would keep all of it for the backward pass.
+    """
     if shared is None:
-        return tensor_N
+        return tensor_N.contiguous()
     return _Repeat.apply(tensor_N, shared.source_K, shared.own_N, shared.copies_C, shared.copied_C)
 
 

@@ -3,7 +3,8 @@
 DeepSpeed's way is a product with bfloat16 output, its conversion to float32 and an addition, for every weight and
 micro-batch. On a GPU one product can do all three, and it keeps float32 to the end: the sums are more exact, and the
 conversions and additions are spared (benchmarks/LOG.md). Autograd sees no gradient of such a weight (`.grad` stays
-None). The language head adds chunk by chunk (engines/logprobs.py).
+None). The language head adds chunk by chunk (engines/logprobs.py). Queries, keys and values, whose weights and sums
+lie side by side (engines/weights/layout.py), are one product.
 
 Suffixes: `_NI` tokens x in, `_NO` tokens x out, `_OI` out x in, `_O` out.
 Left out: other parameters, which go DeepSpeed's way into the same sums; adapters (engines/lora.py: too small to
@@ -18,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from engines.lora import blocks
+from engines.weights.layout import FUSED, fused_view
 
 
 class SummedLinear(nn.Linear):
@@ -32,18 +34,58 @@ class SummedLinear(nn.Linear):
         super().__init__(base.in_features, base.out_features, device="meta")
         self.weight, self.bias = base.weight, base.bias
         self.sum_OI = sum_OI
+        self.joint: JointProduct | None = None  # with layers of the same input
+        self.place = 0  # among them
 
     def forward(self, input: Tensor) -> Tensor:
         """Return the layer's output."""
-        output: Tensor = _SummedProduct.apply(input, self.weight, self.bias, self.sum_OI)
+        if self.joint is not None:
+            return self.joint.output(self.place, input)
+        output: Tensor = _SummedProduct.apply(input, self.weight, self.bias, self.sum_OI, None)
+        return output
+
+
+class JointProduct:
+    """Layers that a model calls one by one with the same input, computed as one when the first is called.
+
+    Keys and values have so few heads that products of their own leave most of a GPU idle.
+
+    Args:
+        layers: all with a bias or all without.
+        weight_OI: their weights as one tensor, in the same order; a view of them.
+        sum_OI: their sums, likewise.
+    """
+
+    def __init__(self, layers: list[SummedLinear], weight_OI: Tensor, sum_OI: Tensor) -> None:
+        self.layers, self.weight_OI, self.sum_OI = layers, weight_OI, sum_OI
+        self.input: Tensor | None = None  # of the outputs that wait to be asked for
+        self.waiting: dict[int, Tensor] = {}  # by place
+        for place, layer in enumerate(layers):
+            layer.joint, layer.place = self, place
+
+    def output(self, place: int, input: Tensor) -> Tensor:
+        """Return what the layer at `place` makes of the input: columns of the joint output."""
+        if self.input is not input or place not in self.waiting:
+            outputs = self._product(input).split([layer.out_features for layer in self.layers], -1)
+            self.input, self.waiting = input, dict(enumerate(outputs))
+        output = self.waiting.pop(place)
+        if not self.waiting:  # nothing is held from one call of the model to the next
+            self.input = None
+        return output
+
+    def _product(self, input: Tensor) -> Tensor:
+        bias_O = None if self.layers[0].bias is None else torch.cat([layer.bias for layer in self.layers])
+        output: Tensor = _SummedProduct.apply(input, self.weight_OI, bias_O, self.sum_OI, self.layers[0].weight)
         return output
 
 
 class _SummedProduct(torch.autograd.Function):
-    """The weight is an argument like any other, so that the backward pass comes by also where only it is trained."""
+    """Linear layer; the last argument is a parameter where the weight is a view, so that backward comes by for it."""
 
     @staticmethod
-    def forward(ctx: Any, input: Tensor, weight_OI: Tensor, bias_O: Tensor | None, sum_OI: Tensor) -> Tensor:
+    def forward(
+        ctx: Any, input: Tensor, weight_OI: Tensor, bias_O: Tensor | None, sum_OI: Tensor, _: Tensor | None
+    ) -> Tensor:
         ctx.save_for_backward(input, weight_OI, sum_OI)
         return nn.functional.linear(input, weight_OI, bias_O)
 
@@ -53,7 +95,7 @@ class _SummedProduct(torch.autograd.Function):
         grad_NO = grad.flatten(0, -2)
         add_weight_gradient(sum_OI, grad_NO, input.flatten(0, -2))
         grad_bias_O = grad_NO.sum(0) if ctx.needs_input_grad[2] else None
-        return grad @ weight_OI, None, grad_bias_O, None
+        return grad @ weight_OI, None, grad_bias_O, None, None
 
 
 @torch.library.custom_op("penstock::add_weight_gradient", mutates_args={"sum_OI"})
@@ -81,9 +123,21 @@ def sum_in_products(module: nn.Module, optimizer: Any) -> None:
             if type(linear) is nn.Linear and linear.weight in sums:
                 sum_OI = _alone(sums[linear.weight].view(linear.weight.shape))
                 block.set_submodule(name, SummedLinear(linear, sum_OI))
+        for attention in block.modules():
+            _join([getattr(attention, name, None) for name in FUSED["qkv_proj"]])
     for head in module.modules():
         if hasattr(head, "sum_VH") and head.weight in sums:
             head.sum_VH = _alone(sums[head.weight].view(head.weight.shape))
+
+
+def _join(layers: list[Any]) -> None:
+    """Make layers one product if all of them are summed, and weights and sums lie side by side."""
+    summed = all(isinstance(layer, SummedLinear) for layer in layers)
+    if not summed or len({layer.bias is None for layer in layers}) > 1:
+        return
+    weight_OI, sum_OI = fused_view([layer.weight for layer in layers]), fused_view([layer.sum_OI for layer in layers])
+    if weight_OI is not None and sum_OI is not None:
+        JointProduct(layers, _alone(weight_OI), _alone(sum_OI))
 
 
 def _has_sums(optimizer: Any) -> bool:

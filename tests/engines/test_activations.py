@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partialmethod
 from pathlib import Path
+from types import MappingProxyType
 
 import numpy as np
 import pytest
@@ -16,8 +17,10 @@ from engines.activations import kept_bytes, keys_per_token, layer_table, total
 from engines.models import PackedPolicy, compile_blocks, load_causal_lm
 from engines.packing import Rows, pack
 from engines.shape import read_shape
+from engines.weight_gradients import sum_in_products
 from state.experience import Ragged
 from tests.engines.ranks import Shape
+from tests.engines.sums import sums_of
 
 FolderOf = Callable[[Shape], Path]
 PROMPT, RESPONSE, ROWS = 10, 30, 8
@@ -33,9 +36,9 @@ def _rows(samples: int) -> Rows:
     return Rows(Ragged.of([prompt for prompt in prompts for _ in range(samples)], np.int32), responses, mask, {})
 
 
-def _kept(policy: nn.Module, rows: Rows) -> int:
-    """Bytes of all storage that autograd keeps for the backward pass, parameters aside, each once."""
-    parameters = {parameter.untyped_storage().data_ptr() for parameter in policy.parameters()}
+def _kept(policy: nn.Module, rows: Rows, sums: Mapping[str, torch.Tensor] = MappingProxyType({})) -> int:
+    """Bytes of all storage that autograd keeps for the backward pass, parameters and their sums aside, each once."""
+    lasting = {tensor.untyped_storage().data_ptr() for tensor in [*policy.parameters(), *sums.values()]}
     kept: dict[int, torch.Tensor] = {}  # the tensors are held, or their addresses would be given out again
 
     def keep(tensor: torch.Tensor) -> torch.Tensor:
@@ -46,7 +49,7 @@ def _kept(policy: nn.Module, rows: Rows) -> int:
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
         outputs = policy(batch, 1.0)
     assert outputs[0].requires_grad
-    return sum(tensor.untyped_storage().nbytes() for address, tensor in kept.items() if address not in parameters)
+    return sum(tensor.untyped_storage().nbytes() for address, tensor in kept.items() if address not in lasting)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -64,13 +67,19 @@ def test_the_table_is_what_autograd_keeps(shape: Shape, dtype: torch.dtype, fold
 def test_the_table_is_what_compiled_blocks_keep(
     shape: Shape, folder_of: FolderOf, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The same partition into forward and backward pass as on a GPU, without its kernels: no C++ compiler is needed."""
+    """The same layers and partition into forward and backward pass as on a GPU, without its kernels.
+
+    So no C++ compiler is needed.
+    """
     folder = folder_of(shape)
     lm = load_causal_lm(folder, torch.bfloat16, False)
     monkeypatch.setattr(nn.Module, "compile", partialmethod(nn.Module.compile, backend="aot_eager_decomp_partition"))
     compile_blocks(lm)
+    policy = PackedPolicy(lm).train()
+    optimizer, sums = sums_of(policy)
+    sum_in_products(policy, optimizer)
     tokens, responses = (PROMPT + RESPONSE) * ROWS, RESPONSE * ROWS
-    kept = _kept(PackedPolicy(lm).train(), _rows(1))
+    kept = _kept(policy, _rows(1), sums)
     sizes = read_shape(folder)
     assert kept_bytes(sizes, 2, "cpu", True, tokens, responses, False) == pytest.approx(kept, rel=0.01)
     assert kept_bytes(sizes, 2, "cpu", False, tokens, responses, False) > 1.3 * kept

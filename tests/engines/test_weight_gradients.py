@@ -13,7 +13,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
 
@@ -22,9 +21,10 @@ from engines import logprobs
 from engines.lora import attach
 from engines.models import PackedPolicy, compile_blocks, load_causal_lm
 from engines.packing import pack
-from engines.weight_gradients import SummedLinear, sum_in_products
+from engines.weight_gradients import JointProduct, SummedLinear, sum_in_products
 from tests.engines.ranks import Ranks, Shape
 from tests.engines.rows import LOSS, SPLIT, random_rows, write_rows
+from tests.engines.sums import sums_of
 
 FolderOf = Callable[[Shape], Path]
 SHAPES = [Shape("qwen2", tied=True), Shape("qwen3", tied=False)]
@@ -34,21 +34,13 @@ CPU = torch.device("cpu")
 EMBEDDING = "lm.model.embed_tokens.weight"
 
 
-def _sums(policy: nn.Module) -> tuple[BF16_Optimizer, dict[str, Tensor]]:
-    """Sums as DeepSpeed's optimizer has them, without its process group: views of one buffer."""
-    trained = {name: parameter for name, parameter in policy.named_parameters() if parameter.requires_grad}
-    sizes = [parameter.numel() for parameter in trained.values()]
-    optimizer = BF16_Optimizer.__new__(BF16_Optimizer)
-    optimizer.bf16_groups = [list(trained.values())]
-    optimizer.fp32_groups_gradients = [list(torch.zeros(sum(sizes)).split(sizes))]
-    return optimizer, dict(zip(trained, optimizer.fp32_groups_gradients[0], strict=True))
-
-
-def _trained(folder: Path, summed: bool, checkpointing: bool, compiled: bool) -> tuple[dict[str, Tensor], set[str]]:
+def _trained(
+    folder: Path, summed: bool, checkpointing: bool, compiled: bool, beside: bool = False
+) -> tuple[dict[str, Tensor], set[str]]:
     """Sums over three micro-batches, and the names of the parameters of which autograd saw a gradient."""
     lm = load_causal_lm(folder, torch.bfloat16, checkpointing)
     policy = PackedPolicy(lm).train()
-    optimizer, sums = _sums(policy)
+    optimizer, sums = sums_of(policy, beside)
     if summed:
         sum_in_products(policy, optimizer)
     if compiled:
@@ -92,6 +84,77 @@ def test_sums_are_those_of_the_usual_way_up_to_rounding(
     assert len(summed) == LINEARS + 1  # and the head
     assert all(apart[name] < ROUNDING for name in summed)
     assert seen - still_seen == summed - ({EMBEDDING} if shape.tied else set())  # it has its own gradient as well
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize(("shape", "checkpointing"), [(SHAPES[0], False), (SHAPES[0], True), (SHAPES[1], False)])
+def test_layers_of_the_same_input_are_one_product_and_their_gradients_the_same_up_to_rounding(
+    shape: Shape, compiled: bool, checkpointing: bool, folder_of: FolderOf, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With biases and without, recomputed or not; compiled, a block is one graph that both share.
+
+    Control: with sums that do not lie side by side every layer has a product of its own.
+    """
+    monkeypatch.setattr(nn.Module, "compile", partialmethod(nn.Module.compile, backend="aot_eager", fullgraph=True))
+    widths: list[int] = []
+
+    def counted(input: Tensor, weight_OI: Tensor, *rest: Tensor) -> Tensor:
+        widths.append(len(weight_OI))
+        return linear(input, weight_OI, *rest)
+
+    linear = nn.functional.linear
+    ways: dict[bool, tuple[dict[str, Tensor], int]] = {}
+    for beside in (False, True):
+        torch._dynamo.reset()
+        counters.clear()
+        sums, _ = _trained(folder_of(shape), True, checkpointing, compiled, beside)
+        ways[beside] = sums, counters["stats"]["unique_graphs"]
+    assert ways[True][1] == ways[False][1] and (ways[True][1] > 0) is compiled
+    together, alone = (torch.cat([sums[name] for name in ways[True][0]]) for sums, _ in ways.values())
+    assert 0 < float((together - alone).norm() / alone.norm()) < 2 * ROUNDING
+    for beside, products in ((False, LINEARS), (True, LINEARS - 2 * 2)):
+        policy = PackedPolicy(load_causal_lm(folder_of(shape), torch.bfloat16, False))
+        sum_in_products(policy, sums_of(policy, beside)[0])
+        widths.clear()
+        with monkeypatch.context() as patched, torch.no_grad():
+            patched.setattr(nn.functional, "linear", counted)
+            policy(pack(random_rows(2, samples=2), [0, 1], CPU), 1.0)
+        assert len(widths) == products
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_a_joint_product_is_its_layers_and_its_input_gradient_is_rounded_once(backend: str) -> None:
+    """Called in any order, twice, or with another input: each layer answers for the input that it got.
+
+    Control: layer by layer the input's gradient is rounded after each product and each addition.
+    """
+    torch.manual_seed(0)
+    layers = [SummedLinear(nn.Linear(24, width, dtype=torch.bfloat16), torch.zeros(width, 24)) for width in (16, 8, 8)]
+    weights = [layer.weight.detach() for layer in layers]
+    sum_OI = torch.zeros(32, 24)
+    joint = JointProduct(layers, torch.cat(weights), sum_OI)
+
+    @torch.compile(backend=backend, dynamic=True, fullgraph=True)
+    def outputs(input: Tensor, other: Tensor) -> list[Tensor]:
+        first, second = layers[0](input), layers[1](input)
+        return [first, second, layers[2](input), layers[2](other), layers[0](other), layers[0](other)]
+
+    input_NI, other_NI = (torch.randn(40, 24).bfloat16().requires_grad_() for _ in "ab")
+    made = outputs(input_NI, other_NI)
+    for place, output, given in zip((0, 1, 2, 2, 0, 0), made, [input_NI] * 3 + [other_NI] * 3, strict=True):
+        assert torch.equal(output, nn.functional.linear(given, weights[place], layers[place].bias))
+    del made
+    joint.input, joint.waiting = None, {}
+    grads = [torch.randn(40, width).bfloat16() for width in (16, 8, 8)]
+    torch.autograd.backward([layer(input_NI) for layer in layers], grads)
+    assert joint.input is None and not joint.waiting
+    exact_NI = sum(grad.double() @ weight.double() for grad, weight in zip(grads, weights, strict=True))
+    usual_NI = sum(grad @ weight for grad, weight in zip(grads, weights, strict=True))
+    assert input_NI.grad is not None and isinstance(exact_NI, Tensor) and isinstance(usual_NI, Tensor)
+    ours, usual = (float((grad_NI - exact_NI).norm() / exact_NI.norm()) for grad_NI in (input_NI.grad, usual_NI))
+    assert ours < 0.8 * usual
+    exact_OI = torch.cat(grads, -1).double().t() @ input_NI.detach().double()
+    assert float((sum_OI - exact_OI).norm() / exact_OI.norm()) < 1e-6
 
 
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
@@ -153,10 +216,10 @@ def test_adapters_frozen_layers_and_other_optimizers_keep_the_usual_way(folder_o
 
     adapted = load_causal_lm(folder_of(SHAPES[0]), torch.bfloat16, False)
     attach(adapted, LoraConfig(rank=2, targets=["q_proj"]), seed=0)
-    assert summed(PackedPolicy(adapted), _sums(PackedPolicy(adapted))[0]) == 0
+    assert summed(PackedPolicy(adapted), sums_of(PackedPolicy(adapted))[0]) == 0
     policy = PackedPolicy(load_causal_lm(folder_of(SHAPES[0]), torch.bfloat16, False))
     assert summed(policy, torch.optim.AdamW(policy.parameters())) == 0
-    assert summed(policy, _sums(policy)[0]) == LINEARS
+    assert summed(policy, sums_of(policy)[0]) == LINEARS
 
 
 @pytest.mark.parametrize("clip", [1e9, 0.05])
@@ -190,9 +253,10 @@ def test_deepspeed_reduces_measures_clips_and_clears_the_sums(
             steps[way].append((reply["loss"], reply["grad_norm"], np.concatenate(moments)))
     for usual, ours, uncounted in zip(steps["usual"], steps["ours"], steps["uncounted"], strict=True):
         first = usual is steps["usual"][0]  # from then on the weights are no longer the same
+        close = 5e-4 if first else 1e-2
         assert ours[0] == pytest.approx(usual[0], abs=1e-5 if first else 1e-2)
-        assert ours[1] == pytest.approx(usual[1], rel=1e-4 if first else 1e-2)
+        assert ours[1] == pytest.approx(usual[1], rel=close)
         assert float(np.linalg.norm(ours[2])) == pytest.approx(min(clip, ours[1]), rel=1e-4)
         apart = float(np.linalg.norm(ours[2] - usual[2]) / np.linalg.norm(usual[2]))
-        assert 0 < apart < (ROUNDING if first else 0.05)
+        assert 0 < apart < (2 * ROUNDING if first else 0.05)
         assert uncounted[1] < 0.9 * ours[1]
