@@ -1,15 +1,19 @@
-"""Prefect's temporary server, which it starts where none is configured: it outlives Ctrl-C, and not its command.
+"""Prefect's temporary server, which it starts where none is configured: it outlives the flow, and not its command.
 
-A terminal sends Ctrl-C to all processes of its foreground group. A server that ends with the flow leaves the flow
-nobody to tell that it was cancelled: it asks again for more than a minute, and fails with a connection error. A command
-that is killed with SIGKILL runs nothing more, so a shell beside it waits for that and ends the server. Left out: a
-command killed in the seconds in which its server starts.
+Signals often go to all processes of a group: a terminal sends Ctrl-C like that; systemd, Slurm and `timeout` their
+SIGTERM. A server that ends with the flow leaves the flow nobody to tell that it was cancelled: it asks again for
+minutes, and fails with a connection error. So the server has a session of its own. A command that is killed with
+SIGKILL runs nothing more, so a shell beside it waits for that and ends the server. Left out: a command killed in the
+seconds in which its server starts.
 """
 
 from __future__ import annotations
 
 import signal
 import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
 
 _watching: list[subprocess.Popen[bytes]] = []  # a shell that lost its Popen object would see its standard input end
 
@@ -17,8 +21,8 @@ _watching: list[subprocess.Popen[bytes]] = []  # a shell that lost its Popen obj
 def start_server() -> None:
     """Have Prefect start its temporary server now, if it needs one; Ctrl-C meanwhile takes effect on return.
 
-    A signal that is blocked when a process starts stays blocked in it. SIGTERM becomes an orderly exit with code 143,
-    since Prefect ends its server in an exit handler, and the default runs none.
+    SIGTERM becomes an orderly exit with code 143, since Prefect ends its server in an exit handler, and the default
+    runs none.
     """
     from prefect.client.base import ServerType
     from prefect.client.orchestration import get_client
@@ -26,12 +30,28 @@ def start_server() -> None:
     signal.signal(signal.SIGTERM, _leave)
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
-        with get_client(sync_client=True) as client:
+        with _sessions_of_their_own(), get_client(sync_client=True) as client:
             client.api_healthcheck()
             if client.server_type == ServerType.EPHEMERAL and not _watching:
                 _watching.append(end_with_this_process(_server_pid()))
     finally:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+
+
+class _Apart(subprocess.Popen[Any]):
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options | {"start_new_session": True})
+
+
+@contextmanager
+def _sessions_of_their_own() -> Iterator[None]:
+    """Keep processes that are started in this block, by whatever library, out of reach of signals to this group."""
+    usual = subprocess.Popen
+    subprocess.Popen = _Apart  # type: ignore[misc]
+    try:
+        yield
+    finally:
+        subprocess.Popen = usual  # type: ignore[misc]
 
 
 def _server_pid() -> int:

@@ -22,6 +22,19 @@ from prefect.server.api.server import SubprocessASGIServer
 print(SubprocessASGIServer().server_process.pid, flush=True)
 time.sleep(600)
 """
+TELLING = """
+import sys, time
+from penstock.server import start_server
+start_server()
+from prefect.client.orchestration import get_client
+from prefect.server.api.server import SubprocessASGIServer
+print(SubprocessASGIServer().server_process.pid, flush=True)
+try:
+    time.sleep(600)
+finally:
+    with get_client(sync_client=True) as client:
+        print("nobody there" if client.api_healthcheck() else "told", flush=True)
+"""
 PARENT = """
 import subprocess, sys, time
 from penstock.server import end_with_this_process
@@ -58,6 +71,7 @@ def start(code: str, *arguments: str, **environment: str) -> tuple[subprocess.Po
         env=inherited | environment,
         stdout=subprocess.PIPE,
         text=True,
+        start_new_session=True,  # a group whose signals do not reach the tests
     )
     assert parent.stdout is not None
     return parent, psutil.Process(int(parent.stdout.readline()))
@@ -84,14 +98,36 @@ def test_a_child_that_is_not_watched_stays() -> None:
         child.kill()
 
 
-def test_no_server_outlives_a_killed_command(tmp_path: Path) -> None:
-    """SIGKILL of a command whose temporary server is up and answers."""
-    settings = {
-        "PREFECT_HOME": str(tmp_path),
+def with_server(folder: Path) -> dict[str, str]:
+    return {
+        "PREFECT_HOME": str(folder),
         "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
         "PREFECT_SERVER_EPHEMERAL_STARTUP_TIMEOUT_SECONDS": "120",
     }
-    command, server = start(COMMAND, **settings)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_command_can_still_tell_its_server_when_its_whole_group_gets_a_signal(
+    number: signal.Signals, tmp_path: Path
+) -> None:
+    """As from a terminal, systemd, Slurm or `timeout`; then the server ends too. Control: a server that is gone."""
+    command, server = start(TELLING, **with_server(tmp_path))
+    os.killpg(command.pid, number)
+    assert command.stdout is not None
+    assert command.stdout.readline() == "told\n"
+    assert command.wait(20) in (128 + number, -number)
+    assert until(lambda: gone(server), 20)
+    command, server = start(TELLING, **with_server(tmp_path))
+    server.kill()
+    command.send_signal(number)
+    assert command.stdout is not None
+    assert command.stdout.readline() != "told\n"
+    command.wait(60)
+
+
+def test_no_server_outlives_a_killed_command(tmp_path: Path) -> None:
+    """SIGKILL of a command whose temporary server is up and answers."""
+    command, server = start(COMMAND, **with_server(tmp_path))
     assert "uvicorn" in " ".join(server.cmdline())
     assert not gone(server)
     command.kill()
