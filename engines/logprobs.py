@@ -14,13 +14,15 @@ The divergence D from a reference q, over the whole vocabulary, needs the refere
 language head: its logits exist for the same chunk of tokens, and are made again in the backward pass like the model's
 own. That is two matrix products more; a chunk is half as long, so that both models' logits take what one's took.
 
-Suffixes: `_T` tokens, `_C` tokens of a chunk, `_H` hidden size, `_V` vocabulary; `raw` logits are unscaled.
+Suffixes: `_T` tokens, `_C` tokens of a chunk, `_H` hidden size, `_V` vocabulary (`_K` blocks of `_B` entries); `raw`
+logits are unscaled.
 Left out: bias of the language head (refused when a model is loaded, engines/models.py).
 """
 
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -31,6 +33,7 @@ from torch import Tensor
 from engines.weight_gradients import add_weight_gradient
 
 LOGITS_CHUNK_BYTES = 1 << 30  # of logits in the weights' dtype at a time: full speed from 2,000 tokens on
+VOCABULARY_BLOCKS = (64, 1024)  # entries: the least and the most that are worth a block
 
 
 @dataclass(frozen=True)
@@ -152,9 +155,10 @@ class _SelectedLogprobs(torch.autograd.Function):
 
 
 def _chunks(hidden_TH: Tensor, weight_VH: Tensor, reference_VH: Tensor | None) -> list[slice]:
-    models = 1 if reference_VH is None else 2
-    rows = max(1, LOGITS_CHUNK_BYTES // (models * weight_VH.shape[0] * weight_VH.element_size()))
-    return [slice(start, start + rows) for start in range(0, max(1, len(hidden_TH)), rows)]
+    models, tokens = 1 if reference_VH is None else 2, max(1, len(hidden_TH))
+    most = max(1, LOGITS_CHUNK_BYTES // (models * weight_VH.shape[0] * weight_VH.element_size()))
+    rows = -(-tokens // -(-tokens // most))  # of equal length: a short last one would use a GPU poorly
+    return [slice(start, start + rows) for start in range(0, tokens, rows)]
 
 
 def _cut(values_T: Tensor | None, chunk: slice) -> Tensor | None:
@@ -180,11 +184,26 @@ def _scaled(logits_CV: Tensor, scale: Tensor) -> Tensor:
 
 
 def _normalizer(logits_CV: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Log of the normaliser; the sums of e^(logit - largest), and of the same times the logit."""
-    largest_C1 = logits_CV.amax(-1, keepdim=True)
-    weights_CV = (logits_CV - largest_C1).exp()
-    sum_C, weighted_C = weights_CV.sum(-1), (weights_CV * logits_CV).sum(-1)
+    """Log of the normaliser; the sums of e^(logit - largest), and of the same times the logit.
+
+    First within blocks of the vocabulary (`_CKB`), which fit into a GPU's registers, then over blocks (`_CK`): so the
+    logits are read once, not a second time when their largest is known.
+    """
+    logits_CKB = logits_CV.unflatten(-1, (-1, _block(logits_CV.shape[-1])))
+    largest_CK = logits_CKB.amax(-1)
+    weights_CKB = (logits_CKB - largest_CK.unsqueeze(-1)).exp()
+    sums_CK, weighted_CK = weights_CKB.sum(-1), (weights_CKB * logits_CKB).sum(-1)
+    largest_C1 = largest_CK.amax(-1, keepdim=True)
+    share_CK = (largest_CK - largest_C1).exp()
+    sum_C, weighted_C = (sums_CK * share_CK).sum(-1), (weighted_CK * share_CK).sum(-1)
     return largest_C1.squeeze(-1) + sum_C.log(), sum_C, weighted_C
+
+
+def _block(vocabulary: int) -> int:
+    """Return the largest power of two that divides the vocabulary, within limits; else the vocabulary."""
+    least, most = VOCABULARY_BLOCKS
+    block = math.gcd(vocabulary, most)
+    return block if block >= least else vocabulary
 
 
 def _statistics(
@@ -238,5 +257,10 @@ def _logits_gradient(
 
 @functools.cache
 def _on(device: str, function: Callable[..., Any]) -> Callable[..., Any]:
-    """The function as it is on a CPU; compiled on a GPU, once for any number of tokens."""
-    return torch.compile(function, dynamic=True) if device == "cuda" else function
+    """The function as it is on a CPU; compiled on a GPU, once for any number of tokens.
+
+    There each kernel's threads lie in rows and columns, as the logits do: no index has to be divided.
+    """
+    if device != "cuda":
+        return function
+    return torch.compile(function, dynamic=True, options={"triton.prefer_nd_tiling": True})

@@ -253,7 +253,7 @@ def test_deepspeed_reduces_measures_clips_and_clears_the_sums(
             steps[way].append((reply["loss"], reply["grad_norm"], np.concatenate(moments)))
     for usual, ours, uncounted in zip(steps["usual"], steps["ours"], steps["uncounted"], strict=True):
         first = usual is steps["usual"][0]  # from then on the weights are no longer the same
-        close = 5e-4 if first else 1e-2
+        close = 1e-3 if first else 1e-2
         assert ours[0] == pytest.approx(usual[0], abs=1e-5 if first else 1e-2)
         assert ours[1] == pytest.approx(usual[1], rel=close)
         assert float(np.linalg.norm(ours[2])) == pytest.approx(min(clip, ours[1]), rel=1e-4)
