@@ -22,6 +22,7 @@ from zmq.auth.thread import ThreadAuthenticator
 DTYPES = tuple(np.dtype(name) for name in ("int32", "int64", "float32", "float64", "uint8", "bool"))
 _CODES = {dtype: code for code, dtype in enumerate(DTYPES)}
 _ZAP_DOMAIN = "penstock"
+MOST_IO_THREADS = 8
 LINGER_MS = 1000  # a rank that leaves waits this long for its last words to be taken
 
 
@@ -71,12 +72,16 @@ class Address:
 
 
 class Listener:
-    """The flow's end: one ROUTER for all ranks of a group. Not thread-safe; the group holds a lock around it."""
+    """The flow's end: one ROUTER for all ranks of a group. Not thread-safe; the group holds a lock around it.
 
-    def __init__(self) -> None:
+    Args:
+        ranks: of the group. Ranks reply at the same time, with megabytes each, and a thread deciphers one at a time.
+    """
+
+    def __init__(self, ranks: int = 1) -> None:
         server_public, server_secret = zmq.curve_keypair()
         client_public, client_secret = zmq.curve_keypair()
-        self._context = zmq.Context()
+        self._context = zmq.Context(io_threads=min(ranks, MOST_IO_THREADS))
         self._authenticator = ThreadAuthenticator(self._context)
         self._authenticator.start()
         self._authenticator.configure_curve_callback(_ZAP_DOMAIN, _OnlyKey(client_public))

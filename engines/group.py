@@ -94,7 +94,7 @@ class EngineGroup:
         self._busy = False
         self._greeted: set[int] = set()
         self._silent_s = [0.0] * len(spec.devices)
-        self._listener = channel.Listener()
+        self._listener = channel.Listener(len(spec.devices))
         try:
             self._processes = launch.spawn(spec, epoch, self._listener.address)
         except BaseException:

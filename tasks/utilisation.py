@@ -114,14 +114,14 @@ def dtype_on_gpu(config: TrainConfig) -> str:
 def memory(usage: Mapping[str, list[dict[str, float]]]) -> dict[str, float]:
     """Return the peaks of torch's allocator over ranks, by command and at most; nothing on CPU ranks.
 
-    `memory/<command>_gib`: allocated; `memory/gpu_gib`: the most of them; `memory/reserved_gib`: taken from the GPU,
-    at most; `memory/allocated_share`: allocated of reserved in the command that reserved most.
+    `memory/<command>_gib`: allocated; `memory/gpu_gib`: the most of them; `memory/reserved_gib`: taken from the GPU
+    then; `memory/allocated_share`: allocated of that. (During other commands torch keeps what the fullest one needs.)
     """
     on_gpu = {key.partition("/")[2]: ranks for key, ranks in usage.items() if "allocated_gib" in ranks[0]}
     if not on_gpu:
         return {}
     figures = {f"memory/{name}_gib": max(rank["allocated_gib"] for rank in ranks) for name, ranks in on_gpu.items()}
-    fullest = max((rank for ranks in on_gpu.values() for rank in ranks), key=lambda rank: rank["reserved_gib"])
+    fullest = max((rank for ranks in on_gpu.values() for rank in ranks), key=lambda rank: rank["allocated_gib"])
     return {
         **figures,
         "memory/gpu_gib": max(figures.values()),

@@ -83,20 +83,23 @@ def test_what_ranks_did_not_work_is_other() -> None:
 
 
 def test_memory_is_the_worst_ranks_and_the_fullest_moment() -> None:
-    """Peaks by command; how much of the reserved memory was of use where most was reserved."""
+    """Peaks by command; how much of the reserved memory was of use in the fullest one.
+
+    Control: a rollout finds reserved what the update before it needed, and fragments nothing.
+    """
     usage = {
-        "3/rollout": [{"seconds": 1.0, "allocated_gib": 30.0, "reserved_gib": 31.0}],
+        "3/rollout": [{"seconds": 1.0, "allocated_gib": 12.0, "reserved_gib": 52.0}],
         "3/update_actor": [
             {"seconds": 1.0, "allocated_gib": 20.0, "reserved_gib": 40.0},
             {"seconds": 1.0, "allocated_gib": 24.0, "reserved_gib": 32.0},
         ],
     }
     assert memory(usage) == {
-        "memory/rollout_gib": 30.0,
+        "memory/rollout_gib": 12.0,
         "memory/update_actor_gib": 24.0,
-        "memory/gpu_gib": 30.0,
-        "memory/reserved_gib": 40.0,
-        "memory/allocated_share": 0.5,
+        "memory/gpu_gib": 24.0,
+        "memory/reserved_gib": 32.0,
+        "memory/allocated_share": 0.75,
     }
     assert memory({"3/rollout": [{"seconds": 1.0}]}) == {}
 
