@@ -1,9 +1,9 @@
 """Experience on disk and in memory: one row per sample, ragged list columns, nothing padded.
 
 A file `experience/000012.parquet` grows by columns: rollout writes the first ones, each later task adds its own as a
-part beside the file, because writing all columns anew takes time in which the GPUs wait. File and parts read as one.
-Afterwards `consolidate` makes them one file. So any task can run again from its inputs, and `pandas.read_parquet` shows
-a sample's way from prompt to advantage.
+part beside the file, because writing all columns anew takes time in which the GPUs wait. So does encoding lists and
+texts: rollout puts its own into a part, too. File and parts read as one. Afterwards `consolidate` makes them one file.
+So any task can run again from its inputs, and `pandas.read_parquet` shows a sample's way from prompt to advantage.
 
 Left out: several writers of one file at a time, of which one would lose its columns.
 
@@ -13,6 +13,7 @@ Suffixes: `_B` rows, `_B1` offsets (B+1 entries), `_T` flat tokens of all rows.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import secrets
 from collections.abc import Mapping, Sequence
@@ -84,20 +85,35 @@ class ExperienceRef:
 # the consolidated columns, disowns all older parts in the same step: killed before it, the old file has all its parts;
 # after it, what is left of them belongs to nothing and goes with the next writing. Without identities parts would have
 # to go before the rename, and who reads at that moment would join them with the new file, or miss their columns.
+# The name also holds the machine's boot: nobody waits for the disk to have a part, so one from before a restart may be
+# empty, or full of zeros.
 IDENTITY = b"penstock.identity"
+BOOT = Path("/proc/sys/kernel/random/boot_id")
 
 
 def write_columns(path: Path, columns: Mapping[str, Any]) -> None:
     """Write a new experience file atomically; values are `Ragged`, arrays or lists with one entry per row."""
-    _write_file(path, _to_table(columns))
+    _write_file(path, _to_table(columns), _new_identity())
     drop_parts(path)
+
+
+def write_columns_apart(path: Path, columns: Mapping[str, Any]) -> None:
+    """Write a new experience file atomically and fast: its lists and texts are a part, as if they were added.
+
+    They survive the process. After a restart of the machine they are missing, and the file is as good as none.
+    """
+    table, identity = _to_table(columns), _new_identity()
+    apart = [field.name for field in table.schema if not pa.types.is_primitive(field.type)]
+    _write_part(_part(path, identity, 1), table.select(apart))
+    _write_file(path, table.drop_columns(apart), identity)
+    drop_parts(path, but=identity)
 
 
 def add_columns(path: Path, columns: Mapping[str, Any]) -> None:
     """Add columns to a file, or replace them, without touching the others: they go to a part of their own, atomically.
 
     A part is an Arrow file: written and read as the arrays lie in memory. It stays hidden, and lasts until the file is
-    written anew or consolidated. It survives the process, but not a power cut: what must, is consolidated.
+    written anew or consolidated. It survives the process, but not a restart of the machine: what must, is consolidated.
 
     Raises:
         ValueError: the columns are not as long as those of the file.
@@ -105,9 +121,7 @@ def add_columns(path: Path, columns: Mapping[str, Any]) -> None:
     file, table = _opened(path), _to_table(columns)
     if table.num_rows != file.metadata.num_rows:
         raise ValueError(f"columns of length {table.num_rows} for {path}, which has {file.metadata.num_rows} rows")
-    place = _part(path, file, len(_parts(path, file)) + 1)
-    with replacing(place, durable=False) as aside, pa.ipc.new_file(str(aside), table.schema) as writer:
-        writer.write_table(table)
+    _write_part(_part(path, _identity(file), len(_parts(path, file)) + 1), table)
 
 
 def consolidate(path: Path) -> None:
@@ -116,14 +130,16 @@ def consolidate(path: Path) -> None:
         file = _opened(path)
         if added := _added(path, file):
             table = file.read(use_threads=False)  # the processor's cores are for what this runs beside
-            _write_file(path, pa.table({name: table.column(name) for name in table.column_names} | added))
+            whole = pa.table({name: table.column(name) for name in table.column_names} | added)
+            _write_file(path, whole, _new_identity())
     drop_parts(path)
 
 
-def drop_parts(path: Path) -> None:
-    """Remove the parts beside a file, of all that it has ever been."""
+def drop_parts(path: Path, but: str | None = None) -> None:
+    """Remove the parts beside a file, of all that it has ever been; those of the identity `but` stay."""
     for part in path.parent.glob(f".{path.name}.*.part"):
-        part.unlink(missing_ok=True)
+        if but is None or not part.name.startswith(f".{path.name}.{but}-"):
+            part.unlink(missing_ok=True)
 
 
 def with_parts(folder: Path) -> list[Path]:
@@ -161,8 +177,22 @@ def _to_arrow(column: Any) -> pa.Array:
     return pa.array(column)
 
 
-def _write_file(path: Path, table: pa.Table) -> None:
-    identified = table.replace_schema_metadata({IDENTITY: secrets.token_hex(8)})
+def _new_identity() -> str:
+    return secrets.token_hex(8)
+
+
+def _identity(file: pq.ParquetFile) -> str:
+    identity: bytes = (file.schema_arrow.metadata or {}).get(IDENTITY, b"none")  # what something else wrote has none
+    return identity.decode()
+
+
+def _write_part(place: Path, table: pa.Table) -> None:
+    with replacing(place, durable=False) as aside, pa.ipc.new_file(str(aside), table.schema) as writer:
+        writer.write_table(table)
+
+
+def _write_file(path: Path, table: pa.Table, identity: str) -> None:
+    identified = table.replace_schema_metadata({IDENTITY: identity})
     with replacing(path) as aside:
         # Dictionary encoding costs more time than the space it saves on token ids and floats.
         pq.write_table(identified, aside, compression="lz4", use_dictionary=False, write_statistics=False)
@@ -172,14 +202,21 @@ def _opened(path: str | Path) -> pq.ParquetFile:
     return pq.ParquetFile(path, memory_map=True)
 
 
-def _part(path: str | Path, file: pq.ParquetFile, number: int) -> Path:
-    identity = (file.schema_arrow.metadata or {}).get(IDENTITY, b"none")  # a file that something else wrote has none
-    return Path(path).with_name(f".{Path(path).name}.{identity.decode()}.{number}.part")
+def _part(path: str | Path, identity: str, number: int) -> Path:
+    return Path(path).with_name(f".{Path(path).name}.{identity}-{_boot()}.{number}.part")
+
+
+@functools.cache
+def _boot() -> str:
+    if not BOOT.exists():  # in some sandboxes: there no restart is noticed
+        return "unknown"
+    return BOOT.read_text(encoding="ascii").strip().replace("-", "")
 
 
 def _parts(path: str | Path, file: pq.ParquetFile) -> list[Path]:
     """Return the parts of an open file, the oldest first."""
-    return list(itertools.takewhile(Path.exists, (_part(path, file, number) for number in itertools.count(1))))
+    identity = _identity(file)
+    return list(itertools.takewhile(Path.exists, (_part(path, identity, number) for number in itertools.count(1))))
 
 
 def _added(path: str | Path, file: pq.ParquetFile) -> dict[str, pa.ChunkedArray]:

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from state.experience import consolidate, drop_parts, with_parts
+from state.experience import consolidate, with_parts
 
 if TYPE_CHECKING:
     from tasks.session import Session
@@ -22,11 +22,10 @@ if TYPE_CHECKING:
 def consolidating(session: Session) -> Iterator[None]:
     """Own the thread of a session; leave no experience in parts, however the session ends.
 
-    Parts of an earlier attempt go first: they are of iterations that are done again, and a power cut may have emptied
-    them.
+    Parts that a killed attempt left become one file with theirs first: a rollout among them need not be done again.
     """
     for path in _in_parts(session):
-        drop_parts(path)
+        consolidate(path)
     with session.consolidator:
         try:
             yield

@@ -15,7 +15,7 @@ from prefect import task
 from prefect.cache_policies import NO_CACHE
 
 from data.agents import agent_numbers
-from state.experience import AGENT, ExperienceRef, Ragged, column_names, read_columns, write_columns
+from state.experience import AGENT, ExperienceRef, Ragged, column_names, read_columns, write_columns_apart
 from state.manifest import Progress
 from tasks.checkpoint import checkpoint_due
 from tasks.draw import draw
@@ -39,7 +39,7 @@ def rollout(training: Training, settings: Settings, progress: Progress) -> Stage
         if not _found(path, progress.policy_version):
             size = training.config.rollout.prompts
             columns, generation = answered(training, settings, progress.prompt_cursor, size, key, seed)
-            write_columns(path, columns)
+            write_columns_apart(path, columns)
         else:
             generation = {}
             columns = read_columns(path, [*DESCRIBING, *episode_column_names(path)])
@@ -123,7 +123,10 @@ def _found(path: Path, policy_version: int) -> bool:
     """Whether an interrupted attempt left the experience of this policy."""
     if not path.exists():
         return False
-    if REFILL in column_names(path):  # how many prompts it took is not in the file: all is done again, alike
+    names = column_names(path)
+    if "response_tokens" not in names:  # the machine was restarted before they had reached the disk
+        return False
+    if REFILL in names:  # how many prompts it took is not in the file: all is done again, alike
         return False
     return bool((read_columns(path, ["policy_version"])["policy_version"] == policy_version).all())
 

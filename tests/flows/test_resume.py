@@ -233,7 +233,7 @@ def started(trainings: Trainings) -> Iterator[dict[str, Future[Any]]]:
 def inside_an_iteration(trainings: Trainings) -> Killed:
     """Kill PPO in iteration 4, its experience written and its rewards not; there is a checkpoint of iteration 2.
 
-    Parts are left as if it had come while they were written, one of them empty as after a power cut.
+    Parts are left as if it had come while they were written, and one that a restart of the machine has emptied.
     """
     experience = "experience/000004.parquet"
     run = RunFolder(trainings.folder / "ppo-killed")
@@ -243,8 +243,9 @@ def inside_an_iteration(trainings: Trainings) -> Killed:
     for number in (2, 3, 4):
         path = run.experience(number)
         add_columns(path, read_columns(path, column_names(path)[-1:]))
-    (part,) = path.parent.glob(f".{path.name}.*.part")
-    part.write_bytes(b"")
+    newest = max(path.parent.glob(f".{path.name}.*.part"))
+    newest.with_name(newest.name.replace("-", "-0")).write_bytes(b"")  # of another boot
+    newest.unlink()
     (run.path / "experience" / ".000004.parquet.1.partial").write_bytes(b"cut off")
     with run.metrics.open("a", encoding="utf-8") as stream:
         stream.write('{"iteration": 4, "metr')

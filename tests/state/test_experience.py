@@ -26,6 +26,7 @@ from state.experience import (
     read_columns,
     with_parts,
     write_columns,
+    write_columns_apart,
 )
 
 ROWS: list[list[int]] = [[1, 2, 3], [], [4], [5, 6]]
@@ -214,6 +215,33 @@ def test_a_part_gives_back_every_kind_of_column_as_the_file_does(rollout: Path, 
         np.testing.assert_array_equal(there, expected, strict=isinstance(expected, np.ndarray))
 
 
+def test_lists_and_texts_that_are_written_apart_read_as_one_with_the_file(path: Path, tmp_path: Path) -> None:
+    """Also columns that are added then; consolidated it is the same as written at once, in another order of columns."""
+    columns = read_columns(path, column_names(path))
+    apart = tmp_path / "apart" / "000012.parquet"
+    write_columns_apart(apart, columns)
+    assert pq.read_schema(apart).names == ["reward", "truncated"]
+    assert _seen(apart) == _values(columns)
+    add_columns(apart, {"reward": np.array([9.0, 8.0, 7.0, 6.0])})
+    add_columns(path, {"reward": np.array([9.0, 8.0, 7.0, 6.0])})
+    for consolidated in (apart, path):
+        consolidate(consolidated)
+    assert with_parts(apart.parent) == []
+    assert sorted(_bits(apart)) == sorted(_bits(path))
+
+
+def test_after_a_restart_of_the_machine_parts_are_gone(rollout: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody waited until they had reached the disk. Control: the same boot sees them; the file itself is there."""
+    write_columns_apart(rollout, APART)
+    assert set(column_names(rollout)) == APART.keys()
+    monkeypatch.setattr(experience, "_boot", lambda: "later")
+    assert _seen(rollout) == {"group": [0, 0, 1, 1]}
+    add_columns(rollout, _added(1, "reward"))
+    consolidate(rollout)
+    assert _seen(rollout) == _values({"group": [0, 0, 1, 1]} | _added(1, "reward"))
+    assert with_parts(rollout.parent) == []
+
+
 def test_a_file_that_something_else_wrote_takes_parts_too(tmp_path: Path) -> None:
     """One of an older version has no identity."""
     path = tmp_path / "000001.parquet"
@@ -309,8 +337,10 @@ def _with_all(folder: Path) -> Path:
 
 
 FULL = _values(_rollout(1) | _added(2, "reward", "advantages"))
+APART = _rollout(2) | {"group": np.array([0, 0, 1, 1])}
 STEPS: dict[str, tuple[Callable[[Path], None], dict[str, Any]]] = {
     "write": (lambda path: write_columns(path, _rollout(2)), _values(_rollout(2))),
+    "write apart": (lambda path: write_columns_apart(path, APART), _values(APART)),
     "add": (lambda path: add_columns(path, _added(3, "reward")), FULL | _values(_added(3, "reward"))),
     "consolidate": (consolidate, FULL),
 }

@@ -13,6 +13,7 @@ import pyarrow as pa
 import pytest
 
 from configs.schema import TrainConfig
+from state import experience
 from state.experience import add_columns, column_names, consolidate, with_parts, write_columns
 from state.manifest import Progress
 from state.run_folder import RunFolder
@@ -121,14 +122,20 @@ def test_a_session_that_ends_well_fails_if_an_experience_is_damaged(tmp_path: Pa
 
 
 @pytest.mark.usefixtures("no_engines")
-def test_parts_of_an_earlier_attempt_go_when_a_session_opens(tmp_path: Path) -> None:
-    """They are computed again; one that a power cut emptied stops nobody. What is in the file itself stays."""
+def test_parts_of_an_earlier_attempt_are_taken_over_when_a_session_opens(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """But those of before a restart of the machine go: it may have emptied them. What is in the file itself stays."""
     run = RunFolder(tmp_path)
-    in_parts(run, 1, 2)
-    damage(run, 1)
+    with monkeypatch.context() as before_the_restart:
+        before_the_restart.setattr(experience, "_boot", lambda: "earlier")
+        in_parts(run, 1)
+        damage(run, 1)
+    in_parts(run, 2)
     with open_session(TrainConfig(), run):
         assert with_parts(run.experience(0).parent) == []
-    assert [column_names(run.experience(number)) for number in (1, 2)] == [["prompt"], ["prompt"]]
+    assert [column_names(run.experience(number)) for number in (1, 2)] == [["prompt"], ["prompt", "reward"]]
+    assert rewards(run, 2) == [2.0, 0.5]
 
 
 @pytest.mark.parametrize("slow", [True, False])

@@ -14,6 +14,7 @@ import pytest
 
 from configs.loading import config_from_mapping
 from configs.schema import TrainConfig
+from state import experience
 from state.experience import Ragged, read_columns
 from state.manifest import Progress
 from tasks.rollout import begin_next_rollout, rollout
@@ -113,6 +114,25 @@ def test_it_does_not_begin_where_it_would_be_in_the_way_or_in_vain(
     begin_next_rollout(training, Progress(iteration=3, policy_version=7))  # another policy's: not to be used
     begin_next_rollout(training, at(1))
     assert list(training.session().generations) == ["4/rollout", "2/rollout"]
+
+
+@pytest.mark.parametrize("restarted", [True, False])
+def test_an_interrupted_rollout_is_taken_over_unless_the_machine_was_restarted(
+    prepared: Callable[..., tuple[Training, Engines]], monkeypatch: pytest.MonkeyPatch, restarted: bool
+) -> None:
+    """Then its tokens may not have reached the disk: it is done again. Control: a killed process lost nothing."""
+    training, engines = prepared()
+    engines.may_answer.set()
+    rollout.fn(training, next_settings(training, at(3)), at(3))
+    before = len(engines.commands)
+    if restarted:
+        monkeypatch.setattr(experience, "_boot", lambda: "later")
+    rollout.fn(training, next_settings(training, at(3)), at(3))
+    assert len(engines.commands) - before == restarted
+    path = training.run.experience(4)
+    assert len(read_columns(path, ["response_tokens"])["response_tokens"]) == len(
+        read_columns(path, ["group"])["group"]
+    )
 
 
 def test_what_ends_the_engines_ends_the_rollout(prepared: Callable[..., tuple[Training, Engines]]) -> None:
