@@ -28,6 +28,7 @@ FIGURES = {
     "rollout_s": "time/rollout_s",
     "rollout_tokens_per_s": "rollout/tokens_per_s",
     "wake_s": "rollout/wake_s",
+    "longest_request_s": "rollout/request_s_max",
     "reward_s": "time/reward_s",
     "old_logprobs_s": "time/logprobs_old_s",
     "reference_s": "time/logprobs_reference_s",

@@ -172,7 +172,7 @@ class RewardPool:
 
 def default_workers(cores: int) -> int:
     """Return how many processes score where the recipe does not say: a host with more GPUs, and samples, has more."""
-    return min(16, max(2, cores // 4))
+    return min(32, max(2, cores // 4))
 
 
 def log_failures(scores: Sequence[Score], samples: Sequence[Sample]) -> None:

@@ -209,7 +209,6 @@ def test_activations_grow_with_the_micro_batch_and_shrink_with_recomputation() -
         ("step_1.5b_h200", "1.5", ("actor", "rollout"), 1),
         ("step_ppo_1.5b_h200", "1.5", ("actor", "critic", "rollout"), 1),
         ("update_1.5b_h200", "1.5", ("actor",), 1),
-        ("step_1.5b_alone_h200", "1.5", ("actor", "rollout"), 1),
         ("update_1.5b_flash2_h200", "1.5", ("actor",), 1),
         ("update_ragged_1.5b_h200", "1.5", ("actor",), 1),
         ("update_checkpointing_1.5b_h200", "1.5", ("actor",), 1),
