@@ -15,6 +15,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from configs.errors import UserError
+
 _watching: list[subprocess.Popen[bytes]] = []  # a shell that lost its Popen object would see its standard input end
 
 
@@ -23,10 +25,14 @@ def start_server() -> None:
 
     SIGTERM becomes an orderly exit with code 143, since Prefect ends its server in an exit handler, and the default
     runs none.
+
+    Raises:
+        UserError: Prefect's folder cannot be made.
     """
     from prefect.client.base import ServerType
     from prefect.client.orchestration import get_client
 
+    _make_home()
     signal.signal(signal.SIGTERM, _leave)
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
@@ -36,6 +42,19 @@ def start_server() -> None:
                 _watching.append(end_with_this_process(_server_pid()))
     finally:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+
+
+def _make_home() -> None:
+    """Make Prefect's folder: where only its parent is missing, its server would wait two minutes and then fail."""
+    from prefect.settings import get_current_settings
+
+    home = get_current_settings().home
+    try:
+        home.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(
+            f"PREFECT_HOME is {home}, and that folder cannot be made: {error.strerror}", "set it to another folder"
+        ) from error
 
 
 class _Apart(subprocess.Popen[Any]):

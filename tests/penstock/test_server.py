@@ -12,6 +12,10 @@ from pathlib import Path
 
 import psutil
 import pytest
+from prefect.settings import PREFECT_HOME, temporary_settings
+
+from configs.errors import UserError
+from penstock.server import _make_home
 
 ROOT = Path(__file__).resolve().parents[2]
 COMMAND = """
@@ -124,10 +128,20 @@ def test_a_command_can_still_tell_its_server_when_its_whole_group_gets_a_signal(
 
 
 def test_no_server_outlives_a_killed_command(tmp_path: Path) -> None:
-    """SIGKILL of a command whose temporary server is up and answers."""
-    command, server = start(COMMAND, **with_server(tmp_path))
+    """SIGKILL of a command whose temporary server is up and answers, in a folder of which not even the parent was."""
+    command, server = start(COMMAND, **with_server(tmp_path / "missing" / "home"))
     assert "uvicorn" in " ".join(server.cmdline())
     assert not gone(server)
     command.kill()
     command.wait(10)
     assert until(lambda: gone(server), 20)
+
+
+def test_a_home_that_cannot_be_made_is_the_users_mistake(tmp_path: Path) -> None:
+    """Said at once, with the name of the setting. Control: the folder beside it is made."""
+    (tmp_path / "file").write_text("")
+    with temporary_settings({PREFECT_HOME: tmp_path / "file" / "home"}), pytest.raises(UserError, match="PREFECT_HOME"):
+        _make_home()
+    with temporary_settings({PREFECT_HOME: tmp_path / "new" / "home"}):
+        _make_home()
+    assert (tmp_path / "new" / "home").is_dir()
