@@ -140,14 +140,20 @@ class InspectedWorker(Worker):
         state = self.trainers[role]._optimizer.state.values()
         return {"moments": np.concatenate([entry["exp_avg"].numpy().copy() for entry in state if "exp_avg" in entry])}
 
-    def summed_linears(self, role: str, keep: bool) -> dict[str, Any]:
-        """Layers that add their weight's gradient to sums; unless kept, they and the head leave it to DeepSpeed."""
+    def summed_linears(self, role: str, keep: bool, joint: bool = True) -> dict[str, Any]:
+        """Layers that add their weight's gradient to sums; unless kept, they and the head leave it to DeepSpeed.
+
+        Unless `joint`, each of them has a product of its own.
+        """
         module = self.trainers[role].module
         layers = [layer for layer in module.modules() if isinstance(layer, SummedLinear)]
         if not keep:
             module.head.sum_VH = None  # type: ignore[union-attr]
             for layer in layers:
                 layer.__class__ = torch.nn.Linear  # type: ignore[assignment]
+        if not joint:
+            for layer in layers:
+                layer.joint = None
         return {"count": len(layers)}
 
     def uncounted_sums(self, arguments: dict[str, Any]) -> dict[str, Any]:
