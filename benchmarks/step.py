@@ -44,6 +44,9 @@ FIGURES = {
 }
 
 
+DECIDED = ("recomputed", "kv_cache_stays")  # by the memory that was free
+
+
 def measure(recipe: Path, overrides: list[str], command: str, skip: int, keep: Path | None) -> BenchResult:
     """Train, and return the medians over the iterations after the first `skip`.
 
@@ -65,12 +68,12 @@ def measure(recipe: Path, overrides: list[str], command: str, skip: int, keep: P
         if ended.returncode:
             raise UserError(f"the training ended with exit code {ended.returncode}", "its messages are above")
         rows = [record["metrics"] for record in read_metrics(run) if record["iteration"] > 0]
-        recomputed = json.loads(run.summary.read_text(encoding="utf-8"))["recomputed"]
+        summary = json.loads(run.summary.read_text(encoding="utf-8"))
     return new_result(
         "step",
         command,
         figures_of(rows, skip, device_count(config)),
-        settings={**settings_of(given, skip), "recomputed": recomputed},
+        settings={**settings_of(given, skip), **{name: summary[name] for name in DECIDED}},
         details=[{"iteration": number, **row} for number, row in enumerate(rows, start=1)],
     )
 

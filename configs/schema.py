@@ -208,10 +208,10 @@ class RolloutConfig(Section):
         "tokens whatever the number of ranks, up to rounding; slower on a GPU; null: true on CPU, false on GPU",
     )
     kv_cache_gib: float = Field(0.0, ge=0, description="KV cache of one engine, GiB; 0: chosen from free memory")
-    sleep: bool = Field(
-        True,
-        description="give the KV cache's memory to training between rollouts, where they share a GPU; false: keep it, "
-        "for small models, or where other programs use the GPU as well (no effect on CPU)",
+    sleep: bool | None = Field(
+        None,
+        description="give the KV cache's memory to training between rollouts, where they share a GPU; false: keep it; "
+        "null: keep it if the memory estimate has room for it beside the updates (no effect on CPU)",
     )
     cuda_graphs: bool = Field(True, description="capture CUDA graphs on a GPU (no effect on CPU)")
 

@@ -2,8 +2,8 @@
 
 No detokenisation in the engine, and log-probs only where they are compared with the trainer's (they cost up to 40 or
 50 % of its speed): what else the algorithm needs of them, the trainer computes. On a GPU that it shares with training
-the engine sleeps between rollouts: its KV cache goes back to training, shared weights stay where they are, copies are
-dropped and made again when it wakes.
+the engine sleeps between rollouts, unless memory suffices for both (engines/memory.py): its KV cache goes back to
+training, shared weights stay where they are, copies are dropped and made again when it wakes.
 
 Randomness: every generation seeds the generators from (seed, iteration, purpose, engine), or each request from its
 prompt's position instead of the engine (`rollout.reproducible`), so nothing of a generator's state needs saving.
@@ -64,7 +64,7 @@ class Generator:
         logprobs: bool = False,
     ) -> None:
         self.config, self.cuda = config, torch.cuda.is_available()
-        self.sleeps = sleeps and config.sleep and self.cuda
+        self.sleeps = sleeps and config.sleep is not False and self.cuda
         ranks = torch.distributed.get_world_size()
         self.place = place_of(torch.distributed.get_rank(), ranks, config.tensor_parallel)
         self.max_sequences = max_sequences(config, self.place.engines)

@@ -39,6 +39,7 @@ LIVE_PARAMETERS = 1_000_000_000  # that ZeRO-3 holds gathered
 GRADIENT = 4  # bytes: gradients are summed up in float32
 KV_BLOCK = 128  # tokens; vLLM hands out whole blocks
 USEFUL_SEQUENCES = 16  # with room for fewer a rollout hardly moves
+ROOM_TO_STAY = 0.92  # share of free memory that an estimate may fill with a KV cache that stays; gaps need the rest
 FORWARD_TOKENS = 16384  # of a reward model's micro-batch (tasks/reward.py)
 
 PHASES = {"actor": "update of the actor", "critic": "update of the critic", "sft": "supervised warm-up"}
@@ -113,6 +114,22 @@ def choose_recomputed(config: TrainConfig, rank: Rank, free: int) -> dict[str, R
     }
 
 
+def decide_sleep(config: TrainConfig, rank: Rank, recomputed: Mapping[str, Recomputed], free: int) -> TrainConfig:
+    """Return the configuration with `rollout.sleep` decided, for a group with a rollout engine on GPUs.
+
+    The KV cache stays where all that a rank holds in its fullest phase, the cache of all sequences among it, leaves
+    room in `free` bytes; nothing more is recomputed for its sake.
+    """
+    if config.rollout.sleep is not None or rank.device == "cpu" or "rollout" not in rank.shapes:
+        return config
+    stays, sleeps = (_with_sleep(config, sleep) for sleep in (False, True))
+    return stays if rank_memory(stays, rank, recomputed).total <= ROOM_TO_STAY * free else sleeps
+
+
+def _with_sleep(config: TrainConfig, sleep: bool) -> TrainConfig:
+    return config.model_copy(update={"rollout": config.rollout.model_copy(update={"sleep": sleep})})
+
+
 def _levels(name: str, trainer: TrainerConfig, config: TrainConfig, rank: Rank) -> list[Recomputed]:
     """What there is to choose from, fastest first."""
     head, levels = _has_head(name, rank), []
@@ -140,7 +157,7 @@ def rank_phases(config: TrainConfig, rank: Rank, recomputed: Mapping[str, Recomp
         if trainer.offload_optimizer:  # of several models one at a time has them back
             states[f"{name} masters and moments"] //= _models(name, config)
         own = _update(name, trainer, config, rank, recomputed[name]) | states
-        phases[PHASES[name]] = (rest | own) if rank.device == "cpu" or not config.rollout.sleep else _asleep(rest) | own
+        phases[PHASES[name]] = (rest if rank.device == "cpu" or _stays(config) else _asleep(rest)) | own
     if config.sft is not None and "actor" in rank.shapes:
         own = _states("sft", config.sft, rank) | _update("sft", config.sft, config, rank, recomputed["sft"])
         phases[PHASES["sft"]] = own  # before the other models are loaded
@@ -149,6 +166,10 @@ def rank_phases(config: TrainConfig, rank: Rank, recomputed: Mapping[str, Recomp
     if {"reference", "reward"} & rank.shapes.keys():
         phases["forward passes"] = {**rest, "activations": _forward(config, rank)}
     return {name: _with_allowances(parts, config, rank) for name, parts in phases.items()}
+
+
+def _stays(config: TrainConfig) -> bool:
+    return config.rollout.sleep is False
 
 
 def _asleep(rest: Parts) -> Parts:
@@ -201,7 +222,7 @@ def _rest(config: TrainConfig, rank: Rank, trained: Mapping[str, TrainerConfig])
             parts[role] = rank.width * rank.shapes[role].parameters
     if "actor" in rank.shapes and "reference" not in rank.shapes and config.algorithm.full_kl:
         parts["reference head"] = rank.width * rank.shapes["actor"].vocabulary * rank.shapes["actor"].hidden_size
-    if "rollout" in rank.shapes and not config.rollout.sleep:
+    if "rollout" in rank.shapes and _stays(config):
         parts["KV cache"] = kv_cache_bytes(config, rank)
     if "rollout" in rank.shapes:
         shape, shared = rank.shapes["rollout"], reshard_strategy(config) == "shared"
@@ -285,14 +306,18 @@ def _forward(config: TrainConfig, rank: Rank) -> int:
     )
 
 
-def kv_cache_bytes(config: TrainConfig, rank: Rank, sequences: int | None = None) -> int:
-    """Return the KV cache that was asked for, else what `sequences` at full length need (default: a useful least)."""
+def kv_cache_bytes(config: TrainConfig, rank: Rank) -> int:
+    """Return the KV cache that was asked for, else what its sequences at full length need.
+
+    Of a cache that comes and goes a useful least: it takes what there is. One that stays on a GPU has all sequences'.
+    """
     if config.rollout.kv_cache_gib:
         return int(config.rollout.kv_cache_gib * GIB)
     shape, parallel = rank.shapes["rollout"], config.rollout.tensor_parallel
     length = config.data.max_prompt_tokens + config.rollout.max_response_tokens
     blocks = -(-length // KV_BLOCK) * KV_BLOCK
-    wanted = sequences or min(USEFUL_SEQUENCES, max_sequences(config.rollout, rank.ranks // parallel))
+    most = max_sequences(config.rollout, rank.ranks // parallel)
+    wanted = most + 1 if rank.device == "cuda" and _stays(config) else min(USEFUL_SEQUENCES, most)
     return 2 * shape.layers * max(1, shape.kv_heads // parallel) * shape.head_size * rank.width * blocks * wanted
 
 

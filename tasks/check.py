@@ -17,7 +17,17 @@ from data.arithmetic import make_problems
 from data.prompts import refuse_reserved
 from data.rows import read_rows, require_columns, require_filled
 from engines.machine import free_gpu_bytes, free_host_bytes, visible_gpus
-from engines.memory import GIB, PHASES, Rank, RankMemory, Recomputed, choose_recomputed, rank_memory, weight_width
+from engines.memory import (
+    GIB,
+    PHASES,
+    Rank,
+    RankMemory,
+    Recomputed,
+    choose_recomputed,
+    decide_sleep,
+    rank_memory,
+    weight_width,
+)
 from engines.placement import place
 from engines.shape import ModelShape, layer_names, read_shape
 from environments.loading import load_environment
@@ -38,6 +48,7 @@ class GroupEstimate:
     devices: tuple[int | None, ...]
     memory: RankMemory
     recomputed: dict[str, Recomputed]  # by trained model
+    sleep: bool | None  # of its rollout engine, on GPUs
 
 
 def check_training(config: TrainConfig) -> list[GroupEstimate]:
@@ -347,14 +358,10 @@ def estimate_groups(config: TrainConfig, phase: str | None = None, scores: bool 
         shapes = {role: _shape(config, role) for role in config.roles if role in spec.roles}
         rank = Rank(shapes, len(devices), device, weight_width(config, device), scores)
         recomputed = choose_recomputed(config, rank, free)
-        memory = rank_memory(config, rank, recomputed, phase)
-        estimates.append(GroupEstimate(spec.name, spec.roles, devices, memory, recomputed))
+        decided = decide_sleep(config, rank, recomputed, free)
+        memory = rank_memory(decided, rank, recomputed, phase)
+        estimates.append(GroupEstimate(spec.name, spec.roles, devices, memory, recomputed, decided.rollout.sleep))
     return estimates
-
-
-def decide_recomputed(config: TrainConfig) -> dict[str, Recomputed]:
-    """Return for each trained model what its backward pass recomputes, by the memory that is free now."""
-    return {name: value for item in estimate_groups(config) for name, value in item.recomputed.items()}
 
 
 def disk_bytes(config: TrainConfig) -> int:

@@ -109,6 +109,9 @@ def build_engines(training: Training, model_folder: str) -> dict[str, int | str]
     figures["reshard_strategy"] = strategy
     recomputed = "; ".join(f"{name}: {value}" for name, value in session.recomputed.items())
     get_run_logger().info("recomputed in the backward pass: %s", recomputed)
+    if session.kv_cache_stays is not None:
+        text = "stays" if session.kv_cache_stays else "gives its memory to training"
+        get_run_logger().info("between rollouts the KV cache %s", text)
     session.engine_figures = figures
     return figures
 

@@ -217,6 +217,7 @@ def summarize(training: Training, status: str) -> dict[str, Any]:
         "time_shares": _time_shares(iterations),
         **{name: session.engine_figures.get(name) for name in ENGINE_FIGURES},
         "recomputed": {name: str(value) for name, value in session.recomputed.items()},
+        "kv_cache_stays": session.kv_cache_stays,
         "mlflow_run_id": session.mlflow_run_id,
         "prefect_flow_run_id": session.prefect_flow_run_id,
     }

@@ -27,7 +27,7 @@ from engines.placement import place
 from state.experience import ExperienceRef
 from state.files import write_text
 from state.run_folder import RunFolder, locked
-from tasks.check import decide_recomputed
+from tasks.check import GroupEstimate, estimate_groups
 from tasks.consolidation import consolidating
 
 if TYPE_CHECKING:
@@ -98,6 +98,7 @@ class Session:
     warned_of_fragments: bool = False
     history: list[dict[str, float]] = field(default_factory=list)  # figures of the iterations behind, oldest first
     recomputed: dict[str, Recomputed] = field(default_factory=dict)  # by trained model, as decided for this machine
+    kv_cache_stays: bool | None = None  # between rollouts, likewise; None: on no GPU, or there is no rollout
     lap_began: float = 0.0  # tasks/laps.py
     started: float = field(default_factory=time.monotonic)
     seconds_before: float = 0.0  # of earlier attempts
@@ -113,11 +114,19 @@ class Session:
         self.usage[key] = [reply.pop("usage") for reply in replies]
         return replies
 
+    def decide(self, estimates: list[GroupEstimate]) -> None:
+        """Take over what the memory that is free now decides."""
+        self.recomputed = {name: value for item in estimates for name, value in item.recomputed.items()}
+        sleeps = [item.sleep for item in estimates if "rollout" in item.roles and item.devices[0] is not None]
+        self.kv_cache_stays = not sleeps[0] if sleeps else None
+
     def engine_config(self) -> dict[str, Any]:
         """Return the configuration for the ranks: with what was decided for this machine, which no file keeps."""
         tree = self.config.model_dump(mode="json")
         for name, value in self.recomputed.items():
             tree[name]["gradient_checkpointing"] = value.activations
+        if self.kv_cache_stays is not None:
+            tree["rollout"]["sleep"] = not self.kv_cache_stays
         return tree
 
     def build_arguments(self) -> dict[str, Any]:
@@ -150,7 +159,7 @@ def open_session(config: TrainConfig, run: RunFolder) -> Iterator[Training]:
             session.stack.enter_context(consolidating(session))
             session.stack.enter_context(session.generating)  # left after the groups: closed, they end what it waits for
             gpus = visible_gpus()
-            session.recomputed = decide_recomputed(config)
+            session.decide(estimate_groups(config))
             specs = place(config, len(gpus), run.logs)
             for spec in specs:
                 group = session.stack.enter_context(EngineGroup(spec))

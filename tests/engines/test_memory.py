@@ -19,7 +19,17 @@ from transformers import AutoModelForCausalLM, Qwen2Config
 from benchmarks import make_model
 from benchmarks.result import read_result
 from configs.schema import Role, TrainConfig
-from engines.memory import GIB, Rank, Recomputed, choose_recomputed, rank_memory, rank_phases, weight_width
+from engines.memory import (
+    GIB,
+    ROOM_TO_STAY,
+    Rank,
+    Recomputed,
+    choose_recomputed,
+    decide_sleep,
+    rank_memory,
+    rank_phases,
+    weight_width,
+)
 from engines.models import load_causal_lm
 from engines.shape import ModelShape, read_shape
 from tests.engines.ranks import Shape
@@ -109,7 +119,7 @@ def test_a_role_costs_where_it_lives() -> None:
     for sleep in (True, False):  # asleep, the engine drops what is its own
         sections = {"actor": {"zero_stage": 3}, "rollout": {"sleep": sleep}}
         update = _phase("update of the actor", _rank(2, roles=("actor", "rollout")), **sections)
-        assert ("rollout weights" in update) is not sleep
+        assert ("rollout weights" in update) is ("KV cache" in update) is not sleep
     stage = {"zero_stage": 2}
     config = TrainConfig.model_validate({"algorithm": {"name": "ppo"}, "actor": stage, "critic": stage})
     ppo = rank_phases(config, _rank(1, roles=("actor", "critic")), _every(LOGITS))
@@ -222,6 +232,8 @@ def test_the_estimate_is_within_a_tenth_of_the_peak_that_was_measured(
     """On H200s, activations and logits kept and recomputed. Control: activations the other way round are far off."""
     measured = read_result(RESULTS / f"{name}.json")
     sections = {section: measured.settings[section] for section in ("rollout", "algorithm", "actor")}
+    if "rollout" in roles:  # older files do not say, and their KV cache came and went
+        sections["rollout"] = {**sections["rollout"], "sleep": not measured.settings.get("kv_cache_stays", False)}
     config = TrainConfig.model_validate({**sections, "data": {"max_prompt_tokens": 256}})
     rank = Rank(dict.fromkeys(roles, _random_model_shape(size, tmp_path)), ranks, "cuda", 2)
     older = "activations, logits" if config.actor.gradient_checkpointing else "logits"  # such files do not say
@@ -265,6 +277,28 @@ def test_as_little_is_recomputed_as_fits_and_activations_where_asked() -> None:
     assert choose_recomputed(given, rank, 1 << 50) == {"actor": NOTHING}
     both = TrainConfig.model_validate({"sft": {"micro_batch_tokens": 64}})
     assert choose_recomputed(both, rank, needed[LOGITS] - 1) == {"actor": ALL, "sft": NOTHING}
+
+
+def test_the_kv_cache_stays_where_the_estimate_has_room_for_it() -> None:
+    """That of all sequences, beside the fullest phase; what is asked for holds."""
+    rollout = {"samples": 4, "prompts": 100, "max_sequences": 399, "max_response_tokens": 100}
+    sections: dict[str, Any] = {"rollout": rollout, "data": {"max_prompt_tokens": 28}}
+    rank = _rank(1, roles=("actor", "rollout"))
+
+    def with_sleep(sleep: bool | None) -> TrainConfig:
+        return TrainConfig.model_validate({**sections, "rollout": {**rollout, "sleep": sleep}})
+
+    gone, kept = (rank_memory(with_sleep(sleep), rank, _every(NOTHING)) for sleep in (True, False))
+    assert kept.parts["KV cache"] == 400 * 128 * 512
+    assert kept.total == gone.total + kept.parts["KV cache"]
+    enough = int(kept.total / ROOM_TO_STAY) + 1
+    for free, sleeps in ((enough, False), (enough - 2, True), (gone.total, True)):
+        assert decide_sleep(with_sleep(None), rank, _every(NOTHING), free).rollout.sleep is sleeps
+    for asked in (True, False):
+        assert decide_sleep(with_sleep(asked), rank, _every(NOTHING), 1 << 50).rollout.sleep is asked
+    cpu, alone = _rank(1, "cpu", roles=("actor", "rollout")), _rank(1, roles=("actor",))
+    for other in (cpu, alone):
+        assert decide_sleep(with_sleep(None), other, _every(NOTHING), 1 << 50).rollout.sleep is None
 
 
 def test_logits_that_are_kept_are_a_micro_batchs() -> None:

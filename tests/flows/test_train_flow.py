@@ -201,6 +201,7 @@ def test_the_summary_agrees_with_what_was_recorded(learned: RunFolder) -> None:
         "parameters_copied": 0,
         "reshard_strategy": "shared",
         "recomputed": {"actor": "nothing", "sft": "nothing"},
+        "kv_cache_stays": None,  # a CPU's is never given back
         "mlflow_run_id": manifest.mlflow_run_id,
         "prefect_flow_run_id": manifest.prefect_flow_run_id,
     }

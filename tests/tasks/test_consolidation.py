@@ -37,7 +37,7 @@ def living(training_with: MakeTraining) -> Iterator[Session]:
 def no_engines(monkeypatch: pytest.MonkeyPatch) -> None:
     """A session without models: none is needed to own a thread."""
     monkeypatch.setattr(session, "place", lambda *_: [])
-    monkeypatch.setattr(session, "decide_recomputed", lambda *_: {})
+    monkeypatch.setattr(session, "estimate_groups", lambda *_: [])
 
 
 def in_parts(run: RunFolder, *iterations: int) -> None:

@@ -95,6 +95,7 @@ def test_a_summary_of_a_whole_run(training_with: MakeTraining) -> None:
         "time_shares": pytest.approx({"rollout": 0.6, "other": (0.1 * 1 + 0.2 * 2 + 0.3 * 3) / 6}),
         **engine,
         "recomputed": {"actor": "logits"},
+        "kv_cache_stays": None,
         "mlflow_run_id": "run",
         "prefect_flow_run_id": "flow",
     }

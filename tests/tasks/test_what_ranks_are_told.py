@@ -17,13 +17,14 @@ import pytest
 
 from configs.loading import config_from_mapping
 from configs.preference import PreferenceConfig
-from configs.schema import TrainConfig
+from configs.schema import Role, TrainConfig
 from data.prompts import PromptTable
 from engines.launch import RankDevice
-from engines.memory import Recomputed
+from engines.memory import RankMemory, Recomputed
 from state.experience import ExperienceRef, Ragged, write_columns
 from state.manifest import Progress
 from tasks import session as module
+from tasks.check import GroupEstimate
 from tasks.evaluate import evaluate
 from tasks.preference import begin_preferences, measure_heldout, preference_steps, preferences_file, reference_pass
 from tasks.rollout import rollout
@@ -282,6 +283,20 @@ def test_of_logits_that_are_kept(logits: bool, told: bool, training_with: MakeTr
         begin(training)
         assert group.told["keep_logits"] is told
         assert not training.session().keeps_logits("actor")
+
+
+@pytest.mark.parametrize("device", [None, 0])
+@pytest.mark.parametrize("asked", [None, True, False])
+def test_of_a_kv_cache_that_stays(asked: bool | None, device: int | None, training_with: MakeTraining) -> None:
+    """As decided for this machine's GPUs, also with the rollout in a group of its own; on a CPU as the recipe says."""
+    sleep = device is not None and asked is not False
+    config = config_from_mapping(tree("rollout.sleep", asked, {}), "test")
+    session = training_with(config).session()
+    memory = RankMemory("rollout", {})
+    groups: tuple[tuple[tuple[Role, ...], bool | None], ...] = ((("actor",), None), (("rollout",), sleep))
+    session.decide([GroupEstimate("group", roles, (device,), memory, {}, decided) for roles, decided in groups])
+    assert session.kv_cache_stays is (None if device is None else not sleep)
+    assert session.engine_config()["rollout"]["sleep"] is (asked if device is None else sleep)
 
 
 PAIRS: dict[str, Any] = {"trainer": {"batch": 4}, "data": {}}
