@@ -5,7 +5,7 @@
     penstock bench peers --verl verl.log --verl-name "verl 0.9.1" --out peers.json
 
 It runs where verl, vLLM and flash-attn are installed and imports nothing of Penstock. Tuned: rows packed without
-padding, micro-batches of 32,768 tokens (65,536 without gradients), gradient checkpointing (verl's activations need
+padding, micro-batches as in the recipe (twice that without gradients), gradient checkpointing (verl's activations need
 it), all 512 sequences at once, half of the memory for vLLM. Left out: several GPUs.
 """
 

@@ -33,8 +33,8 @@ signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background
 start_server()
 from prefect.client.orchestration import get_client
 from prefect.server.api.server import SubprocessASGIServer
-print(SubprocessASGIServer().server_process.pid, flush=True)
 try:
+    print(SubprocessASGIServer().server_process.pid, flush=True)  # the signal may come at once
     time.sleep(600)
 finally:
     with get_client(sync_client=True) as client:
