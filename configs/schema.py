@@ -147,7 +147,7 @@ class RewardConfig(Section):
     service: ServiceConfig | None = Field(None, description="a reward model behind a server that scores responses")
     timeout_s: float = Field(10.0, gt=0, description="deadline for one call of the function, seconds")
     workers: int | None = Field(
-        None, ge=1, le=64, description="processes that run the function or read a judge; null: one per 4 cores, 2 to 32"
+        None, ge=1, le=64, description="processes that run the function or read a judge; null: one per 2 cores, 2 to 32"
     )
     failure_value: float = Field(0.0, description="reward of a sample whose call raised, timed out or gave NaN")
     max_failure_share: Share = Field(0.1, description="the run stops when more than this share of a batch failed")

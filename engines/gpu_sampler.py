@@ -1,8 +1,9 @@
-"""How busy the GPUs are and how much of their memory is in use, asked of the driver about once a second.
+"""How busy the GPUs are, how fast they run and how much of their memory is in use, asked of the driver each second.
 
 A thread in the flow's process; between two `take` calls it gathers samples of all its GPUs. NVML's utilisation is the
 share of time in which any kernel ran, so a busy GPU may still compute slowly: that is what the MFU tells. The memory
-is all that is in use on the GPU, also that of CUDA contexts, NCCL, captured graphs and other processes.
+is all that is in use on the GPU, also that of CUDA contexts, NCCL, captured graphs and other processes. The clock falls
+where a GPU reaches its limit of power or heat: two of the same kind then take different times for the same work.
 """
 
 from __future__ import annotations
@@ -11,12 +12,19 @@ import threading
 import time
 from collections.abc import Callable
 from types import TracebackType
-from typing import Self
+from typing import NamedTuple, Self
 
 import pynvml
 
 GIB = 1 << 30
-Sample = tuple[float, float]  # share of time in use, 0 to 1; GiB in use
+
+
+class Sample(NamedTuple):
+    """What a GPU was at one moment."""
+
+    busy: float  # share of the time in which a kernel ran, 0 to 1
+    memory_gib: float  # in use
+    clock_mhz: float  # of its multiprocessors
 
 
 class GpuSampler:
@@ -46,16 +54,21 @@ class GpuSampler:
         self._thread.join()
 
     def take(self, last_s: float) -> dict[str, float]:
-        """Return mean utilisation and highest memory of the last seconds; nothing if no sample was due in them."""
+        """Return mean utilisation and clock and highest memory of the last seconds; nothing without a sample in them.
+
+        A clock counts where the GPU was busy: an idle one's says nothing of the work.
+        """
         since = time.monotonic() - last_s
         with self._lock:
             samples = [sample for when, sample in self._samples if when >= since]
             self._samples.clear()
         if not samples:
             return {}
+        clocks = [sample.clock_mhz for sample in samples if sample.busy]
         return {
-            "gpu/utilisation": sum(busy for busy, _ in samples) / len(samples),
-            "gpu/memory_gib": max(memory for _, memory in samples),
+            "gpu/utilisation": sum(sample.busy for sample in samples) / len(samples),
+            "gpu/memory_gib": max(sample.memory_gib for sample in samples),
+            **({"gpu/clock_mhz": sum(clocks) / len(clocks)} if clocks else {}),
         }
 
     def _run(self) -> None:
@@ -70,7 +83,8 @@ class GpuSampler:
 
 
 def read_gpu(gpu: int) -> Sample:
-    """Return utilisation and GiB in use of the GPU with NVML index `gpu`; NVML is initialised."""
+    """Return a sample of the GPU with NVML index `gpu`; NVML is initialised."""
     handle = pynvml.nvmlDeviceGetHandleByIndex(gpu)
     busy = pynvml.nvmlDeviceGetUtilizationRates(handle).gpu
-    return busy / 100, pynvml.nvmlDeviceGetMemoryInfo(handle).used / GIB
+    clock = pynvml.nvmlDeviceGetClockInfo(handle, pynvml.NVML_CLOCK_SM)
+    return Sample(busy / 100, pynvml.nvmlDeviceGetMemoryInfo(handle).used / GIB, float(clock))

@@ -41,7 +41,7 @@ FORCED_VARIABLES = {
     "PYTHONUNBUFFERED": "1",  # a killed rank's last lines are in its log
 }
 _DEFAULTS = {
-    "VLLM_LOGGING_LEVEL": "WARNING",
+    "VLLM_LOGGING_LEVEL": "INFO",  # what its start takes, in the rank's log
     "TOKENIZERS_PARALLELISM": "false",
     "OMP_WAIT_POLICY": "PASSIVE",  # threads that spin while they wait starve whatever else runs on the cores, up to 10x
 }

@@ -21,6 +21,7 @@ import os
 import signal
 import sys
 import threading
+import time
 import traceback
 from collections import OrderedDict
 from typing import Any, NamedTuple, Protocol
@@ -127,7 +128,9 @@ def _answer(
             raise RuntimeError(f"command of epoch {message['epoch']} refused: this rank belongs to epoch {epoch}")
         if (command, key) in answered:
             return answered[command, key]
+        began = time.perf_counter()
         result = worker.handle(command, message["arguments"])
+        _log.info("%s (%s): %.2f s", command, key, time.perf_counter() - began)
         reply = _Reply(channel.pack({"kind": "reply", "key": key, "result": result}), is_error=False)
     except Exception as error:
         return _Reply(_error(key, error), is_error=True)

@@ -8,10 +8,11 @@ Left out: when to do what (flows/), how commands travel (engines/channel.py).
 
 from __future__ import annotations
 
+import logging
 import os
 import time
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -56,6 +57,7 @@ from engines.weights.strategy import Transfer, shared_storage, transfer_within_g
 from state.experience import Ragged, column_names
 
 COMMANDS = finetuning.COMMANDS | reference.COMMANDS | critics.COMMANDS  # those that are functions of a worker
+_log = logging.getLogger(__name__)
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 
 
@@ -166,12 +168,14 @@ class Worker:
         self.shapes["critic"] = read_shape(Path(critic_folder))
         steps = self.config.iterations * self.config.algorithm.mini_batches * self.config.algorithm.epochs
         if "actor" in roles:
-            self.lm = self.causal_lm(folder, self.config.actor)
+            with _timed("loading the actor"):
+                self.lm = self.causal_lm(folder, self.config.actor)
             reply["parameters"] = sum(parameter.numel() for parameter in self.lm.parameters())
             reply["trained"] = sum(parameter.numel() for parameter in ordered_parameters(self.lm))
-            self.trainers["actor"] = Trainer(
-                PackedPolicy(self.lm, keep_logits), ordered_parameters(self.lm), self.config.actor, steps
-            )
+            with _timed("starting DeepSpeed"):
+                self.trainers["actor"] = Trainer(
+                    PackedPolicy(self.lm, keep_logits), ordered_parameters(self.lm), self.config.actor, steps
+                )
             if "reference" not in roles:
                 reference.keep_head(self)
         if "critic" in roles and self.config.critic is not None:
@@ -184,7 +188,8 @@ class Worker:
             reward_model = load_reward_model(str(self.config.reward.model), self.dtype)
             self.frozen["reward"] = _freeze(PackedRewardModel(self._compile(reward_model)), self.device)
         if "rollout" in roles:
-            self._build_rollout(Path(folder), alone=roles == ["rollout"])
+            with _timed("starting the rollout engine"):
+                self._build_rollout(Path(folder), alone=roles == ["rollout"])
             reply |= self._reshard_figures()
         return reply
 
@@ -447,6 +452,14 @@ class Worker:
         """Write the actor as a Hugging Face folder (rank 0 writes, all ranks gather)."""
         write_model(self.lm, Path(folder), self.rank)
         return {}
+
+
+@contextmanager
+def _timed(what: str) -> Iterator[None]:
+    """Write to this rank's log how long the block took."""
+    began = time.perf_counter()
+    yield
+    _log.info("%s: %.1f s", what, time.perf_counter() - began)
 
 
 def _freeze(module: nn.Module, device: torch.device) -> nn.Module:

@@ -171,8 +171,8 @@ class RewardPool:
 
 
 def default_workers(cores: int) -> int:
-    """Return how many processes score where the recipe does not say: a host with more GPUs, and samples, has more."""
-    return min(32, max(2, cores // 4))
+    """Return how many processes score where the recipe does not say; the engines, and their cores, wait meanwhile."""
+    return min(32, max(2, cores // 2))
 
 
 def log_failures(scores: Sequence[Score], samples: Sequence[Sample]) -> None:

@@ -394,12 +394,16 @@ def _require(estimate: GroupEstimate, free: int, place_name: str, section: str) 
     if memory.total <= free:
         return
     largest = max(memory.parts, key=lambda name: memory.parts[name])
+    training = (
+        f"use more ranks or a higher {section}.zero_stage, a smaller {section}.micro_batch_tokens, "
+        f"{section}.gradient_checkpointing=true where it is false, or end what else uses the memory"
+    )
+    caching = "lower rollout.kv_cache_gib or rollout.max_sequences, remove rollout.sleep=false where it is given, or "
     raise UserError(
         f"group '{estimate.group}' needs about {memory.total / GIB:.1f} GiB per rank ({memory.phase}), "
         f"{place_name} has {free / GIB:.1f} GiB free "
         f"(largest part: {largest}, {memory.parts[largest] / GIB:.1f} GiB)",
-        f"use more ranks or a higher {section}.zero_stage, a smaller {section}.micro_batch_tokens, "
-        f"{section}.gradient_checkpointing=true where it is false, or end what else uses the memory",
+        (caching if largest == "KV cache" else "") + training,
     )
 
 

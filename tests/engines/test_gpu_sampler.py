@@ -20,17 +20,17 @@ def _wait_for(condition: Callable[[], object]) -> None:
 
 
 def test_means_and_maxima_are_over_all_gpus_and_all_samples() -> None:
-    """GPU 0 idle with 10 GiB, GPU 1 busy with 30 GiB; afterwards the samples are used up and the thread is gone."""
+    """GPU 0 idle with 10 GiB, GPU 1 busy with 30; the idle one's clock does not count. Then no sample, no thread."""
     rounds: list[int] = []
 
     def read(gpu: int) -> Sample:
         rounds.append(gpu)
-        return float(gpu), 10.0 + 20 * gpu
+        return Sample(float(gpu), 10.0 + 20 * gpu, 300.0 + 1200 * gpu)
 
     with GpuSampler([0, 1], every_s=0.005, read=read) as sampler:
         _wait_for(lambda: len(rounds) >= 6)
         taken = sampler.take(60.0)
-    assert taken == {"gpu/utilisation": 0.5, "gpu/memory_gib": 30.0}
+    assert taken == {"gpu/utilisation": 0.5, "gpu/memory_gib": 30.0, "gpu/clock_mhz": 1500.0}
     sampler.take(60.0)
     assert sampler.take(60.0) == {}
     assert not [thread for thread in threading.enumerate() if thread.name == "gpu-sampler"]
@@ -42,7 +42,7 @@ def test_samples_from_before_the_iteration_do_not_count() -> None:
 
     def read(gpu: int) -> Sample:
         seen.set()
-        return 1.0, 1.0
+        return Sample(1.0, 1.0, 1.0)
 
     with GpuSampler([0], every_s=0.005, read=read) as sampler:
         assert seen.wait(10)

@@ -169,6 +169,15 @@ def test_every_rank_answers_in_rank_order(shared: EngineGroup) -> None:
     assert all((reply["world_size"], reply["gpu"]) == (2, None) for reply in replies)
 
 
+def test_a_ranks_log_tells_how_long_each_command_took(shared: EngineGroup) -> None:
+    """Once it has ended, in the log of every rank. Control: a key that nobody used."""
+    shared.call("sleep", key="timed", seconds=0.3)
+    for log in (shared.spec.log_dir / f"main-rank{rank}.log" for rank in range(2)):
+        (line,) = (line for line in log.read_text().splitlines() if "sleep (timed)" in line)
+        assert 0.3 <= float(line.split()[-2]) < 10
+        assert "sleep (unused)" not in log.read_text()
+
+
 def test_per_rank_arguments_reach_their_rank_only(shared: EngineGroup) -> None:
     """Each rank gets the shared arguments with its own over them."""
     replies = shared.call("echo", key="own", per_rank=[{"mine": 10}, {"mine": 11, "both": "b"}], both="a")

@@ -132,7 +132,7 @@ def test_a_right_recipe_starts(penstock: Callable[..., str]) -> None:
         (["recipe.yaml", "data.heldout=null"], "'data.heldout' is not set", "add data.heldout=FILE"),
         (["recipe.yaml", "sft.steps=1"], "the 'sft' section needs 'data.sft'", "sft=null"),
         (["recipe.yaml", "groups.main={gpus: [0], roles: [actor, rollout]}"], "names GPU 0", "remove 'gpus'"),
-        (["recipe.yaml", "rollout.kv_cache_gib=64"], "64.0 GiB", "use more ranks"),
+        (["recipe.yaml", "rollout.kv_cache_gib=64"], "largest part: KV cache, 64.0 GiB", "lower rollout.kv_cache_gib"),
         (
             ["recipe.yaml", "actor.micro_batch_tokens=9000000"],
             "largest part: backward pass",

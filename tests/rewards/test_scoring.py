@@ -150,9 +150,9 @@ def test_slow_rows_do_not_cost_a_worker(monkeypatch: pytest.MonkeyPatch) -> None
 
 def test_workers_grow_with_the_machine_unless_the_recipe_says_how_many(monkeypatch: pytest.MonkeyPatch) -> None:
     """A host with more GPUs brings more cores and more samples; a laptop keeps two processes."""
-    assert [default_workers(cores) for cores in (1, 8, 16, 128, 256)] == [2, 2, 4, 32, 32]
+    assert [default_workers(cores) for cores in (1, 2, 16, 64, 256)] == [2, 2, 8, 32, 32]
     monkeypatch.setattr("os.sched_getaffinity", lambda pid: set(range(12)))
-    for workers, expected in ((None, 3), (1, 1)):
+    for workers, expected in ((None, 6), (1, 1)):
         with pool_of("worker_id", workers=workers, timeout_s=5.0) as pool:
             assert len({score.reward for score in pool.score(samples_of(*["0.3"] * 12))}) == expected
 
