@@ -22,6 +22,10 @@ from configs.schema import TrainConfig
 from engines.machine import visible_gpus
 
 THROUGHPUT = {"step": "response_tokens_per_s_per_gpu", "update": "tokens_per_s_per_gpu"}
+COLUMNS = {  # of the table: where the time of each count goes
+    "step": ("step_s", "rollout_s", "reward_s", "update_s", "overhead_s"),
+    "update": ("update_s", "communication_share", "tokens_per_s_per_gpu"),
+}
 
 
 def parse_counts(text: str | None) -> list[int]:

@@ -42,7 +42,7 @@ def details_table(result: BenchResult, columns: Sequence[str]) -> Table:
     """Return the rows of `details` with the given columns."""
     table = Table(title_justify="left")
     for name in columns:
-        table.add_column(name, justify="right")
+        table.add_column(name, justify="right", overflow="fold")
     for row in result.details:
         table.add_row(*(_cell(name, row.get(name)) for name in columns))
     return table

@@ -181,11 +181,11 @@ def scaling(
     one: Annotated[Path | None, typer.Option(help="a result on one GPU, which is not measured again then")] = None,
 ) -> None:
     """The same work per GPU on ever more GPUs; rollout.prompts counts for one GPU."""
-    from benchmarks.scaling import THROUGHPUT, measure, parse_counts
+    from benchmarks.scaling import COLUMNS, measure, parse_counts
 
     counts = parse_counts(gpus)
     result = measure(recipe, overrides or [], _command(), counts=counts, what=what.value, skip=skip, one=one)
-    _finish(result, out, ("gpus", f"{what.value}_s", THROUGHPUT[what.value], "scaling_efficiency"))
+    _finish(result, out, ("gpus", *COLUMNS[what.value], "scaling_efficiency"))
 
 
 @app.command()
