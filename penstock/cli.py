@@ -173,9 +173,9 @@ def _check_resume(folder: Path) -> tuple[Any, Any]:
 def _run_flow(config: Any, folder: Path, **arguments: Any) -> None:
     from flows.train import train as train_flow
     from penstock.quiet import without_tracebacks_of_user_errors
-    from penstock.server import start_server
+    from penstock.server import FLOW_LIBRARIES, start_server
 
-    start_server()
+    start_server(FLOW_LIBRARIES)
     try:
         with without_tracebacks_of_user_errors():
             train_flow(config, **arguments)
@@ -271,7 +271,7 @@ def _finetune(
     """Start or resume a flow of its own before reinforcement learning; print where its model is."""
     from configs.loading import load_tree
     from penstock.quiet import without_tracebacks_of_user_errors
-    from penstock.server import start_server
+    from penstock.server import FLOW_LIBRARIES, start_server
     from state.manifest import read_manifest
     from state.run_folder import check_free, open_run_folder
 
@@ -290,7 +290,7 @@ def _finetune(
         read_manifest(open_run_folder(resume))  # without one there is nothing to resume
         config = load_tree(folder / "config.yaml", (), kind)
         check(config)
-    start_server()
+    start_server(FLOW_LIBRARIES)
     try:
         with without_tracebacks_of_user_errors():
             given = {"run_folder": str(folder)} if resume is None else {"resume": str(folder)}
