@@ -42,16 +42,21 @@ def main() -> None:
     """Run the command line; the console script's entry point."""
     sys.path.append(str(Path.cwd()))  # reward functions are named from here; last: a user's rewards.py hides no room
     _quiet_libraries()
+    code = None
     try:
-        app(standalone_mode=False)
+        code = app(standalone_mode=False)
     except UserError as error:
         _fail(str(error))
-    except typer.Abort:  # what becomes of Ctrl-C in a command
-        raise SystemExit(130) from None
+    except typer.Abort:  # what older Typers make of Ctrl-C in a command; newer ones return 130
+        code = 130
     except Exception as error:
         if not hasattr(error, "format_message"):
             raise
         _fail(error.format_message())  # click's own usage errors
+    if code:
+        if code == 130:
+            errors.print("stopped")
+        raise SystemExit(code)
 
 
 def _fail(message: str) -> None:
@@ -173,9 +178,9 @@ def _check_resume(folder: Path) -> tuple[Any, Any]:
 def _run_flow(config: Any, folder: Path, **arguments: Any) -> None:
     from flows.train import train as train_flow
     from penstock.quiet import without_tracebacks_of_user_errors
-    from penstock.server import FLOW_LIBRARIES, start_server
+    from penstock.server import start_server
 
-    start_server(FLOW_LIBRARIES)
+    start_server()
     try:
         with without_tracebacks_of_user_errors():
             train_flow(config, **arguments)
@@ -271,7 +276,7 @@ def _finetune(
     """Start or resume a flow of its own before reinforcement learning; print where its model is."""
     from configs.loading import load_tree
     from penstock.quiet import without_tracebacks_of_user_errors
-    from penstock.server import FLOW_LIBRARIES, start_server
+    from penstock.server import start_server
     from state.manifest import read_manifest
     from state.run_folder import check_free, open_run_folder
 
@@ -290,7 +295,7 @@ def _finetune(
         read_manifest(open_run_folder(resume))  # without one there is nothing to resume
         config = load_tree(folder / "config.yaml", (), kind)
         check(config)
-    start_server(FLOW_LIBRARIES)
+    start_server()
     try:
         with without_tracebacks_of_user_errors():
             given = {"run_folder": str(folder)} if resume is None else {"resume": str(folder)}

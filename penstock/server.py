@@ -3,33 +3,25 @@
 Signals often go to all processes of a group: a terminal sends Ctrl-C like that; systemd, Slurm and `timeout` their
 SIGTERM. A server that ends with the flow leaves the flow nobody to tell that it was cancelled: it asks again for
 minutes, and fails with a connection error. So the server has a session of its own. A command that is killed with
-SIGKILL runs nothing more, so a shell beside it waits for that and ends the server. While the server starts, the command
-imports what its flow will need. Left out: a command killed in the seconds in which its server starts.
+SIGKILL runs nothing more, so a shell beside it waits for that and ends the server. Left out: a command killed in the
+seconds in which its server starts.
 """
 
 from __future__ import annotations
 
-import contextlib
-import importlib
 import signal
 import subprocess
-import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 from configs.errors import UserError
 
-# What the first tasks of a flow import, in several seconds: the record, and the tokenizer, which brings torch.
-FLOW_LIBRARIES = ("mlflow", "transformers.models.auto.tokenization_auto")
-
 _watching: list[subprocess.Popen[bytes]] = []  # a shell that lost its Popen object would see its standard input end
 
 
-def start_server(libraries: Sequence[str] = ()) -> None:
-    """Have Prefect start its temporary server now, if it needs one, and import `libraries` meanwhile.
-
-    Ctrl-C takes effect on return.
+def start_server() -> None:
+    """Have Prefect start its temporary server now, if it needs one; Ctrl-C meanwhile takes effect on return.
 
     SIGTERM becomes an orderly exit with code 143, since Prefect ends its server in an exit handler, and the default
     runs none.
@@ -44,7 +36,7 @@ def start_server(libraries: Sequence[str] = ()) -> None:
     signal.signal(signal.SIGTERM, _leave)
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
-        with _sessions_of_their_own(), _importing(libraries), get_client(sync_client=True) as client:
+        with _sessions_of_their_own(), get_client(sync_client=True) as client:
             client.api_healthcheck()
             if client.server_type == ServerType.EPHEMERAL and not _watching:
                 _watching.append(end_with_this_process(_server_pid()))
@@ -79,23 +71,6 @@ def _sessions_of_their_own() -> Iterator[None]:
         yield
     finally:
         subprocess.Popen = usual  # type: ignore[misc]
-
-
-@contextmanager
-def _importing(modules: Sequence[str]) -> Iterator[None]:
-    """Import modules beside the block, which waits for another process; one that is missing is for its user to say."""
-
-    def run() -> None:
-        for name in modules:
-            with contextlib.suppress(ImportError):
-                importlib.import_module(name)
-
-    thread = threading.Thread(target=run, name="imports", daemon=True)
-    thread.start()
-    try:
-        yield
-    finally:
-        thread.join()
 
 
 def _server_pid() -> int:

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import typer
 from rich.console import Console
 
 from engines.memory import GIB
@@ -273,6 +274,27 @@ def test_resume_continues_with_the_configuration_of_the_run(
     ((config, arguments),) = started
     assert config.rollout.prompts == 12
     assert arguments == {"resume": "run"}
+
+
+@pytest.mark.parametrize("interruption", [KeyboardInterrupt, typer.Abort])
+def test_ctrl_c_outside_of_a_flow_ends_with_its_code(
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    penstock: Callable[..., str],
+    interruption: type[BaseException],
+) -> None:
+    """While Prefect's server starts, say: 130 and a word, whatever Typer makes of it. Control: what ends well is 0."""
+    penstock("train", "recipe.yaml", "--dry-run")
+
+    def interrupted(*_: object, **__: object) -> None:
+        raise interruption
+
+    monkeypatch.setattr(cli, "_run_flow", interrupted)
+    monkeypatch.setattr(sys, "argv", ["penstock", "train", "recipe.yaml"])
+    with pytest.raises(SystemExit) as ended:
+        cli.main()
+    assert ended.value.code == 130
+    assert "stopped" in capsys.readouterr().err
 
 
 def test_the_run_folder_has_the_name_and_the_place_of_the_recipe(here: Path, penstock: Callable[..., str]) -> None:

@@ -23,7 +23,7 @@ class Started(Exception):
 def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A working directory with a recipe that is right for both commands; no flow is ever started."""
 
-    def start(libraries: tuple[str, ...]) -> None:
+    def start() -> None:
         raise Started
 
     monkeypatch.chdir(tmp_path)

@@ -15,7 +15,7 @@ import pytest
 from prefect.settings import PREFECT_HOME, temporary_settings
 
 from configs.errors import UserError
-from penstock.server import _importing, _make_home
+from penstock.server import _make_home
 
 ROOT = Path(__file__).resolve().parents[2]
 COMMAND = """
@@ -125,15 +125,6 @@ def test_a_command_can_still_tell_its_server_when_its_whole_group_gets_a_signal(
     server.kill()
     command.send_signal(number)
     assert command.communicate(timeout=60)[0] != "told\n"
-
-
-def test_libraries_are_imported_beside_what_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """And are there afterwards. One that is missing is no error yet: who needs it says so."""
-    (tmp_path / "imported_meanwhile.py").write_text("import threading\nplace = threading.current_thread().name\n")
-    monkeypatch.syspath_prepend(str(tmp_path))
-    with _importing(("missing_altogether", "imported_meanwhile")):
-        pass
-    assert sys.modules.pop("imported_meanwhile").place == "imports"
 
 
 def test_no_server_outlives_a_killed_command(tmp_path: Path) -> None:
