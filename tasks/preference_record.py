@@ -19,6 +19,7 @@ from state.files import write_text
 from state.manifest import Progress
 from state.run_folder import read_metrics
 from tasks.checkpoint import begin_manifest
+from tasks.interrupts import interrupts_deferred
 from tasks.preference import loss_arguments
 from tasks.record import ending, reopened, replay
 from tasks.session import Training
@@ -32,7 +33,8 @@ def recording_preferences(training: Training, config: PairConfig) -> Iterator[No
     if not reopened(training):
         params = mlflow_run.flatten(config.model_dump(mode="json"))
         tags = {"penstock.run": str(run.path), "algorithm": loss_arguments(config)["name"]}
-        session.mlflow_run_id = mlflow_run.open_run(session.tracking_uri, config.experiment, run.name, tags, params)
+        with interrupts_deferred():
+            session.mlflow_run_id = mlflow_run.open_run(session.tracking_uri, config.experiment, run.name, tags, params)
         mlflow_run.log_artifacts(session.tracking_uri, session.mlflow_run_id, run.config)
         replay(training)
         if not run.manifest.is_file():

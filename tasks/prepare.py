@@ -18,6 +18,7 @@ from data.tokenizer import make_byte_tokenizer
 from engines.placement import describe_strategy, reshard_strategy
 from rewards.source import open_scorer
 from state.experience import Ragged, read_columns, write_columns
+from tasks.interrupts import interrupts_deferred
 from tasks.reshard import bring_weights, connect_groups
 from tasks.session import Training
 from tasks.side_by_side import side_by_side
@@ -35,7 +36,8 @@ def starting_model(training: Training) -> str:
     folder = run.model("initial")
     if not (folder / "model.safetensors").exists():
         training.session().say("making a tiny model")
-        make_byte_tokenizer(folder)
+        with interrupts_deferred():
+            make_byte_tokenizer(folder)
         training.session().call("actor", "make_tiny", "0/make_tiny", folder=str(folder), config=_plain(config))
     return str(folder)
 
@@ -123,7 +125,8 @@ def _frame(config: TrainConfig, split: str) -> pd.DataFrame:
 
 
 def _tokenizer(model_folder: str) -> Any:
-    from transformers import AutoTokenizer
+    with interrupts_deferred():
+        from transformers import AutoTokenizer
 
     return AutoTokenizer.from_pretrained(model_folder, local_files_only=True)
 

@@ -31,6 +31,7 @@ from state.manifest import Progress, read_manifest
 from state.run_folder import add_metrics, append_metrics, read_metrics
 from tasks.consolidation import begin_consolidation, finish_consolidation
 from tasks.draw import keep_memory
+from tasks.interrupts import interrupts_deferred
 from tasks.session import Training
 
 ENGINE_FIGURES = ("parameters", "parameters_shared", "parameters_copied", "reshard_strategy")
@@ -43,7 +44,8 @@ def recording(training: Training) -> Iterator[None]:
     session.prefect_flow_run_id = str(flow_run.id) if flow_run.id else None
     session.prefect_url = _prefect_url(session.prefect_flow_run_id, flow_run.ui_url)
     session.tracking_uri = mlflow_run.default_tracking_uri(training.run.path.parent)
-    _open_mlflow(training)
+    with interrupts_deferred():
+        _open_mlflow(training)
     if session.prefect_flow_run_id:
         _tag_flow_run(session.prefect_flow_run_id, [f"algorithm:{config.algorithm.name}", f"run:{training.run.name}"])
         create_link_artifact(_mlflow_url(training), link_text="MLflow run", key="mlflow-run")
