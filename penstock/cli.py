@@ -185,10 +185,20 @@ def _run_flow(config: Any, folder: Path, **arguments: Any) -> None:
         with without_tracebacks_of_user_errors():
             train_flow(config, **arguments)
     except KeyboardInterrupt:
-        goes_on = f"penstock train --resume {quote(_short(folder))}"
-        errors.print(f"stopped, the engines are down. Continue with: {goes_on}", highlight=False, soft_wrap=True)
+        _say_stopped("train", folder)
         raise SystemExit(130) from None
     _print_summary(folder.resolve())
+
+
+def _say_stopped(command: str, folder: Path) -> None:
+    """Say how to go on: a run that was stopped before its engines were up has nothing to resume."""
+    from state.run_folder import RunFolder
+
+    place = quote(_short(folder))
+    how = f"Continue with: penstock {command} --resume {place}"
+    if not RunFolder(folder).manifest.is_file():
+        how = f"Nothing was trained; start anew with: penstock {command} {place}/config.yaml --run ANOTHER_FOLDER"
+    errors.print(f"stopped, the engines are down. {how}", highlight=False, soft_wrap=True)
 
 
 def _print_summary(folder: Path) -> None:
@@ -301,8 +311,7 @@ def _finetune(
             given = {"run_folder": str(folder)} if resume is None else {"resume": str(folder)}
             console.print(f"model: {flow(config, **given)}", highlight=False, soft_wrap=True)
     except KeyboardInterrupt:
-        goes_on = f"penstock {command} --resume {quote(_short(folder))}"
-        errors.print(f"stopped, the engines are down. Continue with: {goes_on}", highlight=False, soft_wrap=True)
+        _say_stopped(command, folder)
         raise SystemExit(130) from None
     if (folder / "summary.json").is_file():
         summary = json.loads((folder / "summary.json").read_text(encoding="utf-8"))

@@ -297,6 +297,16 @@ def test_ctrl_c_outside_of_a_flow_ends_with_its_code(
     assert "stopped" in capsys.readouterr().err
 
 
+def test_a_stopped_run_says_how_to_go_on(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Resuming needs a manifest; a run without one trained nothing, and starts anew."""
+    cli._say_stopped("sft", here / "run")
+    assert f"penstock sft {cli._short(here / 'run')}/config.yaml --run" in capsys.readouterr().err
+    (here / "run").mkdir()
+    (here / "run" / "manifest.json").write_text("{}", encoding="utf-8")
+    cli._say_stopped("sft", here / "run")
+    assert f"penstock sft --resume {cli._short(here / 'run')}" in capsys.readouterr().err
+
+
 def test_the_run_folder_has_the_name_and_the_place_of_the_recipe(here: Path, penstock: Callable[..., str]) -> None:
     """Also a place that does not exist yet."""
     with pytest.raises(Started):
