@@ -23,8 +23,8 @@ from state.experience import column_names, read_columns, write_columns
 from state.run_folder import truncate_metrics
 from tasks.check import check_chat, check_model, check_one_label
 from tasks.finetuning import restored_step
-from tasks.interrupts import interrupts_deferred
 from tasks.logprobs import in_row_order
+from tasks.prepare import load_tokenizer
 from tasks.record import add_to_record, append_record
 from tasks.session import Training
 
@@ -82,10 +82,7 @@ def preferences_file(training: Training, split: str) -> Path:
 @task(task_run_name="preferences", cache_policy=NO_CACHE)
 def load_preferences(training: Training, config: PairConfig, model_folder: str) -> dict[str, int]:
     """Tokenise the preferences into the run folder (once per run); return how many units each split has."""
-    with interrupts_deferred():
-        from transformers import AutoTokenizer
-
-    tokenizer = AutoTokenizer.from_pretrained(model_folder, local_files_only=True)
+    tokenizer = load_tokenizer(model_folder)
     for split in splits(config):
         if preferences_file(training, split).exists():
             continue

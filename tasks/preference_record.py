@@ -30,17 +30,23 @@ def recording_preferences(training: Training, config: PairConfig) -> Iterator[No
     """Keep the MLflow run open, of an earlier attempt if there is one; on the way out write the summary, always."""
     session, run = training.session(), training.run
     session.tracking_uri = mlflow_run.default_tracking_uri(run.path.parent)
-    if not reopened(training):
-        params = mlflow_run.flatten(config.model_dump(mode="json"))
-        tags = {"penstock.run": str(run.path), "algorithm": loss_arguments(config)["name"]}
-        with interrupts_deferred():
-            session.mlflow_run_id = mlflow_run.open_run(session.tracking_uri, config.experiment, run.name, tags, params)
-        mlflow_run.log_artifacts(session.tracking_uri, session.mlflow_run_id, run.config)
-        replay(training)
-        if not run.manifest.is_file():
-            begin_manifest(training, Progress())  # from here on the run can be resumed
+    with interrupts_deferred():
+        _open_mlflow(training, config)
+    if not run.manifest.is_file():
+        begin_manifest(training, Progress())  # from here on the run can be resumed
     with ending(partial(_finish, training)):
         yield
+
+
+def _open_mlflow(training: Training, config: PairConfig) -> None:
+    if reopened(training):
+        return
+    session, run = training.session(), training.run
+    params = mlflow_run.flatten(config.model_dump(mode="json"))
+    tags = {"penstock.run": str(run.path), "algorithm": loss_arguments(config)["name"]}
+    session.mlflow_run_id = mlflow_run.open_run(session.tracking_uri, config.experiment, run.name, tags, params)
+    mlflow_run.log_artifacts(session.tracking_uri, session.mlflow_run_id, run.config)
+    replay(training)
 
 
 def _finish(training: Training, status: str, mlflow_status: mlflow_run.RunStatus) -> None:

@@ -52,7 +52,7 @@ def load_prompts(training: Training, model_folder: str) -> dict[str, int]:
     for split in ("train", "heldout"):
         path = run.prompts(split)
         if not path.exists():
-            tokenize_prompts(_frame(config, split), config.data, _tokenizer(model_folder), split).save(path)
+            tokenize_prompts(_frame(config, split), config.data, load_tokenizer(model_folder), split).save(path)
         table = PromptTable.load(path)
         session.prompts[split] = table
         counts |= {split: len(table), f"{split}_dropped": table.dropped}
@@ -74,7 +74,7 @@ def load_pairs(training: Training, model_folder: str) -> int:
     response = config.data.response or "response"
     frame = _frame(config, "sft")
     pairs = tokenize_pairs(
-        frame, config.data.prompt, response, _tokenizer(model_folder), config.data, config.sft.max_tokens
+        frame, config.data.prompt, response, load_tokenizer(model_folder), config.data, config.sft.max_tokens
     )
     if pairs.dropped:
         get_run_logger().warning("sft: %d pairs dropped, longer than sft.max_tokens", pairs.dropped)
@@ -124,7 +124,8 @@ def _frame(config: TrainConfig, split: str) -> pd.DataFrame:
     return read_rows(Path(getattr(config.data, split)))
 
 
-def _tokenizer(model_folder: str) -> Any:
+def load_tokenizer(model_folder: str) -> Any:
+    """Load the tokenizer of a model folder."""
     with interrupts_deferred():
         from transformers import AutoTokenizer
 
