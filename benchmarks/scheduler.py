@@ -93,7 +93,7 @@ def _engine(work: Work, folder: Path, device: str) -> Any:
     length, cuda = work.prompt + work.response, device == "cuda"
     tiny = TinyModel(hidden_size=32, layers=1, heads=1, kv_heads=1, intermediate_size=32, max_positions=length)
     make_tiny_model(folder, tiny, VOCABULARY, eos=1, pad=0, seed=0)
-    versions.prepare_vllm(cuda)
+    versions.prepare_vllm(cuda, [])
     import vllm
 
     arguments = engine_arguments(

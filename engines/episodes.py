@@ -77,7 +77,8 @@ def stop_tokens(tokenizer: Any, stop: Sequence[str]) -> list[int]:
                 "end a turn at a character or token that the tokenizer has, or let the model end it by end-of-sequence",
             )
         found.add(tokens[0])
-    texts = decode(tokenizer, [[token] for token in range(len(tokenizer))])
+    count = len(tokenizer)
+    texts = decode(tokenizer, Ragged(np.arange(count), np.arange(count + 1)))
     return sorted(found | {token for token, text in enumerate(texts) if any(part in text for part in stop)})
 
 
@@ -203,7 +204,8 @@ class _Loop:
             return
         for episode in ended:
             episode.mask += [1] * (len(episode.tokens) - episode.turn_begins)
-        texts = decode(self.environments.tokenizer, [episode.tokens[episode.turn_begins :] for episode in ended])
+        turns = Ragged.of([episode.tokens[episode.turn_begins :] for episode in ended], np.int32)
+        texts = decode(self.environments.tokenizer, turns)
         self._ask(
             [
                 Call(episode.name, text=text, last=self._is_last(episode))

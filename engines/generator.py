@@ -69,7 +69,8 @@ class Generator:
         self.place = place_of(torch.distributed.get_rank(), ranks, config.tensor_parallel)
         self.max_sequences = max_sequences(config, self.place.engines)
         self.stop_token_ids = stop_token_ids(lm)
-        versions.prepare_vllm(self.cuda)
+        versions.prepare_vllm(self.cuda, lm.config.architectures or [])
+        versions.warm_up_as(sampling_at_start(config, logprobs))
         with _global_randomness_kept():
             bound = register_loader("penstock", shapes_of(lm), storage)
             length = max_prompt_tokens + config.max_response_tokens
@@ -183,6 +184,20 @@ def stop_token_ids(lm: Any) -> list[int]:
     if declared is None:
         declared = lm.config.eos_token_id
     return [declared] if isinstance(declared, int) else list(declared or [])
+
+
+def sampling_at_start(config: RolloutConfig, logprobs: bool) -> Any:
+    """Return vLLM's parameters for drawing as the recipe does."""
+    from vllm import SamplingParams
+
+    return SamplingParams(
+        temperature=config.temperature,
+        top_p=config.top_p,
+        top_k=config.top_k,
+        max_tokens=2,
+        detokenize=False,
+        logprobs=0 if logprobs else None,
+    )
 
 
 def _start(folder: Path, dtype: torch.dtype, arguments: dict[str, Any]) -> Any:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+from collections.abc import Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
@@ -139,11 +140,36 @@ def process_group(device: torch.device, store: Any, rank: int, size: int, timeou
     return gloo(store, rank, size, options)
 
 
-def prepare_vllm(cuda: bool) -> None:
-    """Apply what vLLM needs before its first engine in this process."""
+def prepare_vllm(cuda: bool, architectures: Sequence[str]) -> None:
+    """Apply what vLLM needs before its first engine in this process, which will have one of the `architectures`."""
     if not cuda:
         keep_plain_linear_on_cpu()
         keep_cpu_engines_off_shared_memory()
+    inspect_in_this_process(architectures)
+
+
+def inspect_in_this_process(architectures: Sequence[str]) -> None:
+    """Let vLLM look at its model classes here, where they are needed anyway.
+
+    It would start a process for that, so that CUDA stays out of one that forks, which a rank never does. The process
+    imports all of vLLM: on an H200's machine 17 s, the first time that a machine sees an architecture.
+    """
+    from vllm import ModelRegistry
+
+    for name in architectures:
+        if name in ModelRegistry.models:
+            ModelRegistry.register_model(name, ModelRegistry.models[name].load_model_cls())
+
+
+def warm_up_as(parameters: Any) -> None:
+    """Let vLLM's next engine compile the sampling kernels that `parameters` (SamplingParams) take, at its start.
+
+    Its own warm-up takes one of everything that it can do: penalties, forbidden words, log-probs of prompts. What a
+    later request takes beyond that is compiled then.
+    """
+    from vllm import SamplingParams
+
+    SamplingParams.for_sampler_warmup = staticmethod(lambda: parameters)  # type: ignore[method-assign]
 
 
 def engine_core(llm: Any) -> Any:

@@ -264,14 +264,13 @@ class Worker:
         if self.generator.place.rank_in_engine:
             return {}
         responses = generated.responses
-        rows = [responses.row(index).tolist() for index in range(len(responses))]
         return {
             "positions": generated.positions_P,
             "tokens": responses.values_T,
             "offsets": responses.offsets_B1,
             "logprobs": generated.logprobs_T,
             "truncated": generated.truncated_B,
-            "texts": decode(self._tokenizer(tokenizer), rows),
+            "texts": decode(self._tokenizer(tokenizer), responses),
             "policy_version": self.verified_version,
             "request_seconds": generated.seconds_B,
             "engine_seconds": generated.seconds,

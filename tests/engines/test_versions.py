@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
+
+from engines import versions
 
 SETTLED_FIRST = """
 import torch
@@ -54,3 +57,21 @@ def test_a_ranks_first_call_of_each_vector_function_has_one_element(control: boo
     script = SETTLED_FIRST.replace("CONTROL", str(control))
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=200, check=True)
     assert done.stdout.split()[-1] == str(settled)
+
+
+@pytest.mark.parametrize(("known", "asked"), [(True, 0), (False, 1)])
+def test_vllm_starts_no_process_to_look_at_the_engines_model(
+    known: bool, asked: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """On a machine whose cache is empty. Control: an architecture that nobody prepared for does start one."""
+    from vllm.model_executor.models import registry
+
+    started: list[object] = []
+    monkeypatch.setenv("VLLM_CACHE_ROOT", str(tmp_path))
+    monkeypatch.setattr(registry, "_run_in_subprocess", started.append)
+    monkeypatch.setattr(registry.ModelRegistry, "models", dict(registry.ModelRegistry.models))
+    if known:
+        versions.inspect_in_this_process(["Olmo2ForCausalLM", "NobodysForCausalLM"])
+    registry.ModelRegistry._try_inspect_model_cls("Olmo2ForCausalLM")
+    assert len(started) == asked
+    assert "NobodysForCausalLM" not in registry.ModelRegistry.models
