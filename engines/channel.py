@@ -10,6 +10,7 @@ Left out: commands, replies, deadlines and heartbeats (`group.py` on the flow's 
 from __future__ import annotations
 
 import struct
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -23,6 +24,7 @@ DTYPES = tuple(np.dtype(name) for name in ("int32", "int64", "float32", "float64
 _CODES = {dtype: code for code, dtype in enumerate(DTYPES)}
 _ZAP_DOMAIN = "penstock"
 MOST_IO_THREADS = 8
+Tell = Callable[[dict[str, Any]], None]  # sends something ahead of a command's result
 LINGER_MS = 1000  # a rank that leaves waits this long for its last words to be taken
 
 

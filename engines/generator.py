@@ -28,6 +28,7 @@ from torch import nn
 
 from configs.schema import RolloutConfig
 from engines import versions
+from engines.announcing import Announcer
 from engines.coasting import let_sequences_coast
 from engines.concurrency import capture_sizes, max_sequences, most_at_once
 from engines.episodes import Environments, play
@@ -69,7 +70,8 @@ class Generator:
         self.place = place_of(torch.distributed.get_rank(), ranks, config.tensor_parallel)
         self.max_sequences = max_sequences(config, self.place.engines)
         self.stop_token_ids = stop_token_ids(lm)
-        versions.prepare_vllm(self.cuda, lm.config.architectures or [])
+        described: Any = lm.config
+        versions.prepare_vllm(self.cuda, described.architectures or [])
         versions.warm_up_as(sampling_at_start(config, logprobs))
         with _global_randomness_kept():
             bound = register_loader("penstock", shapes_of(lm), storage)
@@ -96,7 +98,12 @@ class Generator:
         return transfer()
 
     def generate(
-        self, prompts: Ragged, sampling: Sampling, generation: int, environments: Environments | None = None
+        self,
+        prompts: Ragged,
+        sampling: Sampling,
+        generation: int,
+        environments: Environments | None = None,
+        announcer: Announcer | None = None,
     ) -> Generated:
         """Generate `sampling.samples` responses to each prompt that falls to this engine.
 
@@ -106,6 +113,7 @@ class Generator:
             prompts: all prompts of the generation, the same on every rank.
             generation: the same number on every rank, and no other generation's.
             environments: play episodes with them; the result is then a `Played`.
+            announcer: gets the responses, unless they are episodes, that end before others.
         """
         began = time.perf_counter()
         self.wake()
@@ -113,7 +121,7 @@ class Generator:
         _seed_everything(engine_seed(sampling.seed, self.place.engine))
         reproducible = not self.cuda if self.config.reproducible is None else self.config.reproducible
         store = torch.distributed.distributed_c10d._get_default_store()
-        loop: Callable[..., Generated] = answer
+        loop: Callable[..., Generated] = partial(answer, announcer=announcer)
         if environments is not None:
             loop = partial(play, environments=environments, in_step=reproducible)
         return loop(
@@ -187,17 +195,11 @@ def stop_token_ids(lm: Any) -> list[int]:
 
 
 def sampling_at_start(config: RolloutConfig, logprobs: bool) -> Any:
-    """Return vLLM's parameters for drawing as the recipe does."""
+    """Return vLLM's parameters for drawing as the recipe does; the kernels for a temperature serve every one."""
     from vllm import SamplingParams
 
-    return SamplingParams(
-        temperature=config.temperature,
-        top_p=config.top_p,
-        top_k=config.top_k,
-        max_tokens=2,
-        detokenize=False,
-        logprobs=0 if logprobs else None,
-    )
+    kept = 0 if logprobs else None
+    return SamplingParams(temperature=1.0, top_p=config.top_p, top_k=config.top_k, max_tokens=2, logprobs=kept)
 
 
 def _start(folder: Path, dtype: torch.dtype, arguments: dict[str, Any]) -> Any:

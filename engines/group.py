@@ -16,7 +16,7 @@ from __future__ import annotations
 import atexit
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import TracebackType
@@ -129,6 +129,7 @@ class EngineGroup:
         key: str,
         timeout_s: float | None = None,
         per_rank: Sequence[dict[str, Any]] | None = None,
+        on_news: Callable[[dict[str, Any]], None] | None = None,
         **arguments: Any,
     ) -> list[dict[str, Any]]:
         """Run `command` on every rank and return the replies in rank order. Waits until the group is ready.
@@ -138,6 +139,7 @@ class EngineGroup:
             key: names this command; repeated, the stored reply comes back and nothing runs (last 32 commands).
             timeout_s: deadline, by default the spec's `command_timeout_s`.
             per_rank: arguments of each rank, over the shared `arguments`.
+            on_news: gets what a rank tells ahead of its reply, and a reply while others are awaited; should be quick.
 
         Raises:
             EngineError: a rank's handler raised; UserError if it raised that.
@@ -155,7 +157,8 @@ class EngineGroup:
         self.wait_ready()
         with self._exclusive():
             self._send(bodies)
-            return self._collect(command, key, self.spec.command_timeout_s if timeout_s is None else timeout_s)
+            allowed_s = self.spec.command_timeout_s if timeout_s is None else timeout_s
+            return self._collect(command, key, allowed_s, on_news)
 
     def close(self, grace_s: float = 10.0) -> None:
         """End every rank: politely, after `grace_s` with SIGTERM, then with SIGKILL. Interrupts a running call."""
@@ -217,7 +220,9 @@ class EngineGroup:
             except zmq.ZMQError as error:
                 raise self._lost(rank, f"unreachable: {error}", ask_stacks=True) from error
 
-    def _collect(self, command: str, key: str, timeout_s: float) -> list[dict[str, Any]]:
+    def _collect(
+        self, command: str, key: str, timeout_s: float, on_news: Callable[[dict[str, Any]], None] | None = None
+    ) -> list[dict[str, Any]]:
         """Read until every rank has answered `key`."""
         replies: dict[int, dict[str, Any]] = {}
         errors: dict[int, Exception] = {}
@@ -232,6 +237,9 @@ class EngineGroup:
                     continue
                 if message["kind"] == "reply":
                     replies[rank] = message["result"]
+                if message["kind"] != "error":
+                    if on_news is not None and len(replies) < len(self._processes):
+                        on_news(message["result"])
                     continue
                 errors[rank] = self._error(rank, command, message)
                 left_s = min(left_s, ERROR_GRACE_S)

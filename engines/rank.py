@@ -3,9 +3,9 @@
 It guards itself first (dies with its parent, ignores Ctrl-C, dumps its stacks on SIGUSR1), says hello, and only then
 imports the worker, which brings torch. Then it answers one command after another until "shutdown".
 
-Messages, rank to flow: hello {pid}, heartbeat {}, reply {key, result}, error {key, traceback, user}; the outcome of
-building the worker is the reply or error to the key "start". Flow to rank: command {command, key, epoch, arguments},
-shutdown {}.
+Messages, rank to flow: hello {pid}, heartbeat {}, news {key, result}, reply {key, result}, error {key, traceback,
+user}; the outcome of building the worker is the reply or error to the key "start". Flow to rank: command {command, key,
+epoch, arguments}, shutdown {}.
 
 Left out: what commands mean; that is the worker's.
 """
@@ -24,12 +24,14 @@ import threading
 import time
 import traceback
 from collections import OrderedDict
+from functools import partial
 from typing import Any, NamedTuple, NoReturn, Protocol
 
 import zmq
 
 from configs.errors import UserError
 from engines import channel
+from engines.channel import Tell
 from engines.launch import START_KEY, RankStart
 
 HEARTBEAT_S = 1.0
@@ -44,8 +46,11 @@ class Worker(Protocol):
 
     def __init__(self, rank: int, world_size: int, gpu: int | None) -> None: ...
 
-    def handle(self, command: str, arguments: dict[str, Any]) -> dict[str, Any]:
-        """Run one command; the result holds only what the channel carries. An exception ends the whole group."""
+    def handle(self, command: str, arguments: dict[str, Any], tell: Tell) -> dict[str, Any]:
+        """Run one command; the result holds only what the channel carries. An exception ends the whole group.
+
+        `tell` sends something ahead of the result, to whoever listens; a repeated command does not tell again.
+        """
 
     def after_reply(self) -> None:
         """Do what only the next command waits for, while the flow works with the reply to the last one."""
@@ -116,11 +121,15 @@ def _serve(start: RankStart, socket: zmq.Socket[bytes]) -> None:
     socket.send(channel.pack({"kind": "reply", "key": START_KEY, "result": {}}))
     answered: OrderedDict[tuple[str, str], _Reply] = OrderedDict()
     while (message := channel.unpack(socket.recv(copy=False).buffer))["kind"] == "command":
-        reply = _answer(worker, message, start.epoch, answered)
+        reply = _answer(worker, message, start.epoch, answered, partial(_tell, socket, message["key"]))
         socket.send(reply.body, copy=False)
         if not reply.is_error:  # the group ends: what fails now would hide why
             worker.after_reply()
     worker.close()
+
+
+def _tell(socket: zmq.Socket[bytes], key: str, news: dict[str, Any]) -> None:
+    socket.send(channel.pack({"kind": "news", "key": key, "result": news}), copy=False)
 
 
 class _Reply(NamedTuple):
@@ -129,7 +138,7 @@ class _Reply(NamedTuple):
 
 
 def _answer(
-    worker: Worker, message: dict[str, Any], epoch: int, answered: OrderedDict[tuple[str, str], _Reply]
+    worker: Worker, message: dict[str, Any], epoch: int, answered: OrderedDict[tuple[str, str], _Reply], tell: Tell
 ) -> _Reply:
     command, key = message["command"], message["key"]
     try:
@@ -138,7 +147,7 @@ def _answer(
         if (command, key) in answered:
             return answered[command, key]
         began = time.perf_counter()
-        result = worker.handle(command, message["arguments"])
+        result = worker.handle(command, message["arguments"], tell)
         _log.info("%s (%s): %.2f s", command, key, time.perf_counter() - began)
         reply = _Reply(channel.pack({"kind": "reply", "key": key, "result": result}), is_error=False)
     except Exception as error:

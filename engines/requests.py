@@ -12,13 +12,16 @@ of replies (tasks/generate.py).
 from __future__ import annotations
 
 import time
+from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import numpy as np
 
 from engines import versions
+from engines.announcing import Announcer, Ended
 from engines.prompt_supply import Supply
 from state.experience import Ragged
 
@@ -70,8 +73,11 @@ def engine_seed(seed: Sequence[int], engine: int) -> int:
 
 @dataclass(slots=True)
 class _Response:
+    row: int
+    position: int
+    sample: int
     submitted: float
-    tokens: list[int] = field(default_factory=list)
+    tokens: array[int] = field(default_factory=partial(array, "i"))
     logprobs: list[float] = field(default_factory=list)
     cached: int = 0
     truncated: bool = False
@@ -86,6 +92,7 @@ def answer(
     parameters: Any,
     generation: int,
     room: int,
+    announcer: Announcer | None = None,
 ) -> Generated:
     """Answer prompts until the supply is exhausted and every response has ended.
 
@@ -95,6 +102,7 @@ def answer(
         generation: number that no other generation of this process has; part of the requests' names, since vLLM may
             still hold a step of the last generation.
         room: sequences that this engine should hold at a time.
+        announcer: gets the responses that end before others.
 
     Raises:
         RuntimeError: vLLM gave a request up.
@@ -104,18 +112,22 @@ def answer(
     positions: list[int] = []
     responses: list[_Response] = []
     unfinished: dict[str, _Response] = {}
+    ended: list[Ended] = []
     while unfinished or not supply.exhausted:
         if not supply.exhausted and _has_room(llm, len(unfinished), samples, room):
             for position in supply.take(max(1, (room - len(unfinished)) // samples)):
                 seeds = None if parameters.seed is None else sample_seeds(sampling.seed, position, samples)
                 names = [f"{generation}-{position}-{sample}" for sample in range(samples)]
                 versions.submit(llm, names, prompts.row(position).tolist(), parameters, seeds)
-                new = [_Response(time.perf_counter()) for _ in names]
+                rows = range(len(responses), len(responses) + samples)
+                new = [_Response(row, position, row - rows.start, time.perf_counter()) for row in rows]
                 unfinished.update(zip(names, new, strict=True))
                 responses += new
                 positions.append(position)
         if unfinished:
-            _step(llm, unfinished)
+            ended += _step(llm, unfinished)
+        if unfinished and announcer is not None:
+            announcer.announce(ended)
     seconds = time.perf_counter() - began
     positions_P = np.asarray(positions, np.int64)
     return Generated(
@@ -137,18 +149,21 @@ def _has_room(llm: Any, unfinished: int, samples: int, room: int) -> bool:
     return unfinished + samples <= room and not versions.waiting_sequences(llm)
 
 
-def _step(llm: Any, unfinished: dict[str, _Response]) -> None:
-    """Run one step of vLLM and keep its tokens; what has ended leaves `unfinished`."""
+def _step(llm: Any, unfinished: dict[str, _Response]) -> list[Ended]:
+    """Run one step of vLLM and keep its tokens; what has ended leaves `unfinished` and is returned."""
+    ended = []
     for output in versions.step(llm):
         response = unfinished[output.request_id]
         if not response.tokens:
             response.cached = versions.cached_prompt_tokens(output)
-        response.tokens += output.new_token_ids
+        response.tokens.fromlist(output.new_token_ids)
         response.logprobs += versions.sampled_logprobs(output)
         if output.finish_reason is not None:
             del unfinished[output.request_id]
             response.seconds = time.perf_counter() - response.submitted
             response.truncated = is_truncated(output)
+            ended.append(Ended(response.row, response.position, response.sample, response.tokens))
+    return ended
 
 
 def _flat(logprobs: list[list[float]]) -> np.ndarray:

@@ -24,6 +24,8 @@ from transformers import AutoTokenizer
 
 from configs.schema import TrainConfig, TrainerConfig
 from engines import critics, finetuning, reference, versions
+from engines.announcing import Announcer
+from engines.channel import Tell
 from engines.communication import timed_collectives
 from engines.decoding import decode
 from engines.environments import EnvironmentHost, episode_columns
@@ -98,8 +100,10 @@ class Worker:
         self.lm: Any = None
         self.sft_rows: Rows | None = None
 
-    def handle(self, command: str, arguments: dict[str, Any]) -> dict[str, Any]:
+    def handle(self, command: str, arguments: dict[str, Any], tell: Tell) -> dict[str, Any]:
         """Carry out one command; the reply's `usage` is what it took (engines/usage.py) and what it did.
+
+        `tell` takes news of it, which only generations have.
 
         Raises:
             KeyError: there is no such command.
@@ -108,7 +112,7 @@ class Worker:
             **{name: partial(command, self) for name, command in COMMANDS.items()},
             "make_tiny": self.make_tiny,
             "build": self.build,
-            "generate": self.generate,
+            "generate": partial(self.generate, tell),
             "score": self.score,
             "logprobs": self.logprobs,
             "update_actor": self.update_actor,
@@ -240,6 +244,7 @@ class Worker:
 
     def generate(
         self,
+        tell: Tell,
         prompts: np.ndarray,
         offsets: np.ndarray,
         sampling: dict[str, Any],
@@ -249,7 +254,8 @@ class Worker:
         """Generate responses to those of the group's prompts that fall to this rank's engine.
 
         `sampling` holds the fields of `Sampling`; `episodes`, for play with an environment, the prompt table and the
-        prompts' ids in it. Of an engine's ranks the first replies, the others return nothing.
+        prompts' ids in it. Of an engine's ranks the first replies, the others return nothing. `tell` gets positions,
+        samples and texts of responses that end before others.
         """
         assert self.generator is not None
         if self.verified_version < 0 or self.updated_since:
@@ -258,10 +264,16 @@ class Worker:
         environments = None
         if episodes is not None and self.config.environment is not None:
             environments = self.environments.open(self.config.environment, self._tokenizer(tokenizer), **episodes)
+        speaks = not self.generator.place.rank_in_engine
+        announcer = Announcer(partial(decode, self._tokenizer(tokenizer)), tell)
         generated = self.generator.generate(
-            Ragged(prompts, offsets), Sampling(**sampling), self.generations, environments
+            Ragged(prompts, offsets),
+            Sampling(**sampling),
+            self.generations,
+            environments,
+            announcer if speaks else None,
         )
-        if self.generator.place.rank_in_engine:
+        if not speaks:
             return {}
         responses = generated.responses
         return {
@@ -270,7 +282,7 @@ class Worker:
             "offsets": responses.offsets_B1,
             "logprobs": generated.logprobs_T,
             "truncated": generated.truncated_B,
-            "texts": decode(self._tokenizer(tokenizer), responses),
+            "texts": announcer.texts(responses),
             "policy_version": self.verified_version,
             "request_seconds": generated.seconds_B,
             "engine_seconds": generated.seconds,

@@ -42,6 +42,7 @@ class Judge:
         check_template(config.judge, columns)
         self._config, self._judge = config, config.judge
         self._parsers = RewardPool(reading(config), columns)
+        self.calls_ahead = min(1, self._parsers.calls_ahead)  # each has `concurrency` requests under way
 
     def __enter__(self) -> Self:
         self._parsers.__enter__()

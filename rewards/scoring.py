@@ -14,6 +14,7 @@ import logging
 import math
 import multiprocessing
 import os
+import threading
 from collections.abc import Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
@@ -41,6 +42,7 @@ _POLL_S = 1.0
 _CHUNKS_PER_WORKER = 4
 _LONGEST_CHUNK = 64
 _FAILURES_SHOWN = 3
+_CALLS_AHEAD = 8  # so that a slow response delays few others
 
 
 @dataclass(frozen=True)
@@ -74,10 +76,11 @@ class RewardPool:
         self._columns = list(columns)
         self._workers = config.workers or default_workers(len(os.sched_getaffinity(0)))
         self._function = load_reward_function(config.function, config.settings, columns)
+        self._restarting = threading.Lock()
+        self.calls_ahead = 0 if self._function.is_batch else _CALLS_AHEAD
 
     def __enter__(self) -> Self:
-        # Linux ties a worker's life to the thread that started it, so one thread does everything and lives as long
-        # as the pool. Calls of `score` from several tasks therefore take turns.
+        # Linux ties a worker's life to the thread that started it, so one thread starts all and lives as long.
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="reward-pool")
         self._starting = self._thread.submit(self._start)
         return self
@@ -92,22 +95,20 @@ class RewardPool:
     def score(self, samples: Sequence[Sample]) -> list[Score]:
         """Score every sample, in order. A failed call becomes a `Score` with a failure; nothing is raised for it.
 
+        Several threads may call it; their samples share the workers.
+
         Raises:
             UserError: the function does not load in a worker process.
         """
         self._starting.result()
-        return self._thread.submit(self._score, samples).result()
-
-    def _score(self, samples: Sequence[Sample]) -> list[Score]:
-        if not self._pool.active:
-            self._restart()
+        pool = self._living_pool()
         rows = [self._function.arguments(sample) for sample in samples]
         scores: dict[int, Score] = {}
         waiting = {self._submit(rows, chunk): chunk for chunk in self._chunks(len(rows))}
         while waiting:
             done, _ = wait(waiting, timeout=_POLL_S, return_when=FIRST_COMPLETED)
-            if not self._pool.active:
-                self._restart()
+            before, pool = pool, self._living_pool()
+            if pool is not before:
                 for future in waiting.keys() - done:
                     if not future.done():  # the pool broke before it took this on
                         future.set_exception(BrokenProcessPool("the worker processes died"))
@@ -134,8 +135,18 @@ class RewardPool:
                 "The worker's traceback stands above, in the error output.",
             ) from error
 
+    def _living_pool(self) -> ProcessPool:
+        """Return the pool, a new one if a worker died while it was idle (out of memory, say): Pebble's is broken then.
+
+        Raises:
+            RuntimeError: it was closed.
+        """
+        with self._restarting:
+            if not self._pool.active:
+                self._thread.submit(self._restart).result()
+            return self._pool
+
     def _restart(self) -> None:
-        """Replace the pool: a worker that dies while idle (out of memory, say) breaks Pebble's for good."""
         self._pool.join()
         self._start()
 

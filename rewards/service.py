@@ -28,6 +28,7 @@ class RewardService:
     """Scores samples by a server's reward model."""
 
     config: RewardConfig
+    calls_ahead: int = 1  # each has `concurrency` requests under way
 
     def score(self, samples: Sequence[Sample]) -> list[Score]:
         """Score every sample, in order. What fails becomes a `Score` with a failure; nothing is raised for it."""

@@ -4,19 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Protocol
 
 from configs.schema import RewardConfig
+from rewards.ahead import Scorer
 from rewards.judge import Judge
-from rewards.scoring import RewardPool, Sample, Score
+from rewards.scoring import RewardPool
 from rewards.service import RewardService
 
-
-class Scorer(Protocol):
-    """Gives every sample its worth."""
-
-    def score(self, samples: Sequence[Sample]) -> list[Score]:
-        """Score every sample, in order; a failure is a value."""
+__all__ = ["Scorer", "open_scorer"]
 
 
 @contextmanager
@@ -30,7 +25,9 @@ def open_scorer(config: RewardConfig, columns: Sequence[str]) -> Iterator[Scorer
         UserError: it cannot be used with these columns.
     """
     if config.service is not None:
-        yield RewardService(config)
+        with Scorer(RewardService(config)) as scorer:
+            yield scorer
         return
-    with Judge(config, columns) if config.judge is not None else RewardPool(config, columns) as scorer:
+    source = Judge(config, columns) if config.judge is not None else RewardPool(config, columns)
+    with source, Scorer(source) as scorer:
         yield scorer

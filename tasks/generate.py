@@ -6,7 +6,7 @@ A generation may be begun ahead of the task that wants it: the engines then work
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -42,11 +42,17 @@ class Replies:
 
 
 def begin_generation(
-    training: Training, prompts: pd.DataFrame, key: str, seed: list[int], sampling: dict[str, Any]
+    training: Training,
+    prompts: pd.DataFrame,
+    key: str,
+    seed: list[int],
+    sampling: dict[str, Any],
+    on_ended: Callable[[dict[str, Any]], None] | None,
 ) -> None:
     """Begin what `generate` with the same arguments will wait for, and return at once."""
     session = training.session()
-    session.generations[key] = session.generating.submit(_ask, training, prompts, key, seed, sampling, "train")
+    asked = (training, prompts, key, seed, sampling, "train", on_ended)
+    session.generations[key] = session.generating.submit(_ask, *asked)
 
 
 def generate(
@@ -56,6 +62,7 @@ def generate(
     seed: list[int],
     sampling: dict[str, Any],
     split: str = "train",
+    on_ended: Callable[[dict[str, Any]], None] | None = None,
 ) -> Responses:
     """Generate responses; the engines share the prompts out among themselves (engines/prompt_supply.py).
 
@@ -68,12 +75,13 @@ def generate(
             of another length, they could equal another generation's.)
         sampling: fields of `engines.requests.Sampling` without the seed.
         split: prompt table that the prompts come from; environments see its columns.
+        on_ended: gets responses that have ended before others: an engine's news, or its reply.
 
     Raises:
         RuntimeError: the engines did not answer each prompt exactly once.
     """
     wanted_at, begun = time.perf_counter(), training.session().generations.pop(key, None)
-    replies = begun.result() if begun else _ask(training, prompts, key, seed, sampling, split)
+    replies = begun.result() if begun else _ask(training, prompts, key, seed, sampling, split, on_ended)
     ahead = {"rollout/ahead_s": min(wanted_at, replies.ended) - replies.began} if begun else {}
     answers = [reply for reply in replies.ranks if reply]  # of an engine of several ranks one replies
     rows_B = rows_in_prompt_order([answer["positions"] for answer in answers], len(prompts), sampling["samples"])
@@ -97,7 +105,13 @@ def generate(
 
 
 def _ask(
-    training: Training, prompts: pd.DataFrame, key: str, seed: list[int], sampling: dict[str, Any], split: str
+    training: Training,
+    prompts: pd.DataFrame,
+    key: str,
+    seed: list[int],
+    sampling: dict[str, Any],
+    split: str,
+    on_ended: Callable[[dict[str, Any]], None] | None,
 ) -> Replies:
     session = training.session()
     asked = Ragged.of(list(prompts["prompt_tokens"]), np.int32)
@@ -114,6 +128,7 @@ def _ask(
         offsets=asked.offsets_B1,
         sampling={**sampling, "seed": seed},
         tokenizer=session.model_folder,
+        on_news=on_ended,
         **episodes,
     )
     return Replies(replies, began, time.perf_counter())

@@ -38,7 +38,13 @@ def reward(training: Training, settings: Settings, stage: Stage) -> Stage:
         rewards = reward_columns(scores)
         remember(training, settings.iteration, 0, columns["prompt_id"], rewards["reward"])
         add_columns(path, rewards)
-    return Stage(stage.experience, metrics | reward_metrics(scores))
+    return Stage(stage.experience, metrics | reward_metrics(scores) | _ahead(training))
+
+
+def _ahead(training: Training) -> dict[str, float]:
+    """Return the share of the responses whose score was begun while others were generated."""
+    scorer = training.session().scorer
+    return {} if scorer is None else {"reward/ahead_share": scorer.ahead_share}
 
 
 def score(training: Training, columns: dict[str, Any], split: str, key: str) -> list[Score]:

@@ -21,6 +21,7 @@ from tasks.checkpoint import checkpoint_due
 from tasks.draw import draw
 from tasks.episodes import episode_column_names, episode_figures
 from tasks.generate import begin_generation, generate
+from tasks.score_ahead import sample_id, scoring_ahead
 from tasks.session import Stage, Training, timed
 from tasks.settings import Settings, next_settings
 from tasks.utilisation import generation_figures
@@ -58,7 +59,8 @@ def begin_next_rollout(training: Training, progress: Progress) -> None:
         return
     settings = next_settings(training, progress)
     prompts = _drawn(training, settings.iteration, progress.prompt_cursor, config.rollout.prompts)
-    begin_generation(training, prompts, *_key_and_seed(training, settings), sampling(training, settings))
+    asked = (prompts, *_key_and_seed(training, settings), sampling(training, settings))
+    begin_generation(training, *asked, scoring_ahead(training, settings.iteration, prompts))
 
 
 def answered(
@@ -73,11 +75,12 @@ def answered(
         seed: see `tasks.generate.generate`.
     """
     config, prompts = training.config, _drawn(training, settings.iteration, cursor, size)
-    responses = generate(training, prompts, key, seed, sampling(training, settings))
+    on_ended = scoring_ahead(training, settings.iteration, prompts)
+    responses = generate(training, prompts, key, seed, sampling(training, settings), on_ended=on_ended)
     repeats = np.repeat(np.arange(size), config.rollout.samples)
     ids = prompts["prompt_id"].to_numpy()[repeats]
     columns = {
-        "sample_id": [f"{settings.iteration:06d}/{name}/{n % config.rollout.samples}" for n, name in enumerate(ids)],
+        "sample_id": [sample_id(settings.iteration, name, n % config.rollout.samples) for n, name in enumerate(ids)],
         "prompt_id": list(ids),
         "group": repeats,
         "prompt": list(prompts["prompt_text"].to_numpy()[repeats]),

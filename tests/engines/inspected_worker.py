@@ -23,6 +23,7 @@ import torch
 from configs.errors import UserError
 from configs.schema import TrainConfig
 from engines import coasting, communication, episodes, generator, versions
+from engines.channel import Tell
 from engines.environments import EnvironmentHost
 from engines.generator import Generator
 from engines.lora import adapted_layers
@@ -77,11 +78,11 @@ class InspectedWorker(Worker):
         super().__init__(rank, world_size, gpu)
         self.retired: list[Generator | None] = []  # a vLLM engine that ends takes torch.distributed with it
 
-    def handle(self, command: str, arguments: dict[str, Any]) -> dict[str, Any]:
+    def handle(self, command: str, arguments: dict[str, Any], tell: Tell) -> dict[str, Any]:
         if command in self.INSPECTIONS:
             result: dict[str, Any] = getattr(self, command)(**arguments)
             return result
-        return super().handle(command, arguments)
+        return super().handle(command, arguments, tell)
 
     def discard(self) -> dict[str, Any]:
         """Let go of every model, so that the next `build` starts as in a new process."""
@@ -159,7 +160,7 @@ class InspectedWorker(Worker):
     def uncounted_sums(self, arguments: dict[str, Any]) -> dict[str, Any]:
         """Update the actor without telling DeepSpeed that its sums have been added to."""
         with patch("engines.trainer.count_sums"):
-            return self.handle("update_actor", arguments)
+            return self.handle("update_actor", arguments, _unheard)
 
     def offloaded(self, role: str) -> dict[str, Any]:
         """Which states DeepSpeed has in host memory."""
@@ -183,7 +184,7 @@ class InspectedWorker(Worker):
             return (loss_T * mask_T).sum() / mask_T.sum().clamp(min=1) / micro_batches
 
         with patch("engines.updates.aggregate", mean):
-            return self.handle(of, arguments)
+            return self.handle(of, arguments, _unheard)
 
     def mini_batches(self, count: int, split: dict[str, Any]) -> dict[str, Any]:
         """The rows of each optimizer step (here because the module brings DeepSpeed)."""
@@ -192,7 +193,7 @@ class InspectedWorker(Worker):
     def refusal(self, of: str, arguments: dict[str, Any]) -> dict[str, Any]:
         """What the command `of` raises, as text; empty if it goes through. (Let out, it would end the group.)"""
         try:
-            self.handle(of, arguments)
+            self.handle(of, arguments, _unheard)
         except (RuntimeError, UserError) as error:
             return {"error": str(error)}
         return {"error": ""}
@@ -325,7 +326,7 @@ class InspectedWorker(Worker):
 
         watching = (patch.object(versions, "submit", submitting), patch.object(versions, "step", stepping))
         with watching[0], watching[1], patch.object(generator, "play", playing):
-            reply = self.handle("generate", arguments)
+            reply = self.handle("generate", arguments, _unheard)
         return reply | {"asked": asked, "drawn": drawn}
 
     @torch.no_grad()
@@ -390,3 +391,7 @@ class InspectedWorker(Worker):
         self.transfer = LocalReshard(self.generator.model, self.generator.binding, self.lm)
         self.reshard(self.verified_version)
         return {"copied": self.generator.binding.copied_count}
+
+
+def _unheard(_: dict[str, Any]) -> None:
+    """Takes what a command tells before its reply."""

@@ -24,6 +24,7 @@ import psutil
 import pytest
 
 from configs.errors import UserError
+from engines.channel import Tell
 from engines.group import EngineError, EngineGroup, GroupSpec, RankDevice, RankLost
 from engines.launch import ROTATE_ABOVE_BYTES, group_environment
 
@@ -38,8 +39,9 @@ class SmallWorker:
         self.awaited: Path | None = None
         self.broken = False
 
-    def handle(self, command: str, arguments: dict[str, Any]) -> dict[str, Any]:
+    def handle(self, command: str, arguments: dict[str, Any], tell: Tell) -> dict[str, Any]:
         self.handled += 1
+        self.tell = tell
         result: dict[str, Any] = getattr(self, command)(**arguments)
         return result
 
@@ -94,6 +96,16 @@ class SmallWorker:
     def ponder_for_ever(self) -> dict[str, Any]:
         threading.Event().wait()
         return {}
+
+    def count_aloud(self, to: int) -> dict[str, Any]:
+        for number in range(to):
+            self.tell({"rank": self.rank, "number": number})
+        return {"rank": self.rank, "counted": to}
+
+    def reply_after(self, path: str) -> dict[str, Any]:
+        if self.rank == 1:
+            _eventually(Path(path).exists, 20)
+        return {"rank": self.rank}
 
     def unpackable(self) -> dict[str, Any]:
         return {"value": object()}
@@ -204,6 +216,33 @@ def test_a_repeated_key_returns_the_stored_reply(shared: EngineGroup) -> None:
     first = shared.call("count", key="once")
     assert shared.call("count", key="once") == first
     assert [r["handled"] for r in shared.call("count", key="twice")] == [r["handled"] + 1 for r in first]
+
+
+def test_news_comes_before_the_reply_and_to_who_listens_alone(shared: EngineGroup) -> None:
+    """Each rank's in its order, and the reply that is there first counts as news. A repeated command tells nothing."""
+    heard: list[dict[str, Any]] = []
+    replies = shared.call("count_aloud", key="aloud", to=3, on_news=heard.append)
+    assert [reply["counted"] for reply in replies] == [3, 3]
+    for rank in range(2):
+        assert [news["number"] for news in heard if news["rank"] == rank and "number" in news] == [0, 1, 2]
+    assert len([news for news in heard if "counted" in news]) == 1
+
+    heard.clear()
+    assert shared.call("count_aloud", key="aloud", to=3, on_news=heard.append) == replies
+    assert [news for news in heard if "number" in news] == []
+    assert [reply["counted"] for reply in shared.call("count_aloud", key="unheard", to=2)] == [2, 2]
+
+
+def test_a_reply_is_heard_while_another_rank_works(shared: EngineGroup, tmp_path: Path) -> None:
+    """Rank 1 replies once the news of rank 0's reply has arrived here."""
+    heard: list[int] = []
+
+    def hear(news: dict[str, Any]) -> None:
+        heard.append(news["rank"])
+        (tmp_path / "heard").touch()
+
+    shared.call("reply_after", key="after", path=str(tmp_path / "heard"), on_news=hear)
+    assert heard == [0]
 
 
 def test_a_reply_does_not_wait_for_what_follows_it_and_the_next_command_does(

@@ -111,7 +111,13 @@ def test_streams_differ_between_samples_prompts_and_generations() -> None:
 # ---- real engines --------------------------------------------------------------------------------------------------
 
 
-def _ask(ranks: Ranks, folder: Path, prompts: Ragged = PROMPTS, **sampling: Any) -> list[dict[str, Any]]:
+def _ask(
+    ranks: Ranks,
+    folder: Path,
+    prompts: Ragged = PROMPTS,
+    on_news: Callable[[dict[str, Any]], None] | None = None,
+    **sampling: Any,
+) -> list[dict[str, Any]]:
     defaults = {"samples": 1, "temperature": 1.0, "top_p": 1.0, "top_k": 0, "max_tokens": 40, "ignore_eos": False}
     return ranks.ask(
         "generate",
@@ -119,6 +125,7 @@ def _ask(ranks: Ranks, folder: Path, prompts: Ragged = PROMPTS, **sampling: Any)
         offsets=prompts.offsets_B1,
         sampling={"seed": [7, 0, 0], **defaults, **sampling},
         tokenizer=str(folder),
+        on_news=on_news,
     )
 
 
@@ -157,6 +164,33 @@ def test_two_engines_pull_all_prompts_once(one_rank: Ranks, two_ranks: Ranks, fo
 
     idle, busy = sorted(_ask(two_ranks, folder, PROMPTS.take(np.array([5]))), key=lambda reply: len(reply["texts"]))
     assert (len(idle["texts"]), len(busy["texts"])) == (0, 1), "one prompt for two engines"
+
+
+def test_responses_that_end_early_are_told_at_once(two_ranks: Ranks, folder_of: FolderOf) -> None:
+    """What is told is what the replies hold, each response once at most, and some of every engine's are told."""
+    folder = folder_of(Shape("qwen3", tied=False))
+    two_ranks.build(folder, ("actor", "rollout"), rollout={"prompts": 24, "samples": 2, "max_response_tokens": 200})
+    heard: list[dict[str, Any]] = []
+    replies = _ask(two_ranks, folder, samples=2, max_tokens=200, on_news=heard.append)
+    told = [
+        ((position, sample), text)
+        for news in heard
+        if "samples" in news
+        for position, sample, text in zip(
+            news["positions"].tolist(), news["samples"].tolist(), news["texts"], strict=True
+        )
+    ]
+    texts = {
+        (position, sample): reply["texts"][2 * number + sample]
+        for reply in replies
+        for number, position in enumerate(reply["positions"].tolist())
+        for sample in range(2)
+    }
+    assert dict(told).items() <= texts.items()
+    assert len(dict(told)) == len(told)
+    for reply in replies:
+        assert {at for (at, _), _ in told} & set(reply["positions"].tolist())
+        assert {at for (at, _), _ in told} != set(reply["positions"].tolist()), "the last to end come with the reply"
 
 
 def test_own_streams_give_the_same_tokens_on_one_rank_and_on_two(

@@ -87,7 +87,7 @@ class Asked(Exception):
 def generation(training_with: MakeTraining, monkeypatch: pytest.MonkeyPatch) -> Callable[..., dict[str, Any]]:
     """Return what a rollout or an evaluation asks for with a configuration, in iteration 3."""
 
-    def hear(training: Training, prompts: Any, key: str, seed: list[int], sampling: Any, split: str = "train") -> None:
+    def hear(training: Training, prompts: Any, key: str, seed: list[int], sampling: Any, *_: Any, **__: Any) -> None:
         raise Asked({**sampling, "seed": seed, "prompts": len(prompts), "first": list(prompts["prompt_id"])[:8]})
 
     monkeypatch.setattr("tasks.rollout.generate", hear)

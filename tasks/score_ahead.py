@@ -1,0 +1,55 @@
+"""Rewards of responses that have ended, while others are still generated; used by rollout. Not a task itself.
+
+The engines tell of such responses (engines/announcing.py), and where several engines work, the reply of the first is
+there before the last has ended. What comes of it is taken by the reward task (rewards/ahead.py).
+
+Left out: rewards that the engines compute themselves, a reward model's and an environment's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pandas as pd
+
+from rewards.scoring import Sample
+from tasks.reward import prompt_columns
+from tasks.session import Training
+
+News = Callable[[dict[str, Any]], None]
+
+
+def sample_id(iteration: int, prompt_id: str, number: int) -> str:
+    """Return the name of a prompt's response."""
+    return f"{iteration:06d}/{prompt_id}/{number}"
+
+
+def scoring_ahead(training: Training, iteration: int, prompts: pd.DataFrame) -> News | None:
+    """Return what takes the engines' news of a rollout of `prompts`; None where no response is scored by itself."""
+    scorer, samples = training.session().scorer, training.config.rollout.samples
+    if scorer is None or training.config.environment is not None:
+        return None
+    ids, asked = [str(name) for name in prompts["prompt_id"]], list(prompts["prompt_text"])
+
+    def begin(news: dict[str, Any]) -> None:
+        if not news:
+            return  # of a rank that leaves the reply to the first of its engine
+        rows = prompt_columns(training, "train")
+        scorer.begin(
+            [
+                Sample(sample_id(iteration, ids[at], number), ids[at], asked[at], text, rows[ids[at]])
+                for at, number, text in zip(*places(news, samples), news["texts"], strict=True)
+            ]
+        )
+
+    return begin
+
+
+def places(news: dict[str, Any], samples: int) -> tuple[list[int], list[int]]:
+    """Return of each response its prompt's position and its number; a reply has `samples` per position, in order."""
+    positions = np.asarray(news["positions"])
+    if "samples" in news:
+        return positions.tolist(), np.asarray(news["samples"]).tolist()
+    return np.repeat(positions, samples).tolist(), np.tile(np.arange(samples), len(positions)).tolist()

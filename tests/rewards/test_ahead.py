@@ -1,0 +1,168 @@
+"""What is scored ahead changes no reward: it counts for its own response, and failures and batches wait for the end."""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+
+from configs.errors import UserError
+from configs.schema import RewardConfig
+from rewards.ahead import Scorer
+from rewards.scoring import Sample, Score
+from rewards.source import open_scorer
+
+FAILED = -1.0
+
+
+@dataclass
+class Lengths:
+    """A source whose scores are lengths; what is in `failing` fails, and `gate` holds every call back."""
+
+    calls_ahead: int = 2
+    failing: set[str] = field(default_factory=set)
+    gate: threading.Event = field(default_factory=threading.Event)
+    calls: list[list[str]] = field(default_factory=list)
+    refused: bool = False
+
+    def score(self, samples: Sequence[Sample]) -> list[Score]:
+        self.calls.append([sample.response for sample in samples])
+        assert self.gate.wait(20)
+        if self.refused:
+            raise UserError("the key is missing", "export it")
+        return [
+            Score(FAILED, {}, "it fails") if sample.response in self.failing else Score(len(sample.response), {}, None)
+            for sample in samples
+        ]
+
+
+def samples_of(*responses: str) -> list[Sample]:
+    return [Sample(f"000001/{number}", str(number), "?", text, {}) for number, text in enumerate(responses)]
+
+
+def rewards_of(scorer: Scorer, samples: list[Sample]) -> list[float]:
+    return [score.reward for score in scorer.score(samples)]
+
+
+@contextmanager
+def scoring(source: Lengths) -> Iterator[Scorer]:
+    with Scorer(source) as scorer:
+        yield scorer
+        source.gate.set()
+
+
+def test_what_was_begun_is_taken_and_the_rest_is_asked_for() -> None:
+    """In the order of the samples, each response once."""
+    source, samples = Lengths(), samples_of("a", "bb", "ccc", "dddd")
+    with scoring(source) as scorer:
+        source.gate.set()
+        scorer.begin([samples[2]])
+        scorer.begin([samples[0]])
+        _wait_for(source, calls=2)
+        assert rewards_of(scorer, samples) == [1, 2, 3, 4]
+        assert scorer.ahead_share == 0.5
+        assert sorted(map(sorted, source.calls)) == [["a"], ["bb", "dddd"], ["ccc"]]
+        assert rewards_of(scorer, samples) == [1, 2, 3, 4], "a second question is answered anew"
+        assert scorer.ahead_share == 0.0
+
+
+def test_a_score_counts_for_its_own_response_alone() -> None:
+    """An iteration that is repeated draws other responses under the same names."""
+    source = Lengths()
+    with scoring(source) as scorer:
+        source.gate.set()
+        scorer.begin(samples_of("before the engines were lost"))
+        _wait_for(source, calls=1)
+        assert rewards_of(scorer, samples_of("after")) == [5]
+
+
+def test_responses_of_one_name_are_told_apart() -> None:
+    """A prompt that is drawn twice in an iteration gives its samples the same names twice."""
+    source = Lengths()
+    twins = [Sample("000001/p/0", "p", "?", text, {}) for text in ("a", "bb")]
+    with scoring(source) as scorer:
+        source.gate.set()
+        scorer.begin(twins[1:])
+        _wait_for(source, calls=1)
+        assert rewards_of(scorer, twins) == [1, 2]
+
+
+def test_what_failed_ahead_is_tried_again() -> None:
+    """The second answer counts, also where it is a failure again; a source that refuses is heard at the end."""
+    source, samples = Lengths(failing={"bb", "ccc"}), samples_of("a", "bb", "ccc")
+    with scoring(source) as scorer:
+        source.gate.set()
+        scorer.begin(samples)
+        _wait_for(source, calls=1)
+        scorer._begun[0].scores.result(20)
+        source.failing = {"ccc"}
+        assert rewards_of(scorer, samples) == [1, 2, FAILED]
+        assert source.calls[1:] == [["bb", "ccc"]]
+        source.refused = True
+        scorer.begin(samples)
+        with pytest.raises(UserError, match="the key is missing"):
+            scorer.score(samples)
+
+
+def test_what_has_not_started_is_asked_for_together() -> None:
+    """Two calls run; the third waits for a thread and is given up when everything is there."""
+    source, samples = Lengths(), samples_of("a", "bb", "ccc", "dddd")
+    with scoring(source) as scorer:
+        for sample in samples[:3]:
+            scorer.begin([sample])
+        _wait_for(source, calls=2)
+        threading.Timer(0.2, source.gate.set).start()
+        assert rewards_of(scorer, samples) == [1, 2, 3, 4]
+    assert sorted(map(sorted, source.calls)) == [["a"], ["bb"], ["ccc", "dddd"]]
+
+
+def test_a_source_that_looks_at_samples_together_is_not_asked_before_all_are_there() -> None:
+    source, samples = Lengths(calls_ahead=0), samples_of("a", "bb")
+    with scoring(source) as scorer:
+        source.gate.set()
+        scorer.begin(samples[:1])
+        assert rewards_of(scorer, samples) == [1, 2]
+    assert source.calls == [["a", "bb"]]
+
+
+MODULE = """
+import os, time
+
+def slow(response):
+    if response == "slow":
+        time.sleep(1.0)
+    open("seen.txt", "a").write(response + "\\n")
+    return float(len(response))
+"""
+
+
+def test_reward_functions_are_called_ahead_once_per_response(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In real workers. While a slow response keeps one busy, the others' calls end; nothing is called twice."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    (tmp_path / "called_ahead.py").write_text(MODULE)
+    samples = samples_of("slow", "a", "bb", "ccc", "dddd")
+    config = RewardConfig(function="called_ahead:slow", workers=2, timeout_s=20)
+    with open_scorer(config, []) as scorer:
+        for sample in samples[:4]:
+            scorer.begin([sample])
+        for begun in scorer._begun[1:]:
+            begun.scores.result(30)
+        assert not scorer._begun[0].scores.done(), "the control: the slow one is still running"
+        assert rewards_of(scorer, samples) == [4, 1, 2, 3, 4]
+        assert scorer.ahead_share == 0.8
+    assert sorted((tmp_path / "seen.txt").read_text().split()) == ["a", "bb", "ccc", "dddd", "slow"]
+
+
+def _wait_for(source: Lengths, calls: int) -> None:
+    pause = threading.Event()
+    for _ in range(2000):
+        if len(source.calls) >= calls:
+            return
+        pause.wait(0.01)
+    raise AssertionError(f"{len(source.calls)} calls, not {calls}")
