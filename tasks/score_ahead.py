@@ -3,7 +3,9 @@
 The engines tell of such responses (engines/announcing.py), and where several engines work, the reply of the first is
 there before the last has ended. What comes of it is taken by the reward task (rewards/ahead.py).
 
-Left out: rewards that the engines compute themselves, a reward model's and an environment's.
+Left out: rewards that the engines compute themselves, a reward model's and an environment's. And the user's function
+where the engines are on the CPU: it would take the cores that they generate with (quickstart on two cores: rollouts
+took 0.1 s longer, rewards 0.03 s less).
 """
 
 from __future__ import annotations
@@ -28,8 +30,11 @@ def sample_id(iteration: int, prompt_id: str, number: int) -> str:
 
 def scoring_ahead(training: Training, iteration: int, prompts: pd.DataFrame) -> News | None:
     """Return what takes the engines' news of a rollout of `prompts`; None where no response is scored by itself."""
-    scorer, samples = training.session().scorer, training.config.rollout.samples
-    if scorer is None or training.config.environment is not None:
+    session, config = training.session(), training.config
+    scorer, samples = session.scorer, config.rollout.samples
+    if scorer is None or config.environment is not None:
+        return None
+    if config.reward.function is not None and session.groups["rollout"].spec.devices[0].gpu is None:
         return None
     ids, asked = [str(name) for name in prompts["prompt_id"]], list(prompts["prompt_text"])
 

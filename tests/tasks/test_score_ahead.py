@@ -13,6 +13,7 @@ import pytest
 from configs.loading import config_from_mapping
 from configs.schema import TrainConfig
 from data.prompts import PromptTable
+from engines.launch import RankDevice
 from rewards.ahead import Scorer
 from rewards.scoring import Sample, Score
 from state.manifest import Progress
@@ -90,17 +91,25 @@ def test_a_rollouts_news_are_scored_before_the_reward_task_asks(
     assert stage.metrics["reward/mean"] == pytest.approx(np.mean(expected))
 
 
-def test_only_a_source_of_single_responses_is_told(training_with: Callable[[TrainConfig], Training]) -> None:
-    """Not a reward model in the engines, which has no source here, and not an environment."""
+JUDGE = {"reward": {"judge": {"url": "http://127.0.0.1:9", "model": "m", "template": "{response}", "pattern": "(.)"}}}
+FUNCTION = {"reward": {"function": "rewards.builtin:exact_match"}}
+PLAYED = {"environment": {"type": "tests.engines.playground:Playground"}}
+
+
+@pytest.mark.parametrize(
+    ("sections", "gpu", "told"),
+    [(JUDGE, None, True), (FUNCTION, 0, True), (FUNCTION, None, False), (JUDGE | PLAYED, 0, False), ({}, 0, False)],
+)
+def test_a_source_is_told_if_it_takes_single_responses_and_no_engines_cores(
+    sections: dict[str, Any], gpu: int | None, told: bool, training_with: Callable[[TrainConfig], Training]
+) -> None:
+    """Not an environment; not a reward model in the engines, which is no source here; on the CPU no function."""
+    training = training_with(config_from_mapping(sections, "test"))
+    session = training.session()
+    session.scorer = Scorer(Source()) if sections else None
+    session.groups["rollout"] = SimpleNamespace(spec=SimpleNamespace(devices=(RankDevice(gpu),)))  # type: ignore[assignment]
     prompts = pd.DataFrame({"prompt_id": ["p"], "prompt_text": ["?"]})
-    training = training_with(TrainConfig())
-    assert scoring_ahead(training, 1, prompts) is None
-    training.session().scorer = SimpleNamespace()  # type: ignore[assignment]
-    assert scoring_ahead(training, 1, prompts) is not None
-    played = {"environment": {"type": "tests.engines.playground:Playground"}}
-    training = training_with(config_from_mapping(played, "test"))
-    training.session().scorer = SimpleNamespace()  # type: ignore[assignment]
-    assert scoring_ahead(training, 1, prompts) is None
+    assert (scoring_ahead(training, 1, prompts) is not None) == told
 
 
 def test_a_reply_names_its_responses_by_their_order() -> None:
