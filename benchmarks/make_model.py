@@ -3,7 +3,8 @@
     penstock bench model 1.5 models/random-1.5b
 
 The tokenizer has one token per byte and fills the vocabulary up with unused tokens, so any text encodes; a model with
-random weights almost never ends a response, so every response has the full length. The file also runs by itself.
+random weights almost never ends a response, so every response has the full length. Given many tokens that end one, it
+makes responses as a trained model does: many short, some very long. The file also runs by itself.
 """
 
 from __future__ import annotations
@@ -25,8 +26,11 @@ SHAPES = {
 KV_HEADS = {"0.5": 2, "1.5": 2, "3": 2, "7": 4}
 
 
-def main(size: str, folder: Path) -> None:
-    """Write config, bfloat16 weights, tokenizer and generation settings to `folder`."""
+def main(size: str, folder: Path, mean_response: int | None = None) -> None:
+    """Write config, bfloat16 weights, tokenizer and generation settings to `folder`.
+
+    With `mean_response` drawn responses (temperature 1) end after about that many tokens on average.
+    """
     import torch
     from transformers import AutoModelForCausalLM, GenerationConfig, Qwen2Config
 
@@ -34,7 +38,10 @@ def main(size: str, folder: Path) -> None:
     torch.manual_seed(0)
     with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
         model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
-    model.generation_config = GenerationConfig(eos_token_id=VOCABULARY - 1, pad_token_id=VOCABULARY - 2)
+    pad, ends = VOCABULARY - 2, [VOCABULARY - 1]
+    if mean_response is not None:
+        ends += range(pad + 1 - VOCABULARY // mean_response, pad)
+    model.generation_config = GenerationConfig(eos_token_id=ends, pad_token_id=pad)
     model.save_pretrained(folder)
     byte_tokenizer().save_pretrained(folder)
 

@@ -18,6 +18,7 @@ import pynvml
 
 from benchmarks.result import BenchResult, new_result
 from configs.errors import UserError
+from engines.channel import Tell
 from engines.group import EngineGroup, GroupSpec, RankDevice
 from engines.machine import visible_gpus
 from reports.progress import TrainingProgress
@@ -45,7 +46,7 @@ class Collectives:
             torch.cuda.set_device(gpu)
         torch.distributed.init_process_group("gloo" if gpu is None else "cpu:gloo,cuda:nccl")
 
-    def handle(self, command: str, arguments: dict[str, Any]) -> dict[str, Any]:
+    def handle(self, command: str, arguments: dict[str, Any], tell: Tell) -> dict[str, Any]:
         """Carry out `measure`, the only command."""
         return {"measure": self.measure}[command](**arguments)
 

@@ -182,7 +182,7 @@ class RewardPool:
 
 
 def default_workers(cores: int) -> int:
-    """Return how many processes score where the recipe does not say; the engines, and their cores, wait meanwhile."""
+    """Return how many processes score where the recipe does not say: half of the cores, engines need the others."""
     return min(32, max(2, cores // 2))
 
 

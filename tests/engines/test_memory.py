@@ -217,6 +217,7 @@ def test_activations_grow_with_the_micro_batch_and_shrink_with_recomputation() -
     [
         ("step_0.5b_h200", "0.5", ("actor", "rollout"), 1),
         ("step_1.5b_h200", "1.5", ("actor", "rollout"), 1),
+        ("step_7b_h200", "7", ("actor", "rollout"), 1),
         ("step_7b_4xh200", "7", ("actor", "rollout"), 4),
         ("step_ppo_1.5b_h200", "1.5", ("actor", "critic", "rollout"), 1),
         ("update_1.5b_h200", "1.5", ("actor",), 1),
