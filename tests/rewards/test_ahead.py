@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -138,6 +140,11 @@ def slow(response):
         time.sleep(1.0)
     open("seen.txt", "a").write(response + "\\n")
     return float(len(response))
+
+def pause(response):
+    open("seen.txt", "a").write("begun")
+    time.sleep(float(response))
+    return 1.0
 """
 
 
@@ -159,10 +166,36 @@ def test_reward_functions_are_called_ahead_once_per_response(tmp_path: Path, mon
     assert sorted((tmp_path / "seen.txt").read_text().split()) == ["a", "bb", "ccc", "dddd", "slow"]
 
 
-def _wait_for(source: Lengths, calls: int) -> None:
+@pytest.mark.parametrize("ahead", [True, False])
+def test_closing_does_not_wait_for_a_slow_function(
+    ahead: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ctrl-C while rewards are computed: the function would take a minute more, begun ahead or asked for."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    (tmp_path / "called_ahead.py").write_text(MODULE)
+    config = RewardConfig(function="called_ahead:pause", workers=1, timeout_s=90)
+    with open_scorer(config, []) as scorer, ThreadPoolExecutor(1) as flow:
+        if ahead:
+            scorer.begin(samples_of("60"))
+        call = flow.submit(scorer.score, samples_of("60"))
+        _eventually((tmp_path / "seen.txt").exists)
+        began = time.monotonic()
+        scorer.__exit__(None, None, None)
+        scorer._source.__exit__(None, None, None)  # type: ignore[attr-defined]
+        with pytest.raises(RuntimeError):
+            call.result(30)
+    assert time.monotonic() - began < 30
+
+
+def _eventually(condition: Callable[[], bool]) -> None:
     pause = threading.Event()
-    for _ in range(2000):
-        if len(source.calls) >= calls:
+    for _ in range(3000):
+        if condition():
             return
         pause.wait(0.01)
-    raise AssertionError(f"{len(source.calls)} calls, not {calls}")
+    raise AssertionError("not within 30 s")
+
+
+def _wait_for(source: Lengths, calls: int) -> None:
+    _eventually(lambda: len(source.calls) >= calls)
