@@ -10,9 +10,11 @@ Left out: when responses have ended (engines/announcing.py, tasks/score_ahead.py
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from queue import SimpleQueue
 from types import TracebackType
 from typing import Protocol, Self
 
@@ -31,9 +33,9 @@ class Source(Protocol):
 
 
 @dataclass(frozen=True)
-class _Begun:
+class _Call:
     samples: Sequence[Sample]
-    scores: Future[list[Score]]
+    scores: Future[list[Score]] = field(default_factory=Future)
 
 
 class Scorer:
@@ -41,22 +43,28 @@ class Scorer:
 
     def __init__(self, source: Source) -> None:
         self._source = source
-        self._threads = ThreadPoolExecutor(max(1, source.calls_ahead), thread_name_prefix="scoring")
-        self._begun: list[_Begun] = []
+        self._calls: SimpleQueue[_Call | None] = SimpleQueue()
+        self._begun: list[_Call] = []
+        self._closed, self._closing = False, threading.Lock()
         self.ahead_share = 0.0  # of the samples of the last `score`, those that had been begun and taken over
 
     def __enter__(self) -> Self:
+        for number in range(max(1, self._source.calls_ahead)):
+            # Daemons: a server that hangs must not keep the process. (An executor's threads would be waited for.)
+            threading.Thread(target=self._work, name=f"scoring-{number}", daemon=True).start()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._threads.shutdown(wait=False, cancel_futures=True)  # the source, which ends next, ends what still runs
+        with self._closing:
+            self._closed = True
+            self._calls.put(None)
 
     def begin(self, samples: Sequence[Sample]) -> None:
         """Begin to score samples that the next `score` will ask for, and return at once."""
         if self._source.calls_ahead and samples:
-            self._begun.append(_Begun(samples, self._threads.submit(self._source.score, samples)))
+            self._begun.append(self._call(samples))
 
     def score(self, samples: Sequence[Sample]) -> list[Score]:
         """Score every sample, in order; a failure is a value.
@@ -77,8 +85,28 @@ class Scorer:
     def _scored(self, samples: list[Sample]) -> dict[tuple[str, str], Score]:
         if not samples:
             return {}
-        scores = self._threads.submit(self._source.score, samples).result()
-        return dict(zip(map(_identity, samples), scores, strict=True))
+        return dict(zip(map(_identity, samples), self._call(samples).scores.result(), strict=True))
+
+    def _call(self, samples: Sequence[Sample]) -> _Call:
+        call = _Call(samples)
+        with self._closing:
+            if self._closed:
+                raise RuntimeError("the source of rewards is closed")
+            self._calls.put(call)
+        return call
+
+    def _work(self) -> None:
+        """Carry out one call after the other; once closed, give up those that have not started."""
+        while (call := self._calls.get()) is not None:
+            if self._closed:
+                call.scores.cancel()
+            if not call.scores.set_running_or_notify_cancel():
+                continue
+            try:
+                call.scores.set_result(self._source.score(call.samples))
+            except Exception as error:
+                call.scores.set_exception(error)
+        self._calls.put(None)  # for the next thread
 
 
 def _identity(sample: Sample) -> tuple[str, str]:
@@ -86,7 +114,7 @@ def _identity(sample: Sample) -> tuple[str, str]:
     return sample.sample_id, sample.response
 
 
-def _succeeded(running: Sequence[_Begun]) -> dict[tuple[str, str], Score]:
+def _succeeded(running: Sequence[_Call]) -> dict[tuple[str, str], Score]:
     """Wait for what was begun; what failed, or could not be asked at all, is left to the call that decides."""
     return {
         _identity(sample): score

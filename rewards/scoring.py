@@ -20,7 +20,7 @@ from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 from pebble import ProcessExpired, ProcessPool
 
@@ -54,6 +54,11 @@ class Sample:
     prompt: str
     response: str
     columns: dict[str, Any]
+
+
+class _Chunk(NamedTuple):
+    rows: range
+    pool: ProcessPool  # that was given these rows
 
 
 class RewardPool:
@@ -101,22 +106,20 @@ class RewardPool:
             UserError: the function does not load in a worker process.
         """
         self._starting.result()
-        pool = self._living_pool()
         rows = [self._function.arguments(sample) for sample in samples]
         scores: dict[int, Score] = {}
-        waiting = {self._submit(rows, chunk): chunk for chunk in self._chunks(len(rows))}
+        waiting = dict(self._submit(rows, chunk) for chunk in self._chunks(len(rows)))
         while waiting:
             done, _ = wait(waiting, timeout=_POLL_S, return_when=FIRST_COMPLETED)
-            before, pool = pool, self._living_pool()
-            if pool is not before:
-                for future in waiting.keys() - done:
-                    if not future.done():  # the pool broke before it took this on
-                        future.set_exception(BrokenProcessPool("the worker processes died"))
+            pool = self._living_pool()
+            for future in waiting.keys() - done:
+                if waiting[future].pool is not pool and not future.done():  # it broke before it took this on
+                    future.set_exception(BrokenProcessPool("the worker processes died"))
             for future in done:
-                chunk = waiting.pop(future)
+                chunk = waiting.pop(future).rows
                 finished, again = self._outcome(future, chunk)
                 scores.update(zip(chunk, finished, strict=False))
-                waiting |= {self._submit(rows, part): part for part in again}
+                waiting |= dict(self._submit(rows, part) for part in again)
         return [scores[index] for index in range(len(rows))]
 
     def _start(self) -> None:
@@ -158,9 +161,10 @@ class RewardPool:
             size = min(size, _LONGEST_CHUNK)
         return [range(start, min(start + size, count)) for start in range(0, count, size)]
 
-    def _submit(self, rows: list[Row], chunk: range) -> Future[list[Score]]:
-        deadline = self._config.timeout_s * (1 if len(chunk) == 1 else 2) + _GRACE_S
-        return self._pool.schedule(worker.score_chunk, args=([rows[index] for index in chunk],), timeout=deadline)
+    def _submit(self, rows: list[Row], chunk: range) -> tuple[Future[list[Score]], _Chunk]:
+        deadline, pool = self._config.timeout_s * (1 if len(chunk) == 1 else 2) + _GRACE_S, self._living_pool()
+        future = pool.schedule(worker.score_chunk, args=([rows[index] for index in chunk],), timeout=deadline)
+        return future, _Chunk(chunk, pool)
 
     def _outcome(self, future: Future[list[Score]], chunk: range) -> tuple[list[Score], list[range]]:
         """The scores of the first rows of a chunk, and the chunks to submit for the others."""

@@ -182,7 +182,7 @@ def test_closing_does_not_wait_for_a_slow_function(
         _eventually((tmp_path / "seen.txt").exists)
         began = time.monotonic()
         scorer.__exit__(None, None, None)
-        scorer._source.__exit__(None, None, None)  # type: ignore[attr-defined]
+        scorer._source.__exit__(None, None, None)  # type: ignore[attr-defined]  # as the context's end does both
         with pytest.raises(RuntimeError):
             call.result(30)
     assert time.monotonic() - began < 30
