@@ -37,15 +37,19 @@ def scoring_ahead(training: Training, iteration: int, prompts: pd.DataFrame) -> 
     if config.reward.function is not None and session.groups["rollout"].spec.devices[0].gpu is None:
         return None
     ids, asked = [str(name) for name in prompts["prompt_id"]], list(prompts["prompt_text"])
+    told: set[tuple[int, int]] = set()  # a reply holds also what its engine told before
 
     def begin(news: dict[str, Any]) -> None:
         if not news:
             return  # of a rank that leaves the reply to the first of its engine
         rows = prompt_columns(training, "train")
+        texts = dict(zip(zip(*places(news, samples), strict=True), news["texts"], strict=True))
+        new = [place for place in texts if place not in told]
+        told.update(new)
         scorer.begin(
             [
-                Sample(sample_id(iteration, ids[at], number), ids[at], asked[at], text, rows[ids[at]])
-                for at, number, text in zip(*places(news, samples), news["texts"], strict=True)
+                Sample(sample_id(iteration, ids[at], number), ids[at], asked[at], texts[at, number], rows[ids[at]])
+                for at, number in new
             ]
         )
 
