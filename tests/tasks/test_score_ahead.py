@@ -82,9 +82,7 @@ def test_a_rollouts_news_are_scored_before_the_reward_task_asks(
             begun.scores.result(20)
         ahead = [sample for call in source.calls for sample in call]
         stage = reward.fn(training, settings, stage)
-    assert [len(call) for call in source.calls[:3]] == [1, 1, 2], (
-        "two by themselves, then the reply's others"
-    )
+    assert [len(call) for call in source.calls[:3]] == [1, 1, 2], "two by themselves, then the reply's others"
     assert len({sample.sample_id for sample in ahead}) == len(ahead) == 4, "each once"
     assert all(sample.sample_id.startswith(f"000001/{sample.prompt_id}/") for sample in ahead)
     (rest,) = source.calls[3:]
