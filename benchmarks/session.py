@@ -49,14 +49,15 @@ def groups_of(config: TrainConfig) -> Iterator[tuple[Training, TrainingProgress]
 
 
 def load_roles(training: Training, roles: tuple[Role, ...]) -> ModelShape:
-    """Load the models of some roles alone; return the actor's sizes."""
+    """Load the models of some roles alone, the actor's among them; return its sizes."""
     session = training.session()
     folder = session.model_folder = starting_model.fn(training)
     session.say(f"loading {' and '.join(roles)}")
     common = session.build_arguments()
     for group in session.distinct_groups:
         if held := [role for role in group.spec.roles if role in roles]:
-            group.call("build", key="0/build", **common, roles=held)
+            replies = group.call("build", key="0/build", **common, roles=held)
+            session.engine_figures["attention"] = str(replies[0]["attention"])
     return read_shape(Path(folder))
 
 

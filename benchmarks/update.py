@@ -58,7 +58,11 @@ def measure(config: TrainConfig, lengths: Lengths, command: str, *, steps: int, 
         shape = load_roles(training, roles)
         _require_positions(longest, shape)
         experience = made_up_experience(training, lengths, shape, 0, UNVERIFIED)
-        recomputed = {name: str(value) for name, value in training.session().recomputed.items()}
+        session = training.session()
+        decided = {
+            "recomputed": {name: str(value) for name, value in session.recomputed.items()},
+            "attention": session.engine_figures["attention"],
+        }
         progress.start(steps)
         rows = []
         for number in range(1, steps + 1):
@@ -75,7 +79,7 @@ def measure(config: TrainConfig, lengths: Lengths, command: str, *, steps: int, 
         "update",
         command,
         figures,
-        settings={"steps": steps, "skipped": skip, "recomputed": recomputed} | lengths.describe() | describe(config),
+        settings={"steps": steps, "skipped": skip} | decided | lengths.describe() | describe(config),
         details=[{"step": number, **_detail(row)} for number, row in enumerate(rows, start=1)],
     )
 

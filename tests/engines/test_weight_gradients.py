@@ -14,14 +14,16 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
-from torch._dynamo.utils import counters
+from torch._dynamo.utils import compilation_time_metrics, counters
+from torch._inductor.utils import fresh_cache
 
 from configs.lora import LoraConfig
-from engines import logprobs
+from engines import logprobs, models
 from engines.lora import attach
 from engines.models import PackedPolicy, compile_blocks, load_causal_lm
 from engines.packing import pack
-from engines.weight_gradients import JointProduct, SummedLinear, sum_in_products
+from engines.versions import prepare_compiler
+from engines.weight_gradients import JointProduct, SummedLinear, _SummedProduct, add_weight_gradient, sum_in_products
 from tests.engines.ranks import Ranks, Shape
 from tests.engines.rows import LOSS, SPLIT, random_rows, write_rows
 from tests.engines.sums import sums_of
@@ -120,6 +122,49 @@ def test_layers_of_the_same_input_are_one_product_and_their_gradients_the_same_u
             patched.setattr(nn.functional, "linear", counted)
             policy(pack(random_rows(2, samples=2), [0, 1], CPU), 1.0)
         assert len(widths) == products
+
+
+def test_a_block_is_compiled_in_one_go(folder_of: FolderOf, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Control: as the compiler is by itself, it begins anew once it has seen that a norm's epsilon never changes."""
+    monkeypatch.setattr(nn.Module, "compile", partialmethod(nn.Module.compile, backend="aot_eager", fullgraph=True))
+    anew = []
+    for prepared in (True, False):
+        torch._dynamo.reset()
+        compilation_time_metrics.clear()
+        with monkeypatch.context() as patched, torch._dynamo.config.patch(specialize_float=False):
+            if not prepared:
+                patched.setattr(models, "prepare_compiler", lambda: None)
+            lm = load_causal_lm(folder_of(SHAPES[0]), torch.bfloat16, False)
+            compile_blocks(lm)
+            PackedPolicy(lm)(pack(random_rows(2, samples=2), [0, 1], CPU), 1.0)
+        anew.append("compile_attempt_1" in compilation_time_metrics)
+    assert anew == [False, True]
+
+
+def test_compiled_products_are_found_on_disk_and_by_their_own_code_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What another process compiled serves; not where a gradient is computed otherwise. Control: the compiler's way."""
+
+    def doubled(ctx: Any, grad: Tensor) -> Any:
+        input, weight_OI, sum_OI = ctx.saved_tensors
+        for _ in range(2):  # no arithmetic that needs a C++ compiler
+            add_weight_gradient(sum_OI, grad, input)
+        return grad @ weight_OI, None, None, None, None
+
+    def compiled() -> tuple[int, float]:
+        torch._dynamo.reset()
+        counters.clear()
+        sum_OI = torch.zeros(16, 24)
+        layer = torch.compile(SummedLinear(nn.Linear(24, 16, bias=False), sum_OI), dynamic=True)
+        layer(torch.ones(4, 24, requires_grad=True)).sum().backward()
+        return counters["aot_autograd"]["autograd_cache_hit"], float(sum_OI.mean())
+
+    setting = "autograd_cache_allow_custom_autograd_functions"
+    with fresh_cache(), torch._functorch.config.patch({setting: False}):
+        assert [compiled(), compiled()] == [(0, 4.0), (0, 4.0)]
+        prepare_compiler()
+        assert [compiled(), compiled()] == [(0, 4.0), (1, 4.0)]
+        monkeypatch.setattr(_SummedProduct, "backward", staticmethod(doubled))
+        assert [compiled(), compiled()] == [(0, 8.0), (1, 8.0)]
 
 
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])

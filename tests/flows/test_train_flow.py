@@ -200,6 +200,7 @@ def test_the_summary_agrees_with_what_was_recorded(learned: RunFolder) -> None:
         "parameters_shared": 26,
         "parameters_copied": 0,
         "reshard_strategy": "shared",
+        "attention": "PyTorch's, of rows side by side",
         "recomputed": {"actor": "nothing", "sft": "nothing"},
         "kv_cache_stays": None,  # a CPU's is never given back
         "mlflow_run_id": manifest.mlflow_run_id,

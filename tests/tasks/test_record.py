@@ -77,6 +77,7 @@ def test_a_summary_of_a_whole_run(training_with: MakeTraining) -> None:
     training = recorded(training_with(TrainConfig()), 0.5, None, 0.6, None)
     session = training.session()
     engine = {"parameters": 7, "parameters_shared": 5, "parameters_copied": 2, "reshard_strategy": "shared"}
+    engine |= {"attention": "FlashAttention 4"}
     session.engine_figures = dict(engine)
     session.mlflow_run_id, session.prefect_flow_run_id = "run", "flow"
     session.recomputed = {"actor": Recomputed(False, True)}
