@@ -91,12 +91,13 @@ def causal_varlen_attention(
     return out_N
 
 
-def attention_kernel(device_type: str) -> tuple[str, str | None]:
+def attention_figures(device_type: str) -> dict[str, str | None]:
     """Return which kernel forward and backward passes take; and why none faster, where this GPU has one."""
     if device_type != "cuda":
-        return "PyTorch's, of rows side by side", None
+        return {"attention": "PyTorch's, of rows side by side", "attention_obstacle": None}
+    name = "FlashAttention 4" if flash_attention.usable() else "FlashAttention 2"
     obstacle = flash_attention.obstacle() if flash_attention.on_hopper() else None
-    return "FlashAttention 4" if flash_attention.usable() else "FlashAttention 2", obstacle
+    return {"attention": name, "attention_obstacle": obstacle}
 
 
 def prepare_compiler() -> None:

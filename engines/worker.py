@@ -52,7 +52,7 @@ from engines.tiny_model import make_tiny_model
 from engines.trainer import Trainer
 from engines.updates import ActorLoss, Split, update_actor
 from engines.usage import begin_usage
-from engines.versions import attention_kernel
+from engines.versions import attention_figures
 from engines.weights.broadcast import Receiver, Sender
 from engines.weights.joint import connect_store, join, open_store
 from engines.weights.layout import ordered_parameters
@@ -168,7 +168,7 @@ class Worker:
         """
         self.config = TrainConfig.model_validate(config)
         reply: dict[str, Any] = {"parameters": 0, "trained": 0, "parameters_shared": 0, "parameters_copied": 0}
-        reply["attention"], reply["attention_obstacle"] = attention_kernel(self.device.type)
+        reply |= attention_figures(self.device.type)
         critic_folder = (self.config.critic.path if self.config.critic is not None else None) or folder
         self.shapes = dict.fromkeys(("actor", "reference"), read_shape(Path(folder)))
         self.shapes["critic"] = read_shape(Path(critic_folder))

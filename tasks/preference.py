@@ -24,7 +24,7 @@ from state.run_folder import truncate_metrics
 from tasks.check import check_chat, check_model, check_one_label
 from tasks.finetuning import restored_step
 from tasks.logprobs import in_row_order
-from tasks.prepare import load_tokenizer
+from tasks.prepare import attention_of, load_tokenizer
 from tasks.record import add_to_record, append_record
 from tasks.session import Training
 
@@ -106,17 +106,19 @@ def _units(path: Path) -> int:
 @task(task_run_name="begin", cache_policy=NO_CACHE)
 def begin_preferences(training: Training, config: PairConfig, model_folder: str) -> None:
     """Load the model on the ranks."""
-    training.session().call(
+    session = training.session()
+    replies = session.call(
         "actor",
         "preference_begin",
         "0/preference_begin",
-        config=training.session().engine_config()["sft"],
+        config=session.engine_config()["sft"],
         folder=model_folder,
         dtype=config.model.dtype,
         scores=isinstance(config, RewardModelConfig),
         seed=config.seed,
-        keep_logits=training.session().keeps_logits("sft"),
+        keep_logits=session.keeps_logits("sft"),
     )
+    session.engine_figures["attention"] = attention_of(replies[0])
 
 
 @task(task_run_name="reference-logprobs-{split}", cache_policy=NO_CACHE)

@@ -70,6 +70,7 @@ def _summary(training: Training, status: str) -> dict[str, Any]:
         "accuracy_last": steps[-1]["accuracy"] if steps else None,
         "heldout_accuracy_before": heldout[0]["heldout/accuracy"] if heldout and first else None,
         "heldout_accuracy": heldout[-1]["heldout/accuracy"] if len(heldout) > 1 else None,
+        "attention": session.engine_figures.get("attention"),
         "recomputed": str(session.recomputed["sft"]) if "sft" in session.recomputed else None,
         "mlflow_run_id": session.mlflow_run_id,
     }

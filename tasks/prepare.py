@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -108,10 +109,7 @@ def build_engines(training: Training, model_folder: str) -> dict[str, int | str]
         figures["parameters_shared"],
         figures["parameters_copied"],
     )
-    figures |= {"reshard_strategy": strategy, "attention": str(first[0]["attention"])}
-    get_run_logger().info("attention of updates and log-probs: %s", figures["attention"])
-    if obstacle := first[0]["attention_obstacle"]:
-        get_run_logger().warning("attention is slower than it could be, FlashAttention 4 is not here: %s", obstacle)
+    figures |= {"reshard_strategy": strategy, "attention": attention_of(first[0])}
     recomputed = "; ".join(f"{name}: {value}" for name, value in session.recomputed.items())
     get_run_logger().info("recomputed in the backward pass: %s", recomputed)
     if session.kv_cache_stays is not None:
@@ -119,6 +117,15 @@ def build_engines(training: Training, model_folder: str) -> dict[str, int | str]
         get_run_logger().info("between rollouts the KV cache %s", text)
     session.engine_figures = figures
     return figures
+
+
+def attention_of(reply: Mapping[str, Any]) -> str:
+    """Return which kernel a rank's attention takes; say so, with a warning where its GPU has a faster one."""
+    name = str(reply["attention"])
+    get_run_logger().info("attention of updates and log-probs: %s", name)
+    if obstacle := reply["attention_obstacle"]:
+        get_run_logger().warning("attention is %s, slower than 4, which cannot be imported: %s", name, obstacle)
+    return name
 
 
 def _frame(config: TrainConfig, split: str) -> pd.DataFrame:

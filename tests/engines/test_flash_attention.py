@@ -20,7 +20,7 @@ from engines.flash_attention import HOPPER
 from engines.flash_attention import flash_attention as attend
 from engines.models import PackedPolicy, compile_blocks, load_causal_lm
 from engines.packing import pack
-from engines.versions import attention_kernel
+from engines.versions import attention_figures
 from tests.engines.ranks import Shape
 from tests.engines.rows import random_rows
 
@@ -161,8 +161,8 @@ def test_another_gpu_and_another_vllm_have_no_such_kernels(monkeypatch: pytest.M
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda capability=capability: capability)
         monkeypatch.setattr(flash_attention, "_kernels", kernels)
         monkeypatch.setattr(flash_attention, "obstacle", past_the_cache)
-        assert (flash_attention.usable(), *attention_kernel("cuda")) == expected
-    assert "FlashAttention" not in attention_kernel("cpu")[0]
+        assert (flash_attention.usable(), *attention_figures("cuda").values()) == expected
+    assert "FlashAttention" not in str(attention_figures("cpu")["attention"])
 
 
 @pytest.mark.skipif(

@@ -78,6 +78,7 @@ def finished(run: RunFolder) -> dict[str, float]:
     assert [record["iteration"] for record in records] == list(range(STEPS + 1))
     summary = json.loads(run.summary.read_text(encoding="utf-8"))
     assert (summary["status"], summary["steps"]) == ("completed", STEPS)
+    assert summary["attention"] == "PyTorch's, of rows side by side"
     assert summary["heldout_accuracy"] == records[-1]["metrics"]["heldout/accuracy"] > 0.9
     assert summary["loss_last"] < summary["loss_first"]
     uri = mlflow_run.default_tracking_uri(run.path.parent)

@@ -1,0 +1,32 @@
+"""Which attention the ranks have is said, and loudly where it could be faster."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+
+from tasks import prepare
+
+
+@pytest.mark.parametrize(
+    ("name", "obstacle", "levels"),
+    [
+        ("FlashAttention 4", None, ["INFO"]),
+        ("FlashAttention 2", None, ["INFO"]),  # all that this GPU has
+        ("FlashAttention 2", "No module named 'cutlass.cutlass_dsl'", ["INFO", "WARNING"]),
+    ],
+)
+def test_a_gpu_without_its_fastest_attention_is_worth_a_warning(
+    name: str,
+    obstacle: str | None,
+    levels: list[str],
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """With what cannot be imported. Controls: the kernels are there; the GPU is not one for them."""
+    monkeypatch.setattr(prepare, "get_run_logger", lambda: logging.getLogger("task"))
+    caplog.set_level(logging.INFO)
+    assert prepare.attention_of({"attention": name, "attention_obstacle": obstacle}) == name
+    assert [record.levelname for record in caplog.records] == levels
+    assert (str(obstacle) in caplog.messages[-1]) == bool(obstacle)
