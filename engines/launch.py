@@ -195,9 +195,20 @@ def group_environment(spec: GroupSpec) -> dict[str, str]:
         # What the flow can import its ranks can import, wherever it was started.
         "PYTHONPATH": os.pathsep.join(entry or str(Path.cwd()) for entry in sys.path),
     }
-    devices = _CPU if spec.devices[0].gpu is None else {"CUDA_VISIBLE_DEVICES": _visible_gpus(spec)}
+    on_cpu = spec.devices[0].gpu is None
+    devices = _CPU if on_cpu else {"CUDA_VISIBLE_DEVICES": _visible_gpus(spec)}
     threads = {name: str(cores_per_rank) for name in ("OMP_NUM_THREADS", "RAYON_NUM_THREADS")}  # the second: tokenizers
-    return threads | _DEFAULTS | dict(os.environ) | FORCED_VARIABLES | settings | devices
+    defaults = threads | _DEFAULTS | ({} if on_cpu else _compiled_code())
+    return defaults | dict(os.environ) | FORCED_VARIABLES | settings | devices
+
+
+def _compiled_code() -> dict[str, str]:
+    """Where PyTorch keeps compiled code, until vLLM names a folder of its own when it starts.
+
+    PyTorch's default is a folder in /tmp that anyone could have made first, with code for this user to load.
+    """
+    caches = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    return {"TORCHINDUCTOR_CACHE_DIR": str(caches / "penstock" / "inductor")}
 
 
 def _visible_gpus(spec: GroupSpec) -> str:

@@ -438,6 +438,21 @@ def test_the_user_s_thread_count_is_kept(tmp_path: Path, monkeypatch: pytest.Mon
     assert group_environment(_spec(tmp_path))["OMP_NUM_THREADS"] == str(max(1, len(os.sched_getaffinity(0)) // 2))
 
 
+def test_compiled_code_is_kept_where_only_this_user_writes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Controls: the folder that the user has named; a CPU rank, which compiles nothing."""
+    variable, on_gpu = "TORCHINDUCTOR_CACHE_DIR", _spec(tmp_path, devices=(RankDevice(0),))
+    monkeypatch.delenv(variable, raising=False)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.setenv("HOME", "/home/somebody")
+    assert group_environment(on_gpu)[variable] == "/home/somebody/.cache/penstock/inductor"
+    monkeypatch.setenv("XDG_CACHE_HOME", "/caches")
+    assert group_environment(on_gpu)[variable] == "/caches/penstock/inductor"
+    assert variable not in group_environment(_spec(tmp_path))
+    monkeypatch.setenv(variable, "/chosen")
+    assert group_environment(on_gpu)[variable] == "/chosen"
+
+
 def test_a_group_has_one_kind_of_device(tmp_path: Path) -> None:
     """Mixed and empty groups are refused before anything starts."""
     for devices in ((), (RankDevice(0), RankDevice(None))):
