@@ -119,7 +119,7 @@ class _Worker:
         if self.future is None:
             return {}
         if not self._pool.active and not self.future.done():
-            self.future.set_exception(BrokenProcessPool("the worker process died"))
+            self.future.set_exception(BrokenProcessPool())
         if not self.future.done():
             return {}
         replies, chunk = self._outcome(self.future), self._chunk
@@ -140,6 +140,8 @@ class _Worker:
             return f"its worker was killed: a call took over {limit:g} s, in code that could not be interrupted"
         if isinstance(error, ProcessExpired):
             return f"its worker process died (exit code {error.exitcode})"
+        if isinstance(error, BrokenProcessPool):  # so soon that Pebble had not yet heard what it was working on
+            return "its worker process died"
         return f"{type(error).__name__}: {error}"
 
     def forget(self) -> None:

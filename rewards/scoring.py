@@ -43,6 +43,7 @@ _CHUNKS_PER_WORKER = 4
 _LONGEST_CHUNK = 64
 _FAILURES_SHOWN = 3
 _CALLS_AHEAD = 8  # so that a slow response delays few others
+_BROKEN_POOLS = 3  # that a row is given to before it counts as the one that breaks them
 
 
 @dataclass(frozen=True)
@@ -59,6 +60,7 @@ class Sample:
 class _Chunk(NamedTuple):
     rows: range
     pool: ProcessPool  # that was given these rows
+    broken: int  # pools that broke while they had them
 
 
 class RewardPool:
@@ -114,12 +116,13 @@ class RewardPool:
             pool = self._living_pool()
             for future in waiting.keys() - done:
                 if waiting[future].pool is not pool and not future.done():  # it broke before it took this on
-                    future.set_exception(BrokenProcessPool("the worker processes died"))
+                    future.set_exception(BrokenProcessPool())
             for future in done:
-                chunk = waiting.pop(future).rows
+                chunk = waiting.pop(future)
                 finished, again = self._outcome(future, chunk)
-                scores.update(zip(chunk, finished, strict=False))
-                waiting |= dict(self._submit(rows, part) for part in again)
+                scores.update(zip(chunk.rows, finished, strict=False))
+                broken = chunk.broken + isinstance(future.exception(), BrokenProcessPool)
+                waiting |= dict(self._submit(rows, part, broken) for part in again)
         return [scores[index] for index in range(len(rows))]
 
     def _start(self) -> None:
@@ -161,20 +164,23 @@ class RewardPool:
             size = min(size, _LONGEST_CHUNK)
         return [range(start, min(start + size, count)) for start in range(0, count, size)]
 
-    def _submit(self, rows: list[Row], chunk: range) -> tuple[Future[list[Score]], _Chunk]:
+    def _submit(self, rows: list[Row], chunk: range, broken: int = 0) -> tuple[Future[list[Score]], _Chunk]:
         deadline, pool = self._config.timeout_s * (1 if len(chunk) == 1 else 2) + _GRACE_S, self._living_pool()
         future = pool.schedule(worker.score_chunk, args=([rows[index] for index in chunk],), timeout=deadline)
-        return future, _Chunk(chunk, pool)
+        return future, _Chunk(chunk, pool, broken)
 
-    def _outcome(self, future: Future[list[Score]], chunk: range) -> tuple[list[Score], list[range]]:
+    def _outcome(self, future: Future[list[Score]], chunk: _Chunk) -> tuple[list[Score], list[range]]:
         """The scores of the first rows of a chunk, and the chunks to submit for the others."""
-        error = future.exception()
+        error, rows = future.exception(), chunk.rows
         if error is None:
             finished = future.result()
-            rest = chunk[len(finished) :]
+            rest = rows[len(finished) :]
             return finished, [rest] if rest else []
-        if len(chunk) > 1:  # the worker was lost: row by row, only the culprits fail
-            return [], [chunk[k : k + 1] for k in range(len(chunk))]
+        if len(rows) > 1:  # the worker was lost: row by row, only the culprits fail
+            return [], [rows[k : k + 1] for k in range(len(rows))]
+        # A worker that dies before Pebble knows what it works on breaks the pool, and all that was in it is lost.
+        if isinstance(error, BrokenProcessPool) and chunk.broken + 1 < _BROKEN_POOLS:
+            return [], [rows]
         return [Score(self._config.failure_value, {}, self._reason(error))], []
 
     def _reason(self, error: BaseException) -> str:
@@ -182,6 +188,8 @@ class RewardPool:
             return f"timed out after {self._config.timeout_s:g} s in code that could not be interrupted; worker killed"
         if isinstance(error, ProcessExpired):
             return f"the worker process died (exit code {error.exitcode})"
+        if isinstance(error, BrokenProcessPool):
+            return "the worker process died"
         return f"{type(error).__name__}: {error}"
 
 

@@ -9,6 +9,8 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from concurrent.futures import Future
+from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -21,6 +23,7 @@ from rewards.guard import reward_and_parts
 from rewards.scoring import RewardPool, Sample, Score, check_failures, default_workers, log_failures
 
 FAILED = -1.5
+DIED = "the worker process died"
 
 
 def samples_of(*responses: str) -> list[Sample]:
@@ -76,7 +79,7 @@ FAILURES = {
     "swallow": "timed out after 0.3 s",
     "regex": "timed out after 0.3 s",
     "hang": "timed out after 0.3 s in code that could not be interrupted",
-    "die": "the worker process died (exit code 7)",
+    "die": DIED,
     "exit": "SystemExit: 3",
     "nan": "ValueError: the reward is nan",
     "infinite part": "ValueError: part 'correct' is inf",
@@ -96,6 +99,26 @@ def test_only_the_culprits_fail(misbehave: RewardPool) -> None:
         assert (score.reward, score.parts) == (FAILED, {}), name
         assert score.failure is not None and score.failure.startswith(reason), (name, score.failure)
     assert misbehave.score(samples_of("4"))[0].reward == 4.0
+
+
+@pytest.mark.parametrize(("broken", "score"), [(2, Score(4.0, {}, None)), (3, Score(FAILED, {}, DIED))])
+def test_a_row_whose_pool_another_broke_is_scored_again(broken: int, score: Score) -> None:
+    """A worker that dies at once takes all that its pool was given along. Control: three pools, and it is the row."""
+    with pool_of("misbehave") as pool:
+        pool.score([])
+        schedule, given = pool._pool.schedule, []
+
+        def breaking(*arguments: Any, **settings: Any) -> Any:
+            given.append(arguments)
+            if len(given) > broken:
+                return schedule(*arguments, **settings)
+            lost: Future[list[Score]] = Future()
+            lost.set_exception(BrokenProcessPool("All workers expired"))
+            return lost
+
+        pool._pool.schedule = breaking  # type: ignore[method-assign]
+        assert pool.score(samples_of("4")) == [score]
+        assert len(given) == 3
 
 
 def test_columns_and_settings_reach_the_worker() -> None:

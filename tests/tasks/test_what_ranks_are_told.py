@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 import pytest
+from prefect.logging import disable_run_logger
 
 from configs.loading import config_from_mapping
 from configs.preference import PreferenceConfig
@@ -47,7 +48,8 @@ class Listener:
 
     def call(self, command: str, key: str, **arguments: Any) -> list[dict[str, Any]]:
         self.told = arguments
-        return [{"usage": {"seconds": 1.0}, "losses": [0.0], "steps": [], "command": 0.0}]
+        kernels = {"attention": "some", "attention_obstacle": None}
+        return [{"usage": {"seconds": 1.0}, "losses": [0.0], "steps": [], "command": 0.0, **kernels}]
 
 
 def listening(training: Training) -> Listener:
@@ -266,7 +268,8 @@ def test_of_the_model_to_train(key: str, value: Any, training_with: MakeTraining
     preference = PreferenceConfig.model_validate(tree(key.replace("sft.", "trainer."), value, {}))
     training = training_with(preference.engines())
     group = listening(training)
-    begin_preferences.fn(training, preference, "folder")
+    with disable_run_logger():
+        begin_preferences.fn(training, preference, "folder")
     assert at(group.told, place) == value
 
 
@@ -280,7 +283,8 @@ def test_of_logits_that_are_kept(logits: bool, told: bool, training_with: MakeTr
     ):
         group = listening(training)
         training.session().recomputed = {"sft": Recomputed(False, logits)}
-        begin(training)
+        with disable_run_logger():
+            begin(training)
         assert group.told["keep_logits"] is told
         assert not training.session().keeps_logits("actor")
 
