@@ -23,7 +23,7 @@ from reports.progress import TrainingProgress
 from state.manifest import Progress
 from state.run_folder import new_run_folder
 from tasks.check import check_memory, check_model
-from tasks.prepare import build_engines, load_prompts, starting_model
+from tasks.prepare import attention_of, build_engines, load_prompts, starting_model
 from tasks.session import Training, open_session
 from tasks.settings import Settings, settings_at
 
@@ -57,7 +57,7 @@ def load_roles(training: Training, roles: tuple[Role, ...]) -> ModelShape:
     for group in session.distinct_groups:
         if held := [role for role in group.spec.roles if role in roles]:
             replies = group.call("build", key="0/build", **common, roles=held)
-            session.engine_figures["attention"] = str(replies[0]["attention"])
+            session.engine_figures["attention"] = attention_of(replies[0])
     return read_shape(Path(folder))
 
 

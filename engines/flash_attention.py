@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-HOPPER = (9, 0)  # compute capability
+from engines.machine import HOPPER
 
 
 # The compiler takes the answer as a constant, and must find a plain function to do so: behind a cache it would trace

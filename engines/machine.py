@@ -9,6 +9,8 @@ import pynvml
 
 from configs.errors import UserError
 
+HOPPER = (9, 0)  # compute capability
+
 
 def visible_gpus() -> list[int]:
     """Return NVML indices of the GPUs this process may use, in CUDA's order; empty without a driver.

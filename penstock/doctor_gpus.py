@@ -7,8 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
+from engines.machine import HOPPER
 from penstock.diagnosis import Diagnosis, Level
-from penstock.machine_facts import HOPPER, Gpu, GpuPair, MachineFacts
+from penstock.machine_facts import Gpu, GpuPair, MachineFacts
 
 GIB = 1 << 30
 LEAST_CAPABILITY = (8, 0)

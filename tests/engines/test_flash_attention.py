@@ -16,8 +16,8 @@ import torch
 from torch import nn
 
 from engines import flash_attention
-from engines.flash_attention import HOPPER
 from engines.flash_attention import flash_attention as attend
+from engines.machine import HOPPER
 from engines.models import PackedPolicy, compile_blocks, load_causal_lm
 from engines.packing import pack
 from engines.versions import attention_figures

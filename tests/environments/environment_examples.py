@@ -33,6 +33,7 @@ class Misbehaves:
         if text == "hang":
             sum(itertools.repeat(0))  # for ever in C, where no signal handler runs
         if text == "die":
+            time.sleep(0.1)  # until Pebble knows whose call this is, and can say with which code it ended
             os._exit(7)
         if text == "exit":
             raise SystemExit(3)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Iterator
+from concurrent.futures.process import BrokenProcessPool
 from typing import Any
 
 import pytest
@@ -83,7 +84,7 @@ def test_a_reset_that_fails_is_a_failed_episode(pool: EnvironmentPool) -> None:
 
 
 @pytest.mark.parametrize(
-    ("word", "reason"), [("hang", "its worker was killed: a call took over 0.3 s"), ("die", "its worker process died")]
+    ("word", "reason"), [("hang", "its worker was killed: a call took over 0.3 s"), ("die", "exit code 7")]
 )
 def test_a_lost_worker_takes_its_episodes_along_and_is_replaced(pool: EnvironmentPool, word: str, reason: str) -> None:
     """Those of the other worker go on; those of the lost one say so at their next turn; new episodes begin in both."""
@@ -95,6 +96,11 @@ def test_a_lost_worker_takes_its_episodes_along_and_is_replaced(pool: Environmen
     assert failures == {None, "lost with its worker process, which another episode took down"}
     fresh = [f"new-{name}" for name in names]
     assert all(reply.failure is None for reply in begin(pool, *fresh).values())
+
+
+def test_a_worker_that_dies_before_anyone_knows_its_call_has_died_as_well(pool: EnvironmentPool) -> None:
+    """Pebble's words for that name neither a process nor an exit code."""
+    assert pool._workers[0]._reason(BrokenProcessPool("All workers expired")) == "its worker process died"
 
 
 def test_the_caller_does_not_wait(pool: EnvironmentPool) -> None:

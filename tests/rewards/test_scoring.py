@@ -79,7 +79,7 @@ FAILURES = {
     "swallow": "timed out after 0.3 s",
     "regex": "timed out after 0.3 s",
     "hang": "timed out after 0.3 s in code that could not be interrupted",
-    "die": DIED,
+    "die": f"{DIED} (exit code 7)",
     "exit": "SystemExit: 3",
     "nan": "ValueError: the reward is nan",
     "infinite part": "ValueError: part 'correct' is inf",
