@@ -22,6 +22,8 @@ from deepspeed.runtime.zero.offload_config import OffloadStateTypeEnum
 from torch import nn
 
 from configs.schema import OptimizerConfig, TrainerConfig
+from engines import gated_products
+from engines.gated_products import gate_in_products
 from engines.learning_rate import learning_rate_factor
 from engines.lora import FROZEN_SUM, check_frozen, frozen_sum
 from engines.weight_gradients import count_sums, sum_in_products
@@ -67,6 +69,8 @@ class Trainer:
             dist_init_required=False,
         )
         sum_in_products(module, self._optimizer)
+        if self.device.type == "cuda" and gated_products.usable():
+            gate_in_products(module)
         if config.offload_optimizer:
             self._offload_states()
         reduce_sums({"ready": torch.ones(())}, self.device)  # NCCL's own memory, taken while the card has some left
