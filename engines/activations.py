@@ -26,13 +26,16 @@ class Kept:
     reason: str
 
 
-def layer_table(shape: ModelShape, w: int, device: str, compiled: bool, keys: float = 1.0) -> list[Kept]:
+def layer_table(
+    shape: ModelShape, w: int, device: str, compiled: bool, keys: float = 1.0, gated: bool = False
+) -> list[Kept]:
     """Return what one transformer block keeps per token.
 
     Args:
         device: "cpu" or "cuda".
         compiled: torch.compile recomputes in the backward pass what takes no matrix product.
         keys: keys in attention per token of the micro-batch (`keys_per_token`).
+        gated: gate, up and activation are one product (engines/gated_products.py), which makes it anew.
     """
     hidden, inner = shape.hidden_size, shape.intermediate_size
     query, key = shape.heads * shape.head_size, shape.kv_heads * shape.head_size
@@ -47,7 +50,7 @@ def layer_table(shape: ModelShape, w: int, device: str, compiled: bool, keys: fl
         Kept("attention's logsumexp", FLOAT32 * shape.heads, "attention"),
         Kept("gate", w * inner, "activation function"),
         Kept("up", w * inner, "its product with the activated gate"),
-        Kept("product", w * inner, "input of down_proj"),
+        Kept("product", 0 if gated else w * inner, "input of down_proj"),
     ]
     if compiled:
         table += [
@@ -119,6 +122,7 @@ def kept_bytes(
     responses: int,
     checkpointing: bool,
     keys: float = 1.0,
+    gated: bool = False,
 ) -> int:
     """Return the bytes that wait for the backward pass when the forward pass of a micro-batch has ended.
 
@@ -127,8 +131,9 @@ def kept_bytes(
     Args:
         tokens: of the micro-batch; responses: those of them that are response tokens.
         keys: as `keys_per_token` has it.
+        gated: as `layer_table` has it.
     """
-    block = w * shape.hidden_size if checkpointing else total(layer_table(shape, w, device, compiled, keys))
+    block = w * shape.hidden_size if checkpointing else total(layer_table(shape, w, device, compiled, keys, gated))
     return tokens * (shape.layers * block + total(model_table(shape, w))) + responses * total(response_table(shape, w))
 
 

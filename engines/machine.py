@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 
 import psutil
@@ -62,3 +63,10 @@ def gpu_name(index: int) -> str:
 def free_host_bytes() -> int:
     """Return memory that programs on this machine can still take."""
     return int(psutil.virtual_memory().available)
+
+
+def has_gated_products(index: int) -> bool:
+    """Whether the GPU with NVML index `index` is one for engines/gated_products.py, and its kernels are installed."""
+    pynvml.nvmlInit()
+    capability = pynvml.nvmlDeviceGetCudaComputeCapability(pynvml.nvmlDeviceGetHandleByIndex(index))
+    return tuple(capability) == HOPPER and importlib.util.find_spec("quack") is not None

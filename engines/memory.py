@@ -40,6 +40,7 @@ GRADIENT = 4  # bytes: gradients are summed up in float32
 KV_BLOCK = 128  # tokens; vLLM hands out whole blocks
 USEFUL_SEQUENCES = 16  # with room for fewer a rollout hardly moves
 ROOM_TO_STAY = 0.92  # share of free memory that an estimate may fill with a KV cache that stays; gaps need the rest
+GATED = ("llama", "mistral", "qwen2", "qwen3")  # model types whose MLPs engines/gated_products.py replaces
 FORWARD_TOKENS = 16384  # of a reward model's micro-batch (tasks/reward.py)
 
 PHASES = {"actor": "update of the actor", "critic": "update of the critic", "sft": "supervised warm-up"}
@@ -54,6 +55,7 @@ class Rank:
     device: str  # "cpu" or "cuda"
     width: int  # bytes of a weight
     scores: bool = False  # what is trained without rollout has a score in place of its language head
+    gated_products: bool = False  # its GPU has the kernels of engines/gated_products.py
 
 
 @dataclass(frozen=True)
@@ -244,10 +246,12 @@ def _update(name: str, trainer: TrainerConfig, config: TrainConfig, rank: Rank, 
     states = 2 * width * responses * shape.hidden_size if name == "actor" and config.algorithm.full_kl else 0
     keys = keys_per_token(prompt, response, samples)
     compiled = rank.device == "cuda" and stage < 3
-    kept = kept_bytes(shape, width, rank.device, compiled, tokens, responses, recomputed.activations, keys)
+    # Where DeepSpeed has the optimizer with sums (engines/weight_gradients.py), for all parameters of the blocks.
+    gated = rank.gated_products and stage < 2 and width == 2 and trainer.lora is None and shape.model_type in GATED
+    kept = kept_bytes(shape, width, rank.device, compiled, tokens, responses, recomputed.activations, keys, gated)
     block = in_flight_bytes(shape, width, tokens)
     if recomputed.activations:  # one block at a time is whole again
-        block += tokens * total(layer_table(shape, width, rank.device, compiled, keys))
+        block += tokens * total(layer_table(shape, width, rank.device, compiled, keys, gated))
     trained = shape.trained_parameters(trainer.lora)
     if trainer.lora is not None and not recomputed.activations:  # what lies between A and B, its gradient needs it
         kept += width * tokens * trainer.lora.rank * shape.layers * len(shape.targets(trainer.lora))

@@ -32,6 +32,7 @@ class ModelShape:
     window: int = 0  # tokens that a token of a windowed layer sees, itself included
     windowed_layers: int = 0
     query_key_norms: bool = False
+    model_type: str = ""
 
     @property
     def matrices(self) -> dict[str, tuple[int, int]]:
@@ -103,6 +104,7 @@ def read_shape(folder: Path) -> ModelShape:
         window=config["sliding_window"] if windowed_layers else 0,
         windowed_layers=windowed_layers,
         query_key_norms=any(name.endswith(".q_norm.weight") for name in numels),
+        model_type=config.get("model_type", ""),
     )
 
 

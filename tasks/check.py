@@ -16,7 +16,7 @@ from data.agents import agent_numbers
 from data.arithmetic import make_problems
 from data.prompts import refuse_reserved
 from data.rows import read_rows, require_columns, require_filled
-from engines.machine import free_gpu_bytes, free_host_bytes, visible_gpus
+from engines.machine import free_gpu_bytes, free_host_bytes, has_gated_products, visible_gpus
 from engines.memory import (
     GIB,
     PHASES,
@@ -356,7 +356,8 @@ def estimate_groups(config: TrainConfig, phase: str | None = None, scores: bool 
         free = min(free_host_bytes() // cpu_ranks if gpu is None else free_gpu_bytes(gpus[gpu]) for gpu in devices)
         device = "cpu" if devices[0] is None else "cuda"
         shapes = {role: _shape(config, role) for role in config.roles if role in spec.roles}
-        rank = Rank(shapes, len(devices), device, weight_width(config, device), scores)
+        gated = device == "cuda" and all(has_gated_products(gpus[gpu]) for gpu in devices if gpu is not None)
+        rank = Rank(shapes, len(devices), device, weight_width(config, device), scores, gated)
         recomputed = choose_recomputed(config, rank, free)
         decided = decide_sleep(config, rank, recomputed, free)
         memory = rank_memory(decided, rank, recomputed, phase)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from functools import partialmethod
+from functools import partial, partialmethod
 from pathlib import Path
 from types import MappingProxyType
 
@@ -14,11 +14,13 @@ from torch import nn
 
 from engines import logprobs, memory
 from engines.activations import kept_bytes, keys_per_token, layer_table, total
+from engines.gated_products import gate_in_products
 from engines.models import PackedPolicy, compile_blocks, load_causal_lm
 from engines.packing import Rows, pack
 from engines.shape import read_shape
 from engines.weight_gradients import sum_in_products
 from state.experience import Ragged
+from tests.engines.gated_kernels import plain_gated_products
 from tests.engines.ranks import Shape
 from tests.engines.sums import sums_of
 
@@ -63,13 +65,14 @@ def test_the_table_is_what_autograd_keeps(shape: Shape, dtype: torch.dtype, fold
     assert predicted == pytest.approx(_kept(policy, _rows(1)), rel=0.01)
 
 
+@pytest.mark.parametrize("gated", [False, True])
 @pytest.mark.parametrize("shape", SHAPES[:2], ids=lambda shape: shape.architecture)
 def test_the_table_is_what_compiled_blocks_keep(
-    shape: Shape, folder_of: FolderOf, monkeypatch: pytest.MonkeyPatch
+    shape: Shape, gated: bool, folder_of: FolderOf, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The same layers and partition into forward and backward pass as on a GPU, without its kernels.
 
-    So no C++ compiler is needed.
+    So no C++ compiler is needed. Control: what the blocks keep as they are, and with the other MLP, is something else.
     """
     folder = folder_of(shape)
     lm = load_causal_lm(folder, torch.bfloat16, False)
@@ -78,11 +81,16 @@ def test_the_table_is_what_compiled_blocks_keep(
     policy = PackedPolicy(lm).train()
     optimizer, sums = sums_of(policy)
     sum_in_products(policy, optimizer)
+    if gated:
+        gate_in_products(policy)
     tokens, responses = (PROMPT + RESPONSE) * ROWS, RESPONSE * ROWS
-    kept = _kept(policy, _rows(1), sums)
+    with plain_gated_products():
+        kept = _kept(policy, _rows(1), sums)
     sizes = read_shape(folder)
-    assert kept_bytes(sizes, 2, "cpu", True, tokens, responses, False) == pytest.approx(kept, rel=0.01)
-    assert kept_bytes(sizes, 2, "cpu", False, tokens, responses, False) > 1.3 * kept
+    predicted = partial(kept_bytes, sizes, 2, "cpu", tokens=tokens, responses=responses, checkpointing=False)
+    assert predicted(compiled=True, gated=gated) == pytest.approx(kept, rel=0.01)
+    assert predicted(compiled=True, gated=not gated) != pytest.approx(kept, rel=0.03)
+    assert predicted(compiled=False) > 1.3 * kept
 
 
 @pytest.mark.parametrize("samples", [1, 4])

@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import silu
 
 from engines import gated_products
 from engines.flash_attention import HOPPER
@@ -21,6 +20,7 @@ from engines.gated_products import GatedMlp, gate_in_products
 from engines.models import PackedPolicy, compile_blocks, load_causal_lm
 from engines.packing import pack
 from engines.weight_gradients import sum_in_products
+from tests.engines.gated_kernels import KERNELS, gradients, plain_gated_products, product
 from tests.engines.ranks import Shape
 from tests.engines.rows import random_rows
 from tests.engines.sums import sums_of
@@ -28,53 +28,13 @@ from tests.engines.sums import sums_of
 FolderOf = Callable[[Shape], Path]
 SHAPES = [Shape("qwen2", tied=True), Shape("qwen3", tied=False)]
 ROUNDING = 2.0**-8  # of bfloat16
-OPERATORS = ("gated_product", "gated_gradients", "gated_input_gradient", "add_gated_weight_gradient")
+OPERATORS = tuple(KERNELS)
 TOKENS, HIDDEN, INNER = 5, 8, 16
-
-
-def _by_turns(gate: Tensor, up: Tensor) -> Tensor:
-    return torch.stack([gate, up], -1).flatten(-2)
-
-
-def _product(input_NH: Tensor, weight_2FH: Tensor) -> tuple[Tensor, Tensor]:
-    gate, up = (input_NH.float() @ weight_2FH.float().t()).chunk(2, -1)
-    return _by_turns(gate, up).to(input_NH.dtype), (silu(gate) * up).to(input_NH.dtype)
-
-
-def _gradients(grad_NH: Tensor, down_HF: Tensor, both_N2F: Tensor) -> tuple[Tensor, Tensor]:
-    gate, up = both_N2F.float().unflatten(-1, (-1, 2)).unbind(-1)
-    grad = grad_NH.float() @ down_HF.float()
-    slope = gate.sigmoid() * (1 + gate * (1 - gate.sigmoid()))
-    return _by_turns(grad * up * slope, grad * silu(gate)).to(both_N2F.dtype), (silu(gate) * up).to(both_N2F.dtype)
-
-
-def _one_after_the_other(both_N2F: Tensor) -> Tensor:
-    return torch.cat(both_N2F.float().unflatten(-1, (-1, 2)).unbind(-1), -1)
-
-
-def _input_gradient(grad_N2F: Tensor, weight_2FH: Tensor) -> Tensor:
-    return (_one_after_the_other(grad_N2F) @ weight_2FH.float()).to(grad_N2F.dtype)
-
-
-def _add(sum_2FH: Tensor, grad_N2F: Tensor, input_NH: Tensor) -> None:
-    sum_2FH.addmm_(_one_after_the_other(grad_N2F).t(), input_NH.float())
 
 
 @pytest.fixture
 def plain_kernels() -> Iterator[list[str]]:
-    """The operators on a CPU; yields what was called."""
-    calls: list[str] = []
-
-    def noted(name: str, kernel: Callable[..., Any]) -> Callable[..., Any]:
-        def call(*arguments: Any) -> Any:
-            calls.append(name)
-            return kernel(*arguments)
-
-        return call
-
-    with torch.library._scoped_library("penstock", "FRAGMENT") as library:
-        for name, kernel in zip(OPERATORS, (_product, _gradients, _input_gradient, _add), strict=True):
-            library.impl(name, noted(name, kernel), "CPU")
+    with plain_gated_products() as calls:
         yield calls
 
 
@@ -85,8 +45,8 @@ def _arguments(device: str = "cpu", tokens: int = TOKENS, hidden: int = HIDDEN, 
     weight_2FH, down_HF = (
         torch.randn(*size).mul(hidden**-0.5).to(**kind) for size in ((2 * inner, hidden), (hidden, inner))
     )
-    both_N2F = _product(input_NH, weight_2FH)[0]
-    grad_N2F = _gradients(grad_NH, down_HF, both_N2F)[0]
+    both_N2F = product(input_NH, weight_2FH)[0]
+    grad_N2F = gradients(grad_NH, down_HF, both_N2F)[0]
     return {
         "gated_product": (input_NH, weight_2FH),
         "gated_gradients": (grad_NH, down_HF, both_N2F),
@@ -209,11 +169,10 @@ def test_other_gpus_and_an_older_quack_have_no_such_products(monkeypatch: pytest
 def test_the_kernels_compute_the_products(tokens: int) -> None:
     """Any number of tokens, up to rounding. Control: with gate and up changed over they do not."""
     assert gated_products.usable()
-    plain = dict(zip(OPERATORS, (_product, _gradients, _input_gradient, _add), strict=True))
     for name, arguments in _arguments("cuda", tokens, 64, 192).items():
         (wanted, got), copies = ([], []), [[tensor.clone() for tensor in arguments] for _ in range(2)]
         for results, function, own in (
-            (wanted, plain[name], copies[0]),
+            (wanted, KERNELS[name], copies[0]),
             (got, getattr(torch.ops.penstock, name), copies[1]),
         ):
             returned = function(*own)
