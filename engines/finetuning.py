@@ -23,7 +23,7 @@ from engines.preference import UnitLoss, measure_preferences, read_preferences, 
 from engines.shape import read_shape
 from engines.trainer import Trainer
 from engines.updates import update_supervised
-from engines.versions import attention_figures
+from engines.versions import kernel_figures
 from engines.weights.layout import ordered_parameters
 from state.experience import read_columns
 
@@ -69,7 +69,7 @@ def preference_begin(
     seed: int,
     keep_logits: bool = False,
 ) -> dict[str, Any]:
-    """Load the policy to train on preferences, or with `scores` a reward model made of it; return its attention."""
+    """Load the policy to train on preferences, or with `scores` a reward model made of it; return its kernels."""
     worker.config = TrainConfig.model_validate({"model": {"dtype": dtype}, "seed": seed})
     settings = SftConfig.model_validate(config)
     module: nn.Module
@@ -82,7 +82,7 @@ def preference_begin(
         module = PackedPolicy(worker.lm, keep_logits)
     worker.trainers["preference"] = Trainer(module, list(worker.lm.parameters()), settings, settings.steps)
     worker.shapes["preference"] = read_shape(Path(folder))
-    return attention_figures(worker.device.type)
+    return kernel_figures(worker.device.type)
 
 
 def preference_steps(

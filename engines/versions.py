@@ -19,7 +19,7 @@ from torch.nn import functional
 from torch.nn.attention import varlen
 
 from configs.errors import UserError
-from engines import flash_attention
+from engines import flash_attention, gated_products
 
 if TYPE_CHECKING:
     from engines.packing import PackedLayout
@@ -91,13 +91,14 @@ def causal_varlen_attention(
     return out_N
 
 
-def attention_figures(device_type: str) -> dict[str, str | None]:
-    """Return which kernel forward and backward passes take; and why none faster, where this GPU has one."""
+def kernel_figures(device_type: str) -> dict[str, Any]:
+    """Return which kernel attention takes, and what keeps this GPU from faster kernels that there are for it."""
     if device_type != "cuda":
-        return {"attention": "PyTorch's, of rows side by side", "attention_obstacle": None}
-    name = "FlashAttention 4" if flash_attention.usable() else "FlashAttention 2"
-    obstacle = flash_attention.obstacle() if flash_attention.on_hopper() else None
-    return {"attention": name, "attention_obstacle": obstacle}
+        return {"attention": "PyTorch's, of rows side by side", "slower": []}
+    faster = {"FlashAttention 4": flash_attention, "MLPs of joint products": gated_products}
+    wanting = faster if flash_attention.on_hopper() else {}
+    slower = [f"no {name}: {why}" for name, module in wanting.items() if (why := module.obstacle())]
+    return {"attention": "FlashAttention 4" if flash_attention.usable() else "FlashAttention 2", "slower": slower}
 
 
 def prepare_compiler() -> None:

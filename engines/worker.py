@@ -52,7 +52,7 @@ from engines.tiny_model import make_tiny_model
 from engines.trainer import Trainer
 from engines.updates import ActorLoss, Split, update_actor
 from engines.usage import begin_usage
-from engines.versions import attention_figures
+from engines.versions import kernel_figures
 from engines.weights.broadcast import Receiver, Sender
 from engines.weights.joint import connect_store, join, open_store
 from engines.weights.layout import ordered_parameters
@@ -162,13 +162,13 @@ class Worker:
     # ---- models ----------------------------------------------------------------------------------------------------
 
     def build(self, config: dict[str, Any], folder: str, roles: list[str], keep_logits: bool = False) -> dict[str, Any]:
-        """Load the models of `roles` from the actor's starting folder; return parameter counts and attention's kernel.
+        """Load the models of `roles` from the actor's starting folder; return parameter counts and kernels.
 
         `keep_logits`: the actor's updates hold a micro-batch's logits for the backward pass.
         """
         self.config = TrainConfig.model_validate(config)
         reply: dict[str, Any] = {"parameters": 0, "trained": 0, "parameters_shared": 0, "parameters_copied": 0}
-        reply |= attention_figures(self.device.type)
+        reply |= kernel_figures(self.device.type)
         critic_folder = (self.config.critic.path if self.config.critic is not None else None) or folder
         self.shapes = dict.fromkeys(("actor", "reference"), read_shape(Path(folder)))
         self.shapes["critic"] = read_shape(Path(critic_folder))

@@ -120,11 +120,11 @@ def build_engines(training: Training, model_folder: str) -> dict[str, int | str]
 
 
 def attention_of(reply: Mapping[str, Any]) -> str:
-    """Return which kernel a rank's attention takes; say so, with a warning where its GPU has a faster one."""
+    """Return which kernel a rank's attention takes; say so, with a warning where its GPU has faster kernels."""
     name = str(reply["attention"])
     get_run_logger().info("attention of updates and log-probs: %s", name)
-    if obstacle := reply["attention_obstacle"]:
-        get_run_logger().warning("attention is %s, slower than 4, which cannot be imported: %s", name, obstacle)
+    for obstacle in reply["slower"]:
+        get_run_logger().warning("updates are slower than this GPU can be, %s", obstacle)
     return name
 
 
