@@ -15,12 +15,12 @@ import pytest
 import torch
 from torch import nn
 
-from engines import flash_attention
+from engines import flash_attention, gated_products
 from engines.flash_attention import flash_attention as attend
 from engines.machine import HOPPER
 from engines.models import PackedPolicy, compile_blocks, load_causal_lm
 from engines.packing import pack
-from engines.versions import attention_figures
+from engines.versions import kernel_figures
 from tests.engines.ranks import Shape
 from tests.engines.rows import random_rows
 
@@ -154,15 +154,16 @@ def test_another_gpu_and_another_vllm_have_no_such_kernels(monkeypatch: pytest.M
 
     past_the_cache = flash_attention.obstacle.__wrapped__
     for capability, kernels, expected in (
-        (HOPPER, int, (True, "FlashAttention 4", None)),
-        ((8, 0), missing, (False, "FlashAttention 2", None)),
-        (HOPPER, missing, (False, "FlashAttention 2", "No module named 'cutlass.cutlass_dsl'")),
+        (HOPPER, int, (True, "FlashAttention 4", [])),
+        ((8, 0), missing, (False, "FlashAttention 2", [])),
+        (HOPPER, missing, (False, "FlashAttention 2", ["no FlashAttention 4: No module named 'cutlass.cutlass_dsl'"])),
     ):
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda capability=capability: capability)
         monkeypatch.setattr(flash_attention, "_kernels", kernels)
         monkeypatch.setattr(flash_attention, "obstacle", past_the_cache)
-        assert (flash_attention.usable(), *attention_figures("cuda").values()) == expected
-    assert "FlashAttention" not in str(attention_figures("cpu")["attention"])
+        monkeypatch.setattr(gated_products, "obstacle", lambda: None)
+        assert (flash_attention.usable(), *kernel_figures("cuda").values()) == expected
+    assert "FlashAttention" not in kernel_figures("cpu")["attention"]
 
 
 @pytest.mark.skipif(

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from engines import gated_products
-from engines.flash_attention import HOPPER
+from engines.machine import HOPPER
 from engines.gated_products import GatedMlp, gate_in_products
 from engines.models import PackedPolicy, compile_blocks, load_causal_lm
 from engines.packing import pack
