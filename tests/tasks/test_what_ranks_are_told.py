@@ -48,7 +48,7 @@ class Listener:
 
     def call(self, command: str, key: str, **arguments: Any) -> list[dict[str, Any]]:
         self.told = arguments
-        kernels = {"attention": "some", "attention_obstacle": None}
+        kernels: dict[str, Any] = {"attention": "some", "slower": []}
         return [{"usage": {"seconds": 1.0}, "losses": [0.0], "steps": [], "command": 0.0, **kernels}]
 
 
