@@ -15,8 +15,8 @@ import torch
 from torch import Tensor, nn
 
 from engines import gated_products
-from engines.machine import HOPPER
 from engines.gated_products import GatedMlp, gate_in_products
+from engines.machine import HOPPER
 from engines.models import PackedPolicy, compile_blocks, load_causal_lm
 from engines.packing import pack
 from engines.weight_gradients import sum_in_products
