@@ -89,8 +89,7 @@ def _config(rows: int, columns: int, by_turns: bool, cluster_rows: int, cluster_
 @torch.library.custom_op("penstock::gated_product", mutates_args=(), device_types="cuda")
 def gated_product(input_NH: Tensor, weight_2FH: Tensor) -> tuple[Tensor, Tensor]:
     """Return gate and up by turns, and silu(gate) * up."""
-    both_N2F = input_NH.new_empty(len(input_NH), len(weight_2FH))
-    activated_NF = input_NH.new_empty(len(input_NH), len(weight_2FH) // 2)
+    both_N2F, activated_NF = _empty_product(input_NH, weight_2FH)
     _kernels().gemm_gated_tuned.fn(
         input_NH.contiguous(),
         weight_2FH.t(),
@@ -104,8 +103,9 @@ def gated_product(input_NH: Tensor, weight_2FH: Tensor) -> tuple[Tensor, Tensor]
 
 
 @gated_product.register_fake
-def _(input_NH: Tensor, weight_2FH: Tensor) -> tuple[Tensor, Tensor]:
-    tokens, both = len(input_NH), len(weight_2FH)
+def _empty_product(input_NH: Tensor, weight_2FH: Tensor) -> tuple[Tensor, Tensor]:
+    # Nothing here asks for len(): a graph for any number of tokens would become one for this number.
+    tokens, both = input_NH.shape[0], weight_2FH.shape[0]
     return input_NH.new_empty(tokens, both), input_NH.new_empty(tokens, both // 2)
 
 
@@ -116,7 +116,7 @@ def gated_gradients(grad_NH: Tensor, down_HF: Tensor, both_N2F: Tensor) -> tuple
     Args:
         grad_NH: gradient of what the down product makes of the activation.
     """
-    grad_N2F, activated_NF = torch.empty_like(both_N2F), both_N2F.new_empty(len(both_N2F), down_HF.shape[1])
+    grad_N2F, activated_NF = _empty_gradients(grad_NH, down_HF, both_N2F)
     _kernels().gemm_dgated_tuned.fn(
         grad_NH.contiguous(),
         down_HF,
@@ -131,21 +131,21 @@ def gated_gradients(grad_NH: Tensor, down_HF: Tensor, both_N2F: Tensor) -> tuple
 
 
 @gated_gradients.register_fake
-def _(grad_NH: Tensor, down_HF: Tensor, both_N2F: Tensor) -> tuple[Tensor, Tensor]:
-    return torch.empty_like(both_N2F), both_N2F.new_empty(len(both_N2F), down_HF.shape[1])
+def _empty_gradients(grad_NH: Tensor, down_HF: Tensor, both_N2F: Tensor) -> tuple[Tensor, Tensor]:
+    return torch.empty_like(both_N2F), both_N2F.new_empty(both_N2F.shape[0], down_HF.shape[1])
 
 
 @torch.library.custom_op("penstock::gated_input_gradient", mutates_args=(), device_types="cuda")
 def gated_input_gradient(grad_N2F: Tensor, weight_2FH: Tensor) -> Tensor:
     """Return the gradient of the input of gate and up; rounded once, where two products and a sum round three times."""
-    grad_NH = grad_N2F.new_empty(len(grad_N2F), weight_2FH.shape[1])
+    grad_NH = _empty_input_gradient(grad_N2F, weight_2FH)
     _kernels().gemm_tuned.fn(grad_N2F, weight_2FH, grad_NH, config=_config(*INPUT), concat_layout=("B",))
     return grad_NH
 
 
 @gated_input_gradient.register_fake
-def _(grad_N2F: Tensor, weight_2FH: Tensor) -> Tensor:
-    return grad_N2F.new_empty(len(grad_N2F), weight_2FH.shape[1])
+def _empty_input_gradient(grad_N2F: Tensor, weight_2FH: Tensor) -> Tensor:
+    return grad_N2F.new_empty(grad_N2F.shape[0], weight_2FH.shape[1])
 
 
 @torch.library.custom_op("penstock::add_gated_weight_gradient", mutates_args={"sum_2FH"}, device_types="cuda")

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch._dynamo.utils import counters
 
 from engines import flash_attention, gated_products
 from engines.flash_attention import flash_attention as attend
@@ -144,6 +145,32 @@ def test_a_models_blocks_are_one_graph_each_with_it(
         ways.append([logprobs_T, *(parameter.grad for parameter in lm.parameters())])
     for one, other in zip(*ways, strict=True):
         assert (one - other).norm() < 1e-4 * other.norm()
+
+
+def _compile(dynamic: bool, original: Callable[..., None] = nn.Module.compile) -> Callable[..., None]:
+    return lambda module, **_: original(module, backend="aot_eager", fullgraph=True, dynamic=dynamic)
+
+
+def test_a_micro_batch_of_another_size_is_not_compiled_anew(
+    plain_kernels: list[str], folder_of: Callable[[Shape], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Control: where the number of tokens is a constant, each size has a graph of its own."""
+    monkeypatch.setattr(flash_attention, "on_hopper", lambda: True)
+    monkeypatch.setattr(flash_attention, "obstacle", lambda: None)
+    rows = random_rows(6, samples=2)
+    for dynamic in (True, False):
+        monkeypatch.setattr(nn.Module, "compile", _compile(dynamic))
+        torch._dynamo.reset()
+        lm = load_causal_lm(folder_of(Shape("qwen2", tied=True)), torch.float32, False)
+        compile_blocks(lm)
+        graphs = []
+        for index in ([0, 1], [0, 1, 2, 3], [0, 1, 2, 3, 4, 5]):
+            counters.clear()
+            batch = pack(rows, index, torch.device("cpu"))
+            without_slots = replace(batch, layout=replace(batch.layout, slots_K=None))
+            PackedPolicy(lm).train()(without_slots, 1.0)[0].sum().backward()
+            graphs.append(counters["stats"]["unique_graphs"])
+        assert graphs[0] > 0 and (graphs[1:] == [0, 0]) is dynamic
 
 
 def test_another_gpu_and_another_vllm_have_no_such_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
