@@ -78,12 +78,11 @@ def measure_strategies(
         UserError: the recipe or a strategy is wrong, or no strategy fits the devices.
     """
     steady(range(plan.rounds), plan.skip)
-    gpus = len(visible_gpus())
-    devices = gpus or 2
     base = load_recipe(recipe, overrides, folder)
+    devices = devices_for(base)
     missing = {name: missing_devices(name, devices) for name in strategies}
     placed = {
-        name: load_recipe(recipe, [*overrides, *overrides_of(name, base, devices, bool(gpus))], folder)
+        name: load_recipe(recipe, [*overrides, *overrides_of(name, base, devices, bool(visible_gpus()))], folder)
         for name, reason in missing.items()
         if reason is None
     }
@@ -103,6 +102,11 @@ def measure_strategies(
         details += [{"strategy": name, **row} for row in rows]
     settings = {**asdict(plan), "devices": devices, "engines": engines, **describe(base)}
     return new_result("reshard", command, figures, settings=settings, details=details)
+
+
+def devices_for(config: TrainConfig) -> int:
+    """Return how many devices strategies are placed on: all GPUs, else the recipe's CPU ranks and two at least."""
+    return len(visible_gpus()) or max(2, device_count(config))
 
 
 def figures_of(rows: Sequence[Mapping[str, float]], skip: int) -> dict[str, float]:

@@ -9,7 +9,7 @@ import pytest
 from benchmarks import scaling
 from benchmarks.chart import REST, STAGES, WHOLE, draw, parts, step_figure
 from benchmarks.nccl import LOOKS_LIKE_PCIE, MIB, bus_bandwidth, verdict
-from benchmarks.reshard import missing_devices, overrides_of
+from benchmarks.reshard import devices_for, missing_devices, overrides_of
 from benchmarks.result import BenchResult, new_result, write_result
 from benchmarks.scaling import efficiency, parse_counts, placement
 from benchmarks.session import describe
@@ -99,6 +99,21 @@ def test_every_strategy_is_placed_so_that_the_reshard_takes_it(strategy: str, tm
         used = sum(len(spec.devices) for spec in place(config, devices, tmp_path))
         assert used == (2 if (strategy, devices) == ("local", 3) else devices)
         assert missing_devices(strategy, devices) is None
+
+
+def test_strategies_are_placed_on_all_gpus_or_on_the_ranks_that_the_recipe_names(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A machine of eight GPUs can so be rehearsed on CPU. Control: a recipe that names none gets two."""
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text("groups: {main: {ranks: 8, roles: [actor, rollout]}}", encoding="utf-8")
+    monkeypatch.setattr("benchmarks.reshard.visible_gpus", list)
+    monkeypatch.setattr("benchmarks.session.visible_gpus", list)
+    assert devices_for(load_config(recipe)) == 8
+    recipe.write_text("{}", encoding="utf-8")
+    assert devices_for(load_config(recipe)) == 2
+    monkeypatch.setattr("benchmarks.reshard.visible_gpus", lambda: [0, 1, 2, 3])
+    assert devices_for(load_config(recipe)) == 4
 
 
 def test_strategies_that_lack_devices_say_so() -> None:
