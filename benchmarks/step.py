@@ -41,8 +41,10 @@ FIGURES = {
     "mfu": "actor/mfu",
     "rollout_mfu": "rollout/mfu",
     "communication_share": "actor/communication_share",
+    "engine_balance": "rollout/engine_balance",
+    "clock_mhz": "gpu/clock_mhz",
+    "clock_mhz_min": "gpu/clock_mhz_min",
 }
-
 
 DECIDED = ("recomputed", "kv_cache_stays", "attention")  # by what this machine has
 

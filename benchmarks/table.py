@@ -82,8 +82,10 @@ def shown(name: str, value: float) -> str:
         return f"{value * 1000:.2f} ms" if abs(value) < 0.1 else f"{value:.2f} s"
     if name.endswith("_gib"):
         return f"{value:.1f} GiB"
+    if "_mhz" in name:
+        return f"{value:,.0f} MHz"
     if name.endswith("bytes"):
         return f"{value / (1 << 20):,.1f} MiB" if value else "0 B"
-    if name.endswith(("mfu", "share")) or "efficiency" in name:
+    if name.endswith(("mfu", "share", "balance")) or "efficiency" in name:
         return f"{value:.1%}"
     return f"{value:,.6g}"

@@ -3,7 +3,8 @@
 A thread in the flow's process; between two `take` calls it gathers samples of all its GPUs. NVML's utilisation is the
 share of time in which any kernel ran, so a busy GPU may still compute slowly: that is what the MFU tells. The memory
 is all that is in use on the GPU, also that of CUDA contexts, NCCL, captured graphs and other processes. The clock falls
-where a GPU reaches its limit of power or heat: two of the same kind then take different times for the same work.
+where a GPU reaches its limit of power or heat: two of the same kind then take different times for the same work, and
+all wait for the slowest.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
+from statistics import mean
 from types import TracebackType
 from typing import NamedTuple, Self
 
@@ -38,7 +40,7 @@ class GpuSampler:
 
     def __init__(self, gpus: list[int], every_s: float = 1.0, read: Callable[[int], Sample] | None = None) -> None:
         self._gpus, self._every_s, self._read = gpus, every_s, read or read_gpu
-        self._samples: list[tuple[float, Sample]] = []
+        self._samples: list[tuple[float, int, Sample]] = []  # when, of which GPU
         self._lock = threading.Lock()
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="gpu-sampler", daemon=True)
@@ -56,19 +58,19 @@ class GpuSampler:
     def take(self, last_s: float) -> dict[str, float]:
         """Return mean utilisation and clock and highest memory of the last seconds; nothing without a sample in them.
 
-        A clock counts where the GPU was busy: an idle one's says nothing of the work.
+        A clock counts where the GPU was busy: an idle one's says nothing of the work. With several GPUs there is the
+        mean clock of the slowest, too.
         """
         since = time.monotonic() - last_s
         with self._lock:
-            samples = [sample for when, sample in self._samples if when >= since]
+            recent = [(gpu, sample) for when, gpu, sample in self._samples if when >= since]
             self._samples.clear()
-        if not samples:
+        if not recent:
             return {}
-        clocks = [sample.clock_mhz for sample in samples if sample.busy]
         return {
-            "gpu/utilisation": sum(sample.busy for sample in samples) / len(samples),
-            "gpu/memory_gib": max(sample.memory_gib for sample in samples),
-            **({"gpu/clock_mhz": sum(clocks) / len(clocks)} if clocks else {}),
+            "gpu/utilisation": mean(sample.busy for _, sample in recent),
+            "gpu/memory_gib": max(sample.memory_gib for _, sample in recent),
+            **_clocks(recent),
         }
 
     def _run(self) -> None:
@@ -79,7 +81,17 @@ class GpuSampler:
                 return
             now = time.monotonic()
             with self._lock:
-                self._samples += [(now, sample) for sample in samples]
+                self._samples += [(now, gpu, sample) for gpu, sample in zip(self._gpus, samples, strict=True)]
+
+
+def _clocks(samples: list[tuple[int, Sample]]) -> dict[str, float]:
+    of_gpus: dict[int, list[float]] = {}
+    for gpu, sample in samples:
+        if sample.busy:
+            of_gpus.setdefault(gpu, []).append(sample.clock_mhz)
+    means = [mean(clocks) for clocks in of_gpus.values()]
+    slowest = {"gpu/clock_mhz_min": min(means)} if len(means) > 1 else {}
+    return {"gpu/clock_mhz": mean(means), **slowest} if means else {}
 
 
 def read_gpu(gpu: int) -> Sample:

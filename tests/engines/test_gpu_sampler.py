@@ -36,6 +36,20 @@ def test_means_and_maxima_are_over_all_gpus_and_all_samples() -> None:
     assert not [thread for thread in threading.enumerate() if thread.name == "gpu-sampler"]
 
 
+def test_the_slowest_gpu_has_a_clock_of_its_own() -> None:
+    """The others wait for it. Control: an idle GPU is not slow."""
+    clocks, rounds = {0: 1900.0, 1: 1500.0, 2: 300.0}, []
+
+    def read(gpu: int) -> Sample:
+        rounds.append(gpu)
+        return Sample(float(gpu < 2), 10.0, clocks[gpu])
+
+    with GpuSampler([0, 1, 2], every_s=0.005, read=read) as sampler:
+        _wait_for(lambda: len(rounds) >= 6)
+        taken = sampler.take(60.0)
+    assert (taken["gpu/clock_mhz"], taken["gpu/clock_mhz_min"]) == (1700.0, 1500.0)
+
+
 def test_samples_from_before_the_iteration_do_not_count() -> None:
     """A checkpoint between two iterations is nobody's iteration."""
     seen = threading.Event()
