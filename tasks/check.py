@@ -427,6 +427,7 @@ def tiny_shape(config: TrainConfig) -> ModelShape:
         vocabulary=vocabulary,
         positions=tiny.max_positions,
         query_key_norms=True,
+        model_type="qwen3",
     )
 
 
