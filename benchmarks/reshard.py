@@ -79,10 +79,10 @@ def measure_strategies(
     """
     steady(range(plan.rounds), plan.skip)
     base = load_recipe(recipe, overrides, folder)
-    devices = devices_for(base)
+    devices, on_gpus = devices_for(base), bool(visible_gpus())
     missing = {name: missing_devices(name, devices) for name in strategies}
     placed = {
-        name: load_recipe(recipe, [*overrides, *overrides_of(name, base, devices, bool(visible_gpus()))], folder)
+        name: load_recipe(recipe, [*overrides, *overrides_of(name, base, devices, on_gpus)], folder)
         for name, reason in missing.items()
         if reason is None
     }

@@ -25,8 +25,8 @@ from torch import Tensor, nn
 
 from engines import flash_attention
 from engines.lora import blocks
-from engines.weight_gradients import SummedLinear, add_weight_gradient, alone
-from engines.weights.layout import FUSED, fused_view
+from engines.weight_gradients import SummedLinear, add_weight_gradient, joint_views
+from engines.weights.layout import FUSED
 
 # Modules that compute down(silu(gate(x)) * up(x)) and nothing else.
 MLPS = ("LlamaMLP", "MistralMLP", "Qwen2MLP", "Qwen3MLP")
@@ -218,8 +218,5 @@ def _gated(mlp: Any) -> GatedMlp | None:
     fits = mlp.down_proj.weight.dtype == torch.bfloat16 and all(size % ALIGNED == 0 for size in sizes)
     if not fits or float(mlp.act_fn(torch.ones(()))) != float(nn.functional.silu(torch.ones(()))):
         return None
-    parts = [getattr(mlp, name) for name in FUSED["gate_up_proj"]]
-    weight_2FH, sum_2FH = fused_view([part.weight for part in parts]), fused_view([part.sum_OI for part in parts])
-    if weight_2FH is None or sum_2FH is None:
-        return None
-    return GatedMlp(mlp, alone(weight_2FH), alone(sum_2FH))
+    joint = joint_views([getattr(mlp, name) for name in FUSED["gate_up_proj"]])
+    return None if joint is None else GatedMlp(mlp, *joint)

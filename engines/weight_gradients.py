@@ -121,13 +121,13 @@ def sum_in_products(module: nn.Module, optimizer: Any) -> None:
     for block in blocks(module).values():
         for name, linear in list(block.named_modules()):
             if type(linear) is nn.Linear and linear.weight in sums:
-                sum_OI = alone(sums[linear.weight].view(linear.weight.shape))
+                sum_OI = _alone(sums[linear.weight].view(linear.weight.shape))
                 block.set_submodule(name, SummedLinear(linear, sum_OI))
         for attention in block.modules():
             _join([getattr(attention, name, None) for name in FUSED["qkv_proj"]])
     for head in module.modules():
         if hasattr(head, "sum_VH") and head.weight in sums:
-            head.sum_VH = alone(sums[head.weight].view(head.weight.shape))
+            head.sum_VH = _alone(sums[head.weight].view(head.weight.shape))
 
 
 def _join(layers: list[Any]) -> None:
@@ -135,24 +135,31 @@ def _join(layers: list[Any]) -> None:
     summed = all(isinstance(layer, SummedLinear) for layer in layers)
     if not summed or len({layer.bias is None for layer in layers}) > 1:
         return
+    if (joint := joint_views(layers)) is not None:
+        JointProduct(layers, *joint)
+
+
+def joint_views(layers: list[SummedLinear]) -> tuple[Tensor, Tensor] | None:
+    """Return the layers' weights as one tensor, and their sums; None unless each lie side by side."""
     weight_OI, sum_OI = fused_view([layer.weight for layer in layers]), fused_view([layer.sum_OI for layer in layers])
-    if weight_OI is not None and sum_OI is not None:
-        JointProduct(layers, alone(weight_OI), alone(sum_OI))
+    if weight_OI is None or sum_OI is None:
+        return None
+    return _alone(weight_OI), _alone(sum_OI)
 
 
 def _has_sums(optimizer: Any) -> bool:
     return hasattr(optimizer, "fp32_groups_gradients")  # DeepSpeed's BF16_Optimizer
 
 
-def alone(view: Tensor) -> Tensor:
+def _alone(view: Tensor) -> Tensor:
     """Return the same memory as a tensor that no other is known to share.
 
     DeepSpeed's sums are views of one buffer. Autograd would take all of them as overwritten once the backward pass has
     added to one, and the compiler would look at each view's place in the buffer and compile every block anew.
     """
-    own = view.data
-    torch._dynamo.mark_static(own)  # shapes are those of a parameter: only the number of tokens varies
-    return own
+    alone = view.data
+    torch._dynamo.mark_static(alone)  # shapes are those of a parameter: only the number of tokens varies
+    return alone
 
 
 def count_sums(optimizer: Any) -> None:
