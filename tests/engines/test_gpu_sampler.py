@@ -3,20 +3,12 @@
 from __future__ import annotations
 
 import threading
-import time
-from collections.abc import Callable
 
 import pynvml
 import pytest
 
 from engines.gpu_sampler import GpuSampler, Sample
-
-
-def _wait_for(condition: Callable[[], object]) -> None:
-    deadline = time.monotonic() + 10
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.005)
+from tests.waiting import until
 
 
 def test_means_and_maxima_are_over_all_gpus_and_all_samples() -> None:
@@ -28,7 +20,7 @@ def test_means_and_maxima_are_over_all_gpus_and_all_samples() -> None:
         return Sample(float(gpu), 10.0 + 20 * gpu, 300.0 + 1200 * gpu)
 
     with GpuSampler([0, 1], every_s=0.005, read=read) as sampler:
-        _wait_for(lambda: len(rounds) >= 6)
+        until(lambda: len(rounds) >= 6, 10, "six samples are taken", 0.005)
         taken = sampler.take(60.0)
     assert taken == {"gpu/utilisation": 0.5, "gpu/memory_gib": 30.0, "gpu/clock_mhz": 1500.0}
     sampler.take(60.0)
@@ -45,7 +37,7 @@ def test_the_slowest_gpu_has_a_clock_of_its_own() -> None:
         return Sample(float(gpu < 2), 10.0, clocks[gpu])
 
     with GpuSampler([0, 1, 2], every_s=0.005, read=read) as sampler:
-        _wait_for(lambda: len(rounds) >= 6)
+        until(lambda: len(rounds) >= 6, 10, "six samples are taken", 0.005)
         taken = sampler.take(60.0)
     assert (taken["gpu/clock_mhz"], taken["gpu/clock_mhz_min"]) == (1700.0, 1500.0)
 
@@ -70,6 +62,6 @@ def test_a_gpu_that_does_not_tell_ends_the_sampling_alone(recwarn: pytest.Warnin
         raise pynvml.NVMLError(pynvml.NVML_ERROR_NOT_SUPPORTED)
 
     with GpuSampler([0], every_s=0.001, read=read) as sampler:
-        _wait_for(lambda: not sampler._thread.is_alive())
+        until(lambda: not sampler._thread.is_alive(), 10, "its thread ends", 0.005)
         assert sampler.take(60.0) == {}
     assert not [warning for warning in recwarn if "Unhandled" in str(warning.category)]

@@ -14,7 +14,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -27,6 +27,7 @@ from configs.errors import UserError
 from engines.channel import Tell
 from engines.group import EngineError, EngineGroup, GroupSpec, RankDevice, RankLost
 from engines.launch import ROTATE_ABOVE_BYTES, group_environment
+from tests.waiting import came_true
 
 
 class SmallWorker:
@@ -49,7 +50,7 @@ class SmallWorker:
         if self.broken:
             raise OSError("the device answers no more")
         if self.awaited is not None:
-            _eventually(self.awaited.exists, 20)
+            came_true(self.awaited.exists, 20)
             self.tidied.append(self.awaited.read_text())
             self.awaited = None
 
@@ -104,7 +105,7 @@ class SmallWorker:
 
     def reply_after(self, path: str) -> dict[str, Any]:
         if self.rank == 1:
-            _eventually(Path(path).exists, 20)
+            came_true(Path(path).exists, 20)
         return {"rank": self.rank}
 
     def unpackable(self) -> dict[str, Any]:
@@ -162,13 +163,6 @@ def _pids(group: EngineGroup) -> list[int]:
 def _alive(pid: int) -> bool:
     # An orphan that nobody reaps stays a zombie: it runs no more.
     return psutil.pid_exists(pid) and bool(psutil.Process(pid).status() != psutil.STATUS_ZOMBIE)
-
-
-def _eventually(condition: Callable[[], bool], within_s: float = 10.0) -> bool:
-    deadline = time.monotonic() + within_s
-    while not condition() and time.monotonic() < deadline:
-        time.sleep(0.02)
-    return condition()
 
 
 # ---- commands and replies -------------------------------------------------------------------------------------------
@@ -499,7 +493,7 @@ def test_close_interrupts_a_call(group: EngineGroup) -> None:
     pids = _pids(group)
     with ThreadPoolExecutor(1) as threads:
         stuck = threads.submit(group.call, "ponder_for_ever", key="p")
-        assert not _eventually(stuck.done, within_s=0.5)
+        assert not came_true(stuck.done, within_s=0.5)
         group.close()
         with pytest.raises(RuntimeError, match="closed during 'ponder_for_ever'"):
             stuck.result(10)
@@ -569,4 +563,4 @@ def test_no_rank_outlives_its_flow(spawner: str, how: str, tmp_path: Path) -> No
         if how == "SIGKILL":
             assert all(map(_alive, pids))
             flow.kill()
-    assert _eventually(lambda: not any(map(_alive, pids)))
+    assert came_true(lambda: not any(map(_alive, pids)), 10)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextvars
 import threading
-import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -17,6 +16,7 @@ from configs.errors import UserError
 from configs.schema import TrainConfig
 from tasks import admission as module
 from tasks.admission import GPU_SLOTS, admission
+from tests.waiting import until
 
 pytestmark = pytest.mark.usefixtures("prefect_harness")
 
@@ -44,14 +44,6 @@ def limit() -> Any:
     """Return the limit as the server has it."""
     with get_client(sync_client=True) as client:
         return client.read_global_concurrency_limit_by_name(GPU_SLOTS)
-
-
-def until(condition: Callable[[], bool], what: str) -> None:
-    """Wait for `condition`, at most 90 s: Prefect asks again after up to 30."""
-    deadline = time.monotonic() + 90
-    while not condition():
-        assert time.monotonic() < deadline, what
-        time.sleep(0.1)
 
 
 def test_a_training_holds_a_slot_per_gpu_and_gives_them_back(two_slots: None, gpus: Callable[[int], None]) -> None:
@@ -101,9 +93,9 @@ def test_a_second_training_waits_for_the_first(
     thread = threading.Thread(target=contextvars.copy_context().run, args=(second,))
     with admission(TrainConfig()):
         thread.start()
-        until(lambda: 423 in refusals, "the second training is turned away")
+        until(lambda: 423 in refusals, 90, "the second training is turned away")
         assert not admitted.is_set()
-    until(admitted.is_set, "the second training is admitted")
+    until(admitted.is_set, 90, "the second training is admitted")  # Prefect asks again after up to 30 s
     thread.join(10)
 
 

@@ -11,7 +11,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,8 @@ import httpx
 import psutil
 import pytest
 import yaml
+
+from tests.waiting import until
 
 ROOT = Path(__file__).resolve().parents[2]
 TRAIN, SFT, PREFERENCE = "train/quickstart", "sft/quickstart", "preference/dpo"
@@ -111,14 +113,6 @@ def _alive(process: psutil.Process) -> bool:
         return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
         return False
-
-
-def until(condition: Callable[[], Any], within_s: float, what: str) -> None:
-    """Wait for `condition`, at most `within_s`."""
-    deadline = time.monotonic() + within_s
-    while not condition():
-        assert time.monotonic() < deadline, f"not within {within_s:g} s: {what}"
-        time.sleep(0.25)
 
 
 def penstock(environment: dict[str, str], *arguments: str) -> subprocess.CompletedProcess[str]:

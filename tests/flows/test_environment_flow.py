@@ -19,6 +19,7 @@ SMALL = (
     f"iterations={ITERATIONS}",
     "data.arithmetic={digits: 2, calls: 0.4, sft: 4000, train: 2000, heldout: 64}",
     "sft.steps=220",
+    "sft.batch=64",
     "rollout={prompts: 32, samples: 8, max_response_tokens: 20, max_sequences: 256}",
     "actor.optimizer={learning_rate: 5e-4, warmup_steps: 0}",
     "evaluate={every: 0, temperature: 1.0, samples: 2}",

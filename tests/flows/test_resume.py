@@ -13,12 +13,9 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import httpx
 import psutil
@@ -29,8 +26,9 @@ from state.experience import add_columns, column_names, read_columns
 from state.manifest import Manifest, read_manifest
 from state.run_folder import RunFolder, read_metrics
 from tests.flows.reward_functions import HOLD
+from tests.waiting import until
 
-pytestmark = pytest.mark.timeout(900)  # the first test waits for the trainings of all
+pytestmark = pytest.mark.timeout(900)  # the first test waits for four trainings
 
 ROOT = Path(__file__).resolve().parents[2]
 ITERATIONS = 5
@@ -126,7 +124,7 @@ class Trainings:
         """Run a command and kill it as soon as `when` holds; all that it started must be gone within 5 s."""
         name = run.name
         process = self.start(name, "-m", "penstock.cli", *command, hold=hold)
-        until(lambda: when(run) or process.poll() is not None, WAIT_S, f"the moment to kill {name}")
+        until(lambda: when(run) or process.poll() is not None, WAIT_S, f"the moment to kill {name}", 0.01)
         started = psutil.Process(process.pid).children(recursive=True)
         assert any("engines.rank" in child.cmdline() for child in started)
         process.kill()
@@ -144,19 +142,16 @@ class Trainings:
 
     def finish(self, name: str, process: subprocess.Popen[bytes]) -> None:
         """Wait for the end of a process that must succeed."""
-        assert process.wait(WAIT_S) == 0, self.output(name)
+        assert self.end(name, process) == 0, self.output(name)
+
+    def end(self, name: str, process: subprocess.Popen[bytes]) -> int:
+        """Wait for the end of a process; return how it ended."""
+        until(lambda: process.poll() is not None, WAIT_S, f"the end of {name}")
+        return process.wait()
 
     def output(self, name: str) -> str:
         """Return what the processes of that name printed."""
         return (self.folder / f"{name}.txt").read_text(encoding="utf-8")
-
-
-def until(condition: Callable[[], Any], within_s: float, what: str) -> None:
-    """Wait for `condition`, at most `within_s`."""
-    deadline = time.monotonic() + within_s
-    while not condition():
-        assert time.monotonic() < deadline, f"not within {within_s:g} s: {what}"
-        time.sleep(0.01)
 
 
 def alive(process: psutil.Process) -> bool:
@@ -219,15 +214,9 @@ class Killed:
 
 
 @pytest.fixture(scope="module")
-def started(trainings: Trainings) -> Iterator[dict[str, Future[Any]]]:
-    """All trainings of this module, at the same time; a test waits for those that it looks at."""
-    with ThreadPoolExecutor(3) as pool:
-        alone = {"ppo": PPO, "grpo": GRPO, "another seed": (*GRPO, "seed=1")}
-        yield {
-            "ppo": pool.submit(inside_an_iteration, trainings),
-            "grpo": pool.submit(between_iterations, trainings),
-            "alone": pool.submit(trainings.alone, alone),
-        }
+def undisturbed(trainings: Trainings) -> dict[str, RunFolder]:
+    """The same trainings undisturbed, and one with another seed."""
+    return trainings.alone({"ppo": PPO, "grpo": GRPO, "another seed": (*GRPO, "seed=1")})
 
 
 def inside_an_iteration(trainings: Trainings) -> Killed:
@@ -257,7 +246,7 @@ def between_iterations(trainings: Trainings) -> Killed:
     """Kill GRPO in step 8 of its warm-up, and once more when its checkpoint of iteration 2 is complete."""
     run = RunFolder(trainings.folder / "grpo-killed")
     process = trainings.start(run.name, "-c", DIES_IN_WARM_UP, *trainings.new(run.name, *GRPO))
-    assert process.wait(WAIT_S) == -signal.SIGKILL, trainings.output(run.name)
+    assert trainings.end(run.name, process) == -signal.SIGKILL, trainings.output(run.name)
     assert read_manifest(run.finetuning).progress.iteration == 4
     assert iteration_of(run) == 0
     assert not run.model("sft").exists()
@@ -294,13 +283,15 @@ def weights(run: RunFolder) -> bytes:
     return (run.model("final") / "model.safetensors").read_bytes()
 
 
-@pytest.mark.parametrize("name", ["ppo", "grpo"])
+@pytest.mark.parametrize(("name", "killed_and_resumed"), [("ppo", inside_an_iteration), ("grpo", between_iterations)])
 def test_a_killed_training_ends_as_one_left_alone(
-    trainings: Trainings, started: dict[str, Future[Any]], name: str
+    trainings: Trainings,
+    undisturbed: dict[str, RunFolder],
+    name: str,
+    killed_and_resumed: Callable[[Trainings], Killed],
 ) -> None:
     """Weights and figures are equal to the last bit, and every iteration is in the run folder and in MLflow once."""
-    killed: Killed = started[name].result()
-    alone: RunFolder = started["alone"].result()[name]
+    killed, alone = killed_and_resumed(trainings), undisturbed[name]
     assert killed.manifest.progress.iteration == 2
     assert killed.recorded in ([[0, 1, 2, 3]] if name == "ppo" else [[0, 1, 2], [0, 1, 2, 3]])
 
@@ -323,18 +314,17 @@ def test_a_killed_training_ends_as_one_left_alone(
         assert [entry.step for entry in client.get_metric_history(run_id, metric)] == steps
 
 
-def test_another_seed_ends_elsewhere(started: dict[str, Future[Any]]) -> None:
+def test_another_seed_ends_elsewhere(undisturbed: dict[str, RunFolder]) -> None:
     """The control: the comparison above can tell two trainings apart."""
-    alone = started["alone"].result()
-    assert numbers(alone["another seed"]) != numbers(alone["grpo"])
-    assert weights(alone["another seed"]) != weights(alone["grpo"])
+    assert numbers(undisturbed["another seed"]) != numbers(undisturbed["grpo"])
+    assert weights(undisturbed["another seed"]) != weights(undisturbed["grpo"])
 
 
-def test_the_trainings_have_a_state_to_lose(started: dict[str, Future[Any]]) -> None:
+def test_the_trainings_have_a_state_to_lose(undisturbed: dict[str, RunFolder]) -> None:
     """The other control: critic, old and reference log-probs, an adaptive coefficient that moves, real updates, and
     a sampler with a memory of every iteration.
     """
-    run: RunFolder = started["alone"].result()["ppo"]
+    run = undisturbed["ppo"]
     columns = set(column_names(run.experience(ITERATIONS)))
     assert {"logprobs_old", "logprobs_reference", "values", "advantages", "returns"} <= columns
     assert len(memory(run).splitlines()) == ITERATIONS
@@ -342,7 +332,7 @@ def test_the_trainings_have_a_state_to_lose(started: dict[str, Future[Any]]) -> 
     assert len({record["kl/coefficient"] for record in records}) == ITERATIONS
     for name in ("actor/grad_norm", "critic/grad_norm", "actor/kl"):
         assert records[-1][name] > 0
-    run = started["alone"].result()["grpo"]
+    run = undisturbed["grpo"]
     divergences = [metrics["actor/kl"] for _, metrics in numbers(run)[1:]]
     assert [value > 0 for value in divergences] == [False, True, False, True, False]  # refreshed after 2 and 4
     assert not any(divergences[::2])

@@ -136,13 +136,16 @@ def heldout(run: RunFolder, iteration: int) -> float:
     return sum(low_digit(response, ".") for response in responses) / len(responses)
 
 
-def test_it_learns_what_is_rewarded_and_nothing_from_a_constant(learned: RunFolder, broken: Broken) -> None:
-    """Held-out reward rises from about a third to nearly all; a constant reward moves no weight at all."""
+def test_it_learns_what_is_rewarded(learned: RunFolder) -> None:
+    """Held-out reward rises from about a third to nearly all."""
     assert heldout(learned, 0) < 0.5
     assert heldout(learned, ITERATIONS) > 0.85
     updates = [record["metrics"]["actor/grad_norm"] for record in read_metrics(learned)[1:]]
     assert all(norm > 0 for norm in updates)
 
+
+def test_it_learns_nothing_from_a_constant(broken: Broken) -> None:
+    """The control: a reward that says nothing moves no weight at all."""
     assert heldout(broken.run, 2) == heldout(broken.run, 0)
     assert len(read_columns(broken.run.evaluation(2), ["reward"])["reward"]) == 100
     assert [record["metrics"]["actor/grad_norm"] for record in read_metrics(broken.run)[1:]] == [0.0, 0.0]

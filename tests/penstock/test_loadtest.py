@@ -95,8 +95,8 @@ def url(server: Server) -> str:
 
 
 def test_what_is_measured_is_what_the_server_did(server: Server, url: str, tmp_path: Path) -> None:
-    """Three users for three seconds: times of first and last token, tokens, failures, and distinct random prompts."""
-    found, folder = run_loadtest(f"{url}/v1/", Load(3, 3, 16, None, 8), tmp_path / "out")
+    """Three users for six seconds: times of first and last token, tokens, failures, and distinct random prompts."""
+    found, folder = run_loadtest(f"{url}/v1/", Load(3, 6, 16, None, 8), tmp_path / "out")
     whole = FIRST_S + (TOKENS - 1) * REST_S
     assert FIRST_S <= found.first_token_p50 < FIRST_S + REST_S  # a user that waits for all of it would say `whole`
     assert whole <= found.latency_p50 < whole + 0.3

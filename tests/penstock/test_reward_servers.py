@@ -12,7 +12,6 @@ import socket
 import subprocess
 import sys
 import threading
-import time
 import urllib.request
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -37,6 +36,7 @@ from rewards.service import RewardService
 from state.experience import Ragged
 from tasks.check_servers import check_judge, check_service
 from tests.engines.ranks import Shape
+from tests.waiting import came_true
 
 CHAT = "{% for message in messages %}{{ message['role'] }}: {{ message['content'] }} =>{% endfor %}"
 START_S = 200.0
@@ -77,11 +77,8 @@ def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Servers]:
     guard = end_with_this_process(process.pid)
     try:
         urls = [f"http://127.0.0.1:{port}" for port in ports]
-        deadline = time.monotonic() + START_S
-        for url in urls:
-            while not answers(url):
-                assert process.poll() is None and time.monotonic() < deadline, (folder / "log").read_text()[-4000:]
-                time.sleep(0.1)
+        known = came_true(lambda: process.poll() is not None or all(map(answers, urls)), START_S)
+        assert known and process.poll() is None, (folder / "log").read_text()[-4000:]
         yield Servers(classifier, urls[0], judge, urls[1])
     finally:
         os.killpg(process.pid, signal.SIGKILL)

@@ -6,8 +6,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable
 from pathlib import Path
 
 import psutil
@@ -16,6 +14,7 @@ from prefect.settings import PREFECT_HOME, temporary_settings
 
 from configs.errors import UserError
 from penstock.server import _make_home
+from tests.waiting import came_true
 
 ROOT = Path(__file__).resolve().parents[2]
 COMMAND = """
@@ -59,14 +58,6 @@ def gone(process: psutil.Process) -> bool:
         return True
 
 
-def until(condition: Callable[[], bool], within_s: float) -> bool:
-    """Wait for `condition`; return whether it came true."""
-    deadline = time.monotonic() + within_s
-    while not condition() and time.monotonic() < deadline:
-        time.sleep(0.05)
-    return condition()
-
-
 def start(code: str, *arguments: str, **environment: str) -> tuple[subprocess.Popen[str], psutil.Process]:
     """Start Python on `code`; return it and the process whose id it prints first."""
     inherited = {name: value for name, value in os.environ.items() if not name.startswith("PREFECT_")}
@@ -89,7 +80,7 @@ def test_a_child_that_is_watched_ends_with_its_parent(number: signal.Signals) ->
     assert not gone(child)
     parent.send_signal(number)
     parent.wait(10)
-    assert until(lambda: gone(child), 10)
+    assert came_true(lambda: gone(child), 10)
 
 
 def test_a_child_that_is_not_watched_stays() -> None:
@@ -98,7 +89,7 @@ def test_a_child_that_is_not_watched_stays() -> None:
     parent.kill()
     parent.wait(10)
     try:
-        assert not until(lambda: gone(child), 0.5)
+        assert not came_true(lambda: gone(child), 0.5)
     finally:
         child.kill()
 
@@ -120,7 +111,7 @@ def test_a_command_can_still_tell_its_server_when_its_whole_group_gets_a_signal(
     os.killpg(command.pid, number)
     assert command.communicate(timeout=60)[0] == "told\n"
     assert command.returncode in (128 + number, -number)
-    assert until(lambda: gone(server), 20)
+    assert came_true(lambda: gone(server), 20)
     command, server = start(TELLING, **with_server(tmp_path))
     server.kill()
     command.send_signal(number)
@@ -134,7 +125,7 @@ def test_no_server_outlives_a_killed_command(tmp_path: Path) -> None:
     assert not gone(server)
     command.kill()
     command.wait(10)
-    assert until(lambda: gone(server), 20)
+    assert came_true(lambda: gone(server), 20)
 
 
 def test_a_home_that_cannot_be_made_is_the_users_mistake(tmp_path: Path) -> None:

@@ -1,0 +1,35 @@
+"""Waiting with a deadline, on a clock that stands still while the machine is taken away.
+
+A deadline in a test guards against hanging. The host of a virtual machine may give its processors to others, and then
+nothing here runs for seconds on end; Linux counts that time as stolen, and it counts towards no deadline. On a machine
+that has its processors to itself the clock is the usual one.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import psutil
+
+
+def came_true(condition: Callable[[], Any], within_s: float, every_s: float = 0.05) -> bool:
+    """Wait for `condition`; return whether it came true within that time."""
+    deadline = own_s() + within_s
+    while not condition():
+        if own_s() >= deadline:
+            return bool(condition())
+        time.sleep(every_s)
+    return True
+
+
+def until(condition: Callable[[], Any], within_s: float, what: str, every_s: float = 0.05) -> None:
+    """Wait for `condition`, at most `within_s`; `what` says what did not happen."""
+    assert came_true(condition, within_s, every_s), f"not within {within_s:g} s: {what}"
+
+
+def own_s() -> float:
+    """Return the seconds of a clock, less those that a processor of this machine was taken away on average."""
+    stolen_s = getattr(psutil.cpu_times(), "steal", 0.0)  # of all processors together; Linux alone counts it
+    return time.monotonic() - stolen_s / (psutil.cpu_count() or 1)
