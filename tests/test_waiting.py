@@ -32,7 +32,7 @@ def test_a_deadline_counts_the_time_that_the_machine_was_there(
 ) -> None:
     """Ten seconds are ten seconds (the control), and forty where three quarters of the processors are taken away."""
     machine.stolen_share = stolen_share
-    assert not came_true(lambda: False, 10, every_s=0.25)
+    assert not came_true(lambda: False, 10)
     assert machine.clock_s - 100 == pytest.approx(waited_s, abs=0.5)
 
 
@@ -50,5 +50,5 @@ def test_without_such_a_count_the_clock_is_the_usual_one(
     """Systems other than Linux do not say what is stolen."""
     monkeypatch.setattr(psutil, "cpu_times", lambda: SimpleNamespace(user=1.0))
     machine.stolen_share = 0.75
-    assert not came_true(lambda: False, 10, every_s=0.25)
+    assert not came_true(lambda: False, 10)
     assert machine.clock_s == pytest.approx(110, abs=0.5)

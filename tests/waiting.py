@@ -14,22 +14,22 @@ from typing import Any
 import psutil
 
 
-def came_true(condition: Callable[[], Any], within_s: float, every_s: float = 0.05) -> bool:
+def came_true(condition: Callable[[], Any], within_s: float, every_s: float = 0.25) -> bool:
     """Wait for `condition`; return whether it came true within that time."""
-    deadline = own_s() + within_s
+    deadline = _own_s() + within_s
     while not condition():
-        if own_s() >= deadline:
+        if _own_s() >= deadline:
             return bool(condition())
         time.sleep(every_s)
     return True
 
 
-def until(condition: Callable[[], Any], within_s: float, what: str, every_s: float = 0.05) -> None:
+def until(condition: Callable[[], Any], within_s: float, what: str, every_s: float = 0.25) -> None:
     """Wait for `condition`, at most `within_s`; `what` says what did not happen."""
     assert came_true(condition, within_s, every_s), f"not within {within_s:g} s: {what}"
 
 
-def own_s() -> float:
+def _own_s() -> float:
     """Return the seconds of a clock, less those that a processor of this machine was taken away on average."""
     stolen_s = getattr(psutil.cpu_times(), "steal", 0.0)  # of all processors together; Linux alone counts it
     return time.monotonic() - stolen_s / (psutil.cpu_count() or 1)

@@ -27,6 +27,7 @@ from configs.errors import UserError
 from engines.channel import Tell
 from engines.group import EngineError, EngineGroup, GroupSpec, RankDevice, RankLost
 from engines.launch import ROTATE_ABOVE_BYTES, group_environment
+from tests.processes import alive
 from tests.waiting import came_true
 
 
@@ -158,11 +159,6 @@ def group(tmp_path: Path) -> Iterator[EngineGroup]:
 
 def _pids(group: EngineGroup) -> list[int]:
     return [reply["pid"] for reply in group.call("echo", key="pids")]
-
-
-def _alive(pid: int) -> bool:
-    # An orphan that nobody reaps stays a zombie: it runs no more.
-    return psutil.pid_exists(pid) and bool(psutil.Process(pid).status() != psutil.STATUS_ZOMBIE)
 
 
 # ---- commands and replies -------------------------------------------------------------------------------------------
@@ -305,7 +301,7 @@ def test_an_exception_names_its_rank_and_ends_the_group(group: EngineGroup) -> N
     assert "in fail" in str(error)
     assert str(pickle.loads(pickle.dumps(error))) == str(error)
     assert "ArithmeticError" in error.log_file.read_text()
-    assert not any(map(_alive, pids))
+    assert not any(map(alive, pids))
     with pytest.raises(RuntimeError, match="has ended"):
         group.call("echo", key="after")
 
@@ -341,7 +337,7 @@ def test_a_killed_rank_is_named(group: EngineGroup) -> None:
     assert (lost.rank, lost.reason) == (1, "exited with signal 9 (SIGKILL)")
     assert str(lost.log_file) in str(lost)
     assert "rank 1 of 2" in lost.log_tail
-    assert not any(map(_alive, pids))
+    assert not any(map(alive, pids))
     assert str(pickle.loads(pickle.dumps(lost))) == str(lost)
     with pytest.raises(RankLost, match="earlier"):
         group.call("echo", key="after")
@@ -360,7 +356,7 @@ def test_a_silent_rank_is_named(tmp_path: Path) -> None:
         os.kill(pids[0], signal.SIGSTOP)
         with pytest.raises(RankLost, match="rank 0: silent for"):
             group.call("ponder_for_ever", key="p")
-        assert not any(map(_alive, pids))
+        assert not any(map(alive, pids))
 
 
 def test_a_busy_rank_is_not_silent(tmp_path: Path) -> None:
@@ -379,7 +375,7 @@ def test_a_missed_deadline_shows_the_stacks(group: EngineGroup) -> None:
         group.call("ponder_for_ever", key="p", timeout_s=0.5)
     assert caught.value.stacks.count("in ponder_for_ever") == 2
     assert caught.value.stacks in str(caught.value)
-    assert not any(map(_alive, pids))
+    assert not any(map(alive, pids))
 
 
 # ---- start ----------------------------------------------------------------------------------------------------------
@@ -476,7 +472,7 @@ def test_close_is_polite_and_complete(group: EngineGroup, tmp_path: Path) -> Non
     What a worker said is in its log, and libraries are not taken apart: their exit handlers would take seconds.
     """
     pids = _pids(group)
-    assert all(map(_alive, pids))
+    assert all(map(alive, pids))
     group.close()
     group.close()
     assert not any(map(psutil.pid_exists, pids))
@@ -497,7 +493,7 @@ def test_close_interrupts_a_call(group: EngineGroup) -> None:
         group.close()
         with pytest.raises(RuntimeError, match="closed during 'ponder_for_ever'"):
             stuck.result(10)
-    assert not any(map(_alive, pids))
+    assert not any(map(alive, pids))
 
 
 def test_ctrl_c_during_a_call_leaves_no_rank(group: EngineGroup) -> None:
@@ -511,7 +507,7 @@ def test_ctrl_c_during_a_call_leaves_no_rank(group: EngineGroup) -> None:
             group.call("ponder_for_ever", key="p")
     finally:
         signal.signal(signal.SIGINT, before)
-    assert not any(map(_alive, pids))
+    assert not any(map(alive, pids))
 
 
 def test_a_signal_handler_may_close(group: EngineGroup) -> None:
@@ -524,7 +520,7 @@ def test_a_signal_handler_may_close(group: EngineGroup) -> None:
             group.call("ponder_for_ever", key="p")
     finally:
         signal.signal(signal.SIGUSR2, before)
-    assert not any(map(_alive, pids))
+    assert not any(map(alive, pids))
 
 
 def test_close_ends_a_stopped_rank(group: EngineGroup) -> None:
@@ -561,6 +557,6 @@ def test_no_rank_outlives_its_flow(spawner: str, how: str, tmp_path: Path) -> No
         pids = [int(pid) for pid in flow.stdout.readline().split()]
         assert len(pids) == 2
         if how == "SIGKILL":
-            assert all(map(_alive, pids))
+            assert all(map(alive, pids))
             flow.kill()
-    assert came_true(lambda: not any(map(_alive, pids)), 10)
+    assert came_true(lambda: not any(map(alive, pids)), 10)

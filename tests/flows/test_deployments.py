@@ -21,6 +21,7 @@ import psutil
 import pytest
 import yaml
 
+from tests.processes import alive
 from tests.waiting import until
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -107,14 +108,6 @@ def _is_rank(process: psutil.Process) -> bool:
         return False
 
 
-def _alive(process: psutil.Process) -> bool:
-    """A zombie is dead: whoever adopted it has not collected it yet."""
-    try:
-        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return False
-
-
 def penstock(environment: dict[str, str], *arguments: str) -> subprocess.CompletedProcess[str]:
     """Run the command line as a person does."""
     command = [sys.executable, "-m", "penstock.cli", *arguments]
@@ -177,7 +170,7 @@ def _end(processes: list[subprocess.Popen[bytes]]) -> None:
             process.kill()
             process.wait(20)
     for child in everyone:
-        if _alive(child):
+        if alive(child):
             child.kill()
 
 
@@ -258,10 +251,10 @@ def test_the_worker_trains_and_a_second_training_waits_and_is_steered_and_cancel
 
     ranks = prefect.ranks()
     assert ranks
-    assert all(_alive(rank) for rank in ranks)
+    assert all(alive(rank) for rank in ranks)
     cancelling = {"state": {"type": "CANCELLING", "name": "Cancelling"}}
     prefect.api.post(f"/flow_runs/{long}/set_state", json=cancelling).raise_for_status()
-    until(lambda: not any(_alive(rank) for rank in ranks), 45, "the ranks are gone")
+    until(lambda: not any(alive(rank) for rank in ranks), 45, "the ranks are gone")
     until(lambda: prefect.state(long) == "Cancelled", 30, "the run is Cancelled")
     assert json.loads((prefect.runs / "long" / "summary.json").read_text(encoding="utf-8"))["status"] == "cancelled"
 
@@ -278,7 +271,7 @@ def test_no_rank_outlives_a_killed_flow(prefect: Prefect) -> None:
     assert [rank.ppid() for rank in ranks] == [flow.pid]
     assert prefect.state(run) == "Running"
     flow.kill()
-    until(lambda: not any(_alive(rank) for rank in ranks), 20, "the rank is gone")
+    until(lambda: not any(alive(rank) for rank in ranks), 20, "the rank is gone")
     until(lambda: prefect.state(run) == "Crashed", 30, "the run is Crashed")
 
 

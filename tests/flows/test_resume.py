@@ -26,6 +26,7 @@ from state.experience import add_columns, column_names, read_columns
 from state.manifest import Manifest, read_manifest
 from state.run_folder import RunFolder, read_metrics
 from tests.flows.reward_functions import HOLD
+from tests.processes import alive
 from tests.waiting import until
 
 pytestmark = pytest.mark.timeout(900)  # the first test waits for four trainings
@@ -152,14 +153,6 @@ class Trainings:
     def output(self, name: str) -> str:
         """Return what the processes of that name printed."""
         return (self.folder / f"{name}.txt").read_text(encoding="utf-8")
-
-
-def alive(process: psutil.Process) -> bool:
-    """A zombie is dead: whoever adopted it has not collected it yet."""
-    try:
-        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return False
 
 
 def iteration_of(run: RunFolder) -> int:

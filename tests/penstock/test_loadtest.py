@@ -102,10 +102,10 @@ def test_what_is_measured_is_what_the_server_did(server: Server, url: str, tmp_p
     assert whole <= found.latency_p50 < whole + 0.3
     assert found.seconds_per_token_p50 == pytest.approx(REST_S, rel=0.4)
     assert found.tokens_mean == TOKENS
-    assert found.failures >= 2
+    assert found.failures >= 4
     (reason,) = found.failure_reasons
     assert reason.startswith("status 503")
-    assert found.requests - found.failures >= 3
+    assert found.requests - found.failures >= 6
     assert found.tokens_per_s == pytest.approx(found.requests_per_s * TOKENS)
     asked = server.bodies
     assert found.requests <= len(asked) <= found.requests + 3, "what is under way at the end is not counted"

@@ -14,6 +14,7 @@ from prefect.settings import PREFECT_HOME, temporary_settings
 
 from configs.errors import UserError
 from penstock.server import _make_home
+from tests.processes import alive
 from tests.waiting import came_true
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -50,14 +51,6 @@ time.sleep(600)
 """
 
 
-def gone(process: psutil.Process) -> bool:
-    """A zombie is gone: whoever adopted it has not collected it yet."""
-    try:
-        return not process.is_running() or process.status() == psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return True
-
-
 def start(code: str, *arguments: str, **environment: str) -> tuple[subprocess.Popen[str], psutil.Process]:
     """Start Python on `code`; return it and the process whose id it prints first."""
     inherited = {name: value for name, value in os.environ.items() if not name.startswith("PREFECT_")}
@@ -77,10 +70,10 @@ def start(code: str, *arguments: str, **environment: str) -> tuple[subprocess.Po
 def test_a_child_that_is_watched_ends_with_its_parent(number: signal.Signals) -> None:
     """Also where the parent can run nothing any more. Control: the next test."""
     parent, child = start(PARENT, "guarded")
-    assert not gone(child)
+    assert alive(child)
     parent.send_signal(number)
     parent.wait(10)
-    assert came_true(lambda: gone(child), 10)
+    assert came_true(lambda: not alive(child), 10)
 
 
 def test_a_child_that_is_not_watched_stays() -> None:
@@ -89,7 +82,7 @@ def test_a_child_that_is_not_watched_stays() -> None:
     parent.kill()
     parent.wait(10)
     try:
-        assert not came_true(lambda: gone(child), 0.5)
+        assert not came_true(lambda: not alive(child), 0.5)
     finally:
         child.kill()
 
@@ -111,7 +104,7 @@ def test_a_command_can_still_tell_its_server_when_its_whole_group_gets_a_signal(
     os.killpg(command.pid, number)
     assert command.communicate(timeout=60)[0] == "told\n"
     assert command.returncode in (128 + number, -number)
-    assert came_true(lambda: gone(server), 20)
+    assert came_true(lambda: not alive(server), 20)
     command, server = start(TELLING, **with_server(tmp_path))
     server.kill()
     command.send_signal(number)
@@ -122,10 +115,10 @@ def test_no_server_outlives_a_killed_command(tmp_path: Path) -> None:
     """SIGKILL of a command whose temporary server is up and answers, in a folder of which not even the parent was."""
     command, server = start(COMMAND, **with_server(tmp_path / "missing" / "home"))
     assert "uvicorn" in " ".join(server.cmdline())
-    assert not gone(server)
+    assert alive(server)
     command.kill()
     command.wait(10)
-    assert came_true(lambda: gone(server), 20)
+    assert came_true(lambda: not alive(server), 20)
 
 
 def test_a_home_that_cannot_be_made_is_the_users_mistake(tmp_path: Path) -> None:

@@ -7,7 +7,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from concurrent.futures import Future
 from concurrent.futures.process import BrokenProcessPool
@@ -21,6 +20,8 @@ from configs.errors import UserError
 from configs.schema import RewardConfig
 from rewards.guard import reward_and_parts
 from rewards.scoring import RewardPool, Sample, Score, check_failures, default_workers, log_failures
+from tests.processes import alive
+from tests.waiting import came_true
 
 FAILED = -1.5
 DIED = "the worker process died"
@@ -243,18 +244,6 @@ if __name__ == "__main__":
 """
 
 
-def alive(pid: int) -> bool:
-    stat = Path(f"/proc/{pid}/stat")
-    return stat.exists() and stat.read_text().rpartition(")")[2].split()[0] not in "ZX"
-
-
-def until(condition: Any, seconds: float = 20.0) -> bool:
-    ends = time.monotonic() + seconds
-    while not condition() and time.monotonic() < ends:
-        time.sleep(0.05)
-    return bool(condition())
-
-
 def test_a_killed_owner_leaves_no_worker(tmp_path: Path) -> None:
     """`kill -9` of the training ends its workers too, even in a hang in C from which no Python code can run."""
     script, notes = tmp_path / "owner.py", tmp_path / "notes"
@@ -263,12 +252,12 @@ def test_a_killed_owner_leaves_no_worker(tmp_path: Path) -> None:
     path = os.pathsep.join([str(Path(__file__).parents[2]), str(Path(__file__).parent)])
     owner = subprocess.Popen([sys.executable, script, notes], env={**os.environ, "PYTHONPATH": path})
     try:
-        assert until(lambda: len(list(notes.iterdir())) == 2)
+        assert came_true(lambda: len(list(notes.iterdir())) == 2, 20)
         workers = [int(note.name) for note in notes.iterdir()]
         assert all(map(alive, workers))
         owner.kill()
         owner.wait()
-        assert until(lambda: not any(map(alive, workers)))
+        assert came_true(lambda: not any(map(alive, workers)), 20)
     finally:
         owner.kill()
         for note in filter(lambda note: alive(int(note.name)), notes.iterdir()):
