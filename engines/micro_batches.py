@@ -1,17 +1,22 @@
 """Which rows go together: rows to ranks and micro-batches, so that every rank has equal work and prompts stay shared.
 
 The samples of a prompt stand next to each other, and the forward pass computes a prompt once for all its samples in a
-micro-batch (engines/packing.py). So the rows are laid out as one line, prompt by prompt, and the line is cut into
-pieces of equal length: at most one prompt per cut is computed twice, and as each cut is made at the row nearest to
-its ideal place, errors do not add up over a rank's micro-batches.
+micro-batch (engines/packing.py). So the rows are laid out as one line, prompt by prompt. The line is cut into equal
+shares, one a rank, each cut at the row nearest to its ideal place; every share is filled into as few micro-batches
+as its tokens need, and these are then made as even as that number allows. A cut computes at most one prompt twice.
 
 The plan is a pure function of the rows, so every rank computes the same plan by itself and nothing is sent. All ranks
-run the same number of micro-batches, because gradients are reduced in step.
+run the same number of micro-batches, because gradients are reduced in step. Planning takes time in proportion to the
+rows, for any lengths.
 
-Suffixes: `_B` rows, `_B1` offsets (B+1).
+Suffixes: `_B` rows, `_B1` offsets (B+1), `_U` units (rows that are never cut apart), `_U1` offsets of units.
 """
 
 from __future__ import annotations
+
+from bisect import bisect_left, bisect_right
+from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 
@@ -24,8 +29,8 @@ def plan_micro_batches(
 ) -> list[list[list[int]]]:
     """Return plan[rank][micro_batch] -> row numbers, each micro-batch within `budget` tokens where rows allow it.
 
-    Every rank gets the same number of micro-batches. A row longer than the budget gets one of its own. A list may
-    be empty when there are fewer rows than places; `pack` then makes a run that counts nothing.
+    Every rank gets the same number of micro-batches. A row longer than the budget gets one of its own. The last
+    lists of a rank may be empty, where it has fewer rows than places; `pack` then makes a run that counts nothing.
 
     Args:
         index_B: the rows to plan; None for all.
@@ -36,20 +41,45 @@ def plan_micro_batches(
     ids_B, prompts_B = rows.prompt_ids_B[index_B], rows.prompts.lengths_B[index_B]
     opens_B = np.append(True, ids_B[1:] != ids_B[:-1])[: len(index_B)]
     line_B1 = offsets_of(rows.responses.lengths_B[index_B] + np.where(opens_B, prompts_B, 0))
-    again_B = np.where(opens_B, 0, prompts_B)  # what a piece that begins with this row computes once more
-    most = max(1, -(-len(index_B) // (together * ranks)))  # a unit each; more would only be empty
-    count = min(most, max(1, -(-int(line_B1[-1]) // (budget * ranks))))
-    while True:
-        cuts = [together * unit for unit in _cuts(line_B1[::together], count * ranks)]
-        pieces = list(zip(cuts[:-1], cuts[1:], strict=True))
-        heaviest = max(
-            (line_B1[stop] - line_B1[start] + again_B[start] for start, stop in pieces if stop - start > together),
-            default=0,
-        )
-        if heaviest <= budget or count >= most:
-            lists = [index_B[start:stop].tolist() for start, stop in pieces]
-            return [lists[rank * count : (rank + 1) * count] for rank in range(ranks)]
-        count += 1
+    line = _Line(line_B1[::together].tolist(), np.where(opens_B, 0, prompts_B)[::together].tolist())
+    shares = _shares(line_B1[::together], ranks)
+    count = max(1, *(len(line.fill(start, stop, budget)) - 1 for start, stop in shares))
+    cuts = [line.spread(start, stop, count, budget) for start, stop in shares]
+    return [_lists(index_B, [together * unit for unit in rank], count) for rank in cuts]
+
+
+@dataclass(frozen=True)
+class _Line:
+    """Units one after another; plain lists, because they are looked at one by one."""
+
+    at_U1: list[int]  # where a unit begins, in tokens
+    again_U: list[int]  # tokens of its prompt, where that began with a unit before: a piece that begins here adds them
+
+    def fill(self, start: int, stop: int, capacity: int) -> list[int]:
+        """Cut units into pieces of at most `capacity` tokens, each as long as can be; a larger unit stands alone."""
+        cuts = [start]
+        while cuts[-1] < stop:
+            unit = cuts[-1]
+            full = bisect_right(self.at_U1, self.at_U1[unit] + capacity - self.again_U[unit], unit + 1, stop + 1) - 1
+            cuts.append(max(unit + 1, full))
+        return cuts
+
+    def spread(self, start: int, stop: int, count: int, budget: int) -> list[int]:
+        """Cut units into `count` pieces within `budget`, the heaviest as light as can be; fewer pieces if units are."""
+        least = min(budget, -(-(self.at_U1[stop] - self.at_U1[start]) // count))
+        capacities = range(least, budget)
+        spare = bisect_left(capacities, True, key=lambda capacity: len(self.fill(start, stop, capacity)) - 1 <= count)
+        cuts = self.fill(start, stop, least + spare)
+        missing = min(count, stop - start) - (len(cuts) - 1)
+        if missing <= 0:
+            return cuts
+        uncut_U = np.setdiff1d(np.arange(start, stop), cuts)  # a piece of two is better than one and an empty run
+        return sorted([*cuts, *uncut_U[np.arange(missing) * len(uncut_U) // missing].tolist()])
+
+
+def _lists(index_B: np.ndarray, cuts: list[int], count: int) -> list[list[int]]:
+    pieces = [index_B[start:stop].tolist() for start, stop in pairwise(cuts)]
+    return pieces + [[] for _ in range(count - len(pieces))]
 
 
 def planned_tokens(rows: Rows, plan: list[list[list[int]]]) -> int:
@@ -62,10 +92,10 @@ def planned_tokens(rows: Rows, plan: list[list[list[int]]]) -> int:
     )
 
 
-def _cuts(line_B1: np.ndarray, pieces: int) -> list[int]:
-    """Rows at which to cut so that each cut is as near as possible to its place on the line."""
-    ideal = line_B1[-1] * np.arange(1, pieces) / pieces
-    after = np.searchsorted(line_B1, ideal)
+def _shares(line_U1: np.ndarray, ranks: int) -> list[tuple[int, int]]:
+    """First and last unit of each rank's share, each cut as near as possible to its place on the line."""
+    ideal = line_U1[-1] * np.arange(1, ranks) / ranks
+    after = np.searchsorted(line_U1, ideal)
     before = np.maximum(after - 1, 0)
-    nearest = np.where(line_B1[after] - ideal <= ideal - line_B1[before], after, before)
-    return [0, *nearest.tolist(), len(line_B1) - 1]
+    nearest = np.where(line_U1[after] - ideal <= ideal - line_U1[before], after, before)
+    return list(pairwise([0, *nearest.tolist(), len(line_U1) - 1]))

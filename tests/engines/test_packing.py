@@ -93,6 +93,46 @@ def test_a_large_budget_needs_one_micro_batch_and_a_small_one_as_many_as_tokens_
     assert fewest <= len(plan_micro_batches(rows, 2, 256)[0]) <= fewest + 2
 
 
+def _long_tailed(count: int, samples: int) -> Rows:
+    """Rows with a prompt of 16 tokens and a few responses much longer than most."""
+    random = np.random.default_rng(count)
+    lengths = np.minimum(random.lognormal(3, 1, count).astype(int) + 1, 240)
+    prompts = [[row // samples] * 16 for row in range(count)]
+    return _rows(prompts, [[0] * int(length) for length in lengths])
+
+
+@pytest.mark.parametrize("samples", [1, 8])
+def test_a_long_tail_needs_no_more_micro_batches_than_filling_them_one_by_one(samples: int) -> None:
+    """The heaviest of them says nothing of the others. Control: cuts at equal distances need far more to respect it."""
+    rows = _long_tailed(400, samples)
+    micro_batches = plan_micro_batches(rows, 1, 256)[0]
+    filled: list[list[int]] = [[]]
+    for row in range(len(rows)):
+        if _load(rows, [*filled[-1], row]) > 256:
+            filled.append([])
+        filled[-1].append(row)
+    assert len(micro_batches) == len(filled)
+    ends_B = np.cumsum(rows.responses.lengths_B)
+    for count in range(len(filled), int(1.3 * len(filled))):
+        cuts = np.searchsorted(ends_B, ends_B[-1] * np.arange(1, count) / count)
+        assert max(_load(rows, part.tolist()) for part in np.split(np.arange(len(rows)), cuts)) > 256
+
+
+def test_micro_batches_are_as_even_as_their_number_allows() -> None:
+    """Ranks that reduce in step wait for the longest each time: 7, 7 and 6 rows of ten tokens, not 9, 9 and 2."""
+    rows = _rows([[row] for row in range(20)], [[0] * 9] * 20)
+    assert [len(micro) for micro in plan_micro_batches(rows, 1, 90)[0]] == [7, 7, 6]
+
+
+@pytest.mark.parametrize("ranks", [1, 4])
+def test_no_place_is_empty_where_there_are_rows_for_all(ranks: int) -> None:
+    """An empty place is a whole pass for nothing. One rank's long rows ask for many places; others split theirs."""
+    rows = _rows([[row] for row in range(64)], [[0] * (60 if row < 8 else 15) for row in range(64)])
+    plan = plan_micro_batches(rows, ranks, 70)
+    assert all(micro for micro_batches in plan for micro in micro_batches)
+    assert len(plan[0]) * 70 * ranks < 1.5 * rows.lengths_B.sum()
+
+
 def test_fewer_rows_than_places_leave_places_empty() -> None:
     """Three rows on two ranks, one row at a time: the fourth place is empty, and still there."""
     plan = plan_micro_batches(_planned(3), 2, 1)
