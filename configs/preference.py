@@ -127,15 +127,21 @@ class PairConfig(Recipe):
     engine: EngineConfig = Field(default_factory=EngineConfig, description="deadlines of the ranks")
     experiment: str = Field("penstock", description="MLflow experiment")
 
+    @property
+    def rows_together(self) -> int:
+        """Rows that no micro-batch cuts apart: a pair's two."""
+        return 2
+
     def engines(self) -> TrainConfig:
         """Return what placing, starting and measuring of engines look at, as the tree that they know."""
+        longest = self.rows_together * self.trainer.max_tokens
         group = GroupConfig(**self.devices.model_dump(), roles=["actor", "rollout"])
         return TrainConfig(
             name=self.name,
             folder=self.folder,
             seed=self.seed,
             model=self.model,
-            sft=SftConfig(**self.trainer.model_dump()),
+            sft=SftConfig(**self.trainer.model_dump() | {"max_tokens": longest}),
             groups={"main": group},
             engine=self.engine,
         )
@@ -154,6 +160,11 @@ class PreferenceConfig(PairConfig):
         refuse(self.data, others, f"with loss '{self.loss.name}'")
         fill(self.data, **{name: name for name in own})
         return self
+
+    @property
+    def rows_together(self) -> int:
+        """Rows that no micro-batch cuts apart."""
+        return 1 if self.loss.labelled else 2
 
 
 class RewardModelConfig(PairConfig):

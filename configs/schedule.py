@@ -45,6 +45,11 @@ def _check_above_zero(value: object) -> object:
 ScheduledAboveZero = Annotated[Scheduled[Number], AfterValidator(_check_above_zero)]
 
 
+def largest(schedule: Number | dict[int, Number]) -> Number:
+    """Return the largest value that is ever in force."""
+    return max(schedule.values()) if isinstance(schedule, dict) else schedule
+
+
 def value_at(schedule: Number | dict[int, Number], iteration: int) -> Number:
     """Return the value in force at `iteration` (the first iteration of a run is 1)."""
     if not isinstance(schedule, dict):

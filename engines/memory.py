@@ -14,8 +14,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from configs.schedule import value_at
-from configs.schema import Role, TrainConfig, TrainerConfig
+from configs.schedule import largest
+from configs.schema import Role, SftConfig, TrainConfig, TrainerConfig
 from engines.activations import in_flight_bytes, kept_bytes, keys_per_token, layer_table, total
 from engines.concurrency import max_sequences
 from engines.placement import reference_is_base, reshard_strategy
@@ -41,7 +41,7 @@ KV_BLOCK = 128  # tokens; vLLM hands out whole blocks
 USEFUL_SEQUENCES = 16  # with room for fewer a rollout hardly moves
 ROOM_TO_STAY = 0.92  # share of free memory that an estimate may fill with a KV cache that stays; gaps need the rest
 GATED = ("llama", "mistral", "qwen2", "qwen3")  # model types whose MLPs engines/gated_products.py replaces
-FORWARD_TOKENS = 16384  # of a reward model's micro-batch (tasks/reward.py)
+SCORED_TOKENS = 16384  # of a reward model's micro-batch
 
 PHASES = {"actor": "update of the actor", "critic": "update of the critic", "sft": "supervised warm-up"}
 
@@ -236,8 +236,7 @@ def _rest(config: TrainConfig, rank: Rank, trained: Mapping[str, TrainerConfig])
 def _update(name: str, trainer: TrainerConfig, config: TrainConfig, rank: Rank, recomputed: Recomputed) -> Parts:
     """What an update needs besides the states, at the end of the forward pass or soon after."""
     shape, stage, width = _shape(name, rank), trainer.zero_stage, rank.width
-    tokens = max(1, value_at(trainer.micro_batch_tokens, 1))
-    prompt, response, samples = _lengths(name, config)
+    tokens, prompt, response, samples = _largest_micro_batch(trainer, config)
     responses = tokens * samples * response // (prompt + samples * response)
     embedding = width * shape.vocabulary * shape.hidden_size
     logits = width * shape.vocabulary * responses
@@ -270,11 +269,18 @@ def _update(name: str, trainer: TrainerConfig, config: TrainConfig, rank: Rank, 
     }
 
 
-def _lengths(name: str, config: TrainConfig) -> tuple[int, int, int]:
-    """Prompt and response tokens of a row, and rows that share a prompt; the longest that there may be."""
-    if name == "sft":
-        return 0, 1, 1  # any token may be a response's
-    return config.data.max_prompt_tokens, config.rollout.max_response_tokens, config.rollout.samples
+def _largest_micro_batch(trainer: TrainerConfig, config: TrainConfig) -> tuple[int, int, int, int]:
+    """Tokens of the largest micro-batch; prompt and response tokens of its rows, and how many share a prompt.
+
+    No row is cut: one that is longer than the budget is a micro-batch of its own.
+    """
+    tokens = max(1, largest(trainer.micro_batch_tokens))
+    if isinstance(trainer, SftConfig):
+        return max(tokens, trainer.max_tokens), 0, 1, 1  # any token may be a response's
+    prompt, response = config.data.max_prompt_tokens, config.rollout.max_response_tokens
+    if prompt + response > tokens:
+        return prompt + response, prompt, response, 1
+    return tokens, prompt, response, config.rollout.samples
 
 
 def _buckets(trained: int, stage: int, rank: Rank) -> int:
@@ -302,12 +308,18 @@ def _start(config: TrainConfig, rank: Rank, trained: Mapping[str, TrainerConfig]
 
 def _forward(config: TrainConfig, rank: Rank) -> int:
     """One block at a time, nothing kept for later."""
-    tokens: dict[Role, int] = {"reference": value_at(config.actor.micro_batch_tokens, 1), "reward": FORWARD_TOKENS}
+    reference, *_ = _largest_micro_batch(config.actor, config)
+    tokens: dict[Role, int] = {"reference": reference, "reward": scored_tokens(config)}
     return max(
         count * total(layer_table(rank.shapes[role], rank.width, rank.device, False))
         for role, count in tokens.items()
         if role in rank.shapes
     )
+
+
+def scored_tokens(config: TrainConfig) -> int:
+    """Return the token budget of a reward model's micro-batch: its tokenizer may make two tokens of each of a row."""
+    return max(SCORED_TOKENS, 2 * (config.data.max_prompt_tokens + config.rollout.max_response_tokens))
 
 
 def kv_cache_bytes(config: TrainConfig, rank: Rank) -> int:

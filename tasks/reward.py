@@ -12,6 +12,7 @@ from prefect.cache_policies import NO_CACHE
 
 from algorithms.overlong import overlong_penalty
 from configs.schema import TrainConfig
+from engines.memory import scored_tokens
 from rewards.scoring import Sample, Score, check_failures, log_failures
 from state.experience import add_columns, read_columns
 from tasks.draw import remember
@@ -111,8 +112,7 @@ def _score_by_model(training: Training, columns: dict[str, list[str]], key: str)
     texts = [prompt + response for prompt, response in zip(columns["prompt"], columns["response"], strict=True)]
     shares = np.array_split(np.arange(len(texts)), len(session.groups["reward"].spec.devices))
     per_rank = [{"texts": [texts[row] for row in share]} for share in shares]
-    budget = training.config.data.max_prompt_tokens + training.config.rollout.max_response_tokens
-    replies = session.call("reward", "score", key, per_rank=per_rank, budget=max(16384, 2 * budget))
+    replies = session.call("reward", "score", key, per_rank=per_rank, budget=scored_tokens(training.config))
     return [Score(float(value), {}, None) for reply in replies for value in reply["scores"]]
 
 

@@ -18,6 +18,7 @@ from transformers import AutoModelForCausalLM, Qwen2Config
 
 from benchmarks import make_model
 from benchmarks.result import read_result
+from configs.preference import PreferenceConfig
 from configs.schema import Role, TrainConfig
 from engines.memory import (
     GIB,
@@ -185,6 +186,52 @@ def test_offloaded_states_are_there_during_their_own_update_alone() -> None:
         assert phases[phase]["actor weights"] == 2_000_000
 
 
+LONG = {"data": {"max_prompt_tokens": 100}, "rollout": {"max_response_tokens": 4900}}
+
+
+@pytest.mark.parametrize(
+    ("phase", "roles", "sections", "budget"),
+    [
+        ("update of the actor", ("actor",), LONG, {"actor": {"micro_batch_tokens": 5000}}),
+        ("supervised warm-up", ("actor",), {"sft": {"max_tokens": 5000}}, {"sft": {"micro_batch_tokens": 5000}}),
+        ("forward passes", ("actor", "reference"), LONG, {"actor": {"micro_batch_tokens": 5000}}),
+    ],
+)
+def test_a_row_longer_than_the_budget_counts_in_full(
+    phase: str, roles: tuple[Role, ...], sections: dict[str, Any], budget: dict[str, Any]
+) -> None:
+    """No row is cut: with a budget of 1,000 tokens the longest row is a micro-batch all the same."""
+    (section,) = budget
+    kl = {"algorithm": {"kl": {}}} if "reference" in roles else {}
+
+    def activations(tokens: int) -> int:
+        own = {**sections.get(section, {}), "micro_batch_tokens": tokens}
+        return _phase(phase, _rank(1, roles=roles), **{**sections, section: own, **kl})["activations"]
+
+    assert activations(1000) == pytest.approx(activations(5000), rel=0.02)  # samples of a prompt may share it there
+    assert activations(10000) > 1.5 * activations(5000)
+
+
+def test_a_schedule_counts_with_its_largest_budget() -> None:
+    """The estimate is of the whole run, not of its first iteration."""
+    first, later, largest = (
+        _phase("update of the actor", _rank(1), actor={"micro_batch_tokens": tokens})
+        for tokens in (16384, {0: 16384, 50: 65536}, 65536)
+    )
+    assert first["activations"] < later["activations"] == largest["activations"]
+
+
+@pytest.mark.parametrize(("loss", "rows"), [("dpo", 2), ("kto", 1)])
+def test_the_longest_pair_counts_with_both_of_its_rows(loss: str, rows: int) -> None:
+    """A micro-batch never cuts a pair; rows with a label stand alone."""
+    config = PreferenceConfig.model_validate({"loss": {"name": loss}, "trainer": {"max_tokens": 20_000}})
+    alone = TrainConfig.model_validate({"sft": {"max_tokens": rows * 20_000}})
+    pair, row = (
+        rank_phases(tree, _rank(1), _every(LOGITS))["supervised warm-up"] for tree in (config.engines(), alone)
+    )
+    assert pair["activations"] == row["activations"]
+
+
 def test_a_reward_model_has_no_logits() -> None:
     """What is trained without rollout has a language head or, as a reward model, a score."""
     config = TrainConfig.model_validate({"sft": {}})
@@ -205,10 +252,10 @@ def test_activations_grow_with_the_micro_batch_and_shrink_with_recomputation() -
     """The micro-batch budget is the knob that a refusal tells the user to turn."""
     small, large = (
         _phase("update of the actor", _rank(1), actor={"micro_batch_tokens": tokens})["activations"]
-        for tokens in (1024, 4096)
+        for tokens in (2048, 8192)  # above the longest row, which is a micro-batch whatever the budget
     )
     assert large == pytest.approx(4 * small, rel=1e-4)
-    again = _phase("update of the actor", _rank(1), ALL, actor={"micro_batch_tokens": 4096})
+    again = _phase("update of the actor", _rank(1), ALL, actor={"micro_batch_tokens": 8192})
     assert again["activations"] < large
 
 
