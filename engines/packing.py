@@ -13,14 +13,16 @@ Left out: which rows go together (engines/micro_batches.py), the forward pass (e
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
 
 from state.experience import Ragged, column_names, offsets_of, read_columns
+
+Batch = TypeVar("Batch")
 
 
 @dataclass(frozen=True)
@@ -79,12 +81,10 @@ class Rows:
         """Prompt plus response tokens per row."""
         return self.prompts.lengths_B + self.responses.lengths_B
 
-    @cached_property
+    @property
     def prompt_ids_B(self) -> np.ndarray:
-        """A number per row, equal where prompts are equal."""
-        numbers: dict[bytes, int] = {}
-        prompts = (self.prompts.row(row).tobytes() for row in range(len(self)))
-        return np.fromiter((numbers.setdefault(prompt, len(numbers)) for prompt in prompts), np.int64, len(self))
+        """A number per row, equal where prompts are equal; found once, also for rows with other columns."""
+        return self.prompts.ids_B
 
     def __len__(self) -> int:
         return len(self.prompts)
@@ -95,6 +95,23 @@ class Rows:
         accepted_B = None if self.accepted_B is None else self.accepted_B[index_B]
         prompts, responses, mask = (column.take(index_B) for column in (self.prompts, self.responses, self.mask))
         return Rows(prompts, responses, mask, columns, accepted_B)
+
+
+@dataclass(frozen=True)
+class PackedInTurn(Sequence[Batch]):
+    """Micro-batches, each packed when its turn comes: while the device works on the one before.
+
+    So one of them is on the device at a time, and the first does not wait for the last.
+    """
+
+    plan: list[list[int]]
+    pack: Callable[[list[int]], Batch]
+
+    def __len__(self) -> int:
+        return len(self.plan)
+
+    def __getitem__(self, number: Any) -> Any:
+        return self.pack(self.plan[number])
 
 
 @dataclass(frozen=True)
@@ -149,15 +166,15 @@ def pack(rows: Rows, index: list[int], device: torch.device) -> PackedBatch:
     )
     weight = 0.0 if not index else 1.0
     return PackedBatch(
-        tokens_N=_to(tokens_N, device),
-        positions_N=_to(positions_N, device),
+        tokens_N=to_device(tokens_N, device),
+        positions_N=to_device(positions_N, device),
         layout=_layout(places, device),
-        predict_T=_to(_predicting(places, responses_at), device),
-        last_B=_to(_last(places), device),
-        targets_T=_to(responses.values_T.astype(np.int64), device),
-        mask_T=_to(mask.values_T.astype(np.float32) * np.float32(weight), device),
-        offsets_B1=_to(responses.offsets_B1, device),
-        columns={name: _to(column.take(chosen_B).values_T, device) for name, column in rows.columns.items()},
+        predict_T=to_device(_predicting(places, responses_at), device),
+        last_B=to_device(_last(places), device),
+        targets_T=to_device(responses.values_T.astype(np.int64), device),
+        mask_T=to_device(mask.values_T.astype(np.float32) * np.float32(weight), device),
+        offsets_B1=to_device(responses.offsets_B1, device),
+        columns={name: to_device(column.take(chosen_B).values_T, device) for name, column in rows.columns.items()},
     )
 
 
@@ -211,8 +228,8 @@ def _layout(places: _Places, device: torch.device) -> PackedLayout:
     if device.type == "cpu":
         slots_K = torch.from_numpy(np.repeat(np.arange(len(keys_S)) * int(keys_S.max()), keys_S) + _ramp(keys_S))
     return PackedLayout(
-        cu_queries_S1=_to(offsets_of(queries_S).astype(np.int32), device),
-        cu_keys_S1=_to(offsets_of(keys_S).astype(np.int32), device),
+        cu_queries_S1=to_device(offsets_of(queries_S).astype(np.int32), device),
+        cu_keys_S1=to_device(offsets_of(keys_S).astype(np.int32), device),
         max_queries=int(queries_S.max()),
         max_keys=int(keys_S.max()),
         sequences=len(keys_S),
@@ -227,7 +244,7 @@ def _shared(queries_S: np.ndarray, before_S: np.ndarray, prompt_S: np.ndarray, d
     copied_C = _into(prompt_S, before_S)
     source_K = np.empty(len(own_N) + len(copies_C), dtype=np.int64)
     source_K[own_N], source_K[copies_C] = np.arange(len(own_N)), copied_C
-    return SharedPrompts(_to(source_K, device), _to(own_N, device), _to(copies_C, device), _to(copied_C, device))
+    return SharedPrompts(*(to_device(array, device) for array in (source_K, own_N, copies_C, copied_C)))
 
 
 def first_seen(ids_B: np.ndarray) -> np.ndarray:
@@ -246,7 +263,8 @@ def _ramp(lengths_B: np.ndarray) -> np.ndarray:
     return np.arange(int(lengths_B.sum())) - np.repeat(offsets_of(lengths_B)[:-1], lengths_B)
 
 
-def _to(array: np.ndarray, device: torch.device) -> torch.Tensor:
+def to_device(array: np.ndarray, device: torch.device) -> torch.Tensor:
+    """Copy an array to the device; a GPU copies while the host goes on."""
     tensor = torch.from_numpy(np.ascontiguousarray(array))
     if device.type == "cpu":
         return tensor

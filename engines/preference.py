@@ -25,7 +25,7 @@ from algorithms.preference import PREFERENCE_LOSSES, is_labelled
 from algorithms.preference.types import LabelInputs, PairInputs, PreferenceOutputs
 from algorithms.segments import segment_sum_torch
 from engines.micro_batches import plan_micro_batches
-from engines.packing import PackedBatch, Rows, pack
+from engines.packing import PackedBatch, PackedInTurn, Rows, pack, to_device
 from engines.trainer import Trainer, reduce_sums
 from state.experience import column_names, read_columns
 
@@ -191,16 +191,16 @@ def _kl(trainer: Trainer, data: PreferenceRows, index_U: np.ndarray, budget: int
 
 def _batches(
     data: PreferenceRows, index_U: np.ndarray, budget: int, together: int, device: torch.device
-) -> list[UnitBatch]:
+) -> PackedInTurn[UnitBatch]:
     """This rank's micro-batches, whole units each; every rank gets the same number of them."""
     index_B = (index_U[:, None] * together + np.arange(together)).ravel()
     rank, world = torch.distributed.get_rank(), torch.distributed.get_world_size()
     plan = plan_micro_batches(data.rows, world, budget, index_B, together)[rank]
-    return [_batch(data, micro, together, device) for micro in plan]
+    return PackedInTurn(plan, lambda micro: _batch(data, micro, together, device))
 
 
 def _batch(data: PreferenceRows, micro: list[int], together: int, device: torch.device) -> UnitBatch:
     index = micro or list(range(together))
     units_U = np.asarray(index[::together]) // together % len(data.numbers_U)  # a mismatched row is its unit's too
-    numbers_U = torch.from_numpy(data.numbers_U[units_U].astype(np.float32)).to(device)
+    numbers_U = to_device(data.numbers_U[units_U].astype(np.float32), device)
     return UnitBatch(pack(data.rows, index, device), numbers_U, 1.0 if micro else 0.0)

@@ -6,7 +6,7 @@ stepping to trainer.py. Suffixes: `_T` response tokens of a micro-batch, `_B` ro
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -23,7 +23,7 @@ from algorithms.segments import segment_sum
 from algorithms.value_losses import clipped_value_loss
 from engines.correction import correct_batch, named_sums, with_mismatch, with_weight_mean
 from engines.micro_batches import plan_micro_batches, planned_tokens
-from engines.packing import PackedBatch, Rows, pack
+from engines.packing import PackedBatch, PackedInTurn, Rows, pack
 from engines.reference import reference_of
 from engines.trainer import Trainer
 from state.experience import Ragged
@@ -201,7 +201,7 @@ def _step(
     denominators = Denominators(float(counted_B.sum()), float((counted_B > 0).sum()), float(max_tokens))
     rank, world = torch.distributed.get_rank(), torch.distributed.get_world_size()
     plan = plan_micro_batches(rows, world, budget, index_B)
-    batches = PackedInTurn(rows, plan[rank], trainer.device)
+    batches = PackedInTurn(plan[rank], lambda micro: pack(rows, micro, trainer.device))
     result = trainer.step(batches, lambda module, batch: loss(module, batch, denominators), learning_rate)
     means = {name: total / denominators.tokens for name, total in result.sums.items() if name != "loss"}
     return {
@@ -211,24 +211,6 @@ def _step(
         "learning_rate": result.learning_rate,
         "computed_share": planned_tokens(rows, plan) / int(rows.lengths_B[index_B].sum()),  # prompts are shared
     }
-
-
-@dataclass(frozen=True)
-class PackedInTurn(Sequence[PackedBatch]):
-    """Micro-batches, each packed when its turn comes: while the device works on the one before.
-
-    So columns that are large (a reference's hidden states) are on the device for one micro-batch at a time.
-    """
-
-    rows: Rows
-    plan: list[list[int]]
-    device: torch.device
-
-    def __len__(self) -> int:
-        return len(self.plan)
-
-    def __getitem__(self, number: Any) -> Any:
-        return pack(self.rows, self.plan[number], self.device)
 
 
 def mini_batch_rows(count: int, split: Split) -> Iterator[np.ndarray]:

@@ -49,6 +49,13 @@ class Ragged:
         """Entries per row."""
         return np.diff(self.offsets_B1)
 
+    @functools.cached_property
+    def ids_B(self) -> np.ndarray:
+        """A number per row, equal where rows are equal."""
+        numbers: dict[bytes, int] = {}
+        rows = (self.row(row).tobytes() for row in range(len(self)))
+        return np.fromiter((numbers.setdefault(row, len(numbers)) for row in rows), np.int64, len(self))
+
     def __len__(self) -> int:
         return len(self.offsets_B1) - 1
 

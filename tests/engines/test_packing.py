@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
 
 from engines.micro_batches import plan_micro_batches, planned_tokens
-from engines.packing import Rows, pack
+from engines.packing import PackedInTurn, Rows, pack
 from state.experience import Ragged
 
 CPU = torch.device("cpu")
@@ -173,6 +174,30 @@ def test_planned_tokens_are_those_that_packing_makes() -> None:
 def test_the_plan_depends_on_the_rows_alone() -> None:
     """Every rank plans by itself: ties must fall the same way everywhere."""
     assert plan_micro_batches(_planned(40, 4), 2, 100) == plan_micro_batches(_planned(40, 4), 2, 100)
+
+
+def test_prompts_are_told_apart_once_for_all_columns_that_rows_are_given() -> None:
+    """A loss that picks tokens adds a column for each mini-batch; to look at all prompts again each time is for nothing.
+
+    Control: other rows have prompts of their own.
+    """
+    rows = _planned(8, 4)
+    assert replace(rows, columns={}).prompt_ids_B is rows.prompt_ids_B
+    assert rows.take(np.array([0, 7])).prompt_ids_B.tolist() == [0, 1]
+
+
+def test_a_micro_batch_is_packed_when_its_turn_comes() -> None:
+    """Packed at once, a whole experience would lie on the device before the first pass."""
+    packed: list[list[int]] = []
+
+    def remember(micro: list[int]) -> list[int]:
+        packed.append(micro)
+        return micro
+
+    for number, micro in enumerate(PackedInTurn([[0, 1], [2], []], remember), start=1):
+        assert len(packed) == number
+        assert packed[-1] is micro
+    assert packed == [[0, 1], [2], []]
 
 
 # ---- a packed micro-batch ------------------------------------------------------------------------------------------
