@@ -209,6 +209,7 @@ def _step(
         "loss": result.sums["loss"],
         "grad_norm": result.grad_norm,
         "learning_rate": result.learning_rate,
+        "micro_batches": float(len(plan[rank])),
         "computed_share": planned_tokens(rows, plan) / int(rows.lengths_B[index_B].sum()),  # prompts are shared
     }
 

@@ -177,7 +177,7 @@ def test_the_plan_depends_on_the_rows_alone() -> None:
 
 
 def test_prompts_are_told_apart_once_for_all_columns_that_rows_are_given() -> None:
-    """A loss that picks tokens adds a column for each mini-batch; to look at all prompts again each time is for nothing.
+    """A loss that picks tokens adds a column per mini-batch, and all prompts need not be looked at again for that.
 
     Control: other rows have prompts of their own.
     """

@@ -243,6 +243,7 @@ def test_micro_batches_without_a_row_change_nothing(
     ranks.build(folder, actor=_trainer(stage))
     path = write_rows(tmp_path / "rows.parquet", few)
     metrics = ranks.ask("update_actor", **_update_actor(path, 1, samples=1))[0]
+    assert metrics["micro_batches"] == len(plan[0])
     _assert_same(metrics, ranks.parameters(), _plain_actor(folder, few))
 
 
