@@ -4,6 +4,8 @@
 #   docker build -t penstock:gpu --build-arg DEVICE=gpu \
 #       --build-arg BASE=nvidia/cuda:13.0.2-runtime-ubuntu24.04 .                GPU; PyTorch brings its own CUDA libraries
 #
+# The image has no git: for benchmarks to name the commit they measured, add --build-arg COMMIT=$(git rev-parse HEAD).
+#
 #   docker run --rm --init -v "$PWD/runs:/penstock/runs" penstock train configs/quickstart.yaml
 #   docker run --rm --init --gpus all --ipc=host -v ... penstock:gpu train recipe.yaml
 #
@@ -49,6 +51,10 @@ RUN if [ "$DEVICE" = cpu ]; then \
     && if [ "$DEVICE" = cpu ]; then python -m penstock.environment --mend; fi
 
 COPY . .
+
+# Last, so that another commit builds no layer anew.
+ARG COMMIT=
+ENV PENSTOCK_COMMIT=$COMMIT
 
 USER penstock
 VOLUME /penstock/runs

@@ -1,4 +1,4 @@
-"""Two results side by side: which figures got worse by more than a tolerance.
+"""Two results side by side: which figures got worse by more than a tolerance, or are no longer there.
 
 Which direction is better follows from a figure's name; a name that says nothing is shown and not judged.
 """
@@ -17,11 +17,14 @@ Verdict = Literal["better", "same", "worse", "not judged"]
 
 @dataclass(frozen=True)
 class Change:
-    """One figure in both results; `ratio` is new over old, None where old is 0."""
+    """One figure of the old result; `new` is None where the new one lacks it.
+
+    `ratio` is new over old, None where there is no new or old is 0.
+    """
 
     name: str
     old: float
-    new: float
+    new: float | None
     ratio: float | None
     verdict: Verdict
 
@@ -38,7 +41,7 @@ def direction(name: str) -> int:
 
 
 def compare(old: BenchResult, new: BenchResult, tolerance: float) -> list[Change]:
-    """Return the figures that both have, in the old one's order.
+    """Return the figures that both have, and those that are judged and the new one lacks, in the old one's order.
 
     Args:
         tolerance: a share of the old figure; a larger change is better or worse.
@@ -50,10 +53,10 @@ def compare(old: BenchResult, new: BenchResult, tolerance: float) -> list[Change
         raise UserError(
             f"these are results of different benchmarks: {old.bench} and {new.bench}", "compare two of the same"
         )
-    both = [name for name in old.figures if name in new.figures]
-    if not both:
+    if not old.figures.keys() & new.figures.keys():
         raise UserError("the two results have no figure in common", "measure both with the same Penstock")
-    return [_change(name, old.figures[name], new.figures[name], tolerance) for name in both]
+    judged = [name for name in old.figures if name in new.figures or direction(name)]
+    return [_change(name, old.figures[name], new.figures.get(name), tolerance) for name in judged]
 
 
 def remarks(old: BenchResult, new: BenchResult) -> list[str]:
@@ -70,7 +73,9 @@ def remarks(old: BenchResult, new: BenchResult) -> list[str]:
     return found
 
 
-def _change(name: str, old: float, new: float, tolerance: float) -> Change:
+def _change(name: str, old: float, new: float | None, tolerance: float) -> Change:
+    if new is None:  # what is no longer measured could hide any regression
+        return Change(name, old, None, None, "worse")
     gain = direction(name) * (new - old)
     verdict: Verdict = "better" if gain > 0 else "worse"
     if not direction(name):

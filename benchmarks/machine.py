@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import platform
+import shutil
 import subprocess
 import sys
 from importlib.metadata import PackageNotFoundError, version
@@ -24,9 +25,12 @@ def provenance(command: str) -> dict[str, Any]:
 
 
 def commit() -> str | None:
-    """Return the commit of this checkout; PENSTOCK_COMMIT says it for a copy without history."""
-    found = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=False)
-    return found.stdout.strip() if found.returncode == 0 else os.environ.get("PENSTOCK_COMMIT")
+    """Return the commit of this checkout; PENSTOCK_COMMIT says it where there is no history, or no git."""
+    if shutil.which("git"):
+        found = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=False)
+        if found.returncode == 0:
+            return found.stdout.strip()
+    return os.environ.get("PENSTOCK_COMMIT") or None
 
 
 def machine() -> str:

@@ -230,7 +230,7 @@ def compare(
     new: Annotated[Path, typer.Argument(help="result file of after")],
     tolerance: Annotated[float, typer.Option(min=0, help="share by which a figure may be worse")] = 0.05,
 ) -> None:
-    """Compare two results; exit code 1 where a figure got worse by more than the tolerance."""
+    """Compare two results; exit code 1 where a figure got worse by more than the tolerance, or is gone."""
     from benchmarks.compare import compare as compare_results
     from benchmarks.compare import remarks
     from benchmarks.result import read_result

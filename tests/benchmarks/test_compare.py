@@ -87,6 +87,13 @@ def test_bytes_that_were_none_may_not_become_some() -> None:
     assert compare(old, old, 0.05)[0].verdict == "same"
 
 
+def test_a_judged_figure_that_is_gone_is_worse() -> None:
+    """Control: one whose name says no direction may go, and a new one may come."""
+    old, new = result(step_s=1.0, mfu=0.4, parameters=3.0), result(step_s=1.0, wake_s=0.1)
+    found = [(change.name, change.new, change.verdict) for change in compare(old, new, 0.05)]
+    assert found == [("step_s", 1.0, "same"), ("mfu", None, "worse")]
+
+
 def test_exit_codes(exit_code: Callable[..., tuple[int | str | None, str]]) -> None:
     old, slower = result(step_s=10.0, mfu=0.4), result(step_s=11.0, mfu=0.4)
     assert exit_code(old, old)[0] == 0
@@ -96,6 +103,10 @@ def test_exit_codes(exit_code: Callable[..., tuple[int | str | None, str]]) -> N
     assert "+10.0%" in text
     assert exit_code(old, slower, "--tolerance", "0.2")[0] == 0
     assert exit_code(slower, old)[0] == 0
+    code, text = exit_code(old, result(step_s=10.0))
+    assert code == 1
+    assert "gone" in text
+    assert exit_code(result(step_s=10.0), old)[0] == 0
     assert exit_code(old, result("update", step_s=10.0))[0] == 2
     assert exit_code(old, result(update_s=10.0))[0] == 2
     assert "different machines" in exit_code(old, result(machine="8 x GPU", step_s=10.0))[1]

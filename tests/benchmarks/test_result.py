@@ -80,6 +80,16 @@ def test_peers_are_read_or_refused(tmp_path: Path) -> None:
         read_peers(path)
 
 
+def test_the_commit_is_known_without_git(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in the image: a measurement that is done must not be lost for it. Control: git's word comes first."""
+    monkeypatch.setenv("PENSTOCK_COMMIT", "abc")
+    assert new_result("step", "a command", {"step_s": 1.5}).commit != "abc"
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert new_result("step", "a command", {"step_s": 1.5}).commit == "abc"
+    monkeypatch.setenv("PENSTOCK_COMMIT", "")  # an image that was built without the argument
+    assert new_result("step", "a command", {"step_s": 1.5}).commit is None
+
+
 def test_medians_leave_out_cold_rows_and_absent_metrics() -> None:
     """The slow first row would move the median, and a metric that only some rows have counts where it is."""
     rows = [{"a": 90.0}, {"a": 1.0}, {"a": 2.0, "b": 7.0}, {"a": 4.0}]
