@@ -263,6 +263,7 @@ def test_activations_grow_with_the_micro_batch_and_shrink_with_recomputation() -
     ("name", "size", "roles", "ranks", "gated"),
     [
         ("step_0.5b_h200", "0.5", ("actor", "rollout"), 1, True),
+        ("ragged_step_0.5b_h200", "0.5", ("actor", "rollout"), 1, True),
         ("step_1.5b_h200", "1.5", ("actor", "rollout"), 1, True),
         ("step_7b_h200", "7", ("actor", "rollout"), 1, True),
         ("step_7b_4xh200", "7", ("actor", "rollout"), 4, False),
@@ -270,8 +271,8 @@ def test_activations_grow_with_the_micro_batch_and_shrink_with_recomputation() -
         ("update_1.5b_first_start_h200", "1.5", ("actor",), 1, True),
         ("update_1.5b_h200", "1.5", ("actor",), 1, False),
         ("update_1.5b_flash2_h200", "1.5", ("actor",), 1, False),
-        ("update_ragged_1.5b_h200", "1.5", ("actor",), 1, False),
-        ("update_checkpointing_1.5b_h200", "1.5", ("actor",), 1, False),
+        ("update_ragged_before_1.5b_h200", "1.5", ("actor",), 1, False),
+        ("update_checkpointing_1.5b_h200", "1.5", ("actor",), 1, True),
         ("update_7b_h200", "7", ("actor",), 1, False),
         ("update_7b_2xh200", "7", ("actor",), 2, False),
     ],
