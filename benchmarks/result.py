@@ -36,6 +36,7 @@ class BenchResult(BaseModel):
     versions: dict[str, str] = Field(description="Python and the packages that decide speed")
     figures: Figures = Field(min_length=1, description="the result")
     peers: dict[str, Figures] = Field(default_factory=dict, description="other systems' figures, same work and machine")
+    peers_command: str | None = Field(default=None, description="what added the peers, where the command did not")
     settings: dict[str, Any] = Field(default_factory=dict, description="what was fixed or tuned")
     details: list[dict[str, Any]] = Field(default_factory=list, description="a row per iteration, step or size")
 

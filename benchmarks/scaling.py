@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from benchmarks.machine import commit, machine
 from benchmarks.result import BenchResult, new_result, read_result
 from benchmarks.session import describe
 from configs.errors import UserError
@@ -22,6 +24,7 @@ from configs.schema import TrainConfig
 from engines.machine import visible_gpus
 
 THROUGHPUT = {"step": "response_tokens_per_s_per_gpu", "update": "tokens_per_s_per_gpu"}
+DECIDED = ("attention", "recomputed")  # by what the machine has: a difference is no matter of the number of GPUs
 COLUMNS = {  # of the table: where the time of each count goes
     "step": ("step_s", "rollout_s", "reward_s", "update_s", "overhead_s"),
     "update": ("update_s", "communication_share", "tokens_per_s_per_gpu"),
@@ -54,7 +57,8 @@ def measure(
         one: result of `what` on one GPU, measured before; one GPU is not measured again then.
 
     Raises:
-        UserError: the recipe is wrong or places groups, one of the runs failed, or `one` is not this recipe's.
+        UserError: the recipe is wrong or places groups, one of the runs failed, or `one` is of another recipe, kind of
+            GPU or commit.
     """
     config = load_config(recipe, overrides)
     if config.groups:
@@ -68,22 +72,30 @@ def measure(
             out = Path(scratch) / f"{count}.json"
             arguments = [what, str(recipe), *overrides, *placement(config, count), "--skip", str(skip)]
             _run([*arguments, "--out", str(out)], count)
-            results[count] = read_result(out).figures
-    shares = efficiency({count: figures[THROUGHPUT[what]] for count, figures in results.items()})
+            results[count] = read_result(out)
+    shares = efficiency({count: result.figures[THROUGHPUT[what]] for count, result in results.items()})
     return new_result(
         "scaling",
         command,
         {"scaling_efficiency": shares[counts[-1]], **{f"scaling_efficiency_{n}": shares[n] for n in counts[1:]}},
         settings={"what": what, "gpus": list(counts), "skipped": skip, **describe(config)},
-        details=[{"gpus": count, "scaling_efficiency": shares[count], **figures} for count, figures in results.items()],
+        details=[
+            {"gpus": count, "scaling_efficiency": shares[count], **result.figures, **decided(result)}
+            for count, result in results.items()
+        ],
     )
 
 
-def _measured(path: Path, what: str, config: TrainConfig) -> dict[str, float]:
-    """Return the figures of a result on one GPU.
+def decided(result: BenchResult) -> dict[str, object]:
+    """Return what a result says that its machine decided."""
+    return {name: result.settings[name] for name in DECIDED if name in result.settings}
+
+
+def _measured(path: Path, what: str, config: TrainConfig) -> BenchResult:
+    """Return a result on one GPU.
 
     Raises:
-        UserError: it is of another benchmark or another recipe.
+        UserError: it is of another benchmark, recipe, kind of GPU or commit.
     """
     result = read_result(path)
     if result.bench != what:
@@ -92,7 +104,23 @@ def _measured(path: Path, what: str, config: TrainConfig) -> dict[str, float]:
         raise UserError(
             f"{path} was measured with another recipe: '{other[0]}' differs", "measure it with the same recipe"
         )
-    return result.figures
+    here = (_kind(machine()), commit())
+    if (there := (_kind(result.machine), result.commit)) != here:
+        raise UserError(
+            f"{path} was measured on another kind of GPU or commit: {_shown(there)}, here {_shown(here)}",
+            "leave --one away: one GPU of this machine is measured then",
+        )
+    return result
+
+
+def _kind(line: str) -> str:
+    """Return the line of a machine without its number of GPUs."""
+    return re.sub(r"^\d+ x ", "", line)
+
+
+def _shown(origin: tuple[str, str | None]) -> str:
+    kind, hashed = origin
+    return f"{kind} at {(hashed or 'no commit')[:9]}"
 
 
 def efficiency(throughput: Mapping[int, float]) -> dict[int, float]:

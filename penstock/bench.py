@@ -248,7 +248,8 @@ def compare(
 
 @app.command()
 def peers(
-    out: Annotated[Path, typer.Option(help="JSON file for --peers")],
+    out: Annotated[Path | None, typer.Option(help="JSON file for --peers")] = None,
+    into: Annotated[Path | None, typer.Option(help="a result of the same work and machine, which they join")] = None,
     trl: Annotated[Path | None, typer.Option(help="output of the TRL run")] = None,
     verl: Annotated[Path | None, typer.Option(help="output of the verl run")] = None,
     trl_name: Annotated[str, typer.Option(help="what to call it, with its version")] = "trl",
@@ -258,13 +259,21 @@ def peers(
     import json
 
     from benchmarks.peers import trl_figures, verl_figures
+    from benchmarks.result import read_result, write_result
     from state.files import write_text
 
     if trl is None and verl is None:
         raise UserError("no log given", "name one with --trl or --verl")
+    if out is None and into is None:
+        raise UserError("nothing to write to", "name a file with --out, or a result with --into")
+    result = read_result(into) if into else None
     found = {trl_name: trl_figures(trl)} if trl else {}
     found |= {verl_name: verl_figures(verl)} if verl else {}
-    write_text(out, json.dumps(found, indent=2) + "\n")
+    if out is not None:
+        write_text(out, json.dumps(found, indent=2) + "\n")
+    if into is not None and result is not None:
+        joined = {"peers": result.peers | found, "peers_command": _command()}
+        write_result(into, result.model_copy(update=joined))
     for name, figures in found.items():
         _say(f"{name}: " + ", ".join(f"{figure} {value:g}" for figure, value in figures.items()))
 

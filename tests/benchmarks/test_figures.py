@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -63,6 +64,7 @@ def test_a_result_on_one_gpu_is_the_recipes_or_refused(tmp_path: Path, monkeypat
     monkeypatch.setattr("benchmarks.scaling._run", lambda arguments, count: _answer(Path(arguments[-1]), count))
     result = scaling.measure(recipe, [], "command", counts=[1, 4], what="step", skip=0, one=one)
     assert [row["gpus"] for row in result.details] == [1, 4]
+    assert [row.get("attention") for row in result.details] == [None, "FlashAttention 4"]
     assert result.figures == {"scaling_efficiency": 0.9, "scaling_efficiency_4": 0.9}
     for overrides, what, message in ((["actor.zero_stage=2"], "step", "'actor' differs"), ([], "update", "of 'step'")):
         with pytest.raises(UserError, match=message):
@@ -71,7 +73,34 @@ def test_a_result_on_one_gpu_is_the_recipes_or_refused(tmp_path: Path, monkeypat
 
 def _answer(path: Path, count: int) -> None:
     assert count == 4, "one GPU was measured again"
-    write_result(path, new_result("step", "command", {"response_tokens_per_s_per_gpu": 90.0}))
+    settings = {"attention": "FlashAttention 4"}
+    write_result(path, new_result("step", "command", {"response_tokens_per_s_per_gpu": 90.0}, settings=settings))
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"machine": "8 x NVIDIA H200"}, None),  # the control: another number of the same kind
+        ({"machine": "1 x NVIDIA H100"}, "NVIDIA H100 at abcdef012, here NVIDIA H200 at abcdef012"),
+        ({"commit": "0123456789abc"}, "NVIDIA H200 at 012345678, here NVIDIA H200 at abcdef012"),
+        ({"commit": None}, "NVIDIA H200 at no commit"),
+    ],
+)
+def test_a_result_on_one_gpu_is_of_this_kind_and_this_commit(
+    changed: dict[str, str], message: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else the efficiency would be that of two GPUs, or of two builds."""
+    recipe, one = tmp_path / "recipe.yaml", tmp_path / "one.json"
+    recipe.write_text("rollout: {prompts: 6}", encoding="utf-8")
+    figures = {"response_tokens_per_s_per_gpu": 100.0}
+    here = {"machine": "1 x NVIDIA H200", "commit": "abcdef0123456"}
+    result = new_result("step", "command", figures, settings=describe(load_config(recipe)))
+    write_result(one, result.model_copy(update=here | changed))
+    monkeypatch.setattr("benchmarks.scaling._run", lambda arguments, count: _answer(Path(arguments[-1]), count))
+    monkeypatch.setattr("benchmarks.scaling.machine", lambda: "4 x NVIDIA H200")
+    monkeypatch.setattr("benchmarks.scaling.commit", lambda: here["commit"])
+    with pytest.raises(UserError, match=message) if message else nullcontext():
+        scaling.measure(recipe, [], "command", counts=[4], what="step", skip=0, one=one)
 
 
 def test_counts_of_gpus_are_a_rising_list(monkeypatch: pytest.MonkeyPatch) -> None:

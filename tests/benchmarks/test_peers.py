@@ -7,7 +7,9 @@ from pathlib import Path
 import pytest
 
 from benchmarks.peers import trl_figures, verl_figures
+from benchmarks.result import new_result, read_result, write_result
 from configs.errors import UserError
+from penstock.bench import peers
 
 TRL = """
 Loading checkpoint shards: 100%
@@ -76,6 +78,20 @@ def test_verl_lines_give_medians_without_the_first(tmp_path: Path) -> None:
 
 def test_verl_console_lines_are_read_as_well(tmp_path: Path) -> None:
     assert verl_figures(log(tmp_path, VERL_CONSOLE)) == {"step_s": 61.0, "rollout_s": 30.5, "mfu": 0.34}
+
+
+def test_peers_join_a_result_that_says_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the result held stays. Control: without a place to write to nothing is read."""
+    path = tmp_path / "step.json"
+    write_result(path, new_result("step", "the first command", {"step_s": 17.0}, peers={"verl": {"step_s": 60.0}}))
+    monkeypatch.setattr("sys.argv", ["penstock", "bench", "peers", "--into", "step.json"])
+    peers(into=path, trl=log(tmp_path, TRL), trl_name="TRL 1.16")
+    result = read_result(path)
+    assert result.peers == {"verl": {"step_s": 60.0}, "TRL 1.16": {"step_s": 48.1, "peak_gib": 79.0}}
+    assert (result.command, result.figures) == ("the first command", {"step_s": 17.0})
+    assert result.peers_command == "penstock bench peers --into step.json"
+    with pytest.raises(UserError, match="nothing to write to"):
+        peers(trl=tmp_path / "peer.log")
 
 
 def test_logs_without_a_second_step_are_refused(tmp_path: Path) -> None:
