@@ -42,6 +42,7 @@ FIGURES = {
     "rollout_mfu": "rollout/mfu",
     "communication_share": "actor/communication_share",
     "engine_balance": "rollout/engine_balance",
+    "parallel_efficiency": "ranks/parallel_efficiency",
     "clock_mhz": "gpu/clock_mhz",
     "clock_mhz_min": "gpu/clock_mhz_min",
 }

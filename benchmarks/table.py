@@ -61,8 +61,8 @@ def comparison_table(old: BenchResult, new: BenchResult, changes: Sequence[Chang
         table.add_column(name, justify="left" if name == "figure" else "right")
     for change in changes:
         percent = "" if change.ratio is None else f"{change.ratio - 1:+.1%}"
-        new = "gone" if change.new is None else shown(change.name, change.new)
-        cells = [shown(change.name, change.old), new, percent]
+        after = "gone" if change.new is None else shown(change.name, change.new)
+        cells = [shown(change.name, change.old), after, percent]
         table.add_row(change.name, *cells, Text(change.verdict, COLOURS[change.verdict]))
     return table
 

@@ -3,7 +3,8 @@
 Sources: what each command used on its ranks (`Session.usage`, gathered by `Session.call`), the tasks' own seconds,
 and the GPU sampler. None of it is a task: the figures are sums of what is known already.
 
-Left out: efficiency over several numbers of GPUs, which takes several runs (benchmarks/).
+Left out: scaling efficiency, which compares several numbers of GPUs and so takes several runs (`penstock bench
+scaling`). What one run can say of it is `parallel_efficiency`.
 """
 
 from __future__ import annotations
@@ -137,12 +138,27 @@ def utilisation(training: Training, iteration: int, metrics: Mapping[str, float]
     figures = shares(metrics, usage, iteration)
     if "reference" in session.groups:
         figures |= role_figures(training, "reference", f"{iteration}/logprobs_reference")
-    figures |= memory(usage)
+    figures |= memory(usage) | parallel_efficiency(usage)
     if session.gpu_sampler is not None:
         figures |= session.gpu_sampler.take(metrics["time/iteration_s"])
     _warn_of_fragments(training, figures)
     session.usage.clear()
     return figures
+
+
+def parallel_efficiency(usage: Mapping[str, list[dict[str, float]]]) -> dict[str, float]:
+    """Return `ranks/parallel_efficiency`, 0 to 1: of the ranks' time in an iteration's commands the share of work.
+
+    It is the POP model's (https://pop-coe.eu/node/69): load balance times communication efficiency, which is the work
+    of all ranks over what they would have done without waiting for the slowest and without communicating. Of several
+    commands each counts with its ranks and its time. Collectives are known of updates, and a reshard is one; those
+    inside other commands count as work. Nothing where each command has one rank.
+    """
+    apart = {key: ranks for key, ranks in usage.items() if key.partition("/")[2] != "reshard"}
+    if all(len(ranks) == 1 for ranks in apart.values()):
+        return {}
+    worked = sum(rank["seconds"] - rank.get("communication_s", 0.0) for ranks in apart.values() for rank in ranks)
+    return {"ranks/parallel_efficiency": worked / sum(len(ranks) * slowest(ranks) for ranks in usage.values())}
 
 
 def shares(

@@ -12,7 +12,7 @@ from configs.schema import TrainConfig
 from engines.flops import peak_flops
 from tasks import utilisation as module
 from tasks.session import Training
-from tasks.utilisation import memory, role_figures, shares, speed, utilisation
+from tasks.utilisation import memory, parallel_efficiency, role_figures, shares, speed, utilisation
 
 H200 = ("NVIDIA H200", "bfloat16")
 SERIAL = {"time/rollout_s": 5.0, "time/reward_s": 1.0, "time/advantage_s": 0.5, "time/reshard_s": 0.1}
@@ -102,6 +102,29 @@ def test_memory_is_the_worst_ranks_and_the_fullest_moment() -> None:
         "memory/allocated_share": 0.75,
     }
     assert memory({"3/rollout": [{"seconds": 1.0}]}) == {}
+
+
+def test_parallel_efficiency_is_work_over_the_ranks_time() -> None:
+    """Two ranks: one waits 2 of 8 seconds of a rollout; of an update's 4 one is in collectives for 1, one for 0.5.
+
+    Load balance 14/16 and communication efficiency 6.5/8, weighted by their time: 20.5 of 24 seconds.
+    """
+    rollout = {"1/rollout": [{"seconds": 8.0}, {"seconds": 6.0}]}
+    update = {"1/update_actor": [{"seconds": 4.0, "communication_s": part} for part in (1.0, 0.5)]}
+    name = "ranks/parallel_efficiency"
+    assert parallel_efficiency(rollout) == {name: pytest.approx(14 / 16)}
+    assert parallel_efficiency(update) == {name: pytest.approx(6.5 / 8)}
+    assert parallel_efficiency(rollout | update) == {name: pytest.approx(20.5 / 24)}
+    reshard = {"1/reshard": [{"seconds": 1.0}, {"seconds": 1.0}]}
+    assert parallel_efficiency(rollout | update | reshard) == {name: pytest.approx(20.5 / 26)}
+
+
+def test_ranks_that_never_wait_are_fully_used_and_one_alone_has_no_such_figure() -> None:
+    """Controls: even ranks without collectives lose nothing, however long; nobody waits for a rank alone."""
+    even = {"1/rollout": [{"seconds": 8.0}] * 2, "1/update_actor": [{"seconds": 4.0, "communication_s": 0.0}] * 2}
+    assert parallel_efficiency(even) == {"ranks/parallel_efficiency": 1.0}
+    alone = {"1/rollout": [{"seconds": 8.0}], "1/reshard": [{"seconds": 1.0}] * 2}
+    assert parallel_efficiency(alone) == parallel_efficiency({}) == {}
 
 
 @pytest.fixture
