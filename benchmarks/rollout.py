@@ -9,8 +9,11 @@ from benchmarks.result import BenchResult, medians, new_result, steady
 from benchmarks.session import describe, device_count, rollout_groups, settings_of
 from configs.schema import TrainConfig
 from state.manifest import Progress
+from tasks.draw import draw
 from tasks.rollout import rollout
+from tasks.session import Training
 
+Prompts = list[list[int]]  # token ids by prompt
 FIGURES = {
     "rollout_s": "time/rollout_s",
     "rollout_tokens_per_s": "rollout/tokens_per_s",
@@ -21,8 +24,8 @@ FIGURES = {
 }
 
 
-def measure(config: TrainConfig, command: str, *, rounds: int, skip: int) -> BenchResult:
-    """Generate `rounds` iterations' worth of responses; return the medians after the first `skip`.
+def measure(config: TrainConfig, command: str, *, rounds: int, skip: int) -> tuple[BenchResult, list[Prompts]]:
+    """Generate `rounds` iterations' worth of responses; return the medians after the first `skip`, and all prompts.
 
     Raises:
         UserError: the recipe is wrong, or too few rounds are asked for.
@@ -30,17 +33,26 @@ def measure(config: TrainConfig, command: str, *, rounds: int, skip: int) -> Ben
     steady(range(rounds), skip)
     with rollout_groups(config) as (training, progress):
         progress.start(rounds)
-        rows = []
+        rows, prompts = [], []
         for number in range(1, rounds + 1):
             at = Progress(prompt_cursor=(number - 1) * config.rollout.prompts)
+            prompts.append(drawn(training, number, at.prompt_cursor))
             rows.append(rollout.fn(training, settings_of(training.config, number), at).metrics)
             progress.advance(number, rows[-1])
     figures = medians(steady(rows, skip), FIGURES)
     figures["rollout_tokens_per_s_per_gpu"] = figures["rollout_tokens_per_s"] / device_count(config, "rollout")
-    return new_result(
+    result = new_result(
         "rollout",
         command,
         figures,
         settings={"rounds": rounds, "skipped": skip, **describe(config)},
         details=[{"round": number, **row} for number, row in enumerate(rows, start=1)],
     )
+    return result, prompts
+
+
+def drawn(training: Training, iteration: int, cursor: int) -> Prompts:
+    """Return the prompts that an iteration's rollout answers, as the rollout draws them."""
+    rows = draw(training, iteration, cursor, training.config.rollout.prompts)
+    tokens = training.session().prompts["train"].frame["prompt_tokens"].iloc[rows]
+    return [row.tolist() for row in tokens]

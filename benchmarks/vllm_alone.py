@@ -1,10 +1,10 @@
 """vLLM by itself on a recipe's rollout: `LLM.generate` in a process of its own, with nothing of Penstock's around it.
 
-It is what a rollout is compared with: the same model, sampling, number of sequences and KV cache, prompts of the same
-length (random tokens, a prompt's samples from one request), no log-probs, no text. Run as a program with a `Work` as
-JSON; prints a JSON list of tokens per second.
+It is what a rollout is compared with: the same model, prompts, sampling, number of sequences and KV cache (a prompt's
+samples from one request), no log-probs, no text. Run as a program that reads a `Work` as JSON; prints a JSON list of
+tokens per second.
 
-Left out: several engines or GPUs, and prompts of a dataset.
+Left out: several engines or GPUs.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from pathlib import Path
 from pydantic import BaseModel
 
 from benchmarks.result import steady
+from benchmarks.rollout import Prompts
 from benchmarks.session import settings_of
 from configs.errors import UserError
 from configs.schema import RolloutConfig, TrainConfig
@@ -28,17 +29,20 @@ from engines.launch import FORCED_VARIABLES
 
 
 class Work(BaseModel):
-    """`rounds` times the rollout of one iteration."""
+    """The rollouts of some iterations."""
 
     folder: Path
     rollout: RolloutConfig
     temperature: float
     prompt_tokens: int
-    rounds: int
+    prompts: list[Prompts]
 
 
-def measure(config: TrainConfig, rounds: int, skip: int) -> dict[str, dict[str, float]]:
+def measure(config: TrainConfig, prompts: list[Prompts], skip: int) -> dict[str, dict[str, float]]:
     """Return vLLM's tokens per second under its name and version; the median after the first `skip` rounds.
+
+    Args:
+        prompts: by round, those that the rollout answered.
 
     Raises:
         UserError: the recipe's model is not a folder, or vLLM stopped.
@@ -50,11 +54,12 @@ def measure(config: TrainConfig, rounds: int, skip: int) -> dict[str, dict[str, 
         rollout=config.rollout,
         temperature=settings_of(config, 1).temperature,
         prompt_tokens=config.data.max_prompt_tokens,
-        rounds=rounds,
+        prompts=prompts,
     )
-    command = [sys.executable, "-m", "benchmarks.vllm_alone", work.model_dump_json()]
+    command = [sys.executable, "-m", "benchmarks.vllm_alone"]
     environment = os.environ | FORCED_VARIABLES | {"VLLM_LOGGING_LEVEL": "ERROR"}
-    ended = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=False)
+    asked = work.model_dump_json()
+    ended = subprocess.run(command, env=environment, input=asked, stdout=subprocess.PIPE, text=True, check=False)
     if ended.returncode:
         raise UserError(f"vLLM by itself ended with exit code {ended.returncode}", "its messages are above")
     version, rates = json.loads(ended.stdout.splitlines()[-1])
@@ -63,7 +68,6 @@ def measure(config: TrainConfig, rounds: int, skip: int) -> dict[str, dict[str, 
 
 def _rates(work: Work) -> tuple[str, Sequence[float]]:
     """Generate all rounds; return vLLM's version and each round's tokens per second."""
-    import numpy as np
     import torch
     import vllm
     from transformers import AutoConfig
@@ -96,10 +100,8 @@ def _rates(work: Work) -> tuple[str, Sequence[float]]:
         ignore_eos=config.ignore_eos,
         detokenize=False,
     )
-    draw = np.random.default_rng(0)
     rates = []
-    for _ in range(work.rounds):
-        rows = draw.integers(2, model.vocab_size - 2, (config.prompts, work.prompt_tokens)).tolist()
+    for rows in work.prompts:
         prompts = [vllm.TokensPrompt(prompt_token_ids=row) for row in rows]
         began = time.perf_counter()
         outputs = llm.generate(prompts, parameters, use_tqdm=False)
@@ -109,4 +111,4 @@ def _rates(work: Work) -> tuple[str, Sequence[float]]:
 
 
 if __name__ == "__main__":
-    print(json.dumps(_rates(Work.model_validate_json(sys.argv[1]))))
+    print(json.dumps(_rates(Work.model_validate_json(sys.stdin.read()))))

@@ -105,8 +105,8 @@ def rollout(
 
     with tempfile.TemporaryDirectory() as folder:
         config = _load(recipe, overrides, folder)
-        result = measure(config, _command(), rounds=rounds, skip=skip)
-        peers = vllm_alone.measure(config, rounds, skip) if beside_vllm else {}
+        result, asked = measure(config, _command(), rounds=rounds, skip=skip)
+        peers = vllm_alone.measure(config, asked, skip) if beside_vllm else {}
     _finish(result.model_copy(update={"peers": peers}), out)
 
 

