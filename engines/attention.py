@@ -8,7 +8,7 @@ looks right.
 Where responses share a prompt (engines/packing.py), its keys and values are repeated for each of them; a response's
 queries are the last of their sequence, which is how the causal kernel aligns fewer queries than keys.
 
-Left out: attention sinks and capped scores (refused when a model is loaded, engines/models.py).
+Left out: attention sinks and capped scores (refused before a model is trained, engines/architecture.py, and here).
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
 
+from engines.architecture import unpackable
 from engines.packing import PackedLayout, SharedPrompts
 from engines.versions import causal_varlen_attention
 
@@ -35,6 +36,8 @@ def packed_attention(
     packing: PackedLayout,
     scaling: float | None = None,
     sliding_window: int | None = None,
+    s_aux: torch.Tensor | None = None,
+    softcap: float | None = None,
     **_: Any,
 ) -> tuple[torch.Tensor, None]:
     """Causal attention within each packed sequence.
@@ -43,10 +46,16 @@ def packed_attention(
         query: [1, heads, N, head size]; key and value: [1, kv heads, N, head size].
         packing: where the sequences lie.
         sliding_window: a token sees itself and this many less one before it; None: all before it.
+        s_aux, softcap: what transformers calls attention sinks and the cap of the scores.
 
     Returns:
         [1, N, heads, head size], and no attention weights.
+
+    Raises:
+        UserError: the model has sinks or a cap, which are left out.
     """
+    if s_aux is not None or softcap is not None:
+        raise unpackable("the model", "has attention sinks" if softcap is None else "caps its attention scores")
     query_N, key_N, value_N = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
     key_K, value_K = (repeat_prompts(tensor_N, packing.shared) for tensor_N in (key_N, value_N))
     if packing.slots_K is None:

@@ -16,7 +16,7 @@ own. That is two matrix products more; a chunk is half as long, so that both mod
 
 Suffixes: `_T` tokens, `_C` tokens of a chunk, `_H` hidden size, `_V` vocabulary (`_K` blocks of `_B` entries); `raw`
 logits are unscaled.
-Left out: bias of the language head (refused when a model is loaded, engines/models.py).
+Left out: bias of the language head (refused before a model is trained, engines/architecture.py).
 """
 
 from __future__ import annotations

@@ -23,14 +23,12 @@ from transformers import (
 )
 
 from configs.errors import UserError
+from engines.architecture import check_architecture, unpackable
 from engines.attention import NAME as PACKED_ATTENTION
 from engines.logprobs import Reference, selected_logprobs, selected_logprobs_and_kl
 from engines.lora import ADAPTER_FOLDER, adapted_layers, blocks, merged_state, write_adapter
 from engines.packing import PackedBatch
 from engines.versions import prepare_compiler
-
-# What some models do to scores and logits outside the layers that are called here.
-UNSUPPORTED = ("attn_logit_softcapping", "final_logit_softcapping", "logit_scale", "logits_scaling")
 
 
 class PackedPolicy(nn.Module):
@@ -129,7 +127,7 @@ def load_causal_lm(path: str | Path, dtype: torch.dtype, gradient_checkpointing:
     """Load a causal LM folder with packed attention, on the CPU.
 
     Raises:
-        UserError: the folder is no Hugging Face model, or it needs an attention that packing does not provide.
+        UserError: packed training does not provide all that the model does (engines/architecture.py).
     """
     lm = _load(AutoModelForCausalLM, path, dtype)
     if gradient_checkpointing:
@@ -178,15 +176,22 @@ def start_reward_model(path: str | Path, dtype: torch.dtype, gradient_checkpoint
 
 
 def _load(kind: Any, path: str | Path, dtype: torch.dtype, **settings: Any) -> PreTrainedModel:
-    config = AutoConfig.from_pretrained(path, local_files_only=True)
-    if unknown := [name for name in UNSUPPORTED if getattr(config, name, None) not in (None, 1.0)]:
-        raise UserError(
-            f"{path} sets '{unknown[0]}': it changes scores or logits in a way that packed training does not provide",
-            "use another model",
-        )
+    _check_packable(kind, path)
     return kind.from_pretrained(
         path, dtype=dtype, local_files_only=True, attn_implementation=PACKED_ATTENTION, **settings
     )
+
+
+def _check_packable(kind: Any, path: str | Path) -> None:
+    """Check a model's configuration, names and class before its weights are read."""
+    config = AutoConfig.from_pretrained(path, local_files_only=True)
+    with torch.device("meta"):
+        shapes = kind.from_config(config)
+    check_architecture(config.to_dict(), (name for name, _ in shapes.named_parameters()), path)
+    if shapes._is_stateful:
+        raise unpackable(path, "carries a state from token to token")
+    if not shapes._supports_attention_backend:
+        raise unpackable(path, "has an attention of its own, which cannot be replaced")
 
 
 @torch.no_grad()

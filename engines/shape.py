@@ -90,7 +90,7 @@ def read_shape(folder: Path) -> ModelShape:
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     heads = config["num_attention_heads"]
     windowed_layers = _windowed_layers(config)
-    numels = {name: numel for path in folder.glob("*.safetensors") for name, numel in _numels(path).items()}
+    numels = {name: prod(shape) for name, shape in weight_shapes(folder).items()}
     return ModelShape(
         parameters=sum(numels.values()),
         layers=config["num_hidden_layers"],
@@ -110,9 +110,14 @@ def read_shape(folder: Path) -> ModelShape:
 
 def layer_names(folder: Path) -> set[str]:
     """Return the last names of the layers with a matrix inside a model's blocks, from its weight files' headers."""
-    shapes = {name: entry for path in folder.glob("*.safetensors") for name, entry in _header(path).items()}
-    within = (name.split(".") for name, entry in shapes.items() if len(entry["shape"]) == 2)
+    within = (name.split(".") for name, shape in weight_shapes(folder).items() if len(shape) == 2)
     return {parts[-2] for parts in within if parts[-1] == "weight" and any(part.isdigit() for part in parts)}
+
+
+def weight_shapes(folder: Path) -> dict[str, list[int]]:
+    """Return the shapes of a model's weights by name, from its files' headers."""
+    headers = (_header(path) for path in folder.glob("*.safetensors"))
+    return {name: entry["shape"] for header in headers for name, entry in header.items()}
 
 
 def _windowed_layers(config: dict[str, Any]) -> int:
@@ -122,11 +127,6 @@ def _windowed_layers(config: dict[str, Any]) -> int:
     if "layer_types" in config:
         return int(config["layer_types"].count("sliding_attention"))
     return int(config["num_hidden_layers"] - config.get("max_window_layers", 0))
-
-
-def _numels(path: Path) -> dict[str, int]:
-    """Parameters in a safetensors file by name."""
-    return {name: prod(entry["shape"]) for name, entry in _header(path).items()}
 
 
 def _header(path: Path) -> dict[str, Any]:

@@ -16,6 +16,7 @@ from data.agents import agent_numbers
 from data.arithmetic import make_problems
 from data.prompts import refuse_reserved
 from data.rows import read_rows, require_columns, require_filled
+from engines.architecture import check_architecture
 from engines.machine import free_gpu_bytes, free_host_bytes, has_gated_products, visible_gpus
 from engines.memory import (
     GIB,
@@ -29,7 +30,7 @@ from engines.memory import (
     weight_width,
 )
 from engines.placement import place
-from engines.shape import ModelShape, layer_names, read_shape
+from engines.shape import ModelShape, layer_names, read_shape, weight_shapes
 from environments.loading import load_environment
 from evaluators.loading import load_evaluators
 from rewards.function import load_reward_function
@@ -97,10 +98,10 @@ def check_model(config: TrainConfig) -> None:
 
 
 def check_model_folder(folder: Path, key: str) -> None:
-    """Check that `folder` looks like a Hugging Face model folder.
+    """Check that `folder` looks like a Hugging Face model folder, of a model that packed training runs rightly.
 
     Raises:
-        UserError: it does not exist, or a file is missing or damaged.
+        UserError: it does not exist, a file is missing or damaged, or see `engines.architecture`.
     """
     if not folder.is_dir():
         raise UserError(
@@ -124,6 +125,8 @@ def check_model_folder(folder: Path, key: str) -> None:
         raise UserError(
             f"{key}: {folder} is damaged: {error}", "copy it anew; in a Git clone, 'git lfs pull'"
         ) from None
+    settings = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    check_architecture(settings, weight_shapes(folder), f"{key}: {folder}")
 
 
 def check_one_label(folder: Path, key: str) -> None:

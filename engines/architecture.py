@@ -1,0 +1,52 @@
+"""Which causal LMs packed training runs as their authors meant: the others are refused before they are trained wrongly.
+
+Sequences lie side by side in one run of tokens (engines/packing.py): only an attention that is told where they lie
+keeps them apart, and log-probs come from the language head's weight alone (engines/logprobs.py). What is looked at is
+the configuration and the names of the weights, so the checks before anything starts need no torch.
+
+Left out: what only a model's class says (engines/models.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from configs.errors import UserError
+
+# What some models do to scores and logits outside the layers that are called.
+UNSUPPORTED = ("attn_logit_softcapping", "final_logit_softcapping", "logit_scale", "logits_scaling")
+LAYERS = {"full_attention", "sliding_attention"}  # those that `packed_attention` computes
+MIXERS = {"A_log", "conv", "conv1d"}  # state space, linear attention, convolution: their state crosses sequences
+REMEDY = "use another model, e.g. of the Llama, Qwen3, Gemma 3 or OLMo 2 family"
+
+
+def check_architecture(settings: Mapping[str, Any], weights: Iterable[str], where: str | Path) -> None:
+    """Check that packed training provides all that a model does.
+
+    Args:
+        settings: its configuration.
+        weights: names of its parameters.
+        where: what the message calls it.
+
+    Raises:
+        UserError: it does not.
+    """
+    if changed := [name for name in UNSUPPORTED if settings.get(name) not in (None, 1.0)]:
+        raise unpackable(where, f"sets '{changed[0]}', which changes scores or logits")
+    if others := sorted(set(settings.get("layer_types") or ()) - LAYERS):
+        raise unpackable(where, f"has layers of the type '{others[0]}', which does not keep packed sequences apart")
+    for name in weights:
+        *scope, module, leaf = name.split(".")
+        if MIXERS.intersection([*scope, module, leaf]):
+            raise unpackable(where, f"has '{name}', part of a layer that carries a state from token to token")
+        if leaf == "sinks":
+            raise unpackable(where, f"has attention sinks ('{name}')")
+        if (module, leaf) == ("lm_head", "bias"):
+            raise unpackable(where, "has a language head with a bias")
+
+
+def unpackable(where: str | Path, what: str) -> UserError:
+    """Return the error of a model that has, sets or is `what`."""
+    return UserError(f"{where} {what}: packed training does not provide that", REMEDY)
