@@ -244,8 +244,9 @@ class TrainerConfig(Section):
     optimizer: OptimizerConfig = Field(default_factory=OptimizerConfig, description="AdamW and its schedule")
     zero_stage: Literal[0, 1, 2, 3] = Field(
         1,
-        description="DeepSpeed ZeRO stage: what is sharded over the ranks; 1: the optimizer's state, gradients are "
-        "reduced once per step; 2: gradients too, reduced with every micro-batch; 3: weights too",
+        description="DeepSpeed ZeRO stage: what is sharded over the ranks; 0: nothing, only for float32 weights; "
+        "1: the optimizer's state, gradients are reduced once per step; 2: gradients too, reduced with every "
+        "micro-batch; 3: weights too",
     )
     gradient_checkpointing: bool | None = Field(
         None,

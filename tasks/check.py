@@ -281,7 +281,7 @@ def check_memory(config: TrainConfig) -> list[GroupEstimate]:
     """Place the groups and compare each rank's estimated memory with what is free.
 
     Raises:
-        UserError: a GPU does not exist, or a rank would not fit.
+        UserError: a GPU does not exist, a rank would not fit, or see `check_zero_stage`.
     """
     shape = _shape(config)
     needed = config.data.max_prompt_tokens + config.rollout.max_response_tokens
@@ -293,6 +293,12 @@ def check_memory(config: TrainConfig) -> list[GroupEstimate]:
         )
     check_tensor_parallel(config.rollout.tensor_parallel, shape)
     estimates = estimate_groups(config)
+    for section, trainer, role in (
+        ("actor", config.actor, "actor"),
+        ("critic", config.critic, "critic"),
+        ("sft", config.sft, "actor"),
+    ):
+        check_zero_stage(config, estimates, section, trainer, role)
     _require_all(estimates, "actor")
     return estimates
 
@@ -306,10 +312,29 @@ def check_finetuning_memory(config: TrainConfig, section: str, scores: bool = Fa
         scores: whether it is a reward model, which has no language head.
 
     Raises:
-        UserError: a GPU does not exist, or a rank would not fit.
+        UserError: as for `check_memory`.
     """
     estimates = estimate_groups(config, PHASES["sft"], scores)
+    check_zero_stage(config, estimates, section, config.sft, "actor")
     _require_all([item for item in estimates if "actor" in item.roles], section)
+
+
+def check_zero_stage(
+    config: TrainConfig, estimates: list[GroupEstimate], section: str, trainer: TrainerConfig | None, role: Role
+) -> None:
+    """Check that DeepSpeed trains the weights of `role` at the section's stage.
+
+    Raises:
+        UserError: stage 0 for bfloat16 weights, beside which it keeps no float32 gradients there.
+    """
+    for estimate in estimates:
+        device = "cpu" if estimate.devices[0] is None else "cuda"
+        if trainer is None or trainer.zero_stage or role not in estimate.roles or weight_width(config, device) == 4:
+            continue
+        raise UserError(
+            f"{section}.zero_stage=0 is for float32 weights, and those of group '{estimate.group}' are bfloat16",
+            f"set {section}.zero_stage=1, which on a single rank is the same, or model.dtype=float32",
+        )
 
 
 def _require_all(estimates: list[GroupEstimate], section: str) -> None:
