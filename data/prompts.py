@@ -154,9 +154,20 @@ def _chats(frame: pd.DataFrame, column: str, source: Path | str) -> list[list[di
                 f"{place(source, row)}: '{column}' is neither text nor a list of messages",
                 'write text, or [{"role": "user", "content": "..."}]',
             )
-        # Arrow gives every message the keys of all messages: null stands for a key that was not there.
-        chats.append([{key: part for key, part in message.items() if part is not None} for message in value])
+        chats.append([_plain(message) for message in value])
     return chats
+
+
+def _plain(value: Any) -> Any:
+    """Return a value of a message as JSON would have it: lists for arrays, and no key whose value is null.
+
+    Arrow gives every object of a column the keys of all of them: null stands for a key that was not there.
+    """
+    if isinstance(value, Mapping):
+        return {key: _plain(part) for key, part in value.items() if part is not None}
+    if isinstance(value, np.ndarray):
+        value = value.tolist()
+    return [_plain(part) for part in value] if isinstance(value, list) else value
 
 
 def _apply_chat_template(
@@ -173,9 +184,10 @@ def _apply_chat_template(
     for row, chat in enumerate(chats):
         try:
             texts.append(str(tokenizer.apply_chat_template(chat, add_generation_prompt=True, tokenize=False)))
-        except TemplateError as error:  # templates refuse roles they do not know, or an order they do not expect
+        # Templates refuse roles they do not know, or an order they do not expect, and fail on values of another kind.
+        except (TemplateError, TypeError, ValueError) as error:
             raise UserError(
                 f"{place(source, row)}: the chat template refuses these messages: {error}",
-                "correct their roles and order",
+                "correct their roles and order, and give them the keys and values that the template reads",
             ) from None
     return texts

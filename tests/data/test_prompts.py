@@ -99,6 +99,23 @@ def test_messages_go_through_the_chat_template(
     assert texts == ["content.role=hi", "content.name.role=addcontent.role=1+1"]
 
 
+@pytest.mark.parametrize("suffix", ["jsonl", "parquet"])
+def test_tool_calls_reach_the_template_as_they_are_written(
+    bos_tokenizer: PreTrainedTokenizerBase, tmp_path: Path, suffix: str
+) -> None:
+    """Lists are lists at every depth, and no call has the arguments of another one, of this or of another row."""
+    calls = [{"name": "add", "arguments": {"terms": [1, 2]}}, {"name": "ask", "arguments": {"of": {"who": "me"}}}]
+    chats = [[{"role": "assistant", "content": "", "tool_calls": calls[:count]}] for count in (1, 2)]
+    path = tmp_path / f"chats.{suffix}"
+    if suffix == "jsonl":
+        path.write_text("".join(json.dumps({"prompt": chat}) + "\n" for chat in chats))
+    else:
+        pq.write_table(pa.table({"prompt": pa.array(chats)}), path)
+    bos_tokenizer.chat_template = "{% if messages[0].tool_calls %}{{ messages[0].tool_calls | tojson }}{% endif %}"
+    texts = _tokenize(bos_tokenizer, read_rows(path)).frame["prompt_text"].tolist()
+    assert [json.loads(text) for text in texts] == [calls[:1], calls]
+
+
 def test_chat_needs_a_chat_template(tokenizer: PreTrainedTokenizerBase) -> None:
     """Neither wrapping a text nor a column of messages goes through without one."""
     for frame, chat in ((FRAME, True), (pd.DataFrame({"prompt": CHATS}), False)):
@@ -110,6 +127,16 @@ def test_what_a_chat_template_refuses_is_named(bos_tokenizer: PreTrainedTokenize
     """Templates raise for roles they do not know."""
     bos_tokenizer.chat_template = "{% if messages[0].role == 'system' %}{{ raise_exception('no system') }}{% endif %}a"
     with pytest.raises(UserError, match="row 2: the chat template refuses these messages: no system"):
+        _tokenize(bos_tokenizer, pd.DataFrame({"prompt": CHATS}))
+
+
+@pytest.mark.parametrize("use", ["messages[0].content + 1", "'%d' | format(messages[0].content)"])
+def test_values_of_a_kind_that_a_chat_template_cannot_use_are_named(
+    bos_tokenizer: PreTrainedTokenizerBase, use: str
+) -> None:
+    """Jinja passes Python's own errors on."""
+    bos_tokenizer.chat_template = "{{ " + use + " }}"
+    with pytest.raises(UserError, match="row 1: the chat template refuses these messages"):
         _tokenize(bos_tokenizer, pd.DataFrame({"prompt": CHATS}))
 
 
