@@ -19,8 +19,6 @@ from configs.schema import ArithmeticData
 from data.order import epoch_order
 from environments.calculator import calculated
 
-CHARACTERS = "0123456789+=."
-
 
 def make_problems(config: ArithmeticData, seed: int) -> dict[str, pd.DataFrame]:
     """Return the splits `sft`, `train` and `heldout`, each with columns `prompt`, `answer`, `response` and `carries`.

@@ -9,7 +9,7 @@ import pytest
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, Qwen2Tokenizer, Qwen3Config
 
 from configs.schema import ArithmeticData
-from data.arithmetic import CHARACTERS, make_problems
+from data.arithmetic import make_problems
 from data.tokenizer import DEFAULT_CHARACTERS, EOS, PAD, make_byte_tokenizer
 
 
@@ -48,7 +48,7 @@ def test_unknown_characters_are_unknown_tokens(tokenizer: PreTrainedTokenizerBas
 
 
 @pytest.mark.parametrize(
-    ("characters", "size"), [(CHARACTERS, 64), ("".join(map(chr, range(32, 127))), 128), ("é", 64)]
+    ("characters", "size"), [("0123456789+=.", 64), ("".join(map(chr, range(32, 127))), 128), ("é", 64)]
 )
 def test_the_size_is_the_next_multiple_of_64(tmp_path: Path, characters: str, size: int) -> None:
     """Also for characters of several bytes, which take a token for each byte."""
