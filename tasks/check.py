@@ -293,11 +293,12 @@ def check_memory(config: TrainConfig) -> list[GroupEstimate]:
         )
     check_tensor_parallel(config.rollout.tensor_parallel, shape)
     estimates = estimate_groups(config)
-    for section, trainer, role in (
+    trained: tuple[tuple[str, TrainerConfig | None, Role], ...] = (
         ("actor", config.actor, "actor"),
         ("critic", config.critic, "critic"),
         ("sft", config.sft, "actor"),
-    ):
+    )
+    for section, trainer, role in trained:
         check_zero_stage(config, estimates, section, trainer, role)
     _require_all(estimates, "actor")
     return estimates
