@@ -29,6 +29,7 @@ from engines.logprobs import Reference, selected_logprobs, selected_logprobs_and
 from engines.lora import ADAPTER_FOLDER, adapted_layers, blocks, merged_state, write_adapter
 from engines.packing import PackedBatch
 from engines.versions import prepare_compiler
+from state.files import give_mode_of
 
 
 class PackedPolicy(nn.Module):
@@ -207,15 +208,23 @@ def write_model(lm: Any, folder: Path, rank: int) -> None:
         if not hasattr(lm, "score"):  # without its head an adapter would be no reward model
             write_adapter(lm, folder / ADAPTER_FOLDER)
     if sharded:
-        import deepspeed
-
-        state = {}
-        for name, parameter in lm.named_parameters():
-            with deepspeed.zero.GatheredParameters(parameter):
-                state[name] = parameter.data.cpu().clone()
+        state = gathered_state(lm, rank)
     if rank == 0:
         lm.save_pretrained(folder, state_dict=_in_host_memory(state))
+        give_mode_of(folder / "config.json", folder.glob("*.safetensors"))
     torch.distributed.barrier()
+
+
+def gathered_state(lm: nn.Module, rank: int) -> dict[str, torch.Tensor]:
+    """Return a sharded model's whole parameters in host memory on rank 0, nothing on the others; all ranks call it."""
+    import deepspeed
+
+    state = {}
+    for name, parameter in lm.named_parameters():
+        with deepspeed.zero.GatheredParameters(parameter):
+            if rank == 0:
+                state[name] = parameter.data.to("cpu", copy=True)
+    return state
 
 
 def _in_host_memory(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:

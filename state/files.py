@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 import shutil
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
@@ -55,6 +55,12 @@ def write_text(path: Path, text: str) -> None:
     """Write `text` to `path` atomically and durably."""
     with replacing(path) as aside:
         aside.write_text(text, encoding="utf-8")
+
+
+def give_mode_of(like: Path, paths: Iterable[Path]) -> None:
+    """Give files the mode of another one: safetensors makes its files readable for their owner alone."""
+    for path in paths:
+        shutil.copymode(like, path)
 
 
 def sha256(path: Path) -> str:

@@ -194,6 +194,7 @@ def test_what_is_written_is_the_same_model_merged_and_for_peft(folder_of: Folder
     """PEFT, which shares no code, computes from the adapter's folder what the merged weights do."""
     lm = _load(folder_of(SHAPE), ATTENTION)
     write_adapter(lm, tmp_path / "adapter")
+    assert len({path.stat().st_mode for path in (tmp_path / "adapter").iterdir()}) == 1  # whoever reads one reads all
     tokens = torch.arange(3, 30)[None]
     base = load_unpacked(folder_of(SHAPE))
     plain = base(tokens).logits

@@ -28,6 +28,7 @@ def exported(folder: Path, target: Path, shard: str = "200KB") -> Any:
     """Write the model of `folder` to `target`; return it."""
     lm = load_folder(folder)
     write_folder(lm, target, shard)
+    assert len({path.stat().st_mode for path in target.iterdir()}) == 1  # whoever reads one reads all
     return lm
 
 

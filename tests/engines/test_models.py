@@ -183,6 +183,7 @@ def test_a_tiny_model_is_an_ordinary_folder_and_follows_its_seed(tmp_path: Path)
     a, b, c = (AutoModelForCausalLM.from_pretrained(tmp_path / name) for name in "abc")
     assert counts == [sum(parameter.numel() for parameter in a.parameters())] * 3
     assert (a.generation_config.eos_token_id, a.config.vocab_size, a.config.num_hidden_layers) == (EOS, VOCABULARY, 1)
+    assert len({path.stat().st_mode for path in (tmp_path / "a").iterdir()}) == 1  # whoever reads one reads all
     weights = [lm.model.layers[0].mlp.up_proj.weight for lm in (a, b, c)]
     assert torch.equal(weights[0], weights[1])
     assert not torch.equal(weights[0], weights[2])
