@@ -22,6 +22,7 @@ from engines.models import PackedCritic
 from engines.packing import Rows, read_rows
 from engines.trainer import Trainer
 from engines.updates import Split
+from engines.weights.layout import ordered_parameters
 from state.experience import AGENT, read_columns
 
 if TYPE_CHECKING:
@@ -40,7 +41,7 @@ def build_critics(worker: Worker, folder: str, agents: Sequence[str], steps: int
     for name in critic_names(agents):
         torch.manual_seed(worker.config.seed)
         critic = PackedCritic(worker.causal_lm(folder, config)).to(worker.device)
-        worker.trainers[name] = Trainer(critic, list(critic.parameters()), config, steps)
+        worker.trainers[name] = Trainer(critic, ordered_parameters(critic), config, steps)
 
 
 @torch.no_grad()

@@ -80,7 +80,7 @@ def preference_begin(
     else:
         worker.lm = worker.causal_lm(folder, settings)
         module = PackedPolicy(worker.lm, keep_logits)
-    worker.trainers["preference"] = Trainer(module, list(worker.lm.parameters()), settings, settings.steps)
+    worker.trainers["preference"] = Trainer(module, ordered_parameters(worker.lm), settings, settings.steps)
     worker.shapes["preference"] = read_shape(Path(folder))
     return kernel_figures(worker.device.type)
 

@@ -21,6 +21,7 @@ import torch
 from deepspeed.runtime.zero.offload_config import OffloadStateTypeEnum
 from torch import nn
 
+from configs.errors import UserError
 from configs.schema import OptimizerConfig, TrainerConfig
 from engines import gated_products
 from engines.gated_products import gate_in_products
@@ -149,10 +150,16 @@ class Trainer:
         """Restore what `save` wrote; parameters keep their addresses.
 
         Raises:
-            UserError: the frozen weights beside the trained ones are not those that it was written with.
+            UserError: the frozen weights beside the trained ones are not those that it was written with, or its flat
+                buffers hold the parameters in another order.
         """
         with self.states_on_device():
             _, client = self.engine.load_checkpoint(str(folder), tag="state", custom_load_fn=_load_trained)
+        if self.config.zero_stage and _names(client["param_shapes"]) != _names(self.engine._get_zero_param_shapes()):
+            raise UserError(
+                f"{folder} holds its parameters in another order: another version of Penstock wrote it",
+                "continue with that version, or begin a new run",
+            )
         check_frozen(client.get(FROZEN_SUM, 0), self.module)
         self.steps = client["steps"]
 
@@ -161,6 +168,10 @@ class Trainer:
         self.engine.destroy()
         del self.engine, self._optimizer
         gc.collect()
+
+
+def _names(groups: list[dict[str, Any]]) -> list[list[str]]:
+    return [list(shapes) for shapes in groups]
 
 
 def _frozen_names(module: nn.Module) -> set[str]:

@@ -27,11 +27,13 @@ from engines.channel import Tell
 from engines.environments import EnvironmentHost
 from engines.generator import Generator
 from engines.lora import adapted_layers
+from engines.models import gathered_state
 from engines.packing import Rows, pack
 from engines.updates import Split, mini_batch_rows
 from engines.weight_gradients import SummedLinear
 from engines.weights import buckets
 from engines.weights.gather import Shards
+from engines.weights.layout import fused_view
 from engines.weights.local import LocalReshard
 from engines.weights.placing import wrong_names
 from engines.worker import Worker
@@ -50,6 +52,8 @@ class InspectedWorker(Worker):
         "addresses",
         "shards",
         "moments",
+        "adjacent",
+        "gathered",
         "first_moments",
         "summed_linears",
         "uncounted_sums",
@@ -197,6 +201,16 @@ class InspectedWorker(Worker):
         except (RuntimeError, UserError) as error:
             return {"error": str(error)}
         return {"error": ""}
+
+    def adjacent(self, role: str) -> dict[str, Any]:
+        """How many attentions a trained model has, and in how many q, k and v are one matrix in memory."""
+        modules = [module for module in self.trainers[role].module.modules() if hasattr(module, "q_proj")]
+        parts = [[getattr(module, f"{name}_proj").weight.data for name in "qkv"] for module in modules]
+        return {"all": len(parts), "joint": sum(fused_view(weights) is not None for weights in parts)}
+
+    def gathered(self) -> dict[str, Any]:
+        """Names of the sharded actor's parameters that this rank copies to host memory when it is written."""
+        return {"names": list(gathered_state(self.lm, self.rank))}
 
     def random_numbers(self) -> dict[str, Any]:
         """The next number of each of this process's generators."""

@@ -120,3 +120,27 @@ def test_a_resumed_run_has_every_critic(two_ranks: Ranks, folder_of: FolderOf, t
     assert equal(went_on[0], resumed[0])
     assert equal(went_on[1], resumed[1])
     assert not equal(resumed[0], resumed[1])
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_query_key_and_value_of_a_critic_lie_side_by_side(stage: int, one_rank: Ranks, folder_of: FolderOf) -> None:
+    """Also with biases, which follow each matrix in the model: as one matrix they are one product."""
+    folder = folder_of(Shape("qwen2", tied=True))
+    one_rank.build(folder, ("critic",), algorithm={"name": "ppo"}, critic={"zero_stage": stage})
+    assert one_rank.ask("adjacent", role="critic") == [{"all": 2, "joint": 2}]
+
+
+def test_a_checkpoint_in_another_order_is_refused(one_rank: Ranks, folder_of: FolderOf, tmp_path: Path) -> None:
+    """Its flat buffers would be read as other parameters. Control: as it was written it is restored."""
+    folder = folder_of(Shape("qwen2", tied=True))
+    one_rank.build(folder, ("critic",), algorithm={"name": "ppo"}, critic={"zero_stage": 1})
+    saved = tmp_path / "checkpoint"
+    saved.mkdir()
+    one_rank.ask("save", folder=str(saved))
+    load = {"of": "load", "arguments": {"folder": str(saved), "version": 0}}
+    assert one_rank.ask("refusal", **load) == [{"error": ""}]
+    (file,) = saved.glob("critic/state/*model_states.pt")
+    content = torch.load(file, weights_only=False)
+    content["param_shapes"] = [dict(reversed(shapes.items())) for shapes in content["param_shapes"]]
+    torch.save(content, file)
+    assert "in another order" in one_rank.ask("refusal", **load)[0]["error"]

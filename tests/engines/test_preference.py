@@ -104,6 +104,13 @@ def ranks_of(request: pytest.FixtureRequest) -> Callable[[int], Ranks]:
     return lambda count: request.getfixturevalue("one_rank" if count == 1 else "two_ranks")
 
 
+def test_query_key_and_value_lie_side_by_side(one_rank: Ranks, folder_of: FolderOf) -> None:
+    """Also with biases, which follow each matrix in the model: as one matrix they are one product."""
+    for scores in (False, True):
+        begin(one_rank, folder_of(Shape("qwen2", tied=False)), scores)
+        assert one_rank.ask("adjacent", role="preference") == [{"all": 2, "joint": 2}]
+
+
 @pytest.mark.parametrize(
     ("count", "stage", "budget", "loss"),
     [(1, 1, 10_000, DPO), (2, 2, 1, DPO), (1, 1, 40, IPO), (2, 1, 40, ORPO)],
