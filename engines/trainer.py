@@ -10,6 +10,8 @@ Left out: what the loss is (engines/updates.py).
 from __future__ import annotations
 
 import gc
+import logging
+import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -32,6 +34,8 @@ from engines.weights.layout import flatten_in_place
 
 Batch = TypeVar("Batch")  # a micro-batch as the loss wants it
 LossFunction = Callable[[nn.Module, Batch], tuple[torch.Tensor, dict[str, torch.Tensor]]]
+SKIPPED_IN_A_ROW = 3  # optimizer steps: one odd batch may be passed over, but nothing is learnt from such batches alone
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -51,12 +55,17 @@ class Trainer:
         parameters: its parameters in the order wanted in the flat buffer; those that are frozen are passed over.
         config: optimizer and ZeRO stage.
         total_steps: optimizer steps of the whole training, the end of a decaying learning rate.
+
+    Attributes:
+        steps: optimizer steps so far, also those that were skipped.
+        skipped: how many of this process's steps left the weights as they were, since their gradient was not finite.
     """
 
     def __init__(
         self, module: nn.Module, parameters: list[nn.Parameter], config: TrainerConfig, total_steps: int
     ) -> None:
         self.config, self.total_steps, self.steps = config, total_steps, 0
+        self.skipped = self._skipped_in_a_row = 0
         parameters = [parameter for parameter in parameters if parameter.requires_grad]
         module.register_state_dict_post_hook(_drop_frozen)
         self.device = parameters[0].device
@@ -87,6 +96,10 @@ class Trainer:
         Args:
             loss_function: returns this micro-batch's share of the loss, and sums to report.
             learning_rate: peak value in force; warm-up and decay are applied to it.
+
+        Raises:
+            UserError: the gradient is not finite, in the last of several steps in a row, or at once without ZeRO, which
+                alone would skip the step.
         """
         self.engine.train()
         rate = learning_rate * learning_rate_factor(self.steps, self.total_steps, self.config.optimizer)
@@ -100,19 +113,37 @@ class Trainer:
             self.engine.backward(loss * world)  # DeepSpeed averages over ranks; shares must add up instead
             for name, value in {"loss": loss.detach(), **sums}.items():
                 totals[name] = totals[name] + value if name in totals else value
-        grad_norm = self._plain_grad_norm()
+        plain_norm = self._plain_grad_norm()
+        if plain_norm is not None:
+            self._count_skipped(plain_norm, limit=1)
         count_sums(self._optimizer)
         self.engine.step()
         self.steps += 1
-        grad_norm = self.engine.get_global_grad_norm() if grad_norm is None else grad_norm
-        return StepResult(reduce_sums(totals, self.device), float(grad_norm), rate)
+        grad_norm = float(self.engine.get_global_grad_norm()) if plain_norm is None else plain_norm
+        self._count_skipped(grad_norm, SKIPPED_IN_A_ROW)
+        return StepResult(reduce_sums(totals, self.device), grad_norm, rate)
 
-    def _plain_grad_norm(self) -> torch.Tensor | None:
+    def _count_skipped(self, grad_norm: float, limit: int) -> None:
+        """Count a step that DeepSpeed skips; an error ends `limit` of them in a row. Every rank has the same norm."""
+        if math.isfinite(grad_norm):
+            self._skipped_in_a_row = 0
+            return
+        self.skipped += 1
+        self._skipped_in_a_row += 1
+        _log.warning("optimizer step %d is skipped: its gradient is not finite", self.steps)
+        if self._skipped_in_a_row >= limit:
+            raise UserError(
+                f"the gradient is not finite (NaN or infinite) in {limit} optimizer step{'s in a row' * (limit > 1)}",
+                "look for extreme rewards in the newest experience file, lower the learning rate, and resume; if it "
+                "comes back, go on from an older checkpoint or train with model.dtype=float32",
+            )
+
+    def _plain_grad_norm(self) -> float | None:
         """Norm before clipping where DeepSpeed clips plain gradients and reports none (stage 0 in float32)."""
         if self.config.zero_stage > 0 or self.engine.bfloat16_enabled():
             return None
         gradients = [parameter.grad for parameter in self.module.parameters() if parameter.grad is not None]
-        return torch.nn.utils.get_total_norm(gradients)
+        return float(torch.nn.utils.get_total_norm(gradients))
 
     @contextmanager
     def states_on_device(self) -> Iterator[None]:

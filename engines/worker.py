@@ -390,10 +390,11 @@ class Worker:
         tokens = Ragged.of([tokenizer(text, add_special_tokens=False)["input_ids"] for text in texts], np.int32)
         nothing = Ragged(np.empty(0, np.int32), np.zeros(len(texts) + 1, np.int64))
         rows = Rows(tokens, nothing, nothing, {})
-        scores = np.zeros(len(texts), np.float32)
-        for (index,) in zip(*plan_micro_batches(rows, 1, budget), strict=True):
-            if index:
-                scores[index] = self.frozen["reward"](pack(rows, index, self.device)).cpu().numpy()
+        (plan,) = plan_micro_batches(rows, 1, budget)
+        scores, kept = np.zeros(len(texts), np.float32), [index for index in plan if index]
+        parts = [self.frozen["reward"](pack(rows, index, self.device)) for index in kept]
+        if kept:  # to the host once: a copy for each part would make the device wait
+            scores[[row for index in kept for row in index]] = torch.cat(parts).cpu().numpy()
         return {"scores": scores}
 
     # ---- updates ---------------------------------------------------------------------------------------------------
@@ -431,14 +432,16 @@ class Worker:
     def measured(
         self, rows: Rows, role: str, trainer: Trainer, plan: Split, update: Callable[[], dict[str, float]]
     ) -> dict[str, Any]:
-        """Run an update on `rows`; with several ranks, take the time of its collectives."""
-        usage = self._work(rows, role, plan.epochs)
+        """Run an update on `rows`, and count the steps it skips; with several ranks, take its collectives' time."""
+        usage, before = self._work(rows, role, plan.epochs), trainer.skipped
         if self.world_size == 1:
             with trainer.states_on_device():
-                return {**update(), "usage": usage}
-        with timed_collectives(self.device) as times, trainer.states_on_device():
-            metrics = update()
-        return {**metrics, "usage": usage | {"communication_s": times.seconds()}}
+                metrics = update()
+        else:
+            with timed_collectives(self.device) as times, trainer.states_on_device():
+                metrics = update()
+            usage["communication_s"] = times.seconds()
+        return {**metrics, "skipped_steps": float(trainer.skipped - before), "usage": usage}
 
     # ---- state -----------------------------------------------------------------------------------------------------
 

@@ -1,9 +1,9 @@
 """Alarms over the figures of a training: rules that say in plain words what goes wrong, and what to change.
 
 A rule looks at the last iterations of a history: one mapping of figures per iteration, the oldest first. It needs a
-run of them, never a single outlier, and is silent while there are too few. Thresholds are the constants beside each
-rule; they are set so that a training that learns stays silent, also one whose entropy falls to a quarter as it becomes
-sure of right answers.
+run of them, never a single outlier, and is silent while there are too few; but a step that was lost is said at once.
+Thresholds are the constants beside each rule; they are set so that a training that learns stays silent, also one whose
+entropy falls to a quarter as it becomes sure of right answers.
 
 Left out: stopping or changing a training, and causes that the figures do not show.
 """
@@ -188,6 +188,11 @@ def nothing_to_learn(history: History) -> bool:
     return _all_reach(history, "advantage/zero_share", SILENCE_WINDOW, SILENCE_SHARE)
 
 
+def steps_skipped(history: History) -> bool:
+    """Whether the last iteration's updates skipped an optimizer step: its gradient was not finite."""
+    return any(history[-1].get(f"{role}/skipped_steps", 0.0) > 0 for role in ("actor", "critic"))
+
+
 def _all_reach(history: History, name: str, window: int, limit: float) -> bool:
     values = _last(history, name, window)
     return len(values) == window and bool((values >= limit).all())
@@ -259,5 +264,14 @@ RULES = (
         "Nearly all responses have no advantage: those of a prompt all earn the same, and nothing is learnt from them",
         "The prompts are too hard or too easy, or the reward tells nothing apart: choose others, raise rollout.samples "
         "or rollout.temperature, give partial rewards, or draw others by algorithm.dynamic_sampling",
+    ),
+    Rule(
+        "skipped_steps",
+        "actor/skipped_steps",
+        steps_skipped,
+        "An optimizer step of actor or critic was skipped, since its gradient was NaN or infinite: nothing was learnt "
+        "from its responses",
+        "Look for extreme rewards in the experience of this iteration, lower actor.optimizer.learning_rate or "
+        "algorithm.clip_high, or train with model.dtype=float32; several in a row end the training",
     ),
 )

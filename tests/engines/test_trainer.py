@@ -74,6 +74,7 @@ def test_losses_norms_clipping_and_rates_are_torchs_own_at_every_zero_stage(
         assert reply["grad_norm"] == pytest.approx(step.grad_norm, rel=1e-5)
         assert ranks.ask("learning_rate", role="sft")[0] == {"steps": number, "rate": pytest.approx(rate)}
     ranks.ask("sft_end", folder=str(tmp_path / "trained"))
+    assert len({path.stat().st_mode for path in (tmp_path / "trained").iterdir()}) == 1  # whoever reads one reads all
     trained = dict(load_unpacked(tmp_path / "trained").named_parameters())
     start = load_unpacked(folder_of(SHAPE)).state_dict()
     assert trained.keys() == after.keys()
@@ -231,6 +232,53 @@ def test_actor_and_critic_of_a_group_are_saved_side_by_side(
     assert not any(_same(two_ranks.parameters(role), before[role]) for role in before)
     two_ranks.ask("load", folder=str(saved), version=0)
     assert all(_same(two_ranks.parameters(role), before[role]) for role in before)
+
+
+def test_only_the_first_rank_copies_a_sharded_model_that_is_written(two_ranks: Ranks, folder_of: FolderOf) -> None:
+    """All gather, one writes: the machine's memory holds one copy, not one for each rank."""
+    two_ranks.build(folder_of(BIG), actor={"zero_stage": 3})
+    first, second = two_ranks.ask("gathered")
+    assert "model.embed_tokens.weight" in first["names"]
+    assert second["names"] == []
+
+
+def _odd(path: Path, count: int = 8) -> str:
+    """Write experience whose advantages are no numbers."""
+    rows = random_rows(count)
+    return write_rows(path, with_columns(rows, {"advantages": np.full(len(rows.responses.values_T), np.nan)}))
+
+
+@pytest.mark.parametrize(("stage", "dtype"), [(1, "float32"), (2, "float32"), (3, "float32"), (1, "bfloat16")])
+def test_a_step_whose_gradient_is_not_finite_is_skipped_and_said_and_three_in_a_row_are_an_error(
+    stage: int, dtype: str, one_rank: Ranks, folder_of: FolderOf, tmp_path: Path
+) -> None:
+    """The weights stay as they are, and the next step is as if it had not been. Control: a step between counts anew."""
+    one_rank.build(folder_of(BIG), actor={"zero_stage": stage}, model={"dtype": dtype})
+    good, odd = write_rows(tmp_path / "good.parquet", random_rows(8)), _odd(tmp_path / "odd.parquet")
+    before = one_rank.parameters()
+    update = {"version": -1, "split": {**SPLIT, "micro_batch_tokens": 64}, "loss": LOSS, "learning_rate": 1e-2}
+    for path, skipped in ((odd, 1.0), (odd, 1.0), (good, 0.0), (odd, 1.0), (odd, 1.0)):
+        reply = one_rank.ask("update_actor", path=path, **update)[0]
+        assert reply["skipped_steps"] == skipped
+        after = one_rank.parameters()
+        assert _same(before, after) == bool(skipped)
+        assert all(bool(value.isfinite().all()) for value in after.values())
+        before = after
+    error = one_rank.ask("refusal", of="update_actor", arguments={"path": odd, **update})[0]["error"]
+    assert "not finite (NaN or infinite) in 3 optimizer steps in a row" in error
+    assert _same(before, one_rank.parameters())
+
+
+def test_without_zero_the_first_such_step_is_an_error_before_the_weights_are_lost(
+    one_rank: Ranks, folder_of: FolderOf, tmp_path: Path
+) -> None:
+    """There DeepSpeed would take it, and every weight would be NaN."""
+    one_rank.build(folder_of(BIG), actor={"zero_stage": 0})
+    before = one_rank.parameters()
+    arguments = {"path": _odd(tmp_path / "odd.parquet"), "version": -1, "split": SPLIT, "loss": LOSS}
+    asked = {"of": "update_actor", "arguments": {**arguments, "learning_rate": 1e-2}}
+    assert "not finite (NaN or infinite) in 1 optimizer step\n" in one_rank.ask("refusal", **asked)[0]["error"]
+    assert _same(before, one_rank.parameters())
 
 
 @pytest.mark.parametrize("count", [1, 2])

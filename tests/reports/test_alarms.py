@@ -35,6 +35,7 @@ def healthy(iterations: int = ITERATIONS, seed: int = 0) -> list[Row]:
                 "rollout/truncated_share": 0.002 * draw.uniform(),
                 "mismatch/probability_difference_mean": 0.003 * draw.uniform(0.8, 1.2),
                 "advantage/zero_share": 0.03 + 0.5 * done,
+                "actor/skipped_steps": 0.0,
             }
         )
     return rows
@@ -94,6 +95,7 @@ TROUBLES: dict[str, Callable[[int], Row]] = {
     "gradient_spikes": lambda number: {"actor/grad_norm": 9.0 if number > 30 and number % 5 == 0 else 0.7},
     "rollout_mismatch": lambda number: {"mismatch/probability_difference_mean": 0.0005 * number},
     "nothing_to_learn": lambda number: {"advantage/zero_share": min(1.0, 0.03 * number)},
+    "skipped_steps": lambda number: {"actor/skipped_steps": float(number > 30)},
 }
 
 
@@ -115,6 +117,15 @@ def test_a_held_out_kl_is_believed_when_an_evaluation_confirms_it() -> None:
     assert raised_in(history) == {"kl_explosion": [60]}
     history[59] = history[59] | {"heldout/kl": 0.9}
     assert raised_in(history) == {}
+
+
+@pytest.mark.parametrize("role", ["actor", "critic"])
+def test_a_single_skipped_step_is_said_in_its_iteration(role: str) -> None:
+    """Its loss and norm are no numbers, and are not recorded. Control: the iterations around it."""
+    history = healthy()
+    history[30] = {name: value for name, value in history[30].items() if name != "actor/grad_norm"}
+    history[30][f"{role}/skipped_steps"] = 1.0
+    assert raised_in(history) == {"skipped_steps": [31]}
 
 
 def test_every_rule_has_a_trouble_that_raises_it() -> None:
