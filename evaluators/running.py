@@ -15,6 +15,7 @@ from pebble import ProcessExpired, ProcessPool
 
 from evaluators.heldout import HeldOut
 from evaluators.loading import BUILT_IN, load_evaluator
+from rewards.guard import begin_worker
 
 DEADLINE_S = 600.0  # of one user's evaluator, the start of its process included
 PREFIX = "heldout/"
@@ -60,9 +61,13 @@ def figures_of(spec: str, heldout: HeldOut) -> dict[str, float]:
 
 def _run_apart(spec: str, heldout: HeldOut, deadline_s: float) -> dict[str, float]:
     # Spawned, never forked: the caller has threads and perhaps CUDA.
-    with ProcessPool(max_workers=1, context=multiprocessing.get_context("spawn")) as pool:
+    pool = ProcessPool(max_workers=1, initializer=begin_worker, context=multiprocessing.get_context("spawn"))
+    try:
         figures: dict[str, float] = pool.schedule(figures_of, args=(spec, heldout), timeout=deadline_s).result()
-    return figures
+        return figures
+    finally:  # Pebble's own `with` would let the evaluator end first, also after Ctrl-C
+        pool.stop()
+        pool.join()
 
 
 def _prefixed(prefix: str, figures: Mapping[str, float]) -> dict[str, float]:

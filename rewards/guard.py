@@ -1,7 +1,8 @@
 """Calling user code in a worker process: a deadline, a reason in one line, and an end with the parent.
 
-Shared by reward functions (rewards/worker.py) and environments (environments/worker.py). Code in which no signal
-handler of Python runs outlives this deadline; it is ended by killing its process from outside.
+Shared by reward functions (rewards/worker.py) and environments (environments/worker.py); evaluators
+(evaluators/running.py) need the last alone. Code in which no signal handler of Python runs outlives this deadline; it
+is ended by killing its process from outside.
 """
 
 from __future__ import annotations

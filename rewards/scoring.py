@@ -83,20 +83,25 @@ class RewardPool:
         self._columns = list(columns)
         self._workers = config.workers or default_workers(len(os.sched_getaffinity(0)))
         self._function = load_reward_function(config.function, config.settings, columns)
-        self._restarting = threading.Lock()
+        self._restarting, self._closing = threading.Lock(), threading.Lock()
+        self._closed = False
         self.calls_ahead = 0 if self._function.is_batch else _CALLS_AHEAD
 
     def __enter__(self) -> Self:
         # Linux ties a worker's life to the thread that started it, so one thread starts all and lives as long.
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="reward-pool")
+        self._pool, self._ready = self._new_pool(), Future[None]()
         self._starting = self._thread.submit(self._start)
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        with self._closing:  # workers may still be starting: they are not waited for
+            self._closed = True
+            self._pool.stop()
+            self._ready.cancel()
         self._thread.shutdown()
-        self._pool.stop()
         self._pool.join()
 
     def score(self, samples: Sequence[Sample]) -> list[Score]:
@@ -125,19 +130,26 @@ class RewardPool:
                 waiting |= dict(self._submit(rows, part, broken) for part in again)
         return [scores[index] for index in range(len(rows))]
 
-    def _start(self) -> None:
+    def _new_pool(self) -> ProcessPool:
+        """Return a pool whose processes start with its first task."""
         config = self._config
-        self._pool = ProcessPool(
+        return ProcessPool(
             max_workers=self._workers,
             initializer=worker.start,
             initargs=(config.function, config.settings, self._columns, config.timeout_s, config.failure_value),
             context=multiprocessing.get_context("spawn"),
         )
+
+    def _start(self) -> None:
+        with self._closing:
+            if self._closed:
+                raise RuntimeError("the pool is closed")
+            self._ready = self._pool.schedule(worker.ready)
         try:
-            self._pool.schedule(worker.ready).result(_START_TIMEOUT_S)
+            self._ready.result(_START_TIMEOUT_S)
         except (BrokenProcessPool, TimeoutError) as error:
             raise UserError(
-                f"reward.function '{config.function}' loads here but not in a worker process.",
+                f"reward.function '{self._config.function}' loads here but not in a worker process.",
                 "The worker's traceback stands above, in the error output.",
             ) from error
 
@@ -154,6 +166,7 @@ class RewardPool:
 
     def _restart(self) -> None:
         self._pool.join()
+        self._pool = self._new_pool()
         self._start()
 
     def _chunks(self, count: int) -> list[range]:

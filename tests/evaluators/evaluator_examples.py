@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import time
+from pathlib import Path
 from typing import Any
 
 from evaluators.bootstrap import with_intervals
@@ -39,6 +41,15 @@ class Sleeps(RightAnswers):
 
     def evaluate(self, heldout: HeldOut) -> dict[str, float]:
         time.sleep(600)
+        return {}
+
+
+class NotesItsProcess(RightAnswers):
+    """Leave this process's id in the folder that the first response names, then hang in C."""
+
+    def evaluate(self, heldout: HeldOut) -> dict[str, float]:
+        Path(heldout.texts[0], str(os.getpid())).touch()
+        sum(itertools.repeat(0))
         return {}
 
 

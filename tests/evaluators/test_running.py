@@ -2,10 +2,18 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 
 from evaluators.running import figures_of, run_evaluators
 from tests.evaluators.responses import heldout
+from tests.processes import alive
+from tests.waiting import came_true
 
 RESPONSES = heldout([1.0, 0.0], texts=["it is 0", "it is 7"])
 
@@ -47,3 +55,34 @@ def test_what_is_no_figure_is_refused(spec: str, message: str) -> None:
     """A list has no names, and MLflow would refuse the name and with it the whole iteration."""
     with pytest.raises(TypeError, match=message):
         figures_of(f"evaluator_examples:{spec}", RESPONSES)
+
+
+OWNER = """
+import sys
+from evaluators.running import run_evaluators
+from tests.evaluators.responses import heldout
+
+if __name__ == "__main__":
+    run_evaluators(["evaluator_examples:NotesItsProcess"], heldout([1.0], texts=[sys.argv[1]]))
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
+def test_the_evaluators_process_ends_with_the_training(tmp_path: Path, number: signal.Signals) -> None:
+    """Ctrl-C does not wait for it, and `kill -9` leaves it nowhere, even in a hang in C."""
+    script, notes = tmp_path / "owner.py", tmp_path / "notes"
+    script.write_text(OWNER)
+    notes.mkdir()
+    path = os.pathsep.join([str(Path(__file__).parents[2]), str(Path(__file__).parent)])
+    owner = subprocess.Popen([sys.executable, script, notes], env={**os.environ, "PYTHONPATH": path})
+    try:
+        assert came_true(lambda: list(notes.iterdir()), 60)
+        (process,) = [int(note.name) for note in notes.iterdir()]
+        assert alive(process)
+        owner.send_signal(number)
+        assert came_true(lambda: owner.poll() is not None, 20)
+        assert came_true(lambda: not alive(process), 20)
+    finally:
+        owner.kill()
+        for note in filter(lambda note: alive(int(note.name)), notes.iterdir()):
+            os.kill(int(note.name), signal.SIGKILL)

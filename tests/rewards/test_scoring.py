@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from concurrent.futures import Future
 from concurrent.futures.process import BrokenProcessPool
@@ -203,6 +204,27 @@ def test_a_function_that_loads_only_here_is_the_users_error(tmp_path: Path, monk
     pool = RewardPool(RewardConfig(function="home_reward:score"), [])
     with pool, pytest.raises(UserError, match="'home_reward:score' loads here but not in a worker process"):
         pool.score(samples_of("a"))
+
+
+def test_leaving_does_not_wait_for_workers_that_are_still_starting(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A module may import for minutes, and after Ctrl-C the engines stay up until the pool is gone."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    (tmp_path / "slow_reward.py").write_text(
+        "import multiprocessing, os, pathlib, time\n"
+        "if multiprocessing.parent_process() is not None:\n"
+        f"    pathlib.Path({str(tmp_path)!r}, f'{{os.getpid()}}.worker').touch()\n"
+        "    time.sleep(250)\n"
+        "def score(response): return 1\n"
+    )
+    with RewardPool(RewardConfig(function="slow_reward:score", workers=1), []):
+        assert came_true(lambda: list(tmp_path.glob("*.worker")), 60)
+        (note,) = tmp_path.glob("*.worker")
+        begun = time.monotonic()
+    assert time.monotonic() - begun < 20
+    assert not alive(int(note.stem))
 
 
 def batch_with(failures: int, total: int) -> tuple[list[Score], list[Sample]]:
