@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import json
 import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -95,6 +96,7 @@ class ExperienceRef:
 # The name also holds the machine's boot: nobody waits for the disk to have a part, so one from before a restart may be
 # empty, or full of zeros.
 IDENTITY = b"penstock.identity"
+ORIGIN = b"penstock.origin"  # JSON of what the rows depend on
 BOOT = Path("/proc/sys/kernel/random/boot_id")
 
 
@@ -104,15 +106,18 @@ def write_columns(path: Path, columns: Mapping[str, Any]) -> None:
     drop_parts(path)
 
 
-def write_columns_apart(path: Path, columns: Mapping[str, Any]) -> None:
+def write_columns_apart(path: Path, columns: Mapping[str, Any], origin: Mapping[str, Any] | None = None) -> None:
     """Write a new experience file atomically and fast: its lists and texts are a part, as if they were added.
 
     They survive the process. After a restart of the machine they are missing, and the file is as good as none.
+
+    Args:
+        origin: what the rows depend on, in types of JSON; `origin_of` gives it back.
     """
     table, identity = _to_table(columns), _new_identity()
     apart = [field.name for field in table.schema if not pa.types.is_primitive(field.type)]
     _write_part(_part(path, identity, 1), table.select(apart))
-    _write_file(path, table.drop_columns(apart), identity)
+    _write_file(path, table.drop_columns(apart), identity, json.dumps(origin or {}).encode())
     drop_parts(path, but=identity)
 
 
@@ -138,7 +143,7 @@ def consolidate(path: Path) -> None:
         if added := _added(path, file):
             table = file.read(use_threads=False)  # the processor's cores are for what this runs beside
             whole = pa.table({name: table.column(name) for name in table.column_names} | added)
-            _write_file(path, whole, _new_identity())
+            _write_file(path, whole, _new_identity(), _origin(file))
     drop_parts(path)
 
 
@@ -174,6 +179,12 @@ def column_names(path: str | Path) -> list[str]:
     return list(dict.fromkeys([*file.schema_arrow.names, *_added(path, file)]))
 
 
+def origin_of(path: str | Path) -> dict[str, Any]:
+    """Return what the rows of an experience file depend on, as its writer said; empty if it said nothing."""
+    origin: dict[str, Any] = json.loads(_origin(_opened(path)))
+    return origin
+
+
 def _to_table(columns: Mapping[str, Any]) -> pa.Table:
     return pa.table({name: _to_arrow(column) for name, column in columns.items()})
 
@@ -193,13 +204,18 @@ def _identity(file: pq.ParquetFile) -> str:
     return identity.decode()
 
 
+def _origin(file: pq.ParquetFile) -> bytes:
+    origin: bytes = (file.schema_arrow.metadata or {}).get(ORIGIN, b"{}")
+    return origin
+
+
 def _write_part(place: Path, table: pa.Table) -> None:
     with replacing(place, durable=False) as aside, pa.ipc.new_file(str(aside), table.schema) as writer:
         writer.write_table(table)
 
 
-def _write_file(path: Path, table: pa.Table, identity: str) -> None:
-    identified = table.replace_schema_metadata({IDENTITY: identity})
+def _write_file(path: Path, table: pa.Table, identity: str, origin: bytes = b"{}") -> None:
+    identified = table.replace_schema_metadata({IDENTITY: identity, ORIGIN: origin})
     with replacing(path) as aside:
         # Dictionary encoding costs more time than the space it saves on token ids and floats.
         pq.write_table(identified, aside, compression="lz4", use_dictionary=False, write_statistics=False)

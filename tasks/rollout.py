@@ -11,11 +11,19 @@ from typing import Any
 
 import numpy as np
 import pandas as pd
-from prefect import task
+from prefect import get_run_logger, task
 from prefect.cache_policies import NO_CACHE
 
 from data.agents import agent_numbers
-from state.experience import AGENT, ExperienceRef, Ragged, column_names, read_columns, write_columns_apart
+from state.experience import (
+    AGENT,
+    ExperienceRef,
+    Ragged,
+    column_names,
+    origin_of,
+    read_columns,
+    write_columns_apart,
+)
 from state.manifest import Progress
 from tasks.checkpoint import checkpoint_due
 from tasks.draw import draw
@@ -37,10 +45,15 @@ def rollout(training: Training, settings: Settings, progress: Progress) -> Stage
     path, (key, seed) = training.run.experience(settings.iteration), _key_and_seed(training, settings)
     metrics: dict[str, float] = {}
     with timed(metrics, "rollout"):
-        if not _found(path, progress.policy_version):
+        found = _complete(path, progress.policy_version)
+        if found and (changes := _changes(training, settings, progress)):
+            found = False
+            note = "iteration %d: responses are generated anew, those of the interrupted attempt were drawn with %s"
+            get_run_logger().warning(note, settings.iteration, changes)
+        if not found:
             size = training.config.rollout.prompts
             columns, generation = answered(training, settings, progress.prompt_cursor, size, key, seed)
-            write_columns_apart(path, columns)
+            write_columns_apart(path, columns, _origin(training, settings))
         else:
             generation = {}
             columns = read_columns(path, [*DESCRIBING, *episode_column_names(path)])
@@ -54,10 +67,11 @@ def rollout(training: Training, settings: Settings, progress: Progress) -> Stage
 def begin_next_rollout(training: Training, progress: Progress) -> None:
     """Let the engines begin the rollout after `progress`, unless a checkpoint, which needs them too, comes first."""
     config, done = training.config, progress.iteration
-    path = training.run.experience(done + 1)
-    if done == config.iterations or checkpoint_due(config, done) or _found(path, progress.policy_version):
+    if done == config.iterations or checkpoint_due(config, done):
         return
     settings = next_settings(training, progress)
+    if _found(training, settings, progress):
+        return
     prompts = _drawn(training, settings.iteration, progress.prompt_cursor, config.rollout.prompts)
     asked = (prompts, *_key_and_seed(training, settings), sampling(training, settings))
     begin_generation(training, *asked, scoring_ahead(training, settings.iteration, prompts))
@@ -122,8 +136,24 @@ def _drawn(training: Training, iteration: int, cursor: int, size: int) -> pd.Dat
     return training.session().prompts["train"].frame.iloc[draw(training, iteration, cursor, size)]
 
 
-def _found(path: Path, policy_version: int) -> bool:
-    """Whether an interrupted attempt left the experience of this policy."""
+def _origin(training: Training, settings: Settings) -> dict[str, Any]:
+    """Return what the responses of an iteration's first rollout depend on, besides policy and prompts."""
+    environment = training.config.environment
+    return {
+        "seed": training.config.seed,
+        **sampling(training, settings),
+        "environment": environment.model_dump(mode="json") if environment is not None else None,
+    }
+
+
+def _found(training: Training, settings: Settings, progress: Progress) -> bool:
+    """Whether an interrupted attempt left the experience of this policy, drawn as it would be drawn now."""
+    path = training.run.experience(settings.iteration)
+    return _complete(path, progress.policy_version) and not _changes(training, settings, progress)
+
+
+def _complete(path: Path, policy_version: int) -> bool:
+    """Whether a file holds the whole first rollout of this policy, and no other."""
     if not path.exists():
         return False
     names = column_names(path)
@@ -132,6 +162,17 @@ def _found(path: Path, policy_version: int) -> bool:
     if REFILL in names:  # how many prompts it took is not in the file: all is done again, alike
         return False
     return bool((read_columns(path, ["policy_version"])["policy_version"] == policy_version).all())
+
+
+def _changes(training: Training, settings: Settings, progress: Progress) -> str:
+    """Return in what the iteration's file was drawn otherwise than it would be now; empty: in nothing."""
+    config, path = training.config.rollout, training.run.experience(settings.iteration)
+    was, now = origin_of(path), _origin(training, settings)
+    changes = [f"{name} {was.get(name)} instead of {now[name]}" for name in now if was.get(name) != now[name]]
+    prompts = _drawn(training, settings.iteration, progress.prompt_cursor, config.prompts)
+    if read_columns(path, ["prompt_id"])["prompt_id"] != list(prompts["prompt_id"].repeat(config.samples)):
+        changes.append("other prompts")
+    return ", ".join(changes)
 
 
 def _describe(

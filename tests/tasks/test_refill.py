@@ -21,7 +21,7 @@ from state.experience import ExperienceRef, Ragged, read_columns, write_columns
 from state.manifest import Progress
 from tasks import refill as module
 from tasks.refill import groups_to_replace, prompts_to_draw, refill, replaced
-from tasks.rollout import REFILL, _found
+from tasks.rollout import REFILL, _complete
 from tasks.session import Stage, Training
 from tasks.settings import settings_at
 
@@ -122,7 +122,7 @@ def test_a_refill_draws_on_from_the_cursor_and_a_resumed_run_starts_over(
     first = columns_of(PRESENT, "a")
     del first[REFILL]
     write_columns(path, first)
-    assert _found(path, 6)
+    assert _complete(path, 6)
     drawn: list[tuple[int, int, str, list[int]]] = []
     answers = [columns_of([[1, 1], [0, 1], [2, 2], [3, 3]], "b"), columns_of([[0, 1], [0, 1]], "c")]
 
@@ -147,7 +147,7 @@ def test_a_refill_draws_on_from_the_cursor_and_a_resumed_run_starts_over(
     assert read_columns(path, ["prompt_id"])["prompt_id"][::2] == ["a0", "a3", "b1", "c0"]
     assert stage.experience.prompts == stage.metrics["rollout/prompts_drawn"] == 10
     assert stage.metrics["rollout/tokens"] == 8 + 8 + 4
-    assert not _found(path, 6)
+    assert not _complete(path, 6)
 
 
 @pytest.mark.parametrize("max_rollouts", [2, 5])

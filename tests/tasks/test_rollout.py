@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections.abc import Callable
@@ -15,7 +16,7 @@ import pytest
 from configs.loading import config_from_mapping
 from configs.schema import TrainConfig
 from state import experience
-from state.experience import Ragged, read_columns
+from state.experience import Ragged, consolidate, read_columns
 from state.manifest import Progress
 from tasks.rollout import begin_next_rollout, rollout
 from tasks.session import Training
@@ -45,11 +46,12 @@ def prepared(
 ) -> Callable[..., tuple[Training, Engines]]:
     """Make a training of five iterations with a table of seven prompts."""
     monkeypatch.setattr("tasks.rollout.generation_figures", lambda *_: {})  # of a GPU
+    monkeypatch.setattr("tasks.rollout.get_run_logger", lambda: logging.getLogger("rollout"))
 
     def make(**sections: Any) -> tuple[Training, Engines]:
         changes = {"iterations": 5, "rollout": {"prompts": PROMPTS, "samples": SAMPLES}, "checkpoint": {"every": 0}}
         training, engines = training_with(config_from_mapping(changes | sections, "test")), Engines()
-        training.run.experience(1).parent.mkdir(parents=True)
+        training.run.experience(1).parent.mkdir(parents=True, exist_ok=True)
         names = [f"p{n}" for n in range(7)]
         tokens = [np.array([10 * n + 1, 5], np.int32) for n in range(7)]
         frame = pd.DataFrame({"prompt_id": names, "prompt_text": names, "prompt_tokens": tokens})
@@ -133,6 +135,39 @@ def test_an_interrupted_rollout_is_taken_over_unless_the_machine_was_restarted(
     assert len(read_columns(path, ["response_tokens"])["response_tokens"]) == len(
         read_columns(path, ["group"])["group"]
     )
+
+
+@pytest.mark.parametrize(
+    ("changed", "overrides", "said"),
+    [
+        ({}, {"rollout.temperature": 0.7}, "temperature 1.0 instead of 0.7"),
+        ({"rollout": {"prompts": PROMPTS, "samples": 3}}, {}, "samples 2 instead of 3, other prompts"),
+        ({"rollout": {"prompts": 2, "samples": SAMPLES}}, {}, "other prompts"),
+        ({"rollout": {"prompts": PROMPTS, "samples": SAMPLES, "top_p": 0.5}}, {}, "top_p 1.0 instead of 0.5"),
+        ({"seed": 3}, {}, "seed 0 instead of 3, other prompts"),
+        ({"actor": {"optimizer": {"learning_rate": 0.5}}}, {"algorithm.clip_low": 0.1}, None),
+    ],
+)
+def test_responses_drawn_otherwise_are_not_taken_over(
+    prepared: Callable[..., tuple[Training, Engines]],
+    caplog: pytest.LogCaptureFixture,
+    changed: dict[str, Any],
+    overrides: dict[str, Any],
+    said: str | None,
+) -> None:
+    """What is trained is what these settings draw, and as many prompts as are counted. Control: the loss's settings."""
+    training, engines = prepared()
+    engines.may_answer.set()
+    rollout.fn(training, next_settings(training, at(3)), at(3))
+    consolidate(training.run.experience(4))  # as after an iteration that was recorded
+    training, engines = prepared(**changed)
+    engines.may_answer.set()
+    progress = at(3).advanced(overrides=overrides)
+    experience = rollout.fn(training, next_settings(training, progress), progress).experience
+    assert len(engines.commands) == (said is not None)
+    config = training.config.rollout
+    assert (experience.prompts, experience.samples) == (config.prompts, config.prompts * config.samples)
+    assert (said in caplog.text) if said else not caplog.text
 
 
 def test_what_ends_the_engines_ends_the_rollout(prepared: Callable[..., tuple[Training, Engines]]) -> None:
