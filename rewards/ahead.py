@@ -28,21 +28,32 @@ class Source(Protocol):
     def calls_ahead(self) -> int:
         """How many calls it takes side by side; 0 if a sample's score may depend on the others of its call."""
 
-    def score(self, samples: Sequence[Sample]) -> list[Score]:
-        """Score every sample, in order; a failure is a value. Several threads may ask."""
+    def score(self, samples: Sequence[Sample], tolerated: float | None = None) -> list[Score]:
+        """Score every sample, in order; a failure is a value. Several threads may ask.
+
+        Args:
+            tolerated: once more samples than this have failed, the others may fail unasked; None: it is not the
+                call that decides, and those that failed are asked for once more.
+        """
 
 
 @dataclass(frozen=True)
 class _Call:
     samples: Sequence[Sample]
+    tolerated: float | None
     scores: Future[list[Score]] = field(default_factory=Future)
 
 
 class Scorer:
-    """Gives every sample its worth, of those begun earlier as soon as `score` is asked; a context manager."""
+    """Gives every sample its worth, of those begun earlier as soon as `score` is asked; a context manager.
 
-    def __init__(self, source: Source) -> None:
-        self._source = source
+    Args:
+        source: what rewards come from.
+        max_failure_share: of the samples of a `score`; above it the rest of them is given up.
+    """
+
+    def __init__(self, source: Source, max_failure_share: float = 1.0) -> None:
+        self._source, self._max_failure_share = source, max_failure_share
         self._calls: SimpleQueue[_Call | None] = SimpleQueue()
         self._begun: list[_Call] = []
         self._closed, self._closing = False, threading.Lock()
@@ -75,20 +86,22 @@ class Scorer:
         begun, self._begun = self._begun, []
         running = [item for item in begun if not item.scores.cancel()]
         expected = {_identity(sample) for item in running for sample in item.samples}
-        found = self._scored([sample for sample in samples if _identity(sample) not in expected])
+        tolerated = self._max_failure_share * len(samples)
+        found = self._scored([sample for sample in samples if _identity(sample) not in expected], tolerated)
+        tolerated -= sum(score.failure is not None for score in found.values())
         ahead = _succeeded(running)
         self.ahead_share = sum(_identity(sample) in ahead for sample in samples) / max(1, len(samples))
         found |= ahead
-        found |= self._scored([sample for sample in samples if _identity(sample) not in found])
+        found |= self._scored([sample for sample in samples if _identity(sample) not in found], tolerated)
         return [found[_identity(sample)] for sample in samples]
 
-    def _scored(self, samples: list[Sample]) -> dict[tuple[str, str], Score]:
+    def _scored(self, samples: list[Sample], tolerated: float) -> dict[tuple[str, str], Score]:
         if not samples:
             return {}
-        return dict(zip(map(_identity, samples), self._call(samples).scores.result(), strict=True))
+        return dict(zip(map(_identity, samples), self._call(samples, tolerated).scores.result(), strict=True))
 
-    def _call(self, samples: Sequence[Sample]) -> _Call:
-        call = _Call(samples)
+    def _call(self, samples: Sequence[Sample], tolerated: float | None = None) -> _Call:
+        call = _Call(samples, tolerated)
         with self._closing:
             if self._closed:
                 raise RuntimeError("the source of rewards is closed")
@@ -103,7 +116,7 @@ class Scorer:
             if not call.scores.set_running_or_notify_cancel():
                 continue
             try:
-                call.scores.set_result(self._source.score(call.samples))
+                call.scores.set_result(self._source.score(call.samples, call.tolerated))
             except Exception as error:
                 call.scores.set_exception(error)
         self._calls.put(None)  # for the next thread

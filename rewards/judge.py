@@ -53,8 +53,12 @@ class Judge:
     ) -> None:
         self._parsers.__exit__(kind, error, trace)
 
-    def score(self, samples: Sequence[Sample]) -> list[Score]:
-        """Score every sample, in order; the judge's text goes along. What fails becomes a `Score` with a failure."""
+    def score(self, samples: Sequence[Sample], tolerated: float | None = None) -> list[Score]:
+        """Score every sample, in order; the judge's text goes along. What fails becomes a `Score` with a failure.
+
+        Args:
+            tolerated: as in `rewards.server.ask_all`; None: the configured share of these samples.
+        """
         judge = self._judge
 
         async def ask(post: Post, chunk: range) -> list[str | Failed]:
@@ -62,13 +66,15 @@ class Judge:
             return [answer_in(await post(path, body))]
 
         chunks = [range(row, row + 1) for row in range(len(samples))]
-        texts = ask_all(judge, judge.concurrency, ask, chunks, self._config.max_failure_share * len(samples))
+        limit = self._config.max_failure_share * len(samples) if tolerated is None else tolerated
+        texts = ask_all(judge, judge.concurrency, ask, chunks, limit)
         answered = [
             dataclasses.replace(sample, response=text)
             for sample, text in zip(samples, texts, strict=True)
             if not isinstance(text, Failed)
         ]
-        found = iter(self._parsers.score(answered))
+        left = None if tolerated is None else tolerated - sum(isinstance(text, Failed) for text in texts)
+        found = iter(self._parsers.score(answered, left))
         return [
             Score(self._config.failure_value, {}, f"judge: {text.reason}", "")
             if isinstance(text, Failed)

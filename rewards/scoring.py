@@ -27,12 +27,13 @@ from pebble import ProcessExpired, ProcessPool
 from configs.errors import UserError
 from rewards import worker
 from rewards.function import load_reward_function
-from rewards.worker import Row, Score
+from rewards.server import NOT_ASKED
+from rewards.worker import TIMED_OUT, Row, Score
 
 if TYPE_CHECKING:
     from configs.schema import RewardConfig
 
-__all__ = ["RewardPool", "Sample", "Score", "check_failures", "log_failures", "refuse_too_many"]
+__all__ = ["RewardPool", "Sample", "Score", "check_failures", "log_first", "log_failures", "refuse_too_many"]
 
 _logger = logging.getLogger(__name__)
 
@@ -84,7 +85,7 @@ class RewardPool:
         self._workers = config.workers or default_workers(len(os.sched_getaffinity(0)))
         self._function = load_reward_function(config.function, config.settings, columns)
         self._restarting, self._closing = threading.Lock(), threading.Lock()
-        self._closed = False
+        self._closed = self._told_of_timeouts = False
         self.calls_ahead = 0 if self._function.is_batch else _CALLS_AHEAD
 
     def __enter__(self) -> Self:
@@ -104,10 +105,13 @@ class RewardPool:
         self._thread.shutdown()
         self._pool.join()
 
-    def score(self, samples: Sequence[Sample]) -> list[Score]:
+    def score(self, samples: Sequence[Sample], tolerated: float | None = None) -> list[Score]:
         """Score every sample, in order. A failed call becomes a `Score` with a failure; nothing is raised for it.
 
         Several threads may call it; their samples share the workers.
+
+        Args:
+            tolerated: once more samples than this have failed, the others fail without being scored; None: none do.
 
         Raises:
             UserError: the function does not load in a worker process.
@@ -115,20 +119,37 @@ class RewardPool:
         self._starting.result()
         rows = [self._function.arguments(sample) for sample in samples]
         scores: dict[int, Score] = {}
+        lost = 0
         waiting = dict(self._submit(rows, chunk) for chunk in self._chunks(len(rows)))
-        while waiting:
-            done, _ = wait(waiting, timeout=_POLL_S, return_when=FIRST_COMPLETED)
-            pool = self._living_pool()
-            for future in waiting.keys() - done:
-                if waiting[future].pool is not pool and not future.done():  # it broke before it took this on
-                    future.set_exception(BrokenProcessPool())
-            for future in done:
+        while waiting and (tolerated is None or lost <= tolerated):
+            for future in self._ended(waiting):
                 chunk = waiting.pop(future)
                 finished, again = self._outcome(future, chunk)
                 scores.update(zip(chunk.rows, finished, strict=False))
+                failed = [row for row, score in zip(chunk.rows, finished, strict=False) if score.failure is not None]
+                lost += len(failed)
+                self._tell_of_timeouts([(samples[row].sample_id, str(scores[row].failure)) for row in failed])
                 broken = chunk.broken + isinstance(future.exception(), BrokenProcessPool)
                 waiting |= dict(self._submit(rows, part, broken) for part in again)
-        return [scores[index] for index in range(len(rows))]
+        for future in waiting:
+            future.cancel()
+        return [scores.get(row, Score(self._config.failure_value, {}, NOT_ASKED)) for row in range(len(rows))]
+
+    def _ended(self, waiting: dict[Future[list[Score]], _Chunk]) -> set[Future[list[Score]]]:
+        """Wait for a while, and return the chunks that have ended."""
+        done, _ = wait(waiting, timeout=_POLL_S, return_when=FIRST_COMPLETED)
+        pool = self._living_pool()
+        for future in waiting.keys() - done:
+            if waiting[future].pool is not pool and not future.done():  # it broke before it took this on
+                future.set_exception(BrokenProcessPool())
+        return done
+
+    def _tell_of_timeouts(self, failed: list[tuple[str, str]]) -> None:
+        """Say once, as soon as it happens, that calls take too long: otherwise the batch only seems to hang."""
+        late = [f"sample {name} {reason}" for name, reason in failed if reason.startswith(TIMED_OUT)]
+        if late and not self._told_of_timeouts:
+            self._told_of_timeouts = True
+            _logger.warning("reward: %s (reward.timeout_s); every such call keeps a worker busy for as long", late[0])
 
     def _new_pool(self) -> ProcessPool:
         """Return a pool whose processes start with its first task."""
@@ -198,7 +219,7 @@ class RewardPool:
 
     def _reason(self, error: BaseException) -> str:
         if isinstance(error, TimeoutError):
-            return f"timed out after {self._config.timeout_s:g} s in code that could not be interrupted; worker killed"
+            return f"{TIMED_OUT} {self._config.timeout_s:g} s in code that could not be interrupted; worker killed"
         if isinstance(error, ProcessExpired):
             return f"the worker process died (exit code {error.exitcode})"
         if isinstance(error, BrokenProcessPool):
@@ -212,9 +233,21 @@ def default_workers(cores: int) -> int:
 
 
 def log_failures(scores: Sequence[Score], samples: Sequence[Sample]) -> None:
-    """One warning for each failed sample, with its id and the reason."""
-    for line in _failures(scores, samples):
-        _logger.warning("reward failed: %s", line)
+    """Warnings of the first failed samples, each with its id and the reason, and of how many more there are."""
+    log_first("reward failed", _failures(scores, samples), "reward_failure")
+
+
+def log_first(what: str, failures: Sequence[str], column: str) -> None:
+    """Warn of the first failures, and of how many more there are.
+
+    Args:
+        failures: a line for each.
+        column: of the experience, which holds the reasons of all.
+    """
+    for line in failures[:_FAILURES_SHOWN]:
+        _logger.warning("%s: %s", what, line)
+    if more := len(failures[_FAILURES_SHOWN:]):
+        _logger.warning("%s: and %d more (column %s)", what, more, column)
 
 
 def check_failures(scores: Sequence[Score], samples: Sequence[Sample], config: RewardConfig) -> None:
@@ -228,12 +261,13 @@ def check_failures(scores: Sequence[Score], samples: Sequence[Sample], config: R
         if config.function is not None
         else "Look at the server and what it answers, or raise reward.max_failure_share."
     )
+    left = sum(_not_asked(score.failure) for score in scores)
     refuse_too_many(
         _failures(scores, samples),
         len(scores),
         config.max_failure_share,
         f"{config.source} failed for",
-        "samples",
+        "samples" + (f", {left} more were not asked any more" if left else ""),
         remedy,
     )
 
@@ -262,5 +296,10 @@ def _failures(scores: Sequence[Score], samples: Sequence[Sample]) -> list[str]:
     return [
         f"sample {sample.sample_id}: {score.failure}"
         for score, sample in zip(scores, samples, strict=True)
-        if score.failure is not None
+        if score.failure is not None and not _not_asked(score.failure)
     ]
+
+
+def _not_asked(failure: str | None) -> bool:
+    """Whether it is no failure of its own, but follows from others' (a server's name may stand before the reason)."""
+    return failure is not None and failure.endswith(NOT_ASKED)

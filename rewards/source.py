@@ -25,9 +25,9 @@ def open_scorer(config: RewardConfig, columns: Sequence[str]) -> Iterator[Scorer
         UserError: it cannot be used with these columns.
     """
     if config.service is not None:
-        with Scorer(RewardService(config)) as scorer:
+        with Scorer(RewardService(config), config.max_failure_share) as scorer:
             yield scorer
         return
     source = Judge(config, columns) if config.judge is not None else RewardPool(config, columns)
-    with source, Scorer(source) as scorer:
+    with source, Scorer(source, config.max_failure_share) as scorer:
         yield scorer

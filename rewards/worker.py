@@ -17,6 +17,7 @@ from rewards.function import RewardFunction, load_reward_function
 from rewards.guard import DeadlineExceeded, begin_worker, reason_of, reward_and_parts, within
 
 Row = dict[str, Any]  # the arguments of one row, by parameter name
+TIMED_OUT = "timed out after"  # the reason of a call that took too long begins with it
 
 
 @dataclass(frozen=True)
@@ -108,7 +109,7 @@ class ChunkScorer:
 
     def _failed(self, error: BaseException) -> Score:
         if isinstance(error, DeadlineExceeded):
-            return Score(self.failure_value, {}, f"timed out after {self.timeout_s:g} s")
+            return Score(self.failure_value, {}, f"{TIMED_OUT} {self.timeout_s:g} s")
         return Score(self.failure_value, {}, reason_of(error, __file__))
 
 

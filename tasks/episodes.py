@@ -6,7 +6,6 @@ Left out: playing them (engines/episodes.py).
 from __future__ import annotations
 
 import dataclasses
-import logging
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -15,13 +14,11 @@ import numpy as np
 
 from configs.errors import UserError
 from configs.schema import TrainConfig
-from rewards.scoring import Score, refuse_too_many
+from rewards.scoring import Score, log_first, refuse_too_many
 from state.experience import column_names
 
 TURNS, REWARD, FAILURE = "turns", "environment_reward", "environment_failure"
 PART = "environment/"  # columns of the named parts that an environment gave
-
-_logger = logging.getLogger(__name__)
 
 
 def episode_columns(answers: Sequence[Mapping[str, Any]], rows_B: np.ndarray) -> dict[str, Any]:
@@ -110,8 +107,6 @@ def _check_failures(config: TrainConfig, columns: Mapping[str, Any]) -> None:
         for name, reason in zip(columns["sample_id"], columns[FAILURE], strict=True)
         if reason is not None
     ]
-    for line in failed:
-        _logger.warning("environment failed: %s", line)
     refuse_too_many(
         failed,
         len(columns[FAILURE]),
@@ -120,6 +115,7 @@ def _check_failures(config: TrainConfig, columns: Mapping[str, Any]) -> None:
         "episodes",
         "Put the environment or the data right, or raise environment.timeout_s or reward.max_failure_share.",
     )
+    log_first("environment failed", failed, FAILURE)
 
 
 def _name(config: TrainConfig) -> str:

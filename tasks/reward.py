@@ -78,8 +78,8 @@ def _score_by_source(training: Training, columns: dict[str, Any], split: str, ke
         )
     ]
     scores = scorer.score(samples)
-    log_failures(scores, samples)
     check_failures(scores, samples, training.config.reward)
+    log_failures(scores, samples)
     return scores
 
 

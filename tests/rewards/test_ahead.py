@@ -30,10 +30,12 @@ class Lengths:
     failing: set[str] = field(default_factory=set)
     gate: threading.Event = field(default_factory=threading.Event)
     calls: list[list[str]] = field(default_factory=list)
+    tolerated: list[float | None] = field(default_factory=list)
     refused: bool = False
 
-    def score(self, samples: Sequence[Sample]) -> list[Score]:
+    def score(self, samples: Sequence[Sample], tolerated: float | None = None) -> list[Score]:
         self.calls.append([sample.response for sample in samples])
+        self.tolerated.append(tolerated)
         assert self.gate.wait(20)
         if self.refused:
             raise UserError("the key is missing", "export it")
@@ -109,6 +111,19 @@ def test_what_failed_ahead_is_tried_again() -> None:
         scorer.begin(samples)
         with pytest.raises(UserError, match="the key is missing"):
             scorer.score(samples)
+
+
+def test_failures_are_tolerated_as_a_share_of_all_samples() -> None:
+    """Not of those that were left: and what the first call used of it the second lacks. Ahead nothing is decided."""
+    source = Lengths(failing={"a", "ccc"})
+    samples = samples_of("a", "bb", "ccc", "dddd")
+    with Scorer(source, 0.5) as scorer:
+        source.gate.set()
+        scorer.begin(samples[2:])
+        _wait_for(source, calls=1)
+        assert rewards_of(scorer, samples) == [FAILED, 2, FAILED, 4]
+    assert source.calls == [["ccc", "dddd"], ["a", "bb"], ["ccc"]]
+    assert source.tolerated == [None, 2.0, 1.0]
 
 
 def test_what_has_not_started_is_asked_for_together() -> None:

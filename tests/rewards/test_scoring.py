@@ -21,6 +21,7 @@ from configs.errors import UserError
 from configs.schema import RewardConfig
 from rewards.guard import reward_and_parts
 from rewards.scoring import RewardPool, Sample, Score, check_failures, default_workers, log_failures
+from rewards.server import NOT_ASKED
 from tests.processes import alive
 from tests.waiting import came_true
 
@@ -242,6 +243,35 @@ def test_past_the_share_the_run_stops() -> None:
     assert "'reward_examples:length' failed for 6 of 20 samples; reward.max_failure_share allows 25%" in text
     assert "sample s0: reason 0\n" in text and "sample s2: reason 2\n" in text and "and 3 more" in text
     assert "s3" not in text
+
+
+@pytest.mark.parametrize("name", ["loop", "hang"])
+def test_a_function_that_hangs_is_given_up_once_the_outcome_is_certain(
+    name: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The first timeout is told at once; above the share the others are not asked. Control: within it all are."""
+    with pool_of("misbehave", timeout_s=0.5) as pool, caplog.at_level(logging.WARNING):
+        samples = samples_of(*[name] * 40)
+        scores = pool.score(samples, tolerated=2)
+        asked = [score for score in scores if score.failure != NOT_ASKED]
+        assert 3 <= len(asked) < 20 and all((score.failure or "").startswith("timed out") for score in asked)
+        (told,) = [record.getMessage() for record in caplog.records]
+        assert "timed out after 0.5 s" in told and "reward.timeout_s" in told
+        with pytest.raises(UserError, match=rf"failed for {len(asked)} of 40 samples, {40 - len(asked)} more were not"):
+            check_failures(scores, samples, config_of("misbehave", max_failure_share=0.05))
+        mixed = pool.score(samples_of(*["1"] * 5, name, *["2"] * 5), tolerated=2)
+        assert [score.reward for score in mixed] == [1.0] * 5 + [FAILED] + [2.0] * 5
+    assert len(caplog.records) == 1
+
+
+def test_of_many_failures_the_first_are_logged(caplog: pytest.LogCaptureFixture) -> None:
+    """A thousand lines hide everything else."""
+    with caplog.at_level(logging.WARNING):
+        log_failures(*batch_with(100, 101))
+    assert [record.getMessage() for record in caplog.records] == [
+        *[f"reward failed: sample s{number}: reason {number}" for number in range(3)],
+        "reward failed: and 97 more (column reward_failure)",
+    ]
 
 
 def test_failures_are_logged_by_sample(caplog: pytest.LogCaptureFixture) -> None:

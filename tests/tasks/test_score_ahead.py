@@ -53,7 +53,7 @@ class Source:
     def __init__(self) -> None:
         self.calls: list[list[Sample]] = []
 
-    def score(self, samples: Sequence[Sample]) -> list[Score]:
+    def score(self, samples: Sequence[Sample], tolerated: float | None = None) -> list[Score]:
         """Note and score."""
         self.calls.append(list(samples))
         return [Score(float(sample.response) + sample.columns["bonus"], {}, None) for sample in samples]
