@@ -39,7 +39,7 @@ def wanted(
                 f"{prefix} has '{name}', which '{spec}' does not take{nearest(name, parameters)}.",
                 f"It takes: {', '.join(parameters)}.",
             )
-    found = []
+    found, names = [], ", ".join(dict.fromkeys(available))
     for name, parameter in parameters.items():
         if name in settings or parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
             continue
@@ -49,6 +49,6 @@ def wanted(
             raise UserError(
                 f"{setting} '{spec}' asks for '{name}', which is neither {sources} "
                 f"nor a setting{nearest(name, available)}.",
-                f"Available: {', '.join(available)}. Rename the parameter, or give '{name}' in {prefix}.",
+                f"Available: {names}. Rename the parameter, or give '{name}' in {prefix}.",
             )
     return tuple(found)

@@ -19,6 +19,8 @@ import pyarrow.parquet as pq
 
 from configs.errors import UserError
 
+_KINDS = {str: "text", bool: "true or false", int: "a number", float: "a number", list: "a list", dict: "an object"}
+
 
 def read_rows(path: Path) -> pd.DataFrame:
     """Return the rows of a JSONL or Parquet file; row i of the frame is row i of the file.
@@ -102,6 +104,8 @@ def _read_jsonl(path: Path) -> pa.Table:
 def _parse_line(path: Path, row: int, line: bytes) -> dict[str, Any]:
     try:
         values = json.loads(line)
+    except UnicodeDecodeError as error:
+        raise UserError(f"{place(path, row)} is not JSON: {error}", "save the file as UTF-8") from None
     except ValueError as error:
         what = "is blank" if not line.strip() else f"is not JSON: {error}"
         raise UserError(f"{place(path, row)} {what}", "each line holds one JSON object") from None
@@ -133,10 +137,14 @@ def _array(path: Path, name: str, values: list[Any]) -> pa.Array:
     try:
         return pa.array(values)
     except (pa.ArrowInvalid, pa.ArrowTypeError, OverflowError) as error:
-        kinds = [(row, type(value).__name__) for row, value in enumerate(values) if value is not None]
+        kinds = [
+            (row, _KINDS.get(type(value), type(value).__name__))
+            for row, value in enumerate(values)
+            if value is not None
+        ]
         others = [(row, kind) for row, kind in kinds if kind != kinds[0][1]]
         where = f"{place(path, others[0][0])}: " if others else f"{path}: "
-        what = f"a {others[0][1]} follows a {kinds[0][1]}" if others else str(error)
+        what = f"{others[0][1]} follows {kinds[0][1]}" if others else str(error)
         raise UserError(
             f"{where}column '{name}' has more than one type: {what}", "write one type in every row, for instance text"
         ) from None

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from configs.errors import UserError
 from reports.evaluation import shown, with_interval
-from reports.mlflow_run import connect
+from reports.mlflow_run import connect, public_uri
 from reports.plots import COLOURS, canvas, line, save
 
 if TYPE_CHECKING:
@@ -188,7 +188,7 @@ def _runs(client: MlflowClient, tracking_uri: str, name: str, wanted: Sequence[s
         names = [found.name for found in client.search_experiments()]
         nearest = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
         raise UserError(
-            f"there is no MLflow experiment '{name}' in {tracking_uri}",
+            f"there is no MLflow experiment '{name}' in {public_uri(tracking_uri)}",
             (f"did you mean '{nearest[0]}'? " if nearest else "") + f"Existing: {', '.join(sorted(names))}",
         )
     runs: list[Run] = []

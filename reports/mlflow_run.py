@@ -25,6 +25,7 @@ from itertools import islice
 from pathlib import Path
 from posixpath import normpath
 from typing import TYPE_CHECKING, Any, Literal
+from urllib.parse import urlsplit
 
 from configs.errors import UserError
 
@@ -172,13 +173,19 @@ def close_run(tracking_uri: str, run_id: str, status: RunStatus) -> None:
 
 
 def run_url(tracking_uri: str, run_id: str, server: str = "http://127.0.0.1:5000") -> str:
-    """Return the run's page: on the tracking server, or on `server` (`mlflow ui`) for a database.
+    """Return the run's page, without password: on the tracking server, or on `server` (`mlflow ui`) for a database.
 
     The query opens MLflow's pages for training; its default are those for applications, without metrics.
     """
     experiment = connect(tracking_uri).get_run(run_id).info.experiment_id
-    root = tracking_uri if tracking_uri.startswith("http") else server
+    root = public_uri(tracking_uri) if tracking_uri.startswith("http") else server
     return f"{root.rstrip('/')}/#/experiments/{experiment}/runs/{run_id}?workflowType=machine_learning"
+
+
+def public_uri(tracking_uri: str) -> str:
+    """Return a store's address as it may be shown and written down: without the name and password of who uses it."""
+    parts = urlsplit(tracking_uri)
+    return tracking_uri.replace(f"{parts.netloc.rpartition('@')[0]}@", "", 1) if "@" in parts.netloc else tracking_uri
 
 
 @functools.cache

@@ -114,7 +114,7 @@ def check_template(judge: JudgeConfig, columns: Sequence[str]) -> None:
     Raises:
         UserError: one has none.
     """
-    available = (*TEXT_PLACES, *columns)
+    available = list(dict.fromkeys((*TEXT_PLACES, *columns)))
     for name in _PLACE.findall(judge.template):
         if name not in available:
             raise UserError(

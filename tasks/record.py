@@ -106,7 +106,7 @@ def reopened(training: Training) -> bool:
         return False
     if not mlflow_run.holds_run(session.tracking_uri, earlier):
         lost = "MLflow (%s) does not hold the run %s that this folder was recorded in: a new one gets its figures"
-        get_run_logger().warning(lost, session.tracking_uri, earlier)
+        get_run_logger().warning(lost, mlflow_run.public_uri(session.tracking_uri), earlier)
         return False
     session.mlflow_run_id = earlier
     mlflow_run.resume_run(session.tracking_uri, earlier)

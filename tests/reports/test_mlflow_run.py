@@ -8,6 +8,7 @@ import math
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -242,6 +243,28 @@ def test_a_run_has_a_page(uri: str) -> None:
     experiment = connect(uri).get_run(run_id).info.experiment_id
     path = f"/#/experiments/{experiment}/runs/{run_id}?workflowType=machine_learning"
     assert mlflow_run.run_url(uri, run_id) == f"http://127.0.0.1:5000{path}"
+
+
+@pytest.mark.parametrize(
+    ("address", "shown"),
+    [
+        ("https://alice:s3cret@mlflow.corp:5000/base", "https://mlflow.corp:5000/base"),
+        ("postgresql://alice:p%40ss@db/mlflow", "postgresql://db/mlflow"),
+        ("https://mlflow.corp/a@b", "https://mlflow.corp/a@b"),
+        ("sqlite:////data/a@b/mlflow.db", "sqlite:////data/a@b/mlflow.db"),
+    ],
+)
+def test_an_address_is_shown_without_its_password(address: str, shown: str) -> None:
+    """It stands in reports, artifacts and logs. Controls: addresses without one stay as they are."""
+    assert mlflow_run.public_uri(address) == shown
+
+
+def test_a_page_of_a_server_with_a_password_is_named_without_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The report and two artifacts in Prefect link to it."""
+    run = SimpleNamespace(info=SimpleNamespace(experiment_id="7"))
+    monkeypatch.setattr(mlflow_run, "connect", lambda _: SimpleNamespace(get_run=lambda _: run))
+    url = mlflow_run.run_url("https://alice:s3cret@mlflow.corp", "abc")
+    assert url.startswith("https://mlflow.corp/#/experiments/7/runs/abc")
 
 
 def test_flatten_gives_dotted_keys_and_keeps_schedules_whole() -> None:

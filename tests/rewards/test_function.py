@@ -65,6 +65,12 @@ def test_mistakes_say_what_to_do(spec: str, settings: dict[str, Any], problem: s
         load_reward_function(spec, settings, ["answers"])
 
 
+def test_what_is_available_is_listed_once() -> None:
+    """A prompt's id is an argument and, in what the trainings make of the data, a column, too."""
+    with pytest.raises(UserError, match=r"Available: response, prompt, prompt_id, row, question\."):
+        load_reward_function("reward_examples:sources", {}, ["prompt_id", "question"])
+
+
 def test_a_module_that_fails_shows_its_own_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The underlying exception is in the message, also when it is a missing module further down."""
     monkeypatch.chdir(tmp_path)
