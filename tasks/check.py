@@ -34,6 +34,7 @@ from engines.shape import ModelShape, layer_names, read_shape, weight_shapes
 from environments.loading import load_environment
 from evaluators.loading import load_evaluators
 from rewards.function import load_reward_function
+from tasks.check_prompts import check_prompt_lengths
 from tasks.check_sampling import check_sampling
 from tasks.check_servers import check_judge, check_service
 
@@ -82,6 +83,7 @@ def check_inputs(config: TrainConfig) -> None:
     check_reward(config, columns)
     check_sampling(config)
     load_evaluators(config.evaluate.evaluators or ())
+    check_prompt_lengths(config)
 
 
 def check_model(config: TrainConfig) -> None:

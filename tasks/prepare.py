@@ -19,6 +19,7 @@ from data.tokenizer import make_byte_tokenizer
 from engines.placement import describe_strategy, reshard_strategy
 from rewards.source import open_scorer
 from state.experience import Ragged, read_columns, write_columns
+from tasks.check_prompts import takes_each
 from tasks.interrupts import interrupts_deferred
 from tasks.reshard import bring_weights, connect_groups
 from tasks.session import Training
@@ -59,6 +60,8 @@ def load_prompts(training: Training, model_folder: str) -> dict[str, int]:
         counts |= {split: len(table), f"{split}_dropped": table.dropped}
         if table.dropped:
             get_run_logger().warning("%s: %d prompts dropped, longer than data.max_prompt_tokens", split, table.dropped)
+    for text in takes_each(config, session.prompts["train"].frame):
+        get_run_logger().warning("%s", text)
     if config.reward.function or config.reward.judge or config.reward.service:
         columns = ["prompt_id", *(name for name in session.prompts["train"].frame.columns if name not in RESERVED)]
         session.scorer = session.stack.enter_context(open_scorer(config.reward, columns))
