@@ -223,6 +223,7 @@ def _print_dry_run(config: Any, estimates: Any) -> None:
     from configs.loading import to_yaml
     from engines.placement import describe_strategy, reshard_strategy
     from tasks.check_prompts import describe_prompts
+    from tasks.trial_call import trial_call
 
     console.print(to_yaml(config), highlight=False, markup=False, soft_wrap=True)
     columns = ("group", "roles", "ranks on", "memory per rank", "of which", "recomputed in the backward pass")
@@ -235,8 +236,8 @@ def _print_dry_run(config: Any, estimates: Any) -> None:
         table.add_row(item.group, ", ".join(item.roles), places, size, parts, recomputed)
     console.print(table)
     strategy = f"{reshard_strategy(config)} ({describe_strategy(config)})"
-    for text in (f"reshard: {strategy}", *describe_prompts(config)):
-        console.print(text, highlight=False, soft_wrap=True)
+    for text in (f"reshard: {strategy}", *describe_prompts(config), *trial_call(config)):
+        console.print(text, highlight=False, markup=False, soft_wrap=True)
 
 
 @app.command()

@@ -58,6 +58,12 @@ def takes_each(config: TrainConfig, frame: pd.DataFrame) -> list[str]:
     return [f"rollout.prompts is {prompts}: an iteration takes each of the {rows} prompts {prompts / rows:.3g} times"]
 
 
+def first_row(config: TrainConfig) -> tuple[str, dict[str, Any]]:
+    """Return the first training prompt without any template, and all columns of its row."""
+    (row,) = _frame(config, "train").head(1).to_dict("records")
+    return _text(row[config.data.prompt]), {str(name): value for name, value in row.items()}
+
+
 def prompt_lengths(config: TrainConfig, frame: pd.DataFrame) -> np.ndarray | None:
     """Return the tokens of each prompt, at least; None if this model's tokenizer cannot be asked without torch."""
     counter = _tiny_tokens if config.model.path is None else _counter(config.model.path)
