@@ -27,7 +27,7 @@ from tasks.child_flows import quick_child_flows
 from tasks.evaluate import evaluate
 from tasks.export import export
 from tasks.laps import lap
-from tasks.prepare import build_engines, load_prompts, starting_model
+from tasks.prepare import build_engines, check_tokenized, load_prompts, starting_model
 from tasks.progress import show_iterations, show_progress
 from tasks.record import finite, record, recording
 from tasks.session import Training, open_session, read_config, write_config
@@ -81,6 +81,7 @@ def open_run(config: TrainConfig, run_folder: str | None, resume: str | None) ->
         run = open_run_folder(Path(resume))
         read_manifest(run)  # without one there is nothing to resume
         config = read_config(run)
+        check_tokenized(run, config)
         check_inputs(config)
         return config, run
     config = resolve(config)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -10,6 +11,7 @@ import numpy as np
 from prefect import get_run_logger, task
 from prefect.cache_policies import NO_CACHE
 
+from configs.errors import UserError
 from configs.schema import TrainConfig
 from data.arithmetic import make_problems
 from data.prompts import RESERVED, PromptTable, tokenize_prompts
@@ -19,6 +21,8 @@ from data.tokenizer import make_byte_tokenizer
 from engines.placement import describe_strategy, reshard_strategy
 from rewards.source import open_scorer
 from state.experience import Ragged, read_columns, write_columns
+from state.files import write_text
+from state.run_folder import RunFolder
 from tasks.check_prompts import takes_each
 from tasks.interrupts import interrupts_deferred
 from tasks.reshard import bring_weights, connect_groups
@@ -54,6 +58,7 @@ def load_prompts(training: Training, model_folder: str) -> dict[str, int]:
     for split in ("train", "heldout"):
         path = run.prompts(split)
         if not path.exists():
+            write_text(_tokenized(run), json.dumps(_tokenizing(config)))
             tokenize_prompts(_frame(config, split), config.data, load_tokenizer(model_folder), split).save(path)
         table = PromptTable.load(path)
         session.prompts[split] = table
@@ -66,6 +71,33 @@ def load_prompts(training: Training, model_folder: str) -> dict[str, int]:
         columns = ["prompt_id", *(name for name in session.prompts["train"].frame.columns if name not in RESERVED)]
         session.scorer = session.stack.enter_context(open_scorer(config.reward, columns))
     return counts
+
+
+def check_tokenized(run: RunFolder, config: TrainConfig) -> None:
+    """Check that a run to be resumed would tokenize its prompts as it did: that is done once, and the result kept.
+
+    Raises:
+        UserError: a key that decides it has changed since.
+    """
+    if not _tokenized(run).is_file():
+        return
+    was, now = json.loads(_tokenized(run).read_text(encoding="utf-8")), _tokenizing(config)
+    if changed := [name for name in now if now[name] != was[name]]:
+        raise UserError(
+            f"data.{changed[0]} in {run.config} is {now[changed[0]]!r}, and the prompts of this run were made with "
+            f"{was[changed[0]]!r}",
+            "put the old value back, or start a new run",
+        )
+
+
+def _tokenizing(config: TrainConfig) -> dict[str, Any]:
+    """Return what decides which prompts there are and their tokens."""
+    names = {"train", "heldout", "arithmetic", "prompt", "chat", "template", "max_prompt_tokens"}
+    return config.data.model_dump(mode="json", include=names)
+
+
+def _tokenized(run: RunFolder) -> Path:
+    return run.prompts("train").with_name("prompts.json")
 
 
 @task(task_run_name="pairs", cache_policy=NO_CACHE)
