@@ -11,8 +11,10 @@ from tasks.admission import admission
 from tasks.check import check_finetuning_memory, check_supervised
 from tasks.finetuning import blocks, checkpoint_due, end_finetuning, restored_step, save_step
 from tasks.prepare import load_pairs, starting_model
+from tasks.progress import show_progress
 from tasks.session import Training, open_session
 from tasks.supervise import begin_supervised, supervised_steps
+from tasks.supervised_record import record_steps, recording_supervised
 
 
 @flow(name="sft", flow_run_name="sft-{config.name}")
@@ -30,20 +32,26 @@ def sft(config: TrainConfig = TrainConfig(), run_folder: str | None = None, resu
         return str(run.model("sft"))
     with admission(config):
         check_finetuning_memory(config, "sft")
-        with open_session(config, run) as training:
-            return supervise(training, starting_model(training))
+        with open_session(config, run) as training, show_progress(training), recording_supervised(training):
+            return supervise(training, starting_model(training), recorded=True)
 
 
 @flow(name="supervised-warm-up", flow_run_name="supervised-warm-up", validate_parameters=False)
-def supervise(training: Training, model_folder: str) -> str:
-    """Train the model in `model_folder` on the pairs; return the folder with the result. Done once per run."""
+def supervise(training: Training, model_folder: str, recorded: bool = False) -> str:
+    """Train the model in `model_folder` on the pairs; return the folder with the result. Done once per run.
+
+    Args:
+        recorded: whether the run's record is of these steps; in `train` it is of iterations.
+    """
     target, config = training.run.model("sft"), training.config.sft
     if config is None or target.exists():
         return str(target)
-    load_pairs(training, model_folder)
+    pairs = load_pairs(training, model_folder)
     begin_supervised(training, model_folder)
     for first, count in blocks(config, restored_step(training)):
-        supervised_steps(training, first, count)
+        losses = supervised_steps(training, pairs, first, count)
+        if recorded:
+            record_steps(training, first, losses)
         if checkpoint_due(config, first + count):
             save_step(training, first + count)
     return end_finetuning(training, "sft_end", model_folder, "sft")

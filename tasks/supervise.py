@@ -7,7 +7,6 @@ from prefect.cache_policies import NO_CACHE
 
 from configs.schedule import value_at
 from data.order import take
-from state.experience import read_columns
 from state.manifest import Progress
 from tasks.checkpoint import begin_manifest
 from tasks.session import Training
@@ -35,13 +34,12 @@ def begin_supervised(training: Training, model_folder: str) -> None:
 
 
 @task(task_run_name="steps-{first:06d}", cache_policy=NO_CACHE)
-def supervised_steps(training: Training, first: int, count: int) -> list[float]:
-    """Take `count` optimizer steps from step `first` on; return their losses."""
+def supervised_steps(training: Training, pairs: int, first: int, count: int) -> list[float]:
+    """Take `count` optimizer steps from step `first` on, over `pairs` pairs; return their losses."""
     config = training.config
     assert config.sft is not None
-    rows = len(read_columns(training.run.prompts("sft"), ["response_tokens"])["response_tokens"])
     batch, shuffle = config.sft.batch, config.data.sampler.name != "sequential"
-    batches = take(first * batch, count * batch, rows, config.seed, shuffle).reshape(count, batch)
+    batches = take(first * batch, count * batch, pairs, config.seed, shuffle).reshape(count, batch)
     replies = training.session().call(
         "actor",
         "sft_steps",
@@ -51,5 +49,5 @@ def supervised_steps(training: Training, first: int, count: int) -> list[float]:
         learning_rate=float(value_at(config.sft.optimizer.learning_rate, first)),
     )
     losses: list[float] = replies[0]["losses"]
-    training.session().say(f"supervised warm-up: step {first + count}/{config.sft.steps}, loss {losses[-1]:.3f}")
+    training.session().say(f"supervised training: step {first + count}/{config.sft.steps}, loss {losses[-1]:.3f}")
     return losses

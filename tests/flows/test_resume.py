@@ -86,8 +86,8 @@ from penstock.cli import main
 
 steps = sft.supervised_steps
 
-def dying(training, first, count):
-    steps(training, first, count)
+def dying(training, pairs, first, count):
+    steps(training, pairs, first, count)
     if first == 4:
         os.kill(os.getpid(), signal.SIGKILL)
 

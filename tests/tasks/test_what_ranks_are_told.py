@@ -238,7 +238,7 @@ def test_of_supervised_steps(key: str, value: Any, place: str, training_with: Ma
         training = training_with(config_from_mapping(values, "test"))
         rows(training.run.prompts("sft"))
         group = listening(training)
-        supervised_steps.fn(training, 0, 2)
+        supervised_steps.fn(training, ROWS, 0, 2)
         return at(group.told, place)
 
     base = {"sft": {"batch": 4}}

@@ -1,0 +1,48 @@
+"""The record of supervised steps: each once in folder and store, however often an attempt ends between two of them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+
+import pytest
+
+from configs.schema import TrainConfig
+from reports import mlflow_run
+from state.manifest import Progress, read_manifest
+from state.run_folder import read_metrics
+from tasks.checkpoint import begin_manifest
+from tasks.session import Training
+from tasks.supervised_record import record_steps, recording_supervised
+
+
+def test_steps_are_recorded_once(
+    training_with: Callable[[TrainConfig], Training], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An attempt that is interrupted has a summary, too; the next goes on in its MLflow run, from its checkpoint."""
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    config = TrainConfig.model_validate({"sft": {"steps": 5}, "record": {"experiment": "supervising"}})
+    training = training_with(config)
+    run = training.run
+    run.config.write_text("name: x\n")
+    with pytest.raises(KeyboardInterrupt), recording_supervised(training):
+        begin_manifest(training, Progress())
+        record_steps.fn(training, 0, [3.0, 2.5])
+        record_steps.fn(training, 2, [2.0])
+        raise KeyboardInterrupt
+    cut = json.loads(run.summary.read_text(encoding="utf-8"))
+    assert (cut["status"], cut["steps"], cut["loss_first"], cut["loss_last"]) == ("cancelled", 3, 3.0, 2.0)
+
+    training = training_with(config)
+    with recording_supervised(training):
+        assert training.session().mlflow_run_id == read_manifest(run).mlflow_run_id == cut["mlflow_run_id"]
+        record_steps.fn(training, 2, [2.0, 1.5, 1.0])
+    assert [(item["iteration"], item["metrics"]["loss"]) for item in read_metrics(run)] == [
+        *((1, 3.0), (2, 2.5), (3, 2.0), (4, 1.5), (5, 1.0))
+    ]
+    summary = json.loads(run.summary.read_text(encoding="utf-8"))
+    assert (summary["status"], summary["steps"], summary["loss_last"]) == ("completed", 5, 1.0)
+    client = mlflow_run.connect(training.session().tracking_uri)
+    history = client.get_metric_history(summary["mlflow_run_id"], "loss")
+    assert [(entry.step, entry.value) for entry in history] == [(1, 3.0), (2, 2.5), (3, 2.0), (4, 1.5), (5, 1.0)]
+    assert client.get_run(summary["mlflow_run_id"]).info.status == "FINISHED"
