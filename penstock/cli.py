@@ -96,7 +96,8 @@ def train(
     run: RunFolderOption = None,
     resume: ResumeOption = None,
     dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="print configuration, placement and memory, start nothing")
+        bool,
+        typer.Option("--dry-run", help="print configuration, placement, memory, prompts and a reward; start no engine"),
     ] = False,
 ) -> None:
     """Train a policy with reinforcement learning."""
