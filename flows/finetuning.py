@@ -18,7 +18,7 @@ from state.manifest import ended, read_manifest
 from state.run_folder import RunFolder, new_run_folder, open_run_folder
 from tasks.admission import admission
 from tasks.check import check_finetuning_memory
-from tasks.finetuning import blocks, checkpoint_due, end_finetuning, save_step
+from tasks.finetuning import blocks, checkpoint_due, end_finetuning, finetuned, save_step
 from tasks.preference import (
     begin_preferences,
     check_preferences,
@@ -67,7 +67,7 @@ def train_on_preferences(config: PairConfig, run_folder: str | None, resume: str
     with admission(engines):
         check_finetuning_memory(engines, "trainer", scores=isinstance(config, RewardModelConfig))
         with open_session(engines, run) as training, recording_preferences(training, config):
-            return str(final) if final.exists() else trained(training, config)
+            return finetuned(run, "final") if final.exists() else trained(training, config)
 
 
 def trained(training: Training, config: PairConfig) -> str:

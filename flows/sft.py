@@ -9,7 +9,7 @@ from configs.schema import TrainConfig
 from flows.finetuning import opened
 from tasks.admission import admission
 from tasks.check import check_finetuning_memory, check_supervised
-from tasks.finetuning import blocks, checkpoint_due, end_finetuning, restored_step, save_step
+from tasks.finetuning import blocks, checkpoint_due, end_finetuning, finetuned, restored_step, save_step
 from tasks.prepare import load_pairs, starting_model
 from tasks.progress import show_progress
 from tasks.session import Training, open_session
@@ -29,7 +29,7 @@ def sft(config: TrainConfig = TrainConfig(), run_folder: str | None = None, resu
     config = resolve(config)
     config, run = opened(config, check_supervised, f"{config.name}-sft", run_folder, resume)
     if run.model("sft").exists():
-        return str(run.model("sft"))
+        return finetuned(run, "sft")
     with admission(config):
         check_finetuning_memory(config, "sft")
         with open_session(config, run) as training, show_progress(training), recording_supervised(training):
@@ -45,7 +45,7 @@ def supervise(training: Training, model_folder: str, recorded: bool = False) -> 
     """
     target, config = training.run.model("sft"), training.config.sft
     if config is None or target.exists():
-        return str(target)
+        return finetuned(training.run, "sft")
     pairs = load_pairs(training, model_folder)
     begin_supervised(training, model_folder)
     for first, count in blocks(config, restored_step(training)):

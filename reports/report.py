@@ -74,7 +74,13 @@ class Report:
     resume: str
 
 
-def write_report(run_folder: Path, links: Mapping[str, str], samples: Samples = (), resume: str = "") -> Path:
+def write_report(
+    run_folder: Path,
+    links: Mapping[str, str],
+    samples: Samples = (),
+    resume: str = "",
+    summary: Mapping[str, Any] | None = None,
+) -> Path:
     """Write `report/index.html` (self-contained), `report/report.md` and the plots; return the HTML's path.
 
     Args:
@@ -82,12 +88,14 @@ def write_report(run_folder: Path, links: Mapping[str, str], samples: Samples = 
         links: label to address or path, e.g. the MLflow run, the Prefect flow run, the run folder.
         samples: rows (or a Parquet file of rows) with `prompt` and `response` as text and `reward` as a number.
         resume: the command that continues this run.
+        summary: what `summary.json` will say, of a run that is just ending; default: what it says.
     """
     from jinja2 import Environment, PackageLoader
 
     folder = run_folder / "report"
     folder.mkdir(parents=True, exist_ok=True)
-    report = _gather(run_folder, folder, links, samples, resume)
+    summary = _read_summary(run_folder) if summary is None else summary
+    report = _gather(run_folder, folder, summary, links, samples, resume)
     templates = Environment(loader=PackageLoader("reports"), autoescape=True, trim_blocks=True, lstrip_blocks=True)
     page = folder / "index.html"
     page.write_text(templates.get_template("report.html.j2").render(vars(report)), encoding="utf-8")
@@ -95,12 +103,15 @@ def write_report(run_folder: Path, links: Mapping[str, str], samples: Samples = 
     return page
 
 
-def _gather(run_folder: Path, folder: Path, links: Mapping[str, str], samples: Samples, resume: str) -> Report:
-    records, summary, config = (
-        read_metrics(RunFolder(run_folder)),
-        _read_summary(run_folder),
-        run_folder / "config.yaml",
-    )
+def _gather(
+    run_folder: Path,
+    folder: Path,
+    summary: Mapping[str, Any],
+    links: Mapping[str, str],
+    samples: Samples,
+    resume: str,
+) -> Report:
+    records, config = read_metrics(RunFolder(run_folder)), run_folder / "config.yaml"
     return Report(
         name=run_folder.name,
         status=str(summary.get("status", "unfinished")).lower(),

@@ -51,6 +51,40 @@ def empty_beside(final: Path) -> Path:
     return aside
 
 
+@contextmanager
+def filling(final: Path) -> Iterator[Path]:
+    """Yield an empty folder to fill; on success it becomes `final` in one step and durably, else it disappears.
+
+    Args:
+        final: is not there yet, or an empty folder.
+    """
+    aside = empty_beside(final)
+    try:
+        yield aside
+        settle(aside, final)
+    finally:
+        shutil.rmtree(aside, ignore_errors=True)
+
+
+def settle(aside: Path, final: Path) -> None:
+    """Rename a folder to `final` once all below it is on the disk: the name says that the content is whole."""
+    for_each_file(files_below(aside), fsync)
+    for folder in (aside, *(path for path in aside.rglob("*") if path.is_dir())):
+        fsync(folder)  # the entries of its files
+    aside.rename(final)
+    fsync(final.parent)
+
+
+def discard(folder: Path) -> None:
+    """Remove a folder, if it is there, so that no crash leaves a part of it under its name."""
+    if not folder.exists():
+        return
+    aside = empty_beside(folder)
+    folder.rename(aside)
+    fsync(folder.parent)
+    shutil.rmtree(aside)
+
+
 def write_text(path: Path, text: str) -> None:
     """Write `text` to `path` atomically and durably."""
     with replacing(path) as aside:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from configs.errors import UserError
-from state.files import files_below, for_each_file, fsync, sha256, write_text
+from state.files import discard, files_below, for_each_file, settle, sha256, write_text
 from state.run_folder import RunFolder
 
 FORMAT = 1
@@ -83,7 +83,7 @@ def completed(run: RunFolder, iterations: int) -> bool:
 
 
 def ended(run: RunFolder) -> bool:
-    """Whether the model of `run` is written and its summary says that it is complete."""
+    """Whether the model of `run` is written and its summary, which comes last of all, says that it is complete."""
     if not run.model("final").exists() or not run.summary.is_file():
         return False
     return bool(json.loads(run.summary.read_text(encoding="utf-8"))["status"] == "completed")
@@ -94,19 +94,14 @@ def seal_checkpoint(aside: Path, final: Path) -> int:
 
     The hashes go to `aside/sha256.json`, names relative to the checkpoint.
     """
-
-    def seal(path: Path) -> str:
-        fsync(path)
-        return sha256(path)
-
     paths = files_below(aside)
     names = [str(path.relative_to(aside)) for path in paths]
-    write_text(aside / "sha256.json", json.dumps(dict(zip(names, for_each_file(paths, seal), strict=True)), indent=1))
+    hashes = dict(zip(names, for_each_file(paths, sha256), strict=True))
+    write_text(aside / "sha256.json", json.dumps(hashes, indent=1))
     size = sum(path.stat().st_size for path in paths)
     if final.exists():
         shutil.rmtree(final)
-    aside.rename(final)
-    fsync(final.parent)
+    settle(aside, final)
     return size
 
 
@@ -127,8 +122,26 @@ def verify_checkpoint(folder: Path) -> None:
 
 
 def prune_checkpoints(run: RunFolder, keep: int) -> None:
-    """Delete all but the newest `keep` checkpoints, and what a crash left half-written."""
+    """Delete all but the newest `keep` checkpoints and the manifest's, and what a crash left half-written."""
+    named = read_manifest(run).checkpoint
     folders = sorted(path for path in run.checkpoints.iterdir() if path.is_dir())
-    complete = [path for path in folders if not path.name.startswith(".")]
-    for path in [*complete[:-keep], *(path for path in folders if path.name.startswith("."))]:
-        shutil.rmtree(path)
+    old = [path for path in folders if not path.name.startswith(".")][:-keep]
+    for path in [*old, *(path for path in folders if path.name.startswith("."))]:
+        if path.name != named:
+            shutil.rmtree(path)
+
+
+def forget_after(run: RunFolder, checkpoint: str | None) -> None:
+    """Delete checkpoints newer than `checkpoint`, all if it is None: a crash came before the manifest named them.
+
+    A resume makes them anew, and pruning by number would take them for newer than what it makes first.
+    """
+    for path in run.checkpoints.glob("[0-9]*"):
+        if checkpoint is None or path.name > checkpoint:
+            shutil.rmtree(path)
+
+
+def reopen(run: RunFolder) -> None:
+    """Take back the end of `run`, if it has one: the model is of an earlier attempt, or of fewer iterations."""
+    run.summary.unlink(missing_ok=True)  # first, so that nothing without its model calls itself complete
+    discard(run.model("final"))

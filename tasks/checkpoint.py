@@ -12,8 +12,10 @@ from state.files import empty_beside
 from state.manifest import (
     Manifest,
     Progress,
+    forget_after,
     prune_checkpoints,
     read_manifest,
+    reopen,
     seal_checkpoint,
     verify_checkpoint,
     write_manifest,
@@ -51,7 +53,7 @@ def save_checkpoint(training: Training, progress: Progress) -> None:
 
 @task(task_run_name="restore", cache_policy=NO_CACHE)
 def restore(training: Training) -> Progress:
-    """Bring the engines to the manifest's checkpoint and forget what was recorded after it.
+    """Bring the engines to the manifest's checkpoint and forget what was made and recorded after it.
 
     Raises:
         UserError: the checkpoint is damaged.
@@ -65,6 +67,9 @@ def restore(training: Training) -> Progress:
             group.call("load", key=f"{done}/load", folder=str(folder), version=version)
         if reshard_strategy(training.config) == "broadcast":
             bring_weights(training.session(), f"{done}/load-reshard", version)
+    forget_after(run, saved.checkpoint)
+    if done < training.config.iterations:
+        reopen(run)
     truncate_metrics(run, done if saved.checkpoint else -1)
     restore_memory(training, done)
     drop_leftovers(run, done)

@@ -7,7 +7,7 @@ from pathlib import Path
 from prefect import task
 from prefect.cache_policies import NO_CACHE
 
-from state.files import empty_beside
+from state.files import filling
 from tasks.finetuning import copy_tokenizer
 from tasks.session import Training
 
@@ -18,8 +18,7 @@ def export(training: Training) -> str:
     final = training.run.model("final")
     if final.exists():
         return str(final)
-    aside = empty_beside(final)
-    training.session().call("actor", "export", "0/export", folder=str(aside))
-    copy_tokenizer(Path(training.session().model_folder), aside)
-    aside.rename(final)
+    with filling(final) as aside:
+        training.session().call("actor", "export", "0/export", folder=str(aside))
+        copy_tokenizer(Path(training.session().model_folder), aside)
     return str(final)

@@ -11,8 +11,7 @@ from __future__ import annotations
 import os
 import re
 import shutil
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -22,6 +21,7 @@ from configs.schema import TrainConfig
 from reports.mlflow_model import register_folder
 from reports.mlflow_run import default_tracking_uri
 from reports.model_card import ModelFacts, figures_until, model_card
+from state.files import filling
 from state.manifest import Manifest, read_manifest, verify_checkpoint
 from state.run_folder import RunFolder, locked, read_metrics
 from tasks.finetuning import copy_tokenizer
@@ -59,26 +59,11 @@ def export_run(run: RunFolder, target: Path | None, shard_size: str | None) -> E
     with locked(run):
         manifest = read_manifest(run)
         source = _source(run, manifest)
-        with _whole(target) as aside:
+        with filling(target) as aside:
             proof = _write(run, manifest, source, aside, shard_size)
             facts = _facts(run, manifest, source, proof)
             (aside / "README.md").write_text(model_card(facts), encoding="utf-8")
         return Exported(target, source, proof, _register(run, manifest, target, facts))
-
-
-@contextmanager
-def _whole(target: Path) -> Iterator[Path]:
-    """Yield a folder beside `target` that becomes it on success and is gone otherwise."""
-    aside = target.with_name(f".{target.name}.partial")
-    shutil.rmtree(aside, ignore_errors=True)
-    aside.mkdir(parents=True)
-    try:
-        yield aside
-        if target.exists():
-            target.rmdir()  # empty, as checked
-        aside.rename(target)
-    finally:
-        shutil.rmtree(aside, ignore_errors=True)
 
 
 def _check_target(target: Path, shard_size: str | None) -> None:

@@ -17,16 +17,18 @@ from prefect import task
 from prefect.cache_policies import NO_CACHE
 
 from configs.schema import SftConfig
-from state.files import empty_beside
+from state.files import empty_beside, filling
 from state.manifest import (
     Manifest,
     Progress,
+    forget_after,
     prune_checkpoints,
     read_manifest,
     seal_checkpoint,
     verify_checkpoint,
     write_manifest,
 )
+from state.run_folder import RunFolder
 from tasks.session import Training
 
 STEPS_PER_COMMAND = 25  # often enough for progress and live learning rates, rare enough to cost nothing
@@ -73,10 +75,11 @@ def restored_step(training: Training) -> int:
         UserError: the checkpoint is damaged.
     """
     folder = training.run.finetuning
-    if not folder.manifest.is_file():
+    saved = read_manifest(folder) if folder.manifest.is_file() else Manifest(Progress())
+    forget_after(folder, saved.checkpoint)
+    if saved.checkpoint is None:
         return 0
-    saved = read_manifest(folder)
-    checkpoint = folder.checkpoints / str(saved.checkpoint)
+    checkpoint = folder.checkpoints / saved.checkpoint
     verify_checkpoint(checkpoint)
     step = saved.progress.iteration
     training.session().call("actor", "load", f"{step}/finetuning_load", folder=str(checkpoint), version=0)
@@ -87,12 +90,16 @@ def restored_step(training: Training) -> int:
 def end_finetuning(training: Training, command: str, model_folder: str, name: str) -> str:
     """Write the trained model with its tokenizer to `models/<name>`, complete or not at all, and free the engines."""
     final = training.run.model(name)
-    aside = empty_beside(final)
-    training.session().call("actor", command, f"0/{command}", folder=str(aside))
-    copy_tokenizer(Path(model_folder), aside)
-    aside.rename(final)
-    shutil.rmtree(training.run.finetuning.path, ignore_errors=True)
-    return str(final)
+    with filling(final) as aside:
+        training.session().call("actor", command, f"0/{command}", folder=str(aside))
+        copy_tokenizer(Path(model_folder), aside)
+    return finetuned(training.run, name)
+
+
+def finetuned(run: RunFolder, name: str) -> str:
+    """Return the folder of a model that is written; the checkpoints on the way to it have served and are deleted."""
+    shutil.rmtree(run.finetuning.path, ignore_errors=True)
+    return str(run.model(name))
 
 
 def copy_tokenizer(source: Path, target: Path) -> None:

@@ -6,7 +6,6 @@ Figures are recorded step by step as those of iterations are (tasks/record.py). 
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -15,13 +14,12 @@ from typing import Any
 
 from configs.preference import PairConfig
 from reports import mlflow_run
-from state.files import write_text
 from state.manifest import Progress
 from state.run_folder import read_metrics
 from tasks.checkpoint import begin_manifest
 from tasks.interrupts import interrupts_deferred
 from tasks.preference import loss_arguments
-from tasks.record import ending, reopened, replay
+from tasks.record import close, ending, reopened, replay
 from tasks.session import Training
 
 
@@ -50,10 +48,7 @@ def _open_mlflow(training: Training, config: PairConfig) -> None:
 
 
 def _finish(training: Training, status: str, mlflow_status: mlflow_run.RunStatus) -> None:
-    session, run = training.session(), training.run
-    write_text(run.summary, json.dumps(_summary(training, status), indent=2) + "\n")
-    mlflow_run.log_artifacts(session.tracking_uri, session.mlflow_run_id, [run.summary])
-    mlflow_run.close_run(session.tracking_uri, session.mlflow_run_id, mlflow_status)
+    close(training, _summary(training, status), mlflow_status)
 
 
 def _summary(training: Training, status: str) -> dict[str, Any]:

@@ -39,7 +39,7 @@ ENGINE_FIGURES = ("parameters", "parameters_shared", "parameters_copied", "resha
 
 @contextmanager
 def recording(training: Training) -> Iterator[None]:
-    """Keep the MLflow run of a training open; on the way out, on every path, write summary and report."""
+    """Keep the MLflow run of a training open; on the way out, on every path, write report and summary."""
     session, config = training.session(), training.config
     session.prefect_flow_run_id = str(flow_run.id) if flow_run.id else None
     session.prefect_url = _prefect_url(session.prefect_flow_run_id, flow_run.ui_url)
@@ -175,14 +175,20 @@ def _plain(value: Any) -> Any:
 def _finish(training: Training, status: str, mlflow_status: mlflow_run.RunStatus) -> None:
     session, run = training.session(), training.run
     session.say("writing the report")
-    write_text(run.summary, json.dumps(summarize(training, status), indent=2) + "\n")
+    summary = summarize(training, status)
     last = max(run.path.glob("experience/[0-9]*[0-9].parquet"), default=None)
     rows = sample_rows(last, training.config.record.samples) if last and status == "completed" else []
-    write_report(run.path, links(training), rows, resume=f"penstock train --resume {run.path}")
-    uri, run_id = session.tracking_uri, session.mlflow_run_id
-    mlflow_run.log_artifacts(uri, run_id, [run.summary])
-    mlflow_run.log_artifacts(uri, run_id, run.path / "report", "report")
+    write_report(run.path, links(training), rows, f"penstock train --resume {run.path}", summary)
+    mlflow_run.log_artifacts(session.tracking_uri, session.mlflow_run_id, run.path / "report", "report")
+    close(training, summary, mlflow_status)
+
+
+def close(training: Training, summary: dict[str, Any], mlflow_status: mlflow_run.RunStatus) -> None:
+    """End the MLflow run, and write the summary last: a resume of a run killed before does its end again."""
+    uri, run_id, text = training.session().tracking_uri, training.session().mlflow_run_id, json.dumps(summary, indent=2)
+    mlflow_run.connect(uri).log_text(run_id, f"{text}\n", training.run.summary.name)
     mlflow_run.close_run(uri, run_id, mlflow_status)
+    write_text(training.run.summary, f"{text}\n")
 
 
 def links(training: Training) -> dict[str, str]:

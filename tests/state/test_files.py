@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import hashlib
+import shutil
 import threading
 from pathlib import Path
 
 import pytest
 
-from state.files import files_below, for_each_file, replacing, sha256, write_text
+from state import files
+from state.files import discard, files_below, filling, for_each_file, replacing, sha256, write_text
 
 
 def test_an_exception_leaves_the_old_content_and_nothing_beside_it(tmp_path: Path) -> None:
@@ -73,3 +75,74 @@ def test_files_are_worked_on_side_by_side_and_answered_in_their_order() -> None:
     assert for_each_file([Path("b"), Path("a")], meet) == ["b", "a"]
     with pytest.raises(ZeroDivisionError):
         for_each_file([Path("a"), Path("b")], lambda path: 1 / (path.name == "a"))
+
+
+def test_a_folder_gets_its_name_when_all_below_it_is_on_the_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every file and every folder's entries before the rename, the entry of the new name after it."""
+    steps: list[str] = []
+    final, fsync, rename = tmp_path / "models" / "final", files.fsync, Path.rename
+
+    def noted_fsync(path: Path) -> None:
+        steps.append(str(path.relative_to(tmp_path)))
+        fsync(path)
+
+    def noted_rename(path: Path, target: Path) -> Path:
+        steps.append("renamed")
+        return rename(path, target)
+
+    monkeypatch.setattr(files, "fsync", noted_fsync)
+    monkeypatch.setattr(Path, "rename", noted_rename)
+    with filling(final) as aside:
+        (aside / "adapter").mkdir()
+        for name in ("config.json", "adapter/weights"):
+            (aside / name).write_text("x")
+        assert not final.exists()
+    before, after = steps[: steps.index("renamed")], steps[steps.index("renamed") + 1 :]
+    assert {path.replace(".final.partial", "final") for path in before} == {
+        "models/final",
+        "models/final/config.json",
+        "models/final/adapter",
+        "models/final/adapter/weights",
+    }
+    assert after == ["models"]
+    assert [path.name for path in files_below(tmp_path)] == ["weights", "config.json"]
+
+
+def test_a_folder_that_is_not_filled_to_the_end_is_not_there(tmp_path: Path) -> None:
+    """Nor is anything beside it. Control: an empty folder is filled, and what a crash left is not in it."""
+    final = tmp_path / "final"
+    with pytest.raises(ZeroDivisionError), filling(final) as aside:
+        (aside / "half").touch()
+        raise ZeroDivisionError
+    assert not list(tmp_path.iterdir())
+    final.mkdir()
+    (tmp_path / ".final.partial").mkdir()
+    (tmp_path / ".final.partial" / "of an earlier attempt").touch()
+    with filling(final) as aside:
+        (aside / "whole").touch()
+    assert [str(path.relative_to(tmp_path)) for path in sorted(tmp_path.rglob("*"))] == ["final", "final/whole"]
+
+
+def test_a_folder_is_discarded_as_a_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A crash in the middle leaves nothing under its name; a folder that is not there is none to discard."""
+    folder = tmp_path / "final"
+    folder.mkdir()
+    (folder / "weights").touch()
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        remove, calls = shutil.rmtree, []
+
+        def crash(path: Path, **options: bool) -> None:
+            calls.append(path)
+            if len(calls) == 2:  # the first makes room beside it
+                raise KeyboardInterrupt
+            remove(path, **options)
+
+        patch.setattr(shutil, "rmtree", crash)
+        discard(folder)
+    assert not folder.exists()
+    folder.mkdir()
+    discard(folder)
+    discard(folder)
+    assert not list(tmp_path.iterdir())

@@ -14,8 +14,11 @@ from state.manifest import (
     Manifest,
     Progress,
     completed,
+    ended,
+    forget_after,
     prune_checkpoints,
     read_manifest,
+    reopen,
     seal_checkpoint,
     verify_checkpoint,
     write_manifest,
@@ -195,5 +198,41 @@ def test_pruning_keeps_the_newest_and_removes_what_a_crash_left(keep: int, run: 
     for iteration in (10, 9, 11):
         _sealed(run, f"{iteration:06d}")
     _write_aside(run, "000012")
+    write_manifest(run, dataclasses.replace(MANIFEST, checkpoint="000011"))
     prune_checkpoints(run, keep)
     assert sorted(path.name for path in run.checkpoints.iterdir()) == ["000009", "000010", "000011"][-keep:]
+
+
+def test_the_checkpoint_of_the_manifest_is_never_pruned(run: RunFolder) -> None:
+    """One with a higher number was sealed by an attempt that was killed before the manifest moved."""
+    for name in ("000100", "000150", "000200"):
+        _sealed(run, name)
+    write_manifest(run, dataclasses.replace(MANIFEST, checkpoint="000150"))
+    prune_checkpoints(run, 1)
+    assert sorted(path.name for path in run.checkpoints.iterdir()) == ["000150", "000200"]
+
+
+@pytest.mark.parametrize(("checkpoint", "left"), [("000100", ["000050", "000100"]), (None, [])])
+def test_checkpoints_that_no_manifest_ever_named_are_forgotten(
+    checkpoint: str | None, left: list[str], run: RunFolder
+) -> None:
+    """What comes after the manifest's is made anew; older ones stay. Without a folder there is nothing to do."""
+    for name in ("000050", "000100", "000200"):
+        _sealed(run, name)
+    forget_after(run, checkpoint)
+    assert sorted(path.name for path in run.checkpoints.iterdir()) == left
+    forget_after(run.finetuning, checkpoint)
+
+
+def test_a_run_that_is_opened_again_has_no_end_until_it_makes_one(run: RunFolder) -> None:
+    """Neither its model nor its summary is left. Control: before, it had ended."""
+    write_manifest(run, MANIFEST)
+    run.model("final").mkdir(parents=True)
+    (run.model("final") / "config.json").touch()
+    run.summary.write_text('{"status": "completed"}')
+    assert ended(run)
+    reopen(run)
+    assert not ended(run)
+    assert not list(run.model("final").parent.iterdir())
+    assert not run.summary.exists()
+    reopen(run)

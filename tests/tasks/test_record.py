@@ -15,7 +15,7 @@ from configs.schema import TrainConfig
 from engines.memory import Recomputed
 from reports import mlflow_run
 from state.experience import write_columns
-from state.manifest import Progress, write_manifest
+from state.manifest import Progress, ended, write_manifest
 from state.run_folder import append_metrics
 from tasks import record
 from tasks.checkpoint import manifest
@@ -144,3 +144,33 @@ def test_samples_are_plain_values_spread_over_the_experience(tmp_path: Path) -> 
 def test_figures_that_do_not_exist_are_left_out() -> None:
     """JSON has neither NaN nor infinity."""
     assert finite({"a": 1.0, "b": float("nan"), "c": float("inf")}) == {"a": 1.0}
+
+
+@pytest.mark.parametrize("killed_in", ["write_report", "log_artifacts", "close_run", None])
+def test_a_run_calls_itself_complete_only_when_its_end_is_recorded(
+    training_with: MakeTraining, monkeypatch: pytest.MonkeyPatch, killed_in: str | None
+) -> None:
+    """A kill in any step of the end leaves a run to resume. Control: undisturbed, report and MLflow say the same."""
+    training = recorded(training_with(TrainConfig()), 0.5, 0.6)
+    session, run = training.session(), training.run
+    uri = session.tracking_uri = mlflow_run.default_tracking_uri(run.path.parent)
+    session.mlflow_run_id = mlflow_run.open_run(uri, "exp", "tiny", {}, {})
+    run.model("final").mkdir(parents=True)
+
+    def killed(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    if killed_in is not None:
+        monkeypatch.setattr(record if killed_in == "write_report" else mlflow_run, killed_in, killed)
+        with pytest.raises(KeyboardInterrupt):
+            record._finish(training, "completed", "FINISHED")
+        assert not ended(run)
+        assert mlflow_run.connect(uri).get_run(session.mlflow_run_id).info.status == "RUNNING"
+        return
+    record._finish(training, "completed", "FINISHED")
+    assert ended(run)
+    assert "Status: **completed**" in (run.path / "report" / "report.md").read_text(encoding="utf-8")
+    client = mlflow_run.connect(uri)
+    assert client.get_run(session.mlflow_run_id).info.status == "FINISHED"
+    logged = client.download_artifacts(session.mlflow_run_id, "summary.json")
+    assert Path(logged).read_text(encoding="utf-8") == run.summary.read_text(encoding="utf-8")

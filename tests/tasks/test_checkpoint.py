@@ -1,0 +1,85 @@
+"""What a resume finds in the run folder and what it leaves there, without engines."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pandas as pd
+import pytest
+
+from configs.schema import TrainConfig
+from data.prompts import PromptTable
+from state.manifest import Manifest, Progress, read_manifest, seal_checkpoint, write_manifest
+from state.run_folder import RunFolder, append_metrics, read_metrics
+from tasks.checkpoint import restore
+from tasks.finetuning import restored_step
+from tasks.session import Training
+
+MakeTraining = Callable[[TrainConfig], Training]
+
+
+def sealed(run: RunFolder, *iterations: int) -> None:
+    """Write checkpoints without weights."""
+    for iteration in iterations:
+        aside = run.checkpoints / ".partial"
+        aside.mkdir(parents=True)
+        (aside / "state").touch()
+        seal_checkpoint(aside, run.checkpoint(iteration))
+
+
+def stopped(training: Training, iteration: int) -> RunFolder:
+    """Leave a run that was complete once, its manifest at `iteration` and a newer checkpoint that it does not name."""
+    run = training.run
+    training.session().prompts["train"] = PromptTable(pd.DataFrame({"prompt_id": ["a"]}), 0)
+    for number in range(4):
+        append_metrics(run, number, {})
+    sealed(run, 2, 3)
+    write_manifest(run, Manifest(Progress(iteration=iteration), checkpoint=f"{iteration:06d}"))
+    run.model("final").mkdir(parents=True)
+    (run.model("final") / "model.safetensors").touch()
+    run.summary.write_text('{"status": "completed"}')
+    return run
+
+
+@pytest.mark.parametrize(("iteration", "kept"), [(2, False), (3, True)])
+def test_the_model_of_an_earlier_attempt_goes_unless_all_iterations_made_it(
+    training_with: MakeTraining, iteration: int, kept: bool
+) -> None:
+    """Raised `iterations`, or a kill after the export: what is trained from here on makes a model of its own."""
+    training = training_with(TrainConfig(iterations=3))
+    run = stopped(training, iteration)
+    assert restore.fn(training).iteration == iteration
+    assert run.model("final").exists() == kept
+    assert run.summary.exists() == kept
+    assert not list(run.path.rglob("*.partial"))
+
+
+def test_without_a_checkpoint_all_is_made_again(training_with: MakeTraining) -> None:
+    """`checkpoint.every=0`, killed between the export and the summary: every iteration is repeated."""
+    training = training_with(TrainConfig(iterations=3))
+    run = stopped(training, 3)
+    run.summary.unlink()
+    write_manifest(run, Manifest(Progress()))
+    assert restore.fn(training) == Progress()
+    assert not run.model("final").exists()
+    assert not list(run.checkpoints.iterdir())
+    assert read_metrics(run) == []
+
+
+def test_a_checkpoint_after_that_of_the_manifest_goes(training_with: MakeTraining) -> None:
+    """Sealed by an attempt that was killed before its manifest moved; the manifest's own stays."""
+    training = training_with(TrainConfig(iterations=5))
+    run = stopped(training, 2)
+    restore.fn(training)
+    assert [path.name for path in run.checkpoints.iterdir()] == ["000002"]
+    assert read_manifest(run).checkpoint == "000002"
+
+
+def test_steps_after_those_of_the_manifest_go_as_well(training_with: MakeTraining) -> None:
+    """Of training without rollout: the first checkpoint was sealed, and no manifest ever named it."""
+    training = training_with(TrainConfig())
+    folder = training.run.finetuning
+    assert restored_step.fn(training) == 0
+    sealed(folder, 200)
+    assert restored_step.fn(training) == 0
+    assert not list(folder.checkpoints.iterdir())
