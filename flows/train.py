@@ -31,7 +31,7 @@ from tasks.prepare import build_engines, check_tokenized, load_prompts, starting
 from tasks.progress import show_iterations, show_progress
 from tasks.record import finite, record, recording
 from tasks.session import Training, open_session, read_config, write_config
-from tasks.settings import live_overrides
+from tasks.settings import forget_overrides, live_overrides
 
 
 @flow(name="train", flow_run_name="train-{config.name}")
@@ -63,6 +63,7 @@ def train(config: TrainConfig = TrainConfig(), run_folder: str | None = None, re
             for number in range(progress.iteration + 1, config.iterations + 1):
                 progress = iteration(training, number, progress)
         export(training)
+        forget_overrides(training)
     return str(run.path)
 
 

@@ -1,6 +1,6 @@
 """Live overrides from the command line: values that a running training takes up with its next iteration.
 
-They are a Prefect Variable named after the run (tasks/settings.py reads it). Left out: keys that cannot change during
+They are a Prefect Variable of the run's folder (tasks/settings.py reads it). Left out: keys that cannot change during
 a run; those are refused here, before anything is written.
 """
 
@@ -16,17 +16,18 @@ from configs.errors import UserError
 from configs.recipes import parse
 from state.run_folder import open_run_folder
 from tasks.session import read_config
-from tasks.settings import apply_overrides, variable_name
+from tasks.settings import apply_overrides, variable_to_set
 
 
 def set_overrides(folder: Path, pairs: Sequence[str]) -> dict[str, Any]:
     """Lay `key=value` pairs over the live overrides of the run in `folder`; return all that are in force now.
 
     Raises:
-        UserError: there is no such run, a pair is malformed, a key cannot change, or a value is not allowed.
+        UserError: there is no such run, it is complete, a pair is malformed, a key cannot change, or a value is not
+            allowed.
     """
     run = open_run_folder(folder)
-    name = variable_name(run.name)
+    name = variable_to_set(run)
     there = Variable.get(name, default=None)
     overrides = (there if isinstance(there, dict) else {}) | dict(_parse(pair) for pair in pairs)
     apply_overrides(read_config(run), overrides)
@@ -40,9 +41,9 @@ def clear_overrides(folder: Path) -> None:
     An empty object, since a run without a variable keeps the overrides of its checkpoint.
 
     Raises:
-        UserError: there is no such run.
+        UserError: there is no such run, or it is complete.
     """
-    Variable.set(variable_name(open_run_folder(folder).name), {}, overwrite=True)
+    Variable.set(variable_to_set(open_run_folder(folder)), {}, overwrite=True)
 
 
 def _parse(pair: str) -> tuple[str, Any]:

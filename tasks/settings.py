@@ -1,12 +1,15 @@
 """The values that may change during a run, resolved for one iteration: schedules first, then live overrides.
 
-Live overrides are a Prefect Variable named after the run (`penstock set RUN key=value` writes it, so does the UI): a
+Live overrides are a Prefect Variable of the run's folder (`penstock set RUN key=value` writes it, the UI changes it): a
 JSON object of dotted keys. They pass the same validation as a recipe; a bad one is reported and changes nothing. They
-are read when an iteration ends, for the next one, and are part of the progress from then on.
+are read when an iteration ends, for the next one, and are part of the progress from then on. A run that completes
+deletes its Variable.
 """
 
 from __future__ import annotations
 
+import hashlib
+import os
 import re
 from dataclasses import dataclass
 from typing import Any
@@ -19,8 +22,9 @@ from configs.errors import UserError
 from configs.loading import config_from_mapping
 from configs.schedule import value_at
 from configs.schema import TrainConfig
-from state.manifest import Progress
-from tasks.session import Training
+from state.manifest import Progress, completed
+from state.run_folder import RunFolder
+from tasks.session import Training, read_config
 
 LIVE_KEYS = (
     "actor.optimizer.learning_rate",
@@ -52,9 +56,25 @@ class Settings:
     critic_micro_batch_tokens: int
 
 
-def variable_name(run_name: str) -> str:
-    """Return the name of the run's Prefect Variable (lower case letters, digits, underscores)."""
-    return re.sub(r"[^a-z0-9_]", "_", f"penstock_{run_name}".lower())
+def variable_name(run: RunFolder) -> str:
+    """Return the name of the run's Prefect Variable: the folder's name for people, and a hash of its whole path.
+
+    Lower case letters, digits and underscores, at most 255, as Prefect asks.
+    """
+    path = run.path.resolve()
+    readable = re.sub(r"[^a-z0-9_]", "_", path.name.lower())[:200]
+    return f"penstock_{readable}_{hashlib.sha256(os.fsencode(path)).hexdigest()[:12]}"
+
+
+def variable_to_set(run: RunFolder) -> str:
+    """Return `variable_name` of a run that will still read the Variable.
+
+    Raises:
+        UserError: the run is complete.
+    """
+    if run.manifest.is_file() and completed(run, read_config(run).iterations):
+        raise UserError(f"{run.path} is complete, nothing will read this", "name the folder of a running training")
+    return variable_name(run)
 
 
 def apply_overrides(config: TrainConfig, overrides: dict[str, Any]) -> TrainConfig:
@@ -82,7 +102,7 @@ def live_overrides(training: Training, progress: Progress) -> Progress:
     """Return `progress` with the overrides that hold from its next iteration on, if there is one."""
     if progress.iteration == training.config.iterations:
         return progress
-    wanted = Variable.get(variable_name(training.run.name), default=None)
+    wanted = Variable.get(variable_name(training.run), default=None)
     if not isinstance(wanted, dict) or wanted == (progress.overrides or {}):
         return progress
     try:
@@ -92,6 +112,11 @@ def live_overrides(training: Training, progress: Progress) -> Progress:
         return progress
     get_run_logger().warning("live overrides from iteration %d: %s", progress.iteration + 1, wanted)
     return progress.advanced(overrides=wanted)
+
+
+def forget_overrides(training: Training) -> None:
+    """Delete the Variable of a run that has done all its iterations."""
+    Variable.unset(variable_name(training.run))
 
 
 def next_settings(training: Training, progress: Progress) -> Settings:

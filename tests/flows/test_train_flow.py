@@ -18,6 +18,7 @@ import pytest
 import torch
 from prefect.client.orchestration import get_client
 from prefect.client.schemas.filters import FlowRunFilter, FlowRunFilterId, FlowRunFilterParentFlowRunId
+from prefect.variables import Variable
 from safetensors.torch import load_file
 
 from configs.errors import UserError
@@ -30,6 +31,7 @@ from state.experience import column_names, read_columns
 from state.manifest import read_manifest, write_manifest
 from state.run_folder import RunFolder, read_metrics
 from tasks.export_run import export_run
+from tasks.settings import variable_name
 from tests.flows.reward_functions import BREAK, low_digit
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -69,7 +71,8 @@ IMITATING = (
 
 
 def run_training(folder: Path, *overrides: str) -> RunFolder:
-    """Run the quickstart with overrides in this process."""
+    """Run the quickstart with overrides in this process, its live values taken back before they were ever set."""
+    Variable.set(variable_name(RunFolder(folder)), {})
     train(load_config(ROOT / "configs" / "quickstart.yaml", [*SMALL, *overrides]), run_folder=str(folder))
     return RunFolder(folder)
 
@@ -330,6 +333,12 @@ def test_a_complete_run_is_not_taken_up_again(learned: RunFolder) -> None:
     before = files()
     assert train(resume=str(learned.path)) == str(learned.path)
     assert files() == before
+
+
+def test_the_variable_of_live_values_goes_with_a_complete_run(learned: RunFolder, broken: Broken) -> None:
+    """Control: a run that failed can be resumed, and would read it again."""
+    assert Variable.get(variable_name(learned), default=None) is None
+    assert Variable.get(variable_name(broken.run), default=None) == {}
 
 
 def test_an_export_links_the_weights_and_is_registered_by_reference(learned: RunFolder, tmp_path: Path) -> None:

@@ -3,18 +3,30 @@
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
+from prefect.types import MAX_VARIABLE_NAME_LENGTH
 
 from configs.errors import UserError
 from configs.loading import config_from_mapping
 from configs.schema import TrainConfig
-from state.manifest import Progress
+from state.manifest import Manifest, Progress, write_manifest
+from state.run_folder import RunFolder
 from tasks import settings as module
-from tasks.session import Training
-from tasks.settings import LIVE_KEYS, apply_overrides, live_overrides, next_settings, settings_at, variable_name
+from tasks.session import Training, write_config
+from tasks.settings import (
+    LIVE_KEYS,
+    apply_overrides,
+    live_overrides,
+    next_settings,
+    settings_at,
+    variable_name,
+    variable_to_set,
+)
 
 KL = {"kl": {"coefficient": 0.05, "target": 0.1}}
 
@@ -105,7 +117,7 @@ def test_the_variable_of_the_run_decides_unless_it_is_wrong(
     """A bad override is reported and changes nothing: the values in force stay in force."""
     training = training_with(config(iterations=7))
     monkeypatch.setattr(module, "get_run_logger", lambda: logging.getLogger("test"))
-    variables = {variable_name(training.run.name): variable}
+    variables = {variable_name(training.run): variable}
     monkeypatch.setattr(module.Variable, "get", lambda name, default: variables.get(name, default))
     progress = live_overrides.fn(training, Progress(iteration=6, overrides={"rollout.temperature": 0.5}))
     settings = next_settings(training, progress)
@@ -124,6 +136,34 @@ def test_after_the_last_iteration_nobody_asks(
     assert asked == {6: {"rollout.temperature": 0.5}, 7: None}
 
 
-def test_the_name_of_the_variable_is_one_that_prefect_takes() -> None:
-    """Lower case letters, digits and underscores."""
-    assert variable_name("Quickstart-20260101.2") == "penstock_quickstart_20260101_2"
+def test_the_name_of_the_variable_is_one_that_prefect_takes(tmp_path: Path) -> None:
+    """Lower case letters, digits and underscores, no more than it allows for the longest name of a folder."""
+    for name in ("Quickstart-20260101.2", "a" * 255, "\u00fcben"):
+        variable = variable_name(RunFolder(tmp_path / name))
+        assert re.fullmatch(r"[a-z0-9_]+", variable)
+        assert len(variable) <= MAX_VARIABLE_NAME_LENGTH
+    assert "quickstart_20260101_2" in variable_name(RunFolder(tmp_path / "Quickstart-20260101.2"))
+
+
+def test_every_folder_has_a_variable_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Equal last parts, and names that differ in what a Variable's name cannot hold. Control: one folder has one."""
+    names = ("runs/sums", "old/sums", "runs/Sums", "runs/sums.1", "runs/sums-1")
+    assert len({variable_name(RunFolder(tmp_path / name)) for name in names}) == len(names)
+    monkeypatch.chdir(tmp_path)
+    assert variable_name(RunFolder(Path("old/../runs/sums"))) == variable_name(RunFolder(tmp_path / "runs/sums"))
+
+
+def test_a_complete_run_takes_no_overrides(training_with: Callable[[TrainConfig], Training]) -> None:
+    """Nothing would read them. Controls: before its engines are up, during the training, and with iterations added."""
+    training = training_with(config(iterations=7))
+    run = training.run
+    write_config(run, training.config)
+    assert variable_to_set(run) == variable_name(run)
+    write_manifest(run, Manifest(Progress(iteration=7), checkpoint="000007"))
+    assert variable_to_set(run) == variable_name(run)
+    run.model("final").mkdir(parents=True)
+    run.summary.write_text('{"status": "completed"}')
+    with pytest.raises(UserError, match="is complete, nothing will read this"):
+        variable_to_set(run)
+    write_config(run, config(iterations=8))
+    assert variable_to_set(run) == variable_name(run)
