@@ -68,6 +68,14 @@ def alarms_of(records: Sequence[Mapping[str, Any]]) -> list[Alarm]:
     return sorted(found, key=lambda alarm: alarm.first)
 
 
+def looked_at(history: History) -> list[Mapping[str, float]]:
+    """Return what the rules will look at when a history goes on: its start, its end, and the newest held-out KLs."""
+    if len(history) <= ENTROPY_WINDOW + LONGEST_WINDOW:
+        return list(history)
+    between = [item for item in history[ENTROPY_WINDOW:-LONGEST_WINDOW] if np.isfinite(item.get(HELDOUT_KL, np.nan))]
+    return [*history[:ENTROPY_WINDOW], *between[-HELDOUT_KL_EVALUATIONS:], *history[-LONGEST_WINDOW:]]
+
+
 # ---- rules ---------------------------------------------------------------------------------------------------------
 
 OSCILLATION_WINDOW = 30  # iterations looked at
@@ -105,6 +113,7 @@ KL_BEFORE = 20
 KL_GROWN_FROM = 0.2  # ... and at least this share of the limit
 
 
+HELDOUT_KL = "heldout/kl"
 HELDOUT_KL_EVALUATIONS = 2  # a mean over all held-out responses, and rarely taken
 HELDOUT_KL_LIMIT = 1.0  # nats per token, to the reference
 
@@ -118,8 +127,8 @@ def kl_explodes(history: History) -> bool:
 
 
 def _explodes_heldout(history: History) -> bool:
-    values = _values(history, "heldout/kl")[-HELDOUT_KL_EVALUATIONS:]
-    whole = "heldout/kl" in history[-1] and len(values) == HELDOUT_KL_EVALUATIONS
+    values = _values(history, HELDOUT_KL)[-HELDOUT_KL_EVALUATIONS:]
+    whole = HELDOUT_KL in history[-1] and len(values) == HELDOUT_KL_EVALUATIONS
     return whole and bool((values > HELDOUT_KL_LIMIT).all())
 
 
@@ -181,6 +190,8 @@ def policies_mismatch(history: History) -> bool:
 
 SILENCE_WINDOW = 5
 SILENCE_SHARE = 0.95
+
+LONGEST_WINDOW = max(OSCILLATION_WINDOW, KL_BEFORE + KL_WINDOW, GRADIENT_WINDOW)
 
 
 def nothing_to_learn(history: History) -> bool:

@@ -1,6 +1,6 @@
 """The manifest: one small JSON file that says from where a resume continues.
 
-It moves only after everything that it names is complete on disk: a checkpoint is written aside, fsynced, hashed
+It moves only after everything that it names is complete on disk: a checkpoint is written aside, hashed, fsynced
 and renamed, and then the manifest is replaced in one step. A crash at any instant leaves the old manifest with its
 old checkpoint, or the new one with the new. Left out: what is inside a checkpoint (engines/trainer.py writes it).
 """

@@ -1,7 +1,7 @@
 """The run folder: one directory that holds all that is durable about a training.
 
     config.yaml        resolved configuration          manifest.json   where a resume continues (state/manifest.py)
-    data/              tokenized prompts               metrics.jsonl   one line per iteration
+    data/              tokenized prompts               metrics.jsonl   lines of iterations
     models/            models made by the run          summary.json    written at the end, also of a failed run
     experience/        000012.parquet, hidden parts    logs/           one file per rank
     checkpoints/       000010/                         report/         pictures and pages
@@ -50,7 +50,7 @@ class RunFolder:
 
     @property
     def metrics(self) -> Path:
-        """One JSON line per recorded iteration."""
+        """A JSON line per recorded iteration, and one more for what is measured after it was recorded."""
         return self.path / "metrics.jsonl"
 
     @property
@@ -171,7 +171,7 @@ def locked(run: RunFolder) -> Iterator[None]:
 
 
 def append_metrics(run: RunFolder, iteration: int, metrics: dict[str, float]) -> None:
-    """Append the line of one iteration and make it durable."""
+    """Append a line of one iteration and make it durable; a second one adds figures to the first."""
     line = json.dumps({"iteration": iteration, "metrics": metrics}) + "\n"
     with run.metrics.open("a", encoding="utf-8") as stream:
         stream.write(line)
@@ -179,30 +179,22 @@ def append_metrics(run: RunFolder, iteration: int, metrics: dict[str, float]) ->
         os.fsync(stream.fileno())
 
 
-def add_metrics(run: RunFolder, iteration: int, metrics: dict[str, float]) -> None:
-    """Add figures to the recorded line of an iteration, in one step: what is measured after it was recorded."""
-    records = read_metrics(run)
-    for record in records:
-        if record["iteration"] == iteration:
-            record["metrics"] |= metrics
-    _write_metrics(run, records)
-
-
 def read_metrics(run: RunFolder) -> list[dict[str, Any]]:
-    """Return the recorded iterations in order; a last line cut by a crash is left out."""
+    """Return the recorded iterations in order, each once; a last line cut by a crash is left out."""
     if not run.metrics.exists():
         return []
     whole, _, _ = run.metrics.read_text(encoding="utf-8").rpartition("\n")
-    return [json.loads(line) for line in whole.splitlines()]
+    records: dict[int, dict[str, Any]] = {}
+    for line in whole.splitlines():
+        record = json.loads(line)
+        records.setdefault(record["iteration"], {**record, "metrics": {}})["metrics"] |= record["metrics"]
+    return list(records.values())
 
 
 def truncate_metrics(run: RunFolder, iteration: int) -> None:
-    """Drop the lines after `iteration`: a resumed run writes them again."""
-    _write_metrics(run, [record for record in read_metrics(run) if record["iteration"] <= iteration])
-
-
-def _write_metrics(run: RunFolder, records: list[dict[str, Any]]) -> None:
-    write_text(run.metrics, "".join(json.dumps(record) + "\n" for record in records))
+    """Drop the lines after `iteration`, and one cut by a crash: a resumed run writes them again."""
+    kept = [record for record in read_metrics(run) if record["iteration"] <= iteration]
+    write_text(run.metrics, "".join(json.dumps(record) + "\n" for record in kept))
 
 
 def drop_leftovers(run: RunFolder, iteration: int) -> None:

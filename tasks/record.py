@@ -28,7 +28,7 @@ from reports.report import write_report
 from state.experience import read_columns
 from state.files import write_text
 from state.manifest import Progress, read_manifest
-from state.run_folder import add_metrics, append_metrics, read_metrics
+from state.run_folder import append_metrics, read_metrics
 from tasks.consolidation import begin_consolidation, finish_consolidation
 from tasks.draw import keep_memory
 from tasks.interrupts import interrupts_deferred
@@ -153,7 +153,7 @@ def append_record(training: Training, number: int, metrics: dict[str, float]) ->
 def add_to_record(training: Training, iteration: int, metrics: dict[str, float]) -> None:
     """Add figures to an iteration that is recorded; MLflow gets them once, also if the iteration is a repeated one."""
     session = training.session()
-    add_metrics(training.run, iteration, metrics)
+    append_metrics(training.run, iteration, metrics)
     uri, run_id = session.tracking_uri, session.mlflow_run_id
     if iteration > session.mlflow_through or not mlflow_run.has_figures(uri, run_id, iteration, metrics):
         mlflow_run.log_figures(uri, run_id, iteration, metrics)

@@ -20,6 +20,7 @@ from prefect.cache_policies import NO_CACHE
 from state.experience import Ragged, column_names, read_columns, write_columns
 from state.manifest import Progress
 from tasks.draw import remember
+from tasks.episodes import PART
 from tasks.group_filter import judged_columns, refused_groups
 from tasks.reward import punished, reward_columns, score
 from tasks.rollout import REFILL, answered
@@ -80,13 +81,13 @@ def replaced(present: Columns, further: Columns, refused_G: np.ndarray, samples:
     """Return a batch as large as `present`: of both, the first groups that are not refused, then the first that are.
 
     Groups keep the order in which they were drawn and get new numbers; rows of a group are `samples` neighbours.
-    What belongs to the reward and one side lacks is empty there. Other columns that `further` lacks are of later tasks,
-    which an earlier attempt of this iteration got to: they are dropped.
+    What belongs to the reward, or to an environment's parts, and one side lacks is empty there. Other columns that
+    `further` lacks are of later tasks, which an earlier attempt of this iteration got to: they are dropped.
 
     Args:
         refused_G: of the groups of `present`, then of `further`.
     """
-    names = [name for name in present | further if name in further or name.startswith("reward")]
+    names = [name for name in present | further if name in further or name.startswith(("reward", PART))]
     both = {name: _joined(present, further, name) for name in names}
     size = len(present["group"]) // samples
     kept_G = np.sort(np.argsort(refused_G, kind="stable")[:size])

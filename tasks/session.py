@@ -7,7 +7,7 @@ tasks get a `Training` (one path) and ask `session()` for the living things. Lef
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -96,7 +96,8 @@ class Session:
     generating: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1, "generation"))
     generations: dict[str, Future[Replies]] = field(default_factory=dict)  # begun ahead, by key (tasks/generate.py)
     warned_of_fragments: bool = False
-    history: list[dict[str, float]] = field(default_factory=list)  # figures of the iterations behind, oldest first
+    history: list[Mapping[str, float]] = field(default_factory=list)  # iterations that alarms look at, oldest first
+    alarms_said: set[str] = field(default_factory=set)
     recomputed: dict[str, Recomputed] = field(default_factory=dict)  # by trained model, as decided for this machine
     kv_cache_stays: bool | None = None  # between rollouts, likewise; None: on no GPU, or there is no rollout
     lap_began: float = 0.0  # tasks/laps.py

@@ -68,7 +68,8 @@ def slowest(ranks: Sequence[Mapping[str, float]]) -> float:
 
 
 def _of_iteration(usage: Mapping[str, list[dict[str, float]]], iteration: str) -> dict[str, list[dict[str, float]]]:
-    return {key: ranks for key, ranks in usage.items() if key.partition("/")[0] == iteration}
+    # A copy of the items first: the thread of the other update may add its own meanwhile.
+    return {key: ranks for key, ranks in list(usage.items()) if key.partition("/")[0] == iteration}
 
 
 def generation_figures(training: Training, key: str, prompt_B: np.ndarray, response_B: np.ndarray) -> dict[str, float]:

@@ -5,12 +5,13 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
 from configs.keys import describe_keys
-from reports.alarms import RULES, alarms_of, raised, turns
+from reports.alarms import RULES, alarms_of, looked_at, raised, turns
 
 Row = dict[str, float]
 ITERATIONS = 60
@@ -185,3 +186,39 @@ def test_the_remedies_name_settings_that_exist() -> None:
         named = re.findall(r"\b(?:actor|algorithm|rollout|reward|data)\.[a-z_.]*[a-z]", rule.change)
         assert named
         assert all(name in keys | sections for name in named), rule.name
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_what_is_looked_at_is_enough(seed: int) -> None:
+    """Troubles come and go at random: a history that forgets as it goes raises what the whole one raises.
+
+    Control: the newest rows alone raise something else.
+    """
+    draw = np.random.default_rng(seed)
+    history = healthy(400, seed)
+    history[50]["heldout/kl"] = 2.0
+    for begin in range(20, 400, 40):
+        trouble = draw.integers(6)
+        for row in history[begin : begin + 15]:
+            if trouble == 0:
+                row["actor/approx_kl"] = 0.5
+            elif trouble == 1:
+                row["actor/entropy"] = 0.01
+            elif trouble == 2:
+                row["rollout/truncated_share"] = 0.9
+            elif trouble == 3:
+                row["actor/grad_norm"] *= float(draw.choice([1, 20]))
+            elif trouble == 4:
+                row["mismatch/probability_difference_mean"] = 0.1
+            else:
+                row["reward/mean"] = float(draw.choice([0.0, 1.0]))
+        history[begin]["heldout/kl"] = float(draw.choice([0.5, 2.0, np.nan]))
+    kept: list[Any] = []
+    differ = False
+    for end, row in enumerate(history, 1):
+        expected = raised(history[:end])
+        assert raised([*kept, row]) == expected
+        differ |= raised(history[max(0, end - 30) : end]) != expected
+        kept = looked_at([*kept, row])
+        assert len(kept) < 40
+    assert differ

@@ -9,7 +9,6 @@ import pytest
 from configs.errors import UserError
 from state.run_folder import (
     RunFolder,
-    add_metrics,
     append_metrics,
     check_free,
     drop_leftovers,
@@ -116,9 +115,14 @@ def test_truncation_drops_later_iterations_and_the_cut_line(run: RunFolder) -> N
 
 
 def test_later_figures_join_the_line_of_their_iteration(run: RunFolder) -> None:
-    """One line per iteration as before, twice as well; a resume from there keeps them, from before drops them."""
+    """One record per iteration as before, twice as well; a resume from there keeps them, from before drops them.
+
+    What is in the file already is not written again, however long it is.
+    """
+    before = run.metrics.read_bytes()
     for size in (1.0, 2.0):
-        add_metrics(run, 2, {"checkpoint/gib": size})
+        append_metrics(run, 2, {"checkpoint/gib": size})
+    assert run.metrics.read_bytes().startswith(before)
     assert [record["metrics"] for record in read_metrics(run)] == [
         {"loss": 0.1},
         {"loss": 0.2, "checkpoint/gib": 2.0},
@@ -128,6 +132,17 @@ def test_later_figures_join_the_line_of_their_iteration(run: RunFolder) -> None:
     assert read_metrics(run)[-1]["metrics"] == {"loss": 0.2, "checkpoint/gib": 2.0}
     truncate_metrics(run, 1)
     assert [record["metrics"] for record in read_metrics(run)] == [{"loss": 0.1}]
+
+
+def test_later_figures_cut_by_a_crash_leave_the_earlier_ones(run: RunFolder) -> None:
+    """The line of the iteration is complete. Control: uncut, they are there."""
+    append_metrics(run, 3, {"checkpoint/gib": 1.0})
+    assert read_metrics(run)[-1]["metrics"] == {"loss": 0.3, "checkpoint/gib": 1.0}
+    run.metrics.write_bytes(run.metrics.read_bytes()[:-1])
+    assert read_metrics(run)[-1] == {"iteration": 3, "metrics": {"loss": 0.3}}
+    truncate_metrics(run, 3)
+    append_metrics(run, 3, {"checkpoint/gib": 2.0})
+    assert read_metrics(run)[-1]["metrics"] == {"loss": 0.3, "checkpoint/gib": 2.0}
 
 
 def test_leftovers_of_a_crash_are_dropped(run: RunFolder) -> None:

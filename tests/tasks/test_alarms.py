@@ -53,6 +53,22 @@ def test_a_resumed_run_goes_on_where_its_record_ends(
     assert len(logged.messages) == 1
 
 
+def test_an_alarm_of_long_ago_is_remembered_and_its_figures_are_not(
+    training_with: Callable[[TrainConfig], Training], logged: pytest.LogCaptureFixture
+) -> None:
+    """Also after a resume. What the process holds does not grow with the iterations."""
+    training = training_with(TrainConfig())
+    history = [CUT] * 12 + [{"rollout/truncated_share": 0.0}] * 100
+    for iteration, metrics in enumerate(history, 1):
+        append_metrics(training.run, iteration, metrics | alarms(training, dict(metrics)))
+    assert len(training.session().history) < 40
+    for _ in range(2):
+        assert [alarms(training, dict(CUT))["alarm/truncation"] for _ in range(5)] == [0, 0, 0, 0, 1]
+        assert len(logged.messages) == 1
+        training.session().history.clear()
+        training.session().alarms_said.clear()
+
+
 def test_responses_that_shall_not_end_are_not_cut(
     training_with: Callable[[TrainConfig], Training], logged: pytest.LogCaptureFixture
 ) -> None:

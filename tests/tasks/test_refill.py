@@ -92,6 +92,15 @@ def test_a_part_of_the_reward_that_one_side_lacks_is_nan_there() -> None:
     assert merged["reward_answer"] == [None] * 4 + ["7", "8", "9", "10"]
 
 
+@pytest.mark.parametrize("name", ["reward/form", "environment/steps"])
+def test_a_part_that_only_the_first_rollout_has_stays(name: str) -> None:
+    """Of the rewards as of the episodes: an environment names a part when there is something to say of it."""
+    part = {name: np.arange(8.0)}
+    refused_G = np.array([False, True, True, False, False, False])
+    merged = replaced(columns_of(PRESENT, "a") | part, columns_of([[0, 1], [0, 1]], "b", 1), refused_G, 2)
+    np.testing.assert_array_equal(merged[name], [0, 1, 6, 7] + [np.nan] * 4)
+
+
 def test_what_a_later_task_left_in_an_earlier_attempt_is_dropped() -> None:
     """Its rewards may have been others (a judge's), so that no group was refused then."""
     present = columns_of(PRESENT, "a")

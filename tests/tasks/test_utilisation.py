@@ -172,3 +172,19 @@ def test_fragmented_memory_is_reported_once_with_a_remedy(
         assert utilisation(training, 1, metrics)["memory/allocated_share"] == 0.5
         assert sum("expandable_segments" in record.message for record in caplog.records) == warnings
         assert training.session().usage == {}
+
+
+def test_figures_can_be_read_while_another_command_adds_its_usage(training: Training) -> None:
+    """Actor and critic in groups of their own are updated side by side: one may end while the keys are looked at."""
+
+    class Key(str):
+        """A key during whose reading another arrives."""
+
+        def partition(self, separator: str, /) -> tuple[str, str, str]:
+            usage["1/update_critic"] = [{"seconds": 1.0}]
+            return super().partition(separator)
+
+    update = training.session().usage["1/update_actor"]
+    usage = training.session().usage = {Key("1/update_actor"): update}
+    assert role_figures(training, "actor", "1/update_actor")["memory/update_actor_gib"] == 10.0
+    assert "1/update_critic" in usage
