@@ -14,6 +14,7 @@ from typing import Annotated, Any, Literal, NamedTuple, Union, get_args, get_ori
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
+from configs.annotations import below, section_in, table_in
 from configs.schema import TrainConfig
 
 PLAIN_TYPES = {bool: "true or false", int: "integer", float: "number", str: "text", type(None): "null", Any: "anything"}
@@ -29,33 +30,6 @@ class Key(NamedTuple):
     description: str
 
 
-def section_in(annotation: Any) -> type[BaseModel] | None:
-    """Return the section an annotation holds (`Section` or `Section | None`), or None."""
-    for option in _options(annotation):
-        if isinstance(option, type) and issubclass(option, BaseModel):
-            return option
-    return None
-
-
-def table_in(annotation: Any) -> type[BaseModel] | None:
-    """Return the section type of a table of named sections (`dict[str, Section]`), or None."""
-    return section_in(get_args(annotation)[1]) if get_origin(annotation) is dict else None
-
-
-def is_free(annotation: Any) -> bool:
-    """Whether the keys below are the user's own (`dict[str, Any]`)."""
-    return annotation is Any or annotation == dict[str, Any]
-
-
-def is_nullable(annotation: Any) -> bool:
-    """Whether null is a value of its own here."""
-    return type(None) in _options(annotation)
-
-
-def _options(annotation: Any) -> tuple[Any, ...]:
-    return get_args(annotation) if get_origin(annotation) in (Union, types.UnionType) else (annotation,)
-
-
 def _walk(model: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, FieldInfo]]:
     for name, field in model.model_fields.items():
         yield prefix + name, field
@@ -63,12 +37,6 @@ def _walk(model: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, Field
             yield from _walk(section, f"{prefix}{name}.")
         if table := table_in(field.annotation):
             yield from _walk(table, f"{prefix}{name}.<name>.")
-
-
-def leaf_keys(tree: type[BaseModel]) -> set[str]:
-    """Return every key of a tree that holds a value; sections are not among them."""
-    fields = _walk(tree)
-    return {name for name, field in fields if not section_in(field.annotation) and not table_in(field.annotation)}
 
 
 def describe_keys(tree: type[BaseModel] = TrainConfig) -> list[Key]:
@@ -110,16 +78,6 @@ def _default_of(field: FieldInfo) -> str:
         return ""
     default = field.get_default(call_default_factory=True, validated_data={})
     return "" if isinstance(default, BaseModel) else json.dumps(default)
-
-
-def below(annotation: Any, name: str) -> Any:
-    """Return the annotation of the key `name` inside a value of type `annotation`; None where there is no such key."""
-    if section := section_in(annotation):
-        field = section.model_fields.get(name)
-        return field.annotation if field else None
-    if table := table_in(annotation):
-        return table
-    return Any if is_free(annotation) else None
 
 
 def exists(parts: Sequence[str], tree: type[BaseModel] = TrainConfig) -> bool:

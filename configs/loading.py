@@ -5,8 +5,8 @@ Every mistake becomes one `UserError` that lists each wrong key with what was pr
 Null has one meaning everywhere: for a key that may be null it is that value, for any other it takes back what a base
 recipe gave, so that the default is in force (`groups=null`).
 
-Left out: YAML itself and `base:` (configs/recipes.py), the list of keys (configs/keys.py), and checks that need the
-machine or the data (tasks/check.py).
+Left out: YAML itself and `base:` (configs/recipes.py), dropping nulls (configs/annotations.py), the list of keys
+(configs/keys.py), and checks that need the machine or the data (tasks/check.py).
 """
 
 from __future__ import annotations
@@ -20,13 +20,14 @@ from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
 from configs import recipes
+from configs.annotations import below, section_in
 from configs.errors import UserError
-from configs.keys import below, describe_keys, exists, is_nullable, section_in, suggest, table_in
+from configs.keys import describe_keys, exists, suggest
 from configs.recipes import read_tree
 from configs.schema import TrainConfig
 from configs.section import Recipe
 
-__all__ = ["config_from_mapping", "describe_keys", "load_config", "load_tree", "read_tree", "resolve", "to_yaml"]
+__all__ = ["config_from_mapping", "describe_keys", "load_config", "load_tree", "read_tree", "to_yaml"]
 
 Tree = TypeVar("Tree", bound=Recipe)
 
@@ -73,9 +74,8 @@ def config_from_mapping(values: Mapping[str, Any], source: str) -> TrainConfig:
 
 
 def _validated(values: Mapping[str, Any], source: str, kind: type[Tree]) -> Tree:
-    tree = _without_idle_nulls(recipes.compose(values, Path.cwd()), kind)
     try:
-        return kind.model_validate(tree)
+        return kind.model_validate(dict(values))
     except ValidationError as error:
         problems = _explain(error, kind)
         count = "one setting is" if len(problems) == 1 else f"{len(problems)} settings are"
@@ -86,17 +86,6 @@ def _every_key(kind: type[BaseModel]) -> str:
     if kind is TrainConfig:
         return EVERY_KEY
     return "penstock keys preference and penstock keys reward-model list every valid key"
-
-
-def resolve(config: Tree) -> Tree:
-    """Return `config` with the values it gives laid over the recipes in its `base`; the result has no `base`.
-
-    Raises:
-        UserError: as for `config_from_mapping`.
-    """
-    if not config.base:
-        return config
-    return _validated(config.model_dump(exclude_unset=True), "the parameters", type(config))
 
 
 def to_yaml(config: BaseModel) -> str:
@@ -115,27 +104,6 @@ def _override(text: str, kind: type[BaseModel]) -> dict[str, Any]:
     for part in reversed(parts):
         tree = {part: tree}
     return tree
-
-
-def _without_idle_nulls(values: Mapping[str, Any], model: type[BaseModel]) -> dict[str, Any]:
-    """Drop nulls of keys that cannot be null; unknown keys and wrong values stay for validation to report."""
-    kept = {}
-    for key, value in values.items():
-        annotation = below(model, key)
-        if value is None and annotation is not None and not is_nullable(annotation):
-            continue
-        kept[key] = _clean(value, annotation)
-    return kept
-
-
-def _clean(value: Any, annotation: Any) -> Any:
-    if not isinstance(value, Mapping):
-        return value
-    if section := section_in(annotation):
-        return _without_idle_nulls(value, section)
-    if table := table_in(annotation):
-        return {name: _clean(entry, table) for name, entry in value.items() if entry is not None}
-    return value
 
 
 def _explain(error: ValidationError, kind: type[BaseModel]) -> list[str]:

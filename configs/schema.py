@@ -466,6 +466,9 @@ class TrainConfig(Recipe):
             )
         if self.sft is None and (self.data.sft or self.data.response):
             raise ValueError("'data.sft' and 'data.response' have no effect without an 'sft' section: remove them")
+        for name in ("failure_value", "max_failure_share") if self.reward.model and self.environment is None else ():
+            if getattr(self.reward, name) != RewardConfig.model_fields[name].default:
+                raise ValueError(f"'reward.{name}' has no effect with 'reward.model': remove it")
         self._check_reference()
         check_environment(self)
         self._check_placement()

@@ -7,6 +7,7 @@ from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
+from configs.annotations import without_idle_nulls
 from configs.recipes import compose
 
 PositiveInt = Annotated[int, Field(ge=1)]
@@ -27,8 +28,8 @@ class Recipe(Section):
     @model_validator(mode="before")
     @classmethod
     def _over_base(cls, values: Any) -> Any:
-        """Lay the given values over the recipes in `base`."""
-        return compose(values, Path.cwd()) if isinstance(values, dict) and values.get("base") else values
+        """Lay the given values over the recipes in `base`; a null takes back what those gave."""
+        return without_idle_nulls(compose(values, Path.cwd()), cls) if isinstance(values, dict) else values
 
 
 def refuse(section: BaseModel, names: tuple[str, ...], why: str) -> None:

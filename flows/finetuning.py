@@ -11,7 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
 
-from configs.loading import load_tree, resolve
+from configs.loading import load_tree
 from configs.preference import PairConfig, RewardModelConfig
 from configs.schema import TrainConfig
 from state.manifest import ended, read_manifest
@@ -59,7 +59,6 @@ def opened(
 
 def train_on_preferences(config: PairConfig, run_folder: str | None, resume: str | None) -> str:
     """Train on preferences, a policy or a reward model; return the folder with the result."""
-    config = resolve(config)
     config, run = opened(config, check_preferences, config.name, run_folder, resume)
     engines, final = config.engines(), run.model("final")
     if ended(run):

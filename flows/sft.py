@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from prefect import flow
 
-from configs.loading import resolve
 from configs.schema import TrainConfig
 from flows.finetuning import opened
 from tasks.admission import admission
@@ -26,7 +25,6 @@ def sft(config: TrainConfig = TrainConfig(), run_folder: str | None = None, resu
         run_folder: where to put the run; default: a new folder under `config.folder`.
         resume: folder of an earlier run to continue; its own configuration is used.
     """
-    config = resolve(config)
     config, run = opened(config, check_supervised, f"{config.name}-sft", run_folder, resume)
     if run.model("sft").exists():
         return finetuned(run, "sft")

@@ -14,7 +14,6 @@ from pathlib import Path
 
 from prefect import flow, get_run_logger
 
-from configs.loading import resolve
 from configs.schema import TrainConfig
 from flows.iteration import iteration
 from flows.sft import supervise
@@ -85,7 +84,6 @@ def open_run(config: TrainConfig, run_folder: str | None, resume: str | None) ->
         check_tokenized(run, config)
         check_inputs(config)
         return config, run
-    config = resolve(config)
     check_inputs(config)
     run = new_run_folder(Path(config.folder), config.name, Path(run_folder) if run_folder else None)
     write_config(run, config)

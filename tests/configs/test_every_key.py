@@ -12,12 +12,17 @@ from fnmatch import fnmatchcase
 import pytest
 from pydantic import BaseModel
 
-from configs.keys import leaf_keys
+from configs.keys import describe_keys
 from configs.preference import PreferenceConfig, RewardModelConfig
 from configs.schema import TrainConfig
 from configs.section import Recipe
 from tests.configs.effects import EFFECTS, SHARED_WITH_TRAIN
 from tests.configs.sources import words_of
+
+
+def leaf_keys(tree: type[BaseModel]) -> set[str]:
+    """Return every key of a tree that holds a value; sections are not among them."""
+    return {key.name for key in describe_keys(tree) if "section" not in key.type}
 
 
 def problems(keys: set[str], table: Mapping[str, str]) -> list[str]:

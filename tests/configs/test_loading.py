@@ -14,7 +14,7 @@ import pytest
 
 from configs import recipes
 from configs.errors import UserError
-from configs.loading import config_from_mapping, describe_keys, load_config, resolve, to_yaml
+from configs.loading import config_from_mapping, describe_keys, load_config, to_yaml
 from configs.schema import TrainConfig
 
 
@@ -165,14 +165,13 @@ PPO = {
 
 
 @pytest.mark.parametrize("values", [{}, PPO])
-def test_a_resolved_config_resolves_to_itself(values: dict[str, Any]) -> None:
-    """YAML, JSON and `resolve` all give the same configuration back, filled defaults included."""
+def test_a_resolved_config_loads_back_to_itself(values: dict[str, Any]) -> None:
+    """YAML and JSON give the same configuration back, filled defaults included."""
     config = config_from_mapping(values, "x")
     text = to_yaml(config)
     assert config_from_mapping(recipes.parse(text, "x"), "x") == config
     assert to_yaml(config_from_mapping(recipes.parse(text, "x"), "x")) == text
     assert config_from_mapping(json.loads(config.model_dump_json()), "x") == config
-    assert resolve(config) == config
     assert list(recipes.parse(text, "x")) == [name for name in TrainConfig.model_fields if name != "base"]
 
 
@@ -189,12 +188,21 @@ def test_parameters_lie_over_the_recipes_they_name(recipe: Path) -> None:
         "actor": {"optimizer": {"learning_rate": {"0": "1e-6", "10": "1e-7"}}},
         "algorithm": {"kl": {"place": "reward"}},
     }
-    config = resolve(TrainConfig.model_validate_json(json.dumps(parameters)))
+    config = TrainConfig.model_validate_json(json.dumps(parameters))
     assert config.base is None
     assert (config.seed, config.iterations) == (5, 5)
     assert config.actor.optimizer.learning_rate == {0: 1e-6, 10: 1e-7}
     assert config.algorithm.kl is not None
     assert (config.algorithm.kl.coefficient, config.algorithm.kl.place) == (0.01, "reward")
+
+
+@pytest.mark.parametrize("base", [True, False])
+def test_null_in_a_parameter_means_what_it_means_in_a_recipe(recipe: Path, base: bool) -> None:
+    """What the recipe gave is taken back, with a recipe or without. Control: null stays where it is a value."""
+    given = {"groups": None, "seed": None, "rollout": {"samples": None}, "algorithm": {"kl": None}}
+    config = TrainConfig.model_validate(given | ({"base": str(recipe)} if base else {}))
+    assert (config.groups, config.seed, config.rollout.samples) == ({}, TrainConfig().seed, 8)
+    assert config.algorithm.kl is None
 
 
 def test_the_list_of_keys_is_complete_and_each_can_be_overridden(recipe: Path) -> None:
