@@ -14,8 +14,8 @@ from typing import Any
 
 from configs.preference import PairConfig
 from reports import mlflow_run
-from state.manifest import Progress
-from state.run_folder import read_metrics
+from state.manifest import Progress, read_manifest
+from state.run_folder import RunFolder, read_metrics
 from tasks.checkpoint import begin_manifest
 from tasks.interrupts import interrupts_deferred
 from tasks.preference import loss_arguments
@@ -44,7 +44,15 @@ def _open_mlflow(training: Training, config: PairConfig) -> None:
     tags = {"penstock.run": str(run.path), "algorithm": loss_arguments(config)["name"]}
     session.mlflow_run_id = mlflow_run.open_run(session.tracking_uri, config.experiment, run.name, tags, params)
     mlflow_run.log_artifacts(session.tracking_uri, session.mlflow_run_id, run.config)
-    replay(training)
+    if run.manifest.is_file():
+        replay(training, done_steps(run, config))
+
+
+def done_steps(run: RunFolder, config: PairConfig) -> int:
+    """Return the step from which a resume of `run` goes on."""
+    if run.model("final").exists():
+        return config.trainer.steps
+    return read_manifest(run.finetuning).progress.iteration if run.finetuning.manifest.is_file() else 0
 
 
 def _finish(training: Training, status: str, mlflow_status: mlflow_run.RunStatus) -> None:

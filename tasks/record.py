@@ -6,6 +6,7 @@ iteration once. Left out: pictures and pages (reports/).
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 import os
@@ -27,7 +28,7 @@ from reports import mlflow_run
 from reports.report import write_report
 from state.experience import read_columns
 from state.files import write_text
-from state.manifest import Progress, read_manifest
+from state.manifest import Progress, read_manifest, write_manifest
 from state.run_folder import append_metrics, read_metrics
 from tasks.consolidation import begin_consolidation, finish_consolidation
 from tasks.draw import keep_memory
@@ -96,7 +97,8 @@ def _open_mlflow(training: Training) -> None:
     params = mlflow_run.flatten(config.model_dump(mode="json"))
     session.mlflow_run_id = mlflow_run.open_run(session.tracking_uri, config.record.experiment, run.name, tags, params)
     mlflow_run.log_artifacts(session.tracking_uri, session.mlflow_run_id, run.config)
-    replay(training)
+    if run.manifest.is_file():
+        replay(training, read_manifest(run).progress.iteration)
 
 
 def reopened(training: Training) -> bool:
@@ -114,15 +116,18 @@ def reopened(training: Training) -> bool:
     return True
 
 
-def replay(training: Training) -> None:
-    """Log to a new MLflow run what the run folder holds of earlier attempts, up to where a resume goes on."""
+def replay(training: Training, through: int) -> None:
+    """Log to a new MLflow run what the run folder holds of earlier attempts; the next resume goes on in that run.
+
+    Args:
+        through: the iteration or step from which this attempt goes on.
+    """
     session, run = training.session(), training.run
-    if not run.manifest.is_file():
-        return
-    session.mlflow_through = read_manifest(run).progress.iteration
     for item in read_metrics(run):
-        if item["iteration"] <= session.mlflow_through:
+        if item["iteration"] <= through:
             mlflow_run.log_iteration(session.tracking_uri, session.mlflow_run_id, item["iteration"], item["metrics"])
+            session.mlflow_through = item["iteration"]
+    write_manifest(run, dataclasses.replace(read_manifest(run), mlflow_run_id=session.mlflow_run_id))
 
 
 @task(task_run_name="record-{iteration:06d}", cache_policy=NO_CACHE)

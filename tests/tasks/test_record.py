@@ -11,14 +11,16 @@ from typing import Any
 import numpy as np
 import pytest
 
+from configs.preference import PreferenceConfig
 from configs.schema import TrainConfig
 from engines.memory import Recomputed
 from reports import mlflow_run
 from state.experience import write_columns
-from state.manifest import Progress, ended, write_manifest
+from state.manifest import Manifest, Progress, ended, read_manifest, write_manifest
 from state.run_folder import append_metrics
 from tasks import record
 from tasks.checkpoint import manifest
+from tasks.preference_record import done_steps
 from tasks.record import finite, reopened, replay, sample_rows, summarize
 from tasks.session import Training
 
@@ -65,11 +67,38 @@ def test_a_run_that_mlflow_lost_is_recorded_anew_up_to_where_it_goes_on(
     assert not reopened(training)
     assert first in caplog.text
     session.mlflow_run_id = mlflow_run.open_run(uri, "exp", "tiny", tags, {})
-    replay(training)
+    replay(training, 2)
     history = mlflow_run.connect(uri).get_metric_history(session.mlflow_run_id, "reward/mean")
     assert [(entry.step, entry.value) for entry in history] == [(1, 0.1), (2, 0.2)]
     assert session.mlflow_through == 2
     assert not mlflow_run.holds_run(uri, "0" * 32)
+    assert reopened(training), "the next resume goes on in the new one"
+    assert read_manifest(run).progress.iteration == 2
+
+
+def test_nothing_counts_as_logged_that_was_never_recorded(training_with: MakeTraining) -> None:
+    """A run killed in its warm-up has a manifest and no evaluation yet: a new MLflow run is to get that one."""
+    training = training_with(TrainConfig())
+    session = training.session()
+    session.tracking_uri = mlflow_run.default_tracking_uri(training.run.path.parent)
+    session.mlflow_run_id = mlflow_run.open_run(session.tracking_uri, "exp", "tiny", {}, {})
+    write_manifest(training.run, Manifest(Progress()))
+    replay(training, 0)
+    assert session.mlflow_through == -1
+
+
+@pytest.mark.parametrize(("checkpoint", "exported", "step"), [(None, False, 0), (5, False, 5), (None, True, 12)])
+def test_a_training_on_preferences_is_replayed_up_to_its_own_steps(
+    training_with: MakeTraining, checkpoint: int | None, exported: bool, step: int
+) -> None:
+    """Its own manifest counts them while there are checkpoints; with the model written all are done."""
+    run = training_with(TrainConfig()).run
+    write_manifest(run, Manifest(Progress()))
+    if checkpoint is not None:
+        write_manifest(run.finetuning, Manifest(Progress(iteration=checkpoint), checkpoint="000005"))
+    if exported:
+        run.model("final").mkdir(parents=True)
+    assert done_steps(run, PreferenceConfig.model_validate({"trainer": {"steps": 12}})) == step
 
 
 def test_a_summary_of_a_whole_run(training_with: MakeTraining) -> None:
