@@ -14,7 +14,7 @@ from typing import TypeVar
 from configs.loading import load_tree
 from configs.preference import PairConfig, RewardModelConfig
 from configs.schema import TrainConfig
-from state.manifest import ended, read_manifest
+from state.manifest import check_resumable, ended
 from state.run_folder import RunFolder, new_run_folder, open_run_folder
 from tasks.admission import admission
 from tasks.check import check_finetuning_memory
@@ -47,8 +47,8 @@ def opened(
     """
     if resume is not None:
         run = open_run_folder(Path(resume))
+        check_resumable(run)
         config = load_tree(run.config, (), type(config))
-        read_manifest(run)  # without one there is nothing to resume
         check(config)
         return config, run
     check(config)

@@ -17,7 +17,7 @@ from prefect import flow, get_run_logger
 from configs.schema import TrainConfig
 from flows.iteration import iteration
 from flows.sft import supervise
-from state.manifest import Progress, completed, read_manifest
+from state.manifest import Progress, check_resumable, completed
 from state.run_folder import RunFolder, new_run_folder, open_run_folder
 from tasks.admission import admission
 from tasks.check import check_inputs, check_memory
@@ -79,7 +79,7 @@ def open_run(config: TrainConfig, run_folder: str | None, resume: str | None) ->
     """Check all that does not depend on others' trainings and open the run folder, before anything waits or starts."""
     if resume is not None:
         run = open_run_folder(Path(resume))
-        read_manifest(run)  # without one there is nothing to resume
+        check_resumable(run)
         config = read_config(run)
         check_tokenized(run, config)
         check_inputs(config)

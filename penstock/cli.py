@@ -165,13 +165,13 @@ def _is_complete(folder: Path) -> bool:
 
 
 def _check_resume(folder: Path) -> tuple[Any, Any]:
-    from state.manifest import read_manifest
+    from state.manifest import check_resumable
     from state.run_folder import open_run_folder
     from tasks.check import check_training
     from tasks.session import read_config
 
     run = open_run_folder(folder)
-    read_manifest(run)  # without one there is nothing to resume
+    check_resumable(run)
     config = read_config(run)
     return config, check_training(config)
 
@@ -291,7 +291,7 @@ def _finetune(
     from configs.loading import load_tree
     from penstock.quiet import without_tracebacks_of_user_errors
     from penstock.server import start_server
-    from state.manifest import read_manifest
+    from state.manifest import check_resumable
     from state.run_folder import check_free, open_run_folder
 
     if resume is None:
@@ -306,7 +306,7 @@ def _finetune(
         raise UserError("--resume continues a run with its own configuration", "remove the recipe, overrides and --run")
     else:
         folder = open_run_folder(resume).path
-        read_manifest(open_run_folder(resume))  # without one there is nothing to resume
+        check_resumable(open_run_folder(resume))
         config = load_tree(folder / "config.yaml", (), kind)
         check(config)
     start_server()

@@ -15,7 +15,7 @@ from typing import Any
 
 from configs.errors import UserError
 from state.files import discard, files_below, for_each_file, settle, sha256, write_text
-from state.run_folder import RunFolder
+from state.run_folder import RunFolder, locked
 
 FORMAT = 1
 
@@ -73,13 +73,25 @@ def read_manifest(run: RunFolder) -> Manifest:
     return Manifest(progress=Progress(**progress), **values)
 
 
+def check_resumable(run: RunFolder) -> None:
+    """Refuse a run that another process trains, and one that was never far enough to be resumed.
+
+    Raises:
+        UserError: says which.
+    """
+    with locked(run):
+        read_manifest(run)
+
+
 def completed(run: RunFolder, iterations: int) -> bool:
     """Whether nothing of `run` is left to do: all iterations done, the model exported, its end recorded.
 
     The manifest counts iterations with a checkpoint; of a run without any, only its end tells.
     """
+    if not ended(run):
+        return False
     saved = read_manifest(run)
-    return ended(run) and (saved.checkpoint is None or saved.progress.iteration >= iterations)
+    return saved.checkpoint is None or saved.progress.iteration >= iterations
 
 
 def ended(run: RunFolder) -> bool:

@@ -162,7 +162,7 @@ def locked(run: RunFolder) -> Iterator[None]:
     Raises:
         UserError: another process is training in this folder.
     """
-    with (run.path / ".lock").open("w") as stream:
+    with (run.path / ".lock").open("a") as stream:  # who only asks changes nothing, not even its time
         try:
             fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:

@@ -72,7 +72,7 @@ def variable_to_set(run: RunFolder) -> str:
     Raises:
         UserError: the run is complete.
     """
-    if run.manifest.is_file() and completed(run, read_config(run).iterations):
+    if completed(run, read_config(run).iterations):
         raise UserError(f"{run.path} is complete, nothing will read this", "name the folder of a running training")
     return variable_name(run)
 
