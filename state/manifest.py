@@ -79,8 +79,10 @@ def check_resumable(run: RunFolder) -> None:
     Raises:
         UserError: says which.
     """
-    with locked(run):
-        read_manifest(run)
+    if run.lock.exists():  # asking leaves no file where no training ever was
+        with locked(run):
+            pass
+    read_manifest(run)
 
 
 def completed(run: RunFolder, iterations: int) -> bool:
@@ -133,9 +135,8 @@ def verify_checkpoint(folder: Path) -> None:
             raise UserError(f"checkpoint file {path} is damaged or missing", "resume from a copy of the run folder")
 
 
-def prune_checkpoints(run: RunFolder, keep: int) -> None:
-    """Delete all but the newest `keep` checkpoints and the manifest's, and what a crash left half-written."""
-    named = read_manifest(run).checkpoint
+def prune_checkpoints(run: RunFolder, keep: int, named: str) -> None:
+    """Delete all but the newest `keep` checkpoints and the manifest's, `named`, and what a crash left half-written."""
     folders = sorted(path for path in run.checkpoints.iterdir() if path.is_dir())
     old = [path for path in folders if not path.name.startswith(".")][:-keep]
     for path in [*old, *(path for path in folders if path.name.startswith("."))]:

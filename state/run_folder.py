@@ -69,6 +69,11 @@ class RunFolder:
         return self.path / "report" / "index.html"
 
     @property
+    def lock(self) -> Path:
+        """Locked by the process that writes to the run."""
+        return self.path / ".lock"
+
+    @property
     def logs(self) -> Path:
         """One log file per rank."""
         return self.path / "logs"
@@ -162,7 +167,7 @@ def locked(run: RunFolder) -> Iterator[None]:
     Raises:
         UserError: another process is training in this folder.
     """
-    with (run.path / ".lock").open("a") as stream:  # who only asks changes nothing, not even its time
+    with run.lock.open("a") as stream:  # who only asks changes nothing, not even its time
         try:
             fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:

@@ -48,7 +48,7 @@ def save_checkpoint(training: Training, progress: Progress) -> None:
     add_to_record(training, progress.iteration, metrics)  # before the manifest: a resume goes on after this line
     await_consolidation(training.session())
     write_manifest(run, manifest(training, progress, final.name))
-    prune_checkpoints(run, training.config.checkpoint.keep)
+    prune_checkpoints(run, training.config.checkpoint.keep, final.name)
 
 
 @task(task_run_name="restore", cache_policy=NO_CACHE)

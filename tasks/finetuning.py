@@ -64,7 +64,7 @@ def save_step(training: Training, step: int) -> None:
     training.session().call("actor", "save", f"{step}/finetuning_save", folder=str(aside))
     seal_checkpoint(aside, final)
     write_manifest(folder, Manifest(Progress(iteration=step), checkpoint=final.name))
-    prune_checkpoints(folder, keep=1)
+    prune_checkpoints(folder, 1, final.name)
 
 
 @task(task_run_name="restore", cache_policy=NO_CACHE)

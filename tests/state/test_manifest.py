@@ -198,8 +198,7 @@ def test_pruning_keeps_the_newest_and_removes_what_a_crash_left(keep: int, run: 
     for iteration in (10, 9, 11):
         _sealed(run, f"{iteration:06d}")
     _write_aside(run, "000012")
-    write_manifest(run, dataclasses.replace(MANIFEST, checkpoint="000011"))
-    prune_checkpoints(run, keep)
+    prune_checkpoints(run, keep, "000011")
     assert sorted(path.name for path in run.checkpoints.iterdir()) == ["000009", "000010", "000011"][-keep:]
 
 
@@ -207,8 +206,7 @@ def test_the_checkpoint_of_the_manifest_is_never_pruned(run: RunFolder) -> None:
     """One with a higher number was sealed by an attempt that was killed before the manifest moved."""
     for name in ("000100", "000150", "000200"):
         _sealed(run, name)
-    write_manifest(run, dataclasses.replace(MANIFEST, checkpoint="000150"))
-    prune_checkpoints(run, 1)
+    prune_checkpoints(run, 1, "000150")
     assert sorted(path.name for path in run.checkpoints.iterdir()) == ["000150", "000200"]
 
 
