@@ -6,6 +6,7 @@ stay inside the commands: `penstock --help` answers at once.
 
 from __future__ import annotations
 
+import atexit
 import json
 import os
 import sys
@@ -143,10 +144,11 @@ def _short(folder: Path) -> str:
 
 def _new_folder(config: Any, run: Path | None, suffix: str = "") -> Path:
     """Make the run folder and say where it is, so that an interrupted run can be found."""
-    from state.run_folder import new_run_folder
+    from state.run_folder import drop_if_empty, new_run_folder
 
     folder = new_run_folder(Path(config.folder), config.name + suffix, run).path
     console.print(f"run folder: {_short(folder)}", highlight=False, soft_wrap=True)
+    atexit.register(drop_if_empty, folder)  # stopped before the flow wrote to it: nobody could resume it
     return folder
 
 

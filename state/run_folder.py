@@ -131,6 +131,12 @@ def new_run_folder(parent: Path, name: str, explicit: Path | None = None) -> Run
     raise UserError(f"{parent} holds a thousand runs of this second", "start again in a moment")
 
 
+def drop_if_empty(path: Path) -> None:
+    """Remove a run folder to which nothing was written."""
+    if path.is_dir() and not any(path.iterdir()):
+        path.rmdir()
+
+
 def check_free(path: Path) -> None:
     """Refuse a folder that holds another run or other files.
 

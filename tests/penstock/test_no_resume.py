@@ -1,7 +1,12 @@
-"""A run that cannot be resumed is refused by the command itself: no server starts, no flow run is left in Prefect."""
+"""A run that cannot be resumed is refused by the command itself, and one that never began leaves no folder behind.
+
+No server starts for either, and no flow run is left in Prefect.
+"""
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -15,6 +20,17 @@ from state.manifest import Manifest, Progress, write_manifest
 from state.run_folder import RunFolder, locked
 from tasks.session import write_config
 
+BEGINS = """
+import sys
+from pathlib import Path
+from configs.schema import TrainConfig
+from penstock.cli import _new_folder
+
+folder = _new_folder(TrainConfig(folder=sys.argv[1]), None)
+if sys.argv[2]:
+    (folder / sys.argv[2]).touch()
+raise KeyboardInterrupt
+"""
 TINY = {"tiny": {}}
 TRAINING = TrainConfig.model_validate({"model": TINY, "data": {"arithmetic": {}}, "sft": {}})
 PREFERRING = PreferenceConfig.model_validate({"model": TINY, "data": {"train": "pairs.jsonl"}})
@@ -36,3 +52,14 @@ def test_a_run_that_another_process_trains_is_refused_at_once(
     run.manifest.unlink()
     with pytest.raises(UserError, match=r"no manifest\.json"):
         app([command, "--resume", str(run.path)], standalone_mode=False)
+
+
+@pytest.mark.parametrize("written", ["", "config.yaml"])
+def test_a_command_stopped_before_its_flow_leaves_no_empty_folder(tmp_path: Path, written: str) -> None:
+    """While Prefect's server starts, say. Control: a folder in which there is something stays."""
+    command = [sys.executable, "-c", BEGINS, str(tmp_path / "runs"), written]
+    stopped = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert "run folder: " in stopped.stdout
+    assert "KeyboardInterrupt" in stopped.stderr
+    assert [path.name for path in (tmp_path / "runs").rglob("*.yaml")] == ([written] if written else [])
+    assert len(list((tmp_path / "runs").iterdir())) == len(written[:1])
