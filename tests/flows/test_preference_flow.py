@@ -55,6 +55,24 @@ finetuning.preference_steps = dying
 preference(PreferenceConfig.model_validate_json(sys.argv[1]), run_folder=sys.argv[2])
 """
 
+# Is killed when the model has its name and the checkpoints are still there; a resume of it before MLflow hears its end.
+DIES_AT_THE_END = """
+import os, signal, sys
+from configs.preference import PreferenceConfig
+from flows.preference import preference
+from reports import mlflow_run
+from tasks import finetuning
+
+def die(*_):
+    os.kill(os.getpid(), signal.SIGKILL)
+
+if sys.argv[1]:
+    finetuning.finetuned = die
+    preference(PreferenceConfig.model_validate_json(sys.argv[1]), run_folder=sys.argv[2])
+mlflow_run.close_run = die
+preference(resume=sys.argv[2])
+"""
+
 
 def pairs(path: Path, count: int, offset: int) -> str:
     """Sums of which the response that begins with a 7 is preferred to the one that begins with a 2."""
@@ -144,6 +162,26 @@ def test_a_killed_training_goes_on_as_one_left_alone(
     before = {path: path.stat().st_mtime_ns for path in run.path.rglob("*")}
     assert preference(resume=str(run.path)) == str(run.model("final"))
     assert {path: path.stat().st_mtime_ns for path in run.path.rglob("*")} == before, "complete: nothing starts"
+
+
+def test_a_training_killed_in_its_end_does_the_end_again(
+    alone: RunFolder, config: PreferenceConfig, tmp_path: Path
+) -> None:
+    """Twice killed, it never calls itself complete; resumed, everything is there, and no step is taken again."""
+    run = RunFolder(tmp_path / "killed")
+    environment = os.environ | {"PREFECT_API_URL": str(PREFECT_API_URL.value())}
+    for tree, checkpoints_left in ((config.model_dump_json(exclude={"base"}), True), ("", False)):
+        process = [sys.executable, "-c", DIES_AT_THE_END, tree, str(run.path)]
+        ended = subprocess.run(process, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+        assert ended.returncode == -signal.SIGKILL, ended.stderr
+        assert run.model("final").exists()
+        assert run.finetuning.path.exists() == checkpoints_left
+        assert not run.summary.exists()
+    recorded = run.metrics.read_bytes()
+    assert preference(resume=str(run.path)) == str(run.model("final"))
+    finished(run)
+    assert run.metrics.read_bytes() == recorded
+    assert weights(run, "final") == weights(alone, "final")
 
 
 def weights(run: RunFolder, name: str) -> bytes:
