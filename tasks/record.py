@@ -189,11 +189,18 @@ def _finish(training: Training, status: str, mlflow_status: mlflow_run.RunStatus
 
 
 def close(training: Training, summary: dict[str, Any], mlflow_status: mlflow_run.RunStatus) -> None:
-    """End the MLflow run, and write the summary last: a resume of a run killed before does its end again."""
-    uri, run_id, text = training.session().tracking_uri, training.session().mlflow_run_id, json.dumps(summary, indent=2)
-    mlflow_run.connect(uri).log_text(run_id, f"{text}\n", training.run.summary.name)
-    mlflow_run.close_run(uri, run_id, mlflow_status)
-    write_text(training.run.summary, f"{text}\n")
+    """End the MLflow run, and write the summary: last if it says that all is done, so that a kill before is noticed.
+
+    Otherwise first: MLflow may be what failed.
+    """
+    session, path, done = training.session(), training.run.summary, summary["status"] == "completed"
+    text = json.dumps(summary, indent=2) + "\n"
+    if not done:
+        write_text(path, text)
+    mlflow_run.connect(session.tracking_uri).log_text(session.mlflow_run_id, text, path.name)
+    mlflow_run.close_run(session.tracking_uri, session.mlflow_run_id, mlflow_status)
+    if done:
+        write_text(path, text)
 
 
 def links(training: Training) -> dict[str, str]:

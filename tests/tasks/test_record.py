@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import time
 from collections.abc import Callable
@@ -149,6 +150,23 @@ def test_a_run_that_failed_early_has_gaps_and_no_invented_figures(
     summary = summarize(recorded(training_with(TrainConfig()), *accuracies), "failed")
     assert summary.items() >= expected.items()
     assert summary["status"] == "failed"
+
+
+def test_a_failed_run_says_so_also_where_mlflow_is_gone(
+    training_with: MakeTraining, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It may be what the run failed of. Control: the same end does not make a complete run."""
+    training = training_with(TrainConfig())
+
+    def gone(*_: object) -> None:
+        raise ConnectionError
+
+    monkeypatch.setattr(mlflow_run, "connect", gone)
+    for status, mlflow_status in (("completed", "FINISHED"), ("failed", "FAILED")):
+        assert not training.run.summary.exists()
+        with pytest.raises(ConnectionError):
+            record.close(training, {"status": status}, mlflow_status)  # type: ignore[arg-type]
+    assert json.loads(training.run.summary.read_text(encoding="utf-8")) == {"status": "failed"}
 
 
 def test_samples_are_plain_values_spread_over_the_experience(tmp_path: Path) -> None:
