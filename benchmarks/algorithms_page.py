@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from benchmarks.algorithms import TUNED, figures_of
 from benchmarks.result import BenchResult
+from configs.errors import UserError
 
 BEGIN, END = "<!-- accuracies: written by 'penstock bench page' -->\n", "<!-- end of accuracies -->"
 HEAD = (
@@ -20,8 +22,28 @@ HEAD = (
 )
 
 
+def read_page(path: Path) -> str:
+    """Return the text of the page that has the table.
+
+    Raises:
+        UserError: there is none, or it has no place for the table.
+    """
+    if not path.is_file():
+        raise UserError(f"there is no page {path}", "run this in the root of the repository, or name the page")
+    text = path.read_text(encoding="utf-8")
+    if BEGIN not in text or END not in text:
+        raise UserError(f"{path} has no place for the table ('{BEGIN.strip()}')", "name docs/algorithms.md or a copy")
+    return text
+
+
 def rendered(page: str, result: BenchResult | None) -> str:
-    """Return the page with the table written anew; without a result its accuracies are dashes."""
+    """Return the page with the table written anew; without a result its accuracies are dashes.
+
+    Raises:
+        UserError: the result is one of another benchmark.
+    """
+    if result is not None and result.bench != "algorithms":
+        raise UserError(f"the result is one of 'bench {result.bench}'", "name one of 'bench algorithms'")
     before, _, rest = page.partition(BEGIN)
     _, _, after = rest.partition(END)
     introduction, details = ([], []) if result is None else (_introduction(result), result.details)

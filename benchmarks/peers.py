@@ -39,10 +39,10 @@ def trl_figures(log: Path) -> dict[str, float]:
     """Return TRL's figures from lines `TRL step {'wall_s': 48.1, 'peak_gib': 79.0}`.
 
     Raises:
-        UserError: the log has no second step.
+        UserError: the log has no second step, or a line that is no such line to its end.
     """
     lines = [line for line, _ in groupby(TRL_LINE.findall(_read(log)))]  # the end of a training repeats its last
-    steps = dict(enumerate(map(_literal, lines), start=1))
+    steps = dict(enumerate((_literal(line, log) for line in lines), start=1))
     return _from_second(steps, TRL_FIGURES, log, "TRL step")
 
 
@@ -50,21 +50,21 @@ def verl_figures(log: Path) -> dict[str, float]:
     """Return verl's figures from its console metrics `step:2 - timing_s/gen:30.1 - ...`.
 
     Raises:
-        UserError: the log has no second step.
+        UserError: the log has no second step, or a figure that is no number.
     """
     steps: dict[int, dict[str, float]] = {}
-    for step, name, value in _verl_tokens(_read(log)):
+    for step, name, value in _verl_tokens(log):
         steps.setdefault(step, {})[name] = value
     return _from_second(steps, VERL_FIGURES, log, "step:2")
 
 
-def _verl_tokens(text: str) -> Iterator[tuple[int, str, float]]:
+def _verl_tokens(log: Path) -> Iterator[tuple[int, str, float]]:
     step = 0
-    for token in VERL_TOKEN.finditer(text):
+    for token in VERL_TOKEN.finditer(_read(log)):
         if token["step"]:
             step = int(token["step"])
         elif step:
-            yield step, token["name"], float(token["value"])
+            yield step, token["name"], _number(token["value"], log)
 
 
 def _from_second(
@@ -78,9 +78,23 @@ def _from_second(
     return figures
 
 
-def _literal(text: str) -> dict[str, Any]:
-    value: dict[str, Any] = ast.literal_eval(text)
+def _number(text: str, log: Path) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        raise _garbled(log, text) from None
+
+
+def _literal(text: str, log: Path) -> dict[str, Any]:
+    try:
+        value: dict[str, Any] = ast.literal_eval(text)
+    except (ValueError, SyntaxError):
+        raise _garbled(log, text) from None
     return value
+
+
+def _garbled(log: Path, text: str) -> UserError:
+    return UserError(f"{log} is garbled at '{text}'", "keep the peer's output apart from that of other processes")
 
 
 def _read(log: Path) -> str:

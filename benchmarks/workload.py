@@ -19,6 +19,7 @@ import numpy as np
 
 from configs.schema import TrainConfig
 from state.experience import ExperienceRef, Ragged, offsets_of, write_columns
+from state.files import write_text
 
 PROMPTS, PROMPT_TOKENS, HELDOUT = 1024, 256, 8
 SIGMA = 1.0  # of log-normal lengths: one response in six is longer than 1.6 times the mean
@@ -44,8 +45,8 @@ def write_prompts(folder: Path, letters: int, count: int = PROMPTS) -> dict[str,
 
 
 def write_rows(path: Path, texts: Sequence[str]) -> None:
-    """Write prompts as JSONL."""
-    path.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in texts), encoding="utf-8")
+    """Write prompts as JSONL; folders that are missing are made."""
+    write_text(path, "".join(json.dumps({"prompt": text}) + "\n" for text in texts))
 
 
 def with_prompts(config: TrainConfig, folder: Path) -> list[str]:

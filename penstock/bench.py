@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from configs.errors import UserError
+from state.files import check_possible
 
 if TYPE_CHECKING:
     from benchmarks.result import BenchResult
@@ -24,9 +25,26 @@ if TYPE_CHECKING:
 
 app = typer.Typer(no_args_is_help=True, help="Measure speed and memory; every command can write a JSON result.")
 
+
+def _free_file(path: Path | None) -> Path | None:
+    """Refuse an impossible place for a result before anything is measured for it."""
+    if path is None:
+        return None
+    if path.is_dir():
+        raise UserError(f"{path} is a folder", "name a file")
+    check_possible(path.parent, f"the file {path}", "name another one")
+    return path
+
+
+def _free_folder(path: Path | None) -> Path | None:
+    if path is not None:
+        check_possible(path, f"the folder {path}", "name another one")
+    return path
+
+
 Recipe = Annotated[Path, typer.Argument(help="YAML recipe, e.g. configs/bench_grpo.yaml")]
 Overrides = Annotated[list[str] | None, typer.Argument(help="section.key=value, e.g. model.path=models/random-1.5b")]
-Out = Annotated[Path | None, typer.Option(help="JSON file for the result")]
+Out = Annotated[Path | None, typer.Option(help="JSON file for the result", callback=_free_file)]
 Skip = Annotated[int, typer.Option(min=0, help="cold measurements at the start that do not count")]
 Peers = Annotated[Path | None, typer.Option(help="peers' figures, as 'penstock bench peers' writes them")]
 
@@ -196,7 +214,9 @@ def algorithms(
     iterations: Annotated[int | None, typer.Option(min=1, help="default: the recipe's")] = None,
     recipe: Annotated[Path, typer.Option(help="YAML recipe")] = Path("configs/quickstart.yaml"),
     parallel: Annotated[int, typer.Option(min=1, help="trainings at a time; they share cores and GPUs")] = 1,
-    out: Annotated[Path | None, typer.Option(help="JSON file for the result; what it holds is not run again")] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="JSON file for the result; what it holds is not run again", callback=_free_file)
+    ] = None,
 ) -> None:
     """Held-out accuracy of every algorithm after a short training each."""
     from algorithms.registry import ALGORITHMS
@@ -216,11 +236,11 @@ def page(
     target: Annotated[Path, typer.Argument(help="page with the table")] = Path("docs/algorithms.md"),
 ) -> None:
     """Write the accuracies of a result into the table of docs/algorithms.md."""
-    from benchmarks.algorithms_page import rendered
+    from benchmarks.algorithms_page import read_page, rendered
     from benchmarks.result import read_result
     from state.files import write_text
 
-    write_text(target, rendered(target.read_text(encoding="utf-8"), read_result(result)))
+    write_text(target, rendered(read_page(target), read_result(result)))
     _say(f"page: {target}")
 
 
@@ -248,7 +268,7 @@ def compare(
 
 @app.command()
 def peers(
-    out: Annotated[Path | None, typer.Option(help="JSON file for --peers")] = None,
+    out: Annotated[Path | None, typer.Option(help="JSON file for --peers", callback=_free_file)] = None,
     into: Annotated[Path | None, typer.Option(help="a result of the same work and machine, which they join")] = None,
     trl: Annotated[Path | None, typer.Option(help="output of the TRL run")] = None,
     verl: Annotated[Path | None, typer.Option(help="output of the verl run")] = None,
@@ -281,7 +301,9 @@ def peers(
 @app.command()
 def chart(
     results: Annotated[Path, typer.Argument(help="folder of result files")] = Path("benchmarks/results"),
-    out: Annotated[Path | None, typer.Option(help="folder for the pictures; default: beside the results")] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="folder for the pictures; default: beside the results", callback=_free_folder)
+    ] = None,
 ) -> None:
     """Draw step times by stage beside the peers', and scaling, as SVG."""
     from benchmarks.chart import draw
@@ -293,7 +315,7 @@ def chart(
 @app.command()
 def model(
     size: Annotated[str, typer.Argument(help="billions of parameters in Qwen2.5's shape: 0.5, 1.5, 3 or 7")],
-    folder: Annotated[Path, typer.Argument(help="folder for the model")],
+    folder: Annotated[Path, typer.Argument(help="folder for the model", callback=_free_folder)],
     mean: Annotated[
         int | None, typer.Option(min=2, help="responses end after about so many tokens; default: hardly ever")
     ] = None,
@@ -309,7 +331,7 @@ def model(
 
 @app.command()
 def prompts(
-    file: Annotated[Path, typer.Argument(help="JSONL file for the prompts")],
+    file: Annotated[Path, typer.Argument(help="JSONL file for the prompts", callback=_free_file)],
     letters: Annotated[int, typer.Option(min=1, help="length of a prompt, as data.max_prompt_tokens says")] = 256,
 ) -> None:
     """Write the prompts that recipes without data are measured with, for the peers' runs (benchmarks/run_*.py)."""
@@ -354,5 +376,9 @@ def _finish(result: BenchResult, out: Path | None, columns: Sequence[str] = ()) 
         console.print(details_table(result, columns))
     console.print(result_table(result))
     if out is not None:
-        write_result(out, result)
+        try:
+            write_result(out, result)
+        except OSError as error:  # the disk is full, or the place went while this was measured
+            problem = f"{out} cannot be written: {error.strerror}"
+            raise UserError(problem, "the figures are in the table above") from error
         _say(f"result: {out}")

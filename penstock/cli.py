@@ -10,17 +10,19 @@ import atexit
 import json
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from enum import StrEnum
 from pathlib import Path
 from shlex import quote
-from typing import Annotated, Any
+from typing import Annotated, Any, NoReturn
 
 import typer
 from rich.console import Console
 
 from configs.errors import UserError
-from penstock import bench
+from penstock import __version__, bench
+from penstock.failures import MISTAKE, told
 
 ABOUT = "Post-train language models with reinforcement learning, as a Prefect workflow."
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, help=ABOUT)
@@ -51,24 +53,41 @@ def main() -> None:
     except typer.Abort:  # what older Typers make of Ctrl-C in a command; newer ones return 130
         code = 130
     except Exception as error:
-        if not hasattr(error, "format_message"):
+        if hasattr(error, "format_message"):
+            _fail(error.format_message())  # click's own usage errors; empty where the help is the answer
+        if (failure := told(error, sys.argv[1:])) is None:
             raise
-        _fail(error.format_message())  # click's own usage errors
+        _fail(*failure)
     if code:
         if code == 130:
             errors.print("stopped")
         raise SystemExit(code)
 
 
-def _fail(message: str) -> None:
-    errors.print(f"[bold red]error:[/] {_escape(message)}", highlight=False, soft_wrap=True)
-    raise SystemExit(2)
+def _fail(message: str, code: int = MISTAKE) -> NoReturn:
+    if message:
+        errors.print(f"[bold red]error:[/] {_escape(message)}", highlight=False, soft_wrap=True)
+    raise SystemExit(code)
 
 
 def _escape(text: str) -> str:
     from rich.markup import escape
 
     return escape(text)
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        console.print(f"penstock {__version__}", highlight=False)
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    version: Annotated[  # noqa: ARG001 - the callback has done all
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="print the version and leave")
+    ] = False,
+) -> None: ...
 
 
 def _quiet_libraries() -> None:
@@ -129,12 +148,18 @@ def _load(recipe: Path | None, overrides: list[str] | None) -> Any:
 
 
 def _check(config: Any, run: Path | None) -> Any:
-    from state.run_folder import check_free
     from tasks.check import check_training
+
+    _check_folder(config, run)
+    return check_training(config)
+
+
+def _check_folder(config: Any, run: Path | None) -> None:
+    from state.run_folder import check_free, check_possible
 
     if run is not None:
         check_free(run)
-    return check_training(config)
+    check_possible(run or Path(config.folder))
 
 
 def _short(folder: Path) -> str:
@@ -144,8 +169,10 @@ def _short(folder: Path) -> str:
 
 def _new_folder(config: Any, run: Path | None, suffix: str = "") -> Path:
     """Make the run folder and say where it is, so that an interrupted run can be found."""
+    from penstock.server import check_server
     from state.run_folder import drop_if_empty, new_run_folder
 
+    check_server()  # before there is a folder that nothing will be in
     folder = new_run_folder(Path(config.folder), config.name + suffix, run).path
     console.print(f"run folder: {_short(folder)}", highlight=False, soft_wrap=True)
     atexit.register(drop_if_empty, folder)  # stopped before the flow wrote to it: nobody could resume it
@@ -180,28 +207,39 @@ def _check_resume(folder: Path) -> tuple[Any, Any]:
 
 def _run_flow(config: Any, folder: Path, **arguments: Any) -> None:
     from flows.train import train as train_flow
-    from penstock.quiet import without_tracebacks_of_user_errors
+
+    with _ending_in_words("train", folder):
+        train_flow(config, **arguments)
+    _print_summary(folder.resolve())
+
+
+@contextmanager
+def _ending_in_words(command: str, folder: Path) -> Iterator[None]:
+    """Start Prefect's server for a flow in the block; where the flow does not end well, say how to go on."""
+    from penstock.quiet import quiet_terminal
     from penstock.server import start_server
 
     start_server()
     try:
-        with without_tracebacks_of_user_errors():
-            train_flow(config, **arguments)
+        with quiet_terminal():
+            yield
     except KeyboardInterrupt:
-        _say_stopped("train", folder)
+        how = _how_to_go_on(command, folder)
+        errors.print(f"stopped, the engines are down. {how}", highlight=False, soft_wrap=True)
         raise SystemExit(130) from None
-    _print_summary(folder.resolve())
+    except Exception as error:
+        error.add_note(_how_to_go_on(command, folder))
+        raise
 
 
-def _say_stopped(command: str, folder: Path) -> None:
-    """Say how to go on: a run that was stopped before its engines were up has nothing to resume."""
+def _how_to_go_on(command: str, folder: Path) -> str:
+    """Return how a run continues; one that was stopped before its engines were up has nothing to resume."""
     from state.run_folder import RunFolder
 
     place = quote(_short(folder))
-    how = f"Continue with: penstock {command} --resume {place}"
-    if not RunFolder(folder).manifest.is_file():
-        how = f"Nothing was trained; start anew with: penstock {command} {place}/config.yaml --run ANOTHER_FOLDER"
-    errors.print(f"stopped, the engines are down. {how}", highlight=False, soft_wrap=True)
+    if RunFolder(folder).manifest.is_file():
+        return f"Continue with: penstock {command} --resume {place}"
+    return f"Nothing was trained; start anew with: penstock {command} {place}/config.yaml --run ANOTHER_FOLDER"
 
 
 def _print_summary(folder: Path) -> None:
@@ -291,17 +329,14 @@ def _finetune(
 ) -> None:
     """Start or resume a flow of its own before reinforcement learning; print where its model is."""
     from configs.loading import load_tree
-    from penstock.quiet import without_tracebacks_of_user_errors
-    from penstock.server import start_server
     from state.manifest import check_resumable
-    from state.run_folder import check_free, open_run_folder
+    from state.run_folder import open_run_folder
 
     if resume is None:
         if recipe is None:
             raise UserError("no recipe given", "docs/recipes.md, 'Before reinforcement learning', shows one")
         config = load_tree(recipe, overrides or (), kind)
-        if run is not None:
-            check_free(run)
+        _check_folder(config, run)
         check(config)
         folder = _new_folder(config, run, "-sft" if command == "sft" else "")
     elif recipe is not None or run is not None:
@@ -311,14 +346,9 @@ def _finetune(
         check_resumable(open_run_folder(resume))
         config = load_tree(folder / "config.yaml", (), kind)
         check(config)
-    start_server()
-    try:
-        with without_tracebacks_of_user_errors():
-            given = {"run_folder": str(folder)} if resume is None else {"resume": str(folder)}
-            console.print(f"model: {flow(config, **given)}", highlight=False, soft_wrap=True)
-    except KeyboardInterrupt:
-        _say_stopped(command, folder)
-        raise SystemExit(130) from None
+    with _ending_in_words(command, folder):
+        given = {"run_folder": str(folder)} if resume is None else {"resume": str(folder)}
+        console.print(f"model: {flow(config, **given)}", highlight=False, soft_wrap=True)
     if (folder / "summary.json").is_file():
         summary = json.loads((folder / "summary.json").read_text(encoding="utf-8"))
         if summary["heldout_accuracy"] is not None:

@@ -18,6 +18,7 @@ import yaml
 
 from configs.errors import UserError
 from engines.machine import visible_gpus
+from penstock.server import no_server
 from tasks.admission import GPU_SLOTS
 
 if TYPE_CHECKING:
@@ -29,7 +30,6 @@ LOCAL_SERVER = "http://127.0.0.1:4200/api"
 ZOMBIES = "penstock: silent runs are crashed"
 # A flow run gives a sign of life every three minutes unless set otherwise; three missing ones are no coincidence.
 SILENCE = timedelta(minutes=10)
-START_SERVER = "start one with 'prefect server start', or set PREFECT_API_URL to yours"
 
 
 def deploy(pool: str) -> list[tuple[str, str, str]]:
@@ -70,8 +70,7 @@ def server_url() -> str:
     try:
         httpx.get(f"{url}/health", timeout=10.0).raise_for_status()
     except httpx.HTTPError as error:
-        source = " (PREFECT_API_URL)" if configured else ""
-        raise UserError(f"no Prefect server answers at {url}{source}: {error}", START_SERVER) from error
+        raise no_server(url + (" (PREFECT_API_URL)" if configured else ""), error) from error
     return url
 
 

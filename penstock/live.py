@@ -14,6 +14,7 @@ from prefect.variables import Variable
 
 from configs.errors import UserError
 from configs.recipes import parse
+from penstock.server import check_server
 from state.run_folder import open_run_folder
 from tasks.session import read_config
 from tasks.settings import apply_overrides, variable_to_set
@@ -23,11 +24,12 @@ def set_overrides(folder: Path, pairs: Sequence[str]) -> dict[str, Any]:
     """Lay `key=value` pairs over the live overrides of the run in `folder`; return all that are in force now.
 
     Raises:
-        UserError: there is no such run, it is complete, a pair is malformed, a key cannot change, or a value is not
-            allowed.
+        UserError: there is no such run, it is complete, a pair is malformed, a key cannot change, a value is not
+            allowed, or the Prefect server does not answer.
     """
     run = open_run_folder(folder)
     name = variable_to_set(run)
+    check_server()
     there = Variable.get(name, default=None)
     overrides = (there if isinstance(there, dict) else {}) | dict(_parse(pair) for pair in pairs)
     apply_overrides(read_config(run), overrides)
@@ -41,9 +43,11 @@ def clear_overrides(folder: Path) -> None:
     An empty object, since a run without a variable keeps the overrides of its checkpoint.
 
     Raises:
-        UserError: there is no such run, or it is complete.
+        UserError: there is no such run, it is complete, or the Prefect server does not answer.
     """
-    Variable.set(variable_to_set(open_run_folder(folder)), {}, overwrite=True)
+    name = variable_to_set(open_run_folder(folder))
+    check_server()
+    Variable.set(name, {}, overwrite=True)
 
 
 def _parse(pair: str) -> tuple[str, Any]:

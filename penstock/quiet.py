@@ -1,4 +1,7 @@
-"""Keeps Prefect from printing tracebacks for a user's mistake: the command line prints its message instead."""
+"""Keeps off the terminal what Prefect says of an end that the command line tells in a sentence of its own.
+
+Only off the terminal: the Prefect server still gets every record, tracebacks included.
+"""
 
 from __future__ import annotations
 
@@ -6,23 +9,27 @@ import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from configs.errors import UserError
+from prefect.logging.handlers import PrefectConsoleHandler
 
-LOGGERS = ("prefect.flow_runs", "prefect.task_runs")
+TOLD = ("UserError", "RankLost", "EngineError", "PermissionError")  # by penstock/failures.py
+INTERRUPTED = "Execution was aborted by an interrupt signal"
 
 
-def _is_no_user_error(record: logging.LogRecord) -> bool:
-    error = record.exc_info[1] if record.exc_info else None
-    return not isinstance(error, UserError) and "UserError" not in record.getMessage()
+def _is_not_told(record: logging.LogRecord) -> bool:
+    if not record.name.startswith(("prefect.flow_runs", "prefect.task_runs")):
+        return True
+    kind = record.exc_info[0].__name__ if record.exc_info and record.exc_info[0] else ""
+    return kind not in TOLD and not any(words in record.getMessage() for words in (*TOLD, INTERRUPTED))
 
 
 @contextmanager
-def without_tracebacks_of_user_errors() -> Iterator[None]:
-    """Drop Prefect's log records about a `UserError` while the context lasts."""
-    for name in LOGGERS:
-        logging.getLogger(name).addFilter(_is_no_user_error)
+def quiet_terminal() -> Iterator[None]:
+    """Keep Prefect's words about an interruption, a user's mistake or a lost rank off the terminal meanwhile."""
+    handlers = [handler for handler in logging.getLogger().handlers if isinstance(handler, PrefectConsoleHandler)]
+    for handler in handlers:
+        handler.addFilter(_is_not_told)
     try:
         yield
     finally:
-        for name in LOGGERS:
-            logging.getLogger(name).removeFilter(_is_no_user_error)
+        for handler in handlers:
+            handler.removeFilter(_is_not_told)

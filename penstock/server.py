@@ -17,7 +17,29 @@ from typing import Any
 
 from configs.errors import UserError
 
+START_SERVER = "start one with 'prefect server start', or set PREFECT_API_URL to yours"
 _watching: list[subprocess.Popen[bytes]] = []  # a shell that lost its Popen object would see its standard input end
+
+
+def check_server() -> None:
+    """Ask the configured Prefect server for a sign of life; without one configured, return at once.
+
+    Raises:
+        UserError: it does not answer.
+    """
+    from prefect.client.orchestration import get_client
+    from prefect.settings import PREFECT_API_URL
+
+    if (url := PREFECT_API_URL.value()) is None:
+        return
+    with get_client(sync_client=True) as client:  # Prefect's own, which knows keys and certificates
+        if error := client.api_healthcheck():
+            raise no_server(f"{url} (PREFECT_API_URL)", error) from error
+
+
+def no_server(url: str, error: Exception) -> UserError:
+    """Return what to say where no Prefect server answers at `url`."""
+    return UserError(f"no Prefect server answers at {url}: {error}", START_SERVER)
 
 
 def start_server() -> None:
@@ -27,11 +49,12 @@ def start_server() -> None:
     runs none.
 
     Raises:
-        UserError: Prefect's folder cannot be made.
+        UserError: Prefect's folder cannot be made, or the configured server does not answer.
     """
     from prefect.client.base import ServerType
     from prefect.client.orchestration import get_client
 
+    check_server()
     _make_home()
     signal.signal(signal.SIGTERM, _leave)
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})

@@ -5,11 +5,14 @@ from __future__ import annotations
 import hashlib
 import os
 import shutil
+import tempfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TypeVar
+
+from configs.errors import UserError
 
 Result = TypeVar("Result")
 
@@ -41,6 +44,24 @@ def replacing(path: Path, durable: bool = True) -> Iterator[Path]:
             fsync(path.parent)
     finally:
         aside.unlink(missing_ok=True)
+
+
+def check_possible(folder: Path, what: str, remedy: str) -> None:
+    """Refuse a folder in which this process can make nothing, there or not, before hours are spent on what goes there.
+
+    What exists is not asked for its permissions, which say little of /proc or of a network's file system: for a moment
+    there is an empty folder in the nearest one that exists.
+
+    Raises:
+        UserError: `what` cannot be made; carries `remedy`.
+    """
+    there = folder.absolute()
+    while not os.path.exists(there):  # noqa: PTH110 - Path.exists raises where a folder may not be looked into
+        there = there.parent
+    try:
+        tempfile.TemporaryDirectory(prefix=".", dir=there).cleanup()
+    except OSError as error:
+        raise UserError(f"{what} cannot be made: {error.strerror} ({there})", remedy) from error
 
 
 def empty_beside(final: Path) -> Path:

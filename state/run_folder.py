@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from configs.errors import UserError
+from state import files
 from state.files import write_text
 
 
@@ -113,13 +114,14 @@ def new_run_folder(parent: Path, name: str, explicit: Path | None = None) -> Run
     """Create an empty run folder: `explicit`, or `parent/name-YYYYmmdd-HHMMSS` (with a counter when taken).
 
     Raises:
-        UserError: the explicit folder already holds a run or anything else.
+        UserError: the explicit folder already holds a run or anything else, or nothing can be made there.
     """
     if explicit is not None:
         check_free(explicit)
-        explicit.mkdir(parents=True, exist_ok=True)
+    check_possible(explicit or parent)
+    (explicit or parent).mkdir(parents=True, exist_ok=True)
+    if explicit is not None:
         return RunFolder(explicit.resolve())
-    parent.mkdir(parents=True, exist_ok=True)
     stamp = datetime.now().strftime("%Y%m%d-%H%M%S")
     for suffix in ("", *(f"-{count}" for count in range(2, 1000))):
         candidate = parent / f"{name}-{stamp}{suffix}"
@@ -151,6 +153,15 @@ def check_free(path: Path) -> None:
         raise UserError(f"{path} already holds a run", f"continue it with '--resume {path}', or name another folder")
     if any(path.iterdir()):
         raise UserError(f"{path} is not empty", "name an empty or a new folder")
+
+
+def check_possible(path: Path) -> None:
+    """Refuse a place where a run folder cannot be made.
+
+    Raises:
+        UserError: says why it cannot.
+    """
+    files.check_possible(path, f"the run folder {path}", "name another with folder=..., or with --run")
 
 
 def open_run_folder(path: Path) -> RunFolder:

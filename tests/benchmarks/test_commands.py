@@ -15,13 +15,15 @@ import pytest
 from rich.console import Console
 
 from benchmarks import vllm_alone
+from benchmarks.algorithms_page import BEGIN, END
 from benchmarks.nccl import COLLECTIVES
-from benchmarks.result import BenchResult, read_result
+from benchmarks.result import BenchResult, new_result, read_result, write_result
 from benchmarks.rollout import drawn
 from configs.errors import UserError
 from configs.schema import TinyModel, TrainConfig
 from engines.tiny_model import make_tiny_model
 from penstock import cli
+from penstock.bench import _finish
 
 RECIPE = """
 model: {tiny: {hidden_size: 96, layers: 1, heads: 3, kv_heads: 3, intermediate_size: 64, max_positions: 64}}
@@ -149,3 +151,55 @@ def test_mistakes_end_before_anything_starts(
             bench(*arguments)
     assert ended.value.code == 2
     assert message in capsys.readouterr().err.replace("\n", " ")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["scheduler", "--out", "/proc/x.json"], "the file /proc/x.json cannot be made"),
+        (["scheduler", "--out", "."], ". is a folder"),
+        (["update", "tiny.yaml", "--out", "tiny.yaml/x.json"], "the file tiny.yaml/x.json cannot be made"),
+        (["peers", "--out", "/proc/x.json", "--trl", "tiny.yaml"], "the file /proc/x.json cannot be made"),
+        (["chart", "--out", "/proc/x"], "the folder /proc/x cannot be made"),
+        (["model", "0.5", "/proc/x"], "the folder /proc/x cannot be made"),
+        (["prompts", "."], ". is a folder"),
+        (["page"], "there is no page docs/algorithms.md"),
+        (["page", "result.json", "tiny.yaml"], "tiny.yaml has no place for the table"),
+        (["page", "result.json", "page.md"], "the result is one of 'bench step'"),
+    ],
+)
+def test_a_wrong_file_is_said_before_anything_is_measured(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    arguments: list[str],
+    message: str,
+) -> None:
+    """Nothing is written. The control are the measurements above, and prompts in folders that are made for them."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.setattr(cli, "_quiet_libraries", lambda: None)
+    (tmp_path / "tiny.yaml").write_text(RECIPE, encoding="utf-8")
+    (tmp_path / "page.md").write_text(f"{BEGIN}{END}", encoding="utf-8")
+    write_result(tmp_path / "result.json", new_result("step", "made up", {"step_s": 1.0}))
+    before = sorted(tmp_path.rglob("*"))
+    monkeypatch.setattr(sys, "argv", ["penstock", "bench", *arguments])
+    with pytest.raises(SystemExit) as ended:
+        cli.main()
+    assert ended.value.code == 2
+    assert capsys.readouterr().err.startswith(f"error: {message}")
+    assert sorted(tmp_path.rglob("*")) == before
+    monkeypatch.setattr(sys, "argv", ["penstock", "bench", "prompts", "new/folders/prompts.jsonl", "--letters", "3"])
+    cli.main()
+    assert (tmp_path / "new" / "folders" / "prompts.jsonl").is_file()
+
+
+def test_a_result_that_cannot_be_written_is_in_the_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Where the place went while it was measured. Control: a place that is there."""
+    result = new_result("step", "made up", {"step_s": 1.25})
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UserError, match="in the table above"):
+        _finish(result, tmp_path / "file" / "result.json")
+    assert "1.25" in capsys.readouterr().out
+    _finish(result, tmp_path / "result.json")
+    assert read_result(tmp_path / "result.json") == result

@@ -101,3 +101,11 @@ def test_logs_without_a_second_step_are_refused(tmp_path: Path) -> None:
         verl_figures(log(tmp_path, VERL_GREPPED.partition("step:2")[0]))
     with pytest.raises(UserError, match="there is no file"):
         verl_figures(tmp_path / "absent.log")
+
+
+def test_garbled_lines_are_quoted(tmp_path: Path) -> None:
+    """As where two processes write at once. The controls are the logs above."""
+    with pytest.raises(UserError, match="garbled at '{'wall_s': 48.1, 'peTRL'}'"):
+        trl_figures(log(tmp_path, "TRL step {'wall_s': 48.1, 'peTRL'}\n"))
+    with pytest.raises(UserError, match=r"garbled at '61\.2\.7'"):
+        verl_figures(log(tmp_path, "step:2\ntiming_s/step:61.2.7\n"))

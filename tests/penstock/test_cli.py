@@ -16,10 +16,12 @@ from typing import Any
 
 import pytest
 import typer
+from prefect.settings import PREFECT_API_URL, temporary_settings
 from rich.console import Console
 
+from configs.errors import UserError
 from engines.memory import GIB
-from penstock import cli
+from penstock import cli, server
 from state.run_folder import RunFolder
 from tasks import check
 
@@ -258,6 +260,29 @@ def test_folders_that_hold_something_are_refused(here: Path, refusal: Callable[.
     assert "full holds no run" in refusal("set", "full", "rollout.temperature=0.5")
 
 
+@pytest.mark.parametrize("place", ["folder=/proc/runs", "folder=recipe.yaml", "--run=recipe.yaml/run"])
+@pytest.mark.parametrize("dry", [True, False])
+def test_a_place_where_nothing_can_be_made_is_refused(refusal: Callable[..., str], place: str, dry: bool) -> None:
+    """Also by a dry run. Control: all the runs that start."""
+    said = refusal("train", "recipe.yaml", place, *(["--dry-run"] if dry else []))
+    assert said.startswith(f"the run folder {place.partition('=')[2]} cannot be made: ")
+    assert "name another with folder=" in said
+
+
+def test_a_server_that_is_not_there_is_said_before_a_run_has_a_folder(refusal: Callable[..., str], here: Path) -> None:
+    """By what starts a flow and by what speaks to a running one. Controls: runs without a server; a dry run."""
+    with temporary_settings({PREFECT_API_URL: "http://127.0.0.1:9/api"}):
+        said = refusal("train", "recipe.yaml")
+        assert said.startswith("no Prefect server answers at http://127.0.0.1:9/api (PREFECT_API_URL): ")
+        assert "prefect server start" in said
+        with pytest.raises(UserError, match="no Prefect server answers"):
+            server.start_server()
+        (here / "run").mkdir()
+        (here / "run" / "config.yaml").write_text(RECIPE)
+        assert "no Prefect server answers" in refusal("set", "run", "rollout.temperature=0.5")
+        assert "no Prefect server answers" in refusal("set", "run", "--clear")
+
+
 def test_resume_continues_with_the_configuration_of_the_run(
     here: Path, penstock: Callable[..., str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -297,14 +322,22 @@ def test_ctrl_c_outside_of_a_flow_ends_with_its_code(
     assert "stopped" in capsys.readouterr().err
 
 
-def test_a_stopped_run_says_how_to_go_on(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_stopped_run_says_how_to_go_on(
+    here: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Resuming needs a manifest; a run without one trained nothing, and starts anew."""
-    cli._say_stopped("sft", here / "run")
-    assert f"penstock sft {cli._short(here / 'run')}/config.yaml --run" in capsys.readouterr().err
+    monkeypatch.setattr(server, "start_server", lambda: None)
+
+    def stopped() -> str:
+        with pytest.raises(SystemExit) as ended, cli._ending_in_words("sft", here / "run"):
+            raise KeyboardInterrupt
+        assert ended.value.code == 130
+        return capsys.readouterr().err
+
+    assert f"penstock sft {cli._short(here / 'run')}/config.yaml --run" in stopped()
     (here / "run").mkdir()
     (here / "run" / "manifest.json").write_text("{}", encoding="utf-8")
-    cli._say_stopped("sft", here / "run")
-    assert f"penstock sft --resume {cli._short(here / 'run')}" in capsys.readouterr().err
+    assert f"penstock sft --resume {cli._short(here / 'run')}" in stopped()
 
 
 def test_the_run_folder_has_the_name_and_the_place_of_the_recipe(here: Path, penstock: Callable[..., str]) -> None:
