@@ -49,7 +49,7 @@ def diagnose(facts: MachineFacts, disk_needed: int | None = None) -> list[Diagno
         *optional_libraries(facts),
         *bytecode(facts),
         *gpus(facts),
-        *variables(facts.variables, len(facts.gpus), facts.cores),
+        *variables(facts.variables, len(facts.gpus), facts.cores, facts.variable_files),
         *memory(facts),
         *shared_memory(facts),
         *open_files(facts),
@@ -215,9 +215,9 @@ def file_system(storage: Storage, found: dict[str, str]) -> Iterator[Diagnosis]:
     """Whether SQLite's locks, fsync and rename are safe and quick there, and whether what is written stays."""
     text = f"{storage.purpose}: {storage.folder} is on {storage.file_system or 'an unknown file system'}"
     prefect = storage.purpose.startswith("Prefect")
-    if not storage.writable:
+    if storage.obstacle:
         remedy = "export PREFECT_HOME=/a/local/folder" if prefect else "name a folder of yours, or change its owner"
-        yield Diagnosis("disk", "problem", f"{storage.purpose}: {storage.folder} is not writable", remedy)
+        yield Diagnosis("disk", "problem", f"{storage.purpose}: {storage.obstacle}", remedy)
     elif storage.file_system.startswith(NETWORK):
         here = "export PREFECT_HOME=/a/local/folder"
         if not prefect:

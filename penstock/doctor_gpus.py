@@ -28,7 +28,8 @@ INSTALL = "make clean install DEVICE={}"
 def gpus(facts: MachineFacts) -> list[Diagnosis]:
     """Judge driver, builds, every visible GPU, and how GPUs reach each other."""
     lines = [*driver(facts), *build(facts), *visibility(facts)]
-    return lines + [memory(gpu) for gpu in facts.gpus] + [*attention(facts), *links(facts)]
+    lines += [*(silent(*failure) for failure in facts.gpu_failures), *(memory(gpu) for gpu in facts.gpus)]
+    return [*lines, *attention(facts), *links(facts)]
 
 
 def driver(facts: MachineFacts) -> Iterator[Diagnosis]:
@@ -85,7 +86,7 @@ def visibility(facts: MachineFacts) -> Iterator[Diagnosis]:
     if facts.gpus_installed and any(name.startswith("MIG-") for name in names):
         text = f"CUDA_VISIBLE_DEVICES={shown} names slices of GPUs (MIG): ranks take whole ones"
         yield Diagnosis("GPUs", "problem", text, "name whole GPUs of 'nvidia-smi -L', e.g. CUDA_VISIBLE_DEVICES=0,1")
-    elif facts.gpus_installed and not facts.gpus:
+    elif facts.gpus_installed and not facts.gpus and not facts.gpu_failures:
         text = f"CUDA_VISIBLE_DEVICES={shown} shows none of {facts.gpus_installed} GPUs: trainings run on the CPU"
         level: Level = "problem" if "vllm" in facts.versions else "warning"  # this build needs a GPU
         yield Diagnosis("GPUs", level, text, "unset CUDA_VISIBLE_DEVICES")
@@ -93,6 +94,12 @@ def visibility(facts: MachineFacts) -> Iterator[Diagnosis]:
     if unlike and facts.variables.get("CUDA_DEVICE_ORDER") != "PCI_BUS_ID":
         text = "GPUs of several kinds: CUDA counts the fastest first, nvidia-smi and Penstock by slot"
         yield Diagnosis("GPUs", "warning", text, "export CUDA_DEVICE_ORDER=PCI_BUS_ID")
+
+
+def silent(index: int, why: str) -> Diagnosis:
+    """A GPU that is installed and of which NVML learns nothing, as when it has left the bus."""
+    remedy = "restart the machine (dmesg has the driver's Xid); until then leave it out with CUDA_VISIBLE_DEVICES"
+    return Diagnosis("GPUs", "problem", f"GPU {index} does not answer: {why}", remedy)
 
 
 def memory(gpu: Gpu) -> Diagnosis:

