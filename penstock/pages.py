@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
+import sqlite3
 import subprocess
 import sys
 import time
+from collections.abc import Mapping
+from contextlib import closing
 from pathlib import Path
 
 from rich.console import Console
@@ -19,35 +23,67 @@ def serve_pages(folder: Path, mlflow_port: int, prefect_port: int, console: Cons
     """Start both servers and wait until Ctrl-C, SIGTERM or the end of one of them; neither outlives this call.
 
     Raises:
-        UserError: there are no runs in `folder`.
+        UserError: there are no runs in `folder`, a port is taken, or a server ended by itself.
     """
     if not (folder / "mlflow.db").is_file():
         raise UserError(
             f"{folder} holds no recorded runs (no mlflow.db)", "name the directory that holds the run folders"
         )
+    check_port(mlflow_port, "--mlflow-port")
+    check_port(prefect_port, "--prefect-port")
     mlflow = ["mlflow", "ui", "--backend-store-uri", default_tracking_uri(folder), "--port", str(mlflow_port)]
     mlflow += ["--workers", "1", "--uvicorn-opts", "--log-level warning"]
     prefect = ["prefect", "server", "start", "--port", str(prefect_port)]
     signal.signal(signal.SIGTERM, _interrupt)
-    servers = [
+    servers = {
         # Jobs are for MLflow's evaluations of applications: seven processes that nothing here uses.
-        _start(mlflow, {"MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false", "PYTHONWARNINGS": "ignore"}),
+        "MLflow": _start(mlflow, {"MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false", "PYTHONWARNINGS": "ignore"}),
         # Without it the page asks port 4200 for its data, whatever port it is served from.
-        _start(prefect, {"PREFECT_UI_API_URL": f"http://127.0.0.1:{prefect_port}/api"}),
-    ]
-    console.print(
-        f"MLflow   http://127.0.0.1:{mlflow_port}\nPrefect  http://127.0.0.1:{prefect_port}\nCtrl-C ends both."
-    )
+        "Prefect": _start(prefect, {"PREFECT_UI_API_URL": f"http://127.0.0.1:{prefect_port}/api"}),
+    }
+    runs, flows = f"http://127.0.0.1:{mlflow_port}{runs_page(folder)}", f"http://127.0.0.1:{prefect_port}"
+    console.print(f"MLflow   {runs}\nPrefect  {flows}\nCtrl-C ends both.", highlight=False, soft_wrap=True)
     try:
-        while all(server.poll() is None for server in servers):
-            time.sleep(0.5)
+        wait_for(servers)
     except KeyboardInterrupt:
         console.print("ending")
     finally:
-        for server in servers:
+        for server in servers.values():
             server.terminate()
-        for server in servers:
+        for server in servers.values():
             server.wait(timeout=30)
+
+
+def check_port(port: int, option: str) -> None:
+    """Refuse a port on which this process cannot listen.
+
+    Raises:
+        UserError: names the option for another.
+    """
+    try:
+        socket.create_server(("127.0.0.1", port)).close()
+    except OSError as error:
+        raise UserError(f"port {port} cannot be used: {error.strerror}", f"name another with {option}") from error
+
+
+def wait_for(servers: Mapping[str, subprocess.Popen[bytes]]) -> None:
+    """Wait until one of the servers, which nobody told to end, has ended.
+
+    Raises:
+        UserError: says which.
+    """
+    while True:
+        for name, server in servers.items():
+            if server.poll() is not None:
+                raise UserError(f"{name}'s server ended with code {server.returncode}", "its own messages are above")
+        time.sleep(0.5)
+
+
+def runs_page(folder: Path) -> str:
+    """Return the part of MLflow's address that shows the experiment of the newest run; empty where there is none."""
+    with closing(sqlite3.connect(f"{(folder / 'mlflow.db').resolve().as_uri()}?mode=ro", uri=True)) as database:
+        newest = database.execute("SELECT experiment_id FROM runs ORDER BY start_time DESC LIMIT 1").fetchone()
+    return f"/#/experiments/{newest[0]}" if newest else ""
 
 
 def _start(command: list[str], settings: dict[str, str]) -> subprocess.Popen[bytes]:
