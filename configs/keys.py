@@ -90,7 +90,7 @@ def suggest(parts: Sequence[str], tree: type[BaseModel] = TrainConfig) -> str:
     name = parts[-1]
     section = section_in(_annotation_at(parts[:-1], tree))
     if near := _nearest(name, section.model_fields if section else ()):
-        return f"did you mean '{near}'?"
+        return f"did you mean '{'.'.join([*parts[:-1], near])}'?"
     places: dict[str, list[str]] = {}
     for place, _ in _walk(tree):
         places.setdefault(place.rpartition(".")[2], []).append(place)

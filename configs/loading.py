@@ -11,6 +11,7 @@ Left out: YAML itself and `base:` (configs/recipes.py), dropping nulls (configs/
 
 from __future__ import annotations
 
+import difflib
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -32,7 +33,8 @@ __all__ = ["config_from_mapping", "describe_keys", "load_config", "load_tree", "
 Tree = TypeVar("Tree", bound=Recipe)
 
 MAPPING = re.compile(r"a valid dictionary( or instance of \w+)?")
-EVERY_KEY = "penstock train RECIPE --dry-run prints every valid key"
+NAME = re.compile(r"'([^']*)'")
+EVERY_KEY = "penstock keys lists every valid key"
 
 
 def load_config(path: Path, overrides: Sequence[str] = ()) -> TrainConfig:
@@ -144,6 +146,11 @@ def _sentence(detail: ErrorDetails) -> str:
         return "is required"
     what = MAPPING.sub("a mapping of keys", detail["msg"].replace("Input should be", "must be"))
     given = detail["input"]
+    if detail["type"] == "literal_error" and isinstance(given, str):
+        names = sorted(NAME.findall(what))
+        near = difflib.get_close_matches(given, names, n=1, cutoff=0.7)
+        guess = f"; did you mean '{near[0]}'?" if near else ""
+        return f"must be {', '.join(map(repr, names[:-1]))} or {names[-1]!r} (given: {given!r}{guess})"
     return f"{what} (given: {given!r})" if isinstance(given, str | int | float) else what
 
 

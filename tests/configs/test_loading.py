@@ -89,14 +89,14 @@ def test_an_override_that_is_not_yaml_is_refused(recipe: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "guess"),
     [
-        ("actor.optimizer.learning_rat", "did you mean 'learning_rate'?"),
+        ("actor.optimizer.learning_rat", "did you mean 'actor.optimizer.learning_rate'?"),
         ("actor.learning_rate", "'learning_rate' exists at actor.optimizer.learning_rate"),
         ("actor.lr", "'learning_rate' exists at actor.optimizer.learning_rate"),
         (
             "actor.temperature",
             "'temperature' exists at reward.judge.temperature, rollout.temperature, evaluate.temperature",
         ),
-        ("groups.main.role", "did you mean 'roles'?"),
+        ("groups.main.role", "did you mean 'groups.main.roles'?"),
     ],
 )
 def test_an_unknown_key_says_what_was_meant(recipe: Path, name: str, guess: str) -> None:
@@ -110,7 +110,19 @@ def test_an_unknown_key_says_what_was_meant(recipe: Path, name: str, guess: str)
         config_from_mapping(tree, "x.yaml")
     assert guess in str(by_override.value)
     assert f"{name}: unknown key; {guess}" in str(by_file.value)
-    assert by_file.value.remedy == by_override.value.remedy == "penstock train RECIPE --dry-run prints every valid key"
+    assert by_file.value.remedy == by_override.value.remedy == "penstock keys lists every valid key"
+
+
+def test_an_unknown_name_says_which_are_there(recipe: Path) -> None:
+    """In order, the nearest as a guess. Controls: a name that is near none, and numbers."""
+    with pytest.raises(UserError) as near:
+        load_config(recipe, ["algorithm.name=grop"])
+    assert "algorithm.name: must be 'best_of_n', 'cispo', 'clip_cov', " in near.value.problem
+    assert "'rloo' or 'sapo' (given: 'grop'; did you mean 'grpo'?)" in near.value.problem
+    with pytest.raises(UserError, match=r"'rloo' or 'sapo' \(given: 'xyzzy'\)"):
+        load_config(recipe, ["algorithm.name=xyzzy"])
+    with pytest.raises(UserError, match=r"must be 0, 1, 2 or 3 \(given: 7\)"):
+        load_config(recipe, ["actor.zero_stage=7"])
 
 
 def test_no_guess_where_nothing_is_near(recipe: Path) -> None:

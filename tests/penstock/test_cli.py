@@ -110,7 +110,7 @@ def test_a_right_recipe_starts(penstock: Callable[..., str]) -> None:
     [
         ([], "no recipe given", "penstock train configs/quickstart.yaml"),
         (["recipe.yml"], "recipe.yml does not exist", "give the path of a YAML file"),
-        (["recipe.yaml", "rollout.sampels=4"], "rollout.sampels", "did you mean 'samples'?"),
+        (["recipe.yaml", "rollout.sampels=4"], "rollout.sampels", "did you mean 'rollout.samples'?"),
         (["recipe.yaml", "rollout.samples"], "'rollout.samples' is not section.key=value", "rollout.samples=16"),
         (["recipe.yaml", "rollout.samples=many"], "rollout.samples: must be a valid integer", "given: 'many'"),
         (["recipe.yaml", "algorithm.gae_lambda=0.9"], "'gae_lambda' has no effect with advantage 'grpo'", "remove it"),
