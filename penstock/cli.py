@@ -243,7 +243,7 @@ def _how_to_go_on(command: str, folder: Path) -> str:
 
 
 def _print_summary(folder: Path) -> None:
-    from reports.progress import final_summary
+    from reports.progress import print_summary
     from state.run_folder import RunFolder
 
     summary = json.loads((folder / "summary.json").read_text(encoding="utf-8"))
@@ -255,7 +255,7 @@ def _print_summary(folder: Path) -> None:
         "MLflow": f"{ui}   then http://127.0.0.1:5000   run {summary['mlflow_run_id']}",
         "Prefect": f"{ui}   then http://127.0.0.1:4200/runs/flow-run/{summary['prefect_flow_run_id']}",
     }
-    console.print(final_summary(summary, places))
+    print_summary(console, summary, places)
 
 
 def _print_dry_run(config: Any, estimates: Any) -> None:

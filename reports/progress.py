@@ -17,6 +17,7 @@ from rich.progress import (
     BarColumn,
     MofNCompleteColumn,
     Progress,
+    ProgressColumn,
     SpinnerColumn,
     TextColumn,
     TimeElapsedColumn,
@@ -46,7 +47,9 @@ class TrainingProgress:
         self._console = console or Console()
         self._every_s = every_s
         self._live = self._console.is_terminal
-        self._bar = _bar(self._console, disable=not self._live)
+        self._bar = Progress(
+            *_columns(), console=self._console, speed_estimate_period=_ETA_WINDOW_S, disable=not self._live
+        )
         self._task = self._bar.add_task("starting", total=None, metrics="")
         self._total = self._first = self._done = 0
         self._began_s = time.monotonic()
@@ -74,6 +77,7 @@ class TrainingProgress:
         """Begin the iterations; `completed` of them were done before this process (a resumed run)."""
         self._total, self._first, self._done = total, completed, completed
         self._began_s = time.monotonic()
+        self._bar.columns = _columns_with_figures(wide=self._console.width >= 110)
         self._bar.reset(self._task, total=total, completed=completed, description="training")
 
     def advance(self, iteration: int, metrics: Mapping[str, float]) -> None:
@@ -101,11 +105,19 @@ class TrainingProgress:
         self._console.print(Text(text), soft_wrap=True)
 
 
-def final_summary(summary: Mapping[str, Any], links: Mapping[str, str]) -> RenderableType:
-    """Return the panel that ends a training: what it reached, and where to look.
+def print_summary(console: Console, summary: Mapping[str, Any], links: Mapping[str, str]) -> None:
+    """Print what ends a training: a panel with what it reached, and below it where to look.
 
-    `links` maps a label to an address, a path or a command.
+    Args:
+        links: an address, a path or a command by its label; on a line each, never broken, so that they can be copied.
     """
+    console.print(_panel(summary))
+    width = max(map(len, links), default=0)
+    for label, address in links.items():
+        console.print(Text.assemble((f"{label:<{width}}", "dim"), "  ", (address, "cyan")), soft_wrap=True)
+
+
+def _panel(summary: Mapping[str, Any]) -> RenderableType:
     from rich import box
     from rich.panel import Panel
     from rich.table import Table
@@ -118,19 +130,24 @@ def final_summary(summary: Mapping[str, Any], links: Mapping[str, str]) -> Rende
     for line in headlines(summary):
         note = Text(f"  {line.note}" if line.note else "", {"up": "green", "down": "red", "": "dim"}[line.trend])
         grid.add_row(line.label, Text(line.value, "bold") + note)
-    if links:
-        grid.add_row()
-    for label, address in links.items():
-        grid.add_row(label, Text(address, "cyan"))
     title = Text(f"training {status}", f"bold {colour}")
     return Panel(grid, title=title, border_style=colour, box=box.ROUNDED, expand=False)
 
 
-def _bar(console: Console, *, disable: bool) -> Progress:
+def _columns() -> tuple[ProgressColumn, ...]:
+    """Before the iterations there are no figures: what is going on has the line for itself."""
+    phase = Column(no_wrap=True, overflow="ellipsis")
+    return (
+        SpinnerColumn(),
+        TextColumn("{task.description}", markup=False, table_column=phase),
+        TimeElapsedColumn(),
+    )
+
+
+def _columns_with_figures(*, wide: bool) -> tuple[ProgressColumn, ...]:
     """The line fits 80 columns; a wider terminal gets the bar itself, too."""
-    wide = console.width >= 110
     phase = Column(width=20 if wide else 12, no_wrap=True, overflow="ellipsis")
-    return Progress(
+    return (
         SpinnerColumn(),
         TextColumn("{task.description}", markup=False, table_column=phase),
         *([BarColumn(bar_width=20)] if wide else []),
@@ -139,9 +156,6 @@ def _bar(console: Console, *, disable: bool) -> Progress:
         TimeElapsedColumn(),
         TextColumn("ETA", style="dim"),
         TimeRemainingColumn(compact=True),
-        console=console,
-        speed_estimate_period=_ETA_WINDOW_S,
-        disable=disable,
     )
 
 

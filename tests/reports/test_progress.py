@@ -7,14 +7,14 @@ import io
 import pytest
 from rich.console import Console
 
-from reports.progress import TrainingProgress, final_summary
+from reports.progress import TrainingProgress, print_summary
 
 METRICS = {"reward/mean": 0.5, "actor/kl": 0.0012, "rollout/tokens_per_s": 12345.0}
 
 
-def _console(*, terminal: bool = False) -> tuple[Console, io.StringIO]:
+def _console(*, terminal: bool = False, width: int = 120) -> tuple[Console, io.StringIO]:
     text = io.StringIO()
-    return Console(file=text, width=120, force_terminal=terminal, color_system=None), text
+    return Console(file=text, width=width, force_terminal=terminal, color_system=None), text
 
 
 def test_without_a_terminal_the_first_and_the_last_iteration_are_lines() -> None:
@@ -75,6 +75,32 @@ def test_the_last_panel_says_what_was_reached_and_where_to_look() -> None:
     """Accuracy before and after with the rise in points, and the caller's commands as they are."""
     console, text = _console()
     summary = {"status": "completed", "seconds": 61, "accuracy_before": 0.25, "accuracy_after": 0.5}
-    console.print(final_summary(summary, {"MLflow": "mlflow ui --port [5000]"}))
+    print_summary(console, summary, {"MLflow": "mlflow ui --port [5000]"})
     for part in ("training completed", "25.0% → 50.0%", "+25.0 points", "1 min 01 s", "mlflow ui --port [5000]"):
         assert part in text.getvalue()
+
+
+def test_where_to_look_is_never_broken() -> None:
+    """A path that is longer than the terminal stays one line, to be copied. Control: the panel above is as wide."""
+    console, text = _console(width=40)
+    path = "/a/long/path/of/a/run/that/no/narrow/terminal/has/room/for/report/index.html"
+    print_summary(console, {"status": "completed", "seconds": 61}, {"Run folder": "runs/x", "Report": path})
+    assert text.getvalue().splitlines()[-2:] == ["Run folder  runs/x", f"Report      {path}"]
+    assert all(len(line) <= 40 for line in text.getvalue().splitlines()[:-1])
+
+
+def test_before_the_iterations_a_narrow_terminal_shows_the_whole_stage() -> None:
+    """There are no figures yet, so none has a place. Control: with iterations they have theirs."""
+    console, text = _console(terminal=True, width=80)
+    with TrainingProgress(console) as progress:
+        progress.phase("loading models into DeepSpeed and vLLM")
+        progress._bar.refresh()
+        before = text.getvalue()
+        progress.start(3)
+        progress.advance(1, METRICS)
+        progress._bar.refresh()
+    assert "loading models into DeepSpeed and vLLM" in before
+    assert "ETA" not in before
+    assert "/?" not in before
+    assert "1/3" in text.getvalue().removeprefix(before)
+    assert "ETA" in text.getvalue().removeprefix(before)
