@@ -475,7 +475,10 @@ def export(
     from state.run_folder import open_run_folder
     from tasks.export_run import export_run
 
-    done = export_run(open_run_folder(run), to, max_shard_size)
+    folder = open_run_folder(run)
+    if not folder.manifest.is_file():
+        raise UserError(f"{run} has no model to export: it ended early", _how_to_go_on("train", folder.path))
+    done = export_run(folder, to, max_shard_size)
     proof, registered = done.proof, f"model {done.mlflow_model_id}"
     lines = [
         f"model: {done.folder}",

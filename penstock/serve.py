@@ -4,7 +4,8 @@ A language model answers prompts, a sequence classifier scores texts (`/classify
 several trainings.
 
 The server is a process of its own with a session of its own: Ctrl-C reaches this command alone, which then ends the
-server and its engine. Started by module name, since vLLM's command does not start beside its CPU build.
+server and its engine. Started by module name, since vLLM's command does not start beside its CPU build. What it says
+goes to a log file: it is much, and little of it is for people.
 
 Left out: authentication, several machines, and anything else that vLLM's server has options for.
 """
@@ -14,9 +15,11 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 import urllib.error
 import urllib.request
@@ -32,6 +35,8 @@ from state.run_folder import RunFolder
 SERVER = "vllm.entrypoints.openai.api_server"
 END_TIMEOUT_S = 30.0
 POLL_S = 0.25
+ERROR = re.compile(r"\w(Error|Exception): ")
+ERRORS_SHOWN = 5
 
 _COMMON = {
     "HF_HUB_OFFLINE": "1",
@@ -86,7 +91,7 @@ def serve(
     No process of it outlives this call or this process.
 
     Raises:
-        UserError: the port is taken, or the server ends before it answers.
+        UserError: the port is taken, or the server ends by itself; carries the errors of its log.
     """
     url, gpus = f"http://127.0.0.1:{port}", len(visible_gpus())
     command = server_command(folder, port, gpu_memory, gpus, name)
@@ -94,22 +99,32 @@ def serve(
         raise UserError(f"something answers on {url} already", "name another port with --port")
     for number in (signal.SIGINT, signal.SIGTERM):  # a shell's background job inherits an ignored SIGINT
         signal.signal(number, _interrupt)
-    server = subprocess.Popen(command, env=_COMMON | ({} if gpus else _CPU) | dict(os.environ), start_new_session=True)
+    environment = _COMMON | ({} if gpus else _CPU) | dict(os.environ)
+    with tempfile.NamedTemporaryFile(prefix=f"penstock-serve-{port}-", suffix=".log", delete=False) as output:
+        server = subprocess.Popen(command, env=environment, start_new_session=True, stdout=output, stderr=output)
+    log = Path(output.name)
     guard = end_with_this_process(server.pid)
     try:
-        say(f"starting vLLM on {folder}")
+        say(f"starting vLLM on {folder}, its log: {log}")
         while _answers(url) != 200:
             if server.poll() is not None:
-                raise UserError(f"vLLM ended with code {server.returncode}", "its own messages are above")
+                raise _ended(server.returncode, log)
             time.sleep(POLL_S)
         say(_welcome(url, name or folder.name, classifies(folder)))
-        server.wait()
+        raise _ended(server.wait(), log)
     except KeyboardInterrupt:
         say("ending")
     finally:
         _end(server)
         guard.kill()
         guard.wait()
+
+
+def _ended(code: int, log: Path) -> UserError:
+    """Return what to say of a server that ended by itself: the errors in its log, or else its end."""
+    lines = log.read_text(encoding="utf-8", errors="replace").splitlines()
+    said = [line for line in lines if ERROR.search(line)] or lines
+    return UserError("\n    ".join([f"vLLM ended with code {code}", *said[-ERRORS_SHOWN:]]), f"all that it said: {log}")
 
 
 def _answers(url: str) -> int | None:

@@ -256,6 +256,7 @@ def test_folders_that_hold_something_are_refused(here: Path, refusal: Callable[.
     assert "recipe.yaml is a file" in refusal("train", "recipe.yaml", "--run", "recipe.yaml")
     assert "full holds no run" in refusal("train", "--resume", "full")
     assert "no manifest.json to resume from" in refusal("train", "--resume", "taken")
+    assert "taken has no model to export" in refusal("export", "taken")
     assert "remove the recipe" in refusal("train", "recipe.yaml", "--resume", "taken")
     assert "full holds no run" in refusal("set", "full", "rollout.temperature=0.5")
 

@@ -29,6 +29,11 @@ port = int(sys.argv[sys.argv.index("--port") + 1])
 subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])  # an engine that SIGTERM does not reach
 HTTPServer(("127.0.0.1", port), Healthy).serve_forever()
 """
+FAILING = """
+print("INFO: a long story\\nValueError: no room for the KV cache", flush=True)
+print("nanobind: leaked 4 instances!\\n" * 30, flush=True)
+raise SystemExit(3)
+"""
 COMMAND = """
 import sys
 from pathlib import Path
@@ -99,7 +104,7 @@ def test_the_server_ends_with_its_command(tmp_path: Path, number: signal.Signals
         port = free.server_address[1]
     command = subprocess.Popen(
         [sys.executable, "-c", COMMAND, str(tmp_path), str(port)],
-        env={"PYTHONPATH": f"{ROOT}:{tmp_path}", "PATH": "/usr/bin:/bin"},
+        env={"PYTHONPATH": f"{ROOT}:{tmp_path}", "PATH": "/usr/bin:/bin", "TMPDIR": str(tmp_path)},
         stdout=subprocess.PIPE,
         text=True,
         start_new_session=True,
@@ -120,3 +125,23 @@ def test_the_server_ends_with_its_command(tmp_path: Path, number: signal.Signals
         with contextlib.suppress(psutil.NoSuchProcess):
             process.kill()
     assert not left
+
+
+def test_a_server_that_ends_by_itself_is_quoted(tmp_path: Path) -> None:
+    """Its error and its log, and nothing else of what it said. The controls are the servers above."""
+    (tmp_path / "stand_in.py").write_text(FAILING)
+    (tmp_path / "config.json").write_text("{}")
+    with HTTPServer(("127.0.0.1", 0), BaseHTTPRequestHandler) as free:
+        port = free.server_address[1]
+    done = subprocess.run(
+        [sys.executable, "-c", COMMAND, str(tmp_path), str(port)],
+        env={"PYTHONPATH": f"{ROOT}:{tmp_path}", "PATH": "/usr/bin:/bin", "TMPDIR": str(tmp_path)},
+        capture_output=True,
+        text=True,
+    )
+    (log,) = tmp_path.glob("penstock-serve-*.log")
+    assert done.stdout == f"starting vLLM on {tmp_path}, its log: {log}\n"
+    expected = "vLLM ended with code 3\n    ValueError: no room for the KV cache\n  all that it said: "
+    assert f"UserError: {expected}{log}" in done.stderr
+    assert "a long story" in log.read_text()
+    assert "leaked" not in done.stderr
