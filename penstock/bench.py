@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 app = typer.Typer(no_args_is_help=True, help="Measure speed and memory; every command can write a JSON result.")
 
 
-def _free_file(path: Path | None) -> Path | None:
+def free_file(path: Path | None) -> Path | None:
     """Refuse an impossible place for a result before anything is measured for it."""
     if path is None:
         return None
@@ -36,7 +36,8 @@ def _free_file(path: Path | None) -> Path | None:
     return path
 
 
-def _free_folder(path: Path | None) -> Path | None:
+def free_folder(path: Path | None) -> Path | None:
+    """Refuse an impossible folder likewise."""
     if path is not None:
         check_possible(path, f"the folder {path}", "name another one")
     return path
@@ -44,7 +45,7 @@ def _free_folder(path: Path | None) -> Path | None:
 
 Recipe = Annotated[Path, typer.Argument(help="YAML recipe, e.g. configs/bench_grpo.yaml")]
 Overrides = Annotated[list[str] | None, typer.Argument(help="section.key=value, e.g. model.path=models/random-1.5b")]
-Out = Annotated[Path | None, typer.Option(help="JSON file for the result", callback=_free_file)]
+Out = Annotated[Path | None, typer.Option(help="JSON file for the result", callback=free_file)]
 Skip = Annotated[int, typer.Option(min=0, help="cold measurements at the start that do not count")]
 Peers = Annotated[Path | None, typer.Option(help="peers' figures, as 'penstock bench peers' writes them")]
 
@@ -215,7 +216,7 @@ def algorithms(
     recipe: Annotated[Path, typer.Option(help="YAML recipe")] = Path("configs/quickstart.yaml"),
     parallel: Annotated[int, typer.Option(min=1, help="trainings at a time; they share cores and GPUs")] = 1,
     out: Annotated[
-        Path | None, typer.Option(help="JSON file for the result; what it holds is not run again", callback=_free_file)
+        Path | None, typer.Option(help="JSON file for the result; what it holds is not run again", callback=free_file)
     ] = None,
 ) -> None:
     """Held-out accuracy of every algorithm after a short training each."""
@@ -268,7 +269,7 @@ def compare(
 
 @app.command()
 def peers(
-    out: Annotated[Path | None, typer.Option(help="JSON file for --peers", callback=_free_file)] = None,
+    out: Annotated[Path | None, typer.Option(help="JSON file for --peers", callback=free_file)] = None,
     into: Annotated[Path | None, typer.Option(help="a result of the same work and machine, which they join")] = None,
     trl: Annotated[Path | None, typer.Option(help="output of the TRL run")] = None,
     verl: Annotated[Path | None, typer.Option(help="output of the verl run")] = None,
@@ -302,7 +303,7 @@ def peers(
 def chart(
     results: Annotated[Path, typer.Argument(help="folder of result files")] = Path("benchmarks/results"),
     out: Annotated[
-        Path | None, typer.Option(help="folder for the pictures; default: beside the results", callback=_free_folder)
+        Path | None, typer.Option(help="folder for the pictures; default: beside the results", callback=free_folder)
     ] = None,
 ) -> None:
     """Draw step times by stage beside the peers', and scaling, as SVG."""
@@ -315,7 +316,7 @@ def chart(
 @app.command()
 def model(
     size: Annotated[str, typer.Argument(help="billions of parameters in Qwen2.5's shape: 0.5, 1.5, 3 or 7")],
-    folder: Annotated[Path, typer.Argument(help="folder for the model", callback=_free_folder)],
+    folder: Annotated[Path, typer.Argument(help="folder for the model", callback=free_folder)],
     mean: Annotated[
         int | None, typer.Option(min=2, help="responses end after about so many tokens; default: hardly ever")
     ] = None,
@@ -331,7 +332,7 @@ def model(
 
 @app.command()
 def prompts(
-    file: Annotated[Path, typer.Argument(help="JSONL file for the prompts", callback=_free_file)],
+    file: Annotated[Path, typer.Argument(help="JSONL file for the prompts", callback=free_file)],
     letters: Annotated[int, typer.Option(min=1, help="length of a prompt, as data.max_prompt_tokens says")] = 256,
 ) -> None:
     """Write the prompts that recipes without data are measured with, for the peers' runs (benchmarks/run_*.py)."""

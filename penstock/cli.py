@@ -524,7 +524,10 @@ def loadtest(
     max_tokens: Annotated[
         int, typer.Option(min=1, help="most tokens of a response; those to random prompts have exactly so many")
     ] = 128,
-    to: Annotated[Path | None, typer.Option(help="folder for JSON and plot; default: one under loadtests/")] = None,
+    to: Annotated[
+        Path | None,
+        typer.Option(help="folder for JSON and plot; default: one under loadtests/", callback=bench.free_folder),
+    ] = None,
 ) -> None:
     """Measure a server under load with Locust: rates, latencies, time to first token, GPU memory."""
     from penstock.loadtest import Load, run_loadtest

@@ -65,14 +65,15 @@ def _of_engine(error: EngineError | RankLost) -> list[str]:
     from engines.group import RankLost
 
     where = f"group {error.group}, rank {error.rank}"
+    shown = slice(-LINES if error.log_file.is_file() else None, None)  # a benchmark's log is gone with its folder
     if not isinstance(error, RankLost):
-        last = error.remote_traceback.strip().splitlines()[-LINES:]
+        last = error.remote_traceback.strip().splitlines()[shown]
         return [f"{where}: '{error.command}' raised", *last, f"log: {error.log_file}"]
     reason, said = error.reason, error.log_tail.splitlines()
     if "SIGKILL" in reason:  # nobody can say a last word then
         reason, said = f"{reason}, out of memory?", []
     return [
         f"{where}: {reason}",
-        *[line for line in said if not ROUTINE.search(line)][-LINES:],
+        *[line for line in said if not ROUTINE.search(line)][shown],
         f"log: {error.log_file}",
     ]

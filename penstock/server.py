@@ -27,13 +27,18 @@ def check_server() -> None:
     Raises:
         UserError: it does not answer.
     """
+    from httpx import HTTPStatusError
+    from prefect.client.base import ServerType
     from prefect.client.orchestration import get_client
     from prefect.settings import PREFECT_API_URL
 
     if (url := PREFECT_API_URL.value()) is None:
         return
     with get_client(sync_client=True) as client:  # Prefect's own, which knows keys and certificates
-        if error := client.api_healthcheck():
+        error = client.api_healthcheck()
+        if isinstance(error, HTTPStatusError) and client.server_type == ServerType.CLOUD:
+            return  # it answers, and has nothing to say of its health to a workspace
+        if error is not None:
             raise no_server(f"{url} (PREFECT_API_URL)", error) from error
 
 

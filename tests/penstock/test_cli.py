@@ -20,6 +20,7 @@ from prefect.settings import PREFECT_API_URL, temporary_settings
 from rich.console import Console
 
 from configs.errors import UserError
+from engines.group import RankLost
 from engines.memory import GIB
 from penstock import cli, server
 from state.run_folder import RunFolder
@@ -268,6 +269,8 @@ def test_a_place_where_nothing_can_be_made_is_refused(refusal: Callable[..., str
     said = refusal("train", "recipe.yaml", place, *(["--dry-run"] if dry else []))
     assert said.startswith(f"the run folder {place.partition('=')[2]} cannot be made: ")
     assert "name another with folder=" in said
+    url = "http://127.0.0.1:9"  # where nobody listens, which is noticed later
+    assert refusal("loadtest", url, "--to", "/proc/x").startswith("the folder /proc/x cannot be made: ")
 
 
 def test_a_server_that_is_not_there_is_said_before_a_run_has_a_folder(refusal: Callable[..., str], here: Path) -> None:
@@ -321,6 +324,25 @@ def test_ctrl_c_outside_of_a_flow_ends_with_its_code(
         cli.main()
     assert ended.value.code == 130
     assert "stopped" in capsys.readouterr().err
+
+
+def test_a_lost_rank_ends_the_command_in_a_message(
+    here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Exit code 1: it is no mistake of the user's. Control: a defect keeps its traceback."""
+
+    def lose(*_: object, **__: object) -> None:
+        raise RankLost("main", 0, "exited with signal 9 (SIGKILL)", here / "main-rank0.log")
+
+    monkeypatch.setattr(cli, "_run_flow", lose)
+    monkeypatch.setattr(sys, "argv", ["penstock", "train", "recipe.yaml"])
+    with pytest.raises(SystemExit) as ended:
+        cli.main()
+    assert ended.value.code == 1
+    assert capsys.readouterr().err.startswith("error: group main, rank 0: exited with signal 9 (SIGKILL)")
+    monkeypatch.setattr(cli, "_run_flow", lambda *_, **__: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        cli.main()
 
 
 def test_a_stopped_run_says_how_to_go_on(

@@ -35,20 +35,25 @@ def test_a_killed_rank_is_one_message(tmp_path: Path, monkeypatch: pytest.Monkey
     assert code == FAILURE
 
 
-def test_a_rank_that_ended_by_itself_is_quoted() -> None:
-    """The last lines that are no routine. Control: the error of a rank that lives on, whose traceback is quoted."""
+def test_a_rank_that_ended_by_itself_is_quoted(tmp_path: Path) -> None:
+    """The last lines that are no routine; all of them where the log is gone. Control: a rank that raised and lives."""
+    log = tmp_path / "rank.log"
+    log.write_text("all of it")
     cause = [f"line {number} of a long story" for number in range(30)]
-    lost = RankLost("main", 1, "exited with code 1", LOG, ROUTINE * 50 + "\n".join(cause) + "\n" + ROUTINE)
+    lost = RankLost("main", 1, "exited with code 1", log, ROUTINE * 50 + "\n".join(cause) + "\n" + ROUTINE)
     message, _ = told(lost, []) or ("", 0)
     assert message.splitlines()[1:-1] == [f"  {line}" for line in cause[-LINES:]]
     raised = EngineError(
-        "main", 1, "update_actor", "Traceback\n" + "\n".join(cause) + "\nOutOfMemoryError: 2 GiB\n", LOG
+        "main", 1, "update_actor", "Traceback\n" + "\n".join(cause) + "\nOutOfMemoryError: 2 GiB\n", log
     )
     message, code = told(raised, []) or ("", 0)
     assert message.startswith("group main, rank 1: 'update_actor' raised\n")
     assert "OutOfMemoryError: 2 GiB\n  log: " in message
     assert len(message.splitlines()) == LINES + 2
     assert code == FAILURE
+    log.unlink()
+    assert cause[0] in (told(lost, []) or ("", 0))[0]
+    assert cause[0] in (told(raised, []) or ("", 0))[0]
 
 
 def failing(path: Path) -> OSError:
