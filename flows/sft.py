@@ -6,6 +6,7 @@ from prefect import flow
 
 from configs.schema import TrainConfig
 from flows.finetuning import opened
+from state.manifest import ended
 from tasks.admission import admission
 from tasks.check import check_finetuning_memory, check_supervised
 from tasks.finetuning import blocks, checkpoint_due, end_finetuning, finetuned, restored_step, save_step
@@ -26,8 +27,8 @@ def sft(config: TrainConfig = TrainConfig(), run_folder: str | None = None, resu
         resume: folder of an earlier run to continue; its own configuration is used.
     """
     config, run = opened(config, check_supervised, f"{config.name}-sft", run_folder, resume)
-    if run.model("sft").exists():
-        return finetuned(run, "sft")
+    if ended(run, "sft"):
+        return str(run.model("sft"))
     with admission(config):
         check_finetuning_memory(config, "sft")
         with open_session(config, run) as training, show_progress(training), recording_supervised(training):

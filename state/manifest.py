@@ -96,9 +96,9 @@ def completed(run: RunFolder, iterations: int) -> bool:
     return saved.checkpoint is None or saved.progress.iteration >= iterations
 
 
-def ended(run: RunFolder) -> bool:
+def ended(run: RunFolder, model: str = "final") -> bool:
     """Whether the model of `run` is written and its summary, which comes last of all, says that it is complete."""
-    if not run.model("final").exists() or not run.summary.is_file():
+    if not run.model(model).exists() or not run.summary.is_file():
         return False
     return bool(json.loads(run.summary.read_text(encoding="utf-8"))["status"] == "completed")
 

@@ -5,7 +5,6 @@ As for preferences (tasks/preference_record.py). Left out: the warm-up inside `t
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -16,10 +15,9 @@ from prefect import task
 from prefect.cache_policies import NO_CACHE
 
 from reports import mlflow_run
-from state.files import write_text
 from state.run_folder import read_metrics, truncate_metrics
 from tasks.interrupts import interrupts_deferred
-from tasks.record import append_record, ending, reopened
+from tasks.record import append_record, close, ending, reopened, replay
 from tasks.session import Training
 
 
@@ -50,16 +48,12 @@ def _open_mlflow(training: Training) -> None:
     tags = {"penstock.run": str(run.path), "algorithm": "sft"}
     session.mlflow_run_id = mlflow_run.open_run(session.tracking_uri, config.record.experiment, run.name, tags, params)
     mlflow_run.log_artifacts(session.tracking_uri, session.mlflow_run_id, run.config)
-    for item in read_metrics(run):  # of an earlier attempt whose MLflow run is lost
-        mlflow_run.log_iteration(session.tracking_uri, session.mlflow_run_id, item["iteration"], item["metrics"])
-        session.mlflow_through = item["iteration"]
+    if run.manifest.is_file() and config.sft is not None:
+        replay(training, config.sft.steps)
 
 
 def _finish(training: Training, status: str, mlflow_status: mlflow_run.RunStatus) -> None:
-    session, run = training.session(), training.run
-    write_text(run.summary, json.dumps(summary(training, status), indent=2) + "\n")
-    mlflow_run.log_artifacts(session.tracking_uri, session.mlflow_run_id, [run.summary])
-    mlflow_run.close_run(session.tracking_uri, session.mlflow_run_id, mlflow_status)
+    close(training, summary(training, status), mlflow_status)
 
 
 def summary(training: Training, status: str) -> dict[str, Any]:

@@ -19,7 +19,7 @@ TINY = {"tiny": {"hidden_size": 64, "layers": 1, "heads": 2, "kv_heads": 2, "int
 
 
 def test_every_step_is_recorded_once(prefect_harness: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In the run folder, in MLflow and in the summary, of an attempt that failed as of the one that goes on."""
+    """On disk, in MLflow and in the summary: of an attempt that fails, of one that goes on, of the end alone."""
     trainer = {"steps": STEPS, "batch": 16, "checkpoint_every": 3, "optimizer": {"learning_rate": 3e-3}}
     config = TrainConfig.model_validate(
         {
@@ -60,3 +60,10 @@ def test_every_step_is_recorded_once(prefect_harness: None, tmp_path: Path, monk
     assert client.get_experiment(logged.info.experiment_id).name == "supervising"
     history = client.get_metric_history(summary["mlflow_run_id"], "loss")
     assert [(entry.step, entry.value) for entry in history] == list(enumerate(losses, start=1))
+
+    run.summary.unlink()  # as if killed in the end, when the model was written
+    assert sft(resume=str(run.path)) == str(run.model("sft"))
+    again = json.loads(run.summary.read_text(encoding="utf-8"))
+    assert {**again, "seconds": 0, "recomputed": 0} == {**summary, "seconds": 0, "recomputed": 0}
+    assert client.get_metric_history(summary["mlflow_run_id"], "loss") == history
+    assert client.get_run(summary["mlflow_run_id"]).info.status == "FINISHED"
