@@ -347,7 +347,7 @@ def test_experience_in_which_no_token_counts_takes_no_step(
     before = two_ranks.parameters()
     path = write_rows(tmp_path / "rows.parquet", take_rows(random_rows(4), [3, 3]))
     replies = two_ranks.ask("update_actor", path=path, version=-1, split=SPLIT, loss=LOSS, learning_rate=1.0)
-    assert replies == [{"steps": 0.0}] * 2
+    assert replies == [{"steps": 0.0, "skipped_steps": 0.0}] * 2
     assert all(torch.equal(value, before[name]) for name, value in two_ranks.parameters().items())
 
 
