@@ -5,18 +5,16 @@ from __future__ import annotations
 import os
 import signal
 import socket
-import sqlite3
 import subprocess
 import sys
 import time
 from collections.abc import Mapping
-from contextlib import closing
 from pathlib import Path
 
 from rich.console import Console
 
 from configs.errors import UserError
-from reports.mlflow_run import default_tracking_uri
+from reports.mlflow_run import connect, default_tracking_uri
 
 
 def serve_pages(folder: Path, mlflow_port: int, prefect_port: int, console: Console) -> None:
@@ -81,9 +79,10 @@ def wait_for(servers: Mapping[str, subprocess.Popen[bytes]]) -> None:
 
 def runs_page(folder: Path) -> str:
     """Return the part of MLflow's address that shows the experiment of the newest run; empty where there is none."""
-    with closing(sqlite3.connect(f"{(folder / 'mlflow.db').resolve().as_uri()}?mode=ro", uri=True)) as database:
-        newest = database.execute("SELECT experiment_id FROM runs ORDER BY start_time DESC LIMIT 1").fetchone()
-    return f"/#/experiments/{newest[0]}" if newest else ""
+    client = connect(default_tracking_uri(folder))
+    experiments = [item.experiment_id for item in client.search_experiments()]
+    newest = client.search_runs(experiments, order_by=["attributes.start_time DESC"], max_results=1)
+    return f"/#/experiments/{newest[0].info.experiment_id}" if newest else ""
 
 
 def _start(command: list[str], settings: dict[str, str]) -> subprocess.Popen[bytes]:
