@@ -239,6 +239,8 @@ def _how_to_go_on(command: str, folder: Path) -> str:
     place = quote(_short(folder))
     if RunFolder(folder).manifest.is_file():
         return f"Continue with: penstock {command} --resume {place}"
+    if not RunFolder(folder).config.is_file():
+        return "Nothing was trained, and nothing is left of it: give the same command again."
     return f"Nothing was trained; start anew with: penstock {command} {place}/config.yaml --run ANOTHER_FOLDER"
 
 

@@ -348,7 +348,7 @@ def test_a_lost_rank_ends_the_command_in_a_message(
 def test_a_stopped_run_says_how_to_go_on(
     here: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Resuming needs a manifest; a run without one trained nothing, and starts anew."""
+    """Resuming needs a manifest; a run without one trained nothing, and starts anew, with its recipe if it has one."""
     monkeypatch.setattr(server, "start_server", lambda: None)
 
     def stopped() -> str:
@@ -357,8 +357,10 @@ def test_a_stopped_run_says_how_to_go_on(
         assert ended.value.code == 130
         return capsys.readouterr().err
 
-    assert f"penstock sft {cli._short(here / 'run')}/config.yaml --run" in stopped()
+    assert "give the same command again" in stopped()
     (here / "run").mkdir()
+    (here / "run" / "config.yaml").touch()
+    assert f"penstock sft {cli._short(here / 'run')}/config.yaml --run" in stopped()
     (here / "run" / "manifest.json").write_text("{}", encoding="utf-8")
     assert f"penstock sft --resume {cli._short(here / 'run')}" in stopped()
 
