@@ -38,12 +38,12 @@ def check_architecture(settings: Mapping[str, Any], weights: Iterable[str], wher
     if others := sorted(set(settings.get("layer_types") or ()) - LAYERS):
         raise unpackable(where, f"has layers of the type '{others[0]}', which does not keep packed sequences apart")
     for name in weights:
-        *scope, module, leaf = name.split(".")
-        if MIXERS.intersection([*scope, module, leaf]):
+        parts = name.split(".")
+        if MIXERS.intersection(parts):
             raise unpackable(where, f"has '{name}', part of a layer that carries a state from token to token")
-        if leaf == "sinks":
+        if parts[-1] == "sinks":
             raise unpackable(where, f"has attention sinks ('{name}')")
-        if (module, leaf) == ("lm_head", "bias"):
+        if parts[-2:] == ["lm_head", "bias"]:
             raise unpackable(where, "has a language head with a bias")
 
 

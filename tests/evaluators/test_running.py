@@ -58,11 +58,13 @@ def test_what_is_no_figure_is_refused(spec: str, message: str) -> None:
 
 
 OWNER = """
+import signal
 import sys
 from evaluators.running import run_evaluators
 from tests.evaluators.responses import heldout
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
     run_evaluators(["evaluator_examples:NotesItsProcess"], heldout([1.0], texts=[sys.argv[1]]))
 """
 
