@@ -284,7 +284,7 @@ def test_the_only_alarm_is_the_one_that_fits(learned: RunFolder) -> None:
     assert raised[0] == 0.0
     assert raised[-1] == 1.0
     others = {name for metrics in iterations for name in metrics if name.startswith("alarm/")} - {"alarm/truncation"}
-    assert len(others) == 5
+    assert len(others) == 6
     assert not any(metrics[name] for metrics in iterations for name in others)
     page = (learned.path / "report" / "report.md").read_text(encoding="utf-8")
     assert "responses are cut" in page
