@@ -89,12 +89,12 @@ def suggest(parts: Sequence[str], tree: type[BaseModel] = TrainConfig) -> str:
     """Guess which key a wrong dotted name meant: one beside it, else one elsewhere in the tree, else empty text."""
     name = parts[-1]
     section = section_in(_annotation_at(parts[:-1], tree))
-    if near := _nearest(name, section.model_fields if section else ()):
+    if near := nearest_name(name, section.model_fields if section else ()):
         return f"did you mean '{'.'.join([*parts[:-1], near])}'?"
     places: dict[str, list[str]] = {}
     for place, _ in _walk(tree):
         places.setdefault(place.rpartition(".")[2], []).append(place)
-    if not (near := _nearest(name, places)):
+    if not (near := nearest_name(name, places)):
         return ""
     inside = ".".join(parts[:-1]) + "."
     deeper = [place for place in places[near] if place.startswith(inside)]
@@ -108,7 +108,8 @@ def _annotation_at(parts: Iterable[str], tree: type[BaseModel]) -> Any:
     return annotation
 
 
-def _nearest(name: str, names: Iterable[str]) -> str:
+def nearest_name(name: str, names: Iterable[str]) -> str:
+    """Return what a misspelt name probably is, also where it is made of initials; empty if nothing is near."""
     candidates = list(names)
     if close := difflib.get_close_matches(name, candidates, n=1, cutoff=0.7):  # below it 'lr' is close to 'lora'
         return close[0]

@@ -11,7 +11,6 @@ Left out: YAML itself and `base:` (configs/recipes.py), dropping nulls (configs/
 
 from __future__ import annotations
 
-import difflib
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -23,7 +22,7 @@ from pydantic_core import ErrorDetails
 from configs import recipes
 from configs.annotations import below, section_in
 from configs.errors import UserError
-from configs.keys import describe_keys, exists, suggest
+from configs.keys import describe_keys, exists, nearest_name, suggest
 from configs.recipes import read_tree
 from configs.schema import TrainConfig
 from configs.section import Recipe
@@ -148,8 +147,8 @@ def _sentence(detail: ErrorDetails) -> str:
     given = detail["input"]
     if detail["type"] == "literal_error" and isinstance(given, str):
         names = sorted(NAME.findall(what))
-        near = difflib.get_close_matches(given, names, n=1, cutoff=0.7)
-        guess = f"; did you mean '{near[0]}'?" if near else ""
+        near = nearest_name(given, names)
+        guess = f"; did you mean '{near}'?" if near else ""
         return f"must be {', '.join(map(repr, names[:-1]))} or {names[-1]!r} (given: {given!r}{guess})"
     return f"{what} (given: {given!r})" if isinstance(given, str | int | float) else what
 

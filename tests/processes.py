@@ -1,8 +1,18 @@
-"""Whether other processes are still there."""
+"""Whether other processes are still there, and a program whose processes leave notes of themselves."""
 
 from __future__ import annotations
 
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
 import psutil
+
+ROOT = Path(__file__).parents[1]
 
 
 def alive(process: psutil.Process | int) -> bool:
@@ -12,3 +22,24 @@ def alive(process: psutil.Process | int) -> bool:
         return found.is_running() and found.status() not in (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD)
     except psutil.NoSuchProcess:
         return False
+
+
+@contextmanager
+def owner_of_noted(folder: Path, program: str, examples: Path) -> Iterator[tuple[subprocess.Popen[bytes], Path]]:
+    """Run a program in a process of its own; yield it and the folder where the processes that it owns are to be noted.
+
+    Args:
+        program: gets that folder as its argument; a note is a file whose name is a process's number.
+        examples: folder from which it imports, besides the repository.
+    """
+    script, notes = folder / "owner.py", folder / "notes"
+    script.write_text(program)
+    notes.mkdir()
+    path = os.pathsep.join([str(ROOT), str(examples)])
+    owner = subprocess.Popen([sys.executable, script, notes], env={**os.environ, "PYTHONPATH": path})
+    try:
+        yield owner, notes
+    finally:
+        owner.kill()
+        for note in filter(lambda note: alive(int(note.name)), notes.iterdir()):
+            os.kill(int(note.name), signal.SIGKILL)

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import os
 import signal
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from evaluators.running import figures_of, run_evaluators
 from tests.evaluators.responses import heldout
-from tests.processes import alive
+from tests.processes import alive, owner_of_noted
 from tests.waiting import came_true
 
 RESPONSES = heldout([1.0, 0.0], texts=["it is 0", "it is 7"])
@@ -72,19 +69,10 @@ if __name__ == "__main__":
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
 def test_the_evaluators_process_ends_with_the_training(tmp_path: Path, number: signal.Signals) -> None:
     """Ctrl-C does not wait for it, and `kill -9` leaves it nowhere, even in a hang in C."""
-    script, notes = tmp_path / "owner.py", tmp_path / "notes"
-    script.write_text(OWNER)
-    notes.mkdir()
-    path = os.pathsep.join([str(Path(__file__).parents[2]), str(Path(__file__).parent)])
-    owner = subprocess.Popen([sys.executable, script, notes], env={**os.environ, "PYTHONPATH": path})
-    try:
+    with owner_of_noted(tmp_path, OWNER, Path(__file__).parent) as (owner, notes):
         assert came_true(lambda: list(notes.iterdir()), 60)
         (process,) = [int(note.name) for note in notes.iterdir()]
         assert alive(process)
         owner.send_signal(number)
         assert came_true(lambda: owner.poll() is not None, 20)
         assert came_true(lambda: not alive(process), 20)
-    finally:
-        owner.kill()
-        for note in filter(lambda note: alive(int(note.name)), notes.iterdir()):
-            os.kill(int(note.name), signal.SIGKILL)

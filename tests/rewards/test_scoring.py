@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import os
 import signal
-import subprocess
 import sys
 import time
 from collections.abc import Iterator
@@ -22,7 +21,7 @@ from configs.schema import RewardConfig
 from rewards.guard import reward_and_parts
 from rewards.scoring import RewardPool, Sample, Score, check_failures, default_workers, log_failures
 from rewards.server import NOT_ASKED
-from tests.processes import alive
+from tests.processes import alive, owner_of_noted
 from tests.waiting import came_true
 
 FAILED = -1.5
@@ -298,19 +297,10 @@ if __name__ == "__main__":
 
 def test_a_killed_owner_leaves_no_worker(tmp_path: Path) -> None:
     """`kill -9` of the training ends its workers too, even in a hang in C from which no Python code can run."""
-    script, notes = tmp_path / "owner.py", tmp_path / "notes"
-    script.write_text(OWNER)
-    notes.mkdir()
-    path = os.pathsep.join([str(Path(__file__).parents[2]), str(Path(__file__).parent)])
-    owner = subprocess.Popen([sys.executable, script, notes], env={**os.environ, "PYTHONPATH": path})
-    try:
+    with owner_of_noted(tmp_path, OWNER, Path(__file__).parent) as (owner, notes):
         assert came_true(lambda: len(list(notes.iterdir())) == 2, 20)
         workers = [int(note.name) for note in notes.iterdir()]
         assert all(map(alive, workers))
         owner.kill()
         owner.wait()
         assert came_true(lambda: not any(map(alive, workers)), 20)
-    finally:
-        owner.kill()
-        for note in filter(lambda note: alive(int(note.name)), notes.iterdir()):
-            os.kill(int(note.name), signal.SIGKILL)
