@@ -28,7 +28,7 @@ from configs.errors import UserError
 from configs.lora import LoraConfig
 from engines.weights.checksum import word_sum
 from engines.weights.layout import flatten_in_place, plan
-from state.files import give_mode_of
+from state.files import share_weights_of
 
 GOLDEN = 0x9E3779B1 - (1 << 32)  # the golden ratio's fraction of 2^32, as int32
 ADAPTERS = ("lora_A", "lora_B")
@@ -225,4 +225,4 @@ def write_adapter(lm: Any, folder: Path) -> None:
         "inference_mode": True,
     }
     (folder / "adapter_config.json").write_text(json.dumps(described, indent=2), encoding="utf-8")
-    give_mode_of(folder / "adapter_config.json", folder.glob("*.safetensors"))
+    share_weights_of(folder, "adapter_config.json")

@@ -20,7 +20,7 @@ from transformers import AutoModelForCausalLM
 from configs.errors import UserError
 from configs.lora import LoraConfig
 from engines.lora import attach, check_frozen, load_adapter, merged_state, write_adapter
-from state.files import give_mode_of
+from state.files import share_weights_of
 
 # Share of the largest logit. Equal weights differ by the order of sums alone, which may depend on addresses.
 TOLERANCES = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1e-2}
@@ -98,7 +98,7 @@ def with_adapters(
 def write_folder(lm: Any, folder: Path, max_shard_size: str) -> None:
     """Write configuration, generation settings and weights in files of at most `max_shard_size`, e.g. "5GB"."""
     lm.save_pretrained(folder, max_shard_size=max_shard_size)
-    give_mode_of(folder / "config.json", folder.glob("*.safetensors"))
+    share_weights_of(folder)
 
 
 @torch.no_grad()

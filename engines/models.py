@@ -29,7 +29,7 @@ from engines.logprobs import Reference, selected_logprobs, selected_logprobs_and
 from engines.lora import ADAPTER_FOLDER, adapted_layers, blocks, merged_state, write_adapter
 from engines.packing import PackedBatch
 from engines.versions import prepare_compiler
-from state.files import give_mode_of
+from state.files import share_weights_of
 
 
 class PackedPolicy(nn.Module):
@@ -211,7 +211,7 @@ def write_model(lm: Any, folder: Path, rank: int) -> None:
         state = gathered_state(lm, rank)
     if rank == 0:
         lm.save_pretrained(folder, state_dict=_in_host_memory(state))
-        give_mode_of(folder / "config.json", folder.glob("*.safetensors"))
+        share_weights_of(folder)
     torch.distributed.barrier()
 
 

@@ -11,7 +11,7 @@ import torch
 from transformers import GenerationConfig, Qwen3Config, Qwen3ForCausalLM
 
 from configs.schema import TinyModel
-from state.files import give_mode_of
+from state.files import share_weights_of
 
 
 def make_tiny_model(folder: Path, tiny: TinyModel, vocabulary: int, eos: int, pad: int, seed: int) -> int:
@@ -41,5 +41,5 @@ def make_tiny_model(folder: Path, tiny: TinyModel, vocabulary: int, eos: int, pa
         model = Qwen3ForCausalLM(config)
     model.generation_config = GenerationConfig(eos_token_id=eos, pad_token_id=pad)
     model.save_pretrained(folder)
-    give_mode_of(folder / "config.json", folder.glob("*.safetensors"))
+    share_weights_of(folder)
     return sum(parameter.numel() for parameter in model.parameters())

@@ -6,7 +6,7 @@ import hashlib
 import os
 import shutil
 import tempfile
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
@@ -112,10 +112,10 @@ def write_text(path: Path, text: str) -> None:
         aside.write_text(text, encoding="utf-8")
 
 
-def give_mode_of(like: Path, paths: Iterable[Path]) -> None:
-    """Give files the mode of another one: safetensors makes its files readable for their owner alone."""
-    for path in paths:
-        shutil.copymode(like, path)
+def share_weights_of(folder: Path, like: str = "config.json") -> None:
+    """Give the weight files of a folder the mode of the file `like`: safetensors lets their owner alone read them."""
+    for path in folder.glob("*.safetensors"):
+        shutil.copymode(folder / like, path)
 
 
 def sha256(path: Path) -> str:

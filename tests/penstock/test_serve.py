@@ -92,19 +92,26 @@ def test_a_port_that_is_taken_is_refused(tmp_path: Path) -> None:
         thread.join()
 
 
+def stood_in(folder: Path, server: str) -> tuple[list[str], dict[str, str]]:
+    """The command that serves `folder` with a program in vLLM's place, and its environment."""
+    (folder / "stand_in.py").write_text(textwrap.dedent(server))
+    (folder / "config.json").write_text("{}")
+    with HTTPServer(("127.0.0.1", 0), BaseHTTPRequestHandler) as free:
+        port = free.server_address[1]
+    environment = {"PYTHONPATH": f"{ROOT}:{folder}", "PATH": "/usr/bin:/bin", "TMPDIR": str(folder)}
+    return [sys.executable, "-c", COMMAND, str(folder), str(port)], environment
+
+
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 0), (signal.SIGTERM, 0), (signal.SIGKILL, -9)])
 def test_the_server_ends_with_its_command(tmp_path: Path, number: signal.Signals, code: int) -> None:
     """Ctrl-C and SIGTERM end it and what it started; a killed command takes the server along.
 
     A stand-in is served, since only its processes matter here; vLLM's own server ends its engine by itself.
     """
-    (tmp_path / "stand_in.py").write_text(textwrap.dedent(STAND_IN))
-    (tmp_path / "config.json").write_text("{}")
-    with HTTPServer(("127.0.0.1", 0), BaseHTTPRequestHandler) as free:
-        port = free.server_address[1]
+    arguments, environment = stood_in(tmp_path, STAND_IN)
     command = subprocess.Popen(
-        [sys.executable, "-c", COMMAND, str(tmp_path), str(port)],
-        env={"PYTHONPATH": f"{ROOT}:{tmp_path}", "PATH": "/usr/bin:/bin", "TMPDIR": str(tmp_path)},
+        arguments,
+        env=environment,
         stdout=subprocess.PIPE,
         text=True,
         start_new_session=True,
@@ -129,16 +136,8 @@ def test_the_server_ends_with_its_command(tmp_path: Path, number: signal.Signals
 
 def test_a_server_that_ends_by_itself_is_quoted(tmp_path: Path) -> None:
     """Its error and its log, and nothing else of what it said. The controls are the servers above."""
-    (tmp_path / "stand_in.py").write_text(FAILING)
-    (tmp_path / "config.json").write_text("{}")
-    with HTTPServer(("127.0.0.1", 0), BaseHTTPRequestHandler) as free:
-        port = free.server_address[1]
-    done = subprocess.run(
-        [sys.executable, "-c", COMMAND, str(tmp_path), str(port)],
-        env={"PYTHONPATH": f"{ROOT}:{tmp_path}", "PATH": "/usr/bin:/bin", "TMPDIR": str(tmp_path)},
-        capture_output=True,
-        text=True,
-    )
+    arguments, environment = stood_in(tmp_path, FAILING)
+    done = subprocess.run(arguments, env=environment, capture_output=True, text=True)
     (log,) = tmp_path.glob("penstock-serve-*.log")
     assert done.stdout == f"starting vLLM on {tmp_path}, its log: {log}\n"
     expected = "vLLM ended with code 3\n    ValueError: no room for the KV cache\n  all that it said: "
