@@ -86,6 +86,13 @@ def restored_step(training: Training) -> int:
     return step
 
 
+def steps_done(run: RunFolder, name: str, steps: int) -> int:
+    """Return the step from which a resume of `run` goes on: all `steps` where `models/<name>` is written."""
+    if run.model(name).exists():
+        return steps
+    return read_manifest(run.finetuning).progress.iteration if run.finetuning.manifest.is_file() else 0
+
+
 @task(task_run_name="end", cache_policy=NO_CACHE)
 def end_finetuning(training: Training, command: str, model_folder: str, name: str) -> str:
     """Write the trained model with its tokenizer to `models/<name>`, complete or not at all, and free the engines."""

@@ -9,57 +9,30 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import partial
 from typing import Any
 
 from configs.preference import PairConfig
-from reports import mlflow_run
-from state.manifest import Progress, read_manifest
-from state.run_folder import RunFolder, read_metrics
+from state.manifest import Progress
+from state.run_folder import read_metrics
 from tasks.checkpoint import begin_manifest
-from tasks.interrupts import interrupts_deferred
+from tasks.finetuning import steps_done
 from tasks.preference import loss_arguments
-from tasks.record import close, ending, reopened, replay
+from tasks.record import open_record
 from tasks.session import Training
 
 
 @contextmanager
 def recording_preferences(training: Training, config: PairConfig) -> Iterator[None]:
-    """Keep the MLflow run open, of an earlier attempt if there is one; on the way out write the summary, always."""
-    session, run = training.session(), training.run
-    session.tracking_uri = mlflow_run.default_tracking_uri(run.path.parent)
-    with interrupts_deferred():
-        _open_mlflow(training, config)
-    if not run.manifest.is_file():
-        begin_manifest(training, Progress())  # from here on the run can be resumed
-    with ending(partial(_finish, training)):
+    """Keep the record open, of an earlier attempt if there is one; on the way out write the summary, always."""
+    done = steps_done(training.run, "final", config.trainer.steps)
+    with open_record(training, config, config.experiment, loss_arguments(config)["name"], done, summary):
+        if not training.run.manifest.is_file():
+            begin_manifest(training, Progress())  # from here on the run can be resumed
         yield
 
 
-def _open_mlflow(training: Training, config: PairConfig) -> None:
-    if reopened(training):
-        return
-    session, run = training.session(), training.run
-    params = mlflow_run.flatten(config.model_dump(mode="json"))
-    tags = {"penstock.run": str(run.path), "algorithm": loss_arguments(config)["name"]}
-    session.mlflow_run_id = mlflow_run.open_run(session.tracking_uri, config.experiment, run.name, tags, params)
-    mlflow_run.log_artifacts(session.tracking_uri, session.mlflow_run_id, run.config)
-    if run.manifest.is_file():
-        replay(training, done_steps(run, config))
-
-
-def done_steps(run: RunFolder, config: PairConfig) -> int:
-    """Return the step from which a resume of `run` goes on."""
-    if run.model("final").exists():
-        return config.trainer.steps
-    return read_manifest(run.finetuning).progress.iteration if run.finetuning.manifest.is_file() else 0
-
-
-def _finish(training: Training, status: str, mlflow_status: mlflow_run.RunStatus) -> None:
-    close(training, _summary(training, status), mlflow_status)
-
-
-def _summary(training: Training, status: str) -> dict[str, Any]:
+def summary(training: Training, status: str) -> dict[str, Any]:
+    """Return the content of `summary.json` from what has been recorded."""
     session, records = training.session(), read_metrics(training.run)
     steps = [item["metrics"] for item in records if item["iteration"] > 0]
     heldout = [item["metrics"] for item in records if "heldout/accuracy" in item["metrics"]]

@@ -13,7 +13,6 @@ import os
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 from typing import Any
 from uuid import UUID
@@ -23,6 +22,7 @@ from prefect.artifacts import create_link_artifact, create_markdown_artifact
 from prefect.cache_policies import NO_CACHE
 from prefect.client.orchestration import get_client
 from prefect.runtime import flow_run
+from pydantic import BaseModel
 
 from reports import mlflow_run
 from reports.report import write_report
@@ -40,22 +40,46 @@ ENGINE_FIGURES = ("parameters", "parameters_shared", "parameters_copied", "resha
 
 @contextmanager
 def recording(training: Training) -> Iterator[None]:
-    """Keep the MLflow run of a training open; on the way out, on every path, write report and summary."""
-    session, config = training.session(), training.config
+    """Keep the record of a training open; on the way out, on every path, write report and summary."""
+    session, config, run = training.session(), training.config, training.run
     session.prefect_flow_run_id = str(flow_run.id) if flow_run.id else None
     session.prefect_url = _prefect_url(session.prefect_flow_run_id, flow_run.ui_url)
-    session.tracking_uri = mlflow_run.default_tracking_uri(training.run.path.parent)
-    with interrupts_deferred():
-        _open_mlflow(training)
-    if session.prefect_flow_run_id:
-        _tag_flow_run(session.prefect_flow_run_id, [f"algorithm:{config.algorithm.name}", f"run:{training.run.name}"])
-        create_link_artifact(_mlflow_url(training), link_text="MLflow run", key="mlflow-run")
-    with ending(partial(_finish, training)):
+    done = read_manifest(run).progress.iteration if run.manifest.is_file() else 0
+    with open_record(training, config, config.record.experiment, config.algorithm.name, done, _reported):
+        if session.prefect_flow_run_id:
+            _tag_flow_run(session.prefect_flow_run_id, [f"algorithm:{config.algorithm.name}", f"run:{run.name}"])
+            create_link_artifact(_mlflow_url(training), link_text="MLflow run", key="mlflow-run")
         yield
         finish_consolidation(session)
     if config.record.experiment and session.prefect_flow_run_id:
-        page = (training.run.path / "report" / "report.md").read_text(encoding="utf-8")
-        create_markdown_artifact(page, key="training-report", description=training.run.name)
+        page = (run.path / "report" / "report.md").read_text(encoding="utf-8")
+        create_markdown_artifact(page, key="training-report", description=run.name)
+
+
+@contextmanager
+def open_record(
+    training: Training,
+    config: BaseModel,
+    experiment: str,
+    algorithm: str,
+    through: int,
+    summary: Callable[[Training, str], dict[str, Any]],
+) -> Iterator[None]:
+    """Keep the MLflow run of any training open, that of an earlier attempt if there is one; end it on every path.
+
+    Args:
+        config: the tree that a user gave, which becomes the run's parameters.
+        algorithm: the run's tag of that name.
+        through: the iteration or step from which this attempt goes on.
+        summary: returns the content of `summary.json` of a run that ended with a status.
+    """
+    session = training.session()
+    session.tracking_uri = mlflow_run.default_tracking_uri(training.run.path.parent)
+    with interrupts_deferred():
+        if not reopened(training):
+            _open_mlflow(training, config, experiment, algorithm, through)
+    with ending(lambda status, mlflow_status: close(training, summary(training, status), mlflow_status)):
+        yield
 
 
 @contextmanager
@@ -85,20 +109,18 @@ def _prefect_url(flow_run_id: str | None, ui_url: str | None) -> str | None:
     return f"http://127.0.0.1:4200/runs/flow-run/{flow_run_id}"
 
 
-def _open_mlflow(training: Training) -> None:
-    session, config, run = training.session(), training.config, training.run
-    if reopened(training):
-        return
-    tags = {"penstock.run": str(run.path), "algorithm": config.algorithm.name}
+def _open_mlflow(training: Training, config: BaseModel, experiment: str, algorithm: str, through: int) -> None:
+    session, run = training.session(), training.run
+    tags = {"penstock.run": str(run.path), "algorithm": algorithm}
     if session.prefect_flow_run_id:
         tags |= {"prefect.flow_run_id": session.prefect_flow_run_id, "prefect.flow_run_url": str(session.prefect_url)}
         if deployment := os.environ.get("PREFECT__DEPLOYMENT_ID"):
             tags["prefect.deployment"] = deployment
     params = mlflow_run.flatten(config.model_dump(mode="json"))
-    session.mlflow_run_id = mlflow_run.open_run(session.tracking_uri, config.record.experiment, run.name, tags, params)
+    session.mlflow_run_id = mlflow_run.open_run(session.tracking_uri, experiment, run.name, tags, params)
     mlflow_run.log_artifacts(session.tracking_uri, session.mlflow_run_id, run.config)
     if run.manifest.is_file():
-        replay(training, read_manifest(run).progress.iteration)
+        replay(training, through)
 
 
 def reopened(training: Training) -> bool:
@@ -177,7 +199,8 @@ def _plain(value: Any) -> Any:
     return value.item() if hasattr(value, "item") else value
 
 
-def _finish(training: Training, status: str, mlflow_status: mlflow_run.RunStatus) -> None:
+def _reported(training: Training, status: str) -> dict[str, Any]:
+    """Write the report into the run folder and to MLflow; return the summary that it was made from."""
     session, run = training.session(), training.run
     session.say("writing the report")
     summary = summarize(training, status)
@@ -185,7 +208,7 @@ def _finish(training: Training, status: str, mlflow_status: mlflow_run.RunStatus
     rows = sample_rows(last, training.config.record.samples) if last and status == "completed" else []
     write_report(run.path, links(training), rows, f"penstock train --resume {run.path}", summary)
     mlflow_run.log_artifacts(session.tracking_uri, session.mlflow_run_id, run.path / "report", "report")
-    close(training, summary, mlflow_status)
+    return summary
 
 
 def close(training: Training, summary: dict[str, Any], mlflow_status: mlflow_run.RunStatus) -> None:

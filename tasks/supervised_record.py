@@ -8,27 +8,24 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import partial
 from typing import Any
 
 from prefect import task
 from prefect.cache_policies import NO_CACHE
 
-from reports import mlflow_run
 from state.run_folder import read_metrics, truncate_metrics
-from tasks.interrupts import interrupts_deferred
-from tasks.record import append_record, close, ending, reopened, replay
+from tasks.finetuning import steps_done
+from tasks.record import append_record, open_record
 from tasks.session import Training
 
 
 @contextmanager
 def recording_supervised(training: Training) -> Iterator[None]:
-    """Keep the MLflow run open, of an earlier attempt if there is one; on the way out write the summary, always."""
-    session, run = training.session(), training.run
-    session.tracking_uri = mlflow_run.default_tracking_uri(run.path.parent)
-    with interrupts_deferred():
-        _open_mlflow(training)
-    with ending(partial(_finish, training)):
+    """Keep the record open, of an earlier attempt if there is one; on the way out write the summary, always."""
+    config = training.config
+    assert config.sft is not None
+    done = steps_done(training.run, "sft", config.sft.steps)
+    with open_record(training, config, config.record.experiment, "sft", done, summary):
         yield
 
 
@@ -38,22 +35,6 @@ def record_steps(training: Training, first: int, losses: list[float]) -> None:
     truncate_metrics(training.run, first or -1)
     for step, loss in enumerate(losses, start=first + 1):
         append_record(training, step, {"loss": loss})
-
-
-def _open_mlflow(training: Training) -> None:
-    if reopened(training):
-        return
-    session, run, config = training.session(), training.run, training.config
-    params = mlflow_run.flatten(config.model_dump(mode="json"))
-    tags = {"penstock.run": str(run.path), "algorithm": "sft"}
-    session.mlflow_run_id = mlflow_run.open_run(session.tracking_uri, config.record.experiment, run.name, tags, params)
-    mlflow_run.log_artifacts(session.tracking_uri, session.mlflow_run_id, run.config)
-    if run.manifest.is_file() and config.sft is not None:
-        replay(training, config.sft.steps)
-
-
-def _finish(training: Training, status: str, mlflow_status: mlflow_run.RunStatus) -> None:
-    close(training, summary(training, status), mlflow_status)
 
 
 def summary(training: Training, status: str) -> dict[str, Any]:

@@ -12,7 +12,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from configs.preference import PreferenceConfig
 from configs.schema import TrainConfig
 from engines.memory import Recomputed
 from reports import mlflow_run
@@ -21,7 +20,7 @@ from state.manifest import Manifest, Progress, ended, read_manifest, write_manif
 from state.run_folder import append_metrics
 from tasks import record
 from tasks.checkpoint import manifest
-from tasks.preference_record import done_steps
+from tasks.finetuning import steps_done
 from tasks.record import finite, reopened, replay, sample_rows, summarize
 from tasks.session import Training
 
@@ -89,7 +88,7 @@ def test_nothing_counts_as_logged_that_was_never_recorded(training_with: MakeTra
 
 
 @pytest.mark.parametrize(("checkpoint", "exported", "step"), [(None, False, 0), (5, False, 5), (None, True, 12)])
-def test_a_training_on_preferences_is_replayed_up_to_its_own_steps(
+def test_a_training_without_rollout_is_replayed_up_to_its_own_steps(
     training_with: MakeTraining, checkpoint: int | None, exported: bool, step: int
 ) -> None:
     """Its own manifest counts them while there are checkpoints; with the model written all are done."""
@@ -99,7 +98,7 @@ def test_a_training_on_preferences_is_replayed_up_to_its_own_steps(
         write_manifest(run.finetuning, Manifest(Progress(iteration=checkpoint), checkpoint="000005"))
     if exported:
         run.model("final").mkdir(parents=True)
-    assert done_steps(run, PreferenceConfig.model_validate({"trainer": {"steps": 12}})) == step
+    assert steps_done(run, "final", 12) == step
 
 
 def test_a_summary_of_a_whole_run(training_with: MakeTraining) -> None:
@@ -210,11 +209,11 @@ def test_a_run_calls_itself_complete_only_when_its_end_is_recorded(
     if killed_in is not None:
         monkeypatch.setattr(record if killed_in == "write_report" else mlflow_run, killed_in, killed)
         with pytest.raises(KeyboardInterrupt):
-            record._finish(training, "completed", "FINISHED")
+            record.close(training, record._reported(training, "completed"), "FINISHED")
         assert not ended(run)
         assert mlflow_run.connect(uri).get_run(session.mlflow_run_id).info.status == "RUNNING"
         return
-    record._finish(training, "completed", "FINISHED")
+    record.close(training, record._reported(training, "completed"), "FINISHED")
     assert ended(run)
     assert "Status: **completed**" in (run.path / "report" / "report.md").read_text(encoding="utf-8")
     client = mlflow_run.connect(uri)
