@@ -121,6 +121,8 @@ def train(
     ] = False,
 ) -> None:
     """Train a policy with reinforcement learning."""
+    from penstock.server import check_server
+
     if resume is None:
         config = _load(recipe, overrides)
         estimates = _check(config, run)
@@ -132,7 +134,9 @@ def train(
         config, estimates = _check_resume(resume)
     if dry_run:
         _print_dry_run(config, estimates)
-    elif resume is not None:
+        return
+    check_server()  # before there is a folder that nothing will be in
+    if resume is not None:
         _run_flow(config, resume, resume=str(resume))
     else:
         folder = _new_folder(config, run)
@@ -169,10 +173,8 @@ def _short(folder: Path) -> str:
 
 def _new_folder(config: Any, run: Path | None, suffix: str = "") -> Path:
     """Make the run folder and say where it is, so that an interrupted run can be found."""
-    from penstock.server import check_server
     from state.run_folder import drop_if_empty, new_run_folder
 
-    check_server()  # before there is a folder that nothing will be in
     folder = new_run_folder(Path(config.folder), config.name + suffix, run).path
     console.print(f"run folder: {_short(folder)}", highlight=False, soft_wrap=True)
     atexit.register(drop_if_empty, folder)  # stopped before the flow wrote to it: nobody could resume it
@@ -331,6 +333,7 @@ def _finetune(
 ) -> None:
     """Start or resume a flow of its own before reinforcement learning; print where its model is."""
     from configs.loading import load_tree
+    from penstock.server import check_server
     from state.manifest import check_resumable
     from state.run_folder import open_run_folder
 
@@ -340,6 +343,7 @@ def _finetune(
         config = load_tree(recipe, overrides or (), kind)
         _check_folder(config, run)
         check(config)
+        check_server()
         folder = _new_folder(config, run, "-sft" if command == "sft" else "")
     elif recipe is not None or run is not None:
         raise UserError("--resume continues a run with its own configuration", "remove the recipe, overrides and --run")
@@ -348,6 +352,7 @@ def _finetune(
         check_resumable(open_run_folder(resume))
         config = load_tree(folder / "config.yaml", (), kind)
         check(config)
+        check_server()
     with _ending_in_words(command, folder):
         given = {"run_folder": str(folder)} if resume is None else {"resume": str(folder)}
         console.print(f"model: {flow(config, **given)}", highlight=False, soft_wrap=True)

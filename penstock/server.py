@@ -53,19 +53,19 @@ def start_server() -> None:
     SIGTERM becomes an orderly exit with code 143, since Prefect ends its server in an exit handler, and the default
     runs none.
 
+    Whether a configured server answers is for `check_server` to say, before there is a run folder.
+
     Raises:
-        UserError: Prefect's folder cannot be made, or the configured server does not answer.
+        UserError: Prefect's folder cannot be made.
     """
     from prefect.client.base import ServerType
     from prefect.client.orchestration import get_client
 
-    check_server()
     _make_home()
     signal.signal(signal.SIGTERM, _leave)
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         with _sessions_of_their_own(), get_client(sync_client=True) as client:
-            client.api_healthcheck()
             if client.server_type == ServerType.EPHEMERAL and not _watching:
                 _watching.append(end_with_this_process(_server_pid()))
     finally:

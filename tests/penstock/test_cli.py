@@ -8,9 +8,12 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +22,6 @@ import typer
 from prefect.settings import PREFECT_API_URL, temporary_settings
 from rich.console import Console
 
-from configs.errors import UserError
 from engines.group import RankLost
 from engines.memory import GIB
 from penstock import cli, server
@@ -279,12 +281,54 @@ def test_a_server_that_is_not_there_is_said_before_a_run_has_a_folder(refusal: C
         said = refusal("train", "recipe.yaml")
         assert said.startswith("no Prefect server answers at http://127.0.0.1:9/api (PREFECT_API_URL): ")
         assert "prefect server start" in said
-        with pytest.raises(UserError, match="no Prefect server answers"):
-            server.start_server()
         (here / "run").mkdir()
         (here / "run" / "config.yaml").write_text(RECIPE)
+        (here / "run" / "manifest.json").write_text('{"format": 1, "progress": {}}')
+        assert "no Prefect server answers" in refusal("train", "--resume", "run")
         assert "no Prefect server answers" in refusal("set", "run", "rollout.temperature=0.5")
         assert "no Prefect server answers" in refusal("set", "run", "--clear")
+
+
+def test_a_server_is_asked_once_before_a_flow(
+    penstock: Callable[..., str], monkeypatch: pytest.MonkeyPatch, asked: list[str]
+) -> None:
+    """A new run and a resume: what starts a temporary server leaves a configured one alone. Control: a dry run."""
+    penstock("train", "recipe.yaml", "--dry-run")
+    assert asked == []
+
+    def start(config: Any, folder: Path, **arguments: Any) -> None:
+        RunFolder(folder).config.write_text(RECIPE)
+        RunFolder(folder).manifest.write_text('{"format": 1, "progress": {}}')
+        with cli._ending_in_words("train", folder):
+            raise Started
+
+    monkeypatch.setattr(cli, "_run_flow", start)
+    for number, arguments in enumerate((["recipe.yaml", "--run", "run"], ["--resume", "run"]), start=1):
+        with pytest.raises(Started):
+            penstock("train", *arguments)
+        assert asked == ["/api/health"] * number
+
+
+@pytest.fixture
+def asked() -> Iterator[list[str]]:
+    """Configure a Prefect server that answers, and give the paths that it is asked for."""
+    paths: list[str] = []
+
+    class Answering(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            paths.append(self.path)
+            self.send_response(200)
+            self.end_headers()
+
+        def log_message(self, *_: object) -> None: ...
+
+    before = signal.getsignal(signal.SIGTERM)
+    with ThreadingHTTPServer(("127.0.0.1", 0), Answering) as listening:
+        threading.Thread(target=listening.serve_forever, daemon=True).start()
+        with temporary_settings({PREFECT_API_URL: f"http://127.0.0.1:{listening.server_port}/api"}):
+            yield paths
+        listening.shutdown()
+    signal.signal(signal.SIGTERM, before)
 
 
 def test_resume_continues_with_the_configuration_of_the_run(
