@@ -21,7 +21,7 @@ from data.tokenizer import make_byte_tokenizer
 from engines.placement import describe_strategy, reshard_strategy
 from rewards.source import open_scorer
 from state.experience import Ragged, read_columns, write_columns
-from state.files import write_text
+from state.files import filling, write_text
 from state.run_folder import RunFolder
 from tasks.check_prompts import takes_each
 from tasks.interrupts import interrupts_deferred
@@ -35,16 +35,17 @@ if TYPE_CHECKING:
 
 @task(task_run_name="starting-model", cache_policy=NO_CACHE)
 def starting_model(training: Training) -> str:
-    """Return the folder that the actor starts from; a tiny model is made on its first use."""
+    """Return the folder that the actor starts from; a tiny model is made on its first use, whole or not at all."""
     config, run = training.config, training.run
     if config.model.tiny is None:
         return str(Path(str(config.model.path)).resolve())
     folder = run.model("initial")
-    if not (folder / "model.safetensors").exists():
+    if not folder.exists():
         training.session().say("making a tiny model")
-        with interrupts_deferred():
-            make_byte_tokenizer(folder)
-        training.session().call("actor", "make_tiny", "0/make_tiny", folder=str(folder), config=_plain(config))
+        with filling(folder) as aside:
+            with interrupts_deferred():
+                make_byte_tokenizer(aside)
+            training.session().call("actor", "make_tiny", "0/make_tiny", folder=str(aside), config=_plain(config))
     return str(folder)
 
 
