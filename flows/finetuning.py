@@ -30,7 +30,7 @@ from tasks.preference import (
     restored,
     splits,
 )
-from tasks.preference_record import recording_preferences
+from tasks.preference_record import record_engines, recording_preferences
 from tasks.prepare import starting_model
 from tasks.session import Training, open_session, write_config
 
@@ -74,6 +74,7 @@ def trained(training: Training, config: PairConfig) -> str:
     model = starting_model(training)
     counts = load_preferences(training, config, model)
     begin_preferences(training, config, model)
+    record_engines(training)
     for split in referenced_splits(config):
         reference_pass(training, config, split)
     done, heldout = restored(training), "heldout" in splits(config)

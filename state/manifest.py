@@ -45,6 +45,7 @@ class Manifest:
     model: str | None = None  # folder with the architecture and tokenizer that the actor started from
     mlflow_run_id: str | None = None
     prefect_flow_run_id: str | None = None
+    trained_with: dict[str, int | str] | None = None  # of a training on preferences (tasks/preference_record.py)
 
 
 def write_manifest(run: RunFolder, manifest: Manifest) -> None:

@@ -6,13 +6,14 @@ Figures are recorded step by step as those of iterations are (tasks/record.py). 
 
 from __future__ import annotations
 
+import dataclasses
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 from configs.preference import PairConfig
-from state.manifest import Progress
+from state.manifest import Progress, read_manifest, write_manifest
 from state.run_folder import read_metrics
 from tasks.checkpoint import begin_manifest
 from tasks.finetuning import steps_done
@@ -28,7 +29,15 @@ def recording_preferences(training: Training, config: PairConfig) -> Iterator[No
     with open_record(training, config, config.experiment, loss_arguments(config)["name"], done, summary):
         if not training.run.manifest.is_file():
             begin_manifest(training, Progress())  # from here on the run can be resumed
+        training.session().engine_figures |= read_manifest(training.run).trained_with or {}
         yield
+
+
+def record_engines(training: Training) -> None:
+    """Keep in the manifest what the engines train with: an attempt that does only the end starts no model to ask."""
+    session, run = training.session(), training.run
+    session.engine_figures["recomputed"] = str(session.recomputed["sft"])
+    write_manifest(run, dataclasses.replace(read_manifest(run), trained_with=session.engine_figures))
 
 
 def summary(training: Training, status: str) -> dict[str, Any]:
@@ -47,6 +56,6 @@ def summary(training: Training, status: str) -> dict[str, Any]:
         "heldout_accuracy_before": heldout[0]["heldout/accuracy"] if heldout and first else None,
         "heldout_accuracy": heldout[-1]["heldout/accuracy"] if len(heldout) > 1 else None,
         "attention": session.engine_figures.get("attention"),
-        "recomputed": str(session.recomputed["sft"]) if "sft" in session.recomputed else None,
+        "recomputed": session.engine_figures.get("recomputed"),
         "mlflow_run_id": session.mlflow_run_id,
     }
