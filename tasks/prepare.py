@@ -83,9 +83,10 @@ def check_tokenized(run: RunFolder, config: TrainConfig) -> None:
     if not _tokenized(run).is_file():
         return
     was, now = json.loads(_tokenized(run).read_text(encoding="utf-8")), _tokenizing(config)
-    if changed := [name for name in now if now[name] != was[name]]:
+    if changed := [name for name in now if now[name] != was.get(name, now[name])]:  # older runs have no seed there
+        key = "seed" if changed[0] == "seed" else f"data.{changed[0]}"
         raise UserError(
-            f"data.{changed[0]} in {run.config} is {now[changed[0]]!r}, and the prompts of this run were made with "
+            f"{key} in {run.config} is {now[changed[0]]!r}, and the prompts of this run were made with "
             f"{was[changed[0]]!r}",
             "put the old value back, or start a new run",
         )
@@ -94,7 +95,8 @@ def check_tokenized(run: RunFolder, config: TrainConfig) -> None:
 def _tokenizing(config: TrainConfig) -> dict[str, Any]:
     """Return what decides which prompts there are and their tokens."""
     names = {"train", "heldout", "arithmetic", "prompt", "chat", "template", "max_prompt_tokens"}
-    return config.data.model_dump(mode="json", include=names)
+    decides = config.data.model_dump(mode="json", include=names)
+    return decides | ({} if config.data.arithmetic is None else {"seed": config.seed})  # it makes the problems
 
 
 def _tokenized(run: RunFolder) -> Path:
