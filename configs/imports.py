@@ -5,7 +5,6 @@ Every mistake is answered with what to do. Left out: what the object must be abl
 
 from __future__ import annotations
 
-import difflib
 import importlib
 import sys
 from collections.abc import Callable, Iterable
@@ -14,6 +13,7 @@ from types import ModuleType
 from typing import Any
 
 from configs.errors import UserError
+from configs.names import nearest_name
 
 
 def import_named(setting: str, spec: str, kind: str, example: str) -> Callable[..., Any]:
@@ -36,8 +36,8 @@ def import_named(setting: str, spec: str, kind: str, example: str) -> Callable[.
 
 def nearest(name: str, options: Iterable[str]) -> str:
     """Return a question that names the option nearest to `name`, or nothing if none is near."""
-    close = difflib.get_close_matches(name, list(options), n=1)
-    return f" (did you mean '{close[0]}'?)" if close else ""
+    near = nearest_name(name, options)
+    return f" (did you mean '{near}'?)" if near else ""
 
 
 def _import(setting: str, spec: str, module_name: str) -> ModuleType:

@@ -5,7 +5,6 @@ Left out: reading values (configs/loading.py).
 
 from __future__ import annotations
 
-import difflib
 import json
 import types
 from collections.abc import Iterable, Iterator, Sequence
@@ -15,6 +14,7 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 from configs.annotations import below, section_in, table_in
+from configs.names import nearest_name
 from configs.schema import TrainConfig
 
 PLAIN_TYPES = {bool: "true or false", int: "integer", float: "number", str: "text", type(None): "null", Any: "anything"}
@@ -106,12 +106,3 @@ def _annotation_at(parts: Iterable[str], tree: type[BaseModel]) -> Any:
     for part in parts:
         annotation = below(annotation, part)
     return annotation
-
-
-def nearest_name(name: str, names: Iterable[str]) -> str:
-    """Return what a misspelt name probably is, also where it is made of initials; empty if nothing is near."""
-    candidates = list(names)
-    if close := difflib.get_close_matches(name, candidates, n=1, cutoff=0.7):  # below it 'lr' is close to 'lora'
-        return close[0]
-    # `lr` for learning_rate: no edit distance finds initials.
-    return {"".join(word[0] for word in candidate.split("_")): candidate for candidate in candidates}.get(name, "")

@@ -22,7 +22,8 @@ from pydantic_core import ErrorDetails
 from configs import recipes
 from configs.annotations import below, section_in
 from configs.errors import UserError
-from configs.keys import describe_keys, exists, nearest_name, suggest
+from configs.keys import describe_keys, exists, suggest
+from configs.names import nearest_name
 from configs.recipes import read_tree
 from configs.schema import TrainConfig
 from configs.section import Recipe

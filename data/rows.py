@@ -7,7 +7,6 @@ Left out: what the columns mean (data/prompts.py, data/sft.py), and downloading 
 
 from __future__ import annotations
 
-import difflib
 import json
 from collections.abc import Sequence
 from pathlib import Path
@@ -18,6 +17,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from configs.errors import UserError
+from configs.names import nearest_name
 
 _KINDS = {str: "text", bool: "true or false", int: "a number", float: "a number", list: "a list", dict: "an object"}
 
@@ -65,8 +65,8 @@ def require_columns(frame: pd.DataFrame, names: Sequence[str], source: Path | st
     for name in names:
         if name in columns:
             continue
-        near = difflib.get_close_matches(name, columns, n=1)
-        guess = f"did you mean '{near[0]}'? " if near else ""
+        near = nearest_name(name, columns)
+        guess = f"did you mean '{near}'? " if near else ""
         raise UserError(f"{source} has no column '{name}'", f"{guess}its columns are: {', '.join(columns)}")
 
 

@@ -5,7 +5,6 @@ Left out: statistics over seeds, filters and charts of any metric (MLflow's own 
 
 from __future__ import annotations
 
-import difflib
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -14,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from configs.errors import UserError
+from configs.names import nearest_name
 from reports.evaluation import shown, with_interval
 from reports.mlflow_run import connect, public_uri
 from reports.plots import COLOURS, canvas, line, save
@@ -186,10 +186,10 @@ def _runs(client: MlflowClient, tracking_uri: str, name: str, wanted: Sequence[s
     experiment = client.get_experiment_by_name(name)
     if experiment is None:
         names = [found.name for found in client.search_experiments()]
-        nearest = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
+        near = nearest_name(name, names)
         raise UserError(
             f"there is no MLflow experiment '{name}' in {public_uri(tracking_uri)}",
-            (f"did you mean '{nearest[0]}'? " if nearest else "") + f"Existing: {', '.join(sorted(names))}",
+            (f"did you mean '{near}'? " if near else "") + f"Existing: {', '.join(sorted(names))}",
         )
     runs: list[Run] = []
     token = None
