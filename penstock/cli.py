@@ -219,16 +219,16 @@ def _run_flow(config: Any, folder: Path, **arguments: Any) -> None:
 def _ending_in_words(command: str, folder: Path) -> Iterator[None]:
     """Start Prefect's server for a flow in the block; where the flow does not end well, say how to go on."""
     from penstock.quiet import quiet_terminal
-    from penstock.server import start_server
+    from penstock.server import Terminated, start_server
 
     start_server()
     try:
         with quiet_terminal():
             yield
-    except KeyboardInterrupt:
+    except (KeyboardInterrupt, Terminated) as end:
         how = _how_to_go_on(command, folder)
         errors.print(f"stopped, the engines are down. {how}", highlight=False, soft_wrap=True)
-        raise SystemExit(130) from None
+        raise SystemExit(130 if isinstance(end, KeyboardInterrupt) else end.code) from None
     except Exception as error:
         error.add_note(_how_to_go_on(command, folder))
         raise

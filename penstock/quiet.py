@@ -6,20 +6,25 @@ Only off the terminal: the Prefect server still gets every record, tracebacks in
 from __future__ import annotations
 
 import logging
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 from prefect.logging.handlers import PrefectConsoleHandler
 
+from penstock.server import Terminated
+
 TOLD = ("UserError", "RankLost", "EngineError", "PermissionError")  # by penstock/failures.py
-INTERRUPTED = "Execution was aborted by an interrupt signal"
+INTERRUPTED = ("Execution was aborted by an interrupt signal", "Execution was aborted by a termination signal")
 
 
 def _is_not_told(record: logging.LogRecord) -> bool:
     if not record.name.startswith(("prefect.flow_runs", "prefect.task_runs")):
         return True
+    if isinstance(sys.exc_info()[1], Terminated):  # in Prefect's words it is any system exit
+        return False
     kind = record.exc_info[0].__name__ if record.exc_info and record.exc_info[0] else ""
-    return kind not in TOLD and not any(words in record.getMessage() for words in (*TOLD, INTERRUPTED))
+    return kind not in TOLD and not any(words in record.getMessage() for words in (*TOLD, *INTERRUPTED))
 
 
 @contextmanager

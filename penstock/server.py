@@ -120,5 +120,9 @@ def end_with_this_process(pid: int) -> subprocess.Popen[bytes]:
     )
 
 
+class Terminated(SystemExit):
+    """SIGTERM has come: an orderly exit, with the code that a shell gives it."""
+
+
 def _leave(number: int, _: object) -> None:
-    raise SystemExit(128 + number)
+    raise Terminated(128 + number)

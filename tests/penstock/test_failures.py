@@ -15,6 +15,7 @@ from engines.group import EngineError, RankLost
 from penstock import cli, server
 from penstock.failures import FAILURE, LINES, MISTAKE, told
 from penstock.quiet import quiet_terminal
+from penstock.server import Terminated
 
 LOG = Path("runs/mine/logs/main-rank0.log")
 ROUTINE = "2026-01-15 10:15:00,000 INFO __main__: update_actor (7/update_actor): 0.12 s\n"
@@ -102,7 +103,14 @@ def test_the_terminal_is_spared_what_the_command_says_itself(monkeypatch: pytest
         fail(RankLost("main", 0, "exited", LOG))
         logger.error("Finished in state Failed(\"EngineError('main')\")")
         logger.error("Crash detected! Execution was aborted by an interrupt signal.")
-        assert terminal.getvalue() == ""
+        logger.error("Crash detected! Execution was aborted by a termination signal.")
+        for end in (Terminated(143), SystemExit(1)):
+            assert terminal.getvalue() == ""
+            try:
+                raise end
+            except SystemExit:
+                logger.error("Crash detected! Execution was aborted by Python system exit call.")
+        assert "system exit" in terminal.getvalue(), "a user's own"
         fail(ValueError("a defect"))
         logging.getLogger("other").error("UserError")
     assert "a defect" in terminal.getvalue()

@@ -13,6 +13,7 @@ import pytest
 from prefect.settings import PREFECT_HOME, temporary_settings
 
 from configs.errors import UserError
+from penstock import cli
 from penstock.server import _make_home
 from tests.processes import alive
 from tests.waiting import came_true
@@ -39,6 +40,32 @@ try:
 finally:
     with get_client(sync_client=True) as client:
         print("nobody there" if client.api_healthcheck() else "told", flush=True)
+"""
+# A flow stopped in the middle of a task. What the command says of it comes first, then what the server knows.
+STOPPED = """
+import os, signal, sys, time
+from pathlib import Path
+from penstock import cli
+cli._quiet_libraries()
+from prefect import flow, task
+from prefect.client.orchestration import get_client
+
+@task
+def working():
+    os.kill(os.getpid(), int(sys.argv[1]))
+    time.sleep(600)
+
+@flow
+def training():
+    working()
+
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job would ignore it
+try:
+    with cli._ending_in_words("train", Path(sys.argv[2])):
+        training()
+finally:
+    with get_client(sync_client=True) as client:
+        print(*[run.state_name for run in client.read_flow_runs()])
 """
 PARENT = """
 import subprocess, sys, time
@@ -129,3 +156,23 @@ def test_a_home_that_cannot_be_made_is_the_users_mistake(tmp_path: Path) -> None
     with temporary_settings({PREFECT_HOME: tmp_path / "new" / "home"}):
         _make_home()
     assert (tmp_path / "new" / "home").is_dir()
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_ends_a_flow_in_one_sentence(number: signal.Signals, tmp_path: Path) -> None:
+    """A person's Ctrl-C, and the SIGTERM of systemd, Slurm or Kubernetes with its own code; no word of Prefect's."""
+    inherited = {name: value for name, value in os.environ.items() if not name.startswith("PREFECT_")}
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "manifest.json").touch()
+    stopped = subprocess.run(
+        [sys.executable, "-c", STOPPED, str(int(number)), str(tmp_path / "run")],
+        cwd=ROOT,
+        env=inherited | with_server(tmp_path / "home"),
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    run = cli._short(tmp_path / "run")
+    assert stopped.stderr == f"stopped, the engines are down. Continue with: penstock train --resume {run}\n"
+    assert stopped.stdout == "Crashed\n"
+    assert stopped.returncode == 128 + number
