@@ -12,6 +12,7 @@ from tasks.check import check_finetuning_memory, check_supervised
 from tasks.finetuning import blocks, checkpoint_due, end_finetuning, finetuned, restored_step, save_step
 from tasks.prepare import load_pairs, starting_model
 from tasks.progress import show_progress
+from tasks.record_warm_up import record_warm_up
 from tasks.session import Training, open_session
 from tasks.supervise import begin_supervised, supervised_steps
 from tasks.supervised_record import record_steps, recording_supervised
@@ -32,25 +33,25 @@ def sft(config: TrainConfig = TrainConfig(), run_folder: str | None = None, resu
     with admission(config):
         check_finetuning_memory(config, "sft")
         with open_session(config, run) as training, show_progress(training), recording_supervised(training):
-            return supervise(training, starting_model(training), recorded=True)
+            return supervise(training, starting_model(training), alone=True)
 
 
 @flow(name="supervised-warm-up", flow_run_name="supervised-warm-up", validate_parameters=False)
-def supervise(training: Training, model_folder: str, recorded: bool = False) -> str:
+def supervise(training: Training, model_folder: str, alone: bool = False) -> str:
     """Train the model in `model_folder` on the pairs; return the folder with the result. Done once per run.
 
     Args:
-        recorded: whether the run's record is of these steps; in `train` it is of iterations.
+        alone: whether the run is of these steps alone; in `train` its record is of iterations.
     """
     target, config = training.run.model("sft"), training.config.sft
     if config is None or target.exists():
         return finetuned(training.run, "sft")
     pairs = load_pairs(training, model_folder)
     begin_supervised(training, model_folder)
+    record = record_steps if alone else record_warm_up
     for first, count in blocks(config, restored_step(training)):
         losses = supervised_steps(training, pairs, first, count)
-        if recorded:
-            record_steps(training, first, losses)
+        record(training, first, losses)
         if checkpoint_due(config, first + count):
             save_step(training, first + count)
     return end_finetuning(training, "sft_end", model_folder, "sft")

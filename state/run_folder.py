@@ -89,6 +89,11 @@ class RunFolder:
         """Manifest and checkpoints of supervised or preference training, counted in steps; gone when it is over."""
         return RunFolder(self.path / "finetuning")
 
+    @property
+    def warm_up(self) -> RunFolder:
+        """Figures of the supervised warm-up of `train`, whose steps would be taken for iterations among the others."""
+        return RunFolder(self.path / "warm_up")
+
     def prompts(self, split: str) -> Path:
         """Tokenized prompts of a split ("train", "heldout", "sft")."""
         return self.path / "data" / f"{split}.parquet"
@@ -194,9 +199,14 @@ def locked(run: RunFolder) -> Iterator[None]:
 
 def append_metrics(run: RunFolder, iteration: int, metrics: dict[str, float]) -> None:
     """Append a line of one iteration and make it durable; a second one adds figures to the first."""
-    line = json.dumps({"iteration": iteration, "metrics": metrics}) + "\n"
+    append_steps(run, {iteration: metrics})
+
+
+def append_steps(run: RunFolder, steps: dict[int, dict[str, float]]) -> None:
+    """Append a line of each step, or iteration, and make them durable together."""
+    lines = "".join(json.dumps({"iteration": step, "metrics": metrics}) + "\n" for step, metrics in steps.items())
     with run.metrics.open("a", encoding="utf-8") as stream:
-        stream.write(line)
+        stream.write(lines)
         stream.flush()
         os.fsync(stream.fileno())
 

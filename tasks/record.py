@@ -33,6 +33,7 @@ from state.run_folder import append_metrics, read_metrics
 from tasks.consolidation import begin_consolidation, finish_consolidation
 from tasks.draw import keep_memory
 from tasks.interrupts import interrupts_deferred
+from tasks.record_warm_up import log_warm_up
 from tasks.session import Training
 
 ENGINE_FIGURES = ("parameters", "parameters_shared", "parameters_copied", "reshard_strategy", "attention")
@@ -149,6 +150,7 @@ def replay(training: Training, through: int) -> None:
         if item["iteration"] <= through:
             mlflow_run.log_iteration(session.tracking_uri, session.mlflow_run_id, item["iteration"], item["metrics"])
             session.mlflow_through = item["iteration"]
+    log_warm_up(training)
     write_manifest(run, dataclasses.replace(read_manifest(run), mlflow_run_id=session.mlflow_run_id))
 
 

@@ -1,6 +1,6 @@
 """The record of a supervised training on its own: figures of each step, its MLflow run, its summary.
 
-As for preferences (tasks/preference_record.py). Left out: the warm-up inside `train`, whose record counts iterations.
+As for preferences (tasks/preference_record.py). Left out: the warm-up inside `train` (tasks/record_warm_up.py).
 """
 
 from __future__ import annotations

@@ -289,6 +289,7 @@ def test_a_killed_training_ends_as_one_left_alone(
     assert killed.recorded in ([[0, 1, 2, 3]] if name == "ppo" else [[0, 1, 2], [0, 1, 2, 3]])
 
     assert numbers(killed.run) == numbers(alone)
+    assert read_metrics(killed.run.warm_up) == read_metrics(alone.warm_up)
     assert weights(killed.run) == weights(alone)
     ends = [replace(read_manifest(run).progress, seconds=0.0) for run in (killed.run, alone)]
     assert ends[0] == ends[1]
@@ -303,6 +304,7 @@ def test_a_killed_training_ends_as_one_left_alone(
     client = mlflow_run.connect(trainings.environment["MLFLOW_TRACKING_URI"])
     assert client.get_run(run_id).info.status == "FINISHED"
     every = {"iteration": [0, 1, 2, 3, 4, 5], "reward/mean": [1, 2, 3, 4, 5], "checkpoint/gib": [2, 4, 5]}
+    every["warm_up/loss"] = list(range(1, 11))
     for metric, steps in every.items():
         assert [entry.step for entry in client.get_metric_history(run_id, metric)] == steps
 
