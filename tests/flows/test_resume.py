@@ -78,20 +78,20 @@ for arguments in json.loads(sys.argv[1]):
 """
 
 
-# The command line, killed when steps of the warm-up are taken and not yet in a checkpoint.
+# The command line, killed when steps of the warm-up are recorded and not yet in a checkpoint.
 DIES_IN_WARM_UP = """
 import os, signal, sys
 from flows import sft
 from penstock.cli import main
 
-steps = sft.supervised_steps
+record = sft.record_warm_up
 
-def dying(training, pairs, first, count):
-    steps(training, pairs, first, count)
+def dying(training, first, losses):
+    record(training, first, losses)
     if first == 4:
         os.kill(os.getpid(), signal.SIGKILL)
 
-sft.supervised_steps = dying
+sft.record_warm_up = dying
 sys.argv = ["penstock", *sys.argv[1:]]
 main()
 """
@@ -241,6 +241,7 @@ def between_iterations(trainings: Trainings) -> Killed:
     process = trainings.start(run.name, "-c", DIES_IN_WARM_UP, *trainings.new(run.name, *GRPO))
     assert trainings.end(run.name, process) == -signal.SIGKILL, trainings.output(run.name)
     assert read_manifest(run.finetuning).progress.iteration == 4
+    assert [record["iteration"] for record in read_metrics(run.warm_up)] == list(range(1, 9))
     assert iteration_of(run) == 0
     assert not run.model("sft").exists()
     mlflow_run_id = read_manifest(run).mlflow_run_id
