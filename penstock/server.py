@@ -1,10 +1,10 @@
 """Prefect's temporary server, which it starts where none is configured: it outlives the flow, and not its command.
 
-Signals often go to all processes of a group: a terminal sends Ctrl-C like that; systemd, Slurm and `timeout` their
-SIGTERM. A server that ends with the flow leaves the flow nobody to tell that it was cancelled: it asks again for
-minutes, and fails with a connection error. So the server has a session of its own. A command that is killed with
-SIGKILL runs nothing more, so a shell beside it waits for that and ends the server. Left out: a command killed in the
-seconds in which its server starts.
+Signals often go to all processes of a group: a terminal sends Ctrl-C like that, `timeout` its SIGTERM. A server that
+ends with the flow leaves the flow nobody to tell that it was cancelled: it asks again for minutes, and fails with a
+connection error. So the server has a session of its own. A command that is killed with SIGKILL runs nothing more, so a
+shell beside it waits for that and ends the server. Left out: a command killed in the seconds in which its server
+starts, and a SIGTERM to every process of a control group (docs/operations.md), from which no session is apart.
 """
 
 from __future__ import annotations

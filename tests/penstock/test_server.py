@@ -126,7 +126,7 @@ def with_server(folder: Path) -> dict[str, str]:
 def test_a_command_can_still_tell_its_server_when_its_whole_group_gets_a_signal(
     number: signal.Signals, tmp_path: Path
 ) -> None:
-    """As from a terminal, systemd, Slurm or `timeout`; then the server ends too. Control: a server that is gone."""
+    """As from a terminal or `timeout`; then the server ends too. Control: a server that is gone."""
     command, server = start(TELLING, **with_server(tmp_path))
     os.killpg(command.pid, number)
     assert command.communicate(timeout=60)[0] == "told\n"
@@ -160,7 +160,7 @@ def test_a_home_that_cannot_be_made_is_the_users_mistake(tmp_path: Path) -> None
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_ends_a_flow_in_one_sentence(number: signal.Signals, tmp_path: Path) -> None:
-    """A person's Ctrl-C, and the SIGTERM of systemd, Slurm or Kubernetes with its own code; no word of Prefect's."""
+    """A person's Ctrl-C, and a SIGTERM with its own code, as from Kubernetes; no word of Prefect's."""
     inherited = {name: value for name, value in os.environ.items() if not name.startswith("PREFECT_")}
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "manifest.json").touch()
