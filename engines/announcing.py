@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
 
 from state.experience import Ragged
 
@@ -51,7 +52,7 @@ class Announcer:
             {
                 "positions": np.asarray([item.position for item in ended]),
                 "samples": np.asarray([item.sample for item in ended]),
-                "texts": texts,
+                "texts": pa.array(texts, pa.large_string()),
             }
         )
         self._told = time.perf_counter()

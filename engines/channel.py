@@ -1,6 +1,7 @@
 """The wire between a flow and its ranks: what a message may contain, and who may speak.
 
-Bodies are msgpack (dict, list, str, bytes, int, float, bool, None) plus numpy arrays of six dtypes; everything else
+Bodies are msgpack (dict, list, str, bytes, int, float, bool, None) plus numpy arrays of six dtypes and texts as Arrow
+keeps them: many texts are one buffer, of which no strings are made on the way from an engine to a file. Everything else
 is refused, so nothing that arrives can run code. Every rank dials one ROUTER on the loopback interface; CURVE
 encrypts both ways, and only the client key made for this listener is let in.
 
@@ -16,12 +17,14 @@ from typing import Any
 
 import msgpack
 import numpy as np
+import pyarrow as pa
 import zmq
 from zmq.auth.thread import ThreadAuthenticator
 
 # A dtype's position is its msgpack ext code. Equality includes the byte order: big-endian arrays are refused.
 DTYPES = tuple(np.dtype(name) for name in ("int32", "int64", "float32", "float64", "uint8", "bool"))
 _CODES = {dtype: code for code, dtype in enumerate(DTYPES)}
+_TEXTS = len(DTYPES)  # ext code of a `pa.LargeStringArray`
 _ZAP_DOMAIN = "penstock"
 MOST_IO_THREADS = 8
 Tell = Callable[[dict[str, Any]], None]  # sends something ahead of a command's result
@@ -34,13 +37,43 @@ def pack(message: Any) -> bytes:
     Raises:
         TypeError: the message holds something the channel does not carry.
     """
-    packed: bytes = msgpack.packb(message, default=_encode_array, use_bin_type=True)
+    packed: bytes = msgpack.packb(message, default=_encode, use_bin_type=True)
     return packed
 
 
 def unpack(body: bytes | memoryview) -> Any:
     """The message in `body`. Tuples come back as lists; arrays are read-only views of the received bytes."""
-    return msgpack.unpackb(body, ext_hook=_decode_array, raw=False, strict_map_key=False)
+    return msgpack.unpackb(body, ext_hook=_decode, raw=False, strict_map_key=False)
+
+
+def _encode(value: Any) -> msgpack.ExtType:
+    if isinstance(value, pa.LargeStringArray):
+        return msgpack.ExtType(_TEXTS, _texts_as_bytes(value))
+    return _encode_array(value)
+
+
+def _decode(code: int, data: bytes) -> Any:
+    return _texts_from(data) if code == _TEXTS else _decode_array(code, data)
+
+
+def _texts_as_bytes(texts: pa.LargeStringArray) -> bytes:
+    """Return offsets (rows + 1, int64), behind their number, and the UTF-8 bytes of all rows."""
+    if texts.null_count:
+        raise TypeError("the channel carries texts, and none that are missing")
+    _, offsets, data = texts.buffers()
+    begins = np.frombuffer(offsets, np.int64)[texts.offset : texts.offset + len(texts) + 1]
+    text = memoryview(data)[begins[0] : begins[-1]] if data is not None else b""
+    return b"".join((struct.pack("<q", len(texts)), (begins - begins[0]).tobytes(), text))
+
+
+def _texts_from(data: bytes) -> pa.LargeStringArray:
+    (rows,) = struct.unpack_from("<q", data)
+    begins = np.frombuffer(data, np.int64, rows + 1, offset=8)
+    text = memoryview(data)[8 * (rows + 2) :]
+    # Whether it is UTF-8 is seen when a text is read; outside of the bytes nothing is to be read at all.
+    if begins[0] != 0 or begins[-1] != len(text) or (np.diff(begins) < 0).any():
+        raise ValueError("texts whose offsets do not fit their bytes")
+    return pa.Array.from_buffers(pa.large_string(), rows, [None, pa.py_buffer(begins), pa.py_buffer(text)])
 
 
 def _encode_array(value: Any) -> msgpack.ExtType:

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
 import torch
 from torch import nn
 from transformers import AutoTokenizer
@@ -284,7 +285,7 @@ class Worker:
             "offsets": responses.offsets_B1,
             "logprobs": generated.logprobs_T,
             "truncated": generated.truncated_B,
-            "texts": announcer.texts(responses),
+            "texts": pa.array(announcer.texts(responses), pa.large_string()),
             "policy_version": self.verified_version,
             "request_seconds": generated.seconds_B,
             "engine_seconds": generated.seconds,

@@ -173,6 +173,25 @@ def scheduler(
 
 
 @app.command()
+def replies(
+    recipe: Recipe,
+    overrides: Overrides = None,
+    out: Out = None,
+    engines: Annotated[
+        list[int], typer.Option(min=1, help="a number of engines; several times for several numbers")
+    ] = [1, 2, 4, 8],  # noqa: B006 - Typer copies it
+    rounds: Annotated[int, typer.Option(min=1, help="iterations' worth of responses")] = 6,
+    skip: Skip = 2,
+) -> None:
+    """What the flow itself needs for the replies of ever more engines; none of them has a model."""
+    from benchmarks.replies import measure
+
+    with tempfile.TemporaryDirectory() as folder:
+        result = measure(_load(recipe, overrides, folder), _command(), counts=engines, rounds=rounds, skip=skip)
+    _finish(result, out, ("engines", "responses", "flow_s", "rollout_s", "reward_s", "advantage_s"))
+
+
+@app.command()
 def nccl(
     out: Out = None,
     largest: Annotated[int, typer.Option(min=1, help="largest buffer, MiB")] = 1024,

@@ -95,7 +95,7 @@ class Scorer:
         found |= self._scored([sample for sample in samples if _identity(sample) not in found], tolerated)
         return [found[_identity(sample)] for sample in samples]
 
-    def _scored(self, samples: list[Sample], tolerated: float) -> dict[tuple[str, str], Score]:
+    def _scored(self, samples: list[Sample], tolerated: float) -> dict[_Identity, Score]:
         if not samples:
             return {}
         return dict(zip(map(_identity, samples), self._call(samples, tolerated).scores.result(), strict=True))
@@ -122,12 +122,22 @@ class Scorer:
         self._calls.put(None)  # for the next thread
 
 
-def _identity(sample: Sample) -> tuple[str, str]:
+@dataclass(frozen=True)
+class _Identity:
     """A sample may be generated twice, when an iteration is repeated, and a prompt may be drawn twice in one."""
-    return sample.sample_id, sample.response
+
+    sample_id: str
+    response: str
+
+    def __hash__(self) -> int:
+        return hash(self.sample_id)  # that of a long text takes as long as reading it; equal names are rare
 
 
-def _succeeded(running: Sequence[_Call]) -> dict[tuple[str, str], Score]:
+def _identity(sample: Sample) -> _Identity:
+    return _Identity(sample.sample_id, sample.response)
+
+
+def _succeeded(running: Sequence[_Call]) -> dict[_Identity, Score]:
     """Wait for what was begun; what failed, or could not be asked at all, is left to the call that decides."""
     return {
         _identity(sample): score

@@ -101,7 +101,7 @@ BOOT = Path("/proc/sys/kernel/random/boot_id")
 
 
 def write_columns(path: Path, columns: Mapping[str, Any]) -> None:
-    """Write a new experience file atomically; values are `Ragged`, arrays or lists with one entry per row."""
+    """Write a new experience file atomically; values are `Ragged`, arrays (also Arrow's) or lists, an entry per row."""
     _write_file(path, _to_table(columns), _new_identity())
     drop_parts(path)
 
@@ -192,7 +192,7 @@ def _to_table(columns: Mapping[str, Any]) -> pa.Table:
 def _to_arrow(column: Any) -> pa.Array:
     if isinstance(column, Ragged):
         return pa.LargeListArray.from_arrays(pa.array(column.offsets_B1, pa.int64()), pa.array(column.values_T))
-    return pa.array(column)
+    return column if isinstance(column, pa.Array) else pa.array(column)
 
 
 def _new_identity() -> str:

@@ -52,7 +52,7 @@ def evaluate(training: Training, iteration: int) -> dict[str, float]:
             "sample_id": [f"evaluation-{iteration:06d}/{name}" for name in numbered(ids, samples)],
             "prompt_id": ids,
             "prompt": [text for text in prompts["prompt_text"] for _ in range(samples)],
-            "response": responses.texts,
+            "response": responses.texts.to_pylist(),
             **responses.episodes,
         }
         scores = score(training, columns, "heldout", f"{iteration}/evaluate-score")

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import pandas as pd
+import pyarrow as pa
 
 from state.experience import Ragged, offsets_of
 from tasks.episodes import episode_columns, waiting_figures
@@ -23,7 +24,7 @@ class Responses:
     """Responses to prompts, `samples` rows per prompt in prompt order."""
 
     tokens: Ragged
-    texts: list[str]
+    texts: pa.LargeStringArray
     truncated_B: np.ndarray
     policy_version: int
     metrics: dict[str, float]
@@ -91,10 +92,9 @@ def generate(
         return Ragged(np.concatenate([answer[name] for answer in answers]), offsets_of(lengths)).take(rows_B)
 
     tokens = in_order("tokens")
-    texts = [text for answer in answers for text in answer["texts"]]
     return Responses(
         tokens=tokens,
-        texts=[texts[row] for row in rows_B],
+        texts=pa.concat_arrays([answer["texts"] for answer in answers]).take(pa.array(rows_B)),
         truncated_B=np.concatenate([answer["truncated"] for answer in answers])[rows_B],
         policy_version=int(answers[0]["policy_version"]),
         metrics=engine_figures(answers, replies.ended - replies.began) | waiting_figures(answers) | ahead,

@@ -45,7 +45,7 @@ def greedy_baseline(training: Training, settings: Settings, stage: Stage) -> Sta
             "sample_id": [f"{settings.iteration:06d}/{name}/greedy" for name in prompts["prompt_id"]],
             "prompt_id": list(prompts["prompt_id"]),
             "prompt": list(prompts["prompt"]),
-            "response": responses.texts,
+            "response": responses.texts.to_pylist(),
             **responses.episodes,
         }
         scores = punished(

@@ -47,6 +47,7 @@ def refill(training: Training, settings: Settings, progress: Progress, stage: St
         cursor = progress.prompt_cursor + stage.experience.prompts
         seed = [training.config.seed, settings.iteration, 2 + number]
         further, _ = answered(training, settings, cursor, size, key, seed)
+        further["response"] = further["response"].to_pylist()
         scores = score(training, further, "train", f"{key}-score")
         further |= reward_columns(punished(training.config, scores, further["response_tokens"].lengths_B))
         remember(training, settings.iteration, number, further["prompt_id"], further["reward"])

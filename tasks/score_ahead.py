@@ -43,7 +43,7 @@ def scoring_ahead(training: Training, iteration: int, prompts: pd.DataFrame) -> 
         if not news:
             return  # of a rank that leaves the reply to the first of its engine
         rows = prompt_columns(training, "train")
-        texts = dict(zip(zip(*places(news, samples), strict=True), news["texts"], strict=True))
+        texts = dict(zip(zip(*places(news, samples), strict=True), news["texts"].to_pylist(), strict=True))
         new = [place for place in texts if place not in told]
         told.update(new)
         scorer.begin(

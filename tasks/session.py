@@ -151,23 +151,29 @@ _SESSIONS: dict[str, Session] = {}
 @contextmanager
 def open_session(config: TrainConfig, run: RunFolder) -> Iterator[Training]:
     """Start the engine groups of a training and keep its session until the context ends; engines end with it."""
-    training = Training(str(run.path))
     session = Session(config, run)
+    with registered(session) as training, session.stack:
+        session.stack.enter_context(locked(run))
+        session.stack.enter_context(consolidating(session))
+        session.stack.enter_context(session.generating)  # left after the groups: closed, they end what it waits for
+        gpus = visible_gpus()
+        session.decide(estimate_groups(config))
+        specs = place(config, len(gpus), run.logs)
+        for spec in specs:
+            group = session.stack.enter_context(EngineGroup(spec))
+            session.groups |= {role: group for role in config.roles if role in spec.roles}
+        if used := sorted({gpus[item.gpu] for spec in specs for item in spec.devices if item.gpu is not None}):
+            session.gpu_sampler = session.stack.enter_context(GpuSampler(used))
+        yield training
+
+
+@contextmanager
+def registered(session: Session) -> Iterator[Training]:
+    """Let the handle of a training find its session, until the context ends."""
+    training = Training(str(session.run.path))
     _SESSIONS[training.folder] = session
     try:
-        with session.stack:
-            session.stack.enter_context(locked(run))
-            session.stack.enter_context(consolidating(session))
-            session.stack.enter_context(session.generating)  # left after the groups: closed, they end what it waits for
-            gpus = visible_gpus()
-            session.decide(estimate_groups(config))
-            specs = place(config, len(gpus), run.logs)
-            for spec in specs:
-                group = session.stack.enter_context(EngineGroup(spec))
-                session.groups |= {role: group for role in config.roles if role in spec.roles}
-            if used := sorted({gpus[item.gpu] for spec in specs for item in spec.devices if item.gpu is not None}):
-                session.gpu_sampler = session.stack.enter_context(GpuSampler(used))
-            yield training
+        yield training
     finally:
         del _SESSIONS[training.folder]
 

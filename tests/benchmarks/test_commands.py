@@ -21,6 +21,7 @@ from benchmarks.result import BenchResult, new_result, read_result, write_result
 from benchmarks.rollout import drawn
 from configs.errors import UserError
 from configs.schema import TinyModel, TrainConfig
+from data.tokenizer import make_byte_tokenizer
 from engines.tiny_model import make_tiny_model
 from penstock import cli
 from penstock.bench import _finish
@@ -67,6 +68,28 @@ def test_updates_on_made_up_experience_change_the_policy(bench: Callable[..., tu
         assert len({row[name] for row in result.details}) == 6
     assert result.settings["response_tokens_max"] <= 40
     assert "update_s" in printed
+
+
+def test_replies_of_ranks_without_a_model_are_scored_and_weighed(
+    bench: Callable[..., tuple[BenchResult, str]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Each number of engines answers as many prompts each, and every stage of the flow sees the answers."""
+    tiny = TinyModel(hidden_size=32, layers=1, heads=1, kv_heads=1, intermediate_size=32, max_positions=64)
+    make_byte_tokenizer(tmp_path / "model")
+    make_tiny_model(tmp_path / "model", tiny, 512, eos=1, pad=0, seed=0)
+    recipe = "{data: {max_prompt_tokens: 8}, rollout: {prompts: 3, samples: 2, max_response_tokens: 16}}"
+    (tmp_path / "replies.yaml").write_text(recipe, encoding="utf-8")
+    command = ("replies", "replies.yaml", "--engines", "1", "--engines", "2", "--rounds", "2", "--skip", "1")
+    reward = "reward.function=benchmarks.digit_reward:share_of_digits"
+    result, _ = bench(*command, "model.path=model", reward)
+    assert [(row["engines"], row["responses"]) for row in result.details] == [(1, 6), (2, 12)]
+    for count in (1, 2):
+        stages = [result.figures[f"{stage}_s_{count}"] for stage in ("rollout", "reward", "advantage")]
+        assert min(stages) > 0
+        assert result.figures[f"flow_s_{count}"] == pytest.approx(sum(stages))
+    with pytest.raises(SystemExit, match="2"):
+        bench(*command, reward)
+    assert "set model.path" in capsys.readouterr().err
 
 
 def test_vllm_by_itself_does_the_same_work(tmp_path: Path) -> None:

@@ -41,4 +41,4 @@ def test_texts_are_told_once_and_not_made_again(monkeypatch: pytest.MonkeyPatch)
 
 
 def _plain(news: dict[str, Any]) -> dict[str, list[Any]]:
-    return {name: list(values) for name, values in news.items()}
+    return {name: values.tolist() for name, values in news.items()}

@@ -8,6 +8,7 @@ from typing import Any
 
 import msgpack
 import numpy as np
+import pyarrow as pa
 import pytest
 import zmq
 from zmq.utils.monitor import recv_monitor_message
@@ -63,6 +64,8 @@ def test_packing_takes_a_snapshot() -> None:
         np.zeros(2, np.float16),
         np.zeros(2, ">f4"),
         np.zeros(2).view(np.recarray),
+        pa.array(["text"]),
+        pa.array(["text", None], pa.large_string()),
         np.float32(1),
         {1, 2},
         object(),
@@ -75,7 +78,32 @@ def test_everything_else_is_refused(value: Any) -> None:
         channel.pack({"value": value})
 
 
-@pytest.mark.parametrize("code", [len(channel.DTYPES), 127])
+@pytest.mark.parametrize("texts", [[], [""], ["one", "", "zwei é", "\U0001f600"]], ids=len)
+def test_texts_cross_as_they_are(texts: list[str]) -> None:
+    """Empty ones, several bytes a character, and those that are part of a longer array; text behind them stays away."""
+    whole = pa.array(["before", *texts, "behind"], pa.large_string())
+    for sent in (pa.array(texts, pa.large_string()), whole[1:-1]):
+        assert channel.unpack(channel.pack({"a": sent}))["a"].equals(pa.array(texts, pa.large_string()))
+    assert b"behind" not in channel.pack(whole[1:-1])
+
+
+@pytest.mark.parametrize(
+    "offsets", [[0, 9], [1, 3], [0, 2], [0, 3, 1, 3], [0, -1, 3]], ids=["outside", "late", "short", "back", "negative"]
+)
+def test_texts_that_would_be_read_elsewhere_are_refused(offsets: list[int]) -> None:
+    """Offsets from the other side never reach memory that is not the texts' own; the right ones pass."""
+
+    def body(offsets: list[int]) -> bytes:
+        data = np.array([len(offsets) - 1, *offsets], np.int64).tobytes() + b"abc"
+        packed: bytes = msgpack.packb(msgpack.ExtType(len(channel.DTYPES), data))
+        return packed
+
+    assert channel.unpack(body([0, 1, 3])).to_pylist() == ["a", "bc"]
+    with pytest.raises(ValueError, match="offsets"):
+        channel.unpack(body(offsets))
+
+
+@pytest.mark.parametrize("code", [len(channel.DTYPES) + 1, 127])
 def test_unknown_extension_is_refused(code: int) -> None:
     """A body that names an unknown type does not become data."""
     with pytest.raises(ValueError, match="ext code"):

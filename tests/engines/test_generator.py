@@ -172,9 +172,10 @@ def test_texts_are_the_decoded_responses(rollout: Rollout) -> None:
     reply = rollout()
     tokenizer = AutoTokenizer.from_pretrained(rollout.folder)
     plain = [[token for token in row if token not in tokenizer.all_special_ids] for row in _responses(reply)]
-    assert reply["texts"] == [tokenizer.decode(row) for row in plain]
+    texts = reply["texts"].to_pylist()
+    assert texts == [tokenizer.decode(row) for row in plain]
     assert any(row[-1] == EOS for row in _responses(reply))
-    assert all("<eos>" not in text for text in reply["texts"])
+    assert all("<eos>" not in text for text in texts)
 
 
 # ---- on which weights ----------------------------------------------------------------------------------------------

@@ -177,11 +177,11 @@ def test_responses_that_end_early_are_told_at_once(two_ranks: Ranks, folder_of: 
         for news in heard
         if "samples" in news
         for position, sample, text in zip(
-            news["positions"].tolist(), news["samples"].tolist(), news["texts"], strict=True
+            news["positions"].tolist(), news["samples"].tolist(), news["texts"].to_pylist(), strict=True
         )
     ]
     texts = {
-        (position, sample): reply["texts"][2 * number + sample]
+        (position, sample): reply["texts"][2 * number + sample].as_py()
         for reply in replies
         for number, position in enumerate(reply["positions"].tolist())
         for sample in range(2)

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
 
 from state.experience import Ragged
 
@@ -39,7 +40,7 @@ class Echo:
             "tokens": responses.values_T,
             "offsets": responses.offsets_B1,
             "truncated": np.arange(count) % 2 == 1,
-            "texts": [str(responses.row(row)[0]) for row in range(count)],
+            "texts": pa.array([str(responses.row(row)[0]) for row in range(count)], pa.large_string()),
             "policy_version": self.policy_version,
             "request_seconds": np.ones(count, np.float32),
             "engine_seconds": 1.0,

@@ -28,7 +28,7 @@ def test_responses_come_back_in_prompt_order(training_with: Callable[[TrainConfi
 
     rows = [responses.tokens.row(row).tolist() for row in range(len(responses.tokens))]
     assert rows == [[10], [10, 10], [20], [20, 20], [30], [30, 30], [40], [40, 40], [50], [50, 50]]
-    assert responses.texts == [str(row[0]) for row in rows]
+    assert responses.texts.to_pylist() == [str(row[0]) for row in rows]
     assert responses.truncated_B.tolist() == [False, True] * 5
     assert responses.policy_version == 3
 
@@ -49,7 +49,7 @@ def test_one_rank_replies_for_an_engine_of_several(training_with: Callable[[Trai
     training.session().groups["rollout"] = Pairs(2)  # type: ignore[assignment]
     prompts = pd.DataFrame({"prompt_tokens": [[10], [20], [30]]})
     responses = generate(training, prompts, "1/rollout", [0, 1, 0], {"samples": SAMPLES})
-    assert responses.texts == ["10", "10", "20", "20", "30", "30"]
+    assert responses.texts.to_pylist() == ["10", "10", "20", "20", "30", "30"]
 
 
 def test_a_prompt_that_is_lost_or_doubled_is_noticed() -> None:

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import pandas as pd
+import pyarrow as pa
 import pytest
 
 from configs.errors import UserError
@@ -47,7 +48,7 @@ def test_a_judges_parts_and_words_are_columns_in_held_out_evaluation_too(
 ) -> None:
     """Each part and the judge's text; accuracy counts rewards of at least 1."""
     tokens = Ragged.of([np.array([5, 6]), np.array([5])], np.int32)
-    responses = Responses(tokens, ["2", "4"], np.array([False, False]), 3, {}, tokens, {})
+    responses = Responses(tokens, pa.array(["2", "4"], pa.large_string()), np.array([False, False]), 3, {}, tokens, {})
     monkeypatch.setattr(evaluation, "generate", lambda *_, **__: responses)
     reading = {"parser": "tests.rewards.reward_examples:judge_parser", "settings": {"bonus": 0.25}}
     with scripted(lambda body: chat_reply(body["messages"][0]["content"])) as seen:
@@ -57,7 +58,7 @@ def test_a_judges_parts_and_words_are_columns_in_held_out_evaluation_too(
         session.prompts["heldout"] = TABLE
         with open_scorer(config.reward, ["prompt_id", "answer"]) as session.scorer:
             figures = evaluation.evaluate.fn(training, 3)
-            again = score(training, {**ROWS, "response": responses.texts}, "heldout", "key")
+            again = score(training, {**ROWS, "response": responses.texts.to_pylist()}, "heldout", "key")
     names = ["reward", "reward/same", "reward/bonus", "reward_answer", "reward_failure"]
     written = read_columns(training.run.evaluation(3), names)
     assert written["reward"].tolist() == [1.25, 0.25]

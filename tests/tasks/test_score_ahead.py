@@ -37,7 +37,7 @@ class Talking(Echo):
             news = {
                 "positions": first["positions"][:1],
                 "samples": np.array([sample]),
-                "texts": [first["texts"][sample]],
+                "texts": first["texts"][sample : sample + 1],
             }
             on_news(news)
         on_news(first)
