@@ -165,10 +165,29 @@ def process_group(device: torch.device, store: Any, rank: int, size: int, timeou
 
 def prepare_vllm(cuda: bool, architectures: Sequence[str]) -> None:
     """Apply what vLLM needs before its first engine in this process, which will have one of the `architectures`."""
-    if not cuda:
+    if cuda:
+        draw_tokens_in_one_pass()
+    else:
         keep_plain_linear_on_cpu()
         keep_cpu_engines_off_shared_memory()
     inspect_in_this_process(architectures)
+
+
+def draw_tokens_in_one_pass() -> bool:
+    """Let vLLM's sampler on GPUs draw with `engines.token_draw`; return whether it does.
+
+    A vLLM whose own function takes something else keeps it.
+    """
+    from vllm.v1.worker.gpu.sample import sampler
+
+    known = ("logits", "expanded_idx_mapping", "temperature", "seed", "pos", "apply_temperature")
+    if tuple(inspect.signature(sampler.gumbel_sample).parameters)[: len(known)] != known:
+        return False
+    from engines.token_draw import draw
+
+    replaced: Any = sampler
+    replaced.gumbel_sample = lambda *arguments, **_: draw(*arguments)
+    return True
 
 
 def inspect_in_this_process(architectures: Sequence[str]) -> None:
