@@ -178,7 +178,7 @@ def critic_figure(frame: pd.DataFrame) -> Figure | None:
 
 
 def throughput_figure(frame: pd.DataFrame) -> Figure | None:
-    """Rollout speed and response length, and how well the GPUs are used."""
+    """Rollout speed and response length, and how well the GPUs, and of several ranks their time, are used."""
     return _panels(
         frame,
         {
@@ -195,6 +195,7 @@ def throughput_figure(frame: pd.DataFrame) -> Figure | None:
                 "gpu/utilisation": "any kernel runs",
                 "actor/communication_share": "collectives of the update",
             },
+            "Parallel efficiency of the ranks, share": {"ranks/parallel_efficiency": "work of the ranks' time"},
             "GPU memory, GiB": {"gpu/memory_gib": "in use", "memory/gpu_gib": "allocated by torch"},
         },
     )
@@ -216,7 +217,14 @@ def time_figure(frame: pd.DataFrame) -> Figure | None:
     for number, (task, seconds) in enumerate(times.items()):
         top = bottom + np.append(seconds, seconds.iloc[-1])
         axes.fill_between(
-            edges, bottom, top, step="post", linewidth=0, color=COLOURS[number % len(COLOURS)], alpha=0.85, label=task
+            edges,
+            bottom,
+            top,
+            step="post",
+            linewidth=0,
+            color=COLOURS[number % len(COLOURS)],
+            alpha=0.85,
+            label=str(task).replace("_", " "),
         )
         bottom = top
     if "time/iteration_s" in frame:

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from matplotlib.image import imread
 
-from reports.plots import metrics_frame, plot_run, reward_figure, task_times, time_figure
+from reports.plots import metrics_frame, plot_run, reward_figure, task_times, throughput_figure, time_figure
 
 
 def _records(count: int, **extra: float) -> list[dict[str, Any]]:
@@ -56,6 +56,16 @@ def test_accuracy_is_drawn_with_its_interval() -> None:
     plain = reward_figure(metrics_frame(_records(3)))
     assert plain is not None
     assert not any(hasattr(item, "get_segments") for item in plain.axes[-1].collections)
+
+
+def test_parallel_efficiency_is_drawn_only_where_there_are_several_ranks() -> None:
+    """A panel of its own, with the run's values. Control: a run of one rank, which has no such figure."""
+    for extra, drawn in ({"ranks/parallel_efficiency": 0.875}, True), ({}, False):
+        figure = throughput_figure(metrics_frame(_records(3, **{"rollout/tokens_per_s": 9.0, **extra})))
+        assert figure is not None
+        found = [axes for axes in figure.axes if axes.get_title().startswith("Parallel efficiency")]
+        assert len(found) == drawn
+        assert all(list(axes.lines[0].get_ydata()) == [0.875] * 3 for axes in found)
 
 
 def test_no_records_give_no_pictures(tmp_path: Path) -> None:
