@@ -13,6 +13,7 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from shlex import quote
 from typing import TYPE_CHECKING, Any
 
 from reports.alarms import Alarm, alarms_of
@@ -32,7 +33,7 @@ _CAPTIONS = {
     "policy": "How far and how hard each update moves the policy.",
     "critic": "How well the value model predicts returns.",
     "time": "Where the seconds of an iteration go. Tasks that run side by side are stacked, too.",
-    "throughput": "How fast experience is generated, how long responses are, and how well the GPUs are used.",
+    "throughput": "How fast experience is generated, how long responses are, and how well GPUs and ranks are used.",
 }
 
 
@@ -71,7 +72,7 @@ class Report:
     samples: list[dict[str, Any]]
     config: str
     links: Mapping[str, str]
-    resume: str
+    commands: Mapping[str, str]
 
 
 def write_report(
@@ -87,7 +88,7 @@ def write_report(
         run_folder: holds `metrics.jsonl` and `config.yaml`, and `summary.json` once the run has ended.
         links: label to address or path, e.g. the MLflow run, the Prefect flow run, the run folder.
         samples: rows (or a Parquet file of rows) with `prompt` and `response` as text and `reward` as a number.
-        resume: the command that continues this run.
+        resume: the command that continues this run; shown unless the run is complete.
         summary: what `summary.json` will say, of a run that is just ending; default: what it says.
     """
     from jinja2 import Environment, PackageLoader
@@ -112,9 +113,10 @@ def _gather(
     resume: str,
 ) -> Report:
     records, config = read_metrics(RunFolder(run_folder)), run_folder / "config.yaml"
+    status = str(summary.get("status", "unfinished")).lower()
     return Report(
         name=run_folder.name,
-        status=str(summary.get("status", "unfinished")).lower(),
+        status=status,
         headlines=headlines(summary),
         alarms=alarms_of(records),
         evaluation=evaluation_figures(records),
@@ -123,8 +125,19 @@ def _gather(
         samples=_rows(samples)[-_SAMPLES_SHOWN:],
         config=config.read_text(encoding="utf-8") if config.exists() else "",
         links=links,
-        resume=resume,
+        commands=_commands(run_folder, status, links, resume),
     )
+
+
+def _commands(run_folder: Path, status: str, links: Mapping[str, str], resume: str) -> dict[str, str]:
+    """Return what can be done with this run, by label: an unfinished one is resumed, a complete one has its model."""
+    found = {}
+    if any(address.startswith("http://127.0.0.1:") for address in links.values()):
+        found["Serve these pages"] = f"penstock ui {quote(str(run_folder.parent))}"
+    if status != "completed":
+        return found | ({"Resume this run": resume} if resume else {})
+    place = quote(str(run_folder))
+    return found | {"Export the model": f"penstock export {place}", "Serve the model": f"penstock serve {place}"}
 
 
 def mean_task_times(frame: pd.DataFrame) -> list[TaskTime]:
@@ -162,9 +175,9 @@ def _markdown(report: Report) -> str:
     parts += [f"![{picture.path.stem}]({picture.path.name})" for picture in report.pictures]
     if report.times:
         rows = [f"| {time.task} | {time.seconds:.3f} | {time.share:.0%} |" for time in report.times]
-        parts.append("\n".join(["| task | mean seconds | share |", "| --- | ---: | ---: |", *rows]))
+        parts.append("\n".join(["| task | mean seconds when it ran | share |", "| --- | ---: | ---: |", *rows]))
     if report.links:
         parts.append("\n".join(f"- {label}: `{address}`" for label, address in report.links.items()))
-    if report.resume:
-        parts.append(f"Resume: `{report.resume}`")
+    if report.commands:
+        parts.append("\n".join(f"- {label}: `{command}`" for label, command in report.commands.items()))
     return "\n\n".join(parts) + "\n"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 import json
 import re
 from pathlib import Path
@@ -48,7 +49,7 @@ def run_folder(tmp_path: Path) -> Path:
 def test_the_page_holds_figures_pictures_times_links_and_config(run_folder: Path) -> None:
     """Everything that a reader looks for is on the one page, in the reader's units."""
     links = {"MLflow run": "http://127.0.0.1:5000/#/experiments/1", "Run folder": str(run_folder)}
-    page = write_report(run_folder, links, resume="penstock resume tiny").read_text()
+    page = write_report(run_folder, links).read_text()
     for text in ("tiny-20260101-000000", "completed", "25.0% → 75.0%", "+50.0 points", "0.500 → 0.250", "-0.250"):
         assert text in page
     for text in (
@@ -61,13 +62,38 @@ def test_the_page_holds_figures_pictures_times_links_and_config(run_folder: Path
         "update actor 25%, other 4%<",
         "1.500",
         "75 %",
-        "penstock resume tiny",
         str(run_folder),
     ):
         assert text in page
     assert page.count('src="data:image/png;base64,') == 2
     assert 'href="http://127.0.0.1:5000/#/experiments/1"' in page
     assert "&lt;b&gt;x&lt;/b&gt;" in page
+
+
+@pytest.mark.parametrize("status", ["completed", "cancelled", "failed", None])
+def test_what_can_be_done_next_follows_from_how_the_run_ended(run_folder: Path, status: str | None) -> None:
+    """A complete run has a model to export and to serve and nothing to resume; any other, without a summary, too, may
+    go on. Both pages, with the folder's path as a shell takes it."""
+    folder = run_folder.rename(run_folder.with_name("tiny run"))
+    (folder / "summary.json").unlink()
+    if status:
+        (folder / "summary.json").write_text(json.dumps(SUMMARY | {"status": status}))
+    resume = "penstock train --resume 'tiny run'"
+    page = write_report(folder, {}, resume=resume)
+    for text in (html.unescape(page.read_text()), page.with_name("report.md").read_text()):
+        assert (resume in text) == (status != "completed")
+        assert (f"penstock export '{folder}'" in text) == (status == "completed")
+        assert (f"penstock serve '{folder}'" in text) == (status == "completed")
+        assert "penstock ui" not in text
+
+
+def test_pages_of_this_machine_come_with_the_command_that_serves_them(run_folder: Path) -> None:
+    """An address of `penstock ui` answers nobody until it runs. Control: the test above, which has no such address."""
+    page = write_report(run_folder, {"MLflow run": "http://127.0.0.1:5000/#/experiments/1"})
+    for text in (page.read_text(), page.with_name("report.md").read_text()):
+        assert f"penstock ui {run_folder.parent}" in text
+    page = write_report(run_folder, {"MLflow run": "https://mlflow.example.org/#/experiments/1"})
+    assert "penstock ui" not in page.read_text()
 
 
 def test_alarms_and_held_out_figures_are_on_both_pages(run_folder: Path) -> None:
