@@ -14,11 +14,11 @@ _LABELS = {
     "heldout/accuracy": "accuracy",
     "heldout/reward": "mean reward",
     "heldout/response_length_mean": "response length, tokens",
-    "heldout/truncated_share": "truncated",
+    "heldout/truncated_share": "truncated, share",
     "heldout/kl": "KL to the reference, nats per token",
-    "heldout/distinct_2": "distinct bigrams",
+    "heldout/distinct_2": "distinct bigrams, share",
     "heldout/ngram_entropy_2": "entropy of bigrams, nats",
-    "heldout/repetition": "repetition",
+    "heldout/repetition": "repetition, share",
     "heldout/evaluator_failures": "evaluators that failed",
 }
 _OF_SEVERAL = re.compile(r"heldout/(mean|best|worst|majority)_at_(\d+)")

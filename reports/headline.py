@@ -29,7 +29,7 @@ def headlines(summary: Mapping[str, Any]) -> list[Headline]:
         _change("Mean reward", summary.get("reward_first"), summary.get("reward_last"), percent=False),
         _plain("Iterations", summary.get("iterations"), "{:,}"),
         Headline("Duration", duration(summary["seconds"])) if summary.get("seconds") is not None else None,
-        _plain("Tokens per second", summary.get("tokens_per_second"), "{:,.0f}"),
+        _plain("Tokens per second", summary.get("tokens_per_second"), "{:,.0f}", "generated, over whole iterations"),
         _shares(summary.get("time_shares")),
         _plain("Actor's MFU", summary.get("actor_mfu"), "{:.1%}"),
         _weights(summary.get("parameters_shared"), summary.get("parameters_copied"), summary.get("reshard_strategy")),
@@ -59,8 +59,8 @@ def _change(label: str, before: float | None, after: float | None, *, percent: b
     return Headline(label, f"{shape.format(before)} → {shape.format(after)}", note, trend)
 
 
-def _plain(label: str, value: float | None, shape: str) -> Headline | None:
-    return None if value is None else Headline(label, shape.format(value))
+def _plain(label: str, value: float | None, shape: str, note: str = "") -> Headline | None:
+    return None if value is None else Headline(label, shape.format(value), note)
 
 
 def _shares(shares: Mapping[str, float] | None) -> Headline | None:

@@ -26,7 +26,7 @@ def test_first_and_last_evaluation_in_reading_order() -> None:
         Figure("mean reward", "–", "0.250"),
         Figure("best@4", "–", "1.000"),
         Figure("response length, tokens", "–", "1,234.5"),
-        Figure("truncated", "–", "0.000"),
+        Figure("truncated, share", "–", "0.000"),
         Figure("mine/score", "–", "2.000 (1.000 to 3.000)"),
     ]
 
