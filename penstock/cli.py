@@ -152,10 +152,13 @@ def _load(recipe: Path | None, overrides: list[str] | None) -> Any:
 
 
 def _check(config: Any, run: Path | None) -> Any:
-    from tasks.check import check_training
+    from reports.progress import waiting
 
-    _check_folder(config, run)
-    return check_training(config)
+    with waiting(console, "checking the recipe"):
+        from tasks.check import check_training
+
+        _check_folder(config, run)
+        return check_training(config)
 
 
 def _check_folder(config: Any, run: Path | None) -> None:

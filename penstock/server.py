@@ -15,7 +15,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from rich.console import Console
+
 from configs.errors import UserError
+from reports.progress import waiting
 
 START_SERVER = "start one with 'prefect server start', or set PREFECT_API_URL to yours"
 _watching: list[subprocess.Popen[bytes]] = []  # a shell that lost its Popen object would see its standard input end
@@ -65,7 +68,12 @@ def start_server() -> None:
     signal.signal(signal.SIGTERM, _leave)
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
-        with _sessions_of_their_own(), get_client(sync_client=True) as client:
+        # The line's thread is started here: one that is older would take the Ctrl-C that this one has blocked.
+        with (
+            waiting(Console(), "starting Prefect's server"),
+            _sessions_of_their_own(),
+            get_client(sync_client=True) as client,
+        ):
             if client.server_type == ServerType.EPHEMERAL and not _watching:
                 _watching.append(end_with_this_process(_server_pid()))
     finally:

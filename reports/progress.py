@@ -8,7 +8,8 @@ Left out: the log of the engines (their files are in the run folder's `logs/`).
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
@@ -36,7 +37,7 @@ _ETA_WINDOW_S = 86_400.0
 
 
 class TrainingProgress:
-    """Context manager: `phase` says what is going on, `start` begins the iterations, `advance` ends one.
+    """Context manager: `phase` says what is waited for, `start` begins the iterations, `advance` ends one.
 
     Args:
         console: where to write; default: standard output.
@@ -54,7 +55,7 @@ class TrainingProgress:
         self._total = self._first = self._done = 0
         self._began_s = time.monotonic()
         self._written_s = -float("inf")
-        self._held_back = ""
+        self._held_back = self._phase = ""
 
     def __enter__(self) -> Self:
         self._bar.start()
@@ -67,11 +68,23 @@ class TrainingProgress:
         if self._held_back:
             self._write(self._held_back)
 
-    def phase(self, text: str) -> None:
-        """Show what is going on; as a plain line only outside the iterations, where it is news."""
-        self._bar.update(self._task, description=text)
-        if not self._live and self._done == self._total:
-            self._write(text)
+    def phase(self, text: str, detail: str = "") -> None:
+        """Show what is waited for, from now on; as a plain line only outside the iterations, where it is news.
+
+        Outside the iterations the clock shows the seconds of this phase: it starts anew where `text` changes.
+
+        Args:
+            detail: how far the phase is.
+        """
+        shown = f"{text}: {detail}" if detail else text
+        outside = self._done == self._total
+        if outside and text != self._phase:
+            self._bar.columns = _columns()
+            self._bar.reset(self._task, total=None, description=shown)
+        self._phase = text
+        self._bar.update(self._task, description=shown)
+        if not self._live and outside:
+            self._write(shown)
 
     def start(self, total: int, completed: int = 0) -> None:
         """Begin the iterations; `completed` of them were done before this process (a resumed run)."""
@@ -83,7 +96,7 @@ class TrainingProgress:
     def advance(self, iteration: int, metrics: Mapping[str, float]) -> None:
         """Show that `iteration` (counted from 1) has ended with `metrics`; those that are absent are left out."""
         first = self._done == self._first
-        self._done = iteration
+        self._done, self._phase = iteration, ""
         text = " ".join(_metric_texts(metrics))
         self._bar.update(self._task, completed=iteration, metrics=text)
         if self._live:
@@ -103,6 +116,14 @@ class TrainingProgress:
         self._held_back = ""
         self._written_s = time.monotonic()
         self._console.print(Text(text), soft_wrap=True)
+
+
+@contextmanager
+def waiting(console: Console, text: str) -> Iterator[None]:
+    """Show on a terminal what the block waits for, and for how long; the line goes away when the block ends."""
+    with Progress(*_columns(), console=console, transient=True, disable=not console.is_terminal) as bar:
+        bar.add_task(text, total=None)
+        yield
 
 
 def print_summary(console: Console, summary: Mapping[str, Any], links: Mapping[str, str]) -> None:
@@ -135,7 +156,7 @@ def _panel(summary: Mapping[str, Any]) -> RenderableType:
 
 
 def _columns() -> tuple[ProgressColumn, ...]:
-    """Before the iterations there are no figures: what is going on has the line for itself."""
+    """Before and after the iterations there are no figures: what is waited for has the line for itself."""
     phase = Column(no_wrap=True, overflow="ellipsis")
     return (
         SpinnerColumn(),

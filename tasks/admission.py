@@ -8,17 +8,19 @@ whose (`groups`), and machines; a limit counts, it does not place.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 from prefect.client.orchestration import get_client
 from prefect.concurrency.sync import concurrency
 from prefect.exceptions import ObjectNotFound
+from rich.console import Console
 
 from configs.errors import UserError
 from configs.schema import TrainConfig
 from engines.machine import visible_gpus
 from engines.placement import place
+from reports.progress import waiting
 
 GPU_SLOTS = "gpus"
 
@@ -40,7 +42,9 @@ def admission(config: TrainConfig) -> Iterator[None]:
             f"this training needs {needed} GPUs, the concurrency limit '{GPU_SLOTS}' is {slots}",
             f"run 'penstock deploy' on the GPU machine, or 'prefect gcl update {GPU_SLOTS} --limit {needed}'",
         )
-    with concurrency(GPU_SLOTS, occupy=needed):
+    with ExitStack() as stack:
+        with waiting(Console(), f"waiting for {needed} of {slots} GPU slots (concurrency limit '{GPU_SLOTS}')"):
+            stack.enter_context(concurrency(GPU_SLOTS, occupy=needed))
         yield
 
 

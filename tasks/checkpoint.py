@@ -39,6 +39,7 @@ def save_checkpoint(training: Training, progress: Progress) -> None:
     """Make the state after `progress.iteration` durable; its seconds and size join the iteration's figures."""
     run = training.run
     metrics: dict[str, float] = {}
+    training.session().say("checkpoint")
     with timed(metrics, "checkpoint"):
         final = run.checkpoint(progress.iteration)
         aside = empty_beside(final)
@@ -61,6 +62,7 @@ def restore(training: Training) -> Progress:
     run, saved = training.run, read_manifest(training.run)
     done, version = saved.progress.iteration, saved.progress.policy_version
     if saved.checkpoint is not None:
+        training.session().say("loading the checkpoint", saved.checkpoint)
         folder = run.checkpoints / saved.checkpoint
         verify_checkpoint(folder)
         for group in training.session().distinct_groups:

@@ -36,6 +36,7 @@ def evaluate(training: Training, iteration: int) -> dict[str, float]:
     samples = config.evaluate.samples
     prompts = table.frame.head(config.evaluate.prompts or len(table))
     metrics: dict[str, float] = {}
+    training.session().say("evaluation" if iteration else "evaluating the model before training")
     with timed(metrics, "evaluate"):
         sampling = {
             "samples": samples,

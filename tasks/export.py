@@ -18,6 +18,7 @@ def export(training: Training) -> str:
     final = training.run.model("final")
     if final.exists():
         return str(final)
+    training.session().say("writing the trained model")
     with filling(final) as aside:
         training.session().call("actor", "export", "0/export", folder=str(aside))
         copy_tokenizer(Path(training.session().model_folder), aside)

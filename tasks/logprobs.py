@@ -77,6 +77,7 @@ def states_path(experience: ExperienceRef) -> Path:
 
 def _states(training: Training, settings: Settings, experience: ExperienceRef) -> ColumnRef:
     begin, path, name = time.perf_counter(), states_path(experience), "logprobs_reference"
+    training.session().say("log-probs")
     arguments = {"path": experience.path, "budget": settings.micro_batch_tokens, "output": str(path)}
     training.session().call("reference", "reference_states", f"{settings.iteration}/{name}", **arguments)
     return ColumnRef(name, str(path), time.perf_counter() - begin, columns=())
@@ -92,6 +93,7 @@ def _column(
     arguments: dict[str, Any],
 ) -> ColumnRef:
     begin = time.perf_counter()
+    training.session().say("values" if command == "values" else "log-probs")
     replies = training.session().call(role, command, f"{settings.iteration}/{name}", path=experience.path, **arguments)
     path = Path(experience.path).with_suffix(f".{name}.parquet")
     columns = {name: in_row_order(replies, experience.path)}

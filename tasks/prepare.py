@@ -41,6 +41,7 @@ def starting_model(training: Training) -> str:
         return str(Path(str(config.model.path)).resolve())
     folder = run.model("initial")
     if not folder.exists():
+        training.session().await_engines()
         training.session().say("making a tiny model")
         with filling(folder) as aside:
             with interrupts_deferred():
@@ -54,14 +55,11 @@ def load_prompts(training: Training, model_folder: str) -> dict[str, int]:
     """Tokenize the prompts into the run folder (once per run) and open the source of rewards; return counts."""
     session, config, run = training.session(), training.config, training.run
     session.model_folder = model_folder
+    _tokenize(training, model_folder)
     session.say("reading prompts")
     counts: dict[str, int] = {}
     for split in ("train", "heldout"):
-        path = run.prompts(split)
-        if not path.exists():
-            write_text(_tokenized(run), json.dumps(_tokenizing(config)))
-            tokenize_prompts(_frame(config, split), config.data, load_tokenizer(model_folder), split).save(path)
-        table = PromptTable.load(path)
+        table = PromptTable.load(run.prompts(split))
         session.prompts[split] = table
         counts |= {split: len(table), f"{split}_dropped": table.dropped}
         if table.dropped:
@@ -72,6 +70,20 @@ def load_prompts(training: Training, model_folder: str) -> dict[str, int]:
         columns = ["prompt_id", *(name for name in session.prompts["train"].frame.columns if name not in RESERVED)]
         session.scorer = session.stack.enter_context(open_scorer(config.reward, columns))
     return counts
+
+
+def _tokenize(training: Training, model_folder: str) -> None:
+    """Tokenize those prompts that the run folder does not hold yet."""
+    session, config, run = training.session(), training.config, training.run
+    splits = [split for split in ("train", "heldout") if not run.prompts(split).exists()]
+    if not splits:
+        return
+    write_text(_tokenized(run), json.dumps(_tokenizing(config)))
+    session.say("loading the tokenizer")
+    tokenizer = load_tokenizer(model_folder)
+    session.say("tokenizing prompts")
+    for split in splits:
+        tokenize_prompts(_frame(config, split), config.data, tokenizer, split).save(run.prompts(split))
 
 
 def check_tokenized(run: RunFolder, config: TrainConfig) -> None:
@@ -110,6 +122,7 @@ def load_pairs(training: Training, model_folder: str) -> int:
     assert config.sft is not None
     if path.exists():
         return len(read_columns(path, ["response_tokens"])["response_tokens"])
+    training.session().say("tokenizing the pairs of supervised training")
     response = config.data.response or "response"
     frame = _frame(config, "sft")
     pairs = tokenize_pairs(
@@ -126,6 +139,7 @@ def build_engines(training: Training, model_folder: str) -> dict[str, int | str]
     """Load every role's model on its group; return parameter counts and the reshard's strategy."""
     session = training.session()
     session.model_folder = model_folder
+    session.await_engines()
     session.say("loading models into DeepSpeed and vLLM")
     common, groups = session.build_arguments(), session.distinct_groups
     replies = side_by_side("build", "0/build", {group: {**common, "roles": list(group.spec.roles)} for group in groups})

@@ -12,12 +12,15 @@ from tasks.session import Training
 
 @contextmanager
 def show_progress(training: Training) -> Iterator[None]:
-    """Show phases and iterations while the context lasts; a resumed run starts where its manifest stands."""
+    """Show phases and iterations while the context lasts; a resumed run starts where its manifest stands.
+
+    The record is what a flow opens next (tasks/record.py).
+    """
     session = training.session()
     done = read_manifest(training.run).progress if training.run.manifest.is_file() else None
     with TrainingProgress() as session.progress:
         session.seconds_before = done.seconds if done else 0.0
-        session.progress.phase("starting engines")
+        session.progress.phase("opening the record in MLflow")
         yield
 
 

@@ -39,6 +39,7 @@ def refill(training: Training, settings: Settings, progress: Progress, stage: St
     """
     metrics, path = dict(stage.metrics), Path(stage.experience.path)
     seconds, key = metrics.get("time/refill_s", 0.0), f"{settings.iteration}/refill-{number}"
+    training.session().say("refill")
     with timed(metrics, "refill"):
         present = read_columns(path, column_names(path))
         present.setdefault(REFILL, np.zeros(len(present["group"]), np.int64))

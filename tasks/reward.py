@@ -30,6 +30,7 @@ def reward(training: Training, settings: Settings, stage: Stage) -> Stage:
     """Score the experience and add columns `reward`, `reward/<part>`, `reward_failure`, of a judge `reward_answer`."""
     metrics = dict(stage.metrics)
     path = Path(stage.experience.path)
+    training.session().say("reward")
     with timed(metrics, "reward"):
         columns = read_columns(path, ["sample_id", "prompt_id", "prompt", "response", *episode_column_names(path)])
         scores = score(training, columns, "train", f"{settings.iteration}/reward")

@@ -44,6 +44,7 @@ def rollout(training: Training, settings: Settings, progress: Progress) -> Stage
     """Generate experience, or take the file that an interrupted attempt of this iteration left complete."""
     path, (key, seed) = training.run.experience(settings.iteration), _key_and_seed(training, settings)
     metrics: dict[str, float] = {}
+    training.session().say("rollout")
     with timed(metrics, "rollout"):
         found = _complete(path, progress.policy_version)
         if found and (changes := _changes(training, settings, progress)):

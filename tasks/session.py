@@ -100,6 +100,7 @@ class Session:
     alarms_said: set[str] = field(default_factory=set)
     recomputed: dict[str, Recomputed] = field(default_factory=dict)  # by trained model, as decided for this machine
     kv_cache_stays: bool | None = None  # between rollouts, likewise; None: on no GPU, or there is no rollout
+    engines_awaited: bool = False
     lap_began: float = 0.0  # tasks/laps.py
     started: float = field(default_factory=time.monotonic)
     seconds_before: float = 0.0  # of earlier attempts
@@ -139,10 +140,22 @@ class Session:
         """Whether the actor, or the model of supervised training, keeps its logits for the backward pass."""
         return name in self.recomputed and not self.recomputed[name].logits
 
-    def say(self, text: str) -> None:
-        """Show a phase on the terminal."""
+    def say(self, text: str, detail: str = "") -> None:
+        """Show on the terminal what is waited for from now on, and how far it is."""
         if self.progress is not None:
-            self.progress.phase(text)
+            self.progress.phase(text, detail)
+
+    def await_engines(self) -> None:
+        """Wait, once, until every rank has imported its libraries, and say so: what follows would be blamed for it.
+
+        Where nothing is shown the first command waits for them.
+        """
+        if self.engines_awaited or self.progress is None:
+            return
+        self.say("waiting for the engines, which import PyTorch, DeepSpeed and vLLM")
+        for group in self.distinct_groups:
+            group.wait_ready()
+        self.engines_awaited = True
 
 
 _SESSIONS: dict[str, Session] = {}

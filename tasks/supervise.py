@@ -20,6 +20,8 @@ def begin_supervised(training: Training, model_folder: str) -> None:
     training.session().model_folder = model_folder
     if not training.run.manifest.is_file():
         begin_manifest(training, Progress())
+    training.session().await_engines()
+    training.session().say("loading the model for supervised training")
     training.session().call(
         "actor",
         "sft_begin",
@@ -31,6 +33,7 @@ def begin_supervised(training: Training, model_folder: str) -> None:
         seed=config.seed,
         keep_logits=training.session().keeps_logits("sft"),
     )
+    training.session().say("supervised training", f"{config.sft.steps} steps")
 
 
 @task(task_run_name="steps-{first:06d}", cache_policy=NO_CACHE)
@@ -49,5 +52,5 @@ def supervised_steps(training: Training, pairs: int, first: int, count: int) -> 
         learning_rate=float(value_at(config.sft.optimizer.learning_rate, first)),
     )
     losses: list[float] = replies[0]["losses"]
-    training.session().say(f"supervised training: step {first + count}/{config.sft.steps}, loss {losses[-1]:.3f}")
+    training.session().say("supervised training", f"step {first + count}/{config.sft.steps}, loss {losses[-1]:.3f}")
     return losses

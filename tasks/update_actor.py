@@ -57,6 +57,7 @@ def updated(
     command = f"update_{role}"
     key = f"{settings.iteration}/{command}"
     session = training.session()
+    session.say("update")
     with timed(metrics, command):
         replies = session.call(role, command, key, path=stage.experience.path, **arguments)
     # The task's seconds hold the wait for the other update too, where actor and critic share a group.

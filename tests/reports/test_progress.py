@@ -7,7 +7,7 @@ import io
 import pytest
 from rich.console import Console
 
-from reports.progress import TrainingProgress, print_summary
+from reports.progress import TrainingProgress, print_summary, waiting
 
 METRICS = {"reward/mean": 0.5, "actor/kl": 0.0012, "rollout/tokens_per_s": 12345.0}
 
@@ -104,3 +104,52 @@ def test_before_the_iterations_a_narrow_terminal_shows_the_whole_stage() -> None
     assert "/?" not in before
     assert "1/3" in text.getvalue().removeprefix(before)
     assert "ETA" in text.getvalue().removeprefix(before)
+
+
+def test_after_the_iterations_a_narrow_terminal_shows_the_whole_stage() -> None:
+    """What is waited for last has the line for itself, too. Control: during the iterations it is cut."""
+    console, text = _console(terminal=True, width=80)
+    with TrainingProgress(console) as progress:
+        progress.start(2)
+        progress.phase("writing the trained model")
+        progress._bar.refresh()
+        progress.advance(2, METRICS)
+        before = text.getvalue()
+        progress.phase("writing the trained model")
+        progress._bar.refresh()
+    assert "writing the trained model" not in before
+    assert "writing the trained model" in text.getvalue().removeprefix(before)
+
+
+def test_the_clock_starts_anew_with_a_phase_and_not_with_its_detail() -> None:
+    """The seconds are those of what the line names; within the iterations they are those of all iterations."""
+    now = [0.0]
+    console = Console(file=io.StringIO(), force_terminal=True, get_time=lambda: now[0])
+    with TrainingProgress(console) as progress:
+
+        def seconds() -> float | None:
+            return progress._bar.tasks[0].elapsed
+
+        progress.phase("reading prompts")
+        now[0] = 5.0
+        assert seconds() == 5.0
+        progress.phase("supervised training", "450 steps")
+        assert seconds() == 0.0
+        now[0] = 7.0
+        progress.phase("supervised training", "step 25/450")
+        assert seconds() == 2.0
+        progress.start(3)
+        now[0] = 10.0
+        progress.phase("rollout")
+        assert seconds() == 3.0
+
+
+def test_waiting_leaves_nothing_behind() -> None:
+    """A terminal shows the line and clears it; a log gets nothing."""
+    (terminal, shown), (file, written) = _console(terminal=True), _console()
+    for console in (terminal, file):
+        with waiting(console, "starting a server"):
+            pass
+    assert "starting a server" in shown.getvalue()
+    assert shown.getvalue().endswith("\x1b[2K")
+    assert written.getvalue() == ""
