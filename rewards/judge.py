@@ -13,6 +13,7 @@ import dataclasses
 import json
 import re
 from collections.abc import Sequence
+from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
@@ -32,16 +33,19 @@ _PLACE = re.compile(r"\{([A-Za-z_]\w*)\}")
 class Judge:
     """Scores samples by a judge's opinion; a context manager, for the processes that read it.
 
+    Args:
+        log: file for what a parser prints; None: standard error.
+
     Raises:
         UserError: the template names no column of the data, or the parser does not load.
     """
 
-    def __init__(self, config: RewardConfig, columns: Sequence[str]) -> None:
+    def __init__(self, config: RewardConfig, columns: Sequence[str], log: Path | None = None) -> None:
         if config.judge is None:
             raise ValueError("a Judge needs reward.judge")
         check_template(config.judge, columns)
         self._config, self._judge = config, config.judge
-        self._parsers = RewardPool(reading(config), columns)
+        self._parsers = RewardPool(reading(config), columns, log)
         self.calls_ahead = min(1, self._parsers.calls_ahead)  # each has `concurrency` requests under way
 
     def __enter__(self) -> Self:

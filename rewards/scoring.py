@@ -19,6 +19,7 @@ from collections.abc import Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
+from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
@@ -27,6 +28,7 @@ from pebble import ProcessExpired, ProcessPool
 from configs.errors import UserError
 from rewards import worker
 from rewards.function import load_reward_function
+from rewards.prints import PrintLog
 from rewards.server import NOT_ASKED
 from rewards.worker import TIMED_OUT, Row, Score
 
@@ -72,18 +74,20 @@ class RewardPool:
     Args:
         config: the reward section, with a function.
         columns: names of the columns that the data rows have.
+        log: file for what the function prints; None: the workers' standard error.
 
     Raises:
         UserError: the function cannot be loaded or called with these columns.
     """
 
-    def __init__(self, config: RewardConfig, columns: Sequence[str]) -> None:
+    def __init__(self, config: RewardConfig, columns: Sequence[str], log: Path | None = None) -> None:
         if config.function is None:
             raise ValueError("a RewardPool needs reward.function")
         self._config = config
         self._columns = list(columns)
         self._workers = config.workers or default_workers(len(os.sched_getaffinity(0)))
         self._function = load_reward_function(config.function, config.settings, columns)
+        self._prints = None if log is None else PrintLog(log, f"reward.function '{config.function}'")
         self._restarting, self._closing = threading.Lock(), threading.Lock()
         self._closed = self._told_of_timeouts = False
         self.calls_ahead = 0 if self._function.is_batch else _CALLS_AHEAD
@@ -104,6 +108,8 @@ class RewardPool:
             self._ready.cancel()
         self._thread.shutdown()
         self._pool.join()
+        if self._prints is not None:
+            self._prints.close()
 
     def score(self, samples: Sequence[Sample], tolerated: float | None = None) -> list[Score]:
         """Score every sample, in order. A failed call becomes a `Score` with a failure; nothing is raised for it.
@@ -133,6 +139,8 @@ class RewardPool:
                 waiting |= dict(self._submit(rows, part, broken) for part in again)
         for future in waiting:
             future.cancel()
+        if self._prints is not None:
+            self._prints.look()
         return [scores.get(row, Score(self._config.failure_value, {}, NOT_ASKED)) for row in range(len(rows))]
 
     def _ended(self, waiting: dict[Future[list[Score]], _Chunk]) -> set[Future[list[Score]]]:
@@ -153,11 +161,11 @@ class RewardPool:
 
     def _new_pool(self) -> ProcessPool:
         """Return a pool whose processes start with its first task."""
-        config = self._config
+        config, log = self._config, None if self._prints is None else str(self._prints.path)
         return ProcessPool(
             max_workers=self._workers,
             initializer=worker.start,
-            initargs=(config.function, config.settings, self._columns, config.timeout_s, config.failure_value),
+            initargs=(config.function, config.settings, self._columns, config.timeout_s, config.failure_value, log),
             context=multiprocessing.get_context("spawn"),
         )
 

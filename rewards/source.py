@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 
 from configs.schema import RewardConfig
 from rewards.ahead import Scorer
@@ -15,11 +16,12 @@ __all__ = ["Scorer", "open_scorer"]
 
 
 @contextmanager
-def open_scorer(config: RewardConfig, columns: Sequence[str]) -> Iterator[Scorer]:
+def open_scorer(config: RewardConfig, columns: Sequence[str], log: Path | None = None) -> Iterator[Scorer]:
     """Open the configured source of rewards, for a whole training.
 
     Args:
         columns: names of the columns that the data rows have.
+        log: file for what the user's function prints; None: standard error.
 
     Raises:
         UserError: it cannot be used with these columns.
@@ -28,6 +30,6 @@ def open_scorer(config: RewardConfig, columns: Sequence[str]) -> Iterator[Scorer
         with Scorer(RewardService(config), config.max_failure_share) as scorer:
             yield scorer
         return
-    source = Judge(config, columns) if config.judge is not None else RewardPool(config, columns)
+    source = Judge(config, columns, log) if config.judge is not None else RewardPool(config, columns, log)
     with source, Scorer(source, config.max_failure_share) as scorer:
         yield scorer

@@ -15,6 +15,7 @@ from typing import Any
 
 from rewards.function import RewardFunction, load_reward_function
 from rewards.guard import DeadlineExceeded, begin_worker, reason_of, reward_and_parts, within
+from rewards.prints import errors_too, print_to
 
 Row = dict[str, Any]  # the arguments of one row, by parameter name
 TIMED_OUT = "timed out after"  # the reason of a call that took too long begins with it
@@ -124,11 +125,21 @@ def _as_score(value: object) -> Score:
 _scorer: ChunkScorer
 
 
-def start(spec: str, settings: dict[str, Any], columns: list[str], timeout_s: float, failure_value: float) -> None:
-    """Prepare this worker process; runs once, before its first chunk."""
+def start(
+    spec: str, settings: dict[str, Any], columns: list[str], timeout_s: float, failure_value: float, log: str | None
+) -> None:
+    """Prepare this worker process; runs once, before its first chunk.
+
+    Args:
+        log: file for what the function prints; None: standard error.
+    """
     global _scorer
     begin_worker()
+    if log is not None:
+        print_to(log)
     _scorer = ChunkScorer(load_reward_function(spec, settings, columns), timeout_s, failure_value)
+    if log is not None:
+        errors_too()
 
 
 def ready() -> None:

@@ -3,7 +3,7 @@
     config.yaml        resolved configuration          manifest.json   where a resume continues (state/manifest.py)
     data/              tokenized prompts               metrics.jsonl   lines of iterations
     models/            models made by the run          summary.json    written at the end, also of a failed run
-    experience/        000012.parquet, hidden parts    logs/           one file per rank
+    experience/        000012.parquet, hidden parts    logs/           of each rank; prints of rewards
     checkpoints/       000010/                         report/         pictures and pages
     finetuning/        while it lasts: checkpoint and manifest of training without rollout
 
@@ -76,7 +76,7 @@ class RunFolder:
 
     @property
     def logs(self) -> Path:
-        """One log file per rank."""
+        """One log file per rank, and what a reward function prints."""
         return self.path / "logs"
 
     @property

@@ -68,7 +68,7 @@ def load_prompts(training: Training, model_folder: str) -> dict[str, int]:
         get_run_logger().warning("%s", text)
     if config.reward.function or config.reward.judge or config.reward.service:
         columns = ["prompt_id", *(name for name in session.prompts["train"].frame.columns if name not in RESERVED)]
-        session.scorer = session.stack.enter_context(open_scorer(config.reward, columns))
+        session.scorer = session.stack.enter_context(open_scorer(config.reward, columns, run.logs / "reward.log"))
     return counts
 
 
