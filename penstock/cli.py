@@ -25,18 +25,23 @@ from penstock import __version__, bench
 from penstock.failures import MISTAKE, told
 
 ABOUT = "Post-train language models with reinforcement learning, as a Prefect workflow."
-app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, help=ABOUT)
-app.add_typer(bench.app, name="bench")
+FIRST = "A first run: penstock train configs/quickstart.yaml. What a recipe may say: penstock keys."
+TRAINING, LOOKING, MODELS, MACHINE = "Train", "Follow and compare runs", "Use a trained model", "Prepare the machine"
+app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, help=ABOUT, epilog=FIRST)
+app.add_typer(bench.app, name="bench", rich_help_panel=MACHINE)
 WIDTH_WITHOUT_TERMINAL = 160  # of tables in a pipe or a log; rich would fold them to 80
 console = Console(width=None if sys.stdout.isatty() else WIDTH_WITHOUT_TERMINAL)
 errors = Console(stderr=True)
 
-Recipe = Annotated[Path | None, typer.Argument(help="YAML recipe, e.g. configs/quickstart.yaml")]
+Recipe = Annotated[Path | None, typer.Argument(help="YAML recipe, e.g. configs/quickstart.yaml; none with --resume")]
 Overrides = Annotated[
-    list[str] | None, typer.Argument(help="section.key=value, e.g. actor.optimizer.learning_rate=1e-6")
+    list[str] | None, typer.Argument(help="section.key=value in place of the recipe's, e.g. rollout.samples=16")
+]
+PairOverrides = Annotated[
+    list[str] | None, typer.Argument(help="section.key=value in place of the recipe's, e.g. trainer.steps=500")
 ]
 RunFolderOption = Annotated[
-    Path | None, typer.Option("--run", help="folder for this run; default: a new one under 'folder'")
+    Path | None, typer.Option("--run", help="folder for this run; default: a new one in the recipe's 'folder', runs")
 ]
 ResumeOption = Annotated[Path | None, typer.Option("--resume", help="folder of an interrupted run to continue")]
 
@@ -109,7 +114,7 @@ def _quiet_libraries() -> None:
         os.environ.setdefault(name, value)
 
 
-@app.command()
+@app.command(rich_help_panel=TRAINING)
 def train(
     recipe: Recipe = None,
     overrides: Overrides = None,
@@ -117,7 +122,7 @@ def train(
     resume: ResumeOption = None,
     dry_run: Annotated[
         bool,
-        typer.Option("--dry-run", help="print configuration, placement, memory, prompts and a reward; start no engine"),
+        typer.Option("--dry-run", help="print configuration, placement, memory, prompts and a reward, and leave"),
     ] = False,
 ) -> None:
     """Train a policy with reinforcement learning."""
@@ -259,6 +264,7 @@ def _print_summary(folder: Path) -> None:
         "Run folder": str(folder),
         "Report": str(RunFolder(folder).report),
         "Model": str(folder / "models" / "final"),
+        "Serve it": f"penstock serve {quote(_short(folder))}",
         "MLflow": f"{ui}   then http://127.0.0.1:5000   run {summary['mlflow_run_id']}",
         "Prefect": f"{ui}   then http://127.0.0.1:4200/runs/flow-run/{summary['prefect_flow_run_id']}",
     }
@@ -288,11 +294,14 @@ def _print_dry_run(config: Any, estimates: Any) -> None:
         console.print(text, highlight=False, markup=False, soft_wrap=True)
 
 
-@app.command()
+@app.command(rich_help_panel=TRAINING)
 def sft(
-    recipe: Recipe = None, overrides: Overrides = None, run: RunFolderOption = None, resume: ResumeOption = None
+    recipe: Annotated[Path | None, typer.Argument(help="YAML recipe with a section 'sft'; none with --resume")] = None,
+    overrides: Overrides = None,
+    run: RunFolderOption = None,
+    resume: ResumeOption = None,
 ) -> None:
-    """Train a model on prompt/response pairs (the recipe's sft section)."""
+    """Train a model on prompts and responses alone: the section 'sft' of a recipe for 'train'."""
     from configs.schema import TrainConfig
     from flows.sft import sft as sft_flow
     from tasks.check import check_supervised
@@ -300,9 +309,14 @@ def sft(
     _finetune("sft", TrainConfig, sft_flow, check_supervised, recipe, overrides, run, resume)
 
 
-@app.command()
+@app.command(rich_help_panel=TRAINING)
 def preference(
-    recipe: Recipe = None, overrides: Overrides = None, run: RunFolderOption = None, resume: ResumeOption = None
+    recipe: Annotated[
+        Path | None, typer.Argument(help="YAML recipe, e.g. configs/dpo.yaml; none with --resume")
+    ] = None,
+    overrides: PairOverrides = None,
+    run: RunFolderOption = None,
+    resume: ResumeOption = None,
 ) -> None:
     """Train a model on preferences: DPO, cDPO, IPO, ORPO or KTO."""
     from configs.preference import PreferenceConfig
@@ -312,9 +326,14 @@ def preference(
     _finetune("preference", PreferenceConfig, preference_flow, check_preferences, recipe, overrides, run, resume)
 
 
-@app.command("reward-model")
+@app.command("reward-model", rich_help_panel=TRAINING)
 def reward_model(
-    recipe: Recipe = None, overrides: Overrides = None, run: RunFolderOption = None, resume: ResumeOption = None
+    recipe: Annotated[
+        Path | None, typer.Argument(help="YAML recipe, e.g. configs/reward_model.yaml; none with --resume")
+    ] = None,
+    overrides: PairOverrides = None,
+    run: RunFolderOption = None,
+    resume: ResumeOption = None,
 ) -> None:
     """Train a reward model on pairs of responses."""
     from configs.preference import RewardModelConfig
@@ -365,14 +384,14 @@ def _finetune(
             console.print(f"held-out accuracy: {summary['heldout_accuracy']:.3f}", highlight=False)
 
 
-@app.command()
+@app.command(rich_help_panel=MACHINE)
 def doctor(
     target: Annotated[Path, typer.Argument(help="directory of the run folders, or a recipe to check as well")] = Path(
         "runs"
     ),
     overrides: Overrides = None,
 ) -> None:
-    """Check this machine: driver, libraries, GPUs, links, memory, disk; exit code 1 if something would stop a run."""
+    """Check the machine: driver, libraries, GPUs, links, memory, disk; exit code 1 if something would stop a run."""
     from penstock.doctor import diagnose, examine_recipe, table
     from penstock.machine_facts import collect
 
@@ -399,11 +418,13 @@ class RecipeKind(StrEnum):
     REWARD_MODEL = "reward-model"
 
 
-@app.command()
+@app.command(rich_help_panel=TRAINING)
 def keys(
-    kind: Annotated[RecipeKind, typer.Argument(help="command whose recipes are meant")] = RecipeKind.TRAIN,
+    kind: Annotated[
+        RecipeKind, typer.Argument(help="command whose recipes are meant; sft takes those of train")
+    ] = RecipeKind.TRAIN,
 ) -> None:
-    """List every configuration key with type, default and meaning."""
+    """List every key of a recipe with type, default and meaning."""
     from pydantic import BaseModel
     from rich.table import Table
 
@@ -422,13 +443,13 @@ def keys(
     console.print(table)
 
 
-@app.command()
+@app.command(rich_help_panel=LOOKING)
 def compare(
     experiment: Annotated[str, typer.Argument(help="MLflow experiment (record.experiment of a recipe)")],
     runs: Annotated[list[str] | None, typer.Argument(help="names or ids of runs; default: all of them")] = None,
     folder: Annotated[Path, typer.Option(help="directory of the run folders")] = Path("runs"),
 ) -> None:
-    """Show runs side by side: results and the parameters that differ; pictures go to FOLDER/comparisons."""
+    """Show runs side by side: results and the parameters that differ; tables and curves go to FOLDER/comparisons."""
     from reports.compare import render
     from tasks.compare import compare_into_folder
 
@@ -437,11 +458,16 @@ def compare(
     console.print(f"files: {target}", highlight=False, soft_wrap=True)
 
 
-@app.command("set")
+@app.command("set", rich_help_panel=LOOKING)
 def set_live(
     run: Annotated[Path, typer.Argument(help="folder of a running training")],
-    values: Annotated[list[str] | None, typer.Argument(help="key=value, e.g. rollout.temperature=0.9")] = None,
-    clear: Annotated[bool, typer.Option("--clear", help="take all live values back")] = False,
+    values: Annotated[
+        list[str] | None,
+        typer.Argument(help="key=value, e.g. rollout.temperature=0.9; a key that cannot change is refused"),
+    ] = None,
+    clear: Annotated[
+        bool, typer.Option("--clear", help="take all of them back: the recipe's values hold again")
+    ] = False,
 ) -> None:
     """Change values of a running training from its next iteration on."""
     from configs.recipes import dump
@@ -457,7 +483,7 @@ def set_live(
     console.print(f"from the next iteration on:\n{dump(overrides)}", end="", highlight=False, markup=False)
 
 
-@app.command()
+@app.command(rich_help_panel=MACHINE)
 def deploy(pool: Annotated[str, typer.Option(help="process work pool that runs the flows")] = "penstock") -> None:
     """Put Penstock on a Prefect server: pool, GPU slots, automation and the deployments of prefect.yaml."""
     from rich.table import Table
@@ -473,9 +499,11 @@ def deploy(pool: Annotated[str, typer.Option(help="process work pool that runs t
     console.print(f"Next, a worker and a first run:\n  {commands}", highlight=False, soft_wrap=True)
 
 
-@app.command()
+@app.command(rich_help_panel=MODELS)
 def export(
-    run: Annotated[Path, typer.Argument(help="folder of a run")],
+    run: Annotated[
+        Path, typer.Argument(help="folder of a run; of one that has not ended its newest checkpoint counts")
+    ],
     to: Annotated[Path | None, typer.Option(help="folder to write; default: models/export of the run")] = None,
     max_shard_size: Annotated[
         str | None, typer.Option(help="most bytes of a weights file, e.g. 2GB; default: as they are, else 5GB")
@@ -500,7 +528,7 @@ def export(
     console.print("\n".join(lines), highlight=False, markup=False, soft_wrap=True)
 
 
-@app.command()
+@app.command(rich_help_panel=MODELS)
 def serve(
     model: Annotated[Path, typer.Argument(help="Hugging Face folder, or the folder of a run with a model")],
     port: Annotated[int, typer.Option(min=1, max=65535, help="port on the loopback interface")] = 8000,
@@ -522,15 +550,17 @@ def serve(
     )
 
 
-@app.command()
+@app.command(rich_help_panel=MODELS)
 def loadtest(
     url: Annotated[str, typer.Argument(help="server with OpenAI's API, e.g. http://127.0.0.1:8000")],
     users: Annotated[int, typer.Option(min=1, help="users that ask at the same time")] = 8,
-    seconds: Annotated[int, typer.Option(min=1, help="how long")] = 30,
+    seconds: Annotated[int, typer.Option(min=1, help="how long they ask")] = 30,
     prompt_tokens: Annotated[
         int | None, typer.Option(min=1, help="random prompts of so many tokens; default 128 without --file")
     ] = None,
-    file: Annotated[Path | None, typer.Option(help="prompts instead: one a line, or JSONL with 'prompt'")] = None,
+    file: Annotated[
+        Path | None, typer.Option(help="prompts from a file instead: one a line, or JSONL with 'prompt'")
+    ] = None,
     max_tokens: Annotated[
         int, typer.Option(min=1, help="most tokens of a response; those to random prompts have exactly so many")
     ] = 128,
@@ -548,13 +578,13 @@ def loadtest(
     console.print(f"files: {_short(folder)}", highlight=False, soft_wrap=True)
 
 
-@app.command()
+@app.command(rich_help_panel=LOOKING)
 def ui(
     folder: Annotated[Path, typer.Argument(help="directory of the run folders")] = Path("runs"),
-    mlflow_port: int = 5000,
-    prefect_port: int = 4200,
+    mlflow_port: Annotated[int, typer.Option(min=1, max=65535, help="port of MLflow's pages")] = 5000,
+    prefect_port: Annotated[int, typer.Option(min=1, max=65535, help="port of Prefect's pages")] = 4200,
 ) -> None:
-    """Open the MLflow and Prefect pages of past runs on this machine (loopback only), until Ctrl-C."""
+    """Serve the MLflow and Prefect pages of past runs until Ctrl-C (loopback only)."""
     from penstock.pages import serve_pages
 
     serve_pages(folder, mlflow_port, prefect_port, console)
