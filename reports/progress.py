@@ -8,7 +8,7 @@ Left out: the log of the engines (their files are in the run folder's `logs/`).
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
@@ -42,11 +42,14 @@ class TrainingProgress:
     Args:
         console: where to write; default: standard output.
         every_s: without a terminal, seconds between plain lines (the first and the last are always written).
+        tell: gets each phase outside the iterations and each iteration as a line, for those who look on elsewhere.
     """
 
-    def __init__(self, console: Console | None = None, every_s: float = 2.0) -> None:
+    def __init__(
+        self, console: Console | None = None, every_s: float = 2.0, tell: Callable[[str], None] = lambda _: None
+    ) -> None:
         self._console = console or Console()
-        self._every_s = every_s
+        self._every_s, self._tell = every_s, tell
         self._live = self._console.is_terminal
         self._bar = Progress(
             *_columns(), console=self._console, speed_estimate_period=_ETA_WINDOW_S, disable=not self._live
@@ -83,7 +86,10 @@ class TrainingProgress:
             self._bar.reset(self._task, total=None, description=shown)
         self._phase = text
         self._bar.update(self._task, description=shown)
-        if not self._live and outside:
+        if not outside:
+            return
+        self._tell(shown)
+        if not self._live:
             self._write(shown)
 
     def start(self, total: int, completed: int = 0) -> None:
@@ -97,6 +103,9 @@ class TrainingProgress:
         """Show that `iteration` (counted from 1) has ended with `metrics`; those that are absent are left out."""
         first = self._done == self._first
         self._done, self._phase = iteration, ""
+        self._tell(
+            ", ".join([f"iteration {iteration}/{self._total}", *_metric_texts(metrics), *_result_texts(metrics)])
+        )
         text = " ".join(_metric_texts(metrics))
         self._bar.update(self._task, completed=iteration, metrics=text)
         if self._live:
@@ -183,4 +192,10 @@ def _columns_with_figures(*, wide: bool) -> tuple[ProgressColumn, ...]:
 def _metric_texts(metrics: Mapping[str, float]) -> list[str]:
     kl = "actor/kl" if "actor/kl" in metrics else "actor/approx_kl"
     shapes = {"reward/mean": "reward {:.3f}", kl: "KL {:.2g}", "rollout/tokens_per_s": "{:,.0f} tok/s"}
+    return [shape.format(metrics[name]) for name, shape in shapes.items() if name in metrics]
+
+
+def _result_texts(metrics: Mapping[str, float]) -> list[str]:
+    """What a line that is read afterwards says besides."""
+    shapes = {"heldout/accuracy": "held-out accuracy {:.1%}", "time/iteration_s": "{:.2f} s"}
     return [shape.format(metrics[name]) for name, shape in shapes.items() if name in metrics]

@@ -1,9 +1,13 @@
-"""Shows a running training on the terminal; nothing where there is none to show it to."""
+"""Shows a running training: on the terminal, and as lines of the log on the pages of its flow runs in Prefect."""
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
+
+from prefect.runtime import flow_run
 
 from reports.progress import TrainingProgress
 from state.manifest import read_manifest
@@ -18,7 +22,7 @@ def show_progress(training: Training) -> Iterator[None]:
     """
     session = training.session()
     done = read_manifest(training.run).progress if training.run.manifest.is_file() else None
-    with TrainingProgress() as session.progress:
+    with TrainingProgress(tell=partial(_log, flow_run.id)) as session.progress:
         session.seconds_before = done.seconds if done else 0.0
         session.progress.phase("opening the record in MLflow")
         yield
@@ -29,3 +33,17 @@ def show_iterations(training: Training, done: int) -> None:
     progress = training.session().progress
     if progress is not None:
         progress.start(training.config.iterations, done)
+
+
+def _log(training_run: str | None, text: str) -> None:
+    """Add a line to Prefect's log of the training's flow run, and of the one that runs now: the iteration's.
+
+    Only to what the server keeps. As a message of Prefect's logger it would be on the terminal, too, or nowhere: the
+    command line asks for warnings.
+    """
+    logger = logging.getLogger("prefect.flow_runs")
+    for name in {training_run, flow_run.id} - {None}:
+        extra = {"flow_run_id": name}
+        record = logger.makeRecord(logger.name, logging.INFO, __file__, 0, text, (), None, extra=extra)
+        for handler in logger.handlers:
+            handler.handle(record)
