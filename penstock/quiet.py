@@ -1,6 +1,7 @@
 """Keeps off the terminal what Prefect says of an end that the command line tells in a sentence of its own.
 
-Only off the terminal: the Prefect server still gets every record, tracebacks included.
+What else it says stands above the line of a training's progress, not in it. Only off the terminal: the Prefect server
+still gets every record, tracebacks included.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ import logging
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import IO, Any, cast
 
 from prefect.logging.handlers import PrefectConsoleHandler
 
@@ -27,14 +29,30 @@ def _is_not_told(record: logging.LogRecord) -> bool:
     return kind not in TOLD and not any(words in record.getMessage() for words in (*TOLD, *INTERRUPTED))
 
 
+class _Current:
+    """Standard error as it is at the time: while a line lives on the terminal, rich puts itself in its place."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "rich_proxied_file":  # by which a console of rich's own, as Prefect's is, sees through the other
+            raise AttributeError(name)
+        return getattr(sys.stderr, name)
+
+
 @contextmanager
 def quiet_terminal() -> Iterator[None]:
-    """Keep Prefect's words about an interruption, a user's mistake or a lost rank off the terminal meanwhile."""
+    """Keep Prefect's words about an interruption, a user's mistake or a lost rank off the terminal meanwhile.
+
+    Its other words go above a live line; where standard error is no terminal they go where they went.
+    """
     handlers = [handler for handler in logging.getLogger().handlers if isinstance(handler, PrefectConsoleHandler)]
+    files = [handler.console.file for handler in handlers]
     for handler in handlers:
         handler.addFilter(_is_not_told)
+        if sys.stderr.isatty():
+            handler.console.file = cast("IO[str]", _Current())
     try:
         yield
     finally:
-        for handler in handlers:
+        for handler, file in zip(handlers, files, strict=True):
             handler.removeFilter(_is_not_told)
+            handler.console.file = file
