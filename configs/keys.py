@@ -89,12 +89,12 @@ def suggest(parts: Sequence[str], tree: type[BaseModel] = TrainConfig) -> str:
     """Guess which key a wrong dotted name meant: one beside it, else one elsewhere in the tree, else empty text."""
     name = parts[-1]
     section = section_in(_annotation_at(parts[:-1], tree))
-    if near := nearest_name(name, section.model_fields if section else ()):
+    if near := _nearest_key(name, section.model_fields if section else ()):
         return f"did you mean '{'.'.join([*parts[:-1], near])}'?"
     places: dict[str, list[str]] = {}
     for place, _ in _walk(tree):
         places.setdefault(place.rpartition(".")[2], []).append(place)
-    if not (near := nearest_name(name, places)):
+    if not (near := _nearest_key(name, places)):
         return ""
     inside = ".".join(parts[:-1]) + "."
     deeper = [place for place in places[near] if place.startswith(inside)]
@@ -106,3 +106,11 @@ def _annotation_at(parts: Iterable[str], tree: type[BaseModel]) -> Any:
     for part in parts:
         annotation = below(annotation, part)
     return annotation
+
+
+def _nearest_key(name: str, keys: Iterable[str]) -> str:
+    """Return what a wrong key probably is, also where it is made of initials; empty if nothing is near."""
+    candidates = list(keys)
+    # `lr` for learning_rate: no edit distance finds initials.
+    initials = {"".join(word[:1] for word in candidate.split("_")): candidate for candidate in candidates}
+    return nearest_name(name, candidates) or initials.get(name, "")

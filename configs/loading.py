@@ -146,8 +146,8 @@ def _sentence(detail: ErrorDetails) -> str:
         return "is required"
     what = MAPPING.sub("a mapping of keys", detail["msg"].replace("Input should be", "must be"))
     given = detail["input"]
-    if detail["type"] == "literal_error" and isinstance(given, str):
-        names = sorted(NAME.findall(what))
+    names = sorted(NAME.findall(what)) if detail["type"] == "literal_error" else []  # none where it is of numbers
+    if names and isinstance(given, str):
         near = nearest_name(given, names)
         guess = f"; did you mean '{near}'?" if near else ""
         return f"must be {', '.join(map(repr, names[:-1]))} or {names[-1]!r} (given: {given!r}{guess})"

@@ -125,6 +125,23 @@ def test_an_unknown_name_says_which_are_there(recipe: Path) -> None:
         load_config(recipe, ["actor.zero_stage=7"])
 
 
+@pytest.mark.parametrize("given", ["five", '"1"'])
+def test_text_where_one_of_some_numbers_belongs_is_refused(recipe: Path, given: str) -> None:
+    """The numbers have no names, so there is no nearest one. Control: the number itself."""
+    with pytest.raises(UserError) as error:
+        load_config(recipe, [f"actor.zero_stage={given}"])
+    assert "actor.zero_stage: must be 0, 1, 2 or 3 (given: '" in error.value.problem
+    assert load_config(recipe, ["actor.zero_stage=1"]).actor.zero_stage == 1
+
+
+def test_initials_are_a_guess_for_a_key_and_not_for_a_value(recipe: Path) -> None:
+    """Several names of algorithms begin with one letter: which is meant nobody can say."""
+    with pytest.raises(UserError, match=r"\(given: 'r'\)"):
+        load_config(recipe, ["algorithm.name=r"])
+    with pytest.raises(UserError, match="'learning_rate' exists at"):
+        load_config(recipe, ["actor.lr=1"])
+
+
 def test_no_guess_where_nothing_is_near(recipe: Path) -> None:
     """A wrong guess is worse than none."""
     with pytest.raises(UserError) as error:
