@@ -17,6 +17,9 @@ from configs.errors import UserError
 
 # What some models do to scores and logits outside the layers that are called.
 UNSUPPORTED = ("attn_logit_softcapping", "final_logit_softcapping", "logit_scale", "logits_scaling")
+# Rotary frequencies that follow the longest row of a call: a row's log-probs would depend on its company, and vLLM,
+# which goes by the longest row that it may meet, would generate with others.
+BY_LENGTH = {"dynamic", "longrope", "su"}
 LAYERS = {"full_attention", "sliding_attention"}  # those that `packed_attention` computes
 MIXERS = {"A_log", "conv", "conv1d"}  # state space, linear attention, convolution: their state crosses sequences
 REMEDY = "use another model, e.g. of the Llama, Qwen3, Gemma 3 or OLMo 2 family"
@@ -37,6 +40,8 @@ def check_architecture(settings: Mapping[str, Any], weights: Iterable[str], wher
         raise unpackable(where, f"sets '{changed[0]}', which changes scores or logits")
     if others := sorted(set(settings.get("layer_types") or ()) - LAYERS):
         raise unpackable(where, f"has layers of the type '{others[0]}', which does not keep packed sequences apart")
+    if by_length := sorted(BY_LENGTH.intersection(_rope_types(settings))):
+        raise unpackable(where, f"has positions of the type '{by_length[0]}', which follow the longest of the rows")
     for name in weights:
         parts = name.split(".")
         if MIXERS.intersection(parts):
@@ -45,6 +50,13 @@ def check_architecture(settings: Mapping[str, Any], weights: Iterable[str], wher
             raise unpackable(where, f"has attention sinks ('{name}')")
         if parts[-2:] == ["lm_head", "bias"]:
             raise unpackable(where, "has a language head with a bias")
+
+
+def _rope_types(settings: Mapping[str, Any]) -> set[str]:
+    """Types of rotary positions, of all layers or by their type, as new and as old files say them."""
+    ropes = [settings.get(name) or {} for name in ("rope_parameters", "rope_scaling")]
+    ropes += [rope for named in ropes for rope in named.values() if isinstance(rope, Mapping)]
+    return {str(rope.get(key)) for rope in ropes for key in ("rope_type", "type")}
 
 
 def unpackable(where: str | Path, what: str) -> UserError:

@@ -47,10 +47,13 @@ LINEAR = {
     "shared_expert_intermediate_size": 32,
     "layer_types": ["linear_attention", "full_attention"],
 }
+ROPE = {"rope_theta": 1e4, "original_max_position_embeddings": 20}
+FACTORS = {"long_factor": [4.0] * 4, "short_factor": [1.0] * 4}
 GOOD: dict[str, dict[str, Any]] = {
     "Gemma3TextConfig": {**HEADS, "sliding_window": 4, "layer_types": ["sliding_attention", "full_attention"]},
     "Olmo2Config": {},
     "GraniteConfig": {"attention_multiplier": 0.3, "residual_multiplier": 0.2, "embedding_multiplier": 12.0},
+    "LlamaConfig": {"rope_parameters": {**ROPE, "rope_type": "yarn", "factor": 4.0}},
 }
 BAD: dict[str, tuple[dict[str, Any], str]] = {
     "PhiConfig": ({"num_key_value_heads": 4}, "a language head with a bias"),
@@ -60,6 +63,11 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
     "FalconH1Config": ({}, "carries a state from token to token"),
     "Gemma2Config": (HEADS, "sets 'attn_logit_softcapping'"),
     "Cohere2Config": ({}, "sets 'logit_scale'"),
+    "Phi3Config": (
+        {"rope_parameters": {**ROPE, **FACTORS, "rope_type": "longrope"}, "original_max_position_embeddings": 20},
+        "positions of the type 'longrope', which follow the longest of the rows",
+    ),
+    "Qwen2Config": ({"rope_parameters": {**ROPE, "rope_type": "dynamic", "factor": 4.0}}, "of the type 'dynamic'"),
 }
 
 
@@ -117,6 +125,24 @@ def test_an_unknown_layer_type_is_refused_whatever_it_is_called(tmp_path: Path) 
     changed = config | {"layer_types": ["full_attention", "chunked_attention"]}
     (folder / "config.json").write_text(json.dumps(changed), encoding="utf-8")
     with pytest.raises(UserError, match="'chunked_attention'"):
+        check_model_folder(folder, "model.path")
+
+
+@pytest.mark.parametrize(
+    "entry",
+    [
+        {"rope_scaling": {"type": "longrope"}},
+        {"rope_scaling": {"type": "su"}},
+        {"rope_parameters": {"full_attention": {"rope_type": "dynamic"}, "sliding_attention": {}}},
+    ],
+)
+def test_positions_by_length_are_refused_however_the_file_says_it(entry: dict[str, Any], tmp_path: Path) -> None:
+    """Old names, and a type for each type of layers. Control: the same folder without the entry passes."""
+    folder = _write(tmp_path, "Olmo2Config", {})
+    check_model_folder(folder, "model.path")
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    (folder / "config.json").write_text(json.dumps(config | entry), encoding="utf-8")
+    with pytest.raises(UserError, match="positions of the type '(longrope|su|dynamic)'"):
         check_model_folder(folder, "model.path")
 
 
