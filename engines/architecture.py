@@ -40,6 +40,8 @@ def check_architecture(settings: Mapping[str, Any], weights: Iterable[str], wher
         raise unpackable(where, f"sets '{changed[0]}', which changes scores or logits")
     if others := sorted(set(settings.get("layer_types") or ()) - LAYERS):
         raise unpackable(where, f"has layers of the type '{others[0]}', which does not keep packed sequences apart")
+    if settings.get("kv_lora_rank"):
+        raise unpackable(where, "compresses keys and values (multi-head latent attention, 'kv_lora_rank')")
     if by_length := sorted(BY_LENGTH.intersection(_rope_types(settings))):
         raise unpackable(where, f"has positions of the type '{by_length[0]}', which follow the longest of the rows")
     for name in weights:

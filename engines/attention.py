@@ -8,7 +8,8 @@ looks right.
 Where responses share a prompt (engines/packing.py), its keys and values are repeated for each of them; a response's
 queries are the last of their sequence, which is how the causal kernel aligns fewer queries than keys.
 
-Left out: attention sinks and capped scores (refused before a model is trained, engines/architecture.py, and here).
+Left out: attention sinks, capped scores, and values of a size of their own, for which PyTorch's kernel has no place
+(refused before a model is trained, engines/architecture.py, and here).
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ def packed_attention(
     value: torch.Tensor,
     attention_mask: torch.Tensor | None,
     *,
-    packing: PackedLayout,
+    packing: PackedLayout | None = None,
     scaling: float | None = None,
     sliding_window: int | None = None,
     s_aux: torch.Tensor | None = None,
@@ -44,7 +45,7 @@ def packed_attention(
 
     Args:
         query: [1, heads, N, head size]; key and value: [1, kv heads, N, head size].
-        packing: where the sequences lie.
+        packing: where the sequences lie; None from a model that does not hand it on.
         sliding_window: a token sees itself and this many less one before it; None: all before it.
         s_aux, softcap: what transformers calls attention sinks and the cap of the scores.
 
@@ -52,10 +53,15 @@ def packed_attention(
         [1, N, heads, head size], and no attention weights.
 
     Raises:
-        UserError: the model has sinks or a cap, which are left out.
+        UserError: the model has sinks, a cap, or values of a size of their own, which are left out; or it hands no
+            `packing` on.
     """
+    if packing is None:
+        raise unpackable("the model", "does not tell its attention where sequences lie")
     if s_aux is not None or softcap is not None:
         raise unpackable("the model", "has attention sinks" if softcap is None else "caps its attention scores")
+    if value.shape[-1] != query.shape[-1]:
+        raise unpackable("the model", "has values of another size than its queries")
     query_N, key_N, value_N = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
     key_K, value_K = (repeat_prompts(tensor_N, packing.shared) for tensor_N in (key_N, value_N))
     if packing.slots_K is None:

@@ -49,6 +49,20 @@ LINEAR = {
 }
 ROPE = {"rope_theta": 1e4, "original_max_position_embeddings": 20}
 FACTORS = {"long_factor": [4.0] * 4, "short_factor": [1.0] * 4}
+LATENT = {
+    "q_lora_rank": 16,
+    "kv_lora_rank": 16,
+    "qk_nope_head_dim": 8,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 12,
+    "num_key_value_heads": 4,
+    "n_routed_experts": 4,
+    "n_group": 1,
+    "topk_group": 1,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+    "first_k_dense_replace": 1,
+}
 GOOD: dict[str, dict[str, Any]] = {
     "Gemma3TextConfig": {**HEADS, "sliding_window": 4, "layer_types": ["sliding_attention", "full_attention"]},
     "Olmo2Config": {},
@@ -63,6 +77,7 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
     "FalconH1Config": ({}, "carries a state from token to token"),
     "Gemma2Config": (HEADS, "sets 'attn_logit_softcapping'"),
     "Cohere2Config": ({}, "sets 'logit_scale'"),
+    "DeepseekV3Config": (LATENT, "multi-head latent attention"),
     "Phi3Config": (
         {"rope_parameters": {**ROPE, **FACTORS, "rope_type": "longrope"}, "original_max_position_embeddings": 20},
         "positions of the type 'longrope', which follow the longest of the rows",
@@ -117,6 +132,15 @@ def test_what_only_the_models_class_says_is_refused_when_it_is_loaded(tmp_path: 
         load_causal_lm(folder, torch.float32, False)
 
 
+@torch.no_grad()
+def test_what_only_the_forward_pass_shows_is_refused_in_words(tmp_path: Path) -> None:
+    """Nemotron's layers hand nothing on to their attention: it cannot know where the sequences lie."""
+    folder, rows = _write(tmp_path, "NemotronConfig", {}), random_rows(2)
+    policy = PackedPolicy(load_causal_lm(folder, torch.float32, False)).eval()
+    with pytest.raises(UserError, match="does not tell its attention where sequences lie"):
+        policy(pack(rows, [0, 1], torch.device("cpu")), 1.0)
+
+
 def test_an_unknown_layer_type_is_refused_whatever_it_is_called(tmp_path: Path) -> None:
     """Only full and windowed attention are known. Control: the same folder without the entry passes."""
     folder = _write(tmp_path, "Olmo2Config", {})
@@ -156,3 +180,5 @@ def test_the_attention_itself_refuses_what_it_would_leave_out(given: dict[str, A
     packed_attention(torch.nn.Identity(), heads, heads, heads, None, packing=batch.layout, s_aux=None, softcap=None)
     with pytest.raises(UserError, match=message):
         packed_attention(torch.nn.Identity(), heads, heads, heads, None, packing=batch.layout, **given)
+    with pytest.raises(UserError, match="values of another size"):
+        packed_attention(torch.nn.Identity(), heads, heads, heads[..., :6], None, packing=batch.layout)
