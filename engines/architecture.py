@@ -16,7 +16,8 @@ from typing import Any
 from configs.errors import UserError
 
 # What some models do to scores and logits outside the layers that are called.
-UNSUPPORTED = ("attn_logit_softcapping", "final_logit_softcapping", "logit_scale", "logits_scaling")
+OF_ATTENTION = ("attn_logit_softcapping",)
+OF_HEAD = ("final_logit_softcapping", "logit_scale", "logits_scaling")
 # Rotary frequencies that follow the longest row of a call: a row's log-probs would depend on its company, and vLLM,
 # which goes by the longest row that it may meet, would generate with others.
 BY_LENGTH = {"dynamic", "longrope", "su"}
@@ -25,18 +26,22 @@ MIXERS = {"A_log", "conv", "conv1d"}  # state space, linear attention, convoluti
 REMEDY = "use another model, e.g. of the Llama, Qwen3, Gemma 3 or OLMo 2 family"
 
 
-def check_architecture(settings: Mapping[str, Any], weights: Iterable[str], where: str | Path) -> None:
+def check_architecture(
+    settings: Mapping[str, Any], weights: Iterable[str], where: str | Path, head: bool = True
+) -> None:
     """Check that packed training provides all that a model does.
 
     Args:
         settings: its configuration.
         weights: names of its parameters.
         where: what the message calls it.
+        head: whether its language head is used; a reward model has another.
 
     Raises:
         UserError: it does not.
     """
-    if changed := [name for name in UNSUPPORTED if settings.get(name) not in (None, 1.0)]:
+    looked_at = (*OF_ATTENTION, *(OF_HEAD if head else ()))
+    if changed := [name for name in looked_at if settings.get(name) not in (None, 1.0)]:
         raise unpackable(where, f"sets '{changed[0]}', which changes scores or logits")
     if others := sorted(set(settings.get("layer_types") or ()) - LAYERS):
         raise unpackable(where, f"has layers of the type '{others[0]}', which does not keep packed sequences apart")
@@ -50,7 +55,7 @@ def check_architecture(settings: Mapping[str, Any], weights: Iterable[str], wher
             raise unpackable(where, f"has '{name}', part of a layer that carries a state from token to token")
         if parts[-1] == "sinks":
             raise unpackable(where, f"has attention sinks ('{name}')")
-        if parts[-2:] == ["lm_head", "bias"]:
+        if head and parts[-2:] == ["lm_head", "bias"]:
             raise unpackable(where, "has a language head with a bias")
 
 

@@ -188,7 +188,8 @@ def _check_packable(kind: Any, path: str | Path) -> None:
     config = AutoConfig.from_pretrained(path, local_files_only=True)
     with torch.device("meta"):
         shapes = kind.from_config(config)
-    check_architecture(config.to_dict(), (name for name, _ in shapes.named_parameters()), path)
+    names = (name for name, _ in shapes.named_parameters())
+    check_architecture(config.to_dict(), names, path, head=kind is AutoModelForCausalLM)
     if shapes._is_stateful:
         raise unpackable(path, "carries a state from token to token")
     if not shapes._supports_attention_backend:

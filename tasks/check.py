@@ -86,8 +86,8 @@ def check_inputs(config: TrainConfig) -> None:
     check_prompt_lengths(config)
 
 
-def check_model(config: TrainConfig) -> None:
-    """Check that the actor has a starting point.
+def check_model(config: TrainConfig, scores: bool = False) -> None:
+    """Check that the actor, or the reward model with `scores`, has a starting point.
 
     Raises:
         UserError: none is configured, or the folder is no model.
@@ -96,11 +96,13 @@ def check_model(config: TrainConfig) -> None:
         return
     if config.model.path is None:
         raise UserError("no model: 'model.path' is not set", "add model.path=FOLDER, a Hugging Face model folder")
-    check_model_folder(Path(config.model.path), "model.path")
+    check_model_folder(Path(config.model.path), "model.path", scores)
 
 
-def check_model_folder(folder: Path, key: str) -> None:
+def check_model_folder(folder: Path, key: str, scores: bool = False) -> None:
     """Check that `folder` looks like a Hugging Face model folder, of a model that packed training runs rightly.
+
+    `scores`: it is, or becomes, a reward model, which has no language head.
 
     Raises:
         UserError: it does not exist, a file is missing or damaged, or see `engines.architecture`.
@@ -128,7 +130,7 @@ def check_model_folder(folder: Path, key: str) -> None:
             f"{key}: {folder} is damaged: {error}", "copy it anew; in a Git clone, 'git lfs pull'"
         ) from None
     settings = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    check_architecture(settings, weight_shapes(folder), f"{key}: {folder}")
+    check_architecture(settings, weight_shapes(folder), f"{key}: {folder}", head=not scores)
 
 
 def check_one_label(folder: Path, key: str) -> None:
@@ -261,7 +263,7 @@ def check_reward(config: TrainConfig, columns: list[str]) -> None:
         UserError: it does not.
     """
     if config.reward.model is not None:
-        check_model_folder(Path(config.reward.model), "reward.model")
+        check_model_folder(Path(config.reward.model), "reward.model", scores=True)
         return
     if config.reward.judge is not None:
         check_judge(config.reward, columns)

@@ -39,8 +39,9 @@ def check_preferences(config: PairConfig) -> None:
         UserError: the first mistake found.
     """
     engines, data = config.engines(), pair_data(config)
-    check_model(engines)
-    if isinstance(config, RewardModelConfig) and config.model.path is not None:
+    scores = isinstance(config, RewardModelConfig)
+    check_model(engines, scores)
+    if scores and config.model.path is not None:
         check_one_label(Path(config.model.path), "model.path")
     if data.train is None:
         raise UserError("nothing to train on: 'data.train' is not set", "add data.train=FILE, JSONL or Parquet")

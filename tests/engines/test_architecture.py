@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM
 from configs.errors import UserError
 from data.tokenizer import make_byte_tokenizer
 from engines.attention import packed_attention
-from engines.models import PackedPolicy, load_causal_lm
+from engines.models import PackedPolicy, PackedRewardModel, load_causal_lm, start_reward_model
 from engines.packing import pack
 from tasks.check import check_model_folder
 from tests.engines.ranks import EOS, PAD, VOCABULARY
@@ -122,6 +122,22 @@ def test_families_that_would_train_on_wrong_log_probs_are_refused_before_and_whe
         check_model_folder(folder, "model.path")
     with pytest.raises(UserError, match=message):
         load_causal_lm(folder, torch.float32, False)
+
+
+def test_a_language_heads_bias_is_no_matter_where_the_head_is_not_used(tmp_path: Path) -> None:
+    """A reward model of Phi has a score in its place. Control: capped attention scores are refused all the same."""
+    folder = _write(tmp_path, "PhiConfig", {"num_key_value_heads": 4})
+    check_model_folder(folder, "model.path", scores=True)
+    model = PackedRewardModel(start_reward_model(folder, torch.float32, False)).eval()
+    with torch.no_grad():
+        torch.nn.init.normal_(model.classifier.score.weight)
+        rows = random_rows(3)
+        together_B = model(pack(rows, [0, 1, 2], torch.device("cpu")))
+        alone_B = torch.cat([model(pack(rows, [row], torch.device("cpu"))) for row in range(3)])
+    torch.testing.assert_close(together_B, alone_B)
+    capped = _write(tmp_path / "capped", "Gemma2Config", HEADS)
+    with pytest.raises(UserError, match="attn_logit_softcapping"):
+        check_model_folder(capped, "model.path", scores=True)
 
 
 def test_what_only_the_models_class_says_is_refused_when_it_is_loaded(tmp_path: Path) -> None:
