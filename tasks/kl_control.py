@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 from algorithms.kl import AdaptiveKL
 from tasks.session import Training
 from tasks.settings import Settings
@@ -15,7 +17,8 @@ def next_kl_coefficient(training: Training, settings: Settings, metrics: dict[st
     metrics["kl/coefficient"] = settings.kl_coefficient
     if kl.target is None or kl.horizon is None or kl.ceiling is None:
         return None
-    if "actor/kl" not in metrics:  # no step was taken, and none of the passes gave both log-probs
+    # No step was taken and no pass gave both log-probs, or what they gave says nothing.
+    if not math.isfinite(metrics.get("actor/kl", math.nan)):
         return settings.kl_coefficient
     controller = AdaptiveKL(settings.kl_coefficient, kl.target, kl.horizon, kl.ceiling)
     samples = training.config.rollout.prompts * training.config.rollout.samples

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -37,6 +38,16 @@ def test_an_adaptive_coefficient_stays_below_its_ceiling(training_with: MakeTrai
     training = training_with(config_from_mapping({"algorithm": {"kl": kl}, "rollout": BATCH}, "test"))
     settings = settings_at(training.config, 1, Progress())
     assert next_kl_coefficient(training, settings, {"actor/kl": 0.4}) == pytest.approx(0.105)
+
+
+@pytest.mark.parametrize("metrics", [{"actor/kl": math.nan}, {"actor/kl": math.inf}, {}])
+def test_an_adaptive_coefficient_stays_where_the_divergence_says_nothing(
+    training_with: MakeTraining, metrics: dict[str, float]
+) -> None:
+    """A skipped step must not end the run, nor a missing figure. Control: 0.4, in the first test."""
+    kl = {"coefficient": 0.1, "target": 0.1, "horizon": 100}
+    training = training_with(config_from_mapping({"algorithm": {"kl": kl}, "rollout": BATCH}, "test"))
+    assert next_kl_coefficient(training, settings_at(training.config, 1, Progress()), metrics) == 0.1
 
 
 @pytest.mark.parametrize(("kl", "recorded"), [(None, {}), ({"coefficient": 0.1}, {"kl/coefficient": 0.1})])
