@@ -87,9 +87,11 @@ def _number(text: str, log: Path) -> float:
 
 def _literal(text: str, log: Path) -> dict[str, Any]:
     try:
-        value: dict[str, Any] = ast.literal_eval(text)
+        value = ast.literal_eval(text)
     except (ValueError, SyntaxError):
         raise _garbled(log, text) from None
+    if not isinstance(value, dict):  # `{'wall_s'}` is a set
+        raise _garbled(log, text)
     return value
 
 

@@ -107,5 +107,7 @@ def test_garbled_lines_are_quoted(tmp_path: Path) -> None:
     """As where two processes write at once. The controls are the logs above."""
     with pytest.raises(UserError, match="garbled at '{'wall_s': 48.1, 'peTRL'}'"):
         trl_figures(log(tmp_path, "TRL step {'wall_s': 48.1, 'peTRL'}\n"))
+    with pytest.raises(UserError, match="garbled at '{'wall_s'}'"):  # a set, as Python reads it
+        trl_figures(log(tmp_path, "TRL step {'wall_s'}\n" * 2 + "TRL step {'wall_s': 48.1, 'peak_gib': 79.0}\n"))
     with pytest.raises(UserError, match=r"garbled at '61\.2\.7'"):
         verl_figures(log(tmp_path, "step:2\ntiming_s/step:61.2.7\n"))
