@@ -6,6 +6,7 @@ stepping to trainer.py. Suffixes: `_T` response tokens of a micro-batch, `_B` ro
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -170,7 +171,10 @@ def _run(
     learning_rate: float,
     prepare: Callable[[Rows, np.ndarray], Rows] | None = None,
 ) -> dict[str, float]:
-    """Take the steps of one iteration; `prepare` sees the rows of each before they are split into micro-batches."""
+    """Take the steps of one iteration; `prepare` sees the rows of each before they are split into micro-batches.
+
+    Figures are means over the steps, without those that were skipped unless all were.
+    """
     steps = []
     for index_B in mini_batch_rows(len(rows), split):
         if rows.accepted_B is not None:
@@ -181,7 +185,8 @@ def _run(
             steps.append(metrics)
     if not steps:
         return {"steps": 0.0}
-    mean = {name: float(np.mean([step[name] for step in steps])) for name in steps[0]}
+    taken = [step for step in steps if math.isfinite(step["grad_norm"])] or steps
+    mean = {name: float(np.mean([step[name] for step in taken])) for name in steps[0]}
     return {**mean, "learning_rate": steps[-1]["learning_rate"], "steps": float(len(steps))}
 
 

@@ -18,6 +18,7 @@ from torch import nn
 
 from engines.micro_batches import plan_micro_batches
 from engines.packing import Rows
+from engines.updates import Split, mini_batch_rows
 from state.experience import Ragged, add_columns
 from tests.engines.ranks import Ranks, Shape
 from tests.engines.rows import LOSS, SPLIT, gathered, random_rows, take_rows, with_columns, write_rows
@@ -139,6 +140,31 @@ def _update_actor(path: str, budget: int, aggregation: str = "token-mean", sampl
         "aggregation": aggregation,
     }
     return {"path": path, "version": -1, "split": split, "loss": FULL_LOSS, "learning_rate": RATE}
+
+
+def test_figures_are_of_the_steps_that_were_taken(one_rank: Ranks, folder_of: FolderOf, tmp_path: Path) -> None:
+    """One skipped step hides no other's loss and norm. Controls: the other step alone, and a skipped one alone."""
+    rows = random_rows(8, samples=2)
+    first, second = (index.tolist() for index in mini_batch_rows(8, Split(**{**SPLIT, "mini_batches": 2})))
+    odd_B = np.isin(np.arange(8), second)
+    advantages_T = np.where(np.repeat(odd_B, rows.responses.lengths_B), np.nan, rows.columns["advantages"].values_T)
+    both = with_columns(rows, {"advantages": advantages_T})
+    replies = []
+    for name, some, steps in (
+        ("both", both, 2),
+        ("good", take_rows(both, first), 1),
+        ("odd", take_rows(both, second), 1),
+    ):
+        one_rank.build(folder_of(SHAPE), actor=_trainer(1))
+        update = {"version": -1, "split": {**SPLIT, "mini_batches": steps}, "loss": LOSS, "learning_rate": RATE}
+        path = write_rows(tmp_path / f"{name}.parquet", some)
+        replies.append(one_rank.ask("update_actor", path=path, **update)[0])
+    mixed, good, odd = replies
+    assert (mixed["steps"], mixed["skipped_steps"]) == (2.0, 1.0)
+    for figure in ("loss", "grad_norm", "entropy"):
+        assert mixed[figure] == good[figure]
+    assert odd["skipped_steps"] == 1.0
+    assert not np.isfinite(odd["grad_norm"])
 
 
 # ---- equal to the plain loop ---------------------------------------------------------------------------------------
