@@ -57,6 +57,28 @@ def test_a_rank_that_ended_by_itself_is_quoted(tmp_path: Path) -> None:
     assert cause[0] in (told(raised, []) or ("", 0))[0]
 
 
+def test_a_mistake_that_ends_a_flow_says_how_to_go_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As a failure does: the note follows what is wrong and the remedy."""
+    monkeypatch.setattr(server, "start_server", lambda: None)
+    (tmp_path / "manifest.json").write_text("{}")
+
+    def command(standalone_mode: bool) -> None:
+        with cli._ending_in_words("train", tmp_path):
+            raise UserError("the gradient is not finite", "lower the learning rate")
+
+    monkeypatch.setattr(cli, "app", command)
+    with pytest.raises(SystemExit) as ended:
+        cli.main()
+    assert ended.value.code == MISTAKE
+    assert capsys.readouterr().err.splitlines() == [
+        "error: the gradient is not finite",
+        "  lower the learning rate",
+        f"  Continue with: penstock train --resume {cli._short(tmp_path)}",
+    ]
+
+
 def failing(path: Path) -> OSError:
     with pytest.raises(OSError, match=path.name) as caught:
         path.write_text("")
