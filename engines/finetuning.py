@@ -30,6 +30,8 @@ from state.experience import read_columns
 if TYPE_CHECKING:
     from engines.worker import Worker
 
+REMEDY = "look for odd rows in the data, or lower the learning rate, and begin anew"  # without finite gradients
+
 
 def sft_begin(
     worker: Worker, config: dict[str, Any], folder: str, dtype: str, rows: str, seed: int, keep_logits: bool = False
@@ -39,20 +41,23 @@ def sft_begin(
     sft = SftConfig.model_validate(config)
     worker.lm = worker.causal_lm(folder, sft)
     module = PackedPolicy(worker.lm, keep_logits)
-    worker.trainers["sft"] = Trainer(module, ordered_parameters(worker.lm), sft, sft.steps)
+    worker.trainers["sft"] = Trainer(module, ordered_parameters(worker.lm), sft, sft.steps, REMEDY)
     columns = read_columns(rows, ("prompt_tokens", "response_tokens", "loss_mask"))
     worker.sft_rows = Rows(columns["prompt_tokens"], columns["response_tokens"], columns["loss_mask"], {})
     return {}
 
 
 def sft_steps(worker: Worker, batches: np.ndarray, budget: int, learning_rate: float) -> dict[str, Any]:
-    """Take one optimizer step per row of `batches` (steps x rows); return the loss of each."""
+    """Take one optimizer step per row of `batches` (steps x rows); return each loss, and how many were skipped."""
     assert worker.sft_rows is not None
-    metrics = [
-        update_supervised(worker.trainers["sft"], worker.sft_rows, index_B, budget, learning_rate)
-        for index_B in batches
-    ]
-    return {"losses": [step["loss"] for step in metrics], "grad_norm": metrics[-1]["grad_norm"]}
+    trainer = worker.trainers["sft"]
+    before = trainer.skipped
+    metrics = [update_supervised(trainer, worker.sft_rows, index_B, budget, learning_rate) for index_B in batches]
+    return {
+        "losses": [step["loss"] for step in metrics],
+        "grad_norm": metrics[-1]["grad_norm"],
+        "skipped_steps": trainer.skipped - before,
+    }
 
 
 def sft_end(worker: Worker, folder: str) -> dict[str, Any]:
@@ -80,7 +85,7 @@ def preference_begin(
     else:
         worker.lm = worker.causal_lm(folder, settings)
         module = PackedPolicy(worker.lm, keep_logits)
-    worker.trainers["preference"] = Trainer(module, ordered_parameters(worker.lm), settings, settings.steps)
+    worker.trainers["preference"] = Trainer(module, ordered_parameters(worker.lm), settings, settings.steps, REMEDY)
     worker.shapes["preference"] = read_shape(Path(folder))
     return kernel_figures(worker.device.type)
 
@@ -88,11 +93,11 @@ def preference_begin(
 def preference_steps(
     worker: Worker, path: str, batches: np.ndarray, budget: int, loss: dict[str, Any], learning_rate: float
 ) -> dict[str, Any]:
-    """Take one optimizer step per row of `batches` (steps x units); return the figures of each."""
+    """Take one optimizer step per row of `batches` (steps x units); return the figures of each, as `sft_steps`."""
     data, trainer, settings = read_preferences(path), worker.trainers["preference"], UnitLoss(**loss)
-    return {
-        "steps": [update_on_preferences(trainer, data, index_U, budget, settings, learning_rate) for index_U in batches]
-    }
+    before = trainer.skipped
+    steps = [update_on_preferences(trainer, data, index_U, budget, settings, learning_rate) for index_U in batches]
+    return {"steps": steps, "skipped_steps": trainer.skipped - before}
 
 
 def preference_measure(worker: Worker, path: str, budget: int, loss: dict[str, Any]) -> dict[str, Any]:

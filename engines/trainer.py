@@ -34,6 +34,10 @@ from engines.weights.layout import flatten_in_place
 
 Batch = TypeVar("Batch")  # a micro-batch as the loss wants it
 LossFunction = Callable[[nn.Module, Batch], tuple[torch.Tensor, dict[str, torch.Tensor]]]
+REMEDY = (
+    "look for extreme rewards in the newest experience file, lower the learning rate, and resume; if it comes back, "
+    "go on from an older checkpoint"
+)
 SKIPPED_IN_A_ROW = 3  # optimizer steps: one odd batch may be passed over, but nothing is learnt from such batches alone
 _log = logging.getLogger(__name__)
 
@@ -55,6 +59,7 @@ class Trainer:
         parameters: its parameters in the order wanted in the flat buffer; those that are frozen are passed over.
         config: optimizer and ZeRO stage.
         total_steps: optimizer steps of the whole training, the end of a decaying learning rate.
+        remedy: what to do where gradients are not finite.
 
     Attributes:
         steps: optimizer steps so far, also those that were skipped.
@@ -62,9 +67,14 @@ class Trainer:
     """
 
     def __init__(
-        self, module: nn.Module, parameters: list[nn.Parameter], config: TrainerConfig, total_steps: int
+        self,
+        module: nn.Module,
+        parameters: list[nn.Parameter],
+        config: TrainerConfig,
+        total_steps: int,
+        remedy: str = REMEDY,
     ) -> None:
-        self.config, self.total_steps, self.steps = config, total_steps, 0
+        self.config, self.total_steps, self.steps, self._remedy = config, total_steps, 0, remedy
         self.skipped = self._skipped_in_a_row = 0
         parameters = [parameter for parameter in parameters if parameter.requires_grad]
         module.register_state_dict_post_hook(_drop_frozen)
@@ -114,29 +124,29 @@ class Trainer:
             for name, value in {"loss": loss.detach(), **sums}.items():
                 totals[name] = totals[name] + value if name in totals else value
         plain_norm = self._plain_grad_norm()
-        if plain_norm is not None:
-            self._count_skipped(plain_norm, limit=1)
+        if plain_norm is not None and not math.isfinite(plain_norm):
+            raise self._not_finite("1 optimizer step")
         count_sums(self._optimizer)
         self.engine.step()
         self.steps += 1
         grad_norm = float(self.engine.get_global_grad_norm()) if plain_norm is None else plain_norm
-        self._count_skipped(grad_norm, SKIPPED_IN_A_ROW)
+        self._count_skipped(grad_norm)
         return StepResult(reduce_sums(totals, self.device), grad_norm, rate)
 
-    def _count_skipped(self, grad_norm: float, limit: int) -> None:
-        """Count a step that DeepSpeed skips; an error ends `limit` of them in a row. Every rank has the same norm."""
+    def _count_skipped(self, grad_norm: float) -> None:
+        """Count a step that DeepSpeed skipped; an error ends several in a row. Every rank has the same norm."""
         if math.isfinite(grad_norm):
             self._skipped_in_a_row = 0
             return
         self.skipped += 1
         self._skipped_in_a_row += 1
-        _log.warning("optimizer step %d is skipped: its gradient is not finite", self.steps)
-        if self._skipped_in_a_row >= limit:
-            raise UserError(
-                f"the gradient is not finite (NaN or infinite) in {limit} optimizer step{'s in a row' * (limit > 1)}",
-                "look for extreme rewards in the newest experience file, lower the learning rate, and resume; if it "
-                "comes back, go on from an older checkpoint or train with model.dtype=float32",
-            )
+        _log.warning("optimizer step %d was skipped: its gradient is not finite", self.steps)
+        if self._skipped_in_a_row == SKIPPED_IN_A_ROW:
+            raise self._not_finite(f"{SKIPPED_IN_A_ROW} optimizer steps in a row")
+
+    def _not_finite(self, where: str) -> UserError:
+        wider = ", or train with model.dtype=float32" if self.engine.bfloat16_enabled() else ""
+        return UserError(f"the gradient is not finite (NaN or infinite) in {where}", self._remedy + wider)
 
     def _plain_grad_norm(self) -> float | None:
         """Norm before clipping where DeepSpeed clips plain gradients and reports none (stage 0 in float32)."""

@@ -12,8 +12,9 @@ from __future__ import annotations
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
-from prefect import task
+from prefect import get_run_logger, task
 from prefect.cache_policies import NO_CACHE
 
 from configs.schema import SftConfig
@@ -48,6 +49,13 @@ def blocks(config: SftConfig, done: int = 0) -> Iterator[tuple[int, int]]:
         count = min(*ends, config.steps) - first
         yield first, count
         first += count
+
+
+def warn_of_skipped(reply: dict[str, Any], first: int, count: int) -> None:
+    """Say in the flow's log that optimizer steps of a command left the weights as they were."""
+    if skipped := reply["skipped_steps"]:
+        message = "%d of the optimizer steps %d to %d skipped: the gradient is not finite (NaN or infinite)"
+        get_run_logger().warning(message, skipped, first + 1, first + count)
 
 
 def checkpoint_due(config: SftConfig, done: int) -> bool:

@@ -22,7 +22,7 @@ from data.rows import read_rows
 from state.experience import column_names, read_columns, write_columns
 from state.run_folder import truncate_metrics
 from tasks.check import check_chat, check_model, check_one_label
-from tasks.finetuning import restored_step
+from tasks.finetuning import restored_step, warn_of_skipped
 from tasks.logprobs import in_row_order
 from tasks.prepare import attention_of, load_tokenizer
 from tasks.record import add_to_record, append_record
@@ -155,6 +155,7 @@ def preference_steps(training: Training, config: PairConfig, units: int, first: 
         loss=loss_arguments(config),
         learning_rate=float(value_at(trainer.optimizer.learning_rate, first)),
     )
+    warn_of_skipped(replies[0], first, count)
     for step, metrics in enumerate(replies[0]["steps"], start=first + 1):
         append_record(training, step, metrics)
 

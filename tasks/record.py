@@ -171,7 +171,7 @@ def record(training: Training, iteration: int, metrics: dict[str, float]) -> Non
 
 def append_record(training: Training, number: int, metrics: dict[str, float]) -> bool:
     """Record an iteration or step; return whether MLflow got it, which it does not where a resume repeats it."""
-    session = training.session()
+    session, metrics = training.session(), finite(metrics)
     append_metrics(training.run, number, metrics)
     if number <= session.mlflow_through:
         return False

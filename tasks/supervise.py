@@ -9,6 +9,7 @@ from configs.schedule import value_at
 from data.order import take
 from state.manifest import Progress
 from tasks.checkpoint import begin_manifest
+from tasks.finetuning import warn_of_skipped
 from tasks.session import Training
 
 
@@ -51,6 +52,7 @@ def supervised_steps(training: Training, pairs: int, first: int, count: int) -> 
         budget=value_at(config.sft.micro_batch_tokens, first),
         learning_rate=float(value_at(config.sft.optimizer.learning_rate, first)),
     )
+    warn_of_skipped(replies[0], first, count)
     losses: list[float] = replies[0]["losses"]
     training.session().say("supervised training", f"step {first + count}/{config.sft.steps}, loss {losses[-1]:.3f}")
     return losses

@@ -40,12 +40,13 @@ def record_steps(training: Training, first: int, losses: list[float]) -> None:
 def summary(training: Training, status: str) -> dict[str, Any]:
     """Return the content of `summary.json` from what has been recorded."""
     session, steps = training.session(), read_metrics(training.run)
+    losses = [item["metrics"]["loss"] for item in steps if "loss" in item["metrics"]]  # a skipped step may have none
     return {
         "status": status,
         "seconds": round(time.monotonic() - session.started, 3),
         "steps": len(steps),
-        "loss_first": steps[0]["metrics"]["loss"] if steps else None,
-        "loss_last": steps[-1]["metrics"]["loss"] if steps else None,
+        "loss_first": losses[0] if losses else None,
+        "loss_last": losses[-1] if losses else None,
         "recomputed": str(session.recomputed["sft"]) if "sft" in session.recomputed else None,
         "mlflow_run_id": session.mlflow_run_id,
     }

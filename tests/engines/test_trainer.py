@@ -266,6 +266,7 @@ def test_a_step_whose_gradient_is_not_finite_is_skipped_and_said_and_three_in_a_
         before = after
     error = one_rank.ask("refusal", of="update_actor", arguments={"path": odd, **update})[0]["error"]
     assert "not finite (NaN or infinite) in 3 optimizer steps in a row" in error
+    assert ("model.dtype=float32" in error) == (dtype == "bfloat16"), "advice that is followed already"
     assert _same(before, one_rank.parameters())
 
 
@@ -277,8 +278,34 @@ def test_without_zero_the_first_such_step_is_an_error_before_the_weights_are_los
     before = one_rank.parameters()
     arguments = {"path": _odd(tmp_path / "odd.parquet"), "version": -1, "split": SPLIT, "loss": LOSS}
     asked = {"of": "update_actor", "arguments": {**arguments, "learning_rate": 1e-2}}
-    assert "not finite (NaN or infinite) in 1 optimizer step\n" in one_rank.ask("refusal", **asked)[0]["error"]
+    error = one_rank.ask("refusal", **asked)[0]["error"]
+    assert "not finite (NaN or infinite) in 1 optimizer step\n" in error
+    assert "extreme rewards in the newest experience file" in error
+    assert "model.dtype" not in error
     assert _same(before, one_rank.parameters())
+
+
+def test_training_without_rollout_counts_skipped_steps_and_speaks_of_its_data(
+    one_rank: Ranks, folder_of: FolderOf, tmp_path: Path
+) -> None:
+    """There are no rewards and no experience. Control: rows as they should be skip nothing."""
+    rows = random_rows(8)
+    for odd, skipped in ((False, 0), (True, 2)):
+        spoilt = np.full(len(rows.responses.values_T), np.nan if odd else -1.0)
+        path = write_rows(tmp_path / f"{odd}.parquet", with_columns(rows, {"logprobs_reference": spoilt}))
+        one_rank.ask("discard")
+        config = SftConfig(steps=5).model_dump(mode="json")
+        asked = {"config": config, "folder": str(folder_of(BIG)), "dtype": "float32", "scores": False, "seed": 0}
+        one_rank.ask("preference_begin", **asked)
+        steps = {"path": path, "budget": 400, "loss": {"name": "dpo", "settings": {"beta": 0.1}}, "learning_rate": 1e-2}
+        reply = one_rank.ask("preference_steps", batches=np.array([[0, 1], [2, 3]]), **steps)[0]
+        assert reply["skipped_steps"] == skipped
+    arguments = {"batches": np.array([[0, 1]]), **steps}
+    error = one_rank.ask("refusal", of="preference_steps", arguments=arguments)[0]["error"]
+    assert "look for odd rows in the data" in error
+    assert "experience" not in error
+    _begin(one_rank, folder_of(BIG), path, 1)
+    assert one_rank.ask("sft_steps", batches=np.array([[0, 1]]), budget=40, learning_rate=PEAK)[0]["skipped_steps"] == 0
 
 
 @pytest.mark.parametrize("count", [1, 2])

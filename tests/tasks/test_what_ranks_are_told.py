@@ -49,7 +49,9 @@ class Listener:
     def call(self, command: str, key: str, **arguments: Any) -> list[dict[str, Any]]:
         self.told = arguments
         kernels: dict[str, Any] = {"attention": "some", "slower": []}
-        return [{"usage": {"seconds": 1.0}, "losses": [0.0], "steps": [], "command": 0.0, **kernels}]
+        return [
+            {"usage": {"seconds": 1.0}, "losses": [0.0], "steps": [], "skipped_steps": 0, "command": 0.0, **kernels}
+        ]
 
 
 def listening(training: Training) -> Listener:
