@@ -11,7 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from configs.errors import UserError
-from configs.schema import DataConfig, Role, TrainConfig, TrainerConfig
+from configs.schedule import largest
+from configs.schema import DataConfig, Role, SftConfig, TrainConfig, TrainerConfig
 from data.agents import agent_numbers
 from data.arithmetic import make_problems
 from data.prompts import refuse_reserved
@@ -304,7 +305,7 @@ def check_memory(config: TrainConfig) -> list[GroupEstimate]:
     )
     for section, trainer, role in trained:
         check_zero_stage(config, estimates, section, trainer, role)
-    _require_all(estimates, "actor")
+    _require_all(config, estimates)
     return estimates
 
 
@@ -321,7 +322,7 @@ def check_finetuning_memory(config: TrainConfig, section: str, scores: bool = Fa
     """
     estimates = estimate_groups(config, PHASES["sft"], scores)
     check_zero_stage(config, estimates, section, config.sft, "actor")
-    _require_all([item for item in estimates if "actor" in item.roles], section)
+    _require_all(config, [item for item in estimates if "actor" in item.roles], section)
 
 
 def check_zero_stage(
@@ -342,14 +343,15 @@ def check_zero_stage(
         )
 
 
-def _require_all(estimates: list[GroupEstimate], section: str) -> None:
+def _require_all(config: TrainConfig, estimates: list[GroupEstimate], section: str | None = None) -> None:
+    """Compare with what is free; `section` is what the user calls the trained one, else the fullest phase tells."""
     gpus, host_free = visible_gpus(), free_host_bytes()
     for estimate in estimates:
         for gpu in estimate.devices:
             if gpu is not None:
-                _require(estimate, free_gpu_bytes(gpus[gpu]), f"GPU {gpu}", section)
+                _require(config, estimate, free_gpu_bytes(gpus[gpu]), f"GPU {gpu}", section)
             else:
-                _require(estimate, host_free, "this machine", section)
+                _require(config, estimate, host_free, "this machine", section)
                 host_free -= estimate.memory.total
 
 
@@ -423,22 +425,35 @@ def _shape(config: TrainConfig, role: Role = "actor") -> ModelShape:
     return tiny_shape(config) if config.model.tiny is not None else read_shape(Path(str(config.model.path)))
 
 
-def _require(estimate: GroupEstimate, free: int, place_name: str, section: str) -> None:
+def _require(config: TrainConfig, estimate: GroupEstimate, free: int, place_name: str, section: str | None) -> None:
     memory = estimate.memory
     if memory.total <= free:
         return
-    largest = max(memory.parts, key=lambda name: memory.parts[name])
+    model = next((name for name, phase in PHASES.items() if phase == memory.phase), "actor")
+    section = section or model
+    part = max(memory.parts, key=lambda name: memory.parts[name])
     training = (
-        f"use more ranks or a higher {section}.zero_stage, a smaller {section}.micro_batch_tokens, "
+        f"use more ranks or a higher {section}.zero_stage, {_smaller_passes(config, model, section)}, "
         f"{section}.gradient_checkpointing=true where it is false, or end what else uses the memory"
     )
     caching = "lower rollout.kv_cache_gib or rollout.max_sequences, remove rollout.sleep=false where it is given, or "
     raise UserError(
         f"group '{estimate.group}' needs about {memory.total / GIB:.1f} GiB per rank ({memory.phase}), "
         f"{place_name} has {free / GIB:.1f} GiB free "
-        f"(largest part: {largest}, {memory.parts[largest] / GIB:.1f} GiB)",
-        (caching if largest == "KV cache" else "") + training,
+        f"(largest part: {part}, {memory.parts[part] / GIB:.1f} GiB)",
+        (caching if part == "KV cache" else "") + training,
     )
+
+
+def _smaller_passes(config: TrainConfig, model: str, section: str) -> str:
+    """Say what makes the largest micro-batch smaller: its budget, or where one row alone exceeds that the row."""
+    trainer: TrainerConfig = getattr(config, model)
+    if isinstance(trainer, SftConfig):
+        longest, keys = trainer.max_tokens, f"{section}.max_tokens"
+    else:
+        longest = config.data.max_prompt_tokens + config.rollout.max_response_tokens
+        keys = "data.max_prompt_tokens or rollout.max_response_tokens"
+    return f"a smaller {keys if longest >= largest(trainer.micro_batch_tokens) else f'{section}.micro_batch_tokens'}"
 
 
 def tiny_shape(config: TrainConfig) -> ModelShape:
