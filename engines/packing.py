@@ -148,10 +148,10 @@ def read_rows(path: str, columns: Sequence[str] = ()) -> Rows:
 def pack(rows: Rows, index: list[int], device: torch.device) -> PackedBatch:
     """Pack the given rows into one micro-batch on `device`.
 
-    An empty `index` gives row 0 with its mask at zero: the forward pass happens (collectives stay in step), and
-    nothing of it counts.
+    An empty `index` gives the shortest row, its mask and columns at zero: the forward pass happens (collectives stay in
+    step), and nothing of it counts, not even a NaN.
     """
-    chosen_B = np.asarray(index or [0], dtype=np.int64)
+    chosen_B = np.asarray(index or [_shortest(rows)], dtype=np.int64)
     responses, mask = rows.responses.take(chosen_B), rows.mask.take(chosen_B)
     places = _place(rows.prompt_ids_B[chosen_B], rows.prompts.lengths_B[chosen_B], responses.lengths_B)
     prompts = rows.prompts.take(chosen_B[places.first_F])
@@ -164,7 +164,10 @@ def pack(rows: Rows, index: list[int], device: torch.device) -> PackedBatch:
     positions_N[responses_at] = _ramp(places.response_B) + np.repeat(
         places.prompt_F[places.family_B], places.response_B
     )
-    weight = 0.0 if not index else 1.0
+    columns = {name: column.take(chosen_B).values_T for name, column in rows.columns.items()}
+    counted_T = mask.values_T.astype(np.float32)
+    if not index:
+        columns, counted_T = {name: np.zeros_like(values) for name, values in columns.items()}, np.zeros_like(counted_T)
     return PackedBatch(
         tokens_N=to_device(tokens_N, device),
         positions_N=to_device(positions_N, device),
@@ -172,10 +175,16 @@ def pack(rows: Rows, index: list[int], device: torch.device) -> PackedBatch:
         predict_T=to_device(_predicting(places, responses_at), device),
         last_B=to_device(_last(places), device),
         targets_T=to_device(responses.values_T.astype(np.int64), device),
-        mask_T=to_device(mask.values_T.astype(np.float32) * np.float32(weight), device),
+        mask_T=to_device(counted_T, device),
         offsets_B1=to_device(responses.offsets_B1, device),
-        columns={name: to_device(column.take(chosen_B).values_T, device) for name, column in rows.columns.items()},
+        columns={name: to_device(values, device) for name, values in columns.items()},
     )
+
+
+def _shortest(rows: Rows) -> int:
+    """Of the rows with a response, if there are any: without one the language head would have no part in the pass."""
+    lengths_B = np.where(rows.responses.lengths_B > 0, rows.lengths_B, np.iinfo(np.int64).max)
+    return int(lengths_B.argmin())
 
 
 def _place(ids_B: np.ndarray, prompts_B: np.ndarray, response_B: np.ndarray) -> _Places:

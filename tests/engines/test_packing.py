@@ -246,11 +246,20 @@ def test_each_response_token_is_predicted_from_the_token_before_it() -> None:
 
 
 def test_an_empty_micro_batch_runs_and_counts_nothing() -> None:
-    """It has tokens, so the forward pass and its collectives happen, and a mask of zeros."""
-    batch = pack(ROWS, [], CPU)
-    assert batch.tokens_N.tolist() == [1, 2, 3, 7, 8]
-    assert batch.mask_T.tolist() == [0.0, 0.0]
-    assert pack(ROWS, [0], CPU).mask_T.tolist() == [1.0, 1.0]
+    """It has tokens, as few as can be, so the pass and its collectives happen, and zeros: 0 times NaN is NaN."""
+    odd = replace(ROWS, columns={"mark": Ragged(np.full(6, np.nan, np.float32), ROWS.responses.offsets_B1)})
+    batch = pack(odd, [], CPU)
+    assert batch.tokens_N.tolist() == [5, 6, 12]
+    assert batch.mask_T.tolist() == batch.columns["mark"].tolist() == [0.0]
+    counted = pack(odd, [2], CPU)
+    assert counted.mask_T.tolist() == [1.0]
+    assert counted.columns["mark"].isnan().all()
+
+
+def test_an_empty_micro_batch_has_a_response_where_a_row_has_one() -> None:
+    """A head that no token reaches has no gradient to reduce. Control: where no row has one, it still runs."""
+    assert pack(_rows([[1, 2, 3], [4]], [[7, 8], []]), [], CPU).tokens_N.tolist() == [1, 2, 3, 7, 8]
+    assert pack(_rows([[1, 2, 3], [4]], [[], []]), [], CPU).tokens_N.tolist() == [1, 2, 3]
 
 
 def test_the_mask_of_the_file_is_kept() -> None:
