@@ -66,7 +66,7 @@ def update_critic(
 ) -> dict[str, Any]:
     """Train the critic on the actor's experience; of several each on the rows of its agent in every mini-batch.
 
-    The figures of several critics are their means, and beside them each agent's under its name.
+    The figures of several critics are their means (of skipped steps the sum), and beside them each agent's by name.
     """
     rows, plan, replies = read_rows(path, ("values", "returns")), Split(**split), {}
     for name, index_B in _rows_of_critics(path, len(rows), agents):
@@ -75,6 +75,7 @@ def update_critic(
         replies[name] = worker.measured(_own(rows, index_B), "critic", trainer, plan, update)
     usage = _combined([reply.pop("usage") for reply in replies.values()], sum)
     figures = _combined(list(replies.values()), np.mean)
+    figures["skipped_steps"] = float(sum(reply["skipped_steps"] for reply in replies.values()))
     for agent in agents:
         figures |= {f"{agent}/{name}": value for name, value in replies.get(f"critic/{agent}", {}).items()}
     return {**figures, "usage": usage}

@@ -99,6 +99,17 @@ def test_a_critic_sees_its_own_rows_alone(two_ranks: Ranks, folder_of: FolderOf,
         assert not np.allclose(values_T[~mine_T], whole_T[~mine_T], atol=1e-3)
 
 
+def test_skipped_steps_of_several_critics_are_counted(two_ranks: Ranks, folder_of: FolderOf, tmp_path: Path) -> None:
+    """Each critic's add up; a mean would halve them. Control: a loss is a mean still, in the test above."""
+    rows = rows_of_two()
+    rows = with_columns(rows, {"returns": np.full(len(rows.responses.values_T), np.nan)})
+    build(two_ranks, folder_of(SHAPE), BOTH)
+    split = {**UPDATE["split"], "mini_batches": 1, "epochs": 1}
+    path = write(tmp_path / "odd.parquet", rows, AGENTS_B)
+    reply = two_ranks.ask("update_critic", path=path, agents=BOTH, **UPDATE | {"split": split})[0]
+    assert (reply["left/skipped_steps"], reply["right/skipped_steps"], reply["skipped_steps"]) == (1.0, 1.0, 2.0)
+
+
 def test_a_resumed_run_has_every_critic(two_ranks: Ranks, folder_of: FolderOf, tmp_path: Path) -> None:
     """Also of an agent that had no row: its critic takes no step. After loading, a step is bit by bit the same step."""
     path = write(tmp_path / "rows.parquet", rows_of_two(), AGENTS_B)
