@@ -3,7 +3,8 @@
 The samples of a prompt stand next to each other, and the forward pass computes a prompt once for all its samples in a
 micro-batch (engines/packing.py). So the rows are laid out as one line, prompt by prompt. The line is cut into equal
 shares, one a rank, each cut at the row nearest to its ideal place; every share is filled into as few micro-batches
-as its tokens need, and these are then made as even as that number allows. A cut computes at most one prompt twice.
+as its tokens need, and these are then made as even as that number and the rows allow. A cut computes at most one
+prompt twice.
 
 The plan is a pure function of the rows, so every rank computes the same plan by itself and nothing is sent. All ranks
 run the same number of micro-batches, because gradients are reduced in step. Planning takes time in proportion to the
@@ -41,7 +42,8 @@ def plan_micro_batches(
     ids_B, prompts_B = rows.prompt_ids_B[index_B], rows.prompts.lengths_B[index_B]
     opens_B = np.append(True, ids_B[1:] != ids_B[:-1])[: len(index_B)]
     line_B1 = offsets_of(rows.responses.lengths_B[index_B] + np.where(opens_B, prompts_B, 0))
-    line = _Line(line_B1[::together].tolist(), np.where(opens_B, 0, prompts_B)[::together].tolist())
+    opens_U = (line_B1[:-1] - np.where(opens_B, 0, prompts_B))[::together]
+    line = _Line(line_B1[::together].tolist(), opens_U.tolist())
     shares = _shares(line_B1[::together], ranks)
     count = max(1, *(len(line.fill(start, stop, budget)) - 1 for start, stop in shares))
     cuts = [line.spread(start, stop, count, budget) for start, stop in shares]
@@ -53,28 +55,48 @@ class _Line:
     """Units one after another; plain lists, because they are looked at one by one."""
 
     at_U1: list[int]  # where a unit begins, in tokens
-    again_U: list[int]  # tokens of its prompt, where that began with a unit before: a piece that begins here adds them
+    opens_U: list[
+        int
+    ]  # likewise with all of its prompt, which a piece that begins here computes; never less than before
 
     def fill(self, start: int, stop: int, capacity: int) -> list[int]:
         """Cut units into pieces of at most `capacity` tokens, each as long as can be; a larger unit stands alone."""
         cuts = [start]
         while cuts[-1] < stop:
-            unit = cuts[-1]
-            full = bisect_right(self.at_U1, self.at_U1[unit] + capacity - self.again_U[unit], unit + 1, stop + 1) - 1
-            cuts.append(max(unit + 1, full))
+            cuts.append(self._full(cuts[-1], stop, capacity))
         return cuts
 
+    def _full(self, unit: int, stop: int, capacity: int) -> int:
+        """Where the longest piece from `unit` on ends."""
+        return max(unit + 1, bisect_right(self.at_U1, self.opens_U[unit] + capacity, unit + 1, stop + 1) - 1)
+
+    def _earliest(self, start: int, stop: int, capacity: int) -> list[int]:
+        """Filled from the end: where, by the number of pieces that are left, the first of them may begin."""
+        starts = [stop]
+        while starts[-1] > start:
+            end = starts[-1]
+            starts.append(min(end - 1, bisect_left(self.opens_U, self.at_U1[end] - capacity, start, end)))
+        return starts
+
     def spread(self, start: int, stop: int, count: int, budget: int) -> list[int]:
-        """Cut units into `count` pieces within `budget`, the heaviest as light as can be; fewer pieces if units are."""
+        """Cut units into `count` pieces within `budget`, the heaviest as light as can be; fewer pieces if units are.
+
+        Each ends as near as that allows to the mean of what is left, so that the last one is not a small rest.
+        """
         least = min(budget, -(-(self.at_U1[stop] - self.at_U1[start]) // count))
         capacities = range(least, budget)
         spare = bisect_left(capacities, True, key=lambda capacity: len(self.fill(start, stop, capacity)) - 1 <= count)
-        cuts = self.fill(start, stop, least + spare)
-        missing = min(count, stop - start) - (len(cuts) - 1)
-        if missing <= 0:
-            return cuts
-        uncut_U = np.setdiff1d(np.arange(start, stop), cuts)  # a piece of two is better than one and an empty run
-        return sorted([*cuts, *uncut_U[np.arange(missing) * len(uncut_U) // missing].tolist()])
+        capacity, cuts = least + spare, [start]
+        earliest = self._earliest(start, stop, capacity)
+        for left in range(min(count, stop - start), 0, -1):
+            unit = cuts[-1]
+            ideal = self.opens_U[unit] + (self.at_U1[stop] - self.opens_U[unit]) / left
+            after = bisect_left(self.at_U1, ideal, unit + 1, stop)
+            near = after if self.at_U1[after] - ideal <= ideal - self.at_U1[after - 1] else after - 1
+            rest = earliest[left - 1] if left <= len(earliest) else start
+            last = min(self._full(unit, stop, capacity), stop - left + 1)  # of the others each has a unit, too
+            cuts.append(max(unit + 1, rest, min(near, last)))
+        return cuts
 
 
 def _lists(index_B: np.ndarray, cuts: list[int], count: int) -> list[list[int]]:

@@ -125,6 +125,24 @@ def test_micro_batches_are_as_even_as_their_number_allows() -> None:
     assert [len(micro) for micro in plan_micro_batches(rows, 1, 90)[0]] == [7, 7, 6]
 
 
+@pytest.mark.parametrize(("count", "ranks", "budget"), [(244, 8, 609), (241, 2, 696), (221, 2, 957), (126, 8, 522)])
+def test_rows_of_one_length_are_dealt_out_but_for_one(count: int, ranks: int, budget: int) -> None:
+    """As even as rows can be cut: no rank has a small rest in the end. Control: filling each one leaves that."""
+    rows = _rows([[row] for row in range(count)], [[0] * 86] * count)
+    for micro_batches in plan_micro_batches(rows, ranks, budget):
+        sizes = [len(micro) for micro in micro_batches]
+        assert max(sizes) - min(sizes) <= 1
+        assert max(sizes) * 87 <= budget
+    filled = [budget // 87] * (count // ranks // (budget // 87))
+    assert filled[0] - (count // ranks - sum(filled)) > 1
+
+
+def test_groups_that_divide_evenly_are_never_cut() -> None:
+    """The benchmark's update: 64 prompts of 256 tokens, 8 responses of 1,024 each, 16 passes of 33,792 tokens."""
+    rows = _rows([[row // 8] * 256 for row in range(512)], [[0] * 1024] * 512)
+    assert plan_micro_batches(rows, 1, 33_792) == [[list(range(32 * part, 32 * part + 32)) for part in range(16)]]
+
+
 @pytest.mark.parametrize("ranks", [1, 4])
 def test_no_place_is_empty_where_there_are_rows_for_all(ranks: int) -> None:
     """An empty place is a whole pass for nothing. One rank's long rows ask for many places; others split theirs."""
