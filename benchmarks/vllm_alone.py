@@ -38,6 +38,17 @@ class Work(BaseModel):
     prompts: list[Prompts]
 
 
+def model_folder(config: TrainConfig) -> Path:
+    """Return the recipe's model folder.
+
+    Raises:
+        UserError: its model is not a folder.
+    """
+    if config.model.path is None:
+        raise UserError("vLLM by itself needs a model folder", "set model.path")
+    return Path(config.model.path)
+
+
 def measure(config: TrainConfig, prompts: list[Prompts], skip: int) -> dict[str, dict[str, float]]:
     """Return vLLM's tokens per second under its name and version; the median after the first `skip` rounds.
 
@@ -47,10 +58,8 @@ def measure(config: TrainConfig, prompts: list[Prompts], skip: int) -> dict[str,
     Raises:
         UserError: the recipe's model is not a folder, or vLLM stopped.
     """
-    if config.model.path is None:
-        raise UserError("vLLM by itself needs a model folder", "set model.path")
     work = Work(
-        folder=Path(config.model.path),
+        folder=model_folder(config),
         rollout=config.rollout,
         temperature=settings_of(config, 1).temperature,
         prompt_tokens=config.data.max_prompt_tokens,

@@ -124,9 +124,12 @@ def rollout(
 
     with tempfile.TemporaryDirectory() as folder:
         config = _load(recipe, overrides, folder)
+        if beside_vllm:
+            vllm_alone.model_folder(config)
         result, asked = measure(config, _command(), rounds=rounds, skip=skip)
-        peers = vllm_alone.measure(config, asked, skip) if beside_vllm else {}
-    _finish(result.model_copy(update={"peers": peers}), out)
+        _finish(result, out)
+        if beside_vllm:  # after the result is kept: it may fail
+            _finish(result.model_copy(update={"peers": vllm_alone.measure(config, asked, skip)}), out)
 
 
 @app.command()

@@ -121,6 +121,38 @@ def test_vllm_by_itself_needs_a_model_folder() -> None:
         vllm_alone.measure(TrainConfig(data={"arithmetic": {}}), [], skip=1)
 
 
+def test_a_rollouts_result_does_not_wait_for_vllm_by_itself(
+    bench: Callable[..., tuple[BenchResult, str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A model that is no folder is refused before anything is measured; a peer that fails takes no figure along.
+
+    Control: one that does not joins the same file.
+    """
+    measured, asked = [], ("rollout", "tiny.yaml", "--beside-vllm")
+
+    def measure(config: TrainConfig, command: str, **counts: int) -> tuple[BenchResult, list[list[list[int]]]]:
+        measured.append(config)
+        return new_result("rollout", command, {"rollout_tokens_per_s": 5.0}), [[[3, 4]]]
+
+    def peer(config: TrainConfig, prompts: object, skip: int) -> dict[str, dict[str, float]]:
+        assert read_result(tmp_path / "result.json").figures == {"rollout_tokens_per_s": 5.0}
+        if len(measured) == 1:
+            raise UserError("vLLM by itself ended with exit code 1", "its messages are above")
+        return {"vLLM": {"rollout_tokens_per_s": 4.0}}
+
+    monkeypatch.setattr("benchmarks.rollout.measure", measure)
+    with pytest.raises(SystemExit):
+        bench(*asked)
+    assert not measured
+    monkeypatch.setattr(vllm_alone, "measure", peer)
+    (tmp_path / "tiny.yaml").write_text(RECIPE.replace(RECIPE.splitlines()[1], "model: {path: model}"))
+    with pytest.raises(SystemExit):
+        bench(*asked)
+    assert read_result(tmp_path / "result.json").peers == {}
+    result, _ = bench(*asked)
+    assert (result.peers, len(measured)) == ({"vLLM": {"rollout_tokens_per_s": 4.0}}, 2)
+
+
 def test_the_scheduler_is_clocked_around_real_generations(tmp_path: Path) -> None:
     """In a process of its own: vLLM's engine runs inside the command, and every sequence ends at its length."""
     out = tmp_path / "result.json"
