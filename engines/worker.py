@@ -387,15 +387,17 @@ class Worker:
     @torch.no_grad()
     def score(self, texts: list[str], budget: int) -> dict[str, Any]:
         """Scores of the reward model for this rank's texts, in order."""
+        if not texts:
+            return {"scores": np.empty(0, np.float32)}
         tokenizer = self._tokenizer(str(self.config.reward.model))
         tokens = Ragged.of([tokenizer(text, add_special_tokens=False)["input_ids"] for text in texts], np.int32)
         nothing = Ragged(np.empty(0, np.int32), np.zeros(len(texts) + 1, np.int64))
         rows = Rows(tokens, nothing, nothing, {})
         (plan,) = plan_micro_batches(rows, 1, budget)
-        scores, kept = np.zeros(len(texts), np.float32), [index for index in plan if index]
-        parts = [self.frozen["reward"](pack(rows, index, self.device)) for index in kept]
-        if kept:  # to the host once: a copy for each part would make the device wait
-            scores[[row for index in kept for row in index]] = torch.cat(parts).cpu().numpy()
+        parts = [self.frozen["reward"](pack(rows, index, self.device)) for index in plan]
+        scores = np.empty(len(texts), np.float32)
+        # To the host once: a copy for each part would make the device wait.
+        scores[[row for index in plan for row in index]] = torch.cat(parts).cpu().numpy()
         return {"scores": scores}
 
     # ---- updates ---------------------------------------------------------------------------------------------------
@@ -435,12 +437,10 @@ class Worker:
     ) -> dict[str, Any]:
         """Run an update on `rows`, and count the steps it skips; with several ranks, take its collectives' time."""
         usage, before = self._work(rows, role, plan.epochs), trainer.skipped
-        if self.world_size == 1:
-            with trainer.states_on_device():
-                metrics = update()
-        else:
-            with timed_collectives(self.device) as times, trainer.states_on_device():
-                metrics = update()
+        timing = timed_collectives(self.device) if self.world_size > 1 else nullcontext()
+        with timing as times, trainer.states_on_device():
+            metrics = update()
+        if times is not None:
             usage["communication_s"] = times.seconds()
         return {**metrics, "skipped_steps": float(trainer.skipped - before), "usage": usage}
 
