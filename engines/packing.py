@@ -14,7 +14,7 @@ Left out: which rows go together (engines/micro_batches.py), the forward pass (e
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 import numpy as np
@@ -151,7 +151,9 @@ def pack(rows: Rows, index: list[int], device: torch.device) -> PackedBatch:
     An empty `index` gives the shortest row, its mask and columns at zero: the forward pass happens (collectives stay in
     step), and nothing of it counts, not even a NaN.
     """
-    chosen_B = np.asarray(index or [_shortest(rows)], dtype=np.int64)
+    if not index:
+        rows, index = uncounted(rows, [_shortest(rows)]), [0]
+    chosen_B = np.asarray(index, dtype=np.int64)
     responses, mask = rows.responses.take(chosen_B), rows.mask.take(chosen_B)
     places = _place(rows.prompt_ids_B[chosen_B], rows.prompts.lengths_B[chosen_B], responses.lengths_B)
     prompts = rows.prompts.take(chosen_B[places.first_F])
@@ -164,10 +166,6 @@ def pack(rows: Rows, index: list[int], device: torch.device) -> PackedBatch:
     positions_N[responses_at] = _ramp(places.response_B) + np.repeat(
         places.prompt_F[places.family_B], places.response_B
     )
-    columns = {name: column.take(chosen_B).values_T for name, column in rows.columns.items()}
-    counted_T = mask.values_T.astype(np.float32)
-    if not index:
-        columns, counted_T = {name: np.zeros_like(values) for name, values in columns.items()}, np.zeros_like(counted_T)
     return PackedBatch(
         tokens_N=to_device(tokens_N, device),
         positions_N=to_device(positions_N, device),
@@ -175,10 +173,21 @@ def pack(rows: Rows, index: list[int], device: torch.device) -> PackedBatch:
         predict_T=to_device(_predicting(places, responses_at), device),
         last_B=to_device(_last(places), device),
         targets_T=to_device(responses.values_T.astype(np.int64), device),
-        mask_T=to_device(counted_T, device),
+        mask_T=to_device(mask.values_T.astype(np.float32), device),
         offsets_B1=to_device(responses.offsets_B1, device),
-        columns={name: to_device(values, device) for name, values in columns.items()},
+        columns={name: to_device(column.take(chosen_B).values_T, device) for name, column in rows.columns.items()},
     )
+
+
+def uncounted(rows: Rows, index: list[int]) -> Rows:
+    """Return some of the rows with their mask and columns at zero: nothing that comes of them is a NaN."""
+    taken = rows.take(np.asarray(index, dtype=np.int64))
+
+    def zeros(column: Ragged) -> Ragged:
+        return Ragged(np.zeros_like(column.values_T), column.offsets_B1)
+
+    columns = {name: zeros(column) for name, column in taken.columns.items()}
+    return replace(taken, mask=zeros(taken.mask), columns=columns)
 
 
 def _shortest(rows: Rows) -> int:

@@ -25,7 +25,7 @@ from algorithms.preference import PREFERENCE_LOSSES, is_labelled
 from algorithms.preference.types import LabelInputs, PairInputs, PreferenceOutputs
 from algorithms.segments import segment_sum_torch
 from engines.micro_batches import plan_micro_batches
-from engines.packing import PackedBatch, PackedInTurn, Rows, pack, to_device
+from engines.packing import PackedBatch, PackedInTurn, Rows, pack, to_device, uncounted
 from engines.trainer import Trainer, reduce_sums
 from state.experience import column_names, read_columns
 
@@ -203,4 +203,5 @@ def _batch(data: PreferenceRows, micro: list[int], together: int, device: torch.
     index = micro or list(range(together))
     units_U = np.asarray(index[::together]) // together % len(data.numbers_U)  # a mismatched row is its unit's too
     numbers_U = to_device(data.numbers_U[units_U].astype(np.float32), device)
-    return UnitBatch(pack(data.rows, index, device), numbers_U, 1.0 if micro else 0.0)
+    packed = pack(data.rows, micro, device) if micro else pack(uncounted(data.rows, index), index, device)
+    return UnitBatch(packed, numbers_U, 1.0 if micro else 0.0)

@@ -104,6 +104,23 @@ def ranks_of(request: pytest.FixtureRequest) -> Callable[[int], Ranks]:
     return lambda count: request.getfixturevalue("one_rank" if count == 1 else "two_ranks")
 
 
+def test_a_unit_that_only_fills_a_place_counts_nothing_not_even_a_nan(
+    two_ranks: Ranks, folder_of: FolderOf, tmp_path: Path
+) -> None:
+    """One pair on two ranks: the first of the file fills the other's place. Control: where it counts, it shows."""
+    path, rows = tmp_path / "pairs.parquet", pairs()
+    begin(two_ranks, folder_of(SHAPE))
+    values_T = with_reference(two_ranks, path, rows).numpy().copy()
+    values_T[: rows.responses.offsets_B1[2]] = np.nan
+    write(path, rows, logprobs_reference=Ragged(values_T, rows.responses.offsets_B1))
+    asked = {"path": str(path), "budget": 64, "loss": DPO, "learning_rate": RATE}
+    (good,), (odd,) = (
+        two_ranks.ask("preference_steps", batches=np.asarray([[unit]]), **asked)[0]["steps"] for unit in (1, 0)
+    )
+    assert np.isfinite([good["loss"], good["grad_norm"]]).all()
+    assert np.isnan(odd["loss"])
+
+
 def test_query_key_and_value_lie_side_by_side(one_rank: Ranks, folder_of: FolderOf) -> None:
     """Also with biases, which follow each matrix in the model: as one matrix they are one product."""
     for scores in (False, True):
