@@ -11,13 +11,12 @@ from configs.names import nearest_name
     ("name", "names", "meant"),
     [
         ("promt", ["answer", "prompt"], "prompt"),
-        ("lr", ["lora", "learning_rate"], "learning_rate"),
-        ("lr", ["lora"], ""),
+        ("lr", ["lora", "learning_rate"], ""),
         ("x", ["_id", "", "__"], ""),
         ("id", ["_id", ""], "_id"),
         ("prompt", [], ""),
     ],
 )
-def test_a_near_name_or_one_of_these_initials_is_meant(name: str, names: list[str], meant: str) -> None:
+def test_a_near_name_is_meant(name: str, names: list[str], meant: str) -> None:
     """Columns and experiments have any name, also an empty one. Controls: nothing is near."""
     assert nearest_name(name, names) == meant
