@@ -172,10 +172,12 @@ def close_run(tracking_uri: str, run_id: str, status: RunStatus) -> None:
     connect(tracking_uri).set_terminated(run_id, status)
 
 
+@functools.cache
 def run_url(tracking_uri: str, run_id: str, server: str = "http://127.0.0.1:5000") -> str:
     """Return the run's page, without password: on the tracking server, or on `server` (`mlflow ui`) for a database.
 
-    The query opens MLflow's pages for training; its default are those for applications, without metrics.
+    The query opens MLflow's pages for training; its default are those for applications, without metrics. The store is
+    asked once per run, so that a report can be made when it is away.
     """
     experiment = connect(tracking_uri).get_run(run_id).info.experiment_id
     root = public_uri(tracking_uri) if tracking_uri.startswith("http") else server

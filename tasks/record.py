@@ -46,7 +46,7 @@ def recording(training: Training) -> Iterator[None]:
     session.prefect_flow_run_id = str(flow_run.id) if flow_run.id else None
     session.prefect_url = _prefect_url(session.prefect_flow_run_id, flow_run.ui_url)
     done = read_manifest(run).progress.iteration if run.manifest.is_file() else 0
-    with open_record(training, config, config.record.experiment, config.algorithm.name, done, _reported):
+    with open_record(training, config, config.record.experiment, config.algorithm.name, done, summarize, _report):
         if session.prefect_flow_run_id:
             _tag_flow_run(session.prefect_flow_run_id, [f"algorithm:{config.algorithm.name}", f"run:{run.name}"])
             create_link_artifact(_mlflow_url(training), link_text="MLflow run", key="mlflow-run")
@@ -65,6 +65,7 @@ def open_record(
     algorithm: str,
     through: int,
     summary: Callable[[Training, str], dict[str, Any]],
+    report: Callable[[Training, dict[str, Any]], None] | None = None,
 ) -> Iterator[None]:
     """Keep the MLflow run of any training open, that of an earlier attempt if there is one; end it on every path.
 
@@ -73,26 +74,33 @@ def open_record(
         algorithm: the run's tag of that name.
         through: the iteration or step from which this attempt goes on.
         summary: returns the content of `summary.json` of a run that ended with a status.
+        report: makes pages of it, also for MLflow.
     """
     session = training.session()
     session.tracking_uri = mlflow_run.default_tracking_uri(training.run.path.parent)
     with interrupts_deferred():
         if not reopened(training):
             _open_mlflow(training, config, experiment, algorithm, through)
-    with ending(lambda status, mlflow_status: close(training, summary(training, status), mlflow_status)):
+    with ending(lambda status, mlflow_status: close(training, summary(training, status), mlflow_status, report)):
         yield
 
 
 @contextmanager
 def ending(finish: Callable[[str, mlflow_run.RunStatus], None]) -> Iterator[None]:
-    """On the way out, on every path, call `finish` with how the run ended: in our words and in MLflow's."""
+    """On the way out, on every path, call `finish` with how the run ended: in our words and in MLflow's.
+
+    What ended the run is what its caller gets, also where `finish` fails after it: often for the same reason.
+    """
     try:
         yield
-    except Exception:
-        finish("failed", "FAILED")
-        raise
-    except BaseException:
-        finish("cancelled", "KILLED")
+    except BaseException as error:
+        ends: tuple[str, mlflow_run.RunStatus] = ("failed", "FAILED")
+        if not isinstance(error, Exception):
+            ends = ("cancelled", "KILLED")
+        try:
+            finish(*ends)
+        except Exception:
+            get_run_logger().exception("the end of a run that %s is not recorded everywhere", ends[0])
         raise
     finish("completed", "FINISHED")
 
@@ -201,27 +209,32 @@ def _plain(value: Any) -> Any:
     return value.item() if hasattr(value, "item") else value
 
 
-def _reported(training: Training, status: str) -> dict[str, Any]:
-    """Write the report into the run folder and to MLflow; return the summary that it was made from."""
+def _report(training: Training, summary: dict[str, Any]) -> None:
+    """Write the report that is made from a summary into the run folder and to MLflow."""
     session, run = training.session(), training.run
     session.say("writing the report")
-    summary = summarize(training, status)
     last = max(run.path.glob("experience/[0-9]*[0-9].parquet"), default=None)
-    rows = sample_rows(last, training.config.record.samples) if last and status == "completed" else []
+    rows = sample_rows(last, training.config.record.samples) if last and summary["status"] == "completed" else []
     write_report(run.path, links(training), rows, f"penstock train --resume {run.path}", summary)
     mlflow_run.log_artifacts(session.tracking_uri, session.mlflow_run_id, run.path / "report", "report")
-    return summary
 
 
-def close(training: Training, summary: dict[str, Any], mlflow_status: mlflow_run.RunStatus) -> None:
-    """End the MLflow run, and write the summary: last if it says that all is done, so that a kill before is noticed.
+def close(
+    training: Training,
+    summary: dict[str, Any],
+    mlflow_status: mlflow_run.RunStatus,
+    report: Callable[[Training, dict[str, Any]], None] | None = None,
+) -> None:
+    """Make the report, end the MLflow run, and write the summary: last if it says that all is done.
 
-    Otherwise first: MLflow may be what failed.
+    So a kill before is noticed. Otherwise it comes first: MLflow may be what failed.
     """
     session, path, done = training.session(), training.run.summary, summary["status"] == "completed"
     text = json.dumps(summary, indent=2) + "\n"
     if not done:
         write_text(path, text)
+    if report is not None:
+        report(training, summary)
     mlflow_run.connect(session.tracking_uri).log_text(session.mlflow_run_id, text, path.name)
     mlflow_run.close_run(session.tracking_uri, session.mlflow_run_id, mlflow_status)
     if done:

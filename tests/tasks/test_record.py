@@ -168,6 +168,38 @@ def test_a_failed_run_says_so_also_where_mlflow_is_gone(
     assert json.loads(training.run.summary.read_text(encoding="utf-8")) == {"status": "failed"}
 
 
+def test_what_ended_a_run_is_told_and_its_summary_and_page_are_there_also_where_mlflow_is_gone(
+    training_with: MakeTraining, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A lost rank stays one, with its words on how to go on. Controls: a complete run whose end fails says so and has
+    no summary; what the end of the failed one raised is logged."""
+    training = recorded(training_with(TrainConfig()), 0.5, None)
+    session, run = training.session(), training.run
+    monkeypatch.setattr(record, "get_run_logger", lambda: logging.getLogger("record"))
+    session.tracking_uri = mlflow_run.default_tracking_uri(run.path.parent)
+    session.mlflow_run_id = mlflow_run.open_run(session.tracking_uri, "exp", "tiny", {}, {})
+    record.links(training)
+
+    def gone(*_: object) -> None:
+        raise ConnectionError("away")
+
+    def finish(status: str, mlflow_status: mlflow_run.RunStatus) -> None:
+        record.close(training, summarize(training, status), mlflow_status, record._report)
+
+    monkeypatch.setattr(mlflow_run, "connect", gone)
+    with pytest.raises(ConnectionError), record.ending(finish):
+        pass
+    assert not run.summary.exists()
+    for error, status in ((RuntimeError("rank lost"), "failed"), (KeyboardInterrupt(), "cancelled")):
+        with pytest.raises(type(error)) as ended_with, record.ending(finish):
+            raise error
+        assert ended_with.value is error
+        assert json.loads(run.summary.read_text(encoding="utf-8"))["status"] == status
+        assert f"Status: **{status}**" in (run.path / "report" / "report.md").read_text(encoding="utf-8")
+        assert "away" in caplog.text
+        caplog.clear()
+
+
 def test_samples_are_plain_values_spread_over_the_experience(tmp_path: Path) -> None:
     """All of a small file, every third of six rows for two; numbers that JSON can hold."""
     path = tmp_path / "000001.parquet"
@@ -209,11 +241,11 @@ def test_a_run_calls_itself_complete_only_when_its_end_is_recorded(
     if killed_in is not None:
         monkeypatch.setattr(record if killed_in == "write_report" else mlflow_run, killed_in, killed)
         with pytest.raises(KeyboardInterrupt):
-            record.close(training, record._reported(training, "completed"), "FINISHED")
+            record.close(training, summarize(training, "completed"), "FINISHED", record._report)
         assert not ended(run)
         assert mlflow_run.connect(uri).get_run(session.mlflow_run_id).info.status == "RUNNING"
         return
-    record.close(training, record._reported(training, "completed"), "FINISHED")
+    record.close(training, summarize(training, "completed"), "FINISHED", record._report)
     assert ended(run)
     assert "Status: **completed**" in (run.path / "report" / "report.md").read_text(encoding="utf-8")
     client = mlflow_run.connect(uri)
