@@ -62,24 +62,31 @@ def flatten(config: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
 
 
 def open_run(
-    tracking_uri: str, experiment: str, run_name: str, tags: Mapping[str, str], params: Mapping[str, str]
+    tracking_uri: str,
+    experiment: str,
+    run_name: str,
+    tags: Mapping[str, str],
+    params: Mapping[str, str] | None = None,
 ) -> str:
     """Start a run in `experiment` (created if needed) and return its id.
-
-    Params are cut to the 6000 characters that MLflow keeps.
 
     Raises:
         UserError: the experiment is in MLflow's bin.
     """
-    from mlflow.entities import Param
-
     client = connect(tracking_uri)
     experiment_id = _experiment_id(client, tracking_uri, experiment)
     run_id: str = client.create_run(experiment_id, tags=dict(tags), run_name=run_name).info.run_id
+    log_params(tracking_uri, run_id, params or {})
+    return run_id
+
+
+def log_params(tracking_uri: str, run_id: str, params: Mapping[str, str]) -> None:
+    """Log params, cut to the 6000 characters that MLflow keeps."""
+    from mlflow.entities import Param
+
     entries = iter([Param(key, value[:_PARAM_CHARACTERS]) for key, value in params.items()])
     while batch := list(islice(entries, _PARAMS_PER_CALL)):
-        client.log_batch(run_id, params=batch)
-    return run_id
+        connect(tracking_uri).log_batch(run_id, params=batch)
 
 
 def resume_run(tracking_uri: str, run_id: str) -> None:

@@ -13,9 +13,8 @@ from contextlib import contextmanager
 from typing import Any
 
 from configs.preference import PairConfig
-from state.manifest import Progress, read_manifest, write_manifest
+from state.manifest import read_manifest, write_manifest
 from state.run_folder import read_metrics
-from tasks.checkpoint import begin_manifest
 from tasks.finetuning import steps_done
 from tasks.preference import loss_arguments
 from tasks.record import open_record
@@ -27,8 +26,6 @@ def recording_preferences(training: Training, config: PairConfig) -> Iterator[No
     """Keep the record open, of an earlier attempt if there is one; on the way out write the summary, always."""
     done = steps_done(training.run, "final", config.trainer.steps)
     with open_record(training, config, config.experiment, loss_arguments(config)["name"], done, summary):
-        if not training.run.manifest.is_file():
-            begin_manifest(training, Progress())  # from here on the run can be resumed
         training.session().engine_figures |= read_manifest(training.run).trained_with or {}
         yield
 

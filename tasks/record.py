@@ -28,7 +28,7 @@ from reports import mlflow_run
 from reports.report import write_report
 from state.experience import read_columns
 from state.files import write_text
-from state.manifest import Progress, read_manifest, write_manifest
+from state.manifest import Manifest, Progress, read_manifest, write_manifest
 from state.run_folder import append_metrics, read_metrics
 from tasks.consolidation import begin_consolidation, finish_consolidation
 from tasks.draw import keep_memory
@@ -79,9 +79,11 @@ def open_record(
     session = training.session()
     session.tracking_uri = mlflow_run.default_tracking_uri(training.run.path.parent)
     with interrupts_deferred():
-        if not reopened(training):
-            _open_mlflow(training, config, experiment, algorithm, through)
+        mlflow_run.connect(session.tracking_uri)  # which imports MLflow, and asks no server
     with ending(lambda status, mlflow_status: close(training, summary(training, status), mlflow_status, report)):
+        if not reopened(training):
+            _open_mlflow(training, config, experiment, algorithm)
+        replay(training, through)
         yield
 
 
@@ -118,18 +120,21 @@ def _prefect_url(flow_run_id: str | None, ui_url: str | None) -> str | None:
     return f"http://127.0.0.1:4200/runs/flow-run/{flow_run_id}"
 
 
-def _open_mlflow(training: Training, config: BaseModel, experiment: str, algorithm: str, through: int) -> None:
+def _open_mlflow(training: Training, config: BaseModel, experiment: str, algorithm: str) -> None:
+    """Open a new MLflow run; from here on the run can be resumed, and the next attempt goes on in this one."""
     session, run = training.session(), training.run
     tags = {"penstock.run": str(run.path), "algorithm": algorithm}
     if session.prefect_flow_run_id:
         tags |= {"prefect.flow_run_id": session.prefect_flow_run_id, "prefect.flow_run_url": str(session.prefect_url)}
         if deployment := os.environ.get("PREFECT__DEPLOYMENT_ID"):
             tags["prefect.deployment"] = deployment
+    session.mlflow_run_id = mlflow_run.open_run(session.tracking_uri, experiment, run.name, tags)
+    session.mlflow_through = -1
+    saved = read_manifest(run) if run.manifest.is_file() else Manifest(Progress())
+    write_manifest(run, dataclasses.replace(saved, mlflow_run_id=session.mlflow_run_id))
     params = mlflow_run.flatten(config.model_dump(mode="json"))
-    session.mlflow_run_id = mlflow_run.open_run(session.tracking_uri, experiment, run.name, tags, params)
+    mlflow_run.log_params(session.tracking_uri, session.mlflow_run_id, params)
     mlflow_run.log_artifacts(session.tracking_uri, session.mlflow_run_id, run.config)
-    if run.manifest.is_file():
-        replay(training, through)
 
 
 def reopened(training: Training) -> bool:
@@ -148,18 +153,17 @@ def reopened(training: Training) -> bool:
 
 
 def replay(training: Training, through: int) -> None:
-    """Log to a new MLflow run what the run folder holds of earlier attempts; the next resume goes on in that run.
+    """Log what the run folder holds of earlier attempts and the MLflow run does not: a new one, or one left behind.
 
     Args:
         through: the iteration or step from which this attempt goes on.
     """
-    session, run = training.session(), training.run
-    for item in read_metrics(run):
-        if item["iteration"] <= through:
+    session = training.session()
+    for item in read_metrics(training.run):
+        if session.mlflow_through < item["iteration"] <= through:
             mlflow_run.log_iteration(session.tracking_uri, session.mlflow_run_id, item["iteration"], item["metrics"])
             session.mlflow_through = item["iteration"]
     log_warm_up(training)
-    write_manifest(run, dataclasses.replace(read_manifest(run), mlflow_run_id=session.mlflow_run_id))
 
 
 @task(task_run_name="record-{iteration:06d}", cache_policy=NO_CACHE)
@@ -233,6 +237,8 @@ def close(
     text = json.dumps(summary, indent=2) + "\n"
     if not done:
         write_text(path, text)
+    if not session.mlflow_run_id:
+        return  # it ended before there was one
     if report is not None:
         report(training, summary)
     mlflow_run.connect(session.tracking_uri).log_text(session.mlflow_run_id, text, path.name)

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import json
 import logging
+import signal
 import time
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from mlflow.entities import Run
 
 from configs.schema import TrainConfig
 from engines.memory import Recomputed
@@ -22,7 +25,7 @@ from tasks import record
 from tasks.checkpoint import manifest
 from tasks.finetuning import steps_done
 from tasks.record import finite, reopened, replay, sample_rows, summarize
-from tasks.session import Training
+from tasks.session import Training, write_config
 
 MakeTraining = Callable[[TrainConfig], Training]
 
@@ -66,7 +69,8 @@ def test_a_run_that_mlflow_lost_is_recorded_anew_up_to_where_it_goes_on(
     mlflow_run.connect(uri).delete_run(first)
     assert not reopened(training)
     assert first in caplog.text
-    session.mlflow_run_id = mlflow_run.open_run(uri, "exp", "tiny", tags, {})
+    write_config(run, training.config)
+    record._open_mlflow(training, training.config, "exp", "grpo")
     replay(training, 2)
     history = mlflow_run.connect(uri).get_metric_history(session.mlflow_run_id, "reward/mean")
     assert [(entry.step, entry.value) for entry in history] == [(1, 0.1), (2, 0.2)]
@@ -156,6 +160,7 @@ def test_a_failed_run_says_so_also_where_mlflow_is_gone(
 ) -> None:
     """It may be what the run failed of. Control: the same end does not make a complete run."""
     training = training_with(TrainConfig())
+    training.session().mlflow_run_id = "of this run"
 
     def gone(*_: object) -> None:
         raise ConnectionError
@@ -198,6 +203,100 @@ def test_what_ended_a_run_is_told_and_its_summary_and_page_are_there_also_where_
         assert f"Status: **{status}**" in (run.path / "report" / "report.md").read_text(encoding="utf-8")
         assert "away" in caplog.text
         caplog.clear()
+
+
+def opened(training: Training, through: int) -> AbstractContextManager[None]:
+    """Open the record of a training as any flow does."""
+    config = training.config
+    return record.open_record(training, config, training.run.name, "grpo", through, summarize)
+
+
+def runs_of(training: Training) -> list[Run]:
+    """Return all MLflow runs of a training, whose experiment is its own."""
+    client = mlflow_run.connect(training.session().tracking_uri)
+    return list(client.search_runs([client.get_experiment_by_name(training.run.name).experiment_id]))
+
+
+@pytest.mark.parametrize("attempt", ["the first", "a resume"])
+def test_no_run_stays_running_in_mlflow_that_was_stopped_while_it_opened(
+    training_with: MakeTraining, monkeypatch: pytest.MonkeyPatch, attempt: str
+) -> None:
+    """Ctrl-C among the requests, which is not held back; a folder that has an MLflow run can be resumed.
+
+    Control: undisturbed, the next attempt goes on in the same MLflow run.
+    """
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    training = training_with(TrainConfig())
+    run = training.run
+    write_config(run, training.config)
+    if attempt == "a resume":
+        with opened(training, 0):
+            pass
+        training = training_with(TrainConfig())
+
+    def stopped(*_: object) -> None:
+        signal.raise_signal(signal.SIGINT)
+        pytest.fail("the signal came, and the request went on")
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(mlflow_run, "log_artifacts" if attempt == "the first" else "resume_run", stopped)
+        with opened(training, 0):
+            pytest.fail("it opened")
+    assert json.loads(run.summary.read_text(encoding="utf-8"))["status"] == "cancelled"
+    first = read_manifest(run).mlflow_run_id
+    assert first is not None
+    client = mlflow_run.connect(training.session().tracking_uri)
+    assert client.get_run(first).info.status == "KILLED"
+
+    training = training_with(TrainConfig())
+    with opened(training, 0):
+        assert training.session().mlflow_run_id == first
+        assert client.get_run(first).info.status == "RUNNING"
+    assert client.get_run(first).info.status == "FINISHED"
+    assert len(runs_of(training)) == 1
+
+
+def test_a_run_whose_store_is_away_from_the_start_says_that_it_failed(
+    training_with: MakeTraining, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With nothing asked of the store once more. Control: the error that came is the one that is told."""
+    training = training_with(TrainConfig())
+
+    def gone(*_: object, **__: object) -> None:
+        raise ConnectionError("away")
+
+    monkeypatch.setattr(mlflow_run, "open_run", gone)
+    with pytest.raises(ConnectionError, match="away"), opened(training, 0):
+        pass
+    assert json.loads(training.run.summary.read_text(encoding="utf-8"))["status"] == "failed"
+    assert not training.run.manifest.exists()
+
+
+def test_a_replay_that_is_cut_goes_on_in_the_same_mlflow_run(
+    training_with: MakeTraining, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The manifest names the new MLflow run before its figures are there. Control: none of them is there twice."""
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    training = recorded(training_with(TrainConfig()), 0.5, None, None, None)
+    write_config(training.run, training.config)
+    write_manifest(training.run, Manifest(Progress(iteration=2)))
+    log_iteration = mlflow_run.log_iteration
+
+    def killed(uri: str, run_id: str, iteration: int, metrics: dict[str, float]) -> None:
+        if iteration == 2:
+            raise KeyboardInterrupt
+        log_iteration(uri, run_id, iteration, metrics)
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(mlflow_run, "log_iteration", killed)
+        with opened(training, 2):
+            pytest.fail("it opened")
+    training = training_with(TrainConfig())
+    with opened(training, 2):
+        assert training.session().mlflow_through == 2
+    (found,) = runs_of(training)
+    history = mlflow_run.connect(training.session().tracking_uri).get_metric_history(found.info.run_id, "reward/mean")
+    assert [(entry.step, entry.value) for entry in history] == [(1, 0.1), (2, 0.2)]
 
 
 def test_samples_are_plain_values_spread_over_the_experience(tmp_path: Path) -> None:
