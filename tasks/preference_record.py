@@ -41,8 +41,9 @@ def summary(training: Training, status: str) -> dict[str, Any]:
     """Return the content of `summary.json` from what has been recorded."""
     session, records = training.session(), read_metrics(training.run)
     steps = [item["metrics"] for item in records if item["iteration"] > 0]
+    losses = [metrics["loss"] for metrics in steps if "loss" in metrics]  # one that is NaN is not there
+    accuracies = [metrics["accuracy"] for metrics in steps if "accuracy" in metrics]
     heldout = [item["metrics"] for item in records if "heldout/accuracy" in item["metrics"]]
-    losses = [step["loss"] for step in steps if "loss" in step]  # a skipped step may have none
     first = records and records[0]["iteration"] == 0
     return {
         "status": status,
@@ -50,7 +51,7 @@ def summary(training: Training, status: str) -> dict[str, Any]:
         "steps": len(steps),
         "loss_first": losses[0] if losses else None,
         "loss_last": losses[-1] if losses else None,
-        "accuracy_last": steps[-1].get("accuracy") if steps else None,
+        "accuracy_last": accuracies[-1] if accuracies else None,
         "heldout_accuracy_before": heldout[0]["heldout/accuracy"] if heldout and first else None,
         "heldout_accuracy": heldout[-1]["heldout/accuracy"] if len(heldout) > 1 else None,
         "attention": session.engine_figures.get("attention"),

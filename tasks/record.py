@@ -172,7 +172,8 @@ def record(training: Training, iteration: int, metrics: dict[str, float]) -> Non
     session, every = training.session(), training.config.record.samples_every
     if iteration:
         keep_memory(training, iteration)
-    if append_record(training, iteration, metrics) and iteration and every and iteration % every == 0:
+    append_record(training, iteration, metrics)
+    if iteration and every and iteration % every == 0:  # a repeated one, too: a kill may have come before them
         rows = sample_rows(training.run.experience(iteration), training.config.record.samples)
         mlflow_run.log_samples(session.tracking_uri, session.mlflow_run_id, iteration, rows)
     if session.progress is not None and iteration:
@@ -181,20 +182,18 @@ def record(training: Training, iteration: int, metrics: dict[str, float]) -> Non
         begin_consolidation(session, iteration)
 
 
-def append_record(training: Training, number: int, metrics: dict[str, float]) -> bool:
-    """Record an iteration or step; return whether MLflow got it, which it does not where a resume repeats it."""
-    session, metrics = training.session(), finite(metrics)
-    append_metrics(training.run, number, metrics)
-    if number <= session.mlflow_through:
-        return False
-    mlflow_run.log_iteration(session.tracking_uri, session.mlflow_run_id, number, metrics)
-    return True
+def append_record(training: Training, number: int, metrics: dict[str, float]) -> None:
+    """Record an iteration or step; MLflow gets it once, also where a resume repeats it."""
+    session = training.session()
+    append_metrics(training.run, number, finite(metrics))
+    if number > session.mlflow_through:
+        mlflow_run.log_iteration(session.tracking_uri, session.mlflow_run_id, number, metrics)
 
 
 def add_to_record(training: Training, iteration: int, metrics: dict[str, float]) -> None:
     """Add figures to an iteration that is recorded; MLflow gets them once, also if the iteration is a repeated one."""
     session = training.session()
-    append_metrics(training.run, iteration, metrics)
+    append_metrics(training.run, iteration, finite(metrics))
     uri, run_id = session.tracking_uri, session.mlflow_run_id
     if iteration > session.mlflow_through or not mlflow_run.has_figures(uri, run_id, iteration, metrics):
         mlflow_run.log_figures(uri, run_id, iteration, metrics)

@@ -40,7 +40,7 @@ def record_steps(training: Training, first: int, losses: list[float]) -> None:
 def summary(training: Training, status: str) -> dict[str, Any]:
     """Return the content of `summary.json` from what has been recorded."""
     session, steps = training.session(), read_metrics(training.run)
-    losses = [item["metrics"]["loss"] for item in steps if "loss" in item["metrics"]]  # a skipped step may have none
+    losses = [item["metrics"]["loss"] for item in steps if "loss" in item["metrics"]]  # one that is NaN is not there
     return {
         "status": status,
         "seconds": round(time.monotonic() - session.started, 3),

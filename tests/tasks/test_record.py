@@ -299,6 +299,26 @@ def test_a_replay_that_is_cut_goes_on_in_the_same_mlflow_run(
     assert [(entry.step, entry.value) for entry in history] == [(1, 0.1), (2, 0.2)]
 
 
+def test_samples_of_an_iteration_that_is_repeated_reach_mlflow(
+    training_with: MakeTraining, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A kill came between its figures and its samples. Control: the figures are there once."""
+    monkeypatch.setattr(record, "keep_memory", lambda *_: None)
+    monkeypatch.setattr(record, "begin_consolidation", lambda *_: None)
+    training = training_with(TrainConfig.model_validate({"record": {"samples_every": 1}}))
+    session, run = training.session(), training.run
+    uri = session.tracking_uri = mlflow_run.default_tracking_uri(run.path.parent)
+    session.mlflow_run_id = mlflow_run.open_run(uri, "exp", "tiny", {})
+    texts = {name: ["a"] for name in ("sample_id", "prompt", "response")}
+    write_columns(run.experience(1), {**texts, "reward": np.ones(1), "policy_version": np.zeros(1)})
+    mlflow_run.log_iteration(uri, session.mlflow_run_id, 1, {"reward/mean": 0.1})
+    session.mlflow_through = 1
+    record.record.fn(training, 1, {"reward/mean": 0.1})
+    client = mlflow_run.connect(uri)
+    assert [file.path for file in client.list_artifacts(session.mlflow_run_id, "samples")] == ["samples/000001.json"]
+    assert len(client.get_metric_history(session.mlflow_run_id, "reward/mean")) == 1
+
+
 def test_samples_are_plain_values_spread_over_the_experience(tmp_path: Path) -> None:
     """All of a small file, every third of six rows for two; numbers that JSON can hold."""
     path = tmp_path / "000001.parquet"

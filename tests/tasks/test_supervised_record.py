@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import re
 from collections.abc import Callable
 
 import pytest
@@ -65,3 +64,26 @@ def test_steps_are_recorded_once(
     history = client.get_metric_history(summary["mlflow_run_id"], "loss")
     assert [(entry.step, entry.value) for entry in history] == [(1, 3.0), (2, 2.5), (3, 2.0), (4, 1.5), (5, 1.0)]
     assert client.get_run(summary["mlflow_run_id"]).info.status == "FINISHED"
+
+
+def test_a_loss_that_does_not_exist_is_left_out(
+    training_with: Callable[[TrainConfig], Training], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """JSON has no NaN. Control: its step is counted, and MLflow shows the gap."""
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    training = training_with(TrainConfig.model_validate({"sft": {"steps": 3}, "record": {"experiment": "gaps"}}))
+    run = training.run
+    run.config.write_text("name: x\n")
+
+    def refused(constant: str) -> None:
+        pytest.fail(f"{constant} is not JSON")
+
+    with recording_supervised(training):
+        record_steps.fn(training, 0, [math.nan, 2.0, math.inf])
+    assert [json.loads(line, parse_constant=refused)["metrics"] for line in run.metrics.read_text().splitlines()] == [
+        *({}, {"loss": 2.0}, {})
+    ]
+    found = json.loads(run.summary.read_text(encoding="utf-8"), parse_constant=refused)
+    assert (found["steps"], found["loss_first"], found["loss_last"]) == (3, 2.0, 2.0)
+    client = mlflow_run.connect(training.session().tracking_uri)
+    assert [entry.step for entry in client.get_metric_history(found["mlflow_run_id"], "loss")] == [1, 2, 3]
