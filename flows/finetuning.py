@@ -22,6 +22,7 @@ from tasks.finetuning import blocks, checkpoint_due, end_finetuning, finetuned, 
 from tasks.preference import (
     begin_preferences,
     check_preferences,
+    kind_of,
     load_preferences,
     measure_heldout,
     preference_steps,
@@ -38,16 +39,17 @@ Tree = TypeVar("Tree", TrainConfig, PairConfig)
 
 
 def opened(
-    config: Tree, check: Callable[[Tree], None], name: str, run_folder: str | None, resume: str | None
+    config: Tree, kind: str, check: Callable[[Tree], None], name: str, run_folder: str | None, resume: str | None
 ) -> tuple[Tree, RunFolder]:
     """Check the configuration, `resume`'s own if it is given, and open the run folder, before anything waits or starts.
 
     Args:
+        kind: the command that makes such runs.
         name: of a folder that is made because none is given.
     """
     if resume is not None:
         run = open_run_folder(Path(resume))
-        check_resumable(run)
+        check_resumable(run, kind)
         config = load_tree(run.config, (), type(config))
         check(config)
         return config, run
@@ -59,7 +61,7 @@ def opened(
 
 def train_on_preferences(config: PairConfig, run_folder: str | None, resume: str | None) -> str:
     """Train on preferences, a policy or a reward model; return the folder with the result."""
-    config, run = opened(config, check_preferences, config.name, run_folder, resume)
+    config, run = opened(config, kind_of(config), check_preferences, config.name, run_folder, resume)
     engines, final = config.engines(), run.model("final")
     if ended(run):
         return str(final)

@@ -27,7 +27,7 @@ def sft(config: TrainConfig = TrainConfig(), run_folder: str | None = None, resu
         run_folder: where to put the run; default: a new folder under `config.folder`.
         resume: folder of an earlier run to continue; its own configuration is used.
     """
-    config, run = opened(config, check_supervised, f"{config.name}-sft", run_folder, resume)
+    config, run = opened(config, "sft", check_supervised, f"{config.name}-sft", run_folder, resume)
     if ended(run, "sft"):
         return str(run.model("sft"))
     with admission(config):

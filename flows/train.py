@@ -17,7 +17,7 @@ from prefect import flow, get_run_logger
 from configs.schema import TrainConfig
 from flows.iteration import iteration
 from flows.sft import supervise
-from state.manifest import Progress, check_resumable, completed
+from state.manifest import Progress, check_kind, check_resumable, completed
 from state.run_folder import RunFolder, new_run_folder, open_run_folder
 from tasks.admission import admission
 from tasks.check import check_inputs, check_memory
@@ -69,6 +69,7 @@ def train(config: TrainConfig = TrainConfig(), run_folder: str | None = None, re
 def completed_run(folder: str) -> str | None:
     """Return the run folder if nothing is left to do in it, and say so: no engine starts, nothing is written."""
     run = open_run_folder(Path(folder))
+    check_kind(run, "train")
     if not completed(run, read_config(run).iterations):
         return None
     get_run_logger().info("%s is complete: nothing is left to do; its report is %s", run.path, run.report)
@@ -79,7 +80,7 @@ def open_run(config: TrainConfig, run_folder: str | None, resume: str | None) ->
     """Check all that does not depend on others' trainings and open the run folder, before anything waits or starts."""
     if resume is not None:
         run = open_run_folder(Path(resume))
-        check_resumable(run)
+        check_resumable(run, "train")
         config = read_config(run)
         check_tokenized(run, config)
         check_inputs(config)

@@ -191,11 +191,12 @@ def _new_folder(config: Any, run: Path | None, suffix: str = "") -> Path:
 
 def _is_complete(folder: Path) -> bool:
     """Say so if nothing of a run is left to do."""
-    from state.manifest import completed
+    from state.manifest import check_kind, completed
     from state.run_folder import open_run_folder
     from tasks.session import read_config
 
     run = open_run_folder(folder)
+    check_kind(run, "train")
     done = completed(run, read_config(run).iterations)
     if done:
         console.print(f"{_short(folder)} is complete: nothing is left to do", highlight=False, soft_wrap=True)
@@ -210,7 +211,7 @@ def _check_resume(folder: Path) -> tuple[Any, Any]:
     from tasks.session import read_config
 
     run = open_run_folder(folder)
-    check_resumable(run)
+    check_resumable(run, "train")
     config = read_config(run)
     return config, check_training(config)
 
@@ -371,7 +372,7 @@ def _finetune(
         raise UserError("--resume continues a run with its own configuration", "remove the recipe, overrides and --run")
     else:
         folder = open_run_folder(resume).path
-        check_resumable(open_run_folder(resume))
+        check_resumable(open_run_folder(resume), command)
         config = load_tree(folder / "config.yaml", (), kind)
         check(config)
         check_server()

@@ -45,6 +45,7 @@ class Manifest:
     model: str | None = None  # folder with the architecture and tokenizer that the actor started from
     mlflow_run_id: str | None = None
     prefect_flow_run_id: str | None = None
+    kind: str | None = None  # the command that made the run, e.g. "sft"; None: of a version that did not say
     trained_with: dict[str, int | str] | None = None  # of a training on preferences (tasks/preference_record.py)
 
 
@@ -74,12 +75,30 @@ def read_manifest(run: RunFolder) -> Manifest:
     return Manifest(progress=Progress(**progress), **values)
 
 
-def check_resumable(run: RunFolder) -> None:
-    """Refuse a run that another process trains, and one that was never far enough to be resumed.
+def check_kind(run: RunFolder, kind: str) -> None:
+    """Refuse a run that another command made; one without a manifest is of no kind yet.
+
+    Args:
+        kind: "train", "sft", "preference" or "reward-model".
+
+    Raises:
+        UserError: it is another's.
+    """
+    made = read_manifest(run).kind if run.manifest.is_file() else None
+    if made not in (None, kind):
+        raise UserError(
+            f"{run.path} is a run of 'penstock {made}', not of 'penstock {kind}'",
+            f"it goes on with 'penstock {made} --resume {run.path}'",
+        )
+
+
+def check_resumable(run: RunFolder, kind: str) -> None:
+    """Refuse a run that another process trains, that another command made, or that was never far enough to be resumed.
 
     Raises:
         UserError: says which.
     """
+    check_kind(run, kind)
     if run.lock.exists():  # asking leaves no file where no training ever was
         with locked(run):
             pass

@@ -86,6 +86,7 @@ def manifest(training: Training, progress: Progress, checkpoint: str | None) -> 
         checkpoint=checkpoint,
         model=session.model_folder,
         mlflow_run_id=session.mlflow_run_id,
+        kind=session.kind,
         prefect_flow_run_id=session.prefect_flow_run_id,
     )
 

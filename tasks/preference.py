@@ -58,6 +58,11 @@ def pair_data(config: PairConfig) -> Any:
     return config.data
 
 
+def kind_of(config: PairConfig) -> str:
+    """Return the command that takes such a tree."""
+    return "reward-model" if isinstance(config, RewardModelConfig) else "preference"
+
+
 def loss_arguments(config: PairConfig) -> dict[str, Any]:
     """Return the loss as the engines take it."""
     if isinstance(config, PreferenceConfig):

@@ -16,7 +16,7 @@ from configs.preference import PairConfig
 from state.manifest import read_manifest, write_manifest
 from state.run_folder import read_metrics
 from tasks.finetuning import steps_done
-from tasks.preference import loss_arguments
+from tasks.preference import kind_of, loss_arguments
 from tasks.record import open_record
 from tasks.session import Training
 
@@ -25,7 +25,9 @@ from tasks.session import Training
 def recording_preferences(training: Training, config: PairConfig) -> Iterator[None]:
     """Keep the record open, of an earlier attempt if there is one; on the way out write the summary, always."""
     done = steps_done(training.run, "final", config.trainer.steps)
-    with open_record(training, config, config.experiment, loss_arguments(config)["name"], done, summary):
+    with open_record(
+        training, kind_of(config), config, config.experiment, loss_arguments(config)["name"], done, summary
+    ):
         training.session().engine_figures |= read_manifest(training.run).trained_with or {}
         yield
 

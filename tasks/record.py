@@ -46,7 +46,9 @@ def recording(training: Training) -> Iterator[None]:
     session.prefect_flow_run_id = str(flow_run.id) if flow_run.id else None
     session.prefect_url = _prefect_url(session.prefect_flow_run_id, flow_run.ui_url)
     done = read_manifest(run).progress.iteration if run.manifest.is_file() else 0
-    with open_record(training, config, config.record.experiment, config.algorithm.name, done, summarize, _report):
+    with open_record(
+        training, "train", config, config.record.experiment, config.algorithm.name, done, summarize, _report
+    ):
         if session.prefect_flow_run_id:
             _tag_flow_run(session.prefect_flow_run_id, [f"algorithm:{config.algorithm.name}", f"run:{run.name}"])
             create_link_artifact(_mlflow_url(training), link_text="MLflow run", key="mlflow-run")
@@ -60,6 +62,7 @@ def recording(training: Training) -> Iterator[None]:
 @contextmanager
 def open_record(
     training: Training,
+    kind: str,
     config: BaseModel,
     experiment: str,
     algorithm: str,
@@ -70,6 +73,7 @@ def open_record(
     """Keep the MLflow run of any training open, that of an earlier attempt if there is one; end it on every path.
 
     Args:
+        kind: the command that made the run, as `state.manifest.check_kind` wants it.
         config: the tree that a user gave, which becomes the run's parameters.
         algorithm: the run's tag of that name.
         through: the iteration or step from which this attempt goes on.
@@ -77,6 +81,7 @@ def open_record(
         report: makes pages of it, also for MLflow.
     """
     session = training.session()
+    session.kind = kind
     session.tracking_uri = mlflow_run.default_tracking_uri(training.run.path.parent)
     with interrupts_deferred():
         mlflow_run.connect(session.tracking_uri)  # which imports MLflow, and asks no server
@@ -131,7 +136,7 @@ def _open_mlflow(training: Training, config: BaseModel, experiment: str, algorit
     session.mlflow_run_id = mlflow_run.open_run(session.tracking_uri, experiment, run.name, tags)
     session.mlflow_through = -1
     saved = read_manifest(run) if run.manifest.is_file() else Manifest(Progress())
-    write_manifest(run, dataclasses.replace(saved, mlflow_run_id=session.mlflow_run_id))
+    write_manifest(run, dataclasses.replace(saved, mlflow_run_id=session.mlflow_run_id, kind=session.kind))
     params = mlflow_run.flatten(config.model_dump(mode="json"))
     mlflow_run.log_params(session.tracking_uri, session.mlflow_run_id, params)
     mlflow_run.log_artifacts(session.tracking_uri, session.mlflow_run_id, run.config)

@@ -75,6 +75,7 @@ class Session:
 
     config: TrainConfig
     run: RunFolder
+    kind: str = "train"  # or "sft", "preference", "reward-model": the command that made the run
     stack: ExitStack = field(default_factory=ExitStack)
     groups: dict[Role, EngineGroup] = field(default_factory=dict)
     prompts: dict[str, PromptTable] = field(default_factory=dict)

@@ -22,7 +22,7 @@ from configs.errors import UserError
 from configs.loading import config_from_mapping
 from configs.schedule import value_at
 from configs.schema import TrainConfig
-from state.manifest import Progress, completed
+from state.manifest import Progress, check_kind, completed
 from state.run_folder import RunFolder
 from tasks.session import Training, read_config
 
@@ -70,8 +70,9 @@ def variable_to_set(run: RunFolder) -> str:
     """Return `variable_name` of a run that will still read the Variable.
 
     Raises:
-        UserError: the run is complete.
+        UserError: the run is complete, or no training that reads one.
     """
+    check_kind(run, "train")
     if completed(run, read_config(run).iterations):
         raise UserError(f"{run.path} is complete, nothing will read this", "name the folder of a running training")
     return variable_name(run)

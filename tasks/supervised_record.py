@@ -25,7 +25,7 @@ def recording_supervised(training: Training) -> Iterator[None]:
     config = training.config
     assert config.sft is not None
     done = steps_done(training.run, "sft", config.sft.steps)
-    with open_record(training, config, config.record.experiment, "sft", done, summary):
+    with open_record(training, "sft", config, config.record.experiment, "sft", done, summary):
         yield
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from configs.errors import UserError
-from configs.preference import PreferenceConfig
+from configs.preference import PreferenceConfig, RewardModelConfig
 from configs.schema import TrainConfig
 from penstock import server
 from penstock.cli import app
@@ -32,7 +32,15 @@ if sys.argv[2]:
 raise KeyboardInterrupt
 """
 TINY = {"tiny": {}}
-TRAINING = TrainConfig.model_validate({"model": TINY, "data": {"arithmetic": {}}, "sft": {}})
+TRAINING = TrainConfig.model_validate(
+    {
+        "model": {"tiny": {"max_positions": 32}},
+        "data": {"arithmetic": {}, "max_prompt_tokens": 16},
+        "rollout": {"max_response_tokens": 16, "kv_cache_gib": 0.01},
+        "reward": {"function": "rewards.builtin:exact_match"},
+        "sft": {},
+    }
+)
 PREFERRING = PreferenceConfig.model_validate({"model": TINY, "data": {"train": "pairs.jsonl"}})
 
 
@@ -51,6 +59,33 @@ def test_a_run_that_another_process_trains_is_refused_at_once(
             write_manifest(run, Manifest(Progress(iteration=1), checkpoint="000001"))
     run.manifest.unlink()
     with pytest.raises(UserError, match=r"no manifest\.json"):
+        app([command, "--resume", str(run.path)], standalone_mode=False)
+
+
+@pytest.mark.parametrize("made", ["train", "sft", "preference", "reward-model"])
+@pytest.mark.parametrize("command", ["train", "sft", "preference", "reward-model"])
+def test_a_run_goes_on_with_the_command_that_made_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, made: str, command: str
+) -> None:
+    """Another would record steps as iterations. Control: its own command gets as far as the server."""
+    run = RunFolder(tmp_path)
+    pairs = tmp_path / "pairs.jsonl"
+    pairs.write_text('{"prompt": "1+1=", "chosen": "2.", "rejected": "3."}\n', encoding="utf-8")
+    preferring = {"model": TINY, "data": {"train": str(pairs)}}
+    trees = {"train": TRAINING, "sft": TRAINING, "preference": PreferenceConfig.model_validate(preferring)}
+    write_config(run, trees.get(made) or RewardModelConfig.model_validate(preferring))
+    write_manifest(run, Manifest(Progress(), kind=made))
+    monkeypatch.setattr(server, "start_server", lambda: pytest.fail("a server is started"))
+
+    def reached() -> None:
+        raise InterruptedError
+
+    monkeypatch.setattr(server, "check_server", reached)
+    if made == command:
+        with pytest.raises(InterruptedError):
+            app([command, "--resume", str(run.path)], standalone_mode=False)
+        return
+    with pytest.raises(UserError, match=f"is a run of 'penstock {made}', not of 'penstock {command}'"):
         app([command, "--resume", str(run.path)], standalone_mode=False)
 
 

@@ -30,6 +30,7 @@ MANIFEST = Manifest(
     checkpoint="000012",
     model="models/initial",
     mlflow_run_id="abc",
+    kind="train",
 )
 
 

@@ -208,7 +208,7 @@ def test_what_ended_a_run_is_told_and_its_summary_and_page_are_there_also_where_
 def opened(training: Training, through: int) -> AbstractContextManager[None]:
     """Open the record of a training as any flow does."""
     config = training.config
-    return record.open_record(training, config, training.run.name, "grpo", through, summarize)
+    return record.open_record(training, "train", config, training.run.name, "grpo", through, summarize)
 
 
 def runs_of(training: Training) -> list[Run]:

@@ -98,6 +98,19 @@ def test_what_is_not_allowed_or_has_no_effect_is_refused(
         apply_overrides(config(algorithm=algorithm), overrides)
 
 
+def test_a_run_that_reads_no_overrides_takes_none(training_with: Callable[[TrainConfig], Training]) -> None:
+    """Supervised steps alone. Controls: the same folder of a training, and of a version that did not say."""
+    training = training_with(config(iterations=7))
+    run = training.run
+    write_config(run, training.config)
+    write_manifest(run, Manifest(Progress(), kind="sft"))
+    with pytest.raises(UserError, match="is a run of 'penstock sft', not of 'penstock train'"):
+        variable_to_set(run)
+    for kind in ("train", None):
+        write_manifest(run, Manifest(Progress(), kind=kind))
+        assert variable_to_set(run) == variable_name(run)
+
+
 @pytest.mark.parametrize(
     ("variable", "temperature"),
     [
