@@ -62,7 +62,7 @@ def train(config: TrainConfig = TrainConfig(), run_folder: str | None = None, re
             for number in range(progress.iteration + 1, config.iterations + 1):
                 progress = iteration(training, number, progress)
         export(training)
-        forget_overrides(training)
+    forget_overrides(run)  # a run whose end was not recorded repeats it with them
     return str(run.path)
 
 

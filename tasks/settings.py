@@ -115,9 +115,9 @@ def live_overrides(training: Training, progress: Progress) -> Progress:
     return progress.advanced(overrides=wanted)
 
 
-def forget_overrides(training: Training) -> None:
-    """Delete the Variable of a run that has done all its iterations."""
-    Variable.unset(variable_name(training.run))
+def forget_overrides(run: RunFolder) -> None:
+    """Delete the Variable of a run that is complete."""
+    Variable.unset(variable_name(run))
 
 
 def next_settings(training: Training, progress: Progress) -> Settings:
