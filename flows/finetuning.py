@@ -18,7 +18,7 @@ from state.manifest import check_resumable, ended
 from state.run_folder import RunFolder, new_run_folder, open_run_folder
 from tasks.admission import admission
 from tasks.check import check_finetuning_memory
-from tasks.finetuning import blocks, checkpoint_due, end_finetuning, finetuned, save_step
+from tasks.finetuning import blocks, checkpoint_due, end_finetuning, finetuned, restored, save_step
 from tasks.preference import (
     begin_preferences,
     check_preferences,
@@ -28,7 +28,6 @@ from tasks.preference import (
     preference_steps,
     reference_pass,
     referenced_splits,
-    restored,
     splits,
 )
 from tasks.preference_record import record_engines, recording_preferences
@@ -79,7 +78,7 @@ def trained(training: Training, config: PairConfig) -> str:
     record_engines(training)
     for split in referenced_splits(config):
         reference_pass(training, config, split)
-    done, heldout = restored(training), "heldout" in splits(config)
+    done, heldout = restored(training, training.run), "heldout" in splits(config)
     if heldout and not done:
         measure_heldout(training, config, 0)
     for first, count in blocks(config.trainer, done):

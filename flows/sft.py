@@ -9,7 +9,7 @@ from flows.finetuning import opened
 from state.manifest import ended
 from tasks.admission import admission
 from tasks.check import check_finetuning_memory, check_supervised
-from tasks.finetuning import blocks, checkpoint_due, end_finetuning, finetuned, restored_step, save_step
+from tasks.finetuning import blocks, checkpoint_due, end_finetuning, finetuned, restored, save_step
 from tasks.prepare import load_pairs, starting_model
 from tasks.progress import show_progress
 from tasks.record_warm_up import record_warm_up
@@ -44,12 +44,13 @@ def supervise(training: Training, model_folder: str, alone: bool = False) -> str
         alone: whether the run is of these steps alone; in `train` its record is of iterations.
     """
     target, config = training.run.model("sft"), training.config.sft
-    if config is None or target.exists():
+    assert config is not None
+    if target.exists():
         return finetuned(training.run, "sft")
     pairs = load_pairs(training, model_folder)
     begin_supervised(training, model_folder)
-    record = record_steps if alone else record_warm_up
-    for first, count in blocks(config, restored_step(training)):
+    record, figures = (record_steps, training.run) if alone else (record_warm_up, training.run.warm_up)
+    for first, count in blocks(config, restored(training, figures)):
         losses = supervised_steps(training, pairs, first, count)
         record(training, first, losses)
         if checkpoint_due(config, first + count):

@@ -133,8 +133,6 @@ def seal_checkpoint(aside: Path, final: Path) -> int:
     hashes = dict(zip(names, for_each_file(paths, sha256), strict=True))
     write_text(aside / "sha256.json", json.dumps(hashes, indent=1))
     size = sum(path.stat().st_size for path in paths)
-    if final.exists():
-        shutil.rmtree(final)
     settle(aside, final)
     return size
 
@@ -155,22 +153,16 @@ def verify_checkpoint(folder: Path) -> None:
             raise UserError(f"checkpoint file {path} is damaged or missing", "resume from a copy of the run folder")
 
 
-def prune_checkpoints(run: RunFolder, keep: int, named: str) -> None:
-    """Delete all but the newest `keep` checkpoints and the manifest's, `named`, and what a crash left half-written."""
-    folders = sorted(path for path in run.checkpoints.iterdir() if path.is_dir())
-    old = [path for path in folders if not path.name.startswith(".")][:-keep]
-    for path in [*old, *(path for path in folders if path.name.startswith("."))]:
-        if path.name != named:
-            shutil.rmtree(path)
+def prune_checkpoints(run: RunFolder, keep: int, named: str | None) -> None:
+    """Delete all but the newest `keep` checkpoints up to the manifest's, `named`, and what a crash left half-written.
 
-
-def forget_after(run: RunFolder, checkpoint: str | None) -> None:
-    """Delete checkpoints newer than `checkpoint`, all if it is None: a crash came before the manifest named them.
-
-    A resume makes them anew, and pruning by number would take them for newer than what it makes first.
+    A newer one was sealed by an attempt that was killed before the manifest named it: a resume makes it anew. If the
+    manifest names none, all go.
     """
-    for path in run.checkpoints.glob("[0-9]*"):
-        if checkpoint is None or path.name > checkpoint:
+    sealed = sorted(path.name for path in run.checkpoints.glob("[0-9]*"))
+    kept = [name for name in sealed if named is not None and name <= named][-keep:]
+    for path in run.checkpoints.glob("*"):
+        if path.is_dir() and path.name not in kept:
             shutil.rmtree(path)
 
 

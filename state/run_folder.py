@@ -99,7 +99,7 @@ class RunFolder:
         return self.path / "data" / f"{split}.parquet"
 
     def model(self, name: str) -> Path:
-        """A model made by this run ("initial", "sft")."""
+        """A model made by this run ("initial", "sft", "final", "export")."""
         return self.path / "models" / name
 
     def experience(self, iteration: int) -> Path:
@@ -229,13 +229,17 @@ def truncate_metrics(run: RunFolder, iteration: int) -> None:
     write_text(run.metrics, "".join(json.dumps(record) + "\n" for record in kept))
 
 
-def drop_leftovers(run: RunFolder, iteration: int) -> None:
-    """Drop what a crash left half-written, and experience of policies that are lost with it.
-
-    Experience of the iteration after `iteration` comes from the policy that is restored: it stays.
-    """
-    for path in run.path.rglob("*.partial"):
+def drop_partial(run: RunFolder) -> None:
+    """Drop what a crash left half-written."""
+    for path in [*run.path.rglob("*.partial")]:
         shutil.rmtree(path) if path.is_dir() else path.unlink()
+
+
+def drop_lost_experience(run: RunFolder, iteration: int) -> None:
+    """Drop experience of policies that a crash has lost.
+
+    That of the iteration after `iteration` comes from the policy that is restored: it stays.
+    """
     for path in run.experience(0).parent.glob("[0-9]*"):
         if int(path.name.partition(".")[0]) > iteration + 1:
             path.unlink()

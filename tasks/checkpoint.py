@@ -12,7 +12,6 @@ from state.files import empty_beside
 from state.manifest import (
     Manifest,
     Progress,
-    forget_after,
     prune_checkpoints,
     read_manifest,
     reopen,
@@ -20,7 +19,7 @@ from state.manifest import (
     verify_checkpoint,
     write_manifest,
 )
-from state.run_folder import drop_leftovers, truncate_metrics
+from state.run_folder import drop_lost_experience, truncate_metrics
 from tasks.consolidation import await_consolidation
 from tasks.draw import restore_memory
 from tasks.record import add_to_record
@@ -69,12 +68,12 @@ def restore(training: Training) -> Progress:
             group.call("load", key=f"{done}/load", folder=str(folder), version=version)
         if reshard_strategy(training.config) == "broadcast":
             bring_weights(training.session(), f"{done}/load-reshard", version)
-    forget_after(run, saved.checkpoint)
+    prune_checkpoints(run, training.config.checkpoint.keep, saved.checkpoint)
     if done < training.config.iterations:
         reopen(run)
     truncate_metrics(run, done if saved.checkpoint else -1)
     restore_memory(training, done)
-    drop_leftovers(run, done)
+    drop_lost_experience(run, done)
     return saved.progress
 
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,14 +23,14 @@ from state.files import empty_beside, filling
 from state.manifest import (
     Manifest,
     Progress,
-    forget_after,
     prune_checkpoints,
     read_manifest,
     seal_checkpoint,
     verify_checkpoint,
     write_manifest,
 )
-from state.run_folder import RunFolder
+from state.run_folder import RunFolder, truncate_metrics
+from tasks.record import elapsed
 from tasks.session import Training
 
 STEPS_PER_COMMAND = 25  # often enough for progress and live learning rates, rare enough to cost nothing
@@ -72,19 +73,25 @@ def save_step(training: Training, step: int) -> None:
     training.session().call("actor", "save", f"{step}/finetuning_save", folder=str(aside))
     seal_checkpoint(aside, final)
     write_manifest(folder, Manifest(Progress(iteration=step), checkpoint=final.name))
+    saved = read_manifest(training.run)
+    write_manifest(training.run, replace(saved, progress=saved.progress.advanced(seconds=elapsed(training))))
     prune_checkpoints(folder, 1, final.name)
 
 
 @task(task_run_name="restore", cache_policy=NO_CACHE)
-def restored_step(training: Training) -> int:
+def restored(training: Training, record: RunFolder) -> int:
     """Bring the ranks, which hold the starting model, to the run's checkpoint; return its step, 0 if it has none.
+
+    Args:
+        record: whose figures are of these steps; those of later ones are forgotten.
 
     Raises:
         UserError: the checkpoint is damaged.
     """
     folder = training.run.finetuning
     saved = read_manifest(folder) if folder.manifest.is_file() else Manifest(Progress())
-    forget_after(folder, saved.checkpoint)
+    prune_checkpoints(folder, 1, saved.checkpoint)
+    truncate_metrics(record, saved.progress.iteration or -1)  # step 0 is the measurement before the first
     if saved.checkpoint is None:
         return 0
     checkpoint = folder.checkpoints / saved.checkpoint

@@ -20,9 +20,8 @@ from data.order import take
 from data.preference import check_columns, tokenize_preferences, tokenize_scored
 from data.rows import read_rows
 from state.experience import column_names, read_columns, write_columns
-from state.run_folder import truncate_metrics
 from tasks.check import check_chat, check_model, check_one_label
-from tasks.finetuning import restored_step, warn_of_skipped
+from tasks.finetuning import warn_of_skipped
 from tasks.logprobs import in_row_order
 from tasks.prepare import attention_of, load_tokenizer
 from tasks.record import add_to_record, append_record
@@ -136,13 +135,6 @@ def reference_pass(training: Training, config: PairConfig, split: str) -> None:
     asked = {"path": str(path), "role": "preference", "temperature": 1.0, "budget": budget}
     replies = training.session().call("actor", "logprobs", f"0/reference-{split}", **asked)
     write_columns(path, {**read_columns(path, present), REFERENCE: in_row_order(replies, path)})
-
-
-def restored(training: Training) -> int:
-    """Return the step from which training goes on; what was recorded after it is forgotten."""
-    step = restored_step(training)
-    truncate_metrics(training.run, step or -1)
-    return step
 
 
 @task(task_run_name="steps-{first:06d}", cache_policy=NO_CACHE)

@@ -7,7 +7,6 @@ Figures are recorded step by step as those of iterations are (tasks/record.py). 
 from __future__ import annotations
 
 import dataclasses
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -17,7 +16,7 @@ from state.manifest import read_manifest, write_manifest
 from state.run_folder import read_metrics
 from tasks.finetuning import steps_done
 from tasks.preference import kind_of, loss_arguments
-from tasks.record import open_record
+from tasks.record import elapsed, open_record
 from tasks.session import Training
 
 
@@ -49,7 +48,7 @@ def summary(training: Training, status: str) -> dict[str, Any]:
     first = records and records[0]["iteration"] == 0
     return {
         "status": status,
-        "seconds": round(time.monotonic() - session.started, 3),
+        "seconds": round(elapsed(training), 3),
         "steps": len(steps),
         "loss_first": losses[0] if losses else None,
         "loss_last": losses[-1] if losses else None,

@@ -10,20 +10,14 @@ from functools import partial
 from prefect.runtime import flow_run
 
 from reports.progress import TrainingProgress
-from state.manifest import read_manifest
 from tasks.session import Training
 
 
 @contextmanager
 def show_progress(training: Training) -> Iterator[None]:
-    """Show phases and iterations while the context lasts; a resumed run starts where its manifest stands.
-
-    The record is what a flow opens next (tasks/record.py).
-    """
+    """Show phases and iterations while the context lasts. The record is what a flow opens next (tasks/record.py)."""
     session = training.session()
-    done = read_manifest(training.run).progress if training.run.manifest.is_file() else None
     with TrainingProgress(tell=partial(_log, flow_run.id)) as session.progress:
-        session.seconds_before = done.seconds if done else 0.0
         session.progress.phase("opening the record in MLflow")
         yield
 

@@ -29,7 +29,7 @@ from reports.report import write_report
 from state.experience import read_columns
 from state.files import write_text
 from state.manifest import Manifest, Progress, read_manifest, write_manifest
-from state.run_folder import append_metrics, read_metrics
+from state.run_folder import append_metrics, drop_partial, read_metrics
 from tasks.consolidation import begin_consolidation, finish_consolidation
 from tasks.draw import keep_memory
 from tasks.interrupts import interrupts_deferred
@@ -83,6 +83,8 @@ def open_record(
     session = training.session()
     session.kind = kind
     session.tracking_uri = mlflow_run.default_tracking_uri(training.run.path.parent)
+    session.seconds_before = read_manifest(training.run).progress.seconds if training.run.manifest.is_file() else 0.0
+    drop_partial(training.run)
     with interrupts_deferred():
         mlflow_run.connect(session.tracking_uri)  # which imports MLflow, and asks no server
     with ending(lambda status, mlflow_status: close(training, summary(training, status), mlflow_status, report)):

@@ -14,7 +14,7 @@ from prefect import task
 from prefect.cache_policies import NO_CACHE
 
 from reports import mlflow_run
-from state.run_folder import append_steps, read_metrics, truncate_metrics
+from state.run_folder import append_steps, read_metrics
 from tasks.session import Training
 
 LOSS = "warm_up/loss"
@@ -23,10 +23,8 @@ STEPS_PER_CALL = 1000  # that MLflow takes
 
 @task(task_run_name="record-{first:06d}", cache_policy=NO_CACHE)
 def record_warm_up(training: Training, first: int, losses: list[float]) -> None:
-    """Write down the loss of every step from step `first` on; steps after it that are on record are forgotten."""
-    steps = training.run.warm_up
-    truncate_metrics(steps, first)
-    append_steps(steps, {step: {"loss": loss} for step, loss in enumerate(losses, start=first + 1)})
+    """Write down the loss of every step from step `first` on."""
+    append_steps(training.run.warm_up, {step: {"loss": loss} for step, loss in enumerate(losses, start=first + 1)})
     log_warm_up(training)
 
 

@@ -5,7 +5,6 @@ As for preferences (tasks/preference_record.py). Left out: the warm-up inside `t
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -13,9 +12,9 @@ from typing import Any
 from prefect import task
 from prefect.cache_policies import NO_CACHE
 
-from state.run_folder import read_metrics, truncate_metrics
+from state.run_folder import read_metrics
 from tasks.finetuning import steps_done
-from tasks.record import append_record, open_record
+from tasks.record import append_record, elapsed, open_record
 from tasks.session import Training
 
 
@@ -31,8 +30,7 @@ def recording_supervised(training: Training) -> Iterator[None]:
 
 @task(task_run_name="record-{first:06d}", cache_policy=NO_CACHE)
 def record_steps(training: Training, first: int, losses: list[float]) -> None:
-    """Write down the loss of every step from step `first` on; steps after it that are on record are forgotten."""
-    truncate_metrics(training.run, first or -1)
+    """Write down the loss of every step from step `first` on."""
     for step, loss in enumerate(losses, start=first + 1):
         append_record(training, step, {"loss": loss})
 
@@ -43,7 +41,7 @@ def summary(training: Training, status: str) -> dict[str, Any]:
     losses = [item["metrics"]["loss"] for item in steps if "loss" in item["metrics"]]  # one that is NaN is not there
     return {
         "status": status,
-        "seconds": round(time.monotonic() - session.started, 3),
+        "seconds": round(elapsed(training), 3),
         "steps": len(steps),
         "loss_first": losses[0] if losses else None,
         "loss_last": losses[-1] if losses else None,

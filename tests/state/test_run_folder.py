@@ -11,7 +11,8 @@ from state.run_folder import (
     RunFolder,
     append_metrics,
     check_free,
-    drop_leftovers,
+    drop_lost_experience,
+    drop_partial,
     locked,
     new_run_folder,
     open_run_folder,
@@ -154,7 +155,8 @@ def test_leftovers_of_a_crash_are_dropped(run: RunFolder) -> None:
     (run.experience(0).parent / ".000004.parquet.77.partial").touch()
     (run.checkpoints / ".000003.partial" / "actor").mkdir(parents=True)
     (run.checkpoints / "000003").mkdir()
-    drop_leftovers(run, 3)
+    drop_partial(run)
+    drop_lost_experience(run, 3)
     assert sorted(path.name for path in run.experience(0).parent.iterdir()) == ["000001.parquet", "000004.parquet"]
     assert [path.name for path in run.checkpoints.iterdir()] == ["000003"]
     assert len(read_metrics(run)) == 3

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 
 import pandas as pd
 import pytest
@@ -10,9 +11,9 @@ import pytest
 from configs.schema import TrainConfig
 from data.prompts import PromptTable
 from state.manifest import Manifest, Progress, read_manifest, seal_checkpoint, write_manifest
-from state.run_folder import RunFolder, append_metrics, read_metrics
+from state.run_folder import RunFolder, append_metrics, read_metrics, truncate_metrics
 from tasks.checkpoint import restore
-from tasks.finetuning import restored_step
+from tasks.finetuning import restored, save_step
 from tasks.session import Training
 
 MakeTraining = Callable[[TrainConfig], Training]
@@ -75,11 +76,47 @@ def test_a_checkpoint_after_that_of_the_manifest_goes(training_with: MakeTrainin
     assert read_manifest(run).checkpoint == "000002"
 
 
+def test_a_checkpoint_before_those_that_are_kept_goes(training_with: MakeTraining) -> None:
+    """The last one was named by the manifest, and a kill came before it was pruned. Control: one more may be kept."""
+    for keep, left in ((2, ["000002", "000003"]), (1, ["000003"])):
+        training = training_with(TrainConfig.model_validate({"iterations": 3, "checkpoint": {"keep": keep}}))
+        run = stopped(training, 3) if keep == 2 else training.run
+        training.session().prompts["train"] = PromptTable(pd.DataFrame({"prompt_id": ["a"]}), 0)
+        restore.fn(training)
+        assert sorted(path.name for path in run.checkpoints.iterdir()) == left
+
+
 def test_steps_after_those_of_the_manifest_go_as_well(training_with: MakeTraining) -> None:
-    """Of training without rollout: the first checkpoint was sealed, and no manifest ever named it."""
+    """Of training without rollout: the first checkpoint was sealed, and no manifest ever named it.
+
+    So do their figures. Control: not those of another record.
+    """
     training = training_with(TrainConfig())
-    folder = training.run.finetuning
-    assert restored_step.fn(training) == 0
+    run, folder = training.run, training.run.finetuning
+    assert restored.fn(training, run) == 0
     sealed(folder, 200)
-    assert restored_step.fn(training) == 0
+    for record in (run, run.warm_up):
+        truncate_metrics(record, -1)
+        append_metrics(record, 1, {"loss": 1.0})
+    assert restored.fn(training, run.warm_up) == 0
     assert not list(folder.checkpoints.iterdir())
+    assert read_metrics(run.warm_up) == []
+    assert [record["iteration"] for record in read_metrics(run)] == [1]
+    assert restored.fn(training, run) == 0
+    assert read_metrics(run) == []
+
+
+def test_seconds_of_an_attempt_without_rollout_are_kept(
+    training_with: MakeTraining, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A checkpoint of steps notes them where the next attempt looks. Control: what the run stands at is unchanged."""
+    training = training_with(TrainConfig())
+    session, run = training.session(), training.run
+    write_manifest(run, Manifest(Progress(), kind="sft"))
+    session.seconds_before = 1000.0
+    monkeypatch.setattr(type(session), "call", lambda *_, folder, **__: (Path(folder) / "state").touch())
+    save_step.fn(training, 7)
+    saved = read_manifest(run)
+    assert saved.progress.seconds > 1000.0
+    assert saved == Manifest(Progress(seconds=saved.progress.seconds), kind="sft")
+    assert read_manifest(run.finetuning).progress.iteration == 7

@@ -10,7 +10,7 @@ import pytest
 from configs.schema import TrainConfig
 from reports import mlflow_run
 from state.manifest import Progress
-from state.run_folder import append_metrics, read_metrics
+from state.run_folder import append_metrics, read_metrics, truncate_metrics
 from tasks import record_warm_up as module
 from tasks.checkpoint import begin_manifest
 from tasks.record import append_record, replay
@@ -25,6 +25,7 @@ def training(training_with: Callable[[TrainConfig], Training]) -> Training:
     session = training.session()
     session.tracking_uri = f"sqlite:///{training.run.path / 'mlflow.db'}"
     opened(training)
+    truncate_metrics(training.run.warm_up, -1)  # as restoring does before the first step
     return training
 
 
@@ -46,7 +47,8 @@ def test_a_step_is_recorded_once_and_is_no_iteration(training: Training) -> None
     record_warm_up.fn(training, 2, [2.0])
     assert read_metrics(run) == []
     assert mlflow_run.logged_through(session.tracking_uri, session.mlflow_run_id) == -1, "no iteration counts as logged"
-    record_warm_up.fn(training, 2, [2.0, 1.5, 1.0])  # a resume
+    truncate_metrics(run.warm_up, 2)  # a resume
+    record_warm_up.fn(training, 2, [2.0, 1.5, 1.0])
     steps = [(1, 3.0), (2, 2.5), (3, 2.0), (4, 1.5), (5, 1.0)]
     assert [(item["iteration"], item["metrics"]["loss"]) for item in read_metrics(run.warm_up)] == steps
     assert logged(training, LOSS) == steps

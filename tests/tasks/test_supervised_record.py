@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Callable
 
 import pytest
@@ -11,7 +12,7 @@ import pytest
 from configs.schema import TrainConfig
 from reports import mlflow_run
 from state.manifest import Progress, read_manifest
-from state.run_folder import read_metrics
+from state.run_folder import read_metrics, truncate_metrics
 from tasks.checkpoint import begin_manifest
 from tasks.session import Training
 from tasks.supervised_record import record_steps, recording_supervised
@@ -54,7 +55,10 @@ def test_steps_are_recorded_once(
     training = training_with(config)
     with recording_supervised(training):
         assert training.session().mlflow_run_id == read_manifest(run).mlflow_run_id == cut["mlflow_run_id"]
+        truncate_metrics(run, 2)
+        before = run.metrics.stat().st_ino
         record_steps.fn(training, 2, [2.0, 1.5, 1.0])
+        assert run.metrics.stat().st_ino == before, "what is recorded is not written again"
     assert [(item["iteration"], item["metrics"]["loss"]) for item in read_metrics(run)] == [
         *((1, 3.0), (2, 2.5), (3, 2.0), (4, 1.5), (5, 1.0))
     ]
