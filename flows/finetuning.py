@@ -33,6 +33,7 @@ from tasks.preference import (
 from tasks.preference_record import record_engines, recording_preferences
 from tasks.prepare import starting_model
 from tasks.session import Training, open_session, write_config
+from tasks.tokenized import check_tokenized
 
 Tree = TypeVar("Tree", TrainConfig, PairConfig)
 
@@ -51,6 +52,7 @@ def opened(
         check_resumable(run, kind)
         config = load_tree(run.config, (), type(config))
         check(config)
+        check_tokenized(run, config)
         return config, run
     check(config)
     run = new_run_folder(Path(config.folder), name, Path(run_folder) if run_folder else None)

@@ -26,11 +26,12 @@ from tasks.child_flows import quick_child_flows
 from tasks.evaluate import evaluate
 from tasks.export import export
 from tasks.laps import lap
-from tasks.prepare import build_engines, check_tokenized, load_prompts, starting_model
+from tasks.prepare import build_engines, load_prompts, starting_model
 from tasks.progress import show_iterations, show_progress
 from tasks.record import finite, record, recording
 from tasks.session import Training, open_session, read_config, write_config
 from tasks.settings import forget_overrides, live_overrides
+from tasks.tokenized import check_tokenized
 
 
 @flow(name="train", flow_run_name="train-{config.name}")
@@ -82,8 +83,8 @@ def open_run(config: TrainConfig, run_folder: str | None, resume: str | None) ->
         run = open_run_folder(Path(resume))
         check_resumable(run, "train")
         config = read_config(run)
-        check_tokenized(run, config)
         check_inputs(config)
+        check_tokenized(run, config)
         return config, run
     check_inputs(config)
     run = new_run_folder(Path(config.folder), config.name, Path(run_folder) if run_folder else None)

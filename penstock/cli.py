@@ -209,11 +209,14 @@ def _check_resume(folder: Path) -> tuple[Any, Any]:
     from state.run_folder import open_run_folder
     from tasks.check import check_training
     from tasks.session import read_config
+    from tasks.tokenized import check_tokenized
 
     run = open_run_folder(folder)
     check_resumable(run, "train")
     config = read_config(run)
-    return config, check_training(config)
+    estimates = check_training(config)
+    check_tokenized(run, config)
+    return config, estimates
 
 
 def _run_flow(config: Any, folder: Path, **arguments: Any) -> None:
@@ -359,6 +362,7 @@ def _finetune(
     from penstock.server import check_server
     from state.manifest import check_resumable
     from state.run_folder import open_run_folder
+    from tasks.tokenized import check_tokenized
 
     if resume is None:
         if recipe is None:
@@ -375,6 +379,7 @@ def _finetune(
         check_resumable(open_run_folder(resume), command)
         config = load_tree(folder / "config.yaml", (), kind)
         check(config)
+        check_tokenized(open_run_folder(resume), config)
         check_server()
     with _ending_in_words(command, folder):
         given = {"run_folder": str(folder)} if resume is None else {"resume": str(folder)}

@@ -26,6 +26,7 @@ from tasks.logprobs import in_row_order
 from tasks.prepare import attention_of, load_tokenizer
 from tasks.record import add_to_record, append_record
 from tasks.session import Training
+from tasks.tokenized import note_tokenized
 
 REFERENCE = "logprobs_reference"
 RUN_FOLDER_NAMES = {"train": "preferences", "heldout": "preferences-heldout"}
@@ -91,6 +92,7 @@ def load_preferences(training: Training, config: PairConfig, model_folder: str) 
     for split in splits(config):
         if preferences_file(training, split).exists():
             continue
+        note_tokenized(training.run, "preferences", config)
         source = str(getattr(pair_data(config), split))
         frame, limit = read_rows(Path(source)), config.trainer.max_tokens
         if isinstance(config, PreferenceConfig):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -11,7 +10,6 @@ import numpy as np
 from prefect import get_run_logger, task
 from prefect.cache_policies import NO_CACHE
 
-from configs.errors import UserError
 from configs.schema import TrainConfig
 from data.arithmetic import make_problems
 from data.prompts import RESERVED, PromptTable, tokenize_prompts
@@ -21,13 +19,13 @@ from data.tokenizer import make_byte_tokenizer
 from engines.placement import describe_strategy, reshard_strategy
 from rewards.source import open_scorer
 from state.experience import Ragged, read_columns, write_columns
-from state.files import filling, write_text
-from state.run_folder import RunFolder
+from state.files import filling
 from tasks.check_prompts import takes_each
 from tasks.interrupts import interrupts_deferred
 from tasks.reshard import bring_weights, connect_groups
 from tasks.session import Training
 from tasks.side_by_side import side_by_side
+from tasks.tokenized import note_tokenized
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -78,41 +76,12 @@ def _tokenize(training: Training, model_folder: str) -> None:
     splits = [split for split in ("train", "heldout") if not run.prompts(split).exists()]
     if not splits:
         return
-    write_text(_tokenized(run), json.dumps(_tokenizing(config)))
+    note_tokenized(run, "prompts", config)
     session.say("loading the tokenizer")
     tokenizer = load_tokenizer(model_folder)
     session.say("tokenizing prompts")
     for split in splits:
         tokenize_prompts(_frame(config, split), config.data, tokenizer, split).save(run.prompts(split))
-
-
-def check_tokenized(run: RunFolder, config: TrainConfig) -> None:
-    """Check that a run to be resumed would tokenize its prompts as it did: that is done once, and the result kept.
-
-    Raises:
-        UserError: a key that decides it has changed since.
-    """
-    if not _tokenized(run).is_file():
-        return
-    was, now = json.loads(_tokenized(run).read_text(encoding="utf-8")), _tokenizing(config)
-    if changed := [name for name in now if now[name] != was.get(name, now[name])]:  # older runs have no seed there
-        key = "seed" if changed[0] == "seed" else f"data.{changed[0]}"
-        raise UserError(
-            f"{key} in {run.config} is {now[changed[0]]!r}, and the prompts of this run were made with "
-            f"{was[changed[0]]!r}",
-            "put the old value back, or start a new run",
-        )
-
-
-def _tokenizing(config: TrainConfig) -> dict[str, Any]:
-    """Return what decides which prompts there are and their tokens."""
-    names = {"train", "heldout", "arithmetic", "prompt", "chat", "template", "max_prompt_tokens"}
-    decides = config.data.model_dump(mode="json", include=names)
-    return decides | ({} if config.data.arithmetic is None else {"seed": config.seed})  # it makes the problems
-
-
-def _tokenized(run: RunFolder) -> Path:
-    return run.prompts("train").with_name("prompts.json")
 
 
 @task(task_run_name="pairs", cache_policy=NO_CACHE)
@@ -122,6 +91,7 @@ def load_pairs(training: Training, model_folder: str) -> int:
     assert config.sft is not None
     if path.exists():
         return len(read_columns(path, ["response_tokens"])["response_tokens"])
+    note_tokenized(training.run, "sft", config)
     training.session().say("tokenizing the pairs of supervised training")
     response = config.data.response or "response"
     frame = _frame(config, "sft")

@@ -19,6 +19,7 @@ from penstock.cli import app
 from state.manifest import Manifest, Progress, write_manifest
 from state.run_folder import RunFolder, locked
 from tasks.session import write_config
+from tasks.tokenized import note_tokenized
 
 BEGINS = """
 import sys
@@ -86,6 +87,27 @@ def test_a_run_goes_on_with_the_command_that_made_it(
             app([command, "--resume", str(run.path)], standalone_mode=False)
         return
     with pytest.raises(UserError, match=f"is a run of 'penstock {made}', not of 'penstock {command}'"):
+        app([command, "--resume", str(run.path)], standalone_mode=False)
+
+
+@pytest.mark.parametrize("command", ["train", "sft"])
+def test_a_run_that_would_tokenize_otherwise_is_refused_by_the_command(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: str
+) -> None:
+    """A dry run of a resume promises nothing that the flow refuses. Control: unchanged it gets as far as the server."""
+    run = RunFolder(tmp_path)
+    write_config(run, TRAINING)
+    write_manifest(run, Manifest(Progress(), kind=command))
+    note_tokenized(run, {"train": "prompts"}.get(command, command), TRAINING)
+
+    def reached() -> None:
+        raise InterruptedError
+
+    monkeypatch.setattr(server, "check_server", reached)
+    with pytest.raises(InterruptedError):
+        app([command, "--resume", str(run.path)], standalone_mode=False)
+    write_config(run, TRAINING.model_copy(update={"seed": 1}))
+    with pytest.raises(UserError, match=r"^seed in .* is 1, .* were made with 0"):
         app([command, "--resume", str(run.path)], standalone_mode=False)
 
 
