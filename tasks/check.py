@@ -7,14 +7,16 @@ Nothing is written, no engine is started, torch is not imported.
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+
+import pandas as pd
 
 from configs.errors import UserError
 from configs.schedule import largest
 from configs.schema import DataConfig, Role, SftConfig, TrainConfig, TrainerConfig
 from data.agents import agent_numbers
-from data.arithmetic import make_problems
 from data.prompts import refuse_reserved
 from data.rows import read_rows, require_columns, require_filled
 from engines.architecture import check_architecture
@@ -35,7 +37,7 @@ from engines.shape import ModelShape, layer_names, read_shape, weight_shapes
 from environments.loading import load_environment
 from evaluators.loading import load_evaluators
 from rewards.function import load_reward_function
-from tasks.check_prompts import check_prompt_lengths
+from tasks.check_prompts import check_prompt_lengths, read_prompts
 from tasks.check_sampling import check_sampling
 from tasks.check_servers import check_judge, check_service
 
@@ -74,8 +76,9 @@ def check_inputs(config: TrainConfig) -> None:
     if config.critic is not None and config.critic.path is not None:
         check_model_folder(Path(config.critic.path), "critic.path")
     check_targets(config)
-    columns = check_prompts(config)
-    check_agents(config)
+    frames = read_prompts(config)
+    columns = check_prompts(config, frames)
+    check_agents(config, frames["train"])
     if config.data.chat:
         check_chat(config)
     if config.sft is not None:
@@ -84,7 +87,7 @@ def check_inputs(config: TrainConfig) -> None:
     check_reward(config, columns)
     check_sampling(config)
     load_evaluators(config.evaluate.evaluators or ())
-    check_prompt_lengths(config)
+    check_prompt_lengths(config, frames)
 
 
 def check_model(config: TrainConfig, scores: bool = False) -> None:
@@ -169,30 +172,25 @@ def check_targets(config: TrainConfig) -> None:
             )
 
 
-def check_prompts(config: TrainConfig) -> list[str]:
-    """Check the prompt files; return the columns that reward functions can ask for.
+def check_prompts(config: TrainConfig, frames: Mapping[str, pd.DataFrame]) -> list[str]:
+    """Check the rows of each split; return the columns that reward functions can ask for.
 
     Raises:
-        UserError: no source, an unreadable row, a missing column.
+        UserError: a missing column, or a row without a prompt.
     """
     data = config.data
     if data.arithmetic is not None:
         return list(ARITHMETIC_COLUMNS)
-    if data.train is None or data.heldout is None:
-        missing = "data.train" if data.train is None else "data.heldout"
-        raise UserError(
-            f"no prompts: '{missing}' is not set", f"add {missing}=FILE, a JSONL or Parquet file of prompts"
-        )
-    columns = _columns(data, data.train)
-    if absent := sorted(set(columns) - set(_columns(data, data.heldout))):
+    columns = _columns(data, frames["train"], str(data.train))
+    if absent := sorted(set(columns) - set(_columns(data, frames["heldout"], str(data.heldout)))):
         raise UserError(
             f"data.heldout lacks the column '{absent[0]}' that data.train has", "give both the same columns"
         )
     return ["prompt_id", *columns]
 
 
-def check_agents(config: TrainConfig) -> None:
-    """Check that every row is for one of the agents.
+def check_agents(config: TrainConfig, frame: pd.DataFrame) -> None:
+    """Check that every training row is for one of the agents.
 
     Raises:
         UserError: one is not, or there is no such column.
@@ -200,10 +198,7 @@ def check_agents(config: TrainConfig) -> None:
     data, agents = config.data, config.data.agents
     if agents is None:
         return
-    if data.arithmetic is not None:
-        agent_numbers(make_problems(data.arithmetic, config.seed)["train"], agents, "data.arithmetic")
-    else:
-        agent_numbers(read_rows(Path(str(data.train))), agents, str(data.train))
+    agent_numbers(frame, agents, "data.arithmetic" if data.train is None else data.train)
 
 
 def check_chat(config: TrainConfig) -> None:
@@ -224,8 +219,7 @@ def check_chat(config: TrainConfig) -> None:
     )
 
 
-def _columns(data: DataConfig, name: str) -> list[str]:
-    frame = read_rows(Path(name))
+def _columns(data: DataConfig, frame: pd.DataFrame, name: str) -> list[str]:
     require_columns(frame, [data.prompt], name)
     require_filled(frame, data.prompt, name)
     refuse_reserved(frame, name)

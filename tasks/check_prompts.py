@@ -7,7 +7,7 @@ have no `tokenizer.json`, and the whole of a large file.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -23,15 +23,28 @@ from data.tokenizer import DEFAULT_CHARACTERS
 LOOKED_AT = 1000  # rows of a file
 
 
-def check_prompt_lengths(config: TrainConfig) -> None:
+def read_prompts(config: TrainConfig) -> dict[str, pd.DataFrame]:
+    """Return the rows of each split: large files take seconds to read, so once for all checks.
+
+    Raises:
+        UserError: there is no source, or it cannot be read.
+    """
+    for key in ("train", "heldout"):
+        if config.data.arithmetic is None and getattr(config.data, key) is None:
+            raise UserError(
+                f"no prompts: 'data.{key}' is not set", f"add data.{key}=FILE, a JSONL or Parquet file of prompts"
+            )
+    return {split: _frame(config, split) for split in ("train", "heldout")}
+
+
+def check_prompt_lengths(config: TrainConfig, frames: Mapping[str, pd.DataFrame]) -> None:
     """Check that some prompts of each split are short enough to be kept.
 
     Raises:
         UserError: none is.
     """
     limit = config.data.max_prompt_tokens
-    for split in ("train", "heldout"):
-        frame = _frame(config, split)
+    for split, frame in frames.items():
         lengths_B = prompt_lengths(config, frame.head(LOOKED_AT))
         if lengths_B is not None and lengths_B.min() > limit and len(frame) > LOOKED_AT:
             lengths_B = prompt_lengths(config, frame)
@@ -46,8 +59,9 @@ def check_prompt_lengths(config: TrainConfig) -> None:
 
 def describe_prompts(config: TrainConfig) -> list[str]:
     """Return in words how many prompts there are, how long, and how often an iteration takes each."""
-    described = [_described(config, split) for split in ("train", "heldout")]
-    return described + takes_each(config, _frame(config, "train"))
+    frames = read_prompts(config)
+    described = [_described(config, split, frame) for split, frame in frames.items()]
+    return described + takes_each(config, frames["train"])
 
 
 def takes_each(config: TrainConfig, frame: pd.DataFrame) -> list[str]:
@@ -74,8 +88,8 @@ def prompt_lengths(config: TrainConfig, frame: pd.DataFrame) -> np.ndarray | Non
     return np.array([counter(text, special) for text in texts], np.int64)
 
 
-def _described(config: TrainConfig, split: str) -> str:
-    frame, limit = _frame(config, split), config.data.max_prompt_tokens
+def _described(config: TrainConfig, split: str, frame: pd.DataFrame) -> str:
+    limit = config.data.max_prompt_tokens
     lengths_B = prompt_lengths(config, frame.head(LOOKED_AT))
     if lengths_B is None:
         return f"{split}: {len(frame)} prompts"

@@ -12,6 +12,7 @@ from configs.loading import load_config
 from configs.schema import TrainConfig
 from data.agents import agent_numbers
 from tasks.check import check_agents
+from tasks.check_prompts import read_prompts
 
 AGENTS = AgentsConfig(column="role", names=["solver", "2"])
 
@@ -42,8 +43,8 @@ def test_agents_and_ippo_come_together(request: pytest.FixtureRequest) -> None:
     with pytest.raises(ValueError, match="should match pattern"):
         AgentsConfig(column="carries", names=["../actor"])
     recipe = load_config(request.config.rootpath / "configs" / "ippo_arithmetic.yaml")
-    check_agents(recipe)
+    check_agents(recipe, read_prompts(recipe)["train"])
     assert recipe.agents == ["0", "1", "2"]
     fewer = {**recipe.model_dump(), "data": {**recipe.data.model_dump(), "agents": agents}}
     with pytest.raises(UserError, match="'carries' has the value '2'"):
-        check_agents(TrainConfig.model_validate(fewer))
+        check_agents(TrainConfig.model_validate(fewer), read_prompts(recipe)["train"])

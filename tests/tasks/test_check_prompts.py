@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import pandas as pd
 import pytest
 
 from configs.errors import UserError
@@ -15,7 +16,8 @@ from configs.schema import TrainConfig
 from data.prompts import tokenize_prompts
 from data.rows import read_rows
 from data.tokenizer import make_byte_tokenizer
-from tasks.check_prompts import check_prompt_lengths, describe_prompts, prompt_lengths
+from tasks.check import check_inputs
+from tasks.check_prompts import check_prompt_lengths, describe_prompts, prompt_lengths, read_prompts
 from tasks.prepare import load_tokenizer
 
 
@@ -27,6 +29,10 @@ def config(folder: Path, limit: int, texts: list[Any], prompts: int = 2, **data:
     return TrainConfig.model_validate(
         {"model": {"path": str(folder)}, "data": section, "rollout": {"prompts": prompts}}
     )
+
+
+def check_lengths(config: TrainConfig) -> None:
+    check_prompt_lengths(config, read_prompts(config))
 
 
 @pytest.fixture(scope="module")
@@ -49,19 +55,48 @@ def test_lengths_are_those_of_the_run(model: Path) -> None:
 def test_prompts_that_are_all_too_long_are_refused(model: Path) -> None:
     """Control: one that fits, also behind the rows that are looked at first, is enough."""
     with pytest.raises(UserError, match=r"every prompt of .*rows\.jsonl is longer .*\(3\): the shortest has 4 tokens"):
-        check_prompt_lengths(config(model, 3, ["1+1=", "12+12="]))
-    check_prompt_lengths(config(model, 3, ["1+1="] * 1200 + ["1"]))
+        check_lengths(config(model, 3, ["1+1=", "12+12="]))
+    check_lengths(config(model, 3, ["1+1="] * 1200 + ["1"]))
     with pytest.raises(UserError, match="every prompt"):
-        check_prompt_lengths(config(model, 3, ["1+1="] * 1200))
+        check_lengths(config(model, 3, ["1+1="] * 1200))
     (model / "elsewhere").mkdir()
-    check_prompt_lengths(config(model / "elsewhere", 3, ["1+1="]))  # no tokenizer.json to ask
+    check_lengths(config(model / "elsewhere", 3, ["1+1="]))  # no tokenizer.json to ask
+
+
+def test_every_file_is_read_once_by_the_checks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However many checks look at its rows. Control: what is missing in them is still found."""
+    read: list[str] = []
+
+    def counted(path: Path) -> pd.DataFrame:
+        read.append(path.name)
+        return read_rows(path)
+
+    monkeypatch.setattr("tasks.check_prompts.read_rows", counted)
+    monkeypatch.setattr("tasks.check.read_rows", counted)
+    rows = [{"prompt": "1+1=", "answer": "2", "agent": name} for name in ("first", "second")]
+    for split in ("train", "heldout"):
+        (tmp_path / f"{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    section: dict[str, Any] = {
+        "model": {"tiny": {}},
+        "data": {"agents": {"names": ["first", "second"], "column": "agent"}},
+        "rollout": {"prompts": 2},
+        "reward": {"function": "rewards.builtin:exact_match"},
+        "algorithm": {"name": "ippo"},
+        "critic": {},
+    }
+    section["data"] |= {split: str(tmp_path / f"{split}.jsonl") for split in ("train", "heldout")}
+    check_inputs(TrainConfig.model_validate(section))
+    assert read == ["train.jsonl", "heldout.jsonl"]
+    section["data"]["agents"]["names"] = ["first", "third"]
+    with pytest.raises(UserError, match="'agent' has the value 'second'"):
+        check_inputs(TrainConfig.model_validate(section))
 
 
 def test_a_tiny_models_prompts_are_counted_too() -> None:
     """Its tokenizer does not exist yet."""
     section = {"model": {"tiny": {}}, "data": {"arithmetic": {}, "max_prompt_tokens": 2}}
     with pytest.raises(UserError, match="every prompt of the train data is longer"):
-        check_prompt_lengths(TrainConfig.model_validate(section))
+        check_lengths(TrainConfig.model_validate(section))
 
 
 def test_prompts_are_described(model: Path) -> None:
