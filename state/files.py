@@ -46,6 +46,14 @@ def replacing(path: Path, durable: bool = True) -> Iterator[Path]:
         aside.unlink(missing_ok=True)
 
 
+def nearest_existing(folder: Path) -> Path:
+    """Return `folder`, or the nearest folder above it that exists."""
+    there = folder.absolute()
+    while not os.path.exists(there):  # noqa: PTH110 - Path.exists raises where a folder may not be looked into
+        there = there.parent
+    return there
+
+
 def check_possible(folder: Path, what: str, remedy: str) -> None:
     """Refuse a folder in which this process can make nothing, there or not, before hours are spent on what goes there.
 
@@ -55,9 +63,7 @@ def check_possible(folder: Path, what: str, remedy: str) -> None:
     Raises:
         UserError: `what` cannot be made; carries `remedy`.
     """
-    there = folder.absolute()
-    while not os.path.exists(there):  # noqa: PTH110 - Path.exists raises where a folder may not be looked into
-        there = there.parent
+    there = nearest_existing(folder)
     try:
         tempfile.TemporaryDirectory(prefix=".", dir=there).cleanup()
     except OSError as error:

@@ -24,8 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from configs.errors import UserError
-from state import files
-from state.files import write_text
+from state.files import check_possible, write_text
 
 
 @dataclass(frozen=True)
@@ -123,7 +122,7 @@ def new_run_folder(parent: Path, name: str, explicit: Path | None = None) -> Run
     """
     if explicit is not None:
         check_free(explicit)
-    check_possible(explicit or parent)
+    check_place(explicit or parent)
     (explicit or parent).mkdir(parents=True, exist_ok=True)
     if explicit is not None:
         return RunFolder(explicit.resolve())
@@ -160,13 +159,13 @@ def check_free(path: Path) -> None:
         raise UserError(f"{path} is not empty", "name an empty or a new folder")
 
 
-def check_possible(path: Path) -> None:
+def check_place(path: Path) -> None:
     """Refuse a place where a run folder cannot be made.
 
     Raises:
         UserError: says why it cannot.
     """
-    files.check_possible(path, f"the run folder {path}", "name another with folder=..., or with --run")
+    check_possible(path, f"the run folder {path}", "name another with folder=..., or with --run")
 
 
 def open_run_folder(path: Path) -> RunFolder:
