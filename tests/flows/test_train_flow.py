@@ -28,10 +28,10 @@ from engines.model_folder import write_folder
 from flows.train import train
 from reports import mlflow_run
 from state.experience import column_names, read_columns
-from state.manifest import read_manifest, write_manifest
+from state.manifest import ended, read_manifest, write_manifest
 from state.run_folder import RunFolder, read_metrics
 from tasks.export_run import export_run
-from tasks.settings import variable_name
+from tasks.settings import forget_overrides, variable_name
 from tests.flows.reward_functions import BREAK, low_digit
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -96,9 +96,18 @@ def learned(prefect_harness: None, tmp_path_factory: pytest.TempPathFactory) -> 
 
 @pytest.fixture(scope="module")
 def imitated(prefect_harness: None, tmp_path_factory: pytest.TempPathFactory) -> RunFolder:
-    """A finished training on accepted responses, one epoch from easy to hard."""
+    """A finished training on accepted responses, one epoch from easy to hard. Live values go after its end is recorded.
+
+    It has no checkpoint: killed in its end, it would do all iterations again, and is to do them with those values.
+    """
+
+    def forgotten(run: RunFolder) -> None:
+        assert ended(run)
+        forget_overrides(run)
+
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(ROOT)
+        patch.setattr("flows.train.forget_overrides", forgotten)
         return run_training(tmp_path_factory.mktemp("runs") / "imitated", *IMITATING)
 
 

@@ -319,6 +319,24 @@ def test_samples_of_an_iteration_that_is_repeated_reach_mlflow(
     assert len(client.get_metric_history(session.mlflow_run_id, "reward/mean")) == 1
 
 
+def test_an_attempt_begins_where_the_one_before_left_off(
+    training_with: MakeTraining, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of every kind: with its seconds, and without what a kill left half-written. Control: whole files stay."""
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    training = recorded(training_with(TrainConfig()), 0.5)
+    run = training.run
+    write_config(run, training.config)
+    write_manifest(run, Manifest(Progress(seconds=1000.0)))
+    cut = run.path / ".metrics.jsonl.77.partial"
+    cut.touch()
+    before = run.metrics.read_bytes()
+    with opened(training, 0):
+        assert not cut.exists()
+        assert run.metrics.read_bytes() == before
+    assert json.loads(run.summary.read_text(encoding="utf-8"))["seconds"] > 1000.0
+
+
 def test_samples_are_plain_values_spread_over_the_experience(tmp_path: Path) -> None:
     """All of a small file, every third of six rows for two; numbers that JSON can hold."""
     path = tmp_path / "000001.parquet"
