@@ -230,8 +230,8 @@ def truncate_metrics(run: RunFolder, iteration: int) -> None:
 
 def drop_partial(run: RunFolder) -> None:
     """Drop what a crash left half-written."""
-    for path in [*run.path.rglob("*.partial")]:
-        shutil.rmtree(path) if path.is_dir() else path.unlink()
+    for path in [*run.path.rglob("*.partial")]:  # of a folder, also what is half-written in it
+        shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
 
 
 def drop_lost_experience(run: RunFolder, iteration: int) -> None:

@@ -154,6 +154,7 @@ def test_leftovers_of_a_crash_are_dropped(run: RunFolder) -> None:
     (run.experience(0).parent / "000005.reference_states.npy").touch()
     (run.experience(0).parent / ".000004.parquet.77.partial").touch()
     (run.checkpoints / ".000003.partial" / "actor").mkdir(parents=True)
+    (run.checkpoints / ".000003.partial" / ".sha256.json.77.partial").touch()
     (run.checkpoints / "000003").mkdir()
     drop_partial(run)
     drop_lost_experience(run, 3)
