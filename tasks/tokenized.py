@@ -52,7 +52,7 @@ def check_tokenized(run: RunFolder, config: TrainConfig | PairConfig) -> None:
             )
         if changed:
             raise UserError(
-                f"{changed[0]} in {run.config} is {now[changed[0]]!r}, and the {name} of this run were made with "
+                f"{changed[0]} in {run.config} is {now[changed[0]]!r}, and the rows of this run were made with "
                 f"{was[changed[0]]!r}",
                 "put the old value back, or start a new run",
             )

@@ -95,7 +95,7 @@ def test_data_are_known_by_their_content(training_with: Callable[[TrainConfig], 
     for path in paths.values():
         path.rename(elsewhere / path.name)
     check_tokenized(training.run, reading(elsewhere))
-    with pytest.raises(UserError, match=r"sft\.max_tokens .* is 32, and the sft of this run were made with 64"):
+    with pytest.raises(UserError, match=r"sft\.max_tokens .* is 32, and the rows of this run were made with 64"):
         check_tokenized(training.run, reading(elsewhere, max_tokens=32))
     for split, path in paths.items():
         rows = (elsewhere / path.name).read_bytes()
