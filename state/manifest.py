@@ -159,10 +159,10 @@ def prune_checkpoints(run: RunFolder, keep: int, named: str | None) -> None:
     A newer one was sealed by an attempt that was killed before the manifest named it: a resume makes it anew. If the
     manifest names none, all go.
     """
-    sealed = sorted(path.name for path in run.checkpoints.glob("[0-9]*"))
-    kept = [name for name in sealed if named is not None and name <= named][-keep:]
-    for path in run.checkpoints.glob("*"):
-        if path.is_dir() and path.name not in kept:
+    sealed = sorted(run.checkpoints.glob("[0-9]*"))
+    kept = [path for path in sealed if named is not None and path.name <= named][-keep:]
+    for path in [*sealed, *run.checkpoints.glob(".*.partial")]:
+        if path not in kept:
             shutil.rmtree(path)
 
 

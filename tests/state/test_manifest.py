@@ -211,8 +211,9 @@ def test_the_checkpoint_of_the_manifest_is_never_pruned(named: str | None, left:
     """
     for name in ("000100", "000150", "000200"):
         _sealed(run, name)
+    (run.checkpoints / "of a person").mkdir()
     prune_checkpoints(run, 1, named)
-    assert sorted(path.name for path in run.checkpoints.iterdir()) == left
+    assert sorted(path.name for path in run.checkpoints.iterdir()) == [*left, "of a person"]
     prune_checkpoints(run.finetuning, 1, named)
 
 
