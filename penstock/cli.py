@@ -386,8 +386,8 @@ def _finetune(
         console.print(f"model: {flow(config, **given)}", highlight=False, soft_wrap=True)
     if (folder / "summary.json").is_file():
         summary = json.loads((folder / "summary.json").read_text(encoding="utf-8"))
-        if summary["heldout_accuracy"] is not None:
-            console.print(f"held-out accuracy: {summary['heldout_accuracy']:.3f}", highlight=False)
+        if (accuracy := summary.get("heldout_accuracy")) is not None:  # pairs have none
+            console.print(f"held-out accuracy: {accuracy:.3f}", highlight=False)
 
 
 @app.command(rich_help_panel=MACHINE)
