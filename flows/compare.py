@@ -8,18 +8,13 @@ from tasks.compare import compare_experiment
 
 
 @flow(name="compare", flow_run_name="compare-{experiment}")
-def compare(
-    experiment: str = "penstock",
-    run_ids: list[str] | None = None,
-    folder: str = "runs",
-    tracking_uri: str | None = None,
-) -> str:
+def compare(experiment: str = "penstock", run_ids: list[str] | None = None, folder: str = "runs") -> str:
     """Compare runs; return the folder with `compare.md`, `compare.png` and the tables.
 
     Args:
         experiment: name of the MLflow experiment (`record.experiment` of a recipe).
         run_ids: names or ids of runs; default: all of the experiment.
-        folder: directory of the run folders; the files go into its subfolder `comparisons`.
-        tracking_uri: MLflow store; default: `MLFLOW_TRACKING_URI`, else the database in `folder`.
+        folder: directory of the run folders; the files go into its subfolder `comparisons`. The MLflow store is that
+            of the environment (`MLFLOW_TRACKING_URI`: Prefect would keep a password), else the database in `folder`.
     """
-    return compare_experiment(experiment, run_ids, folder, tracking_uri)
+    return compare_experiment(experiment, run_ids, folder)

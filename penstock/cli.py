@@ -459,7 +459,7 @@ def compare(
     from reports.compare import render
     from tasks.compare import compare_into_folder
 
-    comparison, target = compare_into_folder(experiment, runs, folder, None)
+    comparison, target = compare_into_folder(experiment, runs, folder)
     console.print(render(comparison))
     console.print(f"files: {target}", highlight=False, soft_wrap=True)
 

@@ -25,7 +25,7 @@ from itertools import islice
 from pathlib import Path
 from posixpath import normpath
 from typing import TYPE_CHECKING, Any, Literal
-from urllib.parse import urlsplit
+from urllib.parse import unquote, urlsplit
 
 from configs.errors import UserError
 
@@ -197,11 +197,24 @@ def public_uri(tracking_uri: str) -> str:
     return tracking_uri.replace(f"{parts.netloc.rpartition('@')[0]}@", "", 1) if "@" in parts.netloc else tracking_uri
 
 
+def without_password(tracking_uri: str) -> str:
+    """Return a store's address for MLflow: of a server without name and password, which go where MLflow looks for them.
+
+    MLflow's exceptions quote the address, on the terminal and in Prefect's states and logs.
+    """
+    parts = urlsplit(tracking_uri)
+    if "@" not in parts.netloc or not parts.scheme.startswith("http"):
+        return tracking_uri
+    os.environ["MLFLOW_TRACKING_USERNAME"] = unquote(parts.username or "")
+    os.environ["MLFLOW_TRACKING_PASSWORD"] = unquote(parts.password or "")
+    return public_uri(tracking_uri)
+
+
 @functools.cache
 def connect(tracking_uri: str) -> MlflowClient:
     """Return the client of a store; a database is made if it is missing, by one process while others wait.
 
-    Telemetry is off, and so are MLflow's lines about creating tables and about where a run can be viewed.
+    A server's name and password are kept out of what MLflow says (`without_password`). Telemetry is off, and so are MLflow's lines about creating tables and about where a run can be viewed.
     """
     os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
     os.environ.setdefault("DO_NOT_TRACK", "true")
@@ -211,7 +224,7 @@ def connect(tracking_uri: str) -> MlflowClient:
     logging.getLogger("mlflow.store.db.utils").setLevel(logging.WARNING)
     logging.getLogger("alembic").setLevel(logging.WARNING)
     with _alone(_database(tracking_uri)):
-        return MlflowClient(tracking_uri)
+        return MlflowClient(without_password(tracking_uri))
 
 
 @contextmanager

@@ -20,16 +20,14 @@ if TYPE_CHECKING:
     from reports.compare import Comparison
 
 
-def compare_into_folder(
-    experiment: str, runs: list[str] | None, folder: Path, tracking_uri: str | None
-) -> tuple[Comparison, Path]:
+def compare_into_folder(experiment: str, runs: list[str] | None, folder: Path) -> tuple[Comparison, Path]:
     """Read the runs, write them into a new folder under `folder`/comparisons, and return both.
 
     Args:
         experiment: name of the MLflow experiment.
         runs: names or ids; None: all runs of the experiment.
-        folder: directory of the run folders; it holds their MLflow database unless `tracking_uri` names another store.
-        tracking_uri: the MLflow store; None: `MLFLOW_TRACKING_URI`, else the database in `folder`.
+        folder: directory of the run folders; it holds their MLflow database unless `MLFLOW_TRACKING_URI` names another
+            store.
 
     Raises:
         UserError: there is no such store, experiment or run.
@@ -37,7 +35,7 @@ def compare_into_folder(
     from reports.compare import compare_runs, write_comparison
     from reports.mlflow_run import default_tracking_uri
 
-    uri = tracking_uri or default_tracking_uri(folder)
+    uri = default_tracking_uri(folder)
     database = Path(uri.removeprefix("sqlite:///"))
     if uri.startswith("sqlite:///") and not database.is_file():  # MLflow would make an empty one
         raise UserError(f"there is no MLflow database {database}", "name the directory that holds the run folders")
@@ -48,9 +46,9 @@ def compare_into_folder(
 
 
 @task(task_run_name="compare-{experiment}", cache_policy=NO_CACHE)
-def compare_experiment(experiment: str, runs: list[str] | None, folder: str, tracking_uri: str | None) -> str:
+def compare_experiment(experiment: str, runs: list[str] | None, folder: str) -> str:
     """Compare the runs; return the folder with the files. The page shows the results as a table, and the whole page."""
-    comparison, target = compare_into_folder(experiment, runs, Path(folder), tracking_uri)
+    comparison, target = compare_into_folder(experiment, runs, Path(folder))
     rows = comparison.results.reset_index().to_dict("records")
     table = [{str(name): value for name, value in row.items()} for row in rows]
     create_table_artifact(table, key="comparison", description=f"{experiment}: {target}")

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import base64
 import json
 import logging
 import math
 import subprocess
 import sys
+import threading
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -265,6 +268,35 @@ def test_a_page_of_a_server_with_a_password_is_named_without_it(monkeypatch: pyt
     monkeypatch.setattr(mlflow_run, "connect", lambda _: SimpleNamespace(get_run=lambda _: run))
     url = mlflow_run.run_url("https://alice:s3cret@mlflow.corp", "abc")
     assert url.startswith("https://mlflow.corp/#/experiments/7/runs/abc")
+
+
+def test_a_password_reaches_the_server_and_no_message(monkeypatch: pytest.MonkeyPatch) -> None:
+    """MLflow's errors quote the address, in Prefect's states too. Control: the server sees name and password."""
+    for name in ("USERNAME", "PASSWORD"):
+        monkeypatch.setenv(f"MLFLOW_TRACKING_{name}", "")  # taken back after the test
+    monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
+    seen: list[str | None] = []
+
+    class Refusing(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            seen.append(self.headers["Authorization"])
+            self.send_error(401)
+
+        def log_message(self, *_: object) -> None: ...
+
+    with HTTPServer(("127.0.0.1", 0), Refusing) as server:
+        address = f"http://alice:s%40same@127.0.0.1:{server.server_address[1]}"
+        thread = threading.Thread(target=server.handle_request)
+        thread.start()
+        with pytest.raises(MlflowException) as refused:
+            connect(address).get_run("abc")
+        thread.join()
+    with pytest.raises(MlflowException) as unreached:
+        connect(address).get_run("abc")
+    assert seen == [f"Basic {base64.b64encode(b'alice:s@same').decode()}"]
+    for said in (str(refused.value), str(unreached.value)):
+        assert "127.0.0.1" in said or "401" in said
+        assert "same" not in said
 
 
 def test_flatten_gives_dotted_keys_and_keeps_schedules_whole() -> None:
