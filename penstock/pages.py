@@ -14,7 +14,8 @@ from pathlib import Path
 from rich.console import Console
 
 from configs.errors import UserError
-from reports.mlflow_run import connect, default_tracking_uri
+from reports.mlflow_run import connect, default_tracking_uri, without_password
+from tasks.interrupts import interrupts_deferred
 
 
 def serve_pages(folder: Path, mlflow_port: int, prefect_port: int, console: Console) -> None:
@@ -29,19 +30,23 @@ def serve_pages(folder: Path, mlflow_port: int, prefect_port: int, console: Cons
         )
     check_port(mlflow_port, "--mlflow-port")
     check_port(prefect_port, "--prefect-port")
-    mlflow = ["mlflow", "ui", "--backend-store-uri", default_tracking_uri(folder), "--port", str(mlflow_port)]
-    mlflow += ["--workers", "1", "--uvicorn-opts", "--log-level warning"]
-    prefect = ["prefect", "server", "start", "--port", str(prefect_port)]
-    signal.signal(signal.SIGTERM, _interrupt)
-    servers = {
-        # Jobs are for MLflow's evaluations of applications: seven processes that nothing here uses.
-        "MLflow": _start(mlflow, {"MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false", "PYTHONWARNINGS": "ignore"}),
-        # Without it the page asks port 4200 for its data, whatever port it is served from.
-        "Prefect": _start(prefect, {"PREFECT_UI_API_URL": f"http://127.0.0.1:{prefect_port}/api"}),
-    }
     runs, flows = f"http://127.0.0.1:{mlflow_port}{runs_page(folder)}", f"http://127.0.0.1:{prefect_port}"
-    console.print(f"MLflow   {runs}\nPrefect  {flows}\nCtrl-C ends both.", highlight=False, soft_wrap=True)
+    mlflow = ["mlflow", "ui", "--port", str(mlflow_port), "--workers", "1", "--uvicorn-opts", "--log-level warning"]
+    about_mlflow = {
+        "MLFLOW_BACKEND_STORE_URI": without_password(default_tracking_uri(folder)),  # others can read a command line
+        "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false",  # for evaluations of applications: seven unused processes
+        "PYTHONWARNINGS": "ignore",
+    }
+    prefect = ["prefect", "server", "start", "--port", str(prefect_port)]
+    # Without it the page asks port 4200 for its data, whatever port it is served from.
+    about_prefect = {"PREFECT_UI_API_URL": f"{flows}/api"}
+    signal.signal(signal.SIGTERM, _interrupt)
+    servers: dict[str, subprocess.Popen[bytes]] = {}
     try:
+        with interrupts_deferred():  # or one that has started and is not in the list yet would stay
+            servers["MLflow"] = _start(mlflow, about_mlflow)
+            servers["Prefect"] = _start(prefect, about_prefect)
+        console.print(f"MLflow   {runs}\nPrefect  {flows}\nCtrl-C ends both.", highlight=False, soft_wrap=True)
         wait_for(servers)
     except KeyboardInterrupt:
         console.print("ending")

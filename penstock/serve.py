@@ -31,6 +31,7 @@ from configs.errors import UserError
 from engines.machine import visible_gpus
 from penstock.server import end_with_this_process
 from state.run_folder import RunFolder
+from tasks.interrupts import interrupts_deferred
 
 SERVER = "vllm.entrypoints.openai.api_server"
 END_TIMEOUT_S = 30.0
@@ -100,24 +101,23 @@ def serve(
     for number in (signal.SIGINT, signal.SIGTERM):  # a shell's background job inherits an ignored SIGINT
         signal.signal(number, _interrupt)
     environment = _COMMON | ({} if gpus else _CPU) | dict(os.environ)
-    with tempfile.NamedTemporaryFile(prefix=f"penstock-serve-{port}-", suffix=".log", delete=False) as output:
-        server = subprocess.Popen(command, env=environment, start_new_session=True, stdout=output, stderr=output)
+    output = tempfile.NamedTemporaryFile(prefix=f"penstock-serve-{port}-", suffix=".log", delete=False)
     log = Path(output.name)
-    guard = end_with_this_process(server.pid)
-    try:
-        say(f"starting vLLM on {folder}, its log: {log}")
-        while _answers(url) != 200:
-            if server.poll() is not None:
-                raise _ended(server.returncode, log)
-            time.sleep(POLL_S)
-        say(_welcome(url, name or folder.name, classifies(folder)))
-        raise _ended(server.wait(), log)
-    except KeyboardInterrupt:
-        say("ending")
-    finally:
-        _end(server)
-        guard.kill()
-        guard.wait()
+    with contextlib.ExitStack() as ends:
+        with interrupts_deferred(), output:
+            server = subprocess.Popen(command, env=environment, start_new_session=True, stdout=output, stderr=output)
+            ends.callback(_end, server)
+            ends.callback(_dismiss, end_with_this_process(server.pid))
+        try:
+            say(f"starting vLLM on {folder}, its log: {log}")
+            while _answers(url) != 200:
+                if server.poll() is not None:
+                    raise _ended(server.returncode, log)
+                time.sleep(POLL_S)
+            say(_welcome(url, name or folder.name, classifies(folder)))
+            raise _ended(server.wait(), log)
+        except KeyboardInterrupt:
+            say("ending")
 
 
 def _ended(code: int, log: Path) -> UserError:
@@ -172,6 +172,11 @@ def _end(server: subprocess.Popen[bytes]) -> None:
     with contextlib.suppress(ProcessLookupError):
         os.killpg(server.pid, signal.SIGKILL)
     server.wait()
+
+
+def _dismiss(guard: subprocess.Popen[bytes]) -> None:
+    guard.kill()
+    guard.wait()
 
 
 def _interrupt(*_: object) -> None:

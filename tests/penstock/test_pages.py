@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
+import os
 import re
 import socket
 import subprocess
 import sys
 from pathlib import Path
 
+import psutil
 import pytest
 from mlflow.tracking import MlflowClient
 from rich.console import Console
 
 from configs.errors import UserError
+from penstock import pages
 from penstock.pages import check_port, runs_page, serve_pages, wait_for
+from tests.processes import alive
+from tests.waiting import came_true
+
+ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.mark.parametrize("option", ["--mlflow-port", "--prefect-port"])
@@ -43,6 +50,37 @@ def test_a_server_that_ends_by_itself_is_named() -> None:
     finally:
         running.kill()
         running.wait()
+
+
+def test_no_server_outlives_a_signal_in_its_first_moments(tmp_path: Path) -> None:
+    """As from `timeout` or systemd, right after both were started; no password is in their command lines."""
+    address = f"sqlite:///{tmp_path / 'mlflow.db'}"
+    MlflowClient(address)
+    ports = [_free_port(), _free_port()]
+    command = [sys.executable, "-m", "penstock.cli", "ui", str(tmp_path)]
+    command += ["--mlflow-port", str(ports[0]), "--prefect-port", str(ports[1])]
+    environment = os.environ | {"PREFECT_HOME": str(tmp_path / "prefect"), "MLFLOW_TRACKING_URI": address}
+    process = psutil.Popen(command, cwd=ROOT, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    assert came_true(lambda: len(process.children()) == 2, 60)
+    servers = process.children()
+    assert not any(address in argument for server in servers for argument in server.cmdline())
+    process.terminate()
+    assert process.wait(60) == 0
+    assert not [server for server in servers if alive(server)]
+
+
+def test_nothing_starts_where_the_runs_cannot_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Since who would end it? The control is the test above: else both servers start."""
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    monkeypatch.setattr(pages, "_start", lambda *_: pytest.fail("a server is started"))
+    (tmp_path / "mlflow.db").write_text("no database at all, and longer than a header of one " * 4)
+    with pytest.raises(Exception, match="not a database"):
+        serve_pages(tmp_path, _free_port(), _free_port(), Console())
+
+
+def _free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        return int(probe.getsockname()[1])
 
 
 def test_the_page_is_that_of_the_newest_runs_experiment(tmp_path: Path) -> None:
