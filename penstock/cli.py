@@ -53,8 +53,6 @@ def main() -> None:
     code = None
     try:
         code = app(standalone_mode=False)
-    except UserError as error:
-        _fail("\n  ".join([str(error), *getattr(error, "__notes__", ())]))
     except typer.Abort:  # what older Typers make of Ctrl-C in a command; newer ones return 130
         code = 130
     except Exception as error:

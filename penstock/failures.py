@@ -1,6 +1,6 @@
 """What the command line says of an exception that ends it: a sentence where there is one, else its traceback.
 
-Left out: a user's mistake (configs/errors.py), which is a sentence already.
+A note on the exception, such as how to go on, is part of it. Left out: a defect, of which the traceback tells more.
 """
 
 from __future__ import annotations
@@ -11,6 +11,8 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
+
+from configs.errors import UserError
 
 if TYPE_CHECKING:
     from engines.group import EngineError, RankLost
@@ -23,21 +25,24 @@ ROUTINE = re.compile(r"\b(DEBUG|INFO|WARNING)\b|Warning:")
 
 
 def told(error: Exception, arguments: Sequence[str]) -> tuple[str, int] | None:
-    """Return the message and the exit code of a failure; None for a defect, of which the traceback tells more.
+    """Return the message and the exit code of a failure, notes included; None for a defect.
 
     Args:
         arguments: the command line, which says which paths the user named.
     """
+    notes = getattr(error, "__notes__", ())
+    if isinstance(error, UserError):
+        return "\n  ".join([str(error), *notes]), MISTAKE
     if isinstance(error, OSError):
         text = file_mistake(error, arguments)
-        return (text, MISTAKE) if text else None
+        return ("\n  ".join([text, *notes]), MISTAKE) if text else None
     if type(error).__module__ != "engines.group":  # not imported to ask: it would delay every other message
         return None
     from engines.group import EngineError, RankLost
 
     if not isinstance(error, EngineError | RankLost):
         return None
-    return "\n  ".join([*_of_engine(error), *getattr(error, "__notes__", ())]), FAILURE
+    return "\n  ".join([*_of_engine(error), *notes]), FAILURE
 
 
 def file_mistake(error: OSError, arguments: Sequence[str]) -> str:

@@ -57,26 +57,37 @@ def test_a_rank_that_ended_by_itself_is_quoted(tmp_path: Path) -> None:
     assert cause[0] in (told(raised, []) or ("", 0))[0]
 
 
-def test_a_mistake_that_ends_a_flow_says_how_to_go_on(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(
+    "error",
+    [
+        UserError("too many rewards failed", "start the server"),
+        PermissionError(13, "Permission denied", "/runs/mine/metrics.jsonl"),
+        RankLost("main", 0, "exited", LOG),
+    ],
+)
+def test_a_failure_in_mid_run_says_how_to_go_on(
+    error: Exception, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """As a failure does: the note follows what is wrong and the remedy."""
+    """Whatever it was. Control: a mistake before there is a run has no such line."""
     monkeypatch.setattr(server, "start_server", lambda: None)
+    monkeypatch.setattr(cli, "_quiet_libraries", lambda: None)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.setattr(sys, "argv", ["penstock"])
     (tmp_path / "manifest.json").write_text("{}")
 
-    def command(standalone_mode: bool) -> None:
+    def in_a_flow(**_: object) -> None:
         with cli._ending_in_words("train", tmp_path):
-            raise UserError("the gradient is not finite", "lower the learning rate")
+            raise error
 
-    monkeypatch.setattr(cli, "app", command)
-    with pytest.raises(SystemExit) as ended:
-        cli.main()
-    assert ended.value.code == MISTAKE
-    assert capsys.readouterr().err.splitlines() == [
-        "error: the gradient is not finite",
-        "  lower the learning rate",
-        f"  Continue with: penstock train --resume {cli._short(tmp_path)}",
-    ]
+    def before(**_: object) -> None:
+        raise UserError("no recipe given", "name one")
+
+    hint = f"\n  Continue with: penstock train --resume {cli._short(tmp_path)}\n"
+    for command, told_how in ((in_a_flow, True), (before, False)):
+        monkeypatch.setattr(cli, "app", command)
+        with pytest.raises(SystemExit):
+            cli.main()
+        assert capsys.readouterr().err.endswith(hint) == told_how
 
 
 def failing(path: Path) -> OSError:
