@@ -18,15 +18,19 @@ from penstock.server import Terminated
 
 TOLD = ("UserError", "RankLost", "EngineError", "PermissionError")  # by penstock/failures.py
 INTERRUPTED = ("Execution was aborted by an interrupt signal", "Execution was aborted by a termination signal")
+ENDS = ("Finished in state", "Encountered an exception", "Task run failed with", "Crash detected")  # Prefect's own words
 
 
 def _is_not_told(record: logging.LogRecord) -> bool:
+    said = record.getMessage()
     if not record.name.startswith(("prefect.flow_runs", "prefect.task_runs")):
         return True
     if isinstance(sys.exc_info()[1], Terminated):  # in Prefect's words it is any system exit
         return False
+    if not said.startswith(ENDS) or " - Retry " in said:
+        return True
     kind = record.exc_info[0].__name__ if record.exc_info and record.exc_info[0] else ""
-    return kind not in TOLD and not any(words in record.getMessage() for words in (*TOLD, *INTERRUPTED))
+    return kind not in TOLD and not any(words in said for words in (*TOLD, *INTERRUPTED))
 
 
 class _Current:

@@ -119,7 +119,7 @@ def test_a_file_that_may_not_be_touched_is_the_users_wherever_it_is() -> None:
 
 
 def test_the_terminal_is_spared_what_the_command_says_itself(monkeypatch: pytest.MonkeyPatch) -> None:
-    """And nobody else. Controls: a defect, another library's words, and the same after the flow."""
+    """And nobody else. Controls: a defect, another library's words, a warning in mid-run, and the same after."""
     root, logger = logging.getLogger(), logging.getLogger("prefect.flow_runs")
     terminal, everything = io.StringIO(), io.StringIO()
     monkeypatch.setattr(root, "handlers", [PrefectConsoleHandler(terminal)])
@@ -146,7 +146,9 @@ def test_the_terminal_is_spared_what_the_command_says_itself(monkeypatch: pytest
         assert "system exit" in terminal.getvalue(), "a user's own"
         fail(ValueError("a defect"))
         logging.getLogger("other").error("UserError")
+        logger.warning("evaluator mine failed: PermissionError: /data/answers.txt")
     assert "a defect" in terminal.getvalue()
+    assert "answers.txt" in terminal.getvalue()
     assert "UserError" in terminal.getvalue()
     fail(UserError("afterwards"))
     assert "afterwards" in terminal.getvalue()
