@@ -181,9 +181,11 @@ def _new_folder(config: Any, run: Path | None, suffix: str = "") -> Path:
     """Make the run folder and say where it is, so that an interrupted run can be found."""
     from state.run_folder import drop_if_empty, new_run_folder
 
+    theirs = run is not None and run.exists()
     folder = new_run_folder(Path(config.folder), config.name + suffix, run).path
     console.print(f"run folder: {_short(folder)}", highlight=False, soft_wrap=True)
-    atexit.register(drop_if_empty, folder)  # stopped before the flow wrote to it: nobody could resume it
+    if not theirs:
+        atexit.register(drop_if_empty, folder)  # stopped before the flow wrote to it: nobody could resume it
     return folder
 
 

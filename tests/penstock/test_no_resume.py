@@ -27,7 +27,7 @@ from pathlib import Path
 from configs.schema import TrainConfig
 from penstock.cli import _new_folder
 
-folder = _new_folder(TrainConfig(folder=sys.argv[1]), None)
+folder = _new_folder(TrainConfig(folder=sys.argv[1]), Path(sys.argv[3]) if sys.argv[3:] else None)
 if sys.argv[2]:
     (folder / sys.argv[2]).touch()
 raise KeyboardInterrupt
@@ -120,3 +120,15 @@ def test_a_command_stopped_before_its_flow_leaves_no_empty_folder(tmp_path: Path
     assert "KeyboardInterrupt" in stopped.stderr
     assert [path.name for path in (tmp_path / "runs").rglob("*.yaml")] == ([written] if written else [])
     assert len(list((tmp_path / "runs").iterdir())) == len(written[:1])
+
+
+def test_a_folder_that_was_there_stays(tmp_path: Path) -> None:
+    """It may be a mount point, or made for this run. Control: one that the command made is gone again."""
+    for name in ("theirs", "ours"):
+        run = tmp_path / name
+        if name == "theirs":
+            run.mkdir()
+        command = [sys.executable, "-c", BEGINS, str(tmp_path), "", str(run)]
+        stopped = subprocess.run(command, capture_output=True, text=True, check=False)
+        assert stopped.stderr.count("Traceback") == 1  # of the interruption
+        assert run.exists() == (name == "theirs")
