@@ -18,7 +18,8 @@ from penstock.server import Terminated
 
 TOLD = ("UserError", "RankLost", "EngineError", "PermissionError")  # by penstock/failures.py
 INTERRUPTED = ("Execution was aborted by an interrupt signal", "Execution was aborted by a termination signal")
-ENDS = ("Finished in state", "Encountered an exception", "Task run failed with", "Crash detected")  # Prefect's own words
+# How Prefect's own words of an end begin.
+ENDS = ("Finished in state", "Encountered an exception", "Task run failed with", "Crash detected")
 
 
 def _is_not_told(record: logging.LogRecord) -> bool:

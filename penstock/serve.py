@@ -101,13 +101,15 @@ def serve(
     for number in (signal.SIGINT, signal.SIGTERM):  # a shell's background job inherits an ignored SIGINT
         signal.signal(number, _interrupt)
     environment = _COMMON | ({} if gpus else _CPU) | dict(os.environ)
-    output = tempfile.NamedTemporaryFile(prefix=f"penstock-serve-{port}-", suffix=".log", delete=False)
-    log = Path(output.name)
     with contextlib.ExitStack() as ends:
-        with interrupts_deferred(), output:
+        with (
+            interrupts_deferred(),
+            tempfile.NamedTemporaryFile(prefix=f"penstock-serve-{port}-", suffix=".log", delete=False) as output,
+        ):
             server = subprocess.Popen(command, env=environment, start_new_session=True, stdout=output, stderr=output)
             ends.callback(_end, server)
             ends.callback(_dismiss, end_with_this_process(server.pid))
+        log = Path(output.name)
         try:
             say(f"starting vLLM on {folder}, its log: {log}")
             while _answers(url) != 200:

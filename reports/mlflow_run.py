@@ -214,7 +214,8 @@ def without_password(tracking_uri: str) -> str:
 def connect(tracking_uri: str) -> MlflowClient:
     """Return the client of a store; a database is made if it is missing, by one process while others wait.
 
-    A server's name and password are kept out of what MLflow says (`without_password`). Telemetry is off, and so are MLflow's lines about creating tables and about where a run can be viewed.
+    A server's name and password are kept out of what MLflow says (`without_password`). Telemetry is off, and so are
+    MLflow's lines about creating tables and about where a run can be viewed.
     """
     os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
     os.environ.setdefault("DO_NOT_TRACK", "true")

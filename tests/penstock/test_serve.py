@@ -137,7 +137,8 @@ def test_the_server_ends_with_its_command(tmp_path: Path, number: signal.Signals
 def test_a_server_that_nothing_can_watch_is_ended(tmp_path: Path) -> None:
     """Where the shell beside it cannot be started. The control is above: a server that is watched stays."""
     arguments, environment = stood_in(tmp_path, STAND_IN)
-    arguments[2] = COMMAND.replace("serve.SERVER =", "serve.end_with_this_process = lambda pid: print(pid) or 1 / 0; _ =")
+    unwatched = "serve.end_with_this_process = lambda pid: print(pid) or 1 / 0\nserve.SERVER ="
+    arguments[2] = COMMAND.replace("serve.SERVER =", unwatched)
     done = subprocess.run(arguments, env=environment, capture_output=True, text=True)
     assert "ZeroDivisionError" in done.stderr
     assert not psutil.pid_exists(int(done.stdout))
