@@ -212,7 +212,7 @@ def _check_resume(folder: Path) -> tuple[Any, Any]:
     from tasks.tokenized import check_tokenized
 
     run = open_run_folder(folder)
-    check_resumable(run, "train")
+    check_resumable(run, "train", _how_to_go_on("train", run.path))
     config = read_config(run)
     estimates = check_training(config)
     check_tokenized(run, config)
@@ -376,7 +376,7 @@ def _finetune(
         raise UserError("--resume continues a run with its own configuration", "remove the recipe, overrides and --run")
     else:
         folder = open_run_folder(resume).path
-        check_resumable(open_run_folder(resume), command)
+        check_resumable(open_run_folder(resume), command, _how_to_go_on(command, folder))
         config = load_tree(folder / "config.yaml", (), kind)
         check(config)
         check_tokenized(open_run_folder(resume), config)
@@ -516,12 +516,13 @@ def export(
     ] = None,
 ) -> None:
     """Write a run's model as a Hugging Face folder with a card, compare it with its source, register it in MLflow."""
+    from state.manifest import ANEW
     from state.run_folder import open_run_folder
     from tasks.export_run import export_run
 
     folder = open_run_folder(run)
     if not folder.manifest.is_file():
-        raise UserError(f"{run} has no model to export: it ended early", _how_to_go_on("train", folder.path))
+        raise UserError(f"{run} has no model to export: it ended early", ANEW)
     done = export_run(folder, to, max_shard_size)
     proof, registered = done.proof, f"model {done.mlflow_model_id}"
     lines = [

@@ -18,6 +18,7 @@ from state.files import discard, files_below, for_each_file, settle, sha256, wri
 from state.run_folder import RunFolder, locked
 
 FORMAT = 1
+ANEW = "start it anew with its config.yaml, by the command that began it, in another folder"
 
 
 @dataclass(frozen=True)
@@ -54,8 +55,11 @@ def write_manifest(run: RunFolder, manifest: Manifest) -> None:
     write_text(run.manifest, json.dumps({"format": FORMAT, **asdict(manifest)}, indent=2) + "\n")
 
 
-def read_manifest(run: RunFolder) -> Manifest:
+def read_manifest(run: RunFolder, remedy: str = ANEW) -> Manifest:
     """Return the manifest of `run`.
+
+    Args:
+        remedy: what to do where there is none.
 
     Raises:
         UserError: it is missing or was written by another format.
@@ -63,7 +67,7 @@ def read_manifest(run: RunFolder) -> Manifest:
     if not run.manifest.is_file():
         raise UserError(
             f"{run.path} ended before its engines were up: there is no manifest.json to resume from",
-            f"start it anew: penstock train {run.config} --run ANOTHER_FOLDER",
+            remedy,
         )
     values = json.loads(run.manifest.read_text(encoding="utf-8"))
     if (found := values.pop("format", None)) != FORMAT:
@@ -92,8 +96,11 @@ def check_kind(run: RunFolder, kind: str) -> None:
         )
 
 
-def check_resumable(run: RunFolder, kind: str) -> None:
+def check_resumable(run: RunFolder, kind: str, remedy: str = ANEW) -> None:
     """Refuse a run that another process trains, that another command made, or that was never far enough to be resumed.
+
+    Args:
+        remedy: what to do with the latter.
 
     Raises:
         UserError: says which.
@@ -102,7 +109,7 @@ def check_resumable(run: RunFolder, kind: str) -> None:
     if run.lock.exists():  # asking leaves no file where no training ever was
         with locked(run):
             pass
-    read_manifest(run)
+    read_manifest(run, remedy)
 
 
 def completed(run: RunFolder, iterations: int) -> bool:

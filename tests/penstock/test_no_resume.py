@@ -59,7 +59,8 @@ def test_a_run_that_another_process_trains_is_refused_at_once(
                 app([command, "--resume", str(run.path)], standalone_mode=False)
             write_manifest(run, Manifest(Progress(iteration=1), checkpoint="000001"))
     run.manifest.unlink()
-    with pytest.raises(UserError, match=r"no manifest\.json"):
+    said = rf"no manifest\.json(.|\n)*start anew with: penstock {command} \S*config\.yaml --run"
+    with pytest.raises(UserError, match=said):
         app([command, "--resume", str(run.path)], standalone_mode=False)
 
 

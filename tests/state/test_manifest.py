@@ -106,7 +106,7 @@ def test_a_run_without_a_manifest_or_of_another_format_is_refused(run: RunFolder
     """A person reads this: what is wrong, and what to do about it."""
     with pytest.raises(UserError, match=r"no manifest\.json") as caught:
         read_manifest(run)
-    assert "penstock train" in caught.value.remedy
+    assert "config.yaml" in caught.value.remedy
     write_manifest(run, MANIFEST)
     newer = json.loads(run.manifest.read_text()) | {"format": 99}
     run.manifest.write_text(json.dumps(newer))
