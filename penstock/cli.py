@@ -259,18 +259,17 @@ def _how_to_go_on(command: str, folder: Path) -> str:
 
 
 def _print_summary(folder: Path) -> None:
+    from penstock.pages import pages_of_run
     from reports.progress import print_summary
     from state.run_folder import RunFolder
 
     summary = json.loads((folder / "summary.json").read_text(encoding="utf-8"))
-    ui = f"penstock ui {quote(_short(folder.parent))}"
     places = {
         "Run folder": str(folder),
         "Report": str(RunFolder(folder).report),
         "Model": str(folder / "models" / "final"),
         "Serve it": f"penstock serve {quote(_short(folder))}",
-        "MLflow": f"{ui}   then http://127.0.0.1:5000   run {summary['mlflow_run_id']}",
-        "Prefect": f"{ui}   then http://127.0.0.1:4200/runs/flow-run/{summary['prefect_flow_run_id']}",
+        **pages_of_run(summary, f"penstock ui {quote(_short(folder.parent))}"),
     }
     print_summary(console, summary, places)
 

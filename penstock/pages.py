@@ -10,11 +10,12 @@ import sys
 import time
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 
 from configs.errors import UserError
-from reports.mlflow_run import connect, default_tracking_uri, without_password
+from reports.mlflow_run import connect, default_tracking_uri, public_uri, without_password
 from tasks.interrupts import interrupts_deferred
 
 
@@ -88,6 +89,25 @@ def runs_page(folder: Path) -> str:
     experiments = [item.experiment_id for item in client.search_experiments()]
     newest = client.search_runs(experiments, order_by=["attributes.start_time DESC"], max_results=1)
     return f"/#/experiments/{newest[0].info.experiment_id}" if newest else ""
+
+
+def pages_of_run(summary: Mapping[str, Any], ui: str) -> dict[str, str]:
+    """Return where MLflow and Prefect show a run: on the servers of the environment, else once `ui` has started them.
+
+    Args:
+        summary: the run's.
+        ui: the command that serves the pages.
+    """
+    from prefect.settings import PREFECT_API_URL, PREFECT_UI_URL
+
+    store = os.environ.get("MLFLOW_TRACKING_URI", "")
+    mlflow = public_uri(store) if store.startswith("http") else f"{ui}   then http://127.0.0.1:5000"
+    server = PREFECT_UI_URL.value() or (PREFECT_API_URL.value() or "").removesuffix("/api")
+    prefect = public_uri(server.rstrip("/")) if server else f"{ui}   then http://127.0.0.1:4200"
+    return {
+        "MLflow": f"{mlflow}   run {summary['mlflow_run_id']}",
+        "Prefect": f"{prefect}/runs/flow-run/{summary['prefect_flow_run_id']}",
+    }
 
 
 def _start(command: list[str], settings: dict[str, str]) -> subprocess.Popen[bytes]:

@@ -12,11 +12,12 @@ from pathlib import Path
 import psutil
 import pytest
 from mlflow.tracking import MlflowClient
+from prefect.settings import PREFECT_API_URL, PREFECT_UI_URL, temporary_settings
 from rich.console import Console
 
 from configs.errors import UserError
 from penstock import pages
-from penstock.pages import check_port, runs_page, serve_pages, wait_for
+from penstock.pages import check_port, pages_of_run, runs_page, serve_pages, wait_for
 from tests.processes import alive
 from tests.waiting import came_true
 
@@ -91,3 +92,20 @@ def test_the_page_is_that_of_the_newest_runs_experiment(tmp_path: Path) -> None:
     client.create_run(newer, start_time=2)
     client.create_run(older, start_time=1)
     assert runs_page(tmp_path) == f"/#/experiments/{newer}"
+
+
+def test_a_runs_pages_are_on_the_servers_of_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without their passwords. Control: where there is no server, the command that starts both."""
+    summary = {"mlflow_run_id": "m", "prefect_flow_run_id": "p"}
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", "sqlite:////elsewhere/mlflow.db")
+    with temporary_settings({PREFECT_API_URL: None, PREFECT_UI_URL: None}):
+        assert pages_of_run(summary, "penstock ui runs") == {
+            "MLflow": "penstock ui runs   then http://127.0.0.1:5000   run m",
+            "Prefect": "penstock ui runs   then http://127.0.0.1:4200/runs/flow-run/p",
+        }
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", "https://me:sesame@mlflow.corp")
+    with temporary_settings({PREFECT_API_URL: "https://me:sesame@prefect.corp/api", PREFECT_UI_URL: None}):
+        assert pages_of_run(summary, "penstock ui runs") == {
+            "MLflow": "https://mlflow.corp   run m",
+            "Prefect": "https://prefect.corp/runs/flow-run/p",
+        }
