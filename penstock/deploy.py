@@ -13,12 +13,12 @@ from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import httpx
 import yaml
 
 from configs.errors import UserError
 from engines.machine import visible_gpus
-from penstock.server import no_server
+from penstock.server import check_server
+from reports.mlflow_run import public_uri
 from tasks.admission import GPU_SLOTS
 
 if TYPE_CHECKING:
@@ -41,7 +41,8 @@ def deploy(pool: str) -> list[tuple[str, str, str]]:
     from prefect.client.orchestration import get_client
     from prefect.settings import PREFECT_API_URL, temporary_settings
 
-    url = server_url()
+    check_server(LOCAL_SERVER)
+    url = PREFECT_API_URL.value() or LOCAL_SERVER
     with temporary_settings({PREFECT_API_URL: url}), get_client(sync_client=True) as client:
         ensure_pool(client, pool)
         slots = max(1, len(visible_gpus()))
@@ -49,29 +50,12 @@ def deploy(pool: str) -> list[tuple[str, str, str]]:
         ensure_automation(client, zombie_automation())
         deploy_flows(url, pool)
         return [
-            ("server", url.removesuffix("/api"), ""),
+            ("server", public_uri(url).removesuffix("/api"), ""),
             ("work pool", pool, "process"),
             ("concurrency limit", GPU_SLOTS, f"{slots} {'slot' if slots == 1 else 'slots'}"),
             ("automation", ZOMBIES, f"after {SILENCE.seconds // 60} min without a heartbeat"),
             *deployments(client, pool),
         ]
-
-
-def server_url() -> str:
-    """Return the API of the configured server, else of the one on this machine's port 4200.
-
-    Raises:
-        UserError: it does not answer.
-    """
-    from prefect.settings import PREFECT_API_URL
-
-    configured = PREFECT_API_URL.value()
-    url = configured or LOCAL_SERVER
-    try:
-        httpx.get(f"{url}/health", timeout=10.0).raise_for_status()
-    except httpx.HTTPError as error:
-        raise no_server(url + (" (PREFECT_API_URL)" if configured else ""), error) from error
-    return url
 
 
 def ensure_pool(client: SyncPrefectClient, name: str) -> None:

@@ -9,6 +9,7 @@ starts, and a SIGTERM to every process of a control group (docs/operations.md), 
 
 from __future__ import annotations
 
+import re
 import signal
 import subprocess
 from collections.abc import Iterator
@@ -24,30 +25,28 @@ START_SERVER = "start one with 'prefect server start', or set PREFECT_API_URL to
 _watching: list[subprocess.Popen[bytes]] = []  # a shell that lost its Popen object would see its standard input end
 
 
-def check_server() -> None:
-    """Ask the configured Prefect server for a sign of life; without one configured, return at once.
+def check_server(default: str | None = None) -> None:
+    """Ask the configured Prefect server, or else that at `default`, for a sign of life; without either do nothing.
 
     Raises:
-        UserError: it does not answer.
+        UserError: it does not answer; names no password of its address.
     """
     from httpx import HTTPStatusError
     from prefect.client.base import ServerType
     from prefect.client.orchestration import get_client
-    from prefect.settings import PREFECT_API_URL
+    from prefect.settings import PREFECT_API_URL, temporary_settings
 
-    if (url := PREFECT_API_URL.value()) is None:
+    configured = PREFECT_API_URL.value()
+    if (url := configured or default) is None:
         return
-    with get_client(sync_client=True) as client:  # Prefect's own, which knows keys and certificates
+    # Prefect's own client, which knows keys and certificates
+    with temporary_settings({PREFECT_API_URL: url}), get_client(sync_client=True) as client:
         error = client.api_healthcheck()
         if isinstance(error, HTTPStatusError) and client.server_type == ServerType.CLOUD:
             return  # it answers, and has nothing to say of its health to a workspace
-        if error is not None:
-            raise no_server(f"{url} (PREFECT_API_URL)", error) from error
-
-
-def no_server(url: str, error: Exception) -> UserError:
-    """Return what to say where no Prefect server answers at `url`."""
-    return UserError(f"no Prefect server answers at {url}: {error}", START_SERVER)
+    if error is not None:
+        said = f"no Prefect server answers at {url}{' (PREFECT_API_URL)' if configured else ''}: {error}"
+        raise UserError(re.sub(r"//[^/\s]*@", "//", said), START_SERVER) from error
 
 
 def start_server() -> None:

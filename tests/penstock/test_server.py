@@ -6,15 +6,17 @@ import os
 import signal
 import subprocess
 import sys
+import threading
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 
 import psutil
 import pytest
-from prefect.settings import PREFECT_HOME, temporary_settings
+from prefect.settings import PREFECT_API_URL, PREFECT_HOME, temporary_settings
 
 from configs.errors import UserError
 from penstock import cli
-from penstock.server import _make_home
+from penstock.server import _make_home, check_server
 from tests.processes import alive
 from tests.waiting import came_true
 
@@ -146,6 +148,40 @@ def test_no_server_outlives_a_killed_command(tmp_path: Path) -> None:
     command.kill()
     command.wait(10)
     assert came_true(lambda: not alive(server), 20)
+
+
+@pytest.mark.parametrize("configured", [True, False])
+def test_no_password_of_a_server_that_does_not_answer_is_told(configured: bool) -> None:
+    """Of the configured server, and of the one that `penstock deploy` looks for. Control: without either, none is."""
+    address = f"http://alice:sesame@127.0.0.1:9/{'api' if configured else 'other'}"
+    with temporary_settings({PREFECT_API_URL: address if configured else None}):
+        with pytest.raises(UserError, match="no Prefect server answers at http://127") as caught:
+            check_server(address)
+        assert ("PREFECT_API_URL)" in caught.value.problem) == configured
+        if not configured:
+            check_server()
+    assert "sesame" not in str(caught.value)
+
+
+def test_a_server_that_refuses_is_told_without_its_password() -> None:
+    """What it answered, too, holds the address."""
+    with HTTPServer(("127.0.0.1", 0), Refusing) as refusing:
+        thread = threading.Thread(target=refusing.handle_request)
+        thread.start()
+        with (
+            temporary_settings({PREFECT_API_URL: f"http://alice:sesame@127.0.0.1:{refusing.server_port}/api"}),
+            pytest.raises(UserError, match="418") as caught,
+        ):
+            check_server()
+        thread.join()
+    assert "sesame" not in str(caught.value)
+
+
+class Refusing(BaseHTTPRequestHandler):
+    def do_GET(self) -> None:
+        self.send_error(418)
+
+    def log_message(self, *_: object) -> None: ...
 
 
 def test_a_home_that_cannot_be_made_is_the_users_mistake(tmp_path: Path) -> None:
