@@ -14,6 +14,7 @@ import threading
 from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from math import inf
 from queue import SimpleQueue
 from types import TracebackType
 from typing import Protocol, Self
@@ -28,19 +29,18 @@ class Source(Protocol):
     def calls_ahead(self) -> int:
         """How many calls it takes side by side; 0 if a sample's score may depend on the others of its call."""
 
-    def score(self, samples: Sequence[Sample], tolerated: float | None = None) -> list[Score]:
+    def score(self, samples: Sequence[Sample], tolerated: float = inf) -> list[Score]:
         """Score every sample, in order; a failure is a value. Several threads may ask.
 
         Args:
-            tolerated: once more samples than this have failed, the others may fail unasked; None: it is not the
-                call that decides, and those that failed are asked for once more.
+            tolerated: once more samples than this have failed, the others may fail unasked.
         """
 
 
 @dataclass(frozen=True)
 class _Call:
     samples: Sequence[Sample]
-    tolerated: float | None
+    tolerated: float
     scores: Future[list[Score]] = field(default_factory=Future)
 
 
@@ -49,7 +49,8 @@ class Scorer:
 
     Args:
         source: what rewards come from.
-        max_failure_share: of the samples of a `score`; above it the rest of them is given up.
+        max_failure_share: of the samples of a `score`, or of those begun together; above it the rest of them is given
+            up. Those begun are then asked for once more, by the call that decides.
     """
 
     def __init__(self, source: Source, max_failure_share: float = 1.0) -> None:
@@ -75,7 +76,7 @@ class Scorer:
     def begin(self, samples: Sequence[Sample]) -> None:
         """Begin to score samples that the next `score` will ask for, and return at once."""
         if self._source.calls_ahead and samples:
-            self._begun.append(self._call(samples))
+            self._begun.append(self._call(samples, self._max_failure_share * len(samples)))
 
     def score(self, samples: Sequence[Sample]) -> list[Score]:
         """Score every sample, in order; a failure is a value.
@@ -100,7 +101,7 @@ class Scorer:
             return {}
         return dict(zip(map(_identity, samples), self._call(samples, tolerated).scores.result(), strict=True))
 
-    def _call(self, samples: Sequence[Sample], tolerated: float | None = None) -> _Call:
+    def _call(self, samples: Sequence[Sample], tolerated: float) -> _Call:
         call = _Call(samples, tolerated)
         with self._closing:
             if self._closed:

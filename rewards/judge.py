@@ -13,6 +13,7 @@ import dataclasses
 import json
 import re
 from collections.abc import Sequence
+from math import inf
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -57,11 +58,11 @@ class Judge:
     ) -> None:
         self._parsers.__exit__(kind, error, trace)
 
-    def score(self, samples: Sequence[Sample], tolerated: float | None = None) -> list[Score]:
+    def score(self, samples: Sequence[Sample], tolerated: float = inf) -> list[Score]:
         """Score every sample, in order; the judge's text goes along. What fails becomes a `Score` with a failure.
 
         Args:
-            tolerated: as in `rewards.server.ask_all`; None: the configured share of these samples.
+            tolerated: as in `rewards.server.ask_all`; what the judge has failed, its parser lacks.
         """
         judge = self._judge
 
@@ -70,14 +71,13 @@ class Judge:
             return [answer_in(await post(path, body))]
 
         chunks = [range(row, row + 1) for row in range(len(samples))]
-        limit = self._config.max_failure_share * len(samples) if tolerated is None else tolerated
-        texts = ask_all(judge, judge.concurrency, ask, chunks, limit)
+        texts = ask_all(judge, judge.concurrency, ask, chunks, tolerated)
         answered = [
             dataclasses.replace(sample, response=text)
             for sample, text in zip(samples, texts, strict=True)
             if not isinstance(text, Failed)
         ]
-        left = None if tolerated is None else tolerated - sum(isinstance(text, Failed) for text in texts)
+        left = tolerated - sum(isinstance(text, Failed) for text in texts)
         found = iter(self._parsers.score(answered, left))
         return [
             Score(self._config.failure_value, {}, f"judge: {text.reason}", "")

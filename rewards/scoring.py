@@ -15,6 +15,7 @@ import math
 import multiprocessing
 import os
 import threading
+from collections import deque
 from collections.abc import Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
@@ -42,9 +43,11 @@ _logger = logging.getLogger(__name__)
 _START_TIMEOUT_S = 300.0  # importing the user's module may import a framework from a cold disk
 _GRACE_S = 1.0  # beyond the deadlines inside the worker, before it is killed
 _POLL_S = 1.0
+_TURN_S = 0.05  # until a call looks again whether another has left a turn
 _CHUNKS_PER_WORKER = 4
 _LONGEST_CHUNK = 64
 _FAILURES_SHOWN = 3
+_TURNS_PER_WORKER = 2  # chunks with the workers at a time: none waits for the next
 _CALLS_AHEAD = 8  # so that a slow response delays few others
 _BROKEN_POOLS = 3  # that a row is given to before it counts as the one that breaks them
 
@@ -88,6 +91,8 @@ class RewardPool:
         self._workers = config.workers or default_workers(len(os.sched_getaffinity(0)))
         self._function = load_reward_function(config.function, config.settings, columns)
         self._prints = None if log is None else PrintLog(log, f"reward.function '{config.function}'")
+        # Pebble hands workers whatever is scheduled, and to cancel what one of them has costs a new process.
+        self._turns = threading.Semaphore(_TURNS_PER_WORKER * self._workers)
         self._restarting, self._closing = threading.Lock(), threading.Lock()
         self._closed = self._told_of_timeouts = False
         self.calls_ahead = 0 if self._function.is_batch else _CALLS_AHEAD
@@ -111,13 +116,13 @@ class RewardPool:
         if self._prints is not None:
             self._prints.close()
 
-    def score(self, samples: Sequence[Sample], tolerated: float | None = None) -> list[Score]:
+    def score(self, samples: Sequence[Sample], tolerated: float = math.inf) -> list[Score]:
         """Score every sample, in order. A failed call becomes a `Score` with a failure; nothing is raised for it.
 
         Several threads may call it; their samples share the workers.
 
         Args:
-            tolerated: once more samples than this have failed, the others fail without being scored; None: none do.
+            tolerated: once more samples than this have failed, the others fail without being scored.
 
         Raises:
             UserError: the function does not load in a worker process.
@@ -126,9 +131,13 @@ class RewardPool:
         rows = [self._function.arguments(sample) for sample in samples]
         scores: dict[int, Score] = {}
         lost = 0
-        waiting = dict(self._submit(rows, chunk) for chunk in self._chunks(len(rows)))
-        while waiting and (tolerated is None or lost <= tolerated):
-            for future in self._ended(waiting):
+        left = deque((chunk, 0) for chunk in self._chunks(len(rows)))
+        waiting: dict[Future[list[Score]], _Chunk] = {}
+        while (left or waiting) and lost <= tolerated:
+            while left and self._turns.acquire(timeout=0 if waiting else _TURN_S):
+                future, chunk = self._submit(rows, *left.popleft())
+                waiting[future] = chunk
+            for future in self._ended(waiting, _TURN_S if left else _POLL_S):
                 chunk = waiting.pop(future)
                 finished, again = self._outcome(future, chunk)
                 scores.update(zip(chunk.rows, finished, strict=False))
@@ -136,16 +145,16 @@ class RewardPool:
                 lost += len(failed)
                 self._tell_of_timeouts([(samples[row].sample_id, str(scores[row].failure)) for row in failed])
                 broken = chunk.broken + isinstance(future.exception(), BrokenProcessPool)
-                waiting |= dict(self._submit(rows, part, broken) for part in again)
+                left.extendleft((part, broken) for part in reversed(again))
         for future in waiting:
             future.cancel()
         if self._prints is not None:
             self._prints.look()
         return [scores.get(row, Score(self._config.failure_value, {}, NOT_ASKED)) for row in range(len(rows))]
 
-    def _ended(self, waiting: dict[Future[list[Score]], _Chunk]) -> set[Future[list[Score]]]:
+    def _ended(self, waiting: dict[Future[list[Score]], _Chunk], patience_s: float) -> set[Future[list[Score]]]:
         """Wait for a while, and return the chunks that have ended."""
-        done, _ = wait(waiting, timeout=_POLL_S, return_when=FIRST_COMPLETED)
+        done, _ = wait(waiting, timeout=patience_s, return_when=FIRST_COMPLETED)
         pool = self._living_pool()
         for future in waiting.keys() - done:
             if waiting[future].pool is not pool and not future.done():  # it broke before it took this on
@@ -209,6 +218,7 @@ class RewardPool:
     def _submit(self, rows: list[Row], chunk: range, broken: int = 0) -> tuple[Future[list[Score]], _Chunk]:
         deadline, pool = self._config.timeout_s * (1 if len(chunk) == 1 else 2) + _GRACE_S, self._living_pool()
         future = pool.schedule(worker.score_chunk, args=([rows[index] for index in chunk],), timeout=deadline)
+        future.add_done_callback(lambda _: self._turns.release())
         return future, _Chunk(chunk, pool, broken)
 
     def _outcome(self, future: Future[list[Score]], chunk: _Chunk) -> tuple[list[Score], list[range]]:

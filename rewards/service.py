@@ -30,19 +30,15 @@ class RewardService:
     config: RewardConfig
     calls_ahead: int = 1  # each has `concurrency` requests under way
 
-    def score(self, samples: Sequence[Sample], tolerated: float | None = None) -> list[Score]:
+    def score(self, samples: Sequence[Sample], tolerated: float = math.inf) -> list[Score]:
         """Score every sample, in order. What fails becomes a `Score` with a failure; nothing is raised for it.
 
         Args:
-            tolerated: as in `rewards.server.ask_all`; None: the configured share of these samples.
+            tolerated: as in `rewards.server.ask_all`.
         """
         service = self.config.service
         assert service is not None
-        values = scores_of(
-            service,
-            [sample.prompt + sample.response for sample in samples],
-            self.config.max_failure_share * len(samples) if tolerated is None else tolerated,
-        )
+        values = scores_of(service, [sample.prompt + sample.response for sample in samples], tolerated)
         return [
             Score(self.config.failure_value, {}, f"reward service: {value.reason}")
             if isinstance(value, Failed)

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from math import inf
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,7 @@ from configs.errors import UserError
 from configs.schema import RewardConfig
 from rewards.ahead import Scorer
 from rewards.scoring import Sample, Score
+from rewards.server import NOT_ASKED
 from rewards.source import open_scorer
 
 FAILED = -1.0
@@ -30,10 +32,10 @@ class Lengths:
     failing: set[str] = field(default_factory=set)
     gate: threading.Event = field(default_factory=threading.Event)
     calls: list[list[str]] = field(default_factory=list)
-    tolerated: list[float | None] = field(default_factory=list)
+    tolerated: list[float] = field(default_factory=list)
     refused: bool = False
 
-    def score(self, samples: Sequence[Sample], tolerated: float | None = None) -> list[Score]:
+    def score(self, samples: Sequence[Sample], tolerated: float = inf) -> list[Score]:
         self.calls.append([sample.response for sample in samples])
         self.tolerated.append(tolerated)
         assert self.gate.wait(20)
@@ -114,7 +116,7 @@ def test_what_failed_ahead_is_tried_again() -> None:
 
 
 def test_failures_are_tolerated_as_a_share_of_all_samples() -> None:
-    """Not of those that were left: and what the first call used of it the second lacks. Ahead nothing is decided."""
+    """Not of those that were left: and what the first call used of it the second lacks. Ahead, of each call."""
     source = Lengths(failing={"a", "ccc"})
     samples = samples_of("a", "bb", "ccc", "dddd")
     with Scorer(source, 0.5) as scorer:
@@ -123,7 +125,7 @@ def test_failures_are_tolerated_as_a_share_of_all_samples() -> None:
         _wait_for(source, calls=1)
         assert rewards_of(scorer, samples) == [FAILED, 2, FAILED, 4]
     assert source.calls == [["ccc", "dddd"], ["a", "bb"], ["ccc"]]
-    assert source.tolerated == [None, 2.0, 1.0]
+    assert source.tolerated == [1.0, 2.0, 1.0]
 
 
 def test_what_has_not_started_is_asked_for_together() -> None:
@@ -160,6 +162,10 @@ def pause(response):
     open("seen.txt", "a").write("begun")
     time.sleep(float(response))
     return 1.0
+
+def hang(response):
+    open("seen.txt", "a").write(response + "\\n")
+    time.sleep(600)
 """
 
 
@@ -179,6 +185,25 @@ def test_reward_functions_are_called_ahead_once_per_response(tmp_path: Path, mon
         assert rewards_of(scorer, samples) == [4, 1, 2, 3, 4]
         assert scorer.ahead_share == 0.8
     assert sorted((tmp_path / "seen.txt").read_text().split()) == ["a", "bb", "ccc", "dddd", "slow"]
+
+
+@pytest.mark.parametrize("begun", [0, 40])
+def test_a_function_that_hangs_is_given_up_also_where_samples_were_begun(
+    begun: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Once the outcome is certain, most samples are never asked for. Control: none were begun."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    (tmp_path / "called_ahead.py").write_text(MODULE)
+    samples = samples_of(*map(str, range(60)))
+    config = RewardConfig(function="called_ahead:hang", workers=2, timeout_s=0.5, max_failure_share=0.05)
+    with open_scorer(config, []) as scorer:
+        for first in range(0, begun, 8):
+            scorer.begin(samples[first : first + 8])
+        if begun:
+            _eventually((tmp_path / "seen.txt").exists)
+        assert sum(score.failure == NOT_ASKED for score in scorer.score(samples)) > 40
+    assert len((tmp_path / "seen.txt").read_text().split()) < 36  # with the workers, or soon to be: four of each call
 
 
 @pytest.mark.parametrize("ahead", [True, False])

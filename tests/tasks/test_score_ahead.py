@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from math import inf
 from types import SimpleNamespace
 from typing import Any
 
@@ -53,7 +54,7 @@ class Source:
     def __init__(self) -> None:
         self.calls: list[list[Sample]] = []
 
-    def score(self, samples: Sequence[Sample], tolerated: float | None = None) -> list[Score]:
+    def score(self, samples: Sequence[Sample], tolerated: float = inf) -> list[Score]:
         """Note and score."""
         self.calls.append(list(samples))
         return [Score(float(sample.response) + sample.columns["bonus"], {}, None) for sample in samples]
