@@ -1,7 +1,8 @@
 """Puts Penstock on a Prefect server: work pool, GPU slots, the end of zombie runs, and the deployments of prefect.yaml.
 
-Every step states what shall be there, so a second deployment changes nothing. Left out: starting a server or workers,
-which live longer than a command; deleting deployments that prefect.yaml no longer names.
+Every step states what shall be there, so a second deployment changes nothing. Of a deployment that names a recipe every
+key goes to the server (configs/form.py): a recipe that changes later is deployed again. Left out: starting a server or
+workers, which live longer than a command; deleting deployments that prefect.yaml no longer names.
 """
 
 from __future__ import annotations
@@ -9,13 +10,18 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import tempfile
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import yaml
 
 from configs.errors import UserError
+from configs.form import form_values
+from configs.preference import PreferenceConfig, RewardModelConfig
+from configs.schema import TrainConfig
+from configs.section import Recipe
 from engines.machine import visible_gpus
 from penstock.server import check_server
 from reports.mlflow_run import public_uri
@@ -30,6 +36,12 @@ LOCAL_SERVER = "http://127.0.0.1:4200/api"
 ZOMBIES = "penstock: silent runs are crashed"
 # A flow run gives a sign of life every three minutes unless set otherwise; three missing ones are no coincidence.
 SILENCE = timedelta(minutes=10)
+TREES: dict[str, type[Recipe]] = {
+    "train": TrainConfig,
+    "sft": TrainConfig,
+    "preference": PreferenceConfig,
+    "reward-model": RewardModelConfig,
+}
 
 
 def deploy(pool: str) -> list[tuple[str, str, str]]:
@@ -113,25 +125,56 @@ def ensure_automation(client: SyncPrefectClient, wanted: AutomationCore) -> None
 
 
 def deploy_flows(url: str, pool: str) -> None:
-    """Have Prefect read prefect.yaml; `PENSTOCK_HOME` of the environment wins over this folder.
+    """Have Prefect read prefect.yaml with its recipes; `PENSTOCK_HOME` of the environment wins over this folder.
 
     Raises:
-        UserError: Prefect refuses it; carries Prefect's last words.
+        UserError: a recipe cannot be read, or Prefect refuses the file; carries Prefect's last words.
     """
     environment = {"PENSTOCK_HOME": str(HOME), **os.environ, "PENSTOCK_POOL": pool, "PREFECT_API_URL": url}
-    command = [sys.executable, "-m", "prefect", "--no-prompt", "deploy", "--all"]
-    done = subprocess.run(command, cwd=HOME, env=environment, capture_output=True, text=True, check=False)
+    with tempfile.NamedTemporaryFile("w", suffix=".yaml", encoding="utf-8") as whole:
+        yaml.safe_dump(with_recipes(read_deployments()), whole, sort_keys=False)
+        whole.flush()
+        command = [sys.executable, "-m", "prefect", "--no-prompt", "deploy", "--all", "--prefect-file", whole.name]
+        done = subprocess.run(command, cwd=HOME, env=environment, capture_output=True, text=True, check=False)
     if done.returncode:
         last = "\n".join((done.stdout + done.stderr).strip().splitlines()[-8:])
         raise UserError(f"Prefect refuses {HOME / 'prefect.yaml'}:\n{last}", "correct the file")
 
 
+def read_deployments() -> dict[str, Any]:
+    """Return the content of prefect.yaml."""
+    return dict(yaml.safe_load((HOME / "prefect.yaml").read_text(encoding="utf-8")))
+
+
+def with_recipes(content: dict[str, Any]) -> dict[str, Any]:
+    """Return the content of prefect.yaml with every key of the recipes that its deployments and schedules name.
+
+    Raises:
+        UserError: a recipe cannot be read.
+    """
+    return content | {"deployments": [_with_recipe(entry, flow_of(entry)) for entry in content["deployments"]]}
+
+
+def _with_recipe(entry: dict[str, Any], flow: str) -> dict[str, Any]:
+    parameters = dict(entry.get("parameters") or {})
+    if "config" in parameters:
+        parameters["config"] = form_values(parameters["config"], TREES[flow], HOME)
+    whole = entry | {"parameters": parameters}
+    if "schedules" in entry:
+        whole["schedules"] = [_with_recipe(schedule, flow) for schedule in entry["schedules"]]
+    return whole
+
+
+def flow_of(entry: dict[str, Any]) -> str:
+    """Return the name of a deployment's flow: flows are named after their functions."""
+    return str(entry["entrypoint"].rpartition(":")[2].replace("_", "-"))
+
+
 def deployments(client: SyncPrefectClient, pool: str) -> list[tuple[str, str, str]]:
     """Return a row for each deployment that prefect.yaml names, as the server has it."""
     rows = []
-    for entry in yaml.safe_load((HOME / "prefect.yaml").read_text(encoding="utf-8"))["deployments"]:
-        flow = entry["entrypoint"].rpartition(":")[2].replace("_", "-")  # flows are named after their functions
-        name = f"{flow}/{entry['name']}"
+    for entry in read_deployments()["deployments"]:
+        name = f"{flow_of(entry)}/{entry['name']}"
         found = client.read_deployment_by_name(name)
         states = [f"{item.slug} ({'active' if item.active else 'inactive'})" for item in found.schedules]
         rows.append(("deployment", name, ", ".join(states)))

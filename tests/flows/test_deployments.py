@@ -20,7 +20,10 @@ import httpx
 import psutil
 import pytest
 import yaml
+from pydantic import ValidationError
 
+from configs.loading import load_config
+from configs.schema import TrainConfig
 from tests.processes import alive
 from tests.waiting import until
 
@@ -62,6 +65,21 @@ class Prefect:
         found = self.api.get(f"/deployments/name/{deployment}").raise_for_status().json()
         return self.api.post(f"/deployments/{found['id']}/create_flow_run", json={"parameters": parameters})
 
+    def form(self, deployment: str) -> dict[str, Any]:
+        """Return what the form sends untouched: all keys of the schema, its defaults under the deployment's values."""
+        found = self.api.get(f"/deployments/name/{deployment}").raise_for_status().json()
+        return overlaid(self.defaults(deployment), found["parameters"])
+
+    def defaults(self, deployment: str) -> dict[str, Any]:
+        """Return what the form shows where the deployment has no value."""
+        found = self.api.get(f"/deployments/name/{deployment}").raise_for_status().json()
+        return defaults_of(found["parameter_openapi_schema"])
+
+    def cancel(self, run: str) -> None:
+        """Ask for the end of a run, as the button does."""
+        cancelling = {"state": {"type": "CANCELLING", "name": "Cancelling"}}
+        self.api.post(f"/flow_runs/{run}/set_state", json=cancelling).raise_for_status()
+
     def start(self, deployment: str, parameters: dict[str, Any]) -> str:
         """Ask for a run that must be accepted; return its id."""
         return str(self.trigger(deployment, parameters).raise_for_status().json()["id"])
@@ -90,6 +108,26 @@ class Prefect:
     def ranks(self) -> list[psutil.Process]:
         """Return the rank processes below the worker."""
         return [child for child in self.worker.children(recursive=True) if _is_rank(child)]
+
+
+def defaults_of(schema: dict[str, Any]) -> dict[str, Any]:
+    """Return the defaults of every key of a flow's schema, of sections key by key."""
+    return {name: _default(item, schema["definitions"]) for name, item in schema["properties"].items()}
+
+
+def _default(item: dict[str, Any], definitions: dict[str, Any]) -> Any:
+    references = [item["$ref"]] if "$ref" in item else [part["$ref"] for part in item.get("allOf", [])]
+    section = definitions[references[0].rpartition("/")[2]] if references else {}
+    inside = {name: _default(part, definitions) for name, part in section.get("properties", {}).items()}
+    default = item.get("default")
+    return overlaid(inside, default) if isinstance(default, dict) else inside or default
+
+
+def overlaid(lower: dict[str, Any], upper: dict[str, Any]) -> dict[str, Any]:
+    """Lay `upper` over `lower` key by key, at every depth."""
+    both = {name: (lower[name], upper[name]) for name in lower.keys() & upper.keys()}
+    deeper = {name: overlaid(*pair) for name, pair in both.items() if all(isinstance(item, dict) for item in pair)}
+    return lower | upper | deeper
 
 
 def _timeless(value: Any) -> Any:
@@ -222,6 +260,30 @@ def test_bad_parameters_are_refused_when_the_run_is_asked_for(
     assert prefect.api.post("/flow_runs/filter", json={}).json() == []
 
 
+@pytest.mark.parametrize(("deployment", "changed"), [(TRAIN, {"iterations": 7}), (SFT, {"sft": {"steps": 9}})])
+def test_the_form_trains_the_recipe_and_a_key_changed_in_it_changes_that_key_alone(
+    prefect: Prefect, deployment: str, changed: dict[str, Any]
+) -> None:
+    """Control: a deployment that named the recipe as `base` alone is refused, its defaults would go over the recipe."""
+    form = prefect.form(deployment)
+    recipe = load_config(ROOT / "configs/quickstart.yaml").model_dump()
+    assert _resolved(form["config"]) == recipe
+    named = overlaid(prefect.defaults(deployment), {"config": {"base": "configs/quickstart.yaml"}})["config"]
+    with pytest.raises(ValidationError, match="'settings' has no effect without 'function'"):
+        TrainConfig.model_validate(named)
+
+    folder = prefect.runs / f"form-{deployment.partition('/')[0]}"
+    run = prefect.start(deployment, overlaid(form, {"config": changed, "run_folder": str(folder)}))
+    until((folder / "config.yaml").is_file, 120, "the run opens its folder")
+    prefect.cancel(run)
+    assert load_config(folder / "config.yaml").model_dump() == overlaid(recipe, changed)
+    until(lambda: prefect.state(run) == "Cancelled", 60, "the run is Cancelled")
+
+
+def _resolved(values: dict[str, Any]) -> dict[str, Any]:
+    return TrainConfig.model_validate(values).model_dump()
+
+
 def test_the_worker_trains_and_a_second_training_waits_and_is_steered_and_cancelled(prefect: Prefect) -> None:
     """One training completes while the next one queues; that one takes live values up, and ends when cancelled."""
     short = prefect.start(TRAIN, prefect.parameters("short", iterations=2, sft={"steps": 10}))
@@ -252,8 +314,7 @@ def test_the_worker_trains_and_a_second_training_waits_and_is_steered_and_cancel
     ranks = prefect.ranks()
     assert ranks
     assert all(alive(rank) for rank in ranks)
-    cancelling = {"state": {"type": "CANCELLING", "name": "Cancelling"}}
-    prefect.api.post(f"/flow_runs/{long}/set_state", json=cancelling).raise_for_status()
+    prefect.cancel(long)
     until(lambda: not any(alive(rank) for rank in ranks), 45, "the ranks are gone")
     until(lambda: prefect.state(long) == "Cancelled", 30, "the run is Cancelled")
     assert json.loads((prefect.runs / "long" / "summary.json").read_text(encoding="utf-8"))["status"] == "cancelled"
