@@ -58,7 +58,7 @@ def load_tree(path: Path, overrides: Sequence[str], kind: type[Tree]) -> Tree:
     """
     tree = read_tree(path)
     for override in overrides:
-        tree = recipes.merge(tree, _override(override, kind))
+        tree = recipes.merge(tree, parse_override(override, kind))
     return _validated(tree, str(path), kind)
 
 
@@ -95,7 +95,12 @@ def to_yaml(config: BaseModel) -> str:
     return recipes.dump(config.model_dump(exclude={"base"}))
 
 
-def _override(text: str, kind: type[BaseModel]) -> dict[str, Any]:
+def parse_override(text: str, kind: type[BaseModel]) -> dict[str, Any]:
+    """Return the tree that holds the one key of `section.key=value`.
+
+    Raises:
+        UserError: it is not that, or there is no such key.
+    """
     name, equals, value = text.partition("=")
     parts = name.strip().split(".")
     if not equals or not all(parts) or not value.strip():

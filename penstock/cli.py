@@ -44,6 +44,10 @@ RunFolderOption = Annotated[
     Path | None, typer.Option("--run", help="folder for this run; default: a new one in the recipe's 'folder', runs")
 ]
 ResumeOption = Annotated[Path | None, typer.Option("--resume", help="folder of an interrupted run to continue")]
+TrainResumeOption = Annotated[
+    Path | None,
+    typer.Option("--resume", help="folder of a run to continue; some keys may change, e.g. iterations=200"),
+]
 
 
 def main() -> None:
@@ -117,7 +121,7 @@ def train(
     recipe: Recipe = None,
     overrides: Overrides = None,
     run: RunFolderOption = None,
-    resume: ResumeOption = None,
+    resume: TrainResumeOption = None,
     dry_run: Annotated[
         bool,
         typer.Option("--dry-run", help="print configuration, placement, memory, prompts and a reward, and leave"),
@@ -129,17 +133,19 @@ def train(
     if resume is None:
         config = _load(recipe, overrides)
         estimates = _check(config, run)
-    elif recipe is not None or run is not None:
-        raise UserError("--resume continues a run with its own configuration", "remove the recipe, overrides and --run")
-    elif _is_complete(resume):
-        return
+    elif run is not None or (recipe is not None and "=" not in str(recipe)):
+        raise UserError("--resume continues a run with its own configuration", "remove the recipe and --run")
     else:
-        config, estimates = _check_resume(resume)
+        config = _config_of(resume, [*([str(recipe)] if recipe else ()), *(overrides or ())])
+        if _is_complete(resume, config):
+            return
+        estimates = _check_resume(resume, config)
     if dry_run:
         _print_dry_run(config, estimates)
         return
     check_server()  # before there is a folder that nothing will be in
     if resume is not None:
+        _keep(config, resume)
         _run_flow(config, resume, resume=str(resume))
     else:
         folder = _new_folder(config, run)
@@ -189,34 +195,58 @@ def _new_folder(config: Any, run: Path | None, suffix: str = "") -> Path:
     return folder
 
 
-def _is_complete(folder: Path) -> bool:
-    """Say so if nothing of a run is left to do."""
-    from state.manifest import check_kind, completed
+def _config_of(folder: Path, overrides: list[str]) -> Any:
+    """Return the configuration of a run, with what is to change in it from now on."""
+    from configs.resuming import resumed_config
+    from state.manifest import check_kind, ended, read_manifest
     from state.run_folder import open_run_folder
     from tasks.session import read_config
 
     run = open_run_folder(folder)
     check_kind(run, "train")
-    done = completed(run, read_config(run).iterations)
+    config = read_config(run)
+    if not overrides:
+        return config
+    saved = read_manifest(run)
+    if saved.checkpoint is None and ended(run):
+        raise UserError(f"{_short(folder)} is complete and has no checkpoint to go on from", "start a new run")
+    return resumed_config(config, overrides, saved.progress.iteration)
+
+
+def _keep(config: Any, folder: Path) -> None:
+    """Write what has changed into the run folder: the flow, this one and those to come, reads it there."""
+    from state.run_folder import open_run_folder
+    from tasks.session import read_config, write_config
+
+    run = open_run_folder(folder)
+    if config != read_config(run):
+        write_config(run, config)
+
+
+def _is_complete(folder: Path, config: Any) -> bool:
+    """Say so if nothing of a run is left to do."""
+    from state.manifest import completed
+    from state.run_folder import open_run_folder
+
+    run = open_run_folder(folder)
+    done = completed(run, config.iterations)
     if done:
         console.print(f"{_short(folder)} is complete: nothing is left to do", highlight=False, soft_wrap=True)
         _print_summary(run.path)
     return done
 
 
-def _check_resume(folder: Path) -> tuple[Any, Any]:
+def _check_resume(folder: Path, config: Any) -> Any:
     from state.manifest import check_resumable
     from state.run_folder import open_run_folder
     from tasks.check import check_training
-    from tasks.session import read_config
     from tasks.tokenized import check_tokenized
 
     run = open_run_folder(folder)
     check_resumable(run, "train", _how_to_go_on("train", run.path))
-    config = read_config(run)
     estimates = check_training(config)
     check_tokenized(run, config)
-    return config, estimates
+    return estimates
 
 
 def _run_flow(config: Any, folder: Path, **arguments: Any) -> None:

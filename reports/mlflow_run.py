@@ -37,7 +37,11 @@ RunStatus = Literal["FINISHED", "FAILED", "KILLED"]
 ITERATION = "iteration"
 """Metric written with every batch: its latest value says what the run already holds."""
 
+CHANGED = "penstock.changed"
+"""Tag with the configuration keys that a resume changed."""
+
 _PARAM_CHARACTERS = 6000
+_TAG_CHARACTERS = 5000
 _NAME_CHARACTERS = 250
 _PARAMS_PER_CALL = 100
 _TABLES_LISTED = 100
@@ -92,6 +96,18 @@ def log_params(tracking_uri: str, run_id: str, params: Mapping[str, str]) -> Non
 def resume_run(tracking_uri: str, run_id: str) -> None:
     """Set a run that ended back to RUNNING, so that a resumed training goes on in it."""
     connect(tracking_uri).update_run(run_id, status="RUNNING")
+
+
+def tag_changes(tracking_uri: str, run_id: str, params: Mapping[str, str]) -> bool:
+    """Tag the run with `params` that differ from its own, which MLflow never changes; return whether that is news."""
+    client = connect(tracking_uri)
+    found = client.get_run(run_id).data
+    changed = [name for name, value in params.items() if found.params.get(name) != value[:_PARAM_CHARACTERS]]
+    text = ", ".join(f"{name}={params[name]}" for name in changed)[:_TAG_CHARACTERS]
+    if text != found.tags.get(CHANGED, ""):
+        client.set_tag(run_id, CHANGED, text)
+        return True
+    return False
 
 
 def holds_run(tracking_uri: str, run_id: str) -> bool:

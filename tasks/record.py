@@ -90,6 +90,8 @@ def open_record(
     with ending(lambda status, mlflow_status: close(training, summary(training, status), mlflow_status, report)):
         if not reopened(training):
             _open_mlflow(training, config, experiment, algorithm)
+        else:
+            _note_changes(training, config)
         replay(training, through)
         yield
 
@@ -142,6 +144,14 @@ def _open_mlflow(training: Training, config: BaseModel, experiment: str, algorit
     params = mlflow_run.flatten(config.model_dump(mode="json"))
     mlflow_run.log_params(session.tracking_uri, session.mlflow_run_id, params)
     mlflow_run.log_artifacts(session.tracking_uri, session.mlflow_run_id, run.config)
+
+
+def _note_changes(training: Training, config: BaseModel) -> None:
+    """Give the MLflow run the configuration with which a resume goes on: its parameters cannot change."""
+    session = training.session()
+    params = mlflow_run.flatten(config.model_dump(mode="json"))
+    if mlflow_run.tag_changes(session.tracking_uri, session.mlflow_run_id, params):
+        mlflow_run.log_artifacts(session.tracking_uri, session.mlflow_run_id, training.run.config)
 
 
 def reopened(training: Training) -> bool:

@@ -22,6 +22,7 @@ import typer
 from prefect.settings import PREFECT_API_URL, temporary_settings
 from rich.console import Console
 
+from configs.loading import load_config
 from engines.group import RankLost
 from engines.memory import GIB
 from penstock import cli, server
@@ -347,6 +348,40 @@ def test_resume_continues_with_the_configuration_of_the_run(
     ((config, arguments),) = started
     assert config.rollout.prompts == 12
     assert arguments == {"resume": "run"}
+
+
+def test_a_resume_may_change_how_long_and_how_but_not_what_is_trained(
+    here: Path, penstock: Callable[..., str], refusal: Callable[..., str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Written before the flow starts, which reads it there. Controls: a dry run and a refusal change no file."""
+    run = RunFolder(here / "run")
+    run.path.mkdir()
+    run.config.write_text(RECIPE + "iterations: 4\n", encoding="utf-8")
+    run.manifest.write_text(json.dumps({"format": 1, "progress": {"iteration": 3}}), encoding="utf-8")
+    before = tree(here)
+    assert "iterations: 6" in penstock("train", "--resume", "run", "iterations=6", "--dry-run")
+    assert "keys that can: iterations" in refusal("train", "--resume", "run", "rollout.samples=4")
+    assert "has done 3 already" in refusal("train", "--resume", "run", "iterations=2")
+    assert "is not section.key=value" in refusal("train", "--resume", "run", "iterations=6", "more")
+    assert tree(here) == before
+    monkeypatch.setattr(cli, "_run_flow", lambda *_, **__: None)
+    penstock("train", "--resume", "run", "iterations=6", "reward.timeout_s=20")
+    changed = load_config(run.config)
+    assert (changed.iterations, changed.reward.timeout_s) == (6, 20.0)
+    assert changed.rollout == load_config(here / "recipe.yaml").rollout
+
+
+def test_a_complete_run_is_extended(here: Path, penstock: Callable[..., str], refusal: Callable[..., str]) -> None:
+    """Controls: with as many iterations as are done it stays complete; without a checkpoint it cannot go on."""
+    run = completed(here / "run")
+    manifest = {"format": 1, "progress": {"iteration": 3}, "checkpoint": "000003"}
+    run.manifest.write_text(json.dumps(manifest), encoding="utf-8")
+    with pytest.raises(Started):
+        penstock("train", "--resume", "run", "iterations=5")
+    assert load_config(run.config).iterations == 5
+    assert "is complete" in penstock("train", "--resume", "run", "iterations=3")
+    run.manifest.write_text(json.dumps(manifest | {"checkpoint": None}), encoding="utf-8")
+    assert "no checkpoint to go on from" in refusal("train", "--resume", "run", "iterations=8")
 
 
 @pytest.mark.parametrize("interruption", [KeyboardInterrupt, typer.Abort])

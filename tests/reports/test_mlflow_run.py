@@ -310,3 +310,15 @@ def test_flatten_gives_dotted_keys_and_keeps_schedules_whole() -> None:
         "groups": "{}",
         "engine.eager": "true",
     }
+
+
+def test_a_resumed_run_is_tagged_with_the_keys_that_changed(uri: str) -> None:
+    """Its parameters stay, as MLflow wants. Control: with the same configuration there is no tag."""
+    params = mlflow_run.flatten({"iterations": 2, "reward": {"timeout_s": 10.0}})
+    run = mlflow_run.open_run(uri, "e", "run", {}, params)
+    assert not mlflow_run.tag_changes(uri, run, params)
+    changed = mlflow_run.flatten({"iterations": 3, "reward": {"timeout_s": 10.0}})
+    assert mlflow_run.tag_changes(uri, run, changed)
+    found = mlflow_run.connect(uri).get_run(run).data
+    assert found.tags[mlflow_run.CHANGED] == "iterations=3"
+    assert found.params["iterations"] == "2"
