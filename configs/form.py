@@ -42,7 +42,8 @@ def _every_key(values: Mapping[str, Any], kind: type[BaseModel]) -> dict[str, An
         for name, field in kind.model_fields.items()
         if not field.is_required()
     }
-    whole = {name: {} if isinstance(default, BaseModel) else default for name, default in defaults.items()} | values
+    whole = {name: {} if isinstance(default, BaseModel) else default for name, default in defaults.items()}
+    whole |= values
     return {name: _value(value, below(kind, name)) for name, value in whole.items()}
 
 

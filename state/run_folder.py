@@ -154,7 +154,14 @@ def check_free(path: Path) -> None:
     if not path.is_dir():
         raise UserError(f"{path} is a file, not a folder for a run", "name another folder")
     if (path / "config.yaml").exists():
-        raise UserError(f"{path} already holds a run", f"continue it with '--resume {path}', or name another folder")
+        if RunFolder(path).manifest.is_file():
+            raise UserError(
+                f"{path} already holds a run", f"continue it with '--resume {path}', or name another folder"
+            )
+        raise UserError(
+            f"{path} already holds a run, which has nothing to resume yet: it is starting, or ended while it did",
+            "name another folder",
+        )
     if any(path.iterdir()):
         raise UserError(f"{path} is not empty", "name an empty or a new folder")
 
@@ -176,7 +183,9 @@ def open_run_folder(path: Path) -> RunFolder:
     """
     if not (path / "config.yaml").is_file():
         raise UserError(
-            f"{path} holds no run (no config.yaml in it)", "name the folder that a training printed at its start"
+            f"{path} holds no run (no config.yaml in it)",
+            "name the folder that a training printed at its start; if it was stopped before it wrote there, give its "
+            "command again",
         )
     return RunFolder(path.resolve())
 

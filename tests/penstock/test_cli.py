@@ -255,11 +255,17 @@ def test_folders_that_hold_something_are_refused(here: Path, refusal: Callable[.
     for name, file in (("taken", "config.yaml"), ("full", "notes.txt")):
         (here / name).mkdir()
         (here / name / file).write_text(RECIPE if name == "taken" else "mine")
-    assert "--resume taken" in refusal("train", "recipe.yaml", "--run", "taken")
+    said = refusal("train", "recipe.yaml", "--run", "taken")  # each way out is one that works
+    assert "name another folder" in said and "--resume" not in said
     assert "full is not empty" in refusal("train", "recipe.yaml", "--run", "full")
     assert "recipe.yaml is a file" in refusal("train", "recipe.yaml", "--run", "recipe.yaml")
     assert "full holds no run" in refusal("train", "--resume", "full")
     assert "no manifest.json to resume from" in refusal("train", "--resume", "taken")
+    assert "stopped before it wrote there, give its command again" in refusal("train", "--resume", "full")
+    (here / "begun").mkdir()
+    for file in ("config.yaml", "manifest.json"):
+        (here / "begun" / file).write_text("{}")
+    assert "--resume begun" in refusal("train", "recipe.yaml", "--run", "begun")
     assert "taken has no model to export" in refusal("export", "taken")
     assert "remove the recipe" in refusal("train", "recipe.yaml", "--resume", "taken")
     assert "full holds no run" in refusal("set", "full", "rollout.temperature=0.5")
