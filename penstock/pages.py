@@ -84,11 +84,15 @@ def wait_for(servers: Mapping[str, subprocess.Popen[bytes]]) -> None:
 
 
 def runs_page(folder: Path) -> str:
-    """Return the part of MLflow's address that shows the experiment of the newest run; empty where there is none."""
+    """Return the part of MLflow's address that shows the experiment of the newest run; empty where there is none.
+
+    The query opens MLflow's pages for training; its default are those for applications, which show no runs.
+    """
     client = connect(default_tracking_uri(folder))
     experiments = [item.experiment_id for item in client.search_experiments()]
     newest = client.search_runs(experiments, order_by=["attributes.start_time DESC"], max_results=1)
-    return f"/#/experiments/{newest[0].info.experiment_id}" if newest else ""
+    page = "/#/experiments/{}/runs?workflowType=machine_learning"
+    return page.format(newest[0].info.experiment_id) if newest else ""
 
 
 def pages_of_run(summary: Mapping[str, Any], ui: str) -> dict[str, str]:

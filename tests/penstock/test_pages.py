@@ -85,13 +85,16 @@ def _free_port() -> int:
 
 
 def test_the_page_is_that_of_the_newest_runs_experiment(tmp_path: Path) -> None:
-    """MLflow's own store says which. Control: a store without runs has none."""
+    """Among those for training, where its runs are listed. MLflow's own store says which experiment it is.
+
+    Control: a store without runs has none.
+    """
     client = MlflowClient(f"sqlite:///{tmp_path / 'mlflow.db'}")
     older, newer = (client.create_experiment(name) for name in ("older", "newer"))
     assert runs_page(tmp_path) == ""
     client.create_run(newer, start_time=2)
     client.create_run(older, start_time=1)
-    assert runs_page(tmp_path) == f"/#/experiments/{newer}"
+    assert runs_page(tmp_path) == f"/#/experiments/{newer}/runs?workflowType=machine_learning"
 
 
 def test_a_runs_pages_are_on_the_servers_of_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
