@@ -59,10 +59,16 @@ def model_folder(path: Path) -> Path:
         return path.resolve()
     if not (path / "config.yaml").is_file():
         raise UserError(f"{path} is neither a model folder nor a run", "name a folder with config.json, or a run")
-    for name in ("final", "export"):  # an export may be of an earlier checkpoint
-        if (folder := RunFolder(path).model(name)).is_dir():
+    run = RunFolder(path)
+    iterates = run.prompts("train").is_file()  # else its warm-up's model is all that it is for
+    for name in ("final", "export") if iterates else ("final", "sft"):  # an export may be of an earlier checkpoint
+        if (folder := run.model(name)).is_dir():
             return folder.resolve()
-    raise UserError(f"{path} has no model yet", f"write one from its checkpoint: penstock export {path}")
+    if iterates:
+        raise UserError(f"{path} has no model yet", f"write one from its checkpoint: penstock export {path}")
+    raise UserError(
+        f"{path} has no model yet: such a run writes it when all its steps are done", "let it end, or resume it"
+    )
 
 
 def server_command(folder: Path, port: int, gpu_memory: float | None, gpus: int, name: str | None = None) -> list[str]:

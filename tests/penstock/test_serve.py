@@ -54,8 +54,10 @@ def write_model(folder: Path, dtype: str = "bfloat16") -> Path:
 def test_a_folder_or_a_runs_newest_model_is_served(tmp_path: Path) -> None:
     """The final model before an export, which may be older; a run without either is told how to get one."""
     run = tmp_path / "run"
-    run.mkdir()
+    (run / "data").mkdir(parents=True)
     (run / "config.yaml").write_text("name: run\n")
+    (run / "data" / "train.parquet").touch()
+    write_model(run / "models" / "sft")  # of the warm-up: not what the run is for
     with pytest.raises(UserError, match="penstock export"):
         model_folder(run)
     export = write_model(run / "models" / "export")
@@ -63,6 +65,15 @@ def test_a_folder_or_a_runs_newest_model_is_served(tmp_path: Path) -> None:
     assert write_model(run / "models" / "final") == model_folder(run)
     with pytest.raises(UserError, match="neither a model folder nor a run"):
         model_folder(tmp_path)
+
+
+def test_the_model_of_a_run_without_iterations_is_served(tmp_path: Path) -> None:
+    """Supervised training leaves `sft`, preferences `final`; before its end such a run has nothing to export."""
+    (tmp_path / "config.yaml").write_text("name: run\n")
+    with pytest.raises(UserError, match="when all its steps are done"):
+        model_folder(tmp_path)
+    assert write_model(tmp_path / "models" / "sft") == model_folder(tmp_path)
+    assert write_model(tmp_path / "models" / "final") == model_folder(tmp_path)
 
 
 def test_settings_follow_the_machine(tmp_path: Path) -> None:
