@@ -2,21 +2,40 @@
 
 Importing this does not import torch, so the flow and the configs may. Settings are read off the functions'
 signatures and hence cannot disagree with them.
+
+A name with a colon, `module:function`, is a user's own. Its module says what it needs as a file of ours does: with
+``NEEDS``, ``RATIO`` and, for a loss, a second function ``choose``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import importlib
+import inspect
+from collections.abc import Callable, Iterable, Mapping
 from types import ModuleType
-from typing import Any
+from typing import Any, get_args
 
 from algorithms import advantages, policy_losses
-from algorithms.advantages import ADVANTAGES
+from algorithms.advantages import ADVANTAGES, AdvantageEstimator
 from algorithms.algorithm import Algorithm, Need
 from algorithms.discovery import settings
-from algorithms.policy_losses import CHOICES, POLICY_LOSSES
+from algorithms.policy_losses import CHOICES, POLICY_LOSSES, Choice, PolicyLoss
+from configs.errors import UserError
+from configs.imports import import_named
 
-__all__ = ["ALGORITHMS", "Algorithm", "collect", "has_ratio", "needs", "settings_of"]
+__all__ = [
+    "ALGORITHMS",
+    "Algorithm",
+    "advantage_named",
+    "choice_named",
+    "collect",
+    "has_ratio",
+    "is_own",
+    "needs",
+    "own_settings_of",
+    "policy_loss_named",
+    "settings_of",
+]
 
 
 def collect(modules: Iterable[ModuleType]) -> dict[str, Algorithm]:
@@ -37,21 +56,93 @@ def collect(modules: Iterable[ModuleType]) -> dict[str, Algorithm]:
     return algorithms
 
 
+def is_own(name: str) -> bool:
+    """Whether a name is that of a user's function, `module:function`."""
+    return ":" in name
+
+
+def advantage_named(name: str) -> AdvantageEstimator:
+    """The estimator of that name.
+
+    Raises:
+        UserError: a user's own cannot be imported, or cannot be called as an estimator is.
+    """
+    return _own("algorithm.advantage", name) if is_own(name) else ADVANTAGES[name]
+
+
+def policy_loss_named(name: str) -> PolicyLoss:
+    """The policy loss of that name.
+
+    Raises:
+        UserError: a user's own cannot be imported, or cannot be called as a loss is.
+    """
+    return _own("algorithm.policy_loss", name) if is_own(name) else POLICY_LOSSES[name]
+
+
+def choice_named(policy_loss: str) -> Choice | None:
+    """What chooses tokens for a loss, or None for a loss without."""
+    if is_own(policy_loss):
+        policy_loss_named(policy_loss)  # so that a module which does not import is answered in words
+        return getattr(_module(policy_loss, {}), "choose", None)
+    return CHOICES.get(policy_loss)
+
+
 def settings_of(advantage: str, policy_loss: str) -> dict[str, Any]:
-    """Settings of an estimator and a loss with their defaults; a name that both know is one setting of both."""
-    choice = settings(CHOICES[policy_loss]) if policy_loss in CHOICES else {}
-    return {**settings(ADVANTAGES[advantage]), **settings(POLICY_LOSSES[policy_loss]), **choice}
+    """Settings of an estimator and a loss with their defaults; a name that both know is one setting of both.
+
+    Those of a user's functions are not among them: see `own_settings_of`.
+    """
+    return _settings(advantage, policy_loss, own=False)
+
+
+def own_settings_of(advantage: str, policy_loss: str) -> dict[str, Any]:
+    """Settings of a user's estimator and loss with their defaults, ``inspect.Parameter.empty`` where there is none."""
+    return _settings(advantage, policy_loss, own=True)
 
 
 def needs(advantage: str, policy_loss: str) -> frozenset[Need]:
-    """What an estimator and a loss need beyond rewards and the current log-probs."""
-    modules = (advantages.MODULES[advantage], policy_losses.MODULES[policy_loss])
-    return frozenset(need for module in modules for need in getattr(module, "NEEDS", ()))
+    """What an estimator and a loss need beyond rewards and the current log-probs.
+
+    Raises:
+        UserError: a user's module needs what there is not.
+    """
+    modules = (_module(advantage, advantages.MODULES), _module(policy_loss, policy_losses.MODULES))
+    found = frozenset(need for module in modules for need in getattr(module, "NEEDS", ()))
+    if unknown := sorted(found - set(get_args(Need))):
+        raise UserError(
+            f"NEEDS of '{advantage}' or '{policy_loss}' has '{unknown[0]}', which there is not",
+            f"it is a tuple of: {', '.join(get_args(Need))}",
+        )
+    return found
 
 
 def has_ratio(policy_loss: str) -> bool:
     """Whether a loss compares the actor with the generating policy; a file that does not says ``RATIO = False``."""
-    return bool(getattr(policy_losses.MODULES[policy_loss], "RATIO", True))
+    return bool(getattr(_module(policy_loss, policy_losses.MODULES), "RATIO", True))
+
+
+def _settings(advantage: str, policy_loss: str, own: bool) -> dict[str, Any]:
+    found: dict[str, Any] = settings(advantage_named(advantage)) if is_own(advantage) == own else {}
+    if is_own(policy_loss) != own:
+        return found
+    choice = choice_named(policy_loss)
+    return {**found, **settings(policy_loss_named(policy_loss)), **({} if choice is None else settings(choice))}
+
+
+def _module(name: str, ours: Mapping[str, ModuleType]) -> ModuleType:
+    return importlib.import_module(name.partition(":")[0]) if is_own(name) else ours[name]
+
+
+def _own(setting: str, spec: str) -> Callable[..., Any]:
+    function = import_named(setting, spec, "function", f"my_algorithm:{setting.partition('.')[2]}")
+    inputs, *others = [*inspect.signature(function).parameters.values()] or [None]
+    positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    if inputs is None or inputs.kind not in positional or any(it.kind is not it.KEYWORD_ONLY for it in others):
+        raise UserError(
+            f"{setting} '{spec}' must take its inputs as the one argument before a '*', and its settings behind it",
+            f"for example: def {spec.partition(':')[2]}(inputs, *, margin=0.5)",
+        )
+    return function
 
 
 ALGORITHMS: dict[str, Algorithm] = collect([*advantages.MODULES.values(), *policy_losses.MODULES.values()])

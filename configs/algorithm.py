@@ -6,18 +6,27 @@ with the functions; types, bounds and descriptions are here.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal, Self
+from inspect import Parameter
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import AfterValidator, Field, model_validator
 
 from algorithms.advantages import ADVANTAGES
 from algorithms.algorithm import Need
 from algorithms.policy_losses import POLICY_LOSSES
-from algorithms.registry import ALGORITHMS, has_ratio, needs, settings_of
+from algorithms.registry import ALGORITHMS, has_ratio, is_own, needs, own_settings_of, settings_of
 from configs.correction import CorrectionConfig
+from configs.imports import nearest
 from configs.sampling import DynamicSamplingConfig
 from configs.schedule import Scheduled
 from configs.section import PositiveInt, Section, fill, refuse
+
+
+def _own(name: str) -> str:
+    if not is_own(name):
+        raise ValueError("a function of yours, 'module:function'")
+    return name
+
 
 if TYPE_CHECKING:
     AlgorithmName = str
@@ -25,8 +34,8 @@ if TYPE_CHECKING:
     PolicyLossName = str
 else:  # the registry knows the names, so that a file is all that a new algorithm takes
     AlgorithmName = Literal[tuple(ALGORITHMS)]
-    AdvantageName = Literal[tuple(ADVANTAGES)]
-    PolicyLossName = Literal[tuple(POLICY_LOSSES)]
+    AdvantageName = Literal[tuple(ADVANTAGES)] | Annotated[str, AfterValidator(_own)]
+    PolicyLossName = Literal[tuple(POLICY_LOSSES)] | Annotated[str, AfterValidator(_own)]
 
 # Every setting of any advantage estimator or policy loss; each is a field of AlgorithmConfig.
 ALGORITHM_SETTINGS = tuple(
@@ -75,8 +84,15 @@ class AlgorithmConfig(Section):
     """How experience becomes a gradient. A name stands for an advantage estimator, a policy loss and their settings."""
 
     name: AlgorithmName = Field("grpo", description="see docs/algorithms.md")
-    advantage: AdvantageName | None = Field(None, description="advantage estimator; null: the algorithm's own")
-    policy_loss: PolicyLossName | None = Field(None, description="policy loss; null: the algorithm's own")
+    advantage: AdvantageName | None = Field(
+        None, description="advantage estimator, or a function of yours as 'module:function'; null: the algorithm's own"
+    )
+    policy_loss: PolicyLossName | None = Field(
+        None, description="policy loss, or a function of yours as 'module:function'; null: the algorithm's own"
+    )
+    settings: dict[str, Any] = Field(
+        default_factory=dict, description="keyword arguments of functions of yours; theirs alone, not those below"
+    )
     mini_batches: PositiveInt = Field(1, description="optimizer steps per pass over the experience")
     epochs: PositiveInt = Field(1, description="passes over the experience of one iteration")
     aggregation: (
@@ -137,6 +153,7 @@ class AlgorithmConfig(Section):
         others = tuple(name for name in ALGORITHM_SETTINGS if name not in applicable)
         refuse(self, others, f"with advantage '{self.advantage}' and policy loss '{self.policy_loss}'")
         fill(self, **{name: named.defaults.get(name, default) for name, default in applicable.items()})
+        self._fill_own_settings()
         if self.dynamic_sampling is not None:
             self.dynamic_sampling.check(self.functions[0], compares="group" in self.needs)
         if self.ratio_to_rollout and not has_ratio(self.functions[1]):
@@ -155,6 +172,28 @@ class AlgorithmConfig(Section):
                 "earn alone: use 'kl.place: loss'"
             )
         return self
+
+    def _fill_own_settings(self) -> None:
+        """Lay the given settings over the defaults of the user's functions."""
+        own = own_settings_of(*self.functions)
+        for name in self.settings:
+            if not any(map(is_own, self.functions)):
+                raise ValueError("'settings' has no effect: neither 'advantage' nor 'policy_loss' is yours")
+            if name not in own:
+                raise ValueError(
+                    f"'settings' has '{name}', which your function does not take{nearest(name, own)}; "
+                    f"it takes: {', '.join(own) or 'none'}"
+                )
+        values = own | self.settings
+        for name, value in values.items():
+            if value is Parameter.empty:
+                raise ValueError(f"'settings' lacks '{name}', for which your function has no default")
+            if not isinstance(value, bool | int | float | str | list | dict | None):
+                raise ValueError(
+                    f"the default of '{name}' is a {type(value).__name__}, which a recipe cannot hold: "
+                    "make it a number, text, true or false, null, a list or a mapping"
+                )
+        object.__setattr__(self, "settings", values)
 
     @property
     def functions(self) -> tuple[str, str]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -18,8 +19,9 @@ from torch import nn
 from algorithms.aggregation import Denominators, aggregate
 from algorithms.correction import Correction
 from algorithms.kl import kl_estimate
-from algorithms.policy_losses import CHOICES, POLICY_LOSSES
+from algorithms.policy_losses import Choice
 from algorithms.policy_losses.types import PolicyLossInputs
+from algorithms.registry import choice_named, policy_loss_named
 from algorithms.segments import segment_sum
 from algorithms.value_losses import clipped_value_loss
 from engines.correction import correct_batch, named_sums, with_mismatch, with_weight_mean
@@ -73,6 +75,7 @@ def update_actor(
     exactly 1. With the reference's language head and a column of its hidden states the KL is over the vocabulary.
     """
     correction = None if loss.correction is None else Correction(**loss.correction)
+    policy_loss, choose = policy_loss_named(loss.policy_loss), choice_named(loss.policy_loss)
     differences: list[torch.Tensor] = []
 
     def actor_loss(policy: nn.Module, batch: PackedBatch, denominators: Denominators) -> tuple[torch.Tensor, Sums]:
@@ -86,7 +89,11 @@ def update_actor(
             batch.offsets_B1,
             batch.columns.get("chosen"),
         )
-        outputs = POLICY_LOSSES[loss.policy_loss](inputs, **loss.settings)
+        outputs = policy_loss(inputs, **loss.settings)
+        if outputs.loss_T.shape != logprobs_T.shape:
+            raise ValueError(
+                f"policy loss {loss.policy_loss!r} returned {outputs.loss_T.shape}, not one value per token"
+            )
         loss_T, metrics_T = outputs.loss_T, {**outputs.metrics_T, "entropy": entropies_T}
         corrected = None if correction is None else correct_batch(batch, inputs, correction)
         if corrected is not None and corrected.weights_T is not None:
@@ -107,7 +114,7 @@ def update_actor(
     def prepare(rows: Rows, index_B: np.ndarray) -> Rows:
         if correction is not None and correction.normalize:
             rows = with_weight_mean(rows, index_B, correction)
-        return with_chosen_tokens(rows, index_B, loss) if loss.policy_loss in CHOICES else rows
+        return rows if choose is None else with_chosen_tokens(rows, index_B, partial(choose, **loss.choice_settings))
 
     metrics = _run(trainer, rows, split, actor_loss, learning_rate, prepare)
     return metrics if correction is None else with_mismatch(metrics, differences, trainer.device)
@@ -118,7 +125,7 @@ def _sampled_kl(logprobs_T: torch.Tensor, batch: PackedBatch, estimator: str) ->
     return kl_T
 
 
-def with_chosen_tokens(rows: Rows, index_B: np.ndarray, loss: ActorLoss) -> Rows:
+def with_chosen_tokens(rows: Rows, index_B: np.ndarray, choose: Choice) -> Rows:
     """Add the column `chosen`: 1 for the tokens that the loss picks among all counted ones of a mini-batch.
 
     Every rank sees the whole mini-batch here, so neither the split nor the number of ranks has a say.
@@ -129,7 +136,7 @@ def with_chosen_tokens(rows: Rows, index_B: np.ndarray, loss: ActorLoss) -> Rows
     chosen_T = np.zeros(len(rows.mask.values_T), np.float32)
     if at_C.size:
         advantages_C, old_C = (rows.columns[name].values_T[at_C] for name in ("advantages", "logprobs_old"))
-        chosen_T[at_C] = CHOICES[loss.policy_loss](advantages_C, old_C, **loss.choice_settings)
+        chosen_T[at_C] = choose(advantages_C, old_C)
     return replace(rows, columns={**rows.columns, "chosen": Ragged(chosen_T, rows.mask.offsets_B1)})
 
 

@@ -11,10 +11,10 @@ import numpy as np
 from prefect import task
 from prefect.cache_policies import NO_CACHE
 
-from algorithms.advantages import ADVANTAGES
 from algorithms.advantages.types import AdvantageInputs, Advantages
 from algorithms.discovery import settings as settings_of
 from algorithms.kl import kl_estimate
+from algorithms.registry import advantage_named, is_own
 from algorithms.segments import lengths, segment_sum
 from algorithms.value_losses import explained_variance
 from configs.algorithm import AlgorithmConfig
@@ -121,8 +121,36 @@ def _part_columns(path: Path, algorithm: AlgorithmConfig) -> list[str]:
 
 
 def _estimate(inputs: AdvantageInputs, config: AlgorithmConfig) -> Advantages:
-    estimator = ADVANTAGES[config.functions[0]]
-    return estimator(inputs, **{name: getattr(config, name) for name in settings_of(estimator)})
+    name, _ = config.functions
+    estimator = advantage_named(name)
+    values = config.settings if is_own(name) else dict(config)
+    result = estimator(inputs, **{setting: values[setting] for setting in settings_of(estimator)})
+    if is_own(name):
+        check_advantages(name, inputs, result)
+    return result
+
+
+def check_advantages(name: str, inputs: AdvantageInputs, result: object) -> None:
+    """Check what a user's estimator returned, before anything is learnt from it.
+
+    Raises:
+        UserError: it is not `Advantages` of finite numbers in float32, one per token.
+    """
+    what = f"advantage '{name}' returned"
+    remedy = "see 'An algorithm of your own' in docs/algorithms.md"
+    if not isinstance(result, Advantages):
+        raise UserError(f"{what} {type(result).__name__}, not algorithms.advantages.types.Advantages", remedy)
+    tokens, rows = inputs.mask_T.shape, inputs.rewards_B.shape
+    columns = {
+        "advantages_T": (result.advantages_T, tokens),
+        "returns_T": (result.returns_T, tokens),
+        "accepted_B": (result.accepted_B, rows),
+    }
+    for column, (values, shape) in columns.items():
+        if values is not None and np.shape(values) != shape:
+            raise UserError(f"{what} {column} of shape {np.shape(values)}, not {shape}", remedy)
+    if result.advantages_T.dtype != np.float32 or not np.isfinite(result.advantages_T).all():
+        raise UserError(f"{what} advantages_T that are not finite numbers in float32", remedy)
 
 
 def without(result: Advantages, refused_B: np.ndarray, offsets_B1: np.ndarray) -> Advantages:

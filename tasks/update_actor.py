@@ -9,7 +9,7 @@ from prefect import task
 from prefect.cache_policies import NO_CACHE
 
 from algorithms.discovery import settings as settings_of
-from algorithms.policy_losses import CHOICES, POLICY_LOSSES
+from algorithms.registry import choice_named, is_own, policy_loss_named
 from tasks.logprobs import states_path
 from tasks.session import Stage, Training, timed
 from tasks.settings import Settings
@@ -21,11 +21,12 @@ def update_actor(training: Training, settings: Settings, stage: Stage) -> dict[s
     """Train the actor; return its metrics."""
     algorithm = training.config.algorithm
     kl, (_, policy_loss) = algorithm.kl, algorithm.functions
-    in_force = algorithm.model_dump() | asdict(settings)
+    in_force = algorithm.settings if is_own(policy_loss) else algorithm.model_dump() | asdict(settings)
+    choice = choice_named(policy_loss)
     loss = {
         "policy_loss": policy_loss,
-        "settings": {name: in_force[name] for name in settings_of(POLICY_LOSSES[policy_loss])},
-        "choice_settings": {name: in_force[name] for name in _settings_of_choice(policy_loss)},
+        "settings": {name: in_force[name] for name in settings_of(policy_loss_named(policy_loss))},
+        "choice_settings": {} if choice is None else {name: in_force[name] for name in settings_of(choice)},
         "temperature": settings.temperature,
         "entropy_coefficient": settings.entropy_coefficient,
         "kl_estimator": kl.estimator if kl is not None and algorithm.kl_in_loss else None,
@@ -63,10 +64,6 @@ def updated(
     # The task's seconds hold the wait for the other update too, where actor and critic share a group.
     metrics[f"{role}/update_s"] = slowest(session.usage[key])
     return metrics | named(role, replies[0]) | role_figures(training, role, key)
-
-
-def _settings_of_choice(policy_loss: str) -> tuple[str, ...]:
-    return tuple(settings_of(CHOICES[policy_loss])) if policy_loss in CHOICES else ()
 
 
 def split(training: Training, iteration: int, micro_batch_tokens: int) -> dict[str, object]:

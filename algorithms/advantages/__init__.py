@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from algorithms.advantages.types import Advantages
-from algorithms.discovery import modules
+from algorithms.discovery import functions, modules
 
 AdvantageEstimator = Callable[..., Advantages]
 
 MODULES = modules(__name__, __path__)
-ADVANTAGES: dict[str, AdvantageEstimator] = {name: getattr(module, name) for name, module in MODULES.items()}
+ADVANTAGES: dict[str, AdvantageEstimator] = functions(MODULES)

@@ -13,12 +13,12 @@ from collections.abc import Callable
 
 import numpy as np
 
-from algorithms.discovery import modules
+from algorithms.discovery import functions, modules
 from algorithms.policy_losses.types import PolicyLossOutputs
 
 PolicyLoss = Callable[..., PolicyLossOutputs]
 Choice = Callable[..., np.ndarray]
 
 MODULES = modules(__name__, __path__)
-POLICY_LOSSES: dict[str, PolicyLoss] = {name: getattr(module, name) for name, module in MODULES.items()}
+POLICY_LOSSES: dict[str, PolicyLoss] = functions(MODULES)
 CHOICES: dict[str, Choice] = {name: module.choose for name, module in MODULES.items() if hasattr(module, "choose")}

@@ -133,6 +133,7 @@ TRAIN = {
     "algorithm.divergence*": f"{TOLD}the_actors_update",
     "algorithm.weight_bound": f"{TOLD}the_actors_update",
     "algorithm.advantage": ESTIMATOR,
+    "algorithm.settings": "configs/test_own_algorithm.py::test_settings_are_the_functions_own_laid_over_their_defaults",
     "algorithm.normalize_by_std": ESTIMATOR,
     "algorithm.gamma": ESTIMATOR,
     "algorithm.gae_lambda": ESTIMATOR,

@@ -23,6 +23,7 @@ from tasks.refresh_reference import refresh_due
 COMMON = {"name", "advantage", "policy_loss", "mini_batches", "epochs", "aggregation", "entropy_coefficient", "kl"} | {
     "dynamic_sampling",
     "correction",
+    "settings",
 }
 # A value other than every default, within bounds, of each setting.
 OTHER: dict[str, Any] = {

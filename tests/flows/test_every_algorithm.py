@@ -102,6 +102,14 @@ def test_it_improves_held_out_reward(name: str, engines: Engines) -> None:
     assert after > before + 0.1
 
 
+def test_one_of_the_users_own_improves_it_too(engines: Engines) -> None:
+    """Estimator and loss are in no package: flow and ranks import them by name, with the recipe's settings."""
+    own = "advantage: tests.own_algorithm:above_median, policy_loss: tests.own_algorithm:bounded"
+    settings = "settings: {scale: 2.0, steepness: 0.5}, mini_batches: 4"
+    before, after = engines.train(config_of("grpo", f"algorithm={{{own}, {settings}}}"))
+    assert after > before + 0.1
+
+
 def test_without_a_step_nothing_improves(engines: Engines) -> None:
     """The control: the same iterations at a learning rate of 0 leave held-out reward where it was."""
     before, after = engines.train(config_of("grpo", "actor.optimizer.learning_rate=0"))

@@ -113,6 +113,22 @@ def test_settings_reach_the_estimator(tmp_path: Path, name: str, key: str, value
     assert not np.allclose(before.advantages_T, after.advantages_T)
 
 
+def test_a_function_of_ones_own_is_called_with_its_settings(tmp_path: Path) -> None:
+    """The medians of the groups are 0.5 and 2, the scale is the recipe's."""
+    own = {"advantage": "tests.own_algorithm:above_median", "settings": {"scale": 4.0}}
+    assert estimated(tmp_path, own)[1].advantages_T.tolist() == [2, 2, -2, 0, 0, 0]
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [("plain_array", "returned ndarray, not"), ("per_row", r"shape \(4,\), not \(6,\)"), ("endless", "not finite")],
+)
+def test_what_a_function_of_ones_own_returns_is_checked(tmp_path: Path, name: str, words: str) -> None:
+    """Before anything is learnt from it; the control is the test before."""
+    with pytest.raises(UserError, match=words):
+        estimated(tmp_path, {"advantage": f"tests.own_algorithm:{name}"})
+
+
 def test_figures_of_the_advantages(tmp_path: Path) -> None:
     """Group 1 has equal rewards: both of its rows, half of all, teach nothing."""
     inputs, result = estimated(tmp_path, {"name": "grpo", "normalize_by_std": False})

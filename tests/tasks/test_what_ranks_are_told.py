@@ -168,6 +168,7 @@ KL = {"kl": {"coefficient": 0.5}}
         ("algorithm.aggregation", "token-sum", "split.aggregation", {}),
         ("algorithm.entropy_coefficient", 0.5, "loss.entropy_coefficient", {}),
         ("algorithm.policy_loss", "gspo", "loss.policy_loss", {}),
+        ("algorithm.settings", {"steepness": 2.0}, "loss.settings", {"policy_loss": "tests.own_algorithm:bounded"}),
         ("algorithm.clip_low", 0.5, "loss.settings.clip_low", {}),
         ("algorithm.clip_high", 0.5, "loss.settings.clip_high", {}),
         ("algorithm.dual_clip", 7.0, "loss.settings.dual_clip", {}),

@@ -1,0 +1,56 @@
+"""The algorithm of docs/algorithms.md that is in no package, and functions that are wrong in one thing each."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from algorithms.advantages.types import AdvantageInputs, Advantages, spread_over_tokens
+from algorithms.policy_losses.types import PolicyLossInputs, PolicyLossOutputs
+
+NEEDS = ("group",)
+
+
+def above_median(inputs: AdvantageInputs, *, scale: float = 1.0) -> Advantages:
+    """Compare a response with the median of those to its prompt."""
+    scores_B = inputs.scores_B()
+    medians_B = [np.median(scores_B[inputs.groups_B == group]) for group in inputs.groups_B]
+    return spread_over_tokens(scale * (scores_B - medians_B), inputs)
+
+
+def bounded(inputs: PolicyLossInputs, *, steepness: float = 1.0) -> PolicyLossOutputs:
+    """Bound the ratio smoothly; its gradient at ratio 1 is that of the policy gradient."""
+    ratio_T = (inputs.logprobs_T - inputs.old_logprobs_T).exp()
+    loss_T = -inputs.advantages_T * ((ratio_T - 1) * steepness).tanh() / steepness
+    return PolicyLossOutputs(loss_T, {"ratio": ratio_T.detach()})
+
+
+def without_default(inputs: AdvantageInputs, *, margin: float) -> Advantages:
+    """A setting that a recipe must give."""
+    return spread_over_tokens(inputs.scores_B() - margin, inputs)
+
+
+def odd_default(inputs: AdvantageInputs, *, edges: tuple[int, int] = (0, 1)) -> Advantages:
+    """A default that YAML cannot hold."""
+    return spread_over_tokens(inputs.scores_B(), inputs)
+
+
+def two_inputs(rewards: Any, groups: Any) -> Any:
+    """Not called as an estimator is."""
+    return rewards
+
+
+def plain_array(inputs: AdvantageInputs) -> Any:
+    """No `Advantages`."""
+    return inputs.rewards_B
+
+
+def per_row(inputs: AdvantageInputs) -> Advantages:
+    """One value per response instead of one per token."""
+    return Advantages(inputs.rewards_B.astype(np.float32))
+
+
+def endless(inputs: AdvantageInputs) -> Advantages:
+    """Not a number."""
+    return spread_over_tokens(np.full(len(inputs.rewards_B), np.nan), inputs)
