@@ -135,9 +135,9 @@ def _module(name: str, ours: Mapping[str, ModuleType]) -> ModuleType:
 
 def _own(setting: str, spec: str) -> Callable[..., Any]:
     function = import_named(setting, spec, "function", f"my_algorithm:{setting.partition('.')[2]}")
-    inputs, *others = [*inspect.signature(function).parameters.values()] or [None]
+    kinds = [parameter.kind for parameter in inspect.signature(function).parameters.values()]
     positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    if inputs is None or inputs.kind not in positional or any(it.kind is not it.KEYWORD_ONLY for it in others):
+    if not kinds or kinds[0] not in positional or set(kinds[1:]) - {inspect.Parameter.KEYWORD_ONLY}:
         raise UserError(
             f"{setting} '{spec}' must take its inputs as the one argument before a '*', and its settings behind it",
             f"for example: def {spec.partition(':')[2]}(inputs, *, margin=0.5)",

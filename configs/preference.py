@@ -14,7 +14,16 @@ from pydantic import Field, model_validator
 
 from algorithms.discovery import settings
 from algorithms.preference import PREFERENCE_LOSSES, is_labelled, needs_reference
-from configs.schema import DataConfig, Devices, EngineConfig, GroupConfig, ModelConfig, SftConfig, TrainConfig
+from configs.schema import (
+    DataConfig,
+    Devices,
+    EngineConfig,
+    GroupConfig,
+    ModelConfig,
+    SftConfig,
+    TrainConfig,
+    check_chat_arguments,
+)
 from configs.section import PositiveInt, Recipe, Section, fill, refuse
 
 if TYPE_CHECKING:
@@ -79,18 +88,26 @@ class PairData(Section):
     rejected: str | None = Field(None, description="column with the other response, text (rejected)")
     chat: bool = Field(False, description="wrap a text prompt as one user message in the tokenizer's chat template")
     template: str | None = Field(None, description="text around a text prompt, with {prompt} where the column goes")
+    chat_arguments: dict[str, Any] = Field(
+        default_factory=dict,
+        description="keyword arguments of the chat template, e.g. {enable_thinking: false} for Qwen3; in training and "
+        "evaluation alike",
+    )
     shuffle: bool = Field(True, description="a new deterministic order in every epoch; false: file order")
 
     @model_validator(mode="after")
     def _place_of_the_prompt(self) -> Self:
         if self.template is not None and "{prompt}" not in self.template:
             raise ValueError("'template' must contain {prompt}, the place where the prompt column goes")
+        check_chat_arguments(self.chat_arguments)
         return self
 
     @property
     def prompts(self) -> DataConfig:
         """How a row becomes a prompt."""
-        return DataConfig(prompt=self.prompt, chat=self.chat, template=self.template)
+        return DataConfig(
+            prompt=self.prompt, chat=self.chat, template=self.template, chat_arguments=self.chat_arguments
+        )
 
 
 class PreferenceData(PairData):

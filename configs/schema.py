@@ -13,6 +13,7 @@ Left out: reading files and composing recipes (configs/loading.py), checks that 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, Literal, Self
 
 from pydantic import Field, model_validator
@@ -92,6 +93,17 @@ class ArithmeticData(Section):
         return self
 
 
+def check_chat_arguments(arguments: Mapping[str, Any]) -> None:
+    """Refuse arguments of a chat template that are not the user's to choose.
+
+    Raises:
+        ValueError: one is.
+    """
+    for name in ("conversation", "tokenize", "add_generation_prompt"):
+        if name in arguments:
+            raise ValueError(f"'chat_arguments' has '{name}', which is set for every prompt: remove it")
+
+
 class DataConfig(Section):
     """Where prompts come from and how a row becomes one."""
 
@@ -106,6 +118,11 @@ class DataConfig(Section):
     agents: AgentsConfig | None = Field(None, description="which agent a row is for (ippo)")
     chat: bool = Field(False, description="wrap a text prompt as one user message in the tokenizer's chat template")
     template: str | None = Field(None, description="text around a text prompt, with {prompt} where the column goes")
+    chat_arguments: dict[str, Any] = Field(
+        default_factory=dict,
+        description="keyword arguments of the chat template, e.g. {enable_thinking: false} for Qwen3; in training and "
+        "evaluation alike",
+    )
     max_prompt_tokens: PositiveInt = Field(512, description="longer prompts are dropped and counted, tokens")
     sampler: SamplerConfig = Field(default_factory=SamplerConfig, description="which prompts an iteration takes")
 
@@ -122,6 +139,7 @@ class DataConfig(Section):
             raise ValueError("'arithmetic' has columns of its own names: remove 'prompt' and 'response'")
         if self.template is not None and "{prompt}" not in self.template:
             raise ValueError("'template' must contain {prompt}, the place where the prompt column goes")
+        check_chat_arguments(self.chat_arguments)
         return self
 
 

@@ -8,6 +8,7 @@ Left out: the order in which prompts are taken (data/order.py).
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -129,7 +130,9 @@ def encode_prompts(
     if config.chat and not messages:
         messages = [[{"role": "user", "content": text}] for text in texts]
     if messages:
-        texts = _apply_chat_template(messages, tokenizer, source)
+        texts = _apply_chat_template(messages, tokenizer, config.chat_arguments, source)
+    elif config.chat_arguments:
+        refuse_chat_arguments(source)
     tokens = encode_texts(texts, tokenizer, add_special_tokens=not messages)
     if empty := [row for row, ids in enumerate(tokens) if len(ids) == 0]:
         raise UserError(
@@ -137,6 +140,18 @@ def encode_prompts(
             "use data that fits the tokenizer",
         )
     return texts, tokens
+
+
+def refuse_chat_arguments(source: Path | str) -> None:
+    """Say that there is no chat template to give arguments to.
+
+    Raises:
+        UserError: always.
+    """
+    raise UserError(
+        f"'data.chat_arguments' has no effect on the text prompts of {source} without 'data.chat'",
+        "add data.chat=true, or remove data.chat_arguments",
+    )
 
 
 def encode_texts(texts: list[str], tokenizer: PreTrainedTokenizerBase, add_special_tokens: bool) -> list[np.ndarray]:
@@ -171,7 +186,10 @@ def _plain(value: Any) -> Any:
 
 
 def _apply_chat_template(
-    chats: list[list[dict[str, Any]]], tokenizer: PreTrainedTokenizerBase, source: Path | str
+    chats: list[list[dict[str, Any]]],
+    tokenizer: PreTrainedTokenizerBase,
+    arguments: Mapping[str, Any],
+    source: Path | str,
 ) -> list[str]:
     from jinja2 import TemplateError
 
@@ -180,10 +198,17 @@ def _apply_chat_template(
             "the prompts are chat messages, and the model's tokenizer has no chat template",
             "use an instruction-tuned model, or text prompts with data.chat=false and a data.template",
         )
+    template = tokenizer.get_chat_template()
+    if unread := [name for name in arguments if not re.search(rf"\b{re.escape(name)}\b", template)]:
+        raise UserError(
+            f"data.chat_arguments has '{unread[0]}', which the model's chat template does not read",
+            "correct its name, or remove it",
+        )
+    settings = {**arguments, "add_generation_prompt": True, "tokenize": False}
     texts = []
     for row, chat in enumerate(chats):
         try:
-            texts.append(str(tokenizer.apply_chat_template(chat, add_generation_prompt=True, tokenize=False)))
+            texts.append(str(tokenizer.apply_chat_template(chat, **settings)))
         # Templates refuse roles they do not know, or an order they do not expect, and fail on values of another kind.
         except (TemplateError, TypeError, ValueError) as error:
             raise UserError(

@@ -17,6 +17,7 @@ import pandas as pd
 from configs.errors import UserError
 from configs.schema import TrainConfig
 from data.arithmetic import make_problems
+from data.prompts import refuse_chat_arguments
 from data.rows import read_rows
 from data.tokenizer import DEFAULT_CHARACTERS
 
@@ -38,13 +39,15 @@ def read_prompts(config: TrainConfig) -> dict[str, pd.DataFrame]:
 
 
 def check_prompt_lengths(config: TrainConfig, frames: Mapping[str, pd.DataFrame]) -> None:
-    """Check that some prompts of each split are short enough to be kept.
+    """Check that some prompts of each split are short enough to be kept, and that a chat template gets its arguments.
 
     Raises:
-        UserError: none is.
+        UserError: none is short enough, or there is no chat template.
     """
     limit = config.data.max_prompt_tokens
     for split, frame in frames.items():
+        if config.data.chat_arguments and not _templated(config, frame):
+            refuse_chat_arguments(getattr(config.data, split) or f"the {split} data")
         lengths_B = prompt_lengths(config, frame.head(LOOKED_AT))
         if lengths_B is not None and lengths_B.min() > limit and len(frame) > LOOKED_AT:
             lengths_B = prompt_lengths(config, frame)

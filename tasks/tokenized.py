@@ -18,7 +18,7 @@ from state.files import sha256, write_text
 from state.run_folder import RunFolder
 
 FILES = {"prompts": ("data.train", "data.heldout"), "sft": ("data.sft",), "preferences": ("data.train", "data.heldout")}
-TEXT = ("data.prompt", "data.chat", "data.template")
+TEXT = ("data.prompt", "data.chat", "data.chat_arguments", "data.template")
 COLUMNS = ("data.chosen", "data.rejected", "data.response", "data.label", "data.margin")
 KEYS = {
     "prompts": ("data.arithmetic", *TEXT, "data.max_prompt_tokens"),
@@ -44,6 +44,7 @@ def check_tokenized(run: RunFolder, config: TrainConfig | PairConfig) -> None:
             continue
         was, now = json.loads(_note(run, name).read_text(encoding="utf-8")), _makes(config, name)
         was = {key if "." in key or key == "seed" else f"data.{key}": value for key, value in was.items()}  # 0.1.0
+        was = {"data.chat_arguments": {}} | was  # which 0.1.0 did not have
         changed = [key for key in now if now[key] != was.get(key, now[key])]  # earlier versions noted fewer
         if changed and changed[0].startswith(CONTENT):
             raise UserError(

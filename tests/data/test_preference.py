@@ -86,6 +86,15 @@ def test_columns_and_prompts_are_those_that_the_recipe_names(bos_tokenizer: PreT
     assert table.columns()["label"].tolist() == [1, 0, 1, 1] * 2
 
 
+def test_arguments_of_the_chat_template_are_those_of_the_recipe(bos_tokenizer: PreTrainedTokenizerBase) -> None:
+    """Control: without them the template has its own default."""
+    bos_tokenizer.chat_template = "{{ '1' if enable_thinking else '2' }}"
+    for arguments, expected in (({"enable_thinking": True}, "1"), ({}, "2")):
+        data = pair_data(chat=True, chat_arguments=arguments)
+        table = tokenize_preferences(PAIRS, data, DPO, bos_tokenizer, 99, "f.jsonl")
+        assert text(bos_tokenizer, table.prompts[0]) == expected
+
+
 @pytest.mark.parametrize(
     ("frame", "data", "message"),
     [

@@ -116,6 +116,27 @@ def test_tool_calls_reach_the_template_as_they_are_written(
     assert [json.loads(text) for text in texts] == [calls[:1], calls]
 
 
+def test_arguments_reach_the_chat_template(bos_tokenizer: PreTrainedTokenizerBase) -> None:
+    """For texts that become messages and for messages alike. Controls: none, one that is not read, and no chat."""
+    bos_tokenizer.chat_template = (
+        "{% if enable_thinking is defined and not enable_thinking %}quick{% else %}slow{% endif %}"
+    )
+    for frame, chat in ((FRAME, True), (pd.DataFrame({"prompt": CHATS}), False)):
+        for arguments, text in (
+            ({"enable_thinking": False}, "quick"),
+            ({"enable_thinking": True}, "slow"),
+            ({}, "slow"),
+        ):
+            table = _tokenize(bos_tokenizer, frame, chat=chat, chat_arguments=arguments)
+            assert set(table.frame["prompt_text"]) == {text}
+    with pytest.raises(UserError, match="'thinking', which the model's chat template does not read"):
+        _tokenize(bos_tokenizer, chat=True, chat_arguments={"thinking": False})
+    with pytest.raises(UserError, match="no effect on the text prompts"):
+        _tokenize(bos_tokenizer, chat_arguments={"enable_thinking": False})
+    with pytest.raises(ValueError, match="'tokenize', which is set for every prompt"):
+        DataConfig(chat=True, chat_arguments={"tokenize": True})
+
+
 def test_chat_needs_a_chat_template(tokenizer: PreTrainedTokenizerBase) -> None:
     """Neither wrapping a text nor a column of messages goes through without one."""
     for frame, chat in ((FRAME, True), (pd.DataFrame({"prompt": CHATS}), False)):

@@ -41,6 +41,7 @@ def test_a_resume_with_other_prompts_is_refused(
     for changed, said in (
         ({"max_prompt_tokens": 9}, r"data\.max_prompt_tokens in .*config\.yaml is 9, .* were made with 512"),
         ({"template": "{prompt} "}, r"data\.template .* is '\{prompt\} ', .* made with None"),
+        ({"chat_arguments": {"enable_thinking": False}}, r"data\.chat_arguments .*False.* made with \{\}"),
         ({"arithmetic": ARITHMETIC | {"train": 9}}, r"data\.arithmetic"),
         ({"seed": 1}, r"^seed in .*config\.yaml is 1, .* were made with 0"),
     ):
