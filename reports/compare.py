@@ -45,8 +45,8 @@ class Comparison:
     """Runs side by side, the oldest first.
 
     results: one row per run (index: its name, with the start of its id where names repeat): `status`, `iterations`,
-        `reward/mean` (the last), `heldout/accuracy` (the last), `heldout/accuracy best`, `s/iteration` and `tokens/s`
-        (medians over iterations). What a run did not log is NaN.
+        `reward/mean` (the last), `heldout/accuracy` (the last), `heldout/accuracy best`, `s/iteration`
+        (the median), `tokens/s` (generated, over whole iterations, as in the summary). What a run did not log is NaN.
     evaluation: one row per figure of the last held-out evaluation, one column per run, as text with 95 % intervals.
     differences: one row per parameter whose value is not the same in all runs, one column per run.
     curves: long form with columns `run`, `metric`, `iteration`, `value`, for the metrics in CURVES.
@@ -236,8 +236,15 @@ def _result(run: Run, history: _Histories) -> dict[str, Any]:
         "heldout/accuracy": last("heldout/accuracy"),
         "heldout/accuracy best": max(history("heldout/accuracy").values(), default=math.nan),
         "s/iteration": middle("time/iteration_s"),
-        "tokens/s": middle("rollout/tokens_per_s"),
+        "tokens/s": _tokens_per_second(history),
     }
+
+
+def _tokens_per_second(history: _Histories) -> float:
+    """Generated tokens over the time of the iterations that generated them, as `summary.json` has it."""
+    steps = [step for step in history("rollout/tokens_per_s") if step > 0]
+    seconds = sum(history("time/iteration_s").get(step, 0.0) for step in steps)
+    return sum(history("rollout/tokens").get(step, 0.0) for step in steps) / seconds if seconds else math.nan
 
 
 def _evaluation(runs: Mapping[str, Run]) -> pd.DataFrame:

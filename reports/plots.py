@@ -151,7 +151,12 @@ def _reward_band(axes: Axes, frame: pd.DataFrame) -> None:
 
 
 def policy_figure(frame: pd.DataFrame) -> Figure | None:
-    """The actor's health: KL, entropy, clip fraction, gradient norm."""
+    """The actor's health: KL, entropy, clip fraction, gradient norm.
+
+    With one step per iteration the KL of the update is 0 throughout, and is left out.
+    """
+    if "actor/approx_kl" in frame and not frame["actor/approx_kl"].any():
+        frame = frame.drop(columns="actor/approx_kl")
     return _panels(
         frame,
         {

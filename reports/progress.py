@@ -190,8 +190,10 @@ def _columns_with_figures(*, wide: bool) -> tuple[ProgressColumn, ...]:
 
 
 def _metric_texts(metrics: Mapping[str, float]) -> list[str]:
-    kl = "actor/kl" if "actor/kl" in metrics else "actor/approx_kl"
-    shapes = {"reward/mean": "reward {:.3f}", kl: "KL {:.2g}", "rollout/tokens_per_s": "{:,.0f} tok/s"}
+    """Return an iteration's figures: KL is that to the reference, step KL that of the update where there is any."""
+    shapes = {"reward/mean": "reward {:.3f}", "actor/kl": "KL {:.2g}", "rollout/tokens_per_s": "rollout {:,.0f} tok/s"}
+    if "actor/kl" not in metrics and metrics.get("actor/approx_kl"):  # one step per iteration leaves it at 0
+        shapes = {"reward/mean": shapes.pop("reward/mean"), "actor/approx_kl": "step KL {:.2g}", **shapes}
     return [shape.format(metrics[name]) for name, shape in shapes.items() if name in metrics]
 
 

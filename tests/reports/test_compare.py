@@ -52,6 +52,14 @@ def test_results_are_the_last_the_best_and_the_median(uri: str) -> None:
     assert pd.isna(two["heldout/accuracy best"])
 
 
+def test_tokens_per_second_are_the_summarys(uri: str) -> None:
+    """Over whole iterations; one that found its experience generated nothing and counts for neither."""
+    run = mlflow_run.open_run(uri, "speeds", "run", {}, {})
+    for iteration, more in enumerate(({}, {"rollout/tokens_per_s": 150.0}, {"rollout/tokens_per_s": 400.0}, {})):
+        mlflow_run.log_iteration(uri, run, iteration, {"time/iteration_s": iteration, "rollout/tokens": 100.0} | more)
+    assert compare_runs(uri, "speeds").results.loc["run", "tokens/s"] == pytest.approx(200 / 3)
+
+
 def test_only_parameters_that_differ_are_listed(uri: str) -> None:
     """Different and missing values are there; the equal one (negative control) and the run's name are not."""
     differences = compare_runs(uri, "exp").differences

@@ -10,7 +10,15 @@ import numpy as np
 import pytest
 from matplotlib.image import imread
 
-from reports.plots import metrics_frame, plot_run, reward_figure, task_times, throughput_figure, time_figure
+from reports.plots import (
+    metrics_frame,
+    plot_run,
+    policy_figure,
+    reward_figure,
+    task_times,
+    throughput_figure,
+    time_figure,
+)
 
 
 def _records(count: int, **extra: float) -> list[dict[str, Any]]:
@@ -56,6 +64,14 @@ def test_accuracy_is_drawn_with_its_interval() -> None:
     plain = reward_figure(metrics_frame(_records(3)))
     assert plain is not None
     assert not any(hasattr(item, "get_segments") for item in plain.axes[-1].collections)
+
+
+def test_the_kl_of_the_update_is_drawn_only_where_there_is_any() -> None:
+    """With one step per iteration it is 0 throughout, and that to the reference stands alone."""
+    for value, labels in (0.0, ["to the reference"]), (0.25, ["to the reference", "of the update"]):
+        figure = policy_figure(metrics_frame(_records(3, **{"actor/kl": 0.1, "actor/approx_kl": value})))
+        assert figure is not None
+        assert [str(line.get_label()) for line in figure.axes[0].lines] == labels
 
 
 def test_parallel_efficiency_is_drawn_only_where_there_are_several_ranks() -> None:

@@ -29,9 +29,27 @@ def test_without_a_terminal_the_first_and_the_last_iteration_are_lines() -> None
         progress.phase("writing the report")
     lines = text.getvalue().splitlines()
     assert lines[0] == "starting engines"
-    assert lines[1].startswith("iteration 1/200  reward 0.500 KL 0.0012 12,345 tok/s")
+    assert lines[1].startswith("iteration 1/200  reward 0.500 KL 0.0012 rollout 12,345 tok/s")
     assert lines[2].startswith("iteration 200/200")
     assert lines[3:] == ["writing the report"]
+
+
+@pytest.mark.parametrize(
+    ("metrics", "said"),
+    [
+        ({"actor/kl": 0.5, "actor/approx_kl": 0.25}, "KL 0.5"),
+        ({"actor/approx_kl": 0.25}, "step KL 0.25"),
+        ({"actor/approx_kl": 0.0}, "iteration 1/2"),
+    ],
+)
+def test_two_kls_have_two_names(metrics: dict[str, float], said: str) -> None:
+    """That to the reference, and that of the update, which is nothing to show where it is always 0."""
+    console, text = _console()
+    with TrainingProgress(console, every_s=0) as progress:
+        progress.start(2)
+        progress.advance(1, metrics)
+    assert text.getvalue().split("  ")[1 if "KL" in said else 0] == said
+    assert ("KL" in text.getvalue()) == ("KL" in said)
 
 
 def test_every_iteration_is_a_line_if_lines_need_not_wait() -> None:
@@ -66,7 +84,7 @@ def test_a_terminal_shows_one_live_line() -> None:
             progress.phase("update [actor]")
             progress.advance(iteration, METRICS)
     shown = text.getvalue()
-    for part in ("update [actor]", "3/3", "reward 0.500", "KL 0.0012", "12,345 tok/s"):
+    for part in ("update [actor]", "3/3", "reward 0.500", "KL 0.0012", "rollout 12,345 tok/s"):
         assert part in shown
     assert "iteration 1/3" not in shown
 
