@@ -61,9 +61,12 @@ def test_a_folder_in_use_is_refused_with_what_to_do(tmp_path: Path) -> None:
     for path, problem in ((run, "already holds a run"), (other, "not empty"), (file, "is a file")):
         with pytest.raises(UserError, match=problem):
             new_run_folder(tmp_path, "x", explicit=path)
-    with pytest.raises(UserError) as caught:
-        check_free(run)
-    assert f"--resume {run}" in caught.value.remedy
+    for manifest, remedy in ((False, "name another folder"), (True, f"continue it with '--resume {run}'")):
+        if manifest:
+            (run / "manifest.json").write_text("{}")
+        with pytest.raises(UserError) as caught:
+            check_free(run)
+        assert caught.value.remedy.startswith(remedy)
     assert [entry.name for entry in other.iterdir()] == ["thesis.tex"]
 
 

@@ -96,8 +96,8 @@ def test_arguments_without_a_chat_template_are_refused(model: Path) -> None:
     """Before anything starts; the control is a column of messages, which goes through the template."""
     arguments = {"chat_arguments": {"enable_thinking": False}}
     with pytest.raises(UserError, match=r"'data.chat_arguments' has no effect on the text prompts of .*rows\.jsonl"):
-        check_prompt_lengths(config(model, 50, ["1+1="], **arguments))
-    check_prompt_lengths(config(model, 50, [[{"role": "user", "content": "1+1="}]], **arguments))
+        check_lengths(config(model, 50, ["1+1="], **arguments))
+    check_lengths(config(model, 50, [[{"role": "user", "content": "1+1="}]], **arguments))
 
 
 def test_a_tiny_models_prompts_are_counted_too() -> None:

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import pandas as pd
+import pyarrow as pa
 import pytest
 
 from configs.schema import TrainConfig
@@ -137,7 +138,8 @@ def test_a_refill_draws_on_from_the_cursor_and_a_resumed_run_starts_over(
 
     def answered(_: Training, __: Any, cursor: int, size: int, key: str, seed: list[int]) -> tuple[Any, Any]:
         drawn.append((cursor, size, key, seed))
-        return answers[len(drawn) - 1], {}
+        columns = answers[len(drawn) - 1]
+        return {**columns, "response": pa.array(columns["response"], pa.large_string())}, {}
 
     def score(_: Training, columns: dict[str, Any], *__: str) -> list[Score]:
         return [Score(reward, {}, None) for reward in columns.pop("reward").tolist()]
