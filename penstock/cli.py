@@ -136,16 +136,22 @@ def train(
     elif run is not None or (recipe is not None and "=" not in str(recipe)):
         raise UserError("--resume continues a run with its own configuration", "remove the recipe and --run")
     else:
-        config = _config_of(resume, [*([str(recipe)] if recipe else ()), *(overrides or ())])
+        from penstock.resume import config_of
+
+        config = config_of(resume, [*([str(recipe)] if recipe else ()), *(overrides or ())])
         if _is_complete(resume, config):
             return
         estimates = _check_resume(resume, config)
     if dry_run:
-        _print_dry_run(config, estimates)
+        from penstock.dry_run import print_dry_run
+
+        print_dry_run(config, estimates, console)
         return
     check_server()  # before there is a folder that nothing will be in
     if resume is not None:
-        _keep(config, resume)
+        from penstock.resume import keep
+
+        keep(config, resume)
         _run_flow(config, resume, resume=str(resume))
     else:
         folder = _new_folder(config, run)
@@ -193,34 +199,6 @@ def _new_folder(config: Any, run: Path | None, suffix: str = "") -> Path:
     if not theirs:
         atexit.register(drop_if_empty, folder)  # stopped before the flow wrote to it: nobody could resume it
     return folder
-
-
-def _config_of(folder: Path, overrides: list[str]) -> Any:
-    """Return the configuration of a run, with what is to change in it from now on."""
-    from configs.resuming import resumed_config
-    from state.manifest import check_kind, ended, read_manifest
-    from state.run_folder import open_run_folder
-    from tasks.session import read_config
-
-    run = open_run_folder(folder)
-    check_kind(run, "train")
-    config = read_config(run)
-    if not overrides:
-        return config
-    saved = read_manifest(run)
-    if saved.checkpoint is None and ended(run):
-        raise UserError(f"{_short(folder)} is complete and has no checkpoint to go on from", "start a new run")
-    return resumed_config(config, overrides, saved.progress.iteration)
-
-
-def _keep(config: Any, folder: Path) -> None:
-    """Write what has changed into the run folder: the flow, this one and those to come, reads it there."""
-    from state.run_folder import open_run_folder
-    from tasks.session import read_config, write_config
-
-    run = open_run_folder(folder)
-    if config != read_config(run):
-        write_config(run, config)
 
 
 def _is_complete(folder: Path, config: Any) -> bool:
@@ -302,29 +280,6 @@ def _print_summary(folder: Path) -> None:
         **pages_of_run(summary, f"penstock ui {quote(_short(folder.parent))}"),
     }
     print_summary(console, summary, places)
-
-
-def _print_dry_run(config: Any, estimates: Any) -> None:
-    from rich.table import Table
-
-    from configs.loading import to_yaml
-    from engines.placement import describe_strategy, reshard_strategy
-    from tasks.check_prompts import describe_prompts
-    from tasks.trial_call import trial_call
-
-    console.print(to_yaml(config), highlight=False, markup=False, soft_wrap=True)
-    columns = ("group", "roles", "ranks on", "memory per rank", "of which", "recomputed in the backward pass")
-    table = Table(*columns, title="placement and memory estimate")
-    for item in estimates:
-        places = ", ".join("CPU" if gpu is None else f"GPU {gpu}" for gpu in item.devices)
-        parts = "\n".join(f"{name} {size / (1 << 30):.2f} GiB" for name, size in item.memory.parts.items())
-        size = f"{item.memory.total / (1 << 30):.2f} GiB\n{item.memory.phase}"
-        recomputed = "\n".join(f"{name}: {value}" for name, value in item.recomputed.items())
-        table.add_row(item.group, ", ".join(item.roles), places, size, parts, recomputed)
-    console.print(table)
-    strategy = f"{reshard_strategy(config)} ({describe_strategy(config)})"
-    for text in (f"reshard: {strategy}", *describe_prompts(config), *trial_call(config)):
-        console.print(text, highlight=False, markup=False, soft_wrap=True)
 
 
 @app.command(rich_help_panel=TRAINING)
