@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from benchmarks.machine import kind_of
 from benchmarks.result import BenchResult
 from configs.errors import UserError
 from reports.mlflow_run import flatten
@@ -47,12 +48,14 @@ def compare(old: BenchResult, new: BenchResult, tolerance: float) -> list[Change
         tolerance: a share of the old figure; a larger change is better or worse.
 
     Raises:
-        UserError: they are results of different benchmarks, or share no figure.
+        UserError: they are results of different benchmarks or kinds of machine, or share no figure.
     """
     if old.bench != new.bench:
         raise UserError(
             f"these are results of different benchmarks: {old.bench} and {new.bench}", "compare two of the same"
         )
+    if (was := kind_of(old.machine)) != (now := kind_of(new.machine)):
+        raise UserError(f"measured on other kinds of machine: {was} and {now}", "measure both on the same kind")
     if not old.figures.keys() & new.figures.keys():
         raise UserError("the two results have no figure in common", "measure both with the same Penstock")
     judged = [name for name in old.figures if name in new.figures or direction(name)]

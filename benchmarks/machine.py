@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import platform
+import re
 import shutil
 import subprocess
 import sys
@@ -38,6 +39,11 @@ def machine() -> str:
     if gpus := visible_gpus():
         return f"{len(gpus)} x {pynvml.nvmlDeviceGetName(pynvml.nvmlDeviceGetHandleByIndex(gpus[0]))}"
     return f"CPU, {len(os.sched_getaffinity(0))} cores, {platform.machine()}"
+
+
+def kind_of(line: str) -> str:
+    """Return the line of a machine without its number of GPUs; of one without any, that."""
+    return "CPU" if line.startswith("CPU") else re.sub(r"^\d+ x ", "", line)
 
 
 def versions() -> dict[str, str]:

@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from benchmarks.machine import commit, machine
+from benchmarks.machine import commit, kind_of, machine
 from benchmarks.result import BenchResult, new_result, read_result
 from benchmarks.session import describe
 from configs.errors import UserError
@@ -104,18 +103,13 @@ def _measured(path: Path, what: str, config: TrainConfig) -> BenchResult:
         raise UserError(
             f"{path} was measured with another recipe: '{other[0]}' differs", "measure it with the same recipe"
         )
-    here = (_kind(machine()), commit())
-    if (there := (_kind(result.machine), result.commit)) != here:
+    here = (kind_of(machine()), commit())
+    if (there := (kind_of(result.machine), result.commit)) != here:
         raise UserError(
             f"{path} was measured on another kind of GPU or commit: {_shown(there)}, here {_shown(here)}",
             "leave --one away: one GPU of this machine is measured then",
         )
     return result
-
-
-def _kind(line: str) -> str:
-    """Return the line of a machine without its number of GPUs."""
-    return re.sub(r"^\d+ x ", "", line)
 
 
 def _shown(origin: tuple[str, str | None]) -> str:

@@ -35,6 +35,8 @@ if TYPE_CHECKING:
 # The estimate must span several iterations, however long one takes.
 _ETA_WINDOW_S = 86_400.0
 
+WIDE = 110  # columns
+
 
 class TrainingProgress:
     """Context manager: `phase` says what is waited for, `start` begins the iterations, `advance` ends one.
@@ -96,7 +98,7 @@ class TrainingProgress:
         """Begin the iterations; `completed` of them were done before this process (a resumed run)."""
         self._total, self._first, self._done = total, completed, completed
         self._began_s = time.monotonic()
-        self._bar.columns = _columns_with_figures(wide=self._console.width >= 110)
+        self._bar.columns = _columns_with_figures(wide=self._console.width >= WIDE)
         self._bar.reset(self._task, total=total, completed=completed, description="training")
 
     def advance(self, iteration: int, metrics: Mapping[str, float]) -> None:
@@ -107,7 +109,9 @@ class TrainingProgress:
             ", ".join([f"iteration {iteration}/{self._total}", *_metric_texts(metrics), *_result_texts(metrics)])
         )
         text = " ".join(_metric_texts(metrics))
-        self._bar.update(self._task, completed=iteration, metrics=text)
+        # 80 columns have no room for the word; a wider terminal and the lines of a log have it.
+        shown = text if self._console.width >= WIDE else text.replace("rollout ", "")
+        self._bar.update(self._task, completed=iteration, metrics=shown)
         if self._live:
             return
         plain = "  ".join(part for part in (f"iteration {iteration}/{self._total}", text, self._pace()) if part)

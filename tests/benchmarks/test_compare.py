@@ -130,3 +130,12 @@ def test_what_else_is_different_is_said() -> None:
         "only in the new result: wake_s",
     ]
     assert remarks(result(step_s=1.0), result(step_s=9.0)) == []
+
+
+@pytest.mark.parametrize("machine", ["1 x other GPU", "CPU, 2 cores, x86_64"])
+def test_other_kinds_of_machine_are_not_compared(
+    exit_code: Callable[..., tuple[int | str | None, str]], machine: str
+) -> None:
+    """Their figures differ by what they are. Control: another number of the same GPU, which a remark names."""
+    assert exit_code(result(step_s=1.0), result(machine=machine, step_s=9.0))[0] == 2
+    assert exit_code(result(step_s=1.0), result(machine="2 x GPU", step_s=1.0))[0] == 0

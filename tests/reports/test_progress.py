@@ -89,6 +89,16 @@ def test_a_terminal_shows_one_live_line() -> None:
     assert "iteration 1/3" not in shown
 
 
+def test_a_line_of_80_columns_is_whole() -> None:
+    """Count, figures and clock of a long training are all there; the wide line is in the test before."""
+    console, text = _console(terminal=True, width=80)
+    with TrainingProgress(console, every_s=0) as progress:
+        progress.start(1000)
+        progress.phase("update [actor]")
+        progress.advance(100, METRICS)
+    assert "100/1000 reward 0.500 KL 0.0012 12,345 tok/s 0:00:0" in text.getvalue()
+
+
 def test_the_last_panel_says_what_was_reached_and_where_to_look() -> None:
     """Accuracy before and after with the rise in points, and the caller's commands as they are."""
     console, text = _console()
