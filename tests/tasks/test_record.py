@@ -8,6 +8,7 @@ import signal
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -219,13 +220,14 @@ def runs_of(training: Training) -> list[Run]:
 
 @pytest.mark.parametrize("attempt", ["the first", "a resume"])
 def test_no_run_stays_running_in_mlflow_that_was_stopped_while_it_opened(
-    training_with: MakeTraining, monkeypatch: pytest.MonkeyPatch, attempt: str
+    training_with: MakeTraining, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest, attempt: str
 ) -> None:
     """Ctrl-C among the requests, which is not held back; a folder that has an MLflow run can be resumed.
 
     Control: undisturbed, the next attempt goes on in the same MLflow run.
     """
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    request.addfinalizer(partial(signal.signal, signal.SIGINT, signal.getsignal(signal.SIGINT)))
     training = training_with(TrainConfig())
     run = training.run
     write_config(run, training.config)
@@ -235,6 +237,7 @@ def test_no_run_stays_running_in_mlflow_that_was_stopped_while_it_opened(
         training = training_with(TrainConfig())
 
     def stopped(*_: object) -> None:
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # in a shell's background it is ignored
         signal.raise_signal(signal.SIGINT)
         pytest.fail("the signal came, and the request went on")
 
