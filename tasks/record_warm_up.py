@@ -24,24 +24,31 @@ STEPS_PER_CALL = 1000  # that MLflow takes
 @task(task_run_name="record-{first:06d}", cache_policy=NO_CACHE)
 def record_warm_up(training: Training, first: int, losses: list[float]) -> None:
     """Write down the loss of every step from step `first` on."""
-    append_steps(training.run.warm_up, {step: {"loss": loss} for step, loss in enumerate(losses, start=first + 1)})
-    log_warm_up(training)
+    by_step = dict(enumerate(losses, start=first + 1))
+    append_steps(training.run.warm_up, {step: {"loss": loss} for step, loss in by_step.items()})
+    _log(training, by_step)
 
 
 def log_warm_up(training: Training) -> None:
-    """Log the recorded steps that the MLflow run does not hold; a loss that is not finite becomes a gap."""
+    """Log the recorded steps that the MLflow run does not hold."""
+    session = training.session()
+    held = mlflow_run.connect(session.tracking_uri).get_metric_history(session.mlflow_run_id, LOSS)
+    session.warm_up_through = max((entry.step for entry in held), default=0)
+    _log(training, {item["iteration"]: item["metrics"]["loss"] for item in read_metrics(training.run.warm_up)})
+
+
+def _log(training: Training, losses: dict[int, float]) -> None:
+    """Log the losses of steps that MLflow does not have; one that is not finite becomes a gap."""
     from mlflow.entities import Metric
 
     session, now_ms = training.session(), time.time_ns() // 1_000_000
-    client, run_id = mlflow_run.connect(session.tracking_uri), session.mlflow_run_id
-    held = max((entry.step for entry in client.get_metric_history(run_id, LOSS)), default=0)
-    losses = {record["iteration"]: record["metrics"]["loss"] for record in read_metrics(training.run.warm_up)}
     new = iter(
         [
             Metric(LOSS, loss if math.isfinite(loss) else math.nan, now_ms, step)
             for step, loss in losses.items()
-            if step > held
+            if step > session.warm_up_through
         ]
     )
     while batch := list(islice(new, STEPS_PER_CALL)):
-        client.log_batch(run_id, metrics=batch)
+        mlflow_run.connect(session.tracking_uri).log_batch(session.mlflow_run_id, metrics=batch)
+    session.warm_up_through = max([session.warm_up_through, *losses])

@@ -87,6 +87,7 @@ class Session:
     tracking_uri: str = ""
     mlflow_run_id: str = ""
     mlflow_through: int = -1
+    warm_up_through: int = 0  # the step of the supervised warm-up up to which MLflow has all (tasks/record_warm_up.py)
     prefect_flow_run_id: str | None = None
     prefect_url: str | None = None
     engine_figures: dict[str, int | str] = field(default_factory=dict)
