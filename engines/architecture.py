@@ -23,7 +23,7 @@ OF_HEAD = ("final_logit_softcapping", "logit_scale", "logits_scaling")
 BY_LENGTH = {"dynamic", "longrope", "su"}
 LAYERS = {"full_attention", "sliding_attention"}  # those that `packed_attention` computes
 MIXERS = {"A_log", "conv", "conv1d"}  # state space, linear attention, convolution: their state crosses sequences
-REMEDY = "use another model, e.g. of the Llama, Qwen3, Gemma 3 or OLMo 2 family"
+REMEDY = "use another model, e.g. of the Llama, Qwen3 or Gemma 3 family"
 
 
 def check_architecture(

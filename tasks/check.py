@@ -33,6 +33,7 @@ from engines.memory import (
     weight_width,
 )
 from engines.placement import place
+from engines.served import check_served
 from engines.shape import ModelShape, layer_names, read_shape, weight_shapes
 from environments.loading import load_environment
 from evaluators.loading import load_evaluators
@@ -73,6 +74,7 @@ def check_inputs(config: TrainConfig) -> None:
         UserError: the first mistake found.
     """
     check_model(config)
+    check_rollout_model(config)
     if config.critic is not None and config.critic.path is not None:
         check_model_folder(Path(config.critic.path), "critic.path")
     check_targets(config)
@@ -101,6 +103,18 @@ def check_model(config: TrainConfig, scores: bool = False) -> None:
     if config.model.path is None:
         raise UserError("no model: 'model.path' is not set", "add model.path=FOLDER, a Hugging Face model folder")
     check_model_folder(Path(config.model.path), "model.path", scores)
+
+
+def check_rollout_model(config: TrainConfig) -> None:
+    """Check that the rollout engine serves the actor with the weights that are trained.
+
+    Raises:
+        UserError: it does not (see `engines.served`).
+    """
+    if config.model.path is not None:
+        folder = Path(config.model.path)
+        settings = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        check_served(settings, weight_shapes(folder), f"model.path: {folder}")
 
 
 def check_model_folder(folder: Path, key: str, scores: bool = False) -> None:
