@@ -1,4 +1,4 @@
-"""Which causal LMs the rollout engine serves with the weights that are trained: the others are refused before it starts.
+"""Which causal LMs the rollout engine serves with the weights that are trained: others are refused before it starts.
 
 vLLM has classes of its own for some architectures, and serves the rest through the Transformers library's, of which
 the reshard knows nothing. Which are its own says a table in one of its files; that is read, since to import vLLM takes
