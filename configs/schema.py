@@ -416,7 +416,7 @@ class EngineConfig(Section):
 
     start_timeout_s: float = Field(600.0, gt=0, description="deadline for starting ranks and loading models, seconds")
     command_timeout_s: float = Field(3600.0, gt=0, description="deadline for one command to a group, seconds")
-    heartbeat_timeout_s: float = Field(60.0, gt=0, description="a rank silent for longer counts as lost, seconds")
+    heartbeat_timeout_s: float = Field(15.0, gt=0, description="a rank silent for longer counts as lost, seconds")
 
 
 class RecordConfig(Section):

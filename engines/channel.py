@@ -5,7 +5,7 @@ keeps them: many texts are one buffer, of which no strings are made on the way f
 is refused, so nothing that arrives can run code. Every rank dials one ROUTER on the loopback interface; CURVE
 encrypts both ways, and only the client key made for this listener is let in.
 
-Left out: commands, replies, deadlines and heartbeats (`group.py` on the flow's side, `rank.py` on the rank's).
+Left out: commands, replies, deadlines and who asks for an echo (`group.py` on the flow's side, `rank.py` on the rank's).
 """
 
 from __future__ import annotations
@@ -167,6 +167,17 @@ class _OnlyKey:
 
     def callback(self, domain: str, key: bytes) -> bool:
         return key == self._client_public
+
+
+def echo(address: Address, identity: str) -> None:
+    """Send back whatever comes for `identity`, until this process ends; for a thread of its own.
+
+    It waits in C and leaves the interpreter lock to the others, so it answers however long a library holds that: only
+    a process that is stopped or gone does not.
+    """
+    with dial(zmq.Context(), address, identity) as socket:
+        socket.send(pack({"kind": "heartbeat"}))  # by which the listener knows where to ask
+        zmq.proxy(socket, socket)
 
 
 def dial(context: zmq.Context[zmq.Socket[bytes]], address: Address, identity: str) -> zmq.Socket[bytes]:

@@ -1,7 +1,7 @@
 """An engine group, seen from the flow: rank processes that take one command at a time, all of them or none.
 
 `call` sends a command to every rank and reads until every rank has replied. While it reads it also watches the
-processes and their heartbeats, so a dead, stuck or silent rank is named within its deadline. A call that does not
+processes and asks each once a second for an echo, which needs no Python there (channel.py), so a dead, stuck or silent rank is named within its deadline. A call that does not
 return normally kills the whole group: after half a command the ranks' collectives are out of step, and a group that
 cannot be trusted is worth less than a restart from the manifest.
 
@@ -32,6 +32,8 @@ __all__ = ["EngineError", "EngineGroup", "GroupSpec", "RankDevice", "RankLost"]
 
 TICK_S = 0.2  # an exited process is noticed this fast
 COUNTED_PER_LOOK_S = 1.0
+HEARTBEAT_S = 1.0
+_HEARTBEAT = channel.pack({"kind": "heartbeat"})
 ERROR_GRACE_S = 5.0  # after one rank's error the others get this long to report theirs
 
 
@@ -94,6 +96,7 @@ class EngineGroup:
         self._busy = False
         self._greeted: set[int] = set()
         self._silent_s = [0.0] * len(spec.devices)
+        self._asked_for_echoes = -HEARTBEAT_S
         self._listener = channel.Listener(len(spec.devices))
         try:
             self._processes = launch.spawn(spec, epoch, self._listener.address)
@@ -212,7 +215,7 @@ class EngineGroup:
             raise RuntimeError(f"engine group {self.spec.name!r} has ended") from self._ended
 
     def _send(self, bodies: list[bytes]) -> None:
-        self._receive(0.0)  # heartbeats of the time since the last call
+        self._receive(0.0)  # what came since the last call
         self._check_ranks()
         for rank, body in enumerate(bodies):
             try:
@@ -254,6 +257,9 @@ class EngineGroup:
     def _receive(self, timeout_s: float) -> tuple[list[tuple[int, dict[str, Any]]], float]:
         """(rank, message) of what arrived, and the seconds that count against the ranks."""
         began = time.monotonic()
+        if began - self._asked_for_echoes >= HEARTBEAT_S:
+            self._asked_for_echoes = began
+            self._ask_for_echoes()
         received = self._listener.receive(timeout_s)
         counted_s = min(time.monotonic() - began, COUNTED_PER_LOOK_S)
         self._silent_s = [silent_s + counted_s for silent_s in self._silent_s]
@@ -264,12 +270,17 @@ class EngineGroup:
                 self._greeted.add(rank)
         return messages, counted_s
 
+    def _ask_for_echoes(self) -> None:
+        for rank in range(len(self._processes)):
+            with suppress(zmq.ZMQError):  # it has not dialled yet, or is gone
+                self._listener.send(f"rank-hb-{rank}", _HEARTBEAT)
+
     def _check_ranks(self, earlier: Exception | None = None) -> None:
         for process in self._processes:
             if reason := process.exit_reason():
                 raise self._lost(process.rank, reason) from earlier
         if not self._ready:
-            return  # importing torch may hold the interpreter lock, and its heartbeats, for long
+            return  # a start has a deadline of its own
         for rank in range(len(self._processes)):
             if self._silent_s[rank] > self.spec.heartbeat_timeout_s:
                 raise self._lost(rank, f"silent for {self._silent_s[rank]:.0f} s", ask_stacks=True) from earlier

@@ -3,16 +3,15 @@
 It guards itself first (dies with its parent, ignores Ctrl-C, dumps its stacks on SIGUSR1), says hello, and only then
 imports the worker, which brings torch. Then it answers one command after another until "shutdown".
 
-Messages, rank to flow: hello {pid}, heartbeat {}, news {key, result}, reply {key, result}, error {key, traceback,
-user}; the outcome of building the worker is the reply or error to the key "start". Flow to rank: command {command, key,
-epoch, arguments}, shutdown {}.
+Messages, rank to flow: hello {pid}, news {key, result}, reply {key, result}, error {key, traceback, user}; the outcome
+of building the worker is the reply or error to the key "start". Flow to rank: command {command, key, epoch,
+arguments}, shutdown {}. A heartbeat {} comes from the flow, on a socket of its own, and goes back as it is.
 
 Left out: what commands mean; that is the worker's.
 """
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import faulthandler
 import importlib
@@ -34,7 +33,7 @@ from engines import channel
 from engines.channel import Tell
 from engines.launch import START_KEY, RankStart
 
-HEARTBEAT_S = 1.0
+PARENT_LOOK_S = 1.0
 REPLIES_KEPT = 32
 _PR_SET_PDEATHSIG = 1
 
@@ -66,13 +65,16 @@ def main() -> None:
     _log.info("rank %d of %d, group %s, epoch %d", start.rank, start.world_size, start.group, start.epoch)
     context = zmq.Context()
     stop = threading.Event()
-    heart = threading.Thread(target=_beat, args=(context, start, stop), name="heartbeat", daemon=True)
-    heart.start()
+    threading.Thread(
+        target=channel.echo, args=(start.address, f"rank-hb-{start.rank}"), name="heartbeat", daemon=True
+    ).start()
+    watch = threading.Thread(target=_watch_parent, args=(start, stop), name="parent", daemon=True)
+    watch.start()
     try:
         _serve(start, channel.dial(context, start.address, f"rank-{start.rank}"))
     finally:
         stop.set()
-        heart.join()
+        watch.join()
         context.destroy()
     _leave()
 
@@ -97,16 +99,11 @@ def _guard(start: RankStart) -> None:
         sys.exit("the parent process ended before this rank could start")
 
 
-def _beat(context: zmq.Context[zmq.Socket[bytes]], start: RankStart, stop: threading.Event) -> None:
-    """Tell the flow that this process lives, and end it when the flow is gone. Own thread, own socket."""
-    beat = channel.pack({"kind": "heartbeat"})
-    with channel.dial(context, start.address, f"rank-hb-{start.rank}") as socket:
-        while not stop.wait(HEARTBEAT_S):
-            if os.getppid() != start.parent_pid:
-                os.killpg(os.getpid(), signal.SIGKILL)
-            # Between calls nobody reads; once the queue is full further beats say nothing new.
-            with contextlib.suppress(zmq.Again):
-                socket.send(beat, zmq.NOBLOCK)
+def _watch_parent(start: RankStart, stop: threading.Event) -> None:
+    """End this process when the flow is gone."""
+    while not stop.wait(PARENT_LOOK_S):
+        if os.getppid() != start.parent_pid:
+            os.killpg(os.getpid(), signal.SIGKILL)
 
 
 def _serve(start: RankStart, socket: zmq.Socket[bytes]) -> None:

@@ -7,6 +7,7 @@ command means.
 from __future__ import annotations
 
 import atexit
+import ctypes
 import os
 import pickle
 import signal
@@ -24,6 +25,7 @@ import psutil
 import pytest
 
 from configs.errors import UserError
+from configs.schema import EngineConfig
 from engines.channel import Tell
 from engines.group import EngineError, EngineGroup, GroupSpec, RankDevice, RankLost
 from engines.launch import ROTATE_ABOVE_BYTES, group_environment
@@ -98,6 +100,15 @@ class SmallWorker:
     def ponder_for_ever(self) -> dict[str, Any]:
         threading.Event().wait()
         return {}
+
+    def hold_the_lock(self, seconds: int) -> dict[str, Any]:
+        noted: list[float] = []
+        other = threading.Timer(0.5, lambda: noted.append(time.monotonic()))
+        other.start()
+        ctypes.PyDLL(None).sleep(seconds)  # which does not let go of the interpreter lock
+        ended = time.monotonic()
+        other.join()
+        return {"others_ran": noted[0] < ended - 0.1}
 
     def count_aloud(self, to: int) -> dict[str, Any]:
         for number in range(to):
@@ -357,6 +368,17 @@ def test_a_silent_rank_is_named(tmp_path: Path) -> None:
         with pytest.raises(RankLost, match="rank 0: silent for"):
             group.call("ponder_for_ever", key="p")
         assert not any(map(alive, pids))
+
+
+def test_a_rank_that_holds_its_interpreter_lock_is_not_silent(tmp_path: Path) -> None:
+    """As a library does that compiles, captures or saves: no Python thread of that process runs meanwhile."""
+    with EngineGroup(_spec(tmp_path, heartbeat_timeout_s=1.5)) as group:
+        assert [reply["others_ran"] for reply in group.call("hold_the_lock", key="h", seconds=4)] == [False, False]
+
+
+def test_a_rank_counts_as_lost_after_15_s_of_silence() -> None:
+    """What a recipe gets that does not say."""
+    assert EngineConfig().heartbeat_timeout_s == 15.0
 
 
 def test_a_busy_rank_is_not_silent(tmp_path: Path) -> None:
