@@ -9,7 +9,6 @@ Left out: optimizer states, and parameters that are not trained: with LoRA a che
 
 from __future__ import annotations
 
-import pickle
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +16,7 @@ import torch
 
 from configs.errors import UserError
 from engines.lora import FROZEN_SUM
+from engines.state_files import read_state
 
 WHOLE = "mp_rank_00_model_states.pt"  # the file of all weights, below stage 3
 WRAPPER = "lm."  # what PackedPolicy calls the model inside it
@@ -52,11 +52,7 @@ def _rank(path: Path) -> int:
 
 def _joined(model_state: dict[str, Any], shards: list[Path]) -> dict[str, torch.Tensor]:
     """Put the shards of stage 3 together, in the dtype that the model was trained in."""
-    from deepspeed.runtime.fp16.loss_scaler import LossScaler
-    from deepspeed.runtime.zero.config import ZeroStageEnum
-
-    with torch.serialization.safe_globals([LossScaler, ZeroStageEnum, (_member, "builtins.getattr")]):
-        flat = [torch.cat(_load(path)["optimizer_state_dict"]["fp32_flat_groups"]) for path in shards]
+    flat = [torch.cat(_load(path)["optimizer_state_dict"]["fp32_flat_groups"]) for path in shards]
     weights: dict[str, torch.Tensor] = {}
     offset = 0
     for name, shape in ((name, shape) for group in model_state["param_shapes"] for name, shape in group.items()):
@@ -68,22 +64,6 @@ def _joined(model_state: dict[str, Any], shards: list[Path]) -> dict[str, torch.
     return weights
 
 
-def _member(kind: Any, name: str) -> Any:
-    """Stand in for `getattr`, as which Python before 3.11.4 writes the member of an enumeration."""
-    from deepspeed.runtime.zero.config import ZeroStageEnum
-
-    if kind is not ZeroStageEnum:
-        raise pickle.UnpicklingError(f"an attribute of {kind} is asked for")
-    return kind[name]
-
-
 def _load(path: Path) -> dict[str, Any]:
-    """Map a file into memory; of all classes only tensors, and what a caller has named, come to life."""
-    try:
-        content: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-    except pickle.UnpicklingError as error:
-        raise UserError(
-            f"{path} holds objects that are not read from a file: {str(error).splitlines()[0]}",
-            "end the training regularly with 'penstock train --resume': that writes models/final",
-        ) from error
+    content: dict[str, Any] = read_state(path, mmap=True)
     return content

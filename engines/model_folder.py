@@ -46,7 +46,12 @@ def load_folder(folder: Path) -> Any:
     """
     try:
         loaded: Any = AutoModelForCausalLM.from_pretrained(
-            folder, dtype="auto", local_files_only=True, output_loading_info=True
+            folder,
+            dtype="auto",
+            local_files_only=True,
+            trust_remote_code=False,
+            use_safetensors=True,
+            output_loading_info=True,
         )
     except (SafetensorError, OSError) as error:
         raise UserError(f"{folder} cannot be loaded: {error}", "look at the disk; then export again") from error

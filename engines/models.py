@@ -138,7 +138,7 @@ def load_causal_lm(path: str | Path, dtype: torch.dtype, gradient_checkpointing:
 
 def causal_lm_shapes(path: str | Path, dtype: torch.dtype) -> PreTrainedModel:
     """Return a causal LM folder's model on the meta device: names, shapes and settings without weights."""
-    config = AutoConfig.from_pretrained(path, local_files_only=True)
+    config = AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
     with torch.device("meta"):
         lm: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=dtype)
     if (Path(path) / "generation_config.json").is_file():
@@ -168,7 +168,9 @@ def start_reward_model(path: str | Path, dtype: torch.dtype, gradient_checkpoint
         UserError: see `load_reward_model`.
     """
     classifier: Any = load_reward_model(path, dtype, num_labels=1)
-    if "ForSequenceClassification" not in str(AutoConfig.from_pretrained(path, local_files_only=True).architectures):
+    if "ForSequenceClassification" not in str(
+        AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False).architectures
+    ):
         nn.init.zeros_(classifier.score.weight)
     if gradient_checkpointing:
         classifier.gradient_checkpointing_enable({"use_reentrant": False})
@@ -179,13 +181,19 @@ def start_reward_model(path: str | Path, dtype: torch.dtype, gradient_checkpoint
 def _load(kind: Any, path: str | Path, dtype: torch.dtype, **settings: Any) -> PreTrainedModel:
     _check_packable(kind, path)
     return kind.from_pretrained(
-        path, dtype=dtype, local_files_only=True, attn_implementation=PACKED_ATTENTION, **settings
+        path,
+        dtype=dtype,
+        local_files_only=True,
+        trust_remote_code=False,
+        use_safetensors=True,
+        attn_implementation=PACKED_ATTENTION,
+        **settings,
     )
 
 
 def _check_packable(kind: Any, path: str | Path) -> None:
     """Check a model's configuration, names and class before its weights are read."""
-    config = AutoConfig.from_pretrained(path, local_files_only=True)
+    config = AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
     with torch.device("meta"):
         shapes = kind.from_config(config)
     names = (name for name, _ in shapes.named_parameters())

@@ -29,6 +29,7 @@ from engines import gated_products
 from engines.gated_products import gate_in_products
 from engines.learning_rate import learning_rate_factor
 from engines.lora import FROZEN_SUM, check_frozen, frozen_sum
+from engines.state_files import read_state
 from engines.weight_gradients import count_sums, sum_in_products
 from engines.weights.layout import flatten_in_place
 
@@ -88,6 +89,7 @@ class Trainer:
             config=deepspeed_config(config, dtype),
             dist_init_required=False,
         )
+        self.engine.checkpoint_engine.load = read_state  # its own executes what a file asks for
         sum_in_products(module, self._optimizer)
         if self.device.type == "cuda" and gated_products.usable():
             gate_in_products(module)
@@ -191,8 +193,8 @@ class Trainer:
         """Restore what `save` wrote; parameters keep their addresses.
 
         Raises:
-            UserError: the frozen weights beside the trained ones are not those that it was written with, or its flat
-                buffers hold the parameters in another order.
+            UserError: the frozen weights beside the trained ones are not those that it was written with, its flat
+                buffers hold the parameters in another order, or a file asks for more than a state needs.
         """
         with self.states_on_device():
             _, client = self.engine.load_checkpoint(str(folder), tag="state", custom_load_fn=_load_trained)

@@ -49,6 +49,7 @@ from engines.placement import reference_is_base, reshard_strategy
 from engines.random_states import generator_states, restore_generators
 from engines.requests import Sampling
 from engines.shape import ModelShape, read_shape
+from engines.state_files import read_state
 from engines.tiny_model import make_tiny_model
 from engines.trainer import Trainer
 from engines.updates import ActorLoss, Split, update_actor
@@ -148,7 +149,7 @@ class Worker:
         """Make a tiny random model beside the tokenizer in `folder` (rank 0 writes)."""
         settings = TrainConfig.model_validate(config)
         if self.rank == 0 and settings.model.tiny is not None:
-            tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+            tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
             make_tiny_model(
                 Path(folder),
                 settings.model.tiny,
@@ -297,7 +298,9 @@ class Worker:
 
     def _tokenizer(self, folder: str) -> Any:
         if folder not in self.tokenizers:
-            self.tokenizers[folder] = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+            self.tokenizers[folder] = AutoTokenizer.from_pretrained(
+                folder, local_files_only=True, trust_remote_code=False
+            )
         return self.tokenizers[folder]
 
     # ---- reshard ---------------------------------------------------------------------------------------------------
@@ -458,7 +461,7 @@ class Worker:
         """Restore what `save` wrote, and bring a rollout engine of this group to it."""
         for role, trainer in self.trainers.items():
             trainer.load(Path(folder) / role)
-        states = torch.load(Path(folder) / f"random-{os.environ['PENSTOCK_GROUP']}-{self.rank}.pt", weights_only=True)
+        states = read_state(Path(folder) / f"random-{os.environ['PENSTOCK_GROUP']}-{self.rank}.pt")
         restore_generators(states)
         reference.load_reference(self, Path(folder))
         if self.generator is not None and "actor" in self.trainers:

@@ -161,7 +161,7 @@ def load_tokenizer(model_folder: str) -> Any:
     with interrupts_deferred():
         from transformers import AutoTokenizer
 
-    return AutoTokenizer.from_pretrained(model_folder, local_files_only=True)
+    return AutoTokenizer.from_pretrained(model_folder, local_files_only=True, trust_remote_code=False)
 
 
 def _plain(config: TrainConfig) -> dict[str, Any]:

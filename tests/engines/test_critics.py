@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from engines.packing import Rows
+from engines.state_files import read_state
 from state.experience import AGENT, Ragged, add_columns
 from tests.engines.ranks import Ranks, Shape
 from tests.engines.rows import SPLIT, gathered, random_rows, with_columns, write_rows
@@ -151,7 +152,7 @@ def test_a_checkpoint_in_another_order_is_refused(one_rank: Ranks, folder_of: Fo
     load = {"of": "load", "arguments": {"folder": str(saved), "version": 0}}
     assert one_rank.ask("refusal", **load) == [{"error": ""}]
     (file,) = saved.glob("critic/state/*model_states.pt")
-    content = torch.load(file, weights_only=False)
+    content = read_state(file)
     content["param_shapes"] = [dict(reversed(shapes.items())) for shapes in content["param_shapes"]]
     torch.save(content, file)
     assert "in another order" in one_rank.ask("refusal", **load)[0]["error"]
