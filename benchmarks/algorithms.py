@@ -241,6 +241,7 @@ def settings_of(plan: Plan) -> dict[str, Any]:
         "iterations": config.iterations,
         "mini_batches": config.algorithm.mini_batches,
         "heldout_prompts": _heldout(config),
+        "heldout_temperature": config.evaluate.temperature,
         **kept,
     }
 

@@ -1,7 +1,9 @@
 """The table of docs/algorithms.md that has all of an algorithm in one row: accuracy, formula, paper, deviations.
 
 Accuracies come from a result of `penstock bench algorithms`; the rest is put together from the other tables of the same
-page, so that it cannot say something else than they do. A test renders the page and compares.
+page, so that it cannot say something else than they do. A second result, with more optimizer steps per iteration, is
+put beside the first loss by loss: at an iteration's first step all losses have the same gradient. A test renders the
+page and compares.
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ from typing import Any
 from benchmarks.algorithms import TUNED, figures_of
 from benchmarks.result import BenchResult
 from configs.errors import UserError
+from reports.evaluation import drawn_at
 
 BEGIN, END = "<!-- accuracies: written by 'penstock bench page' -->\n", "<!-- end of accuracies -->"
 HEAD = (
@@ -36,18 +39,26 @@ def read_page(path: Path) -> str:
     return text
 
 
-def rendered(page: str, result: BenchResult | None) -> str:
+def rendered(page: str, result: BenchResult | None, more_steps: BenchResult | None = None) -> str:
     """Return the page with the table written anew; without a result its accuracies are dashes.
 
+    Args:
+        page: docs/algorithms.md or a copy.
+        result: every algorithm.
+        more_steps: algorithms that differ in their loss, with more mini-batches than in `result`.
+
     Raises:
-        UserError: the result is one of another benchmark.
+        UserError: a result is one of another benchmark.
     """
-    if result is not None and result.bench != "algorithms":
-        raise UserError(f"the result is one of 'bench {result.bench}'", "name one of 'bench algorithms'")
+    for given in (result, more_steps):
+        if given is not None and given.bench != "algorithms":
+            raise UserError(f"the result is one of 'bench {given.bench}'", "name one of 'bench algorithms'")
     before, _, rest = page.partition(BEGIN)
     _, _, after = rest.partition(END)
     introduction, details = ([], []) if result is None else (_introduction(result), result.details)
     lines = [*introduction, *HEAD, *_rows(page, details), "", *_settings()]
+    if result is not None and more_steps is not None:
+        lines += ["", *_losses(page, result, more_steps)]
     return before + BEGIN + "\n".join(lines) + "\n" + END + after
 
 
@@ -63,8 +74,10 @@ def _introduction(result: BenchResult) -> list[str]:
     fixed, start = result.settings, result.figures["accuracy_before"]
     seeds = ", ".join(map(str, sorted({row["seed"] for row in result.details})))
     return [
-        f"Accuracy on {fixed['heldout_prompts']} held-out problems after {fixed['iterations']} iterations of "
-        f"`configs/{fixed['recipe']}`, the mean of seeds {seeds}; {start:.1%} before.",
+        f"Accuracy on {fixed['heldout_prompts']} held-out problems, {drawn_at(fixed['heldout_temperature'])}, after "
+        f"{fixed['iterations']} iterations of `configs/{fixed['recipe']}`, the mean of seeds {seeds}; {start:.1%} "
+        "before.",
+        f"An iteration takes {fixed['mini_batches']} optimizer steps, the first of them at a ratio of exactly 1.",
         f"All trainings of a seed start from the same warm-up. Measured on {result.machine}.",
         "± is the standard deviation over seeds; * marks a seed whose 95 % interval overlaps that of its start.",
         "",
@@ -91,6 +104,27 @@ def accuracy_cells(rows: Sequence[Mapping[str, Any]]) -> tuple[str, str]:
     deviation = figures.get(f"deviation_{name}")
     each = " ".join(f"{row['accuracy_after']:.1%}{'' if row['improved'] else '*'}" for row in rows)
     return f"{figures[f'accuracy_{name}']:.1%}" + ("" if deviation is None else f" ± {deviation:.1%}"), each
+
+
+def _losses(page: str, result: BenchResult, more_steps: BenchResult) -> list[str]:
+    """The policy losses beside each other, with few and with more steps per iteration, over the same seeds."""
+    seeds = sorted({row["seed"] for row in more_steps.details})
+    few, many = (item.settings["mini_batches"] for item in (result, more_steps))
+    lines = [
+        f"Losses differ in steps that are off the policy, so each once more with `algorithm.mini_batches: {many}`: "
+        f"{many} instead of {few} steps of the same learning rate, and a ratio of 1 in the first alone. Both columns "
+        f"are over {f'seeds {seeds[0]} to {seeds[-1]}' if len(seeds) > 1 else f'seed {seeds[0]} alone'}.",
+        "",
+        f"| loss | algorithm | {few} steps | {many} steps | by seed |",
+        "| --- | --- | --- | --- | --- |",
+    ]
+    policy_loss = {name: _first(row[3]) for name, row in table(page, "By name").items()}
+    for name in dict.fromkeys(row["name"] for row in more_steps.details):
+        found = [row for row in more_steps.details if row["name"] == name]
+        before = [row for row in result.details if row["name"] == name and row["seed"] in seeds]
+        cells = (f"`{policy_loss[name]}`", f"`{name}`", accuracy_cells(before)[0], *accuracy_cells(found))
+        lines.append(f"| {' | '.join(cells)} |")
+    return lines
 
 
 def _settings() -> list[str]:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from configs.errors import UserError
 from configs.names import nearest_name
-from reports.evaluation import shown, with_interval
+from reports.evaluation import drawn, shown, with_interval
 from reports.mlflow_run import connect, public_uri
 from reports.plots import COLOURS, canvas, line, save
 
@@ -258,6 +258,8 @@ def _evaluation(runs: Mapping[str, Run]) -> pd.DataFrame:
         label: {name: with_interval(metrics, metric) for name, metrics in last.items()}
         for metric, label in shown(sure).items()
     }
+    how = {name: drawn(metrics) or "–" for name, metrics in last.items()}
+    rows = ({"responses": how} if rows and any(map(drawn, last.values())) else {}) | rows
     return pd.DataFrame.from_dict(rows, orient="index", columns=list(runs)).rename_axis("figure")
 
 

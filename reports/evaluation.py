@@ -1,4 +1,6 @@
-"""The held-out figures of a run as text, with their intervals: one wording for the report and for a comparison.
+"""The held-out figures of a run as text, with their intervals: one wording for all that show them.
+
+An accuracy says nothing without how the responses were drawn: the metrics beside it hold that, `drawn` has the words.
 
 Left out: computing them (evaluators/), and curves (reports/plots.py).
 """
@@ -21,6 +23,7 @@ _LABELS = {
     "heldout/repetition": "repetition, share",
     "heldout/evaluator_failures": "evaluators that failed",
 }
+TEMPERATURE = "heldout/temperature"
 _OF_SEVERAL = re.compile(r"heldout/(mean|best|worst|majority)_at_(\d+)")
 
 
@@ -39,7 +42,21 @@ def evaluation_figures(records: Sequence[Mapping[str, Any]]) -> list[Figure]:
     if not evaluations:
         return []
     first, last = evaluations[0], evaluations[-1]
-    return [Figure(label, with_interval(first, name), with_interval(last, name)) for name, label in shown(last).items()]
+    how = [Figure("responses", drawn(first) or "–", drawn(last))] if drawn(last) else []
+    figures = shown(last).items()
+    return how + [Figure(label, with_interval(first, name), with_interval(last, name)) for name, label in figures]
+
+
+def drawn(metrics: Mapping[str, float]) -> str:
+    """Return how held-out responses were drawn, `greedy` or `sampled at temperature 1`; empty without an evaluation."""
+    return drawn_at(metrics.get(TEMPERATURE))
+
+
+def drawn_at(temperature: float | None) -> str:
+    """Return the same of a temperature, None where nobody knows it."""
+    if temperature is None:
+        return ""
+    return f"sampled at temperature {temperature:g}" if temperature else "greedy"
 
 
 def shown(names: Iterable[str]) -> dict[str, str]:

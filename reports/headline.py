@@ -9,6 +9,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from reports.evaluation import drawn_at
+
 SHARES_FROM = 0.01  # smaller ones are left out
 
 
@@ -25,7 +27,13 @@ class Headline:
 def headlines(summary: Mapping[str, Any]) -> list[Headline]:
     """Return the figures that `summary` holds, the most important first."""
     found = [
-        _change("Held-out accuracy", summary.get("accuracy_before"), summary.get("accuracy_after"), percent=True),
+        _change(
+            "Held-out accuracy",
+            summary.get("accuracy_before"),
+            summary.get("accuracy_after"),
+            percent=True,
+            how=drawn_at(summary.get("heldout_temperature")),
+        ),
         _change("Mean reward", summary.get("reward_first"), summary.get("reward_last"), percent=False),
         _plain("Iterations", summary.get("iterations"), "{:,}"),
         Headline("Duration", duration(summary["seconds"])) if summary.get("seconds") is not None else None,
@@ -47,15 +55,16 @@ def duration(seconds: float) -> str:
     return f"{minutes // 60} h {minutes % 60:02d} min"
 
 
-def _change(label: str, before: float | None, after: float | None, *, percent: bool) -> Headline | None:
+def _change(label: str, before: float | None, after: float | None, *, percent: bool, how: str = "") -> Headline | None:
     if after is None:
         return None
     shape = "{:.1%}" if percent else "{:.3f}"
     if before is None:
-        return Headline(label, shape.format(after))
+        return Headline(label, shape.format(after), how)
     rise = after - before
     note = f"{rise * 100:+.1f} points" if percent else f"{rise:+.3f}"
     trend: Literal["up", "down", ""] = "up" if rise > 0 else "down" if rise < 0 else ""
+    note += f", {how}" if how else ""
     return Headline(label, f"{shape.format(before)} → {shape.format(after)}", note, trend)
 
 

@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from reports.evaluation import TEMPERATURE
 from reports.headline import headlines
 
 
@@ -36,11 +37,13 @@ def figures_until(records: Sequence[Mapping[str, Any]], iteration: int) -> dict[
         if "heldout/accuracy" in item["metrics"]
     }
     rewards = [item["metrics"]["reward/mean"] for item in until if "reward/mean" in item["metrics"]]
+    temperatures = [item["metrics"][TEMPERATURE] for item in until if TEMPERATURE in item["metrics"]]
     later = [value for number, value in accuracies.items() if number > 0]
     return {
         "iterations": iteration,
         "accuracy_before": accuracies.get(0),
         "accuracy_after": later[-1] if later else None,
+        "heldout_temperature": temperatures[-1] if temperatures else None,
         "reward_first": rewards[0] if rewards else None,
         "reward_last": rewards[-1] if rewards else None,
     }

@@ -12,6 +12,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from reports.evaluation import drawn
+
 if TYPE_CHECKING:
     import pandas as pd
     from matplotlib.axes import Axes
@@ -125,7 +127,9 @@ def reward_figure(frame: pd.DataFrame) -> Figure | None:
         line(panels[0], frame["reward/mean"], COLOURS[0], "mean reward")
     if has_accuracy:
         accuracy = frame["heldout/accuracy"].dropna()
-        panels[-1].plot(accuracy.index, accuracy, "o-", color=COLOURS[1], linewidth=1.1, label="held-out accuracy")
+        how = drawn(frame.loc[accuracy.index[-1]].dropna())
+        label = f"held-out accuracy, {how}" if how else "held-out accuracy"
+        panels[-1].plot(accuracy.index, accuracy, "o-", color=COLOURS[1], linewidth=1.1, label=label)
         if {"heldout/accuracy/low", "heldout/accuracy/high"} <= set(frame):
             low, high = (frame.loc[accuracy.index, f"heldout/accuracy/{end}"] for end in ("low", "high"))
             panels[-1].vlines(accuracy.index, low, high, colors=COLOURS[1], linewidth=1.1)

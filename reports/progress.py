@@ -27,6 +27,7 @@ from rich.progress import (
 from rich.table import Column
 from rich.text import Text
 
+from reports.evaluation import drawn
 from reports.headline import duration, headlines
 
 if TYPE_CHECKING:
@@ -203,5 +204,6 @@ def _metric_texts(metrics: Mapping[str, float]) -> list[str]:
 
 def _result_texts(metrics: Mapping[str, float]) -> list[str]:
     """What a line that is read afterwards says besides."""
-    shapes = {"heldout/accuracy": "held-out accuracy {:.1%}", "time/iteration_s": "{:.2f} s"}
+    how = f" ({drawn(metrics)})" if drawn(metrics) else ""
+    shapes = {"heldout/accuracy": f"held-out accuracy {{:.1%}}{how}", "time/iteration_s": "{:.2f} s"}
     return [shape.format(metrics[name]) for name, shape in shapes.items() if name in metrics]

@@ -30,7 +30,8 @@ from tasks.session import Training, timed
 def evaluate(training: Training, iteration: int) -> dict[str, float]:
     """Return held-out accuracy, mean reward and what the evaluators found after `iteration` (0: before training).
 
-    Accuracy is the share of responses with a reward of at least 1, the full reward of the built-in functions.
+    Accuracy is the share of responses with a reward of at least 1, the full reward of the built-in functions; how they
+    were drawn is the metric `heldout/temperature`, so that no accuracy is shown without it.
     """
     config, table = training.config, training.session().prompts["heldout"]
     samples = config.evaluate.samples
@@ -67,6 +68,7 @@ def evaluate(training: Training, iteration: int) -> dict[str, float]:
     return metrics | {
         "heldout/accuracy": float((rewards >= FULL_REWARD).mean()),
         "heldout/reward": float(rewards.mean()),
+        "heldout/temperature": config.evaluate.temperature,
     }
 
 

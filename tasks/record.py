@@ -25,6 +25,7 @@ from prefect.runtime import flow_run
 from pydantic import BaseModel
 
 from reports import mlflow_run
+from reports.evaluation import TEMPERATURE
 from reports.report import write_report
 from state.experience import read_columns
 from state.files import write_text
@@ -280,6 +281,7 @@ def summarize(training: Training, status: str) -> dict[str, Any]:
     session, records = training.session(), read_metrics(training.run)
     iterations = [item for item in records if item["iteration"] > 0]
     accuracies = [item["metrics"]["heldout/accuracy"] for item in records if "heldout/accuracy" in item["metrics"]]
+    temperatures = [item["metrics"][TEMPERATURE] for item in records if TEMPERATURE in item["metrics"]]
     rewards = [item["metrics"]["reward/mean"] for item in iterations if "reward/mean" in item["metrics"]]
     generated = [item["metrics"] for item in iterations if "rollout/tokens_per_s" in item["metrics"]]
     seconds = sum(metrics.get("time/iteration_s", 0.0) for metrics in generated)
@@ -290,6 +292,7 @@ def summarize(training: Training, status: str) -> dict[str, Any]:
         "iterations": iterations[-1]["iteration"] if iterations else 0,
         "accuracy_before": accuracies[0] if accuracies and records[0]["iteration"] == 0 else None,
         "accuracy_after": accuracies[-1] if len(accuracies) > 1 else None,
+        "heldout_temperature": temperatures[-1] if temperatures else None,
         "reward_first": rewards[0] if rewards else None,
         "reward_last": rewards[-1] if rewards else None,
         "tokens_per_second": tokens / seconds if seconds else None,

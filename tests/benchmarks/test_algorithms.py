@@ -17,7 +17,7 @@ from benchmarks import algorithms, side_by_side
 from benchmarks.algorithms import TUNED, Plan, figures_of, measure, parse_seeds, row_of
 from benchmarks.algorithms_page import rendered, table
 from benchmarks.part_rewards import sum_and_digits
-from benchmarks.result import new_result, read_result
+from benchmarks.result import BenchResult, new_result, read_result
 from benchmarks.side_by_side import Ended
 from configs.errors import UserError
 from configs.loading import load_config
@@ -197,11 +197,36 @@ def test_the_page_shows_the_result() -> None:
         assert {(row["name"], row["seed"]) for row in result.details} == {(n, s) for n in ALGORITHMS for s in (0, 1, 2)}
 
 
+def result_of(afters: dict[str, Sequence[float]], mini_batches: int, temperature: float = 1.0) -> BenchResult:
+    """A result in which each algorithm came from 50 % to these accuracies, a seed each."""
+    rows = [
+        row_of(name, seed, records(0.5, x), 1.0) for name, values in afters.items() for seed, x in enumerate(values)
+    ]
+    settings = {"iterations": 3, "recipe": "quickstart.yaml", "heldout_prompts": 1000}
+    settings |= {"mini_batches": mini_batches, "heldout_temperature": temperature}
+    return new_result("algorithms", "a command", figures_of(rows), settings=settings, details=rows)
+
+
+def test_losses_are_compared_over_the_same_seeds() -> None:
+    """Of the many seeds with two steps only those count that were trained with four. Control: no second result."""
+    page = PAGE.read_text(encoding="utf-8")
+    few, many = result_of({"grpo": (0.7, 0.9), "gspo": (0.6, 0.9)}, 2), result_of({"grpo": (0.8,), "gspo": (0.5,)}, 4)
+    text = rendered(page, few, many)
+    assert "| `ppo_clip` | `grpo` | 70.0% | 80.0% | 80.0% |" in text
+    assert "| `gspo` | `gspo` | 60.0% | 50.0% | 50.0%* |" in text
+    assert "seed 0 alone" in text
+    assert "Losses differ" not in rendered(text, few)
+
+
+@pytest.mark.parametrize(("temperature", "how"), [(0.7, "sampled at temperature 0.7"), (0.0, "greedy")])
+def test_the_page_says_how_responses_were_drawn(temperature: float, how: str) -> None:
+    page = rendered(PAGE.read_text(encoding="utf-8"), result_of({"grpo": (0.7,)}, 2, temperature))
+    assert f"1000 held-out problems, {how}, after 3 iterations" in page
+
+
 def test_a_rendered_page_has_the_figures() -> None:
     """The page before is the control: it says something else."""
-    rows = [row_of("grpo", seed, records(0.5, after), 1.0) for seed, after in enumerate((0.8, 0.9, 0.51))]
-    settings = {"iterations": 3, "recipe": "quickstart.yaml", "heldout_prompts": 1000}
-    result = new_result("algorithms", "a command", figures_of(rows), settings=settings, details=rows)
+    result = result_of({"grpo": (0.8, 0.9, 0.51)}, 2)
     page = PAGE.read_text(encoding="utf-8")
     cells = table(rendered(page, result), "Accuracy")["grpo"]
     assert cells[1:3] == ["73.7% ± 20.3%", "80.0% 90.0% 51.0%*"]

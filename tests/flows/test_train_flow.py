@@ -208,6 +208,7 @@ def test_the_summary_agrees_with_what_was_recorded(learned: RunFolder) -> None:
         "iterations": ITERATIONS,
         "accuracy_before": records[0]["heldout/accuracy"],
         "accuracy_after": records[-1]["heldout/accuracy"],
+        "heldout_temperature": records[-1]["heldout/temperature"],
         "reward_first": records[1]["reward/mean"],
         "reward_last": records[-1]["reward/mean"],
         "actor_mfu": None,  # a CPU has no peak to compare with

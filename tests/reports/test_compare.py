@@ -112,11 +112,13 @@ def test_held_out_figures_have_their_intervals(tmp_path: Path) -> None:
     for name, low in (("sure", 0.7), ("unsure", 0.5)):
         run = mlflow_run.open_run(uri, "exp", name, {}, {})
         figures = {"heldout/accuracy": 0.75, "heldout/accuracy/low": low, "heldout/accuracy/high": 0.8}
+        figures |= {"heldout/temperature": 0.0} if name == "sure" else {}
         more = {"heldout/best_at_4": 0.9, "heldout/best_at_4/low": 0.85, "heldout/best_at_4/high": 0.95}
         mlflow_run.log_iteration(uri, run, 0, dict.fromkeys(figures, 0.1))
         mlflow_run.log_iteration(uri, run, 1, figures | (more if name == "sure" else {"heldout/distinct_2": 0.3}))
     comparison = compare_runs(uri, "exp")
     assert comparison.evaluation.to_dict("index") == {
+        "responses": {"sure": "greedy", "unsure": "–"},
         "accuracy": {"sure": "0.750 (0.700 to 0.800)", "unsure": "0.750 (0.500 to 0.800)"},
         "best@4": {"sure": "0.900 (0.850 to 0.950)", "unsure": "–"},
     }

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from reports.evaluation import Figure, evaluation_figures, with_interval
+from reports.evaluation import Figure, drawn, evaluation_figures, with_interval
 
 
 def test_first_and_last_evaluation_in_reading_order() -> None:
@@ -29,6 +29,19 @@ def test_first_and_last_evaluation_in_reading_order() -> None:
         Figure("truncated, share", "–", "0.000"),
         Figure("mine/score", "–", "2.000 (1.000 to 3.000)"),
     ]
+
+
+def test_how_the_responses_were_drawn_stands_above_their_figures() -> None:
+    """Greedy and sampled accuracies are other figures. Control: without an evaluation nothing is said."""
+    sampled = {"heldout/accuracy": 0.5, "heldout/temperature": 0.7}
+    greedy = {"heldout/accuracy": 0.5, "heldout/temperature": 0.0}
+    records = [{"iteration": number, "metrics": metrics} for number, metrics in enumerate((sampled, greedy))]
+    assert evaluation_figures(records) == [
+        Figure("responses", "sampled at temperature 0.7", "greedy"),
+        Figure("accuracy", "0.500", "0.500"),
+    ]
+    assert drawn({"heldout/temperature": 1.0}) == "sampled at temperature 1"
+    assert drawn({"reward/mean": 0.5}) == ""
 
 
 def test_a_run_without_an_evaluation_has_no_table() -> None:

@@ -9,7 +9,7 @@ from reports.model_card import ModelFacts, figures_until, model_card
 RECORDS = [
     {"iteration": 0, "metrics": {"heldout/accuracy": 0.25}},
     {"iteration": 1, "metrics": {"reward/mean": 0.5}},
-    {"iteration": 2, "metrics": {"reward/mean": 0.75, "heldout/accuracy": 0.5}},
+    {"iteration": 2, "metrics": {"reward/mean": 0.75, "heldout/accuracy": 0.5, "heldout/temperature": 1.0}},
     {"iteration": 3, "metrics": {"reward/mean": 0.875, "heldout/accuracy": 0.625}},
 ]
 
@@ -20,6 +20,7 @@ def test_figures_are_those_until_the_iteration_of_the_weights() -> None:
         "iterations": 2,
         "accuracy_before": 0.25,
         "accuracy_after": 0.5,
+        "heldout_temperature": 1.0,
         "reward_first": 0.5,
         "reward_last": 0.75,
     }
@@ -42,6 +43,12 @@ def test_the_card_says_where_the_model_comes_from() -> None:
     )
     _, front, body = model_card(facts).split("---\n", 2)
     assert yaml.safe_load(front)["tags"] == ["penstock", "reinforcement-learning", "grpo"]
-    for line in ("| Base model | Qwen\\|1.5B |", "25.0% → 62.5%", "| Seed | 7 |", "torch 2.11.", "- MLflow run: `abc`"):
+    for line in (
+        "| Base model | Qwen\\|1.5B |",
+        "25.0% → 62.5% +37.5 points, sampled at temperature 1",
+        "| Seed | 7 |",
+        "torch 2.11.",
+        "- MLflow run: `abc`",
+    ):
         assert line in body
     assert "commit" not in body

@@ -61,6 +61,11 @@ def test_accuracy_is_drawn_with_its_interval() -> None:
     assert figure is not None
     segments = [line.tolist() for item in figure.axes[-1].collections for line in getattr(item, "get_segments", list)()]
     assert [[4.0, 0.4], [4.0, 0.7]] in segments
+    sampled = reward_figure(
+        metrics_frame([*_records(3), {"iteration": 4, "metrics": ends | {"heldout/temperature": 1}}])
+    )
+    assert sampled is not None
+    assert "held-out accuracy, sampled at temperature 1" in sampled.axes[-1].get_legend_handles_labels()[1]
     plain = reward_figure(metrics_frame(_records(3)))
     assert plain is not None
     assert not any(hasattr(item, "get_segments") for item in plain.axes[-1].collections)

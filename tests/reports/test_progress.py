@@ -103,8 +103,15 @@ def test_the_last_panel_says_what_was_reached_and_where_to_look() -> None:
     """Accuracy before and after with the rise in points, and the caller's commands as they are."""
     console, text = _console()
     summary = {"status": "completed", "seconds": 61, "accuracy_before": 0.25, "accuracy_after": 0.5}
+    summary["heldout_temperature"] = 0.0
     print_summary(console, summary, {"MLflow": "mlflow ui --port [5000]"})
-    for part in ("training completed", "25.0% → 50.0%", "+25.0 points", "1 min 01 s", "mlflow ui --port [5000]"):
+    for part in (
+        "training completed",
+        "25.0% → 50.0%",
+        "+25.0 points, greedy",
+        "1 min 01 s",
+        "mlflow ui --port [5000]",
+    ):
         assert part in text.getvalue()
 
 

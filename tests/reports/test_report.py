@@ -21,6 +21,7 @@ SUMMARY = {
     "iterations": 2,
     "accuracy_before": 0.25,
     "accuracy_after": 0.75,
+    "heldout_temperature": 1.0,
     "reward_first": 0.5,
     "reward_last": 0.25,
     "tokens_per_second": 12345.6,
@@ -164,7 +165,7 @@ def test_the_markdown_page_points_at_the_pictures_beside_it(run_folder: Path) ->
     pictures = re.findall(r"!\[\w+\]\(([^)]+)\)", text)
     assert pictures == ["reward.png", "time.png"]
     assert all((folder / picture).exists() for picture in pictures)
-    assert "| Held-out accuracy | 25.0% → 75.0% | +50.0 points |" in text
+    assert "| Held-out accuracy | 25.0% → 75.0% | +50.0 points, sampled at temperature 1 |" in text
 
 
 def test_a_tasks_share_counts_the_iterations_in_which_it_did_not_run() -> None:

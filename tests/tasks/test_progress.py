@@ -35,6 +35,9 @@ def kept(monkeypatch: pytest.MonkeyPatch) -> Iterator[Kept]:
     logger.setLevel(level)
 
 
+HELDOUT = {"heldout/accuracy": 0.25, "heldout/temperature": 1.0}
+
+
 def _train(training: Training, enter: Callable[[], None]) -> None:
     with show_progress(training):
         session = training.session()
@@ -43,7 +46,7 @@ def _train(training: Training, enter: Callable[[], None]) -> None:
         session.progress.start(2)
         enter()
         session.say("rollout")
-        session.progress.advance(1, {"reward/mean": 0.5, "heldout/accuracy": 0.25, "time/iteration_s": 1.5})
+        session.progress.advance(1, {"reward/mean": 0.5, **HELDOUT, "time/iteration_s": 1.5})
 
 
 def test_phases_and_iterations_are_lines_of_the_pages_that_show_them(
@@ -55,7 +58,7 @@ def test_phases_and_iterations_are_lines_of_the_pages_that_show_them(
     """The training's page has all, an iteration's its own; the terminal's log has neither."""
     monkeypatch.setenv("PREFECT__RUNTIME__FLOW_RUN__ID", TRAINING)
     _train(training_with(TrainConfig()), lambda: monkeypatch.setenv("PREFECT__RUNTIME__FLOW_RUN__ID", ITERATION))
-    line = "iteration 1/2, reward 0.500, held-out accuracy 25.0%, 1.50 s"
+    line = "iteration 1/2, reward 0.500, held-out accuracy 25.0% (sampled at temperature 1), 1.50 s"
     assert kept.lines == {
         (TRAINING, "opening the record in MLflow"), (TRAINING, "reading prompts"), (TRAINING, line), (ITERATION, line),
     }  # fmt: skip

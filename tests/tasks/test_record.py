@@ -34,7 +34,7 @@ MakeTraining = Callable[[TrainConfig], Training]
 def recorded(training: Training, *accuracies: float | None) -> Training:
     """Record iterations 0, 1, ... with these held-out accuracies; iteration n earns n / 10 in n seconds."""
     for number, accuracy in enumerate(accuracies):
-        metrics = {} if accuracy is None else {"heldout/accuracy": accuracy}
+        metrics = {} if accuracy is None else {"heldout/accuracy": accuracy, "heldout/temperature": 0.7}
         if number:
             metrics |= {"reward/mean": number / 10, "time/iteration_s": float(number), "rollout/tokens": 100.0}
             metrics |= {"rollout/tokens_per_s": 150.0}
@@ -123,6 +123,7 @@ def test_a_summary_of_a_whole_run(training_with: MakeTraining) -> None:
         "iterations": 3,
         "accuracy_before": 0.5,
         "accuracy_after": 0.6,
+        "heldout_temperature": 0.7,
         "reward_first": 0.1,
         "reward_last": 0.3,
         "tokens_per_second": 50.0,
