@@ -9,7 +9,6 @@ A name with a colon, `module:function`, is a user's own. Its module says what it
 
 from __future__ import annotations
 
-import importlib
 import inspect
 from collections.abc import Callable, Iterable, Mapping
 from types import ModuleType
@@ -21,7 +20,7 @@ from algorithms.algorithm import Algorithm, Need
 from algorithms.discovery import settings
 from algorithms.policy_losses import CHOICES, POLICY_LOSSES, Choice, PolicyLoss
 from configs.errors import UserError
-from configs.imports import import_named
+from configs.imports import import_named, module_named
 
 __all__ = [
     "ALGORITHMS",
@@ -36,6 +35,8 @@ __all__ = [
     "policy_loss_named",
     "settings_of",
 ]
+
+_ADVANTAGE, _POLICY_LOSS = "algorithm.advantage", "algorithm.policy_loss"
 
 
 def collect(modules: Iterable[ModuleType]) -> dict[str, Algorithm]:
@@ -67,7 +68,7 @@ def advantage_named(name: str) -> AdvantageEstimator:
     Raises:
         UserError: a user's own cannot be imported, or cannot be called as an estimator is.
     """
-    return _own("algorithm.advantage", name) if is_own(name) else ADVANTAGES[name]
+    return _own(_ADVANTAGE, name) if is_own(name) else ADVANTAGES[name]
 
 
 def policy_loss_named(name: str) -> PolicyLoss:
@@ -76,14 +77,13 @@ def policy_loss_named(name: str) -> PolicyLoss:
     Raises:
         UserError: a user's own cannot be imported, or cannot be called as a loss is.
     """
-    return _own("algorithm.policy_loss", name) if is_own(name) else POLICY_LOSSES[name]
+    return _own(_POLICY_LOSS, name) if is_own(name) else POLICY_LOSSES[name]
 
 
 def choice_named(policy_loss: str) -> Choice | None:
     """What chooses tokens for a loss, or None for a loss without."""
     if is_own(policy_loss):
-        policy_loss_named(policy_loss)  # so that a module which does not import is answered in words
-        return getattr(_module(policy_loss, {}), "choose", None)
+        return getattr(_loss_module(policy_loss), "choose", None)
     return CHOICES.get(policy_loss)
 
 
@@ -106,7 +106,7 @@ def needs(advantage: str, policy_loss: str) -> frozenset[Need]:
     Raises:
         UserError: a user's module needs what there is not.
     """
-    modules = (_module(advantage, advantages.MODULES), _module(policy_loss, policy_losses.MODULES))
+    modules = (_module(_ADVANTAGE, advantage, advantages.MODULES), _loss_module(policy_loss))
     found = frozenset(need for module in modules for need in getattr(module, "NEEDS", ()))
     if unknown := sorted(found - set(get_args(Need))):
         raise UserError(
@@ -118,7 +118,7 @@ def needs(advantage: str, policy_loss: str) -> frozenset[Need]:
 
 def has_ratio(policy_loss: str) -> bool:
     """Whether a loss compares the actor with the generating policy; a file that does not says ``RATIO = False``."""
-    return bool(getattr(_module(policy_loss, policy_losses.MODULES), "RATIO", True))
+    return bool(getattr(_loss_module(policy_loss), "RATIO", True))
 
 
 def _settings(advantage: str, policy_loss: str, own: bool) -> dict[str, Any]:
@@ -129,12 +129,16 @@ def _settings(advantage: str, policy_loss: str, own: bool) -> dict[str, Any]:
     return {**found, **settings(policy_loss_named(policy_loss)), **({} if choice is None else settings(choice))}
 
 
-def _module(name: str, ours: Mapping[str, ModuleType]) -> ModuleType:
-    return importlib.import_module(name.partition(":")[0]) if is_own(name) else ours[name]
+def _loss_module(name: str) -> ModuleType:
+    return _module(_POLICY_LOSS, name, policy_losses.MODULES)
+
+
+def _module(setting: str, name: str, ours: Mapping[str, ModuleType]) -> ModuleType:
+    return module_named(setting, name, "function", _example(setting)) if is_own(name) else ours[name]
 
 
 def _own(setting: str, spec: str) -> Callable[..., Any]:
-    function = import_named(setting, spec, "function", f"my_algorithm:{setting.partition('.')[2]}")
+    function = import_named(setting, spec, "function", _example(setting))
     kinds = [parameter.kind for parameter in inspect.signature(function).parameters.values()]
     positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     if not kinds or kinds[0] not in positional or set(kinds[1:]) - {inspect.Parameter.KEYWORD_ONLY}:
@@ -143,6 +147,10 @@ def _own(setting: str, spec: str) -> Callable[..., Any]:
             f"for example: def {spec.partition(':')[2]}(inputs, *, margin=0.5)",
         )
     return function
+
+
+def _example(setting: str) -> str:
+    return f"my_algorithm:{setting.partition('.')[2]}"
 
 
 ALGORITHMS: dict[str, Algorithm] = collect([*advantages.MODULES.values(), *policy_losses.MODULES.values()])

@@ -28,7 +28,7 @@ from configs.recipes import read_tree
 from configs.schema import TrainConfig
 from configs.section import Recipe
 
-__all__ = ["config_from_mapping", "describe_keys", "load_config", "load_tree", "read_tree", "to_yaml"]
+__all__ = ["config_from_mapping", "describe_keys", "load_config", "load_saved", "load_tree", "read_tree", "to_yaml"]
 
 Tree = TypeVar("Tree", bound=Recipe)
 
@@ -60,6 +60,15 @@ def load_tree(path: Path, overrides: Sequence[str], kind: type[Tree]) -> Tree:
     for override in overrides:
         tree = recipes.merge(tree, parse_override(override, kind))
     return _validated(tree, str(path), kind)
+
+
+def load_saved(path: Path, kind: type[Tree]) -> Tree:
+    """Return the resolved configuration that a run folder keeps; a `base` in it is one of a form.
+
+    Raises:
+        UserError: the file or a value is wrong.
+    """
+    return _validated(recipes.read_mapping(path), str(path), kind)
 
 
 def config_from_mapping(values: Mapping[str, Any], source: str) -> TrainConfig:

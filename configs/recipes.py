@@ -3,11 +3,16 @@
 Why a loader of our own: PyYAML keeps the last of two equal keys without a word and reads `1e-6` as text. Here the
 first is an error with its line, and the second a number.
 
+A file that a person names may be anywhere, and so may its `base`. A tree from elsewhere, as from a form, names
+recipes alone: `.yaml` or `.yml` files in the working folder, in this one, or in those that the environment variable
+`PENSTOCK_RECIPE_FOLDERS` lists, and so do they. No error quotes a file.
+
 Left out: which keys exist and what they mean (configs/loading.py, configs/schema.py).
 """
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -18,6 +23,8 @@ import yaml
 from configs.errors import UserError
 
 CORRECT_IT = "correct the YAML there; text with { } [ ] : # or % goes in quotes"
+FOLDERS_VARIABLE = "PENSTOCK_RECIPE_FOLDERS"
+SUFFIXES = (".yaml", ".yml")
 FLOAT_TAG = "tag:yaml.org,2002:float"
 # YAML 1.2 floats that YAML 1.1 (PyYAML) takes for text: an exponent without a dot or without a sign.
 EXPONENT = re.compile(r"^[-+]?(?:[0-9]+(?:\.[0-9]*)?|\.[0-9]+)[eE][-+]?[0-9]+$")
@@ -65,9 +72,12 @@ def parse(text: str | bytes, source: str) -> Any:
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         line = f", line {mark.line + 1}" if mark else ""
-        raise UserError(f"{source}{line}: {error.problem or error.context}", CORRECT_IT) from error
+        problem = f"{source}{line}: {error.problem or error.context}"
     except (yaml.YAMLError, ValueError) as error:  # ValueError: bytes that are no text, a date that does not exist
-        raise UserError(f"{source}: {str(error).splitlines()[0]}", CORRECT_IT) from error
+        problem = f"{source}: {str(error).splitlines()[0]}"
+    except RecursionError:
+        problem = f"{source}: it is nested too deeply"
+    raise UserError(problem, CORRECT_IT)  # without its cause, which quotes the lines around
 
 
 def dump(tree: Mapping[str, Any]) -> str:
@@ -94,12 +104,28 @@ def _is_schedule(value: Mapping[Any, Any]) -> bool:
 
 
 def read_tree(path: Path) -> dict[str, Any]:
-    """Return a recipe's tree, laid over the recipes it names in `base`; the result has no `base`.
+    """Return the tree of a recipe that a person named, laid over those in its `base`; the result has no `base`.
 
     Raises:
         UserError: a file is missing, is not a YAML mapping, or leads back to itself.
     """
-    return _read(path, ())
+    return _read(path, (), None)
+
+
+def read_mapping(path: Path) -> dict[str, Any]:
+    """Return what one file says, its `base` included.
+
+    Raises:
+        UserError: it is missing, or no YAML mapping.
+    """
+    if not path.is_file():
+        raise UserError(f"the recipe {path} does not exist", "give the path of a YAML file")
+    tree = parse(path.read_bytes(), str(path))
+    if tree is None:
+        return {}
+    if not isinstance(tree, dict):
+        raise UserError(f"{path}: a recipe is a mapping of keys to values, not a {type(tree).__name__}", "see configs/")
+    return tree
 
 
 def compose(values: Mapping[str, Any], folder: Path) -> dict[str, Any]:
@@ -110,15 +136,20 @@ def compose(values: Mapping[str, Any], folder: Path) -> dict[str, Any]:
         folder: where those paths are looked for first; then in the working directory.
 
     Raises:
-        UserError: as for `read_tree`.
+        UserError: as for `read_tree`, or a recipe lies elsewhere than in this folder, the working directory, ours, or
+            those of the operator.
     """
-    return _compose(values, folder, "base", ())
+    theirs = [Path(entry) for entry in os.environ.get(FOLDERS_VARIABLE, "").split(os.pathsep) if entry]
+    within = tuple(place.resolve() for place in (folder, Path(), Path(__file__).parent, *theirs))
+    return _compose(values, folder, "base", (), within)
 
 
-def _compose(values: Mapping[str, Any], folder: Path, source: str, chain: tuple[Path, ...]) -> dict[str, Any]:
+def _compose(
+    values: Mapping[str, Any], folder: Path, source: str, chain: tuple[Path, ...], within: tuple[Path, ...] | None
+) -> dict[str, Any]:
     tree: dict[str, Any] = {}
     for name in _base_names(values.get("base"), source):
-        tree = merge(tree, _read(_find(name, folder, source), chain))
+        tree = merge(tree, _read(_find(name, folder, source, within), chain, within))
     return merge(tree, {key: value for key, value in values.items() if key != "base"})
 
 
@@ -129,9 +160,17 @@ def _base_names(base: Any, source: str) -> list[str]:
     raise UserError(f"{source}: 'base' is {base!r}", "give the path of a recipe, or a list of paths")
 
 
-def _find(name: str, folder: Path, source: str) -> Path:
-    places = [folder / name, Path(name)]
+def _find(name: str, folder: Path, source: str, within: tuple[Path, ...] | None) -> Path:
+    """Return the recipe of that name; what lies outside of `within` is not looked at, not even whether it exists."""
+    places = [place for place in (folder / name, Path(name)) if within is None or _lies_in(place.resolve(), within)]
+    if not places:
+        raise UserError(
+            f"{source}: the base recipe '{name}' is not in a folder that recipes are read from",
+            f"put it into {Path.cwd()}, or list its folder where the worker is started: {FOLDERS_VARIABLE}=FOLDER",
+        )
     for place in places:
+        if place.suffix not in SUFFIXES or place.resolve().suffix not in SUFFIXES:
+            raise UserError(f"{source}: the base recipe '{name}' is no .yaml or .yml file", "give the path of a recipe")
         if place.is_file():
             return place
     raise UserError(
@@ -140,16 +179,13 @@ def _find(name: str, folder: Path, source: str) -> Path:
     )
 
 
-def _read(path: Path, chain: tuple[Path, ...]) -> dict[str, Any]:
-    if not path.is_file():
-        raise UserError(f"the recipe {path} does not exist", "give the path of a YAML file")
+def _lies_in(place: Path, folders: tuple[Path, ...]) -> bool:
+    return any(place.is_relative_to(folder) for folder in folders)
+
+
+def _read(path: Path, chain: tuple[Path, ...], within: tuple[Path, ...] | None) -> dict[str, Any]:
     identity = path.resolve()
     if identity in chain:
         round_trip = " -> ".join(place.name for place in (*chain[chain.index(identity) :], identity))
         raise UserError(f"{path}: 'base' leads back to itself: {round_trip}", "remove one 'base' of this circle")
-    tree = parse(path.read_bytes(), str(path))
-    if tree is None:
-        tree = {}
-    if not isinstance(tree, dict):
-        raise UserError(f"{path}: a recipe is a mapping of keys to values, not a {type(tree).__name__}", "see configs/")
-    return _compose(tree, path.parent, str(path), (*chain, identity))
+    return _compose(read_mapping(path), path.parent, str(path), (*chain, identity), within)

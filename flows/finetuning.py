@@ -11,7 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
 
-from configs.loading import load_tree
+from configs.loading import load_saved
 from configs.preference import PairConfig, RewardModelConfig
 from configs.schema import TrainConfig
 from state.manifest import check_resumable, ended
@@ -50,7 +50,7 @@ def opened(
     if resume is not None:
         run = open_run_folder(Path(resume))
         check_resumable(run, kind)
-        config = load_tree(run.config, (), type(config))
+        config = load_saved(run.config, type(config))
         check(config)
         check_tokenized(run, config)
         return config, run

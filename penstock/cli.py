@@ -342,7 +342,7 @@ def _finetune(
     resume: Path | None,
 ) -> None:
     """Start or resume a flow of its own before reinforcement learning; print where its model is."""
-    from configs.loading import load_tree
+    from configs.loading import load_saved, load_tree
     from penstock.server import check_server
     from state.manifest import check_resumable
     from state.run_folder import open_run_folder
@@ -361,7 +361,7 @@ def _finetune(
     else:
         folder = open_run_folder(resume).path
         check_resumable(open_run_folder(resume), command, _how_to_go_on(command, folder))
-        config = load_tree(folder / "config.yaml", (), kind)
+        config = load_saved(folder / "config.yaml", kind)
         check(config)
         check_tokenized(open_run_folder(resume), config)
         check_server()

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from pydantic import BaseModel
 
 from configs.errors import UserError
-from configs.loading import load_config, to_yaml
+from configs.loading import load_saved, to_yaml
 from configs.schema import Role, TrainConfig
 from engines.gpu_sampler import GpuSampler
 from engines.group import EngineGroup
@@ -200,7 +200,7 @@ def write_config(run: RunFolder, config: BaseModel) -> None:
 
 def read_config(run: RunFolder) -> TrainConfig:
     """Read the resolved configuration of an existing run."""
-    return load_config(run.config)
+    return load_saved(run.config, TrainConfig)
 
 
 def may_help_again(_: Any, __: Any, state: State[Any]) -> bool:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
 
 TESTS = Path(__file__).parent
+os.environ["PENSTOCK_ALLOWED_MODULES"] = "tests"  # functions and classes of the tests are named in configurations
 LONGEST_FIRST = {"flows": 0, "engines": 1}
 ENGINES_ALONE = {"test_channel.py", "test_group.py"}  # they start groups of their own
 

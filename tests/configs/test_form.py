@@ -58,8 +58,9 @@ def test_settings_that_follow_from_others_are_filled_in_anew_for_a_changed_key()
     assert TrainConfig.model_validate(resolved) != wanted
 
 
-def test_a_schedule_and_a_null_of_a_recipe_are_kept(tmp_path: Path) -> None:
+def test_a_schedule_and_a_null_of_a_recipe_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A schedule's keys are text, as in JSON; null takes a recipe's section back. Control: its neighbours stay."""
+    monkeypatch.setenv("PENSTOCK_RECIPE_FOLDERS", str(tmp_path))
     (tmp_path / "mine.yaml").write_text(
         "base: configs/quickstart.yaml\nsft: null\nrollout: {temperature: {0: 1.0, 5: 0.5}}\n"
     )

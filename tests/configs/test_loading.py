@@ -209,8 +209,9 @@ def test_different_configs_have_different_yaml() -> None:
     assert to_yaml(config_from_mapping(PPO, "x")) != to_yaml(config_from_mapping({**PPO, "seed": 1}, "x"))
 
 
-def test_parameters_lie_over_the_recipes_they_name(recipe: Path) -> None:
+def test_parameters_lie_over_the_recipes_they_name(recipe: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A flow's parameters, through JSON: what they give wins, what they leave at its default does not."""
+    monkeypatch.chdir(recipe.parent)
     parameters = {
         "base": str(recipe),
         "iterations": 5,
@@ -226,8 +227,11 @@ def test_parameters_lie_over_the_recipes_they_name(recipe: Path) -> None:
 
 
 @pytest.mark.parametrize("base", [True, False])
-def test_null_in_a_parameter_means_what_it_means_in_a_recipe(recipe: Path, base: bool) -> None:
+def test_null_in_a_parameter_means_what_it_means_in_a_recipe(
+    recipe: Path, base: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """What the recipe gave is taken back, with a recipe or without. Control: null stays where it is a value."""
+    monkeypatch.chdir(recipe.parent)
     given = {"groups": None, "seed": None, "rollout": {"samples": None}, "algorithm": {"kl": None}}
     config = TrainConfig.model_validate(given | ({"base": str(recipe)} if base else {}))
     assert (config.groups, config.seed, config.rollout.samples) == ({}, TrainConfig().seed, 8)

@@ -49,8 +49,9 @@ def test_devices_are_those_of_the_engines(tmp_path: Path) -> None:
         assert [device.gpu for device in spec.devices] == expected
 
 
-def test_a_part_of_a_tree_is_laid_over_a_recipe(tmp_path: Path) -> None:
+def test_a_part_of_a_tree_is_laid_over_a_recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As deployments give it: `base` names the recipe, and what the form sends goes over it."""
+    monkeypatch.chdir(tmp_path)
     load(tmp_path, "data: {prompt: question}\nseed: 7")
     given = {"base": str(tmp_path / "recipe.yaml"), "data": {"train": "a.jsonl"}, "loss": {"name": "kto"}}
     config = PreferenceConfig.model_validate(given)

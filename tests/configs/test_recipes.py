@@ -6,13 +6,17 @@ itself, or a number that PyYAML takes for text.
 
 from __future__ import annotations
 
+import traceback
 from pathlib import Path
 
 import pytest
 import yaml
 
+from configs import recipes
 from configs.errors import UserError
+from configs.loading import load_saved
 from configs.recipes import compose, dump, merge, parse, read_tree
+from configs.schema import TrainConfig
 
 
 def _write(folder: Path, **recipes: str) -> None:
@@ -127,3 +131,65 @@ def test_dumping_and_parsing_gives_the_tree_back() -> None:
 def test_compose_without_base_changes_nothing(tmp_path: Path) -> None:
     """A tree that names no base, or an empty one, is its own result."""
     assert compose({"seed": 3, "base": None}, tmp_path) == compose({"seed": 3}, tmp_path) == {"seed": 3}
+
+
+SECRET = "root:*:19000\nme:$y$j9T$of_somebody: hash:19000\n"  # the second line is no YAML after the first
+
+
+def test_a_form_names_recipes_and_no_other_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither by its path, nor through a link, nor through `..`, nor through a recipe that may be named."""
+    outside, work = tmp_path / "outside", tmp_path / "work"
+    for folder in (outside, work):
+        folder.mkdir()
+    (outside / "shadow").write_text(SECRET)
+    _write(outside, secret=SECRET, recipe="seed: 7")
+    (work / "link.yaml").symlink_to(outside / "shadow")
+    (work / "notes").write_text(SECRET)
+    (work / "masked.yaml").symlink_to(work / "notes")
+    _write(work, through="base: ../outside/secret.yaml", listed=f"base: {outside}/recipe.yaml")
+    monkeypatch.chdir(work)
+    for base in (
+        str(outside / "shadow"),
+        "link.yaml",
+        "../outside/secret.yaml",
+        "through.yaml",
+        "../outside/none.yaml",
+    ):
+        with pytest.raises(UserError, match="is not in a folder that recipes are read from"):
+            TrainConfig.model_validate({"base": base})
+    for base in ("notes", "masked.yaml"):
+        with pytest.raises(UserError, match=r"is no \.yaml or \.yml file"):
+            TrainConfig.model_validate({"base": base})
+    monkeypatch.setenv("PENSTOCK_RECIPE_FOLDERS", f"{tmp_path / 'none'}:{outside}")  # the operator's
+    assert TrainConfig.model_validate({"base": [str(outside / "recipe.yaml"), "listed.yaml"]}).seed == 7
+
+
+def test_our_recipes_may_be_named_wherever_one_works(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And a recipe of a person's own may lie anywhere, with what it builds on: the control of the refusals above."""
+    monkeypatch.chdir(tmp_path)
+    ours = str(Path(recipes.__file__).parent / "quickstart.yaml")
+    assert TrainConfig.model_validate({"base": ours}).name == "quickstart"
+    elsewhere = tmp_path.with_name(f"{tmp_path.name}-elsewhere")
+    elsewhere.mkdir()
+    _write(elsewhere, mine="base: [../ground.yaml]")
+    _write(tmp_path.parent, ground="seed: 5")
+    assert read_tree(elsewhere / "mine.yaml") == {"seed": 5}
+    (elsewhere / "config.yaml").write_text("base: ../ground.yaml\n")  # of a run folder: nobody named its base
+    with pytest.raises(UserError, match="is not in a folder that recipes are read from"):
+        load_saved(elsewhere / "config.yaml", TrainConfig)
+
+
+def test_an_error_quotes_no_line_of_the_file(tmp_path: Path) -> None:
+    """Neither in its words nor in the causes that a traceback shows. Control: YAML's own error does."""
+    (tmp_path / "secret.yaml").write_text(SECRET)
+    with pytest.raises(yaml.YAMLError, match="of_somebody"):
+        yaml.safe_load(SECRET)
+    with pytest.raises(UserError, match="line 2: mapping values are not allowed here") as caught:
+        read_tree(tmp_path / "secret.yaml")
+    assert "of_somebody" not in "".join(traceback.format_exception(caught.value))
+
+
+def test_a_value_that_is_nested_too_deeply_is_refused_in_words() -> None:
+    """Not with a RecursionError."""
+    with pytest.raises(UserError, match="x: it is nested too deeply"):
+        parse("[" * 100_000, "x")
