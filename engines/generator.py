@@ -34,6 +34,7 @@ from engines.concurrency import capture_sizes, max_sequences, most_at_once
 from engines.episodes import Environments, play
 from engines.prompt_supply import place_of, supply_of
 from engines.requests import Generated, Sampling, answer, engine_seed
+from engines.served import check_served
 from engines.weights.loader import register_loader
 from engines.weights.slices import shapes_of
 from state.experience import Ragged
@@ -51,6 +52,9 @@ class Generator:
         storage: parameters whose storage the engine may use instead of its own, at their final addresses.
         sleeps: whether something else needs this GPU's memory between rollouts.
         logprobs: whether it will be asked for log-probs of the tokens that it draws.
+
+    Raises:
+        UserError: vLLM would not serve the model with the trained weights (served.py, weights/loader.py).
     """
 
     def __init__(
@@ -71,10 +75,12 @@ class Generator:
         self.max_sequences = max_sequences(config, self.place.engines)
         self.stop_token_ids = stop_token_ids(lm)
         described: Any = lm.config
-        versions.prepare_vllm(self.cuda, described.architectures or [])
+        shapes = shapes_of(lm)
+        check_served(described.to_dict(), shapes, folder)
+        versions.prepare_vllm(self.cuda, described.architectures)
         versions.warm_up_as(sampling_at_start(config, logprobs))
         with _global_randomness_kept():
-            bound = register_loader("penstock", shapes_of(lm), storage)
+            bound = register_loader("penstock", shapes, storage)
             length = max_prompt_tokens + config.max_response_tokens
             kv_cache = kv_cache_bytes(config, self.max_sequences, lm.config, length, dtype, self.cuda)
             arguments = engine_arguments(
@@ -92,7 +98,7 @@ class Generator:
 
     def reshard(self, transfer: Callable[[], int]) -> int:
         """Let `transfer` bring and verify weights; return the bytes it moved."""
-        if self.binding.copied_count:
+        if self.binding.copied:
             self._wake("weights")
         self.dropped = False
         return transfer()
@@ -175,7 +181,7 @@ class Generator:
         Copies are dropped where this group can make them again, and wait in the host's memory elsewhere.
         """
         if self.sleeps and not self.asleep:
-            self.dropped = self.refill is not None and self.binding.copied_count > 0
+            self.dropped = self.refill is not None and bool(self.binding.copied)
             free = torch.cuda.mem_get_info()[0]
             self.llm.sleep(level=2 if self.dropped else 1)
             self.unmapped = torch.cuda.mem_get_info()[0] - free

@@ -146,6 +146,17 @@ def keep_cpu_engines_off_shared_memory() -> None:
     CpuCommunicator._all_group_ranks_share_shm_group_name = lambda self: False  # type: ignore[method-assign]
 
 
+def tie_embeddings_as_trained(model_config: Any, tied: bool) -> None:
+    """Let vLLM's next model have one matrix for both embeddings, or two, as the trainer's has.
+
+    Newer versions go by the folder's weights, and compare them once they are loaded, which here is later.
+    """
+    for config in (model_config.hf_config, model_config.hf_config.get_text_config()):
+        config.tie_word_embeddings = tied
+    if hasattr(model_config, "word_embeddings_untied_by_checkpoint"):
+        model_config.word_embeddings_untied_by_checkpoint = False
+
+
 def vllm_model(llm: Any) -> torch.nn.Module:
     """Return the module inside an in-process vLLM engine."""
     return llm.collective_rpc(lambda worker: worker.get_model())[0]

@@ -340,7 +340,7 @@ class Worker:
         figures: dict[str, Any] = {"strategy": reshard_strategy(self.config)}
         if self.generator is None:
             return figures
-        shared, copied = len(self.generator.binding.shared), self.generator.binding.copied_count
+        shared, copied = len(self.generator.binding.shared), len(self.generator.binding.copied)
         if figures["strategy"] == "broadcast":  # shared with this rank's buffer of what the actor sends
             shared, copied = 0, shared + copied
         return figures | {"parameters_shared": shared, "parameters_copied": copied}

@@ -149,7 +149,7 @@ class Receiver:
             work.wait()
             sums.append(word_sum(bucket))
             found.append(self._placement.place(wholes))
-        self._placement.check_complete()
+        self._placement.check_complete(found)
         received = torch.stack(sums)
         sent = torch.empty_like(received)
         self._joint.broadcast(sent).wait()

@@ -2,8 +2,8 @@
 
 Each rank keeps an equal range of every flattened parameter (the last one padded), as `parameter.ds_tensor`. Where vLLM
 holds a parameter's rows side by side, the all-gather writes them there. Where it does not (an engine of several ranks,
-parameters for vLLM's own loader), whole parameters land in a bucket first, and the next bucket is gathered while
-slices of the last one are copied.
+matrices stacked already), whole parameters land in a bucket first, and the next bucket is gathered while slices of the
+last one are copied.
 
 No second gather proves it: each rank sums its own shard, the sums are exchanged once, and compared with the sums of
 what arrived. Suffixes: `_P` parameters, `_PR` times ranks.
@@ -133,7 +133,7 @@ class GatherReshard:
             gathering.finish()
             self._shards.look_at(gathering)
             placed.append(self._placement.place(self._staged(gathering)))
-        self._placement.check_complete()
+        self._placement.check_complete(placed, elsewhere=len(self._direct))
         refuse(wrong_names([*placed, self._shards.differences()]))
         return self._bytes
 

@@ -1,12 +1,15 @@
 """Builds vLLM's module without reading weights: its parameters become views of the trainer's storage, or get their own.
 
 That happens before vLLM captures CUDA graphs, which keep addresses. Values are not looked at: every strategy brings
-them with the first reshard. Left out: which parts belong together (slices.py).
+them with the first reshard, and proves them. So that it can prove all of them, a model is refused here if a parameter
+on either side has no counterpart, or if vLLM computes with something else that it made of its parameters.
+
+Left out: which parts belong together (slices.py).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -14,8 +17,12 @@ from typing import Any
 import torch
 from torch import nn
 
+from engines.served import unserved
+from engines.versions import tie_embeddings_as_trained
 from engines.weights.layout import fused_view
 from engines.weights.slices import Counterpart, Shapes, counterparts
+
+HEAD = "lm_head.weight"  # a parameter of its own unless it is tied
 
 
 @dataclass(frozen=True)
@@ -23,25 +30,23 @@ class Binding:
     """What vLLM's parameters on this rank are made of."""
 
     shared: tuple[Counterpart, ...]  # views of the storage given: current without a copy
-    copied: tuple[Counterpart, ...]  # with storage of their own
-    unmapped: tuple[str, ...]  # vLLM's parameters with no known counterpart: its own loader fills them
-    loose: tuple[str, ...]  # Hugging Face parameters in no counterpart: what that loader gets
-
-    @property
-    def copied_count(self) -> int:
-        """Number of vLLM's parameters that a reshard writes."""
-        return len(self.copied) + len(self.unmapped)
+    copied: tuple[Counterpart, ...]  # with storage of their own, which a reshard writes and compares
 
 
-def bind(vllm_model: nn.Module, shapes: Shapes, storage: Mapping[str, torch.Tensor]) -> Binding:
+def bind(vllm_model: nn.Module, shapes: Shapes, storage: Mapping[str, torch.Tensor], dtype: torch.dtype) -> Binding:
     """Point vLLM's parameters at storage that holds their slices side by side; the others get storage of their own.
 
     Args:
         vllm_model: just initialised, its parameters still without storage (`without_storage`).
         shapes: whole shapes of all Hugging Face parameters.
         storage: the parameters whose storage may be shared, at their final addresses.
+        dtype: of the Hugging Face parameters.
+
+    Raises:
+        UserError: a parameter on either side has no counterpart of its dtype on the other.
     """
     theirs, known = dict(vllm_model.named_parameters()), counterparts(vllm_model, shapes)
+    _check_complete(vllm_model, known, shapes, dtype)
     shared, copied = [], []
     for counterpart in known:
         target = theirs[counterpart.name]
@@ -51,17 +56,33 @@ def bind(vllm_model: nn.Module, shapes: Shapes, storage: Mapping[str, torch.Tens
             continue
         target.data = view
         shared.append(counterpart)
-    bound, mapped = {item.name for item in shared}, {item.name for item in known}
+    bound = {item.name for item in shared}
     for name, target in theirs.items():
         if name not in bound:  # zeros, since vLLM computes with them before the first reshard; padding stays zero
             target.data = torch.zeros(target.shape, dtype=target.dtype, device=target.device)
-    taken = {piece.part for item in known for piece in item.slices}
-    return Binding(
-        shared=tuple(shared),
-        copied=tuple(copied),
-        unmapped=tuple(name for name in theirs if name not in mapped),
-        loose=tuple(name for name in shapes if name not in taken),
-    )
+    return Binding(shared=tuple(shared), copied=tuple(copied))
+
+
+def _check_complete(vllm_model: nn.Module, known: Sequence[Counterpart], shapes: Shapes, dtype: torch.dtype) -> None:
+    """Raise if a reshard could not write and compare everything: vLLM's parameters, and the model's."""
+    mapped, taken = {item.name for item in known}, {piece.part for item in known for piece in item.slices}
+    parameters = list(vllm_model.named_parameters())
+    without = {
+        "vLLM's": [name for name, parameter in parameters if name not in mapped or parameter.dtype != dtype],
+        "the model's": [name for name in shapes if name not in taken],
+    }
+    if sides := [f"{len(names)} of {whose} ({', '.join(names[:3])})" for whose, names in without.items() if names]:
+        raise unserved(type(vllm_model).__name__, f"has parameters without a known counterpart: {', '.join(sides)}")
+
+
+def held(model: nn.Module) -> dict[str, tuple[int, tuple[int, ...]]]:
+    """Return address and shape of every tensor of more than one element that a module or one inside it holds."""
+    found = {}
+    for prefix, module in model.named_modules():
+        for name, value in {**module._parameters, **module._buffers, **vars(module)}.items():
+            if isinstance(value, torch.Tensor) and value.numel() > 1:
+                found[f"{prefix}.{name}"] = (value.data_ptr(), tuple(value.shape))
+    return found
 
 
 def _shared_view(counterpart: Counterpart, storage: Mapping[str, torch.Tensor]) -> torch.Tensor | None:
@@ -112,11 +133,18 @@ def register_loader(name: str, shapes: Shapes, storage: Mapping[str, torch.Tenso
         def load_model(self, vllm_config: Any, model_config: Any, prefix: str = "") -> nn.Module:
             """Initialise, bind, and finish as vLLM expects."""
             device = torch.device(vllm_config.device_config.device)
+            tie_embeddings_as_trained(model_config, tied=HEAD not in shapes)
             with set_default_torch_dtype(model_config.dtype):
                 with device, without_storage():
                     model = initialize_model(vllm_config=vllm_config, model_config=model_config, prefix=prefix)
-                result.append(bind(model, shapes, storage))
+                result.append(bind(model, shapes, storage, model_config.dtype))
+                before = held(model)
                 process_weights_after_loading(model, model_config, device)
+            if made := [name for name, place in held(model).items() if before.get(name) != place]:
+                raise unserved(
+                    type(model).__name__,
+                    f"computes with {len(made)} tensors that vLLM makes of its parameters ({', '.join(made[:3])})",
+                )
             return model.eval()
 
     return result

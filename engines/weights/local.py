@@ -54,7 +54,7 @@ class LocalReshard:
         refuse(self.moved())
         placed = [self._placement.place(self._wholes)]
         placed += (self._placement.place({name: layer.merged()}) for name, layer in self._adapted.items())
-        self._placement.check_complete()
+        self._placement.check_complete(placed)
         refuse(wrong_names(placed))
         return sum(part.bytes for part in placed)
 

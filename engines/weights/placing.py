@@ -35,25 +35,25 @@ class Placement:
     """
 
     def __init__(self, model: Any, binding: Binding, shapes: Shapes) -> None:
-        self._shapes, self._model = shapes, model
+        self._shapes = shapes
         self._parameters = dict(model.named_parameters())
         self._addresses = {name: parameter.data_ptr() for name, parameter in self._parameters.items()}
-        self._awaited, self.loose = set(binding.unmapped), frozenset(binding.loose)
         self.targets: dict[str, list[Target]] = {}
         for item in binding.copied:
             for piece in item.slices:
                 target = Target(item.name, piece, piece.within(self._parameters[item.name].data))
                 self.targets.setdefault(piece.part, []).append(target)
+        self._copies = sum(len(targets) for targets in self.targets.values())
 
     @property
     def parts(self) -> set[str]:
         """Hugging Face parameters that are needed whole."""
-        return self.targets.keys() | self.loose
+        return set(self.targets)
 
     def whole_view(self, part: str) -> torch.Tensor | None:
         """Return the flat view of vLLM's storage that holds all of a Hugging Face parameter; None if there is none."""
         targets = self.targets.get(part, [])
-        if part in self.loose or len(targets) != 1:
+        if len(targets) != 1:
             return None
         target = targets[0]
         complete = target.piece.source == 0 and target.piece.length == self._shapes[part][target.piece.dim]
@@ -69,24 +69,21 @@ class Placement:
         views, sources = [target.view for target, _ in placed], [target.piece.of(whole) for target, whole in placed]
         if views:
             torch._foreach_copy_(views, sources)
-        loose = [name for name in wholes if name in self.loose]
-        if loose:
-            self._awaited -= self._model.load_weights((name, wholes[name]) for name in loose) or set()
-        loaded = [wholes[name] for name in loose]
         return Differences(
             names=[target.name for target, _ in placed],
             flags=[differs(view, source) for view, source in zip(views, sources, strict=True)],
-            bytes=sum(tensor.numel() * tensor.element_size() for tensor in (*views, *loaded)),
+            bytes=sum(tensor.numel() * tensor.element_size() for tensor in views),
         )
 
-    def check_complete(self) -> None:
-        """Raise if vLLM's loader left a parameter without weights: whatever it holds would be used.
+    def check_complete(self, placed: Iterable[Differences], elsewhere: int = 0) -> None:
+        """Raise unless every slice was compared: here, or where `elsewhere` of them were proven.
 
         Raises:
-            RuntimeError: it did.
+            RuntimeError: one was not.
         """
-        if self._awaited:
-            raise RuntimeError(f"vLLM loaded no weights into {', '.join(sorted(self._awaited))}")
+        compared = sum(len(part.names) for part in placed) + elsewhere
+        if compared != self._copies:
+            raise RuntimeError(f"the reshard compared {compared} of {self._copies} slices of the rollout engine")
 
 
 @dataclass(frozen=True)

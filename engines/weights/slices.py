@@ -2,8 +2,8 @@
 
 vLLM stacks some matrices (q, k, v; gate, up), cuts them over the ranks of an engine and pads vocabularies; each of its
 layer classes does that in its own way, and only those known here are trusted. All is decided from shapes, before any
-weight exists: a reshard is then a list of copies between views. Parameters without a known counterpart (experts,
-matrices that Hugging Face stores fused or transposed) are left to vLLM's own loader.
+weight exists: a reshard is then a list of copies between views. Some models (Phi-3, GLM-4) come with matrices fused as
+vLLM fuses them. Experts and transposed matrices have no counterpart, and a model with them is refused (loader.py).
 
 A slice is a range of rows or of columns. Left out: how the values get there (the strategies beside this file).
 """
@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from engines.lora import base_parameters
-from engines.weights.layout import FusedParameter, plan
+from engines.weights.layout import FUSED, FusedParameter, plan
 
 Shapes = Mapping[str, Sequence[int]]
 
@@ -87,10 +87,11 @@ def counterparts(vllm_model: nn.Module, shapes: Shapes) -> list[Counterpart]:
 def _slices(layer: nn.Module, fused: FusedParameter, target: torch.Size, shapes: Shapes) -> tuple[Slice, ...] | None:
     """Return the slices of one parameter of `layer`; None if the class or a size is not what is known here."""
     ranges = list(_ranges(layer, fused, [shapes[part] for part in fused.parts]))
-    if len(ranges) != len(fused.parts):
+    parts = fused.parts * len(ranges) if len(fused.parts) == 1 else fused.parts
+    if not ranges or len(ranges) != len(parts):
         return None
     slices, filled = [], 0
-    for part, (dim, source, length) in zip(fused.parts, ranges, strict=True):
+    for part, (dim, source, length) in zip(parts, ranges, strict=True):
         whole = tuple(shapes[part])
         fits = len(whole) == len(target) and all(
             size == target[other] for other, size in enumerate(whole) if other != dim
@@ -104,47 +105,65 @@ def _slices(layer: nn.Module, fused: FusedParameter, target: torch.Size, shapes:
 
 
 def _ranges(layer: nn.Module, fused: FusedParameter, wholes: list[Sequence[int]]) -> Iterator[tuple[int, int, int]]:
-    """Yield (dim, first index, length) of each part on this rank; nothing for a layer class that is not known."""
+    """Yield (dim, first index, length) of each part on this rank, of a single part that is fused of each stretch.
+
+    Nothing for a layer class that is not known.
+    """
     from vllm.model_executor.layers import linear
     from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
 
-    kind, weight = type(layer), not fused.name.endswith(".bias")
+    kind, weight, rows = type(layer), not fused.name.endswith(".bias"), [whole[0] for whole in wholes]
+    owner: Any = layer
     if kind is linear.QKVParallelLinear:
-        yield from _qkv_ranges(layer, [whole[0] for whole in wholes])
-    elif kind in (linear.MergedColumnParallelLinear, linear.ColumnParallelLinear):
-        yield from ((0, _rank(layer) * (whole[0] // _ranks(layer)), whole[0] // _ranks(layer)) for whole in wholes)
+        yield from _stretches(fused, rows, _heads(layer))
+    elif kind is linear.MergedColumnParallelLinear:
+        yield from _stretches(fused, rows, [_share(layer, size) for size in owner.output_sizes])
+    elif kind is linear.ColumnParallelLinear:
+        yield from ((0, *_share(layer, count)[1:]) for count in rows)
     elif kind is linear.RowParallelLinear and weight:
-        yield from ((1, _rank(layer) * (whole[1] // _ranks(layer)), whole[1] // _ranks(layer)) for whole in wholes)
+        yield from ((1, *_share(layer, whole[1])[1:]) for whole in wholes)
     elif kind in (VocabParallelEmbedding, ParallelLMHead):
-        rows: Any = layer.shard_indices
-        first, end = rows.org_vocab_start_index, rows.org_vocab_end_index
-        yield from ((0, first, end - first) for whole in wholes if whole[0] == layer.org_vocab_size)
+        held = owner.shard_indices
+        first, end = held.org_vocab_start_index, held.org_vocab_end_index
+        yield from ((0, first, end - first) for count in rows if count == owner.org_vocab_size)
     elif kind in (linear.RowParallelLinear, linear.ReplicatedLinear) or not isinstance(layer, linear.LinearBase):
-        yield from ((0, 0, whole[0]) for whole in wholes)
+        yield from ((0, 0, count) for count in rows)
 
 
-def _qkv_ranges(layer: Any, rows: list[int]) -> Iterator[tuple[int, int, int]]:
-    """Yield the rows of this rank's heads; with more ranks than key/value heads several ranks hold the same ones."""
-    key_rows, value_rows = (
-        layer.total_num_kv_heads * size for size in (layer.head_size, getattr(layer, "v_head_size", layer.head_size))
-    )
-    if rows != [layer.total_num_heads * layer.head_size, key_rows, value_rows]:
-        return  # also where Hugging Face stores the three fused: models order those rows differently
-    heads = _rank(layer) // layer.num_kv_head_replicas
-    shares = layer.total_num_kv_heads // layer.num_kv_heads
-    yield 0, _rank(layer) * (rows[0] // _ranks(layer)), rows[0] // _ranks(layer)
-    yield 0, heads * (key_rows // shares), key_rows // shares
-    yield 0, heads * (value_rows // shares), value_rows // shares
+def _share(layer: Any, whole: int) -> tuple[int, int, int]:
+    """Return (all, first, length) of the rows or columns that this rank holds of `whole` even ones."""
+    length = whole // int(layer.tp_size)
+    return whole, int(layer.tp_rank) * length, length
+
+
+def _heads(layer: Any) -> list[tuple[int, int, int]]:
+    """Return (all, first, length) of the rows of queries, keys and values that this rank holds.
+
+    With more ranks than key/value heads several ranks hold the same ones.
+    """
+    group, held = layer.tp_rank // layer.num_kv_head_replicas, [_share(layer, layer.total_num_heads * layer.head_size)]
+    for size in (layer.head_size, getattr(layer, "v_head_size", layer.head_size)):
+        length = layer.num_kv_heads * size
+        held.append((layer.total_num_kv_heads * size, group * length, length))
+    return held
+
+
+def _stretches(
+    fused: FusedParameter, rows: list[int], held: list[tuple[int, int, int]]
+) -> Iterator[tuple[int, int, int]]:
+    """Yield (dim, first, length) of what a rank holds of stacked matrices; nothing if they are not of those sizes.
+
+    Hugging Face has them apart, or stacked as one under vLLM's own name. Under another name a model may have an order
+    of rows of its own.
+    """
+    sizes, stacked = [whole for whole, _, _ in held], fused.name.split(".")[-2:-1][0] in FUSED
+    if rows == sizes:
+        yield from ((0, first, length) for _, first, length in held)
+    elif rows == [sum(sizes)] and stacked:
+        for number, (_, first, length) in enumerate(held):
+            yield 0, sum(sizes[:number]) + first, length
 
 
 def _padded(layer: nn.Module) -> bool:
     """Whether vLLM may have more rows than there are tokens; they are zero and no sampled token comes from them."""
     return hasattr(layer, "shard_indices")
-
-
-def _rank(layer: Any) -> int:
-    return int(layer.tp_rank)
-
-
-def _ranks(layer: Any) -> int:
-    return int(layer.tp_size)

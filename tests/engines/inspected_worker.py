@@ -11,6 +11,7 @@ from __future__ import annotations
 import gc
 import importlib
 import random
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -90,7 +91,7 @@ class InspectedWorker(Worker):
 
     def discard(self) -> dict[str, Any]:
         """Let go of every model, so that the next `build` starts as in a new process."""
-        if self.generator is not None:
+        if "vllm" in sys.modules:  # an engine, or one that was refused while it was built
             from vllm.distributed.parallel_state import destroy_model_parallel
 
             destroy_model_parallel()  # of which vLLM has one per process: the next engine may have other ranks
@@ -404,7 +405,7 @@ class InspectedWorker(Worker):
         self.generator = Generator(Path(folder), self.lm, self.dtype, self.config.rollout, limit, storage={})
         self.transfer = LocalReshard(self.generator.model, self.generator.binding, self.lm)
         self.reshard(self.verified_version)
-        return {"copied": self.generator.binding.copied_count}
+        return {"copied": len(self.generator.binding.copied)}
 
 
 def _unheard(_: dict[str, Any]) -> None:

@@ -78,9 +78,11 @@ SMALL: dict[str, Any] = {
 
 @dataclass(frozen=True)
 class Shape:
-    """A tiny model with random weights of one of the three architectures whose fused layers differ."""
+    """A tiny model with random weights of one of the architectures whose fused layers differ."""
 
-    architecture: str  # "qwen2" has biases in q, k and v; "qwen3" norms queries and keys; "llama" has neither
+    # "qwen2" has biases in q, k and v; "qwen3" norms queries and keys; "llama" has neither; "phi3" stores q, k, v and
+    # gate, up stacked; vLLM has parameters of a dtype of their own for "apertus".
+    architecture: str
     tied: bool
     vocabulary: int = VOCABULARY
     intermediate: int = 96
@@ -90,16 +92,13 @@ class Shape:
     def write(self, folder: Path) -> None:
         """Write config, weights and tokenizer; the same shape gets the same weights."""
         from transformers import (
+            CONFIG_MAPPING,
             AutoModelForCausalLM,
             AutoModelForSequenceClassification,
-            LlamaConfig,
-            Qwen2Config,
-            Qwen3Config,
         )
 
-        kinds = {"qwen2": Qwen2Config, "qwen3": Qwen3Config, "llama": LlamaConfig}
         window = {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 0}
-        config = kinds[self.architecture](
+        config = CONFIG_MAPPING[self.architecture](
             vocab_size=self.vocabulary,
             hidden_size=128,
             intermediate_size=self.intermediate,

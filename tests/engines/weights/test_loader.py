@@ -6,9 +6,11 @@ import pytest
 import torch
 from torch import nn
 
+from configs.errors import UserError
 from engines.weights.layout import flatten_in_place, ordered_parameters
-from engines.weights.loader import Binding, bind, without_storage
+from engines.weights.loader import Binding, bind, held, without_storage
 from engines.weights.local import LocalReshard
+from engines.weights.placing import Placement
 from engines.weights.slices import shapes_of
 from tests.engines.weights.modules import Attention, FusedAttention
 
@@ -20,13 +22,13 @@ def _bound(share: bool = True, o_rows: int = 8, flat: bool = True) -> tuple[Atte
     with without_storage():
         theirs = FusedAttention(o_rows)
     storage = {name: parameter.data for name, parameter in ours.named_parameters()} if share else {}
-    return ours, theirs, bind(theirs, shapes_of(ours), storage)
+    return ours, theirs, bind(theirs, shapes_of(ours), storage, torch.float32)
 
 
 def test_binding_shares_storage_and_allocates_none_before() -> None:
     """What the trainer writes is there at once; without a flat buffer the same parts can only be copied."""
     ours, theirs, binding = _bound()
-    assert (len(binding.shared), binding.copied_count) == (3, 0)
+    assert (len(binding.shared), len(binding.copied)) == (3, 0)
     with torch.no_grad():
         ours.k_proj.weight.fill_(3.0)
     assert torch.equal(theirs.qkv_proj.weight[8:12], torch.full((4, 8), 3.0))
@@ -39,16 +41,44 @@ def test_binding_shares_storage_and_allocates_none_before() -> None:
     assert [item.name for item in apart.copied] == ["qkv_proj.weight", "qkv_proj.bias"]
 
 
-def test_what_does_not_fit_is_never_bound_and_the_rest_still_shared() -> None:
-    """Another dtype is copied; a size that no known layer explains is left to vLLM's own loader."""
-    _, theirs, binding = _bound(o_rows=9)
-    assert (binding.unmapped, binding.loose) == (("o_proj.weight",), ("o_proj.weight",))
-    assert (len(binding.shared), theirs.o_proj.weight.shape) == (2, (9, 8))
-    ours = Attention()
-    flatten_in_place(ordered_parameters(ours))
-    storage = {name: parameter.data for name, parameter in ours.named_parameters()}
-    other = bind(FusedAttention().double(), shapes_of(ours), storage)
-    assert (len(other.shared), other.copied_count) == (0, 3)
+def test_a_parameter_without_a_counterpart_is_refused_on_either_side() -> None:
+    """It could be neither written nor compared. Control: the tests above bind all of the same layers."""
+    with pytest.raises(UserError, match=r"FusedAttention .* 1 of vLLM's \(o_proj\.weight\), 1 of the model's \(o_proj"):
+        _bound(o_rows=9)
+    ours, theirs = Attention(), FusedAttention()
+    theirs.extra = nn.Parameter(torch.zeros(3))
+    with pytest.raises(UserError, match=r"without a known counterpart: 1 of vLLM's \(extra\):"):
+        bind(theirs, shapes_of(ours), {}, torch.float32)
+    shapes = {**shapes_of(ours), "scale": (3,)}
+    with pytest.raises(UserError, match=r"without a known counterpart: 1 of the model's \(scale\):"):
+        bind(FusedAttention(), shapes, {}, torch.float32)
+    with pytest.raises(UserError, match="3 of vLLM's"):  # of another dtype: no bits to compare
+        bind(FusedAttention().double(), shapes_of(ours), {}, torch.float32)
+
+
+def test_a_reshard_that_leaves_a_slice_out_is_refused() -> None:
+    """What was not compared is not verified. Control: the whole list of slices."""
+    ours, theirs, binding = _bound(share=False)
+    placement = Placement(theirs, binding, shapes_of(ours))
+    wholes = {name: parameter.data for name, parameter in ours.named_parameters()}
+    placement.check_complete([placement.place(wholes)])
+    wholes.pop("k_proj.weight")
+    with pytest.raises(RuntimeError, match="compared 6 of 7 slices"):
+        placement.check_complete([placement.place(wholes)])
+
+
+def test_tensors_that_are_made_of_parameters_are_seen() -> None:
+    """Packed copies, and parameters that were exchanged. Control: nothing changed, and scales of one element."""
+    _, theirs, _ = _bound()
+    before = held(theirs)
+    theirs.qkv_proj.scale = torch.ones(())
+    assert held(theirs) == before
+    theirs.o_proj.packed = theirs.o_proj.weight.detach().clone()
+    theirs.qkv_proj.weight = nn.Parameter(theirs.qkv_proj.weight.detach().clone())
+    assert {name for name, place in held(theirs).items() if before.get(name) != place} == {
+        "o_proj.packed",
+        "qkv_proj.weight",
+    }
 
 
 def test_copies_arrive_whole_and_a_moved_address_is_refused() -> None:

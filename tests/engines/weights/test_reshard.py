@@ -13,7 +13,9 @@ from typing import Any
 
 import numpy as np
 import pytest
+from safetensors.torch import load_file, save_file
 
+from configs.schema import TrainConfig
 from state.experience import Ragged
 from tests.engines.ranks import SMALL, Ranks, Shape
 from tests.engines.rows import LOSS, SPLIT, random_rows, write_rows
@@ -84,6 +86,7 @@ def _errors(ranks: Ranks, version: int, look: str) -> list[str]:
         (Shape("qwen2", tied=False), 2, 2),
         (Shape("llama", tied=True), 1, 2),
         (Shape("qwen3", tied=True), 0, 2),
+        (Shape("phi3", tied=False), 2, 1),
     ],
     ids=lambda value: value.architecture if isinstance(value, Shape) else str(value),
 )
@@ -198,6 +201,42 @@ def test_a_vocabulary_that_vllm_pads_is_copied_and_the_rest_shared(
     assert _gap(one_rank) > STALE
     assert one_rank.ask("reshard", version=1)[0]["bytes"] == copied * 100 * 128 * 4
     assert _gap(one_rank) < EQUAL
+
+
+def test_ranks_of_one_engine_take_apart_what_comes_stacked(
+    two_ranks: Ranks, folder_of: FolderOf, tmp_path: Path
+) -> None:
+    """Each needs its rows of queries, keys, values, gate and up, which are several stretches of a whole matrix."""
+    two_ranks.build(folder_of(Shape("phi3", tied=True)), ROLES, actor={"zero_stage": 2}, rollout=_spread(2))
+    assert _gap(two_ranks, 2) < EQUAL
+    _step(two_ranks, tmp_path, 0)
+    assert _gap(two_ranks, 2) > STALE
+    two_ranks.ask("reshard", version=1)
+    assert (_wrong(two_ranks), _gap(two_ranks, 2) < EQUAL) == ([], True)
+
+
+def test_a_model_whose_weights_could_not_all_be_compared_is_refused_when_it_is_built(
+    one_rank: Ranks, folder_of: FolderOf
+) -> None:
+    """One message that names family and parameters. Control: the same ranks build others before and after."""
+    one_rank.ask("discard")
+    model = folder_of(Shape("apertus", tied=False))
+    config = TrainConfig.model_validate({**SMALL, "model": {"path": str(model)}}).model_dump(mode="json")
+    arguments = {"config": config, "folder": str(model), "roles": list(ROLES)}
+    error = one_rank.ask("refusal", of="build", arguments=arguments)[0]["error"]
+    assert "ApertusForCausalLM has parameters without a known counterpart: 4 of vLLM's (model.layers.0.mlp" in error
+    one_rank.build(folder_of(Shape("qwen2", tied=True)), ROLES)
+    assert _gap(one_rank) < EQUAL
+
+
+def test_a_tied_head_that_the_files_hold_as_well_is_tied_in_vllm(one_rank: Ranks, tmp_path: Path) -> None:
+    """As in Qwen3's smallest: vLLM would otherwise have a head of its own, which the trainer knows nothing of."""
+    Shape("qwen3", tied=True).write(tmp_path)
+    weights = load_file(tmp_path / "model.safetensors")
+    head = {"lm_head.weight": weights["model.embed_tokens.weight"].clone()}
+    save_file(weights | head, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    built = one_rank.build(tmp_path, ROLES, actor={"zero_stage": 2})
+    assert (built["parameters_copied"], _wrong(one_rank), _gap(one_rank) < EQUAL) == (0, [], True)
 
 
 def test_a_stale_copy_is_seen_in_the_log_probs_and_named(one_rank: Ranks, folder_of: FolderOf, tmp_path: Path) -> None:

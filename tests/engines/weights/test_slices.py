@@ -48,7 +48,7 @@ def _expect_as_loaded(name: str, layer: Any, wholes: dict[str, torch.Tensor], sh
         parameter.data.zero_()
         for part, shard in zip(parts, shards, strict=True):
             arguments = () if shard is None else (shard,)
-            parameter.weight_loader(parameter, part, *arguments)
+            parameter.weight_loader(parameter, part, *arguments)  # without a shard: what is stacked it takes apart
         loaded = parameter.data.clone()
         parameter.data.zero_()
         for piece in item.slices:
@@ -76,6 +76,19 @@ def test_attention_heads_go_to_their_ranks(heads: int, kv_heads: int, ranks: int
         as_rank(rank, ranks)
         layer = QKVParallelLinear(HIDDEN, 4, heads, kv_heads, bias=True)
         _expect_as_loaded("qkv_proj", layer, wholes, ["q", "k", "v"])
+
+
+@pytest.mark.parametrize(("kv_heads", "ranks"), [(4, 1), (2, 2), (4, 2), (2, 4), (1, 4)])
+def test_matrices_that_come_stacked_are_taken_apart(kv_heads: int, ranks: int, as_rank: Any) -> None:
+    """Phi-3 stores queries, keys and values as one, GLM-4 gate and up: each rank's rows are several stretches of it."""
+    from vllm.model_executor.layers.linear import MergedColumnParallelLinear, QKVParallelLinear
+
+    for rank in range(ranks):
+        as_rank(rank, ranks)
+        layer = QKVParallelLinear(HIDDEN, 4, 8, kv_heads, bias=True)
+        _expect_as_loaded("qkv_proj", layer, _matrices({"qkv_proj": (8 + 2 * kv_heads) * 4}, bias=True), [None])
+        gate_up = MergedColumnParallelLinear(HIDDEN, [24, 24], bias=True)
+        _expect_as_loaded("gate_up_proj", gate_up, _matrices({"gate_up_proj": 48}, bias=True), [None])
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 4])
@@ -122,8 +135,8 @@ def test_vocabularies_are_padded_and_cut(vocabulary: int, ranks: int, as_rank: A
 
 
 def test_what_is_not_known_has_no_counterpart(as_rank: Any) -> None:
-    """Queries, keys and values that Hugging Face stores fused, sizes that do not match, layers of another class."""
-    from vllm.model_executor.layers.linear import QKVParallelLinear
+    """Matrices stacked under a model's own name, sizes that do not match, layers of another class."""
+    from vllm.model_executor.layers.linear import MergedColumnParallelLinear, QKVParallelLinear
     from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 
     class Interleaved(QKVParallelLinear):
@@ -136,7 +149,12 @@ def test_what_is_not_known_has_no_counterpart(as_rank: Any) -> None:
 
     assert known(QKVParallelLinear(HIDDEN, 4, 4, 2, bias=False), parts) == 1
     assert known(Interleaved(HIDDEN, 4, 4, 2, bias=False), parts) == 0
-    assert known(QKVParallelLinear(HIDDEN, 4, 4, 2, bias=False), {"qkv_proj.weight": (32, HIDDEN)}) == 0
+    stacked = {"query_key_value.weight": (32, HIDDEN)}
+    assert known(QKVParallelLinear(HIDDEN, 4, 4, 2, bias=False), stacked, "query_key_value") == 0
+    assert known(QKVParallelLinear(HIDDEN, 4, 4, 2, bias=False), {"qkv_proj.weight": (31, HIDDEN)}) == 0
+    gate_up = {"gate_proj.weight": (24, HIDDEN), "up_proj.weight": (8, HIDDEN)}
+    assert known(MergedColumnParallelLinear(HIDDEN, [24, 8], bias=False), gate_up, "gate_up_proj") == 1
+    assert known(MergedColumnParallelLinear(HIDDEN, [16, 16], bias=False), gate_up, "gate_up_proj") == 0
     assert known(QKVParallelLinear(HIDDEN, 4, 4, 4, bias=False), parts) == 0
     assert known(VocabParallelEmbedding(64, HIDDEN), {"embed.weight": (60, HIDDEN)}, "embed") == 0
     assert known(nn.LayerNorm(HIDDEN), {"norm.weight": (HIDDEN,)}, "norm") == 1
