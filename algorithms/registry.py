@@ -96,7 +96,11 @@ def settings_of(advantage: str, policy_loss: str) -> dict[str, Any]:
 
 
 def own_settings_of(advantage: str, policy_loss: str) -> dict[str, Any]:
-    """Settings of a user's estimator and loss with their defaults, ``inspect.Parameter.empty`` where there is none."""
+    """Settings of a user's estimator and loss with their defaults.
+
+    The default is ``inspect.Parameter.empty`` where there is none, and where two functions have different ones: neither
+    is to lose without a word.
+    """
     return _settings(advantage, policy_loss, own=True)
 
 
@@ -122,11 +126,15 @@ def has_ratio(policy_loss: str) -> bool:
 
 
 def _settings(advantage: str, policy_loss: str, own: bool) -> dict[str, Any]:
-    found: dict[str, Any] = settings(advantage_named(advantage)) if is_own(advantage) == own else {}
-    if is_own(policy_loss) != own:
-        return found
-    choice = choice_named(policy_loss)
-    return {**found, **settings(policy_loss_named(policy_loss)), **({} if choice is None else settings(choice))}
+    functions: list[Callable[..., Any]] = [advantage_named(advantage)] if is_own(advantage) == own else []
+    if is_own(policy_loss) == own:
+        choice = choice_named(policy_loss)
+        functions += [policy_loss_named(policy_loss), *([] if choice is None else [choice])]
+    found: dict[str, Any] = {}
+    for function in functions:
+        for name, default in settings(function).items():
+            found[name] = default if found.get(name, default) == default else inspect.Parameter.empty
+    return found
 
 
 def _loss_module(name: str) -> ModuleType:

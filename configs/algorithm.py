@@ -2,10 +2,14 @@
 
 Names, which settings apply to them and their defaults come from the registry of algorithms, so they cannot disagree
 with the functions; types, bounds and descriptions are here.
+
+Every setting has one source: of a function of ours the field of its name, of a user's function the mapping `settings`.
+So names of the two kinds may be equal and do not meet.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable, Mapping
 from inspect import Parameter
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 
@@ -13,9 +17,11 @@ from pydantic import AfterValidator, Field, model_validator
 
 from algorithms.advantages import ADVANTAGES
 from algorithms.algorithm import Need
-from algorithms.policy_losses import POLICY_LOSSES
+from algorithms.discovery import settings
+from algorithms.policy_losses import CHOICES, POLICY_LOSSES
 from algorithms.registry import ALGORITHMS, has_ratio, is_own, needs, own_settings_of, settings_of
 from configs.correction import CorrectionConfig
+from configs.errors import UserError
 from configs.imports import nearest
 from configs.sampling import DynamicSamplingConfig
 from configs.schedule import Scheduled
@@ -40,6 +46,13 @@ else:  # the registry knows the names, so that a file is all that a new algorith
 # Every setting of any advantage estimator or policy loss; each is a field of AlgorithmConfig.
 ALGORITHM_SETTINGS = tuple(
     dict.fromkeys(name for advantage in ADVANTAGES for loss in POLICY_LOSSES for name in settings_of(advantage, loss))
+)
+
+
+# The other fields of AlgorithmConfig: no function of ours can have a setting of such a name.
+COMMON = (
+    *("name", "advantage", "policy_loss", "settings", "mini_batches", "epochs", "aggregation"),
+    *("entropy_coefficient", "kl", "dynamic_sampling", "correction"),
 )
 
 
@@ -151,6 +164,9 @@ class AlgorithmConfig(Section):
         fill(self, advantage=named.advantage, policy_loss=named.policy_loss, aggregation=named.aggregation)
         applicable = settings_of(*self.functions)
         others = tuple(name for name in ALGORITHM_SETTINGS if name not in applicable)
+        for name in set(others) & set(own_settings_of(*self.functions)):
+            if getattr(self, name) is not None:
+                raise ValueError(f"'{name}' is a setting of your own function here: give it in 'settings'")
         refuse(self, others, f"with advantage '{self.advantage}' and policy loss '{self.policy_loss}'")
         fill(self, **{name: named.defaults.get(name, default) for name, default in applicable.items()})
         self._fill_own_settings()
@@ -187,13 +203,21 @@ class AlgorithmConfig(Section):
         values = own | self.settings
         for name, value in values.items():
             if value is Parameter.empty:
-                raise ValueError(f"'settings' lacks '{name}', for which your function has no default")
+                raise ValueError(
+                    f"'settings' lacks '{name}', for which your function has no default, or two of them not the same"
+                )
             if not isinstance(value, bool | int | float | str | list | dict | None):
                 raise ValueError(
                     f"the default of '{name}' is a {type(value).__name__}, which a recipe cannot hold: "
                     "make it a number, text, true or false, null, a list or a mapping"
                 )
         object.__setattr__(self, "settings", values)
+
+    def settings_for(self, function: str, names: Iterable[str]) -> dict[str, Any]:
+        """Return settings of an estimator or loss: a user's from `settings`, ours from the fields of their names."""
+        if is_own(function):
+            return {name: self.settings[name] for name in names}
+        return {name: getattr(self, name) for name in names}
 
     @property
     def functions(self) -> tuple[str, str]:
@@ -235,3 +259,27 @@ class AlgorithmConfig(Section):
     def on_policy(self) -> bool:
         """Whether every gradient is taken at the policy that generated the experience (one step per iteration)."""
         return self.mini_batches == 1 and self.epochs == 1
+
+
+def check_settings(functions: Mapping[str, Callable[..., Any]]) -> None:
+    """Check that a recipe can hold every setting of functions of ours.
+
+    Args:
+        functions: estimators, losses or their choices, by name.
+
+    Raises:
+        UserError: a setting has no field, or the name of a field that means something else.
+    """
+    for function in functions.values():
+        for name in settings(function):
+            if name in COMMON or name not in AlgorithmConfig.model_fields:
+                what = "another meaning there" if name in COMMON else "no field there"
+                raise UserError(
+                    f"{function.__module__}.{function.__name__} has the setting '{name}', which a recipe gives in the "
+                    f"section 'algorithm', and it has {what}",
+                    "rename it" if name in COMMON else "add the field to AlgorithmConfig in configs/algorithm.py",
+                )
+
+
+for _functions in (ADVANTAGES, POLICY_LOSSES, CHOICES):
+    check_settings(_functions)

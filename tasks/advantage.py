@@ -123,8 +123,7 @@ def _part_columns(path: Path, algorithm: AlgorithmConfig) -> list[str]:
 def _estimate(inputs: AdvantageInputs, config: AlgorithmConfig) -> Advantages:
     name, _ = config.functions
     estimator = advantage_named(name)
-    values = config.settings if is_own(name) else dict(config)
-    result = estimator(inputs, **{setting: values[setting] for setting in settings_of(estimator)})
+    result = estimator(inputs, **config.settings_for(name, settings_of(estimator)))
     if is_own(name):
         check_advantages(name, inputs, result)
     return result

@@ -37,6 +37,7 @@ LIVE_KEYS = (
     "algorithm.kl.coefficient",
     "rollout.temperature",
 )
+LIVE_LOSS_SETTINGS = ("clip_low", "clip_high")  # settings of policy losses of ours that are fields of Settings
 ADAPTIVE_KEY = "algorithm.kl.coefficient"  # with a target the controller sets it, iteration by iteration
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
+from collections.abc import Callable
 from typing import Any, Literal
 
 from prefect import task
@@ -10,9 +10,10 @@ from prefect.cache_policies import NO_CACHE
 
 from algorithms.discovery import settings as settings_of
 from algorithms.registry import choice_named, is_own, policy_loss_named
+from configs.algorithm import AlgorithmConfig
 from tasks.logprobs import states_path
 from tasks.session import Stage, Training, timed
-from tasks.settings import Settings
+from tasks.settings import LIVE_LOSS_SETTINGS, Settings
 from tasks.utilisation import role_figures, slowest
 
 
@@ -21,12 +22,11 @@ def update_actor(training: Training, settings: Settings, stage: Stage) -> dict[s
     """Train the actor; return its metrics."""
     algorithm = training.config.algorithm
     kl, (_, policy_loss) = algorithm.kl, algorithm.functions
-    in_force = algorithm.settings if is_own(policy_loss) else algorithm.model_dump() | asdict(settings)
     choice = choice_named(policy_loss)
     loss = {
         "policy_loss": policy_loss,
-        "settings": {name: in_force[name] for name in settings_of(policy_loss_named(policy_loss))},
-        "choice_settings": {} if choice is None else {name: in_force[name] for name in settings_of(choice)},
+        "settings": loss_settings(algorithm, settings, policy_loss_named(policy_loss)),
+        "choice_settings": {} if choice is None else loss_settings(algorithm, settings, choice),
         "temperature": settings.temperature,
         "entropy_coefficient": settings.entropy_coefficient,
         "kl_estimator": kl.estimator if kl is not None and algorithm.kl_in_loss else None,
@@ -48,6 +48,14 @@ def update_actor(training: Training, settings: Settings, stage: Stage) -> dict[s
     if states is not None:
         states.unlink()
     return metrics
+
+
+def loss_settings(algorithm: AlgorithmConfig, settings: Settings, function: Callable[..., Any]) -> dict[str, Any]:
+    """Return the settings of the policy loss, or of its choice: the recipe's, live ones of ours at this iteration."""
+    policy_loss = algorithm.functions[1]
+    values = algorithm.settings_for(policy_loss, settings_of(function))
+    live = () if is_own(policy_loss) else LIVE_LOSS_SETTINGS
+    return {name: getattr(settings, name) if name in live else value for name, value in values.items()}
 
 
 def updated(

@@ -26,6 +26,15 @@ def bounded(inputs: PolicyLossInputs, *, steepness: float = 1.0) -> PolicyLossOu
     return PolicyLossOutputs(loss_T, {"ratio": ratio_T.detach()})
 
 
+def namesake(inputs: PolicyLossInputs, *, temperature: float = 0.5, clip_low: float = 0.9, seed: int = 7) -> Any:
+    """Settings with names that stand for something else in a recipe, or at an iteration."""
+
+
+def steeper(inputs: AdvantageInputs, *, steepness: float = 2.0, clip_low: float = 0.7) -> Advantages:
+    """A setting that `bounded` has too, with another default, and one of PPO's."""
+    return spread_over_tokens(steepness * inputs.scores_B(), inputs)
+
+
 def without_default(inputs: AdvantageInputs, *, margin: float) -> Advantages:
     """A setting that a recipe must give."""
     return spread_over_tokens(inputs.scores_B() - margin, inputs)

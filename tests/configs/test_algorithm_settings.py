@@ -5,6 +5,7 @@ Invariant: what the registry knows can be configured, and nothing else. A resolv
 
 from __future__ import annotations
 
+from inspect import Parameter, Signature
 from typing import Any
 
 import pytest
@@ -15,16 +16,12 @@ from algorithms.algorithm import Algorithm
 from algorithms.kl import KL_ESTIMATORS
 from algorithms.policy_losses import POLICY_LOSSES
 from algorithms.registry import ALGORITHMS, settings_of
-from configs.algorithm import ALGORITHM_SETTINGS, AlgorithmConfig, KLConfig
+from configs.algorithm import ALGORITHM_SETTINGS, COMMON, AlgorithmConfig, KLConfig, check_settings
+from configs.errors import UserError
 from configs.keys import describe_keys
 from configs.schema import TrainConfig
 from tasks.refresh_reference import refresh_due
 
-COMMON = {"name", "advantage", "policy_loss", "mini_batches", "epochs", "aggregation", "entropy_coefficient", "kl"} | {
-    "dynamic_sampling",
-    "correction",
-    "settings",
-}
 # A value other than every default, within bounds, of each setting.
 OTHER: dict[str, Any] = {
     "normalize_by_std": None,  # its negation
@@ -45,8 +42,22 @@ def agents_of(advantage: str) -> dict[str, Any]:
 
 
 def test_every_setting_is_a_field_and_every_field_a_setting() -> None:
-    assert set(AlgorithmConfig.model_fields) == COMMON | set(ALGORITHM_SETTINGS)
+    assert set(AlgorithmConfig.model_fields) == set(COMMON) | set(ALGORITHM_SETTINGS)
     assert all(AlgorithmConfig.model_fields[name].default is None for name in ALGORITHM_SETTINGS)
+
+
+@pytest.mark.parametrize(("name", "words"), [("sharpness", "'sharpness'.* no field"), ("epochs", "another meaning")])
+def test_a_setting_of_ours_that_no_recipe_can_hold_is_named(name: str, words: str) -> None:
+    """A file with a new setting, and no field for it, says so at import. Control: those that are there have theirs."""
+    check_settings({**ADVANTAGES, **POLICY_LOSSES})
+
+    def estimator(inputs: Any, **settings: Any) -> None: ...
+
+    estimator.__signature__ = Signature(  # type: ignore[attr-defined]
+        [Parameter("inputs", Parameter.POSITIONAL_ONLY), Parameter(name, Parameter.KEYWORD_ONLY, default=1)]
+    )
+    with pytest.raises(UserError, match=words):
+        check_settings({"estimator": estimator})
 
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS.values(), ids=lambda algorithm: algorithm.name)

@@ -42,9 +42,27 @@ def test_a_module_of_ones_own_is_as_a_file_of_the_package(monkeypatch: pytest.Mo
     assert config_from_mapping({"algorithm": OWN}, "a recipe").algorithm.settings["share"] == 0.5
 
 
+def test_a_name_that_ours_have_too_is_another_setting() -> None:
+    """Each of the two functions has its own value, from its own place."""
+    tree = {"advantage": f"{MODULE}steeper", "settings": {"clip_low": 0.3}, "clip_low": 0.1}
+    algorithm = config_from_mapping({"algorithm": tree}, "a recipe").algorithm
+    assert algorithm.settings_for(f"{MODULE}steeper", ["clip_low", "steepness"]) == {"clip_low": 0.3, "steepness": 2.0}
+    assert algorithm.settings_for("ppo_clip", ["clip_low", "clip_high"]) == {"clip_low": 0.1, "clip_high": 0.2}
+
+
+def test_one_setting_of_two_functions_has_one_default_or_a_value() -> None:
+    """Neither default wins without a word. Control: with a value both have it."""
+    both = {"advantage": f"{MODULE}steeper", "policy_loss": OWN["policy_loss"]}
+    with pytest.raises(UserError, match="lacks 'steepness'.* two of them not the same"):
+        config_from_mapping({"algorithm": both}, "a recipe")
+    algorithm = config_from_mapping({"algorithm": both | {"settings": {"steepness": 3.0}}}, "a recipe").algorithm
+    assert all(algorithm.settings_for(name, ["steepness"]) == {"steepness": 3.0} for name in both.values())
+
+
 @pytest.mark.parametrize(
     ("algorithm", "words"),
     [
+        ({"policy_loss": f"{MODULE}namesake", "clip_low": 0.1}, "'clip_low' is a setting of your own function here"),
         ({**OWN, "settings": {"scal": 1}}, r"has 'scal', which your function does not take \(did you mean 'scale'"),
         ({"settings": {"scale": 1}}, "neither 'advantage' nor 'policy_loss' is yours"),
         ({"advantage": f"{MODULE}without_default"}, "lacks 'margin', for which your function has no default"),

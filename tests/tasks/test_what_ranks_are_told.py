@@ -32,7 +32,7 @@ from tasks.rollout import rollout
 from tasks.session import Session, Stage, Training
 from tasks.settings import settings_at
 from tasks.supervise import begin_supervised, supervised_steps
-from tasks.update_actor import update_actor
+from tasks.update_actor import loss_settings, update_actor
 from tasks.update_critic import update_critic
 
 ROWS = 40
@@ -198,6 +198,26 @@ def test_of_the_actors_update(
     assert at(before, place) != at(after, place)
     if key not in ("algorithm.kl.place", "seed"):
         assert at(after, place) == value
+
+
+def test_a_setting_of_ones_own_loss_is_not_one_of_ours(training_with: MakeTraining) -> None:
+    """A user's loss with names that a recipe or an iteration has too gets the user's values."""
+    given = {"temperature": 0.25, "clip_low": 0.4}
+    own = {"policy_loss": "tests.own_algorithm:namesake", "settings": given}
+    told = update(training_with, {"algorithm": own, "seed": 3, "rollout": {"temperature": 0.75}}, "actor")
+    assert told["loss"]["settings"] == given | {"seed": 7}
+    assert told["loss"]["temperature"] == 0.75
+
+
+def test_only_live_settings_of_a_loss_come_from_the_iteration() -> None:
+    """A setting of a loss of ours that is named like something else of an iteration keeps the recipe's value."""
+
+    def loss(inputs: Any, *, clip_low: float = 0.2, temperature: float = 1.0) -> None: ...
+
+    config = config_from_mapping({"algorithm": {"clip_low": {0: 0.1, 2: 0.3}}}, "test")
+    recipe = config.algorithm.model_copy()
+    recipe.__dict__["temperature"] = 5.0  # as a field of that name would
+    assert loss_settings(recipe, settings_at(config, 3, Progress()), loss) == {"clip_low": 0.3, "temperature": 5.0}
 
 
 @pytest.mark.parametrize(
