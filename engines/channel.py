@@ -5,7 +5,8 @@ keeps them: many texts are one buffer, of which no strings are made on the way f
 is refused, so nothing that arrives can run code. Every rank dials one ROUTER on the loopback interface; CURVE
 encrypts both ways, and only the client key made for this listener is let in.
 
-Left out: commands, replies, deadlines and who asks for an echo (`group.py` on the flow's side, `rank.py` on the rank's).
+Left out: commands, replies, deadlines and who asks for an echo (`group.py` on the flow's side, `rank.py` on the
+rank's).
 """
 
 from __future__ import annotations

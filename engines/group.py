@@ -1,9 +1,9 @@
 """An engine group, seen from the flow: rank processes that take one command at a time, all of them or none.
 
 `call` sends a command to every rank and reads until every rank has replied. While it reads it also watches the
-processes and asks each once a second for an echo, which needs no Python there (channel.py), so a dead, stuck or silent rank is named within its deadline. A call that does not
-return normally kills the whole group: after half a command the ranks' collectives are out of step, and a group that
-cannot be trusted is worth less than a restart from the manifest.
+processes and asks each once a second for an echo, which needs no Python there (channel.py), so a dead, stuck or silent
+rank is named within its deadline. A call that does not return normally kills the whole group: after half a command the
+ranks' collectives are out of step, and a group that cannot be trusted is worth less than a restart from the manifest.
 
 Time is counted only while a call reads, and at most one second per look. Hence a flow that was idle, stopped or
 starved does not blame its ranks.
