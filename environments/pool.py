@@ -5,13 +5,12 @@ and an episode's name says which. Pebble ends a process whose call overruns, and
 chunks, and a worker hands back what it has after a tenth of a second: neither a message per call, nor a long wait
 behind a slow one.
 
-Workers are spawned, never forked (the caller has threads and perhaps CUDA). Left out: what happens inside
+What an environment starts ends with its worker (rewards/kept.py). Left out: what happens inside
 (environments/worker.py), what an episode is made of (engines/episodes.py).
 """
 
 from __future__ import annotations
 
-import multiprocessing
 import zlib
 from collections import deque
 from collections.abc import Sequence
@@ -24,6 +23,7 @@ from configs.environment import EnvironmentConfig
 from configs.errors import UserError
 from environments import worker
 from environments.worker import Call, Reply
+from rewards.kept import Kept
 
 _START_TIMEOUT_S = 300.0  # importing the user's module may import a framework from a cold disk
 _GRACE_S = 1.0  # beyond the deadline inside the worker, before it is killed
@@ -91,7 +91,7 @@ class _Worker:
             max_workers=1,
             initializer=worker.start,
             initargs=(self._config.model_dump(),),
-            context=multiprocessing.get_context("spawn"),
+            context=Kept(),
         )
         self._ready: Future[tuple[str, ...]] = self._pool.schedule(worker.stop)
 

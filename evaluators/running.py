@@ -6,7 +6,6 @@ neither the other figures nor the training suffer.
 
 from __future__ import annotations
 
-import multiprocessing
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -16,6 +15,7 @@ from pebble import ProcessExpired, ProcessPool
 from evaluators.heldout import HeldOut
 from evaluators.loading import BUILT_IN, load_evaluator
 from rewards.guard import begin_worker
+from rewards.kept import Kept
 
 DEADLINE_S = 600.0  # of one user's evaluator, the start of its process included
 PREFIX = "heldout/"
@@ -60,8 +60,7 @@ def figures_of(spec: str, heldout: HeldOut) -> dict[str, float]:
 
 
 def _run_apart(spec: str, heldout: HeldOut, deadline_s: float) -> dict[str, float]:
-    # Spawned, never forked: the caller has threads and perhaps CUDA.
-    pool = ProcessPool(max_workers=1, initializer=begin_worker, context=multiprocessing.get_context("spawn"))
+    pool = ProcessPool(max_workers=1, initializer=begin_worker, context=Kept())
     try:
         figures: dict[str, float] = pool.schedule(figures_of, args=(spec, heldout), timeout=deadline_s).result()
         return figures

@@ -1,16 +1,14 @@
-"""Calling user code in a worker process: a deadline, a reason in one line, and an end with the parent.
+"""Calling user code in a worker process: a deadline, and a reason in one line.
 
 Shared by reward functions (rewards/worker.py) and environments (environments/worker.py); evaluators
-(evaluators/running.py) need the last alone. Code in which no signal handler of Python runs outlives this deadline; it
-is ended by killing its process from outside.
+(evaluators/running.py) need `begin_worker` alone. Code in which no signal handler of Python runs outlives this
+deadline; it is ended by killing its process from outside. Left out: that a process ends with its parent, and what it
+started with it (rewards/kept.py).
 """
 
 from __future__ import annotations
 
-import ctypes
 import math
-import multiprocessing
-import os
 import signal
 import sys
 import time
@@ -20,7 +18,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import SupportsFloat
 
-_PR_SET_PDEATHSIG = 1
 _LONGEST_REASON = 300
 
 
@@ -100,14 +97,5 @@ def reward_and_parts(value: object) -> tuple[float, dict[str, float]]:
 
 def begin_worker() -> None:
     """Prepare a worker process, in its main thread."""
-    _die_with_parent()
     signal.signal(signal.SIGTERM, signal.SIG_DFL)  # a Python handler would not run during a hang in C
     sys.stdout = sys.stderr  # what user code prints stays out of the command's output, and is not lost in a buffer
-
-
-def _die_with_parent() -> None:
-    # The kernel sends this when the thread that started us ends, however its process dies.
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    parent = multiprocessing.parent_process()
-    if parent is not None and os.getppid() != parent.pid:
-        os._exit(1)  # it died before the call above

@@ -4,15 +4,15 @@ Why processes: a reward function is untrusted in its running time and its stabil
 and neither the training nor the rewards of the other samples may suffer. Pebble's pool ends a process whose task
 overruns and starts another; what is added here is the cutting into chunks, and finding the row that was to blame.
 
-Workers are spawned, never forked (the caller has threads and perhaps CUDA), so a script that trains needs the usual
-`if __name__ == "__main__":`. Left out: reward models, which are engines, and what servers give (rewards/source.py).
+What a function starts ends with its worker (rewards/kept.py). Workers are spawned, so a script that trains needs the
+usual `if __name__ == "__main__":`. Left out: reward models, which are engines, and what servers give
+(rewards/source.py).
 """
 
 from __future__ import annotations
 
 import logging
 import math
-import multiprocessing
 import os
 import threading
 from collections import deque
@@ -29,6 +29,7 @@ from pebble import ProcessExpired, ProcessPool
 from configs.errors import UserError
 from rewards import worker
 from rewards.function import load_reward_function
+from rewards.kept import Kept
 from rewards.prints import PrintLog
 from rewards.server import NOT_ASKED
 from rewards.worker import TIMED_OUT, Row, Score
@@ -98,7 +99,7 @@ class RewardPool:
         self.calls_ahead = 0 if self._function.is_batch else _CALLS_AHEAD
 
     def __enter__(self) -> Self:
-        # Linux ties a worker's life to the thread that started it, so one thread starts all and lives as long.
+        # One thread starts workers, and waits for them where the caller does not.
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="reward-pool")
         self._pool, self._ready = self._new_pool(), Future[None]()
         self._starting = self._thread.submit(self._start)
@@ -175,7 +176,7 @@ class RewardPool:
             max_workers=self._workers,
             initializer=worker.start,
             initargs=(config.function, config.settings, self._columns, config.timeout_s, config.failure_value, log),
-            context=multiprocessing.get_context("spawn"),
+            context=Kept(),
         )
 
     def _start(self) -> None:

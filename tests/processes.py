@@ -1,4 +1,4 @@
-"""Whether other processes are still there, and a program whose processes leave notes of themselves."""
+"""Whether other processes are still there, and programs and functions whose processes leave notes of themselves."""
 
 from __future__ import annotations
 
@@ -22,6 +22,22 @@ def alive(process: psutil.Process | int) -> bool:
         return found.is_running() and found.status() not in (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD)
     except psutil.NoSuchProcess:
         return False
+
+
+def leave_children(folder: str | Path) -> None:
+    """Start a child in each way there is to get away from this process, note their numbers, and wait for none."""
+    sleep = [sys.executable, "-S", "-c", "import time; time.sleep(600)"]
+    plain = subprocess.Popen(sleep)
+    apart = subprocess.Popen(sleep, start_new_session=True, env={})
+    forked = f"import subprocess as s; print(s.Popen({sleep}, start_new_session=True, stdout=s.DEVNULL).pid)"
+    orphan = int(subprocess.run([*sleep[:3], forked], stdout=subprocess.PIPE, check=True).stdout)
+    for pid in (plain.pid, apart.pid, orphan):
+        Path(folder, str(pid)).touch()
+
+
+def noted(folder: Path) -> list[int]:
+    """Return the numbers of the processes that are noted in a folder."""
+    return [int(note.name) for note in folder.iterdir()]
 
 
 @contextmanager

@@ -8,6 +8,7 @@ import time
 from typing import Any
 
 from environments.environment import Step
+from tests.processes import leave_children
 
 
 class Misbehaves:
@@ -35,6 +36,8 @@ class Misbehaves:
         if text == "die":
             time.sleep(0.1)  # until Pebble knows whose call this is, and can say with which code it ended
             os._exit(7)
+        if text == "leave":
+            leave_children(self.key)
         if text == "exit":
             raise SystemExit(3)
         if text == "text":

@@ -7,6 +7,7 @@ import time
 from collections.abc import Iterator
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import closing
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ import pytest
 from configs.environment import EnvironmentConfig
 from environments.pool import EnvironmentPool
 from environments.worker import Call, Reply
+from tests.processes import alive, noted
 
 
 def config_of(**settings: Any) -> EnvironmentConfig:
@@ -135,6 +137,17 @@ def test_an_episode_is_dropped_when_it_is_over(pool: EnvironmentPool) -> None:
     pool.forget()
     replies = ask(pool, *(Call(name, text="b") for name in ("last", "done", "left")))
     assert all(str(reply.failure).startswith("lost") for reply in replies.values())
+
+
+def test_what_an_episode_starts_ends_with_its_worker(in_this_folder: None, tmp_path: Path) -> None:
+    """Children that got away in every way there is. Control: they live as long as the pool."""
+    other = EnvironmentPool(config_of(workers=1, timeout_s=60.0))
+    begin(other, "leaver", key=str(tmp_path))
+    ask(other, Call("leaver", text="leave"))
+    children = noted(tmp_path)
+    assert list(map(alive, children)) == [True] * 3
+    other.close()
+    assert not any(map(alive, children))
 
 
 def test_the_workers_end_with_the_pool(in_this_folder: None) -> None:

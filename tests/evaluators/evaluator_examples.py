@@ -10,6 +10,7 @@ from typing import Any
 
 from evaluators.bootstrap import with_intervals
 from evaluators.heldout import HeldOut
+from tests.processes import leave_children
 
 
 class RightAnswers:
@@ -27,6 +28,14 @@ class Raises(RightAnswers):
 
     def evaluate(self, heldout: HeldOut) -> dict[str, float]:
         raise LookupError("no such thing")
+
+
+class Leaves(RightAnswers):
+    name = "leaves"
+
+    def evaluate(self, heldout: HeldOut) -> dict[str, float]:
+        leave_children(heldout.texts[0])
+        return {}
 
 
 class Exits(RightAnswers):

@@ -9,7 +9,7 @@ import pytest
 
 from evaluators.running import figures_of, run_evaluators
 from tests.evaluators.responses import heldout
-from tests.processes import alive, owner_of_noted
+from tests.processes import alive, noted, owner_of_noted
 from tests.waiting import came_true
 
 RESPONSES = heldout([1.0, 0.0], texts=["it is 0", "it is 7"])
@@ -36,6 +36,15 @@ def test_a_process_that_dies_and_one_that_hangs_are_named_and_the_rest_is_measur
     figures, failures = run_evaluators(["evaluator_examples:Sleeps"], RESPONSES, deadline_s=0.2)
     assert figures == {}
     assert failures == {"evaluator_examples:Sleeps": "took longer than 0.2 s; its process was killed"}
+
+
+def test_what_an_evaluator_starts_ends_with_it(tmp_path: Path) -> None:
+    """Children that got away in every way there is."""
+    _, failures = run_evaluators(["evaluator_examples:Leaves"], heldout([1.0, 0.0], texts=[str(tmp_path)] * 2))
+    assert failures == {}
+    children = noted(tmp_path)
+    assert len(children) == 3
+    assert not any(map(alive, children))
 
 
 def test_what_it_raises_is_the_reason() -> None:

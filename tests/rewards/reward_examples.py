@@ -11,6 +11,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+from tests.processes import leave_children
+
 EVIL = (r"(a+)+b", "a" * 40)  # matching takes exponential time
 NOT_CALLABLE = 3
 
@@ -123,6 +125,14 @@ def note_worker(response: str) -> float:
     Path(response, str(os.getpid())).touch()
     hang()
     return 0.0
+
+
+def leaving(response: str) -> float:
+    """Leave three children, noted in a folder; `hang:` before its name says what follows."""
+    leave_children(response.removeprefix("hang:"))
+    if response.startswith("hang:"):
+        hang()
+    return 1.0
 
 
 def printing(response: str) -> float:

@@ -179,7 +179,7 @@ def test_workers_grow_with_the_machine_unless_the_recipe_says_how_many(monkeypat
     monkeypatch.setattr("os.sched_getaffinity", lambda pid: set(range(12)))
     for workers, expected in ((None, 6), (1, 1)):
         with pool_of("worker_id", workers=workers, timeout_s=5.0) as pool:
-            assert len({score.reward for score in pool.score(samples_of(*["0.3"] * 12))}) == expected
+            assert len({score.reward for score in pool.score(samples_of(*["0.8"] * 2 * expected))}) == expected
 
 
 def test_a_pool_whose_idle_workers_were_killed_scores_again() -> None:
