@@ -56,6 +56,9 @@ COMMON = (
 )
 
 
+ONE_STEP = "with one step per iteration ('mini_batches' 1, 'epochs' 1), where nothing has moved yet"
+
+
 class KLConfig(Section):
     """The pull towards the reference policy: the actor's starting point, or the actor some iterations ago."""
 
@@ -168,8 +171,10 @@ class AlgorithmConfig(Section):
             if getattr(self, name) is not None:
                 raise ValueError(f"'{name}' is a setting of your own function here: give it in 'settings'")
         refuse(self, others, f"with advantage '{self.advantage}' and policy loss '{self.policy_loss}'")
-        fill(self, **{name: named.defaults.get(name, default) for name, default in applicable.items()})
+        defaults = {name: named.defaults.get(name, default) for name, default in applicable.items()}
+        fill(self, **defaults)
         self._fill_own_settings()
+        self._refuse_idle_bounds(defaults)
         if self.dynamic_sampling is not None:
             self.dynamic_sampling.check(self.functions[0], compares="group" in self.needs)
         if self.ratio_to_rollout and not has_ratio(self.functions[1]):
@@ -188,6 +193,15 @@ class AlgorithmConfig(Section):
                 "earn alone: use 'kl.place: loss'"
             )
         return self
+
+    def _refuse_idle_bounds(self, defaults: Mapping[str, Any]) -> None:
+        """Refuse settings of a loss, which act on ratios, where every ratio is 1; a resolved tree holds defaults."""
+        loss = self.functions[1]
+        if self.old_logprobs_needed or self.ratio_to_rollout or is_own(loss):
+            return
+        for name in settings(POLICY_LOSSES[loss]):
+            if getattr(self, name) != defaults[name]:
+                raise ValueError(f"'{name}' has no effect {ONE_STEP}: remove it, or take more steps")
 
     def _fill_own_settings(self) -> None:
         """Lay the given settings over the defaults of the user's functions."""
@@ -259,6 +273,17 @@ class AlgorithmConfig(Section):
     def on_policy(self) -> bool:
         """Whether every gradient is taken at the policy that generated the experience (one step per iteration)."""
         return self.mini_batches == 1 and self.epochs == 1
+
+    @property
+    def old_logprobs_needed(self) -> bool:
+        """Whether log-probs of the generating policy are needed: off-policy steps, KL in the reward, the algorithm.
+
+        Where they are not, the old ones are the current ones, and the ratio is exactly 1.
+        """
+        if self.ratio_to_rollout:
+            return False
+        asked = "old_logprobs" in self.needs or (self.correction is not None and bool(self.correction.normalize))
+        return asked or not self.on_policy or (self.kl is not None and self.kl.place == "reward")
 
 
 def check_settings(functions: Mapping[str, Callable[..., Any]]) -> None:

@@ -19,7 +19,7 @@ from typing import Any, Literal, Self
 from pydantic import Field, model_validator
 
 from configs.agents import AgentsConfig, check_agents
-from configs.algorithm import AlgorithmConfig
+from configs.algorithm import ONE_STEP, AlgorithmConfig
 from configs.environment import EnvironmentConfig, check_environment
 from configs.lora import LoraConfig
 from configs.reward_servers import JudgeConfig, ServiceConfig
@@ -426,6 +426,12 @@ class RecordConfig(Section):
     samples_every: int = Field(10, ge=0, description="iterations between tables of samples in MLflow; 0: never")
     samples: PositiveInt = Field(16, description="rows of a table of samples")
 
+    @model_validator(mode="after")
+    def _some_table(self) -> Self:
+        if not self.samples_every and self.samples != type(self).model_fields["samples"].default:
+            raise ValueError("'samples' has no effect where 'samples_every' is 0: remove it")
+        return self
+
 
 class TrainConfig(Recipe):
     """One training: supervised warm-up (optional), then reinforcement learning."""
@@ -461,6 +467,9 @@ class TrainConfig(Recipe):
             fill(self, critic=CriticConfig(optimizer=self.actor.optimizer))
         elif self.critic is not None:
             raise ValueError(f"'critic' has no effect with algorithm '{self.algorithm.name}': remove it")
+        usual = (None, CriticConfig.model_fields["value_clip"].default)
+        if self.critic is not None and self.algorithm.on_policy and self.critic.value_clip not in usual:
+            raise ValueError(f"'critic.value_clip' has no effect {ONE_STEP}: remove it, or take more steps")
         check_agents(self.data.agents, "agent" in self.algorithm.needs, self.algorithm.name)
         if "group" in self.algorithm.needs and self.rollout.samples < 2:
             raise ValueError(
@@ -503,11 +512,6 @@ class TrainConfig(Recipe):
             )
         if kl is None or kl.refresh_every is None:
             return
-        if kl.refresh_every >= self.iterations:
-            raise ValueError(
-                f"'algorithm.kl.refresh_every' ({kl.refresh_every}) has no effect in a training of {self.iterations} "
-                "iterations: remove it, or make it smaller"
-            )
         if self.actor.lora is not None:
             raise ValueError(
                 "'algorithm.kl.refresh_every' does not go with 'actor.lora', where the reference is the model without "
@@ -555,8 +559,4 @@ class TrainConfig(Recipe):
     @property
     def old_logprobs_needed(self) -> bool:
         """Whether log-probs of the generating policy are needed: off-policy steps, KL in the reward, the algorithm."""
-        if self.algorithm.ratio_to_rollout:
-            return False
-        kl, correction = self.algorithm.kl, self.algorithm.correction
-        asked = "old_logprobs" in self.algorithm.needs or (correction is not None and bool(correction.normalize))
-        return asked or not self.algorithm.on_policy or (kl is not None and kl.place == "reward")
+        return self.algorithm.old_logprobs_needed

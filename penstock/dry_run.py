@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from rich.console import Console
 from rich.table import Table
 
+from configs.idle import idle_settings
 from configs.loading import to_yaml
 from configs.schema import TrainConfig
 from engines.placement import describe_strategy, reshard_strategy
@@ -31,5 +32,5 @@ def print_dry_run(config: TrainConfig, estimates: Sequence[GroupEstimate], conso
         table.add_row(item.group, ", ".join(item.roles), places, size, parts, recomputed)
     console.print(table)
     strategy = f"{reshard_strategy(config)} ({describe_strategy(config)})"
-    for text in (f"reshard: {strategy}", *describe_prompts(config), *trial_call(config)):
+    for text in (f"reshard: {strategy}", *idle_settings(config), *describe_prompts(config), *trial_call(config)):
         console.print(text, highlight=False, markup=False, soft_wrap=True)

@@ -10,6 +10,7 @@ import numpy as np
 from prefect import get_run_logger, task
 from prefect.cache_policies import NO_CACHE
 
+from configs.idle import idle_settings
 from configs.schema import TrainConfig
 from data.arithmetic import make_problems
 from data.prompts import RESERVED, PromptTable, tokenize_prompts
@@ -62,7 +63,7 @@ def load_prompts(training: Training, model_folder: str) -> dict[str, int]:
         counts |= {split: len(table), f"{split}_dropped": table.dropped}
         if table.dropped:
             get_run_logger().warning("%s: %d prompts dropped, longer than data.max_prompt_tokens", split, table.dropped)
-    for text in takes_each(config, session.prompts["train"].frame):
+    for text in (*idle_settings(config), *takes_each(config, session.prompts["train"].frame)):
         get_run_logger().warning("%s", text)
     if config.reward.function or config.reward.judge or config.reward.service:
         columns = ["prompt_id", *(name for name in session.prompts["train"].frame.columns if name not in RESERVED)]

@@ -70,6 +70,21 @@ def loss_and_gradient(
     return loss.item(), inputs.logprobs_T.grad.tolist()
 
 
+def gradient_at(inputs: PolicyLossInputs, name: str, settings: dict[str, Any]) -> list[float]:
+    (gradient_T,) = torch.autograd.grad(POLICY_LOSSES[name](inputs, **settings).loss_T.sum(), inputs.logprobs_T)
+    found: list[float] = gradient_T.tolist()
+    return found
+
+
+@pytest.mark.parametrize(("name", "settings"), [case for case in CASES if case[1]])
+def test_where_every_ratio_is_one_no_setting_changes_the_gradient(name: str, settings: dict[str, Any]) -> None:
+    """Hence a recipe of one step per iteration that sets one is refused. Control: off the policy it changes."""
+    off = packed(mini_batch())
+    on = dataclasses.replace(off, old_logprobs_T=off.logprobs_T.detach())
+    assert gradient_at(on, name, settings) == gradient_at(on, name, {})
+    assert gradient_at(off, name, settings) != gradient_at(off, name, {})
+
+
 # ---- equal to the papers ---------------------------------------------------------------------------------------------
 
 

@@ -18,6 +18,7 @@ from algorithms.policy_losses import POLICY_LOSSES
 from algorithms.registry import ALGORITHMS, settings_of
 from configs.algorithm import ALGORITHM_SETTINGS, COMMON, AlgorithmConfig, KLConfig, check_settings
 from configs.errors import UserError
+from configs.idle import idle_settings
 from configs.keys import describe_keys
 from configs.schema import TrainConfig
 from tasks.refresh_reference import refresh_due
@@ -75,16 +76,48 @@ def test_a_name_fills_in_what_is_in_force(algorithm: Algorithm) -> None:
 @pytest.mark.parametrize("name", ALGORITHM_SETTINGS)
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 def test_a_setting_is_taken_where_it_applies_and_refused_elsewhere(algorithm: str, name: str) -> None:
-    default = getattr(AlgorithmConfig.model_validate({"name": algorithm}), name)
+    several = {"name": algorithm, "mini_batches": 2}
+    default = getattr(AlgorithmConfig.model_validate(several), name)
     value = OTHER.get(name, 0.35)
     value = not default if value is None else value
     applies = name in settings_of(ALGORITHMS[algorithm].advantage, ALGORITHMS[algorithm].policy_loss)
     if applies:
         assert value != default
-        assert getattr(AlgorithmConfig.model_validate({"name": algorithm, name: value}), name) == value
+        assert getattr(AlgorithmConfig.model_validate({**several, name: value}), name) == value
         return
     with pytest.raises(ValidationError, match=f"'{name}' has no effect with advantage"):
-        AlgorithmConfig.model_validate({"name": algorithm, name: value})
+        AlgorithmConfig.model_validate({**several, name: value})
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "name"),
+    [("grpo", "clip_low"), ("dapo", "clip_high"), ("ppo", "dual_clip"), ("gspo", "clip_high"), ("gmpo", "log_clip_low"),
+     ("cispo", "clip_high"), ("sapo", "gate_positive"), ("dppo", "divergence_bound")],
+)  # fmt: skip
+def test_what_acts_on_a_ratio_is_refused_where_every_ratio_is_one(algorithm: str, name: str) -> None:
+    """Controls: several steps, a ratio to the rollout, old log-probs of a pass of their own, the default itself."""
+    given = {"name": algorithm, name: OTHER.get(name, 0.35)}
+    with pytest.raises(ValidationError, match=f"'{name}' has no effect with one step per iteration"):
+        AlgorithmConfig.model_validate(given)
+    several: tuple[dict[str, Any], ...] = ({"mini_batches": 2}, {"epochs": 2}, {"correction": {"proximal": "rollout"}})
+    for more in (*several, {"kl": {"place": "reward"}}):
+        assert getattr(AlgorithmConfig.model_validate(given | more), name) == given[name]
+    resolved = AlgorithmConfig.model_validate({"name": algorithm}).model_dump()
+    assert AlgorithmConfig.model_validate(resolved).model_dump() == resolved
+
+
+def test_tokens_chosen_to_be_dropped_are_no_bound_on_a_ratio() -> None:
+    """Clip-Cov's choice has its effect at ratio 1; its clip is not refused, since its old log-probs have a pass."""
+    AlgorithmConfig.model_validate({"name": "clip_cov", "covariance_low": 0.7, "clip_low": 0.3})
+
+
+def test_a_value_clip_is_refused_where_values_have_not_moved() -> None:
+    """Controls: two steps, and no clip at all, which is what holds then anyway."""
+    tree = {"algorithm": {"name": "ppo"}, "critic": {"value_clip": 0.3}}
+    with pytest.raises(ValidationError, match="'critic.value_clip' has no effect with one step per iteration"):
+        TrainConfig.model_validate(tree)
+    TrainConfig.model_validate(tree | {"algorithm": {"name": "ppo", "mini_batches": 2}})
+    TrainConfig.model_validate(tree | {"critic": {"value_clip": None}})
 
 
 @pytest.mark.parametrize("advantage", ADVANTAGES)
@@ -146,14 +179,16 @@ def test_where_the_reference_has_a_pass_of_its_own() -> None:
     AlgorithmConfig.model_validate({"kl": {"place": "loss", "estimator": "full"}} | rollout)
 
 
-def test_a_refresh_that_would_have_no_effect_or_no_copy_is_refused() -> None:
+def test_a_refresh_without_an_effect_is_said_and_one_without_a_copy_refused() -> None:
     """After the last iteration nothing uses it; adapters share their weights with the reference."""
     tree: dict[str, Any] = {"iterations": 10, "algorithm": {"kl": {"refresh_every": 9}}}
     assert [number for number in range(1, 11) if refresh_due(TrainConfig.model_validate(tree), number)] == [9]
     three = TrainConfig.model_validate({"iterations": 9, "algorithm": {"kl": {"refresh_every": 3}}})
     assert [number for number in range(1, 10) if refresh_due(three, number)] == [3, 6]
-    with pytest.raises(ValidationError, match="has no effect in a training of 9 iterations"):
-        TrainConfig.model_validate(tree | {"iterations": 9})
+    assert idle_settings(TrainConfig.model_validate(tree | {"iterations": 9})) == [
+        "'algorithm.kl.refresh_every' (9) has no effect: the training has 9 iterations"
+    ]
+    assert idle_settings(TrainConfig.model_validate(tree)) == []
     with pytest.raises(ValidationError, match="does not go with 'actor.lora'"):
         TrainConfig.model_validate(tree | {"actor": {"lora": {}}})
 

@@ -25,7 +25,8 @@ def test_settings_are_the_functions_own_laid_over_their_defaults() -> None:
     assert (algorithm.functions, algorithm.needs) == (tuple(OWN.values()), {"group"})
     assert algorithm.clip_low is None
     assert config_from_mapping(parse(to_yaml(config), "the tree"), "the tree") == config
-    half = config_from_mapping({"algorithm": {"advantage": OWN["advantage"], "clip_low": 0.3}}, "a recipe").algorithm
+    tree = {"advantage": OWN["advantage"], "clip_low": 0.3, "mini_batches": 2}
+    half = config_from_mapping({"algorithm": tree}, "a recipe").algorithm
     assert (half.settings, half.clip_low, half.clip_high) == ({"scale": 1.0}, 0.3, 0.2)
     assert config_from_mapping({}, "a recipe").algorithm.settings == {}
 
@@ -44,7 +45,7 @@ def test_a_module_of_ones_own_is_as_a_file_of_the_package(monkeypatch: pytest.Mo
 
 def test_a_name_that_ours_have_too_is_another_setting() -> None:
     """Each of the two functions has its own value, from its own place."""
-    tree = {"advantage": f"{MODULE}steeper", "settings": {"clip_low": 0.3}, "clip_low": 0.1}
+    tree = {"advantage": f"{MODULE}steeper", "settings": {"clip_low": 0.3}, "clip_low": 0.1, "epochs": 2}
     algorithm = config_from_mapping({"algorithm": tree}, "a recipe").algorithm
     assert algorithm.settings_for(f"{MODULE}steeper", ["clip_low", "steepness"]) == {"clip_low": 0.3, "steepness": 2.0}
     assert algorithm.settings_for("ppo_clip", ["clip_low", "clip_high"]) == {"clip_low": 0.1, "clip_high": 0.2}

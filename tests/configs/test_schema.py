@@ -35,6 +35,7 @@ RECIPES = sorted((Path(__file__).parents[2] / "configs").glob("*.yaml"))
         ({"actor": {"optimizer": {"min_ratio": 0.1}}}, "'min_ratio' has no effect"),
         ({"critic": {}}, "'critic' has no effect"),
         ({"checkpoint": {"every": 0, "keep": 3}}, "'keep' has no effect"),
+        ({"record": {"samples_every": 0, "samples": 3}}, "'samples' has no effect where 'samples_every' is 0"),
         ({"reward": {"settings": {"a": 1}}}, "'settings' has no effect"),
         ({"reward": {"function": "m:f", "model": "m"}}, "exclude each other"),
         ({"reward": {"model": "m", "failure_value": -1.0}}, "'reward.failure_value' has no effect with 'reward.model'"),

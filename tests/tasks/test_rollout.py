@@ -145,7 +145,7 @@ def test_an_interrupted_rollout_is_taken_over_unless_the_machine_was_restarted(
         ({"rollout": {"prompts": 2, "samples": SAMPLES}}, {}, "other prompts"),
         ({"rollout": {"prompts": PROMPTS, "samples": SAMPLES, "top_p": 0.5}}, {}, "top_p 1.0 instead of 0.5"),
         ({"seed": 3}, {}, "seed 0 instead of 3, other prompts"),
-        ({"actor": {"optimizer": {"learning_rate": 0.5}}}, {"algorithm.clip_low": 0.1}, None),
+        ({"actor": {"optimizer": {"learning_rate": 0.5}}}, {"algorithm.entropy_coefficient": 0.1}, None),
     ],
 )
 def test_responses_drawn_otherwise_are_not_taken_over(

@@ -39,7 +39,7 @@ def config(**sections: Any) -> TrainConfig:
 def test_schedules_hold_from_their_iteration_on() -> None:
     """Each value by its own schedule; the critic's are its own."""
     scheduled = config(
-        algorithm={"name": "ppo", "clip_high": {0: 0.2, 3: 0.3}},
+        algorithm={"name": "ppo", "mini_batches": 2, "clip_high": {0: 0.2, 3: 0.3}},
         rollout={"temperature": {0: 1.0, 2: 0.8}},
         actor={"optimizer": {"learning_rate": {0: 1e-3, 3: 1e-4}}, "micro_batch_tokens": {0: 64, 2: 128}},
         critic={"optimizer": {"learning_rate": {0: 1e-2, 2: 1e-5}}},
@@ -63,7 +63,8 @@ def test_an_adaptive_coefficient_comes_from_the_progress() -> None:
 
 def test_every_live_key_can_be_overridden() -> None:
     """The override replaces value and schedule; all else stays. Control: without overrides nothing changes."""
-    before = config(algorithm={"name": "ppo", "kl": {"coefficient": 0.05}}, rollout={"temperature": {0: 1.0, 2: 0.5}})
+    algorithm = {"name": "ppo", "mini_batches": 2, "kl": {"coefficient": 0.05}}
+    before = config(algorithm=algorithm, rollout={"temperature": {0: 1.0, 2: 0.5}})
     assert apply_overrides(before, {}) == before
     wanted = {key: 0.25 if "tokens" not in key else 512 for key in LIVE_KEYS}
     after = settings_at(apply_overrides(before, wanted), 3, Progress())
@@ -86,6 +87,7 @@ def test_an_override_may_be_a_schedule_with_the_text_keys_of_json() -> None:
         ({"actor.micro_batch_tokens": "many"}, {}, "actor.micro_batch_tokens: must be a valid integer"),
         ({"critic.micro_batch_tokens": 64}, {}, "has no effect in this run"),
         ({"algorithm.clip_low": 0.1}, {"name": "reinforce"}, "'clip_low' has no effect"),
+        ({"algorithm.clip_low": 0.1}, {}, "'clip_low' has no effect with one step per iteration"),
         ({"algorithm.kl.coefficient": 0.1}, {}, "has no effect in this run"),
         ({"algorithm.kl.coefficient": 0.1}, KL, "has no effect in this run"),
     ],

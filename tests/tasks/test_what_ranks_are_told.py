@@ -152,6 +152,7 @@ def test_of_an_evaluation(key: str, value: Any, place: str, generation: Callable
     assert generation(tree("rollout.temperature", 0.5, base), True) == before
 
 
+SEVERAL = {"mini_batches": 2}  # steps per iteration: with one every ratio is 1, and what acts on ratios is refused
 KL = {"kl": {"coefficient": 0.5}}
 
 
@@ -169,20 +170,20 @@ KL = {"kl": {"coefficient": 0.5}}
         ("algorithm.entropy_coefficient", 0.5, "loss.entropy_coefficient", {}),
         ("algorithm.policy_loss", "gspo", "loss.policy_loss", {}),
         ("algorithm.settings", {"steepness": 2.0}, "loss.settings", {"policy_loss": "tests.own_algorithm:bounded"}),
-        ("algorithm.clip_low", 0.5, "loss.settings.clip_low", {}),
-        ("algorithm.clip_high", 0.5, "loss.settings.clip_high", {}),
-        ("algorithm.dual_clip", 7.0, "loss.settings.dual_clip", {}),
-        ("algorithm.log_clip_low", 0.5, "loss.settings.log_clip_low", {"name": "gmpo"}),
-        ("algorithm.log_clip_high", 0.5, "loss.settings.log_clip_high", {"name": "gmpo"}),
-        ("algorithm.gate_positive", 0.5, "loss.settings.gate_positive", {"name": "sapo"}),
-        ("algorithm.gate_negative", 0.5, "loss.settings.gate_negative", {"name": "sapo"}),
+        ("algorithm.clip_low", 0.5, "loss.settings.clip_low", SEVERAL),
+        ("algorithm.clip_high", 0.5, "loss.settings.clip_high", SEVERAL),
+        ("algorithm.dual_clip", 7.0, "loss.settings.dual_clip", SEVERAL),
+        ("algorithm.log_clip_low", 0.5, "loss.settings.log_clip_low", {"name": "gmpo", **SEVERAL}),
+        ("algorithm.log_clip_high", 0.5, "loss.settings.log_clip_high", {"name": "gmpo", **SEVERAL}),
+        ("algorithm.gate_positive", 0.5, "loss.settings.gate_positive", {"name": "sapo", **SEVERAL}),
+        ("algorithm.gate_negative", 0.5, "loss.settings.gate_negative", {"name": "sapo", **SEVERAL}),
         ("algorithm.covariance_share", 0.5, "loss.choice_settings.covariance_share", {"name": "clip_cov"}),
         ("algorithm.covariance_low", 0.5, "loss.choice_settings.covariance_low", {"name": "clip_cov"}),
         ("algorithm.covariance_high", 9.0, "loss.choice_settings.covariance_high", {"name": "clip_cov"}),
         ("algorithm.covariance_pull", 0.5, "loss.settings.covariance_pull", {"name": "kl_cov"}),
-        ("algorithm.divergence", "kl", "loss.settings.divergence", {"name": "dppo"}),
-        ("algorithm.divergence_bound", 0.5, "loss.settings.divergence_bound", {"name": "dppo"}),
-        ("algorithm.weight_bound", 7.0, "loss.settings.weight_bound", {"name": "dppo"}),
+        ("algorithm.divergence", "kl", "loss.settings.divergence", {"name": "dppo", **SEVERAL}),
+        ("algorithm.divergence_bound", 0.5, "loss.settings.divergence_bound", {"name": "dppo", **SEVERAL}),
+        ("algorithm.weight_bound", 7.0, "loss.settings.weight_bound", {"name": "dppo", **SEVERAL}),
         ("algorithm.kl.estimator", "k1", "loss.kl_estimator", KL),
         ("algorithm.kl.coefficient", 0.25, "loss.kl_coefficient", KL),
         ("algorithm.kl.place", "reward", "loss.kl_estimator", KL),
@@ -214,7 +215,7 @@ def test_only_live_settings_of_a_loss_come_from_the_iteration() -> None:
 
     def loss(inputs: Any, *, clip_low: float = 0.2, temperature: float = 1.0) -> None: ...
 
-    config = config_from_mapping({"algorithm": {"clip_low": {0: 0.1, 2: 0.3}}}, "test")
+    config = config_from_mapping({"algorithm": {"clip_low": {0: 0.1, 2: 0.3}, **SEVERAL}}, "test")
     recipe = config.algorithm.model_copy()
     recipe.__dict__["temperature"] = 5.0  # as a field of that name would
     assert loss_settings(recipe, settings_at(config, 3, Progress()), loss) == {"clip_low": 0.3, "temperature": 5.0}
@@ -231,7 +232,7 @@ def test_only_live_settings_of_a_loss_come_from_the_iteration() -> None:
 )
 def test_of_the_critics_update(key: str, value: Any, place: str, training_with: MakeTraining) -> None:
     """The actor's settings are not the critic's."""
-    ppo = {"algorithm": {"name": "ppo"}, "critic": {}}
+    ppo = {"algorithm": {"name": "ppo", **SEVERAL}, "critic": {}}
     before = update(training_with, ppo, "critic")
     after = update(training_with, tree(key, value, ppo), "critic")
     assert at(before, place) != at(after, place) == value
