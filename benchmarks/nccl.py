@@ -18,6 +18,7 @@ import pynvml
 
 from benchmarks.result import BenchResult, new_result
 from configs.errors import UserError
+from engines import interface
 from engines.channel import Tell
 from engines.group import EngineGroup, GroupSpec, RankDevice
 from engines.machine import visible_gpus
@@ -44,7 +45,7 @@ class Collectives:
         self.device = torch.device("cpu") if gpu is None else torch.device("cuda", gpu)
         if gpu is not None:
             torch.cuda.set_device(gpu)
-        torch.distributed.init_process_group("gloo" if gpu is None else "cpu:gloo,cuda:nccl")
+        interface.init_process_group("gloo" if gpu is None else "cpu:gloo,cuda:nccl")
 
     def handle(self, command: str, arguments: dict[str, Any], tell: Tell) -> dict[str, Any]:
         """Carry out `measure`, the only command."""

@@ -16,9 +16,13 @@ import time
 from pathlib import Path
 from typing import Any
 
-os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT="29541")
+os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", MASTER_PORT="29541")
 os.environ.update(VLLM_ENABLE_V1_MULTIPROCESSING="0", VLLM_LOGGING_LEVEL="WARNING", PENSTOCK_GROUP="main")
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from engines import interface
+
+os.environ.update(interface.variables())
 
 import numpy as np
 import torch

@@ -99,7 +99,7 @@ def _decode_array(code: int, data: bytes) -> np.ndarray:
 
 @dataclass(frozen=True)
 class Address:
-    """Where a rank dials and the keys that let it in. Travels in the environment only."""
+    """Where a rank dials and the keys that let it in. Travels to the ranks through pipes only."""
 
     endpoint: str
     server_public: str

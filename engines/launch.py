@@ -1,8 +1,8 @@
 """Rank processes of an engine group on this machine: what they are told, how they start, how they end.
 
-A rank lives in its own session (Ctrl-C in the terminal reaches only the flow), reads nothing, and writes to its own
-log file; it never holds the flow's stdout. Log files are appended to and rotated once, at start: above 20 MB the old
-one becomes `.1`. Python's rotating handlers would miss what C libraries write.
+A rank lives in its own session (Ctrl-C in the terminal reaches only the flow), reads nothing but what it is told at its
+start, and writes to its own log file; it never holds the flow's stdout. Log files are appended to and rotated once, at
+start: above 20 MB the old one becomes `.1`. Python's rotating handlers would miss what C libraries write.
 
 Linux only, like the engines. Left out: machines other than this one (there torchrun starts the ranks).
 """
@@ -19,10 +19,12 @@ import sys
 import threading
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from configs.errors import UserError
+from engines import interface
 from engines.channel import Address
 
 ROTATE_ABOVE_BYTES = 20 * 1024**2
@@ -30,7 +32,6 @@ TERM_GRACE_S = 2.0
 REAP_TIMEOUT_S = 10.0
 STACKS_WAIT_S = 1.0
 START_KEY = "start"  # the key under which a rank replies how building its worker went
-_START_VARIABLE = "PENSTOCK_RANK_START"
 _TAIL_BYTES = 8192
 
 FORCED_VARIABLES = {
@@ -45,6 +46,13 @@ _DEFAULTS = {
     "TOKENIZERS_PARALLELISM": "false",
     "OMP_WAIT_POLICY": "PASSIVE",  # threads that spin while they wait starve whatever else runs on the cores, up to 10x
 }
+# Of the flow alone: engines know neither Prefect nor MLflow.
+WITHHELD_VARIABLES = frozenset(
+    {
+        *("PREFECT_API_KEY", "PREFECT_API_AUTH_STRING", "PREFECT_SERVER_API_AUTH_STRING"),
+        *("MLFLOW_TRACKING_USERNAME", "MLFLOW_TRACKING_PASSWORD", "MLFLOW_TRACKING_TOKEN"),
+    }
+)
 _CPU = {"DS_ACCELERATOR": "cpu", "TORCH_COMPILE_DISABLE": "1", "CUDA_VISIBLE_DEVICES": ""}
 
 _log = logging.getLogger(__name__)
@@ -80,7 +88,10 @@ class GroupSpec:
 
 @dataclass(frozen=True)
 class RankStart:
-    """What a rank must know before it can dial. One environment variable, because it holds the channel's keys."""
+    """What a rank must know before it can dial. It comes through a pipe, because it holds the channel's keys.
+
+    A process's first environment stays readable for as long as it lives, whatever the process does to its own copy.
+    """
 
     group: str
     epoch: int
@@ -92,21 +103,21 @@ class RankStart:
     spawned_by_main_thread: bool
     address: Address
 
-    def to_environ(self) -> dict[str, str]:
-        return {_START_VARIABLE: json.dumps(asdict(self))}
+    def to_json(self) -> bytes:
+        return json.dumps(asdict(self)).encode() + b"\n"
 
     @classmethod
     def take(cls) -> RankStart:
-        """Read it and remove it from the environment, so that no child process and no dump of it sees the keys."""
-        values = json.loads(os.environ.pop(_START_VARIABLE))
+        """Read it from the standard input, of which it is the only line."""
+        values = json.loads(sys.stdin.buffer.readline())
         return cls(**values | {"address": Address(**values["address"])})
 
 
 class RankProcess:
     """One spawned rank. Its exit is observed without reaping it, so that its pid keeps naming its process group."""
 
-    def __init__(self, rank: int, environment: dict[str, str], log_file: Path) -> None:
-        self.rank = rank
+    def __init__(self, start: RankStart, environment: dict[str, str], log_file: Path) -> None:
+        self.rank = start.rank
         self.log_file = log_file
         if log_file.exists() and log_file.stat().st_size > ROTATE_ABOVE_BYTES:
             log_file.replace(log_file.with_name(log_file.name + ".1"))
@@ -114,11 +125,14 @@ class RankProcess:
             self._process = subprocess.Popen(
                 [sys.executable, "-P", "-m", "engines.rank"],
                 env=environment,
-                stdin=subprocess.DEVNULL,
+                stdin=subprocess.PIPE,
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
             )
+        assert self._process.stdin is not None
+        with suppress(BrokenPipeError), self._process.stdin as pipe:  # of a rank that has ended: `exit_reason` tells
+            pipe.write(start.to_json())
 
     def exit_reason(self) -> str | None:
         """How the rank ended, or None while it runs."""
@@ -176,8 +190,8 @@ def spawn(spec: GroupSpec, epoch: int, address: Address) -> list[RankProcess]:
                 spawned_by_main_thread=threading.current_thread() is threading.main_thread(),
                 address=address,
             )
-            environment = shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)} | start.to_environ()
-            processes.append(RankProcess(rank, environment, spec.log_dir / f"{spec.name}-rank{rank}.log"))
+            environment = shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+            processes.append(RankProcess(start, environment, spec.log_dir / f"{spec.name}-rank{rank}.log"))
     except BaseException:
         kill(processes)
         raise
@@ -190,7 +204,6 @@ def group_environment(spec: GroupSpec) -> dict[str, str]:
     settings = {
         "PENSTOCK_GROUP": spec.name,
         "WORLD_SIZE": str(len(spec.devices)),
-        "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(_free_port()),
         # What the flow can import its ranks can import, wherever it was started.
         "PYTHONPATH": os.pathsep.join(entry or str(Path.cwd()) for entry in sys.path),
@@ -199,7 +212,8 @@ def group_environment(spec: GroupSpec) -> dict[str, str]:
     devices = _CPU if on_cpu else {"CUDA_VISIBLE_DEVICES": _visible_gpus(spec)}
     threads = {name: str(cores_per_rank) for name in ("OMP_NUM_THREADS", "RAYON_NUM_THREADS")}  # the second: tokenizers
     defaults = threads | _DEFAULTS | ({} if on_cpu else _compiled_code())
-    return defaults | dict(os.environ) | FORCED_VARIABLES | settings | devices
+    inherited = {name: value for name, value in os.environ.items() if name not in WITHHELD_VARIABLES}
+    return defaults | inherited | FORCED_VARIABLES | interface.variables() | settings | devices
 
 
 def _compiled_code() -> dict[str, str]:
@@ -228,7 +242,7 @@ def _visible_gpus(spec: GroupSpec) -> str:
 def _free_port() -> int:
     # Free now; rank 0 binds it seconds later. A collision shows as a failed start, never as a hang.
     with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
+        probe.bind((interface.HOST, 0))
         port: int = probe.getsockname()[1]
         return port
 

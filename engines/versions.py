@@ -19,7 +19,7 @@ from torch.nn import functional
 from torch.nn.attention import varlen
 
 from configs.errors import UserError
-from engines import flash_attention, gated_products
+from engines import flash_attention, gated_products, interface
 
 if TYPE_CHECKING:
     from engines.packing import PackedLayout
@@ -170,7 +170,7 @@ def process_group(device: torch.device, store: Any, rank: int, size: int, timeou
         return torch.distributed.ProcessGroupNCCL(store, rank, size, options)
     gloo: Any = torch.distributed.ProcessGroupGloo
     options = gloo._Options()
-    options._timeout, options._devices = timeout, [gloo.create_device(hostname="127.0.0.1")]
+    options._timeout, options._devices = timeout, [gloo.create_device(hostname=interface.HOST)]
     return gloo(store, rank, size, options)
 
 

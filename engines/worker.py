@@ -13,6 +13,7 @@ import os
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
+from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -24,7 +25,7 @@ from torch import nn
 from transformers import AutoTokenizer
 
 from configs.schema import TrainConfig, TrainerConfig
-from engines import critics, finetuning, reference, versions
+from engines import critics, finetuning, interface, reference, versions
 from engines.announcing import Announcer
 from engines.channel import Tell
 from engines.communication import timed_collectives
@@ -56,7 +57,7 @@ from engines.updates import ActorLoss, Split, update_actor
 from engines.usage import begin_usage
 from engines.versions import kernel_figures
 from engines.weights.broadcast import Receiver, Sender
-from engines.weights.joint import connect_store, join, open_store
+from engines.weights.joint import join
 from engines.weights.layout import ordered_parameters
 from engines.weights.strategy import Transfer, shared_storage, transfer_within_group
 from state.experience import Ragged, column_names
@@ -84,7 +85,7 @@ class Worker:
         else:
             torch.cuda.set_device(gpu)
         # By hand and without device_id: DeepSpeed's own call binds the group to a device, which hangs vLLM's groups.
-        torch.distributed.init_process_group("gloo" if gpu is None else "cpu:gloo,cuda:nccl")
+        interface.init_process_group("gloo" if gpu is None else "cpu:gloo,cuda:nccl")
         self.trainers: dict[str, Trainer] = {}
         self.frozen: dict[str, nn.Module] = {}
         self.generator: Generator | None = None
@@ -309,17 +310,17 @@ class Worker:
         """Open the store in which actor and rollout group of different devices meet (rank 0); return its port."""
         if self.rank:
             return {}
-        self.store, port = open_store(self.config.engine.start_timeout_s)
+        self.store, port = interface.open_store(timedelta(seconds=self.config.engine.start_timeout_s))
         return {"port": port}
 
     def connect(self, port: int, rollout_ranks: int) -> dict[str, Any]:
         """Join the actor's first rank with all rollout ranks; both groups get this command side by side."""
-        start_s, size = self.config.engine.start_timeout_s, rollout_ranks + 1
+        start, size = timedelta(seconds=self.config.engine.start_timeout_s), rollout_ranks + 1
         place = (size, self.device, self.lm, self.config.engine.command_timeout_s)
         if self.generator is None:
             self.transfer = Sender(self.lm, None if self.rank else join(self.store, 0, *place))
             return {}
-        joint = join(connect_store(port, start_s), self.rank + 1, *place)
+        joint = join(interface.connect_store(port, start), self.rank + 1, *place)
         self.transfer = Receiver(self.generator.model, self.generator.binding, self.lm, self.storage, joint)
         return {}
 

@@ -1,14 +1,13 @@
 """The process group between the trainer's first rank and the ranks of a rollout group on other devices.
 
 Both groups have a torch.distributed world of their own, so this one is a backend built by hand over a store: the
-trainer opens the store on the loopback interface and says its port, the flow tells the rollout group.
+trainer opens the store (engines/interface.py) and says its port, the flow tells the rollout group.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-import socket
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -20,8 +19,6 @@ from torch import nn
 from engines import versions
 from engines.weights.layout import in_plan_order
 from engines.weights.slices import shapes_of
-
-HOST = "127.0.0.1"
 
 
 @dataclass(frozen=True)
@@ -39,28 +36,6 @@ class Joint:
         """Return the sum over all ranks."""
         self.backend.allreduce([values]).wait()
         return values
-
-
-def open_store(timeout_s: float) -> tuple[Any, int]:
-    """Open a store on a free port of the loopback interface; return it and the port."""
-    listener = socket.socket()
-    listener.bind((HOST, 0))
-    listener.listen()
-    port: int = listener.getsockname()[1]
-    store = torch.distributed.TCPStore(
-        HOST,
-        port,
-        is_master=True,
-        timeout=timedelta(seconds=timeout_s),
-        wait_for_workers=False,
-        master_listen_fd=listener.detach(),  # a port alone would be opened on every interface
-    )
-    return store, port
-
-
-def connect_store(port: int, timeout_s: float) -> Any:
-    """Connect to the store that the trainer opened."""
-    return torch.distributed.TCPStore(HOST, port, is_master=False, timeout=timedelta(seconds=timeout_s))
 
 
 def join(store: Any, rank: int, size: int, device: torch.device, lm: nn.Module, timeout_s: float) -> Joint:

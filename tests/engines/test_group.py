@@ -28,7 +28,7 @@ from configs.errors import UserError
 from configs.schema import EngineConfig
 from engines.channel import Tell
 from engines.group import EngineError, EngineGroup, GroupSpec, RankDevice, RankLost
-from engines.launch import ROTATE_ABOVE_BYTES, group_environment
+from engines.launch import ROTATE_ABOVE_BYTES, WITHHELD_VARIABLES, group_environment
 from tests.processes import alive
 from tests.waiting import came_true
 
@@ -270,8 +270,8 @@ def test_only_the_last_32_replies_are_kept(shared: EngineGroup) -> None:
     assert shared.call("count", key="old") != first
 
 
-def test_ranks_know_their_place_and_not_the_keys(shared: EngineGroup) -> None:
-    """The torch.distributed variables are set; the channel's keys are gone before a worker is built."""
+def test_ranks_know_their_place(shared: EngineGroup) -> None:
+    """The variables of torch.distributed are set."""
     names = [
         "RANK",
         "LOCAL_RANK",
@@ -285,8 +285,26 @@ def test_ranks_know_their_place_and_not_the_keys(shared: EngineGroup) -> None:
         assert list(reply.values()) == [str(rank), str(rank), "2", "127.0.0.1", "main", "cpu", ""]
     ports = [r["MASTER_PORT"] for r in shared.call("environment", key="port", names=["MASTER_PORT"])]
     assert ports[0] == ports[1]
-    hidden = shared.call("environment", key="keys", names=["PENSTOCK_RANK_START", "PATH"])
-    assert all(reply["PENSTOCK_RANK_START"] is None and reply["PATH"] for reply in hidden)
+
+
+def test_no_secret_is_in_what_a_process_is_started_with(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither the channel's keys nor the flow's passwords: not in the environment or the command line of any rank.
+
+    The kernel keeps both as they were at the start, and children inherit the first. Control: what is no secret is seen.
+    """
+    for name in WITHHELD_VARIABLES:
+        monkeypatch.setenv(name, "sesame")
+    monkeypatch.setenv("HARMLESS", "porridge")
+    with EngineGroup(_spec(tmp_path)) as group:
+        address = group._listener.address
+        group.wait_ready()
+        for process in group._processes:
+            told = b"".join(
+                Path(f"/proc/{process._process.pid}/{name}").read_bytes() for name in ("environ", "cmdline")
+            )
+            assert b"porridge" in told and b"engines.rank" in told
+            for secret in ("sesame", address.client_secret, address.client_public, address.server_public):
+                assert secret.encode() not in told
 
 
 def test_groups_work_side_by_side(shared: EngineGroup, tmp_path: Path) -> None:
