@@ -5,14 +5,19 @@ keeps them: many texts are one buffer, of which no strings are made on the way f
 is refused, so nothing that arrives can run code. Every rank dials one ROUTER on the loopback interface; CURVE
 encrypts both ways, and only the client key made for this listener is let in.
 
+Other users of the machine reach that port, too. What they cost before their keys are checked is bounded: ZeroMQ takes
+frames up to FRAME_BYTES alone, so a longer body travels as several; who has not shown a key within HANDSHAKE_MS is
+dropped; there are descriptors for thousands of them; and once all ranks are there nobody else can connect at all.
+
 Left out: commands, replies, deadlines and who asks for an echo (`group.py` on the flow's side, `rank.py` on the
 rank's).
 """
 
 from __future__ import annotations
 
+import resource
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,6 +27,8 @@ import pyarrow as pa
 import zmq
 from zmq.auth.thread import ThreadAuthenticator
 
+from engines import interface
+
 # A dtype's position is its msgpack ext code. Equality includes the byte order: big-endian arrays are refused.
 DTYPES = tuple(np.dtype(name) for name in ("int32", "int64", "float32", "float64", "uint8", "bool"))
 _CODES = {dtype: code for code, dtype in enumerate(DTYPES)}
@@ -29,6 +36,11 @@ _TEXTS = len(DTYPES)  # ext code of a `pa.LargeStringArray`
 _ZAP_DOMAIN = "penstock"
 MOST_IO_THREADS = 8
 Tell = Callable[[dict[str, Any]], None]  # sends something ahead of a command's result
+FRAME_BYTES = 128 * 1024  # what a stranger can make the flow hold: ZeroMQ has one limit for all, also after the keys
+_ENVELOPE_BYTES = 1024  # above what CURVE puts around a frame
+HANDSHAKE_MS = 10_000  # for a rank on a machine that is busy; it takes milliseconds
+DESCRIPTORS = 65_536  # for as many connections as may wait for that
+CONNECTIONS_PER_RANK = 2  # commands and echoes
 LINGER_MS = 1000  # a rank that leaves waits this long for its last words to be taken
 
 
@@ -128,10 +140,15 @@ class Listener:
         self._router.zap_enforce_domain = True  # without it an absent authenticator would mean: let everybody in
         self._router.router_mandatory = True  # a message to a rank that is not there is an error, not a silent loss
         self._router.sndhwm = 0  # sending never blocks
-        port = self._router.bind_to_random_port("tcp://127.0.0.1")
-        self.address = Address(
-            f"tcp://127.0.0.1:{port}", server_public.decode(), client_public.decode(), client_secret.decode()
-        )
+        self._router.maxmsgsize = FRAME_BYTES + _ENVELOPE_BYTES
+        self._router.handshake_ivl = HANDSHAKE_MS
+        _allow_descriptors()
+        self._door = interface.listening_socket()
+        self._awaited, self._heard = CONNECTIONS_PER_RANK * ranks, set[str]()
+        endpoint = f"tcp://{interface.HOST}:{self._door.getsockname()[1]}"
+        self._router.use_fd = self._door.dup().detach()  # the router's from here on
+        self._router.bind(endpoint)
+        self.address = Address(endpoint, server_public.decode(), client_public.decode(), client_secret.decode())
 
     def send(self, identity: str, body: bytes) -> None:
         """Queue `body` for the peer `identity`.
@@ -139,16 +156,20 @@ class Listener:
         Raises:
             zmq.ZMQError: no such peer is connected.
         """
-        self._router.send_multipart([identity.encode(), body], zmq.NOBLOCK, copy=False)
+        self._router.send_multipart([identity.encode(), *_frames(body)], zmq.NOBLOCK, copy=False)
 
     def receive(self, timeout_s: float) -> list[tuple[str, Any]]:
         """(identity, message) of everything that is there, waiting up to `timeout_s` for the first."""
         messages: list[tuple[str, Any]] = []
         wait_ms = int(timeout_s * 1000)
         while self._router.poll(wait_ms):
-            identity, body = self._router.recv_multipart(copy=False)
-            messages.append((identity.bytes.decode(), unpack(body.buffer)))
+            identity, *frames = self._router.recv_multipart(copy=False)
+            messages.append((identity.bytes.decode(), _message(frames)))
             wait_ms = 0
+        if len(self._heard) < self._awaited:
+            self._heard |= {identity for identity, _ in messages}
+            if len(self._heard) == self._awaited:
+                interface.let_nobody_in(self._door)
         return messages
 
     def close(self) -> None:
@@ -156,8 +177,17 @@ class Listener:
         if self._context.closed:
             return
         self._router.close(linger=0)
+        self._door.close()
         self._authenticator.stop()
         self._context.destroy(linger=0)
+
+
+def _allow_descriptors() -> None:
+    """Let this process have up to DESCRIPTORS open, if the machine allows it; many start with 1,024."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = DESCRIPTORS if hard == resource.RLIM_INFINITY else min(DESCRIPTORS, hard)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
 class _OnlyKey:
@@ -168,6 +198,27 @@ class _OnlyKey:
 
     def callback(self, domain: str, key: bytes) -> bool:
         return key == self._client_public
+
+
+def send(socket: zmq.Socket[bytes], body: bytes) -> None:
+    """Send a packed message from a rank to its flow."""
+    socket.send_multipart(_frames(body), copy=False)
+
+
+def receive(socket: zmq.Socket[bytes]) -> Any:
+    """Wait for the flow's next message to this rank and return it."""
+    return _message(socket.recv_multipart(copy=False))
+
+
+def _frames(body: bytes) -> list[bytes | memoryview]:
+    if len(body) <= FRAME_BYTES:
+        return [body]
+    whole = memoryview(body)
+    return [whole[begin : begin + FRAME_BYTES] for begin in range(0, len(body), FRAME_BYTES)]
+
+
+def _message(frames: Sequence[zmq.Frame]) -> Any:
+    return unpack(frames[0].buffer if len(frames) == 1 else b"".join(frame.buffer for frame in frames))
 
 
 def echo(address: Address, identity: str) -> None:
@@ -186,6 +237,8 @@ def dial(context: zmq.Context[zmq.Socket[bytes]], address: Address, identity: st
     socket = context.socket(zmq.DEALER)
     socket.linger = LINGER_MS
     socket.identity = identity.encode()
+    socket.maxmsgsize = FRAME_BYTES + _ENVELOPE_BYTES
+    socket.handshake_ivl = HANDSHAKE_MS
     socket.curve_serverkey = address.server_public.encode()
     socket.curve_publickey = address.client_public.encode()
     socket.curve_secretkey = address.client_secret.encode()

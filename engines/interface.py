@@ -9,13 +9,17 @@ Left out: groups on several machines, for which this would be an interface that 
 
 from __future__ import annotations
 
+import ctypes
 import os
 import socket
+import struct
+from contextlib import suppress
 from datetime import timedelta
 from typing import Any
 
 INTERFACE, HOST = "lo", "127.0.0.1"
 _BACKLOG = 1024  # connections that the kernel keeps until they are accepted
+_SO_ATTACH_FILTER, _RETURN = 26, 6  # of Linux's asm-generic/socket.h and bpf_common.h; Python names neither
 
 
 def variables() -> dict[str, str]:
@@ -33,7 +37,19 @@ def listening_socket(port: int = 0) -> socket.socket:
     listener = socket.socket()
     listener.bind((HOST, port))
     listener.listen(_BACKLOG)
+    listener.setblocking(False)
     return listener
+
+
+def let_nobody_in(listener: socket.socket) -> None:
+    """Let the kernel drop whatever reaches a listening socket; connections that were accepted before go on.
+
+    The port stays taken, and closing the socket is left to whoever accepts on it.
+    """
+    nothing = ctypes.create_string_buffer(struct.pack("HBBI", _RETURN, 0, 0, 0))  # a filter that takes 0 bytes
+    program = struct.pack("HP", 1, ctypes.addressof(nothing))
+    with suppress(OSError):  # sandboxes such as gVisor have no filters: there it is as before
+        listener.setsockopt(socket.SOL_SOCKET, _SO_ATTACH_FILTER, program)
 
 
 def open_store(timeout: timedelta, port: int = 0) -> tuple[Any, int]:

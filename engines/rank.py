@@ -107,26 +107,26 @@ def _watch_parent(start: RankStart, stop: threading.Event) -> None:
 
 
 def _serve(start: RankStart, socket: zmq.Socket[bytes]) -> None:
-    socket.send(channel.pack({"kind": "hello", "pid": os.getpid()}))
+    channel.send(socket, channel.pack({"kind": "hello", "pid": os.getpid()}))
     try:
         module, _, name = start.worker.partition(":")
         worker: Worker = getattr(importlib.import_module(module), name)(start.rank, start.world_size, start.gpu)
     except Exception as error:
-        socket.send(_error(START_KEY, error))
+        channel.send(socket, _error(START_KEY, error))
         socket.recv()  # stay until the group has read this and ends every rank
         return
-    socket.send(channel.pack({"kind": "reply", "key": START_KEY, "result": {}}))
+    channel.send(socket, channel.pack({"kind": "reply", "key": START_KEY, "result": {}}))
     answered: OrderedDict[tuple[str, str], _Reply] = OrderedDict()
-    while (message := channel.unpack(socket.recv(copy=False).buffer))["kind"] == "command":
+    while (message := channel.receive(socket))["kind"] == "command":
         reply = _answer(worker, message, start.epoch, answered, partial(_tell, socket, message["key"]))
-        socket.send(reply.body, copy=False)
+        channel.send(socket, reply.body)
         if not reply.is_error:  # the group ends: what fails now would hide why
             worker.after_reply()
     worker.close()
 
 
 def _tell(socket: zmq.Socket[bytes], key: str, news: dict[str, Any]) -> None:
-    socket.send(channel.pack({"kind": "news", "key": key, "result": news}), copy=False)
+    channel.send(socket, channel.pack({"kind": "news", "key": key, "result": news}))
 
 
 class _Reply(NamedTuple):

@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
+import resource
+import socket
+import subprocess
+import sys
+import time
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
 import msgpack
 import numpy as np
+import psutil
 import pyarrow as pa
 import pytest
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
 from engines import channel
+from tests.waiting import came_true
 
 
 @pytest.fixture
@@ -149,6 +156,113 @@ def test_absent_peer_is_an_error(listener: channel.Listener) -> None:
     """A message to nobody is not lost in silence."""
     with pytest.raises(zmq.ZMQError):
         listener.send("rank-9", channel.pack("anyone?"))
+
+
+def test_a_body_of_many_frames_arrives_whole_both_ways(listener: channel.Listener, context: zmq.Context[Any]) -> None:
+    """One below, at and above the limit of a frame, and one of many; none of them may be cut or joined with another."""
+    sizes = [0, channel.FRAME_BYTES - 5, channel.FRAME_BYTES - 4, channel.FRAME_BYTES, 5 * channel.FRAME_BYTES + 7]
+    bodies = [np.random.default_rng(size).bytes(size) for size in sizes]
+    with channel.dial(context, listener.address, "rank-0") as client:
+        for body in bodies:
+            channel.send(client, channel.pack(body))
+        heard: list[tuple[str, Any]] = []
+        while len(heard) < len(bodies):
+            assert (more := listener.receive(20.0))
+            heard += more
+        assert heard == [("rank-0", body) for body in bodies]
+        for body in bodies:
+            listener.send("rank-0", channel.pack(body))
+            assert channel.receive(client) == body
+
+
+# ---- strangers: they know the port and have no key ------------------------------------------------------------------
+
+# Sends ZMTP's greeting and the head of a message of 4 GiB, and then as much of it as is taken.
+ANNOUNCING = r"""
+import socket, struct, sys
+stranger = socket.create_connection(("127.0.0.1", int(sys.argv[1])))
+stranger.sendall(b"\xff" + bytes(8) + b"\x7f" + b"\x03\x00" + b"CURVE".ljust(20, b"\0") + bytes(32))
+stranger.sendall(b"\x06" + struct.pack(">Q", int(sys.argv[2])))
+taken = 0
+try:
+    while taken < 256 << 20:
+        taken += stranger.send(bytes(1 << 20))
+except OSError:
+    pass
+print(taken)
+"""
+SILENT = """
+import resource, socket, sys
+hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+strangers = [socket.create_connection(("127.0.0.1", int(sys.argv[1]))) for _ in range(int(sys.argv[2]))]
+print("connected", flush=True)
+for stranger in strangers:
+    while stranger.recv(1 << 16):
+        pass
+print("all dropped", flush=True)
+"""
+
+
+def _stranger(code: str, address: channel.Address, *arguments: int) -> subprocess.Popen[str]:
+    port = address.endpoint.rpartition(":")[2]
+    command = [sys.executable, "-c", code, port, *map(str, arguments)]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+
+
+@pytest.mark.parametrize("bounded", [True, False])
+def test_a_stranger_cannot_make_the_flow_hold_a_message(bounded: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of 256 MiB sent of a message of 4 GiB nothing is kept. Control: without the limit, all of it is."""
+    if not bounded:
+        monkeypatch.setattr(channel, "FRAME_BYTES", 1 << 40)
+    listener, process = channel.Listener(), psutil.Process()
+    before = most = process.memory_info().rss
+    with _stranger(ANNOUNCING, listener.address, 4 << 30) as stranger:
+        while stranger.poll() is None:
+            most = max(most, process.memory_info().rss)
+            time.sleep(0.005)
+    listener.close()
+    assert (most - before < 16 << 20) == bounded
+
+
+@pytest.fixture
+def few_descriptors() -> Iterator[None]:
+    """As many as a process is usually allowed at its start."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (1024, hard))
+    yield
+    resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+def test_silent_strangers_keep_no_rank_out_and_are_dropped(
+    few_descriptors: None, context: zmq.Context[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """1,500 of them, more than the flow had descriptors: a rank joins, is heard and answered, and then they are gone.
+
+    Once the rank's two connections are there nobody else gets in. Control: a stranger did before.
+    """
+    monkeypatch.setattr(channel, "HANDSHAKE_MS", 3000)
+    listener, process = channel.Listener(), psutil.Process()
+    with _stranger(SILENT, listener.address, 1500) as strangers:
+        assert strangers.stdout is not None
+        assert strangers.stdout.readline() == "connected\n"
+        with channel.dial(context, listener.address, "rank-0") as rank:
+            channel.send(rank, channel.pack("hello"))
+            assert listener.receive(20.0) == [("rank-0", "hello")]
+            listener.send("rank-0", channel.pack("welcome"))
+            assert channel.receive(rank) == "welcome"
+            assert strangers.stdout.readline() == "all dropped\n"
+            assert came_true(lambda: process.num_fds() < 200, 10)
+            with channel.dial(context, listener.address, "rank-hb-0") as second:
+                channel.send(second, channel.pack("echo"))
+                assert listener.receive(20.0) == [("rank-hb-0", "echo")]
+            late = socket.socket()
+            late.settimeout(1.0)
+            with late, pytest.raises(TimeoutError):
+                late.connect(("127.0.0.1", int(listener.address.endpoint.rpartition(":")[2])))
+            channel.send(rank, channel.pack("still here"))
+            assert listener.receive(20.0) == [("rank-0", "still here")]
+    listener.close()
 
 
 def _handshake(context: zmq.Context[Any], address: channel.Address) -> int:
