@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import secrets
 import signal
 import socket
 import subprocess
@@ -15,6 +16,7 @@ from typing import Any
 from rich.console import Console
 
 from configs.errors import UserError
+from penstock.server import password_settings
 from reports.mlflow_run import connect, default_tracking_uri, public_uri, without_password
 from tasks.interrupts import interrupts_deferred
 
@@ -40,14 +42,16 @@ def serve_pages(folder: Path, mlflow_port: int, prefect_port: int, console: Cons
     }
     prefect = ["prefect", "server", "start", "--port", str(prefect_port)]
     # Without it the page asks port 4200 for its data, whatever port it is served from.
-    about_prefect = {"PREFECT_UI_API_URL": f"{flows}/api"}
+    password = os.environ.get("PREFECT_SERVER_API_AUTH_STRING") or secrets.token_urlsafe(12)
+    about_prefect = {"PREFECT_UI_API_URL": f"{flows}/api"} | password_settings(password)
     signal.signal(signal.SIGTERM, _interrupt)
     servers: dict[str, subprocess.Popen[bytes]] = {}
     try:
         with interrupts_deferred():  # or one that has started and is not in the list yet would stay
             servers["MLflow"] = _start(mlflow, about_mlflow)
             servers["Prefect"] = _start(prefect, about_prefect)
-        console.print(f"MLflow   {runs}\nPrefect  {flows}\nCtrl-C ends both.", highlight=False, soft_wrap=True)
+        asked = f"Prefect  {flows}   password {password}"  # its pages can change a running training
+        console.print(f"MLflow   {runs}\n{asked}\nCtrl-C ends both.", highlight=False, soft_wrap=True)
         wait_for(servers)
     except KeyboardInterrupt:
         console.print("ending")

@@ -3,13 +3,19 @@
 Signals often go to all processes of a group: a terminal sends Ctrl-C like that, `timeout` its SIGTERM. A server that
 ends with the flow leaves the flow nobody to tell that it was cancelled: it asks again for minutes, and fails with a
 connection error. So the server has a session of its own. A command that is killed with SIGKILL runs nothing more, so a
-shell beside it waits for that and ends the server. Left out: a command killed in the seconds in which its server
-starts, and a SIGTERM to every process of a control group (docs/operations.md), from which no session is apart.
+shell beside it waits for that and ends the server. Every user of the machine reaches its port, so it asks for a
+password that this process and the server alone know.
+
+Left out: a command killed in the seconds in which its server starts, and a SIGTERM to every process of a control group
+(docs/operations.md), from which no session is apart.
 """
 
 from __future__ import annotations
 
+import functools
+import os
 import re
+import secrets
 import signal
 import subprocess
 from collections.abc import Iterator
@@ -26,7 +32,9 @@ _watching: list[subprocess.Popen[bytes]] = []  # a shell that lost its Popen obj
 
 
 def check_server(default: str | None = None) -> None:
-    """Ask the configured Prefect server, or else that at `default`, for a sign of life; without either do nothing.
+    """Ask the configured Prefect server, or else that at `default`, for a sign of life.
+
+    Without either nobody is asked, and the temporary server that this process may start will have its password.
 
     Raises:
         UserError: it does not answer; names no password of its address.
@@ -38,6 +46,7 @@ def check_server(default: str | None = None) -> None:
 
     configured = PREFECT_API_URL.value()
     if (url := configured or default) is None:
+        keep_others_out()
         return
     # Prefect's own client, which knows keys and certificates
     with temporary_settings({PREFECT_API_URL: url}), get_client(sync_client=True) as client:
@@ -47,6 +56,27 @@ def check_server(default: str | None = None) -> None:
     if error is not None:
         said = f"no Prefect server answers at {url}{' (PREFECT_API_URL)' if configured else ''}: {error}"
         raise UserError(re.sub(r"//[^/\s]*@", "//", said), START_SERVER) from error
+
+
+@functools.cache
+def keep_others_out() -> None:
+    """Give Prefect's temporary server, if this process is to start one, a password that is made anew.
+
+    Server and clients find it in their environment, which other users cannot read. Whoever names a server has a say in
+    who may use that.
+    """
+    from prefect.context import refresh_global_settings_context
+    from prefect.settings import PREFECT_API_URL
+
+    if PREFECT_API_URL.value() is not None:
+        return
+    os.environ |= password_settings(secrets.token_urlsafe())
+    refresh_global_settings_context()
+
+
+def password_settings(password: str) -> dict[str, str]:
+    """Return what a Prefect server and its clients read in their environment, for a server that asks for `password`."""
+    return {"PREFECT_SERVER_API_AUTH_STRING": password, "PREFECT_API_AUTH_STRING": password}
 
 
 def start_server() -> None:
@@ -64,6 +94,7 @@ def start_server() -> None:
     from prefect.client.orchestration import get_client
 
     _make_home()
+    keep_others_out()
     signal.signal(signal.SIGTERM, _leave)
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:

@@ -54,17 +54,26 @@ def test_a_server_that_ends_by_itself_is_named() -> None:
 
 
 def test_no_server_outlives_a_signal_in_its_first_moments(tmp_path: Path) -> None:
-    """As from `timeout` or systemd, right after both were started; no password is in their command lines."""
+    """As from `timeout` or systemd, right after both were started; no password is in their command lines.
+
+    Prefect's server asks for one, which the command says.
+    """
     address = f"sqlite:///{tmp_path / 'mlflow.db'}"
     MlflowClient(address)
     ports = [_free_port(), _free_port()]
     command = [sys.executable, "-m", "penstock.cli", "ui", str(tmp_path)]
     command += ["--mlflow-port", str(ports[0]), "--prefect-port", str(ports[1])]
     environment = os.environ | {"PREFECT_HOME": str(tmp_path / "prefect"), "MLFLOW_TRACKING_URI": address}
-    process = psutil.Popen(command, cwd=ROOT, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    process = psutil.Popen(
+        command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+    )
     assert came_true(lambda: len(process.children()) == 2, 60)
     servers = process.children()
-    assert not any(address in argument for server in servers for argument in server.cmdline())
+    said = [process.stdout.readline() for _ in range(2)][1]
+    password = servers[1].environ()["PREFECT_SERVER_API_AUTH_STRING"]
+    assert f"http://127.0.0.1:{ports[1]}   password {password}\n" in said
+    secret = (address, password)
+    assert not any(text in argument for server in servers for argument in server.cmdline() for text in secret)
     process.terminate()
     assert process.wait(60) == 0
     assert not [server for server in servers if alive(server)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import os
 import signal
 import subprocess
@@ -10,13 +11,17 @@ import threading
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 
+import httpx
 import psutil
 import pytest
 from prefect.settings import PREFECT_API_URL, PREFECT_HOME, temporary_settings
 
 from configs.errors import UserError
+from configs.schema import TrainConfig
 from penstock import cli
 from penstock.server import _make_home, check_server
+from state.run_folder import RunFolder
+from tasks.session import write_config
 from tests.processes import alive
 from tests.waiting import came_true
 
@@ -148,6 +153,42 @@ def test_no_server_outlives_a_killed_command(tmp_path: Path) -> None:
     command.kill()
     command.wait(10)
     assert came_true(lambda: not alive(server), 20)
+
+
+def test_the_temporary_server_answers_nobody_else(tmp_path: Path) -> None:
+    """Without its password nothing is read and nothing written; with it, all is. It is in no command line.
+
+    A value set by another command of the same user arrives all the same. Control: the health that Prefect asks for at
+    the start is anybody's.
+    """
+    settings = with_server(tmp_path / "home")
+    run = RunFolder(tmp_path / "run")
+    write_config(run, TrainConfig(iterations=2))
+    command, server = start(COMMAND, **settings)
+    try:
+        said = server.cmdline()
+        password = server.environ()["PREFECT_SERVER_API_AUTH_STRING"]
+        assert len(password) > 30
+        assert not any(password in argument for argument in [*said, *psutil.Process(command.pid).cmdline()])
+        api = f"http://127.0.0.1:{said[said.index('--port') + 1]}/api"
+        value = {"name": "penstock_run", "value": {"rollout.temperature": 9}}
+        with httpx.Client(base_url=api, timeout=60) as stranger:
+            assert stranger.get("/health").status_code == 200
+            assert stranger.post("/flow_runs/filter", json={}).status_code == 401
+            assert stranger.post("/variables/", json=value).status_code == 401
+        with httpx.Client(base_url=api, timeout=60, auth=tuple(f":{password}".split(":", 1))) as guess:
+            assert guess.post("/flow_runs/filter", json={}).status_code == 401
+        token = base64.b64encode(password.encode()).decode()
+        with httpx.Client(base_url=api, timeout=60, headers={"Authorization": f"Basic {token}"}) as mine:
+            assert mine.post("/variables/filter", json={}).json() == []
+            setting = [sys.executable, "-m", "penstock.cli", "set", str(run.path), "rollout.temperature=0.5"]
+            inherited = {name: value for name, value in os.environ.items() if not name.startswith("PREFECT_")}
+            subprocess.run(setting, cwd=ROOT, env=inherited | settings, check=True, capture_output=True)
+            (there,) = mine.post("/variables/filter", json={}).json()
+            assert there["value"] == {"rollout.temperature": 0.5}
+    finally:
+        command.terminate()
+        command.wait(30)
 
 
 @pytest.mark.parametrize("configured", [True, False])
