@@ -20,6 +20,7 @@ from state.experience import read_columns
 from state.manifest import read_manifest
 from state.run_folder import RunFolder, read_metrics
 from tests.flows.reward_functions import BREAK
+from tests.sockets import Door, noted_doors, open_to_others
 
 pytestmark = pytest.mark.timeout(900)
 
@@ -36,6 +37,7 @@ SMALL = (
     "checkpoint.every=1",
     "algorithm.kl={estimator: full, coefficient: 1e-6, refresh_every: 1}",
 )
+DOORS: set[Door] = set()  # on which the resumed training has listened
 APART = ("groups={train: {ranks: 1, roles: [actor]}, generate: {ranks: 1, roles: [rollout, reference]}}",)
 
 
@@ -64,7 +66,8 @@ def apart(prefect_harness: None, tmp_path_factory: pytest.TempPathFactory) -> Ru
         assert read_manifest(RunFolder(folder)).progress.iteration == 1
         patch.delenv(BREAK)
         RunFolder(folder).experience(2).unlink()  # to be generated again, with the restored weights
-        train(resume=str(folder))
+        with noted_doors(DOORS):
+            train(resume=str(folder))
     return RunFolder(folder)
 
 
@@ -99,6 +102,12 @@ def test_the_reference_follows_the_actor_into_the_other_group(together: RunFolde
         assert "time/refresh_reference_s" in read_metrics(run)[1]["metrics"]
         assert "time/refresh_reference_s" not in read_metrics(run)[2]["metrics"]
         assert not [*run.path.rglob("*.npy"), *run.path.glob("*.safetensors")]
+
+
+def test_other_machines_reach_no_socket_of_two_groups(apart: RunFolder) -> None:
+    """The store in which they meet and the sockets of the group that broadcasts are on the loopback interface, too."""
+    assert len({door for door in DOORS if "engines.rank" in door.command}) >= 5  # three stores, and gloo's
+    assert open_to_others(DOORS) == []
 
 
 def test_each_says_how_it_resharded(together: RunFolder, apart: RunFolder) -> None:

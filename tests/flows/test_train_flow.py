@@ -33,6 +33,7 @@ from state.run_folder import RunFolder, read_metrics
 from tasks.export_run import export_run
 from tasks.settings import forget_overrides, variable_name
 from tests.flows.reward_functions import BREAK, low_digit
+from tests.sockets import Door, noted_doors, open_to_others
 
 ROOT = Path(__file__).resolve().parents[2]
 ITERATIONS = 12
@@ -58,6 +59,7 @@ CONSTANT = (
     "algorithm.correction={weights: token}",
 )
 
+DOORS: set[Door] = set()  # on which `learned` has listened
 EPOCH = 6  # iterations that take each of its prompts once
 IMITATING = (
     f"iterations={EPOCH}",
@@ -91,7 +93,8 @@ def learned(prefect_harness: None, tmp_path_factory: pytest.TempPathFactory) -> 
     """A finished training on two ranks."""
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(ROOT)
-        return run_training(tmp_path_factory.mktemp("runs") / "learned", *LEARNING)
+        with noted_doors(DOORS):
+            return run_training(tmp_path_factory.mktemp("runs") / "learned", *LEARNING)
 
 
 @pytest.fixture(scope="module")
@@ -122,6 +125,14 @@ def broken(prefect_harness: None, tmp_path_factory: pytest.TempPathFactory) -> B
         with pytest.raises(Exception, match="broken") as caught:
             run_training(run.path, *CONSTANT)
     return Broken(run, caught.value, [rank for rank in ranks() if rank not in before])
+
+
+def test_other_machines_reach_no_socket_of_a_training(learned: RunFolder) -> None:
+    """Neither those of its ranks, the store and gloo's, nor the flow's own or Prefect's. Control: test_sockets.py."""
+    of_ranks = [door for door in DOORS if "engines.rank" in door.command]
+    assert len(of_ranks) >= 3  # the store, and of gloo at least one for each rank
+    assert len(DOORS) > len(of_ranks)
+    assert open_to_others(DOORS) == []
 
 
 def ranks() -> list[psutil.Process]:

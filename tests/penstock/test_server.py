@@ -23,6 +23,7 @@ from penstock.server import _make_home, check_server
 from state.run_folder import RunFolder
 from tasks.session import write_config
 from tests.processes import alive
+from tests.sockets import doors, open_to_others
 from tests.waiting import came_true
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -170,6 +171,7 @@ def test_the_temporary_server_answers_nobody_else(tmp_path: Path) -> None:
         password = server.environ()["PREFECT_SERVER_API_AUTH_STRING"]
         assert len(password) > 30
         assert not any(password in argument for argument in [*said, *psutil.Process(command.pid).cmdline()])
+        assert (found := list(doors(psutil.Process(command.pid)))) and not open_to_others(found)
         api = f"http://127.0.0.1:{said[said.index('--port') + 1]}/api"
         value = {"name": "penstock_run", "value": {"rollout.temperature": 9}}
         with httpx.Client(base_url=api, timeout=60) as stranger:
