@@ -448,6 +448,14 @@ def compare(
     console.print(f"files: {target}", highlight=False, soft_wrap=True)
 
 
+@app.command("mlflow-sync", rich_help_panel=LOOKING)
+def mlflow_sync(run: Annotated[Path, typer.Argument(help="folder of a run that has ended")]) -> None:
+    """Give MLflow what it lacks of a run because its server was away."""
+    from penstock.mlflow_sync import sync
+
+    console.print(sync(run), highlight=False, markup=False, soft_wrap=True)
+
+
 @app.command("set", rich_help_panel=LOOKING)
 def set_live(
     run: Annotated[Path, typer.Argument(help="folder of a running training")],

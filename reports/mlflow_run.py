@@ -19,7 +19,7 @@ import math
 import os
 import re
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import islice
 from pathlib import Path
@@ -141,11 +141,21 @@ def log_figures(tracking_uri: str, run_id: str, iteration: int, figures: Mapping
     connect(tracking_uri).log_batch(run_id, metrics=batch)
 
 
-def has_figures(tracking_uri: str, run_id: str, iteration: int, names: Iterable[str]) -> bool:
-    """Whether the run holds a value of each of `names` at an iteration."""
-    client = connect(tracking_uri)
-    histories = (client.get_metric_history(run_id, metric_name(name)) for name in names)
-    return all(any(entry.step == iteration for entry in history) for history in histories)
+def steps_of(tracking_uri: str, run_id: str, name: str) -> set[int]:
+    """Return the steps, or iterations, at which the run holds a figure."""
+    return {entry.step for entry in connect(tracking_uri).get_metric_history(run_id, metric_name(name))}
+
+
+def files_of(tracking_uri: str, run_id: str, folder: str | None) -> dict[str, int]:
+    """Return the bytes of each file that the run holds directly in a folder of its artifacts, by path."""
+    listed = connect(tracking_uri).list_artifacts(run_id, folder)
+    return {item.path: item.file_size or 0 for item in listed if not item.is_dir}
+
+
+def status_of(tracking_uri: str, run_id: str) -> str:
+    """Return MLflow's word for how the run stands."""
+    status: str = connect(tracking_uri).get_run(run_id).info.status
+    return status
 
 
 def metric_name(name: str) -> str:
@@ -162,16 +172,22 @@ def logged_through(tracking_uri: str, run_id: str) -> int:
     return int(connect(tracking_uri).get_run(run_id).data.metrics.get(ITERATION, -1))
 
 
-def log_samples(tracking_uri: str, run_id: str, iteration: int, rows: Sequence[Mapping[str, Any]]) -> None:
-    """Write `rows` as the table `samples/000012.json`; the same iteration again replaces it.
+def table_of(rows: Sequence[Mapping[str, Any]]) -> str:
+    """Return rows as JSON, in the form that MLflow shows as a table."""
+    import pandas as pd
+
+    text: str = pd.DataFrame(list(rows)).to_json(orient="split", index=False, date_format="iso")
+    return text
+
+
+def log_samples(tracking_uri: str, run_id: str, iteration: int, table: str) -> None:
+    """Log `table` as `samples/000012.json`; the same iteration again replaces it.
 
     MLflow shows the newest 100 tables of a run as tables, and older ones as JSON.
     """
-    import pandas as pd
-
     client = connect(tracking_uri)
     path = f"samples/{iteration:06d}.json"
-    client.log_text(run_id, pd.DataFrame(list(rows)).to_json(orient="split", index=False, date_format="iso"), path)
+    client.log_text(run_id, table, path)
     listed = json.loads(client.get_run(run_id).data.tags.get(_TABLES_TAG, "[]"))
     entry = {"path": path, "type": "table"}
     others = [table for table in listed if table != entry]
@@ -190,9 +206,9 @@ def log_artifacts(
             client.log_artifact(run_id, str(path), artifact_path)
 
 
-def close_run(tracking_uri: str, run_id: str, status: RunStatus) -> None:
-    """End the run: FINISHED, FAILED (an error) or KILLED (a person or the scheduler stopped it)."""
-    connect(tracking_uri).set_terminated(run_id, status)
+def close_run(tracking_uri: str, run_id: str, status: RunStatus, at_ms: int | None = None) -> None:
+    """End the run: FINISHED, FAILED (an error) or KILLED (a person or the scheduler stopped it); now, or as of then."""
+    connect(tracking_uri).set_terminated(run_id, status, at_ms)
 
 
 @functools.cache
@@ -236,12 +252,34 @@ def connect(tracking_uri: str) -> MlflowClient:
     os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
     os.environ.setdefault("DO_NOT_TRACK", "true")
     os.environ.setdefault("MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT", "true")
+    os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "1")  # MLflow's own 7 of 120 s each are for nobody to wait
+    os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "20")
     from mlflow import MlflowClient
 
     logging.getLogger("mlflow.store.db.utils").setLevel(logging.WARNING)
     logging.getLogger("alembic").setLevel(logging.WARNING)
     with _alone(_database(tracking_uri)):
         return MlflowClient(without_password(tracking_uri))
+
+
+def check_store(tracking_uri: str) -> None:
+    """Ask a tracking server for a sign of life; a database needs none.
+
+    Raises:
+        UserError: it does not answer.
+    """
+    from mlflow.exceptions import MlflowException
+
+    if not tracking_uri.startswith("http"):
+        return
+    try:
+        connect(tracking_uri).search_experiments(max_results=1)
+    except MlflowException as error:
+        said = " ".join(str(error).split())[:300]
+        raise UserError(
+            f"no MLflow server answers at {public_uri(tracking_uri)} (MLFLOW_TRACKING_URI): {said}",
+            "start it, or name another; without one a database beside the run folders is used",
+        ) from error
 
 
 @contextmanager

@@ -105,6 +105,10 @@ class RunFolder:
         """Experience of one iteration."""
         return self.path / "experience" / f"{iteration:06d}.parquet"
 
+    def samples(self, iteration: int) -> Path:
+        """A table of samples of one iteration, as MLflow shows it."""
+        return self.path / "samples" / f"{iteration:06d}.json"
+
     def evaluation(self, iteration: int) -> Path:
         """Held-out responses after `iteration` (0: before training)."""
         return self.path / "evaluation" / f"{iteration:06d}.parquet"

@@ -1,18 +1,20 @@
 """Record: an iteration's figures go to the run folder, to MLflow and to the terminal; a run's result to its summary.
 
 The run folder comes first and is the truth. A resumed run repeats iterations after its checkpoint: MLflow gets each
-iteration once. Left out: pictures and pages (reports/).
+iteration once, on a thread of its own (reports/mlflow_outbox.py). Left out: pictures and pages (reports/).
 """
 
 from __future__ import annotations
 
 import dataclasses
 import json
+import logging
 import math
 import os
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 from uuid import UUID
@@ -26,6 +28,7 @@ from pydantic import BaseModel
 
 from reports import mlflow_run
 from reports.evaluation import TEMPERATURE
+from reports.mlflow_outbox import Delivery, Outbox
 from reports.report import write_report
 from state.experience import read_columns
 from state.files import write_text
@@ -34,8 +37,9 @@ from state.run_folder import append_metrics, drop_partial, read_metrics
 from tasks.consolidation import begin_consolidation, finish_consolidation
 from tasks.draw import keep_memory
 from tasks.interrupts import interrupts_deferred
-from tasks.record_warm_up import log_warm_up
 from tasks.session import Training
+
+_logger = logging.getLogger(__name__)
 
 ENGINE_FIGURES = ("parameters", "parameters_shared", "parameters_copied", "reshard_strategy", "attention")
 
@@ -89,11 +93,12 @@ def open_record(
     with interrupts_deferred():
         mlflow_run.connect(session.tracking_uri)  # which imports MLflow, and asks no server
     with ending(lambda status, mlflow_status: close(training, summary(training, status), mlflow_status, report)):
+        mlflow_run.check_store(session.tracking_uri)
         if not reopened(training):
             _open_mlflow(training, config, experiment, algorithm)
         else:
             _note_changes(training, config)
-        replay(training, through)
+        begin_delivery(training, through)
         yield
 
 
@@ -139,7 +144,6 @@ def _open_mlflow(training: Training, config: BaseModel, experiment: str, algorit
         if deployment := os.environ.get("PREFECT__DEPLOYMENT_ID"):
             tags["prefect.deployment"] = deployment
     session.mlflow_run_id = mlflow_run.open_run(session.tracking_uri, experiment, run.name, tags)
-    session.mlflow_through = -1
     saved = read_manifest(run) if run.manifest.is_file() else Manifest(Progress())
     write_manifest(run, dataclasses.replace(saved, mlflow_run_id=session.mlflow_run_id, kind=session.kind))
     params = mlflow_run.flatten(config.model_dump(mode="json"))
@@ -166,22 +170,20 @@ def reopened(training: Training) -> bool:
         return False
     session.mlflow_run_id = earlier
     mlflow_run.resume_run(session.tracking_uri, earlier)
-    session.mlflow_through = mlflow_run.logged_through(session.tracking_uri, earlier)
     return True
 
 
-def replay(training: Training, through: int) -> None:
-    """Log what the run folder holds of earlier attempts and the MLflow run does not: a new one, or one left behind.
+def begin_delivery(training: Training, through: int) -> None:
+    """Begin to give MLflow what is recorded, first what it lacks of earlier attempts: all of it, if its run is new.
 
     Args:
         through: the iteration or step from which this attempt goes on.
     """
     session = training.session()
-    for item in read_metrics(training.run):
-        if session.mlflow_through < item["iteration"] <= through:
-            mlflow_run.log_iteration(session.tracking_uri, session.mlflow_run_id, item["iteration"], item["metrics"])
-            session.mlflow_through = item["iteration"]
-    log_warm_up(training)
+    mlflow_run.run_url(session.tracking_uri, session.mlflow_run_id)  # asked while the store answers
+    session.outbox = Outbox(delivery := Delivery(session.tracking_uri, session.mlflow_run_id))
+    if read_metrics(training.run) or read_metrics(training.run.warm_up):
+        session.outbox.put("earlier attempts", partial(delivery.everything, training.run, through))
 
 
 @task(task_run_name="record-{iteration:06d}", cache_policy=NO_CACHE)
@@ -192,8 +194,7 @@ def record(training: Training, iteration: int, metrics: dict[str, float]) -> Non
         keep_memory(training, iteration)
     append_record(training, iteration, metrics)
     if iteration and every and iteration % every == 0:  # a repeated one, too: a kill may have come before them
-        rows = sample_rows(training.run.experience(iteration), training.config.record.samples)
-        mlflow_run.log_samples(session.tracking_uri, session.mlflow_run_id, iteration, rows)
+        _record_samples(training, iteration)
     if session.progress is not None and iteration:
         session.progress.advance(iteration, metrics)
     if iteration:
@@ -202,19 +203,22 @@ def record(training: Training, iteration: int, metrics: dict[str, float]) -> Non
 
 def append_record(training: Training, number: int, metrics: dict[str, float]) -> None:
     """Record an iteration or step; MLflow gets it once, also where a resume repeats it."""
-    session = training.session()
     append_metrics(training.run, number, finite(metrics))
-    if number > session.mlflow_through:
-        mlflow_run.log_iteration(session.tracking_uri, session.mlflow_run_id, number, metrics)
+    if (outbox := training.session().outbox) is not None:
+        outbox.put(f"iteration {number}", partial(outbox.delivery.figures, number, metrics))
 
 
 def add_to_record(training: Training, iteration: int, metrics: dict[str, float]) -> None:
     """Add figures to an iteration that is recorded; MLflow gets them once, also if the iteration is a repeated one."""
-    session = training.session()
-    append_metrics(training.run, iteration, finite(metrics))
-    uri, run_id = session.tracking_uri, session.mlflow_run_id
-    if iteration > session.mlflow_through or not mlflow_run.has_figures(uri, run_id, iteration, metrics):
-        mlflow_run.log_figures(uri, run_id, iteration, metrics)
+    append_record(training, iteration, metrics)
+
+
+def _record_samples(training: Training, iteration: int) -> None:
+    rows = sample_rows(training.run.experience(iteration), training.config.record.samples)
+    training.run.samples(iteration).parent.mkdir(exist_ok=True)
+    write_text(training.run.samples(iteration), mlflow_run.table_of(rows))
+    if (outbox := training.session().outbox) is not None:
+        outbox.put(f"the samples of iteration {iteration}", partial(outbox.delivery.samples, training.run, iteration))
 
 
 def sample_rows(path: Path, count: int) -> list[dict[str, Any]]:
@@ -237,7 +241,8 @@ def _report(training: Training, summary: dict[str, Any]) -> None:
     last = max(run.path.glob("experience/[0-9]*[0-9].parquet"), default=None)
     rows = sample_rows(last, training.config.record.samples) if last and summary["status"] == "completed" else []
     write_report(run.path, links(training), rows, f"penstock train --resume {run.path}", summary)
-    mlflow_run.log_artifacts(session.tracking_uri, session.mlflow_run_id, run.path / "report", "report")
+    if session.outbox is not None:
+        session.outbox.put("the report", partial(session.outbox.delivery.report, run))
 
 
 def close(
@@ -248,7 +253,7 @@ def close(
 ) -> None:
     """Make the report, end the MLflow run, and write the summary: last if it says that all is done.
 
-    So a kill before is noticed. Otherwise it comes first: MLflow may be what failed.
+    So a kill before is noticed. MLflow is waited for, for a while: what it lacks then is said, and in the run folder.
     """
     session, path, done = training.session(), training.run.summary, summary["status"] == "completed"
     text = json.dumps(summary, indent=2) + "\n"
@@ -258,8 +263,10 @@ def close(
         return  # it ended before there was one
     if report is not None:
         report(training, summary)
-    mlflow_run.connect(session.tracking_uri).log_text(session.mlflow_run_id, text, path.name)
-    mlflow_run.close_run(session.tracking_uri, session.mlflow_run_id, mlflow_status)
+    outbox = session.outbox or Outbox(Delivery(session.tracking_uri, session.mlflow_run_id))
+    outbox.put("its end", partial(outbox.delivery.end, text, mlflow_status, time.time()))
+    if lacking := outbox.finish():
+        _logger.warning("%s. Deliver it with: penstock mlflow-sync %s", lacking, training.run.path)
     if done:
         write_text(path, text)
 

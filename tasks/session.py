@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from prefect.client.schemas.objects import State
 
     from data.prompts import PromptTable
+    from reports.mlflow_outbox import Outbox
     from reports.progress import TrainingProgress
     from rewards.source import Scorer
     from tasks.draw import Sampling
@@ -86,8 +87,7 @@ class Session:
     model_folder: str = ""
     tracking_uri: str = ""
     mlflow_run_id: str = ""
-    mlflow_through: int = -1
-    warm_up_through: int = 0  # the step of the supervised warm-up up to which MLflow has all (tasks/record_warm_up.py)
+    outbox: Outbox | None = None  # what MLflow gets; None: there is no MLflow run
     prefect_flow_run_id: str | None = None
     prefect_url: str | None = None
     engine_figures: dict[str, int | str] = field(default_factory=dict)

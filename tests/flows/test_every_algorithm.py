@@ -84,7 +84,6 @@ def engines(prefect_harness: None, tmp_path_factory: pytest.TempPathFactory) -> 
     write_config(run, config)
     with pytest.MonkeyPatch.context() as patch, open_session(config, run) as training, disable_run_logger():
         patch.chdir(ROOT)
-        training.session().mlflow_through = 10**9  # as if MLflow had these iterations already
         model = starting_model.fn(training)
         load_prompts.fn(training, model)
         build_engines.fn(training, model)

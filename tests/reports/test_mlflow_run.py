@@ -91,11 +91,10 @@ def test_figures_of_an_iteration_are_told_from_the_iteration(uri: str) -> None:
     """They can be asked for by name and step, and do not count as the iteration being there."""
     run_id = _open(uri)
     figures = {"checkpoint/gib": 1.5, "time/checkpoint_s": 2.0}
-    assert not mlflow_run.has_figures(uri, run_id, 4, figures)
+    assert mlflow_run.steps_of(uri, run_id, "checkpoint/gib") == set()
     mlflow_run.log_figures(uri, run_id, 4, figures)
-    assert mlflow_run.has_figures(uri, run_id, 4, figures)
-    assert not mlflow_run.has_figures(uri, run_id, 2, figures)
-    assert not mlflow_run.has_figures(uri, run_id, 4, {**figures, "another": 0.0})
+    assert mlflow_run.steps_of(uri, run_id, "checkpoint/gib") == {4}
+    assert mlflow_run.steps_of(uri, run_id, "another") == set()
     assert mlflow_run.logged_through(uri, run_id) == -1
 
 
@@ -156,8 +155,7 @@ def test_a_part_of_a_reward_may_have_any_name(uri: str, part: str) -> None:
     with pytest.raises(MlflowException):
         connect(uri).log_metric(run_id, name, 1.0)
     mlflow_run.log_iteration(uri, run_id, 3, {name: 0.5})
-    assert mlflow_run.has_figures(uri, run_id, 3, [name])
-    assert not mlflow_run.has_figures(uri, run_id, 2, [name])
+    assert mlflow_run.steps_of(uri, run_id, name) == {3}
 
 
 def test_numbers_that_are_not_finite_become_gaps(uri: str) -> None:
@@ -179,7 +177,7 @@ def test_samples_are_a_table_that_mlflow_loads(uri: str, monkeypatch: pytest.Mon
             {"prompt": "2+2?", "response": response, "reward": 1.0},
             {"prompt": "ß", "response": "", "reward": 0.0},
         ]
-        mlflow_run.log_samples(uri, run_id, 12, rows)
+        mlflow_run.log_samples(uri, run_id, 12, mlflow_run.table_of(rows))
     experiment = connect(uri).get_run(run_id).info.experiment_id
     monkeypatch.setenv("MLFLOW_TRACKING_URI", uri)  # MLflow's reader searches the runs of the store in force
     table = connect(uri).load_table(experiment, "samples/000012.json", run_ids=[run_id])
@@ -196,7 +194,7 @@ def test_more_tables_than_mlflow_lists_do_not_end_the_run(uri: str) -> None:
         "mlflow.loggedArtifacts",
         json.dumps([{"path": f"samples/{number:06d}.json", "type": "table"} for number in range(100)]),
     )
-    mlflow_run.log_samples(uri, run_id, 100, [{"prompt": "p", "response": "r", "reward": 0.0}])
+    mlflow_run.log_samples(uri, run_id, 100, mlflow_run.table_of([{"prompt": "p", "response": "r", "reward": 0.0}]))
     listed = json.loads(connect(uri).get_run(run_id).data.tags["mlflow.loggedArtifacts"])
     assert len(listed) == 100
     assert listed[-1]["path"] == "samples/000100.json"

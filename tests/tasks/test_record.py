@@ -19,14 +19,16 @@ from mlflow.entities import Run
 from configs.schema import TrainConfig
 from engines.memory import Recomputed
 from reports import mlflow_run
+from reports.mlflow_outbox import Outbox
 from state.experience import write_columns
 from state.manifest import Manifest, Progress, ended, read_manifest, write_manifest
 from state.run_folder import append_metrics
 from tasks import record
 from tasks.checkpoint import manifest
 from tasks.finetuning import steps_done
-from tasks.record import finite, reopened, replay, sample_rows, summarize
+from tasks.record import begin_delivery, finite, reopened, sample_rows, summarize
 from tasks.session import Training, write_config
+from tests.tasks.delivering import await_delivery, with_outbox
 
 MakeTraining = Callable[[TrainConfig], Training]
 
@@ -66,16 +68,15 @@ def test_a_run_that_mlflow_lost_is_recorded_anew_up_to_where_it_goes_on(
     mlflow_run.log_iteration(uri, first, 1, {"reward/mean": 0.1})
     write_manifest(run, manifest(training, Progress(iteration=2), None))
     assert reopened(training)
-    assert session.mlflow_through == 1
     mlflow_run.connect(uri).delete_run(first)
     assert not reopened(training)
     assert first in caplog.text
     write_config(run, training.config)
     record._open_mlflow(training, training.config, "exp", "grpo")
-    replay(training, 2)
+    begin_delivery(training, 2)
+    await_delivery(training)
     history = mlflow_run.connect(uri).get_metric_history(session.mlflow_run_id, "reward/mean")
     assert [(entry.step, entry.value) for entry in history] == [(1, 0.1), (2, 0.2)]
-    assert session.mlflow_through == 2
     assert not mlflow_run.holds_run(uri, "0" * 32)
     assert reopened(training), "the next resume goes on in the new one"
     assert read_manifest(run).progress.iteration == 2
@@ -88,8 +89,9 @@ def test_nothing_counts_as_logged_that_was_never_recorded(training_with: MakeTra
     session.tracking_uri = mlflow_run.default_tracking_uri(training.run.path.parent)
     session.mlflow_run_id = mlflow_run.open_run(session.tracking_uri, "exp", "tiny", {}, {})
     write_manifest(training.run, Manifest(Progress()))
-    replay(training, 0)
-    assert session.mlflow_through == -1
+    begin_delivery(training, 0)
+    await_delivery(training)
+    assert mlflow_run.logged_through(session.tracking_uri, session.mlflow_run_id) == -1
 
 
 @pytest.mark.parametrize(("checkpoint", "exported", "step"), [(None, False, 0), (5, False, 5), (None, True, 12)])
@@ -157,29 +159,36 @@ def test_a_run_that_failed_early_has_gaps_and_no_invented_figures(
     assert summary["status"] == "failed"
 
 
-def test_a_failed_run_says_so_also_where_mlflow_is_gone(
-    training_with: MakeTraining, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("status", "in_mlflow"), [("completed", "FINISHED"), ("failed", "FAILED")])
+def test_a_run_says_how_it_ended_also_where_mlflow_is_gone(
+    training_with: MakeTraining,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    status: str,
+    in_mlflow: mlflow_run.RunStatus,
 ) -> None:
-    """It may be what the run failed of. Control: the same end does not make a complete run."""
+    """In its summary; what MLflow lacks, and the command that delivers it, in one line."""
     training = training_with(TrainConfig())
-    training.session().mlflow_run_id = "of this run"
+    training.session().mlflow_run_id, training.session().tracking_uri = "of this run", "http://alice:sesame@127.0.0.1:9"
 
     def gone(*_: object) -> None:
         raise ConnectionError
 
     monkeypatch.setattr(mlflow_run, "connect", gone)
-    for status, mlflow_status in (("completed", "FINISHED"), ("failed", "FAILED")):
-        assert not training.run.summary.exists()
-        with pytest.raises(ConnectionError):
-            record.close(training, {"status": status}, mlflow_status)  # type: ignore[arg-type]
-    assert json.loads(training.run.summary.read_text(encoding="utf-8")) == {"status": "failed"}
+    record.close(training, {"status": status}, in_mlflow)
+    assert json.loads(training.run.summary.read_text(encoding="utf-8")) == {"status": status}
+    said = caplog.records[-1].getMessage()
+    assert said == (
+        "MLflow (http://127.0.0.1:9) lacks this run from its end on: ConnectionError:. "
+        f"Deliver it with: penstock mlflow-sync {training.run.path}"
+    )
+    assert "sesame" not in caplog.text
 
 
 def test_what_ended_a_run_is_told_and_its_summary_and_page_are_there_also_where_mlflow_is_gone(
     training_with: MakeTraining, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A lost rank stays one, with its words on how to go on. Controls: a complete run whose end fails says so and has
-    no summary; what the end of the failed one raised is logged."""
+    """A lost rank stays one, with its words on how to go on. Control: what MLflow said is logged."""
     training = recorded(training_with(TrainConfig()), 0.5, None)
     session, run = training.session(), training.run
     monkeypatch.setattr(record, "get_run_logger", lambda: logging.getLogger("record"))
@@ -194,9 +203,6 @@ def test_what_ended_a_run_is_told_and_its_summary_and_page_are_there_also_where_
         record.close(training, summarize(training, status), mlflow_status, record._report)
 
     monkeypatch.setattr(mlflow_run, "connect", gone)
-    with pytest.raises(ConnectionError), record.ending(finish):
-        pass
-    assert not run.summary.exists()
     for error, status in ((RuntimeError("rank lost"), "failed"), (KeyboardInterrupt(), "cancelled")):
         with pytest.raises(type(error)) as ended_with, record.ending(finish):
             raise error
@@ -286,18 +292,16 @@ def test_a_replay_that_is_cut_goes_on_in_the_same_mlflow_run(
     write_manifest(training.run, Manifest(Progress(iteration=2)))
     log_iteration = mlflow_run.log_iteration
 
-    def killed(uri: str, run_id: str, iteration: int, metrics: dict[str, float]) -> None:
+    def gone(uri: str, run_id: str, iteration: int, metrics: dict[str, float]) -> None:
         if iteration == 2:
-            raise KeyboardInterrupt
+            raise ConnectionError
         log_iteration(uri, run_id, iteration, metrics)
 
-    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(mlflow_run, "log_iteration", killed)
-        with opened(training, 2):
-            pytest.fail("it opened")
+    with monkeypatch.context() as patch, opened(training, 2):
+        patch.setattr(mlflow_run, "log_iteration", gone)
     training = training_with(TrainConfig())
     with opened(training, 2):
-        assert training.session().mlflow_through == 2
+        await_delivery(training)
     (found,) = runs_of(training)
     history = mlflow_run.connect(training.session().tracking_uri).get_metric_history(found.info.run_id, "reward/mean")
     assert [(entry.step, entry.value) for entry in history] == [(1, 0.1), (2, 0.2)]
@@ -316,8 +320,8 @@ def test_samples_of_an_iteration_that_is_repeated_reach_mlflow(
     texts = {name: ["a"] for name in ("sample_id", "prompt", "response")}
     write_columns(run.experience(1), {**texts, "reward": np.ones(1), "policy_version": np.zeros(1)})
     mlflow_run.log_iteration(uri, session.mlflow_run_id, 1, {"reward/mean": 0.1})
-    session.mlflow_through = 1
-    record.record.fn(training, 1, {"reward/mean": 0.1})
+    record.record.fn(with_outbox(training), 1, {"reward/mean": 0.1})
+    await_delivery(training)
     client = mlflow_run.connect(uri)
     assert [file.path for file in client.list_artifacts(session.mlflow_run_id, "samples")] == ["samples/000001.json"]
     assert len(client.get_metric_history(session.mlflow_run_id, "reward/mean")) == 1
@@ -365,7 +369,7 @@ def test_figures_that_do_not_exist_are_left_out() -> None:
     assert finite({"a": 1.0, "b": float("nan"), "c": float("inf")}) == {"a": 1.0}
 
 
-@pytest.mark.parametrize("killed_in", ["write_report", "log_artifacts", "close_run", None])
+@pytest.mark.parametrize("killed_in", ["write_report", "finish", None])
 def test_a_run_calls_itself_complete_only_when_its_end_is_recorded(
     training_with: MakeTraining, monkeypatch: pytest.MonkeyPatch, killed_in: str | None
 ) -> None:
@@ -380,11 +384,10 @@ def test_a_run_calls_itself_complete_only_when_its_end_is_recorded(
         raise KeyboardInterrupt
 
     if killed_in is not None:
-        monkeypatch.setattr(record if killed_in == "write_report" else mlflow_run, killed_in, killed)
+        monkeypatch.setattr(record if killed_in == "write_report" else Outbox, killed_in, killed)
         with pytest.raises(KeyboardInterrupt):
             record.close(training, summarize(training, "completed"), "FINISHED", record._report)
         assert not ended(run)
-        assert mlflow_run.connect(uri).get_run(session.mlflow_run_id).info.status == "RUNNING"
         return
     record.close(training, summarize(training, "completed"), "FINISHED", record._report)
     assert ended(run)

@@ -8,14 +8,15 @@ from collections.abc import Callable
 import pytest
 
 from configs.schema import TrainConfig
-from reports import mlflow_run
+from reports import mlflow_outbox, mlflow_run
+from reports.mlflow_outbox import WARM_UP_LOSS as LOSS
 from state.manifest import Progress
 from state.run_folder import append_metrics, read_metrics, truncate_metrics
-from tasks import record_warm_up as module
 from tasks.checkpoint import begin_manifest
-from tasks.record import append_record, replay
-from tasks.record_warm_up import LOSS, record_warm_up
+from tasks.record import append_record, begin_delivery
+from tasks.record_warm_up import record_warm_up
 from tasks.session import Training
+from tests.tasks.delivering import await_delivery, with_outbox
 
 
 @pytest.fixture
@@ -32,10 +33,12 @@ def training(training_with: Callable[[TrainConfig], Training]) -> Training:
 def opened(training: Training) -> None:
     session = training.session()
     session.mlflow_run_id = mlflow_run.open_run(session.tracking_uri, "exp", "tiny", {}, {})
+    with_outbox(training)
 
 
 def logged(training: Training, name: str) -> list[tuple[int, float]]:
     session = training.session()
+    await_delivery(training)
     history = mlflow_run.connect(session.tracking_uri).get_metric_history(session.mlflow_run_id, name)
     return [(entry.step, entry.value) for entry in history]
 
@@ -46,6 +49,7 @@ def test_a_step_is_recorded_once_and_is_no_iteration(training: Training) -> None
     record_warm_up.fn(training, 0, [3.0, 2.5])
     record_warm_up.fn(training, 2, [2.0])
     assert read_metrics(run) == []
+    await_delivery(training)
     assert mlflow_run.logged_through(session.tracking_uri, session.mlflow_run_id) == -1, "no iteration counts as logged"
     truncate_metrics(run.warm_up, 2)  # a resume
     record_warm_up.fn(training, 2, [2.0, 1.5, 1.0])
@@ -60,13 +64,13 @@ def test_a_step_is_recorded_once_and_is_no_iteration(training: Training) -> None
 
 def test_a_store_that_lost_the_run_gets_the_warm_up_again(training: Training, monkeypatch: pytest.MonkeyPatch) -> None:
     """In calls of a size that MLflow takes. Control: the iterations that it lost, and no more than there are."""
-    monkeypatch.setattr(module, "STEPS_PER_CALL", 2)
+    monkeypatch.setattr(mlflow_outbox, "STEPS_PER_CALL", 2)
     record_warm_up.fn(training, 0, [3.0, 2.5, 2.0, 1.5, 1.0])
     append_metrics(training.run, 1, {"actor/loss": 0.5})
     begin_manifest(training, Progress())
     opened(training)
     assert logged(training, LOSS) == []
-    replay(training, 1)
+    begin_delivery(training, 1)
     assert logged(training, LOSS) == [(1, 3.0), (2, 2.5), (3, 2.0), (4, 1.5), (5, 1.0)]
     assert logged(training, "actor/loss") == [(1, 0.5)]
 
