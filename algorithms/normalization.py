@@ -9,6 +9,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from configs.errors import UserError
+
 WHITEN_EPSILON = 1e-8
 
 
@@ -49,10 +51,15 @@ def centred(values: np.ndarray, groups: np.ndarray, weights: np.ndarray | None =
 
 
 def group_statistics(values_B: np.ndarray, groups_B: np.ndarray) -> GroupStatistics:
-    """Statistics of ``values_B`` over rows of equal ``groups_B``; rows of a group need not be neighbours."""
+    """Statistics of ``values_B`` over rows of equal ``groups_B``; rows of a group need not be neighbours.
+
+    Raises:
+        UserError: a group's variance is not finite; a division by it would make every advantage 0.
+    """
     _, group_B, sizes_G = np.unique(groups_B, return_inverse=True, return_counts=True)
     centred_B = centred(values_B, groups_B)
     variance_G = np.bincount(group_B, weights=centred_B**2) / np.maximum(sizes_G - 1, 1)
+    _check_variance(variance_G)
     return GroupStatistics(centred_B, np.sqrt(variance_G)[group_B], sizes_G[group_B])
 
 
@@ -60,10 +67,22 @@ def whitened(values: np.ndarray) -> np.ndarray:
     """Shift and scale to mean 0 and unbiased variance 1; given the counted tokens of a batch and nothing else.
 
     The divisor is sqrt(variance + 1e-8), so that equal values, or a single one, become exactly 0.
+
+    Raises:
+        UserError: the variance is not finite.
     """
     if not values.size:
         return values
     shifted = values - values[0]  # as in `centred`: equal values leave no rounding error
     centred_values = shifted - shifted.mean()
     variance = (centred_values @ centred_values) / max(values.size - 1, 1)
+    _check_variance(variance)
     return centred_values / np.sqrt(variance + WHITEN_EPSILON)
+
+
+def _check_variance(variance: np.ndarray) -> None:
+    if not np.isfinite(variance).all():
+        raise UserError(
+            "advantages cannot be computed: the variance of what they are made of is not a finite number",
+            "look for rewards, values or weights of parts that are NaN, infinite or too large to be squared",
+        )

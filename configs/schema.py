@@ -20,6 +20,7 @@ from pydantic import Field, model_validator
 
 from configs.agents import AgentsConfig, check_agents
 from configs.algorithm import ONE_STEP, AlgorithmConfig
+from configs.bounds import LARGEST_REWARD
 from configs.environment import EnvironmentConfig, check_environment
 from configs.lora import LoraConfig
 from configs.reward_servers import JudgeConfig, ServiceConfig
@@ -150,7 +151,7 @@ class OverlongConfig(Section):
     """The soft punishment of responses that come near `rollout.max_response_tokens` (DAPO); training alone."""
 
     buffer_tokens: PositiveInt = Field(description="the penalty grows over the last tokens before the limit, tokens")
-    penalty: float = Field(1.0, gt=0, description="what a response of full length loses")
+    penalty: float = Field(1.0, gt=0, le=LARGEST_REWARD, description="what a response of full length loses")
 
 
 class RewardConfig(Section):
@@ -167,7 +168,12 @@ class RewardConfig(Section):
     workers: int | None = Field(
         None, ge=1, le=64, description="processes that run the function or read a judge; null: one per 2 cores, 2 to 32"
     )
-    failure_value: float = Field(0.0, description="reward of a sample whose call raised, timed out or gave NaN")
+    failure_value: float = Field(
+        0.0,
+        ge=-LARGEST_REWARD,
+        le=LARGEST_REWARD,
+        description="reward of a sample whose call raised, timed out, or gave what is no number within +-1e12",
+    )
     max_failure_share: Share = Field(0.1, description="the run stops when more than this share of a batch failed")
     overlong: OverlongConfig | None = Field(None, description="soft punishment of long responses; null: none")
 

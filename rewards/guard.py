@@ -18,6 +18,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import SupportsFloat
 
+from configs.bounds import LARGEST_REWARD
+
 _LONGEST_REASON = 300
 
 
@@ -68,14 +70,21 @@ def finite_number(value: object, what: str) -> float:
 
     Raises:
         TypeError: it is no number.
-        ValueError: it is infinite or NaN.
+        ValueError: it is infinite or NaN, or beyond `LARGEST_REWARD`.
     """
     if not isinstance(value, SupportsFloat):
         raise TypeError(f"{what} is a {type(value).__name__}, not a number")
     number = float(value)
-    if not math.isfinite(number):
-        raise ValueError(f"{what} is {number}")
+    if problem := out_of_bounds(number):
+        raise ValueError(f"{what} is {problem}")
     return number
+
+
+def out_of_bounds(number: float) -> str:
+    """Return what is wrong with a number as a reward, empty if nothing is."""
+    if not math.isfinite(number):
+        return str(number)
+    return f"{number:g}, beyond +-{LARGEST_REWARD:g}" if abs(number) > LARGEST_REWARD else ""
 
 
 def reward_and_parts(value: object) -> tuple[float, dict[str, float]]:
@@ -85,7 +94,7 @@ def reward_and_parts(value: object) -> tuple[float, dict[str, float]]:
 
     Raises:
         TypeError: it is neither a number nor a dict of numbers.
-        ValueError: a number is infinite or NaN, or the dict is empty.
+        ValueError: a number is infinite or NaN or beyond `LARGEST_REWARD`, or the dict is empty.
     """
     if not isinstance(value, dict):
         return finite_number(value, "the reward"), {}

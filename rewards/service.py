@@ -16,6 +16,7 @@ from typing import Any
 
 from configs.reward_servers import ServiceConfig
 from configs.schema import RewardConfig
+from rewards.guard import out_of_bounds
 from rewards.scoring import Sample, Score
 from rewards.server import Failed, Post, RequestFailed, ask_all
 
@@ -78,7 +79,8 @@ def scores_in(reply: Any, count: int) -> list[float]:
     """Return the scores of a reply, in the order of the texts.
 
     Raises:
-        RequestFailed: there is not one finite number for each of `count` texts; the model may have several labels.
+        RequestFailed: there is not one number for each of `count` texts that can be a reward; the model may have
+            several labels.
     """
     try:
         rows = sorted(reply["data"], key=lambda row: int(row["index"]))
@@ -90,6 +92,6 @@ def scores_in(reply: Any, count: int) -> list[float]:
     if labels := [len(values) for values in found if len(values) != 1]:
         raise RequestFailed(f"the model has {labels[0]} labels: a reward model has one")
     scores = [float(values[0]) for values in found]
-    if not all(map(math.isfinite, scores)):
-        raise RequestFailed("a score is not a finite number")
+    if problem := next(filter(None, map(out_of_bounds, scores)), ""):
+        raise RequestFailed(f"a score is {problem}")
     return scores

@@ -126,6 +126,7 @@ def _estimate(inputs: AdvantageInputs, config: AlgorithmConfig) -> Advantages:
     result = estimator(inputs, **config.settings_for(name, settings_of(estimator)))
     if is_own(name):
         check_advantages(name, inputs, result)
+    check_finite(name, inputs, result)
     return result
 
 
@@ -133,7 +134,7 @@ def check_advantages(name: str, inputs: AdvantageInputs, result: object) -> None
     """Check what a user's estimator returned, before anything is learnt from it.
 
     Raises:
-        UserError: it is not `Advantages` of finite numbers in float32, one per token.
+        UserError: it is not `Advantages` in float32, one per token.
     """
     what = f"advantage '{name}' returned"
     remedy = "see 'An algorithm of your own' in docs/algorithms.md"
@@ -148,8 +149,24 @@ def check_advantages(name: str, inputs: AdvantageInputs, result: object) -> None
     for column, (values, shape) in columns.items():
         if values is not None and np.shape(values) != shape:
             raise UserError(f"{what} {column} of shape {np.shape(values)}, not {shape}", remedy)
-    if result.advantages_T.dtype != np.float32 or not np.isfinite(result.advantages_T).all():
-        raise UserError(f"{what} advantages_T that are not finite numbers in float32", remedy)
+    if result.advantages_T.dtype != np.float32:
+        raise UserError(f"{what} advantages_T in {result.advantages_T.dtype}, not float32", remedy)
+
+
+def check_finite(name: str, inputs: AdvantageInputs, result: Advantages) -> None:
+    """Check that nothing is learnt from what is no number.
+
+    Raises:
+        UserError: an advantage, or a return for the critic, is NaN or infinite.
+    """
+    for column, values_T in (("advantages", result.advantages_T), ("returns", result.returns_T)):
+        if values_T is not None and not np.isfinite(values_T).all():
+            low, high = inputs.rewards_B.min(), inputs.rewards_B.max()
+            raise UserError(
+                f"advantage '{name}' made {column} that are not finite numbers in float32, of rewards from {low:g} to "
+                f"{high:g}",
+                "look at the rewards, and at the critic's values and the KL where there are any",
+            )
 
 
 def without(result: Advantages, refused_B: np.ndarray, offsets_B1: np.ndarray) -> Advantages:

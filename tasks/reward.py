@@ -11,8 +11,10 @@ from prefect import task
 from prefect.cache_policies import NO_CACHE
 
 from algorithms.overlong import overlong_penalty
+from configs.errors import UserError
 from configs.schema import TrainConfig
 from engines.memory import scored_tokens
+from rewards.guard import out_of_bounds
 from rewards.scoring import Sample, Score, check_failures, log_failures
 from state.experience import add_columns, read_columns
 from tasks.draw import remember
@@ -114,7 +116,14 @@ def _score_by_model(training: Training, columns: dict[str, list[str]], key: str)
     shares = np.array_split(np.arange(len(texts)), len(session.groups["reward"].spec.devices))
     per_rank = [{"texts": [texts[row] for row in share]} for share in shares]
     replies = session.call("reward", "score", key, per_rank=per_rank, budget=scored_tokens(training.config))
-    return [Score(float(value), {}, None) for reply in replies for value in reply["scores"]]
+    scores = [Score(float(value), {}, None) for reply in replies for value in reply["scores"]]
+    if problems := [problem for item in scores if (problem := out_of_bounds(item.reward))]:
+        raise UserError(
+            f"{training.config.reward.source} gave {len(problems)} of {len(scores)} responses no score that can be a "
+            f"reward; the first is {problems[0]}",
+            "look at the reward model: weights that are not finite, or a dtype that overflows (model.dtype=float32)",
+        )
+    return scores
 
 
 def reward_columns(scores: list[Score]) -> dict[str, Any]:

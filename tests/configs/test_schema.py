@@ -38,6 +38,8 @@ RECIPES = sorted((Path(__file__).parents[2] / "configs").glob("*.yaml"))
         ({"record": {"samples_every": 0, "samples": 3}}, "'samples' has no effect where 'samples_every' is 0"),
         ({"reward": {"settings": {"a": 1}}}, "'settings' has no effect"),
         ({"reward": {"function": "m:f", "model": "m"}}, "exclude each other"),
+        ({"reward": {"function": "m:f", "failure_value": -1e300}}, "greater than or equal to -1"),
+        ({"reward": {"function": "m:f", "failure_value": float("nan")}}, "less than or equal to 1"),
         ({"reward": {"model": "m", "failure_value": -1.0}}, "'reward.failure_value' has no effect with 'reward.model'"),
         ({"reward": {"model": "m", "max_failure_share": 0.5}}, "'reward.max_failure_share' has no effect"),
         ({"model": {"path": "m", "tiny": {}}}, "exclude each other"),

@@ -66,6 +66,8 @@ def misbehave(response: str) -> Any:
             return {"reward": 0.25, "length": 9.0}
         case "nan":
             return float("nan")
+        case "huge":
+            return 1e300
         case "infinite part":
             return {"format": 1.0, "correct": float("inf")}
         case "no parts":

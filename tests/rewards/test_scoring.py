@@ -85,6 +85,7 @@ FAILURES = {
     "exit": "SystemExit: 3",
     "nan": "ValueError: the reward is nan",
     "infinite part": "ValueError: part 'correct' is inf",
+    "huge": "ValueError: the reward is 1e+300, beyond +-1e+12",
     "no parts": "ValueError: returned a dict without parts",
     "text": "TypeError: the reward is a str, not a number",
     "none": "TypeError: the reward is a NoneType, not a number",

@@ -55,7 +55,8 @@ def test_only_the_text_that_the_server_refuses_fails() -> None:
     [
         ({"data": [{"index": 0, "probs": [0.1, 0.9]}]}, "2 labels: a reward model has one"),
         ({"data": []}, "0 scores came back for 1 texts"),
-        ({"data": [{"index": 0, "probs": [math.nan]}]}, "not a finite number"),
+        ({"data": [{"index": 0, "probs": [math.nan]}]}, "a score is nan"),
+        ({"data": [{"index": 0, "probs": [-1e300]}]}, "a score is -1e+300, beyond +-1e+12"),
         ({"object": "list"}, "no scores"),
         ("[]", "no scores"),
     ],

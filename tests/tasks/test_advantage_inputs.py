@@ -11,6 +11,7 @@ import pytest
 
 from algorithms.advantages.types import Advantages
 from configs.algorithm import AlgorithmConfig
+from configs.bounds import LARGEST_REWARD
 from configs.errors import UserError
 from configs.schema import TrainConfig
 from rewards.scoring import Score
@@ -40,6 +41,27 @@ def estimated(tmp_path: Path, algorithm: dict[str, Any], absent: tuple[str, ...]
     passes = {"logprobs_old": Ragged(OLD_T, OFFSETS_B1), "values": Ragged(np.zeros(6, np.float32), OFFSETS_B1)}
     inputs = module._inputs(path, passes, config, 0.0)
     return inputs, module._estimate(inputs, config)
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "rewards", "words"),
+    [
+        ({"name": "grpo"}, [1e300, -1e300], "cannot be computed"),
+        ({"name": "gdpo", "part_weights": {"right": 1e300}}, [1.0, 0.0], "cannot be computed"),
+        ({"name": "opo"}, [1e300, -1e300], r"'opo' made advantages that are not finite .* from -1e\+300 to 1e\+300"),
+        ({"name": "ppo", "whiten": False}, [1e300, -1e300], "made advantages that are not finite"),
+    ],
+)
+def test_what_no_float_holds_is_an_error_and_not_an_advantage_of_0(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, algorithm: dict[str, Any], rewards: list[float], words: str
+) -> None:
+    """An infinite deviation would silence a whole group. Control: the largest rewards that are let in."""
+    monkeypatch.setitem(COLUMNS, "reward", np.array([*rewards, 2.0, 2.0]))
+    with pytest.raises(UserError, match=words), np.errstate(over="ignore", invalid="ignore"):
+        estimated(tmp_path, algorithm)
+    monkeypatch.setitem(COLUMNS, "reward", np.array([LARGEST_REWARD, -LARGEST_REWARD, 2.0, 2.0]))
+    _, result = estimated(tmp_path, {name: value for name, value in algorithm.items() if name != "part_weights"})
+    assert np.abs(result.advantages_T).max() > 0
 
 
 def test_remax_reads_the_reward_of_the_greedy_response(tmp_path: Path) -> None:

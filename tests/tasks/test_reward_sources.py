@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -87,6 +88,20 @@ def test_a_training_stops_when_its_judge_writes_garbage(training_with: Callable[
     cut = punished(config, scores, np.array([8, 8]))
     assert [item.reward for item in cut] == [-1.0, 3.0]
     assert [item.answer for item in cut] == ["no", "4"]
+
+
+def test_a_reward_models_scores_are_rewards_or_an_error(training_with: Callable[[TrainConfig], Training]) -> None:
+    """Weights that are not finite would train towards nothing. Control: finite scores are the rewards."""
+    training = training_with(TrainConfig.model_validate({"reward": {"model": "m"}}))
+    session, scores = training.session(), np.array([0.5, 1.5], np.float32)
+    session.groups = {"reward": SimpleNamespace(spec=SimpleNamespace(devices=[None]))}  # type: ignore[dict-item]
+    session.call = lambda *_, **__: [{"scores": scores}]  # type: ignore[method-assign]
+    columns = {**ROWS, "response": ["a", "b"]}
+    assert [item.reward for item in score(training, columns, "train", "1/reward")] == [0.5, 1.5]
+    for wrong, words in ((np.nan, "is nan"), (np.inf, "is inf"), (3e38, r"is 3e\+38, beyond \+-1e\+12")):
+        scores[1] = wrong
+        with pytest.raises(UserError, match=f"reward.model 'm' gave 1 of 2 responses no score.*{words}"):
+            score(training, columns, "train", "1/reward")
 
 
 def test_responses_are_measured_only_where_their_length_matters(
