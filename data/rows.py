@@ -8,6 +8,7 @@ Left out: what the columns mean (data/prompts.py, data/sft.py), and downloading 
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,8 @@ import pyarrow.parquet as pq
 from configs.errors import UserError
 from configs.names import nearest_name
 
+MOST_NESTED = 32  # lists and objects inside each other; Arrow's files take a hundred, printing a row fewer
+_SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")  # half a character, or one of the two halves of a whole one
 _KINDS = {str: "text", bool: "true or false", int: "a number", float: "a number", list: "a list", dict: "an object"}
 
 
@@ -103,9 +106,11 @@ def _read_jsonl(path: Path) -> pa.Table:
 
 def _parse_line(path: Path, row: int, line: bytes) -> dict[str, Any]:
     try:
-        values = json.loads(line)
+        values = json.loads(line.decode("utf-8-sig"))
     except UnicodeDecodeError as error:
         raise UserError(f"{place(path, row)} is not JSON: {error}", "save the file as UTF-8") from None
+    except RecursionError:
+        raise _nested_too_deeply(path, row) from None
     except ValueError as error:
         what = "is blank" if not line.strip() else f"is not JSON: {error}"
         raise UserError(f"{place(path, row)} {what}", "each line holds one JSON object") from None
@@ -113,7 +118,38 @@ def _parse_line(path: Path, row: int, line: bytes) -> dict[str, Any]:
         raise UserError(
             f"{place(path, row)} is not a JSON object but a {type(values).__name__}", 'write {"column": value, ...}'
         )
+    if line.count(b"[") + line.count(b"{") > MOST_NESTED and _is_nested_deeper(values, MOST_NESTED):
+        raise _nested_too_deeply(path, row)
+    if _SURROGATE.search(line):
+        _refuse_half_characters(path, row, values)
     return values
+
+
+def _nested_too_deeply(path: Path, row: int) -> UserError:
+    return UserError(f"{place(path, row)} is nested more than {MOST_NESTED} deep", "correct the row or remove it")
+
+
+def _is_nested_deeper(value: Any, levels: int) -> bool:
+    inside = [value]
+    for _ in range(levels):
+        inside = [part for item in inside for part in (item.values() if isinstance(item, dict) else item)]
+        inside = [part for part in inside if isinstance(part, dict | list)]
+    return bool(inside)
+
+
+def _refuse_half_characters(path: Path, row: int, values: dict[str, Any]) -> None:
+    r"""Refuse text that is none: JSON can write half of a character as `\ud800`, and UTF-8 cannot.
+
+    Raises:
+        UserError: names the row.
+    """
+    try:
+        json.dumps(values, ensure_ascii=False).encode()
+    except UnicodeEncodeError as error:
+        half = f"\\u{ord(error.object[error.start]):04x}"
+        raise UserError(
+            f"{place(path, row)} has '{half}', which is half a character", "correct the text or remove the row"
+        ) from None
 
 
 def _column(path: Path, name: str, values: list[Any]) -> pa.Array:
@@ -152,8 +188,13 @@ def _array(path: Path, name: str, values: list[Any]) -> pa.Array:
 
 def _read_parquet(path: Path) -> pa.Table:
     try:
-        return pq.read_table(path)
-    except pa.ArrowInvalid as error:
+        table = pq.read_table(path)
+    except (pa.ArrowInvalid, OSError) as error:
         raise UserError(
             f"{path} is not a Parquet file: {error}", "write it anew, or rename it if it is JSONL"
         ) from None
+    try:
+        table.validate(full=True)
+    except pa.ArrowInvalid as error:
+        raise UserError(f"{path} has text that is no UTF-8, or is damaged: {error}", "write it anew") from None
+    return table

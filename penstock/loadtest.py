@@ -134,7 +134,7 @@ def read_prompts(path: Path) -> list[str]:
 def _prompt_of(line: str, number: int, path: Path) -> str:
     try:
         prompt = json.loads(line)["prompt"]
-    except (ValueError, KeyError, TypeError):
+    except (ValueError, KeyError, TypeError, RecursionError):
         raise UserError(f"line {number} of {path} is no JSON object with 'prompt'", "write one a line") from None
     return str(prompt)
 

@@ -62,6 +62,14 @@ def test_blank_lines_at_the_end_do_not_count(tmp_path: Path) -> None:
         (['{"a": [{"b": {}}]}'], "column 'a' holds objects that are empty in every row"),
         ([f'{{"a": {2**70}}}'], "column 'a' has more than one type"),
         (['{"a": 1}', '{"a": "\udcff"}'], "line 2 is not JSON(.|\n)*save the file as UTF-8"),
+        (['{"a": "x"}', '{"a": "y\\ud800"}'], r"line 2 has '\\ud800', which is half a character"),
+        (['{"a": ["x"], "b": {"c": "\\uDFFF\\ud800"}}'], r"line 1 has '\\udfff', which is half a character"),
+        (['{"a": 1}', '{"\\ud800": 1}'], r"line 2 has '\\ud800', which is half a character"),
+        (['{"a": 1}', '{"a": "\udced\udca0\udc80"}'], "line 2 is not JSON(.|\n)*save the file as UTF-8"),
+        (['{"a": 1}', f'{{"a": {"[" * 100_000}'], "line 2 is nested more than 32 deep"),
+        (['{"a": 1}', f'{{"a": {"[" * 100_000}{"]" * 100_000}}}'], "line 2 is nested more than 32 deep"),
+        (['{"a": 1}', f'{{"a": {"[" * 32}1{"]" * 32}}}'], "line 2 is nested more than 32 deep"),
+        ([f'{{"a": {"""{"b": """ * 32}1{"}" * 32}}}'], "line 1 is nested more than 32 deep"),
         ([], "has no rows"),
     ],
 )
@@ -71,6 +79,27 @@ def test_a_bad_row_is_named_by_file_and_line(tmp_path: Path, lines: list[str], m
     path.write_bytes("\n".join(lines).encode("utf-8", "surrogateescape"))
     with pytest.raises(UserError, match=rf"bad\.jsonl.*{message}"):
         read_rows(path)
+
+
+def test_whole_characters_and_what_parquet_can_nest_are_kept(tmp_path: Path) -> None:
+    """The controls of the refusals above: both halves of a character, a backslash before them, 31 lists in a row."""
+    text = '{"a": "\\ud83d\\ude00", "b": "\\\\ud800", "c": ' + "[" * 31 + "1" + "]" * 31 + "}"
+    (tmp_path / "rows.jsonl").write_text(text)
+    rows = read_rows(tmp_path / "rows.jsonl")
+    assert (rows["a"][0], rows["b"][0]) == ("\U0001f600", "\\ud800")
+    pq.write_table(pa.Table.from_pandas(rows), tmp_path / "rows.parquet")
+    assert str(read_rows(tmp_path / "rows.parquet")["c"][0]) == str(rows["c"][0])
+
+
+def test_text_of_a_parquet_file_that_is_no_text_is_refused(tmp_path: Path) -> None:
+    """Half a character, or another encoding. Control: the same bytes as bytes, which is what they are."""
+    halves = pa.array([b"x", b"\xed\xa0\x80"])
+    pq.write_table(pa.table({"a": halves}), tmp_path / "bytes.parquet")
+    assert read_rows(tmp_path / "bytes.parquet")["a"].tolist() == [b"x", b"\xed\xa0\x80"]
+    text = pa.Array.from_buffers(pa.string(), 2, halves.buffers())
+    pq.write_table(pa.table({"a": text}), tmp_path / "text.parquet")
+    with pytest.raises(UserError, match="has text that is no UTF-8"):
+        read_rows(tmp_path / "text.parquet")
 
 
 def test_files_that_are_not_data_are_refused(tmp_path: Path) -> None:
