@@ -30,7 +30,7 @@ from tasks.prepare import build_engines, load_prompts, starting_model
 from tasks.progress import show_iterations, show_progress
 from tasks.record import finite, record, recording
 from tasks.session import Training, open_session, read_config, write_config
-from tasks.settings import forget_overrides, live_overrides
+from tasks.settings import forget_overrides, live_overrides, offer_overrides
 from tasks.tokenized import check_tokenized
 
 
@@ -56,6 +56,7 @@ def train(config: TrainConfig = TrainConfig(), run_folder: str | None = None, re
         progress = restore(training) if resume else Progress()
         if progress.iteration == 0:
             progress = begin(training, progress)
+        offer_overrides(run, progress.overrides or {})
         progress = live_overrides(training, progress)
         show_iterations(training, progress.iteration)
         lap(training)
@@ -88,6 +89,7 @@ def open_run(config: TrainConfig, run_folder: str | None, resume: str | None) ->
         return config, run
     check_inputs(config)
     run = new_run_folder(Path(config.folder), config.name, Path(run_folder) if run_folder else None)
+    offer_overrides(run)  # first: from the configuration on it is a run, whose live values may be set
     write_config(run, config)
     return config, run
 

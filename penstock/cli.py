@@ -473,12 +473,10 @@ def set_live(
 
     if clear == bool(values):
         raise UserError("give values or --clear, one of them", "for example penstock set RUN rollout.temperature=0.9")
-    if clear:
-        clear_overrides(run)
-        console.print("the recipe's values are in force again from the next iteration on", highlight=False)
-        return
-    overrides = set_overrides(run, values or [])
-    console.print(f"from the next iteration on:\n{dump(overrides)}", end="", highlight=False, markup=False)
+    name, overrides = (clear_overrides(run), {}) if clear else set_overrides(run, values or [])
+    what = f":\n{dump(overrides).rstrip()}" if overrides else " the recipe's values are in force again"
+    said = f"from the next iteration on{what}\nPrefect Variable: {name}"
+    console.print(said, highlight=False, markup=False, soft_wrap=True)
 
 
 @app.command(rich_help_panel=MACHINE)

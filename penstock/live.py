@@ -20,8 +20,8 @@ from tasks.session import read_config
 from tasks.settings import apply_overrides, variable_to_set
 
 
-def set_overrides(folder: Path, pairs: Sequence[str]) -> dict[str, Any]:
-    """Lay `key=value` pairs over the live overrides of the run in `folder`; return all that are in force now.
+def set_overrides(folder: Path, pairs: Sequence[str]) -> tuple[str, dict[str, Any]]:
+    """Lay `key=value` pairs over the live overrides of the run in `folder`; return the Variable and what it holds now.
 
     Raises:
         UserError: there is no such run, it is complete, a pair is malformed, a key cannot change, a value is not
@@ -34,11 +34,11 @@ def set_overrides(folder: Path, pairs: Sequence[str]) -> dict[str, Any]:
     overrides = (there if isinstance(there, dict) else {}) | dict(_parse(pair) for pair in pairs)
     apply_overrides(read_config(run), overrides)
     Variable.set(name, overrides, overwrite=True)
-    return overrides
+    return name, overrides
 
 
-def clear_overrides(folder: Path) -> None:
-    """Take all live overrides back: the recipe's values and schedules are in force again.
+def clear_overrides(folder: Path) -> str:
+    """Take all live overrides back: the recipe's values and schedules are in force again. Return the Variable.
 
     An empty object, since a run without a variable keeps the overrides of its checkpoint.
 
@@ -48,6 +48,7 @@ def clear_overrides(folder: Path) -> None:
     name = variable_to_set(open_run_folder(folder))
     check_server()
     Variable.set(name, {}, overwrite=True)
+    return name
 
 
 def _parse(pair: str) -> tuple[str, Any]:

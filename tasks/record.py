@@ -38,6 +38,7 @@ from tasks.consolidation import begin_consolidation, finish_consolidation
 from tasks.draw import keep_memory
 from tasks.interrupts import interrupts_deferred
 from tasks.session import Training
+from tasks.settings import page_of_overrides, variable_name
 
 _logger = logging.getLogger(__name__)
 
@@ -57,6 +58,7 @@ def recording(training: Training) -> Iterator[None]:
         if session.prefect_flow_run_id:
             _tag_flow_run(session.prefect_flow_run_id, [f"algorithm:{config.algorithm.name}", f"run:{run.name}"])
             create_link_artifact(_mlflow_url(training), link_text="MLflow run", key="mlflow-run")
+            create_markdown_artifact(page_of_overrides(run), key="live-values", description=variable_name(run))
         yield
         finish_consolidation(session)
     if config.record.experiment and session.prefect_flow_run_id:

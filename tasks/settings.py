@@ -1,9 +1,10 @@
 """The values that may change during a run, resolved for one iteration: schedules first, then live overrides.
 
-Live overrides are a Prefect Variable of the run's folder (`penstock set RUN key=value` writes it, the UI changes it): a
-JSON object of dotted keys. They pass the same validation as a recipe; a bad one is reported and changes nothing. They
-are read when an iteration ends, for the next one, and are part of the progress from then on. A run that completes
-deletes its Variable.
+Live overrides are a Prefect Variable of the run, there from its start on: a JSON object of dotted keys, empty at first.
+`penstock set RUN key=value` and the Prefect UI change it; null takes one key back. They pass the same validation as a
+recipe; a bad one is reported and changes nothing. They are read when an iteration ends, for the next one, and are part
+of the progress from then on. A run that completes deletes its Variable, one that ended otherwise leaves it for its
+resume, and a new one in the same folder begins with an empty one.
 """
 
 from __future__ import annotations
@@ -58,13 +59,14 @@ class Settings:
 
 
 def variable_name(run: RunFolder) -> str:
-    """Return the name of the run's Prefect Variable: the folder's name for people, and a hash of its whole path.
+    """Return the name of the run's Prefect Variable: `penstock-live-`, the folder's name, six digits of its path's hash.
 
-    Lower case letters, digits and underscores, at most 255, as Prefect asks.
+    The digits tell folders of one name apart. Lower case letters, digits, dashes and underscores, at
+    most 255, as Prefect asks.
     """
     path = run.path.resolve()
-    readable = re.sub(r"[^a-z0-9_]", "_", path.name.lower())[:200]
-    return f"penstock_{readable}_{hashlib.sha256(os.fsencode(path)).hexdigest()[:12]}"
+    readable = re.sub(r"[^a-z0-9_-]", "-", path.name.lower())[:200]
+    return f"penstock-live-{readable}-{hashlib.sha256(os.fsencode(path)).hexdigest()[:6]}"
 
 
 def variable_to_set(run: RunFolder) -> str:
@@ -79,12 +81,33 @@ def variable_to_set(run: RunFolder) -> str:
     return variable_name(run)
 
 
+def offer_overrides(run: RunFolder, overrides: dict[str, Any] | None = None) -> None:
+    """Make the run's Variable with what is in force; without `overrides` the run is new, and what is there is another's.
+
+    A resume finds what its earlier attempt left there, unless that had another server.
+    """
+    name = variable_name(run)
+    if overrides is None or Variable.get(name, default=None) is None:
+        Variable.set(name, overrides or {}, overwrite=True)
+
+
+def page_of_overrides(run: RunFolder) -> str:
+    """Return what the page of the training in Prefect says of its live overrides, in Markdown."""
+    keys = "\n".join(f"- `{key}`" for key in LIVE_KEYS)
+    return (
+        f"The Variable `{variable_name(run)}` changes this training from its next iteration on: an object such as "
+        f'`{{"rollout.temperature": 0.9}}`, of keys that this training has:\n\n{keys}\n'
+    )
+
+
 def apply_overrides(config: TrainConfig, overrides: dict[str, Any]) -> TrainConfig:
-    """Return `config` with live overrides applied and validated.
+    """Return `config` with live overrides applied and validated; one that is null is taken back.
 
     Raises:
         UserError: a key cannot change during a run, or a value is not allowed.
     """
+    if not isinstance(overrides, dict):
+        raise UserError(f"{overrides!r} is no object of keys", 'for example {"rollout.temperature": 0.9}')
     tree = config.model_dump(mode="json")
     for key, value in overrides.items():
         if key not in LIVE_KEYS:
@@ -95,7 +118,8 @@ def apply_overrides(config: TrainConfig, overrides: dict[str, Any]) -> TrainConf
             place = place[name] if place is not None else None
         if place is None or (key == ADAPTIVE_KEY and place["target"] is not None):
             raise UserError(f"'{key}' has no effect in this run", "remove it")
-        place[rest[-1]] = value
+        if value is not None:
+            place[rest[-1]] = value
     return config_from_mapping(tree, "live overrides")
 
 
@@ -104,13 +128,14 @@ def live_overrides(training: Training, progress: Progress) -> Progress:
     """Return `progress` with the overrides that hold from its next iteration on, if there is one."""
     if progress.iteration == training.config.iterations:
         return progress
-    wanted = Variable.get(variable_name(training.run), default=None)
-    if not isinstance(wanted, dict) or wanted == (progress.overrides or {}):
+    name = variable_name(training.run)
+    wanted: Any = Variable.get(name, default=None)
+    if wanted is None or wanted == (progress.overrides or {}):
         return progress
     try:
         apply_overrides(training.config, wanted)
     except UserError as error:
-        get_run_logger().error("live override refused, the run goes on as before: %s", error)
+        get_run_logger().error("the Variable %s is refused, the run goes on as before: %s", name, error)
         return progress
     get_run_logger().warning("live overrides from iteration %d: %s", progress.iteration + 1, wanted)
     return progress.advanced(overrides=wanted)

@@ -6,6 +6,7 @@ The tests share one server and one worker, and run in the order of a day: deploy
 from __future__ import annotations
 
 import json
+import logging
 import os
 import socket
 import subprocess
@@ -24,6 +25,8 @@ from pydantic import ValidationError
 
 from configs.loading import load_config
 from configs.schema import TrainConfig
+from state.run_folder import RunFolder
+from tasks.settings import variable_name
 from tests.processes import alive
 from tests.waiting import until
 
@@ -104,6 +107,20 @@ class Prefect:
         """Return the process of the one flow run that the worker executes now."""
         (process,) = [child for child in self.worker.children() if "prefect.engine" in child.cmdline()]
         return process
+
+    def variable(self, name: str) -> Any:
+        """Return the value of a Variable, None if there is none."""
+        found = self.api.get(f"/variables/name/{name}")
+        return None if found.status_code == httpx.codes.NOT_FOUND else found.raise_for_status().json()["value"]
+
+    def edit(self, name: str, value: Any) -> None:
+        """Change a Variable as the page does."""
+        self.api.patch(f"/variables/name/{name}", json={"value": value}).raise_for_status()
+
+    def logged(self, text: str) -> bool:
+        """Whether a run has logged an error with such a text."""
+        errors = {"logs": {"level": {"ge_": logging.ERROR}}}
+        return any(text in line["message"] for line in self.api.post("/logs/filter", json=errors).json())
 
     def ranks(self) -> list[psutil.Process]:
         """Return the rank processes below the worker."""
@@ -302,14 +319,25 @@ def test_the_worker_trains_and_a_second_training_waits_and_is_steered_and_cancel
     manifest = prefect.runs / "long" / "manifest.json"
     until(lambda: manifest.is_file() and _progress(manifest)["iteration"] > 0, 180, "the second run iterates")
     assert not _progress(manifest)["overrides"]
+    variable = variable_name(RunFolder(prefect.runs / "long"))
+    assert prefect.variable(variable) == {}
+    assert prefect.variable(variable_name(RunFolder(prefect.runs / "short"))) is None
+    found = prefect.api.post("/artifacts/filter", json={"artifacts": {"key": {"any_": ["live-values"]}}}).json()
+    assert [item["description"] for item in found if item["flow_run_id"] == long] == [variable]
     change = ("set", str(prefect.runs / "long"))
     refused = penstock(prefect.environment, *change, "rollout.samples=4")
     assert refused.returncode == 2
     assert "cannot change during a run" in refused.stderr
-    assert penstock(prefect.environment, *change, "rollout.temperature=0.5").returncode == 0
+    said = penstock(prefect.environment, *change, "rollout.temperature=0.5")
+    assert said.stdout == f"from the next iteration on:\nrollout.temperature: 0.5\nPrefect Variable: {variable}\n"
     until(lambda: _progress(manifest)["overrides"] == {"rollout.temperature": 0.5}, 30, "it takes the live value up")
     assert penstock(prefect.environment, *change, "--clear").returncode == 0
     until(lambda: not _progress(manifest)["overrides"], 30, "it takes the live value back")
+    prefect.edit(variable, {"rollout.temperature": 0.25})
+    until(lambda: _progress(manifest)["overrides"] == {"rollout.temperature": 0.25}, 30, "it takes the page's value up")
+    prefect.edit(variable, {"rollout.temperature": "hot"})
+    until(lambda: prefect.logged(f"the Variable {variable} is refused, the run goes on as before"), 30, "it is refused")
+    assert _progress(manifest)["overrides"] == {"rollout.temperature": 0.25}
 
     ranks = prefect.ranks()
     assert ranks

@@ -73,8 +73,8 @@ IMITATING = (
 
 
 def run_training(folder: Path, *overrides: str) -> RunFolder:
-    """Run the quickstart with overrides in this process, its live values taken back before they were ever set."""
-    Variable.set(variable_name(RunFolder(folder)), {})
+    """Run the quickstart with overrides in this process, where one that was killed has left live values."""
+    Variable.set(variable_name(RunFolder(folder)), {"rollout.temperature": 1e-6})
     train(load_config(ROOT / "configs" / "quickstart.yaml", [*SMALL, *overrides]), run_folder=str(folder))
     return RunFolder(folder)
 
@@ -357,7 +357,7 @@ def test_a_complete_run_is_not_taken_up_again(learned: RunFolder) -> None:
 
 
 def test_the_variable_of_live_values_goes_with_a_complete_run(learned: RunFolder, broken: Broken) -> None:
-    """Control: a run that failed can be resumed, and would read it again."""
+    """Control: a run that failed can be resumed, and would read it again: its own, not what another run had left."""
     assert Variable.get(variable_name(learned), default=None) is None
     assert Variable.get(variable_name(broken.run), default=None) == {}
 

@@ -79,9 +79,21 @@ def test_an_override_may_be_a_schedule_with_the_text_keys_of_json() -> None:
     assert [settings_at(changed, number, Progress()).temperature for number in (4, 5)] == [1.0, 0.5]
 
 
+def test_null_takes_an_override_back() -> None:
+    """The recipe's value and schedule are in force again, not the schema's default. Control: its neighbour stays."""
+    before = config(rollout={"temperature": 0.7}, algorithm={"clip_low": {0: 0.1, 5: 0.3}})
+    wanted = {"rollout.temperature": None, "algorithm.clip_low": None, "algorithm.clip_high": 0.4}
+    after = apply_overrides(before, wanted)
+    assert (after.rollout.temperature, after.algorithm.clip_low) == (0.7, {0: 0.1, 5: 0.3})
+    assert after.algorithm.clip_high == 0.4
+
+
 @pytest.mark.parametrize(
     ("overrides", "algorithm", "message"),
     [
+        ("hot", {}, "'hot' is no object of keys"),
+        (["rollout.temperature"], {}, "is no object of keys"),
+        ({"rollout.temperature": 1e999}, {}, "must be finite"),
         ({"rollout.samples": 4}, {}, "'rollout.samples' cannot change during a run"),
         ({"rollout.temperature": -1.0}, {}, "must not be negative"),
         ({"actor.micro_batch_tokens": "many"}, {}, "actor.micro_batch_tokens: must be a valid integer"),
@@ -93,7 +105,7 @@ def test_an_override_may_be_a_schedule_with_the_text_keys_of_json() -> None:
     ],
 )
 def test_what_is_not_allowed_or_has_no_effect_is_refused(
-    overrides: dict[str, Any], algorithm: dict[str, Any], message: str
+    overrides: Any, algorithm: dict[str, Any], message: str
 ) -> None:
     """Also a fixed coefficient for an adaptive controller, which would set it again in the next iteration."""
     with pytest.raises(UserError, match=message):
@@ -126,6 +138,7 @@ def test_a_run_that_reads_no_overrides_takes_none(training_with: Callable[[Train
 def test_the_variable_of_the_run_decides_unless_it_is_wrong(
     training_with: Callable[[TrainConfig], Training],
     monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
     variable: Any,
     temperature: float,
 ) -> None:
@@ -138,6 +151,7 @@ def test_the_variable_of_the_run_decides_unless_it_is_wrong(
     settings = next_settings(training, progress)
     assert settings.temperature == temperature
     assert settings.iteration == 7
+    assert ("is refused, the run goes on as before" in caplog.text) == ("hot" in str(variable))
 
 
 def test_after_the_last_iteration_nobody_asks(
@@ -152,12 +166,13 @@ def test_after_the_last_iteration_nobody_asks(
 
 
 def test_the_name_of_the_variable_is_one_that_prefect_takes(tmp_path: Path) -> None:
-    """Lower case letters, digits and underscores, no more than it allows for the longest name of a folder."""
+    """Lower case letters, digits, dashes and underscores, no more than it allows for the longest name of a folder."""
     for name in ("Quickstart-20260101.2", "a" * 255, "\u00fcben"):
         variable = variable_name(RunFolder(tmp_path / name))
-        assert re.fullmatch(r"[a-z0-9_]+", variable)
+        assert re.fullmatch(r"[a-z0-9_-]+", variable)
         assert len(variable) <= MAX_VARIABLE_NAME_LENGTH
-    assert "quickstart_20260101_2" in variable_name(RunFolder(tmp_path / "Quickstart-20260101.2"))
+    readable = variable_name(RunFolder(tmp_path / "Quickstart-20260101.2"))
+    assert re.fullmatch("penstock-live-quickstart-20260101-2-[0-9a-f]{6}", readable)
 
 
 def test_every_folder_has_a_variable_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
