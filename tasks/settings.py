@@ -59,7 +59,7 @@ class Settings:
 
 
 def variable_name(run: RunFolder) -> str:
-    """Return the name of the run's Prefect Variable: `penstock-live-`, the folder's name, six digits of its path's hash.
+    """Return the name of the run's Prefect Variable: `penstock-live-`, its folder's name, six digits of a path's hash.
 
     The digits tell folders of one name apart. Lower case letters, digits, dashes and underscores, at
     most 255, as Prefect asks.
@@ -82,7 +82,7 @@ def variable_to_set(run: RunFolder) -> str:
 
 
 def offer_overrides(run: RunFolder, overrides: dict[str, Any] | None = None) -> None:
-    """Make the run's Variable with what is in force; without `overrides` the run is new, and what is there is another's.
+    """Make the run's Variable with what is in force; without `overrides` the run is new: what is there is another's.
 
     A resume finds what its earlier attempt left there, unless that had another server.
     """
