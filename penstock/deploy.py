@@ -90,8 +90,11 @@ def ensure_pool(client: SyncPrefectClient, name: str) -> None:
         raise UserError(f"the work pool '{name}' is of type '{there.type}'", "choose another with --pool NAME")
 
 
-def zombie_automation() -> AutomationCore:
-    """A run that gave signs of life and fell silent is Crashed: its machine died, and its slots come back."""
+def zombie_automation(silence: timedelta = SILENCE) -> AutomationCore:
+    """A run that gave signs of life and fell silent is Crashed: its machine died, and nobody else says so.
+
+    Its slots do not wait for this: they come back when its leases end (tasks/admission.py).
+    """
     from prefect.automations import AutomationCore, EventTrigger, Posture
     from prefect.client.schemas.objects import StateType
     from prefect.events.actions import ChangeFlowRunState
@@ -100,7 +103,7 @@ def zombie_automation() -> AutomationCore:
     heartbeat, ends = "prefect.flow-run.heartbeat", ("Completed", "Failed", "Cancelled", "Crashed")
     return AutomationCore(
         name=ZOMBIES,
-        description="Without it the runs of a machine that lost its power stay Running and hold their slots.",
+        description="Without it the runs of a machine that lost its power stay Running for ever.",
         trigger=EventTrigger(
             match=ResourceSpecification({"prefect.resource.id": ["prefect.flow-run.*"]}),
             for_each={"prefect.resource.id"},
@@ -108,7 +111,7 @@ def zombie_automation() -> AutomationCore:
             expect={heartbeat, *(f"prefect.flow-run.{end}" for end in ends)},
             posture=Posture.Proactive,
             threshold=1,
-            within=SILENCE,
+            within=silence,
         ),
         actions=[ChangeFlowRunState(state=StateType.CRASHED, message="No heartbeat: the flow's process is gone.")],
     )

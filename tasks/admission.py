@@ -1,8 +1,9 @@
 """Admission: a whole training waits until its GPUs are free, before any engine starts.
 
 The slots are a global concurrency limit of the Prefect server that `penstock deploy` creates, one per GPU. A training
-holds all of its slots at once: two that each held a part would wait for each other for ever. Left out: which GPU is
-whose (`groups`), and machines; a limit counts, it does not place.
+holds all of its slots at once: two that each held a part would wait for each other for ever. It holds them by a lease,
+which it renews: those of one that was killed come back when the lease ends. Left out: which GPU is whose (`groups`),
+and machines; a limit counts, it does not place.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from engines.placement import place
 from reports.progress import waiting
 
 GPU_SLOTS = "gpus"
+LEASE_S = 300.0  # renewed when three quarters are over, so a server may be away for a minute
 
 
 @contextmanager
@@ -44,7 +46,7 @@ def admission(config: TrainConfig) -> Iterator[None]:
         )
     with ExitStack() as stack:
         with waiting(Console(), f"waiting for {needed} of {slots} GPU slots (concurrency limit '{GPU_SLOTS}')"):
-            stack.enter_context(concurrency(GPU_SLOTS, occupy=needed))
+            stack.enter_context(concurrency(GPU_SLOTS, occupy=needed, lease_duration=LEASE_S))
         yield
 
 

@@ -14,6 +14,7 @@ import sys
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -21,10 +22,14 @@ import httpx
 import psutil
 import pytest
 import yaml
+from prefect.client.orchestration import get_client
+from prefect.events.schemas.events import ResourceSpecification
+from prefect.settings import PREFECT_API_URL, temporary_settings
 from pydantic import ValidationError
 
 from configs.loading import load_config
 from configs.schema import TrainConfig
+from penstock.deploy import ensure_pool, zombie_automation
 from state.run_folder import RunFolder
 from tasks.settings import variable_name
 from tests.processes import alive
@@ -86,6 +91,10 @@ class Prefect:
     def start(self, deployment: str, parameters: dict[str, Any]) -> str:
         """Ask for a run that must be accepted; return its id."""
         return str(self.trigger(deployment, parameters).raise_for_status().json()["id"])
+
+    def occupied(self, limit: str) -> int:
+        """Return how many slots of a concurrency limit are held."""
+        return int(self.api.get(f"/v2/concurrency_limits/{limit}").raise_for_status().json()["active_slots"])
 
     def state(self, run: str) -> str:
         """Return the name of the run's state."""
@@ -208,6 +217,53 @@ def prefect(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Prefect]:
         _end(processes)
 
 
+@dataclass(frozen=True)
+class Lost:
+    """A run of a machine that went down: what it was, and what it held right after."""
+
+    run: str
+    state: str
+    deployment_limit: str
+    gpus: int
+    deployment: int
+
+
+@pytest.fixture(scope="module")
+def lost(prefect: Prefect, tmp_path_factory: pytest.TempPathFactory) -> Lost:
+    """A worker of its own with a run that holds a GPU slot and its deployment's, both killed as by a loss of power.
+
+    An automation like the deployed one watches this run alone, and loses its patience sooner.
+    """
+    limit = {"name": "lost", "entrypoint": "tests/flows/holding.py:hold", "concurrency_limit": 1}
+    place = {"prefect.deployments.steps.set_working_directory": {"directory": str(ROOT)}}
+    server = temporary_settings({PREFECT_API_URL: prefect.environment["PREFECT_API_URL"]})
+    with server, get_client(sync_client=True) as client:
+        ensure_pool(client, "lost")
+        flow = prefect.api.post("/flows/", json={"name": "hold"}).raise_for_status().json()["id"]
+        wanted = {**limit, "flow_id": flow, "work_pool_name": "lost", "pull_steps": [place]}
+        deployment = prefect.api.post("/deployments/", json=wanted).raise_for_status().json()
+        run = prefect.start("hold/lost", {})
+        watched = ResourceSpecification({"prefect.resource.id": f"prefect.flow-run.{run}"})
+        automation = zombie_automation(timedelta(seconds=30))
+        trigger = automation.trigger.model_copy(update={"match": watched})
+        client.create_automation(automation.model_copy(update={"name": "impatient", "trigger": trigger}))
+    with (tmp_path_factory.mktemp("lost") / "worker.log").open("wb") as log:
+        command = [sys.executable, "-m", "prefect", "worker", "start", "--pool", "lost"]
+        worker = subprocess.Popen(command, env=prefect.environment, stdout=log, stderr=log, cwd=ROOT)
+    try:
+        until(lambda: prefect.occupied("gpus") == 1, 90, "the run holds its slot")
+    finally:
+        everyone = [psutil.Process(worker.pid), *psutil.Process(worker.pid).children(recursive=True)]
+        for process in everyone:
+            process.suspend()  # nobody sees another die
+        for process in everyone:
+            process.kill()
+        worker.wait(20)
+    deployment_limit = deployment["global_concurrency_limit"]["name"]
+    held = prefect.occupied("gpus"), prefect.occupied(deployment_limit)
+    return Lost(run, prefect.state(run), deployment_limit, *held)
+
+
 def _answers(api: httpx.Client) -> bool:
     try:
         return api.get("/health").is_success
@@ -275,6 +331,11 @@ def test_bad_parameters_are_refused_when_the_run_is_asked_for(
     assert answer.is_client_error
     assert reason in answer.text
     assert prefect.api.post("/flow_runs/filter", json={}).json() == []
+
+
+def test_a_lost_machine_says_nothing(lost: Lost) -> None:
+    """Its run goes on for the server and holds what it held: the control of the last test, which sees it end."""
+    assert (lost.state, lost.gpus, lost.deployment) == ("Running", 1, 1)
 
 
 @pytest.mark.parametrize(("deployment", "changed"), [(TRAIN, {"iterations": 7}), (SFT, {"sft": {"steps": 9}})])
@@ -388,6 +449,13 @@ def test_preferences_are_trained_on_from_the_form(prefect: Prefect, tmp_path: Pa
     summary = json.loads((folder / "summary.json").read_text(encoding="utf-8"))
     assert (summary["status"], summary["steps"]) == ("completed", 2)
     assert yaml.safe_load((folder / "config.yaml").read_text(encoding="utf-8"))["loss"]["beta"] == 0.1
+
+
+def test_the_slots_of_a_lost_machine_come_back(prefect: Prefect, lost: Lost) -> None:
+    """The automation calls its run Crashed, which frees its deployment's; a lease that is not renewed frees the GPU's."""
+    until(lambda: prefect.state(lost.run) == "Crashed", 90, "the run is Crashed")
+    until(lambda: prefect.occupied(lost.deployment_limit) == 0, 30, "its deployment's slot comes back")
+    until(lambda: prefect.occupied("gpus") == 0, 90, "its GPU slot comes back")
 
 
 def test_without_a_server_the_command_says_how_to_start_one(prefect: Prefect) -> None:
