@@ -3,21 +3,26 @@
 Signals often go to all processes of a group: a terminal sends Ctrl-C like that, `timeout` its SIGTERM. A server that
 ends with the flow leaves the flow nobody to tell that it was cancelled: it asks again for minutes, and fails with a
 connection error. So the server has a session of its own. A command that is killed with SIGKILL runs nothing more, so a
-shell beside it waits for that and ends the server. Every user of the machine reaches its port, so it asks for a
-password that this process and the server alone know.
+shell beside it waits for that and ends the server. A server that ends before its command, killed by whatever it is, is
+started again with the same settings: the port is this process's own meanwhile, so nobody is refused, and who asks waits
+for seconds. Every user of the machine reaches its port, so it asks for a password that this process and the server
+alone know.
 
-Left out: a command killed in the seconds in which its server starts, and a SIGTERM to every process of a control group
-(docs/operations.md), from which no session is apart.
+Left out: a command killed in the seconds in which its server starts.
 """
 
 from __future__ import annotations
 
+import atexit
 import functools
+import logging
 import os
 import re
 import secrets
 import signal
+import socket
 import subprocess
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -28,6 +33,8 @@ from configs.errors import UserError
 from reports.progress import waiting
 
 START_SERVER = "start one with 'prefect server start', or set PREFECT_API_URL to yours"
+RESTARTS = 5  # of a server that ends; one that cannot live is not started for ever
+_log = logging.getLogger(__name__)
 _watching: list[subprocess.Popen[bytes]] = []  # a shell that lost its Popen object would see its standard input end
 
 
@@ -105,7 +112,8 @@ def start_server() -> None:
             get_client(sync_client=True) as client,
         ):
             if client.server_type == ServerType.EPHEMERAL and not _watching:
-                _watching.append(end_with_this_process(_server_pid()))
+                _watching.append(end_with_this_process(_server().pid))
+                _keep_alive()
     finally:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
 
@@ -124,8 +132,9 @@ def _make_home() -> None:
 
 
 class _Apart(subprocess.Popen[Any]):
-    def __init__(self, *arguments: Any, **options: Any) -> None:
-        super().__init__(*arguments, **options | {"start_new_session": True})
+    def __init__(self, args: Any, **options: Any) -> None:
+        self.options = options | {"start_new_session": True}
+        super().__init__(args, **self.options)
 
 
 @contextmanager
@@ -139,12 +148,39 @@ def _sessions_of_their_own() -> Iterator[None]:
         subprocess.Popen = usual  # type: ignore[misc]
 
 
-def _server_pid() -> int:
+def _server() -> _Apart:
     from prefect.server.api.server import SubprocessASGIServer
 
     process = SubprocessASGIServer().server_process  # the one instance that get_client() has started
-    assert process is not None
-    return process.pid
+    assert isinstance(process, _Apart)
+    return process
+
+
+def _keep_alive() -> None:
+    """Start the server again whenever it ends before this process does."""
+    leaving = threading.Event()
+    atexit.register(leaving.set)  # before Prefect's own handler, which is older, ends the server
+    threading.Thread(target=_start_again, args=(leaving,), name="prefect-server", daemon=True).start()
+
+
+def _start_again(leaving: threading.Event) -> None:
+    from prefect.server.api.server import SubprocessASGIServer
+
+    server, first = SubprocessASGIServer(), _server()
+    with socket.socket() as listener:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        for number in range(RESTARTS):
+            os.waitid(os.P_PID, _server().pid, os.WEXITED | os.WNOWAIT)  # leaves its end for Prefect to collect
+            if leaving.is_set():
+                return
+            if not number:
+                listener.bind(("127.0.0.1", server.port))
+                listener.listen(128)
+            _log.warning("Prefect's temporary server has ended: it is started again, and the flow goes on")
+            command = [*first.args, "--fd", str(listener.fileno())]
+            _server().wait()
+            server.server_process = _Apart(command, **first.options | {"pass_fds": (listener.fileno(),)})
+            _watching.append(end_with_this_process(_server().pid))
 
 
 def end_with_this_process(pid: int) -> subprocess.Popen[bytes]:

@@ -75,6 +75,37 @@ finally:
     with get_client(sync_client=True) as client:
         print(*[run.state_name for run in client.read_flow_runs()])
 """
+# A flow whose server is killed before each of its two child flows. What the last server knows comes at the end.
+BEREFT = """
+import os, signal
+from penstock import cli
+from penstock.server import start_server
+cli._quiet_libraries()
+start_server()
+from prefect import flow
+from prefect.client.orchestration import get_client
+from prefect.server.api.server import SubprocessASGIServer
+from prefect.variables import Variable
+
+def server():
+    return SubprocessASGIServer().server_process.pid
+
+@flow
+def iteration(number):
+    Variable.get("nothing", default=None)
+
+@flow
+def training():
+    for number in (1, 2):
+        print(killed := server(), flush=True)
+        os.kill(killed, signal.SIGKILL)
+        iteration(number)
+
+training()
+print(server())
+with get_client(sync_client=True) as client:
+    print(*[run.state_name for run in client.read_flow_runs()])
+"""
 PARENT = """
 import subprocess, sys, time
 from penstock.server import end_with_this_process
@@ -134,16 +165,12 @@ def with_server(folder: Path) -> dict[str, str]:
 def test_a_command_can_still_tell_its_server_when_its_whole_group_gets_a_signal(
     number: signal.Signals, tmp_path: Path
 ) -> None:
-    """As from a terminal or `timeout`; then the server ends too. Control: a server that is gone."""
+    """As from a terminal or `timeout`; then the server ends too."""
     command, server = start(TELLING, **with_server(tmp_path))
     os.killpg(command.pid, number)
     assert command.communicate(timeout=60)[0] == "told\n"
     assert command.returncode in (128 + number, -number)
     assert came_true(lambda: not alive(server), 20)
-    command, server = start(TELLING, **with_server(tmp_path))
-    server.kill()
-    command.send_signal(number)
-    assert command.communicate(timeout=60)[0] != "told\n"
 
 
 def test_no_server_outlives_a_killed_command(tmp_path: Path) -> None:
@@ -154,6 +181,28 @@ def test_no_server_outlives_a_killed_command(tmp_path: Path) -> None:
     command.kill()
     command.wait(10)
     assert came_true(lambda: not alive(server), 20)
+
+
+def test_a_flow_goes_on_when_its_server_is_killed(tmp_path: Path) -> None:
+    """Twice, between two requests and for a client that was never connected before; the last server ends in order.
+
+    With the same database, port and password: what the first server knew the last one knows.
+    """
+    inherited = {name: value for name, value in os.environ.items() if not name.startswith("PREFECT_")}
+    ended = subprocess.run(
+        [sys.executable, "-c", BEREFT],
+        cwd=ROOT,
+        env=inherited | with_server(tmp_path / "home"),
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert ended.returncode == 0, ended.stderr
+    *servers, states = ended.stdout.splitlines()
+    assert states == "Completed Completed Completed"
+    assert len(set(servers)) == 3
+    assert not any(alive(int(server)) for server in servers)
+    assert ended.stderr.count("Prefect's temporary server has ended: it is started again") == 2
 
 
 def test_the_temporary_server_answers_nobody_else(tmp_path: Path) -> None:
