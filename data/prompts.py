@@ -22,7 +22,7 @@ import pyarrow.parquet as pq
 from configs.errors import UserError
 from configs.schema import DataConfig
 from data.rows import place, require_columns, require_filled, to_frame
-from state.files import replacing
+from state.digests import marked
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -58,7 +58,7 @@ class PromptTable:
         table = pa.Table.from_pandas(self.frame, preserve_index=False)
         tokens = pa.array(self.frame["prompt_tokens"], pa.list_(pa.int32()))
         table = table.set_column(table.column_names.index("prompt_tokens"), "prompt_tokens", tokens)
-        with replacing(path) as aside:
+        with marked(path) as aside:
             pq.write_table(table.replace_schema_metadata({DROPPED: str(self.dropped)}), aside)
 
     @classmethod

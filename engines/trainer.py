@@ -37,7 +37,7 @@ Batch = TypeVar("Batch")  # a micro-batch as the loss wants it
 LossFunction = Callable[[nn.Module, Batch], tuple[torch.Tensor, dict[str, torch.Tensor]]]
 REMEDY = (
     "look for extreme rewards in the newest experience file, lower the learning rate, and resume; if it comes back, "
-    "go on from an older checkpoint"
+    "go on from an earlier checkpoint: penstock train --resume RUN --from ITERATION"
 )
 SKIPPED_IN_A_ROW = 3  # optimizer steps: one odd batch may be passed over, but nothing is learnt from such batches alone
 _log = logging.getLogger(__name__)

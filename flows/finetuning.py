@@ -7,18 +7,19 @@ A killed run goes on from its newest checkpoint. Left out: what each step does (
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TypeVar
 
-from configs.loading import load_saved
 from configs.preference import PairConfig, RewardModelConfig
 from configs.schema import TrainConfig
-from state.manifest import check_resumable, ended
-from state.run_folder import RunFolder, new_run_folder, open_run_folder
+from state.manifest import ended
+from state.run_folder import RunFolder
 from tasks.admission import admission
 from tasks.check import check_finetuning_memory
 from tasks.finetuning import blocks, checkpoint_due, end_finetuning, finetuned, restored, save_step
+from tasks.going_on import Resume, new_run, resumed_run
 from tasks.preference import (
     begin_preferences,
     check_preferences,
@@ -32,44 +33,39 @@ from tasks.preference import (
 )
 from tasks.preference_record import record_engines, recording_preferences
 from tasks.prepare import starting_model
-from tasks.session import Training, open_session, write_config
-from tasks.tokenized import check_tokenized
+from tasks.session import Training, open_session
 
 Tree = TypeVar("Tree", TrainConfig, PairConfig)
 
 
+@contextmanager
 def opened(
     config: Tree, kind: str, check: Callable[[Tree], None], name: str, run_folder: str | None, resume: str | None
-) -> tuple[Tree, RunFolder]:
-    """Check the configuration, `resume`'s own if it is given, and open the run folder, before anything waits or starts.
+) -> Iterator[tuple[Tree, RunFolder]]:
+    """Check the configuration, `resume`'s own if it is given, and open the run, before anything waits or starts.
 
     Args:
         kind: the command that makes such runs.
         name: of a folder that is made because none is given.
     """
     if resume is not None:
-        run = open_run_folder(Path(resume))
-        check_resumable(run, kind)
-        config = load_saved(run.config, type(config))
-        check(config)
-        check_tokenized(run, config)
-        return config, run
-    check(config)
-    run = new_run_folder(Path(config.folder), name, Path(run_folder) if run_folder else None)
-    write_config(run, config)
-    return config, run
+        with resumed_run(Resume(Path(resume)), kind, type(config), check) as (config, run):
+            yield config, run
+        return
+    with new_run(config, check, name, run_folder) as run:
+        yield config, run
 
 
 def train_on_preferences(config: PairConfig, run_folder: str | None, resume: str | None) -> str:
     """Train on preferences, a policy or a reward model; return the folder with the result."""
-    config, run = opened(config, kind_of(config), check_preferences, config.name, run_folder, resume)
-    engines, final = config.engines(), run.model("final")
-    if ended(run):
-        return str(final)
-    with admission(engines):
-        check_finetuning_memory(engines, "trainer", scores=isinstance(config, RewardModelConfig))
-        with open_session(engines, run) as training, recording_preferences(training, config):
-            return finetuned(run, "final") if final.exists() else trained(training, config)
+    with opened(config, kind_of(config), check_preferences, config.name, run_folder, resume) as (config, run):
+        engines, final = config.engines(), run.model("final")
+        if ended(run):
+            return str(final)
+        with admission(engines):
+            check_finetuning_memory(engines, "trainer", scores=isinstance(config, RewardModelConfig))
+            with open_session(engines, run) as training, recording_preferences(training, config):
+                return finetuned(run, "final") if final.exists() else trained(training, config)
 
 
 def trained(training: Training, config: PairConfig) -> str:

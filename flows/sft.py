@@ -27,13 +27,13 @@ def sft(config: TrainConfig = TrainConfig(), run_folder: str | None = None, resu
         run_folder: where to put the run; default: a new folder under `config.folder`.
         resume: folder of an earlier run to continue; its own configuration is used.
     """
-    config, run = opened(config, "sft", check_supervised, f"{config.name}-sft", run_folder, resume)
-    if ended(run, "sft"):
-        return str(run.model("sft"))
-    with admission(config):
-        check_finetuning_memory(config, "sft")
-        with open_session(config, run) as training, show_progress(training), recording_supervised(training):
-            return supervise(training, starting_model(training), alone=True)
+    with opened(config, "sft", check_supervised, f"{config.name}-sft", run_folder, resume) as (config, run):
+        if ended(run, "sft"):
+            return str(run.model("sft"))
+        with admission(config):
+            check_finetuning_memory(config, "sft")
+            with open_session(config, run) as training, show_progress(training), recording_supervised(training):
+                return supervise(training, starting_model(training), alone=True)
 
 
 @flow(name="supervised-warm-up", flow_run_name="supervised-warm-up", validate_parameters=False)

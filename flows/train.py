@@ -17,36 +17,49 @@ from prefect import flow, get_run_logger
 from configs.schema import TrainConfig
 from flows.iteration import iteration
 from flows.sft import supervise
-from state.manifest import Progress, check_kind, check_resumable, completed
-from state.run_folder import RunFolder, new_run_folder, open_run_folder
+from state.manifest import Progress
+from state.run_folder import RunFolder
 from tasks.admission import admission
 from tasks.check import check_inputs, check_memory
 from tasks.checkpoint import begin_manifest, restore
 from tasks.child_flows import quick_child_flows
 from tasks.evaluate import evaluate
 from tasks.export import export
+from tasks.going_on import Resume, is_complete, new_run, resumed_run
 from tasks.laps import lap
 from tasks.prepare import build_engines, load_prompts, starting_model
 from tasks.progress import show_iterations, show_progress
 from tasks.record import finite, record, recording
-from tasks.session import Training, open_session, read_config, write_config
+from tasks.session import Training, open_session
 from tasks.settings import forget_overrides, live_overrides, offer_overrides
-from tasks.tokenized import check_tokenized
 
 
 @flow(name="train", flow_run_name="train-{config.name}")
-def train(config: TrainConfig = TrainConfig(), run_folder: str | None = None, resume: str | None = None) -> str:  # noqa: B008
+def train(
+    config: TrainConfig = TrainConfig(),  # noqa: B008
+    run_folder: str | None = None,
+    resume: str | None = None,
+    from_checkpoint: str | None = None,
+    changes: list[str] | None = None,
+) -> str:
     """Train a policy; return the run folder.
 
     Args:
         config: the whole configuration; `base` may name a recipe that fills what is not given.
         run_folder: where to put the run; default: a new folder under `config.folder`.
         resume: folder of an earlier run to continue; its own configuration is used.
+        from_checkpoint: of the run to continue, e.g. 000010, with what came after taken back; default: its newest.
+        changes: of the run to continue, as key=value, e.g. iterations=200; docs/recipes.md lists what may change.
     """
-    if resume is not None and (done := completed_run(resume)):
+    going_on = Resume(Path(resume), from_checkpoint, changes or ()) if resume else None
+    if going_on is not None and (done := completed_run(going_on)):
         return done
-    config, run = open_run(config, run_folder, resume)
-    with admitted_session(config, run) as training, show_progress(training), recording(training):
+    with (
+        open_run(config, run_folder, going_on) as (config, run),
+        admitted_session(config, run) as training,
+        show_progress(training),
+        recording(training),
+    ):
         model = starting_model(training)
         load_prompts(training, model)
         if config.sft is not None:
@@ -68,30 +81,26 @@ def train(config: TrainConfig = TrainConfig(), run_folder: str | None = None, re
     return str(run.path)
 
 
-def completed_run(folder: str) -> str | None:
+def completed_run(resume: Resume) -> str | None:
     """Return the run folder if nothing is left to do in it, and say so: no engine starts, nothing is written."""
-    run = open_run_folder(Path(folder))
-    check_kind(run, "train")
-    if not completed(run, read_config(run).iterations):
+    if not is_complete(resume):
         return None
+    run = resume.run
     get_run_logger().info("%s is complete: nothing is left to do; its report is %s", run.path, run.report)
     return str(run.path)
 
 
-def open_run(config: TrainConfig, run_folder: str | None, resume: str | None) -> tuple[TrainConfig, RunFolder]:
-    """Check all that does not depend on others' trainings and open the run folder, before anything waits or starts."""
+@contextmanager
+def open_run(
+    config: TrainConfig, run_folder: str | None, resume: Resume | None
+) -> Iterator[tuple[TrainConfig, RunFolder]]:
+    """Check all that does not depend on others' trainings and open the run, before anything waits or starts."""
     if resume is not None:
-        run = open_run_folder(Path(resume))
-        check_resumable(run, "train")
-        config = read_config(run)
-        check_inputs(config)
-        check_tokenized(run, config)
-        return config, run
-    check_inputs(config)
-    run = new_run_folder(Path(config.folder), config.name, Path(run_folder) if run_folder else None)
-    offer_overrides(run)  # first: from the configuration on it is a run, whose live values may be set
-    write_config(run, config)
-    return config, run
+        with resumed_run(resume, "train", TrainConfig, check_inputs) as (config, run):
+            yield config, run
+        return
+    with new_run(config, check_inputs, config.name, run_folder, offer_overrides) as run:
+        yield config, run
 
 
 @contextmanager

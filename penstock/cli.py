@@ -48,6 +48,10 @@ TrainResumeOption = Annotated[
     Path | None,
     typer.Option("--resume", help="folder of a run to continue; some keys may change, e.g. iterations=200"),
 ]
+FromOption = Annotated[
+    str | None,
+    typer.Option("--from", help="checkpoint of the run to continue, e.g. 000010; what came after it is taken back"),
+]
 
 
 def main() -> None:
@@ -122,6 +126,7 @@ def train(
     overrides: Overrides = None,
     run: RunFolderOption = None,
     resume: TrainResumeOption = None,
+    start: FromOption = None,
     dry_run: Annotated[
         bool,
         typer.Option("--dry-run", help="print configuration, placement, memory, prompts and a reward, and leave"),
@@ -131,28 +136,29 @@ def train(
     from penstock.server import check_server
 
     if resume is None:
+        if start is not None:
+            raise UserError("--from names a checkpoint of a run to continue", "say which with --resume RUN")
         config = _load(recipe, overrides)
         estimates = _check(config, run)
     elif run is not None or (recipe is not None and "=" not in str(recipe)):
         raise UserError("--resume continues a run with its own configuration", "remove the recipe and --run")
     else:
-        from penstock.resume import config_of
+        from tasks.going_on import Resume
 
-        config = config_of(resume, [*([str(recipe)] if recipe else ()), *(overrides or ())])
-        if _is_complete(resume, config):
+        going_on = Resume(resume, start, [*([str(recipe)] if recipe else ()), *(overrides or ())])
+        if _is_complete(going_on):
             return
-        estimates = _check_resume(resume, config)
+        config, estimates = _check_resume(going_on)
     if dry_run:
         from penstock.dry_run import print_dry_run
 
+        if config is None:
+            raise UserError(f"{resume} is damaged", "without --dry-run what is damaged is set aside, and it goes on")
         print_dry_run(config, estimates, console)
         return
     check_server()  # before there is a folder that nothing will be in
     if resume is not None:
-        from penstock.resume import keep
-
-        keep(config, resume)
-        _run_flow(config, resume, resume=str(resume))
+        _run_flow(config, resume, resume=str(resume), from_checkpoint=start, changes=list(going_on.changes))
     else:
         folder = _new_folder(config, run)
         _run_flow(config, folder, run_folder=str(folder))
@@ -201,37 +207,31 @@ def _new_folder(config: Any, run: Path | None, suffix: str = "") -> Path:
     return folder
 
 
-def _is_complete(folder: Path, config: Any) -> bool:
+def _is_complete(resume: Any) -> bool:
     """Say so if nothing of a run is left to do."""
-    from state.manifest import completed
-    from state.run_folder import open_run_folder
+    from tasks.going_on import is_complete
 
-    run = open_run_folder(folder)
-    done = completed(run, config.iterations)
+    done = is_complete(resume)
     if done:
-        console.print(f"{_short(folder)} is complete: nothing is left to do", highlight=False, soft_wrap=True)
-        _print_summary(run.path)
+        console.print(f"{_short(resume.folder)} is complete: nothing is left to do", highlight=False, soft_wrap=True)
+        _print_summary(resume.run.path)
     return done
 
 
-def _check_resume(folder: Path, config: Any) -> Any:
-    from state.manifest import check_resumable
-    from state.run_folder import open_run_folder
+def _check_resume(resume: Any) -> Any:
+    from configs.schema import TrainConfig
+    from penstock.resume import checked
     from tasks.check import check_training
-    from tasks.tokenized import check_tokenized
 
-    run = open_run_folder(folder)
-    check_resumable(run, "train", _how_to_go_on("train", run.path))
-    estimates = check_training(config)
-    check_tokenized(run, config)
-    return estimates
+    return checked(resume, "train", TrainConfig, check_training, _how_to_go_on("train", resume.run.path))
 
 
 def _run_flow(config: Any, folder: Path, **arguments: Any) -> None:
+    from configs.schema import TrainConfig
     from flows.train import train as train_flow
 
     with _ending_in_words("train", folder):
-        train_flow(config, **arguments)
+        train_flow(config or TrainConfig(), **arguments)
     _print_summary(folder.resolve())
 
 
@@ -342,11 +342,11 @@ def _finetune(
     resume: Path | None,
 ) -> None:
     """Start or resume a flow of its own before reinforcement learning; print where its model is."""
-    from configs.loading import load_saved, load_tree
+    from configs.loading import load_tree
+    from penstock.resume import checked
     from penstock.server import check_server
-    from state.manifest import check_resumable
     from state.run_folder import open_run_folder
-    from tasks.tokenized import check_tokenized
+    from tasks.going_on import Resume
 
     if resume is None:
         if recipe is None:
@@ -360,14 +360,11 @@ def _finetune(
         raise UserError("--resume continues a run with its own configuration", "remove the recipe, overrides and --run")
     else:
         folder = open_run_folder(resume).path
-        check_resumable(open_run_folder(resume), command, _how_to_go_on(command, folder))
-        config = load_saved(folder / "config.yaml", kind)
-        check(config)
-        check_tokenized(open_run_folder(resume), config)
+        config, _ = checked(Resume(resume), command, kind, check, _how_to_go_on(command, folder))
         check_server()
     with _ending_in_words(command, folder):
         given = {"run_folder": str(folder)} if resume is None else {"resume": str(folder)}
-        console.print(f"model: {flow(config, **given)}", highlight=False, soft_wrap=True)
+        console.print(f"model: {flow(config or kind(), **given)}", highlight=False, soft_wrap=True)
     if (folder / "summary.json").is_file():
         summary = json.loads((folder / "summary.json").read_text(encoding="utf-8"))
         if (accuracy := summary.get("heldout_accuracy")) is not None:  # pairs have none

@@ -1,40 +1,39 @@
-"""The configuration with which a run goes on: its own, with what may change from now on (configs/resuming.py).
+"""What the command line looks at before a run goes on, so that a mistake is said before a server starts.
 
-Left out: whether it can go on at all (state/manifest.py), and the going on (flows/train.py).
+It only reads: the run becomes this process's own in the flow, which looks again. Left out: the going on itself
+(tasks/going_on.py).
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from pathlib import Path
+from collections.abc import Callable
+from typing import Any
 
-from configs.errors import UserError
-from configs.resuming import resumed_config
-from configs.schema import TrainConfig
-from state.manifest import check_kind, ended, read_manifest
-from state.run_folder import open_run_folder
-from tasks.session import read_config, write_config
+from state.digests import Damaged
+from state.manifest import check_resumable
+from tasks.going_on import Resume, Tree, changed_config
+from tasks.tokenized import check_tokenized
 
 
-def config_of(folder: Path, overrides: Sequence[str]) -> TrainConfig:
-    """Return the configuration of a run, with what is to change in it from now on.
+def checked(
+    resume: Resume, kind: str, tree: type[Tree], check: Callable[[Tree], Any], how: str
+) -> tuple[Tree | None, Any]:
+    """Return the configuration with which a run goes on, and what `check` says of it.
+
+    None stands for that of a damaged run, which the flow makes whole first, and for all that `check` would have said.
+
+    Args:
+        how: what to do with a run that was never far enough to be resumed.
 
     Raises:
-        UserError: it is no run of `train`, an override cannot change, or nothing is there to go on from.
+        UserError: it is being trained, was made by another command, or cannot go on so.
     """
-    run = open_run_folder(folder)
-    check_kind(run, "train")
-    config = read_config(run)
-    if not overrides:
-        return config
-    saved = read_manifest(run)
-    if saved.checkpoint is None and ended(run):
-        raise UserError(f"{folder} is complete and has no checkpoint to go on from", "start a new run")
-    return resumed_config(config, overrides, saved.progress.iteration)
-
-
-def keep(config: TrainConfig, folder: Path) -> None:
-    """Write what has changed into the run folder: the flow, this one and those to come, reads it there."""
-    run = open_run_folder(folder)
-    if config != read_config(run):
-        write_config(run, config)
+    run = resume.run
+    check_resumable(run, kind, how)
+    try:
+        config = changed_config(run, tree, resume.changes)
+        found = check(config)
+        check_tokenized(run, config)
+    except Damaged:
+        return None, None
+    return config, found

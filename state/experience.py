@@ -26,7 +26,8 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from state.files import replacing
+from state.digests import is_whole, marked, remove
+from state.files import replacing, sha256
 
 AGENT = "agent"  # column with the number of the agent that a row is for, where there are several
 
@@ -95,8 +96,12 @@ class ExperienceRef:
 # to go before the rename, and who reads at that moment would join them with the new file, or miss their columns.
 # The name also holds the machine's boot: nobody waits for the disk to have a part, so one from before a restart may be
 # empty, or full of zeros.
+#
+# A file is known by its digest (state/digests.py), and holds that of the part that it was written with: what a resume
+# takes over. Later parts have none, since hashing them would hold up a step, and a resume makes them anew.
 IDENTITY = b"penstock.identity"
 ORIGIN = b"penstock.origin"  # JSON of what the rows depend on
+FIRST_PART = b"penstock.first_part"  # digest of the part that the file was written with; empty: none
 BOOT = Path("/proc/sys/kernel/random/boot_id")
 
 
@@ -116,8 +121,9 @@ def write_columns_apart(path: Path, columns: Mapping[str, Any], origin: Mapping[
     """
     table, identity = _to_table(columns), _new_identity()
     apart = [field.name for field in table.schema if not pa.types.is_primitive(field.type)]
-    _write_part(_part(path, identity, 1), table.select(apart))
-    _write_file(path, table.drop_columns(apart), identity, json.dumps(origin or {}).encode())
+    first = _part(path, identity, 1)
+    _write_part(first, table.select(apart))
+    _write_file(path, table.drop_columns(apart), identity, json.dumps(origin or {}).encode(), sha256(first))
     drop_parts(path, but=identity)
 
 
@@ -144,6 +150,33 @@ def consolidate(path: Path) -> None:
             table = file.read(use_threads=False)  # the processor's cores are for what this runs beside
             whole = pa.table({name: table.column(name) for name in table.column_names} | added)
             _write_file(path, whole, _new_identity(), _origin(file))
+    drop_parts(path)
+
+
+def damaged(path: Path) -> Path | None:
+    """Return which of a file and the part that it was written with is not what was written, None if both are.
+
+    That of before a restart of the machine is none of its parts any more.
+    """
+    if not is_whole(path):
+        return path
+    file = _opened(path)
+    first = _part(path, _identity(file), 1)
+    digest = (file.schema_arrow.metadata or {}).get(FIRST_PART, b"").decode()
+    return first if digest and first.exists() and sha256(first) != digest else None
+
+
+def drop_later_parts(path: Path) -> None:
+    """Drop what was added to a whole file after it was written."""
+    file = _opened(path)
+    digest = (file.schema_arrow.metadata or {}).get(FIRST_PART, b"")
+    for part in _parts(path, file)[1 if digest else 0 :]:
+        part.unlink()
+
+
+def drop_experience(path: Path) -> None:
+    """Delete a file with all that belongs to it."""
+    remove(path)
     drop_parts(path)
 
 
@@ -214,9 +247,9 @@ def _write_part(place: Path, table: pa.Table) -> None:
         writer.write_table(table)
 
 
-def _write_file(path: Path, table: pa.Table, identity: str, origin: bytes = b"{}") -> None:
-    identified = table.replace_schema_metadata({IDENTITY: identity, ORIGIN: origin})
-    with replacing(path) as aside:
+def _write_file(path: Path, table: pa.Table, identity: str, origin: bytes = b"{}", first: str = "") -> None:
+    identified = table.replace_schema_metadata({IDENTITY: identity, ORIGIN: origin, FIRST_PART: first})
+    with marked(path) as aside:
         # Dictionary encoding costs more time than the space it saves on token ids and floats.
         pq.write_table(identified, aside, compression="lz4", use_dictionary=False, write_statistics=False)
 

@@ -1,14 +1,15 @@
 """What each prompt earned in each iteration: the memory of a sampler that chooses prompts by it.
 
 A file `prompts.jsonl` in the run folder, one line per iteration with the mean reward of every prompt drawn, also of
-those that dynamic sampling replaced. As `metrics.jsonl` it only grows, each line is durable before the manifest names
-its iteration, and a resume drops the lines after its checkpoint. Left out: what is made of it (tasks/draw.py).
+those that dynamic sampling replaced. It only grows; a checkpoint has the copy that a resume goes on with. Left out:
+what is made of it (tasks/draw.py).
 """
 
 from __future__ import annotations
 
 import json
 import os
+from pathlib import Path
 
 from configs.errors import UserError
 from state.files import write_text
@@ -25,20 +26,22 @@ def append_prompt_rewards(run: RunFolder, iteration: int, rollouts: Rollouts) ->
         os.fsync(stream.fileno())
 
 
-def restore_prompt_rewards(run: RunFolder, iteration: int) -> dict[int, Rollouts]:
-    """Drop what was written after `iteration`, also a line cut by a crash; return the rest by iteration.
+def restore_prompt_rewards(run: RunFolder, checkpoint: Path | None, iteration: int) -> dict[int, Rollouts]:
+    """Bring the file to what it was at `iteration`, and return it by iteration.
+
+    Args:
+        checkpoint: the folder of that iteration's checkpoint, verified; None before there is one.
 
     Raises:
         UserError: one of the iterations from 1 on is missing.
     """
-    text = run.prompt_rewards.read_text(encoding="utf-8") if run.prompt_rewards.exists() else ""
-    lines = [json.loads(line) for line in text.rpartition("\n")[0].splitlines()]
-    kept = {line["iteration"]: line["rollouts"] for line in lines if line["iteration"] <= iteration}
+    copy = RunFolder(checkpoint).prompt_rewards if checkpoint is not None else None
+    text = copy.read_text(encoding="utf-8") if copy is not None and copy.exists() else ""
+    kept = {line["iteration"]: line["rollouts"] for line in map(json.loads, text.splitlines())}
     if list(kept) != list(range(1, iteration + 1)):
         raise UserError(
-            f"{run.prompt_rewards} does not hold iterations 1 to {iteration}, by which the sampler chooses prompts",
-            "resume from a copy of the run folder",
+            f"{copy} does not hold iterations 1 to {iteration}, by which the sampler chooses prompts",
+            "go on from another checkpoint: --resume RUN --from ITERATION",
         )
-    records = ({"iteration": number, "rollouts": rollouts} for number, rollouts in kept.items())
-    write_text(run.prompt_rewards, "".join(json.dumps(record) + "\n" for record in records))
+    write_text(run.prompt_rewards, text)
     return kept

@@ -13,7 +13,6 @@ The folder is the truth; MLflow and Prefect are views of it. Left out: what the 
 from __future__ import annotations
 
 import fcntl
-import json
 import os
 import shutil
 from collections.abc import Iterator
@@ -24,6 +23,8 @@ from pathlib import Path
 from typing import Any
 
 from configs.errors import UserError
+from state.digests import Damaged, sealed, set_aside, unsealed
+from state.experience import drop_experience
 from state.files import check_possible, write_text
 
 
@@ -143,8 +144,14 @@ def new_run_folder(parent: Path, name: str, explicit: Path | None = None) -> Run
 
 def drop_if_empty(path: Path) -> None:
     """Remove a run folder to which nothing was written."""
-    if path.is_dir() and not any(path.iterdir()):
+    if path.is_dir() and _is_empty(path):
+        RunFolder(path).lock.unlink(missing_ok=True)
         path.rmdir()
+
+
+def _is_empty(path: Path) -> bool:
+    """Whether a folder holds nothing, but for the lock of a process that has written nothing there."""
+    return all(entry == RunFolder(path).lock for entry in path.iterdir())
 
 
 def check_free(path: Path) -> None:
@@ -166,7 +173,7 @@ def check_free(path: Path) -> None:
             f"{path} already holds a run, which has nothing to resume yet: it is starting, or ended while it did",
             "name another folder",
         )
-    if any(path.iterdir()):
+    if not _is_empty(path):
         raise UserError(f"{path} is not empty", "name an empty or a new folder")
 
 
@@ -216,7 +223,7 @@ def append_metrics(run: RunFolder, iteration: int, metrics: dict[str, float]) ->
 
 def append_steps(run: RunFolder, steps: dict[int, dict[str, float]]) -> None:
     """Append a line of each step, or iteration, and make them durable together."""
-    lines = "".join(json.dumps({"iteration": step, "metrics": metrics}) + "\n" for step, metrics in steps.items())
+    lines = "".join(sealed({"iteration": step, "metrics": metrics}) + "\n" for step, metrics in steps.items())
     with run.metrics.open("a", encoding="utf-8") as stream:
         stream.write(lines)
         stream.flush()
@@ -224,21 +231,56 @@ def append_steps(run: RunFolder, steps: dict[int, dict[str, float]]) -> None:
 
 
 def read_metrics(run: RunFolder) -> list[dict[str, Any]]:
-    """Return the recorded iterations in order, each once; a last line cut by a crash is left out."""
-    if not run.metrics.exists():
-        return []
-    whole, _, _ = run.metrics.read_text(encoding="utf-8").rpartition("\n")
+    """Return the recorded iterations in order, each once; a last line cut by a crash is left out.
+
+    Raises:
+        Damaged: a line is not what was written.
+    """
+    whole, wrong = _metrics_lines(run)
+    if wrong:
+        lines = ", ".join(map(str, wrong))
+        raise Damaged(f"{run.metrics} is damaged in line {lines}", "a resume of the run sets it aside, and goes on")
     records: dict[int, dict[str, Any]] = {}
-    for line in whole.splitlines():
-        record = json.loads(line)
+    for record in whole:
         records.setdefault(record["iteration"], {**record, "metrics": {}})["metrics"] |= record["metrics"]
     return list(records.values())
+
+
+def damaged_metrics(run: RunFolder) -> list[int]:
+    """Return the numbers of the lines that are not what was written, from 1 on."""
+    return _metrics_lines(run)[1]
+
+
+def keep_whole_metrics(run: RunFolder) -> Path:
+    """Keep the lines that are whole; return where the file is that had others."""
+    whole, _ = _metrics_lines(run)
+    aside = set_aside(run.metrics)
+    write_text(run.metrics, "".join(sealed(record) + "\n" for record in whole))
+    return aside
+
+
+def _metrics_lines(run: RunFolder) -> tuple[list[dict[str, Any]], list[int]]:
+    """Return the lines that are whole, and the numbers of the others but for one at the end, cut by a crash."""
+    if not run.metrics.exists():
+        return [], []
+    *lines, cut = run.metrics.read_bytes().split(b"\n")
+    if cut and _record(cut[:-1]):  # all of it is there, and then its line's end is damaged
+        lines.append(cut[:-1])
+    records = [_record(line) for line in lines]
+    return [record for record in records if record], [n for n, record in enumerate(records, 1) if not record]
+
+
+def _record(line: bytes) -> dict[str, Any] | None:
+    try:
+        return unsealed(line.decode())
+    except (ValueError, RecursionError):
+        return None
 
 
 def truncate_metrics(run: RunFolder, iteration: int) -> None:
     """Drop the lines after `iteration`, and one cut by a crash: a resumed run writes them again."""
     kept = [record for record in read_metrics(run) if record["iteration"] <= iteration]
-    write_text(run.metrics, "".join(json.dumps(record) + "\n" for record in kept))
+    write_text(run.metrics, "".join(sealed(record) + "\n" for record in kept))
 
 
 def drop_partial(run: RunFolder) -> None:
@@ -254,4 +296,4 @@ def drop_lost_experience(run: RunFolder, iteration: int) -> None:
     """
     for path in run.experience(0).parent.glob("[0-9]*"):
         if int(path.name.partition(".")[0]) > iteration + 1:
-            path.unlink()
+            drop_experience(path)

@@ -16,7 +16,6 @@ from state.manifest import (
     read_manifest,
     reopen,
     seal_checkpoint,
-    verify_checkpoint,
     write_manifest,
 )
 from state.run_folder import drop_lost_experience, truncate_metrics
@@ -38,32 +37,33 @@ def save_checkpoint(training: Training, progress: Progress) -> None:
     """Make the state after `progress.iteration` durable; its seconds and size join the iteration's figures."""
     run = training.run
     metrics: dict[str, float] = {}
+    final = run.checkpoint(progress.iteration)
+    reached = manifest(training, progress, final.name)
     training.session().say("checkpoint")
     with timed(metrics, "checkpoint"):
-        final = run.checkpoint(progress.iteration)
         aside = empty_beside(final)
         for group in training.session().distinct_groups:
             group.call("save", key=f"{progress.iteration}/save", folder=str(aside))
-        metrics["checkpoint/gib"] = seal_checkpoint(aside, final) / GIB
+        metrics["checkpoint/gib"] = seal_checkpoint(aside, final, run, reached) / GIB
     add_to_record(training, progress.iteration, metrics)  # before the manifest: a resume goes on after this line
     await_consolidation(training.session())
-    write_manifest(run, manifest(training, progress, final.name))
+    write_manifest(run, reached)
     prune_checkpoints(run, training.config.checkpoint.keep, final.name)
 
 
 @task(task_run_name="restore", cache_policy=NO_CACHE)
 def restore(training: Training) -> Progress:
-    """Bring the engines to the manifest's checkpoint and forget what was made and recorded after it.
+    """Bring the engines to the manifest's checkpoint, which is whole, and forget what was made and recorded after it.
 
     Raises:
-        UserError: the checkpoint is damaged.
+        UserError: a file of the checkpoint asks for more than a state needs.
     """
     run, saved = training.run, read_manifest(training.run)
     done, version = saved.progress.iteration, saved.progress.policy_version
+    folder = None
     if saved.checkpoint is not None:
         training.session().say("loading the checkpoint", saved.checkpoint)
         folder = run.checkpoints / saved.checkpoint
-        verify_checkpoint(folder)
         for group in training.session().distinct_groups:
             group.call("load", key=f"{done}/load", folder=str(folder), version=version)
         if reshard_strategy(training.config) == "broadcast":
@@ -72,7 +72,7 @@ def restore(training: Training) -> Progress:
     if done < training.config.iterations:
         reopen(run)
     truncate_metrics(run, done if saved.checkpoint else -1)
-    restore_memory(training, done)
+    restore_memory(training, folder, done)
     drop_lost_experience(run, done)
     return saved.progress
 

@@ -1,12 +1,13 @@
 """Draw: the prompts of a rollout, by the sampler; and what it remembers of the prompts drawn before.
 
 The memory is kept only for a sampler that asks for it. It grows with each scored rollout, goes to the run folder when
-its iteration is recorded, and comes back from there in a resumed run (state/prompt_rewards.py).
+its iteration is recorded, and comes back from a checkpoint in a resumed run (state/prompt_rewards.py).
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import numpy as np
 import pandas as pd
@@ -105,17 +106,18 @@ def keep_memory(training: Training, iteration: int) -> None:
         append_prompt_rewards(training.run, iteration, rollouts)
 
 
-def restore_memory(training: Training, iteration: int) -> None:
-    """Bring the sampler's memory to the end of `iteration`, and drop from the run folder what came after.
+def restore_memory(training: Training, checkpoint: Path | None, iteration: int) -> None:
+    """Bring the sampler's memory to the end of `iteration`, of which `checkpoint` is the folder (None before any).
 
     Raises:
-        UserError: the run folder lacks an iteration.
+        UserError: the checkpoint lacks an iteration.
     """
     sampling = _sampling(training)
     if sampling.sampler.remembers:
+        restored = restore_prompt_rewards(training.run, checkpoint, iteration)
         sampling.drawn = {
             number: {rollout: _drawn(sampling, entries) for rollout, entries in enumerate(rollouts)}
-            for number, rollouts in restore_prompt_rewards(training.run, iteration).items()
+            for number, rollouts in restored.items()
         }
 
 

@@ -26,7 +26,7 @@ from state.manifest import (
     prune_checkpoints,
     read_manifest,
     seal_checkpoint,
-    verify_checkpoint,
+    write_hashes,
     write_manifest,
 )
 from state.run_folder import RunFolder, truncate_metrics
@@ -71,9 +71,10 @@ def save_step(training: Training, step: int) -> None:
     final = folder.checkpoint(step)
     aside = empty_beside(final)
     training.session().call("actor", "save", f"{step}/finetuning_save", folder=str(aside))
-    seal_checkpoint(aside, final)
-    write_manifest(folder, Manifest(Progress(iteration=step), checkpoint=final.name))
     saved = read_manifest(training.run)
+    reached = replace(saved, progress=Progress(iteration=step), checkpoint=final.name)
+    seal_checkpoint(aside, final, training.run, reached)
+    write_manifest(folder, reached)
     write_manifest(training.run, replace(saved, progress=saved.progress.advanced(seconds=elapsed(training))))
     prune_checkpoints(folder, 1, final.name)
 
@@ -84,9 +85,6 @@ def restored(training: Training, record: RunFolder) -> int:
 
     Args:
         record: whose figures are of these steps; those of later ones are forgotten.
-
-    Raises:
-        UserError: the checkpoint is damaged.
     """
     folder = training.run.finetuning
     saved = read_manifest(folder) if folder.manifest.is_file() else Manifest(Progress())
@@ -95,7 +93,6 @@ def restored(training: Training, record: RunFolder) -> int:
     if saved.checkpoint is None:
         return 0
     checkpoint = folder.checkpoints / saved.checkpoint
-    verify_checkpoint(checkpoint)
     step = saved.progress.iteration
     training.session().call("actor", "load", f"{step}/finetuning_load", folder=str(checkpoint), version=0)
     return step
@@ -115,6 +112,7 @@ def end_finetuning(training: Training, command: str, model_folder: str, name: st
     with filling(final) as aside:
         training.session().call("actor", command, f"0/{command}", folder=str(aside))
         copy_tokenizer(Path(model_folder), aside)
+        write_hashes(aside)
     return finetuned(training.run, name)
 
 

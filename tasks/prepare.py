@@ -21,6 +21,7 @@ from engines.placement import describe_strategy, reshard_strategy
 from rewards.source import open_scorer
 from state.experience import Ragged, read_columns, write_columns
 from state.files import filling
+from state.manifest import write_hashes
 from tasks.check_prompts import takes_each
 from tasks.interrupts import interrupts_deferred
 from tasks.reshard import bring_weights, connect_groups
@@ -46,6 +47,7 @@ def starting_model(training: Training) -> str:
             with interrupts_deferred():
                 make_byte_tokenizer(aside)
             training.session().call("actor", "make_tiny", "0/make_tiny", folder=str(aside), config=_plain(config))
+            write_hashes(aside)
     return str(folder)
 
 

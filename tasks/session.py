@@ -12,21 +12,23 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar, overload
 
 from pydantic import BaseModel
 
 from configs.errors import UserError
 from configs.loading import load_saved, to_yaml
 from configs.schema import Role, TrainConfig
+from configs.section import Recipe
 from engines.gpu_sampler import GpuSampler
 from engines.group import EngineGroup
 from engines.machine import visible_gpus
 from engines.memory import Recomputed
 from engines.placement import place
+from state.digests import check_signed, signed
 from state.experience import ExperienceRef
 from state.files import write_text
-from state.run_folder import RunFolder, locked
+from state.run_folder import RunFolder
 from tasks.check import GroupEstimate, estimate_groups
 from tasks.consolidation import consolidating
 
@@ -39,6 +41,9 @@ if TYPE_CHECKING:
     from rewards.source import Scorer
     from tasks.draw import Sampling
     from tasks.generate import Replies
+
+
+Tree = TypeVar("Tree", bound=Recipe)
 
 
 @dataclass(frozen=True)
@@ -165,10 +170,12 @@ _SESSIONS: dict[str, Session] = {}
 
 @contextmanager
 def open_session(config: TrainConfig, run: RunFolder) -> Iterator[Training]:
-    """Start the engine groups of a training and keep its session until the context ends; engines end with it."""
+    """Start the engine groups of a training and keep its session until the context ends; engines end with it.
+
+    Whoever calls this holds the run's lock.
+    """
     session = Session(config, run)
     with registered(session) as training, session.stack:
-        session.stack.enter_context(locked(run))
         session.stack.enter_context(consolidating(session))
         session.stack.enter_context(session.generating)  # left after the groups: closed, they end what it waits for
         gpus = visible_gpus()
@@ -194,13 +201,24 @@ def registered(session: Session) -> Iterator[Training]:
 
 
 def write_config(run: RunFolder, config: BaseModel) -> None:
-    """Write the resolved configuration into the run folder."""
-    write_text(run.config, to_yaml(config))
+    """Write the resolved configuration into the run folder, with its digest."""
+    write_text(run.config, signed(to_yaml(config)))
 
 
-def read_config(run: RunFolder) -> TrainConfig:
-    """Read the resolved configuration of an existing run."""
-    return load_saved(run.config, TrainConfig)
+@overload
+def read_config(run: RunFolder) -> TrainConfig: ...
+@overload
+def read_config(run: RunFolder, kind: type[Tree]) -> Tree: ...
+
+
+def read_config(run: RunFolder, kind: Any = TrainConfig) -> Any:
+    """Read the resolved configuration of an existing run.
+
+    Raises:
+        Damaged: it is not what was written. What may change in a run is given to `--resume`.
+    """
+    check_signed(run.config, f"'--resume {run.path}' sets it aside; what may change is given to it, as key=value")
+    return load_saved(run.config, kind)
 
 
 def may_help_again(_: Any, __: Any, state: State[Any]) -> bool:

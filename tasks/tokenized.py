@@ -7,14 +7,14 @@ model's tokenizer.
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 from configs.errors import UserError
 from configs.preference import PairConfig
 from configs.schema import TrainConfig
-from state.files import sha256, write_text
+from state.digests import read_sealed, write_sealed
+from state.files import sha256
 from state.run_folder import RunFolder
 
 FILES = {"prompts": ("data.train", "data.heldout"), "sft": ("data.sft",), "preferences": ("data.train", "data.heldout")}
@@ -30,7 +30,7 @@ CONTENT = "content of "  # before a key that names a file
 
 def note_tokenized(run: RunFolder, name: str, config: TrainConfig | PairConfig) -> None:
     """Keep what makes the rows that are about to be tokenized: `name` is "prompts", "sft" or "preferences"."""
-    write_text(_note(run, name), json.dumps(_makes(config, name)))
+    write_sealed(_note(run, name), _makes(config, name))
 
 
 def check_tokenized(run: RunFolder, config: TrainConfig | PairConfig) -> None:
@@ -42,10 +42,8 @@ def check_tokenized(run: RunFolder, config: TrainConfig | PairConfig) -> None:
     for name in _names(config):
         if not _note(run, name).is_file():
             continue
-        was, now = json.loads(_note(run, name).read_text(encoding="utf-8")), _makes(config, name)
-        was = {key if "." in key or key == "seed" else f"data.{key}": value for key, value in was.items()}  # 0.1.0
-        was = {"data.chat_arguments": {}} | was  # which 0.1.0 did not have
-        changed = [key for key in now if now[key] != was.get(key, now[key])]  # earlier versions noted fewer
+        was, now = read_sealed(_note(run, name)), _makes(config, name)
+        changed = [key for key in now if now[key] != was.get(key, now[key])]  # a file may be added
         if changed and changed[0].startswith(CONTENT):
             raise UserError(
                 f"the {changed[0]} is not what the rows of this run ({run.path}) were made from",

@@ -21,6 +21,7 @@ from configs.errors import UserError
 from configs.schema import DataConfig
 from data.prompts import PromptTable, tokenize_prompts
 from data.rows import read_rows
+from state.digests import is_whole
 
 FRAME = pd.DataFrame({"prompt": ["1+2=", "12345+6=", "3+4="], "answer": ["3", "12351", "7"], "level": [1, 2, 3]})
 CHATS = [
@@ -201,4 +202,5 @@ def test_a_saved_table_loads_as_it_was(tokenizer: PreTrainedTokenizerBase, tmp_p
         assert after.dtype == np.int32
         np.testing.assert_array_equal(before, after)
     assert pq.read_schema(path).field("prompt_tokens").type == pa.list_(pa.int32())
-    assert [entry.name for entry in tmp_path.iterdir()] == ["prompts.parquet"]
+    assert is_whole(path)
+    assert len([*tmp_path.iterdir()]) == 2  # itself and its mark

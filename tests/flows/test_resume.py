@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -308,6 +309,43 @@ def test_a_killed_training_ends_as_one_left_alone(
     every["warm_up/loss"] = list(range(1, 11))
     for metric, steps in every.items():
         assert [entry.step for entry in client.get_metric_history(run_id, metric)] == steps
+
+
+def test_from_an_earlier_checkpoint_a_run_ends_as_it_did(
+    trainings: Trainings, undisturbed: dict[str, RunFolder]
+) -> None:
+    """Its newest damaged, and its manifest; or chosen by a person. What came after is taken back, and made alike.
+
+    What is damaged is named and kept.
+    """
+    damaged, chosen = (
+        copied(undisturbed[name], f"{name}-{end}") for name, end in (("grpo", "damaged"), ("ppo", "from"))
+    )
+    for path in (damaged.manifest, max(damaged.checkpoint(ITERATIONS).rglob("*model_states.pt"))):
+        content = bytearray(path.read_bytes())
+        content[len(content) // 2] ^= 1
+        path.write_bytes(bytes(content))
+    commands = [trainings.resumed(damaged), [*trainings.resumed(chosen), "--from", str(ITERATIONS - 1)]]
+    trainings.finish("earlier", trainings.start("earlier", "-c", IN_TURN, json.dumps(commands)))
+
+    said = " ".join(trainings.output("earlier").split())
+    aside = damaged.checkpoints / f"damaged-{ITERATIONS:06d}"
+    for part in ("manifest.json is damaged", "model_states.pt is damaged", str(aside)):
+        assert part in said
+    assert aside.is_dir()
+    for run, name in ((damaged, "grpo"), (chosen, "ppo")):
+        assert f"{run.path} goes on from checkpoint {ITERATIONS - 1:06d}" in said
+        alone = undisturbed[name]
+        assert numbers(run) == numbers(alone)
+        assert weights(run) == weights(alone)
+        assert memory(run) == memory(alone)
+        assert run.model("final").stat().st_mtime > run.checkpoint(ITERATIONS - 1).stat().st_mtime
+        assert iteration_of(run) == ITERATIONS
+
+
+def copied(run: RunFolder, name: str) -> RunFolder:
+    """Return a copy of a run beside it."""
+    return RunFolder(Path(shutil.copytree(run.path, run.path.with_name(name))))
 
 
 def test_another_seed_ends_elsewhere(undisturbed: dict[str, RunFolder]) -> None:

@@ -26,6 +26,8 @@ from configs.loading import load_config
 from engines.group import RankLost
 from engines.memory import GIB
 from penstock import cli, server
+from state.digests import signed
+from state.manifest import Manifest, Progress, write_manifest
 from state.run_folder import RunFolder
 from tasks import check
 
@@ -289,8 +291,7 @@ def test_a_server_that_is_not_there_is_said_before_a_run_has_a_folder(refusal: C
         assert said.startswith("no Prefect server answers at http://127.0.0.1:9/api (PREFECT_API_URL): ")
         assert "prefect server start" in said
         (here / "run").mkdir()
-        (here / "run" / "config.yaml").write_text(RECIPE)
-        (here / "run" / "manifest.json").write_text('{"format": 1, "progress": {}}')
+        begun(RunFolder(here / "run"), RECIPE)
         assert "no Prefect server answers" in refusal("train", "--resume", "run")
         assert "no Prefect server answers" in refusal("set", "run", "rollout.temperature=0.5")
         assert "no Prefect server answers" in refusal("set", "run", "--clear")
@@ -304,8 +305,7 @@ def test_a_server_is_asked_once_before_a_flow(
     assert asked == []
 
     def start(config: Any, folder: Path, **arguments: Any) -> None:
-        RunFolder(folder).config.write_text(RECIPE)
-        RunFolder(folder).manifest.write_text('{"format": 1, "progress": {}}')
+        begun(RunFolder(folder), RECIPE)
         with cli._ending_in_words("train", folder):
             raise Started
 
@@ -344,8 +344,7 @@ def test_resume_continues_with_the_configuration_of_the_run(
     """The flow gets the folder and what is in it; `--dry-run` shows it and starts nothing."""
     run = RunFolder(here / "run")
     run.path.mkdir()
-    run.config.write_text(RECIPE.replace("prompts: 8", "prompts: 12"), encoding="utf-8")
-    run.manifest.write_text(json.dumps({"format": 1, "progress": {"iteration": 3}}), encoding="utf-8")
+    begun(run, RECIPE.replace("prompts: 8", "prompts: 12"), iteration=3)
     started: list[Any] = []
     monkeypatch.setattr(cli, "_run_flow", lambda config, folder, **arguments: started.append((config, arguments)))
     assert "prompts: 12" in penstock("train", "--resume", "run", "--dry-run")
@@ -353,40 +352,41 @@ def test_resume_continues_with_the_configuration_of_the_run(
     penstock("train", "--resume", "run")
     ((config, arguments),) = started
     assert config.rollout.prompts == 12
-    assert arguments == {"resume": "run"}
+    assert arguments == {"resume": "run", "from_checkpoint": None, "changes": []}
+    penstock("train", "--resume", "run", "--from", "2")
+    assert started[1][1]["from_checkpoint"] == "2"
 
 
 def test_a_resume_may_change_how_long_and_how_but_not_what_is_trained(
     here: Path, penstock: Callable[..., str], refusal: Callable[..., str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Written before the flow starts, which reads it there. Controls: a dry run and a refusal change no file."""
+    """What may is given to the flow, which writes it once the run is its own: the command changes no file."""
     run = RunFolder(here / "run")
     run.path.mkdir()
-    run.config.write_text(RECIPE + "iterations: 4\n", encoding="utf-8")
-    run.manifest.write_text(json.dumps({"format": 1, "progress": {"iteration": 3}}), encoding="utf-8")
+    begun(run, RECIPE + "iterations: 4\n", iteration=3)
     before = tree(here)
     assert "iterations: 6" in penstock("train", "--resume", "run", "iterations=6", "--dry-run")
     assert "keys that can: iterations" in refusal("train", "--resume", "run", "rollout.samples=4")
     assert "has done 3 already" in refusal("train", "--resume", "run", "iterations=2")
     assert "is not section.key=value" in refusal("train", "--resume", "run", "iterations=6", "more")
-    assert tree(here) == before
-    monkeypatch.setattr(cli, "_run_flow", lambda *_, **__: None)
+    started: list[Any] = []
+    monkeypatch.setattr(cli, "_run_flow", lambda config, *_, **arguments: started.append((config, arguments)))
     penstock("train", "--resume", "run", "iterations=6", "reward.timeout_s=20")
-    changed = load_config(run.config)
+    ((changed, arguments),) = started
+    assert arguments["changes"] == ["iterations=6", "reward.timeout_s=20"]
     assert (changed.iterations, changed.reward.timeout_s) == (6, 20.0)
     assert changed.rollout == load_config(here / "recipe.yaml").rollout
+    assert tree(here) == before
 
 
 def test_a_complete_run_is_extended(here: Path, penstock: Callable[..., str], refusal: Callable[..., str]) -> None:
     """Controls: with as many iterations as are done it stays complete; without a checkpoint it cannot go on."""
     run = completed(here / "run")
-    manifest = {"format": 1, "progress": {"iteration": 3}, "checkpoint": "000003"}
-    run.manifest.write_text(json.dumps(manifest), encoding="utf-8")
+    write_manifest(run, Manifest(Progress(iteration=3), checkpoint="000003"))
     with pytest.raises(Started):
         penstock("train", "--resume", "run", "iterations=5")
-    assert load_config(run.config).iterations == 5
     assert "is complete" in penstock("train", "--resume", "run", "iterations=3")
-    run.manifest.write_text(json.dumps(manifest | {"checkpoint": None}), encoding="utf-8")
+    write_manifest(run, Manifest(Progress(iteration=3)))
     assert "no checkpoint to go on from" in refusal("train", "--resume", "run", "iterations=8")
 
 
@@ -458,12 +458,17 @@ def test_the_run_folder_has_the_name_and_the_place_of_the_recipe(here: Path, pen
     assert run.name.startswith("mine-")
 
 
+def begun(run: RunFolder, recipe: str, iteration: int = 0) -> None:
+    """Write what a training has once it has begun."""
+    run.config.write_text(signed(recipe), encoding="utf-8")
+    write_manifest(run, Manifest(Progress(iteration=iteration)))
+
+
 def completed(folder: Path) -> RunFolder:
     """A run of three iterations with nothing left to do."""
     run = RunFolder(folder)
     (run.path / "models" / "final").mkdir(parents=True)
-    run.config.write_text(f"{RECIPE}\niterations: 3", encoding="utf-8")
-    run.manifest.write_text(json.dumps({"format": 1, "progress": {"iteration": 3}}), encoding="utf-8")
+    begun(run, f"{RECIPE}\niterations: 3\n", iteration=3)
     summary = {"status": "completed", "mlflow_run_id": "m", "prefect_flow_run_id": "p"}
     run.summary.write_text(json.dumps(summary), encoding="utf-8")
     return run

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from penstock import cli, server
+from state.digests import signed
 from state.manifest import Manifest, Progress, write_manifest
 from state.run_folder import RunFolder
 
@@ -76,7 +77,7 @@ def test_resume_continues_a_run_that_has_begun(
     """With its own configuration. Controls: no manifest, a recipe beside it, the folder of a training."""
     run = Path("run")
     run.mkdir()
-    (run / "config.yaml").write_text("model: {tiny: {}}\ndata: {train: pairs.jsonl}\n", encoding="utf-8")
+    (run / "config.yaml").write_text(signed("model: {tiny: {}}\ndata: {train: pairs.jsonl}\n"), encoding="utf-8")
 
     def refused(*arguments: str) -> str:
         monkeypatch.setattr(sys, "argv", ["penstock", command, *arguments, "--resume", "run"])
@@ -91,5 +92,5 @@ def test_resume_continues_a_run_that_has_begun(
     monkeypatch.setattr(sys, "argv", ["penstock", command, "--resume", "run"])
     with pytest.raises(Started):
         cli.main()
-    (run / "config.yaml").write_text("model: {tiny: {}}\nrollout: {prompts: 8}\n", encoding="utf-8")
+    (run / "config.yaml").write_text(signed("model: {tiny: {}}\nrollout: {prompts: 8}\n"), encoding="utf-8")
     assert "rollout: unknown key" in refused()

@@ -13,6 +13,7 @@ import pytest
 from reports.headline import duration, headlines
 from reports.plots import metrics_frame
 from reports.report import mean_task_times, write_report
+from state.digests import sealed
 from state.run_folder import RunFolder, read_metrics
 
 SUMMARY = {
@@ -41,7 +42,7 @@ def run_folder(tmp_path: Path) -> Path:
         {"iteration": number, "metrics": {"reward/mean": 0.5, "time/rollout_s": 1.5, "time/iteration_s": 2.0}}
         for number in (1, 2)
     ]
-    (folder / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    (folder / "metrics.jsonl").write_text("".join(sealed(record) + "\n" for record in records))
     (folder / "summary.json").write_text(json.dumps(SUMMARY))
     (folder / "config.yaml").write_text("name: tiny\nreward: {function: '<b>x</b>'}\n")
     return folder
@@ -105,7 +106,7 @@ def test_alarms_and_held_out_figures_are_on_both_pages(run_folder: Path) -> None
         assert "eld-out prompts" not in page.read_text()
     accuracy = {"heldout/accuracy": 0.5, "heldout/accuracy/low": 0.25, "heldout/accuracy/high": 0.75}
     with (run_folder / "metrics.jsonl").open("a") as file:
-        file.write(json.dumps({"iteration": 3, "metrics": {**accuracy, "alarm/truncation": 1.0}}) + "\n")
+        file.write(sealed({"iteration": 3, "metrics": {**accuracy, "alarm/truncation": 1.0}}) + "\n")
     loud = write_report(run_folder, {})
     for page in (loud, loud.with_name("report.md")):
         text = page.read_text()

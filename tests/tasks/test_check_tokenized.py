@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -49,26 +48,18 @@ def test_a_resume_with_other_prompts_is_refused(
             check_tokenized(training.run, config(**changed))
 
 
-@pytest.mark.parametrize("source", ["files", "an earlier version"])
 def test_a_seed_that_made_no_prompts_may_change(
-    training_with: Callable[[TrainConfig], Training], tmp_path: Path, source: str
+    training_with: Callable[[TrainConfig], Training], tmp_path: Path
 ) -> None:
-    """Prompts from files do not follow from it; a run of an earlier version did not note which seed made them."""
+    """Prompts from files do not follow from it."""
     make_byte_tokenizer(tmp_path / "model")
-    data: dict[str, Any] = {}
-    if source == "files":
-        paths = {split: tmp_path / f"{split}.jsonl" for split in ("train", "heldout")}
-        for path in paths.values():
-            path.write_text('{"prompt": "1+1=", "answer": "2"}\n' * 4, encoding="utf-8")
-        data = {"arithmetic": None, **{split: str(path) for split, path in paths.items()}}
+    paths = {split: tmp_path / f"{split}.jsonl" for split in ("train", "heldout")}
+    for path in paths.values():
+        path.write_text('{"prompt": "1+1=", "answer": "2"}\n' * 4, encoding="utf-8")
+    data: dict[str, Any] = {"arithmetic": None, **{split: str(path) for split, path in paths.items()}}
     training = training_with(config(**data))
     with disable_run_logger():
         load_prompts.fn(training, str(tmp_path / "model"))
-    noted = training.run.prompts("train").with_name("prompts.json")
-    if source != "files":
-        now = json.loads(noted.read_text())
-        kept = {name.removeprefix("data."): value for name, value in now.items() if name != "seed"}
-        noted.write_text(json.dumps(kept), encoding="utf-8")
     check_tokenized(training.run, config(seed=1, **data))
     with pytest.raises(UserError, match=r"data\.template .* is 'a \{prompt\}', .* made with None"):
         check_tokenized(training.run, config(template="a {prompt}", **data))

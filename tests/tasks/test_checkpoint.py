@@ -10,11 +10,12 @@ import pytest
 
 from configs.schema import TrainConfig
 from data.prompts import PromptTable
-from state.manifest import Manifest, Progress, read_manifest, seal_checkpoint, write_manifest
+from state.manifest import Manifest, Progress, read_manifest, write_manifest
 from state.run_folder import RunFolder, append_metrics, read_metrics, truncate_metrics
 from tasks.checkpoint import restore
 from tasks.finetuning import restored, save_step
 from tasks.session import Training
+from tests.state.checkpoints import write_checkpoint
 
 MakeTraining = Callable[[TrainConfig], Training]
 
@@ -22,10 +23,7 @@ MakeTraining = Callable[[TrainConfig], Training]
 def sealed(run: RunFolder, *iterations: int) -> None:
     """Write checkpoints without weights."""
     for iteration in iterations:
-        aside = run.checkpoints / ".partial"
-        aside.mkdir(parents=True)
-        (aside / "state").touch()
-        seal_checkpoint(aside, run.checkpoint(iteration))
+        write_checkpoint(run, Manifest(Progress(iteration=iteration), checkpoint=f"{iteration:06d}"))
 
 
 def stopped(training: Training, iteration: int) -> RunFolder:

@@ -7,6 +7,8 @@ it. Every iteration but the first has a further rollout, as of dynamic sampling.
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
+from shutil import copyfile
 from typing import Any
 
 import numpy as np
@@ -69,9 +71,11 @@ SAMPLERS = [{}, {"name": "curriculum", "column": "level"}, {"name": "adaptive", 
 @pytest.mark.parametrize("sampler", SAMPLERS, ids=["shuffled", "curriculum", "adaptive", "custom"])
 @pytest.mark.parametrize("checkpoint", [0, 3, 5])
 def test_a_resumed_training_draws_what_one_left_alone_draws(
-    start: Start, sampler: dict[str, Any], checkpoint: int
+    start: Start, sampler: dict[str, Any], checkpoint: int, tmp_path: Path
 ) -> None:
     """Killed in iteration 6, in the middle of a line, with a checkpoint of 3, of 5, or none at all."""
+    copies = tmp_path / "checkpoint"
+    copies.mkdir()
     training = start(sampler)
     alone = play(training, 1, ITERATIONS)
     file = training.run.prompt_rewards
@@ -79,12 +83,15 @@ def test_a_resumed_training_draws_what_one_left_alone_draws(
     file.unlink(missing_ok=True)
 
     training = start(sampler)
-    play(training, 1, 6)
+    play(training, 1, checkpoint)
+    if checkpoint and whole is not None:
+        copyfile(file, copies / file.name)
+    play(training, checkpoint + 1, 6)
     if whole is not None:
         with file.open("ab") as stream:
             stream.write(b'{"iteration": 7, "rollo')
     training = start(sampler)
-    restore_memory(training, checkpoint)
+    restore_memory(training, copies if checkpoint else None, checkpoint)
     resumed = play(training, checkpoint + 1, ITERATIONS)
     assert resumed == {iteration: alone[iteration] for iteration in resumed}
     assert (file.read_bytes() if file.exists() else None) == whole
@@ -98,24 +105,25 @@ def test_without_its_memory_a_sampler_draws_others(start: Start, sampler: dict[s
     assert forgotten != {iteration: alone[iteration] for iteration in forgotten}
 
 
-def test_memory_that_is_lost_is_noticed(start: Start) -> None:
-    """A file that was deleted, or of which a line is gone, is no history to go on from."""
-    training = start({"name": "adaptive"})
+def test_memory_that_is_lost_is_noticed(start: Start, tmp_path_factory: pytest.TempPathFactory) -> None:
+    """A checkpoint without it, or with a line less, is none to go on from. Control: it is what the run had then."""
+    copies, training = tmp_path_factory.mktemp("checkpoint"), start({"name": "adaptive"})
     play(training, 1, 4)
     lines = training.run.prompt_rewards.read_text(encoding="utf-8").splitlines(keepends=True)
     for left in ([], lines[1:], lines[:2], [lines[0], lines[2], lines[1]]):
-        training.run.prompt_rewards.write_text("".join(left), encoding="utf-8")
+        (copies / "prompts.jsonl").write_text("".join(left), encoding="utf-8")
         with pytest.raises(UserError, match=r"prompts.jsonl does not hold iterations 1 to 3"):
-            restore_memory(start({"name": "adaptive"}), 3)
-    training.run.prompt_rewards.write_text("".join(lines), encoding="utf-8")
-    assert list(restore_prompt_rewards(training.run, 3)) == [1, 2, 3]
+            restore_memory(start({"name": "adaptive"}), copies, 3)
+    (copies / "prompts.jsonl").write_text("".join(lines[:3]), encoding="utf-8")
+    assert list(restore_prompt_rewards(training.run, copies, 3)) == [1, 2, 3]
+    assert training.run.prompt_rewards.read_text(encoding="utf-8") == "".join(lines[:3])
 
 
 def test_memory_is_kept_only_for_those_who_ask(start: Start) -> None:
     """With the mean reward of every prompt drawn, those of the further rollout included; shuffled writes nothing."""
     training = start({"name": "adaptive"})
     drawn = play(training, 1, 1)
-    (rollouts,) = restore_prompt_rewards(training.run, 1).values()
+    (rollouts,) = restore_prompt_rewards(training.run, training.run.path, 1).values()
     entries = [entry for part in rollouts for entry in part]
     assert [name for name, _ in entries] == [f"train-{row + 3:06d}" for row in drawn[1]]
     means = [np.mean([n / SAMPLES < (row * 7 % 40 + 1) / 48 for n in range(SAMPLES)]) for row in drawn[1]]

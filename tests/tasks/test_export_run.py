@@ -14,8 +14,9 @@ from configs.errors import UserError
 from configs.lora import LoraConfig
 from engines.lora import FROZEN_SUM, adapted_layers, adapter_state, attach, frozen_sum, merged_state
 from engines.model_folder import Proof
+from state.digests import signed
 from state.experience import Ragged, write_columns
-from state.manifest import Manifest, Progress, write_manifest
+from state.manifest import Manifest, Progress, seal_checkpoint, write_manifest
 from state.run_folder import RunFolder, append_metrics, locked
 from tasks.export_run import _facts, export_run
 from tests.engines.ranks import Shape
@@ -88,15 +89,16 @@ def _with_adapters(run: RunFolder, base: Path) -> nn.Module:
     attach(lm, LoraConfig(rank=2, alpha=6.0), seed=0)
     for layer in adapted_layers(lm).values():
         nn.init.normal_(layer.lora_B)
-    folder = run.checkpoints / "000001"
-    (folder / "actor" / "state").mkdir(parents=True)
+    aside = run.checkpoints / ".000001.partial"
+    (aside / "actor" / "state").mkdir(parents=True)
     content = {"module": {f"lm.{name}": value for name, value in adapter_state(lm).items()}, FROZEN_SUM: frozen_sum(lm)}
-    torch.save(content, folder / "actor" / "state" / "mp_rank_00_model_states.pt")
-    (folder / "sha256.json").write_text("{}")
-    run.config.write_text("name: run\nactor: {lora: {rank: 2, alpha: 6}}\n")
+    torch.save(content, aside / "actor" / "state" / "mp_rank_00_model_states.pt")
+    saved = Manifest(Progress(iteration=1), checkpoint="000001", model=str(base))
+    run.config.write_text(signed("name: run\nactor: {lora: {rank: 2, alpha: 6}}\n"))
+    seal_checkpoint(aside, run.checkpoints / "000001", run, saved)
     run.prompts("train").parent.mkdir()
     write_columns(run.prompts("train"), {"prompt_tokens": Ragged.of([np.arange(3, 9)], np.int32)})
-    write_manifest(run, Manifest(Progress(iteration=1), checkpoint="000001", model=str(base)))
+    write_manifest(run, saved)
     return lm
 
 
