@@ -490,7 +490,8 @@ def test_a_complete_run_is_not_resumed(here: Path, penstock: Callable[..., str])
 def test_a_dry_run_shows_configuration_placement_and_memory(here: Path, penstock: Callable[..., str]) -> None:
     """Overrides and defaults resolved, one line per group, and nothing written."""
     before = tree(here)
-    shown = penstock("train", "recipe.yaml", "seed=7", "algorithm.kl.coefficient=0.01", "--dry-run")
+    given = ("seed=7", "algorithm.kl.coefficient=0.01", "checkpoint.every=500")
+    shown = penstock("train", "recipe.yaml", *given, "--dry-run")
     assert "seed: 7" in shown
     assert "normalize_by_std: true" in shown
     for text in (
@@ -500,6 +501,7 @@ def test_a_dry_run_shows_configuration_placement_and_memory(here: Path, penstock
         "CPU",
         "activations",
         "actor: nothing",
+        "'checkpoint.every' (500) has no effect: the training has",
         "reshard: shared (the rollout engine reads the actor's own weights)",
     ):
         assert text in " ".join(shown.split()), text
