@@ -115,14 +115,16 @@ def _losses(page: str, result: BenchResult, more_steps: BenchResult) -> list[str
         f"{many} instead of {few} steps of the same learning rate, and a ratio of 1 in the first alone. Both columns "
         f"are over {f'seeds {seeds[0]} to {seeds[-1]}' if len(seeds) > 1 else f'seed {seeds[0]} alone'}.",
         "",
-        f"| loss | algorithm | {few} steps | {many} steps | by seed |",
-        "| --- | --- | --- | --- | --- |",
+        f"| loss | algorithm | advantage | {few} steps | {many} steps | by seed |",
+        "| --- | --- | --- | --- | --- | --- |",
     ]
-    policy_loss = {name: _first(row[3]) for name, row in table(page, "By name").items()}
+    by_name = table(page, "By name")
     for name in dict.fromkeys(row["name"] for row in more_steps.details):
         found = [row for row in more_steps.details if row["name"] == name]
         before = [row for row in result.details if row["name"] == name and row["seed"] in seeds]
-        cells = (f"`{policy_loss[name]}`", f"`{name}`", accuracy_cells(before)[0], *accuracy_cells(found))
+        _, _, advantage, loss, *_ = by_name[name]
+        names = (f"`{_first(loss)}`", f"`{name}`", f"`{_first(advantage)}`")
+        cells = (*names, accuracy_cells(before)[0], *accuracy_cells(found))
         lines.append(f"| {' | '.join(cells)} |")
     return lines
 

@@ -258,16 +258,15 @@ def page(
     ),
     target: Annotated[Path, typer.Argument(help="page with the table")] = Path("docs/algorithms.md"),
     more_steps: Annotated[
-        Path | None, typer.Option(help="a result with more algorithm.mini_batches, put beside it loss by loss")
-    ] = None,
+        Path, typer.Option(help="a result with more algorithm.mini_batches, put beside it loss by loss")
+    ] = Path("benchmarks/results/algorithms_4_mini_batches.json"),
 ) -> None:
     """Write the accuracies of a result into the table of docs/algorithms.md."""
     from benchmarks.algorithms_page import read_page, rendered
     from benchmarks.result import read_result
     from state.files import write_text
 
-    more = None if more_steps is None else read_result(more_steps)
-    write_text(target, rendered(read_page(target), read_result(result), more))
+    write_text(target, rendered(read_page(target), read_result(result), read_result(more_steps)))
     _say(f"page: {target}")
 
 

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from algorithms.policy_losses import POLICY_LOSSES
 from algorithms.registry import ALGORITHMS
 from benchmarks import algorithms, side_by_side
 from benchmarks.algorithms import TUNED, Plan, figures_of, measure, parse_seeds, row_of
@@ -26,6 +27,7 @@ from rewards.builtin import exact_match
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = ROOT / "docs" / "algorithms.md"
 RESULT = ROOT / "benchmarks" / "results" / "algorithms.json"
+MORE_STEPS = RESULT.with_name("algorithms_4_mini_batches.json")
 PLAN = Plan(ROOT / "configs" / "quickstart.yaml", ("grpo", "gdpo"), (0, 1), 2, ("iterations=3",))
 
 
@@ -192,7 +194,12 @@ def test_the_page_shows_the_result() -> None:
     page = PAGE.read_text(encoding="utf-8")
     assert set(table(page, "Accuracy")) == set(ALGORITHMS)
     result = read_result(RESULT) if RESULT.exists() else None
-    assert rendered(page, result) == page, "write it anew: penstock bench page"
+    more_steps = read_result(MORE_STEPS) if MORE_STEPS.exists() else None
+    assert rendered(page, result, more_steps) == page, "write it anew: penstock bench page"
+    if more_steps is not None:
+        losses = {ALGORITHMS[row["name"]].policy_loss for row in more_steps.details}
+        assert losses == set(POLICY_LOSSES)
+        assert more_steps.settings["mini_batches"] > read_result(RESULT).settings["mini_batches"]
     if result is not None:
         assert {(row["name"], row["seed"]) for row in result.details} == {(n, s) for n in ALGORITHMS for s in (0, 1, 2)}
 
@@ -212,8 +219,8 @@ def test_losses_are_compared_over_the_same_seeds() -> None:
     page = PAGE.read_text(encoding="utf-8")
     few, many = result_of({"grpo": (0.7, 0.9), "gspo": (0.6, 0.9)}, 2), result_of({"grpo": (0.8,), "gspo": (0.5,)}, 4)
     text = rendered(page, few, many)
-    assert "| `ppo_clip` | `grpo` | 70.0% | 80.0% | 80.0% |" in text
-    assert "| `gspo` | `gspo` | 60.0% | 50.0% | 50.0%* |" in text
+    assert "| `ppo_clip` | `grpo` | `grpo` | 70.0% | 80.0% | 80.0% |" in text
+    assert "| `gspo` | `gspo` | `grpo` | 60.0% | 50.0% | 50.0%* |" in text
     assert "seed 0 alone" in text
     assert "Losses differ" not in rendered(text, few)
 

@@ -220,7 +220,7 @@ def test_mistakes_end_before_anything_starts(
         (["prompts", "."], ". is a folder"),
         (["page"], "there is no page docs/algorithms.md"),
         (["page", "result.json", "tiny.yaml"], "tiny.yaml has no place for the table"),
-        (["page", "result.json", "page.md"], "the result is one of 'bench step'"),
+        (["page", "result.json", "page.md", "--more-steps", "result.json"], "the result is one of 'bench step'"),
     ],
 )
 def test_a_wrong_file_is_said_before_anything_is_measured(
