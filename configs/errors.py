@@ -1,7 +1,8 @@
 """The one exception for a user's mistake: it carries what is wrong and what to do, and never a traceback.
 
-The command line prints it and leaves with exit code 2; a Prefect run fails with the same text. Anything
-else that escapes is a defect of ours and keeps its traceback.
+The command line prints it and leaves with exit code 2; a Prefect run fails with the same text. A run that stops itself
+because its rollouts would be wrong says so likewise, with exit code 1. Anything else that escapes is a defect of ours
+and keeps its traceback.
 """
 
 from __future__ import annotations
@@ -21,4 +22,20 @@ class UserError(Exception):
         self.remedy = remedy
 
     def __reduce__(self) -> tuple[type[UserError], tuple[str, str]]:
+        return type(self), (self.problem, self.remedy)
+
+
+class LogprobGapError(RuntimeError):
+    """vLLM and the actor, with the same weights, give the same tokens log-probs that differ by more than rounding.
+
+    Args:
+        problem: the figures, in one sentence.
+        remedy: what to do about it, in one sentence.
+    """
+
+    def __init__(self, problem: str, remedy: str) -> None:
+        super().__init__(f"{problem}\n  {remedy}")
+        self.problem, self.remedy = problem, remedy
+
+    def __reduce__(self) -> tuple[type[LogprobGapError], tuple[str, str]]:
         return type(self), (self.problem, self.remedy)

@@ -238,6 +238,16 @@ class RolloutConfig(Section):
         "null: keep it if the memory estimate has room for it beside the updates (no effect on CPU)",
     )
     cuda_graphs: bool = Field(True, description="capture CUDA graphs on a GPU (no effect on CPU)")
+    compare_every: PositiveInt = Field(
+        50,
+        description="iterations from one comparison of vLLM's and the actor's log-probs to the next; there is also one "
+        "at the start and after the first iteration",
+    )
+    max_logprob_gap: float | None = Field(
+        None,
+        gt=0,
+        description="a larger mean difference of those log-probs stops the run; null: 0.1 in bfloat16, 1e-4 in float32",
+    )
 
 
 # ---- training ------------------------------------------------------------------------------------------------------

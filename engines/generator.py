@@ -110,6 +110,7 @@ class Generator:
         generation: int,
         environments: Environments | None = None,
         announcer: Announcer | None = None,
+        reproducible: bool | None = None,
     ) -> Generated:
         """Generate `sampling.samples` responses to each prompt that falls to this engine.
 
@@ -120,12 +121,14 @@ class Generator:
             generation: the same number on every rank, and no other generation's.
             environments: play episodes with them; the result is then a `Played`.
             announcer: gets the responses, unless they are episodes, that end before others.
+            reproducible: in place of the recipe's.
         """
         began = time.perf_counter()
         self.wake()
         self.wake_seconds = time.perf_counter() - began
         _seed_everything(engine_seed(sampling.seed, self.place.engine))
-        reproducible = not self.cuda if self.config.reproducible is None else self.config.reproducible
+        if reproducible is None:
+            reproducible = not self.cuda if self.config.reproducible is None else self.config.reproducible
         store = torch.distributed.distributed_c10d._get_default_store()
         loop: Callable[..., Generated] = partial(answer, announcer=announcer)
         if environments is not None:

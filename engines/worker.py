@@ -25,7 +25,7 @@ from torch import nn
 from transformers import AutoTokenizer
 
 from configs.schema import TrainConfig, TrainerConfig
-from engines import critics, finetuning, interface, reference, versions
+from engines import critics, finetuning, interface, logprob_gap, reference, versions
 from engines.announcing import Announcer
 from engines.channel import Tell
 from engines.communication import timed_collectives
@@ -62,7 +62,9 @@ from engines.weights.layout import ordered_parameters
 from engines.weights.strategy import Transfer, shared_storage, transfer_within_group
 from state.experience import Ragged, column_names
 
-COMMANDS = finetuning.COMMANDS | reference.COMMANDS | critics.COMMANDS  # those that are functions of a worker
+COMMANDS = (
+    finetuning.COMMANDS | reference.COMMANDS | critics.COMMANDS | logprob_gap.COMMANDS
+)  # those that are functions of a worker
 _log = logging.getLogger(__name__)
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 
@@ -128,7 +130,7 @@ class Worker:
             "export": self.export,
         }
         end_usage = begin_usage(self.device)
-        sleeps = self.generator is not None and command != "generate"
+        sleeps = self.generator is not None and command not in ("generate", "sample_to_compare")
         reply = commands[command](**arguments)
         asleep = self.generator.asleep if self.generator is not None and sleeps else ()
         return reply | {"usage": reply.get("usage", {}) | end_usage(asleep)}
@@ -262,19 +264,15 @@ class Worker:
         prompts' ids in it. Of an engine's ranks the first replies, the others return nothing. `tell` gets positions,
         samples and texts of responses that end before others.
         """
-        assert self.generator is not None
-        if self.verified_version < 0 or self.updated_since:
-            raise RuntimeError("the rollout engine has no verified weights of the actor: a reshard comes first")
-        self.generations += 1
-        environments = None
+        generator, environments = self.rollout_engine(), None
         if episodes is not None and self.config.environment is not None:
             environments = self.environments.open(self.config.environment, self._tokenizer(tokenizer), **episodes)
-        speaks = not self.generator.place.rank_in_engine
+        speaks = not generator.place.rank_in_engine
         announcer = Announcer(partial(decode, self._tokenizer(tokenizer)), tell)
-        generated = self.generator.generate(
+        generated = generator.generate(
             Ragged(prompts, offsets),
             Sampling(**sampling),
-            self.generations,
+            self.next_generation(),
             environments,
             announcer if speaks else None,
         )
@@ -291,11 +289,27 @@ class Worker:
             "policy_version": self.verified_version,
             "request_seconds": generated.seconds_B,
             "engine_seconds": generated.seconds,
-            "wake_seconds": self.generator.wake_seconds,
+            "wake_seconds": generator.wake_seconds,
             "prompt_tokens": generated.prompt_tokens,
             "cached_tokens": generated.cached_tokens,
             **(episode_columns(generated) if isinstance(generated, Played) else {}),
         }
+
+    def rollout_engine(self) -> Generator:
+        """Return this rank's rollout engine.
+
+        Raises:
+            RuntimeError: it has no verified weights of the actor.
+        """
+        assert self.generator is not None
+        if self.verified_version < 0 or self.updated_since:
+            raise RuntimeError("the rollout engine has no verified weights of the actor: a reshard comes first")
+        return self.generator
+
+    def next_generation(self) -> int:
+        """Return a number that no other generation of this process has; the same on all ranks."""
+        self.generations += 1
+        return self.generations
 
     def _tokenizer(self, folder: str) -> Any:
         if folder not in self.tokenizers:

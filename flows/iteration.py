@@ -1,7 +1,8 @@
 """One iteration of reinforcement learning, whole: this page is the dataflow.
 
     rollout -> reward -> [refill | greedy baseline] -> (old log-probs | reference log-probs | values) -> advantage
-            -> (update actor | update critic) -> reshard -> evaluate -> [refresh reference] -> record -> checkpoint
+            -> (update actor | update critic) -> reshard -> [compare log-probs] -> evaluate -> [refresh reference]
+            -> record -> checkpoint
 
 Steps in brackets run side by side where their engine groups differ, and only if the algorithm needs them. The engines
 begin the next rollout before the record. Each step is a task; the tasks hand on where the experience lies, never the
@@ -16,6 +17,7 @@ from state.manifest import Progress
 from tasks.advantage import advantage
 from tasks.alarms import alarms
 from tasks.checkpoint import checkpoint_due, save_checkpoint
+from tasks.compare_logprobs import compare_logprobs, comparison_due
 from tasks.evaluate import evaluate
 from tasks.greedy_baseline import greedy_baseline
 from tasks.kl_control import next_kl_coefficient
@@ -49,6 +51,8 @@ def iteration(training: Training, number: int, progress: Progress) -> Progress:
 
     metrics = stage.metrics | update(training, settings, stage)
     metrics |= reshard(training, settings, version=number)
+    if comparison_due(config, number):
+        metrics |= compare_logprobs(training, number)
     if config.evaluate.every and number % config.evaluate.every == 0 or number == config.iterations:
         metrics |= evaluate(training, number)
 

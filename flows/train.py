@@ -1,6 +1,7 @@
 """Train: supervised warm-up if asked for, then iterations of reinforcement learning; anew, or from a checkpoint.
 
-    check -> engines -> prompts -> (supervised warm-up) -> load models -> evaluate -> iteration 1, 2, ... -> report
+    check -> engines -> prompts -> (supervised warm-up) -> load models -> compare log-probs -> evaluate
+          -> iteration 1, 2, ... -> report
 
 Each iteration is a child flow (flows/iteration.py). Engines live exactly as long as this flow: they start inside its
 `with` block and end with it, on every path. Left out: restarting engines while the flow runs.
@@ -23,6 +24,7 @@ from tasks.admission import admission
 from tasks.check import check_inputs, check_memory
 from tasks.checkpoint import begin_manifest, restore
 from tasks.child_flows import quick_child_flows
+from tasks.compare_logprobs import compare_logprobs
 from tasks.evaluate import evaluate
 from tasks.export import export
 from tasks.going_on import Resume, is_complete, new_run, resumed_run
@@ -67,8 +69,9 @@ def train(
         build_engines(training, model)
 
         progress = restore(training) if resume else Progress()
+        compared = compare_logprobs(training, progress.iteration)
         if progress.iteration == 0:
-            progress = begin(training, progress)
+            progress = begin(training, progress, compared)
         offer_overrides(run, progress.overrides or {})
         progress = live_overrides(training, progress)
         show_iterations(training, progress.iteration)
@@ -112,7 +115,7 @@ def admitted_session(config: TrainConfig, run: RunFolder) -> Iterator[Training]:
             yield training
 
 
-def begin(training: Training, progress: Progress) -> Progress:
+def begin(training: Training, progress: Progress, compared: dict[str, float]) -> Progress:
     """Evaluate the policy before any training, and write the first manifest."""
-    record(training, 0, finite(evaluate(training, 0)))
+    record(training, 0, finite(compared | evaluate(training, 0)))
     return begin_manifest(training, progress)

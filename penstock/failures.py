@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from configs.errors import UserError
+from configs.errors import LogprobGapError, UserError
 
 if TYPE_CHECKING:
     from engines.group import EngineError, RankLost
@@ -33,6 +33,8 @@ def told(error: Exception, arguments: Sequence[str]) -> tuple[str, int] | None:
     notes = getattr(error, "__notes__", ())
     if isinstance(error, UserError):
         return "\n  ".join([str(error), *notes]), MISTAKE
+    if isinstance(error, LogprobGapError):
+        return "\n  ".join([str(error), *notes]), FAILURE
     if isinstance(error, OSError):
         text = file_mistake(error, arguments)
         return ("\n  ".join([text, *notes]), MISTAKE) if text else None

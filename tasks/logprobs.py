@@ -105,7 +105,11 @@ def _column(
 
 def in_row_order(replies: list[dict[str, Any]], path: str | Path) -> Ragged:
     """Put together what the ranks computed per response token of the file at `path`, each for rows of its own."""
-    lengths_B = read_columns(path, ["response_tokens"])["response_tokens"].lengths_B
+    return from_ranks(replies, read_columns(path, ["response_tokens"])["response_tokens"].lengths_B)
+
+
+def from_ranks(replies: list[dict[str, Any]], lengths_B: np.ndarray) -> Ragged:
+    """Put together what the ranks computed per response token, each for rows of its own; `lengths_B` of all rows."""
     order = np.concatenate([reply["rows"] for reply in replies])
     flat = Ragged(np.concatenate([reply["values"] for reply in replies]), offsets_of(lengths_B[order]))
     return flat.take(np.argsort(order))

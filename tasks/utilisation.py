@@ -34,6 +34,7 @@ STAGES = (
     ("advantage",),
     UPDATES,
     ("reshard",),
+    ("compare_logprobs",),
     ("evaluate",),
     ("refresh_reference",),
 )

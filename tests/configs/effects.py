@@ -111,6 +111,8 @@ TRAIN = {
     "rollout.cuda_graphs": f"{GENERATOR}an_engine_is_started_as_the_recipe_says",
     "rollout.max_sequences": "engines/test_concurrency.py::test_an_engine_holds_its_share_at_once",
     "rollout.reproducible": "engines/test_requests.py::test_two_engines_pull_all_prompts_once",
+    "rollout.compare_every": "engines/test_logprob_gap.py::test_when_it_is_done",
+    "rollout.max_logprob_gap": "engines/test_logprob_gap.py::test_a_rollout_engine_that_computes_otherwise_ends_the_run",
     "rollout.kv_cache_gib": f"{GENERATOR}the_kv_cache_holds_all_sequences_unless_told_otherwise",
     # ---- the algorithm
     "algorithm.name": "tasks/test_advantage_inputs.py::test_remax_reads_the_reward_of_the_greedy_response",

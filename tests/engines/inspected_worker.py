@@ -62,6 +62,7 @@ class InspectedWorker(Worker):
         "watched_generate",
         "mismatches",
         "bind_without_sharing",
+        "disturb",
         "spoiled_refusal",
         "gather_odd",
         "mini_batches",
@@ -397,6 +398,15 @@ class InspectedWorker(Worker):
         if damage >= 0:
             shard[damage] += 1
         return {"values": output.numpy(), "wrong": wrong_names([shards.differences()])}
+
+    @torch.no_grad()
+    def disturb(self, rank: int, by: float) -> dict[str, Any]:
+        """Let one rank's rollout engine compute with other weights than those that a reshard proved."""
+        assert self.generator is not None
+        if self.rank == rank:
+            for parameter in self.generator.model.parameters():
+                parameter.data = parameter.data + by * torch.sin(torch.arange(parameter.numel())).view(parameter.shape)
+        return {}
 
     def bind_without_sharing(self, folder: str) -> dict[str, Any]:
         """Replace the rollout engine by one with weights of its own, copied now."""

@@ -281,6 +281,16 @@ def test_rollout_and_trainer_agree_on_what_was_drawn(learned: RunFolder, broken:
     assert not any(name.startswith("mismatch/") for name in read_metrics(learned)[1]["metrics"])
 
 
+def test_vllm_and_the_actor_are_compared_before_and_after_the_first_update(learned: RunFolder) -> None:
+    """And then at the interval, which is longer than this run; the seconds are a figure, too."""
+    records = {record["iteration"]: record["metrics"] for record in read_metrics(learned)}
+    compared = {number: metrics for number, metrics in records.items() if "rollout/logprob_gap" in metrics}
+    assert list(compared) == [0, 1]
+    for metrics in compared.values():
+        assert 0 < metrics["rollout/logprob_gap"] <= metrics["rollout/logprob_gap_max"] < 1e-4
+        assert metrics["time/compare_logprobs_s"] > 0
+
+
 def test_evaluations_have_intervals(learned: RunFolder) -> None:
     """Two responses per prompt, side by side; every figure has been computed from what the file holds."""
     columns = read_columns(learned.evaluation(6), ["prompt_id", "sample_id", "reward", "truncated"])
