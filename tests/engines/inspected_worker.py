@@ -63,6 +63,7 @@ class InspectedWorker(Worker):
         "mismatches",
         "bind_without_sharing",
         "disturb",
+        "refusal_of_packed_weights",
         "spoiled_refusal",
         "gather_odd",
         "mini_batches",
@@ -407,6 +408,20 @@ class InspectedWorker(Worker):
             for parameter in self.generator.model.parameters():
                 parameter.data = parameter.data + by * torch.sin(torch.arange(parameter.numel())).view(parameter.shape)
         return {}
+
+    def refusal_of_packed_weights(self, arguments: dict[str, Any]) -> dict[str, Any]:
+        """What a build raises if vLLM's layers compute with copies of their weights, as its CPU layers would."""
+        from vllm.model_executor.layers import utils
+
+        def pack_weight(layer: Any, remove_weight: bool) -> None:
+            packed = layer.weight_packed = layer.weight.detach().t().contiguous()
+            layer.cpu_linear = lambda x, weight, bias: torch.nn.functional.linear(x, packed.t(), bias)
+
+        with (
+            patch.object(versions, "keep_plain_linear_on_cpu"),
+            patch.object(utils, "dispatch_cpu_unquantized_gemm", pack_weight),
+        ):
+            return self.refusal("build", arguments)
 
     def bind_without_sharing(self, folder: str) -> dict[str, Any]:
         """Replace the rollout engine by one with weights of its own, copied now."""

@@ -7,6 +7,7 @@ every property, not every other value. Actor and rollout in one group; in two: t
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -218,14 +219,20 @@ def test_ranks_of_one_engine_take_apart_what_comes_stacked(
 def test_a_model_whose_weights_could_not_all_be_compared_is_refused_when_it_is_built(
     one_rank: Ranks, folder_of: FolderOf
 ) -> None:
-    """One message that names family and parameters. Control: the same ranks build others before and after."""
-    one_rank.ask("discard")
-    model = folder_of(Shape("apertus", tied=False))
-    config = TrainConfig.model_validate({**SMALL, "model": {"path": str(model)}}).model_dump(mode="json")
-    arguments = {"config": config, "folder": str(model), "roles": list(ROLES)}
-    error = one_rank.ask("refusal", of="build", arguments=arguments)[0]["error"]
+    """One message names family and parameters; also where vLLM makes other tensors of them. Control: it does not."""
+
+    def building(shape: Shape) -> dict[str, Any]:
+        one_rank.ask("discard")
+        model = str(folder_of(shape))
+        config = TrainConfig.model_validate({**SMALL, "model": {"path": model}}).model_dump(mode="json")
+        return {"config": config, "folder": model, "roles": list(ROLES)}
+
+    sound = Shape("qwen2", tied=True)
+    error = one_rank.ask("refusal", of="build", arguments=building(Shape("apertus", tied=False)))[0]["error"]
     assert "ApertusForCausalLM has parameters without a known counterpart: 4 of vLLM's (model.layers.0.mlp" in error
-    one_rank.build(folder_of(Shape("qwen2", tied=True)), ROLES)
+    error = one_rank.ask("refusal_of_packed_weights", arguments=building(sound))[0]["error"]
+    assert re.search(r"Qwen2ForCausalLM computes with \d+ tensors that vLLM makes of its parameters \(.*packed", error)
+    one_rank.build(folder_of(sound), ROLES)
     assert _gap(one_rank) < EQUAL
 
 
