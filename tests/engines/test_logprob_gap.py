@@ -28,10 +28,10 @@ NUMBERS = itertools.count(100)  # a command's key is used once
 PROMPT_TOKENS = [np.arange(3, 3 + length) for length in (1, 4, 7, 2, 11)]
 
 
-def _compare(actor: Ranks, rollout: Ranks, **config: Any) -> dict[str, float]:
+def _compare(actor: Ranks, rollout: Ranks, sections: dict[str, Any] | None = None) -> dict[str, float]:
     """Compare as a flow does."""
     session = SimpleNamespace(
-        config=TrainConfig(**{**SMALL, **config}),
+        config=TrainConfig(**{**SMALL, **(sections or {})}),
         groups={"actor": actor.group, "rollout": rollout.group},
         prompts={"train": SimpleNamespace(frame=pd.DataFrame({"prompt_tokens": PROMPT_TOKENS}))},
         say=lambda text: None,
@@ -68,22 +68,22 @@ def test_a_rollout_engine_that_computes_otherwise_ends_the_run(
     """Control: it does not before, nor after an update and its reshard. The last rank's engine alone is disturbed."""
     ranks: Ranks = request.getfixturevalue("one_rank" if count == 1 else "two_ranks")
     ranks.build(folder_of(shape), ("actor", "rollout"), **sections)
-    figures = _compare(ranks, ranks, **sections)
+    figures = _compare(ranks, ranks, sections)
     assert 0 < figures["rollout/logprob_gap"] <= figures["rollout/logprob_gap_max"] < 1e-4
     assert figures["time/compare_logprobs_s"] > 0
     _step(ranks, tmp_path, 0)
     ranks.ask("reshard", version=1)
-    assert _compare(ranks, ranks, **sections)["rollout/logprob_gap"] < 1e-5
+    assert _compare(ranks, ranks, sections)["rollout/logprob_gap"] < 1e-5
     ranks.ask("disturb", rank=count - 1, by=1e-2)
     with pytest.raises(
         LogprobGapError, match=r"differ by [\d.e-]+ on average and [\d.e-]+ at most; 0\.0001 is"
     ) as caught:
-        _compare(ranks, ranks, **sections)
+        _compare(ranks, ranks, sections)
     message, code = told(caught.value, []) or ("", 0)
     assert code == FAILURE
     assert "raise rollout.max_logprob_gap" in message
-    sections["rollout"] = {**sections.get("rollout", SMALL["rollout"]), "max_logprob_gap": 10.0}
-    assert 1e-4 < _compare(ranks, ranks, **sections)["rollout/logprob_gap"] < 10
+    sections = {**sections, "rollout": {**sections.get("rollout", SMALL["rollout"]), "max_logprob_gap": 10.0}}
+    assert 1e-4 < _compare(ranks, ranks, sections)["rollout/logprob_gap"] < 10
 
 
 def test_two_groups_are_compared_likewise(
