@@ -81,7 +81,7 @@ def test_an_override_may_be_a_schedule_with_the_text_keys_of_json() -> None:
 
 def test_null_takes_an_override_back() -> None:
     """The recipe's value and schedule are in force again, not the schema's default. Control: its neighbour stays."""
-    before = config(rollout={"temperature": 0.7}, algorithm={"clip_low": {0: 0.1, 5: 0.3}})
+    before = config(rollout={"temperature": 0.7}, algorithm={"mini_batches": 2, "clip_low": {0: 0.1, 5: 0.3}})
     wanted = {"rollout.temperature": None, "algorithm.clip_low": None, "algorithm.clip_high": 0.4}
     after = apply_overrides(before, wanted)
     assert (after.rollout.temperature, after.algorithm.clip_low) == (0.7, {0: 0.1, 5: 0.3})
