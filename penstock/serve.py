@@ -28,12 +28,13 @@ from pathlib import Path
 from typing import Any
 
 from configs.errors import UserError
+from engines import interface
 from engines.machine import visible_gpus
 from penstock.server import end_with_this_process
 from state.run_folder import RunFolder
 from tasks.interrupts import interrupts_deferred
 
-SERVER = "vllm.entrypoints.openai.api_server"
+SERVER = "penstock.vllm_server"
 END_TIMEOUT_S = 30.0
 POLL_S = 0.25
 ERROR = re.compile(r"\w(Error|Exception): ")
@@ -106,7 +107,7 @@ def serve(
         raise UserError(f"something answers on {url} already", "name another port with --port")
     for number in (signal.SIGINT, signal.SIGTERM):  # a shell's background job inherits an ignored SIGINT
         signal.signal(number, _interrupt)
-    environment = _COMMON | ({} if gpus else _CPU) | dict(os.environ)
+    environment = _COMMON | ({} if gpus else _CPU) | dict(os.environ) | interface.variables()
     with contextlib.ExitStack() as ends:
         with (
             interrupts_deferred(),

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+import psutil
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -26,6 +27,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from configs.errors import UserError
 from configs.reward_servers import JudgeConfig, ServiceConfig
 from configs.schema import RewardConfig
+from engines import interface
 from engines.models import PackedRewardModel, load_reward_model
 from engines.packing import Rows, pack
 from penstock.serve import _COMMON, _CPU
@@ -36,6 +38,7 @@ from rewards.service import RewardService
 from state.experience import Ragged
 from tasks.check_servers import check_judge, check_service
 from tests.engines.ranks import Shape
+from tests.sockets import doors, open_to_others
 from tests.waiting import came_true
 
 CHAT = "{% for message in messages %}{{ message['role'] }}: {{ message['content'] }} =>{% endfor %}"
@@ -51,6 +54,7 @@ class Servers:
     classifier_url: str
     judge: Path
     judge_url: str
+    process: psutil.Process  # above all of theirs
 
 
 @pytest.fixture(scope="module")
@@ -69,7 +73,7 @@ def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Servers]:
     command += [str(classifier), str(ports[0]), str(judge), str(ports[1])]
     process = subprocess.Popen(
         command,
-        env={**os.environ, **_COMMON, **_CPU, "PYTHONPATH": str(ROOT)},
+        env={**os.environ, **_COMMON, **_CPU, **interface.variables(), "PYTHONPATH": str(ROOT)},
         stdout=log,
         stderr=log,
         start_new_session=True,
@@ -79,13 +83,29 @@ def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Servers]:
         urls = [f"http://127.0.0.1:{port}" for port in ports]
         known = came_true(lambda: process.poll() is not None or all(map(answers, urls)), START_S)
         assert known and process.poll() is None, (folder / "log").read_text()[-4000:]
-        yield Servers(classifier, urls[0], judge, urls[1])
+        yield Servers(classifier, urls[0], judge, urls[1], psutil.Process(process.pid))
     finally:
         os.killpg(process.pid, signal.SIGKILL)
         process.wait()
         guard.kill()
         guard.wait()
         log.close()
+
+
+def test_other_machines_reach_neither_server_nor_engine(servers: Servers) -> None:
+    """Each server's own port is seen; the engines' gloo and whatever they meet in stay on the loopback interface.
+
+    A version of vLLM whose engine would open a store is given a file.
+    """
+    found = list(doors(servers.process))
+    assert {int(url.rpartition(":")[2]) for url in (servers.classifier_url, servers.judge_url)} <= {
+        door.port for door in found
+    }
+    assert open_to_others(found) == []
+    asked = "import penstock.vllm_server; from vllm.v1.executor import uniproc_executor as executor; "
+    asked += "print(executor.get_distributed_init_method('203.0.113.1', 29500))"
+    said = subprocess.run([sys.executable, "-c", asked], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert said.stdout.splitlines()[-1].startswith("file://")
 
 
 def free_ports(count: int) -> list[int]:

@@ -173,16 +173,6 @@ def test_a_command_can_still_tell_its_server_when_its_whole_group_gets_a_signal(
     assert came_true(lambda: not alive(server), 20)
 
 
-def test_no_server_outlives_a_killed_command(tmp_path: Path) -> None:
-    """SIGKILL of a command whose temporary server is up and answers, in a folder of which not even the parent was."""
-    command, server = start(COMMAND, **with_server(tmp_path / "missing" / "home"))
-    assert "uvicorn" in " ".join(server.cmdline())
-    assert alive(server)
-    command.kill()
-    command.wait(10)
-    assert came_true(lambda: not alive(server), 20)
-
-
 def test_a_flow_goes_on_when_its_server_is_killed(tmp_path: Path) -> None:
     """Twice, between two requests and for a client that was never connected before; the last server ends in order.
 
@@ -205,18 +195,19 @@ def test_a_flow_goes_on_when_its_server_is_killed(tmp_path: Path) -> None:
     assert ended.stderr.count("Prefect's temporary server has ended: it is started again") == 2
 
 
-def test_the_temporary_server_answers_nobody_else(tmp_path: Path) -> None:
+def test_the_temporary_server_answers_nobody_else_and_outlives_no_killed_command(tmp_path: Path) -> None:
     """Without its password nothing is read and nothing written; with it, all is. It is in no command line.
 
     A value set by another command of the same user arrives all the same. Control: the health that Prefect asks for at
-    the start is anybody's.
+    the start is anybody's. Then SIGKILL of the command, in a folder of which not even the parent was.
     """
-    settings = with_server(tmp_path / "home")
+    settings = with_server(tmp_path / "missing" / "home")
     run = RunFolder(tmp_path / "run")
     write_config(run, TrainConfig(iterations=2))
     command, server = start(COMMAND, **settings)
     try:
         said = server.cmdline()
+        assert "uvicorn" in " ".join(said)
         password = server.environ()["PREFECT_SERVER_API_AUTH_STRING"]
         assert len(password) > 30
         assert not any(password in argument for argument in [*said, *psutil.Process(command.pid).cmdline()])
@@ -237,9 +228,11 @@ def test_the_temporary_server_answers_nobody_else(tmp_path: Path) -> None:
             subprocess.run(setting, cwd=ROOT, env=inherited | settings, check=True, capture_output=True)
             (there,) = mine.post("/variables/filter", json={}).json()
             assert there["value"] == {"rollout.temperature": 0.5}
+        assert alive(server)
     finally:
-        command.terminate()
-        command.wait(30)
+        command.kill()
+        command.wait(10)
+    assert came_true(lambda: not alive(server), 20)
 
 
 @pytest.mark.parametrize("configured", [True, False])

@@ -15,6 +15,7 @@ import warnings
 from pathlib import Path
 
 USED = (
+    "penstock.vllm_server",
     "vllm.entrypoints.launchers.api_server.entry",
     "vllm.model_executor.models.qwen3",
     "vllm.v1.engine.async_llm",
@@ -31,7 +32,7 @@ def main(pairs: list[str]) -> None:
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # on a CPU: the engine's own process runs the model
     system = importlib.import_module("vllm.utils.system_utils")
     system.get_mp_context = lambda: multiprocessing.get_context("fork")  # type: ignore[attr-defined]
-    entry, *_ = [importlib.import_module(name) for name in USED]
+    _, entry, *_ = [importlib.import_module(name) for name in USED]
     servers = []
     for folder, port in zip(pairs[::2], pairs[1::2], strict=True):
         if not (server := os.fork()):
