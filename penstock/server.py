@@ -124,7 +124,7 @@ def _make_home() -> None:
 
     home = get_current_settings().home
     try:
-        home.mkdir(parents=True, exist_ok=True)
+        home.mkdir(0o700, parents=True, exist_ok=True)  # as Prefect makes it: its records are nobody else's
     except OSError as error:
         raise UserError(
             f"PREFECT_HOME is {home}, and that folder cannot be made: {error.strerror}", "set it to another folder"

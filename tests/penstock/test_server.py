@@ -276,7 +276,7 @@ def test_a_home_that_cannot_be_made_is_the_users_mistake(tmp_path: Path) -> None
         _make_home()
     with temporary_settings({PREFECT_HOME: tmp_path / "new" / "home"}):
         _make_home()
-    assert (tmp_path / "new" / "home").is_dir()
+    assert (tmp_path / "new" / "home").stat().st_mode & 0o777 == 0o700
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
