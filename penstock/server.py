@@ -133,6 +133,7 @@ def _make_home() -> None:
 
 class _Apart(subprocess.Popen[Any]):
     def __init__(self, args: Any, **options: Any) -> None:
+        self.command: list[str] = args
         self.options = options | {"start_new_session": True}
         super().__init__(args, **self.options)
 
@@ -141,7 +142,7 @@ class _Apart(subprocess.Popen[Any]):
 def _sessions_of_their_own() -> Iterator[None]:
     """Keep processes that are started in this block, by whatever library, out of reach of signals to this group."""
     usual = subprocess.Popen
-    subprocess.Popen = _Apart  # type: ignore[misc]
+    subprocess.Popen = _Apart  # type: ignore[misc,assignment]
     try:
         yield
     finally:
@@ -177,7 +178,7 @@ def _start_again(leaving: threading.Event) -> None:
                 listener.bind(("127.0.0.1", server.port))
                 listener.listen(128)
             _log.warning("Prefect's temporary server has ended: it is started again, and the flow goes on")
-            command = [*first.args, "--fd", str(listener.fileno())]
+            command = [*first.command, "--fd", str(listener.fileno())]
             _server().wait()
             server.server_process = _Apart(command, **first.options | {"pass_fds": (listener.fileno(),)})
             _watching.append(end_with_this_process(_server().pid))

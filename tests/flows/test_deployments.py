@@ -452,7 +452,7 @@ def test_preferences_are_trained_on_from_the_form(prefect: Prefect, tmp_path: Pa
 
 
 def test_the_slots_of_a_lost_machine_come_back(prefect: Prefect, lost: Lost) -> None:
-    """The automation calls its run Crashed, which frees its deployment's; a lease that is not renewed frees the GPU's."""
+    """The automation calls its run Crashed, which frees its deployment's; a lease not renewed frees the GPU's."""
     until(lambda: prefect.state(lost.run) == "Crashed", 90, "the run is Crashed")
     until(lambda: prefect.occupied(lost.deployment_limit) == 0, 30, "its deployment's slot comes back")
     until(lambda: prefect.occupied("gpus") == 0, 90, "its GPU slot comes back")
