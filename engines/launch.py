@@ -16,7 +16,6 @@ import signal
 import socket
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Sequence
 from contextlib import suppress
@@ -26,10 +25,11 @@ from pathlib import Path
 from configs.errors import UserError
 from engines import interface
 from engines.channel import Address
+from rewards.kept import command_of, number_from
 
 ROTATE_ABOVE_BYTES = 20 * 1024**2
 TERM_GRACE_S = 2.0
-REAP_TIMEOUT_S = 10.0
+REAP_TIMEOUT_S = 15.0  # longer than a keeper's patience
 STACKS_WAIT_S = 1.0
 START_KEY = "start"  # the key under which a rank replies how building its worker went
 _TAIL_BYTES = 8192
@@ -99,8 +99,6 @@ class RankStart:
     world_size: int
     gpu: int | None
     worker: str
-    parent_pid: int
-    spawned_by_main_thread: bool
     address: Address
 
     def to_json(self) -> bytes:
@@ -114,7 +112,10 @@ class RankStart:
 
 
 class RankProcess:
-    """One spawned rank. Its exit is observed without reaping it, so that its pid keeps naming its process group."""
+    """One spawned rank, below a keeper that ends as the rank does once nothing of it is left (rewards/keeper.py).
+
+    The keeper's exit is observed without reaping it, so that its pid goes to nobody else.
+    """
 
     def __init__(self, start: RankStart, environment: dict[str, str], log_file: Path) -> None:
         self.rank = start.rank
@@ -122,21 +123,25 @@ class RankProcess:
         if log_file.exists() and log_file.stat().st_size > ROTATE_ABOVE_BYTES:
             log_file.replace(log_file.with_name(log_file.name + ".1"))
         with log_file.open("ab") as log:
-            self._process = subprocess.Popen(
-                [sys.executable, "-P", "-m", "engines.rank"],
+            number, told = os.pipe()
+            self._keeper = subprocess.Popen(
+                command_of([sys.executable, "-P", "-m", "engines.rank"], [told], session=True),
                 env=environment,
                 stdin=subprocess.PIPE,
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
+                pass_fds=[told],
             )
-        assert self._process.stdin is not None
-        with suppress(BrokenPipeError), self._process.stdin as pipe:  # of a rank that has ended: `exit_reason` tells
+        os.close(told)
+        assert self._keeper.stdin is not None
+        with suppress(BrokenPipeError), self._keeper.stdin as pipe:  # of a rank that has ended: `exit_reason` tells
             pipe.write(start.to_json())
+        self._pid = number_from(number)
 
     def exit_reason(self) -> str | None:
         """How the rank ended, or None while it runs."""
-        status = os.waitid(os.P_PID, self._process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+        status = os.waitid(os.P_PID, self._keeper.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
         if status is None:
             return None
         if status.si_code == os.CLD_EXITED:
@@ -144,19 +149,20 @@ class RankProcess:
         return f"exited with signal {status.si_status} ({signal.Signals(status.si_status).name})"
 
     def send_signal(self, number: signal.Signals) -> None:
-        """Signal the rank itself; harmless after its exit, because it is not reaped yet."""
-        os.kill(self._process.pid, number)
+        """Signal the rank itself, if it still runs."""
+        with suppress(ProcessLookupError):
+            os.kill(self._pid, number)
 
     def kill_group(self) -> None:
-        """SIGKILL the rank and every process it started. Does nothing once reaped: the pid may be another's."""
-        if self._process.returncode is None:
-            os.killpg(self._process.pid, signal.SIGKILL)
+        """Have the keeper SIGKILL the rank and every process that came of it. Does nothing once reaped."""
+        if self._keeper.returncode is None:
+            os.kill(self._keeper.pid, signal.SIGTERM)
 
     def reap(self) -> None:
         try:
-            self._process.wait(REAP_TIMEOUT_S)
+            self._keeper.wait(REAP_TIMEOUT_S)
         except subprocess.TimeoutExpired:
-            _log.error("rank %d (pid %d) survives SIGKILL: a driver holds it", self.rank, self._process.pid)
+            _log.error("rank %d (pid %d) survives SIGKILL: a driver holds it", self.rank, self._pid)
 
     def log_size(self) -> int:
         return self.log_file.stat().st_size
@@ -186,8 +192,6 @@ def spawn(spec: GroupSpec, epoch: int, address: Address) -> list[RankProcess]:
                 world_size=len(spec.devices),
                 gpu=None if device.gpu is None else rank,
                 worker=spec.worker,
-                parent_pid=os.getpid(),
-                spawned_by_main_thread=threading.current_thread() is threading.main_thread(),
                 address=address,
             )
             environment = shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)}

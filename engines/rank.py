@@ -1,18 +1,17 @@
 """A rank process: `python -m engines.rank`, started by `launch.py` and commanded through `channel.py`.
 
-It guards itself first (dies with its parent, ignores Ctrl-C, dumps its stacks on SIGUSR1), says hello, and only then
+It guards itself first (ignores Ctrl-C, dumps its stacks on SIGUSR1), says hello, and only then
 imports the worker, which brings torch. Then it answers one command after another until "shutdown".
 
 Messages, rank to flow: hello {pid}, news {key, result}, reply {key, result}, error {key, traceback, user}; the outcome
 of building the worker is the reply or error to the key "start". Flow to rank: command {command, key, epoch,
 arguments}, shutdown {}. A heartbeat {} comes from the flow, on a socket of its own, and goes back as it is.
 
-Left out: what commands mean; that is the worker's.
+Left out: what commands mean, which is the worker's; that the rank ends with the flow (rewards/keeper.py).
 """
 
 from __future__ import annotations
 
-import ctypes
 import faulthandler
 import importlib
 import logging
@@ -33,9 +32,7 @@ from engines import channel
 from engines.channel import Tell
 from engines.launch import START_KEY, RankStart
 
-PARENT_LOOK_S = 1.0
 REPLIES_KEPT = 32
-_PR_SET_PDEATHSIG = 1
 
 _log = logging.getLogger(__name__)
 
@@ -60,21 +57,16 @@ class Worker(Protocol):
 
 def main() -> None:
     start = RankStart.take()
-    _guard(start)
+    _guard()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     _log.info("rank %d of %d, group %s, epoch %d", start.rank, start.world_size, start.group, start.epoch)
     context = zmq.Context()
-    stop = threading.Event()
     threading.Thread(
         target=channel.echo, args=(start.address, f"rank-hb-{start.rank}"), name="heartbeat", daemon=True
     ).start()
-    watch = threading.Thread(target=_watch_parent, args=(start, stop), name="parent", daemon=True)
-    watch.start()
     try:
         _serve(start, channel.dial(context, start.address, f"rank-{start.rank}"))
     finally:
-        stop.set()
-        watch.join()
         context.destroy()
     _leave()
 
@@ -87,23 +79,11 @@ def _leave() -> NoReturn:
     os._exit(0)
 
 
-def _guard(start: RankStart) -> None:
+def _guard() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     faulthandler.enable()
     faulthandler.register(signal.SIGUSR1)
-    # The kernel ties the death signal to the spawning thread: a pool thread may end long before its process does.
-    if start.spawned_by_main_thread:
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != start.parent_pid:
-        sys.exit("the parent process ended before this rank could start")
-
-
-def _watch_parent(start: RankStart, stop: threading.Event) -> None:
-    """End this process when the flow is gone."""
-    while not stop.wait(PARENT_LOOK_S):
-        if os.getppid() != start.parent_pid:
-            os.killpg(os.getpid(), signal.SIGKILL)
 
 
 def _serve(start: RankStart, socket: zmq.Socket[bytes]) -> None:

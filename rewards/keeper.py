@@ -50,7 +50,8 @@ def main() -> None:
         os.close(descriptors[0])
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
         os.execv(command[0], command)
-    os.setsid()  # a signal to the group of the command, or to the terminal's, is not for this process
+    if os.getsid(0) != keeper:
+        os.setsid()  # a signal to the group of the command, or to the terminal's, is not for this process
     os.write(descriptors[0], b"%d" % kept)
     for descriptor in descriptors:
         os.close(descriptor)
@@ -75,16 +76,19 @@ def reap(kept: int) -> bool:
 
 def leave(kept: int) -> None:
     """Kill all that descends from this process, and end as the command did."""
-    deadline = time.monotonic() + PATIENCE_S
-    while (living := descendants()) and time.monotonic() < deadline:
-        for pid in living:
+    status, deadline = 0, time.monotonic() + PATIENCE_S
+    while time.monotonic() < deadline:
+        for pid in descendants():
             try:  # noqa: SIM105 - contextlib is one more import
                 os.kill(pid, signal.SIGKILL)
             except OSError:
                 pass  # it has ended, or is another user's
-        time.sleep(LOOK_S)  # what is killed gives its own children to this process
-    _, status = os.waitpid(kept, os.WNOHANG)
-    reap(kept)
+        try:
+            while (ended := os.waitpid(-1, os.WNOHANG))[0]:
+                status = ended[1] if ended[0] == kept else status
+        except ChildProcessError:
+            break  # none is left: what was killed gave its own children to this process
+        time.sleep(LOOK_S)
     end_likewise(os.waitstatus_to_exitcode(status))
 
 

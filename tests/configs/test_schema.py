@@ -160,3 +160,8 @@ def test_ppo_on_gsm8k_differs_from_grpo_only_in_the_algorithm() -> None:
         assert getattr(grpo, section) == getattr(ppo, section)
     assert ppo.critic is not None
     assert ppo.critic.optimizer.learning_rate > ppo.actor.optimizer.learning_rate  # type: ignore[operator]
+
+
+def test_a_rank_counts_as_lost_after_15_s_of_silence() -> None:
+    """What a recipe gets that does not say."""
+    assert TrainConfig().engine.heartbeat_timeout_s == 15.0

@@ -25,11 +25,10 @@ import psutil
 import pytest
 
 from configs.errors import UserError
-from configs.schema import EngineConfig
 from engines.channel import Tell
 from engines.group import EngineError, EngineGroup, GroupSpec, RankDevice, RankLost
 from engines.launch import ROTATE_ABOVE_BYTES, WITHHELD_VARIABLES, group_environment
-from tests.processes import alive
+from tests.processes import alive, leave_children, noted
 from tests.waiting import came_true
 
 
@@ -109,6 +108,10 @@ class SmallWorker:
         ended = time.monotonic()
         other.join()
         return {"others_ran": noted[0] < ended - 0.1}
+
+    def leave_children(self, folder: str) -> dict[str, Any]:
+        leave_children(folder)
+        return {}
 
     def count_aloud(self, to: int) -> dict[str, Any]:
         for number in range(to):
@@ -299,9 +302,7 @@ def test_no_secret_is_in_what_a_process_is_started_with(tmp_path: Path, monkeypa
         address = group._listener.address
         group.wait_ready()
         for process in group._processes:
-            told = b"".join(
-                Path(f"/proc/{process._process.pid}/{name}").read_bytes() for name in ("environ", "cmdline")
-            )
+            told = b"".join(Path(f"/proc/{process._pid}/{name}").read_bytes() for name in ("environ", "cmdline"))
             assert b"porridge" in told and b"engines.rank" in told
             for secret in ("sesame", address.client_secret, address.client_public, address.server_public):
                 assert secret.encode() not in told
@@ -372,6 +373,23 @@ def test_a_killed_rank_is_named(group: EngineGroup) -> None:
         group.call("echo", key="after")
 
 
+@pytest.mark.parametrize("killed", [True, False])
+def test_what_ranks_start_ends_with_them(group: EngineGroup, tmp_path: Path, killed: bool) -> None:
+    """Children that got away in every way there is, after `kill -9` of one rank and at the group's own end."""
+    folder = tmp_path / "children"
+    folder.mkdir()
+    group.call("leave_children", key="l", folder=str(folder))
+    children = noted(folder)
+    assert list(map(alive, children)) == [True] * 6
+    if killed:
+        os.kill(_pids(group)[1], signal.SIGKILL)
+        with pytest.raises(RankLost, match="rank 1: exited with signal 9"):
+            group.call("ponder_for_ever", key="p")
+    else:
+        group.close()
+    assert not any(map(alive, children))
+
+
 def test_a_rank_that_leaves_is_named(group: EngineGroup) -> None:
     """An exit in the middle of a command is a loss, with its code."""
     with pytest.raises(RankLost, match="rank 0: exited with code 3"):
@@ -392,11 +410,6 @@ def test_a_rank_that_holds_its_interpreter_lock_is_not_silent(tmp_path: Path) ->
     """As a library does that compiles, captures or saves: no Python thread of that process runs meanwhile."""
     with EngineGroup(_spec(tmp_path, heartbeat_timeout_s=1.5)) as group:
         assert [reply["others_ran"] for reply in group.call("hold_the_lock", key="h", seconds=4)] == [False, False]
-
-
-def test_a_rank_counts_as_lost_after_15_s_of_silence() -> None:
-    """What a recipe gets that does not say."""
-    assert EngineConfig().heartbeat_timeout_s == 15.0
 
 
 def test_a_busy_rank_is_not_silent(tmp_path: Path) -> None:
