@@ -165,8 +165,11 @@ def test_an_environment_of_packages_in_the_working_folder_is_not_the_working_fol
         ("posix", "Python or an installed package"),
     ],
 )
-def test_a_file_that_another_module_hides_is_named_and_not_passed_over(here: Path, name: str, owner: str) -> None:
+def test_a_file_that_another_module_hides_is_named_and_not_passed_over(
+    here: Path, name: str, owner: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Not answered by what the other module lacks; under a name of its own the file is found."""
+    monkeypatch.delitem(sys.modules, f"my_{name}", raising=False)  # of another test's folder
     (here / f"{name}.py").write_text("def score(response): return 1.0\n")
     with pytest.raises(UserError, match=rf"'{name}' is a module of {owner}, which hides .*/{name}\.py") as caught:
         named(f"{name}:score")
