@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -29,16 +29,19 @@ NOTES_ITS_IMPORT = "import os\nos.environ['IMPORTED'] = __name__\ndef score(resp
 
 
 @pytest.fixture(autouse=True)
-def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A working folder of a user, without what the tests allow."""
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A working folder of a user, without what the tests allow; its modules are forgotten afterwards."""
     folder = tmp_path / "work"
     folder.mkdir()
     monkeypatch.chdir(folder)
     monkeypatch.setattr(sys, "path", [*sys.path])
-    monkeypatch.setattr(sys, "modules", sys.modules.copy())
     monkeypatch.delenv("PENSTOCK_ALLOWED_MODULES")
     monkeypatch.delenv("IMPORTED", raising=False)
-    return folder
+    before = set(sys.modules)
+    yield folder
+    for name in set(sys.modules) - before:
+        if str(getattr(sys.modules[name], "__file__", None)).startswith(str(tmp_path)):
+            del sys.modules[name]
 
 
 def named(spec: str) -> Callable[..., object]:
