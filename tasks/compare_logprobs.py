@@ -78,7 +78,7 @@ def logprob_gap(training: Training, iteration: int) -> np.ndarray:
         tokens=min(TOKENS, config.rollout.max_response_tokens),
         seed=[config.seed, iteration, COMPARING],
     )
-    answers = [reply for reply in replies if reply]  # of an engine of several ranks one replies
+    answers = [reply for reply in replies if "positions" in reply]  # of an engine of several ranks one replies
     prompts = asked.take(np.concatenate([answer["positions"] for answer in answers]))
     lengths_B = np.concatenate([np.diff(answer["offsets"]) for answer in answers])
     passing: dict[str, Any] = {
