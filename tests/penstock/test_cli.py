@@ -181,6 +181,7 @@ def test_a_damaged_model_folder_is_refused(
 ) -> None:
     """Also one with pointers in place of weights, as a clone leaves them. Control: a whole one starts."""
     sizes = {
+        "architectures": ["LlamaForCausalLM"],
         "num_attention_heads": 2,
         "num_hidden_layers": 1,
         "hidden_size": 8,
