@@ -87,7 +87,7 @@ def _source(run: RunFolder, manifest: Manifest) -> Path:
             f"train on with 'penstock train --resume {run.path}'; checkpoint.every says how often one is written",
         )
     folder = run.checkpoints / manifest.checkpoint
-    verify_checkpoint(folder)
+    verify_checkpoint(folder, f"'penstock train --resume {run.path}' sets it aside and goes on from the one before")
     return folder
 
 

@@ -19,7 +19,7 @@ from prefect import get_run_logger, task
 from prefect.cache_policies import NO_CACHE
 
 from configs.schema import SftConfig
-from state.files import empty_beside, filling
+from state.files import discard, empty_beside, filling
 from state.manifest import (
     Manifest,
     Progress,
@@ -118,7 +118,7 @@ def end_finetuning(training: Training, command: str, model_folder: str, name: st
 
 def finetuned(run: RunFolder, name: str) -> str:
     """Return the folder of a model that is written; the checkpoints on the way to it have served and are deleted."""
-    shutil.rmtree(run.finetuning.path, ignore_errors=True)
+    discard(run.finetuning.path)
     return str(run.model(name))
 
 
