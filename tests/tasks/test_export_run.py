@@ -27,7 +27,7 @@ def run(tmp_path: Path) -> RunFolder:
     """A run that has begun and has no checkpoint yet."""
     run = RunFolder(tmp_path / "run")
     run.path.mkdir()
-    run.config.write_text("name: run\n")
+    run.config.write_text(signed("name: run\n"))
     write_manifest(run, Manifest(Progress()))
     return run
 
