@@ -19,7 +19,7 @@ from algorithms.segments import lengths, segment_sum
 from algorithms.value_losses import explained_variance
 from configs.algorithm import AlgorithmConfig
 from configs.errors import UserError
-from state.experience import AGENT, Ragged, add_columns, column_names, read_columns
+from state.experience import AGENT, Ragged, add_columns, column_names, drop_experience, read_columns
 from tasks.greedy_baseline import GREEDY_REWARD
 from tasks.group_filter import PART, judged_columns, refused_groups
 from tasks.logprobs import ColumnRef
@@ -61,7 +61,7 @@ def advantage(training: Training, settings: Settings, stage: Stage, passes: Sequ
         add_columns(path, columns)
         for part in passes:
             if part.columns:
-                Path(part.path).unlink(missing_ok=True)
+                drop_experience(Path(part.path))
     figures = _figures(inputs, result, columns, training.config.agents)
     return Stage(stage.experience, metrics | figures | _seconds(passes))
 

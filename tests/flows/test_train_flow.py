@@ -244,6 +244,7 @@ def test_the_run_folder_holds_all_that_was_made(learned: RunFolder) -> None:
     left = [path for path in (learned.path / "experience").iterdir() if path.suffix != ".whole"]
     assert sorted(left) == every, "no part, no file of a forward pass is left"
     assert all(is_whole(path) for path in every)
+    assert len([*(learned.path / "experience").glob(".*.whole")]) == len(every)
     assert [path.name for path in sorted(learned.checkpoints.iterdir())] == ["000010", "000012"]
     assert sorted(path.name for path in learned.logs.iterdir()) == ["main-rank0.log", "main-rank1.log"]
     names = ("report/index.html", "report/report.md", "report/reward.png", "models/final/model.safetensors")
