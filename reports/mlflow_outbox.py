@@ -221,4 +221,4 @@ class Outbox:
 
 
 def _short(error: Exception) -> str:
-    return " ".join(f"{type(error).__name__}: {error}".split())[:200]
+    return " ".join(f"{type(error).__name__}: {error}".split())[:120]

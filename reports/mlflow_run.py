@@ -257,6 +257,7 @@ def connect(tracking_uri: str) -> MlflowClient:
     from mlflow import MlflowClient
 
     logging.getLogger("mlflow.store.db.utils").setLevel(logging.WARNING)
+    logging.getLogger("urllib3.connectionpool").setLevel(logging.ERROR)  # who asks says that nobody answered
     logging.getLogger("alembic").setLevel(logging.WARNING)
     with _alone(_database(tracking_uri)):
         return MlflowClient(without_password(tracking_uri))

@@ -15,6 +15,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -371,3 +372,61 @@ def test_the_trainings_have_a_state_to_lose(undisturbed: dict[str, RunFolder]) -
     assert [value > 0 for value in divergences] == [False, True, False, True, False]  # refreshed after 2 and 4
     assert not any(divergences[::2])
     assert (run.checkpoint(ITERATIONS) / "reference" / "model.safetensors").is_file()
+
+
+@contextmanager
+def mlflow_server(folder: Path, port: int) -> Iterator[None]:
+    """Serve the MLflow store of a folder; killed at the end, with all its workers."""
+    store = [
+        "--backend-store-uri",
+        f"sqlite:///{folder / 'served.db'}",
+        "--artifacts-destination",
+        str(folder / "served"),
+    ]
+    command = [sys.executable, "-m", "mlflow", "server", "--host", "127.0.0.1", "--port", str(port), "--workers", "1"]
+    with (folder / "mlflow.txt").open("ab") as output:
+        server = subprocess.Popen([*command, *store], stdout=output, stderr=output)
+    try:
+        until(lambda: answers(f"http://127.0.0.1:{port}/health"), 120, "MLflow answers")
+        yield
+    finally:
+        for process in [*psutil.Process(server.pid).children(recursive=True), server]:
+            process.kill()
+        server.wait(10)
+
+
+def logged(uri: str, run: RunFolder) -> tuple[dict[str, list[tuple[int, float]]], dict[str, str], set[str], str]:
+    """Return what MLflow holds of a run: figures that are not measured, parameters, names of tags, status."""
+    client, run_id = mlflow_run.connect(uri), str(read_manifest(run).mlflow_run_id)
+    found = client.get_run(run_id)
+    names = [name for name in found.data.metrics if not name.startswith(MEASURED)]
+    histories = {name: client.get_metric_history(run_id, name) for name in names}
+    figures = {name: [(entry.step, entry.value) for entry in history] for name, history in histories.items()}
+    return figures, found.data.params, set(found.data.tags), found.info.status
+
+
+def test_a_training_goes_on_when_its_mlflow_server_is_killed(
+    trainings: Trainings, undisturbed: dict[str, RunFolder], tmp_path: Path
+) -> None:
+    """It ends as one left alone, and says what MLflow lacks; delivered later, MLflow holds what it holds of the other.
+
+    A second delivery changes nothing.
+    """
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    uri, run = f"http://127.0.0.1:{port}", RunFolder(trainings.folder / "away")
+    away = Trainings(trainings.folder, trainings.environment | {"MLFLOW_TRACKING_URI": uri})
+    with mlflow_server(tmp_path, port):
+        process = away.start(run.name, "-m", "penstock.cli", *away.new(run.name, *GRPO))
+        until(lambda: iteration_of(run) == 2 or process.poll() is not None, WAIT_S, "iteration 2", 0.01)
+    away.finish(run.name, process)
+    assert f"penstock mlflow-sync {run.path}" in " ".join(away.output(run.name).split())
+    assert weights(run) == weights(undisturbed["grpo"])
+    with mlflow_server(tmp_path, port):
+        for said in ("now holds all of it", "held all of it already"):
+            away.finish("sync", away.start("sync", "-m", "penstock.cli", "mlflow-sync", str(run.path)))
+            assert said in away.output("sync")
+            held = logged(uri, run)
+            assert held == logged(trainings.environment["MLFLOW_TRACKING_URI"], undisturbed["grpo"])
+            assert held[-1] == "FINISHED"
