@@ -50,13 +50,14 @@ WORKDIR /penstock
 # The libraries are a layer of their own, which a change of the source leaves alone: the editable install is one path
 # entry, so the rooms copied afterwards are importable. The proof is for the CPU image; a GPU is absent while building.
 COPY pyproject.toml LICENSE ./
-COPY penstock/__init__.py penstock/environment.py penstock/
+COPY penstock/__init__.py penstock/
+COPY penstock/doctor/__init__.py penstock/doctor/environment.py penstock/doctor/
 RUN if [ "$DEVICE" = cpu ]; then \
         pip install --no-deps --extra-index-url "$TORCH_CPU_INDEX" \
             "$(sed -n 's/^cpu = .*"\(torch==[^"]*\)".*/\1/p' pyproject.toml)+cpu"; \
     fi \
     && pip install --editable ".[$DEVICE,loadtest]" \
-    && if [ "$DEVICE" = cpu ]; then python -m penstock.environment --mend; fi
+    && if [ "$DEVICE" = cpu ]; then python -m penstock.doctor.environment --mend; fi
 
 COPY . .
 

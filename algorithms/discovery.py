@@ -12,7 +12,7 @@ from pkgutil import iter_modules
 from types import ModuleType
 from typing import Any
 
-from configs.errors import UserError
+from penstock.base.errors import UserError
 
 
 def modules(package: str, path: Iterable[str]) -> dict[str, ModuleType]:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from configs.errors import UserError
+from penstock.base.errors import UserError
 
 WHITEN_EPSILON = 1e-8
 

@@ -19,8 +19,8 @@ from algorithms.advantages import ADVANTAGES, AdvantageEstimator
 from algorithms.algorithm import Algorithm, Need
 from algorithms.discovery import settings
 from algorithms.policy_losses import CHOICES, POLICY_LOSSES, Choice, PolicyLoss
-from configs.errors import UserError
-from configs.imports import import_named, module_named
+from penstock.base.errors import UserError
+from penstock.usercode.imports import import_named, module_named
 
 __all__ = [
     "ALGORITHMS",

@@ -22,11 +22,11 @@ from benchmarks.machine import machine
 from benchmarks.result import BenchResult, new_result, read_result, write_result
 from benchmarks.session import describe
 from benchmarks.side_by_side import Ended, side_by_side
-from configs.errors import UserError
-from configs.loading import load_config
+from configs.loading.load import load_config
 from configs.schema import TrainConfig
-from state.run_folder import RunFolder, read_metrics
-from tasks.check import check_supervised, check_training
+from penstock.base.errors import UserError
+from penstock.checks.training import check_supervised, check_training
+from penstock.state.run_folder import RunFolder, read_metrics
 
 BENCH = "algorithms"
 

@@ -15,8 +15,8 @@ from typing import Any
 
 from benchmarks.algorithms import TUNED, figures_of
 from benchmarks.result import BenchResult
-from configs.errors import UserError
-from reports.evaluation import drawn_at
+from penstock.base.errors import UserError
+from penstock.reports.evaluation import drawn_at
 
 BEGIN, END = "<!-- accuracies: written by 'penstock bench page' -->\n", "<!-- end of accuracies -->"
 HEAD = (

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from benchmarks.result import BenchResult, read_result
-from configs.errors import UserError
-from reports.plots import COLOURS, GREY, save
+from penstock.base.errors import UserError
+from penstock.reports.plots import COLOURS, GREY, save
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

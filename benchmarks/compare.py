@@ -10,8 +10,8 @@ from typing import Literal
 
 from benchmarks.machine import kind_of
 from benchmarks.result import BenchResult
-from configs.errors import UserError
-from reports.mlflow_run import flatten
+from penstock.base.errors import UserError
+from penstock.trackers.mlflow import flatten
 
 Verdict = Literal["better", "same", "worse", "not judged"]
 

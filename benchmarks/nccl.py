@@ -17,12 +17,12 @@ from typing import Any
 import pynvml
 
 from benchmarks.result import BenchResult, new_result
-from configs.errors import UserError
-from engines import interface
-from engines.channel import Tell
-from engines.group import EngineGroup, GroupSpec, RankDevice
-from engines.machine import visible_gpus
-from reports.progress import TrainingProgress
+from engines.groups import interface
+from engines.groups.channel import Tell
+from engines.groups.group import EngineGroup, GroupSpec, RankDevice
+from engines.groups.machine import visible_gpus
+from penstock.base.errors import UserError
+from penstock.reports.progress import TrainingProgress
 
 COLLECTIVES = ("all_gather", "broadcast", "all_reduce")
 MIB = 1 << 20

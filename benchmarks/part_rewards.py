@@ -6,7 +6,7 @@ from __future__ import annotations
 def sum_and_digits(response: str, answer: str, suffix: str = "") -> dict[str, float]:
     """Return the parts `sum`, 1 for the right answer, and `digits`, the share of its characters in their places.
 
-    The reward itself is `sum` alone, as of `rewards.builtin:exact_match`, so that accuracies can be compared.
+    The reward itself is `sum` alone, as of `penstock.rewards.builtin:exact_match`, so that accuracies can be compared.
     """
     given, wanted = response.strip(), answer + suffix
     right = float(given == wanted)

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.result import medians
-from configs.errors import UserError
+from penstock.base.errors import UserError
 
 TRL_LINE = re.compile(r"TRL step (\{[^}]*\})")
 TRL_FIGURES = {"step_s": "wall_s", "peak_gib": "peak_gib"}

@@ -6,7 +6,7 @@ everything is a training's own: the channel, the tasks rollout, reward and advan
 engines, whose own work does not: what it adds to a step is lost to scaling, on machines of more GPUs than are there.
 
 Left out: engines of different speed, and all that a GPU does. Rewards are begun ahead as in a training: where there is
-a GPU (tasks/score_ahead.py).
+a GPU (penstock/session/score_ahead.py).
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ from prefect.logging import disable_run_logger
 
 from benchmarks.result import BenchResult, medians, new_result, steady
 from benchmarks.session import describe, settings_of
-from configs.errors import UserError
 from configs.schema import TrainConfig
-from engines.group import EngineGroup, GroupSpec, RankDevice
-from engines.machine import visible_gpus
-from reports.progress import TrainingProgress
-from state.manifest import Progress
-from state.run_folder import new_run_folder
-from tasks.advantage import advantage
-from tasks.check import check_model
-from tasks.prepare import load_prompts, starting_model
-from tasks.reward import reward
-from tasks.rollout import rollout
-from tasks.session import Session, Training, registered
+from engines.groups.group import EngineGroup, GroupSpec, RankDevice
+from engines.groups.machine import visible_gpus
+from penstock.base.errors import UserError
+from penstock.checks.model import check_model
+from penstock.reports.progress import TrainingProgress
+from penstock.session.session import Session, Training, registered
+from penstock.state.manifest import Progress
+from penstock.state.run_folder import new_run_folder
+from tasks.iteration.advantage import advantage
+from tasks.iteration.reward import reward
+from tasks.iteration.rollout import rollout
+from tasks.start import load_prompts, starting_model
 
 FIGURES = {
     "flow_s": "flow_s",

@@ -13,9 +13,9 @@ import numpy as np
 import pyarrow as pa
 from transformers import AutoTokenizer
 
-from engines.channel import Tell
-from engines.decoding import decode
-from state.experience import Ragged
+from engines.groups.channel import Tell
+from engines.rollout.detokenize import decode
+from penstock.base.ragged import Ragged
 
 GENERATION_S = 1.0  # the reply is made before it is over, and its sender asleep
 

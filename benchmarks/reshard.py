@@ -22,17 +22,19 @@ from benchmarks.result import BenchResult, medians, new_result, steady
 from benchmarks.session import describe, device_count, load_recipe, rollout_groups, settings_of
 from benchmarks.update import made_up_experience
 from benchmarks.workload import fixed_lengths
-from configs.errors import UserError
-from configs.schema import Role, TrainConfig
-from engines.machine import visible_gpus
-from engines.placement import STRATEGIES, reshard_strategy
-from engines.shape import read_shape
-from tasks.check import check_memory, check_model
-from tasks.generate import generate
-from tasks.reshard import reshard
-from tasks.rollout import sampling
-from tasks.session import Stage, Training
-from tasks.update_actor import update_actor
+from configs.schema import TrainConfig
+from configs.sections.run import Role
+from engines.families.shape import read_shape
+from engines.groups.machine import visible_gpus
+from engines.groups.placement import STRATEGIES, reshard_strategy
+from penstock.base.errors import UserError
+from penstock.checks.memory import check_memory
+from penstock.checks.model import check_model
+from penstock.session.generation import generate
+from penstock.session.session import Stage, Training
+from tasks.iteration.reshard import reshard
+from tasks.iteration.rollout import sampling
+from tasks.iteration.update import update_actor
 
 FIGURES = {
     "reshard_s": "time/reshard_s",
@@ -72,7 +74,7 @@ def measure_strategies(
 
     Args:
         folder: where prompts may be written.
-        strategies: names of `engines.placement.STRATEGIES`; those that need more devices are left out.
+        strategies: names of `engines.groups.placement.STRATEGIES`; those that need more devices are left out.
 
     Raises:
         UserError: the recipe or a strategy is wrong, or no strategy fits the devices.

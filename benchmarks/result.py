@@ -14,8 +14,8 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, TypeAdapter, ValidationError
 
 from benchmarks.machine import provenance
-from configs.errors import UserError
-from state.files import write_text
+from penstock.base.errors import UserError
+from penstock.base.files import write_text
 
 Figures = dict[str, FiniteFloat]
 

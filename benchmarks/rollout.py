@@ -8,10 +8,10 @@ from __future__ import annotations
 from benchmarks.result import BenchResult, medians, new_result, steady
 from benchmarks.session import describe, device_count, rollout_groups, settings_of
 from configs.schema import TrainConfig
-from state.manifest import Progress
-from tasks.draw import draw
-from tasks.rollout import rollout
-from tasks.session import Training
+from penstock.session.draw import draw
+from penstock.session.session import Training
+from penstock.state.manifest import Progress
+from tasks.iteration.rollout import rollout
 
 Prompts = list[list[int]]  # token ids by prompt
 FIGURES = {

@@ -14,13 +14,14 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from benchmarks.machine import commit, kind_of, machine
+from benchmarks.machine import kind_of, machine
 from benchmarks.result import BenchResult, new_result, read_result
 from benchmarks.session import describe
-from configs.errors import UserError
-from configs.loading import load_config
+from configs.loading.load import load_config
 from configs.schema import TrainConfig
-from engines.machine import visible_gpus
+from engines.groups.machine import visible_gpus
+from penstock.base.errors import UserError
+from penstock.base.provenance import commit
 
 THROUGHPUT = {"step": "response_tokens_per_s_per_gpu", "update": "tokens_per_s_per_gpu"}
 DECIDED = ("attention", "recomputed")  # by what the machine has: a difference is no matter of the number of GPUs
@@ -135,6 +136,8 @@ def _run(arguments: list[str], count: int) -> None:
         outer = environment.get("CUDA_VISIBLE_DEVICES")
         names = outer.split(",") if outer else [str(index) for index in range(count)]
         environment["CUDA_VISIBLE_DEVICES"] = ",".join(names[:count])
-    ended = subprocess.run([sys.executable, "-m", "penstock.cli", "bench", *arguments], env=environment, check=False)
+    ended = subprocess.run(
+        [sys.executable, "-m", "penstock.cli.main", "bench", *arguments], env=environment, check=False
+    )
     if ended.returncode:
         raise UserError(f"the run on {count} GPUs ended with exit code {ended.returncode}", "its messages are above")

@@ -4,7 +4,7 @@ While a GPU computes one step the processor prepares the next; whichever takes l
 step is answered at once with made-up tokens, by vLLM's own engine core around a tiny model, so what is left is the
 processor's part: `sequences` over that time is the most tokens per second that this machine can ask of any GPU, if no
 step takes much longer than the others (`slow_step_s` is what one decoding step in a hundred exceeds). The same with
-vLLM's scheduler alone (no sequence coasts, engines/coasting.py) is measured beside it.
+vLLM's scheduler alone (no sequence coasts, engines/rollout/scheduler.py) is measured beside it.
 
 Left out: the model runner's own work on the processor (inputs, kernel launches), which needs the GPU to be measured.
 """
@@ -24,8 +24,9 @@ from typing import Any
 import numpy as np
 
 from benchmarks.result import BenchResult, medians, new_result
-from configs.schema import RolloutConfig, TinyModel
-from engines.launch import FORCED_VARIABLES
+from configs.sections.model import TinyModel
+from configs.sections.rollout import RolloutConfig
+from engines.groups.launch import FORCED_VARIABLES
 
 KV_CACHE_BYTES = 1 << 30  # of a model this small: room for millions of tokens
 BLOCKS = {"cuda": 16, "cpu": 32}  # tokens of a KV block: a GPU's, and the shortest that vLLM has on a CPU
@@ -63,7 +64,7 @@ def measure(work: Work, command: str, rounds: int) -> BenchResult:
     """Generate `rounds` times with vLLM's scheduler alone, then as rollouts do; return medians per step."""
     import torch
 
-    from engines.coasting import let_sequences_coast
+    from engines.rollout.scheduler import let_sequences_coast
 
     os.environ.update(FORCED_VARIABLES | {"VLLM_LOGGING_LEVEL": "ERROR"})  # vLLM reads them when it is imported
     device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -86,9 +87,9 @@ def measure(work: Work, command: str, rounds: int) -> BenchResult:
 
 
 def _engine(work: Work, folder: Path, device: str) -> Any:
-    from engines import versions
-    from engines.generator import engine_arguments
-    from engines.tiny_model import make_tiny_model
+    from engines.models.tiny import make_tiny_model
+    from engines.rollout import vllm as versions
+    from engines.rollout.engine import engine_arguments
 
     length, cuda = work.prompt + work.response, device == "cuda"
     tiny = TinyModel(hidden_size=32, layers=1, heads=1, kv_heads=1, intermediate_size=32, max_positions=length)
@@ -113,7 +114,7 @@ def _answer_at_once(llm: Any, clock: _Clock) -> Any:
     """Put made-up tokens in the place of the model's; return vLLM's engine core."""
     from vllm.v1.outputs import ModelRunnerOutput
 
-    from engines.versions import engine_core
+    from engines.rollout.vllm import engine_core
 
     core = engine_core(llm)
     scheduled: list[Any] = []
@@ -156,9 +157,9 @@ def _round(llm: Any, work: Work, clock: _Clock, number: int) -> dict[str, float]
     """One generation: seconds per step, whole and of the scheduler's two calls."""
     from vllm import SamplingParams
 
-    from engines.prompt_supply import FixedShare
-    from engines.requests import Sampling, answer
-    from state.experience import Ragged, offsets_of
+    from engines.rollout.decode_loop import Sampling, answer
+    from engines.rollout.prompt_queue import FixedShare
+    from penstock.base.ragged import Ragged, offsets_of
 
     count = work.sequences // work.samples
     prompts = np.random.default_rng(number).integers(2, VOCABULARY, count * work.prompt).astype(np.int32)

@@ -14,18 +14,21 @@ from pathlib import Path
 from prefect.logging import disable_run_logger
 
 from benchmarks.workload import with_prompts
-from configs.loading import load_config
-from configs.schema import RewardConfig, Role, TrainConfig
-from engines.machine import visible_gpus
-from engines.placement import place
-from engines.shape import ModelShape, read_shape
-from reports.progress import TrainingProgress
-from state.manifest import Progress
-from state.run_folder import new_run_folder
-from tasks.check import check_memory, check_model
-from tasks.prepare import attention_of, build_engines, load_prompts, starting_model
-from tasks.session import Training, open_session
-from tasks.settings import Settings, settings_at
+from configs.loading.load import load_config
+from configs.schema import TrainConfig
+from configs.sections.reward import RewardConfig
+from configs.sections.run import Role
+from engines.families.shape import ModelShape, read_shape
+from engines.groups.machine import visible_gpus
+from engines.groups.placement import place
+from penstock.checks.memory import check_memory
+from penstock.checks.model import check_model
+from penstock.reports.progress import TrainingProgress
+from penstock.session.session import Training, open_session
+from penstock.session.settings import Settings, settings_at
+from penstock.state.manifest import Progress
+from penstock.state.run_folder import new_run_folder
+from tasks.start import attention_of, build_engines, load_prompts, starting_model
 
 
 def load_recipe(recipe: Path, overrides: list[str], folder: Path) -> TrainConfig:

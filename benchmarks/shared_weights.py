@@ -20,7 +20,7 @@ os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", MASTER_PORT="29541")
 os.environ.update(VLLM_ENABLE_V1_MULTIPROCESSING="0", VLLM_LOGGING_LEVEL="WARNING", PENSTOCK_GROUP="main")
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from engines import interface
+from engines.groups import interface
 
 os.environ.update(interface.variables())
 
@@ -32,8 +32,9 @@ if not torch.cuda.is_available():
 
 from benchmarks.result import new_result, write_result
 from configs.schema import TrainConfig
-from engines.worker import Worker
-from state.experience import Ragged, offsets_of, write_columns
+from engines.ranks.worker import Worker
+from penstock.base.ragged import Ragged, offsets_of
+from penstock.state.experience import write_columns
 
 PROMPTS, PROMPT_TOKENS, RESPONSE_TOKENS = 8, 32, 24
 

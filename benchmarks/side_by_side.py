@@ -70,7 +70,7 @@ def _start(name: str, arguments: Sequence[str], environment: dict[str, str], fol
     printed = folder / f"{name}.log"
     with printed.open("wb") as log:
         process = subprocess.Popen(
-            [sys.executable, "-m", "penstock.cli", *arguments],
+            [sys.executable, "-m", "penstock.cli.main", *arguments],
             env=environment,
             stdin=subprocess.DEVNULL,
             stdout=log,

@@ -17,12 +17,12 @@ from pathlib import Path
 from benchmarks.result import BenchResult, medians, new_result, steady
 from benchmarks.session import describe, device_count
 from benchmarks.workload import with_prompts
-from configs.errors import UserError
-from configs.loading import load_config
+from configs.loading.load import load_config
 from configs.schema import TrainConfig
-from state.run_folder import RunFolder, read_metrics
-from tasks.check import check_training
-from tasks.utilisation import STAGES
+from penstock.base.errors import UserError
+from penstock.checks.training import check_training
+from penstock.session.figures import STAGES
+from penstock.state.run_folder import RunFolder, read_metrics
 
 FIGURES = {
     "rollout_s": "time/rollout_s",
@@ -67,7 +67,7 @@ def measure(recipe: Path, overrides: list[str], command: str, skip: int, keep: P
         check_training(config)
         run = RunFolder(keep or Path(scratch) / "run")
         arguments = ["train", str(recipe), *overrides, "--run", str(run.path)]
-        ended = subprocess.run([sys.executable, "-m", "penstock.cli", *arguments], check=False)
+        ended = subprocess.run([sys.executable, "-m", "penstock.cli.main", *arguments], check=False)
         if ended.returncode:
             raise UserError(f"the training ended with exit code {ended.returncode}", "its messages are above")
         rows = [record["metrics"] for record in read_metrics(run) if record["iteration"] > 0]

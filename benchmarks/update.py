@@ -16,14 +16,14 @@ import numpy as np
 from benchmarks.result import BenchResult, medians, new_result, steady
 from benchmarks.session import describe, device_count, groups_of, load_roles, settings_of
 from benchmarks.workload import UNVERIFIED, Lengths, write_experience
-from configs.errors import UserError
-from configs.schema import Role, TrainConfig
-from engines.shape import ModelShape
-from state.experience import ExperienceRef, add_columns, read_columns
-from tasks.logprobs import old_logprobs
-from tasks.session import Stage, Training
-from tasks.update_actor import update_actor
-from tasks.update_critic import update_critic
+from configs.schema import TrainConfig
+from configs.sections.run import Role
+from engines.families.shape import ModelShape
+from penstock.base.errors import UserError
+from penstock.session.session import Stage, Training
+from penstock.state.experience import ExperienceRef, add_columns, read_columns
+from tasks.iteration.forward_passes import old_logprobs
+from tasks.iteration.update import update_actor, update_critic
 
 FIGURES = {
     "update_s": "time/update_actor_s",

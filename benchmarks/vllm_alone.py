@@ -23,9 +23,10 @@ from pydantic import BaseModel
 from benchmarks.result import steady
 from benchmarks.rollout import Prompts
 from benchmarks.session import settings_of
-from configs.errors import UserError
-from configs.schema import RolloutConfig, TrainConfig
-from engines.launch import FORCED_VARIABLES
+from configs.schema import TrainConfig
+from configs.sections.rollout import RolloutConfig
+from engines.groups.launch import FORCED_VARIABLES
+from penstock.base.errors import UserError
 
 
 class Work(BaseModel):
@@ -81,8 +82,8 @@ def _rates(work: Work) -> tuple[str, Sequence[float]]:
     import vllm
     from transformers import AutoConfig
 
-    from engines.concurrency import max_sequences
-    from engines.generator import kv_cache_bytes
+    from engines.rollout.batch_sizes import max_sequences
+    from engines.rollout.engine import kv_cache_bytes
 
     config, cuda = work.rollout, torch.cuda.is_available()
     dtype = torch.bfloat16 if cuda else torch.float32

@@ -18,8 +18,9 @@ from pathlib import Path
 import numpy as np
 
 from configs.schema import TrainConfig
-from state.experience import ExperienceRef, Ragged, offsets_of, write_columns
-from state.files import write_text
+from penstock.base.files import write_text
+from penstock.base.ragged import Ragged, offsets_of
+from penstock.state.experience import ExperienceRef, write_columns
 
 PROMPTS, PROMPT_TOKENS, HELDOUT = 1024, 256, 8
 SIGMA = 1.0  # of log-normal lengths: one response in six is longer than 1.6 times the mean

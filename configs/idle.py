@@ -1,7 +1,8 @@
 """Settings that a training is too short for: said once at its start and in a dry run, not refused.
 
 A recipe is shared by short and long trainings (`iterations=2` to try it), so what only a longer one would reach is no
-mistake. What no length would give an effect is refused where the setting is (configs/schema.py, configs/algorithm.py).
+mistake. What no length would give an effect is refused where the setting is (configs/schema.py,
+configs/sections/algorithm.py).
 
 Left out: defaults. Whoever did not give a value need not hear of it.
 """

@@ -3,7 +3,7 @@
 Trees of their own beside `TrainConfig`, because nothing of rollout, reward and iterations applies to them. What they
 share with it (model, trainer, devices, deadlines) is the same sections.
 
-Left out: reading recipes (configs/loading.py), checks that need files (tasks/preference.py).
+Left out: reading recipes (configs/loading/load.py), checks that need files (tasks/finetuning/preferences.py).
 """
 
 from __future__ import annotations
@@ -14,17 +14,12 @@ from pydantic import Field, model_validator
 
 from algorithms.discovery import settings
 from algorithms.preference import PREFERENCE_LOSSES, is_labelled, needs_reference
-from configs.schema import (
-    DataConfig,
-    Devices,
-    EngineConfig,
-    GroupConfig,
-    ModelConfig,
-    SftConfig,
-    TrainConfig,
-    check_chat_arguments,
-)
-from configs.section import PositiveInt, Recipe, Section, fill, refuse
+from configs.schema import TrainConfig
+from configs.sections.data import DataConfig, check_chat_arguments
+from configs.sections.model import ModelConfig
+from configs.sections.run import Devices, EngineConfig, GroupConfig
+from configs.sections.trainer import SftConfig
+from configs.tree.section import PositiveInt, Recipe, Section, fill, refuse
 
 if TYPE_CHECKING:
     LossName = str

@@ -14,13 +14,14 @@ from typing import TypeVar
 
 from configs.preference import PairConfig, RewardModelConfig
 from configs.schema import TrainConfig
-from state.manifest import ended
-from state.run_folder import RunFolder
-from tasks.admission import admission
-from tasks.check import check_finetuning_memory
-from tasks.finetuning import blocks, checkpoint_due, end_finetuning, finetuned, restored, save_step
-from tasks.going_on import Resume, new_run, resumed_run
-from tasks.preference import (
+from penstock.checks.memory import check_finetuning_memory
+from penstock.session.going_on import Resume, new_run, resumed_run
+from penstock.session.prefect import admission
+from penstock.session.session import Training, open_session
+from penstock.state.manifest import ended
+from penstock.state.run_folder import RunFolder
+from tasks.finetuning.checkpoints import blocks, checkpoint_due, end_finetuning, finetuned, restored, save_step
+from tasks.finetuning.preferences import (
     begin_preferences,
     check_preferences,
     kind_of,
@@ -31,9 +32,8 @@ from tasks.preference import (
     referenced_splits,
     splits,
 )
-from tasks.preference_record import record_engines, recording_preferences
-from tasks.prepare import starting_model
-from tasks.session import Training, open_session
+from tasks.finetuning.record import record_engines, recording_preferences
+from tasks.start import starting_model
 
 Tree = TypeVar("Tree", TrainConfig, PairConfig)
 

@@ -13,27 +13,24 @@ from __future__ import annotations
 
 from prefect import flow
 
-from state.manifest import Progress
-from tasks.advantage import advantage
-from tasks.alarms import alarms
-from tasks.checkpoint import checkpoint_due, save_checkpoint
-from tasks.compare_logprobs import compare_logprobs, comparison_due
-from tasks.evaluate import evaluate
-from tasks.greedy_baseline import greedy_baseline
-from tasks.kl_control import next_kl_coefficient
-from tasks.laps import lap, out_of_lap
-from tasks.logprobs import ColumnRef, old_logprobs, reference_logprobs, values
-from tasks.record import advanced, finite, record
-from tasks.refill import groups_to_replace, refill
-from tasks.refresh_reference import refresh_due, refresh_reference
-from tasks.reshard import reshard
-from tasks.reward import reward
-from tasks.rollout import begin_next_rollout, rollout
-from tasks.session import Stage, Training
-from tasks.settings import Settings, live_overrides, next_settings
-from tasks.update_actor import update_actor
-from tasks.update_critic import update_critic
-from tasks.utilisation import utilisation
+from penstock.session.figures import alarms, lap, out_of_lap, utilisation
+from penstock.session.record import advanced, finite
+from penstock.session.session import Stage, Training
+from penstock.session.settings import Settings, live_overrides, next_kl_coefficient, next_settings
+from penstock.state.manifest import Progress
+from tasks.iteration.advantage import advantage
+from tasks.iteration.checkpoint import checkpoint_due, save_checkpoint
+from tasks.iteration.compare_logprobs import compare_logprobs, comparison_due
+from tasks.iteration.evaluate import evaluate
+from tasks.iteration.forward_passes import ColumnRef, old_logprobs, reference_logprobs, values
+from tasks.iteration.greedy_baseline import greedy_baseline
+from tasks.iteration.record import record
+from tasks.iteration.refill import groups_to_replace, refill
+from tasks.iteration.refresh_reference import refresh_due, refresh_reference
+from tasks.iteration.reshard import reshard
+from tasks.iteration.reward import reward
+from tasks.iteration.rollout import begin_next_rollout, rollout
+from tasks.iteration.update import update_actor, update_critic
 
 
 @flow(name="iteration", flow_run_name="iteration-{number:06d}", validate_parameters=False)

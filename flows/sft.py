@@ -6,16 +6,16 @@ from prefect import flow
 
 from configs.schema import TrainConfig
 from flows.finetuning import opened
-from state.manifest import ended
-from tasks.admission import admission
-from tasks.check import check_finetuning_memory, check_supervised
-from tasks.finetuning import blocks, checkpoint_due, end_finetuning, finetuned, restored, save_step
-from tasks.prepare import load_pairs, starting_model
-from tasks.progress import show_progress
-from tasks.record_warm_up import record_warm_up
-from tasks.session import Training, open_session
-from tasks.supervise import begin_supervised, supervised_steps
-from tasks.supervised_record import record_steps, recording_supervised
+from penstock.checks.memory import check_finetuning_memory
+from penstock.checks.training import check_supervised
+from penstock.session.prefect import admission
+from penstock.session.progress import show_progress
+from penstock.session.session import Training, open_session
+from penstock.state.manifest import ended
+from tasks.finetuning.checkpoints import blocks, checkpoint_due, end_finetuning, finetuned, restored, save_step
+from tasks.finetuning.record import record_steps, record_warm_up, recording_supervised
+from tasks.finetuning.supervised import begin_supervised, supervised_steps
+from tasks.start import load_pairs, starting_model
 
 
 @flow(name="sft", flow_run_name="sft-{config.name}")

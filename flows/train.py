@@ -18,22 +18,23 @@ from prefect import flow, get_run_logger
 from configs.schema import TrainConfig
 from flows.iteration import iteration
 from flows.sft import supervise
-from state.manifest import Progress
-from state.run_folder import RunFolder
-from tasks.admission import admission
-from tasks.check import check_inputs, check_memory
-from tasks.checkpoint import begin_manifest, restore
-from tasks.child_flows import quick_child_flows
-from tasks.compare_logprobs import compare_logprobs
-from tasks.evaluate import evaluate
+from penstock.checks.memory import check_memory
+from penstock.checks.training import check_inputs
+from penstock.session.figures import lap
+from penstock.session.going_on import Resume, is_complete, new_run, resumed_run
+from penstock.session.prefect import admission, quick_child_flows
+from penstock.session.progress import show_iterations, show_progress
+from penstock.session.record import finite
+from penstock.session.session import Training, open_session
+from penstock.session.settings import forget_overrides, live_overrides, offer_overrides
+from penstock.state.manifest import Progress
+from penstock.state.run_folder import RunFolder
 from tasks.export import export
-from tasks.going_on import Resume, is_complete, new_run, resumed_run
-from tasks.laps import lap
-from tasks.prepare import build_engines, load_prompts, starting_model
-from tasks.progress import show_iterations, show_progress
-from tasks.record import finite, record, recording
-from tasks.session import Training, open_session
-from tasks.settings import forget_overrides, live_overrides, offer_overrides
+from tasks.iteration.checkpoint import begin_manifest, restore
+from tasks.iteration.compare_logprobs import compare_logprobs
+from tasks.iteration.evaluate import evaluate
+from tasks.iteration.record import record, recording
+from tasks.start import build_engines, load_prompts, starting_model
 
 
 @flow(name="train", flow_run_name="train-{config.name}")

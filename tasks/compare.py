@@ -1,6 +1,6 @@
 """Compare: runs of an experiment, read from MLflow, become files in a folder and artifacts on the Prefect page.
 
-Left out: what is compared and how it is drawn (reports/compare.py).
+Left out: what is compared and how it is drawn (penstock/reports/compare.py).
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from prefect import task
 from prefect.artifacts import create_markdown_artifact, create_table_artifact
 from prefect.cache_policies import NO_CACHE
 
-from configs.errors import UserError
-from state.run_folder import new_run_folder
+from penstock.base.errors import UserError
+from penstock.state.run_folder import new_run_folder
 
 if TYPE_CHECKING:
-    from reports.compare import Comparison
+    from penstock.reports.compare import Comparison
 
 
 def compare_into_folder(experiment: str, runs: list[str] | None, folder: Path) -> tuple[Comparison, Path]:
@@ -32,8 +32,8 @@ def compare_into_folder(experiment: str, runs: list[str] | None, folder: Path) -
     Raises:
         UserError: there is no such store, experiment or run.
     """
-    from reports.compare import compare_runs, write_comparison
-    from reports.mlflow_run import default_tracking_uri
+    from penstock.reports.compare import compare_runs, write_comparison
+    from penstock.trackers.mlflow import default_tracking_uri
 
     uri = default_tracking_uri(folder)
     database = Path(uri.removeprefix("sqlite:///"))

@@ -7,9 +7,9 @@ from pathlib import Path
 from prefect import task
 from prefect.cache_policies import NO_CACHE
 
-from state.files import filling
-from tasks.finetuning import copy_tokenizer
-from tasks.session import Training
+from penstock.base.files import filling
+from penstock.session.session import Training
+from tasks.finetuning.checkpoints import copy_tokenizer
 
 
 @task(task_run_name="export", cache_policy=NO_CACHE)

@@ -17,13 +17,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from engines.lora import adapted_layers
 from engines.weights.buckets import in_buckets, numels_of, one_ahead
 from engines.weights.checksum import word_sum
 from engines.weights.gather import Gathering, Shards, staging
 from engines.weights.joint import Joint
 from engines.weights.layout import fused_view, in_plan_order
 from engines.weights.loader import Binding
+from engines.weights.lora import adapted_layers
 from engines.weights.placing import Differences, Placement, refuse, wrong_names
 from engines.weights.slices import shapes_of
 

@@ -1,7 +1,7 @@
 """The process group between the trainer's first rank and the ranks of a rollout group on other devices.
 
 Both groups have a torch.distributed world of their own, so this one is a backend built by hand over a store: the
-trainer opens the store (engines/interface.py) and says its port, the flow tells the rollout group.
+trainer opens the store (engines/groups/interface.py) and says its port, the flow tells the rollout group.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from engines import versions
+from engines.groups import interface
 from engines.weights.layout import in_plan_order
 from engines.weights.slices import shapes_of
 
@@ -52,7 +52,7 @@ def join(store: Any, rank: int, size: int, device: torch.device, lm: nn.Module, 
     store.set(f"layout/{rank}", layout)
     if any(store.get(f"layout/{other}").decode() != layout for other in range(size)):
         raise RuntimeError("actor and rollout group hold models of different parameters, shapes or dtypes")
-    backend = versions.process_group(device, store, rank, size, timedelta(seconds=timeout_s))
+    backend = process_group(device, store, rank, size, timedelta(seconds=timeout_s))
     joint = Joint(backend, size)
     joint.total(torch.zeros(1, device=device)).cpu()  # NCCL connects with the first collective: not in a reshard
     return joint
@@ -62,3 +62,15 @@ def layout_digest(shapes: Mapping[str, Sequence[int]], dtype: torch.dtype) -> st
     """Return a digest of names, shapes, order and dtype."""
     described = json.dumps([[name, list(shape)] for name, shape in shapes.items()] + [str(dtype)])
     return hashlib.sha256(described.encode()).hexdigest()
+
+
+def process_group(device: torch.device, store: Any, rank: int, size: int, timeout: timedelta) -> Any:
+    """Return a backend for collectives among processes that share a store and no torch.distributed world."""
+    if device.type == "cuda":
+        options = torch.distributed.ProcessGroupNCCL.Options()
+        options._timeout = timeout
+        return torch.distributed.ProcessGroupNCCL(store, rank, size, options)
+    gloo: Any = torch.distributed.ProcessGroupGloo
+    options = gloo._Options()
+    options._timeout, options._devices = timeout, [gloo.create_device(hostname=interface.HOST)]
+    return gloo(store, rank, size, options)

@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 T = TypeVar("T")
+
 FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
 
 
@@ -97,3 +98,9 @@ def fused_view(parts: list[torch.Tensor]) -> torch.Tensor | None:
         rows += part.shape[0]
     shape = (rows, *first.shape[1:])
     return first.detach().as_strided(shape, torch.empty(shape, device="meta").stride(), first.storage_offset())
+
+
+def blocks(model: nn.Module) -> dict[str, nn.Module]:
+    """Return the transformer blocks of a Hugging Face model, also of a wrapped one, by their names."""
+    kinds = {kind for module in model.modules() for kind in getattr(module, "_no_split_modules", None) or ()}
+    return {name: module for name, module in model.named_modules() if type(module).__name__ in kinds}

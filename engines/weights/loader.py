@@ -17,8 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from engines.served import unserved
-from engines.versions import tie_embeddings_as_trained
+from engines.families.served import unserved
 from engines.weights.layout import fused_view
 from engines.weights.slices import Counterpart, Shapes, counterparts
 
@@ -148,3 +147,14 @@ def register_loader(name: str, shapes: Shapes, storage: Mapping[str, torch.Tenso
             return model.eval()
 
     return result
+
+
+def tie_embeddings_as_trained(model_config: Any, tied: bool) -> None:
+    """Let vLLM's next model have one matrix for both embeddings, or two, as the trainer's has.
+
+    Newer versions go by the folder's weights, and compare them once they are loaded, which here is later.
+    """
+    for config in (model_config.hf_config, model_config.hf_config.get_text_config()):
+        config.tie_word_embeddings = tied
+    if hasattr(model_config, "word_embeddings_untied_by_checkpoint"):
+        model_config.word_embeddings_untied_by_checkpoint = False

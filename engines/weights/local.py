@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from engines.lora import adapted_layers
 from engines.weights.loader import Binding
+from engines.weights.lora import adapted_layers
 from engines.weights.placing import Placement, refuse, wrong_names
 from engines.weights.slices import shapes_of
 

@@ -17,8 +17,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from engines.lora import base_parameters
 from engines.weights.layout import FUSED, FusedParameter, plan
+from engines.weights.lora import base_parameters
 
 Shapes = Mapping[str, Sequence[int]]
 

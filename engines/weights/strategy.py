@@ -1,4 +1,4 @@
-"""The parts of a reshard strategy on one rank, by the strategy's name (engines/placement.py decides on it)."""
+"""The parts of a reshard strategy on one rank, by the strategy's name (engines/groups/placement.py decides on it)."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from engines.lora import resting_parameters
 from engines.weights.gather import GatherReshard
 from engines.weights.layout import flat_storage
 from engines.weights.loader import Binding
 from engines.weights.local import LocalReshard
+from engines.weights.lora import resting_parameters
 from engines.weights.slices import shapes_of
 
 Transfer = Callable[[], int]  # brings weights, proves it, returns the bytes moved on this rank

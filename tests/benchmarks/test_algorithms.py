@@ -20,9 +20,9 @@ from benchmarks.algorithms_page import rendered, table
 from benchmarks.part_rewards import sum_and_digits
 from benchmarks.result import BenchResult, new_result, read_result
 from benchmarks.side_by_side import Ended
-from configs.errors import UserError
-from configs.loading import load_config
-from rewards.builtin import exact_match
+from configs.loading.load import load_config
+from penstock.base.errors import UserError
+from penstock.rewards.builtin import exact_match
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = ROOT / "docs" / "algorithms.md"
@@ -145,7 +145,7 @@ def instead_of_penstock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list
     run, started = subprocess.Popen, []
 
     def start(command: list[str], **options: Any) -> subprocess.Popen[bytes]:
-        assert command[1:3] == ["-m", "penstock.cli"]
+        assert command[1:3] == ["-m", "penstock.cli.main"]
         started.append(run([sys.executable, str(tmp_path / "command.py"), *command[3:]], **options))
         return started[-1]
 

@@ -19,12 +19,13 @@ from benchmarks.algorithms_page import BEGIN, END
 from benchmarks.nccl import COLLECTIVES
 from benchmarks.result import BenchResult, new_result, read_result, write_result
 from benchmarks.rollout import drawn
-from configs.errors import UserError
-from configs.schema import TinyModel, TrainConfig
-from data.tokenizer import make_byte_tokenizer
-from engines.tiny_model import make_tiny_model
-from penstock import cli
-from penstock.bench import _finish
+from configs.schema import TrainConfig
+from configs.sections.model import TinyModel
+from engines.models.tiny import make_tiny_model
+from penstock.base.errors import UserError
+from penstock.cli import main as cli
+from penstock.cli.bench import _finish
+from penstock.data.tokenizer import make_byte_tokenizer
 
 RECIPE = """
 model: {tiny: {hidden_size: 96, layers: 1, heads: 3, kv_heads: 3, intermediate_size: 64, max_positions: 64}}
@@ -157,7 +158,7 @@ def test_the_scheduler_is_clocked_around_real_generations(tmp_path: Path) -> Non
     """In a process of its own: vLLM's engine runs inside the command, and every sequence ends at its length."""
     out = tmp_path / "result.json"
     work = ["--sequences", "6", "--samples", "2", "--prompt", "20", "--response", "40", "--rounds", "2"]
-    command = [sys.executable, "-m", "penstock.cli", "bench", "scheduler", *work, "--out", str(out)]
+    command = [sys.executable, "-m", "penstock.cli.main", "bench", "scheduler", *work, "--out", str(out)]
     subprocess.run(command, check=True, cwd=Path(cli.__file__).parent.parent, capture_output=True)
     result = read_result(out)
     assert [row["scheduler"] for row in result.details] == ["vLLM's", "vLLM's", "coasting", "coasting"]
@@ -196,7 +197,7 @@ def test_mistakes_end_before_anything_starts(
     def start(*_: object) -> None:
         raise AssertionError("an engine group was started")
 
-    monkeypatch.setattr("engines.group.EngineGroup.__init__", start)
+    monkeypatch.setattr("engines.groups.group.EngineGroup.__init__", start)
     if arguments[0] == "model":
         monkeypatch.setattr(sys, "argv", ["penstock", "bench", *arguments])
         with pytest.raises(SystemExit) as ended:

@@ -11,8 +11,8 @@ from rich.console import Console
 
 from benchmarks.compare import compare, direction, remarks
 from benchmarks.result import BenchResult, write_result
-from configs.errors import UserError
-from penstock import cli
+from penstock.base.errors import UserError
+from penstock.cli import main as cli
 
 
 def result(bench: str = "step", machine: str = "1 x GPU", **figures: float) -> BenchResult:

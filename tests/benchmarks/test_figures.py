@@ -16,11 +16,11 @@ from benchmarks.scaling import efficiency, parse_counts, placement
 from benchmarks.session import describe
 from benchmarks.step import figures_of, overhead
 from benchmarks.table import result_table, shown
-from configs.errors import UserError
-from configs.loading import load_config
+from configs.loading.load import load_config
 from configs.schema import TrainConfig
-from engines.placement import STRATEGIES, place, reshard_strategy
-from reports.plots import save
+from engines.groups.placement import STRATEGIES, place, reshard_strategy
+from penstock.base.errors import UserError
+from penstock.reports.plots import save
 
 
 def iteration(seconds: float, **more: float) -> dict[str, float]:

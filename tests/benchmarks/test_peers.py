@@ -8,8 +8,8 @@ import pytest
 
 from benchmarks.peers import trl_figures, verl_figures
 from benchmarks.result import new_result, read_result, write_result
-from configs.errors import UserError
-from penstock.bench import peers
+from penstock.base.errors import UserError
+from penstock.cli.bench import peers
 
 TRL = """
 Loading checkpoint shards: 100%

@@ -10,7 +10,7 @@ import pytest
 from pydantic import ValidationError
 
 from benchmarks.result import BenchResult, medians, new_result, read_peers, read_result, steady, write_result
-from configs.errors import UserError
+from penstock.base.errors import UserError
 
 RESULTS = Path(__file__).resolve().parents[2] / "benchmarks" / "results"
 PLAIN: dict[str, Any] = {

@@ -19,10 +19,10 @@ from benchmarks.workload import (
     write_experience,
     write_prompts,
 )
-from configs.loading import load_config
+from configs.loading.load import load_config
 from configs.schema import TrainConfig
-from penstock.bench import app as bench
-from state.experience import read_columns
+from penstock.cli.bench import app as bench
+from penstock.state.experience import read_columns
 
 ROOT = Path(__file__).resolve().parents[2]
 FIRST_LETTERS = "mynbiqpmzjplsgqejeyd"  # of the peers' first prompt

@@ -12,63 +12,63 @@ A new key gets a test that fails without it, and a line here.
 from __future__ import annotations
 
 TOLD = "tasks/test_what_ranks_are_told.py::test_of_"
-SERVER = "rewards/test_server.py::test_"
-SERVICE = "rewards/test_service.py::test_"
-JUDGE = "rewards/test_judge.py::test_"
-SCORING = "rewards/test_scoring.py::test_"
-TRAINER = "engines/test_trainer.py::test_"
+SERVER = "penstock/rewards/test_server.py::test_"
+SERVICE = "penstock/rewards/test_service.py::test_"
+JUDGE = "penstock/rewards/test_judge.py::test_"
+SCORING = "penstock/rewards/test_pool.py::test_"
+TRAINER = "engines/training/test_trainer.py::test_"
 CORRECTION = "algorithms/test_correction.py::test_"
-ESTIMATOR = "tasks/test_advantage_inputs.py::test_settings_reach_the_estimator"
-RUN_FOLDER = "penstock/test_cli.py::test_the_run_folder_has_the_name_and_the_place_of_the_recipe"
-DATA_FILES = "penstock/test_cli.py::test_wrong_data_is_named_by_its_line"
-PAIR_FILES = "penstock/test_cli.py::test_pairs_for_the_warm_up_are_read_where_the_recipe_says"
-PROBLEMS = "data/test_arithmetic.py::test_answers_are_sums_of_fixed_width"
-GENERATOR = "engines/test_generator.py::test_"
+ESTIMATOR = "tasks/iteration/test_advantage_inputs.py::test_settings_reach_the_estimator"
+RUN_FOLDER = "penstock/cli/test_main.py::test_the_run_folder_has_the_name_and_the_place_of_the_recipe"
+DATA_FILES = "penstock/cli/test_main.py::test_wrong_data_is_named_by_its_line"
+PAIR_FILES = "penstock/cli/test_main.py::test_pairs_for_the_warm_up_are_read_where_the_recipe_says"
+PROBLEMS = "penstock/data/test_arithmetic.py::test_answers_are_sums_of_fixed_width"
+GENERATOR = "engines/rollout/test_engine.py::test_"
 
 TRAIN = {
     # ---- a run
-    "base": "configs/test_loading.py::test_parameters_lie_over_the_recipes_they_name",
+    "base": "configs/loading/test_load.py::test_parameters_lie_over_the_recipes_they_name",
     "name": RUN_FOLDER,
     "folder": RUN_FOLDER,
     "seed": "flows/test_resume.py::test_another_seed_ends_elsewhere",
     "iterations": "flows/test_train_flow.py::test_the_run_folder_holds_all_that_was_made",
     # ---- the model
-    "model.path": "penstock/test_cli.py::test_a_damaged_model_folder_is_refused",
-    "model.tiny.*": "tasks/test_tiny_shape.py::test_the_assumed_sizes_are_the_real_ones",
+    "model.path": "penstock/cli/test_main.py::test_a_damaged_model_folder_is_refused",
+    "model.tiny.*": "penstock/checks/test_tiny_shape.py::test_the_assumed_sizes_are_the_real_ones",
     "model.dtype": f"{TOLD}the_model_to_train",
     # ---- data
     "data.train": DATA_FILES,
-    "data.heldout": "penstock/test_cli.py::test_held_out_prompts_are_read_where_the_recipe_says",
+    "data.heldout": "penstock/cli/test_main.py::test_held_out_prompts_are_read_where_the_recipe_says",
     "data.sft": PAIR_FILES,
     "data.arithmetic.digits": PROBLEMS,
     "data.arithmetic.sft": PROBLEMS,
     "data.arithmetic.train": PROBLEMS,
     "data.arithmetic.heldout": PROBLEMS,
-    "data.arithmetic.mistakes": "data/test_arithmetic.py::test_a_careless_teacher_errs_in_one_digit_of_a_share_of_its_answers",
-    "data.prompt": "data/test_prompts.py::test_plain_text_keeps_its_columns",
+    "data.arithmetic.mistakes": "penstock/data/test_arithmetic.py::test_a_careless_teacher_errs_in_one_digit_of_a_share_of_its_answers",
+    "data.prompt": "penstock/data/test_prompts.py::test_plain_text_keeps_its_columns",
     "data.response": PAIR_FILES,
-    "data.chat": "data/test_prompts.py::test_chat_has_one_bos",
-    "data.chat_arguments": "data/test_prompts.py::test_arguments_reach_the_chat_template",
-    "data.template": "data/test_prompts.py::test_a_template_is_filled_literally",
-    "data.arithmetic.calls": "environments/test_calculator.py::test_demonstrations_hold_what_the_calculator_says",
-    "data.agents.column": "data/test_agents.py::test_every_row_gets_its_agents_number",
-    "data.agents.names": "data/test_agents.py::test_every_row_gets_its_agents_number",
+    "data.chat": "penstock/data/test_prompts.py::test_chat_has_one_bos",
+    "data.chat_arguments": "penstock/data/test_prompts.py::test_arguments_reach_the_chat_template",
+    "data.template": "penstock/data/test_prompts.py::test_a_template_is_filled_literally",
+    "data.arithmetic.calls": "penstock/environments/test_calculator.py::test_demonstrations_hold_what_the_calculator_says",
+    "data.agents.column": "penstock/data/test_agents.py::test_every_row_gets_its_agents_number",
+    "data.agents.names": "penstock/data/test_agents.py::test_every_row_gets_its_agents_number",
     "data.sampler.name": f"{TOLD}a_rollout",
-    "data.sampler.column": "data/test_samplers.py::test_a_curriculum_goes_from_easy_to_hard_in_every_epoch",
-    "data.sampler.descending": "data/test_samplers.py::test_a_curriculum_goes_from_easy_to_hard_in_every_epoch",
-    "data.sampler.half_life": "data/test_samplers.py::test_what_was_learnt_long_ago_is_forgotten",
-    "data.sampler.reward_range": "data/test_samplers.py::test_rewards_are_read_within_their_range",
-    "data.sampler.settings": "data/test_samplers.py::test_a_users_sampler_gets_what_it_asks_for",
-    "data.max_prompt_tokens": "data/test_prompts.py::test_over_long_prompts_are_dropped_and_ids_stay",
+    "data.sampler.column": "penstock/data/test_samplers.py::test_a_curriculum_goes_from_easy_to_hard_in_every_epoch",
+    "data.sampler.descending": "penstock/data/test_samplers.py::test_a_curriculum_goes_from_easy_to_hard_in_every_epoch",
+    "data.sampler.half_life": "penstock/data/test_samplers.py::test_what_was_learnt_long_ago_is_forgotten",
+    "data.sampler.reward_range": "penstock/data/test_samplers.py::test_rewards_are_read_within_their_range",
+    "data.sampler.settings": "penstock/data/test_samplers.py::test_a_users_sampler_gets_what_it_asks_for",
+    "data.max_prompt_tokens": "penstock/data/test_prompts.py::test_over_long_prompts_are_dropped_and_ids_stay",
     # ---- rewards
     "reward.function": f"{SCORING}columns_and_settings_reach_the_worker",
     "reward.settings": f"{SCORING}columns_and_settings_reach_the_worker",
-    "reward.model": "engines/test_worker.py::test_each_rank_scores_its_own_texts_in_order",
+    "reward.model": "engines/ranks/test_worker.py::test_each_rank_scores_its_own_texts_in_order",
     "reward.timeout_s": f"{SCORING}only_the_culprits_fail",
     "reward.workers": f"{SCORING}slow_rows_do_not_cost_a_worker",
     "reward.failure_value": f"{SCORING}only_the_culprits_fail",
     "reward.max_failure_share": f"{SCORING}past_the_share_the_run_stops",
-    "reward.overlong.*": "tasks/test_advantage_inputs.py::test_long_responses_lose_reward_and_failed_ones_keep_theirs",
+    "reward.overlong.*": "tasks/iteration/test_advantage_inputs.py::test_long_responses_lose_reward_and_failed_ones_keep_theirs",
     "reward.judge.url": SERVER + "an_address_may_end_as_openai_clients_write_it",
     "reward.judge.retries": SERVER + "what_may_pass_is_asked_again",
     "reward.judge.concurrency": SERVER + "as_many_as_allowed_are_asked_at_once_and_answers_keep_their_rows",
@@ -93,14 +93,14 @@ TRAIN = {
     "reward.service.batch": SERVICE + "texts_go_in_batches_and_scores_keep_their_rows",
     "reward.service.model": SERVICE + "a_training_starts_only_with_the_right_server",
     # ---- environments
-    "environment.type": "environments/test_loading.py::test_every_episode_gets_an_object_of_its_own",
-    "environment.settings": "environments/test_loading.py::test_every_episode_gets_an_object_of_its_own",
-    "environment.max_turns": "engines/test_episodes.py::test_how_episodes_end",
-    "environment.timeout_s": "environments/test_pool.py::test_a_failed_call_ends_its_episode_with_the_reason",
-    "environment.workers": "environments/test_pool.py::test_a_lost_worker_takes_its_episodes_along_and_is_replaced",
+    "environment.type": "penstock/environments/test_loading.py::test_every_episode_gets_an_object_of_its_own",
+    "environment.settings": "penstock/environments/test_loading.py::test_every_episode_gets_an_object_of_its_own",
+    "environment.max_turns": "engines/rollout/test_episodes.py::test_how_episodes_end",
+    "environment.timeout_s": "penstock/environments/test_pool.py::test_a_failed_call_ends_its_episode_with_the_reason",
+    "environment.workers": "penstock/environments/test_pool.py::test_a_lost_worker_takes_its_episodes_along_and_is_replaced",
     # ---- rollout
-    "rollout.sleep": "engines/test_memory.py::test_a_role_costs_where_it_lives",
-    "rollout.prompts": "engines/test_concurrency.py::test_an_engine_holds_its_share_at_once",
+    "rollout.sleep": "engines/sizing/test_memory.py::test_a_role_costs_where_it_lives",
+    "rollout.prompts": "engines/rollout/test_batch_sizes.py::test_an_engine_holds_its_share_at_once",
     "rollout.samples": f"{TOLD}the_actors_update",
     "rollout.max_response_tokens": f"{TOLD}the_actors_update",
     "rollout.temperature": f"{TOLD}the_actors_update",
@@ -109,13 +109,13 @@ TRAIN = {
     "rollout.ignore_eos": f"{GENERATOR}stop_tokens_can_be_ignored_for_benchmarks",
     "rollout.tensor_parallel": f"{GENERATOR}an_engine_is_started_as_the_recipe_says",
     "rollout.cuda_graphs": f"{GENERATOR}an_engine_is_started_as_the_recipe_says",
-    "rollout.max_sequences": "engines/test_concurrency.py::test_an_engine_holds_its_share_at_once",
-    "rollout.reproducible": "engines/test_requests.py::test_two_engines_pull_all_prompts_once",
-    "rollout.compare_every": "engines/test_logprob_gap.py::test_when_it_is_done",
-    "rollout.max_logprob_gap": "engines/test_logprob_gap.py::test_a_rollout_engine_that_computes_otherwise_ends_the_run",
+    "rollout.max_sequences": "engines/rollout/test_batch_sizes.py::test_an_engine_holds_its_share_at_once",
+    "rollout.reproducible": "engines/rollout/test_decode_loop.py::test_two_engines_pull_all_prompts_once",
+    "rollout.compare_every": "engines/ranks/test_logprob_gap.py::test_when_it_is_done",
+    "rollout.max_logprob_gap": "engines/ranks/test_logprob_gap.py::test_a_rollout_engine_that_computes_otherwise_ends_the_run",
     "rollout.kv_cache_gib": f"{GENERATOR}the_kv_cache_holds_all_sequences_unless_told_otherwise",
     # ---- the algorithm
-    "algorithm.name": "tasks/test_advantage_inputs.py::test_remax_reads_the_reward_of_the_greedy_response",
+    "algorithm.name": "tasks/iteration/test_advantage_inputs.py::test_remax_reads_the_reward_of_the_greedy_response",
     "algorithm.policy_loss": f"{TOLD}the_actors_update",
     "algorithm.mini_batches": f"{TOLD}the_actors_update",
     "algorithm.epochs": f"{TOLD}the_actors_update",
@@ -124,10 +124,10 @@ TRAIN = {
     "algorithm.kl.place": f"{TOLD}the_actors_update",
     "algorithm.kl.estimator": f"{TOLD}the_actors_update",
     "algorithm.kl.coefficient": f"{TOLD}the_actors_update",
-    "algorithm.kl.target": "tasks/test_kl_control.py::test_an_adaptive_coefficient_moves_towards_the_target",
-    "algorithm.kl.horizon": "tasks/test_kl_control.py::test_an_adaptive_coefficient_moves_towards_the_target",
-    "algorithm.kl.ceiling": "tasks/test_kl_control.py::test_an_adaptive_coefficient_stays_below_its_ceiling",
-    "algorithm.kl.refresh_every": "tasks/test_refresh_reference.py::test_it_is_due_every_so_many_iterations_but_the_last",
+    "algorithm.kl.target": "penstock/session/test_kl_control.py::test_an_adaptive_coefficient_moves_towards_the_target",
+    "algorithm.kl.horizon": "penstock/session/test_kl_control.py::test_an_adaptive_coefficient_moves_towards_the_target",
+    "algorithm.kl.ceiling": "penstock/session/test_kl_control.py::test_an_adaptive_coefficient_stays_below_its_ceiling",
+    "algorithm.kl.refresh_every": "tasks/iteration/test_refresh_reference.py::test_it_is_due_every_so_many_iterations_but_the_last",
     "algorithm.dual_clip": f"{TOLD}the_actors_update",
     "algorithm.*clip_low": f"{TOLD}the_actors_update",
     "algorithm.*clip_high": f"{TOLD}the_actors_update",
@@ -144,64 +144,64 @@ TRAIN = {
     "algorithm.part_weights": ESTIMATOR,
     "algorithm.accept_reward": ESTIMATOR,
     "algorithm.accept_best": "algorithms/test_advantages.py::test_best_of_n_takes_all_that_tie_and_none_where_all_tie",
-    "algorithm.dynamic_sampling.max_rollouts": "tasks/test_refill.py::test_rollouts_of_an_iteration_are_bounded",
-    "algorithm.dynamic_sampling.*e*_re*": "tasks/test_group_filter.py::test_groups_are_refused_by_their_rewards",
-    "algorithm.dynamic_sampling.function": "tasks/test_group_filter.py::test_groups_are_refused_by_their_rewards",
-    "algorithm.dynamic_sampling.settings": "tasks/test_group_filter.py::test_groups_are_refused_by_their_rewards",
-    "algorithm.correction.proximal": "tasks/test_correction.py::test_the_rollouts_log_probs_become_the_old_ones_where_the_ratio_is_to_them",
+    "algorithm.dynamic_sampling.max_rollouts": "tasks/iteration/test_refill.py::test_rollouts_of_an_iteration_are_bounded",
+    "algorithm.dynamic_sampling.*e*_re*": "penstock/session/test_groups.py::test_groups_are_refused_by_their_rewards",
+    "algorithm.dynamic_sampling.function": "penstock/session/test_groups.py::test_groups_are_refused_by_their_rewards",
+    "algorithm.dynamic_sampling.settings": "penstock/session/test_groups.py::test_groups_are_refused_by_their_rewards",
+    "algorithm.correction.proximal": "tasks/iteration/test_correction.py::test_the_rollouts_log_probs_become_the_old_ones_where_the_ratio_is_to_them",
     "algorithm.correction.weights": CORRECTION + "weights_are_the_bounded_ratios",
     "algorithm.correction.cap": CORRECTION + "weights_are_the_bounded_ratios",
     "algorithm.correction.band": CORRECTION + "weights_are_the_bounded_ratios",
     "algorithm.correction.normalize": CORRECTION + "normalised_weights_have_mean_1_over_what_is_kept",
     "algorithm.correction.reject": CORRECTION + "what_exceeds_a_bound_is_rejected",
     # ---- trained models
-    "*.optimizer.warmup_steps": "engines/test_learning_rate.py::test_the_rate_rises_through_the_warm_up_and_falls_after_it",
-    "*.optimizer.decay": "engines/test_learning_rate.py::test_cosine_decay",
-    "*.optimizer.min_ratio": "engines/test_learning_rate.py::test_linear_decay",
-    "*.zero_stage": "engines/test_trainer.py::test_the_optimizers_state_is_shared_out_from_stage_1_on",
-    "*.gradient_checkpointing": "engines/test_updates.py::test_recomputed_activations_change_nothing",
+    "*.optimizer.warmup_steps": "engines/training/test_learning_rate.py::test_the_rate_rises_through_the_warm_up_and_falls_after_it",
+    "*.optimizer.decay": "engines/training/test_learning_rate.py::test_cosine_decay",
+    "*.optimizer.min_ratio": "engines/training/test_learning_rate.py::test_linear_decay",
+    "*.zero_stage": "engines/training/test_trainer.py::test_the_optimizers_state_is_shared_out_from_stage_1_on",
+    "*.gradient_checkpointing": "engines/training/test_updates.py::test_recomputed_activations_change_nothing",
     "actor.optimizer.learning_rate": f"{TOLD}the_actors_update",
     "actor.micro_batch_tokens": f"{TOLD}the_actors_update",
     "critic.optimizer.learning_rate": f"{TOLD}the_critics_update",
     "critic.micro_batch_tokens": f"{TOLD}the_critics_update",
     "critic.value_clip": f"{TOLD}the_critics_update",
-    "critic.path": "engines/test_worker.py::test_values_are_the_trained_critics",
+    "critic.path": "engines/ranks/test_worker.py::test_values_are_the_trained_critics",
     "sft.optimizer.learning_rate": f"{TOLD}supervised_steps",
     "sft.micro_batch_tokens": f"{TOLD}supervised_steps",
     "sft.batch": f"{TOLD}supervised_steps",
-    "sft.steps": "tasks/test_finetuning_blocks.py::test_blocks_cover_every_step_once",
-    "sft.checkpoint_every": "tasks/test_finetuning_blocks.py::test_blocks_cover_every_step_once",
-    "sft.max_tokens": "data/test_sft.py::test_over_long_rows_are_dropped_and_counted",
+    "sft.steps": "tasks/finetuning/test_blocks.py::test_blocks_cover_every_step_once",
+    "sft.checkpoint_every": "tasks/finetuning/test_blocks.py::test_blocks_cover_every_step_once",
+    "sft.max_tokens": "penstock/data/test_sft.py::test_over_long_rows_are_dropped_and_counted",
     "sft.offload_optimizer": "configs/test_schema.py::test_the_optimizer_rests_in_host_memory_only_where_deepspeed_can_move_it",
-    "actor.offload_optimizer": "engines/test_trainer.py::test_states_that_rest_in_host_memory_train_alike",
-    "critic.offload_optimizer": "engines/test_trainer.py::test_states_that_rest_in_host_memory_train_alike",
+    "actor.offload_optimizer": "engines/training/test_trainer.py::test_states_that_rest_in_host_memory_train_alike",
+    "critic.offload_optimizer": "engines/training/test_trainer.py::test_states_that_rest_in_host_memory_train_alike",
     "*.optimizer.betas": f"{TRAINER}losses_norms_clipping_and_rates_are_torchs_own_at_every_zero_stage",
     "*.optimizer.eps": f"{TRAINER}losses_norms_clipping_and_rates_are_torchs_own_at_every_zero_stage",
     "*.optimizer.weight_decay": f"{TRAINER}losses_norms_clipping_and_rates_are_torchs_own_at_every_zero_stage",
     "*.optimizer.max_grad_norm": f"{TRAINER}losses_norms_clipping_and_rates_are_torchs_own_at_every_zero_stage",
-    "*.lora.rank": "engines/test_lora.py::test_sizes_without_torch_are_the_models_own",
-    "*.lora.alpha": "engines/test_lora.py::test_what_is_written_is_the_same_model_merged_and_for_peft",
-    "*.lora.targets": "engines/test_lora.py::test_only_targets_get_adapters_and_a_score_head_stays_trained",
+    "*.lora.rank": "engines/weights/test_lora.py::test_sizes_without_torch_are_the_models_own",
+    "*.lora.alpha": "engines/weights/test_lora.py::test_what_is_written_is_the_same_model_merged_and_for_peft",
+    "*.lora.targets": "engines/weights/test_lora.py::test_only_targets_get_adapters_and_a_score_head_stays_trained",
     # ---- the rest of a run
     "evaluate.every": "flows/test_train_flow.py::test_evaluations_have_intervals",
     "evaluate.prompts": f"{TOLD}an_evaluation",
     "evaluate.samples": f"{TOLD}an_evaluation",
     "evaluate.temperature": f"{TOLD}an_evaluation",
-    "evaluate.evaluators": "tasks/test_evaluated.py::test_an_evaluator_that_fails_is_logged_and_counted",
+    "evaluate.evaluators": "tasks/iteration/test_evaluated.py::test_an_evaluator_that_fails_is_logged_and_counted",
     "checkpoint.every": "flows/test_train_flow.py::test_checkpoints_are_timed_and_sized_in_the_figures",
     "checkpoint.keep": "flows/test_train_flow.py::test_the_run_folder_holds_all_that_was_made",
-    "groups.<name>.gpus": "engines/test_placement.py::test_groups_get_the_devices_and_roles_they_name",
-    "groups.<name>.roles": "engines/test_placement.py::test_groups_get_the_devices_and_roles_they_name",
-    "groups.<name>.ranks": "engines/test_placement.py::test_cpu_ranks_are_counted",
-    "engine.start_timeout_s": "engines/test_placement.py::test_without_groups_one_group_takes_all_there_is",
-    "engine.command_timeout_s": "engines/test_placement.py::test_without_groups_one_group_takes_all_there_is",
-    "engine.heartbeat_timeout_s": "engines/test_placement.py::test_without_groups_one_group_takes_all_there_is",
+    "groups.<name>.gpus": "engines/groups/test_placement.py::test_groups_get_the_devices_and_roles_they_name",
+    "groups.<name>.roles": "engines/groups/test_placement.py::test_groups_get_the_devices_and_roles_they_name",
+    "groups.<name>.ranks": "engines/groups/test_placement.py::test_cpu_ranks_are_counted",
+    "engine.start_timeout_s": "engines/groups/test_placement.py::test_without_groups_one_group_takes_all_there_is",
+    "engine.command_timeout_s": "engines/groups/test_placement.py::test_without_groups_one_group_takes_all_there_is",
+    "engine.heartbeat_timeout_s": "engines/groups/test_placement.py::test_without_groups_one_group_takes_all_there_is",
     "record.experiment": "flows/test_train_flow.py::test_mlflow_holds_the_run",
     "record.samples_every": "flows/test_train_flow.py::test_mlflow_holds_the_run",
     "record.samples": "flows/test_train_flow.py::test_mlflow_holds_the_run",
 }
 
-PAIRS_AND_LABELS = "data/test_preference.py::test_a_pair_is_two_adjacent_rows_that_end"
+PAIRS_AND_LABELS = "penstock/data/test_preference.py::test_a_pair_is_two_adjacent_rows_that_end"
 
 # Pairs for a policy or a reward model; the same trainer, and the same way from a row to a prompt.
 PAIRS = {
@@ -216,7 +216,7 @@ PAIRS = {
     "*.lora.rank": TRAIN["*.lora.rank"],
     "*.lora.alpha": TRAIN["*.lora.alpha"],
     "*.lora.targets": TRAIN["*.lora.targets"],
-    "trainer.zero_stage": "engines/test_preference.py::test_an_update_on_pairs_is_the_plain_loop",
+    "trainer.zero_stage": "engines/training/test_preference.py::test_an_update_on_pairs_is_the_plain_loop",
     "trainer.gradient_checkpointing": f"{TOLD}the_model_to_train",
     "trainer.offload_optimizer": "configs/test_preference.py::test_refusals",
     "trainer.micro_batch_tokens": f"{TOLD}steps_on_preferences",
@@ -229,27 +229,27 @@ PAIRS = {
     "experiment": "flows/test_preference_flow.py::test_a_policy_learns_what_is_preferred",
     "data.train": "flows/test_preference_flow.py::test_a_mistake_in_the_data_ends_it_before_anything_starts",
     "data.heldout": "flows/test_preference_flow.py::test_a_policy_learns_what_is_preferred",
-    "data.prompt": "data/test_preference.py::test_columns_and_prompts_are_those_that_the_recipe_names",
-    "data.chosen": "data/test_preference.py::test_columns_and_prompts_are_those_that_the_recipe_names",
-    "data.rejected": "data/test_preference.py::test_columns_and_prompts_are_those_that_the_recipe_names",
-    "data.chat_arguments": "data/test_preference.py::test_arguments_of_the_chat_template_are_those_of_the_recipe",
-    "data.chat": "data/test_preference.py::test_columns_and_prompts_are_those_that_the_recipe_names",
-    "data.template": "data/test_preference.py::test_columns_and_prompts_are_those_that_the_recipe_names",
+    "data.prompt": "penstock/data/test_preference.py::test_columns_and_prompts_are_those_that_the_recipe_names",
+    "data.chosen": "penstock/data/test_preference.py::test_columns_and_prompts_are_those_that_the_recipe_names",
+    "data.rejected": "penstock/data/test_preference.py::test_columns_and_prompts_are_those_that_the_recipe_names",
+    "data.chat_arguments": "penstock/data/test_preference.py::test_arguments_of_the_chat_template_are_those_of_the_recipe",
+    "data.chat": "penstock/data/test_preference.py::test_columns_and_prompts_are_those_that_the_recipe_names",
+    "data.template": "penstock/data/test_preference.py::test_columns_and_prompts_are_those_that_the_recipe_names",
     "data.shuffle": f"{TOLD}steps_on_preferences",
 }
 PREFERENCE = {
     **PAIRS,
-    "data.response": "data/test_preference.py::test_columns_and_prompts_are_those_that_the_recipe_names",
-    "data.label": "data/test_preference.py::test_columns_and_prompts_are_those_that_the_recipe_names",
+    "data.response": "penstock/data/test_preference.py::test_columns_and_prompts_are_those_that_the_recipe_names",
+    "data.label": "penstock/data/test_preference.py::test_columns_and_prompts_are_those_that_the_recipe_names",
     "loss.name": f"{TOLD}steps_on_preferences",
     "loss.beta": f"{TOLD}steps_on_preferences",
     "loss.label_smoothing": f"{TOLD}steps_on_preferences",
-    "loss.odds_weight": "engines/test_preference.py::test_an_update_on_pairs_is_the_plain_loop",
-    "loss.*desirable_weight": "engines/test_preference.py::test_an_update_on_labels_is_the_plain_loop",
+    "loss.odds_weight": "engines/training/test_preference.py::test_an_update_on_pairs_is_the_plain_loop",
+    "loss.*desirable_weight": "engines/training/test_preference.py::test_an_update_on_labels_is_the_plain_loop",
 }
 REWARD_MODEL = {
     **PAIRS,
-    "data.margin": "data/test_preference.py::test_a_reward_model_sees_the_text_that_a_reward_shows_it",
+    "data.margin": "penstock/data/test_preference.py::test_a_reward_model_sees_the_text_that_a_reward_shows_it",
 }
 SHARED_WITH_TRAIN = ("base", "name", "folder", "seed", "model.", "engine.")  # keys, and beginnings of keys
 

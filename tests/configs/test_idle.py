@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from configs.form import form_values
 from configs.idle import idle_settings
+from configs.loading.form import form_values
 from configs.schema import TrainConfig
 
 LONG: dict[str, Any] = {

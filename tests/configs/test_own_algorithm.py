@@ -9,9 +9,9 @@ import pytest
 from algorithms import advantages
 from algorithms.discovery import functions
 from algorithms.registry import choice_named
-from configs.errors import UserError
-from configs.loading import config_from_mapping, to_yaml
-from configs.recipes import parse
+from configs.loading.load import config_from_mapping, to_yaml
+from configs.tree.recipes import parse
+from penstock.base.errors import UserError
 
 MODULE = "tests.own_algorithm:"
 OWN = {"advantage": f"{MODULE}above_median", "policy_loss": f"{MODULE}bounded"}

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from configs.errors import UserError
-from configs.loading import load_tree, to_yaml
+from configs.loading.load import load_tree, to_yaml
 from configs.preference import PreferenceConfig, RewardModelConfig
-from engines.placement import place
+from engines.groups.placement import place
+from penstock.base.errors import UserError
 
 
 def load(tmp_path: Path, text: str, *overrides: str, kind: Any = PreferenceConfig) -> Any:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.engines.ranks import Ranks, Shape
+from tests.engines.shared_ranks import Ranks, Shape
 
 
 @pytest.fixture(scope="session")

@@ -1,4 +1,4 @@
-"""Draws tokens with `engines.token_draw` and writes what it drew; on a CPU by Triton's interpreter.
+"""Draws tokens with `engines.kernels.draw_token` and writes what it drew; on a CPU by Triton's interpreter.
 
     TRITON_INTERPRET=1 python -m tests.engines.drawn_tokens OUT.npz
 
@@ -14,7 +14,7 @@ import torch
 import triton
 from triton import language as tl
 
-from engines import token_draw
+from engines.kernels import draw_token as token_draw
 
 token_draw.BLOCK = 64  # so that a small vocabulary has several
 ROWS, VOCABULARY = 60, 3 * 64 + 9

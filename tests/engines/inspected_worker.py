@@ -1,7 +1,7 @@
 """The worker of a rank with eyes: the real one, plus commands that show what is inside it or leave a step out.
 
 What it adds never replaces what is tested: models are built, trained, resharded and saved by the commands of
-`engines.worker.Worker`. Runs in rank processes; tests reach it through `tests.engines.ranks`.
+`engines.ranks.worker.Worker`. Runs in rank processes; tests reach it through `tests.engines.shared_ranks`.
 
 Suffixes: `_T` response tokens, `_B1` offsets of prompts (rows + 1).
 """
@@ -21,24 +21,28 @@ import deepspeed
 import numpy as np
 import torch
 
-from configs.errors import UserError
 from configs.schema import TrainConfig
-from engines import coasting, communication, episodes, generator, versions
-from engines.channel import Tell
-from engines.environments import EnvironmentHost
-from engines.generator import Generator
-from engines.lora import adapted_layers
-from engines.models import gathered_state
-from engines.packing import Rows, pack
-from engines.updates import Split, mini_batch_rows
-from engines.weight_gradients import SummedLinear
+from engines.batches.packing import Rows, pack
+from engines.groups.channel import Tell
+from engines.kernels.weight_gradients import SummedLinear
+from engines.models.loading import gathered_state
+from engines.ranks.worker import Worker
+from engines.rollout import engine as generator
+from engines.rollout import episodes
+from engines.rollout import scheduler as coasting
+from engines.rollout import vllm as versions
+from engines.rollout.engine import Generator
+from engines.rollout.episodes import EnvironmentHost
+from engines.training import collective_times as communication
+from engines.training.updates import Split, mini_batch_rows
 from engines.weights import buckets
 from engines.weights.gather import Shards
 from engines.weights.layout import fused_view
 from engines.weights.local import LocalReshard
+from engines.weights.lora import adapted_layers
 from engines.weights.placing import wrong_names
-from engines.worker import Worker
-from state.experience import Ragged
+from penstock.base.errors import UserError
+from penstock.base.ragged import Ragged
 from tests.engines import scheduling
 
 buckets.BUCKET_BYTES = 200_000  # so that a tiny model takes several
@@ -166,7 +170,7 @@ class InspectedWorker(Worker):
 
     def uncounted_sums(self, arguments: dict[str, Any]) -> dict[str, Any]:
         """Update the actor without telling DeepSpeed that its sums have been added to."""
-        with patch("engines.trainer.count_sums"):
+        with patch("engines.training.trainer.count_sums"):
             return self.handle("update_actor", arguments, _unheard)
 
     def offloaded(self, role: str) -> dict[str, Any]:
@@ -190,7 +194,7 @@ class InspectedWorker(Worker):
         def mean(loss_T: torch.Tensor, mask_T: torch.Tensor, *_: Any) -> torch.Tensor:
             return (loss_T * mask_T).sum() / mask_T.sum().clamp(min=1) / micro_batches
 
-        with patch("engines.updates.aggregate", mean):
+        with patch("engines.training.updates.aggregate", mean):
             return self.handle(of, arguments, _unheard)
 
     def mini_batches(self, count: int, split: dict[str, Any]) -> dict[str, Any]:

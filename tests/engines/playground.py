@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from environments.environment import Step
+from penstock.environments.environment import Step
 
 
 class Playground:

@@ -8,9 +8,10 @@ from typing import Any
 
 import numpy as np
 
-from engines.packing import Rows
-from state.experience import Ragged, offsets_of, write_columns
-from tests.engines.ranks import VOCABULARY
+from engines.batches.packing import Rows
+from penstock.base.ragged import Ragged, offsets_of
+from penstock.state.experience import write_columns
+from tests.engines.shared_ranks import VOCABULARY
 
 SPLIT: dict[str, Any] = {
     "mini_batches": 1,

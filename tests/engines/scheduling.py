@@ -18,8 +18,8 @@ from unittest.mock import Mock
 
 import numpy as np
 
-from configs.schema import TinyModel
-from engines.tiny_model import make_tiny_model
+from configs.sections.model import TinyModel
+from engines.models.tiny import make_tiny_model
 
 BLOCK, LENGTH, VOCABULARY, STOP = 16, 220, 64, 1
 SEQUENCES, TOGETHER, PROMPTS = 48, 8, 12

@@ -12,10 +12,10 @@ import pytest
 from prefect.client.orchestration import PrefectClient, get_client
 from prefect.client.schemas.actions import GlobalConcurrencyLimitCreate
 
-from configs.errors import UserError
 from configs.schema import TrainConfig
-from tasks import admission as module
-from tasks.admission import GPU_SLOTS, admission
+from penstock.base.errors import UserError
+from penstock.session import prefect as module
+from penstock.session.prefect import GPU_SLOTS, admission
 from tests.waiting import until
 
 pytestmark = pytest.mark.usefixtures("prefect_harness")

@@ -8,10 +8,10 @@ import pytest
 from prefect.client.orchestration import get_client
 from typer.testing import CliRunner
 
-from configs.errors import UserError
 from flows.compare import compare
-from penstock.cli import app
-from reports import mlflow_run
+from penstock.base.errors import UserError
+from penstock.cli.main import app
+from penstock.trackers import mlflow as mlflow_run
 
 
 @pytest.fixture

@@ -27,11 +27,11 @@ from prefect.events.schemas.events import ResourceSpecification
 from prefect.settings import PREFECT_API_URL, temporary_settings
 from pydantic import ValidationError
 
-from configs.loading import load_config
+from configs.loading.load import load_config
 from configs.schema import TrainConfig
-from penstock.deploy import ensure_pool, zombie_automation
-from state.run_folder import RunFolder
-from tasks.settings import variable_name
+from penstock.cli.deploy import ensure_pool, zombie_automation
+from penstock.session.settings import variable_name
+from penstock.state.run_folder import RunFolder
 from tests.processes import alive
 from tests.waiting import until
 
@@ -167,14 +167,14 @@ def _timeless(value: Any) -> Any:
 
 def _is_rank(process: psutil.Process) -> bool:
     try:
-        return "engines.rank" in process.cmdline()
+        return "engines.groups.rank" in process.cmdline()
     except psutil.NoSuchProcess:
         return False
 
 
 def penstock(environment: dict[str, str], *arguments: str) -> subprocess.CompletedProcess[str]:
     """Run the command line as a person does."""
-    command = [sys.executable, "-m", "penstock.cli", *arguments]
+    command = [sys.executable, "-m", "penstock.cli.main", *arguments]
     return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False, timeout=120)
 
 

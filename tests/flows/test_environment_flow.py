@@ -7,11 +7,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from configs.loading import load_config
-from environments.calculator import calculated
+from configs.loading.load import load_config
 from flows.train import train
-from state.experience import read_columns
-from state.run_folder import RunFolder, read_metrics
+from penstock.environments.calculator import calculated
+from penstock.state.experience import read_columns
+from penstock.state.run_folder import RunFolder, read_metrics
 
 ROOT = Path(__file__).resolve().parents[2]
 ITERATIONS = 6

@@ -15,14 +15,14 @@ import pytest
 from prefect.logging import disable_run_logger
 
 from algorithms.registry import ALGORITHMS
-from configs.loading import load_config
+from configs.loading.load import load_config
 from configs.schema import TrainConfig
 from flows.iteration import iteration
-from state.manifest import Progress
-from state.run_folder import new_run_folder
-from tasks.evaluate import evaluate
-from tasks.prepare import build_engines, load_prompts, starting_model
-from tasks.session import Training, open_session, write_config
+from penstock.session.session import Training, open_session, write_config
+from penstock.state.manifest import Progress
+from penstock.state.run_folder import new_run_folder
+from tasks.iteration.evaluate import evaluate
+from tasks.start import build_engines, load_prompts, starting_model
 
 ROOT = Path(__file__).resolve().parents[2]
 ITERATIONS = 3

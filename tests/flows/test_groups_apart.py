@@ -14,11 +14,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from configs.loading import load_config
+from configs.loading.load import load_config
 from flows.train import train
-from state.experience import read_columns
-from state.manifest import read_manifest
-from state.run_folder import RunFolder, read_metrics
+from penstock.state.experience import read_columns
+from penstock.state.manifest import read_manifest
+from penstock.state.run_folder import RunFolder, read_metrics
 from tests.flows.reward_functions import BREAK
 from tests.sockets import Door, noted_doors, open_to_others
 
@@ -106,7 +106,7 @@ def test_the_reference_follows_the_actor_into_the_other_group(together: RunFolde
 
 def test_other_machines_reach_no_socket_of_two_groups(apart: RunFolder) -> None:
     """The store in which they meet and the sockets of the group that broadcasts are on the loopback interface, too."""
-    assert len({door for door in DOORS if "engines.rank" in door.command}) >= 5  # three stores, and gloo's
+    assert len({door for door in DOORS if "engines.groups.rank" in door.command}) >= 5  # three stores, and gloo's
     assert open_to_others(DOORS) == []
 
 

@@ -14,19 +14,19 @@ import torch
 from prefect.settings import PREFECT_API_URL
 from transformers import AutoModelForSequenceClassification, Qwen2Config
 
-from configs.errors import UserError
 from configs.preference import PreferenceConfig, RewardModelConfig
-from data.prompts import encode_texts
-from engines.memory import PHASES
-from engines.models import load_reward_model
+from engines.models.loading import load_reward_model
+from engines.sizing.memory import PHASES
 from flows.preference import preference
 from flows.reward_model import reward_model
-from reports import mlflow_run
-from state.manifest import read_manifest
-from state.run_folder import RunFolder, read_metrics
-from tasks import check
-from tasks.check import check_model_folder
-from tasks.preference import check_preferences
+from penstock.base.errors import UserError
+from penstock.checks import memory
+from penstock.checks.model import check_model_folder
+from penstock.data.prompts import encode_texts
+from penstock.state.manifest import read_manifest
+from penstock.state.run_folder import RunFolder, read_metrics
+from penstock.trackers import mlflow as mlflow_run
+from tasks.finetuning.preferences import check_preferences
 
 ROOT = Path(__file__).resolve().parents[2]
 TINY = {"tiny": {"hidden_size": 64, "layers": 1, "heads": 2, "kv_heads": 2, "intermediate_size": 96}}
@@ -60,8 +60,8 @@ DIES_AT_THE_END = """
 import os, signal, sys
 from configs.preference import PreferenceConfig
 from flows.preference import preference
-from reports import mlflow_run
-from tasks import finetuning
+from penstock.trackers import mlflow as mlflow_run
+from tasks.finetuning import checkpoints as finetuning
 
 def die(*_):
     os.kill(os.getpid(), signal.SIGKILL)
@@ -243,11 +243,11 @@ def test_too_little_memory_is_seen_before_anything_starts(
     data: dict[str, str], config: PreferenceConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The message names the section's own keys. Control: just enough passes."""
-    monkeypatch.setattr(check, "visible_gpus", lambda: [])
-    monkeypatch.setattr(check, "free_host_bytes", lambda: 64 << 30)
-    (needed,) = check.estimate_groups(config.engines(), PHASES["sft"])
-    monkeypatch.setattr(check, "free_host_bytes", lambda: needed.memory.total)
-    check.check_finetuning_memory(config.engines(), "trainer")
-    monkeypatch.setattr(check, "free_host_bytes", lambda: needed.memory.total - 1)
+    monkeypatch.setattr(memory, "visible_gpus", lambda: [])
+    monkeypatch.setattr(memory, "free_host_bytes", lambda: 64 << 30)
+    (needed,) = memory.estimate_groups(config.engines(), PHASES["sft"])
+    monkeypatch.setattr(memory, "free_host_bytes", lambda: needed.memory.total)
+    memory.check_finetuning_memory(config.engines(), "trainer")
+    monkeypatch.setattr(memory, "free_host_bytes", lambda: needed.memory.total - 1)
     with pytest.raises(UserError, match=r"(?s)trainer\.zero_stage"):
-        check.check_finetuning_memory(config.engines(), "trainer")
+        memory.check_finetuning_memory(config.engines(), "trainer")

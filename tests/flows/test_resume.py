@@ -23,10 +23,10 @@ import httpx
 import psutil
 import pytest
 
-from reports import mlflow_run
-from state.experience import add_columns, column_names, read_columns
-from state.manifest import Manifest, read_manifest
-from state.run_folder import RunFolder, read_metrics
+from penstock.state.experience import add_columns, column_names, read_columns
+from penstock.state.manifest import Manifest, read_manifest
+from penstock.state.run_folder import RunFolder, read_metrics
+from penstock.trackers import mlflow as mlflow_run
 from tests.flows.reward_functions import HOLD
 from tests.processes import alive
 from tests.waiting import until
@@ -73,7 +73,7 @@ MEASURED = (
 
 IN_TURN = """
 import json, sys
-from penstock.cli import main
+from penstock.cli.main import main
 for arguments in json.loads(sys.argv[1]):
     sys.argv = ["penstock", *arguments]
     main()
@@ -84,7 +84,7 @@ for arguments in json.loads(sys.argv[1]):
 DIES_IN_WARM_UP = """
 import os, signal, sys
 from flows import sft
-from penstock.cli import main
+from penstock.cli.main import main
 
 record = sft.record_warm_up
 
@@ -126,10 +126,10 @@ class Trainings:
     def killed(self, run: RunFolder, *command: str, when: Callable[[RunFolder], bool], hold: str = "") -> RunFolder:
         """Run a command and kill it as soon as `when` holds; all that it started must be gone within 5 s."""
         name = run.name
-        process = self.start(name, "-m", "penstock.cli", *command, hold=hold)
+        process = self.start(name, "-m", "penstock.cli.main", *command, hold=hold)
         until(lambda: when(run) or process.poll() is not None, WAIT_S, f"the moment to kill {name}", 0.01)
         started = psutil.Process(process.pid).children(recursive=True)
-        assert any("engines.rank" in child.cmdline() for child in started)
+        assert any("engines.groups.rank" in child.cmdline() for child in started)
         process.kill()
         assert process.wait(10) == -signal.SIGKILL, self.output(name)
         until(lambda: not any(alive(child) for child in started), 5, f"ranks and workers of {name} are gone")
@@ -137,7 +137,7 @@ class Trainings:
 
     def resume(self, run: RunFolder) -> None:
         """Resume a training and wait for its end."""
-        self.finish(run.name, self.start(run.name, "-m", "penstock.cli", *self.resumed(run)))
+        self.finish(run.name, self.start(run.name, "-m", "penstock.cli.main", *self.resumed(run)))
 
     def resumed(self, run: RunFolder) -> list[str]:
         """Return the command line that resumes a training."""
@@ -418,14 +418,14 @@ def test_a_training_goes_on_when_its_mlflow_server_is_killed(
     uri, run = f"http://127.0.0.1:{port}", RunFolder(trainings.folder / "away")
     away = Trainings(trainings.folder, trainings.environment | {"MLFLOW_TRACKING_URI": uri})
     with mlflow_server(tmp_path, port):
-        process = away.start(run.name, "-m", "penstock.cli", *away.new(run.name, *GRPO))
+        process = away.start(run.name, "-m", "penstock.cli.main", *away.new(run.name, *GRPO))
         until(lambda: iteration_of(run) == 2 or process.poll() is not None, WAIT_S, "iteration 2", 0.01)
     away.finish(run.name, process)
     assert f"penstock mlflow-sync {run.path}" in " ".join(away.output(run.name).split())
     assert weights(run) == weights(undisturbed["grpo"])
     with mlflow_server(tmp_path, port):
         for said in ("now holds all of it", "held all of it already"):
-            away.finish("sync", away.start("sync", "-m", "penstock.cli", "mlflow-sync", str(run.path)))
+            away.finish("sync", away.start("sync", "-m", "penstock.cli.main", "mlflow-sync", str(run.path)))
             assert said in away.output("sync")
             held = logged(uri, run)
             assert held == logged(trainings.environment["MLFLOW_TRACKING_URI"], undisturbed["grpo"])

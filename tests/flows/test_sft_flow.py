@@ -10,9 +10,9 @@ import pytest
 from configs.schema import TrainConfig
 from flows import sft as module
 from flows.sft import sft
-from reports import mlflow_run
-from state.run_folder import RunFolder, read_metrics
-from tasks.session import Training
+from penstock.session.session import Training
+from penstock.state.run_folder import RunFolder, read_metrics
+from penstock.trackers import mlflow as mlflow_run
 
 STEPS = 7
 TINY = {"tiny": {"hidden_size": 64, "layers": 1, "heads": 2, "kv_heads": 2, "intermediate_size": 96}}

@@ -21,18 +21,18 @@ from prefect.client.schemas.filters import FlowRunFilter, FlowRunFilterId, FlowR
 from prefect.variables import Variable
 from safetensors.torch import load_file
 
-from configs.errors import UserError
-from configs.loading import load_config
-from engines import model_folder
-from engines.model_folder import write_folder
+from configs.loading.load import load_config
+from engines.models import model_folder
+from engines.models.model_folder import write_folder
 from flows.train import train
-from reports import mlflow_run
-from state.digests import is_whole
-from state.experience import column_names, read_columns
-from state.manifest import ended, read_manifest, write_manifest
-from state.run_folder import RunFolder, read_metrics
-from tasks.export_run import export_run
-from tasks.settings import forget_overrides, variable_name
+from penstock.base.errors import UserError
+from penstock.cli.export_run import export_run
+from penstock.session.settings import forget_overrides, variable_name
+from penstock.state.digests import is_whole
+from penstock.state.experience import column_names, read_columns
+from penstock.state.manifest import ended, read_manifest, write_manifest
+from penstock.state.run_folder import RunFolder, read_metrics
+from penstock.trackers import mlflow as mlflow_run
 from tests.flows.reward_functions import BREAK, low_digit
 from tests.sockets import Door, noted_doors, open_to_others
 
@@ -130,7 +130,7 @@ def broken(prefect_harness: None, tmp_path_factory: pytest.TempPathFactory) -> B
 
 def test_other_machines_reach_no_socket_of_a_training(learned: RunFolder) -> None:
     """Neither those of its ranks, the store and gloo's, nor the flow's own or Prefect's. Control: test_sockets.py."""
-    of_ranks = [door for door in DOORS if "engines.rank" in door.command]
+    of_ranks = [door for door in DOORS if "engines.groups.rank" in door.command]
     assert len(of_ranks) >= 3  # the store, and of gloo at least one for each rank
     assert len(DOORS) > len(of_ranks)
     assert open_to_others(DOORS) == []
@@ -138,7 +138,7 @@ def test_other_machines_reach_no_socket_of_a_training(learned: RunFolder) -> Non
 
 def ranks() -> list[psutil.Process]:
     """Return the rank processes below this one; other tests may have engines of their own."""
-    return [child for child in psutil.Process().children(recursive=True) if "engines.rank" in child.cmdline()]
+    return [child for child in psutil.Process().children(recursive=True) if "engines.groups.rank" in child.cmdline()]
 
 
 def attempts(run: RunFolder, name: str) -> int:

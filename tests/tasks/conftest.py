@@ -1,25 +1,3 @@
-"""A training without engines: its folder and its session, which is all that the pure parts of tasks look at."""
+"""A training without engines for the tests beside this file."""
 
-from __future__ import annotations
-
-from collections.abc import Callable
-from pathlib import Path
-
-import pytest
-
-from configs.schema import TrainConfig
-from state.run_folder import RunFolder
-from tasks import session as module
-from tasks.session import Session, Training
-
-
-@pytest.fixture
-def training_with(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[TrainConfig], Training]:
-    """Make the handle of a training with a configuration."""
-
-    def make(config: TrainConfig) -> Training:
-        training = Training(str(tmp_path))
-        monkeypatch.setitem(module._SESSIONS, training.folder, Session(config, RunFolder(tmp_path)))
-        return training
-
-    return make
+from tests.training import training_with as training_with

@@ -6,7 +6,7 @@ import logging
 
 import pytest
 
-from tasks import prepare
+from tasks import start as prepare
 
 
 @pytest.mark.parametrize(

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 
 from configs.schema import TrainConfig
-from engines.tiny_model import make_tiny_model
-from tasks.check import check_model_folder
-from tasks.prepare import starting_model
-from tasks.session import Session, Training
+from engines.models.tiny import make_tiny_model
+from penstock.checks.model import check_model_folder
+from penstock.session.session import Session, Training
+from tasks.start import starting_model
 
 CONFIG = TrainConfig.model_validate({"model": {"tiny": {"hidden_size": 16, "heads": 2, "kv_heads": 1, "layers": 1}}})
 

@@ -16,24 +16,31 @@ import pandas as pd
 import pytest
 from prefect.logging import disable_run_logger
 
-from configs.loading import config_from_mapping
+from configs.loading.load import config_from_mapping
 from configs.preference import PreferenceConfig
-from configs.schema import Role, TrainConfig
-from data.prompts import PromptTable
-from engines.launch import RankDevice
-from engines.memory import RankMemory, Recomputed
-from state.experience import ExperienceRef, Ragged, write_columns
-from state.manifest import Progress
-from tasks import session as module
-from tasks.check import GroupEstimate
-from tasks.evaluate import evaluate
-from tasks.preference import begin_preferences, measure_heldout, preference_steps, preferences_file, reference_pass
-from tasks.rollout import rollout
-from tasks.session import Session, Stage, Training
-from tasks.settings import settings_at
-from tasks.supervise import begin_supervised, supervised_steps
-from tasks.update_actor import loss_settings, update_actor
-from tasks.update_critic import update_critic
+from configs.schema import TrainConfig
+from configs.sections.run import Role
+from engines.groups.launch import RankDevice
+from engines.sizing.memory import RankMemory, Recomputed
+from penstock.base.ragged import Ragged
+from penstock.checks.memory import GroupEstimate
+from penstock.data.prompts import PromptTable
+from penstock.session import session as module
+from penstock.session.session import Session, Stage, Training
+from penstock.session.settings import settings_at
+from penstock.state.experience import ExperienceRef, write_columns
+from penstock.state.manifest import Progress
+from tasks.finetuning.preferences import (
+    begin_preferences,
+    measure_heldout,
+    preference_steps,
+    preferences_file,
+    reference_pass,
+)
+from tasks.finetuning.supervised import begin_supervised, supervised_steps
+from tasks.iteration.evaluate import evaluate
+from tasks.iteration.rollout import rollout
+from tasks.iteration.update import loss_settings, update_actor, update_critic
 
 ROWS = 40
 MakeTraining = Callable[[TrainConfig], Training]
@@ -94,8 +101,8 @@ def generation(training_with: MakeTraining, monkeypatch: pytest.MonkeyPatch) -> 
     def hear(training: Training, prompts: Any, key: str, seed: list[int], sampling: Any, *_: Any, **__: Any) -> None:
         raise Asked({**sampling, "seed": seed, "prompts": len(prompts), "first": list(prompts["prompt_id"])[:8]})
 
-    monkeypatch.setattr("tasks.rollout.generate", hear)
-    monkeypatch.setattr("tasks.evaluate.generate", hear)
+    monkeypatch.setattr("tasks.iteration.rollout.generate", hear)
+    monkeypatch.setattr("tasks.iteration.evaluate.generate", hear)
 
     def ask(values: dict[str, Any], evaluation: bool) -> dict[str, Any]:
         training = training_with(config_from_mapping(values, "test"))
@@ -374,7 +381,7 @@ def test_of_the_token_budget_of_passes_without_a_step(tmp_path: Path, monkeypatc
     with pytest.raises(KeyError, match="rows"):  # the listener computes nothing
         reference_pass.fn(training, config, "train")
     assert group.told["budget"] == 77
-    monkeypatch.setattr("tasks.preference.append_record", lambda *arguments: True)
+    monkeypatch.setattr("tasks.finetuning.preferences.append_record", lambda *arguments: True)
     measure_heldout.fn(training, config, 0)
     assert group.told["budget"] == 77
 

@@ -15,10 +15,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from engines.packing import Rows
-from state.experience import Ragged
-from tests.engines.ranks import SMALL, Ranks, Shape
+from engines.batches.packing import Rows
+from penstock.base.ragged import Ragged
 from tests.engines.rows import LOSS, SPLIT, gathered, random_rows, write_rows
+from tests.engines.shared_ranks import SMALL, Ranks, Shape
 
 FolderOf = Callable[[Shape], Path]
 EQUAL, STALE = 1e-5, 0.05

@@ -6,12 +6,12 @@ import pytest
 import torch
 from torch import nn
 
-from configs.errors import UserError
 from engines.weights.layout import flatten_in_place, ordered_parameters
 from engines.weights.loader import Binding, bind, held, without_storage
 from engines.weights.local import LocalReshard
 from engines.weights.placing import Placement
 from engines.weights.slices import shapes_of
+from penstock.base.errors import UserError
 from tests.engines.weights.modules import Attention, FusedAttention
 
 

@@ -17,9 +17,9 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from configs.schema import TrainConfig
-from state.experience import Ragged
-from tests.engines.ranks import SMALL, Ranks, Shape
+from penstock.base.ragged import Ragged
 from tests.engines.rows import LOSS, SPLIT, random_rows, write_rows
+from tests.engines.shared_ranks import SMALL, Ranks, Shape
 
 FolderOf = Callable[[Shape], Path]
 EQUAL = 1e-5  # mean difference of log-probs in float32

@@ -1,0 +1,1 @@
+"""Recipes from files and overrides to the tree, and the tree as keys and as a form."""

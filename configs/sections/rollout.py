@@ -1,0 +1,60 @@
+"""Sections of the rollout and of the environment that it is played in."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pydantic import Field
+
+from configs.tree.schedule import ScheduledAboveZero
+from configs.tree.section import PositiveInt, Section
+
+
+class EnvironmentConfig(Section):
+    """Who answers the policy between its turns (docs/environments.md)."""
+
+    type: str = Field(description="'module:Class'; an example is penstock.environments.calculator:Calculator")
+    settings: dict[str, Any] = Field(default_factory=dict, description="keyword arguments of the class")
+    max_turns: PositiveInt = Field(4, description="turns of the policy after which an episode is cut")
+    timeout_s: float = Field(10.0, gt=0, description="deadline for one call of reset or step, seconds")
+    workers: int = Field(2, ge=1, le=64, description="processes of each rollout engine in which episodes live")
+
+
+class RolloutConfig(Section):
+    """How experience is generated with vLLM."""
+
+    prompts: PositiveInt = Field(64, description="prompts of one iteration")
+    samples: PositiveInt = Field(8, description="responses per prompt")
+    max_response_tokens: PositiveInt = Field(
+        1024, description="a response is cut here and counted as truncated, tokens"
+    )
+    temperature: ScheduledAboveZero[float] = Field(1.0, description="sampling temperature; may follow a schedule")
+    top_p: float = Field(1.0, gt=0, le=1, description="nucleus sampling: keep this probability mass")
+    top_k: int = Field(0, ge=0, description="sample among the k likeliest tokens; 0: all")
+    ignore_eos: bool = Field(False, description="always generate max_response_tokens (benchmarks)")
+    tensor_parallel: PositiveInt = Field(1, description="GPUs that one rollout engine spreads over")
+    max_sequences: PositiveInt | None = Field(
+        None, description="sequences that one engine decodes at a time; null: its share of them, from 256 to 1024"
+    )
+    reproducible: bool | None = Field(
+        None,
+        description="every request has its own random stream and every engine a fixed share of the prompts: the same "
+        "tokens whatever the number of ranks, up to rounding; slower on a GPU; null: true on CPU, false on GPU",
+    )
+    kv_cache_gib: float = Field(0.0, ge=0, description="KV cache of one engine, GiB; 0: chosen from free memory")
+    sleep: bool | None = Field(
+        None,
+        description="give the KV cache's memory to training between rollouts, where they share a GPU; false: keep it; "
+        "null: keep it if the memory estimate has room for it beside the updates (no effect on CPU)",
+    )
+    cuda_graphs: bool = Field(True, description="capture CUDA graphs on a GPU (no effect on CPU)")
+    compare_every: PositiveInt = Field(
+        50,
+        description="iterations from one comparison of vLLM's and the actor's log-probs to the next; there is also one "
+        "at the start and after the first iteration",
+    )
+    max_logprob_gap: float | None = Field(
+        None,
+        gt=0,
+        description="a larger mean difference of those log-probs stops the run; null: 0.1 in bfloat16, 1e-4 in float32",
+    )

@@ -1,0 +1,105 @@
+"""Sections about the run as a whole: its roles and groups, engines, evaluation, checkpoints and records."""
+
+from __future__ import annotations
+
+from typing import Literal, Self
+
+from pydantic import Field, model_validator
+
+from configs.tree.section import PositiveInt, Section
+
+Role = Literal["actor", "rollout", "critic", "reference", "reward"]
+
+BUILT_IN_EVALUATORS = ("rewards", "diversity", "length", "kl")
+
+
+class EvaluateConfig(Section):
+    """Responses to held-out prompts, which are never trained on: how often, how many, and what is measured on them."""
+
+    every: int = Field(10, ge=0, description="iterations between evaluations; 0: only before and after")
+    prompts: int = Field(0, ge=0, description="held-out prompts used, the first of the file; 0: all")
+    temperature: float = Field(0.0, ge=0, description="sampling temperature; 0: greedy")
+    samples: PositiveInt = Field(1, description="responses per prompt")
+    evaluators: list[str] | None = Field(
+        None,
+        description="what is measured beside accuracy and mean reward: rewards, diversity, length, kl (to the "
+        "reference), 'module:Class'; null: all built-in ones, kl where there is a reference",
+    )
+
+    @model_validator(mode="after")
+    def _samples(self) -> Self:
+        if self.samples > 1 and not self.temperature:
+            raise ValueError(
+                f"'samples' ({self.samples}) has no effect with 'temperature' 0: greedy responses to a prompt are all "
+                "the same; set a temperature, or remove it"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _evaluators(self) -> Self:
+        evaluators = self.evaluators or []
+        for name in evaluators:
+            if name not in BUILT_IN_EVALUATORS and ":" not in name:
+                built_in = ", ".join(BUILT_IN_EVALUATORS)
+                raise ValueError(f"'evaluators' has '{name}': name one of {built_in}, or a class as 'module:Class'")
+        if twice := sorted({name for name in evaluators if evaluators.count(name) > 1}):
+            raise ValueError(f"'evaluators' has '{twice[0]}' twice: remove one")
+        return self
+
+
+class CheckpointConfig(Section):
+    """When the run's state is made durable."""
+
+    every: int = Field(
+        10, ge=0, description="iterations between checkpoints; the last gets one, too. 0: none, a resume begins anew"
+    )
+    keep: PositiveInt = Field(2, description="newest checkpoints kept; older ones are deleted")
+
+    @model_validator(mode="after")
+    def _keep_something(self) -> Self:
+        if not self.every and self.keep != type(self).model_fields["keep"].default:
+            raise ValueError("'keep' has no effect where 'every' is 0: remove it")
+        return self
+
+
+class Devices(Section):
+    """What the ranks of one engine group run on."""
+
+    gpus: list[int] | None = Field(None, description="GPU indices, one rank each; null: all visible GPUs, or CPU ranks")
+    ranks: PositiveInt | None = Field(None, description="number of CPU ranks on a machine without a GPU (1)")
+
+    @model_validator(mode="after")
+    def _devices(self) -> Self:
+        if self.gpus is not None and self.ranks is not None:
+            raise ValueError("'gpus' and 'ranks' exclude each other: 'ranks' is for machines without a GPU")
+        if self.gpus is not None and (not self.gpus or len(set(self.gpus)) != len(self.gpus)):
+            raise ValueError("'gpus' must name at least one GPU, each once")
+        return self
+
+
+class GroupConfig(Devices):
+    """One engine group: rank processes that hold the models of some roles."""
+
+    roles: list[Role] = Field(min_length=1, description="models this group holds")
+
+
+class EngineConfig(Section):
+    """Deadlines of the engine groups."""
+
+    start_timeout_s: float = Field(600.0, gt=0, description="deadline for starting ranks and loading models, seconds")
+    command_timeout_s: float = Field(3600.0, gt=0, description="deadline for one command to a group, seconds")
+    heartbeat_timeout_s: float = Field(15.0, gt=0, description="a rank silent for longer counts as lost, seconds")
+
+
+class RecordConfig(Section):
+    """What is recorded where."""
+
+    experiment: str = Field("penstock", description="MLflow experiment")
+    samples_every: int = Field(10, ge=0, description="iterations between tables of samples in MLflow; 0: never")
+    samples: PositiveInt = Field(16, description="rows of a table of samples")
+
+    @model_validator(mode="after")
+    def _some_table(self) -> Self:
+        if not self.samples_every and self.samples != type(self).model_fields["samples"].default:
+            raise ValueError("'samples' has no effect where 'samples_every' is 0: remove it")
+        return self

@@ -1,0 +1,1 @@
+"""What every section is made of: strict models, schedules, merging of recipes."""

@@ -1,0 +1,123 @@
+"""Which rows go together: rows to ranks and micro-batches, so that every rank has equal work and prompts stay shared.
+
+The samples of a prompt stand next to each other, and the forward pass computes a prompt once for all its samples in a
+micro-batch (engines/batches/packing.py). So the rows are laid out as one line, prompt by prompt. The line is cut into
+equal shares, one a rank, each cut at the row nearest to its ideal place; every share is filled into as few
+micro-batches as its tokens need, and these are then made as even as that number and the rows allow. A cut computes at
+most one prompt twice.
+
+The plan is a pure function of the rows, so every rank computes the same plan by itself and nothing is sent. All ranks
+run the same number of micro-batches, because gradients are reduced in step. Planning takes time in proportion to the
+rows, for any lengths.
+
+Suffixes: `_B` rows, `_B1` offsets (B+1), `_U` units (rows that are never cut apart), `_U1` offsets of units.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right
+from dataclasses import dataclass
+from itertools import pairwise
+
+import numpy as np
+
+from engines.batches.packing import Rows, first_seen
+from penstock.base.ragged import offsets_of
+
+
+def plan_micro_batches(
+    rows: Rows, ranks: int, budget: int, index_B: np.ndarray | None = None, together: int = 1
+) -> list[list[list[int]]]:
+    """Return plan[rank][micro_batch] -> row numbers, each micro-batch within `budget` tokens where rows allow it.
+
+    Every rank gets the same number of micro-batches. A row longer than the budget gets one of its own. The last
+    lists of a rank may be empty, where it has fewer rows than places; `pack` then makes a run that counts nothing.
+
+    Args:
+        index_B: the rows to plan; None for all.
+        together: so many rows that follow each other, all of one prompt, are never cut apart.
+    """
+    index_B = np.arange(len(rows)) if index_B is None else index_B
+    index_B = index_B[np.argsort(first_seen(rows.prompt_ids_B[index_B]), kind="stable")]
+    ids_B, prompts_B = rows.prompt_ids_B[index_B], rows.prompts.lengths_B[index_B]
+    opens_B = np.append(True, ids_B[1:] != ids_B[:-1])[: len(index_B)]
+    line_B1 = offsets_of(rows.responses.lengths_B[index_B] + np.where(opens_B, prompts_B, 0))
+    opens_U = (line_B1[:-1] - np.where(opens_B, 0, prompts_B))[::together]
+    line = _Line(line_B1[::together].tolist(), opens_U.tolist())
+    shares = _shares(line_B1[::together], ranks)
+    count = max(1, *(len(line.fill(start, stop, budget)) - 1 for start, stop in shares))
+    cuts = [line.spread(start, stop, count, budget) for start, stop in shares]
+    return [_lists(index_B, [together * unit for unit in rank], count) for rank in cuts]
+
+
+@dataclass(frozen=True)
+class _Line:
+    """Units one after another; plain lists, because they are looked at one by one."""
+
+    at_U1: list[int]  # where a unit begins, in tokens
+    opens_U: list[
+        int
+    ]  # likewise with all of its prompt, which a piece that begins here computes; never less than before
+
+    def fill(self, start: int, stop: int, capacity: int) -> list[int]:
+        """Cut units into pieces of at most `capacity` tokens, each as long as can be; a larger unit stands alone."""
+        cuts = [start]
+        while cuts[-1] < stop:
+            cuts.append(self._full(cuts[-1], stop, capacity))
+        return cuts
+
+    def _full(self, unit: int, stop: int, capacity: int) -> int:
+        """Where the longest piece from `unit` on ends."""
+        return max(unit + 1, bisect_right(self.at_U1, self.opens_U[unit] + capacity, unit + 1, stop + 1) - 1)
+
+    def _earliest(self, start: int, stop: int, capacity: int) -> list[int]:
+        """Filled from the end: where, by the number of pieces that are left, the first of them may begin."""
+        starts = [stop]
+        while starts[-1] > start:
+            end = starts[-1]
+            starts.append(min(end - 1, bisect_left(self.opens_U, self.at_U1[end] - capacity, start, end)))
+        return starts
+
+    def spread(self, start: int, stop: int, count: int, budget: int) -> list[int]:
+        """Cut units into `count` pieces within `budget`, the heaviest as light as can be; fewer pieces if units are.
+
+        Each ends as near as that allows to the mean of what is left, so that the last one is not a small rest.
+        """
+        least = min(budget, -(-(self.at_U1[stop] - self.at_U1[start]) // count))
+        capacities = range(least, budget)
+        spare = bisect_left(capacities, True, key=lambda capacity: len(self.fill(start, stop, capacity)) - 1 <= count)
+        capacity, cuts = least + spare, [start]
+        earliest = self._earliest(start, stop, capacity)
+        for left in range(min(count, stop - start), 0, -1):
+            unit = cuts[-1]
+            ideal = self.opens_U[unit] + (self.at_U1[stop] - self.opens_U[unit]) / left
+            after = bisect_left(self.at_U1, ideal, unit + 1, stop)
+            near = after if self.at_U1[after] - ideal <= ideal - self.at_U1[after - 1] else after - 1
+            rest = earliest[left - 1] if left <= len(earliest) else start
+            last = min(self._full(unit, stop, capacity), stop - left + 1)  # of the others each has a unit, too
+            cuts.append(max(unit + 1, rest, min(near, last)))
+        return cuts
+
+
+def _lists(index_B: np.ndarray, cuts: list[int], count: int) -> list[list[int]]:
+    pieces = [index_B[start:stop].tolist() for start, stop in pairwise(cuts)]
+    return pieces + [[] for _ in range(count - len(pieces))]
+
+
+def planned_tokens(rows: Rows, plan: list[list[list[int]]]) -> int:
+    """Return the tokens that all forward passes of a plan run together; a shared prompt counts once in each."""
+    micro_batches = [np.asarray(micro, dtype=np.int64) for rank in plan for micro in rank if micro]
+    prompts = (micro[np.unique(rows.prompt_ids_B[micro], return_index=True)[1]] for micro in micro_batches)
+    return sum(
+        int(rows.responses.lengths_B[micro].sum() + rows.prompts.lengths_B[first].sum())
+        for micro, first in zip(micro_batches, prompts, strict=True)
+    )
+
+
+def _shares(line_U1: np.ndarray, ranks: int) -> list[tuple[int, int]]:
+    """First and last unit of each rank's share, each cut as near as possible to its place on the line."""
+    ideal = line_U1[-1] * np.arange(1, ranks) / ranks
+    after = np.searchsorted(line_U1, ideal)
+    before = np.maximum(after - 1, 0)
+    nearest = np.where(line_U1[after] - ideal <= ideal - line_U1[before], after, before)
+    return list(pairwise([0, *nearest.tolist(), len(line_U1) - 1]))

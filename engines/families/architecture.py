@@ -1,0 +1,71 @@
+"""Which causal LMs packed training runs as their authors meant: the others are refused before they are trained wrongly.
+
+Sequences lie side by side in one run of tokens (engines/batches/packing.py): only an attention that is told where they
+lie keeps them apart, and log-probs come from the language head's weight alone (engines/kernels/lm_head.py). What is
+looked at is the configuration and the names of the weights, so the checks before anything starts need no torch.
+
+Left out: what only a model's class says (engines/models/models.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from penstock.base.errors import UserError
+
+# What some models do to scores and logits outside the layers that are called.
+OF_ATTENTION = ("attn_logit_softcapping",)
+OF_HEAD = ("final_logit_softcapping", "logit_scale", "logits_scaling")
+# Rotary frequencies that follow the longest row of a call: a row's log-probs would depend on its company, and vLLM,
+# which goes by the longest row that it may meet, would generate with others.
+BY_LENGTH = {"dynamic", "longrope", "su"}
+LAYERS = {"full_attention", "sliding_attention"}  # those that `packed_attention` computes
+MIXERS = {"A_log", "conv", "conv1d"}  # state space, linear attention, convolution: their state crosses sequences
+REMEDY = "use another model, e.g. of the Llama, Qwen3 or Gemma 3 family"
+
+
+def check_architecture(
+    settings: Mapping[str, Any], weights: Iterable[str], where: str | Path, head: bool = True
+) -> None:
+    """Check that packed training provides all that a model does.
+
+    Args:
+        settings: its configuration.
+        weights: names of its parameters.
+        where: what the message calls it.
+        head: whether its language head is used; a reward model has another.
+
+    Raises:
+        UserError: it does not.
+    """
+    looked_at = (*OF_ATTENTION, *(OF_HEAD if head else ()))
+    if changed := [name for name in looked_at if settings.get(name) not in (None, 1.0)]:
+        raise unpackable(where, f"sets '{changed[0]}', which changes scores or logits")
+    if others := sorted(set(settings.get("layer_types") or ()) - LAYERS):
+        raise unpackable(where, f"has layers of the type '{others[0]}', which does not keep packed sequences apart")
+    if settings.get("kv_lora_rank"):
+        raise unpackable(where, "compresses keys and values (multi-head latent attention, 'kv_lora_rank')")
+    if by_length := sorted(BY_LENGTH.intersection(_rope_types(settings))):
+        raise unpackable(where, f"has positions of the type '{by_length[0]}', which follow the longest of the rows")
+    for name in weights:
+        parts = name.split(".")
+        if MIXERS.intersection(parts):
+            raise unpackable(where, f"has '{name}', part of a layer that carries a state from token to token")
+        if parts[-1] == "sinks":
+            raise unpackable(where, f"has attention sinks ('{name}')")
+        if head and parts[-2:] == ["lm_head", "bias"]:
+            raise unpackable(where, "has a language head with a bias")
+
+
+def _rope_types(settings: Mapping[str, Any]) -> set[str]:
+    """Types of rotary positions, of all layers or by their type, as new and as old files say them."""
+    ropes = [settings.get(name) or {} for name in ("rope_parameters", "rope_scaling")]
+    ropes += [rope for named in ropes for rope in named.values() if isinstance(rope, Mapping)]
+    return {str(rope.get(key)) for rope in ropes for key in ("rope_type", "type")}
+
+
+def unpackable(where: str | Path, what: str) -> UserError:
+    """Return the error of a model that has, sets or is `what`."""
+    return UserError(f"{where} {what}: packed training does not provide that", REMEDY)

@@ -1,0 +1,68 @@
+"""Which causal LMs the rollout engine serves with the weights that are trained: others are refused before it starts.
+
+vLLM has classes of its own for some architectures, and serves the rest through the Transformers library's, of which
+the reshard knows nothing. Which are its own says a table in one of its files; that is read, since to import vLLM takes
+seconds. Only a model that generates is looked at: critics and reward models need no vLLM.
+
+Left out: what packed training provides (architecture.py); whether every parameter of the engine that was built has a
+counterpart (weights/loader.py).
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+from collections.abc import Iterable, Mapping
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from engines.families.architecture import REMEDY
+from penstock.base.errors import UserError
+
+EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")  # how configurations count them
+OF_EXPERTS = {"experts", "block_sparse_moe"}  # parts of weights' names
+TABLE = "_TEXT_GENERATION_MODELS"  # vLLM's, from architecture to the file and the class that serve it
+
+
+def check_served(settings: Mapping[str, Any], weights: Iterable[str], where: str | Path) -> None:
+    """Check that vLLM serves a model by a class of its own, whose parameters a reshard can write and compare.
+
+    Args:
+        settings: the model's configuration.
+        weights: names of its parameters.
+        where: what the message calls it.
+
+    Raises:
+        UserError: it is a mixture of experts, or vLLM has no class for it.
+    """
+    counted = [name for name in EXPERTS if (settings.get(name) or 0) > 1]
+    named = [name for name in weights if OF_EXPERTS.intersection(name.split("."))]
+    if counted or named:
+        evidence = f"'{counted[0]}' is {settings[counted[0]]}" if counted else f"it has '{named[0]}'"
+        raise unserved(where, f"is a mixture of experts ({evidence}), whose weights no reshard can compare with vLLM's")
+    architectures, native = list(settings.get("architectures") or ()), native_architectures()
+    if native and native.isdisjoint(architectures):
+        raise unserved(where, f"is a {', '.join(architectures) or 'model of no architecture'}, and vLLM has none")
+
+
+def unserved(where: str | Path, what: str) -> UserError:
+    """Return the error of a model that is or has `what`."""
+    return UserError(f"{where} {what}: rollouts with it would not be known to be the policy's", REMEDY)
+
+
+@cache
+def native_architectures() -> frozenset[str]:
+    """Return the architectures that the installed vLLM has classes for; none if there is no vLLM or no such table."""
+    installed = importlib.util.find_spec("vllm")
+    if installed is None or installed.origin is None:
+        return frozenset()
+    registry = Path(installed.origin).parent / "model_executor" / "models" / "registry.py"
+    for node in ast.parse(registry.read_text(encoding="utf-8")).body:
+        if isinstance(node, ast.Assign) and isinstance(node.value, ast.Dict) and _name(node.targets[0]) == TABLE:
+            return frozenset(ast.literal_eval(node.value))
+    return frozenset()
+
+
+def _name(target: ast.expr) -> str:
+    return target.id if isinstance(target, ast.Name) else ""

@@ -1,0 +1,139 @@
+"""A model's sizes, read from its folder without torch: what memory (memory.py) and FLOPs (flops.py) are counted from.
+
+Left out: the weights themselves; what an architecture does beyond a dense decoder (`ModelShape.dense` tells).
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import Any
+
+from configs.sections.trainer import LoraConfig
+
+FUSED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"), ("o_proj",), ("down_proj",))  # in vLLM
+
+
+@dataclass(frozen=True)
+class ModelShape:
+    """Sizes of a decoder-only transformer with a gated MLP."""
+
+    parameters: int  # as stored in the files, a tied embedding once
+    layers: int
+    hidden_size: int
+    intermediate_size: int
+    heads: int
+    kv_heads: int
+    head_size: int
+    vocabulary: int
+    positions: int
+    window: int = 0  # tokens that a token of a windowed layer sees, itself included
+    windowed_layers: int = 0
+    query_key_norms: bool = False
+    model_type: str = ""
+
+    @property
+    def matrices(self) -> dict[str, tuple[int, int]]:
+        """Rows and columns of the matrices of one layer, by the names of their linear layers."""
+        hidden, inner = self.hidden_size, self.intermediate_size
+        query, key = self.heads * self.head_size, self.kv_heads * self.head_size
+        return {
+            "q_proj": (query, hidden),
+            "k_proj": (key, hidden),
+            "v_proj": (key, hidden),
+            "o_proj": (hidden, query),
+            "gate_proj": (inner, hidden),
+            "up_proj": (inner, hidden),
+            "down_proj": (hidden, inner),
+        }
+
+    @property
+    def layer_matrices(self) -> int:
+        """Parameters in the matrices of one layer: q, k, v, o, and the MLP's gate, up and down."""
+        return sum(rows * columns for rows, columns in self.matrices.values())
+
+    def adapter_parameters(self, lora: LoraConfig | None) -> int:
+        """Parameters of the adapters: `rank` times rows and columns of each target; 0 without any."""
+        return self.layers * sum(lora.rank * sum(self.matrices[name]) for name in self.targets(lora)) if lora else 0
+
+    def trained_parameters(self, lora: LoraConfig | None) -> int:
+        """Parameters that get a gradient: all, or those of the adapters."""
+        return self.adapter_parameters(lora) if lora else self.parameters
+
+    def merged_parameters(self, lora: LoraConfig | None) -> int:
+        """Parameters that vLLM cannot share with the base: matrices with a target, those that it fuses as a whole."""
+        targets = self.targets(lora) if lora else ()
+        touched = {name for fused in FUSED for name in fused if not set(targets).isdisjoint(fused)}
+        return self.layers * sum(rows * columns for name, (rows, columns) in self.matrices.items() if name in touched)
+
+    def targets(self, lora: LoraConfig) -> list[str]:
+        """Names of the linear layers of a block that get an adapter."""
+        return [name for name in self.matrices if lora.targets is None or name in lora.targets]
+
+    @property
+    def dense(self) -> bool:
+        """Whether the sizes explain the parameters within 3 %: experts or adapters are something else."""
+        embedding = self.vocabulary * self.hidden_size
+        layers = self.layers * self.layer_matrices
+        return any(abs(self.parameters / (layers + count * embedding) - 1) < 0.03 for count in (1, 2))
+
+
+def read_shape(folder: Path) -> ModelShape:
+    """Read a model's sizes from its config and the headers of its weight files.
+
+    Raises:
+        KeyError: the config lacks a size.
+        ValueError: a file is damaged.
+    """
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    heads = config["num_attention_heads"]
+    windowed_layers = _windowed_layers(config)
+    numels = {name: prod(shape) for name, shape in weight_shapes(folder).items()}
+    return ModelShape(
+        parameters=sum(numels.values()),
+        layers=config["num_hidden_layers"],
+        hidden_size=config["hidden_size"],
+        intermediate_size=config["intermediate_size"],
+        heads=heads,
+        kv_heads=config.get("num_key_value_heads", heads),
+        head_size=config.get("head_dim") or config["hidden_size"] // heads,
+        vocabulary=config["vocab_size"],
+        positions=config.get("max_position_embeddings", 1 << 20),
+        window=config["sliding_window"] if windowed_layers else 0,
+        windowed_layers=windowed_layers,
+        query_key_norms=any(name.endswith(".q_norm.weight") for name in numels),
+        model_type=config.get("model_type", ""),
+    )
+
+
+def layer_names(folder: Path) -> set[str]:
+    """Return the last names of the layers with a matrix inside a model's blocks, from its weight files' headers."""
+    within = (name.split(".") for name, shape in weight_shapes(folder).items() if len(shape) == 2)
+    return {parts[-2] for parts in within if parts[-1] == "weight" and any(part.isdigit() for part in parts)}
+
+
+def weight_shapes(folder: Path) -> dict[str, list[int]]:
+    """Return the shapes of a model's weights by name, from its files' headers."""
+    headers = (_header(path) for path in folder.glob("*.safetensors"))
+    return {name: entry["shape"] for header in headers for name, entry in header.items()}
+
+
+def _windowed_layers(config: dict[str, Any]) -> int:
+    """Layers with a sliding window, in the three ways in which configs say so."""
+    if not config.get("sliding_window") or config.get("use_sliding_window") is False:
+        return 0
+    if "layer_types" in config:
+        return int(config["layer_types"].count("sliding_attention"))
+    return int(config["num_hidden_layers"] - config.get("max_window_layers", 0))
+
+
+def _header(path: Path) -> dict[str, Any]:
+    """What a safetensors file says of each tensor: it begins with a length and a JSON object."""
+    with path.open("rb") as stream:
+        length = int.from_bytes(stream.read(8), "little")
+        if length > path.stat().st_size:
+            raise ValueError(f"{path.name} is no safetensors file")
+        header: dict[str, Any] = json.loads(stream.read(length))
+    return {name: entry for name, entry in header.items() if name != "__metadata__"}

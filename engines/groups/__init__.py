@@ -1,0 +1,1 @@
+"""Groups of rank processes: placed, started, talked to, watched, ended."""

@@ -1,0 +1,246 @@
+"""The wire between a flow and its ranks: what a message may contain, and who may speak.
+
+Bodies are msgpack (dict, list, str, bytes, int, float, bool, None) plus numpy arrays of six dtypes and texts as Arrow
+keeps them: many texts are one buffer, of which no strings are made on the way from an engine to a file. Everything else
+is refused, so nothing that arrives can run code. Every rank dials one ROUTER on the loopback interface; CURVE
+encrypts both ways, and only the client key made for this listener is let in.
+
+Other users of the machine reach that port, too. What they cost before their keys are checked is bounded: ZeroMQ takes
+frames up to FRAME_BYTES alone, so a longer body travels as several; who has not shown a key within HANDSHAKE_MS is
+dropped; there are descriptors for thousands of them; and once all ranks are there nobody else can connect at all.
+
+Left out: commands, replies, deadlines and who asks for an echo (`group.py` on the flow's side, `rank.py` on the
+rank's).
+"""
+
+from __future__ import annotations
+
+import resource
+import struct
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgpack
+import numpy as np
+import pyarrow as pa
+import zmq
+from zmq.auth.thread import ThreadAuthenticator
+
+from engines.groups import interface
+
+# A dtype's position is its msgpack ext code. Equality includes the byte order: big-endian arrays are refused.
+DTYPES = tuple(np.dtype(name) for name in ("int32", "int64", "float32", "float64", "uint8", "bool"))
+_CODES = {dtype: code for code, dtype in enumerate(DTYPES)}
+_TEXTS = len(DTYPES)  # ext code of a `pa.LargeStringArray`
+_ZAP_DOMAIN = "penstock"
+MOST_IO_THREADS = 8
+Tell = Callable[[dict[str, Any]], None]  # sends something ahead of a command's result
+FRAME_BYTES = 128 * 1024  # what a stranger can make the flow hold: ZeroMQ has one limit for all, also after the keys
+_ENVELOPE_BYTES = 1024  # above what CURVE puts around a frame
+HANDSHAKE_MS = 10_000  # for a rank on a machine that is busy; it takes milliseconds
+DESCRIPTORS = 65_536  # for as many connections as may wait for that
+CONNECTIONS_PER_RANK = 2  # commands and echoes
+LINGER_MS = 1000  # a rank that leaves waits this long for its last words to be taken
+
+
+def pack(message: Any) -> bytes:
+    """Serialise a message. Arrays are copied at once, so the caller may reuse their memory.
+
+    Raises:
+        TypeError: the message holds something the channel does not carry.
+    """
+    packed: bytes = msgpack.packb(message, default=_encode, use_bin_type=True)
+    return packed
+
+
+def unpack(body: bytes | memoryview) -> Any:
+    """The message in `body`. Tuples come back as lists; arrays are read-only views of the received bytes."""
+    return msgpack.unpackb(body, ext_hook=_decode, raw=False, strict_map_key=False)
+
+
+def _encode(value: Any) -> msgpack.ExtType:
+    if isinstance(value, pa.LargeStringArray):
+        return msgpack.ExtType(_TEXTS, _texts_as_bytes(value))
+    return _encode_array(value)
+
+
+def _decode(code: int, data: bytes) -> Any:
+    return _texts_from(data) if code == _TEXTS else _decode_array(code, data)
+
+
+def _texts_as_bytes(texts: pa.LargeStringArray) -> bytes:
+    """Return offsets (rows + 1, int64), behind their number, and the UTF-8 bytes of all rows."""
+    if texts.null_count:
+        raise TypeError("the channel carries texts, and none that are missing")
+    _, offsets, data = texts.buffers()
+    begins = np.frombuffer(offsets, np.int64)[texts.offset : texts.offset + len(texts) + 1]
+    text = memoryview(data)[begins[0] : begins[-1]] if data is not None else b""
+    return b"".join((struct.pack("<q", len(texts)), (begins - begins[0]).tobytes(), text))
+
+
+def _texts_from(data: bytes) -> pa.LargeStringArray:
+    (rows,) = struct.unpack_from("<q", data)
+    begins = np.frombuffer(data, np.int64, rows + 1, offset=8)
+    text = memoryview(data)[8 * (rows + 2) :]
+    # Whether it is UTF-8 is seen when a text is read; outside of the bytes nothing is to be read at all.
+    if begins[0] != 0 or begins[-1] != len(text) or (np.diff(begins) < 0).any():
+        raise ValueError("texts whose offsets do not fit their bytes")
+    return pa.Array.from_buffers(pa.large_string(), rows, [None, pa.py_buffer(begins), pa.py_buffer(text)])
+
+
+def _encode_array(value: Any) -> msgpack.ExtType:
+    # Subclasses are refused too: a masked array would silently lose its mask.
+    if type(value) is not np.ndarray:
+        raise TypeError(f"the channel carries plain data and numpy arrays, not {type(value).__qualname__}: convert it")
+    if value.dtype not in _CODES:
+        raise TypeError(f"the channel carries arrays of {', '.join(map(str, DTYPES))}, not {value.dtype}: convert it")
+    # int64 fields in front keep the array's bytes aligned to 8.
+    header = struct.pack(f"<{1 + value.ndim}q", value.ndim, *value.shape)
+    raw = np.ascontiguousarray(value).reshape(-1).view(np.uint8)
+    return msgpack.ExtType(_CODES[value.dtype], b"".join((header, raw.data)))
+
+
+def _decode_array(code: int, data: bytes) -> np.ndarray:
+    if not 0 <= code < len(DTYPES):
+        raise ValueError(f"unknown msgpack ext code {code}")
+    (ndim,) = struct.unpack_from("<q", data)
+    shape = struct.unpack_from(f"<{ndim}q", data, 8)
+    return np.frombuffer(data, DTYPES[code], offset=8 * (1 + ndim)).reshape(shape)
+
+
+@dataclass(frozen=True)
+class Address:
+    """Where a rank dials and the keys that let it in. Travels to the ranks through pipes only."""
+
+    endpoint: str
+    server_public: str
+    client_public: str
+    client_secret: str = field(repr=False)
+
+
+class Listener:
+    """The flow's end: one ROUTER for all ranks of a group. Not thread-safe; the group holds a lock around it.
+
+    Args:
+        ranks: of the group. Ranks reply at the same time, with megabytes each, and a thread deciphers one at a time.
+    """
+
+    def __init__(self, ranks: int = 1) -> None:
+        server_public, server_secret = zmq.curve_keypair()
+        client_public, client_secret = zmq.curve_keypair()
+        self._context = zmq.Context(io_threads=min(ranks, MOST_IO_THREADS))
+        self._authenticator = ThreadAuthenticator(self._context)
+        self._authenticator.start()
+        self._authenticator.configure_curve_callback(_ZAP_DOMAIN, _OnlyKey(client_public))
+        self._router = self._context.socket(zmq.ROUTER)
+        self._router.curve_server = True
+        self._router.curve_secretkey = server_secret
+        self._router.zap_domain = _ZAP_DOMAIN.encode()
+        self._router.zap_enforce_domain = True  # without it an absent authenticator would mean: let everybody in
+        self._router.router_mandatory = True  # a message to a rank that is not there is an error, not a silent loss
+        self._router.sndhwm = 0  # sending never blocks
+        self._router.maxmsgsize = FRAME_BYTES + _ENVELOPE_BYTES
+        self._router.handshake_ivl = HANDSHAKE_MS
+        _allow_descriptors()
+        self._door = interface.listening_socket()
+        self._awaited, self._heard = CONNECTIONS_PER_RANK * ranks, set[str]()
+        endpoint = f"tcp://{interface.HOST}:{self._door.getsockname()[1]}"
+        self._router.use_fd = self._door.dup().detach()  # the router's from here on
+        self._router.bind(endpoint)
+        self.address = Address(endpoint, server_public.decode(), client_public.decode(), client_secret.decode())
+
+    def send(self, identity: str, body: bytes) -> None:
+        """Queue `body` for the peer `identity`.
+
+        Raises:
+            zmq.ZMQError: no such peer is connected.
+        """
+        self._router.send_multipart([identity.encode(), *_frames(body)], zmq.NOBLOCK, copy=False)
+
+    def receive(self, timeout_s: float) -> list[tuple[str, Any]]:
+        """(identity, message) of everything that is there, waiting up to `timeout_s` for the first."""
+        messages: list[tuple[str, Any]] = []
+        wait_ms = int(timeout_s * 1000)
+        while self._router.poll(wait_ms):
+            identity, *frames = self._router.recv_multipart(copy=False)
+            messages.append((identity.bytes.decode(), _message(frames)))
+            wait_ms = 0
+        if len(self._heard) < self._awaited:
+            self._heard |= {identity for identity, _ in messages}
+            if len(self._heard) == self._awaited:
+                interface.let_nobody_in(self._door)
+        return messages
+
+    def close(self) -> None:
+        """Stop listening; what was not sent yet is dropped. A second call does nothing."""
+        if self._context.closed:
+            return
+        self._router.close(linger=0)
+        self._door.close()
+        self._authenticator.stop()
+        self._context.destroy(linger=0)
+
+
+def _allow_descriptors() -> None:
+    """Let this process have up to DESCRIPTORS open, if the machine allows it; many start with 1,024."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = DESCRIPTORS if hard == resource.RLIM_INFINITY else min(DESCRIPTORS, hard)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+
+
+class _OnlyKey:
+    """Admits the one client key of this listener."""
+
+    def __init__(self, client_public: bytes) -> None:
+        self._client_public = client_public
+
+    def callback(self, domain: str, key: bytes) -> bool:
+        return key == self._client_public
+
+
+def send(socket: zmq.Socket[bytes], body: bytes) -> None:
+    """Send a packed message from a rank to its flow."""
+    socket.send_multipart(_frames(body), copy=False)
+
+
+def receive(socket: zmq.Socket[bytes]) -> Any:
+    """Wait for the flow's next message to this rank and return it."""
+    return _message(socket.recv_multipart(copy=False))
+
+
+def _frames(body: bytes) -> list[bytes | memoryview]:
+    if len(body) <= FRAME_BYTES:
+        return [body]
+    whole = memoryview(body)
+    return [whole[begin : begin + FRAME_BYTES] for begin in range(0, len(body), FRAME_BYTES)]
+
+
+def _message(frames: Sequence[zmq.Frame]) -> Any:
+    return unpack(frames[0].buffer if len(frames) == 1 else b"".join(frame.buffer for frame in frames))
+
+
+def echo(address: Address, identity: str) -> None:
+    """Send back whatever comes for `identity`, until this process ends; for a thread of its own.
+
+    It waits in C and leaves the interpreter lock to the others, so it answers however long a library holds that: only
+    a process that is stopped or gone does not.
+    """
+    with dial(zmq.Context(), address, identity) as socket:
+        socket.send(pack({"kind": "heartbeat"}))  # by which the listener knows where to ask
+        zmq.proxy(socket, socket)
+
+
+def dial(context: zmq.Context[zmq.Socket[bytes]], address: Address, identity: str) -> zmq.Socket[bytes]:
+    """A DEALER connected to `address` under the name `identity`. One socket belongs to one thread."""
+    socket = context.socket(zmq.DEALER)
+    socket.linger = LINGER_MS
+    socket.identity = identity.encode()
+    socket.maxmsgsize = FRAME_BYTES + _ENVELOPE_BYTES
+    socket.handshake_ivl = HANDSHAKE_MS
+    socket.curve_serverkey = address.server_public.encode()
+    socket.curve_publickey = address.client_public.encode()
+    socket.curve_secretkey = address.client_secret.encode()
+    socket.connect(address.endpoint)
+    return socket

@@ -1,0 +1,41 @@
+"""Sends one command to several engine groups at the same time; not a task itself."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
+from typing import Any
+
+from engines.groups.group import EngineGroup
+
+Replies = list[dict[str, Any]]
+
+
+def side_by_side(command: str, key: str, arguments: Mapping[EngineGroup, dict[str, Any]]) -> dict[EngineGroup, Replies]:
+    """Run a command on every group with its own arguments; return each group's replies in rank order.
+
+    If one group fails, or the flow is interrupted, the others are ended: they may wait for it in a collective.
+
+    Raises:
+        EngineError, RankLost, UserError: what the group that failed first raised.
+    """
+    if len(arguments) == 1:
+        ((group, own),) = arguments.items()
+        return {group: group.call(command, key=key, **own)}
+    with ThreadPoolExecutor(len(arguments), thread_name_prefix=command) as pool:
+        calls = {pool.submit(group.call, command, key=key, **own): group for group, own in arguments.items()}
+        try:
+            ended, others = wait(calls, return_when=FIRST_EXCEPTION)
+        except BaseException:
+            _close(calls.values())
+            raise
+        _close(calls[call] for call in others)
+        failed = [call for call in calls if call in ended and call.exception() is not None]
+    if failed:
+        failed[0].result()
+    return {group: call.result() for call, group in calls.items()}
+
+
+def _close(groups: Any) -> None:
+    for group in groups:
+        group.close(grace_s=0.0)

@@ -1,0 +1,131 @@
+"""Attention over packed sequences, registered with transformers under the name `packed`.
+
+On a GPU it is variable-length flash attention (engines/rollout/vllm.py knows whose): no mask, no padding. The CPU has
+no such kernel, so there queries, keys and values are spread to rows for the attention alone, and gathered back: every
+other layer still sees only real tokens. Spreading needs no mask either: it pads on the right, and a causal token never
+looks right.
+
+Where responses share a prompt (engines/batches/packing.py), its keys and values are repeated for each of them; a
+response's queries are the last of their sequence, which is how the causal kernel aligns fewer queries than keys.
+
+Left out: attention sinks, capped scores, and values of a size of their own, for which PyTorch's kernel has no place
+(refused before a model is trained, engines/families/architecture.py, and here).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.nn.functional import scaled_dot_product_attention
+from transformers import AttentionInterface
+
+from engines.batches.packing import PackedLayout, SharedPrompts
+from engines.families.architecture import unpackable
+from engines.kernels.attention_kernel import causal_varlen_attention
+
+NAME = "packed"
+
+
+def packed_attention(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    *,
+    packing: PackedLayout | None = None,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    s_aux: torch.Tensor | None = None,
+    softcap: float | None = None,
+    **_: Any,
+) -> tuple[torch.Tensor, None]:
+    """Causal attention within each packed sequence.
+
+    Args:
+        query: [1, heads, N, head size]; key and value: [1, kv heads, N, head size].
+        packing: where the sequences lie; None from a model that does not hand it on.
+        sliding_window: a token sees itself and this many less one before it; None: all before it.
+        s_aux, softcap: what transformers calls attention sinks and the cap of the scores.
+
+    Returns:
+        [1, N, heads, head size], and no attention weights.
+
+    Raises:
+        UserError: the model has sinks, a cap, or values of a size of their own, which are left out; or it hands no
+            `packing` on.
+    """
+    if packing is None:
+        raise unpackable("the model", "does not tell its attention where sequences lie")
+    if s_aux is not None or softcap is not None:
+        raise unpackable("the model", "has attention sinks" if softcap is None else "caps its attention scores")
+    if value.shape[-1] != query.shape[-1]:
+        raise unpackable("the model", "has values of another size than its queries")
+    query_N, key_N, value_N = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
+    key_K, value_K = (repeat_prompts(tensor_N, packing.shared) for tensor_N in (key_N, value_N))
+    if packing.slots_K is None:
+        out_N = causal_varlen_attention(query_N, key_K, value_K, packing, scaling, sliding_window)
+        return out_N.unsqueeze(0), None
+    query_K = query_N if packing.shared is None else query_N.index_select(0, packing.shared.source_K)
+    spread_query, spread_key, spread_value = (
+        _spread(tensor, packing, packing.slots_K) for tensor in (query_K, key_K, value_K)
+    )
+    window = _window(packing.max_keys, sliding_window)
+    out = scaled_dot_product_attention(
+        spread_query,
+        spread_key,
+        spread_value,
+        attn_mask=window,
+        is_causal=window is None,
+        scale=scaling,
+        enable_gqa=query.shape[1] != key.shape[1],
+    )
+    wanted_N = packing.slots_K if packing.shared is None else packing.slots_K[packing.shared.own_N]
+    out_N = out.transpose(1, 2).reshape(-1, *query_N.shape[1:]).index_select(0, wanted_N)
+    return out_N.unsqueeze(0), None
+
+
+def repeat_prompts(tensor_N: torch.Tensor, shared: SharedPrompts | None) -> torch.Tensor:
+    """Return keys or values of all sequences, [K, heads, head size]: a shared prompt's once for each response.
+
+    They are contiguous: as columns of a joint product they would keep all of it for the backward pass.
+    """
+    if shared is None:
+        return tensor_N.contiguous()
+    return _Repeat.apply(tensor_N, shared.source_K, shared.own_N, shared.copies_C, shared.copied_C)
+
+
+class _Repeat(torch.autograd.Function):
+    """A gather whose backward pass adds up only what was repeated, in float32: the rest has one gradient each."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor_N: torch.Tensor, source_K: torch.Tensor, *rest: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(*rest)
+        return tensor_N.index_select(0, source_K)
+
+    @staticmethod
+    def backward(ctx: Any, grad_K: torch.Tensor) -> Any:
+        own_N, copies_C, copied_C = ctx.saved_tensors
+        grad_N = grad_K.index_select(0, own_N).float()
+        grad_N.index_add_(0, copied_C, grad_K.index_select(0, copies_C).float())
+        return grad_N.to(grad_K.dtype), None, None, None, None
+
+
+def _window(length: int, sliding_window: int | None) -> torch.Tensor | None:
+    """Return which keys a query sees, [length, length], or None if that is all before it."""
+    if sliding_window is None or sliding_window >= length:
+        return None
+    position = torch.arange(length)
+    distance = position.unsqueeze(1) - position
+    return (distance >= 0) & (distance < sliding_window)
+
+
+def _spread(tensor_K: torch.Tensor, packing: PackedLayout, slots_K: torch.Tensor) -> torch.Tensor:
+    """[K, heads, size] -> [sequences, heads, longest, size]."""
+    slots = tensor_K.new_zeros(packing.sequences * packing.max_keys, *tensor_K.shape[1:])
+    slots = slots.index_copy(0, slots_K, tensor_K)
+    return slots.view(packing.sequences, packing.max_keys, *tensor_K.shape[1:]).transpose(1, 2)
+
+
+AttentionInterface.register(NAME, packed_attention)

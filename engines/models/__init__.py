@@ -1,0 +1,1 @@
+"""Models in memory: packed forward passes, loading, writing."""

@@ -1,0 +1,113 @@
+"""The models a rank trains or asks: a causal LM that returns log-probs of chosen tokens, a critic, a reward model.
+
+Each wraps a Hugging Face backbone and runs it on packed tokens. The language head sees only the positions that
+predict response tokens (engines/kernels/lm_head.py).
+
+Suffixes: `_N` all tokens of a micro-batch, `_T` response tokens, `_TH` times hidden size, `_TV` times vocabulary.
+Left out: losses (algorithms/), optimizers (engines/training/trainer.py).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from engines.batches.packing import PackedBatch
+from engines.kernels.lm_head import Reference, selected_logprobs, selected_logprobs_and_kl
+from engines.models.compile import prepare_compiler
+from engines.weights.layout import blocks
+
+
+class PackedPolicy(nn.Module):
+    """A causal LM: packed tokens in, log-probs and entropies of the response tokens out."""
+
+    def __init__(self, lm: PreTrainedModel, keep_logits: bool = False) -> None:
+        super().__init__()
+        self.lm = lm
+        self.head = LogprobHead(lm.lm_head, keep_logits)
+
+    def forward(
+        self, batch: PackedBatch, temperature: float, reference: Reference | None = None
+    ) -> tuple[torch.Tensor, ...]:
+        """Return log-probs_T and entropies_T (float32) of the response tokens at the sampling temperature.
+
+        With a reference, the KL_T to its distributions comes third.
+        """
+        outputs: tuple[torch.Tensor, ...] = self.head(self.hidden(batch), batch.targets_T, temperature, reference)
+        return outputs
+
+    def hidden(self, batch: PackedBatch) -> torch.Tensor:
+        """Return the final hidden states_TH of the tokens that predict the response."""
+        return _hidden_states(self.lm.base_model, batch).index_select(0, batch.predict_T)
+
+
+class LogprobHead(nn.Module):
+    """The language head as a module of its own, so that ZeRO-3 gathers its weight for both passes."""
+
+    def __init__(self, head: nn.Linear, keep_logits: bool) -> None:
+        super().__init__()
+        self.weight, self.keep_logits = head.weight, keep_logits
+        self.sum_VH: torch.Tensor | None = None  # of its gradients, where the optimizer has one
+
+    def forward(
+        self, hidden_TH: torch.Tensor, targets_T: torch.Tensor, temperature: float, reference: Reference | None = None
+    ) -> tuple[torch.Tensor, ...]:
+        """Return log-probs_T and entropies_T of the targets, and KL_T to a reference if there is one."""
+        if reference is None:
+            return selected_logprobs(hidden_TH, self.weight, targets_T, temperature, self.keep_logits, self.sum_VH)
+        return selected_logprobs_and_kl(hidden_TH, self.weight, targets_T, temperature, reference, self.sum_VH)
+
+
+class PackedCritic(nn.Module):
+    """A value model: a backbone with a scalar head; one value per response token, of the state before it."""
+
+    def __init__(self, lm: PreTrainedModel) -> None:
+        super().__init__()
+        self.backbone = lm.base_model
+        self.head = nn.Linear(lm.config.hidden_size, 1, dtype=lm.dtype)
+        nn.init.zeros_(self.head.weight)  # values start at 0: the first advantages are the returns themselves
+        nn.init.zeros_(self.head.bias)
+
+    def forward(self, batch: PackedBatch) -> torch.Tensor:
+        """Return values_T in float32."""
+        hidden_TH = _hidden_states(self.backbone, batch).index_select(0, batch.predict_T)
+        return self.head(hidden_TH).squeeze(-1).float()
+
+
+class PackedRewardModel(nn.Module):
+    """A sequence classifier with one label: the score of a whole sequence, read at its last token."""
+
+    def __init__(self, classifier: Any) -> None:
+        super().__init__()
+        self.classifier = classifier
+
+    def forward(self, batch: PackedBatch) -> torch.Tensor:
+        """Return scores_B in float32."""
+        hidden_BH = _hidden_states(self.classifier.base_model, batch).index_select(0, batch.last_B)
+        scores_B: torch.Tensor = self.classifier.score(hidden_BH)
+        return scores_B.squeeze(-1).float()
+
+
+def _hidden_states(backbone: nn.Module, batch: PackedBatch) -> torch.Tensor:
+    """Run the transformer blocks on packed tokens; [N, hidden size]."""
+    output = backbone(
+        input_ids=batch.tokens_N.unsqueeze(0),
+        position_ids=batch.positions_N.unsqueeze(0),
+        use_cache=False,
+        packing=batch.layout,
+    )
+    return output.last_hidden_state[0]
+
+
+def compile_blocks(model: nn.Module) -> None:
+    """Compile the transformer blocks of a Hugging Face model in place, each by itself, for any number of tokens.
+
+    Blocks of one class share their compiled code. What lies between the matrix products (norms, rotary embedding,
+    gated activation, residuals) becomes a few kernels; the products themselves stay the library's.
+    """
+    prepare_compiler()
+    for block in blocks(model).values():
+        block.compile(dynamic=True)

@@ -1,0 +1,1 @@
+"""What a rank does with its models, one file per role."""

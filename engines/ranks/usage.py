@@ -1,0 +1,43 @@
+"""What a command used on its rank: seconds, and on a GPU the peak of its memory.
+
+Torch counts what vLLM's memory pool holds as allocated also while the engine sleeps, when no memory is behind it;
+that is taken off here. Left out: what other processes use of the GPU (engines/sizing/gpu_sampler.py sees all of it).
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Collection
+
+import torch
+
+GIB = 1 << 30
+
+
+def begin_usage(device: torch.device) -> Callable[[Collection[str]], dict[str, float]]:
+    """Begin to measure; the function that is returned ends it.
+
+    Its argument: tags of vLLM's pool that were asleep all the time. Its result: `seconds`, and on a GPU
+    `allocated_gib` and `reserved_gib`, the peaks of torch's allocator.
+    """
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+    begin = time.perf_counter()
+
+    def end(asleep: Collection[str]) -> dict[str, float]:
+        usage = {"seconds": time.perf_counter() - begin}
+        if device.type != "cuda":
+            return usage
+        unmapped = _pool_bytes(asleep) if asleep else 0
+        usage["allocated_gib"] = (torch.cuda.max_memory_allocated() - unmapped) / GIB
+        usage["reserved_gib"] = (torch.cuda.max_memory_reserved() - unmapped) / GIB
+        return usage
+
+    return end
+
+
+def _pool_bytes(tags: Collection[str]) -> int:
+    from vllm.device_allocator.cumem import CuMemAllocator
+
+    held = CuMemAllocator.get_instance().pointer_to_data.values()
+    return sum(int(data.handle[1]) for data in held if data.tag in tags)

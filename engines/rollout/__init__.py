@@ -1,0 +1,1 @@
+"""vLLM in the actor's process: requests, episodes, the scheduler beside it."""

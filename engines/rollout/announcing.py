@@ -1,0 +1,65 @@
+"""Responses that have ended are told to the flow while others are still generated, so that their rewards can begin.
+
+A few times a second, all that has ended since: the text of each, decoded once, also for the reply. Left out: what the
+flow does with them (penstock/session/score_ahead.py); what ends last, which the reply brings.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+
+from penstock.base.ragged import Ragged
+
+PERIOD_S = 0.1
+
+
+@dataclass(frozen=True)
+class Ended:
+    """A response that has ended: `row` among its engine's, `sample` among those of the prompt at `position`."""
+
+    row: int
+    position: int
+    sample: int
+    tokens: Sequence[int]
+
+
+class Announcer:
+    """Announces one generation's responses.
+
+    Args:
+        decode: returns the text of each row.
+        tell: takes positions, samples and texts of what has ended, one entry each.
+    """
+
+    def __init__(self, decode: Callable[[Ragged], list[str]], tell: Callable[[dict[str, Any]], None]) -> None:
+        self._decode, self._tell = decode, tell
+        self._texts: dict[int, str] = {}
+        self._told = time.perf_counter()
+
+    def announce(self, ended: list[Ended]) -> None:
+        """Tell what has ended, and empty the list, if it is time to."""
+        if not ended or time.perf_counter() < self._told + PERIOD_S:
+            return
+        texts = self._decode(Ragged.of([item.tokens for item in ended], np.int32))
+        self._texts.update(zip((item.row for item in ended), texts, strict=True))
+        self._tell(
+            {
+                "positions": np.asarray([item.position for item in ended]),
+                "samples": np.asarray([item.sample for item in ended]),
+                "texts": pa.array(texts, pa.large_string()),
+            }
+        )
+        self._told = time.perf_counter()
+        ended.clear()
+
+    def texts(self, responses: Ragged) -> list[str]:
+        """Return the text of every response of the generation, in order."""
+        left_B = np.asarray([row for row in range(len(responses)) if row not in self._texts], np.int64)
+        self._texts.update(zip(left_B.tolist(), self._decode(responses.take(left_B)), strict=True))
+        return [self._texts[row] for row in range(len(responses))]

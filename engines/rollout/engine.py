@@ -1,0 +1,288 @@
+"""Rollout with vLLM inside the rank's process: token ids in, token ids out, weights as a reshard brings them.
+
+No detokenisation in the engine, and log-probs only where they are compared with the trainer's (they cost up to 40 or 50
+% of its speed): what else the algorithm needs of them, the trainer computes. On a GPU that it shares with training the
+engine sleeps between rollouts, unless memory suffices for both (engines/sizing/memory.py): its KV cache goes back to
+training, shared weights stay where they are, copies are dropped and made again when it wakes.
+
+Randomness: every generation seeds the generators from (seed, iteration, purpose, engine), or each request from its
+prompt's position instead of the engine (`rollout.reproducible`), so nothing of a generator's state needs saving.
+
+Left out: which prompts an engine answers (engines/rollout/prompt_queue.py), how it is stepped
+(engines/rollout/decode_loop.py), and where its weights come from (engines/weights/).
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+import torch
+from torch import nn
+
+from configs.sections.rollout import RolloutConfig
+from engines.families.served import check_served
+from engines.rollout import vllm as versions
+from engines.rollout.announcing import Announcer
+from engines.rollout.batch_sizes import capture_sizes, max_sequences, most_at_once
+from engines.rollout.decode_loop import Generated, Sampling, answer, engine_seed
+from engines.rollout.episodes import Environments, play
+from engines.rollout.prompt_queue import place_of, supply_of
+from engines.rollout.scheduler import let_sequences_coast
+from engines.weights.loader import register_loader
+from engines.weights.slices import shapes_of
+from penstock.base.ragged import Ragged
+
+GIB = 1 << 30
+CPU_KV_CACHE_LIMIT = 1 * GIB
+
+
+class Generator:
+    """A vLLM engine, or this rank's part of one. Its first weights come with the first reshard.
+
+    Args:
+        folder: Hugging Face folder with the architecture (its weights are not read).
+        lm: the trained model, or its shapes alone.
+        storage: parameters whose storage the engine may use instead of its own, at their final addresses.
+        sleeps: whether something else needs this GPU's memory between rollouts.
+        logprobs: whether it will be asked for log-probs of the tokens that it draws.
+
+    Raises:
+        UserError: vLLM would not serve the model with the trained weights (served.py, weights/loader.py).
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        lm: nn.Module,
+        dtype: torch.dtype,
+        config: RolloutConfig,
+        max_prompt_tokens: int,
+        storage: Mapping[str, torch.Tensor],
+        sleeps: bool = True,
+        logprobs: bool = False,
+    ) -> None:
+        self.config, self.cuda = config, torch.cuda.is_available()
+        self.sleeps = sleeps and config.sleep is not False and self.cuda
+        ranks = torch.distributed.get_world_size()
+        self.place = place_of(torch.distributed.get_rank(), ranks, config.tensor_parallel)
+        self.max_sequences = max_sequences(config, self.place.engines)
+        self.stop_token_ids = stop_token_ids(lm)
+        described: Any = lm.config
+        shapes = shapes_of(lm)
+        check_served(described.to_dict(), shapes, folder)
+        versions.prepare_vllm(self.cuda, described.architectures)
+        versions.warm_up_as(sampling_at_start(config, logprobs))
+        with _global_randomness_kept():
+            bound = register_loader("penstock", shapes, storage)
+            length = max_prompt_tokens + config.max_response_tokens
+            kv_cache = kv_cache_bytes(config, self.max_sequences, lm.config, length, dtype, self.cuda)
+            arguments = engine_arguments(
+                config, self.max_sequences, length, kv_cache, cuda=self.cuda, sleeps=self.sleeps, logprobs=logprobs
+            )
+            self.llm = _start(folder, dtype, arguments)
+        let_sequences_coast(versions.scheduler(self.llm))
+        self.binding = bound[-1]
+        self.model = versions.vllm_model(self.llm)
+        self.refill: Callable[[], int] | None = None  # a reshard that this rank's group can make by itself
+        self.asleep: set[str] = set()
+        self.unmapped = 0  # bytes given to training
+        self.wake_seconds = 0.0  # what the last generation waited for the engine's memory
+        self.dropped = False
+
+    def reshard(self, transfer: Callable[[], int]) -> int:
+        """Let `transfer` bring and verify weights; return the bytes it moved."""
+        if self.binding.copied:
+            self._wake("weights")
+        self.dropped = False
+        return transfer()
+
+    def generate(
+        self,
+        prompts: Ragged,
+        sampling: Sampling,
+        generation: int,
+        environments: Environments | None = None,
+        announcer: Announcer | None = None,
+        reproducible: bool | None = None,
+    ) -> Generated:
+        """Generate `sampling.samples` responses to each prompt that falls to this engine.
+
+        A stop token ends a response and belongs to it.
+
+        Args:
+            prompts: all prompts of the generation, the same on every rank.
+            generation: the same number on every rank, and no other generation's.
+            environments: play episodes with them; the result is then a `Played`.
+            announcer: gets the responses, unless they are episodes, that end before others.
+            reproducible: in place of the recipe's.
+        """
+        began = time.perf_counter()
+        self.wake()
+        self.wake_seconds = time.perf_counter() - began
+        _seed_everything(engine_seed(sampling.seed, self.place.engine))
+        if reproducible is None:
+            reproducible = not self.cuda if self.config.reproducible is None else self.config.reproducible
+        store = torch.distributed.distributed_c10d._get_default_store()
+        loop: Callable[..., Generated] = partial(answer, announcer=announcer)
+        if environments is not None:
+            loop = partial(play, environments=environments, in_step=reproducible)
+        return loop(
+            self.llm,
+            prompts,
+            supply_of(prompts.lengths_B, self.place, store, generation, reproducible),
+            sampling,
+            self._parameters(sampling, reproducible, environments.stop_tokens if environments is not None else []),
+            generation,
+            min(self.max_sequences, most_at_once(len(prompts), sampling.samples, self.place.engines)),
+        )
+
+    def _parameters(self, sampling: Sampling, own_streams: bool, stop: list[int]) -> Any:
+        from vllm import SamplingParams
+
+        return SamplingParams(
+            temperature=sampling.temperature,
+            top_p=sampling.top_p,
+            top_k=sampling.top_k,
+            max_tokens=sampling.max_tokens,
+            ignore_eos=sampling.ignore_eos,
+            stop_token_ids=[] if sampling.ignore_eos else [*self.stop_token_ids, *stop],
+            detokenize=False,
+            logprobs=0 if sampling.logprobs else None,  # the token drawn alone
+            seed=0 if own_streams and sampling.temperature else None,  # each request gets another in its place
+        )
+
+    def wake(self) -> None:
+        """Map the KV cache, empty: cached prefixes belong to older weights.
+
+        Raises:
+            RuntimeError: vLLM keeps cached prefixes, because a request still holds some of them.
+        """
+        self._wake("weights")  # also vLLM's own buffers, such as the rotary table
+        if self.dropped and self.refill is not None:
+            self.reshard(self.refill)
+        self._wake("kv_cache")
+        if self.llm.reset_prefix_cache() is False:
+            raise RuntimeError("vLLM did not empty its prefix cache: responses would build on older weights")
+
+    def _wake(self, tag: str) -> None:
+        if tag in self.asleep:
+            if torch.cuda.mem_get_info()[0] < self.unmapped:  # vLLM maps from the driver, not from torch's cache,
+                torch.cuda.empty_cache()  # which takes tens of milliseconds to give back
+            self.llm.wake_up(tags=[tag])
+            self.asleep.remove(tag)
+
+    def sleep(self) -> None:
+        """Give the KV cache's memory to training, if it is awake. Shared weights are outside vLLM's pool and stay.
+
+        Copies are dropped where this group can make them again, and wait in the host's memory elsewhere.
+        """
+        if self.sleeps and not self.asleep:
+            self.dropped = self.refill is not None and bool(self.binding.copied)
+            free = torch.cuda.mem_get_info()[0]
+            self.llm.sleep(level=2 if self.dropped else 1)
+            self.unmapped = torch.cuda.mem_get_info()[0] - free
+            self.asleep = {"weights", "kv_cache"}
+
+    def close(self) -> None:
+        """End the engine. vLLM destroys torch.distributed with it, so nothing may follow that communicates."""
+        self.llm.llm_engine.engine_core.shutdown()
+
+
+def stop_token_ids(lm: Any) -> list[int]:
+    """Return the token ids that end a response, from the model folder's generation settings."""
+    declared = lm.generation_config.eos_token_id
+    if declared is None:
+        declared = lm.config.eos_token_id
+    return [declared] if isinstance(declared, int) else list(declared or [])
+
+
+def sampling_at_start(config: RolloutConfig, logprobs: bool) -> Any:
+    """Return vLLM's parameters for drawing as the recipe does; the kernels for a temperature serve every one."""
+    from vllm import SamplingParams
+
+    kept = 0 if logprobs else None
+    return SamplingParams(temperature=1.0, top_p=config.top_p, top_k=config.top_k, max_tokens=2, logprobs=kept)
+
+
+def _start(folder: Path, dtype: torch.dtype, arguments: dict[str, Any]) -> Any:
+    import vllm
+
+    start: Any = vllm.LLM
+    return start(model=str(folder), dtype=str(dtype).removeprefix("torch."), **arguments)
+
+
+def engine_arguments(
+    config: RolloutConfig, sequences: int, max_length: int, kv_cache: int, *, cuda: bool, sleeps: bool, logprobs: bool
+) -> dict[str, Any]:
+    """Return what vLLM is started with, apart from the model.
+
+    Args:
+        sequences: decoded at a time.
+        max_length: tokens of the longest prompt with its response.
+        kv_cache: its size, bytes.
+        cuda: on a GPU.
+        sleeps: whether the KV cache's memory is given back between rollouts.
+        logprobs: whether log-probs of the tokens may be asked for.
+    """
+    graphs = cuda and config.cuda_graphs
+    return {
+        "load_format": "penstock",
+        "distributed_executor_backend": "external_launcher",
+        "tensor_parallel_size": config.tensor_parallel,
+        "max_model_len": max_length,
+        "max_num_seqs": sequences,
+        "cudagraph_capture_sizes": capture_sizes(sequences) if graphs else None,
+        "kv_cache_memory_bytes": kv_cache,
+        "gpu_memory_utilization": 0.05,  # only a floor that vLLM checks at its start: the KV cache is sized above
+        "enforce_eager": not graphs,
+        "enable_sleep_mode": sleeps,
+        "enable_prefix_caching": True,
+        "enable_chunked_prefill": None if cuda else False,  # a request with its own stream would stop vLLM on the CPU
+        "skip_tokenizer_init": True,
+        # Processed: of what is drawn from, at its temperature. Else vLLM may use a faster kernel for top-p.
+        "logprobs_mode": "processed_logprobs" if logprobs else "raw_logprobs",
+        "disable_log_stats": True,
+        "seed": 0,
+    }
+
+
+def kv_cache_bytes(
+    config: RolloutConfig, sequences: int, model: Any, max_length: int, dtype: torch.dtype, cuda: bool
+) -> int:
+    """Return the KV cache's size: what is asked for, else what all sequences need, within free memory."""
+    if config.kv_cache_gib:
+        return int(config.kv_cache_gib * GIB)
+    heads = max(1, model.num_key_value_heads // config.tensor_parallel)
+    head_size = getattr(model, "head_dim", None) or model.hidden_size // model.num_attention_heads
+    per_token = 2 * model.num_hidden_layers * heads * head_size * dtype.itemsize
+    block = 128  # vLLM hands out whole blocks; its CPU blocks are the largest
+    needed = (sequences + 1) * (-(-max_length // block) * block) * per_token
+    if cuda:
+        return min(needed, int(0.8 * torch.cuda.mem_get_info()[0]))
+    return min(needed, CPU_KV_CACHE_LIMIT, psutil.virtual_memory().available // 4)
+
+
+class _global_randomness_kept:
+    """vLLM seeds the process's generators when it starts; training must not notice."""
+
+    def __enter__(self) -> None:
+        self.states = (torch.get_rng_state(), np.random.get_state(), random.getstate())
+
+    def __exit__(self, *_: object) -> None:
+        torch.set_rng_state(self.states[0])
+        np.random.set_state(self.states[1])
+        random.setstate(self.states[2])
+
+
+def _seed_everything(seed: int) -> None:
+    """vLLM draws from these, depending on version and device."""
+    torch.manual_seed(seed)
+    np.random.seed(seed % (1 << 32))
+    random.seed(seed)

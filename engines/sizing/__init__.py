@@ -1,0 +1,1 @@
+"""Memory, operations and use of the devices."""

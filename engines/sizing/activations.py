@@ -1,0 +1,142 @@
+"""What a forward pass keeps for the backward pass, module by module, in bytes per token: the table behind memory.py.
+
+Each line says which tensor is kept and why autograd needs it. `tests/engines/sizing/test_activations.py` holds the
+table against what autograd really keeps, so a changed module shows there. The table is for dense decoders with RMSNorm,
+rotary embeddings and a gated MLP (Llama, Mistral, Qwen); `w` is the width of the weights' dtype in bytes.
+
+Left out: what lives only while one module runs; memory.py has an allowance for it. No torch here.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from engines.families.shape import ModelShape
+
+FLOAT32 = 4
+INDEX = 8  # int64
+
+
+@dataclass(frozen=True)
+class Kept:
+    """Tensors of one module that wait for the backward pass."""
+
+    module: str
+    bytes_per_token: int
+    reason: str
+
+
+def layer_table(
+    shape: ModelShape, w: int, device: str, compiled: bool, keys: float = 1.0, gated: bool = False
+) -> list[Kept]:
+    """Return what one transformer block keeps per token.
+
+    Args:
+        device: "cpu" or "cuda".
+        compiled: torch.compile recomputes in the backward pass what takes no matrix product.
+        keys: keys in attention per token of the micro-batch (`keys_per_token`).
+        gated: gate, up and activation are one product (engines/kernels/gated_mlp.py), which makes it anew.
+    """
+    hidden, inner = shape.hidden_size, shape.intermediate_size
+    query, key = shape.heads * shape.head_size, shape.kv_heads * shape.head_size
+    normed = query + key if shape.query_key_norms else 0
+    roots = shape.heads + shape.kv_heads if shape.query_key_norms else 0
+    table = [
+        Kept("norms' output", 2 * w * hidden, "input of q, k, v; input of gate and up"),
+        Kept("norms' root", 2 * FLOAT32, "one number per token and norm"),
+        Kept("query and key norms' root", FLOAT32 * roots, "one number per token and head, where there are such norms"),
+        Kept("q after rotary", w * query, "attention; before rotary it is not needed"),
+        Kept("attention's output", w * query, "attention, and input of o_proj: one tensor"),
+        Kept("attention's logsumexp", FLOAT32 * shape.heads, "attention"),
+        Kept("gate", w * inner, "activation function"),
+        Kept("up", w * inner, "its product with the activated gate"),
+        Kept("product", 0 if gated else w * inner, "input of down_proj"),
+    ]
+    if compiled:
+        table += [
+            Kept("block's input", w * hidden, "first norm"),
+            Kept("o_proj's output", w * hidden, "with the block's input, the second norm's input"),
+            Kept(
+                "query and key norms' input", w * (normed and normed + key), "their backward pass; values lie beside it"
+            ),
+        ]
+    else:
+        table += [
+            Kept("norms' input", 2 * FLOAT32 * hidden, "in float32; where w is 4 the residual stream itself"),
+            Kept("norms' normalised", 2 * w * hidden, "its product with the norm's weight"),
+            Kept("query and key norms", (FLOAT32 + w) * normed, "input in float32 and normalised"),
+            Kept("activated gate", w * inner, "its product with up"),
+        ]
+    if device == "cuda" or not compiled:
+        table.append(Kept("k and v", int(2 * w * key * keys), "attention; a shared prompt's once per response"))
+    if device == "cpu":
+        by_rows = int(2 * w * (query + key) * keys)
+        table.append(Kept("attention by rows", by_rows, "q, k, v and output, spread to whole rows"))
+    return table
+
+
+def model_table(shape: ModelShape, w: int) -> list[Kept]:
+    """Return what is kept per token outside of the blocks."""
+    hidden = shape.hidden_size
+    return [
+        Kept("token ids and indices", 2 * INDEX, "embedding; choice of the response's positions"),
+        Kept("rotary table", 2 * w * shape.head_size, "cosines and sines, once for all layers"),
+        Kept(
+            "final norm",
+            (FLOAT32 + w) * hidden + FLOAT32,
+            "as in a block; its output is only picked from",
+        ),
+    ]
+
+
+def response_table(shape: ModelShape, w: int) -> list[Kept]:
+    """Return what is kept per response token: the language head's side (kernels/lm_head.py), without any logits."""
+    return [
+        Kept("final hidden states", w * shape.hidden_size, "input of the head"),
+        Kept("targets and their positions", 2 * INDEX, "the head's gradient"),
+        Kept("normaliser and entropy", 2 * FLOAT32, "softmax again in the backward pass"),
+    ]
+
+
+def total(table: list[Kept]) -> int:
+    """Return a table's bytes per token."""
+    return sum(kept.bytes_per_token for kept in table)
+
+
+def keys_per_token(prompt: int, response: int, samples: int) -> float:
+    """Return the keys in attention per token of a micro-batch, where `samples` responses share each prompt.
+
+    The prompt's tokens are in the run once; among the keys they are once for themselves and once for each response.
+    """
+    if samples == 1:
+        return 1.0
+    return (prompt + samples * (prompt + response)) / (prompt + samples * response)
+
+
+def kept_bytes(
+    shape: ModelShape,
+    w: int,
+    device: str,
+    compiled: bool,
+    tokens: int,
+    responses: int,
+    checkpointing: bool,
+    keys: float = 1.0,
+    gated: bool = False,
+) -> int:
+    """Return the bytes that wait for the backward pass when the forward pass of a micro-batch has ended.
+
+    With checkpointing a block keeps its input alone.
+
+    Args:
+        tokens: of the micro-batch; responses: those of them that are response tokens.
+        keys: as `keys_per_token` has it.
+        gated: as `layer_table` has it.
+    """
+    block = w * shape.hidden_size if checkpointing else total(layer_table(shape, w, device, compiled, keys, gated))
+    return tokens * (shape.layers * block + total(model_table(shape, w))) + responses * total(response_table(shape, w))
+
+
+def in_flight_bytes(shape: ModelShape, w: int, tokens: int) -> int:
+    """Return the gradients that are alive at once in a block's backward pass: those inside its MLP, and its norm's."""
+    return tokens * (4 * w * shape.intermediate_size + 3 * FLOAT32 * shape.hidden_size)

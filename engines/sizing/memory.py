@@ -1,0 +1,352 @@
+"""How much memory a rank will need, from the model's sizes alone: no torch, no weights loaded.
+
+A rank's memory is full at different times for different reasons, so the estimate is made by phase, and the fullest
+one counts: the warm-up, each trained role's update, the rollout, forward passes, the start. It refuses what cannot
+fit, decides what the backward pass recomputes, and is shown by `--dry-run`; measured peaks are in every run's metrics.
+
+The numbers are of three kinds, each with its place: bytes per parameter that ZeRO prescribes (`_states`), bytes per
+token that autograd keeps (engines/sizing/activations.py), and the workspaces and allowances below. The last are what is
+to be measured anew when kernels or libraries change. Left out: other processes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from configs.schema import TrainConfig
+from configs.sections.run import Role
+from configs.sections.trainer import SftConfig, TrainerConfig
+from configs.tree.schedule import largest
+from engines.families.shape import ModelShape
+from engines.groups.placement import reference_is_base, reshard_strategy
+from engines.rollout.batch_sizes import max_sequences
+from engines.sizing.activations import in_flight_bytes, kept_bytes, keys_per_token, layer_table, total
+
+GIB = 1 << 30
+Parts = dict[str, int]  # bytes by what they are for
+
+LIBRARIES = {"cpu": int(1.2 * GIB), "cuda": int(0.75 * GIB)}  # on a GPU: CUDA's context, outside of torch's allocator
+NCCL = int(0.5 * GIB)  # buffers of its channels, with several ranks
+CUDA_GRAPHS = 1 * GIB  # vLLM's captured graphs and workspace; they stay while its engine sleeps
+FRAGMENTATION = 0.05  # of what comes and goes on a GPU: reserved and of no use
+FLEETING = ("activations", "backward pass", "reduce buckets")  # all else stays where it was put
+LOGITS_CHUNK = 1 << 30  # bytes of logits that exist at a time (engines/kernels/lm_head.py)
+LOGITS_CHUNKS = {"cuda": 2, "cpu": 8}  # the chunk and its gradient; where nothing is compiled, float32 copies as well
+# DeepSpeed's defaults, in elements. A GPU's bucket is allocated whole however small the model is, and there are two to
+# overlap; on a CPU pages that nothing is written to are no memory.
+REDUCE_BUCKET = 500_000_000
+BUCKETS = {"cuda": 2, "cpu": 1}
+LIVE_PARAMETERS = 1_000_000_000  # that ZeRO-3 holds gathered
+GRADIENT = 4  # bytes: gradients are summed up in float32
+KV_BLOCK = 128  # tokens; vLLM hands out whole blocks
+USEFUL_SEQUENCES = 16  # with room for fewer a rollout hardly moves
+ROOM_TO_STAY = 0.92  # share of free memory that an estimate may fill with a KV cache that stays; gaps need the rest
+GATED = ("llama", "mistral", "qwen2", "qwen3")  # model types whose MLPs engines/kernels/gated_mlp.py replaces
+SCORED_TOKENS = 16384  # of a reward model's micro-batch
+
+PHASES = {"actor": "update of the actor", "critic": "update of the critic", "sft": "supervised warm-up"}
+
+
+@dataclass(frozen=True)
+class Rank:
+    """What a rank's memory depends on besides the configuration."""
+
+    shapes: Mapping[Role, ModelShape]  # of the models that the group holds
+    ranks: int  # of the group
+    device: str  # "cpu" or "cuda"
+    width: int  # bytes of a weight
+    scores: bool = False  # what is trained without rollout has a score in place of its language head
+    gated_products: bool = False  # its GPU has the kernels of engines/kernels/gated_mlp.py
+
+
+@dataclass(frozen=True)
+class Recomputed:
+    """What a trained model's backward pass computes again, to save memory; each costs a share of the forward pass."""
+
+    activations: bool  # gradient checkpointing
+    logits: bool
+
+    def __str__(self) -> str:
+        return ", ".join(name for name, value in vars(self).items() if value) or "nothing"
+
+
+@dataclass(frozen=True)
+class RankMemory:
+    """Estimated bytes on one rank in its fullest phase."""
+
+    phase: str
+    parts: Parts
+
+    @property
+    def total(self) -> int:
+        """Bytes of all parts."""
+        return sum(self.parts.values())
+
+
+def weight_width(config: TrainConfig, device: str) -> int:
+    """Return the bytes of one weight."""
+    full = config.model.dtype == "float32" or (config.model.dtype == "auto" and device == "cpu")
+    return 4 if full else 2
+
+
+def rank_memory(
+    config: TrainConfig, rank: Rank, recomputed: Mapping[str, Recomputed], only: str | None = None
+) -> RankMemory:
+    """Return the fullest phase, or the phase `only` if the group has it.
+
+    `recomputed` is by "actor", "critic" and "sft" as `choose_recomputed` has it.
+    """
+    phases = rank_phases(config, rank, recomputed)
+    name = only if only in phases else max(phases, key=lambda phase: sum(phases[phase].values()))
+    return RankMemory(name, {part: size for part, size in phases[name].items() if size})
+
+
+def choose_recomputed(config: TrainConfig, rank: Rank, free: int) -> dict[str, Recomputed]:
+    """Return for each trained model of a group what its backward pass recomputes.
+
+    As little as lets the model's own phase fit into `free` bytes; what the configuration says of activations holds.
+    """
+    levels = {name: _levels(name, trainer, config, rank) for name, trainer in _trained(config, rank).items()}
+    most = {name: choices[-1] for name, choices in levels.items()}
+
+    def fits(name: str, level: Recomputed) -> bool:
+        return sum(rank_phases(config, rank, {**most, name: level})[PHASES[name]].values()) <= free
+
+    return {
+        name: next((level for level in choices if fits(name, level)), choices[-1]) for name, choices in levels.items()
+    }
+
+
+def decide_sleep(config: TrainConfig, rank: Rank, recomputed: Mapping[str, Recomputed], free: int) -> TrainConfig:
+    """Return the configuration with `rollout.sleep` decided, for a group with a rollout engine on GPUs.
+
+    The KV cache stays where all that a rank holds in its fullest phase, the cache of all sequences among it, leaves
+    room in `free` bytes; nothing more is recomputed for its sake.
+    """
+    if config.rollout.sleep is not None or rank.device == "cpu" or "rollout" not in rank.shapes:
+        return config
+    stays, sleeps = (_with_sleep(config, sleep) for sleep in (False, True))
+    return stays if rank_memory(stays, rank, recomputed).total <= ROOM_TO_STAY * free else sleeps
+
+
+def _with_sleep(config: TrainConfig, sleep: bool) -> TrainConfig:
+    return config.model_copy(update={"rollout": config.rollout.model_copy(update={"sleep": sleep})})
+
+
+def _levels(name: str, trainer: TrainerConfig, config: TrainConfig, rank: Rank) -> list[Recomputed]:
+    """What there is to choose from, fastest first."""
+    head, levels = _has_head(name, rank), []
+    if not trainer.gradient_checkpointing:
+        if head and not (name == "actor" and config.algorithm.full_kl):  # there two models' logits would wait
+            levels.append(Recomputed(activations=False, logits=False))
+        levels.append(Recomputed(activations=False, logits=head))
+    if trainer.gradient_checkpointing is not False:
+        levels.append(Recomputed(activations=True, logits=head))
+    return levels
+
+
+def _has_head(name: str, rank: Rank) -> bool:
+    """Whether a trained model has logits; a critic's and a reward model's head has a single output."""
+    return not (name == "critic" or (name == "sft" and rank.scores))
+
+
+def rank_phases(config: TrainConfig, rank: Rank, recomputed: Mapping[str, Recomputed]) -> dict[str, Parts]:
+    """Return a rank's parts in each phase."""
+    trained = {name: trainer for name, trainer in _trained(config, rank).items() if name != "sft"}
+    rest = _rest(config, rank, trained)
+    phases: dict[str, Parts] = {"start": _start(config, rank, trained)}
+    for name, trainer in trained.items():
+        states = _states(name, trainer, rank, _models(name, config))
+        if trainer.offload_optimizer:  # of several models one at a time has them back
+            states[f"{name} masters and moments"] //= _models(name, config)
+        own = _update(name, trainer, config, rank, recomputed[name]) | states
+        phases[PHASES[name]] = (rest if rank.device == "cpu" or _stays(config) else _asleep(rest)) | own
+    if config.sft is not None and "actor" in rank.shapes:
+        own = _states("sft", config.sft, rank) | _update("sft", config.sft, config, rank, recomputed["sft"])
+        phases[PHASES["sft"]] = own  # before the other models are loaded
+    if "rollout" in rank.shapes:
+        phases["rollout"] = {**rest, "KV cache": kv_cache_bytes(config, rank)}
+    if {"reference", "reward"} & rank.shapes.keys():
+        phases["forward passes"] = {**rest, "activations": _forward(config, rank)}
+    return {name: _with_allowances(parts, config, rank) for name, parts in phases.items()}
+
+
+def _stays(config: TrainConfig) -> bool:
+    return config.rollout.sleep is False
+
+
+def _asleep(rest: Parts) -> Parts:
+    """Without the rollout engine's own weights: they leave the GPU with its KV cache (engines/rollout/engine.py)."""
+    return {part: size for part, size in rest.items() if part != "rollout weights"}
+
+
+def _trained(config: TrainConfig, rank: Rank) -> dict[str, TrainerConfig]:
+    named = {
+        "actor": config.actor if "actor" in rank.shapes else None,
+        "critic": config.critic if "critic" in rank.shapes else None,
+        "sft": config.sft if "actor" in rank.shapes else None,
+    }
+    return {name: trainer for name, trainer in named.items() if trainer is not None}
+
+
+def _models(name: str, config: TrainConfig) -> int:
+    """How many models a trained role has: several agents have a critic each."""
+    return max(1, len(config.agents)) if name == "critic" else 1
+
+
+def _shape(name: str, rank: Rank) -> ModelShape:
+    return rank.shapes["critic" if name == "critic" else "actor"]
+
+
+def _states(name: str, trainer: TrainerConfig, rank: Rank, models: int = 1) -> Parts:
+    """Weights and optimizer states of some models alike while they are on the device, as ZeRO shards them."""
+    shape, stage = _shape(name, rank), trainer.zero_stage
+    weights, trained = shape.parameters + shape.adapter_parameters(trainer.lora), shape.trained_parameters(trainer.lora)
+    masters = 0 if rank.width == 4 and stage == 0 else 4  # float32 weights are their own masters without ZeRO
+    states = {
+        f"{name} weights": rank.width * weights // (rank.ranks if stage >= 3 else 1),
+        f"{name} masters and moments": (masters + 8) * trained // (rank.ranks if stage >= 1 else 1),
+    }
+    if stage <= 1 and rank.width == 2:  # DeepSpeed's other optimizer: it keeps a buffer of all gradients for good
+        states[f"{name} gradients"] = GRADIENT * trained
+    return {part: models * size for part, size in states.items()}
+
+
+def _rest(config: TrainConfig, rank: Rank, trained: Mapping[str, TrainerConfig]) -> Parts:
+    """What lies on the device all the time; offloaded states do not."""
+    parts: Parts = {}
+    for name, trainer in trained.items():
+        states = _states(name, trainer, rank, _models(name, config))
+        if trainer.offload_optimizer:
+            del states[f"{name} masters and moments"]
+        parts |= states
+    for role in ("reference", "reward"):
+        if role in rank.shapes and not (role == "reference" and reference_is_base(config, rank.shapes)):
+            parts[role] = rank.width * rank.shapes[role].parameters
+    if "actor" in rank.shapes and "reference" not in rank.shapes and config.algorithm.full_kl:
+        parts["reference head"] = rank.width * rank.shapes["actor"].vocabulary * rank.shapes["actor"].hidden_size
+    if "rollout" in rank.shapes and _stays(config):
+        parts["KV cache"] = kv_cache_bytes(config, rank)
+    if "rollout" in rank.shapes:
+        shape, shared = rank.shapes["rollout"], reshard_strategy(config) == "shared"
+        own = shape.merged_parameters(config.actor.lora) if shared else shape.parameters
+        parts |= {"rollout weights": rank.width * own // config.rollout.tensor_parallel} if own else {}
+    return parts
+
+
+def _update(name: str, trainer: TrainerConfig, config: TrainConfig, rank: Rank, recomputed: Recomputed) -> Parts:
+    """What an update needs besides the states, at the end of the forward pass or soon after."""
+    shape, stage, width = _shape(name, rank), trainer.zero_stage, rank.width
+    tokens, prompt, response, samples = _largest_micro_batch(trainer, config)
+    responses = tokens * samples * response // (prompt + samples * response)
+    embedding = width * shape.vocabulary * shape.hidden_size
+    logits = width * shape.vocabulary * responses
+    chunk = min(LOGITS_CHUNK, logits)
+    # A reference's hidden states, of this micro-batch and of the next one, which is packed ahead.
+    states = 2 * width * responses * shape.hidden_size if name == "actor" and config.algorithm.full_kl else 0
+    keys = keys_per_token(prompt, response, samples)
+    compiled = rank.device == "cuda" and stage < 3
+    # Where DeepSpeed has the optimizer with sums (engines/kernels/weight_gradients.py), for all parameters of the
+    # blocks.
+    gated = rank.gated_products and stage < 2 and width == 2 and trainer.lora is None and shape.model_type in GATED
+    kept = kept_bytes(shape, width, rank.device, compiled, tokens, responses, recomputed.activations, keys, gated)
+    block = in_flight_bytes(shape, width, tokens)
+    if recomputed.activations:  # one block at a time is whole again
+        block += tokens * total(layer_table(shape, width, rank.device, compiled, keys, gated))
+    trained = shape.trained_parameters(trainer.lora)
+    if trainer.lora is not None and not recomputed.activations:  # what lies between A and B, its gradient needs it
+        kept += width * tokens * trainer.lora.rank * shape.layers * len(shape.targets(trainer.lora))
+    waiting = kept + states
+    # The head's gradient is there before any other, and the largest. A frozen head only has logits.
+    head = (LOGITS_CHUNKS[rank.device] - 1) * chunk + (chunk if recomputed.logits else logits)
+    head = head + (embedding if trainer.lora is None else 0) if _has_head(name, rank) else 0
+    own = GRADIENT * trained // (rank.ranks if stage >= 2 else 1)
+    # When stage 2 steps it copies the sums into one tensor; activations are gone by then.
+    copied = own - waiting if stage == 2 else 0
+    return {
+        f"{name} gradients": own,
+        "reduce buckets": _buckets(trained, stage, rank),
+        "activations": waiting,
+        "backward pass": max(head, block, copied),  # the head's logits are gone when the first block begins
+    }
+
+
+def _largest_micro_batch(trainer: TrainerConfig, config: TrainConfig) -> tuple[int, int, int, int]:
+    """Tokens of the largest micro-batch; prompt and response tokens of its rows, and how many share a prompt.
+
+    No row is cut: one that is longer than the budget is a micro-batch of its own.
+    """
+    tokens = max(1, largest(trainer.micro_batch_tokens))
+    if isinstance(trainer, SftConfig):
+        return max(tokens, trainer.max_tokens), 0, 1, 1  # any token may be a response's
+    prompt, response = config.data.max_prompt_tokens, config.rollout.max_response_tokens
+    if prompt + response > tokens:
+        return prompt + response, prompt, response, 1
+    return tokens, prompt, response, config.rollout.samples
+
+
+def _buckets(trained: int, stage: int, rank: Rank) -> int:
+    """Gradients on their way to the ranks that sum them up, and ZeRO-3's gathered parameters."""
+    if stage == 0 or (stage == 1 and rank.width == 2):
+        return 0  # in bfloat16 stage 1 is DeepSpeed's other optimizer, which adds each gradient at once
+    elements = REDUCE_BUCKET if rank.device == "cuda" else min(REDUCE_BUCKET, trained)
+    gathered = min(LIVE_PARAMETERS, trained) if stage == 3 and rank.ranks > 1 else 0
+    return rank.width * (BUCKETS[rank.device] * elements + gathered)
+
+
+def _start(config: TrainConfig, rank: Rank, trained: Mapping[str, TrainerConfig]) -> Parts:
+    """Models are loaded one after another. The last one's parameters move into DeepSpeed's flat buffer.
+
+    For that moment they are there twice, and its optimizer's state is not yet.
+    """
+    if not trained:
+        return _rest(config, rank, trained)
+    *before, last = trained
+    rest = _rest(config, rank, {name: trained[name] for name in before})
+    weights, models = f"{last} weights", _models(last, config)
+    moved = rank.width * _shape(last, rank).trained_parameters(trained[last].lora)
+    return rest | {weights: _states(last, trained[last], rank, models)[weights], "flattening": moved}
+
+
+def _forward(config: TrainConfig, rank: Rank) -> int:
+    """One block at a time, nothing kept for later."""
+    reference, *_ = _largest_micro_batch(config.actor, config)
+    tokens: dict[Role, int] = {"reference": reference, "reward": scored_tokens(config)}
+    return max(
+        count * total(layer_table(rank.shapes[role], rank.width, rank.device, False))
+        for role, count in tokens.items()
+        if role in rank.shapes
+    )
+
+
+def scored_tokens(config: TrainConfig) -> int:
+    """Return the token budget of a reward model's micro-batch: its tokenizer may make two tokens of each of a row."""
+    return max(SCORED_TOKENS, 2 * (config.data.max_prompt_tokens + config.rollout.max_response_tokens))
+
+
+def kv_cache_bytes(config: TrainConfig, rank: Rank) -> int:
+    """Return the KV cache that was asked for, else what its sequences at full length need.
+
+    Of a cache that comes and goes a useful least: it takes what there is. One that stays on a GPU has all sequences'.
+    """
+    if config.rollout.kv_cache_gib:
+        return int(config.rollout.kv_cache_gib * GIB)
+    shape, parallel = rank.shapes["rollout"], config.rollout.tensor_parallel
+    length = config.data.max_prompt_tokens + config.rollout.max_response_tokens
+    blocks = -(-length // KV_BLOCK) * KV_BLOCK
+    most = max_sequences(config.rollout, rank.ranks // parallel)
+    wanted = most + 1 if rank.device == "cuda" and _stays(config) else min(USEFUL_SEQUENCES, most)
+    return 2 * shape.layers * max(1, shape.kv_heads // parallel) * shape.head_size * rank.width * blocks * wanted
+
+
+def _with_allowances(parts: Parts, config: TrainConfig, rank: Rank) -> Parts:
+    outside = {"libraries": LIBRARIES[rank.device]}
+    if rank.device == "cpu":
+        return parts | outside
+    if rank.ranks > 1:
+        outside["NCCL"] = NCCL
+    if "rollout" in rank.shapes:
+        outside["rollout engine"] = CUDA_GRAPHS if config.rollout.cuda_graphs else CUDA_GRAPHS // 2
+    fleeting = sum(parts.get(name, 0) for name in FLEETING)
+    return {**parts, "fragmentation": int(FRAGMENTATION * fleeting), **outside}

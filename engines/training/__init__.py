@@ -1,0 +1,1 @@
+"""DeepSpeed around a model: updates and their parts."""

@@ -1,0 +1,299 @@
+"""One trained model on DeepSpeed: packed micro-batches in, one optimizer step out.
+
+DeepSpeed shards, reduces and clips; the learning rate is set by us before each step, so
+nothing of a scheduler needs saving. Losses come as shares of the whole mini-batch's loss (algorithms/aggregation.py):
+they add up over micro-batches and ranks, so neither the split nor the number of ranks changes the gradient.
+
+Left out: what the loss is (engines/training/updates.py).
+"""
+
+from __future__ import annotations
+
+import gc
+import logging
+import math
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+import deepspeed
+import torch
+from deepspeed.runtime.zero.offload_config import OffloadStateTypeEnum
+from torch import nn
+
+from configs.sections.trainer import OptimizerConfig, TrainerConfig
+from engines.kernels import gated_mlp as gated_products
+from engines.kernels.gated_mlp import gate_in_products
+from engines.kernels.weight_gradients import count_sums, sum_in_products
+from engines.training.state_files import read_state
+from engines.weights.layout import flatten_in_place
+from engines.weights.lora import FROZEN_SUM, check_frozen, frozen_sum
+from penstock.base.errors import UserError
+
+Batch = TypeVar("Batch")  # a micro-batch as the loss wants it
+
+LossFunction = Callable[[nn.Module, Batch], tuple[torch.Tensor, dict[str, torch.Tensor]]]
+
+REMEDY = (
+    "look for extreme rewards in the newest experience file, lower the learning rate, and resume; if it comes back, "
+    "go on from an earlier checkpoint: penstock train --resume RUN --from ITERATION"
+)
+
+SKIPPED_IN_A_ROW = 3  # optimizer steps: one odd batch may be passed over, but nothing is learnt from such batches alone
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """What an optimizer step reports, summed over all micro-batches and ranks."""
+
+    sums: dict[str, float]
+    grad_norm: float
+    learning_rate: float
+
+
+class Trainer:
+    """A model with its optimizer inside a DeepSpeed engine.
+
+    Args:
+        module: the wrapped model on the rank's device.
+        parameters: its parameters in the order wanted in the flat buffer; those that are frozen are passed over.
+        config: optimizer and ZeRO stage.
+        total_steps: optimizer steps of the whole training, the end of a decaying learning rate.
+        remedy: what to do where gradients are not finite.
+
+    Attributes:
+        steps: optimizer steps so far, also those that were skipped.
+        skipped: how many of this process's steps left the weights as they were, since their gradient was not finite.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        parameters: list[nn.Parameter],
+        config: TrainerConfig,
+        total_steps: int,
+        remedy: str = REMEDY,
+    ) -> None:
+        self.config, self.total_steps, self.steps, self._remedy = config, total_steps, 0, remedy
+        self.skipped = self._skipped_in_a_row = 0
+        parameters = [parameter for parameter in parameters if parameter.requires_grad]
+        module.register_state_dict_post_hook(_drop_frozen)
+        self.device = parameters[0].device
+        dtype = parameters[0].dtype
+        if config.zero_stage == 0:
+            flatten_in_place(parameters)
+        self.engine, self._optimizer, *_ = deepspeed.initialize(
+            model=module,
+            optimizer=_adamw(parameters, config.optimizer),
+            config=deepspeed_config(config, dtype),
+            dist_init_required=False,
+        )
+        self.engine.checkpoint_engine.load = read_state  # its own executes what a file asks for
+        sum_in_products(module, self._optimizer)
+        if self.device.type == "cuda" and gated_products.usable():
+            gate_in_products(module)
+        if config.offload_optimizer:
+            self._offload_states()
+        reduce_sums({"ready": torch.ones(())}, self.device)  # NCCL's own memory, taken while the card has some left
+
+    @property
+    def module(self) -> nn.Module:
+        """The wrapped model."""
+        return self.engine.module
+
+    def step(self, batches: Sequence[Batch], loss_function: LossFunction[Batch], learning_rate: float) -> StepResult:
+        """Take one optimizer step over micro-batches; every rank calls it with the same number of them.
+
+        Args:
+            loss_function: returns this micro-batch's share of the loss, and sums to report.
+            learning_rate: peak value in force; warm-up and decay are applied to it.
+
+        Raises:
+            UserError: the gradient is not finite, in the last of several steps in a row, or at once without ZeRO, which
+                alone would skip the step.
+        """
+        self.engine.train()
+        rate = learning_rate * learning_rate_factor(self.steps, self.total_steps, self.config.optimizer)
+        for group in self._optimizer.param_groups:
+            group["lr"] = rate
+        world = torch.distributed.get_world_size()
+        totals: dict[str, torch.Tensor] = {}
+        for number, batch in enumerate(batches, start=1):
+            self.engine.set_gradient_accumulation_boundary(number == len(batches))
+            loss, sums = loss_function(self.engine, batch)
+            self.engine.backward(loss * world)  # DeepSpeed averages over ranks; shares must add up instead
+            for name, value in {"loss": loss.detach(), **sums}.items():
+                totals[name] = totals[name] + value if name in totals else value
+        plain_norm = self._plain_grad_norm()
+        if plain_norm is not None and not math.isfinite(plain_norm):
+            raise self._not_finite("1 optimizer step")
+        count_sums(self._optimizer)
+        self.engine.step()
+        self.steps += 1
+        grad_norm = float(self.engine.get_global_grad_norm()) if plain_norm is None else plain_norm
+        self._count_skipped(grad_norm)
+        return StepResult(reduce_sums(totals, self.device), grad_norm, rate)
+
+    def _count_skipped(self, grad_norm: float) -> None:
+        """Count a step that DeepSpeed skipped; an error ends several in a row. Every rank has the same norm."""
+        if math.isfinite(grad_norm):
+            self._skipped_in_a_row = 0
+            return
+        self.skipped += 1
+        self._skipped_in_a_row += 1
+        _log.warning("optimizer step %d was skipped: its gradient is not finite", self.steps)
+        if self._skipped_in_a_row == SKIPPED_IN_A_ROW:
+            raise self._not_finite(f"{SKIPPED_IN_A_ROW} optimizer steps in a row")
+
+    def _not_finite(self, where: str) -> UserError:
+        wider = ", or train with model.dtype=float32" if self.engine.bfloat16_enabled() else ""
+        return UserError(f"the gradient is not finite (NaN or infinite) in {where}", self._remedy + wider)
+
+    def _plain_grad_norm(self) -> float | None:
+        """Norm before clipping where DeepSpeed clips plain gradients and reports none (stage 0 in float32)."""
+        if self.config.zero_stage > 0 or self.engine.bfloat16_enabled():
+            return None
+        gradients = [parameter.grad for parameter in self.module.parameters() if parameter.grad is not None]
+        return float(torch.nn.utils.get_total_norm(gradients))
+
+    @contextmanager
+    def states_on_device(self) -> Iterator[None]:
+        """Within this block optimizer states and float32 masters are on the device, wherever they are otherwise.
+
+        With `offload_optimizer` they are in host memory outside of it. The weights never move: vLLM reads them.
+        """
+        if self.config.offload_optimizer:
+            self.engine.reload_states()
+        yield
+        if self.config.offload_optimizer:
+            self._offload_states()
+
+    def _offload_states(self) -> None:
+        """Move masters and moments to page-locked host memory.
+
+        The GPU copies from and to locked pages by itself, several times faster than through pageable memory. Torch
+        keeps such pages for the next time, so they are locked once; it rounds each tensor up to a power of two.
+        """
+        states = [OffloadStateTypeEnum.hp_params, OffloadStateTypeEnum.optim_states]
+        self.engine.offload_states(include=states, pin_memory=True)  # it also gives torch's cache back
+
+    def save(self, folder: Path) -> None:
+        """Write trained weights, optimizer state and step count under `folder`; every rank calls it."""
+        with self.states_on_device():
+            self.engine.save_checkpoint(
+                str(folder),
+                tag="state",
+                client_state={"steps": self.steps, FROZEN_SUM: frozen_sum(self.module)},
+                save_latest=False,
+                exclude_frozen_parameters=True,
+            )
+
+    def load(self, folder: Path) -> None:
+        """Restore what `save` wrote; parameters keep their addresses.
+
+        Raises:
+            UserError: the frozen weights beside the trained ones are not those that it was written with, its flat
+                buffers hold the parameters in another order, or a file asks for more than a state needs.
+        """
+        with self.states_on_device():
+            _, client = self.engine.load_checkpoint(str(folder), tag="state", custom_load_fn=_load_trained)
+        if self.config.zero_stage and _names(client["param_shapes"]) != _names(self.engine._get_zero_param_shapes()):
+            raise UserError(
+                f"{folder} holds its parameters in another order: another version of Penstock wrote it",
+                "continue with that version, or begin a new run",
+            )
+        check_frozen(client.get(FROZEN_SUM, 0), self.module)
+        self.steps = client["steps"]
+
+    def close(self) -> None:
+        """Free the engine, its buffers and the model."""
+        self.engine.destroy()
+        del self.engine, self._optimizer
+        gc.collect()
+
+
+def _names(groups: list[dict[str, Any]]) -> list[list[str]]:
+    return [list(shapes) for shapes in groups]
+
+
+def _frozen_names(module: nn.Module) -> set[str]:
+    """Names of frozen parameters, tied ones under each of their names."""
+    named = module.named_parameters(remove_duplicate=False)
+    return {name for name, parameter in named if not parameter.requires_grad}
+
+
+def _drop_frozen(module: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:
+    """Leave frozen weights out of a module's state: they are in the folder that the model came from."""
+    for name in _frozen_names(module):
+        state.pop(prefix + name, None)
+
+
+def _load_trained(src: dict[str, Any], dst: nn.Module) -> None:
+    """Load a state that may lack frozen weights, and nothing else.
+
+    Raises:
+        RuntimeError: it lacks others, or has some that the module has not.
+    """
+    missing, unexpected = dst.load_state_dict(src, strict=False)
+    if wrong := sorted({*unexpected, *(set(missing) - _frozen_names(dst))}):
+        raise RuntimeError(f"the checkpoint does not fit the model: {', '.join(wrong[:5])}")
+
+
+def _adamw(parameters: list[nn.Parameter], config: OptimizerConfig) -> torch.optim.AdamW:
+    fused = parameters[0].device.type == "cuda"
+    return torch.optim.AdamW(
+        parameters, lr=0.0, betas=config.betas, eps=config.eps, weight_decay=config.weight_decay, fused=fused
+    )
+
+
+def deepspeed_config(config: TrainerConfig, dtype: torch.dtype) -> dict[str, Any]:
+    """Return DeepSpeed's configuration.
+
+    Gradients accumulate in float32 also for bfloat16 weights: many micro-batches of small advantages would be
+    rounded away otherwise.
+    """
+    return {
+        "train_micro_batch_size_per_gpu": 1,  # only names a unit: micro-batches are token budgets
+        "gradient_accumulation_steps": 1,  # the boundary is set by hand, and losses are shares already
+        # Stage 1 adds each gradient to its float32 sum as the backward pass makes it, and frees it.
+        "bf16": {"enabled": dtype is torch.bfloat16, "immediate_grad_update": True},
+        "data_types": {"grad_accum_dtype": "fp32"},
+        # Its sums go to the other ranks as they are: else DeepSpeed would copy all of them to bfloat16 and back, also
+        # on a single rank. Later stages send each gradient as the backward pass makes it.
+        **({"communication_data_type": "fp32"} if config.zero_stage == 1 else {}),
+        "zero_optimization": {
+            "stage": config.zero_stage,
+            "round_robin_gradients": False,  # would scatter the fused groups over the flat buffer
+            "overlap_comm": torch.cuda.is_available(),
+        },
+        "zero_allow_untested_optimizer": True,
+        "zero_force_ds_cpu_optimizer": False,
+        "gradient_clipping": config.optimizer.max_grad_norm,
+        "steps_per_print": 1 << 60,
+    }
+
+
+def reduce_sums(totals: dict[str, torch.Tensor], device: torch.device) -> dict[str, float]:
+    """Add named scalars over all ranks: one collective and one transfer to the host for all of them."""
+    names = sorted(totals)
+    stacked = torch.stack([totals[name].to(device=device, dtype=torch.float64) for name in names])
+    torch.distributed.all_reduce(stacked)
+    return dict(zip(names, stacked.tolist(), strict=True))
+
+
+def learning_rate_factor(step: int, total_steps: int, config: OptimizerConfig) -> float:
+    """Return the factor on the peak learning rate at `step` (0 for the first).
+
+    Warm-up rises from 1/warmup_steps to 1; the decay goes from 1 to min_ratio at total_steps.
+    """
+    if step < config.warmup_steps:
+        return (step + 1) / config.warmup_steps
+    if config.decay == "constant":
+        return 1.0
+    share = min(1.0, (step - config.warmup_steps) / max(1, total_steps - config.warmup_steps))
+    shape = 1.0 - share if config.decay == "linear" else 0.5 * (1.0 + math.cos(math.pi * share))
+    return config.min_ratio + (1.0 - config.min_ratio) * shape

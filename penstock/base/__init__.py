@@ -1,0 +1,1 @@
+"""What every room may use: errors, names, files, bounds, ragged rows."""

@@ -1,0 +1,90 @@
+"""Checks of the data: the columns and rows of every split, and what a sampler reads of them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import pandas as pd
+
+from configs.schema import TrainConfig
+from configs.sections.data import DataConfig
+from penstock.base.errors import UserError
+from penstock.data.agents import agent_numbers
+from penstock.data.arithmetic import make_problems
+from penstock.data.group_filters import load_filter
+from penstock.data.prompts import refuse_reserved
+from penstock.data.rows import read_rows, require_columns, require_filled
+from penstock.data.samplers import load_sampler, require_numbers
+
+
+def check_sampling(config: TrainConfig) -> None:
+    """Check that the sampler and the filter load, and that the sampler's column orders the prompts.
+
+    Raises:
+        UserError: the first mistake found.
+    """
+    data, dynamic = config.data, config.algorithm.dynamic_sampling
+    load_sampler(data.sampler)
+    if dynamic is not None:
+        load_filter(dynamic)
+    if (column := data.sampler.column) is None:
+        return
+    if data.arithmetic is not None:
+        require_numbers(make_problems(data.arithmetic, config.seed)["train"], column, "data.arithmetic")
+    else:
+        require_numbers(read_rows(Path(str(data.train))), column, str(data.train))
+
+
+ARITHMETIC_COLUMNS = ("prompt_id", "prompt", "answer", "response", "carries")
+
+
+def check_prompts(config: TrainConfig, frames: Mapping[str, pd.DataFrame]) -> list[str]:
+    """Check the rows of each split; return the columns that reward functions can ask for.
+
+    Raises:
+        UserError: a missing column, or a row without a prompt.
+    """
+    data = config.data
+    if data.arithmetic is not None:
+        return list(ARITHMETIC_COLUMNS)
+    columns = _columns(data, frames["train"], str(data.train))
+    if absent := sorted(set(columns) - set(_columns(data, frames["heldout"], str(data.heldout)))):
+        raise UserError(
+            f"data.heldout lacks the column '{absent[0]}' that data.train has", "give both the same columns"
+        )
+    return ["prompt_id", *columns]
+
+
+def check_agents(config: TrainConfig, frame: pd.DataFrame) -> None:
+    """Check that every training row is for one of the agents.
+
+    Raises:
+        UserError: one is not, or there is no such column.
+    """
+    data, agents = config.data, config.data.agents
+    if agents is None:
+        return
+    agent_numbers(frame, agents, "data.arithmetic" if data.train is None else data.train)
+
+
+def _columns(data: DataConfig, frame: pd.DataFrame, name: str) -> list[str]:
+    require_columns(frame, [data.prompt], name)
+    require_filled(frame, data.prompt, name)
+    refuse_reserved(frame, name)
+    return list(frame.columns)
+
+
+def check_pairs(config: TrainConfig) -> None:
+    """Check the supervised data.
+
+    Raises:
+        UserError: no source, an unreadable row, a missing column.
+    """
+    data = config.data
+    if data.arithmetic is not None:
+        return
+    if data.sft is None or data.response is None:
+        missing = "data.sft" if data.sft is None else "data.response"
+        raise UserError(f"the 'sft' section needs '{missing}'", f"add {missing}, or remove the section with sft=null")
+    require_columns(read_rows(Path(data.sft)), [data.prompt, data.response], data.sft)

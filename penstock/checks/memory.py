@@ -1,0 +1,187 @@
+"""Checks of memory and disk: what each rank will hold, and whether this machine has it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from configs.schema import TrainConfig
+from configs.sections.run import Role
+from configs.sections.trainer import SftConfig, TrainerConfig
+from configs.tree.schedule import largest
+from engines.groups.machine import free_gpu_bytes, free_host_bytes, has_gated_products, visible_gpus
+from engines.groups.placement import place
+from engines.sizing.memory import (
+    GIB,
+    PHASES,
+    Rank,
+    RankMemory,
+    Recomputed,
+    choose_recomputed,
+    decide_sleep,
+    rank_memory,
+    weight_width,
+)
+from penstock.base.errors import UserError
+from penstock.checks.model import check_tensor_parallel, shape_of
+
+
+@dataclass(frozen=True)
+class GroupEstimate:
+    """Placement and estimated memory of one rank of a group."""
+
+    group: str
+    roles: tuple[str, ...]
+    devices: tuple[int | None, ...]
+    memory: RankMemory
+    recomputed: dict[str, Recomputed]  # by trained model
+    sleep: bool | None  # of its rollout engine, on GPUs
+
+
+def check_memory(config: TrainConfig) -> list[GroupEstimate]:
+    """Place the groups and compare each rank's estimated memory with what is free.
+
+    Raises:
+        UserError: a GPU does not exist, a rank would not fit, or see `check_zero_stage`.
+    """
+    shape = shape_of(config)
+    needed = config.data.max_prompt_tokens + config.rollout.max_response_tokens
+    if needed > shape.positions:
+        raise UserError(
+            f"data.max_prompt_tokens + rollout.max_response_tokens is {needed}, "
+            f"the model has {shape.positions} positions",
+            "lower one of them",
+        )
+    check_tensor_parallel(config.rollout.tensor_parallel, shape)
+    estimates = estimate_groups(config)
+    trained: tuple[tuple[str, TrainerConfig | None, Role], ...] = (
+        ("actor", config.actor, "actor"),
+        ("critic", config.critic, "critic"),
+        ("sft", config.sft, "actor"),
+    )
+    for section, trainer, role in trained:
+        check_zero_stage(config, estimates, section, trainer, role)
+    _require_all(config, estimates)
+    return estimates
+
+
+def check_finetuning_memory(config: TrainConfig, section: str, scores: bool = False) -> None:
+    """Place the ranks of a training without rollout and compare their estimated memory with what is free.
+
+    Args:
+        config: with the section `sft`, which alone is trained.
+        section: what the user calls it.
+        scores: whether it is a reward model, which has no language head.
+
+    Raises:
+        UserError: as for `check_memory`.
+    """
+    estimates = estimate_groups(config, PHASES["sft"], scores)
+    check_zero_stage(config, estimates, section, config.sft, "actor")
+    _require_all(config, [item for item in estimates if "actor" in item.roles], section)
+
+
+def check_zero_stage(
+    config: TrainConfig, estimates: list[GroupEstimate], section: str, trainer: TrainerConfig | None, role: Role
+) -> None:
+    """Check that DeepSpeed trains the weights of `role` at the section's stage.
+
+    Raises:
+        UserError: stage 0 for bfloat16 weights, beside which it keeps no float32 gradients there.
+    """
+    for estimate in estimates:
+        device = "cpu" if estimate.devices[0] is None else "cuda"
+        if trainer is None or trainer.zero_stage or role not in estimate.roles or weight_width(config, device) == 4:
+            continue
+        raise UserError(
+            f"{section}.zero_stage=0 is for float32 weights, and those of group '{estimate.group}' are bfloat16",
+            f"set {section}.zero_stage=1, which on a single rank is the same, or model.dtype=float32",
+        )
+
+
+def _require_all(config: TrainConfig, estimates: list[GroupEstimate], section: str | None = None) -> None:
+    """Compare with what is free; `section` is what the user calls the trained one, else the fullest phase tells."""
+    gpus, host_free = visible_gpus(), free_host_bytes()
+    for estimate in estimates:
+        for gpu in estimate.devices:
+            if gpu is not None:
+                _require(config, estimate, free_gpu_bytes(gpus[gpu]), f"GPU {gpu}", section)
+            else:
+                _require(config, estimate, host_free, "this machine", section)
+                host_free -= estimate.memory.total
+
+
+def estimate_groups(config: TrainConfig, phase: str | None = None, scores: bool = False) -> list[GroupEstimate]:
+    """Return every group's placement and memory, and what the memory that is free now decides.
+
+    Args:
+        phase: the only one that there is (of `PHASES`); None: all, and the fullest counts.
+        scores: see `engines.sizing.memory.Rank`.
+
+    Raises:
+        UserError: a GPU does not exist.
+    """
+    gpus = visible_gpus()
+    specs = place(config, len(gpus), Path())
+    cpu_ranks = sum(item.gpu is None for spec in specs for item in spec.devices)
+    estimates = []
+    for spec in specs:
+        devices = tuple(item.gpu for item in spec.devices)
+        free = min(free_host_bytes() // cpu_ranks if gpu is None else free_gpu_bytes(gpus[gpu]) for gpu in devices)
+        device = "cpu" if devices[0] is None else "cuda"
+        shapes = {role: shape_of(config, role) for role in config.roles if role in spec.roles}
+        gated = device == "cuda" and all(has_gated_products(gpus[gpu]) for gpu in devices if gpu is not None)
+        rank = Rank(shapes, len(devices), device, weight_width(config, device), scores, gated)
+        recomputed = choose_recomputed(config, rank, free)
+        decided = decide_sleep(config, rank, recomputed, free)
+        memory = rank_memory(decided, rank, recomputed, phase)
+        estimates.append(GroupEstimate(spec.name, spec.roles, devices, memory, recomputed, decided.rollout.sleep))
+    return estimates
+
+
+def disk_bytes(config: TrainConfig) -> int:
+    """Return about how many bytes the checkpoints and the exported model of a run take.
+
+    A checkpoint holds weights and AdamW's float32 state of every trained role, and the weights of a reference that is
+    refreshed; one more than is kept exists while it is written. Left out: experience, which depends on what is said.
+    """
+    width = weight_width(config, "cuda" if visible_gpus() else "cpu")
+    trained = shape_of(config).trained_parameters(config.actor.lora)
+    if config.critic is not None:
+        critics = max(1, len(config.agents))
+        trained += critics * shape_of(config, "critic").trained_parameters(config.critic.lora)
+    kl, weights = config.algorithm.kl, shape_of(config).parameters * width
+    reference = weights if kl is not None and kl.refresh_every is not None else 0
+    checkpoints = config.checkpoint.keep + 1 if config.checkpoint.every else 0
+    return checkpoints * (trained * (width + 12) + reference) + weights
+
+
+def _require(config: TrainConfig, estimate: GroupEstimate, free: int, place_name: str, section: str | None) -> None:
+    memory = estimate.memory
+    if memory.total <= free:
+        return
+    model = next((name for name, phase in PHASES.items() if phase == memory.phase), "actor")
+    section = section or model
+    part = max(memory.parts, key=lambda name: memory.parts[name])
+    training = (
+        f"use more ranks or a higher {section}.zero_stage, {_smaller_passes(config, model, section)}, "
+        f"{section}.gradient_checkpointing=true where it is false, or end what else uses the memory"
+    )
+    caching = "lower rollout.kv_cache_gib or rollout.max_sequences, remove rollout.sleep=false where it is given, or "
+    raise UserError(
+        f"group '{estimate.group}' needs about {memory.total / GIB:.1f} GiB per rank ({memory.phase}), "
+        f"{place_name} has {free / GIB:.1f} GiB free "
+        f"(largest part: {part}, {memory.parts[part] / GIB:.1f} GiB)",
+        (caching if part == "KV cache" else "") + training,
+    )
+
+
+def _smaller_passes(config: TrainConfig, model: str, section: str) -> str:
+    """Say what makes the largest micro-batch smaller: its budget, or where one row alone exceeds that the row."""
+    trainer: TrainerConfig = getattr(config, model)
+    if isinstance(trainer, SftConfig):
+        longest, keys = trainer.max_tokens, f"{section}.max_tokens"
+    else:
+        longest = config.data.max_prompt_tokens + config.rollout.max_response_tokens
+        keys = "data.max_prompt_tokens or rollout.max_response_tokens"
+    return f"a smaller {keys if longest >= largest(trainer.micro_batch_tokens) else f'{section}.micro_batch_tokens'}"

@@ -1,0 +1,161 @@
+"""Checks of the model: its folder, its family, its chat template and the layers that get adapters."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from configs.schema import TrainConfig
+from configs.sections.run import Role
+from configs.sections.trainer import TrainerConfig
+from engines.families.architecture import check_architecture
+from engines.families.shape import ModelShape, layer_names, read_shape, weight_shapes
+from penstock.base.errors import UserError
+
+
+def check_model(config: TrainConfig, scores: bool = False) -> None:
+    """Check that the actor, or the reward model with `scores`, has a starting point.
+
+    Raises:
+        UserError: none is configured, or the folder is no model.
+    """
+    if config.model.tiny is not None:
+        return
+    if config.model.path is None:
+        raise UserError("no model: 'model.path' is not set", "add model.path=FOLDER, a Hugging Face model folder")
+    check_model_folder(Path(config.model.path), "model.path", scores)
+
+
+def check_model_folder(folder: Path, key: str, scores: bool = False) -> None:
+    """Check that `folder` looks like a Hugging Face model folder, of a model that packed training runs rightly.
+
+    `scores`: it is, or becomes, a reward model, which has no language head.
+
+    Raises:
+        UserError: it does not exist, a file is missing or damaged, or see `engines.families.architecture`.
+    """
+    if not folder.is_dir():
+        raise UserError(
+            f"{key}: there is no folder {folder}", f"set {key} to a Hugging Face model folder on this machine"
+        )
+    if not (folder / "config.json").is_file():
+        raise UserError(f"{key}: {folder} has no config.json", "name the folder that holds config.json itself")
+    if not any(folder.glob("*.safetensors")):
+        raise UserError(f"{key}: {folder} has no *.safetensors weights", "save the model with save_pretrained()")
+    if not any(folder.glob("tokenizer*")):
+        raise UserError(
+            f"{key}: {folder} has no tokenizer", "save the tokenizer beside the model with save_pretrained()"
+        )
+    try:
+        read_shape(folder)
+    except KeyError as error:
+        raise UserError(
+            f"{key}: {folder / 'config.json'} has no {error}", "name the folder of a decoder-only language model"
+        ) from None
+    except ValueError as error:
+        raise UserError(
+            f"{key}: {folder} is damaged: {error}", "copy it anew; in a Git clone, 'git lfs pull'"
+        ) from None
+    settings = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    check_architecture(settings, weight_shapes(folder), f"{key}: {folder}", head=not scores)
+
+
+def check_one_label(folder: Path, key: str) -> None:
+    """Check that a model folder, if it is a classifier, has one label: a score.
+
+    Raises:
+        UserError: it has several.
+    """
+    settings = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    labels = len(settings.get("id2label", "01"))  # what a file does not say are two
+    if labels != 1 and any("ForSequenceClassification" in name for name in settings.get("architectures") or ()):
+        raise UserError(
+            f"{key}: {folder} is a classifier with {labels} labels; a reward model has one, the score",
+            "start from a language model, or from a reward model",
+        )
+
+
+def check_targets(config: TrainConfig) -> None:
+    """Check that the layers that are to get adapters exist.
+
+    Raises:
+        UserError: a model has no layer of such a name.
+    """
+    model = config.model.path
+    paths = {"actor": model, "critic": (config.critic and config.critic.path) or model, "sft": model}
+    for key, path in paths.items():
+        trainer: TrainerConfig | None = getattr(config, key)
+        if trainer is None or trainer.lora is None:
+            continue
+        known = set(tiny_shape(config).matrices) if path is None else layer_names(Path(path))
+        if unknown := sorted(set(trainer.lora.targets or ()) - known):
+            raise UserError(
+                f"{key}.lora.targets names '{unknown[0]}', and the model has no such layer",
+                f"name linear layers of its blocks: {', '.join(sorted(known))}",
+            )
+
+
+def check_chat(config: TrainConfig) -> None:
+    """Check that the model can be talked to: a chat template in its tokenizer's settings or in a file of its own.
+
+    Raises:
+        UserError: it has none.
+    """
+    folder = Path(config.model.path) if config.model.path is not None else None
+    if folder is not None:
+        settings = folder / "tokenizer_config.json"
+        inside = settings.is_file() and json.loads(settings.read_text(encoding="utf-8")).get("chat_template")
+        if inside or any(folder.glob("chat_template*")):
+            return
+    raise UserError(
+        f"data.chat is set, and {folder or 'a tiny model'} has no chat template",
+        "use an instruction-tuned model, or data.chat=false with a data.template",
+    )
+
+
+def check_tensor_parallel(ranks: int, shape: ModelShape) -> None:
+    """Check that vLLM can cut the model over the ranks of one rollout engine.
+
+    Raises:
+        UserError: heads or MLP cannot be divided.
+    """
+    uneven = [name for name in ("heads", "intermediate_size") if getattr(shape, name) % ranks]
+    if shape.kv_heads % ranks and ranks % shape.kv_heads:
+        uneven.append("kv_heads")
+    if uneven:
+        sizes = ", ".join(f"{getattr(shape, name)} {name}" for name in uneven)
+        raise UserError(
+            f"rollout.tensor_parallel={ranks}: the model's {sizes} cannot be spread evenly",
+            "use a number that divides heads and intermediate_size, and divides kv_heads or is a multiple of them",
+        )
+
+
+def shape_of(config: TrainConfig, role: Role = "actor") -> ModelShape:
+    if role == "critic" and config.critic is not None and config.critic.path is not None:
+        return read_shape(Path(config.critic.path))
+    if role == "reward":
+        return read_shape(Path(str(config.reward.model)))
+    return tiny_shape(config) if config.model.tiny is not None else read_shape(Path(str(config.model.path)))
+
+
+def tiny_shape(config: TrainConfig) -> ModelShape:
+    """Return the sizes of the tiny model that the run will make."""
+    tiny = config.model.tiny
+    assert tiny is not None
+    vocabulary, head = 64, tiny.hidden_size // tiny.heads
+    attention = 2 * tiny.hidden_size * head * (tiny.heads + tiny.kv_heads) + 2 * head
+    block = attention + 3 * tiny.hidden_size * tiny.intermediate_size + 2 * tiny.hidden_size
+    embeddings = vocabulary * tiny.hidden_size * (1 if tiny.tie_embeddings else 2)
+    return ModelShape(
+        parameters=tiny.layers * block + embeddings + tiny.hidden_size,
+        layers=tiny.layers,
+        hidden_size=tiny.hidden_size,
+        intermediate_size=tiny.intermediate_size,
+        heads=tiny.heads,
+        kv_heads=tiny.kv_heads,
+        head_size=head,
+        vocabulary=vocabulary,
+        positions=tiny.max_positions,
+        query_key_norms=True,
+        model_type="qwen3",
+    )

@@ -1,0 +1,140 @@
+"""How long the prompts are, before any engine starts: read with the tokenizer's own library, which imports no torch.
+
+With chat messages the template's tokens are not counted, so that lengths are lower bounds. Left out: tokenizers that
+have no `tokenizer.json`, and the whole of a large file.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+
+from configs.schema import TrainConfig
+from penstock.base.errors import UserError
+from penstock.data.arithmetic import make_problems
+from penstock.data.prompts import refuse_chat_arguments
+from penstock.data.rows import read_rows
+from penstock.data.tokenizer import DEFAULT_CHARACTERS
+
+LOOKED_AT = 1000  # rows of a file
+
+
+def read_prompts(config: TrainConfig) -> dict[str, pd.DataFrame]:
+    """Return the rows of each split: large files take seconds to read, so once for all checks.
+
+    Raises:
+        UserError: there is no source, or it cannot be read.
+    """
+    for key in ("train", "heldout"):
+        if config.data.arithmetic is None and getattr(config.data, key) is None:
+            raise UserError(
+                f"no prompts: 'data.{key}' is not set", f"add data.{key}=FILE, a JSONL or Parquet file of prompts"
+            )
+    return {split: _frame(config, split) for split in ("train", "heldout")}
+
+
+def check_prompt_lengths(config: TrainConfig, frames: Mapping[str, pd.DataFrame]) -> None:
+    """Check that some prompts of each split are short enough to be kept, and that a chat template gets its arguments.
+
+    Raises:
+        UserError: none is short enough, or there is no chat template.
+    """
+    limit = config.data.max_prompt_tokens
+    for split, frame in frames.items():
+        if config.data.chat_arguments and not _templated(config, frame):
+            refuse_chat_arguments(getattr(config.data, split) or f"the {split} data")
+        lengths_B = prompt_lengths(config, frame.head(LOOKED_AT))
+        if lengths_B is not None and lengths_B.min() > limit and len(frame) > LOOKED_AT:
+            lengths_B = prompt_lengths(config, frame)
+        if lengths_B is not None and lengths_B.min() > limit:
+            source = getattr(config.data, split) or f"the {split} data"
+            raise UserError(
+                f"every prompt of {source} is longer than data.max_prompt_tokens ({limit}): "
+                f"the shortest has {lengths_B.min()} tokens",
+                f"set data.max_prompt_tokens to at least {lengths_B.max()} to keep them all",
+            )
+
+
+def describe_prompts(config: TrainConfig) -> list[str]:
+    """Return in words how many prompts there are, how long, and how often an iteration takes each."""
+    frames = read_prompts(config)
+    described = [_described(config, split, frame) for split, frame in frames.items()]
+    return described + takes_each(config, frames["train"])
+
+
+def takes_each(config: TrainConfig, frame: pd.DataFrame) -> list[str]:
+    """Return a line if an iteration takes more prompts than there are."""
+    prompts, rows = config.rollout.prompts, len(frame)
+    if prompts <= rows:
+        return []
+    return [f"rollout.prompts is {prompts}: an iteration takes each of the {rows} prompts {prompts / rows:.3g} times"]
+
+
+def first_row(config: TrainConfig) -> tuple[str, dict[str, Any]]:
+    """Return the first training prompt without any template, and all columns of its row."""
+    (row,) = _frame(config, "train").head(1).to_dict("records")
+    return _text(row[config.data.prompt]), {str(name): value for name, value in row.items()}
+
+
+def prompt_lengths(config: TrainConfig, frame: pd.DataFrame) -> np.ndarray | None:
+    """Return the tokens of each prompt, at least; None if this model's tokenizer cannot be asked without torch."""
+    counter = _tiny_tokens if config.model.path is None else _counter(config.model.path)
+    if counter is None:
+        return None
+    special, template = not _templated(config, frame), config.data.template or "{prompt}"
+    texts = [template.replace("{prompt}", _text(value)) for value in frame[config.data.prompt]]
+    return np.array([counter(text, special) for text in texts], np.int64)
+
+
+def _described(config: TrainConfig, split: str, frame: pd.DataFrame) -> str:
+    limit = config.data.max_prompt_tokens
+    lengths_B = prompt_lengths(config, frame.head(LOOKED_AT))
+    if lengths_B is None:
+        return f"{split}: {len(frame)} prompts"
+    some = f"; of the first {LOOKED_AT}:" if len(frame) > LOOKED_AT else ","
+    least = ", without the chat template" if _templated(config, frame) else ""
+    long = int((lengths_B > limit).sum())
+    dropped = f"{long} of them longer than data.max_prompt_tokens ({limit}), which are dropped"
+    longest = f"up to {lengths_B.max()} tokens{least}"
+    return f"{split}: {len(frame)} prompts{some} {longest}, {dropped if long else 'none too long'}"
+
+
+def _templated(config: TrainConfig, frame: pd.DataFrame) -> bool:
+    """Whether a chat template writes the special tokens."""
+    return config.data.chat or not isinstance(frame[config.data.prompt].iloc[0], str)
+
+
+def _tiny_tokens(text: str, special: bool) -> int:
+    """Return the tokens of a text for the tiny model, which is yet to be made: one per character that it knows."""
+    return sum(character in DEFAULT_CHARACTERS for character in text)
+
+
+@functools.cache
+def _counter(folder: str) -> Callable[[str, bool], int] | None:
+    from tokenizers import Tokenizer
+
+    try:
+        tokenizer = Tokenizer.from_file(str(Path(folder) / "tokenizer.json"))
+    except Exception:  # the library has no other; transformers may know more of what is there, or say what is wrong
+        return None
+    tokenizer.no_truncation()
+    return lambda text, special: len(tokenizer.encode(text, add_special_tokens=special))
+
+
+def _text(value: Any) -> str:
+    """Return a prompt's text, of messages all contents that are text."""
+    if isinstance(value, str):
+        return value
+    contents = [message.get("content") for message in value if isinstance(message, dict)]
+    return "".join(content for content in contents if isinstance(content, str))
+
+
+def _frame(config: TrainConfig, split: str) -> pd.DataFrame:
+    if config.data.arithmetic is not None:
+        return make_problems(config.data.arithmetic, config.seed)[split]
+    return read_rows(Path(str(getattr(config.data, split))))

@@ -1,0 +1,78 @@
+"""What a run's prompts, pairs or preferences were made with: they are tokenized once, so a resume may not change it.
+
+Files are known by their content, all of it: a run folder may go on where its data lie elsewhere, and other rows under
+the same path are noticed. Hashing takes a fraction of the time in which the checks read the same rows. Left out: the
+model's tokenizer.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from configs.preference import PairConfig
+from configs.schema import TrainConfig
+from penstock.base.errors import UserError
+from penstock.base.files import sha256
+from penstock.state.digests import read_sealed, write_sealed
+from penstock.state.run_folder import RunFolder
+
+FILES = {"prompts": ("data.train", "data.heldout"), "sft": ("data.sft",), "preferences": ("data.train", "data.heldout")}
+TEXT = ("data.prompt", "data.chat", "data.chat_arguments", "data.template")
+COLUMNS = ("data.chosen", "data.rejected", "data.response", "data.label", "data.margin")
+KEYS = {
+    "prompts": ("data.arithmetic", *TEXT, "data.max_prompt_tokens"),
+    "sft": ("data.arithmetic", *TEXT, "data.response", "sft.max_tokens"),
+    "preferences": (*TEXT, *COLUMNS, "trainer.max_tokens"),
+}
+CONTENT = "content of "  # before a key that names a file
+
+
+def note_tokenized(run: RunFolder, name: str, config: TrainConfig | PairConfig) -> None:
+    """Keep what makes the rows that are about to be tokenized: `name` is "prompts", "sft" or "preferences"."""
+    write_sealed(_note(run, name), _makes(config, name))
+
+
+def check_tokenized(run: RunFolder, config: TrainConfig | PairConfig) -> None:
+    """Check that a run to be resumed would tokenize its data as it did; its files have been checked to be there.
+
+    Raises:
+        UserError: a key that decides it, or the content of a file, has changed since.
+    """
+    for name in _names(config):
+        if not _note(run, name).is_file():
+            continue
+        was, now = read_sealed(_note(run, name)), _makes(config, name)
+        changed = [key for key in now if now[key] != was.get(key, now[key])]  # a file may be added
+        if changed and changed[0].startswith(CONTENT):
+            raise UserError(
+                f"the {changed[0]} is not what the rows of this run ({run.path}) were made from",
+                "put the old file back, or start a new run",
+            )
+        if changed:
+            raise UserError(
+                f"{changed[0]} in {run.config} is {now[changed[0]]!r}, and the rows of this run were made with "
+                f"{was[changed[0]]!r}",
+                "put the old value back, or start a new run",
+            )
+
+
+def _note(run: RunFolder, name: str) -> Path:
+    return run.prompts(name).with_suffix(".json")
+
+
+def _names(config: TrainConfig | PairConfig) -> tuple[str, ...]:
+    if isinstance(config, PairConfig):
+        return ("preferences",)
+    return ("prompts",) if config.sft is None else ("prompts", "sft")
+
+
+def _makes(config: TrainConfig | PairConfig, name: str) -> dict[str, Any]:
+    """Return what decides which rows there are and their tokens, by dotted key."""
+    tree: dict[str, dict[str, Any]] = config.model_dump(mode="json")
+    places = {key: key.split(".") for key in KEYS[name] + FILES[name]}
+    values = {key: tree[section].get(leaf) for key, (section, leaf) in places.items()}
+    made = {key: values[key] for key in KEYS[name]}
+    if values.get("data.arithmetic") is not None:
+        return made | {"seed": config.seed}  # it makes the problems
+    return made | {CONTENT + key: sha256(Path(str(values[key]))) for key in FILES[name] if values[key] is not None}

@@ -1,0 +1,117 @@
+"""Checks before anything starts: every mistake that can be seen without an engine ends the run here, in one message.
+
+In the order of what is cheapest to see and what later checks need: model folder, data, reward, devices, memory.
+Nothing is written, no engine is started, torch is not imported.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from configs.schema import TrainConfig
+from engines.families.served import check_served
+from engines.families.shape import weight_shapes
+from penstock.base.errors import UserError
+from penstock.checks.data import check_agents, check_pairs, check_prompts, check_sampling
+from penstock.checks.memory import GroupEstimate, check_memory
+from penstock.checks.model import check_chat, check_model, check_model_folder, check_targets
+from penstock.checks.prompts import check_prompt_lengths, read_prompts
+from penstock.checks.servers import check_judge, check_service
+from penstock.environments.loading import load_environment
+from penstock.evaluators.loading import load_evaluators
+from penstock.rewards.function import load_reward_function
+
+
+def check_training(config: TrainConfig) -> list[GroupEstimate]:
+    """Check everything that `train` needs; return the placement with memory estimates.
+
+    Raises:
+        UserError: the first mistake found.
+    """
+    check_inputs(config)
+    return check_memory(config)
+
+
+def check_inputs(config: TrainConfig) -> None:
+    """Check all that does not depend on what else runs on this machine: model, data, reward, evaluators.
+
+    Raises:
+        UserError: the first mistake found.
+    """
+    check_model(config)
+    check_rollout_model(config)
+    if config.critic is not None and config.critic.path is not None:
+        check_model_folder(Path(config.critic.path), "critic.path")
+    check_targets(config)
+    frames = read_prompts(config)
+    columns = check_prompts(config, frames)
+    check_agents(config, frames["train"])
+    if config.data.chat:
+        check_chat(config)
+    if config.sft is not None:
+        check_pairs(config)
+    check_environment(config)
+    check_reward(config, columns)
+    check_sampling(config)
+    load_evaluators(config.evaluate.evaluators or ())
+    check_prompt_lengths(config, frames)
+
+
+def check_rollout_model(config: TrainConfig) -> None:
+    """Check that the rollout engine serves the actor with the weights that are trained.
+
+    Raises:
+        UserError: it does not (see `engines.families.served`).
+    """
+    if config.model.path is not None:
+        folder = Path(config.model.path)
+        settings = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        check_served(settings, weight_shapes(folder), f"model.path: {folder}")
+
+
+def check_environment(config: TrainConfig) -> None:
+    """Check that the environment loads.
+
+    Raises:
+        UserError: it does not.
+    """
+    if config.environment is not None:
+        load_environment(config.environment)
+
+
+def check_reward(config: TrainConfig, columns: list[str]) -> None:
+    """Check that there is a reward, and that it loads or that its server answers.
+
+    Raises:
+        UserError: it does not.
+    """
+    if config.reward.model is not None:
+        check_model_folder(Path(config.reward.model), "reward.model", scores=True)
+        return
+    if config.reward.judge is not None:
+        check_judge(config.reward, columns)
+        return
+    if config.reward.service is not None:
+        check_service(config.reward.service)
+        return
+    if config.environment is not None and not config.reward.given:
+        return  # whether an environment gives rewards shows in the first batch
+    if config.reward.function is None:
+        raise UserError(
+            "no reward: none of 'reward.function', 'reward.model', 'reward.judge' and 'reward.service' is set",
+            "add reward.function=module:function, e.g. penstock.rewards.builtin:exact_match",
+        )
+    load_reward_function(config.reward.function, config.reward.settings, columns)
+
+
+def check_supervised(config: TrainConfig) -> None:
+    """Check what the `sft` flow alone needs.
+
+    Raises:
+        UserError: the first mistake found.
+    """
+    check_model(config)
+    if config.sft is None:
+        raise UserError("there is no 'sft' section", "add one, e.g. sft.steps=400")
+    check_pairs(config)

@@ -1,0 +1,410 @@
+"""`penstock bench`: measurements with a table at the end and a JSON file; thin calls into the room benchmarks/.
+
+Heavy imports stay inside the commands, as in main.py.
+"""
+
+from __future__ import annotations
+
+import shlex
+import sys
+import tempfile
+from collections.abc import Sequence
+from enum import StrEnum
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from penstock.base.errors import UserError
+from penstock.base.files import check_possible
+
+if TYPE_CHECKING:
+    from benchmarks.result import BenchResult
+    from benchmarks.workload import Lengths
+    from configs.schema import TrainConfig
+
+app = typer.Typer(no_args_is_help=True, help="Measure speed and memory; every command can write a JSON result.")
+
+
+def free_file(path: Path | None) -> Path | None:
+    """Refuse an impossible place for a result before anything is measured for it."""
+    if path is None:
+        return None
+    if path.is_dir():
+        raise UserError(f"{path} is a folder", "name a file")
+    check_possible(path.parent, f"the file {path}", "name another one")
+    return path
+
+
+def free_folder(path: Path | None) -> Path | None:
+    """Refuse an impossible folder likewise."""
+    if path is not None:
+        check_possible(path, f"the folder {path}", "name another one")
+    return path
+
+
+Recipe = Annotated[Path, typer.Argument(help="YAML recipe, e.g. configs/bench_grpo.yaml")]
+Overrides = Annotated[list[str] | None, typer.Argument(help="section.key=value, e.g. model.path=models/random-1.5b")]
+Out = Annotated[Path | None, typer.Option(help="JSON file for the result", callback=free_file)]
+Skip = Annotated[int, typer.Option(min=0, help="cold measurements at the start that do not count")]
+Peers = Annotated[Path | None, typer.Option(help="peers' figures, as 'penstock bench peers' writes them")]
+
+
+class Distribution(StrEnum):
+    """How long made-up responses are."""
+
+    fixed = "fixed"
+    lognormal = "lognormal"
+
+
+class What(StrEnum):
+    """What is scaled."""
+
+    step = "step"
+    update = "update"
+
+
+@app.command()
+def step(
+    recipe: Recipe,
+    overrides: Overrides = None,
+    out: Out = None,
+    peers: Peers = None,
+    skip: Skip = 2,
+    run: Annotated[Path | None, typer.Option(help="keep the run folder here; default: a temporary one")] = None,
+) -> None:
+    """Whole iterations of `penstock train`: seconds by stage, tokens per second, memory."""
+    from benchmarks.result import read_peers
+    from benchmarks.step import measure
+
+    known = read_peers(peers) if peers else {}
+    result = measure(recipe, overrides or [], _command(), skip, run)
+    _finish(result.model_copy(update={"peers": known}), out)
+
+
+@app.command()
+def update(
+    recipe: Recipe,
+    overrides: Overrides = None,
+    out: Out = None,
+    lengths: Annotated[
+        Distribution, typer.Option(help="fixed: the recipe's longest prompt and response; lognormal: a long tail")
+    ] = Distribution.fixed,
+    mean: Annotated[float, typer.Option(min=1, help="lognormal: mean response tokens before the cut")] = 600.0,
+    longest: Annotated[int, typer.Option(min=1, help="lognormal: responses are cut here, tokens")] = 4096,
+    critic: Annotated[bool, typer.Option("--critic", help="update the critic as well (ppo)")] = False,
+    steps: Annotated[int, typer.Option(min=1, help="updates")] = 6,
+    skip: Skip = 2,
+) -> None:
+    """The actor's update alone, on made-up experience: seconds, MFU, memory, loss of every step."""
+    from benchmarks.update import measure
+
+    with tempfile.TemporaryDirectory() as folder:
+        config = _load(recipe, overrides, folder)
+        result = measure(
+            config, _lengths(config, lengths, mean, longest), _command(), steps=steps, skip=skip, critic=critic
+        )
+    _finish(result, out, ("step", "time/update_actor_s", "actor/loss", "actor/grad_norm", "actor/entropy"))
+
+
+@app.command()
+def rollout(
+    recipe: Recipe,
+    overrides: Overrides = None,
+    out: Out = None,
+    rounds: Annotated[int, typer.Option(min=1, help="iterations' worth of responses")] = 5,
+    skip: Skip = 2,
+    beside_vllm: Annotated[
+        bool, typer.Option("--beside-vllm", help="then measure vLLM by itself, on one GPU, as a peer")
+    ] = False,
+) -> None:
+    """The rollout alone: tokens per second."""
+    from benchmarks import vllm_alone
+    from benchmarks.rollout import measure
+
+    with tempfile.TemporaryDirectory() as folder:
+        config = _load(recipe, overrides, folder)
+        if beside_vllm:
+            vllm_alone.model_folder(config)
+        result, asked = measure(config, _command(), rounds=rounds, skip=skip)
+        _finish(result, out)
+        if beside_vllm:  # after the result is kept: it may fail
+            _finish(result.model_copy(update={"peers": vllm_alone.measure(config, asked, skip)}), out)
+
+
+@app.command()
+def reshard(
+    recipe: Recipe,
+    overrides: Overrides = None,
+    out: Out = None,
+    strategies: Annotated[
+        str, typer.Option(help="shared,local,gather,broadcast or some of them, each placed for this machine")
+    ] = "",
+    update: Annotated[bool, typer.Option(help="an optimizer step before each reshard")] = True,
+    rounds: Annotated[int, typer.Option(min=1, help="reshards")] = 8,
+    skip: Skip = 2,
+) -> None:
+    """A reshard and the pause of generation around it: seconds and bytes, per strategy on request."""
+    from benchmarks.reshard import Plan, measure, measure_strategies
+
+    names, plan = [name.strip() for name in strategies.split(",") if name.strip()], Plan(rounds, skip, update)
+    with tempfile.TemporaryDirectory() as folder:
+        if names:
+            result = measure_strategies(recipe, overrides or [], _command(), Path(folder), names, plan)
+        else:
+            result = measure(_load(recipe, overrides, folder), _command(), plan)
+    _finish(result, out)
+    for row in result.details:
+        if "left_out" in row:
+            _say(f"left out: {row['left_out']}")
+
+
+@app.command()
+def scheduler(
+    sequences: Annotated[int, typer.Option(min=1, help="decoded at a time")] = 512,
+    samples: Annotated[int, typer.Option(min=1, help="responses to each prompt")] = 8,
+    prompt: Annotated[int, typer.Option(min=1, help="tokens of a prompt")] = 256,
+    response: Annotated[int, typer.Option(min=1, help="tokens of a response")] = 512,
+    rounds: Annotated[int, typer.Option(min=1, help="generations")] = 3,
+    out: Out = None,
+) -> None:
+    """What the processor needs for a decoding step of the rollout engine, without any model."""
+    from benchmarks.scheduler import Work, measure
+
+    result = measure(Work(sequences, samples, prompt, response), _command(), rounds)
+    _finish(result, out, ("scheduler", "step_s", "schedule_s", "update_from_output_s", "slow_step_s"))
+
+
+@app.command()
+def replies(
+    recipe: Recipe,
+    overrides: Overrides = None,
+    out: Out = None,
+    engines: Annotated[
+        list[int], typer.Option(min=1, help="a number of engines; several times for several numbers")
+    ] = [1, 2, 4, 8],  # noqa: B006 - Typer copies it
+    rounds: Annotated[int, typer.Option(min=1, help="iterations' worth of responses")] = 6,
+    skip: Skip = 2,
+) -> None:
+    """What the flow itself needs for the replies of ever more engines; none of them has a model."""
+    from benchmarks.replies import measure
+
+    with tempfile.TemporaryDirectory() as folder:
+        result = measure(_load(recipe, overrides, folder), _command(), counts=engines, rounds=rounds, skip=skip)
+    _finish(result, out, ("engines", "responses", "flow_s", "rollout_s", "reward_s", "advantage_s"))
+
+
+@app.command()
+def nccl(
+    out: Out = None,
+    largest: Annotated[int, typer.Option(min=1, help="largest buffer, MiB")] = 1024,
+    rounds: Annotated[int, typer.Option(min=1, help="measurements per size")] = 20,
+    ranks: Annotated[
+        int | None, typer.Option(min=2, help="GPUs, or CPU ranks; default: all GPUs, or two ranks")
+    ] = None,
+) -> None:
+    """Bandwidth of all-gather, broadcast and all-reduce by buffer size, against NVLink's rate."""
+    from benchmarks.nccl import measure
+
+    result = measure(_command(), largest_mib=largest, rounds=rounds, ranks=ranks)
+    _finish(result, out, ("collective", "bytes", "seconds", "bus_gb_per_s"))
+    _say(result.settings["verdict"])
+
+
+@app.command()
+def scaling(
+    recipe: Recipe,
+    overrides: Overrides = None,
+    out: Out = None,
+    gpus: Annotated[str | None, typer.Option(help="e.g. 1,2,4,8; default: 1, 2, 4, ... up to all")] = None,
+    what: Annotated[What, typer.Option(help="what every count runs")] = What.step,
+    skip: Skip = 2,
+    one: Annotated[Path | None, typer.Option(help="a result on one GPU, which is not measured again then")] = None,
+) -> None:
+    """The same work per GPU on ever more GPUs; rollout.prompts counts for one GPU."""
+    from benchmarks.scaling import COLUMNS, measure, parse_counts
+
+    counts = parse_counts(gpus)
+    result = measure(recipe, overrides or [], _command(), counts=counts, what=what.value, skip=skip, one=one)
+    _finish(result, out, ("gpus", *COLUMNS[what.value], "scaling_efficiency"))
+
+
+@app.command()
+def algorithms(
+    overrides: Overrides = None,
+    names: Annotated[str, typer.Option(help="e.g. grpo,ppo; default: all")] = "",
+    seeds: Annotated[str, typer.Option(help="one training of each algorithm per seed")] = "0,1,2",
+    iterations: Annotated[int | None, typer.Option(min=1, help="default: the recipe's")] = None,
+    recipe: Annotated[Path, typer.Option(help="YAML recipe")] = Path("configs/quickstart.yaml"),
+    parallel: Annotated[int, typer.Option(min=1, help="trainings at a time; they share cores and GPUs")] = 1,
+    out: Annotated[
+        Path | None, typer.Option(help="JSON file for the result; what it holds is not run again", callback=free_file)
+    ] = None,
+) -> None:
+    """Held-out accuracy of every algorithm after a short training each."""
+    from algorithms.registry import ALGORITHMS
+    from benchmarks.algorithms import Plan, measure, parse_seeds
+
+    own = (*(overrides or []), *([f"iterations={iterations}"] if iterations else []))
+    chosen = tuple(name.strip() for name in names.split(",") if name.strip()) or tuple(ALGORITHMS)
+    result = measure(Plan(recipe, chosen, parse_seeds(seeds), parallel, own), _command(), out, _say)
+    _finish(result, out, ("name", "seed", "accuracy_before", "accuracy_after", "improved", "seconds"))
+
+
+@app.command()
+def page(
+    result: Annotated[Path, typer.Argument(help="result file of 'bench algorithms'")] = Path(
+        "benchmarks/results/algorithms.json"
+    ),
+    target: Annotated[Path, typer.Argument(help="page with the table")] = Path("docs/algorithms.md"),
+    more_steps: Annotated[
+        Path, typer.Option(help="a result with more algorithm.mini_batches, put beside it loss by loss")
+    ] = Path("benchmarks/results/algorithms_4_mini_batches.json"),
+) -> None:
+    """Write the accuracies of a result into the table of docs/algorithms.md."""
+    from benchmarks.algorithms_page import read_page, rendered
+    from benchmarks.result import read_result
+    from penstock.base.files import write_text
+
+    write_text(target, rendered(read_page(target), read_result(result), read_result(more_steps)))
+    _say(f"page: {target}")
+
+
+@app.command()
+def compare(
+    old: Annotated[Path, typer.Argument(help="result file of before")],
+    new: Annotated[Path, typer.Argument(help="result file of after")],
+    tolerance: Annotated[float, typer.Option(min=0, help="share by which a figure may be worse")] = 0.05,
+) -> None:
+    """Compare two results; exit code 1 where a figure got worse by more than the tolerance, or is gone."""
+    from benchmarks.compare import compare as compare_results
+    from benchmarks.compare import remarks
+    from benchmarks.result import read_result
+    from benchmarks.table import comparison_table
+    from penstock.cli.terminal import console
+
+    before, after = read_result(old), read_result(new)
+    changes = compare_results(before, after, tolerance)
+    console.print(comparison_table(before, after, changes))
+    for remark in remarks(before, after):
+        _say(remark)
+    if any(change.verdict == "worse" for change in changes):
+        raise SystemExit(1)
+
+
+@app.command()
+def peers(
+    out: Annotated[Path | None, typer.Option(help="JSON file for --peers", callback=free_file)] = None,
+    into: Annotated[Path | None, typer.Option(help="a result of the same work and machine, which they join")] = None,
+    trl: Annotated[Path | None, typer.Option(help="output of the TRL run")] = None,
+    verl: Annotated[Path | None, typer.Option(help="output of the verl run")] = None,
+    trl_name: Annotated[str, typer.Option(help="what to call it, with its version")] = "trl",
+    verl_name: Annotated[str, typer.Option(help="what to call it, with its version")] = "verl",
+) -> None:
+    """Read peers' figures from their logs: medians from the second step on."""
+    import json
+
+    from benchmarks.peers import trl_figures, verl_figures
+    from benchmarks.result import read_result, write_result
+    from penstock.base.files import write_text
+
+    if trl is None and verl is None:
+        raise UserError("no log given", "name one with --trl or --verl")
+    if out is None and into is None:
+        raise UserError("nothing to write to", "name a file with --out, or a result with --into")
+    result = read_result(into) if into else None
+    found = {trl_name: trl_figures(trl)} if trl else {}
+    found |= {verl_name: verl_figures(verl)} if verl else {}
+    if out is not None:
+        write_text(out, json.dumps(found, indent=2) + "\n")
+    if into is not None and result is not None:
+        joined = {"peers": result.peers | found, "peers_command": _command()}
+        write_result(into, result.model_copy(update=joined))
+    for name, figures in found.items():
+        _say(f"{name}: " + ", ".join(f"{figure} {value:g}" for figure, value in figures.items()))
+
+
+@app.command()
+def chart(
+    results: Annotated[Path, typer.Argument(help="folder of result files")] = Path("benchmarks/results"),
+    out: Annotated[
+        Path | None, typer.Option(help="folder for the pictures; default: beside the results", callback=free_folder)
+    ] = None,
+) -> None:
+    """Draw step times by stage beside the peers', and scaling, as SVG."""
+    from benchmarks.chart import draw
+
+    for path in draw(results, out or results):
+        _say(f"picture: {path}")
+
+
+@app.command()
+def model(
+    size: Annotated[str, typer.Argument(help="billions of parameters in Qwen2.5's shape: 0.5, 1.5, 3 or 7")],
+    folder: Annotated[Path, typer.Argument(help="folder for the model", callback=free_folder)],
+    mean: Annotated[
+        int | None, typer.Option(min=2, help="responses end after about so many tokens; default: hardly ever")
+    ] = None,
+) -> None:
+    """Make a model folder with random weights and a tokenizer of one token per byte."""
+    from benchmarks.make_model import SHAPES, main
+
+    if size not in SHAPES:
+        raise UserError(f"there is no shape of size '{size}'", f"choose one of {', '.join(SHAPES)}")
+    main(size, folder, mean)
+    _say(f"model: {folder}")
+
+
+@app.command()
+def prompts(
+    file: Annotated[Path, typer.Argument(help="JSONL file for the prompts", callback=free_file)],
+    letters: Annotated[int, typer.Option(min=1, help="length of a prompt, as data.max_prompt_tokens says")] = 256,
+) -> None:
+    """Write the prompts that recipes without data are measured with, for the peers' runs (benchmarks/run_*.py)."""
+    from benchmarks.workload import PROMPTS, prompts, write_rows
+
+    write_rows(file, prompts(PROMPTS, letters))
+    _say(f"prompts: {file}")
+
+
+def _load(recipe: Path, overrides: list[str] | None, folder: str) -> TrainConfig:
+    from benchmarks.session import load_recipe
+
+    return load_recipe(recipe, overrides or [], Path(folder))
+
+
+def _lengths(config: TrainConfig, kind: Distribution, mean: float, longest: int) -> Lengths:
+    from benchmarks.workload import fixed_lengths, lognormal_lengths
+
+    rows, prompt = config.rollout.prompts * config.rollout.samples, config.data.max_prompt_tokens
+    if kind is Distribution.fixed:
+        return fixed_lengths(rows, prompt, config.rollout.max_response_tokens)
+    return lognormal_lengths(rows, prompt, mean, longest)
+
+
+def _command() -> str:
+    return shlex.join(["penstock", *sys.argv[1:]])
+
+
+def _say(text: str) -> None:
+    from penstock.cli.terminal import console
+
+    console.print(text, highlight=False, markup=False, soft_wrap=True)
+
+
+def _finish(result: BenchResult, out: Path | None, columns: Sequence[str] = ()) -> None:
+    """Print the table (and the details) and write the file."""
+    from benchmarks.result import write_result
+    from benchmarks.table import details_table, result_table
+    from penstock.cli.terminal import console
+
+    if columns:
+        console.print(details_table(result, columns))
+    console.print(result_table(result))
+    if out is not None:
+        try:
+            write_result(out, result)
+        except OSError as error:  # the disk is full, or the place went while this was measured
+            problem = f"{out} cannot be written: {error.strerror}"
+            raise UserError(problem, "the figures are in the table above") from error
+        _say(f"result: {out}")

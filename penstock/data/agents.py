@@ -1,0 +1,31 @@
+"""Which agent each row of the data is for."""
+
+from __future__ import annotations
+
+import numpy as np
+import pandas as pd
+
+from configs.sections.data import AgentsConfig
+from penstock.base.errors import UserError
+
+
+def agent_numbers(frame: pd.DataFrame, agents: AgentsConfig, source: str) -> np.ndarray:
+    """Return for each row the place of its agent in `agents.names`, int64.
+
+    Args:
+        source: what to call the data in an error.
+
+    Raises:
+        UserError: a row names no agent, or there is no such column.
+    """
+    if agents.column not in frame.columns:
+        raise UserError(f"{source} has no column '{agents.column}'", f"data.agents.column: {', '.join(frame.columns)}")
+    places = {name: place for place, name in enumerate(agents.names)}
+    numbers = frame[agents.column].astype(str).map(places)
+    if numbers.isna().any():
+        unknown = frame[agents.column][numbers.isna()].iloc[0]
+        raise UserError(
+            f"{source}: column '{agents.column}' has the value '{unknown}'",
+            f"data.agents.names has {', '.join(agents.names)}: add it, or leave such rows out",
+        )
+    return numbers.to_numpy(np.int64)

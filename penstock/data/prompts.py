@@ -1,0 +1,218 @@
+"""Prompts as the model gets them: templates applied, tokenised once, kept with the row's own columns.
+
+A prompt is plain text (with the special tokens the tokenizer adds, a BOS for instance), or chat, where the chat
+template writes every special token itself and the tokenizer must not add a second BOS.
+
+Left out: the order in which prompts are taken (penstock/data/order.py).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pandas as pd
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from configs.sections.data import DataConfig
+from penstock.base.errors import UserError
+from penstock.data.rows import place, require_columns, require_filled, to_frame
+from penstock.state.digests import marked
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+RESERVED = ("prompt_id", "prompt_text", "prompt_tokens")
+DROPPED = b"penstock.dropped"
+
+
+@dataclass(frozen=True)
+class PromptTable:
+    """Tokenised prompts.
+
+    Attributes:
+        frame: `prompt_id` (split and row of the source file, `train-000017`: the same in every epoch and every run of
+            that file), `prompt_text` (exactly what was tokenised), `prompt_tokens` (int32 arrays), then the source's
+            own columns under their own names.
+        dropped: prompts left out because they are too long.
+    """
+
+    frame: pd.DataFrame
+    dropped: int
+
+    def __len__(self) -> int:
+        return len(self.frame)
+
+    def rows(self) -> dict[str, dict[str, Any]]:
+        """Return the source's own columns of every prompt, by prompt id."""
+        records = self.frame.drop(columns=[name for name in RESERVED if name != "prompt_id"]).to_dict("records")
+        return {str(record.pop("prompt_id")): record for record in records}  # type: ignore[misc]
+
+    def save(self, path: Path) -> None:
+        """Write the table as Parquet, atomically."""
+        table = pa.Table.from_pandas(self.frame, preserve_index=False)
+        tokens = pa.array(self.frame["prompt_tokens"], pa.list_(pa.int32()))
+        table = table.set_column(table.column_names.index("prompt_tokens"), "prompt_tokens", tokens)
+        with marked(path) as aside:
+            pq.write_table(table.replace_schema_metadata({DROPPED: str(self.dropped)}), aside)
+
+    @classmethod
+    def load(cls, path: Path) -> PromptTable:
+        """Read what `save` wrote."""
+        table = pq.read_table(path)
+        return cls(to_frame(table), int(table.schema.metadata[DROPPED]))
+
+
+def tokenize_prompts(
+    frame: pd.DataFrame, config: DataConfig, tokenizer: PreTrainedTokenizerBase, split: str
+) -> PromptTable:
+    """Return the prompts of a split; those above `config.max_prompt_tokens` are dropped and counted.
+
+    Args:
+        frame: rows in the order of their file (see `penstock.data.rows.read_rows`).
+        config: which column, which template, which limit.
+        tokenizer: the actor's.
+        split: `train` or `heldout`: the beginning of every prompt id, and the key of the file in `config`.
+
+    Raises:
+        UserError: the column is absent or a prompt is empty, a column has a reserved name, a chat template is needed
+            and absent, or every prompt is too long.
+    """
+    source = getattr(config, split, None) or f"the {split} data"
+    refuse_reserved(frame, source)
+    texts, tokens = encode_prompts(frame, config.prompt, config, tokenizer, source)
+    lengths = np.fromiter((len(row) for row in tokens), dtype=np.int64, count=len(tokens))
+    kept = lengths <= config.max_prompt_tokens
+    if not kept.any():
+        raise UserError(
+            f"every prompt of {source} is longer than data.max_prompt_tokens ({config.max_prompt_tokens}): "
+            f"the shortest has {lengths.min()} tokens",
+            f"set data.max_prompt_tokens to {lengths.max()} to keep them all",
+        )
+    own = {
+        "prompt_id": [f"{split}-{row:06d}" for row in range(len(frame))],
+        "prompt_text": texts,
+        "prompt_tokens": tokens,
+    }
+    table = pd.concat([pd.DataFrame(own), frame.reset_index(drop=True)], axis=1)
+    return PromptTable(table[kept].reset_index(drop=True), int((~kept).sum()))
+
+
+def refuse_reserved(frame: pd.DataFrame, source: Path | str) -> None:
+    """Check that no column has the name of one that `PromptTable` adds.
+
+    Raises:
+        UserError: one has.
+    """
+    if taken := [name for name in RESERVED if name in frame.columns]:
+        raise UserError(f"{source} has a column '{taken[0]}', a name Penstock uses itself", "rename that column")
+
+
+def encode_prompts(
+    frame: pd.DataFrame, column: str, config: DataConfig, tokenizer: PreTrainedTokenizerBase, source: Path | str
+) -> tuple[list[str], list[np.ndarray]]:
+    """Return the exact text and the tokens (int32) of every row's prompt.
+
+    Raises:
+        UserError: as for `tokenize_prompts`.
+    """
+    require_columns(frame, [column], source)
+    require_filled(frame, column, source)
+    messages = [] if isinstance(frame[column].iloc[0], str) else _chats(frame, column, source)
+    if messages and config.template is not None:
+        raise UserError(f"'data.template' has no effect on a column of messages ('{column}')", "remove data.template")
+    texts = [] if messages else [(config.template or "{prompt}").replace("{prompt}", text) for text in frame[column]]
+    if config.chat and not messages:
+        messages = [[{"role": "user", "content": text}] for text in texts]
+    if messages:
+        texts = _apply_chat_template(messages, tokenizer, config.chat_arguments, source)
+    elif config.chat_arguments:
+        refuse_chat_arguments(source)
+    tokens = encode_texts(texts, tokenizer, add_special_tokens=not messages)
+    if empty := [row for row, ids in enumerate(tokens) if len(ids) == 0]:
+        raise UserError(
+            f"{place(source, empty[0])}: the prompt has no tokens: the tokenizer knows none of its characters",
+            "use data that fits the tokenizer",
+        )
+    return texts, tokens
+
+
+def refuse_chat_arguments(source: Path | str) -> None:
+    """Say that there is no chat template to give arguments to.
+
+    Raises:
+        UserError: always.
+    """
+    raise UserError(
+        f"'data.chat_arguments' has no effect on the text prompts of {source} without 'data.chat'",
+        "add data.chat=true, or remove data.chat_arguments",
+    )
+
+
+def encode_texts(texts: list[str], tokenizer: PreTrainedTokenizerBase, add_special_tokens: bool) -> list[np.ndarray]:
+    """Return the tokens (int32) of every text."""
+    # verbose=False: prompts above the model's limit are dropped later, a warning for each would only alarm.
+    batch = tokenizer(texts, add_special_tokens=add_special_tokens, return_attention_mask=False, verbose=False)
+    return [np.asarray(ids, dtype=np.int32) for ids in batch["input_ids"]]
+
+
+def _chats(frame: pd.DataFrame, column: str, source: Path | str) -> list[list[dict[str, Any]]]:
+    chats = []
+    for row, value in enumerate(frame[column]):
+        if not all(isinstance(message, Mapping) and {"role", "content"} <= message.keys() for message in value):
+            raise UserError(
+                f"{place(source, row)}: '{column}' is neither text nor a list of messages",
+                'write text, or [{"role": "user", "content": "..."}]',
+            )
+        chats.append([_plain(message) for message in value])
+    return chats
+
+
+def _plain(value: Any) -> Any:
+    """Return a value of a message as JSON would have it: lists for arrays, and no key whose value is null.
+
+    Arrow gives every object of a column the keys of all of them: null stands for a key that was not there.
+    """
+    if isinstance(value, Mapping):
+        return {key: _plain(part) for key, part in value.items() if part is not None}
+    if isinstance(value, np.ndarray):
+        value = value.tolist()
+    return [_plain(part) for part in value] if isinstance(value, list) else value
+
+
+def _apply_chat_template(
+    chats: list[list[dict[str, Any]]],
+    tokenizer: PreTrainedTokenizerBase,
+    arguments: Mapping[str, Any],
+    source: Path | str,
+) -> list[str]:
+    from jinja2 import TemplateError
+
+    if tokenizer.chat_template is None:
+        raise UserError(
+            "the prompts are chat messages, and the model's tokenizer has no chat template",
+            "use an instruction-tuned model, or text prompts with data.chat=false and a data.template",
+        )
+    template = tokenizer.get_chat_template()
+    if unread := [name for name in arguments if not re.search(rf"\b{re.escape(name)}\b", template)]:
+        raise UserError(
+            f"data.chat_arguments has '{unread[0]}', which the model's chat template does not read",
+            "correct its name, or remove it",
+        )
+    settings = {**arguments, "add_generation_prompt": True, "tokenize": False}
+    texts = []
+    for row, chat in enumerate(chats):
+        try:
+            texts.append(str(tokenizer.apply_chat_template(chat, **settings)))
+        # Templates refuse roles they do not know, or an order they do not expect, and fail on values of another kind.
+        except (TemplateError, TypeError, ValueError) as error:
+            raise UserError(
+                f"{place(source, row)}: the chat template refuses these messages: {error}",
+                "correct their roles and order, and give them the keys and values that the template reads",
+            ) from None
+    return texts

@@ -1,0 +1,1 @@
+"""What this machine has, and what would slow or stop a run on it."""

@@ -1,0 +1,85 @@
+"""A calculator as a tool: the worked example of an environment.
+
+The policy writes `[1234+5678]`, the calculator answers `=6912 `, and a turn without a call is the answer, which is
+worth 1 if it is the number in the row's column `answer`, closed by a full stop. The expression is parsed, never
+evaluated as Python.
+"""
+
+from __future__ import annotations
+
+import ast
+import math
+import operator
+import re
+from collections.abc import Callable
+from typing import Any
+
+from penstock.environments.environment import Step
+
+CALL = re.compile(r"\[([^\[\]]*)\]$")
+LONGEST_EXPRESSION = 64
+ERROR = "=error "
+
+_ANSWER = re.compile(r"-?[0-9]+(\.[0-9]+)?\.")
+_LEADING_ZEROS = re.compile(r"(?<![\d.])0+(?=\d)")
+_OPERATORS: dict[type[ast.operator], Callable[[Any, Any], Any]] = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.Div: operator.truediv,
+}
+
+
+class Calculator:
+    """One problem, with as many calls of the calculator as there are turns.
+
+    Args:
+        penalty: what an expression that cannot be calculated costs.
+    """
+
+    stop = ("]",)
+
+    def __init__(self, penalty: float = 0.0) -> None:
+        self.penalty = penalty
+        self.answer = ""
+
+    def reset(self, row: dict[str, Any], seed: int) -> None:
+        """Remember the right answer."""
+        self.answer = str(row["answer"])
+
+    def step(self, text: str) -> Step:
+        """Calculate what the turn asks for, or judge it as the answer."""
+        call = CALL.search(text)
+        if call is None:
+            return Step(done=True, reward=float(is_right(text, self.answer)))
+        observation = calculated(call[1])
+        return Step(observation, reward=-self.penalty if observation == ERROR else None)
+
+
+def calculated(expression: str) -> str:
+    """Return what the calculator shows for an expression of + - * / and brackets, e.g. `=6912 `."""
+    try:
+        if len(expression) > LONGEST_EXPRESSION:
+            return ERROR
+        value = _value(ast.parse(_LEADING_ZEROS.sub("", expression).strip(), mode="eval").body)
+        if isinstance(value, float):
+            return f"={value:.10g} " if math.isfinite(value) else ERROR
+        return f"={value} "
+    except (SyntaxError, ValueError, ArithmeticError, RecursionError):
+        return ERROR
+
+
+def _value(node: ast.expr) -> int | float:
+    if isinstance(node, ast.Constant) and type(node.value) in (int, float):
+        return node.value  # type: ignore[return-value]  # the line above has looked
+    if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
+        return -_value(node.operand)
+    if isinstance(node, ast.BinOp) and type(node.op) in _OPERATORS:
+        return _OPERATORS[type(node.op)](_value(node.left), _value(node.right))
+    raise ValueError("not arithmetic")
+
+
+def is_right(text: str, answer: str) -> bool:
+    """Whether a text is the number of the answer, closed by a full stop; leading zeros do not count."""
+    said = text.strip()
+    return _ANSWER.fullmatch(said) is not None and float(said[:-1]) == float(answer)

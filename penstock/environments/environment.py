@@ -1,0 +1,58 @@
+"""The interface of an environment: the policy speaks, it answers, until the episode is over.
+
+One object per episode. It is made in a worker process, lives there as long as its episode, and sees text alone: which
+tokens the policy drew, and which of them are trained on, is the rollout engine's business
+(engines/rollout/episodes.py).
+
+Left out: loading a user's class (penstock/environments/loading.py), worker processes (penstock/environments/pool.py).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+Reward = float | dict[str, float] | None
+
+
+@dataclass(frozen=True)
+class Step:
+    """How an environment answers a turn.
+
+    Attributes:
+        observation: text that the policy sees next; needed unless the episode is done.
+        done: whether the episode is over.
+        reward: what the turn was worth, a number or named parts; an episode's reward is the sum over its turns.
+    """
+
+    observation: str | None = None
+    done: bool = False
+    reward: Reward = None
+
+
+class Environment(Protocol):
+    """One episode.
+
+    A class is called with `environment.settings` as keyword arguments. Its attribute `stop`, a tuple of texts, names
+    what ends a turn besides the end-of-sequence token: the closing of a tool call, for instance. Each has to be a
+    single token of the model; a token that contains it ends a turn, too.
+    """
+
+    def reset(self, row: dict[str, Any], seed: int) -> str | None:
+        """Begin the episode of a data row; return what the policy sees after the prompt, if anything.
+
+        Args:
+            row: the columns of the data row that the prompt came from.
+            seed: for everything random; another one for each sample of a prompt, the same when an iteration is
+                repeated.
+        """
+
+    def step(self, text: str) -> Step:
+        """Answer a turn of the policy.
+
+        Called for every turn, also for one that was cut at a limit, after which the episode is over whatever this
+        returns.
+
+        Args:
+            text: the turn's tokens, decoded without special tokens; what ended it is included.
+        """

@@ -1,0 +1,88 @@
+"""The held-out figures of a run as text, with their intervals: one wording for all that show them.
+
+An accuracy says nothing without how the responses were drawn: the metrics beside it hold that, `drawn` has the words.
+
+Left out: computing them (evaluators/), and curves (penstock/reports/plots.py).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+_LABELS = {
+    "heldout/accuracy": "accuracy",
+    "heldout/reward": "mean reward",
+    "heldout/response_length_mean": "response length, tokens",
+    "heldout/truncated_share": "truncated, share",
+    "heldout/kl": "KL to the reference, nats per token",
+    "heldout/distinct_2": "distinct bigrams, share",
+    "heldout/ngram_entropy_2": "entropy of bigrams, nats",
+    "heldout/repetition": "repetition, share",
+    "heldout/evaluator_failures": "evaluators that failed",
+}
+TEMPERATURE = "heldout/temperature"
+_OF_SEVERAL = re.compile(r"heldout/(mean|best|worst|majority)_at_(\d+)")
+
+
+@dataclass(frozen=True)
+class Figure:
+    """One line of the table: what it is, and its values in the first and in the last evaluation."""
+
+    label: str
+    first: str
+    last: str
+
+
+def evaluation_figures(records: Sequence[Mapping[str, Any]]) -> list[Figure]:
+    """Return the figures of the first and the last record that have an accuracy; nothing without any."""
+    evaluations = [record["metrics"] for record in records if "heldout/accuracy" in record["metrics"]]
+    if not evaluations:
+        return []
+    first, last = evaluations[0], evaluations[-1]
+    how = [Figure("responses", drawn(first) or "–", drawn(last))] if drawn(last) else []
+    figures = shown(last).items()
+    return how + [Figure(label, with_interval(first, name), with_interval(last, name)) for name, label in figures]
+
+
+def drawn(metrics: Mapping[str, float]) -> str:
+    """Return how held-out responses were drawn, `greedy` or `sampled at temperature 1`; empty without an evaluation."""
+    return drawn_at(metrics.get(TEMPERATURE))
+
+
+def drawn_at(temperature: float | None) -> str:
+    """Return the same of a temperature, None where nobody knows it."""
+    if temperature is None:
+        return ""
+    return f"sampled at temperature {temperature:g}" if temperature else "greedy"
+
+
+def shown(names: Iterable[str]) -> dict[str, str]:
+    """Return the labels of those metrics that are worth a line, in reading order: rewards, of several responses, rest.
+
+    The figures of a user's own evaluators (`heldout/<evaluator>/<figure>`) are among them.
+    """
+    present = list(names)
+    head, tail = list(_LABELS)[:2], list(_LABELS)[2:]
+    several = {name: f"{found[1]}@{found[2]}" for name in present if (found := _OF_SEVERAL.fullmatch(name))}
+    own = {
+        name: name.removeprefix("heldout/")
+        for name in present
+        if name.count("/") == 2 and name.startswith("heldout/") and not name.endswith(("/low", "/high"))
+    }
+    rest = {name: _LABELS[name] for name in tail if name in present}
+    return {**{name: _LABELS[name] for name in head if name in present}, **several, **rest, **own}
+
+
+def with_interval(metrics: Mapping[str, float], name: str) -> str:
+    """Return a figure and its 95 % interval as text: `0.842 (0.819 to 0.864)`; a dash if it does not exist."""
+    if name not in metrics:
+        return "–"
+    low, high = metrics.get(f"{name}/low"), metrics.get(f"{name}/high")
+    return _text(metrics[name]) + (f" ({_text(low)} to {_text(high)})" if low is not None and high is not None else "")
+
+
+def _text(value: float) -> str:
+    return f"{value:,.1f}" if abs(value) >= 100 else f"{value:.3f}"

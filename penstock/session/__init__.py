@@ -1,0 +1,1 @@
+"""What lives as long as a training in the flow's process."""

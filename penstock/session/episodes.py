@@ -1,0 +1,123 @@
+"""What episodes add to experience, and how an environment's rewards join those of the reward source. Not a task itself.
+
+Left out: playing them (engines/rollout/episodes.py).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from configs.schema import TrainConfig
+from penstock.base.errors import UserError
+from penstock.rewards.pool import Score, log_first, refuse_too_many
+from penstock.state.experience import column_names
+
+TURNS, REWARD, FAILURE = "turns", "environment_reward", "environment_failure"
+PART = "environment/"  # columns of the named parts that an environment gave
+
+
+def episode_columns(answers: Sequence[Mapping[str, Any]], rows_B: np.ndarray) -> dict[str, Any]:
+    """Return the columns of episodes from the replies of all engines, rows in the order `rows_B`; none without them."""
+    if TURNS not in answers[0]:
+        return {}
+    parts = [part for answer in answers for part in answer["environment_parts"]]
+    failures = [failure for answer in answers for failure in answer[FAILURE]]
+    names = sorted({name for part in parts for name in part})
+    return {
+        TURNS: np.concatenate([answer[TURNS] for answer in answers])[rows_B],
+        REWARD: np.concatenate([answer[REWARD] for answer in answers])[rows_B],
+        FAILURE: [failures[row] for row in rows_B],
+        **{f"{PART}{name}": np.asarray([parts[row].get(name, np.nan) for row in rows_B]) for name in names},
+    }
+
+
+def episode_column_names(path: Path) -> list[str]:
+    """Return the columns of an experience file that episodes added."""
+    return [name for name in column_names(path) if name in (TURNS, REWARD, FAILURE) or name.startswith(PART)]
+
+
+def episode_figures(columns: Mapping[str, Any]) -> dict[str, float]:
+    """Return figures of experience with the columns of episodes; none without them."""
+    if TURNS not in columns:
+        return {}
+    return {
+        "rollout/turns_mean": float(columns[TURNS].mean()),
+        "rollout/turns_max": float(columns[TURNS].max()),
+        "rollout/observation_share": 1 - float(columns["loss_mask"].values_T.mean()),
+        "rollout/environment_failures": float(sum(reason is not None for reason in columns[FAILURE])),
+    }
+
+
+def waiting_figures(answers: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+    """Return how much of the engines' time environments took from vLLM; nothing without them."""
+    if TURNS not in answers[0]:
+        return {}
+    waited = sum(answer["waited_seconds"] for answer in answers)
+    return {"rollout/engine_wait_share": float(waited / sum(answer["engine_seconds"] for answer in answers))}
+
+
+def with_environment(config: TrainConfig, columns: Mapping[str, Any], scores: list[Score] | None) -> list[Score]:
+    """Return the rewards of episodes: the environment's, and those of the reward source where there is one.
+
+    Args:
+        columns: those of episodes, and `sample_id`.
+        scores: of the reward source.
+
+    Raises:
+        UserError: more episodes failed than `reward.max_failure_share` allows, or nothing gave any reward.
+    """
+    names = [name for name in columns if name.startswith(PART)]
+    parts = [
+        {name.removeprefix(PART): float(columns[name][row]) for name in names if not np.isnan(columns[name][row])}
+        for row in range(len(columns[REWARD]))
+    ]
+    _check_failures(config, columns)
+    if scores is None and np.isnan(columns[REWARD]).all() and not all(columns[FAILURE]):
+        raise UserError(
+            f"{_name(config)} gave no reward in any of {len(parts)} episodes, and there is no other reward",
+            "let its step return Step(..., reward=...), or add reward.function",
+        )
+    others: Sequence[Score | None] = [None] * len(parts) if scores is None else scores
+    return [
+        Score(config.reward.failure_value, {}, f"environment: {failure}") if failure else _sum(score, reward, part)
+        for failure, score, reward, part in zip(columns[FAILURE], others, columns[REWARD], parts, strict=True)
+    ]
+
+
+def _sum(score: Score | None, reward: float, parts: dict[str, float]) -> Score:
+    """Add up both rewards. An environment that gave none counts 0; of two sources each is at least one part."""
+    given = 0.0 if np.isnan(reward) else float(reward)
+    if score is None:
+        return Score(given, parts, None)
+    if score.failure is not None:
+        return score
+    own = {name: value for name, value in parts.items() if name != "reward"} or {"environment": given}
+    others = {name: value for name, value in score.parts.items() if name != "reward"} or {"response": score.reward}
+    return dataclasses.replace(score, reward=score.reward + given, parts={**others, **own})
+
+
+def _check_failures(config: TrainConfig, columns: Mapping[str, Any]) -> None:
+    failed = [
+        f"sample {name}: {reason}"
+        for name, reason in zip(columns["sample_id"], columns[FAILURE], strict=True)
+        if reason is not None
+    ]
+    refuse_too_many(
+        failed,
+        len(columns[FAILURE]),
+        config.reward.max_failure_share,
+        f"{_name(config)} failed in",
+        "episodes",
+        "Put the environment or the data right, or raise environment.timeout_s or reward.max_failure_share.",
+    )
+    log_first("environment failed", failed, FAILURE)
+
+
+def _name(config: TrainConfig) -> str:
+    assert config.environment is not None
+    return f"environment.type '{config.environment.type}'"

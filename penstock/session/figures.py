@@ -1,0 +1,259 @@
+"""How well a run uses its machine: shares of the iteration, FLOPs against the GPU's peak, memory, GPU samples.
+
+Sources: what each command used on its ranks (`Session.usage`, gathered by `Session.call`), the tasks' own seconds,
+and the GPU sampler. None of it is a task: the figures are sums of what is known already.
+
+Left out: scaling efficiency, which compares several numbers of GPUs and so takes several runs (`penstock bench
+scaling`). What one run can say of it is `parallel_efficiency`.
+
+Alarms: what goes wrong in a training is said once, with what to change, and recorded as `alarm/<name>`, 0 or 1.
+
+Not a task: it looks at figures that are there already. The rules are in penstock/reports/alarms.py.
+
+The clock of iterations: each begins where the one before ended, so that what lies between them is counted too.
+
+That is its record, and what Prefect needs to end a child flow and to begin one. Checkpoints are left out: their seconds
+are a figure of their own. Not a task.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import cache
+from pathlib import Path
+
+import numpy as np
+from prefect import get_run_logger
+
+from configs.schema import TrainConfig
+from configs.sections.run import Role
+from engines.families.shape import read_shape
+from engines.groups.machine import gpu_name, visible_gpus
+from engines.sizing.flops import generation_flops, peak_flops
+from penstock.reports.alarms import RULES, looked_at, raised
+from penstock.session.session import Session, Training
+from penstock.state.run_folder import read_metrics
+
+PASSES = ("logprobs_old", "logprobs_reference", "values")
+
+UPDATES = ("update_actor", "update_critic")
+
+# Steps in brackets run side by side: together they take as long as the longest, which may have waited for another.
+STAGES = (
+    ("rollout",),
+    ("reward",),
+    ("refill",),
+    ("greedy_baseline",),
+    PASSES,
+    ("advantage",),
+    UPDATES,
+    ("reshard",),
+    ("compare_logprobs",),
+    ("evaluate",),
+    ("refresh_reference",),
+)
+
+FRAGMENTED_BELOW, FRAGMENTED_GIB = 0.8, 4.0  # and less than this lying idle is nobody's worry
+
+
+def role_figures(training: Training, role: Role, key: str, work: Mapping[str, float] | None = None) -> dict[str, float]:
+    """Return how fast a command worked for `role`, and the peak of the rank's memory.
+
+    Args:
+        key: the command's; without its usage (its result was there already) there are no figures.
+        work: `tokens` and `flops` of all ranks; default: what the ranks reported.
+
+    `<role>/mfu` and `<role>/tokens_per_s_per_gpu` exist on GPUs only, the first where the GPU's peak is known and the
+    model is a dense decoder; `<role>/communication_share` with several ranks.
+    """
+    session = training.session()
+    ranks = session.usage.get(key)
+    if ranks is None:
+        return {}
+    seconds = slowest(ranks)
+    figures = speed(role, ranks[0] if work is None else work, seconds, len(ranks), gpu_of(session, role))
+    if "communication_s" in ranks[0]:
+        busy = np.mean([rank["communication_s"] for rank in ranks])
+        figures[f"{role}/communication_share"] = float(busy) / seconds
+    return figures | memory(_of_iteration(session.usage, key.partition("/")[0]))
+
+
+def slowest(ranks: Sequence[Mapping[str, float]]) -> float:
+    """Return the seconds that a command took on the rank that worked longest, by its usage."""
+    return max(rank["seconds"] for rank in ranks)
+
+
+def _of_iteration(usage: Mapping[str, list[dict[str, float]]], iteration: str) -> dict[str, list[dict[str, float]]]:
+    # A copy of the items first: the thread of the other update may add its own meanwhile.
+    return {key: ranks for key, ranks in list(usage.items()) if key.partition("/")[0] == iteration}
+
+
+def generation_figures(training: Training, key: str, prompt_B: np.ndarray, response_B: np.ndarray) -> dict[str, float]:
+    """Return `role_figures` of a generation; tokens are those of the responses."""
+    session = training.session()
+    if key not in session.usage:
+        return {}
+    shape, samples = read_shape(Path(session.model_folder)), session.config.rollout.samples
+    work = {"tokens": float(response_B.sum())}
+    if shape.dense:
+        work["flops"] = generation_flops(shape, prompt_B, response_B, samples)
+    return role_figures(training, "rollout", key, work)
+
+
+def speed(
+    role: str, work: Mapping[str, float], seconds: float, ranks: int, gpu: tuple[str, str] | None
+) -> dict[str, float]:
+    """Return MFU and tokens per second and GPU of a command; `gpu`: name and dtype, None without a GPU."""
+    if gpu is None:
+        return {}
+    figures = {f"{role}/tokens_per_s_per_gpu": work["tokens"] / seconds / ranks}
+    peak = peak_flops(*gpu)
+    if peak is not None and "flops" in work:
+        figures[f"{role}/mfu"] = work["flops"] / (seconds * ranks * peak)
+    return figures
+
+
+def gpu_of(session: Session, role: Role) -> tuple[str, str] | None:
+    """Return name and dtype of the GPUs that hold `role`; None for CPU ranks."""
+    index = session.groups[role].spec.devices[0].gpu
+    return None if index is None else (_name(index), dtype_on_gpu(session.config))
+
+
+@cache
+def _name(visible: int) -> str:
+    return gpu_name(visible_gpus()[visible])
+
+
+def dtype_on_gpu(config: TrainConfig) -> str:
+    """Return the dtype in which a GPU multiplies matrices."""
+    return "bfloat16" if config.model.dtype == "auto" else config.model.dtype
+
+
+def memory(usage: Mapping[str, list[dict[str, float]]]) -> dict[str, float]:
+    """Return the peaks of torch's allocator over ranks, by command and at most; nothing on CPU ranks.
+
+    `memory/<command>_gib`: allocated; `memory/gpu_gib`: the most of them; `memory/reserved_gib`: taken from the GPU
+    then; `memory/allocated_share`: allocated of that. (During other commands torch keeps what the fullest one needs.)
+    """
+    on_gpu = {key.partition("/")[2]: ranks for key, ranks in usage.items() if "allocated_gib" in ranks[0]}
+    if not on_gpu:
+        return {}
+    figures = {f"memory/{name}_gib": max(rank["allocated_gib"] for rank in ranks) for name, ranks in on_gpu.items()}
+    fullest = max((rank for ranks in on_gpu.values() for rank in ranks), key=lambda rank: rank["allocated_gib"])
+    return {
+        **figures,
+        "memory/gpu_gib": max(figures.values()),
+        "memory/reserved_gib": fullest["reserved_gib"],
+        "memory/allocated_share": fullest["allocated_gib"] / fullest["reserved_gib"],
+    }
+
+
+def utilisation(training: Training, iteration: int, metrics: Mapping[str, float]) -> dict[str, float]:
+    """Return the figures of a finished iteration, whose `metrics` hold the seconds of its tasks; begin the next."""
+    session = training.session()
+    usage = _of_iteration(session.usage, str(iteration))
+    figures = shares(metrics, usage, iteration)
+    if "reference" in session.groups:
+        figures |= role_figures(training, "reference", f"{iteration}/logprobs_reference")
+    figures |= memory(usage) | parallel_efficiency(usage)
+    if session.gpu_sampler is not None:
+        figures |= session.gpu_sampler.take(metrics["time/iteration_s"])
+    _warn_of_fragments(training, figures)
+    session.usage.clear()
+    return figures
+
+
+def parallel_efficiency(usage: Mapping[str, list[dict[str, float]]]) -> dict[str, float]:
+    """Return `ranks/parallel_efficiency`, 0 to 1: of the ranks' time in an iteration's commands the share of work.
+
+    It is the POP model's (https://pop-coe.eu/node/69): load balance times communication efficiency, which is the work
+    of all ranks over what they would have done without waiting for the slowest and without communicating. Of several
+    commands each counts with its ranks and its time. Collectives are known of updates, and a reshard is one; those
+    inside other commands count as work. Nothing where each command has one rank.
+    """
+    apart = {key: ranks for key, ranks in usage.items() if key.partition("/")[2] != "reshard"}
+    if all(len(ranks) == 1 for ranks in apart.values()):
+        return {}
+    worked = sum(rank["seconds"] - rank.get("communication_s", 0.0) for ranks in apart.values() for rank in ranks)
+    return {"ranks/parallel_efficiency": worked / sum(len(ranks) * slowest(ranks) for ranks in usage.values())}
+
+
+def shares(
+    metrics: Mapping[str, float], usage: Mapping[str, list[dict[str, float]]], iteration: int
+) -> dict[str, float]:
+    """Return `share/<task>` of the iteration, 0 to 1, and what is left: `share/other` and `time/other_s`.
+
+    Of steps side by side counts what their ranks worked, not what they waited for each other; on groups of their own
+    they overlap, and all shares add up to more than 1 by that. Other is Prefect, the channel, files and records.
+    """
+    seconds: dict[str, float] = {}
+    spent = 0.0
+    for stage in STAGES:
+        steps = [step for step in stage if f"time/{step}_s" in metrics]
+        own = {step: _own_seconds(metrics, usage, f"{iteration}/{step}", step, len(steps)) for step in steps}
+        spent += min(sum(own.values()), max((metrics[f"time/{step}_s"] for step in steps), default=0.0))
+        for step in steps:
+            name = "logprobs" if stage == PASSES else step
+            seconds[name] = seconds.get(name, 0.0) + own[step]
+    whole = metrics["time/iteration_s"]
+    seconds["other"] = max(0.0, whole - spent)
+    return {f"share/{name}": value / whole for name, value in seconds.items()} | {"time/other_s": seconds["other"]}
+
+
+def _own_seconds(
+    metrics: Mapping[str, float], usage: Mapping[str, list[dict[str, float]]], key: str, step: str, side_by_side: int
+) -> float:
+    if side_by_side == 1 or key not in usage:
+        return metrics[f"time/{step}_s"]
+    return slowest(usage[key])
+
+
+def _warn_of_fragments(training: Training, figures: Mapping[str, float]) -> None:
+    share = figures.get("memory/allocated_share", 1.0)
+    idle = figures.get("memory/reserved_gib", 0.0) * (1 - share)
+    session = training.session()
+    if session.warned_of_fragments or share >= FRAGMENTED_BELOW or idle < FRAGMENTED_GIB:
+        return
+    session.warned_of_fragments = True
+    get_run_logger().warning(
+        "of the GPU memory that torch reserved %.0f %% held nothing at the peak (%.1f GiB): it is fragmented. Choose a "
+        "smaller or steadier micro_batch_tokens; in a group without rollout, PYTORCH_CUDA_ALLOC_CONF="
+        "expandable_segments:True helps, too",
+        100 * (1 - share),
+        idle,
+    )
+
+
+def alarms(training: Training, metrics: dict[str, float]) -> dict[str, float]:
+    """Return the alarms of an iteration with the figures `metrics`; one that was never raised in this run is logged."""
+    session = training.session()
+    if not session.history:  # the first iteration of this process; a resumed run has some behind it
+        session.history = [dict(item["metrics"]) for item in read_metrics(training.run) if item["iteration"] > 0]
+        session.alarms_said = {rule.metric for rule in RULES if any(item.get(rule.metric) for item in session.history)}
+    figures = raised([*session.history, metrics])
+    if training.config.rollout.ignore_eos:
+        figures.pop("alarm/truncation", None)  # every response has the full length, as asked for
+    for rule in RULES:
+        metric = rule.metric
+        if figures.get(metric) and metric not in session.alarms_said:
+            session.alarms_said.add(metric)
+            get_run_logger().warning("alarm: %s. %s", rule.happens, rule.change)
+    session.history = looked_at([*session.history, metrics | figures])
+    return figures
+
+
+def lap(training: Training) -> float:
+    """Return the seconds since the last lap ended, without those left out; the next lap begins."""
+    session, now = training.session(), time.perf_counter()
+    seconds, session.lap_began = now - session.lap_began, now
+    return seconds
+
+
+@contextmanager
+def out_of_lap(training: Training) -> Iterator[None]:
+    """Leave the seconds of the block out of the lap."""
+    begin = time.perf_counter()
+    yield
+    training.session().lap_began += time.perf_counter() - begin

@@ -1,0 +1,286 @@
+"""What a running training holds in the flow's process, and the small handle by which tasks find it.
+
+A Prefect task must not be handed an engine group or a table of prompts: Prefect would walk, hash and log it. So
+tasks get a `Training` (one path) and ask `session()` for the living things. Left out: what the tasks do with them.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar, overload
+
+import numpy as np
+import pandas as pd
+from pydantic import BaseModel
+
+from configs.loading.load import load_saved, to_yaml
+from configs.schema import TrainConfig
+from configs.sections.run import Role
+from configs.tree.section import Recipe
+from engines.groups.group import EngineGroup
+from engines.groups.machine import visible_gpus
+from engines.groups.placement import place
+from engines.sizing.gpu_sampler import GpuSampler
+from engines.sizing.memory import Recomputed
+from penstock.base.errors import UserError
+from penstock.base.files import write_text
+from penstock.checks.memory import GroupEstimate, estimate_groups
+from penstock.data.samplers import PromptHistory, Sampler
+from penstock.session.consolidation import consolidating
+from penstock.state.digests import check_signed, signed
+from penstock.state.experience import ExperienceRef
+from penstock.state.run_folder import RunFolder
+
+if TYPE_CHECKING:
+    from prefect.client.schemas.objects import State
+
+    from penstock.data.prompts import PromptTable
+    from penstock.reports.progress import TrainingProgress
+    from penstock.rewards.source import Scorer
+    from penstock.trackers.mlflow_outbox import Outbox
+
+
+Tree = TypeVar("Tree", bound=Recipe)
+
+
+@dataclass(frozen=True)
+class Training:
+    """Handle of a running training: the path of its run folder."""
+
+    folder: str
+
+    @property
+    def run(self) -> RunFolder:
+        """The run folder."""
+        return RunFolder(Path(self.folder))
+
+    def session(self) -> Session:
+        """The living parts of this training in this process."""
+        return _SESSIONS[self.folder]
+
+    @property
+    def config(self) -> TrainConfig:
+        """The resolved configuration."""
+        return self.session().config
+
+
+@dataclass(frozen=True)
+class Stage:
+    """What a task of the iteration hands on: where the experience is, and figures to record."""
+
+    experience: ExperienceRef
+    metrics: dict[str, float]
+
+
+@dataclass
+class Session:
+    """Engine groups, the source of rewards, prompts and links of one training."""
+
+    config: TrainConfig
+    run: RunFolder
+    kind: str = "train"  # or "sft", "preference", "reward-model": the command that made the run
+    stack: ExitStack = field(default_factory=ExitStack)
+    groups: dict[Role, EngineGroup] = field(default_factory=dict)
+    prompts: dict[str, PromptTable] = field(default_factory=dict)
+    sampling: Sampling | None = None  # the sampler and its memory
+    prompt_columns: dict[str, dict[str, dict[str, Any]]] = field(default_factory=dict)
+    scorer: Scorer | None = None  # None: a reward model in the engine groups
+    progress: TrainingProgress | None = None
+    model_folder: str = ""
+    tracking_uri: str = ""
+    mlflow_run_id: str = ""
+    outbox: Outbox | None = None  # what MLflow gets; None: there is no MLflow run
+    prefect_flow_run_id: str | None = None
+    prefect_url: str | None = None
+    engine_figures: dict[str, int | str] = field(default_factory=dict)
+    usage: dict[str, list[dict[str, float]]] = field(default_factory=dict)  # by a command's key, of each rank
+    gpu_sampler: GpuSampler | None = None
+    consolidator: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1, "consolidation"))
+    consolidation: Future[None] | None = None  # of the newest recorded experience (penstock/session/consolidation.py)
+    generating: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1, "generation"))
+    # begun ahead, by key (penstock/session/generation.py)
+    generations: dict[str, Future[Replies]] = field(default_factory=dict)
+    warned_of_fragments: bool = False
+    history: list[Mapping[str, float]] = field(default_factory=list)  # iterations that alarms look at, oldest first
+    alarms_said: set[str] = field(default_factory=set)
+    recomputed: dict[str, Recomputed] = field(default_factory=dict)  # by trained model, as decided for this machine
+    kv_cache_stays: bool | None = None  # between rollouts, likewise; None: on no GPU, or there is no rollout
+    engines_awaited: bool = False
+    lap_began: float = 0.0  # penstock/session/figures.py
+    started: float = field(default_factory=time.monotonic)
+    seconds_before: float = 0.0  # of earlier attempts
+
+    @property
+    def distinct_groups(self) -> list[EngineGroup]:
+        """Every engine group once, in role order."""
+        return list(dict.fromkeys(self.groups.values()))
+
+    def call(self, role: Role, command: str, key: str, /, **arguments: Any) -> list[dict[str, Any]]:
+        """Send a command to the group that holds `role`; replies in rank order. What it used goes to `usage`."""
+        replies = self.groups[role].call(command, key=key, **arguments)
+        self.usage[key] = [reply.pop("usage") for reply in replies]
+        return replies
+
+    def decide(self, estimates: list[GroupEstimate]) -> None:
+        """Take over what the memory that is free now decides."""
+        self.recomputed = {name: value for item in estimates for name, value in item.recomputed.items()}
+        sleeps = [item.sleep for item in estimates if "rollout" in item.roles and item.devices[0] is not None]
+        self.kv_cache_stays = not sleeps[0] if sleeps else None
+
+    def engine_config(self) -> dict[str, Any]:
+        """Return the configuration for the ranks: with what was decided for this machine, which no file keeps."""
+        tree = self.config.model_dump(mode="json")
+        for name, value in self.recomputed.items():
+            tree[name]["gradient_checkpointing"] = value.activations
+        if self.kv_cache_stays is not None:
+            tree["rollout"]["sleep"] = not self.kv_cache_stays
+        return tree
+
+    def build_arguments(self) -> dict[str, Any]:
+        """Return what every group is told when it builds its models, besides their roles."""
+        keep_logits = self.keeps_logits("actor")
+        return {"config": self.engine_config(), "folder": self.model_folder, "keep_logits": keep_logits}
+
+    def keeps_logits(self, name: str) -> bool:
+        """Whether the actor, or the model of supervised training, keeps its logits for the backward pass."""
+        return name in self.recomputed and not self.recomputed[name].logits
+
+    def say(self, text: str, detail: str = "") -> None:
+        """Show on the terminal what is waited for from now on, and how far it is."""
+        if self.progress is not None:
+            self.progress.phase(text, detail)
+
+    def await_engines(self) -> None:
+        """Wait, once, until every rank has imported its libraries, and say so: what follows would be blamed for it.
+
+        Where nothing is shown the first command waits for them.
+        """
+        if self.engines_awaited or self.progress is None:
+            return
+        self.say("waiting for the engines, which import PyTorch, DeepSpeed and vLLM")
+        for group in self.distinct_groups:
+            group.wait_ready()
+        self.engines_awaited = True
+
+
+_SESSIONS: dict[str, Session] = {}
+
+
+@contextmanager
+def open_session(config: TrainConfig, run: RunFolder) -> Iterator[Training]:
+    """Start the engine groups of a training and keep its session until the context ends; engines end with it.
+
+    Whoever calls this holds the run's lock.
+    """
+    session = Session(config, run)
+    with registered(session) as training, session.stack:
+        session.stack.enter_context(consolidating(session))
+        session.stack.enter_context(session.generating)  # left after the groups: closed, they end what it waits for
+        gpus = visible_gpus()
+        session.decide(estimate_groups(config))
+        specs = place(config, len(gpus), run.logs)
+        for spec in specs:
+            group = session.stack.enter_context(EngineGroup(spec))
+            session.groups |= {role: group for role in config.roles if role in spec.roles}
+        if used := sorted({gpus[item.gpu] for spec in specs for item in spec.devices if item.gpu is not None}):
+            session.gpu_sampler = session.stack.enter_context(GpuSampler(used))
+        yield training
+
+
+@contextmanager
+def registered(session: Session) -> Iterator[Training]:
+    """Let the handle of a training find its session, until the context ends."""
+    training = Training(str(session.run.path))
+    _SESSIONS[training.folder] = session
+    try:
+        yield training
+    finally:
+        del _SESSIONS[training.folder]
+
+
+def write_config(run: RunFolder, config: BaseModel) -> None:
+    """Write the resolved configuration into the run folder, with its digest."""
+    write_text(run.config, signed(to_yaml(config)))
+
+
+@overload
+def read_config(run: RunFolder) -> TrainConfig: ...
+
+
+@overload
+def read_config(run: RunFolder, kind: type[Tree]) -> Tree: ...
+
+
+def read_config(run: RunFolder, kind: Any = TrainConfig) -> Any:
+    """Read the resolved configuration of an existing run.
+
+    Raises:
+        Damaged: it is not what was written. What may change in a run is given to `--resume`.
+    """
+    check_signed(run.config, f"'--resume {run.path}' sets it aside; what may change is given to it, as key=value")
+    return load_saved(run.config, kind)
+
+
+def may_help_again(_: Any, __: Any, state: State[Any]) -> bool:
+    """Whether a failed task is worth a retry, Prefect's `retry_condition_fn`: a user's mistake stays one."""
+    return not isinstance(state.data, UserError)
+
+
+@contextmanager
+def timed(metrics: dict[str, float], name: str) -> Iterator[None]:
+    """Add the seconds of the block to `metrics` as `time/<name>_s`."""
+    begin = time.perf_counter()
+    yield
+    metrics[f"time/{name}_s"] = time.perf_counter() - begin
+
+
+Drawn = tuple[np.ndarray, np.ndarray]  # rows of the table, int64, and their mean rewards, float64
+
+
+@dataclass
+class Sampling:
+    """The sampler of a training and its memory.
+
+    Attributes:
+        sampler: the sampler.
+        ids: prompt ids, in the order of the table.
+        drawn: prompts and rewards by iteration and rollout within it (0: the first).
+        repeats: whether a user's sampler was seen to give the same draw twice.
+    """
+
+    sampler: Sampler
+    ids: pd.Index[str]
+    drawn: dict[int, dict[int, Drawn]] = field(default_factory=dict)
+    repeats: bool = False
+
+    def history(self) -> PromptHistory:
+        """Everything drawn and scored so far."""
+        parts = [(iteration, *drawn) for iteration, rollouts in self.drawn.items() for drawn in rollouts.values()]
+        iterations, rows, rewards = zip(*parts, strict=True) if parts else ((), (), ())
+        return PromptHistory(
+            np.concatenate([np.empty(0, np.int64), *rows]),
+            np.repeat(np.asarray(iterations, np.int64), [len(part) for part in rows]),
+            np.concatenate([np.empty(0), *rewards]),
+        )
+
+
+@dataclass(frozen=True)
+class Replies:
+    """What the rollout ranks replied to a generation, and when it began and ended (`time.perf_counter`)."""
+
+    ranks: list[dict[str, Any]]
+    began: float
+    ended: float
+
+
+def prompt_columns(training: Training, split: str) -> dict[str, dict[str, Any]]:
+    """Return the data columns of every prompt of a split by prompt id; made once per training."""
+    cache = training.session().prompt_columns
+    if split not in cache:
+        cache[split] = training.session().prompts[split].rows()
+    return cache[split]

@@ -1,0 +1,195 @@
+"""The values that may change during a run, resolved for one iteration: schedules first, then live overrides.
+
+Live overrides are a Prefect Variable of the run, there from its start on: a JSON object of dotted keys, empty at first.
+`penstock set RUN key=value` and the Prefect UI change it; null takes one key back. They pass the same validation as a
+recipe; a bad one is reported and changes nothing. They are read when an iteration ends, for the next one, and are part
+of the progress from then on. A run that completes deletes its Variable, one that ended otherwise leaves it for its
+resume, and a new one in the same folder begins with an empty one.
+
+The KL coefficient of the next iteration: fixed, or adapted to the divergence just observed.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import os
+import re
+from dataclasses import dataclass
+from typing import Any
+
+from prefect import get_run_logger, task
+from prefect.cache_policies import NO_CACHE
+from prefect.variables import Variable
+
+from algorithms.kl import AdaptiveKL
+from configs.loading.load import config_from_mapping
+from configs.schema import TrainConfig
+from configs.tree.schedule import value_at
+from penstock.base.errors import UserError
+from penstock.session.session import Training, read_config
+from penstock.state.manifest import Progress, check_kind, completed
+from penstock.state.run_folder import RunFolder
+
+LIVE_KEYS = (
+    "actor.optimizer.learning_rate",
+    "actor.micro_batch_tokens",
+    "critic.optimizer.learning_rate",
+    "critic.micro_batch_tokens",
+    "algorithm.clip_low",
+    "algorithm.clip_high",
+    "algorithm.entropy_coefficient",
+    "algorithm.kl.coefficient",
+    "rollout.temperature",
+)
+
+LIVE_LOSS_SETTINGS = ("clip_low", "clip_high")  # settings of policy losses of ours that are fields of Settings
+
+ADAPTIVE_KEY = "algorithm.kl.coefficient"  # with a target the controller sets it, iteration by iteration
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Values in force at one iteration."""
+
+    iteration: int
+    temperature: float
+    learning_rate: float
+    critic_learning_rate: float
+    clip_low: float | None  # None where the policy loss has no such setting
+    clip_high: float | None
+    entropy_coefficient: float
+    kl_coefficient: float
+    micro_batch_tokens: int
+    critic_micro_batch_tokens: int
+
+
+def variable_name(run: RunFolder) -> str:
+    """Return the name of the run's Prefect Variable: `penstock-live-`, its folder's name, six digits of a path's hash.
+
+    The digits tell folders of one name apart. Lower case letters, digits, dashes and underscores, at
+    most 255, as Prefect asks.
+    """
+    path = run.path.resolve()
+    readable = re.sub(r"[^a-z0-9_-]", "-", path.name.lower())[:200]
+    return f"penstock-live-{readable}-{hashlib.sha256(os.fsencode(path)).hexdigest()[:6]}"
+
+
+def variable_to_set(run: RunFolder) -> str:
+    """Return `variable_name` of a run that will still read the Variable.
+
+    Raises:
+        UserError: the run is complete, or no training that reads one.
+    """
+    check_kind(run, "train")
+    if completed(run, read_config(run).iterations):
+        raise UserError(f"{run.path} is complete, nothing will read this", "name the folder of a running training")
+    return variable_name(run)
+
+
+def offer_overrides(run: RunFolder, overrides: dict[str, Any] | None = None) -> None:
+    """Make the run's Variable with what is in force; without `overrides` the run is new: what is there is another's.
+
+    A resume finds what its earlier attempt left there, unless that had another server.
+    """
+    name = variable_name(run)
+    if overrides is None or Variable.get(name, default=None) is None:
+        Variable.set(name, overrides or {}, overwrite=True)
+
+
+def page_of_overrides(run: RunFolder) -> str:
+    """Return what the page of the training in Prefect says of its live overrides, in Markdown."""
+    keys = "\n".join(f"- `{key}`" for key in LIVE_KEYS)
+    return (
+        f"The Variable `{variable_name(run)}` changes this training from its next iteration on: an object such as "
+        f'`{{"rollout.temperature": 0.9}}`, of keys that this training has:\n\n{keys}\n'
+    )
+
+
+def apply_overrides(config: TrainConfig, overrides: dict[str, Any]) -> TrainConfig:
+    """Return `config` with live overrides applied and validated; one that is null is taken back.
+
+    Raises:
+        UserError: a key cannot change during a run, or a value is not allowed.
+    """
+    if not isinstance(overrides, dict):
+        raise UserError(f"{overrides!r} is no object of keys", 'for example {"rollout.temperature": 0.9}')
+    tree = config.model_dump(mode="json")
+    for key, value in overrides.items():
+        if key not in LIVE_KEYS:
+            raise UserError(f"'{key}' cannot change during a run", f"keys that can: {', '.join(LIVE_KEYS)}")
+        section, *rest = key.split(".")
+        place = tree[section]
+        for name in rest[:-1]:
+            place = place[name] if place is not None else None
+        if place is None or (key == ADAPTIVE_KEY and place["target"] is not None):
+            raise UserError(f"'{key}' has no effect in this run", "remove it")
+        if value is not None:
+            place[rest[-1]] = value
+    return config_from_mapping(tree, "live overrides")
+
+
+@task(task_run_name="live-overrides-{progress.iteration:06d}", cache_policy=NO_CACHE)
+def live_overrides(training: Training, progress: Progress) -> Progress:
+    """Return `progress` with the overrides that hold from its next iteration on, if there is one."""
+    if progress.iteration == training.config.iterations:
+        return progress
+    name = variable_name(training.run)
+    wanted: Any = Variable.get(name, default=None)
+    if wanted is None or wanted == (progress.overrides or {}):
+        return progress
+    try:
+        apply_overrides(training.config, wanted)
+    except UserError as error:
+        get_run_logger().error("the Variable %s is refused, the run goes on as before: %s", name, error)
+        return progress
+    get_run_logger().warning("live overrides from iteration %d: %s", progress.iteration + 1, wanted)
+    return progress.advanced(overrides=wanted)
+
+
+def forget_overrides(run: RunFolder) -> None:
+    """Delete the Variable of a run that is complete."""
+    Variable.unset(variable_name(run))
+
+
+def next_settings(training: Training, progress: Progress) -> Settings:
+    """Return the values in force at the iteration after `progress`."""
+    return settings_at(apply_overrides(training.config, progress.overrides or {}), progress.iteration + 1, progress)
+
+
+def settings_at(config: TrainConfig, iteration: int, progress: Progress) -> Settings:
+    """Return the values in force at `iteration` by the schedules of `config`; a pure function."""
+    algorithm, actor = config.algorithm, config.actor
+    critic = config.critic or actor
+    kl = algorithm.kl
+    coefficient = 0.0 if kl is None else float(value_at(kl.coefficient, iteration))
+    if kl is not None and kl.target is not None and progress.kl_coefficient is not None:
+        coefficient = progress.kl_coefficient
+    return Settings(
+        iteration=iteration,
+        temperature=value_at(config.rollout.temperature, iteration),
+        learning_rate=value_at(actor.optimizer.learning_rate, iteration),
+        critic_learning_rate=value_at(critic.optimizer.learning_rate, iteration),
+        clip_low=None if algorithm.clip_low is None else value_at(algorithm.clip_low, iteration),
+        clip_high=None if algorithm.clip_high is None else value_at(algorithm.clip_high, iteration),
+        entropy_coefficient=value_at(algorithm.entropy_coefficient, iteration),
+        kl_coefficient=coefficient,
+        micro_batch_tokens=value_at(actor.micro_batch_tokens, iteration),
+        critic_micro_batch_tokens=value_at(critic.micro_batch_tokens, iteration),
+    )
+
+
+def next_kl_coefficient(training: Training, settings: Settings, metrics: dict[str, float]) -> float | None:
+    """Return the coefficient to use next and record the one used; None without an adaptive controller."""
+    kl = training.config.algorithm.kl
+    if kl is None:
+        return None
+    metrics["kl/coefficient"] = settings.kl_coefficient
+    if kl.target is None or kl.horizon is None or kl.ceiling is None:
+        return None
+    # No step was taken and no pass gave both log-probs, or what they gave says nothing.
+    if not math.isfinite(metrics.get("actor/kl", math.nan)):
+        return settings.kl_coefficient
+    controller = AdaptiveKL(settings.kl_coefficient, kl.target, kl.horizon, kl.ceiling)
+    samples = training.config.rollout.prompts * training.config.rollout.samples
+    return controller.update(metrics["actor/kl"], samples).coefficient

@@ -1,0 +1,260 @@
+"""The manifest: one small JSON file that says from where a resume continues.
+
+It moves only after everything that it names is complete on disk: a checkpoint is written aside, hashed, fsynced and
+renamed, and then the manifest is replaced in one step. A crash at any instant leaves the old manifest with its old
+checkpoint, or the new one with the new. A checkpoint holds the manifest that names it, so that a run can go on from any
+of them (penstock/state/mending.py). Left out: the weights inside a checkpoint (engines/training/trainer.py writes
+them).
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from pydantic import ConfigDict, TypeAdapter, ValidationError
+
+from penstock.base.errors import UserError
+from penstock.base.files import discard, files_below, for_each_file, settle, sha256, write_text
+from penstock.state.digests import DIGEST, Damaged, read_sealed, write_sealed
+from penstock.state.run_folder import RunFolder, locked
+
+FORMAT = 2
+HASHES = "sha256.json"
+ANEW = "start it anew with its config.yaml, by the command that began it, in another folder"
+
+
+@dataclass(frozen=True)
+class Progress:
+    """Where a run stands, apart from the weights: all of it changes only between iterations."""
+
+    __pydantic_config__ = ConfigDict(extra="forbid")
+
+    iteration: int = 0
+    policy_version: int = 0
+    prompt_cursor: int = 0  # ordinal of the next prompt; epochs follow from the data's size (penstock/data/order.py)
+    kl_coefficient: float | None = None  # state of the adaptive controller
+    seconds: float = 0.0  # of earlier attempts
+    overrides: dict[str, Any] | None = None  # live settings in force
+
+    def advanced(self, **changes: Any) -> Progress:
+        """Return a copy with `changes`."""
+        return replace(self, **changes)
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """A run's progress, its checkpoint and its links."""
+
+    __pydantic_config__ = ConfigDict(extra="forbid")
+
+    progress: Progress
+    checkpoint: str | None = None  # folder name under checkpoints/
+    model: str | None = None  # folder with the architecture and tokenizer that the actor started from
+    mlflow_run_id: str | None = None
+    prefect_flow_run_id: str | None = None
+    kind: str | None = None  # the command that made the run, e.g. "sft"; None: of a version that did not say
+    trained_with: dict[str, int | str] | None = None  # of a training on preferences (tasks/finetuning/record.py)
+
+
+_SHAPE = TypeAdapter(Manifest)
+
+
+def write_manifest(run: RunFolder, manifest: Manifest) -> None:
+    """Replace the manifest atomically."""
+    write_sealed(run.manifest, {"format": FORMAT, **asdict(manifest)})
+
+
+def read_manifest(run: RunFolder, remedy: str = ANEW) -> Manifest:
+    """Return the manifest of `run`, or that of a checkpoint's folder taken as a run's.
+
+    Args:
+        remedy: what to do where there is none.
+
+    Raises:
+        Damaged: it is not what was written.
+        UserError: it is missing or was written by another format.
+    """
+    if not run.manifest.is_file():
+        raise _never_began(run, remedy)
+    _refuse_other_formats(run.manifest)
+    values = read_sealed(run.manifest, f"'--resume {run.path}' sets it aside and goes on from the newest checkpoint")
+    if (found := values.pop("format", None)) != FORMAT:
+        raise _of_another_format(run.manifest, found)
+    try:
+        return _SHAPE.validate_python(values)
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(map(str, first["loc"]))
+        raise Damaged(f"{run.manifest} is damaged: {where}: {first['msg']}", ANEW) from None
+
+
+def _never_began(run: RunFolder, remedy: str) -> UserError:
+    return UserError(f"{run.path} ended before its engines were up: there is no manifest.json to resume from", remedy)
+
+
+def _refuse_other_formats(path: Path) -> None:
+    """Tell a manifest of a version without digests, which is whole, from one of ours that is damaged."""
+    try:
+        values = json.loads(path.read_bytes())
+    except (ValueError, RecursionError):
+        return
+    if isinstance(values, dict) and DIGEST not in values and values.get("format", FORMAT) != FORMAT:
+        raise _of_another_format(path, values["format"])
+
+
+def _of_another_format(path: Path, found: Any) -> UserError:
+    return UserError(f"{path} has format {found}, this version reads {FORMAT}", "resume with the version that wrote it")
+
+
+def check_kind(run: RunFolder, kind: str) -> None:
+    """Refuse a run that another command made; one without a manifest is of no kind yet.
+
+    Args:
+        kind: "train", "sft", "preference" or "reward-model".
+
+    Raises:
+        UserError: it is another's.
+    """
+    try:
+        made = read_manifest(run).kind if run.manifest.is_file() else None
+    except Damaged:
+        return  # a resume finds out from its checkpoints, once the run is its own
+    if made not in (None, kind):
+        raise UserError(
+            f"{run.path} is a run of 'penstock {made}', not of 'penstock {kind}'",
+            f"it goes on with 'penstock {made} --resume {run.path}'",
+        )
+
+
+def check_resumable(run: RunFolder, kind: str, remedy: str = ANEW) -> None:
+    """Refuse a run that another process trains, that another command made, or that was never far enough to be resumed.
+
+    Args:
+        remedy: what to do with the latter.
+
+    Raises:
+        UserError: says which.
+    """
+    check_kind(run, kind)
+    if run.lock.exists():  # asking leaves no file where no training ever was
+        with locked(run):
+            pass
+    if not run.manifest.is_file() and not any(run.checkpoints.glob("[0-9]*")):
+        raise _never_began(run, remedy)
+
+
+def completed(run: RunFolder, iterations: int) -> bool:
+    """Whether nothing of `run` is left to do: all iterations done, the model exported, its end recorded.
+
+    The manifest counts iterations with a checkpoint; of a run without any, only its end tells.
+    """
+    if not ended(run):
+        return False
+    saved = read_manifest(run)
+    return saved.checkpoint is None or saved.progress.iteration >= iterations
+
+
+def ended(run: RunFolder, model: str = "final") -> bool:
+    """Whether the model of `run` is written and its summary, which comes last of all, says that it is complete."""
+    if not run.model(model).exists() or not run.summary.is_file():
+        return False
+    try:
+        summary = json.loads(run.summary.read_bytes())
+    except (ValueError, RecursionError):  # damaged: a resume writes it anew
+        return False
+    return isinstance(summary, dict) and summary.get("status") == "completed"
+
+
+def seal_checkpoint(aside: Path, final: Path, run: RunFolder, manifest: Manifest) -> int:
+    """Add what a run needs besides the engines' state, hash and fsync all, then rename it to `final`.
+
+    A run goes on from a checkpoint alone: its manifest, configuration and what its sampler remembers are in it.
+
+    Returns:
+        The bytes of the engines' state.
+    """
+    size = sum(path.stat().st_size for path in files_below(aside))
+    write_manifest(RunFolder(aside), manifest)
+    for path in (run.config, run.prompt_rewards):
+        if path.is_file():
+            shutil.copyfile(path, aside / path.name)
+    write_hashes(aside)
+    settle(aside, final)
+    return size
+
+
+def write_hashes(folder: Path) -> None:
+    """Hash every file under `folder`, side by side, into `sha256.json`: names relative to it."""
+    paths = files_below(folder)
+    names = [str(path.relative_to(folder)) for path in paths]
+    hashes = dict(zip(names, for_each_file(paths, sha256), strict=True))
+    write_text(folder / HASHES, json.dumps(hashes, indent=1))
+
+
+def verify_hashes(folder: Path, remedy: str = "") -> None:
+    """Compare every file of a folder with its recorded hash.
+
+    Raises:
+        Damaged: a file is missing, altered, or not of those that were hashed.
+    """
+    try:
+        recorded = json.loads((folder / HASHES).read_bytes())
+    except (ValueError, OSError, RecursionError) as error:
+        why = "is missing" if isinstance(error, FileNotFoundError) else "is damaged"
+        raise Damaged(f"{folder} is incomplete: {HASHES} {why}", remedy) from None
+    paths = {str(path.relative_to(folder)): path for path in files_below(folder) if path != folder / HASHES}
+    if not isinstance(recorded, dict) or not recorded:
+        raise Damaged(f"{folder} is incomplete: {HASHES} names no file", remedy)
+    if odd := sorted(recorded.keys() ^ paths.keys()):
+        what = "is missing" if odd[0] in recorded else "is none of the files that were written"
+        raise Damaged(f"{folder} is damaged: {odd[0]} {what}", remedy)
+    found = for_each_file(list(paths.values()), _readable_hash)
+    for (name, path), there in zip(paths.items(), found, strict=True):
+        if there != recorded[name]:
+            raise Damaged(f"{path} is damaged", remedy)
+
+
+def _readable_hash(path: Path) -> str | None:
+    try:
+        return sha256(path)
+    except OSError:  # the disk does not give it back
+        return None
+
+
+def verify_checkpoint(folder: Path, remedy: str = "") -> Manifest:
+    """Check a checkpoint of a run, file by file; return the manifest in it.
+
+    Raises:
+        Damaged: it is not what was written.
+    """
+    verify_hashes(folder, remedy)
+    own = RunFolder(folder)
+    if not own.manifest.is_file():
+        raise Damaged(f"{folder} is incomplete: {own.manifest.name} is missing", remedy)
+    manifest = read_manifest(own)
+    if manifest.checkpoint != folder.name:
+        raise Damaged(f"{folder} holds the manifest of checkpoint {manifest.checkpoint}", remedy)
+    return manifest
+
+
+def prune_checkpoints(run: RunFolder, keep: int, named: str | None) -> None:
+    """Delete all but the newest `keep` checkpoints up to the manifest's, `named`, and what a crash left half-written.
+
+    A newer one was sealed by an attempt that was killed before the manifest named it: a resume makes it anew. If the
+    manifest names none, all go.
+    """
+    sealed = sorted(run.checkpoints.glob("[0-9]*"))
+    kept = [path for path in sealed if named is not None and path.name <= named][-keep:]
+    for path in [*sealed, *run.checkpoints.glob(".*.partial")]:
+        if path not in kept:
+            shutil.rmtree(path)
+
+
+def reopen(run: RunFolder) -> None:
+    """Take back the end of `run`, if it has one: the model is of an earlier attempt, or of fewer iterations."""
+    run.summary.unlink(missing_ok=True)  # first, so that nothing without its model calls itself complete
+    discard(run.model("final"))

@@ -1,0 +1,1 @@
+"""Code that users name: imported, called, guarded."""

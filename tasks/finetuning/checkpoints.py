@@ -1,0 +1,137 @@
+"""What trainings without rollout share (supervised, on preferences, of a reward model): blocks, checkpoints, the end.
+
+Steps go to the ranks in blocks. Every `checkpoint_every` steps the ranks write their state into the folder
+`finetuning` of the run, whose manifest counts steps; a resume goes on after them, and ends as if nothing had happened.
+When the model is written the folder has served its purpose and is deleted.
+
+Left out: the steps (tasks/finetuning/supervised.py, tasks/finetuning/preferences.py), checkpoints of iterations
+(tasks/iteration/checkpoint.py).
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from prefect import get_run_logger, task
+from prefect.cache_policies import NO_CACHE
+
+from configs.sections.trainer import SftConfig
+from penstock.base.files import discard, empty_beside, filling
+from penstock.session.record import elapsed
+from penstock.session.session import Training
+from penstock.state.manifest import (
+    Manifest,
+    Progress,
+    prune_checkpoints,
+    read_manifest,
+    seal_checkpoint,
+    write_hashes,
+    write_manifest,
+)
+from penstock.state.run_folder import RunFolder, truncate_metrics
+
+STEPS_PER_COMMAND = 25  # often enough for progress and live learning rates, rare enough to cost nothing
+
+
+def blocks(config: SftConfig, done: int = 0) -> Iterator[tuple[int, int]]:
+    """Yield (first step, number of steps) of every command after `done` steps.
+
+    A checkpoint falls between two, and so does a change of a scheduled value: a command has one of each.
+    """
+    first = done
+    schedules = [item for item in (config.optimizer.learning_rate, config.micro_batch_tokens) if isinstance(item, dict)]
+    changes = {step for schedule in schedules for step in schedule}
+    while first < config.steps:
+        ends = [first - first % every + every for every in (STEPS_PER_COMMAND, config.checkpoint_every) if every]
+        ends += [step for step in changes if step > first]
+        count = min(*ends, config.steps) - first
+        yield first, count
+        first += count
+
+
+def warn_of_skipped(reply: dict[str, Any], first: int, count: int) -> None:
+    """Say in the flow's log that optimizer steps of a command left the weights as they were."""
+    if skipped := reply["skipped_steps"]:
+        message = "%d of the optimizer steps %d to %d skipped: the gradient is not finite (NaN or infinite)"
+        get_run_logger().warning(message, skipped, first + 1, first + count)
+
+
+def checkpoint_due(config: SftConfig, done: int) -> bool:
+    """Whether the state after `done` steps is to be saved; after the last one the model itself is."""
+    return bool(config.checkpoint_every) and 0 < done < config.steps and done % config.checkpoint_every == 0
+
+
+@task(task_run_name="checkpoint-{step:06d}", cache_policy=NO_CACHE)
+def save_step(training: Training, step: int) -> None:
+    """Make the state after `step` durable; the one before it is deleted."""
+    folder = training.run.finetuning
+    final = folder.checkpoint(step)
+    aside = empty_beside(final)
+    training.session().call("actor", "save", f"{step}/finetuning_save", folder=str(aside))
+    saved = read_manifest(training.run)
+    reached = replace(saved, progress=Progress(iteration=step), checkpoint=final.name)
+    seal_checkpoint(aside, final, training.run, reached)
+    write_manifest(folder, reached)
+    write_manifest(training.run, replace(saved, progress=saved.progress.advanced(seconds=elapsed(training))))
+    prune_checkpoints(folder, 1, final.name)
+
+
+@task(task_run_name="restore", cache_policy=NO_CACHE)
+def restored(training: Training, record: RunFolder) -> int:
+    """Bring the ranks, which hold the starting model, to the run's checkpoint; return its step, 0 if it has none.
+
+    Args:
+        record: whose figures are of these steps; those of later ones are forgotten.
+    """
+    folder = training.run.finetuning
+    saved = read_manifest(folder) if folder.manifest.is_file() else Manifest(Progress())
+    prune_checkpoints(folder, 1, saved.checkpoint)
+    truncate_metrics(record, saved.progress.iteration or -1)  # step 0 is the measurement before the first
+    if saved.checkpoint is None:
+        return 0
+    checkpoint = folder.checkpoints / saved.checkpoint
+    step = saved.progress.iteration
+    training.session().call("actor", "load", f"{step}/finetuning_load", folder=str(checkpoint), version=0)
+    return step
+
+
+def steps_done(run: RunFolder, name: str, steps: int) -> int:
+    """Return the step from which a resume of `run` goes on: all `steps` where `models/<name>` is written."""
+    if run.model(name).exists():
+        return steps
+    return read_manifest(run.finetuning).progress.iteration if run.finetuning.manifest.is_file() else 0
+
+
+@task(task_run_name="end", cache_policy=NO_CACHE)
+def end_finetuning(training: Training, command: str, model_folder: str, name: str) -> str:
+    """Write the trained model with its tokenizer to `models/<name>`, complete or not at all, and free the engines."""
+    final = training.run.model(name)
+    with filling(final) as aside:
+        training.session().call("actor", command, f"0/{command}", folder=str(aside))
+        copy_tokenizer(Path(model_folder), aside)
+        write_hashes(aside)
+    return finetuned(training.run, name)
+
+
+def finetuned(run: RunFolder, name: str) -> str:
+    """Return the folder of a model that is written; the checkpoints on the way to it have served and are deleted."""
+    discard(run.finetuning.path)
+    return str(run.model(name))
+
+
+def copy_tokenizer(source: Path, target: Path) -> None:
+    """Copy everything of a model folder that belongs to its tokenizer."""
+    for pattern in (
+        "tokenizer*",
+        "special_tokens_map.json",
+        "vocab*",
+        "merges.txt",
+        "chat_template*",
+        "added_tokens.json",
+    ):
+        for path in source.glob(pattern):
+            shutil.copy2(path, target / path.name)

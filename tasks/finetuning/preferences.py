@@ -1,0 +1,174 @@
+"""Training on preferences in verbs: check, load, begin, reference pass, steps, measure.
+
+The flows `preference` and `reward_model` are made of them; they differ in data and loss alone. Figures go to the run
+folder step by step and to MLflow (tasks/iteration/record.py). Left out: the steps themselves
+(engines/training/preference.py), checkpoints and the end (tasks/finetuning/checkpoints.py).
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from prefect import get_run_logger, task
+from prefect.cache_policies import NO_CACHE
+
+from configs.preference import PairConfig, PreferenceConfig, RewardModelConfig
+from configs.tree.schedule import value_at
+from penstock.base.errors import UserError
+from penstock.checks.model import check_chat, check_model, check_one_label
+from penstock.checks.tokenized import note_tokenized
+from penstock.data.order import take
+from penstock.data.preference import check_columns, tokenize_preferences, tokenize_scored
+from penstock.data.rows import read_rows
+from penstock.session.record import add_to_record, append_record
+from penstock.session.session import Training
+from penstock.state.experience import column_names, read_columns, write_columns
+from tasks.finetuning.checkpoints import warn_of_skipped
+from tasks.iteration.forward_passes import in_row_order
+from tasks.start import attention_of, load_tokenizer
+
+REFERENCE = "logprobs_reference"
+RUN_FOLDER_NAMES = {"train": "preferences", "heldout": "preferences-heldout"}
+
+
+def check_preferences(config: PairConfig) -> None:
+    """Check everything that can be seen without an engine.
+
+    Raises:
+        UserError: the first mistake found.
+    """
+    engines, data = config.engines(), pair_data(config)
+    scores = isinstance(config, RewardModelConfig)
+    check_model(engines, scores)
+    if scores and config.model.path is not None:
+        check_one_label(Path(config.model.path), "model.path")
+    if data.train is None:
+        raise UserError("nothing to train on: 'data.train' is not set", "add data.train=FILE, JSONL or Parquet")
+    if data.chat:
+        check_chat(engines)
+    for file in (data.train, data.heldout):
+        if file is not None:
+            check_columns(read_rows(Path(file)), data, file)
+
+
+def pair_data(config: PairConfig) -> Any:
+    """Return the section `data` of either tree."""
+    assert isinstance(config, PreferenceConfig | RewardModelConfig)
+    return config.data
+
+
+def kind_of(config: PairConfig) -> str:
+    """Return the command that takes such a tree."""
+    return "reward-model" if isinstance(config, RewardModelConfig) else "preference"
+
+
+def loss_arguments(config: PairConfig) -> dict[str, Any]:
+    """Return the loss as the engines take it."""
+    if isinstance(config, PreferenceConfig):
+        return {"name": config.loss.name, "settings": config.loss.arguments}
+    return {"name": "bradley_terry", "settings": {}}
+
+
+def splits(config: PairConfig) -> list[str]:
+    """Return the splits that there are."""
+    return ["train"] if pair_data(config).heldout is None else ["train", "heldout"]
+
+
+def referenced_splits(config: PairConfig) -> list[str]:
+    """Return the splits whose responses are compared with the model that training starts from."""
+    return splits(config) if isinstance(config, PreferenceConfig) and config.loss.needs_reference else []
+
+
+def preferences_file(training: Training, split: str) -> Path:
+    """Return where the tokenised preferences of a split are."""
+    return training.run.prompts(RUN_FOLDER_NAMES[split])
+
+
+@task(task_run_name="preferences", cache_policy=NO_CACHE)
+def load_preferences(training: Training, config: PairConfig, model_folder: str) -> dict[str, int]:
+    """Tokenise the preferences into the run folder (once per run); return how many units each split has."""
+    tokenizer = load_tokenizer(model_folder)
+    for split in splits(config):
+        if preferences_file(training, split).exists():
+            continue
+        note_tokenized(training.run, "preferences", config)
+        source = str(getattr(pair_data(config), split))
+        frame, limit = read_rows(Path(source)), config.trainer.max_tokens
+        if isinstance(config, PreferenceConfig):
+            table = tokenize_preferences(frame, config.data, config.loss, tokenizer, limit, source)
+        else:
+            table = tokenize_scored(frame, pair_data(config), tokenizer, limit, source)
+        write_columns(preferences_file(training, split), table.columns())
+        if table.dropped:
+            get_run_logger().warning("%s: %d dropped, longer than trainer.max_tokens", source, table.dropped)
+    return {split: _units(preferences_file(training, split)) for split in splits(config)}
+
+
+def _units(path: Path) -> int:
+    """Two rows each: a pair, or a labelled row with its mismatched one."""
+    return len(read_columns(path, ["response_tokens"])["response_tokens"]) // 2
+
+
+@task(task_run_name="begin", cache_policy=NO_CACHE)
+def begin_preferences(training: Training, config: PairConfig, model_folder: str) -> None:
+    """Load the model on the ranks."""
+    session = training.session()
+    replies = session.call(
+        "actor",
+        "preference_begin",
+        "0/preference_begin",
+        config=session.engine_config()["sft"],
+        folder=model_folder,
+        dtype=config.model.dtype,
+        scores=isinstance(config, RewardModelConfig),
+        seed=config.seed,
+        keep_logits=session.keeps_logits("sft"),
+    )
+    session.engine_figures["attention"] = attention_of(replies[0])
+
+
+@task(task_run_name="reference-logprobs-{split}", cache_policy=NO_CACHE)
+def reference_pass(training: Training, config: PairConfig, split: str) -> None:
+    """Add the log-probs of all responses under the starting model, which the ranks hold (once per run)."""
+    path, budget = preferences_file(training, split), value_at(config.trainer.micro_batch_tokens, 0)
+    if REFERENCE in (present := column_names(path)):
+        return
+    asked = {"path": str(path), "role": "preference", "temperature": 1.0, "budget": budget}
+    replies = training.session().call("actor", "logprobs", f"0/reference-{split}", **asked)
+    write_columns(path, {**read_columns(path, present), REFERENCE: in_row_order(replies, path)})
+
+
+@task(task_run_name="steps-{first:06d}", cache_policy=NO_CACHE)
+def preference_steps(training: Training, config: PairConfig, units: int, first: int, count: int) -> None:
+    """Take `count` optimizer steps from step `first` on, and record the figures of each."""
+    trainer = config.trainer
+    order = take(first * trainer.batch, count * trainer.batch, units, config.seed, pair_data(config).shuffle)
+    replies = training.session().call(
+        "actor",
+        "preference_steps",
+        f"{first}/preference_steps",
+        path=str(preferences_file(training, "train")),
+        batches=order.reshape(count, trainer.batch),
+        budget=value_at(trainer.micro_batch_tokens, first),
+        loss=loss_arguments(config),
+        learning_rate=float(value_at(trainer.optimizer.learning_rate, first)),
+    )
+    warn_of_skipped(replies[0], first, count)
+    for step, metrics in enumerate(replies[0]["steps"], start=first + 1):
+        append_record(training, step, metrics)
+
+
+@task(task_run_name="measure-{step:06d}", cache_policy=NO_CACHE)
+def measure_heldout(training: Training, config: PairConfig, step: int) -> None:
+    """Record the figures of the held-out preferences after `step` as `heldout/...`; step 0 is before the first."""
+    replies = training.session().call(
+        "actor",
+        "preference_measure",
+        f"{step}/preference_measure",
+        path=str(preferences_file(training, "heldout")),
+        budget=value_at(config.trainer.micro_batch_tokens, step),
+        loss=loss_arguments(config),
+    )
+    metrics = {f"heldout/{name}": value for name, value in replies[0].items()}
+    (add_to_record if step else append_record)(training, step, metrics)

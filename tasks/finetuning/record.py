@@ -1,0 +1,107 @@
+"""The record of trainings without rollout: supervised, on preferences, and the warm-up inside `train`.
+
+Figures are recorded step by step as those of iterations are (tasks/iteration/record.py). The steps of a warm-up are
+counted from 1 as iterations are, so they have a folder of their own in the run and, in the same MLflow run, a metric of
+their own. Left out: reports with pictures (penstock/reports/report.py is about iterations).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+from prefect import task
+from prefect.cache_policies import NO_CACHE
+
+from configs.preference import PairConfig
+from penstock.session.record import append_record, elapsed, open_record
+from penstock.session.session import Training
+from penstock.state.manifest import read_manifest, write_manifest
+from penstock.state.run_folder import append_steps, read_metrics
+from tasks.finetuning.checkpoints import steps_done
+from tasks.finetuning.preferences import kind_of, loss_arguments
+
+
+@contextmanager
+def recording_supervised(training: Training) -> Iterator[None]:
+    """Keep the record open, of an earlier attempt if there is one; on the way out write the summary, always."""
+    config = training.config
+    assert config.sft is not None
+    done = steps_done(training.run, "sft", config.sft.steps)
+    with open_record(training, "sft", config, config.record.experiment, "sft", done, summary):
+        yield
+
+
+@task(task_run_name="record-{first:06d}", cache_policy=NO_CACHE)
+def record_steps(training: Training, first: int, losses: list[float]) -> None:
+    """Write down the loss of every step from step `first` on."""
+    for step, loss in enumerate(losses, start=first + 1):
+        append_record(training, step, {"loss": loss})
+
+
+def summary(training: Training, status: str) -> dict[str, Any]:
+    """Return the content of `summary.json` from what has been recorded."""
+    session, steps = training.session(), read_metrics(training.run)
+    losses = [item["metrics"]["loss"] for item in steps if "loss" in item["metrics"]]  # one that is NaN is not there
+    return {
+        "status": status,
+        "seconds": round(elapsed(training), 3),
+        "steps": len(steps),
+        "loss_first": losses[0] if losses else None,
+        "loss_last": losses[-1] if losses else None,
+        "recomputed": str(session.recomputed["sft"]) if "sft" in session.recomputed else None,
+        "mlflow_run_id": session.mlflow_run_id,
+    }
+
+
+@contextmanager
+def recording_preferences(training: Training, config: PairConfig) -> Iterator[None]:
+    """Keep the record open, of an earlier attempt if there is one; on the way out write the summary, always."""
+    done = steps_done(training.run, "final", config.trainer.steps)
+    with open_record(
+        training, kind_of(config), config, config.experiment, loss_arguments(config)["name"], done, preference_summary
+    ):
+        training.session().engine_figures |= read_manifest(training.run).trained_with or {}
+        yield
+
+
+def record_engines(training: Training) -> None:
+    """Keep in the manifest what the engines train with: an attempt that does only the end starts no model to ask."""
+    session, run = training.session(), training.run
+    session.engine_figures["recomputed"] = str(session.recomputed["sft"])
+    write_manifest(run, dataclasses.replace(read_manifest(run), trained_with=session.engine_figures))
+
+
+def preference_summary(training: Training, status: str) -> dict[str, Any]:
+    """Return the content of `summary.json` from what has been recorded."""
+    session, records = training.session(), read_metrics(training.run)
+    steps = [item["metrics"] for item in records if item["iteration"] > 0]
+    losses = [metrics["loss"] for metrics in steps if "loss" in metrics]  # one that is NaN is not there
+    accuracies = [metrics["accuracy"] for metrics in steps if "accuracy" in metrics]
+    heldout = [item["metrics"] for item in records if "heldout/accuracy" in item["metrics"]]
+    first = records and records[0]["iteration"] == 0
+    return {
+        "status": status,
+        "seconds": round(elapsed(training), 3),
+        "steps": len(steps),
+        "loss_first": losses[0] if losses else None,
+        "loss_last": losses[-1] if losses else None,
+        "accuracy_last": accuracies[-1] if accuracies else None,
+        "heldout_accuracy_before": heldout[0]["heldout/accuracy"] if heldout and first else None,
+        "heldout_accuracy": heldout[-1]["heldout/accuracy"] if len(heldout) > 1 else None,
+        "attention": session.engine_figures.get("attention"),
+        "recomputed": session.engine_figures.get("recomputed"),
+        "mlflow_run_id": session.mlflow_run_id,
+    }
+
+
+@task(task_run_name="record-{first:06d}", cache_policy=NO_CACHE)
+def record_warm_up(training: Training, first: int, losses: list[float]) -> None:
+    """Write down the loss of every step from step `first` on."""
+    by_step = dict(enumerate(losses, start=first + 1))
+    append_steps(training.run.warm_up, {step: {"loss": loss} for step, loss in by_step.items()})
+    if (outbox := training.session().outbox) is not None:
+        outbox.put(f"step {first + 1} of the warm-up", partial(outbox.delivery.warm_up, by_step))

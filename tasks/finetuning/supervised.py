@@ -1,0 +1,61 @@
+"""Supervised training in verbs: begin, and some steps.
+
+The `sft` flow puts them together with tasks/finetuning/checkpoints.py.
+"""
+
+from __future__ import annotations
+
+from prefect import task
+from prefect.cache_policies import NO_CACHE
+
+from configs.tree.schedule import value_at
+from penstock.data.order import take
+from penstock.session.session import Training
+from penstock.state.manifest import Progress
+from tasks.finetuning.checkpoints import warn_of_skipped
+from tasks.iteration.checkpoint import begin_manifest
+
+
+@task(task_run_name="begin", cache_policy=NO_CACHE)
+def begin_supervised(training: Training, model_folder: str) -> None:
+    """Load the model and the pairs on the actor's ranks; from here on the run can be resumed."""
+    config = training.config
+    assert config.sft is not None
+    training.session().model_folder = model_folder
+    if not training.run.manifest.is_file():
+        begin_manifest(training, Progress())
+    training.session().await_engines()
+    training.session().say("loading the model for supervised training")
+    training.session().call(
+        "actor",
+        "sft_begin",
+        "0/sft_begin",
+        config=training.session().engine_config()["sft"],
+        folder=model_folder,
+        dtype=config.model.dtype,
+        rows=str(training.run.prompts("sft")),
+        seed=config.seed,
+        keep_logits=training.session().keeps_logits("sft"),
+    )
+    training.session().say("supervised training", f"{config.sft.steps} steps")
+
+
+@task(task_run_name="steps-{first:06d}", cache_policy=NO_CACHE)
+def supervised_steps(training: Training, pairs: int, first: int, count: int) -> list[float]:
+    """Take `count` optimizer steps from step `first` on, over `pairs` pairs; return their losses."""
+    config = training.config
+    assert config.sft is not None
+    batch, shuffle = config.sft.batch, config.data.sampler.name != "sequential"
+    batches = take(first * batch, count * batch, pairs, config.seed, shuffle).reshape(count, batch)
+    replies = training.session().call(
+        "actor",
+        "sft_steps",
+        f"{first}/sft_steps",
+        batches=batches,
+        budget=value_at(config.sft.micro_batch_tokens, first),
+        learning_rate=float(value_at(config.sft.optimizer.learning_rate, first)),
+    )
+    warn_of_skipped(replies[0], first, count)
+    losses: list[float] = replies[0]["losses"]
+    training.session().say("supervised training", f"step {first + count}/{config.sft.steps}, loss {losses[-1]:.3f}")
+    return losses

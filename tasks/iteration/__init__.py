@@ -1,0 +1,1 @@
+"""Tasks of one iteration, one verb each."""

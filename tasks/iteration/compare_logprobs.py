@@ -1,0 +1,98 @@
+"""Compare log-probs: rollout engine and actor give the same tokens the same log-probs, or the run stops.
+
+What a reshard proves of weights does not say that vLLM computes with them as the actor does. So every rollout engine
+samples a few tokens for a few prompts, and the actor says how likely it finds them. It is done when the engines are up,
+after the first update, and every `rollout.compare_every` iterations; the figure is recorded.
+
+Left out: both sides' part on the ranks (engines/ranks/logprob_gap.py).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from prefect import task
+from prefect.cache_policies import NO_CACHE
+
+from configs.schema import TrainConfig
+from configs.tree.schedule import value_at
+from engines.sizing.memory import weight_width
+from penstock.base.errors import LogprobGapError
+from penstock.base.ragged import Ragged, offsets_of
+from penstock.session.session import Session, Training, timed
+from tasks.iteration.forward_passes import from_ranks
+
+PROMPTS, TOKENS = 4, 8  # of each engine; of each response
+COMPARING = 9  # third number of the seed: rollouts and evaluations have others
+# What the dtype explains of the mean difference, by bytes of a weight. Seen: 2e-7 to 1e-6 in float32 (CPU, tiny models
+# of 13 families), 0.009 to 0.023 in bfloat16 (H200 and CPU); with stale weights 0.23 to 1.1.
+EXPLAINED = {4: 1e-4, 2: 0.1}
+
+
+def comparison_due(config: TrainConfig, iteration: int) -> bool:
+    """Whether log-probs are compared after `iteration`: the first, where an update shows first, and every so many."""
+    return iteration == 1 or iteration % config.rollout.compare_every == 0
+
+
+@task(task_run_name="compare-logprobs-{iteration:06d}", cache_policy=NO_CACHE)
+def compare_logprobs(training: Training, iteration: int) -> dict[str, float]:
+    """Return `rollout/logprob_gap`, the mean difference over tokens, `rollout/logprob_gap_max` and the seconds it took.
+
+    Raises:
+        LogprobGapError: the mean is more than `rollout.max_logprob_gap`, or no number.
+    """
+    session = training.session()
+    metrics: dict[str, float] = {}
+    session.say("comparing log-probs of vLLM and the actor")
+    with timed(metrics, "compare_logprobs"):
+        gap_T = logprob_gap(training, iteration)
+    mean, largest, limit = float(gap_T.mean()), float(gap_T.max()), allowed(session)
+    if not mean <= limit:
+        raise LogprobGapError(
+            f"vLLM and the actor, both at policy version {iteration}, give the same {len(gap_T)} tokens log-probs that "
+            f"differ by {mean:.2g} on average and {largest:.2g} at most; {limit:g} is allowed",
+            "rollouts would not be the policy's: report it with the model's family and the versions that 'penstock "
+            "doctor' prints; or raise rollout.max_logprob_gap, if this model is known to differ by so much",
+        )
+    return metrics | {"rollout/logprob_gap": mean, "rollout/logprob_gap_max": largest}
+
+
+def allowed(session: Session) -> float:
+    """Return the largest mean difference with which a run goes on."""
+    config = session.config
+    device = "cpu" if session.groups["rollout"].spec.devices[0].gpu is None else "cuda"
+    return config.rollout.max_logprob_gap or EXPLAINED[weight_width(config, device)]
+
+
+def logprob_gap(training: Training, iteration: int) -> np.ndarray:
+    """Return by how much the log-probs of vLLM and of the actor differ, of every token that was sampled for it."""
+    session, config = training.session(), training.config
+    rollout, actor = session.groups["rollout"], session.groups["actor"]
+    asked = _prompts(training, iteration, len(rollout.spec.devices) // config.rollout.tensor_parallel)
+    replies = rollout.call(
+        "sample_to_compare",
+        key=f"{iteration}/sample_to_compare",
+        prompts=asked.values_T,
+        offsets=asked.offsets_B1,
+        tokens=min(TOKENS, config.rollout.max_response_tokens),
+        seed=[config.seed, iteration, COMPARING],
+    )
+    answers = [reply for reply in replies if "positions" in reply]  # of an engine of several ranks one replies
+    prompts = asked.take(np.concatenate([answer["positions"] for answer in answers]))
+    lengths_B = np.concatenate([np.diff(answer["offsets"]) for answer in answers])
+    passing: dict[str, Any] = {
+        "prompts": prompts.values_T,
+        "prompt_offsets": prompts.offsets_B1,
+        "tokens": np.concatenate([answer["tokens"] for answer in answers]),
+        "offsets": offsets_of(lengths_B),
+        "budget": value_at(config.actor.micro_batch_tokens, max(1, iteration)),
+    }
+    ours = from_ranks(actor.call("logprobs_to_compare", key=f"{iteration}/logprobs_to_compare", **passing), lengths_B)
+    return np.abs(np.concatenate([answer["logprobs"] for answer in answers]) - ours.values_T)
+
+
+def _prompts(training: Training, iteration: int, engines: int) -> Ragged:
+    """Return the prompts of a comparison: others each time."""
+    tokens, count = training.session().prompts["train"].frame["prompt_tokens"], PROMPTS * engines
+    return Ragged.of([tokens.iloc[(iteration * count + row) % len(tokens)] for row in range(count)], np.int32)

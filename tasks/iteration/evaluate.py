@@ -1,0 +1,131 @@
+"""Evaluate: the policy answers held-out prompts that no update ever sees, and evaluators measure the responses.
+
+Left out: what they measure (evaluators/).
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pandas as pd
+from prefect import get_run_logger, task
+from prefect.cache_policies import NO_CACHE
+
+from configs.sections.run import Role
+from configs.tree.schedule import value_at
+from penstock.base.ragged import Ragged
+from penstock.evaluators.heldout import HeldOut
+from penstock.evaluators.loading import BUILT_IN
+from penstock.evaluators.rewards import FULL_REWARD
+from penstock.evaluators.running import run_evaluators
+from penstock.rewards.pool import Score
+from penstock.session.generation import Responses, generate
+from penstock.session.session import Training, prompt_columns, timed
+from penstock.state.experience import add_columns, consolidate, write_columns
+from tasks.iteration.forward_passes import in_row_order
+from tasks.iteration.reward import reward_columns, score
+
+
+@task(task_run_name="evaluate-{iteration:06d}", cache_policy=NO_CACHE)
+def evaluate(training: Training, iteration: int) -> dict[str, float]:
+    """Return held-out accuracy, mean reward and what the evaluators found after `iteration` (0: before training).
+
+    Accuracy is the share of responses with a reward of at least 1, the full reward of the built-in functions; how they
+    were drawn is the metric `heldout/temperature`, so that no accuracy is shown without it.
+    """
+    config, table = training.config, training.session().prompts["heldout"]
+    samples = config.evaluate.samples
+    prompts = table.frame.head(config.evaluate.prompts or len(table))
+    metrics: dict[str, float] = {}
+    training.session().say("evaluation" if iteration else "evaluating the model before training")
+    with timed(metrics, "evaluate"):
+        sampling = {
+            "samples": samples,
+            "temperature": config.evaluate.temperature,
+            "top_p": 1.0,
+            "top_k": 0,
+            "max_tokens": config.rollout.max_response_tokens,
+            "ignore_eos": False,
+        }
+        seed = [config.seed, iteration, 1]
+        responses = generate(training, prompts, f"{iteration}/evaluate", seed, sampling, split="heldout")
+        ids = [name for name in prompts["prompt_id"] for _ in range(samples)]
+        columns = {
+            "sample_id": [f"evaluation-{iteration:06d}/{name}" for name in numbered(ids, samples)],
+            "prompt_id": ids,
+            "prompt": [text for text in prompts["prompt_text"] for _ in range(samples)],
+            "response": responses.texts.to_pylist(),
+            **responses.episodes,
+        }
+        scores = score(training, columns, "heldout", f"{iteration}/evaluate-score")
+        rewards = np.asarray([item.reward for item in scores])
+        generated = {"response_tokens": responses.tokens, "truncated": responses.truncated_B}
+        write_columns(training.run.evaluation(iteration), {**columns, **generated, **reward_columns(scores)})
+        heldout = held_out(training, columns, responses, scores)
+        if "kl" in (config.evaluate.evaluators or ()):
+            heldout = with_logprobs(training, iteration, prompts, responses, heldout)
+        metrics |= evaluated(training, heldout)
+    return metrics | {
+        "heldout/accuracy": float((rewards >= FULL_REWARD).mean()),
+        "heldout/reward": float(rewards.mean()),
+        "heldout/temperature": config.evaluate.temperature,
+    }
+
+
+def numbered(ids: list[str], samples: int) -> list[str]:
+    """Return names of rows: the prompt's, and the number of the response if a prompt has several."""
+    return ids if samples == 1 else [f"{name}/{row % samples}" for row, name in enumerate(ids)]
+
+
+def held_out(training: Training, columns: dict[str, list[str]], responses: Responses, scores: list[Score]) -> HeldOut:
+    """Return what evaluators see."""
+    rows = prompt_columns(training, "heldout")
+    return HeldOut(
+        samples=training.config.evaluate.samples,
+        prompt_ids=columns["prompt_id"],
+        prompts=columns["prompt"],
+        rows=[rows[name] for name in columns["prompt_id"]],
+        texts=columns["response"],
+        tokens=responses.tokens,
+        rewards_B=np.asarray([item.reward for item in scores]),
+        truncated_B=responses.truncated_B,
+    )
+
+
+def with_logprobs(
+    training: Training, iteration: int, prompts: pd.DataFrame, responses: Responses, heldout: HeldOut
+) -> HeldOut:
+    """Add the responses' log-probs under actor and reference, also to the file, of what they were drawn from.
+
+    That is at the temperature of the evaluation; greedy responses are looked at at temperature 1.
+    """
+    config, path = training.config, training.run.evaluation(iteration)
+    repeated = [tokens for tokens in prompts["prompt_tokens"] for _ in range(heldout.samples)]
+    add_columns(path, {"prompt_tokens": Ragged.of(repeated, np.int32), "loss_mask": responses.loss_mask})
+    budget = value_at(config.actor.micro_batch_tokens, max(1, iteration))
+    asked = {"path": str(path), "temperature": config.evaluate.temperature or 1.0, "budget": budget}
+    passes: dict[Role, str] = {"actor": "logprobs", "reference": "logprobs_reference"}
+    columns = {}
+    for role, name in passes.items():
+        replies = training.session().call(role, "logprobs", f"{iteration}/evaluate-{name}", role=role, **asked)
+        columns[name] = in_row_order(replies, path)
+    add_columns(path, columns)
+    consolidate(path)
+    logprobs, reference_logprobs = columns.values()
+    return replace(
+        heldout, logprobs=logprobs, reference_logprobs=reference_logprobs, counted_T=responses.loss_mask.values_T
+    )
+
+
+def evaluated(training: Training, heldout: HeldOut) -> dict[str, float]:
+    """Return the evaluators' figures, and `heldout/evaluator_failures` where the user's own could fail.
+
+    One that fails is logged with the reason; the training goes on, since nothing is learnt from these figures.
+    """
+    specs = training.config.evaluate.evaluators or ()
+    figures, failures = run_evaluators(specs, heldout)
+    for spec, reason in failures.items():
+        get_run_logger().warning("evaluator %s failed, its figures are missing: %s", spec, reason)
+    own = any(spec not in BUILT_IN for spec in specs)
+    return figures | ({"heldout/evaluator_failures": float(len(failures))} if own else {})

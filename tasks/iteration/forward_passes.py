@@ -1,0 +1,116 @@
+"""Forward passes over finished experience: old and reference log-probs, and the critic's values.
+
+They may run side by side, so each writes its column to a file of its own beside the experience; the advantage task
+takes them in. Left out: the passes themselves (engines/ranks/worker.py).
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from prefect import task
+from prefect.cache_policies import NO_CACHE
+
+from configs.sections.run import Role
+from penstock.base.ragged import Ragged, offsets_of
+from penstock.session.session import Training
+from penstock.session.settings import Settings
+from penstock.state.experience import ExperienceRef, read_columns, write_columns
+
+
+@dataclass(frozen=True)
+class ColumnRef:
+    """What a pass left beside the experience, and how long it took: per-token columns, or hidden states."""
+
+    name: str
+    path: str
+    seconds: float
+    columns: tuple[str, ...]
+
+
+@task(task_run_name="old-logprobs-{settings.iteration:06d}", cache_policy=NO_CACHE)
+def old_logprobs(training: Training, settings: Settings, experience: ExperienceRef) -> ColumnRef:
+    """Log-probs of the responses under the policy that generated them.
+
+    With a KL over the vocabulary in the reward also that KL, for which the reference goes first.
+    """
+    algorithm = training.config.algorithm
+    if not algorithm.full_kl or algorithm.kl_in_loss:
+        return _logprobs(training, settings, experience, "actor", "logprobs_old")
+    states = _states(training, settings, experience)
+    arguments = _passing(settings) | {"states": states.path}
+    column = _column(training, settings, experience, "actor", "logprobs_old", "logprobs_and_kl", arguments)
+    Path(states.path).unlink()
+    return column
+
+
+@task(task_run_name="reference-logprobs-{settings.iteration:06d}", cache_policy=NO_CACHE)
+def reference_logprobs(training: Training, settings: Settings, experience: ExperienceRef) -> ColumnRef:
+    """Log-probs of the responses under the reference policy; for a KL over the vocabulary its hidden states."""
+    if training.config.algorithm.full_kl:
+        return _states(training, settings, experience)
+    return _logprobs(training, settings, experience, "reference", "logprobs_reference")
+
+
+@task(task_run_name="values-{settings.iteration:06d}", cache_policy=NO_CACHE)
+def values(training: Training, settings: Settings, experience: ExperienceRef) -> ColumnRef:
+    """The critic's values of the state before each response token; of several critics each row's own."""
+    arguments = {"budget": settings.critic_micro_batch_tokens, "agents": training.config.agents}
+    return _column(training, settings, experience, "critic", "values", "values", arguments)
+
+
+def _logprobs(training: Training, settings: Settings, experience: ExperienceRef, role: Role, name: str) -> ColumnRef:
+    return _column(training, settings, experience, role, name, "logprobs", _passing(settings) | {"role": role})
+
+
+def _passing(settings: Settings) -> dict[str, Any]:
+    return {"temperature": settings.temperature, "budget": settings.micro_batch_tokens}
+
+
+def states_path(experience: ExperienceRef) -> Path:
+    """Return where the reference's hidden states lie until they have been used."""
+    return Path(experience.path).with_suffix(".reference_states.npy")
+
+
+def _states(training: Training, settings: Settings, experience: ExperienceRef) -> ColumnRef:
+    begin, path, name = time.perf_counter(), states_path(experience), "logprobs_reference"
+    training.session().say("log-probs")
+    arguments = {"path": experience.path, "budget": settings.micro_batch_tokens, "output": str(path)}
+    training.session().call("reference", "reference_states", f"{settings.iteration}/{name}", **arguments)
+    return ColumnRef(name, str(path), time.perf_counter() - begin, columns=())
+
+
+def _column(
+    training: Training,
+    settings: Settings,
+    experience: ExperienceRef,
+    role: Role,
+    name: str,
+    command: str,
+    arguments: dict[str, Any],
+) -> ColumnRef:
+    begin = time.perf_counter()
+    training.session().say("values" if command == "values" else "log-probs")
+    replies = training.session().call(role, command, f"{settings.iteration}/{name}", path=experience.path, **arguments)
+    path = Path(experience.path).with_suffix(f".{name}.parquet")
+    columns = {name: in_row_order(replies, experience.path)}
+    if "kl" in replies[0]:
+        columns["kl"] = in_row_order([reply | {"values": reply["kl"]} for reply in replies], experience.path)
+    write_columns(path, columns)
+    return ColumnRef(name, str(path), time.perf_counter() - begin, tuple(columns))
+
+
+def in_row_order(replies: list[dict[str, Any]], path: str | Path) -> Ragged:
+    """Put together what the ranks computed per response token of the file at `path`, each for rows of its own."""
+    return from_ranks(replies, read_columns(path, ["response_tokens"])["response_tokens"].lengths_B)
+
+
+def from_ranks(replies: list[dict[str, Any]], lengths_B: np.ndarray) -> Ragged:
+    """Put together what the ranks computed per response token, each for rows of its own; `lengths_B` of all rows."""
+    order = np.concatenate([reply["rows"] for reply in replies])
+    flat = Ragged(np.concatenate([reply["values"] for reply in replies]), offsets_of(lengths_B[order]))
+    return flat.take(np.argsort(order))

@@ -1,0 +1,119 @@
+"""Refill: groups that are refused, above all those of equal rewards, make room for answers to further prompts.
+
+Dynamic sampling of DAPO (Yu et al. 2025, arXiv 2503.14476, equation 11); which groups are refused says
+penstock/session/groups.py. The batch is full after every rollout: where the further prompts are not enough, refused
+groups stay, with advantage 0. Which prompts are drawn follows from the cursor and the rewards alone, so a resumed run
+draws the same.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from prefect import task
+from prefect.cache_policies import NO_CACHE
+
+from penstock.base.ragged import Ragged
+from penstock.session.draw import remember
+from penstock.session.episodes import PART
+from penstock.session.groups import judged_columns, refused_groups
+from penstock.session.session import Stage, Training, timed
+from penstock.session.settings import Settings
+from penstock.state.experience import column_names, read_columns, write_columns
+from penstock.state.manifest import Progress
+from tasks.iteration.reward import punished, reward_columns, score
+from tasks.iteration.rollout import REFILL, answered
+
+Columns = dict[str, Any]
+
+
+@task(task_run_name="refill-{settings.iteration:06d}-{number}", cache_policy=NO_CACHE)
+def refill(training: Training, settings: Settings, progress: Progress, stage: Stage, number: int) -> Stage:
+    """Answer and score further prompts, and let those that are not refused take the place of groups that are.
+
+    Args:
+        number: of the rollout within the iteration; the first one is 0.
+    """
+    metrics, path = dict(stage.metrics), Path(stage.experience.path)
+    seconds, key = metrics.get("time/refill_s", 0.0), f"{settings.iteration}/refill-{number}"
+    training.session().say("refill")
+    with timed(metrics, "refill"):
+        present = read_columns(path, column_names(path))
+        present.setdefault(REFILL, np.zeros(len(present["group"]), np.int64))
+        refused_G = refused_groups(training, present)
+        size = prompts_to_draw(int(refused_G.sum()), training.config.rollout.prompts)
+        cursor = progress.prompt_cursor + stage.experience.prompts
+        seed = [training.config.seed, settings.iteration, 2 + number]
+        further, _ = answered(training, settings, cursor, size, key, seed)
+        further["response"] = further["response"].to_pylist()
+        scores = score(training, further, "train", f"{key}-score")
+        further |= reward_columns(punished(training.config, scores, further["response_tokens"].lengths_B))
+        remember(training, settings.iteration, number, further["prompt_id"], further["reward"])
+        further[REFILL] = np.full(len(further["group"]), number)
+        refused_G = np.concatenate([refused_G, refused_groups(training, further)])
+        merged = replaced(present, further, refused_G, training.config.rollout.samples)
+        write_columns(path, merged)
+    experience = dataclasses.replace(
+        stage.experience,
+        prompt_tokens=int(merged["prompt_tokens"].offsets_B1[-1]),
+        response_tokens=int(merged["response_tokens"].offsets_B1[-1]),
+        prompts=stage.experience.prompts + size,
+    )
+    metrics["time/refill_s"] += seconds
+    metrics["rollout/tokens"] += float(further["response_tokens"].offsets_B1[-1])
+    metrics["rollout/prompts_drawn"] = float(experience.prompts)
+    return Stage(experience, metrics)
+
+
+def groups_to_replace(training: Training, stage: Stage) -> int:
+    """Number of groups that are refused."""
+    return int(refused_groups(training, judged_columns(stage.experience.path)).sum())
+
+
+def prompts_to_draw(missing: int, full: int) -> int:
+    """As many as should fill the gaps if further prompts fare as those of the batch did, at most a whole batch."""
+    useful = full - missing
+    return min(full, math.ceil(missing * full / useful)) if useful else full
+
+
+def replaced(present: Columns, further: Columns, refused_G: np.ndarray, samples: int) -> Columns:
+    """Return a batch as large as `present`: of both, the first groups that are not refused, then the first that are.
+
+    Groups keep the order in which they were drawn and get new numbers; rows of a group are `samples` neighbours.
+    What belongs to the reward, or to an environment's parts, and one side lacks is empty there. Other columns that
+    `further` lacks are of later tasks, which an earlier attempt of this iteration got to: they are dropped.
+
+    Args:
+        refused_G: of the groups of `present`, then of `further`.
+    """
+    names = [name for name in present | further if name in further or name.startswith(("reward", PART))]
+    both = {name: _joined(present, further, name) for name in names}
+    size = len(present["group"]) // samples
+    kept_G = np.sort(np.argsort(refused_G, kind="stable")[:size])
+    rows_B = (kept_G[:, None] * samples + np.arange(samples)).reshape(-1)
+    return {name: _taken(column, rows_B) for name, column in both.items()} | {
+        "group": np.repeat(np.arange(size), samples)
+    }
+
+
+def _joined(present: Columns, further: Columns, name: str) -> Any:
+    there = present.get(name, further.get(name))
+    first, second = (columns.get(name, _empty(there, len(columns["group"]))) for columns in (present, further))
+    if isinstance(first, Ragged):
+        offsets_B1 = np.concatenate([first.offsets_B1, first.offsets_B1[-1] + second.offsets_B1[1:]])
+        return Ragged(np.concatenate([first.values_T, second.values_T]), offsets_B1)
+    return np.concatenate([first, second]) if isinstance(first, np.ndarray) else [*first, *second]
+
+
+def _empty(there: Any, rows: int) -> Any:
+    return [None] * rows if isinstance(there, list) else np.full(rows, np.nan)
+
+
+def _taken(column: Any, rows_B: np.ndarray) -> Any:
+    if isinstance(column, Ragged):
+        return column.take(rows_B)
+    return column[rows_B] if isinstance(column, np.ndarray) else [column[row] for row in rows_B]

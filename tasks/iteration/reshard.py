@@ -1,0 +1,50 @@
+"""Reshard: the rollout engine gets the actor's new weights, verified and stamped with their policy version."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from prefect import task
+from prefect.cache_policies import NO_CACHE
+
+from engines.groups.group import EngineGroup
+from engines.groups.side_by_side import side_by_side
+from penstock.session.session import Session, Training, timed
+from penstock.session.settings import Settings
+
+
+@task(task_run_name="reshard-{settings.iteration:06d}", cache_policy=NO_CACHE)
+def reshard(training: Training, settings: Settings, version: int) -> dict[str, float]:
+    """Bring the weights of policy `version` to the rollout engine.
+
+    Returns `time/reshard_s`; `reshard/rank_s`, the longest that a rank worked on it; `reshard/bytes`, the most that
+    reached a rank of the rollout engine.
+    """
+    metrics: dict[str, float] = {}
+    with timed(metrics, "reshard"):
+        replies = bring_weights(training.session(), f"{settings.iteration}/reshard", version)
+    return metrics | {
+        "reshard/rank_s": max(reply["transfer_s"] for reply in replies),
+        "reshard/bytes": float(max(reply["bytes"] for reply in replies)),
+    }
+
+
+def bring_weights(session: Session, key: str, version: int) -> list[dict[str, Any]]:
+    """Reshard on every rank that takes part; return the replies of the rollout engine's ranks."""
+    replies = side_by_side("reshard", key, {group: {"version": version} for group in _groups(session)})
+    session.usage[key] = [reply.pop("usage") for ranks in replies.values() for reply in ranks]
+    return replies[session.groups["rollout"]]
+
+
+def connect_groups(session: Session) -> None:
+    """Let actor and rollout group find each other, if they are two; before their first reshard."""
+    groups = _groups(session)
+    if len(groups) == 1:
+        return
+    port = session.groups["actor"].call("listen", key="0/listen")[0]["port"]
+    place = {"port": port, "rollout_ranks": len(session.groups["rollout"].spec.devices)}
+    side_by_side("connect", "0/connect", dict.fromkeys(groups, place))
+
+
+def _groups(session: Session) -> list[EngineGroup]:
+    return list(dict.fromkeys((session.groups["actor"], session.groups["rollout"])))

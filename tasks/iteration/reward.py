@@ -1,0 +1,151 @@
+"""Reward: every response gets its worth, from the user's function, a reward model, a judge or a service."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from prefect import task
+from prefect.cache_policies import NO_CACHE
+
+from algorithms.overlong import overlong_penalty
+from configs.schema import TrainConfig
+from engines.sizing.memory import scored_tokens
+from penstock.base.errors import UserError
+from penstock.rewards.pool import Score, check_failures, log_failures
+from penstock.rewards.types import Sample
+from penstock.session.draw import remember
+from penstock.session.episodes import episode_column_names, with_environment
+from penstock.session.session import Stage, Training, may_help_again, prompt_columns, timed
+from penstock.session.settings import Settings
+from penstock.state.experience import add_columns, read_columns
+from penstock.usercode.guard import out_of_bounds
+
+OVERLONG = "overlong"  # the part that `reward.overlong` adds
+
+
+@task(
+    task_run_name="reward-{settings.iteration:06d}", cache_policy=NO_CACHE, retries=1, retry_condition_fn=may_help_again
+)
+def reward(training: Training, settings: Settings, stage: Stage) -> Stage:
+    """Score the experience and add columns `reward`, `reward/<part>`, `reward_failure`, of a judge `reward_answer`."""
+    metrics = dict(stage.metrics)
+    path = Path(stage.experience.path)
+    training.session().say("reward")
+    with timed(metrics, "reward"):
+        columns = read_columns(path, ["sample_id", "prompt_id", "prompt", "response", *episode_column_names(path)])
+        scores = score(training, columns, "train", f"{settings.iteration}/reward")
+        if training.config.reward.overlong is not None:  # tokens take longer to read than all the rest
+            lengths_B = read_columns(path, ["response_tokens"])["response_tokens"].lengths_B
+            scores = punished(training.config, scores, lengths_B)
+        rewards = reward_columns(scores)
+        remember(training, settings.iteration, 0, columns["prompt_id"], rewards["reward"])
+        add_columns(path, rewards)
+    return Stage(stage.experience, metrics | reward_metrics(scores) | _ahead(training))
+
+
+def _ahead(training: Training) -> dict[str, float]:
+    """Return the share of the responses whose score was begun while others were generated."""
+    scorer = training.session().scorer
+    return {} if scorer is None else {"reward/ahead_share": scorer.ahead_share}
+
+
+def score(training: Training, columns: dict[str, Any], split: str, key: str) -> list[Score]:
+    """Score responses by the configured source, and episodes by their environment, or by both.
+
+    Args:
+        columns: sample_id, prompt_id, prompt and response, one entry per row; with an environment those of episodes.
+        split: prompt table that the prompts come from; functions see its columns.
+
+    Raises:
+        UserError: more calls failed than `reward.max_failure_share` allows.
+    """
+    config = training.config
+    if config.environment is None:
+        return _score_by_source(training, columns, split, key)
+    scores = _score_by_source(training, columns, split, key) if config.reward.given else None
+    return with_environment(config, columns, scores)
+
+
+def _score_by_source(training: Training, columns: dict[str, Any], split: str, key: str) -> list[Score]:
+    if training.config.reward.model is not None:
+        return _score_by_model(training, columns, key)
+    scorer = training.session().scorer
+    assert scorer is not None
+    rows = prompt_columns(training, split)
+    samples = [
+        Sample(sample_id, prompt_id, prompt, response, rows[prompt_id])
+        for sample_id, prompt_id, prompt, response in zip(
+            columns["sample_id"], columns["prompt_id"], columns["prompt"], columns["response"], strict=True
+        )
+    ]
+    scores = scorer.score(samples)
+    check_failures(scores, samples, training.config.reward)
+    log_failures(scores, samples)
+    return scores
+
+
+def punished(config: TrainConfig, scores: list[Score], lengths_B: np.ndarray) -> list[Score]:
+    """Add the part `overlong` to the rewards of training, if it is configured; a failed reward stays what it is."""
+    if (overlong := config.reward.overlong) is None:
+        return scores
+    limit = config.rollout.max_response_tokens
+    penalties_B = overlong_penalty(
+        lengths_B, max_tokens=limit, buffer_tokens=overlong.buffer_tokens, penalty=overlong.penalty
+    )
+    return [
+        item
+        if item.failure
+        else dataclasses.replace(item, reward=item.reward + penalty, parts={**item.parts, OVERLONG: penalty})
+        for item, penalty in zip(scores, penalties_B.tolist(), strict=True)
+    ]
+
+
+def _score_by_model(training: Training, columns: dict[str, list[str]], key: str) -> list[Score]:
+    session = training.session()
+    texts = [prompt + response for prompt, response in zip(columns["prompt"], columns["response"], strict=True)]
+    shares = np.array_split(np.arange(len(texts)), len(session.groups["reward"].spec.devices))
+    per_rank = [{"texts": [texts[row] for row in share]} for share in shares]
+    replies = session.call("reward", "score", key, per_rank=per_rank, budget=scored_tokens(training.config))
+    scores = [Score(float(value), {}, None) for reply in replies for value in reply["scores"]]
+    if problems := [problem for item in scores if (problem := out_of_bounds(item.reward))]:
+        raise UserError(
+            f"{training.config.reward.source} gave {len(problems)} of {len(scores)} responses no score that can be a "
+            f"reward; the first is {problems[0]}",
+            "look at the reward model: weights that are not finite, or a dtype that overflows (model.dtype=float32)",
+        )
+    return scores
+
+
+def reward_columns(scores: list[Score]) -> dict[str, Any]:
+    """Return the experience columns of scores."""
+    parts = sorted({name for score in scores for name in score.parts})
+    return {
+        "reward": np.asarray([score.reward for score in scores], np.float64),
+        "reward_failure": [score.failure for score in scores],
+        **({"reward_answer": [score.answer for score in scores]} if _judged(scores) else {}),
+        **{f"reward/{name}": np.asarray([score.parts.get(name, np.nan) for score in scores]) for name in parts},
+    }
+
+
+def _judged(scores: list[Score]) -> bool:
+    return any(score.answer is not None for score in scores)
+
+
+def reward_metrics(scores: list[Score]) -> dict[str, float]:
+    """Return mean, spread, extremes, failures and the mean of every part."""
+    rewards = np.asarray([score.reward for score in scores])
+    parts = sorted({name for score in scores for name in score.parts})
+    means = {
+        f"reward/{name}_mean": float(np.mean([s.parts[name] for s in scores if name in s.parts])) for name in parts
+    }
+    return {
+        "reward/mean": float(rewards.mean()),
+        "reward/std": float(rewards.std()),
+        "reward/min": float(rewards.min()),
+        "reward/max": float(rewards.max()),
+        "reward/failures": float(sum(score.failure is not None for score in scores)),
+        **means,
+    }

@@ -1,0 +1,110 @@
+"""Update the actor and the critic: all optimizer steps of one iteration on its experience."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Literal
+
+from prefect import task
+from prefect.cache_policies import NO_CACHE
+
+from algorithms.discovery import settings as settings_of
+from algorithms.registry import choice_named, is_own, policy_loss_named
+from configs.sections.algorithm import AlgorithmConfig
+from penstock.session.figures import role_figures, slowest
+from penstock.session.session import Stage, Training, timed
+from penstock.session.settings import LIVE_LOSS_SETTINGS, Settings
+from tasks.iteration.forward_passes import states_path
+
+
+@task(task_run_name="update-actor-{settings.iteration:06d}", cache_policy=NO_CACHE)
+def update_actor(training: Training, settings: Settings, stage: Stage) -> dict[str, float]:
+    """Train the actor; return its metrics."""
+    algorithm = training.config.algorithm
+    kl, (_, policy_loss) = algorithm.kl, algorithm.functions
+    choice = choice_named(policy_loss)
+    loss = {
+        "policy_loss": policy_loss,
+        "settings": loss_settings(algorithm, settings, policy_loss_named(policy_loss)),
+        "choice_settings": {} if choice is None else loss_settings(algorithm, settings, choice),
+        "temperature": settings.temperature,
+        "entropy_coefficient": settings.entropy_coefficient,
+        "kl_estimator": kl.estimator if kl is not None and algorithm.kl_in_loss else None,
+        "kl_coefficient": settings.kl_coefficient,
+        "correction": None if algorithm.correction is None else algorithm.correction.model_dump(),
+    }
+    states = states_path(stage.experience) if algorithm.full_kl and algorithm.kl_in_loss else None
+    metrics = updated(
+        training,
+        settings,
+        stage,
+        "actor",
+        version=stage.experience.policy_version,
+        split=split(training, settings.iteration, settings.micro_batch_tokens),
+        loss=loss,
+        learning_rate=settings.learning_rate,
+        states=None if states is None else str(states),
+    )
+    if states is not None:
+        states.unlink()
+    return metrics
+
+
+def loss_settings(algorithm: AlgorithmConfig, settings: Settings, function: Callable[..., Any]) -> dict[str, Any]:
+    """Return the settings of the policy loss, or of its choice: the recipe's, live ones of ours at this iteration."""
+    policy_loss = algorithm.functions[1]
+    values = algorithm.settings_for(policy_loss, settings_of(function))
+    live = () if is_own(policy_loss) else LIVE_LOSS_SETTINGS
+    return {name: getattr(settings, name) if name in live else value for name, value in values.items()}
+
+
+def updated(
+    training: Training, settings: Settings, stage: Stage, role: Literal["actor", "critic"], **arguments: Any
+) -> dict[str, float]:
+    """Train the model of `role` on the experience; return its metrics."""
+    metrics: dict[str, float] = {}
+    command = f"update_{role}"
+    key = f"{settings.iteration}/{command}"
+    session = training.session()
+    session.say("update")
+    with timed(metrics, command):
+        replies = session.call(role, command, key, path=stage.experience.path, **arguments)
+    # The task's seconds hold the wait for the other update too, where actor and critic share a group.
+    metrics[f"{role}/update_s"] = slowest(session.usage[key])
+    return metrics | named(role, replies[0]) | role_figures(training, role, key)
+
+
+def split(training: Training, iteration: int, micro_batch_tokens: int) -> dict[str, object]:
+    """Return the fields of `engines.training.updates.Split` for this iteration."""
+    config = training.config
+    return {
+        "mini_batches": config.algorithm.mini_batches,
+        "epochs": config.algorithm.epochs,
+        "samples": config.rollout.samples,
+        "micro_batch_tokens": micro_batch_tokens,
+        "max_response_tokens": config.rollout.max_response_tokens,
+        "aggregation": config.algorithm.aggregation,
+        "seed": config.seed + 1_000_003 * iteration,
+    }
+
+
+def named(role: str, reply: dict[str, float]) -> dict[str, float]:
+    """Prefix a rank's figures with the role, but those that have a prefix."""
+    return {name if "/" in name else f"{role}/{name}": value for name, value in reply.items()}
+
+
+@task(task_run_name="update-critic-{settings.iteration:06d}", cache_policy=NO_CACHE)
+def update_critic(training: Training, settings: Settings, stage: Stage) -> dict[str, float]:
+    """Train the critic, or that of each agent; return its metrics."""
+    critic = training.config.critic
+    assert critic is not None
+    return updated(
+        training,
+        settings,
+        stage,
+        "critic",
+        split=split(training, settings.iteration, settings.critic_micro_batch_tokens),
+        clip=critic.value_clip,
+        learning_rate=settings.critic_learning_rate,
+        agents=training.config.agents,
+    )

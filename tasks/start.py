@@ -1,0 +1,172 @@
+"""Prepare: the model's starting folder, tokenized prompts, the source of rewards, and models on their engines."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from prefect import get_run_logger, task
+from prefect.cache_policies import NO_CACHE
+
+from configs.idle import idle_settings
+from configs.schema import TrainConfig
+from engines.groups.placement import describe_strategy, reshard_strategy
+from engines.groups.side_by_side import side_by_side
+from penstock.base.files import filling
+from penstock.base.ragged import Ragged
+from penstock.checks.prompts import takes_each
+from penstock.checks.tokenized import note_tokenized
+from penstock.data.arithmetic import make_problems
+from penstock.data.prompts import RESERVED, PromptTable, tokenize_prompts
+from penstock.data.rows import read_rows
+from penstock.data.sft import tokenize_pairs
+from penstock.data.tokenizer import make_byte_tokenizer
+from penstock.rewards.source import open_scorer
+from penstock.session.interrupts import interrupts_deferred
+from penstock.session.session import Training
+from penstock.state.experience import read_columns, write_columns
+from penstock.state.manifest import write_hashes
+from tasks.iteration.reshard import bring_weights, connect_groups
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+
+@task(task_run_name="starting-model", cache_policy=NO_CACHE)
+def starting_model(training: Training) -> str:
+    """Return the folder that the actor starts from; a tiny model is made on its first use, whole or not at all."""
+    config, run = training.config, training.run
+    if config.model.tiny is None:
+        return str(Path(str(config.model.path)).resolve())
+    folder = run.model("initial")
+    if not folder.exists():
+        training.session().await_engines()
+        training.session().say("making a tiny model")
+        with filling(folder) as aside:
+            with interrupts_deferred():
+                make_byte_tokenizer(aside)
+            training.session().call("actor", "make_tiny", "0/make_tiny", folder=str(aside), config=_plain(config))
+            write_hashes(aside)
+    return str(folder)
+
+
+@task(task_run_name="prompts", cache_policy=NO_CACHE)
+def load_prompts(training: Training, model_folder: str) -> dict[str, int]:
+    """Tokenize the prompts into the run folder (once per run) and open the source of rewards; return counts."""
+    session, config, run = training.session(), training.config, training.run
+    session.model_folder = model_folder
+    _tokenize(training, model_folder)
+    session.say("reading prompts")
+    counts: dict[str, int] = {}
+    for split in ("train", "heldout"):
+        table = PromptTable.load(run.prompts(split))
+        session.prompts[split] = table
+        counts |= {split: len(table), f"{split}_dropped": table.dropped}
+        if table.dropped:
+            get_run_logger().warning("%s: %d prompts dropped, longer than data.max_prompt_tokens", split, table.dropped)
+    for text in (*idle_settings(config), *takes_each(config, session.prompts["train"].frame)):
+        get_run_logger().warning("%s", text)
+    if config.reward.function or config.reward.judge or config.reward.service:
+        columns = ["prompt_id", *(name for name in session.prompts["train"].frame.columns if name not in RESERVED)]
+        session.scorer = session.stack.enter_context(open_scorer(config.reward, columns, run.logs / "reward.log"))
+    return counts
+
+
+def _tokenize(training: Training, model_folder: str) -> None:
+    """Tokenize those prompts that the run folder does not hold yet."""
+    session, config, run = training.session(), training.config, training.run
+    splits = [split for split in ("train", "heldout") if not run.prompts(split).exists()]
+    if not splits:
+        return
+    note_tokenized(run, "prompts", config)
+    session.say("loading the tokenizer")
+    tokenizer = load_tokenizer(model_folder)
+    session.say("tokenizing prompts")
+    for split in splits:
+        tokenize_prompts(_frame(config, split), config.data, tokenizer, split).save(run.prompts(split))
+
+
+@task(task_run_name="pairs", cache_policy=NO_CACHE)
+def load_pairs(training: Training, model_folder: str) -> int:
+    """Tokenize the supervised pairs into the run folder (once per run); return how many there are."""
+    config, path = training.config, training.run.prompts("sft")
+    assert config.sft is not None
+    if path.exists():
+        return len(read_columns(path, ["response_tokens"])["response_tokens"])
+    note_tokenized(training.run, "sft", config)
+    training.session().say("tokenizing the pairs of supervised training")
+    response = config.data.response or "response"
+    frame = _frame(config, "sft")
+    pairs = tokenize_pairs(
+        frame, config.data.prompt, response, load_tokenizer(model_folder), config.data, config.sft.max_tokens
+    )
+    if pairs.dropped:
+        get_run_logger().warning("sft: %d pairs dropped, longer than sft.max_tokens", pairs.dropped)
+    write_columns(path, {name: Ragged.of(list(pairs.frame[name]), np.int32) for name in pairs.frame.columns})
+    return len(pairs)
+
+
+@task(task_run_name="build-engines", cache_policy=NO_CACHE)
+def build_engines(training: Training, model_folder: str) -> dict[str, int | str]:
+    """Load every role's model on its group; return parameter counts and the reshard's strategy."""
+    session = training.session()
+    session.model_folder = model_folder
+    session.await_engines()
+    session.say("loading models into DeepSpeed and vLLM")
+    common, groups = session.build_arguments(), session.distinct_groups
+    replies = side_by_side("build", "0/build", {group: {**common, "roles": list(group.spec.roles)} for group in groups})
+    strategy, first = reshard_strategy(session.config), [reply for ranks in replies.values() for reply in ranks]
+    if strategy == "broadcast":
+        connect_groups(session)
+        first += bring_weights(session, "0/reshard", version=0)
+    figures: dict[str, int | str] = {
+        name: max(int(reply.get(name, 0)) for reply in first)
+        for name in ("parameters", "parameters_shared", "parameters_copied")
+    }
+    get_run_logger().info(
+        "%s parameters, of which %s are trained; reshard by %s: %s; %s of the rollout engine's tensors are the actor's "
+        "own, %s are written",
+        figures["parameters"],
+        max(int(reply.get("trained", 0)) for reply in first),
+        strategy,
+        describe_strategy(session.config),
+        figures["parameters_shared"],
+        figures["parameters_copied"],
+    )
+    figures |= {"reshard_strategy": strategy, "attention": attention_of(first[0])}
+    recomputed = "; ".join(f"{name}: {value}" for name, value in session.recomputed.items())
+    get_run_logger().info("recomputed in the backward pass: %s", recomputed)
+    if session.kv_cache_stays is not None:
+        text = "stays" if session.kv_cache_stays else "gives its memory to training"
+        get_run_logger().info("between rollouts the KV cache %s", text)
+    session.engine_figures = figures
+    return figures
+
+
+def attention_of(reply: Mapping[str, Any]) -> str:
+    """Return which kernel a rank's attention takes; say so, with a warning where its GPU has faster kernels."""
+    name = str(reply["attention"])
+    get_run_logger().info("attention of updates and log-probs: %s", name)
+    for obstacle in reply["slower"]:
+        get_run_logger().warning("updates are slower than this GPU can be, %s", obstacle)
+    return name
+
+
+def _frame(config: TrainConfig, split: str) -> pd.DataFrame:
+    if config.data.arithmetic is not None:
+        return make_problems(config.data.arithmetic, config.seed)[split]
+    return read_rows(Path(getattr(config.data, split)))
+
+
+def load_tokenizer(model_folder: str) -> Any:
+    """Load the tokenizer of a model folder."""
+    with interrupts_deferred():
+        from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(model_folder, local_files_only=True, trust_remote_code=False)
+
+
+def _plain(config: TrainConfig) -> dict[str, Any]:
+    return config.model_dump(mode="json")

@@ -1,0 +1,59 @@
+"""What does not go together with an environment is refused by name."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from configs.loading.load import load_config
+from configs.schema import TrainConfig
+from penstock.base.errors import UserError
+from penstock.checks.training import check_environment, check_inputs, check_reward
+
+GAME = {"type": "penstock.environments.calculator:Calculator"}
+ROOT = Path(__file__).resolve().parents[3]
+
+
+@pytest.mark.parametrize(
+    ("sections", "message"),
+    [
+        ({"environment": GAME, "rollout": {"tensor_parallel": 2}}, "needs 'rollout.tensor_parallel' 1"),
+        ({"environment": GAME, "rollout": {"ignore_eos": True}}, "'rollout.ignore_eos' leaves no end"),
+        ({"data": {"arithmetic": {"calls": 0.5}}}, "'data.arithmetic.calls' needs an 'environment'"),
+        (
+            {"environment": GAME, "data": {"arithmetic": {"calls": 0.5, "mistakes": 0.1}}},
+            "'mistakes' has no effect with 'calls'",
+        ),
+        ({"environment": {**GAME, "max_turns": 0}}, "max_turns"),
+        ({"environment": {}}, "type"),
+    ],
+)
+def test_refusals(sections: dict[str, Any], message: str) -> None:
+    """Control: the sections without the mistake pass, below."""
+    with pytest.raises(ValueError, match=message):
+        TrainConfig(**sections)
+
+
+def test_an_environment_may_be_the_only_reward() -> None:
+    """Or stand beside a function. Control: without it there has to be one."""
+    check_reward(TrainConfig(environment=GAME), [])
+    both = TrainConfig(environment=GAME, reward={"function": "penstock.rewards.builtin:exact_match"})
+    check_reward(both, ["answer"])
+    with pytest.raises(UserError, match="no reward"):
+        check_reward(TrainConfig(), [])
+    with pytest.raises(UserError, match="asks for 'answer'"):
+        check_reward(both, [])
+
+
+def test_the_environment_is_loaded_before_anything_starts() -> None:
+    """With its settings."""
+    check_environment(TrainConfig(environment={**GAME, "settings": {"penalty": 0.1}}))
+    with pytest.raises(UserError, match="unexpected keyword argument 'bonus'"):
+        check_environment(TrainConfig(environment={**GAME, "settings": {"bonus": 0.1}}))
+
+
+def test_the_calculator_recipe_passes_every_check() -> None:
+    """As `--dry-run` looks at it."""
+    check_inputs(load_config(ROOT / "configs" / "calculator.yaml"))

@@ -1,0 +1,201 @@
+"""Families of models: what packed training runs as the library does is accepted, and the others are refused by name.
+
+The oracle is `tests.engines.unpacked`. Every model is tiny and random, with weights so large that each of them shows.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from transformers import AutoModelForCausalLM
+
+from engines.batches.packing import pack
+from engines.kernels.attention import packed_attention
+from engines.models.loading import load_causal_lm, start_reward_model
+from engines.models.models import PackedPolicy, PackedRewardModel
+from penstock.base.errors import UserError
+from penstock.checks.model import check_model_folder
+from penstock.data.tokenizer import make_byte_tokenizer
+from tests.engines.rows import random_rows
+from tests.engines.shared_ranks import EOS, PAD, VOCABULARY
+from tests.engines.unpacked import load_unpacked, row_logprobs
+
+SIZES: dict[str, Any] = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+    "pad_token_id": PAD,
+    "eos_token_id": EOS,
+    "bos_token_id": EOS,
+}
+HEADS = {"head_dim": 8}
+EXPERTS = {"num_experts": 2, "num_local_experts": 2, "num_experts_per_tok": 1}
+LINEAR = {
+    "linear_num_value_heads": 4,
+    "linear_num_key_heads": 2,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+    "moe_intermediate_size": 32,
+    "shared_expert_intermediate_size": 32,
+    "layer_types": ["linear_attention", "full_attention"],
+}
+ROPE = {"rope_theta": 1e4, "original_max_position_embeddings": 20}
+FACTORS = {"long_factor": [4.0] * 4, "short_factor": [1.0] * 4}
+LATENT = {
+    "q_lora_rank": 16,
+    "kv_lora_rank": 16,
+    "qk_nope_head_dim": 8,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 12,
+    "num_key_value_heads": 4,
+    "n_routed_experts": 4,
+    "n_group": 1,
+    "topk_group": 1,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+    "first_k_dense_replace": 1,
+}
+GOOD: dict[str, dict[str, Any]] = {
+    "Gemma3TextConfig": {**HEADS, "sliding_window": 4, "layer_types": ["sliding_attention", "full_attention"]},
+    "Olmo2Config": {},
+    "GraniteConfig": {"attention_multiplier": 0.3, "residual_multiplier": 0.2, "embedding_multiplier": 12.0},
+    "LlamaConfig": {"rope_parameters": {**ROPE, "rope_type": "yarn", "factor": 4.0}},
+}
+BAD: dict[str, tuple[dict[str, Any], str]] = {
+    "PhiConfig": ({"num_key_value_heads": 4}, "a language head with a bias"),
+    "GptOssConfig": ({**HEADS, **EXPERTS, "sliding_window": 128}, "attention sinks"),
+    "Lfm2Config": ({"layer_types": ["conv", "full_attention"]}, "layers of the type 'conv'"),
+    "Qwen3NextConfig": ({**HEADS, **EXPERTS, **LINEAR}, "layers of the type 'linear_attention'"),
+    "FalconH1Config": ({}, "carries a state from token to token"),
+    "Gemma2Config": (HEADS, "sets 'attn_logit_softcapping'"),
+    "Cohere2Config": ({}, "sets 'logit_scale'"),
+    "DeepseekV3Config": (LATENT, "multi-head latent attention"),
+    "Phi3Config": (
+        {"rope_parameters": {**ROPE, **FACTORS, "rope_type": "longrope"}, "original_max_position_embeddings": 20},
+        "positions of the type 'longrope', which follow the longest of the rows",
+    ),
+    "Qwen2Config": ({"rope_parameters": {**ROPE, "rope_type": "dynamic", "factor": 4.0}}, "of the type 'dynamic'"),
+}
+
+
+def _write(folder: Path, family: str, settings: dict[str, Any]) -> Path:
+    config = getattr(transformers, family)(**{**SIZES, **settings})
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        lm = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+        for name, parameter in lm.named_parameters():
+            if parameter.dim() > 1 or name.endswith(("bias", "sinks")):
+                torch.nn.init.normal_(parameter, std=0.2)
+    lm.save_pretrained(folder)
+    make_byte_tokenizer(folder)
+    return folder
+
+
+@pytest.mark.parametrize("family", GOOD)
+@torch.no_grad()
+def test_accepted_families_give_the_log_probs_of_each_row_alone(family: str, tmp_path: Path) -> None:
+    """Both checks accept them, and company in a micro-batch changes nothing."""
+    folder, rows = _write(tmp_path, family, GOOD[family]), random_rows(5, samples=2)
+    check_model_folder(folder, "model.path")
+    policy, oracle = PackedPolicy(load_causal_lm(folder, torch.float32, False)).eval(), load_unpacked(folder)
+    logprobs_T, _ = policy(pack(rows, list(range(len(rows))), torch.device("cpu")), 1.0)
+    expected_T = torch.cat([row_logprobs(oracle, rows, row)[0] for row in range(len(rows))])
+    torch.testing.assert_close(logprobs_T, expected_T, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("family", BAD)
+def test_families_that_would_train_on_wrong_log_probs_are_refused_before_and_when_loaded(
+    family: str, tmp_path: Path
+) -> None:
+    """From configuration and headers alone, and from the model; the message says what it is."""
+    settings, message = BAD[family]
+    folder = _write(tmp_path, family, settings)
+    with pytest.raises(UserError, match=rf"model\.path: .*{message}"):
+        check_model_folder(folder, "model.path")
+    with pytest.raises(UserError, match=message):
+        load_causal_lm(folder, torch.float32, False)
+
+
+def test_a_language_heads_bias_is_no_matter_where_the_head_is_not_used(tmp_path: Path) -> None:
+    """A reward model of Phi has a score in its place. Control: capped attention scores are refused all the same."""
+    folder = _write(tmp_path, "PhiConfig", {"num_key_value_heads": 4})
+    check_model_folder(folder, "model.path", scores=True)
+    model = PackedRewardModel(start_reward_model(folder, torch.float32, False)).eval()
+    with torch.no_grad():
+        torch.nn.init.normal_(model.classifier.score.weight)
+        rows = random_rows(3)
+        together_B = model(pack(rows, [0, 1, 2], torch.device("cpu")))
+        alone_B = torch.cat([model(pack(rows, [row], torch.device("cpu"))) for row in range(3)])
+    torch.testing.assert_close(together_B, alone_B)
+    capped = _write(tmp_path / "capped", "Gemma2Config", HEADS)
+    with pytest.raises(UserError, match="attn_logit_softcapping"):
+        check_model_folder(capped, "model.path", scores=True)
+
+
+def test_what_only_the_models_class_says_is_refused_when_it_is_loaded(tmp_path: Path) -> None:
+    """Bloom adds its position biases itself and never asks for the attention that was registered."""
+    sizes = {"n_layer": 2, "n_head": 4, "hidden_size": 32, "vocab_size": VOCABULARY}
+    folder = _write(tmp_path, "BloomConfig", sizes)
+    with pytest.raises(UserError, match="an attention of its own"):
+        load_causal_lm(folder, torch.float32, False)
+
+
+@torch.no_grad()
+def test_what_only_the_forward_pass_shows_is_refused_in_words(tmp_path: Path) -> None:
+    """Nemotron's layers hand nothing on to their attention: it cannot know where the sequences lie."""
+    folder, rows = _write(tmp_path, "NemotronConfig", {}), random_rows(2)
+    policy = PackedPolicy(load_causal_lm(folder, torch.float32, False)).eval()
+    with pytest.raises(UserError, match="does not tell its attention where sequences lie"):
+        policy(pack(rows, [0, 1], torch.device("cpu")), 1.0)
+
+
+def test_an_unknown_layer_type_is_refused_whatever_it_is_called(tmp_path: Path) -> None:
+    """Only full and windowed attention are known. Control: the same folder without the entry passes."""
+    folder = _write(tmp_path, "Olmo2Config", {})
+    check_model_folder(folder, "model.path")
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    changed = config | {"layer_types": ["full_attention", "chunked_attention"]}
+    (folder / "config.json").write_text(json.dumps(changed), encoding="utf-8")
+    with pytest.raises(UserError, match="'chunked_attention'"):
+        check_model_folder(folder, "model.path")
+
+
+@pytest.mark.parametrize(
+    "entry",
+    [
+        {"rope_scaling": {"type": "longrope"}},
+        {"rope_scaling": {"type": "su"}},
+        {"rope_parameters": {"full_attention": {"rope_type": "dynamic"}, "sliding_attention": {}}},
+    ],
+)
+def test_positions_by_length_are_refused_however_the_file_says_it(entry: dict[str, Any], tmp_path: Path) -> None:
+    """Old names, and a type for each type of layers. Control: the same folder without the entry passes."""
+    folder = _write(tmp_path, "Olmo2Config", {})
+    check_model_folder(folder, "model.path")
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    (folder / "config.json").write_text(json.dumps(config | entry), encoding="utf-8")
+    with pytest.raises(UserError, match="positions of the type '(longrope|su|dynamic)'"):
+        check_model_folder(folder, "model.path")
+
+
+@pytest.mark.parametrize(
+    ("given", "message"), [({"s_aux": torch.zeros(4)}, "attention sinks"), ({"softcap": 50.0}, "caps its attention")]
+)
+def test_the_attention_itself_refuses_what_it_would_leave_out(given: dict[str, Any], message: str) -> None:
+    """Whatever a model is called: nothing that changes the scores is passed over in silence."""
+    batch = pack(random_rows(3), [0, 1, 2], torch.device("cpu"))
+    heads = torch.ones(1, 4, len(batch.tokens_N), 8)
+    packed_attention(torch.nn.Identity(), heads, heads, heads, None, packing=batch.layout, s_aux=None, softcap=None)
+    with pytest.raises(UserError, match=message):
+        packed_attention(torch.nn.Identity(), heads, heads, heads, None, packing=batch.layout, **given)
+    with pytest.raises(UserError, match="values of another size"):
+        packed_attention(torch.nn.Identity(), heads, heads, heads[..., :6], None, packing=batch.layout)

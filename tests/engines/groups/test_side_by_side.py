@@ -1,0 +1,54 @@
+"""Groups work at the same time, and none is left waiting for another that has failed."""
+
+from __future__ import annotations
+
+from threading import Barrier, Event
+from typing import Any
+
+import pytest
+
+from engines.groups.group import EngineGroup
+from engines.groups.side_by_side import side_by_side
+
+
+class Group:
+    """A group whose command waits for the other's, then fails or hangs until it is closed."""
+
+    def __init__(self, meeting: Barrier, ends: str) -> None:
+        self.meeting, self.ends, self.closed = meeting, ends, Event()
+
+    def call(self, command: str, *, key: str, number: int) -> list[dict[str, Any]]:
+        self.meeting.wait(10)
+        if self.ends == "fails":
+            raise LookupError("the first cause")
+        if self.ends == "hangs":
+            assert self.closed.wait(10)
+            raise RuntimeError("closed meanwhile")
+        return [{"said": f"{command} {key} {number}"}]
+
+    def close(self, grace_s: float) -> None:
+        self.closed.set()
+
+
+def _run(*ends: str) -> tuple[list[Group], Any]:
+    meeting = Barrier(len(ends))
+    groups = [Group(meeting, way) for way in ends]
+    arguments: Any = {group: {"number": number} for number, group in enumerate(groups)}
+    return groups, lambda: side_by_side("reshard", "3", arguments)
+
+
+def test_all_groups_work_at_once_on_arguments_of_their_own() -> None:
+    """One after the other they would wait for each other forever. None is closed."""
+    groups, run = _run("well", "well")
+    replies: dict[EngineGroup, Any] = run()
+    assert [replies[group] for group in groups] == [[{"said": f"reshard 3 {number}"}] for number in (0, 1)]  # type: ignore[index]
+    assert not any(group.closed.is_set() for group in groups)
+
+
+@pytest.mark.parametrize("ends", [("fails", "hangs"), ("hangs", "fails")])
+def test_a_failure_ends_the_others_and_is_what_is_told(ends: tuple[str, str]) -> None:
+    """A rank in a collective with a dead partner would wait until its deadline."""
+    groups, run = _run(*ends)
+    with pytest.raises(LookupError, match="the first cause"):
+        run()
+    assert [group.closed.is_set() for group in groups] == [way == "hangs" for way in ends]

@@ -1,0 +1,60 @@
+"""The language head's log-probs by themselves; models/test_models.py and test_full_kl.py have them in a model.
+
+Suffixes: `_CV` tokens x vocabulary, `_TH` tokens x hidden size, `_VH` vocabulary x hidden size.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+from engines.kernels import lm_head as logprobs
+
+
+@pytest.mark.parametrize(("vocabulary", "blocks"), [(320, 5), (4096, 4), (151_936, 1187), (50, 1), (8200, 1)])
+def test_statistics_block_by_block_are_those_of_the_whole_vocabulary(vocabulary: int, blocks: int) -> None:
+    """Against float64, flat and peaked, with logits far from 0, whose exponentials no float32 could hold.
+
+    Control: without a block's own largest logit they overflow.
+    """
+    assert vocabulary // logprobs._block(vocabulary) == blocks
+    torch.manual_seed(0)
+    logits_CV = torch.randn(6, vocabulary) * torch.tensor([[0.0], [1.0], [30.0], [1.0], [1.0], [1000.0]])
+    logits_CV[3] += 500
+    logits_CV[4] -= 500
+    targets_C = torch.arange(6) * (vocabulary // 6)
+    chosen_C, normalizer_C, entropies_C, *_ = logprobs._statistics(logits_CV, targets_C, torch.tensor(0.5), None)
+    exact_CV = (logits_CV.double() * 0.5).log_softmax(-1)
+    exact_C = -(exact_CV.exp() * exact_CV).sum(-1)
+    torch.testing.assert_close(chosen_C.double(), exact_CV[torch.arange(6), targets_C], rtol=1e-5, atol=1e-4)
+    torch.testing.assert_close(entropies_C.double(), exact_C, rtol=1e-5, atol=1e-4)
+    torch.testing.assert_close(normalizer_C.double(), (logits_CV.double() * 0.5).logsumexp(-1), rtol=1e-6, atol=1e-5)
+    assert not (logits_CV * 0.5).exp().sum(-1).log().isfinite().all()
+
+
+@pytest.mark.parametrize("tokens", [1, 39, 40, 41, 100])
+def test_chunks_cover_all_tokens_are_of_one_length_and_within_the_limit(
+    tokens: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The last one may lack a few tokens, fewer than there are chunks."""
+    monkeypatch.setattr(logprobs, "LOGITS_CHUNK_BYTES", 4 * 50 * 40)
+    chunks = logprobs._chunks(torch.empty(tokens, 8), torch.empty(50, 8), None)
+    lengths = [len(range(tokens)[chunk]) for chunk in chunks]
+    assert [index for chunk in chunks for index in range(tokens)[chunk]] == list(range(tokens))
+    assert max(lengths) <= 40
+    assert len(lengths) == -(-tokens // 40)
+    assert max(lengths) - min(lengths) < len(lengths)
+
+
+@pytest.mark.parametrize(("keep_logits", "products"), [(False, 4), (True, 3)])
+def test_kept_logits_spare_a_product_with_the_head(keep_logits: bool, products: int) -> None:
+    """The forward pass makes them; without a backward pass that is all there is."""
+    hidden_TH, targets_T = torch.ones(50, 16, requires_grad=True), torch.arange(50) % 30
+    head_VH = torch.ones(30, 16, requires_grad=True)
+    with FlopCounterMode(display=False) as trained:
+        logprobs.selected_logprobs(hidden_TH, head_VH, targets_T, 1.0, keep_logits)[0].sum().backward()
+    with torch.no_grad(), FlopCounterMode(display=False) as asked:
+        logprobs.selected_logprobs(hidden_TH, head_VH, targets_T, 1.0, keep_logits)
+    flops = 2 * 50 * 16 * 30
+    assert (trained.get_total_flops(), asked.get_total_flops()) == (products * flops, flops)

@@ -1,0 +1,44 @@
+"""What has ended is told a few times a second, and every text is made once."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from engines.rollout import announcing
+from engines.rollout.announcing import Announcer, Ended
+from penstock.base.ragged import Ragged
+
+RESPONSES = Ragged.of([[1], [2, 2], [3, 3, 3], [4]], np.int32)
+
+
+def test_texts_are_told_once_and_not_made_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing before its time, nothing when nothing has ended; the rest is decoded for the reply, in one batch."""
+    clock, told, decoded = [0.0], [], []
+    monkeypatch.setattr(announcing.time, "perf_counter", lambda: clock[0])
+
+    def decode(rows: Ragged) -> list[str]:
+        decoded.append(len(rows))
+        return [str(rows.row(number).tolist()) for number in range(len(rows))]
+
+    announcer = Announcer(decode, told.append)
+    ended = [Ended(2, 7, 0, [3, 3, 3])]
+    announcer.announce(ended)
+    assert (told, len(ended)) == ([], 1), "too early"
+
+    clock[0] += announcing.PERIOD_S
+    ended.append(Ended(1, 5, 1, [2, 2]))
+    announcer.announce(ended)
+    announcer.announce(ended)
+    assert ended == []
+    (news,) = told
+    assert _plain(news) == {"positions": [7, 5], "samples": [0, 1], "texts": ["[3, 3, 3]", "[2, 2]"]}
+
+    assert announcer.texts(RESPONSES) == ["[1]", "[2, 2]", "[3, 3, 3]", "[4]"]
+    assert decoded == [2, 2]
+
+
+def _plain(news: dict[str, Any]) -> dict[str, list[Any]]:
+    return {name: values.tolist() for name, values in news.items()}

@@ -1,0 +1,125 @@
+"""The table of what is kept for the backward pass, held against what autograd keeps when a tiny model runs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import partial, partialmethod
+from pathlib import Path
+from types import MappingProxyType
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from engines.batches.packing import Rows, pack
+from engines.families.shape import read_shape
+from engines.kernels import lm_head as logprobs
+from engines.kernels.gated_mlp import gate_in_products
+from engines.kernels.weight_gradients import sum_in_products
+from engines.models.loading import load_causal_lm
+from engines.models.models import PackedPolicy, compile_blocks
+from engines.sizing import memory
+from engines.sizing.activations import kept_bytes, keys_per_token, layer_table, total
+from penstock.base.ragged import Ragged
+from tests.engines.gated_kernels import plain_gated_products
+from tests.engines.shared_ranks import Shape
+from tests.engines.sums import sums_of
+
+FolderOf = Callable[[Shape], Path]
+PROMPT, RESPONSE, ROWS = 10, 30, 8
+SHAPES = [Shape("qwen2", tied=True), Shape("qwen3", tied=False), Shape("llama", tied=True, intermediate=384)]
+
+
+def _rows(samples: int) -> Rows:
+    """Rows of equal length, so that spreading them for attention on a CPU pads nothing."""
+    random = np.random.default_rng(0)
+    prompts = [random.integers(3, 60, PROMPT) for _ in range(ROWS // samples)]
+    responses = Ragged.of([random.integers(3, 60, RESPONSE) for _ in range(ROWS)], np.int32)
+    mask = Ragged(np.ones(len(responses.values_T), np.uint8), responses.offsets_B1)
+    return Rows(Ragged.of([prompt for prompt in prompts for _ in range(samples)], np.int32), responses, mask, {})
+
+
+def _kept(policy: nn.Module, rows: Rows, sums: Mapping[str, torch.Tensor] = MappingProxyType({})) -> int:
+    """Bytes of all storage that autograd keeps for the backward pass, parameters and their sums aside, each once."""
+    lasting = {tensor.untyped_storage().data_ptr() for tensor in [*policy.parameters(), *sums.values()]}
+    kept: dict[int, torch.Tensor] = {}  # the tensors are held, or their addresses would be given out again
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        kept[tensor.untyped_storage().data_ptr()] = tensor
+        return tensor
+
+    batch = pack(rows, list(range(ROWS)), torch.device("cpu"))
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        outputs = policy(batch, 1.0)
+    assert outputs[0].requires_grad
+    return sum(tensor.untyped_storage().nbytes() for address, tensor in kept.items() if address not in lasting)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: shape.architecture)
+def test_the_table_is_what_autograd_keeps(shape: Shape, dtype: torch.dtype, folder_of: FolderOf) -> None:
+    """Within 1 % in both dtypes, with and without query and key norms, with a narrow and a wide MLP."""
+    folder = folder_of(shape)
+    policy = PackedPolicy(load_causal_lm(folder, dtype, False)).train()
+    tokens, responses = (PROMPT + RESPONSE) * ROWS, RESPONSE * ROWS
+    predicted = kept_bytes(read_shape(folder), dtype.itemsize, "cpu", False, tokens, responses, False)
+    assert predicted == pytest.approx(_kept(policy, _rows(1)), rel=0.01)
+
+
+@pytest.mark.parametrize("gated", [False, True])
+@pytest.mark.parametrize("shape", SHAPES[:2], ids=lambda shape: shape.architecture)
+def test_the_table_is_what_compiled_blocks_keep(
+    shape: Shape, gated: bool, folder_of: FolderOf, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The same layers and partition into forward and backward pass as on a GPU, without its kernels.
+
+    So no C++ compiler is needed. Control: what the blocks keep as they are, and with the other MLP, is something else.
+    """
+    folder = folder_of(shape)
+    lm = load_causal_lm(folder, torch.bfloat16, False)
+    monkeypatch.setattr(nn.Module, "compile", partialmethod(nn.Module.compile, backend="aot_eager_decomp_partition"))
+    compile_blocks(lm)
+    policy = PackedPolicy(lm).train()
+    optimizer, sums = sums_of(policy)
+    sum_in_products(policy, optimizer)
+    if gated:
+        gate_in_products(policy)
+    tokens, responses = (PROMPT + RESPONSE) * ROWS, RESPONSE * ROWS
+    with plain_gated_products():
+        kept = _kept(policy, _rows(1), sums)
+    sizes = read_shape(folder)
+    predicted = partial(kept_bytes, sizes, 2, "cpu", tokens=tokens, responses=responses, checkpointing=False)
+    assert predicted(compiled=True, gated=gated) == pytest.approx(kept, rel=0.01)
+    assert predicted(compiled=True, gated=not gated) != pytest.approx(kept, rel=0.03)
+    assert predicted(compiled=False) > 1.3 * kept
+
+
+@pytest.mark.parametrize("samples", [1, 4])
+def test_keys_of_shared_prompts_are_counted_as_they_are_packed(samples: int) -> None:
+    """Once for the prompt, once more for each response to it."""
+    batch = pack(_rows(samples), list(range(ROWS)), torch.device("cpu"))
+    expected = int(batch.layout.cu_keys_S1[-1]) / len(batch.tokens_N)
+    assert keys_per_token(PROMPT, RESPONSE, samples) == pytest.approx(expected)
+
+
+def test_a_line_that_is_missing_would_show(folder_of: FolderOf) -> None:
+    """Negative control: every line but the few numbers per token is more than the tolerance above."""
+    sizes = read_shape(folder_of(SHAPES[0]))
+    table = layer_table(sizes, 4, "cpu", False)
+    numbers = {"norms' root", "query and key norms' root", "query and key norms", "attention's logsumexp"}
+    assert all(kept.bytes_per_token > 0.02 * total(table) for kept in table if kept.module not in numbers)
+
+
+def test_recomputation_keeps_the_blocks_inputs_and_one_block(folder_of: FolderOf) -> None:
+    """Of 2 layers that is less than all, and a layer more costs only its input."""
+    sizes = read_shape(folder_of(SHAPES[0]))
+    deeper = type(sizes)(**{**vars(sizes), "layers": 3})
+    recomputed = [kept_bytes(shape, 2, "cuda", True, 100, 50, True) for shape in (sizes, deeper)]
+    assert recomputed[1] - recomputed[0] == 100 * 2 * sizes.hidden_size
+    assert recomputed[0] < kept_bytes(sizes, 2, "cuda", True, 100, 50, False)
+
+
+def test_the_estimates_logits_are_those_that_exist() -> None:
+    """The estimate imports no torch, so it has the number once more."""
+    assert memory.LOGITS_CHUNK == logprobs.LOGITS_CHUNK_BYTES

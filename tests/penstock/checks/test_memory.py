@@ -1,0 +1,54 @@
+"""A refusal for memory names the key that helps: the budget of a micro-batch, or the length of rows that exceed it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from configs.preference import PreferenceConfig
+from configs.schema import TrainConfig
+from penstock.base.errors import UserError
+from penstock.checks import memory
+
+TINY: dict[str, Any] = {"tiny": {"max_positions": 1 << 20}}
+
+
+@pytest.fixture(autouse=True)
+def machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A CPU with room for nothing."""
+    monkeypatch.setattr(memory, "visible_gpus", lambda: [])
+    monkeypatch.setattr(memory, "free_host_bytes", lambda: 1 << 20)
+
+
+@pytest.mark.parametrize(
+    ("budget", "advice"),
+    [
+        (1 << 19, "a smaller actor.micro_batch_tokens, "),
+        (64, "a smaller data.max_prompt_tokens or rollout.max_response_tokens, "),
+    ],
+)
+def test_of_a_training(budget: int, advice: str) -> None:
+    """The longest row is 500 tokens."""
+    lengths = {"data": {"max_prompt_tokens": 100}, "rollout": {"max_response_tokens": 400}}
+    config = TrainConfig.model_validate({"model": TINY, "actor": {"micro_batch_tokens": budget}, **lengths})
+    with pytest.raises(UserError, match="GiB free") as refused:
+        memory.check_memory(config)
+    assert advice in refused.value.remedy
+
+
+@pytest.mark.parametrize(("budget", "key"), [(1 << 19, "micro_batch_tokens"), (64, "max_tokens")])
+def test_of_training_without_rollout(budget: int, key: str) -> None:
+    """Under the name of the section that the user gave: also where the warm-up is the fullest phase of a training."""
+    settings = {"micro_batch_tokens": budget, "max_tokens": 1 << 16}
+    supervised = TrainConfig.model_validate({"model": TINY, "sft": settings})
+    preference = PreferenceConfig.model_validate({"model": TINY, "trainer": settings})
+    for section, config, checked in (
+        ("sft", supervised, lambda config: memory.check_finetuning_memory(config, "sft")),
+        ("sft", supervised, memory.check_memory),
+        ("trainer", preference.engines(), lambda config: memory.check_finetuning_memory(config, "trainer")),
+    ):
+        with pytest.raises(UserError, match="GiB free") as refused:
+            checked(config)
+        assert f"a smaller {section}.{key}, " in refused.value.remedy
+        assert f"{section}.zero_stage" in refused.value.remedy

@@ -1,0 +1,224 @@
+"""Alarms: each is raised by what it is named after and by no other trouble, and a training that learns raises none."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from configs.loading.keys import describe_keys
+from penstock.reports.alarms import RULES, alarms_of, looked_at, raised, turns
+
+Row = dict[str, float]
+ITERATIONS = 60
+
+
+def healthy(iterations: int = ITERATIONS, seed: int = 0) -> list[Row]:
+    """A training with the shapes and the noise of the quickstart: the reward rises from a half, the entropy falls to a
+    quarter, a KL builds up, norms vary by a fifth, and groups of equal rewards become many."""
+    draw = np.random.default_rng(seed)
+    rows = []
+    for number in range(iterations):
+        done = number / iterations
+        reward = 0.52 + 0.36 * done + draw.normal(0, 0.025)
+        rows.append(
+            {
+                "reward/mean": reward,
+                "reward/std": float(np.sqrt(max(reward * (1 - reward), 0.0))),
+                "actor/entropy": 0.46 * 0.25**done * draw.uniform(0.95, 1.05),
+                "actor/kl": 0.15 * done * draw.uniform(0.8, 1.2),
+                "actor/approx_kl": 2e-4 * draw.uniform(0, 3) if number else 0.0,
+                "actor/grad_norm": 0.7 * draw.uniform(0.7, 1.8),
+                "rollout/truncated_share": 0.002 * draw.uniform(),
+                "mismatch/probability_difference_mean": 0.003 * draw.uniform(0.8, 1.2),
+                "advantage/zero_share": 0.03 + 0.5 * done,
+                "actor/skipped_steps": 0.0,
+            }
+        )
+    return rows
+
+
+def raised_in(history: list[Row]) -> dict[str, list[int]]:
+    """Return in which iterations (from 1) each alarm was raised, judged as a training would, one after the other."""
+    found: dict[str, list[int]] = {}
+    for end in range(1, len(history) + 1):
+        for name, value in raised(history[:end]).items():
+            if value:
+                found.setdefault(name.removeprefix("alarm/"), []).append(end)
+    return found
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_a_training_that_learns_raises_no_alarm(seed: int) -> None:
+    """Negative control for all rules, in every iteration; each of them applies."""
+    history = healthy(seed=seed)
+    assert raised_in(history) == {}
+    assert len(raised(history)) == len(RULES)
+
+
+def test_the_noise_of_small_batches_is_no_oscillation() -> None:
+    """Eight prompts per iteration: the mean reward has a standard error of 0.17."""
+    draw = np.random.default_rng(2)
+    history = [row | {"reward/mean": row["reward/mean"] + draw.normal(0, 0.17)} for row in healthy(200)]
+    assert "reward_oscillation" not in raised_in(history)
+
+
+def test_two_single_outliers_are_no_alarm() -> None:
+    """One odd iteration of each figure, early and late."""
+    history = healthy()
+    odd = {
+        "reward/mean": 0.0,
+        "actor/entropy": 0.0,
+        "actor/kl": 1.2,
+        "actor/grad_norm": 50.0,
+        "rollout/truncated_share": 1.0,
+        "mismatch/probability_difference_mean": 0.3,
+        "advantage/zero_share": 1.0,
+    }
+    for number in (20, 45):
+        history[number] = history[number] | odd
+    assert raised_in(history) == {}
+
+
+def swings(number: int) -> Row:
+    return {"reward/mean": 0.5 + 0.35 * np.sin(number / 10 * 2 * np.pi), "reward/std": 0.45}
+
+
+TROUBLES: dict[str, Callable[[int], Row]] = {
+    "reward_oscillation": swings,
+    "kl_explosion": lambda number: {"actor/kl": 0.02 * 1.3 ** max(0, number - 30)},
+    "entropy_collapse": lambda number: {"actor/entropy": 0.46 * 0.8**number},
+    "truncation": lambda number: {"rollout/truncated_share": 0.01 * number},
+    "gradient_spikes": lambda number: {"actor/grad_norm": 9.0 if number > 30 and number % 5 == 0 else 0.7},
+    "rollout_mismatch": lambda number: {"mismatch/probability_difference_mean": 0.0005 * number},
+    "nothing_to_learn": lambda number: {"advantage/zero_share": min(1.0, 0.03 * number)},
+    "skipped_steps": lambda number: {"actor/skipped_steps": float(number > 30)},
+}
+
+
+@pytest.mark.parametrize("name", TROUBLES)
+def test_a_trouble_raises_its_own_alarm_and_no_other(name: str) -> None:
+    """Not from the start, but while it lasts, also at the end."""
+    history = [row | TROUBLES[name](number) for number, row in enumerate(healthy())]
+    found = raised_in(history)
+    assert list(found) == [name]
+    assert found[name][0] > 5
+    assert found[name][-1] == ITERATIONS
+
+
+def test_a_held_out_kl_is_believed_when_an_evaluation_confirms_it() -> None:
+    """It is rarely taken: beyond its limit twice, and said in an iteration that has one. Control: once is no alarm."""
+    history = healthy()
+    for number in (19, 39, 59):
+        history[number] = history[number] | {"heldout/kl": 1.5 if number > 19 else 0.1}
+    assert raised_in(history) == {"kl_explosion": [60]}
+    history[59] = history[59] | {"heldout/kl": 0.9}
+    assert raised_in(history) == {}
+
+
+@pytest.mark.parametrize("role", ["actor", "critic"])
+def test_a_single_skipped_step_is_said_in_its_iteration(role: str) -> None:
+    """Its loss and norm are no numbers, and are not recorded. Control: the iterations around it."""
+    history = healthy()
+    history[30] = {name: value for name, value in history[30].items() if name != "actor/grad_norm"}
+    history[30][f"{role}/skipped_steps"] = 1.0
+    assert raised_in(history) == {"skipped_steps": [31]}
+
+
+def test_every_rule_has_a_trouble_that_raises_it() -> None:
+    """No rule is without a positive and a negative control."""
+    assert set(TROUBLES) == {rule.name for rule in RULES}
+
+
+def test_an_update_that_runs_away_raises_the_kl_alarm_without_a_reference() -> None:
+    """Most recipes have no reference: the KL of the update is there in all."""
+    history = [{"actor/approx_kl": 2e-4 if number < 30 else 0.05} for number in range(33)]
+    assert raised_in(history) == {"kl_explosion": [33]}
+    # Negative control: it was as large all the time.
+    assert raised_in([{"actor/approx_kl": 0.05}] * 60) == {}
+
+
+def test_an_entropy_that_was_low_from_the_start_is_no_collapse() -> None:
+    """A model may be sure of its answers: what counts is how much was lost."""
+    assert raised_in([{"actor/entropy": 0.02}] * 60) == {}
+
+
+def test_turns_are_counted_by_their_size() -> None:
+    """Up and down by 1 each: three turns; ripples of a tenth on the way are none."""
+    values = np.asarray([0, 0.5, 1, 0.9, 1, 0.5, 0, 0.1, 0, 1, 0])
+    assert turns(values, 0.5) == 3
+    assert turns(values, 0.05) == 7
+    assert turns(values, 2.0) == 0
+    assert turns(np.zeros(9), 0.0) == 0
+
+
+def test_rules_without_their_figure_do_not_apply() -> None:
+    """Then there is no value either, not a 0 that would look like good news."""
+    assert raised([{"reward/mean": 0.5}]) == {"alarm/reward_oscillation": 0.0}
+
+
+def test_alarms_of_a_run_are_listed_with_when_they_were_raised() -> None:
+    """The earliest first; those that were never raised are absent."""
+    flags = [{"alarm/truncation": float(n in (5, 7)), "alarm/kl_explosion": float(n == 4)} for n in range(9)]
+    records = [{"iteration": n, "metrics": metrics} for n, metrics in enumerate(flags)]
+    assert [(alarm.name, alarm.when) for alarm in alarms_of(records)] == [
+        ("kl_explosion", "iteration 4"),
+        ("truncation", "iterations 5 to 7, raised in 2"),
+    ]
+
+
+def test_the_documentation_lists_every_rule() -> None:
+    """And none that does not exist."""
+    page = (Path(__file__).parents[3] / "docs" / "evaluation.md").read_text(encoding="utf-8")
+    _, _, section = page.partition("## Alarms")
+    assert re.findall(r"^\| `(\w+)` \|", section, re.MULTILINE) == [rule.name for rule in RULES]
+
+
+def test_the_remedies_name_settings_that_exist() -> None:
+    """Each key in a sentence is one of the configuration's."""
+    keys = {key.name for key in describe_keys()}
+    sections = {".".join(key.split(".")[:depth]) for key in keys for depth in (1, 2)}
+    for rule in RULES:
+        named = re.findall(r"\b(?:actor|algorithm|rollout|reward|data)\.[a-z_.]*[a-z]", rule.change)
+        assert named
+        assert all(name in keys | sections for name in named), rule.name
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_what_is_looked_at_is_enough(seed: int) -> None:
+    """Troubles come and go at random: a history that forgets as it goes raises what the whole one raises.
+
+    Control: the newest rows alone raise something else.
+    """
+    draw = np.random.default_rng(seed)
+    history = healthy(400, seed)
+    history[50]["heldout/kl"] = 2.0
+    for begin in range(20, 400, 40):
+        trouble = draw.integers(6)
+        for row in history[begin : begin + 15]:
+            if trouble == 0:
+                row["actor/approx_kl"] = 0.5
+            elif trouble == 1:
+                row["actor/entropy"] = 0.01
+            elif trouble == 2:
+                row["rollout/truncated_share"] = 0.9
+            elif trouble == 3:
+                row["actor/grad_norm"] *= float(draw.choice([1, 20]))
+            elif trouble == 4:
+                row["mismatch/probability_difference_mean"] = 0.1
+            else:
+                row["reward/mean"] = float(draw.choice([0.0, 1.0]))
+        history[begin]["heldout/kl"] = float(draw.choice([0.5, 2.0, np.nan]))
+    kept: list[Any] = []
+    differ = False
+    for end, row in enumerate(history, 1):
+        expected = raised(history[:end])
+        assert raised([*kept, row]) == expected
+        differ |= raised(history[max(0, end - 30) : end]) != expected
+        kept = looked_at([*kept, row])
+        assert len(kept) < 40
+    assert differ

@@ -1,0 +1,118 @@
+"""Nothing is written into a run folder before its lock is held, and a refused resume has changed nothing."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from prefect.logging import disable_run_logger
+
+from configs.schema import TrainConfig
+from penstock.base.errors import UserError
+from penstock.session import going_on
+from penstock.session.going_on import Resume, is_complete, new_run, resumed_run
+from penstock.session.session import read_config, write_config
+from penstock.state.manifest import Manifest, Progress, read_manifest, write_manifest
+from penstock.state.run_folder import RunFolder, locked
+from tests.penstock.state.checkpoints import write_checkpoint
+
+CONFIG = TrainConfig(iterations=4)
+Files = dict[str, bytes]
+
+
+def unchecked(_: object) -> None: ...
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunFolder:
+    """A run with two checkpoints, of iterations 1 and 2."""
+    run = RunFolder(tmp_path / "run")
+    write_config(run, CONFIG)
+    for number in (1, 2):
+        saved = Manifest(Progress(iteration=number), checkpoint=f"00000{number}", kind="train")
+        write_checkpoint(run, saved)
+        write_manifest(run, saved)
+    run.lock.touch()
+    return run
+
+
+def files(run: RunFolder) -> Files:
+    """Every file of a run with its content."""
+    return {str(path): path.read_bytes() for path in run.path.rglob("*") if path.is_file()}
+
+
+def go_on(run: RunFolder, start: str | None = None, *changes: str) -> TrainConfig:
+    """Resume a run without engines; return the configuration that is in force."""
+    with (
+        disable_run_logger(),
+        resumed_run(Resume(run.path, start, changes), "train", TrainConfig, unchecked) as (config, _),
+    ):
+        with pytest.raises(UserError, match="is being trained"), locked(run):
+            pass
+        return config
+
+
+def test_of_two_resumes_the_refused_one_has_changed_nothing(run: RunFolder, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both looked before either held the lock. Control: alone, it changes the configuration."""
+    monkeypatch.setattr(going_on, "check_resumable", lambda *_: None)
+    before = files(run)
+    with locked(run), pytest.raises(UserError, match="is being trained by another process"):
+        go_on(run, None, "iterations=6")
+    assert files(run) == before
+    assert go_on(run, None, "iterations=6").iterations == 6
+    assert read_config(run).iterations == 6
+
+
+@pytest.mark.parametrize("start", [None, "1"])
+def test_a_damaged_run_is_whole_before_anything_of_it_is_believed(run: RunFolder, start: str | None) -> None:
+    """The command line looks without mending: there the run is not complete, whatever it says."""
+    run.model("final").mkdir(parents=True)
+    run.summary.write_text(json.dumps({"status": "completed"}), encoding="utf-8")
+    assert is_complete(Resume(run.path, None, ["iterations=2"]))
+    assert not is_complete(Resume(run.path, "1", ["iterations=2"]))
+    run.manifest.write_bytes(run.manifest.read_bytes()[:100])
+    before = files(run)
+    assert not is_complete(Resume(run.path, None, ["iterations=2"]))
+    assert files(run) == before
+    assert go_on(run, start, "iterations=3").iterations == 3
+    assert read_manifest(run).progress.iteration == (1 if start else 2)
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [(("iterations=1",), "has done 2 already"), (("seed=1",), "cannot change"), (("iterations",), "is not section")],
+)
+def test_a_change_that_cannot_be_is_refused_under_the_lock_as_well(
+    run: RunFolder, changes: tuple[str, ...], said: str
+) -> None:
+    """A form on a server gives it to the flow alone. From an earlier checkpoint fewer may be asked for."""
+    before = files(run)
+    with pytest.raises(UserError, match=said):
+        go_on(run, None, *changes)
+    assert files(run) == before
+    assert go_on(run, "1", "iterations=1").iterations == 1
+
+
+def test_a_new_run_is_written_under_its_lock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two commands may have found the folder empty: one begins. Control: a lock alone takes no folder."""
+    run = RunFolder(tmp_path / "run")
+    make: Callable[..., RunFolder] = going_on.new_run_folder
+
+    def begun_meanwhile(*arguments: object) -> RunFolder:
+        made = make(*arguments)
+        write_config(made, TrainConfig(iterations=9))
+        return made
+
+    with monkeypatch.context() as patch:
+        patch.setattr(going_on, "new_run_folder", begun_meanwhile)
+        with pytest.raises(UserError, match="already holds a run"), new_run(CONFIG, unchecked, "x", str(run.path)):
+            pass
+    assert read_config(run).iterations == 9
+    run.config.unlink()
+    assert run.lock.exists()
+    with new_run(CONFIG, unchecked, "x", str(run.path)) as opened:
+        assert read_config(opened).iterations == 4
+        with pytest.raises(UserError, match="is being trained"), locked(run):
+            pass

@@ -1,0 +1,84 @@
+"""The record of the warm-up: each step once in folder and store, and no iteration among them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import pytest
+
+from configs.schema import TrainConfig
+from penstock.session.record import append_record, begin_delivery
+from penstock.session.session import Training
+from penstock.state.manifest import Progress
+from penstock.state.run_folder import append_metrics, read_metrics, truncate_metrics
+from penstock.trackers import mlflow as mlflow_run
+from penstock.trackers import mlflow_outbox
+from penstock.trackers.mlflow_outbox import WARM_UP_LOSS as LOSS
+from tasks.finetuning.record import record_warm_up
+from tasks.iteration.checkpoint import begin_manifest
+from tests.delivering import await_delivery, with_outbox
+
+
+@pytest.fixture
+def training(training_with: Callable[[TrainConfig], Training]) -> Training:
+    """A training with an MLflow run."""
+    training = training_with(TrainConfig.model_validate({"sft": {"steps": 5}}))
+    session = training.session()
+    session.tracking_uri = f"sqlite:///{training.run.path / 'mlflow.db'}"
+    opened(training)
+    truncate_metrics(training.run.warm_up, -1)  # as restoring does before the first step
+    return training
+
+
+def opened(training: Training) -> None:
+    session = training.session()
+    session.mlflow_run_id = mlflow_run.open_run(session.tracking_uri, "exp", "tiny", {}, {})
+    with_outbox(training)
+
+
+def logged(training: Training, name: str) -> list[tuple[int, float]]:
+    session = training.session()
+    await_delivery(training)
+    history = mlflow_run.connect(session.tracking_uri).get_metric_history(session.mlflow_run_id, name)
+    return [(entry.step, entry.value) for entry in history]
+
+
+def test_a_step_is_recorded_once_and_is_no_iteration(training: Training) -> None:
+    """Also where steps after a checkpoint are taken again. Control: an iteration of the same number is its own."""
+    session, run = training.session(), training.run
+    record_warm_up.fn(training, 0, [3.0, 2.5])
+    record_warm_up.fn(training, 2, [2.0])
+    assert read_metrics(run) == []
+    await_delivery(training)
+    assert mlflow_run.logged_through(session.tracking_uri, session.mlflow_run_id) == -1, "no iteration counts as logged"
+    truncate_metrics(run.warm_up, 2)  # a resume
+    record_warm_up.fn(training, 2, [2.0, 1.5, 1.0])
+    steps = [(1, 3.0), (2, 2.5), (3, 2.0), (4, 1.5), (5, 1.0)]
+    assert [(item["iteration"], item["metrics"]["loss"]) for item in read_metrics(run.warm_up)] == steps
+    assert logged(training, LOSS) == steps
+    append_record(training, 1, {"actor/loss": 0.5})
+    assert logged(training, "actor/loss") == [(1, 0.5)]
+    assert read_metrics(run) == [{"iteration": 1, "metrics": {"actor/loss": 0.5}}]
+    assert logged(training, LOSS) == steps
+
+
+def test_a_store_that_lost_the_run_gets_the_warm_up_again(training: Training, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In calls of a size that MLflow takes. Control: the iterations that it lost, and no more than there are."""
+    monkeypatch.setattr(mlflow_outbox, "STEPS_PER_CALL", 2)
+    record_warm_up.fn(training, 0, [3.0, 2.5, 2.0, 1.5, 1.0])
+    append_metrics(training.run, 1, {"actor/loss": 0.5})
+    begin_manifest(training, Progress())
+    opened(training)
+    assert logged(training, LOSS) == []
+    begin_delivery(training, 1)
+    assert logged(training, LOSS) == [(1, 3.0), (2, 2.5), (3, 2.0), (4, 1.5), (5, 1.0)]
+    assert logged(training, "actor/loss") == [(1, 0.5)]
+
+
+def test_a_loss_that_is_not_finite_is_a_gap(training: Training) -> None:
+    """MLflow would store infinity as 1.8e308."""
+    record_warm_up.fn(training, 0, [math.inf, 2.0])
+    (_, first), second = logged(training, LOSS)
+    assert math.isnan(first)
+    assert second == (2, 2.0)

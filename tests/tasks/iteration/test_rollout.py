@@ -1,0 +1,184 @@
+"""The next rollout begins while its iteration has not, once and with what the iteration would ask for."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pytest
+
+from configs.loading.load import config_from_mapping
+from configs.schema import TrainConfig
+from penstock.base.ragged import Ragged
+from penstock.session.session import Training
+from penstock.session.settings import next_settings
+from penstock.state import experience
+from penstock.state.experience import consolidate, read_columns
+from penstock.state.manifest import Progress
+from tasks.iteration.rollout import begin_next_rollout, rollout
+from tests.echo import Echo
+
+PROMPTS, SAMPLES = 3, 2
+
+
+class Engines(Echo):
+    """One rank of the policy that the iteration wants; it answers once it may."""
+
+    def __init__(self) -> None:
+        super().__init__(ranks=1)
+        self.may_answer = threading.Event()
+
+    def answer(self, prompts: Ragged, positions: np.ndarray, sampling: dict[str, Any]) -> dict[str, Any]:
+        """Answer as a rank whose policy is that of the iteration before."""
+        assert self.may_answer.wait(10)
+        self.policy_version = sampling["seed"][1] - 1
+        return super().answer(prompts, positions, sampling)
+
+
+@pytest.fixture
+def prepared(
+    training_with: Callable[[TrainConfig], Training], monkeypatch: pytest.MonkeyPatch
+) -> Callable[..., tuple[Training, Engines]]:
+    """Make a training of five iterations with a table of seven prompts."""
+    monkeypatch.setattr("tasks.iteration.rollout.generation_figures", lambda *_: {})  # of a GPU
+    monkeypatch.setattr("tasks.iteration.rollout.get_run_logger", lambda: logging.getLogger("rollout"))
+
+    def make(**sections: Any) -> tuple[Training, Engines]:
+        changes = {"iterations": 5, "rollout": {"prompts": PROMPTS, "samples": SAMPLES}, "checkpoint": {"every": 0}}
+        training, engines = training_with(config_from_mapping(changes | sections, "test")), Engines()
+        training.run.experience(1).parent.mkdir(parents=True, exist_ok=True)
+        names = [f"p{n}" for n in range(7)]
+        tokens = [np.array([10 * n + 1, 5], np.int32) for n in range(7)]
+        frame = pd.DataFrame({"prompt_id": names, "prompt_text": names, "prompt_tokens": tokens})
+        training.session().prompts["train"] = SimpleNamespace(frame=frame)  # type: ignore[assignment]
+        training.session().groups["rollout"] = engines  # type: ignore[assignment]
+        return training, engines
+
+    return make
+
+
+def at(iteration: int) -> Progress:
+    """Return the progress after an iteration without refills."""
+    return Progress(iteration=iteration, policy_version=iteration, prompt_cursor=iteration * PROMPTS)
+
+
+def test_engines_work_on_the_next_rollout_before_its_task_runs(
+    prepared: Callable[..., tuple[Training, Engines]],
+) -> None:
+    """What the task would have sent is sent once, and what it makes of the replies is the same."""
+    training, engines = prepared()
+    begin_next_rollout(training, at(2))
+    while not engines.commands:
+        time.sleep(0.001)
+    engines.may_answer.set()
+    stage = rollout.fn(training, next_settings(training, at(2)), at(2))
+    ahead = read_columns(training.run.experience(3), ["sample_id", "response", "prompt"])
+
+    training.run.experience(3).unlink()
+    rollout.fn(training, next_settings(training, at(2)), at(2))
+    begun, asked = engines.commands
+    assert (begun["key"], begun["sampling"]) == ("3/rollout", asked["sampling"])
+    assert np.array_equal(begun["prompts"], asked["prompts"])
+    assert ahead == read_columns(training.run.experience(3), ["sample_id", "response", "prompt"])
+    assert stage.experience.policy_version == 2
+
+
+def test_its_seconds_are_those_that_the_engines_worked_and_not_those_they_waited(
+    prepared: Callable[..., tuple[Training, Engines]],
+) -> None:
+    """What was done ahead counts as rollout; a task that comes late adds nothing. Control: nothing done ahead."""
+    training, engines = prepared()
+    engines.may_answer.set()
+    begin_next_rollout(training, at(2))
+    training.session().generations["3/rollout"].result()
+    time.sleep(0.5)
+    metrics = rollout.fn(training, next_settings(training, at(2)), at(2)).metrics
+    assert 0 < metrics["rollout/ahead_s"] < metrics["time/rollout_s"] < 0.4
+    assert "rollout/ahead_s" not in rollout.fn(training, next_settings(training, at(3)), at(3)).metrics
+
+
+def test_it_does_not_begin_where_it_would_be_in_the_way_or_in_vain(
+    prepared: Callable[..., tuple[Training, Engines]],
+) -> None:
+    """Before a checkpoint, after the last iteration, and where an earlier attempt left this policy's experience."""
+    training, engines = prepared(checkpoint={"every": 2})
+    engines.may_answer.set()
+    rollout.fn(training, next_settings(training, at(3)), at(3))
+    before = len(engines.commands)
+    for done in (2, 3, 4, 5):
+        begin_next_rollout(training, at(done))
+    assert len(engines.commands) == before
+    begin_next_rollout(training, Progress(iteration=3, policy_version=7))  # another policy's: not to be used
+    begin_next_rollout(training, at(1))
+    assert list(training.session().generations) == ["4/rollout", "2/rollout"]
+
+
+@pytest.mark.parametrize("restarted", [True, False])
+def test_an_interrupted_rollout_is_taken_over_unless_the_machine_was_restarted(
+    prepared: Callable[..., tuple[Training, Engines]], monkeypatch: pytest.MonkeyPatch, restarted: bool
+) -> None:
+    """Then its tokens may not have reached the disk: it is done again. Control: a killed process lost nothing."""
+    training, engines = prepared()
+    engines.may_answer.set()
+    rollout.fn(training, next_settings(training, at(3)), at(3))
+    before = len(engines.commands)
+    if restarted:
+        monkeypatch.setattr(experience, "_boot", lambda: "later")
+    rollout.fn(training, next_settings(training, at(3)), at(3))
+    assert len(engines.commands) - before == restarted
+    path = training.run.experience(4)
+    assert len(read_columns(path, ["response_tokens"])["response_tokens"]) == len(
+        read_columns(path, ["group"])["group"]
+    )
+
+
+@pytest.mark.parametrize(
+    ("changed", "overrides", "said"),
+    [
+        ({}, {"rollout.temperature": 0.7}, "temperature 1.0 instead of 0.7"),
+        ({"rollout": {"prompts": PROMPTS, "samples": 3}}, {}, "samples 2 instead of 3, other prompts"),
+        ({"rollout": {"prompts": 2, "samples": SAMPLES}}, {}, "other prompts"),
+        ({"rollout": {"prompts": PROMPTS, "samples": SAMPLES, "top_p": 0.5}}, {}, "top_p 1.0 instead of 0.5"),
+        ({"seed": 3}, {}, "seed 0 instead of 3, other prompts"),
+        ({"actor": {"optimizer": {"learning_rate": 0.5}}}, {"algorithm.entropy_coefficient": 0.1}, None),
+    ],
+)
+def test_responses_drawn_otherwise_are_not_taken_over(
+    prepared: Callable[..., tuple[Training, Engines]],
+    caplog: pytest.LogCaptureFixture,
+    changed: dict[str, Any],
+    overrides: dict[str, Any],
+    said: str | None,
+) -> None:
+    """What is trained is what these settings draw, and as many prompts as are counted. Control: the loss's settings."""
+    training, engines = prepared()
+    engines.may_answer.set()
+    rollout.fn(training, next_settings(training, at(3)), at(3))
+    consolidate(training.run.experience(4))  # as after an iteration that was recorded
+    training, engines = prepared(**changed)
+    engines.may_answer.set()
+    progress = at(3).advanced(overrides=overrides)
+    experience = rollout.fn(training, next_settings(training, progress), progress).experience
+    assert len(engines.commands) == (said is not None)
+    config = training.config.rollout
+    assert (experience.prompts, experience.samples) == (config.prompts, config.prompts * config.samples)
+    assert (said in caplog.text) if said else not caplog.text
+
+
+def test_what_ends_the_engines_ends_the_rollout(prepared: Callable[..., tuple[Training, Engines]]) -> None:
+    """The error comes out where the responses are wanted."""
+    training, engines = prepared()
+
+    def lost(command: str, key: str, **arguments: Any) -> list[dict[str, Any]]:
+        raise RuntimeError("rank 0 exited")
+
+    engines.call = lost  # type: ignore[method-assign]
+    begin_next_rollout(training, at(2))
+    with pytest.raises(RuntimeError, match="rank 0 exited"):
+        rollout.fn(training, next_settings(training, at(2)), at(2))

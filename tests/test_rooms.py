@@ -1,0 +1,54 @@
+"""The rooms: all are in the contracts, and importing those of the flow's process brings no library of the engines.
+
+Which room may import which is checked by import-linter (`make lint`); it cannot see whether an import waits inside a
+function.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+HEAVY = ("deepspeed", "torch", "vllm")
+LIGHT = ("configs", "engines/families", "engines/groups", "engines/sizing", "flows", "penstock", "tasks")
+NOT_IMPORTED = {"locust_users", "vllm_server"}  # programs: what Locust runs, and vLLM's own server
+IMPORT = "import importlib, sys; [importlib.import_module(name) for name in sys.argv[1:]]; print([*sys.modules])"
+
+
+def modules(folder: str) -> list[str]:
+    """Return the dotted names of a folder's modules."""
+    paths = [path for path in sorted((ROOT / folder).rglob("*.py")) if path.stem not in {"__init__", *NOT_IMPORTED}]
+    return [".".join(path.relative_to(ROOT).with_suffix("").parts) for path in paths]
+
+
+def loaded(*names: str) -> set[str]:
+    """Return the engines' libraries that a process has which imports modules."""
+    done = subprocess.run([sys.executable, "-c", IMPORT, *names], cwd=ROOT, capture_output=True, text=True, check=True)
+    return {name for name in HEAVY if repr(name) in done.stdout}
+
+
+@pytest.mark.parametrize("folder", LIGHT)
+def test_a_room_of_the_flows_process_brings_no_library_of_the_engines(folder: str) -> None:
+    assert loaded(*modules(folder)) == set()
+
+
+def test_a_library_of_the_engines_is_noticed() -> None:
+    """The control."""
+    assert loaded("engines.batches.packing") == {"torch"}
+
+
+def test_every_room_has_its_layer() -> None:
+    """A new one would be checked by nothing. Control: the layers name no room that is not there."""
+    contracts = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["importlinter"][
+        "contracts"
+    ]
+    (layers,) = (contract["layers"] for contract in contracts if contract["type"] == "layers")
+    named = {room.strip() for layer in layers for room in layer.split("|")}
+    packages = {".".join(path.parent.relative_to(ROOT).parts) for path in ROOT.glob("*/**/__init__.py")}
+    inside = {name for name in packages if name.startswith(("engines.", "penstock.")) and name.count(".") == 1}
+    assert named == inside | {"algorithms", "benchmarks", "configs", "flows", "tasks"}

@@ -1,0 +1,28 @@
+"""A training without engines: its folder and its session, which is all that the pure parts of tasks look at.
+
+A conftest that imports the fixture has it for all modules beside and below it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from configs.schema import TrainConfig
+from penstock.session import session as module
+from penstock.session.session import Session, Training
+from penstock.state.run_folder import RunFolder
+
+
+@pytest.fixture
+def training_with(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[TrainConfig], Training]:
+    """Make the handle of a training with a configuration."""
+
+    def make(config: TrainConfig) -> Training:
+        training = Training(str(tmp_path))
+        monkeypatch.setitem(module._SESSIONS, training.folder, Session(config, RunFolder(tmp_path)))
+        return training
+
+    return make
