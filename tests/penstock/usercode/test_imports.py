@@ -163,6 +163,13 @@ def test_an_environment_of_packages_in_the_working_folder_is_not_the_working_fol
     assert os.environ["IMPORTED"] == "some_script"
 
 
+@pytest.mark.parametrize("name", ["rewards", "data", "environments", "evaluators", "reports", "state"])
+def test_a_users_file_may_have_the_name_of_a_room_inside_penstock(here: Path, name: str) -> None:
+    """The control is the next test: names of our top-level packages are refused."""
+    (here / f"{name}.py").write_text("def score(response): return 1.0\n")
+    assert named(f"{name}:score")("") == 1.0
+
+
 @pytest.mark.parametrize(
     ("name", "owner"),
     [
