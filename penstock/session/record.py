@@ -137,15 +137,10 @@ def begin_delivery(training: Training, through: int) -> None:
 
 
 def append_record(training: Training, number: int, metrics: dict[str, float]) -> None:
-    """Record an iteration or step; MLflow gets it once, also where a resume repeats it."""
+    """Record an iteration or step, or more figures of it; MLflow gets each once, also where a resume repeats it."""
     append_metrics(training.run, number, finite(metrics))
     if (outbox := training.session().outbox) is not None:
         outbox.put(f"iteration {number}", partial(outbox.delivery.figures, number, metrics))
-
-
-def add_to_record(training: Training, iteration: int, metrics: dict[str, float]) -> None:
-    """Add figures to an iteration that is recorded; MLflow gets them once, also if the iteration is a repeated one."""
-    append_record(training, iteration, metrics)
 
 
 def close(

@@ -21,7 +21,7 @@ from penstock.checks.tokenized import note_tokenized
 from penstock.data.order import take
 from penstock.data.preference import check_columns, tokenize_preferences, tokenize_scored
 from penstock.data.rows import read_rows
-from penstock.session.record import add_to_record, append_record
+from penstock.session.record import append_record
 from penstock.session.session import Training
 from penstock.state.experience import column_names, read_columns, write_columns
 from tasks.finetuning.checkpoints import warn_of_skipped
@@ -171,4 +171,4 @@ def measure_heldout(training: Training, config: PairConfig, step: int) -> None:
         loss=loss_arguments(config),
     )
     metrics = {f"heldout/{name}": value for name, value in replies[0].items()}
-    (add_to_record if step else append_record)(training, step, metrics)
+    append_record(training, step, metrics)

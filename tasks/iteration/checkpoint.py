@@ -11,7 +11,7 @@ from engines.sizing.memory import GIB
 from penstock.base.files import empty_beside
 from penstock.session.consolidation import await_consolidation
 from penstock.session.draw import restore_memory
-from penstock.session.record import add_to_record
+from penstock.session.record import append_record
 from penstock.session.session import Training, timed
 from penstock.state.manifest import (
     Manifest,
@@ -45,7 +45,7 @@ def save_checkpoint(training: Training, progress: Progress) -> None:
         for group in training.session().distinct_groups:
             group.call("save", key=f"{progress.iteration}/save", folder=str(aside))
         metrics["checkpoint/gib"] = seal_checkpoint(aside, final, run, reached) / GIB
-    add_to_record(training, progress.iteration, metrics)  # before the manifest: a resume goes on after this line
+    append_record(training, progress.iteration, metrics)  # before the manifest: a resume goes on after this line
     await_consolidation(training.session())
     write_manifest(run, reached)
     prune_checkpoints(run, training.config.checkpoint.keep, final.name)

@@ -151,7 +151,7 @@ def test_the_manifest_waits_until_its_iteration_is_one_file(
         done.append("one file")
 
     monkeypatch.setattr(consolidation, "consolidate", behind)
-    monkeypatch.setattr(checkpoint, "add_to_record", lambda *_: None)
+    monkeypatch.setattr(checkpoint, "append_record", lambda *_: None)
     monkeypatch.setattr(checkpoint, "write_manifest", lambda *_: done.append("manifest"))
     with training.session().consolidator:
         if slow:
