@@ -32,7 +32,7 @@ from penstock.state.manifest import Progress
 from penstock.state.run_folder import new_run_folder
 from tasks.iteration.advantage import advantage
 from tasks.iteration.reward import reward
-from tasks.iteration.rollout import rollout
+from tasks.iteration.rollout import begin_rollout, rollout
 from tasks.start import load_prompts, starting_model
 
 FIGURES = {
@@ -73,7 +73,7 @@ def _measured(config: TrainConfig, engines: int, rounds: int, skip: int) -> dict
 def _round(training: Training, number: int) -> Mapping[str, float]:
     settings = settings_of(training.config, number)
     at = Progress(prompt_cursor=(number - 1) * training.config.rollout.prompts)
-    stage = reward.fn(training, settings, rollout.fn(training, settings, at))
+    stage = reward.fn(training, settings, rollout.fn(training, settings, begin_rollout(training, settings, at)))
     found = advantage.fn(training, settings, stage, []).metrics
     rollout_s = found["time/rollout_s"] - found["rollout/request_s_max"]
     flow_s = rollout_s + found["time/reward_s"] + found["time/advantage_s"]

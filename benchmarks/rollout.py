@@ -11,7 +11,7 @@ from configs.schema import TrainConfig
 from penstock.session.draw import draw
 from penstock.session.session import Training
 from penstock.state.manifest import Progress
-from tasks.iteration.rollout import rollout
+from tasks.iteration.rollout import begin_rollout, rollout
 
 Prompts = list[list[int]]  # token ids by prompt
 FIGURES = {
@@ -37,7 +37,8 @@ def measure(config: TrainConfig, command: str, *, rounds: int, skip: int) -> tup
         for number in range(1, rounds + 1):
             at = Progress(prompt_cursor=(number - 1) * config.rollout.prompts)
             prompts.append(drawn(training, number, at.prompt_cursor))
-            rows.append(rollout.fn(training, settings_of(training.config, number), at).metrics)
+            settings = settings_of(training.config, number)
+            rows.append(rollout.fn(training, settings, begin_rollout(training, settings, at)).metrics)
             progress.advance(number, rows[-1])
     figures = medians(steady(rows, skip), FIGURES)
     figures["rollout_tokens_per_s_per_gpu"] = figures["rollout_tokens_per_s"] / device_count(config, "rollout")

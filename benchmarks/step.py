@@ -21,7 +21,6 @@ from configs.loading.load import load_config
 from configs.schema import TrainConfig
 from penstock.base.errors import UserError
 from penstock.checks.training import check_training
-from penstock.session.figures import STAGES
 from penstock.state.run_folder import RunFolder, read_metrics
 
 FIGURES = {
@@ -86,21 +85,12 @@ def figures_of(rows: Sequence[Mapping[str, float]], skip: int, devices: int) -> 
     counted = steady(rows, skip)
     steps = [row["time/iteration_s"] - row.get("time/evaluate_s", 0.0) for row in counted]
     figures = {"step_s": statistics.median(steps), **medians(counted, FIGURES)}
-    figures["overhead_s"] = statistics.median(map(overhead, counted))
+    figures["overhead_s"] = statistics.median(row["time/other_s"] for row in counted)
     rates = [row["rollout/tokens"] / seconds / devices for row, seconds in zip(counted, steps, strict=True)]
     figures["response_tokens_per_s_per_gpu"] = statistics.median(rates)
     if peaks := [row["memory/gpu_gib"] for row in rows if "memory/gpu_gib" in row]:
         figures["peak_gib"] = max(peaks)
     return figures
-
-
-def overhead(row: Mapping[str, float]) -> float:
-    """Return the seconds of an iteration in which no task ran: Prefect, and what lies between tasks.
-
-    Of tasks side by side the longest counts: it ends last, whether it worked or waited for the other's group.
-    """
-    spent = sum(max(row.get(f"time/{task}_s", 0.0) for task in stage) for stage in STAGES)
-    return row["time/iteration_s"] - spent
 
 
 def settings_of(config: TrainConfig, skip: int) -> dict[str, object]:

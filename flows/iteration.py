@@ -13,8 +13,9 @@ from __future__ import annotations
 
 from prefect import flow
 
-from penstock.session.figures import alarms, lap, out_of_lap, utilisation
+from penstock.session.figures import alarms, utilisation
 from penstock.session.record import advanced, finite
+from penstock.session.requests import Rollout
 from penstock.session.session import Stage, Training
 from penstock.session.settings import Settings, live_overrides, next_kl_coefficient, next_settings
 from penstock.state.manifest import Progress
@@ -29,17 +30,22 @@ from tasks.iteration.refill import groups_to_replace, refill
 from tasks.iteration.refresh_reference import refresh_due, refresh_reference
 from tasks.iteration.reshard import reshard
 from tasks.iteration.reward import reward
-from tasks.iteration.rollout import begin_next_rollout, rollout
+from tasks.iteration.rollout import begin_next_rollout, begin_rollout, rollout
 from tasks.iteration.update import update_actor, update_critic
 
 
 @flow(name="iteration", flow_run_name="iteration-{number:06d}", validate_parameters=False)
-def iteration(training: Training, number: int, progress: Progress) -> Progress:
-    """Run iteration `number` (1 for the first) and return the progress after it."""
+def iteration(
+    training: Training, number: int, progress: Progress, begun: Rollout | None = None
+) -> tuple[Progress, Rollout | None]:
+    """Run iteration `number` (1 for the first), whose rollout may have begun.
+
+    Returns the progress after it, and the next rollout if that has begun.
+    """
     config = training.config
     settings = next_settings(training, progress)
 
-    stage = rollout(training, settings, progress)
+    stage = rollout(training, settings, begun or begin_rollout(training, settings, progress))
     stage = reward(training, settings, stage)
     stage = refilled(training, settings, progress, stage)
     if "greedy" in config.algorithm.needs:
@@ -64,16 +70,15 @@ def iteration(training: Training, number: int, progress: Progress) -> Progress:
         prompt_cursor=progress.prompt_cursor + stage.experience.prompts,
         kl_coefficient=next_kl_coefficient(training, settings, metrics),
     )
-    metrics["time/iteration_s"] = lap(training)
-    metrics |= utilisation(training, number, metrics)
+    metrics |= utilisation(training, number)
     metrics |= alarms(training, metrics)
     progress = live_overrides(training, progress)
-    begin_next_rollout(training, progress)
+    following = begin_next_rollout(training, progress)
     record(training, number, finite(metrics))
     if checkpoint_due(config, number):
-        with out_of_lap(training):
+        with training.session().clock.stopped():
             save_checkpoint(training, progress)
-    return progress
+    return progress, following
 
 
 def refilled(training: Training, settings: Settings, progress: Progress, stage: Stage) -> Stage:

@@ -20,7 +20,6 @@ from flows.iteration import iteration
 from flows.sft import supervise
 from penstock.checks.memory import check_memory
 from penstock.checks.training import check_inputs
-from penstock.session.figures import lap
 from penstock.session.going_on import Resume, is_complete, new_run, resumed_run
 from penstock.session.prefect import admission, quick_child_flows
 from penstock.session.progress import show_iterations, show_progress
@@ -76,10 +75,11 @@ def train(
         offer_overrides(run, progress.overrides or {})
         progress = live_overrides(training, progress)
         show_iterations(training, progress.iteration)
-        lap(training)
+        training.session().clock.lap()
+        begun = None
         with quick_child_flows():
             for number in range(progress.iteration + 1, config.iterations + 1):
-                progress = iteration(training, number, progress)
+                progress, begun = iteration(training, number, progress, begun)
         export(training)
     forget_overrides(run)  # a run whose end was not recorded repeats it with them
     return str(run.path)

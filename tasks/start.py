@@ -15,6 +15,7 @@ from configs.schema import TrainConfig
 from engines.groups.placement import describe_strategy, reshard_strategy
 from engines.groups.side_by_side import side_by_side
 from penstock.base.files import filling
+from penstock.base.interrupts import interrupts_deferred
 from penstock.base.ragged import Ragged
 from penstock.checks.prompts import takes_each
 from penstock.checks.tokenized import note_tokenized
@@ -24,7 +25,6 @@ from penstock.data.rows import read_rows
 from penstock.data.sft import tokenize_pairs
 from penstock.data.tokenizer import make_byte_tokenizer
 from penstock.rewards.source import open_scorer
-from penstock.session.interrupts import interrupts_deferred
 from penstock.session.session import Training
 from penstock.state.experience import read_columns, write_columns
 from penstock.state.manifest import write_hashes

@@ -16,8 +16,8 @@ from typing import Any
 from rich.console import Console
 
 from penstock.base.errors import UserError
+from penstock.base.interrupts import interrupts_deferred
 from penstock.cli.server import password_settings
-from penstock.session.interrupts import interrupts_deferred
 from penstock.trackers.mlflow import connect, default_tracking_uri, public_uri, without_password
 
 

@@ -30,8 +30,8 @@ from typing import Any
 from engines.groups import interface
 from engines.groups.machine import visible_gpus
 from penstock.base.errors import UserError
+from penstock.base.interrupts import interrupts_deferred
 from penstock.cli.server import end_with_this_process
-from penstock.session.interrupts import interrupts_deferred
 from penstock.state.run_folder import RunFolder
 
 SERVER = "penstock.cli.vllm_server"

@@ -1,26 +1,19 @@
-"""How well a run uses its machine: shares of the iteration, FLOPs against the GPU's peak, memory, GPU samples.
+"""How well a run uses its machine, and what goes wrong in it: figures of an iteration beyond those of its tasks.
 
-Sources: what each command used on its ranks (`Session.usage`, gathered by `Session.call`), the tasks' own seconds,
-and the GPU sampler. None of it is a task: the figures are sums of what is known already.
+Shares of the iteration, FLOPs against the GPU's peak, memory, GPU samples. Sources: what each command used on its ranks
+(`Session.usage`, gathered by `Session.call`), when each task ran (penstock/session/clock.py), and the GPU sampler. None
+of it is a task: the figures are sums of what is known already.
+
+An alarm is said once, with what to change, and recorded as `alarm/<name>`, 0 or 1; the rules are in
+penstock/reports/alarms.py.
 
 Left out: scaling efficiency, which compares several numbers of GPUs and so takes several runs (`penstock bench
 scaling`). What one run can say of it is `parallel_efficiency`.
-
-Alarms: what goes wrong in a training is said once, with what to change, and recorded as `alarm/<name>`, 0 or 1.
-
-Not a task: it looks at figures that are there already. The rules are in penstock/reports/alarms.py.
-
-The clock of iterations: each begins where the one before ended, so that what lies between them is counted too.
-
-That is its record, and what Prefect needs to end a child flow and to begin one. Checkpoints are left out: their seconds
-are a figure of their own. Not a task.
 """
 
 from __future__ import annotations
 
-import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from functools import cache
 from pathlib import Path
 
@@ -33,27 +26,9 @@ from engines.families.shape import read_shape
 from engines.groups.machine import gpu_name, visible_gpus
 from engines.sizing.flops import generation_flops, peak_flops
 from penstock.reports.alarms import RULES, looked_at, raised
+from penstock.session.clock import Lap, Span
 from penstock.session.session import Session, Training
 from penstock.state.run_folder import read_metrics
-
-PASSES = ("logprobs_old", "logprobs_reference", "values")
-
-UPDATES = ("update_actor", "update_critic")
-
-# Steps in brackets run side by side: together they take as long as the longest, which may have waited for another.
-STAGES = (
-    ("rollout",),
-    ("reward",),
-    ("refill",),
-    ("greedy_baseline",),
-    PASSES,
-    ("advantage",),
-    UPDATES,
-    ("reshard",),
-    ("compare_logprobs",),
-    ("evaluate",),
-    ("refresh_reference",),
-)
 
 FRAGMENTED_BELOW, FRAGMENTED_GIB = 0.8, 4.0  # and less than this lying idle is nobody's worry
 
@@ -150,16 +125,16 @@ def memory(usage: Mapping[str, list[dict[str, float]]]) -> dict[str, float]:
     }
 
 
-def utilisation(training: Training, iteration: int, metrics: Mapping[str, float]) -> dict[str, float]:
-    """Return the figures of a finished iteration, whose `metrics` hold the seconds of its tasks; begin the next."""
-    session = training.session()
+def utilisation(training: Training, iteration: int) -> dict[str, float]:
+    """Return the figures of the iteration that ends here, its seconds among them; the next one begins."""
+    session, lap = training.session(), training.session().clock.lap()
     usage = _of_iteration(session.usage, str(iteration))
-    figures = shares(metrics, usage, iteration)
+    figures = {"time/iteration_s": lap.seconds, **shares(lap, usage, iteration)}
     if "reference" in session.groups:
         figures |= role_figures(training, "reference", f"{iteration}/logprobs_reference")
     figures |= memory(usage) | parallel_efficiency(usage)
     if session.gpu_sampler is not None:
-        figures |= session.gpu_sampler.take(metrics["time/iteration_s"])
+        figures |= session.gpu_sampler.take(lap.seconds)
     _warn_of_fragments(training, figures)
     session.usage.clear()
     return figures
@@ -180,34 +155,37 @@ def parallel_efficiency(usage: Mapping[str, list[dict[str, float]]]) -> dict[str
     return {"ranks/parallel_efficiency": worked / sum(len(ranks) * slowest(ranks) for ranks in usage.values())}
 
 
-def shares(
-    metrics: Mapping[str, float], usage: Mapping[str, list[dict[str, float]]], iteration: int
-) -> dict[str, float]:
+def shares(lap: Lap, usage: Mapping[str, list[dict[str, float]]], iteration: int) -> dict[str, float]:
     """Return `share/<task>` of the iteration, 0 to 1, and what is left: `share/other` and `time/other_s`.
 
-    Of steps side by side counts what their ranks worked, not what they waited for each other; on groups of their own
+    Of tasks side by side counts what their ranks worked, not what they waited for each other; on groups of their own
     they overlap, and all shares add up to more than 1 by that. Other is Prefect, the channel, files and records.
     """
     seconds: dict[str, float] = {}
     spent = 0.0
-    for stage in STAGES:
-        steps = [step for step in stage if f"time/{step}_s" in metrics]
-        own = {step: _own_seconds(metrics, usage, f"{iteration}/{step}", step, len(steps)) for step in steps}
-        spent += min(sum(own.values()), max((metrics[f"time/{step}_s"] for step in steps), default=0.0))
-        for step in steps:
-            name = "logprobs" if stage == PASSES else step
-            seconds[name] = seconds.get(name, 0.0) + own[step]
-    whole = metrics["time/iteration_s"]
-    seconds["other"] = max(0.0, whole - spent)
-    return {f"share/{name}": value / whole for name, value in seconds.items()} | {"time/other_s": seconds["other"]}
+    for together in side_by_side(lap.spans):
+        own = {span.task: span.seconds for span in together}
+        if len(together) > 1:
+            own |= {task: slowest(usage[key]) for task in own if (key := f"{iteration}/{task}") in usage}
+        lasted = max(span.ended for span in together) - min(span.began for span in together)
+        spent += min(sum(own.values()), lasted)
+        for task, worked in own.items():
+            seconds[task] = seconds.get(task, 0.0) + worked
+    other = max(0.0, lap.seconds - spent)
+    return {f"share/{task}": value / lap.seconds for task, value in {**seconds, "other": other}.items()} | {
+        "time/other_s": other
+    }
 
 
-def _own_seconds(
-    metrics: Mapping[str, float], usage: Mapping[str, list[dict[str, float]]], key: str, step: str, side_by_side: int
-) -> float:
-    if side_by_side == 1 or key not in usage:
-        return metrics[f"time/{step}_s"]
-    return slowest(usage[key])
+def side_by_side(spans: Sequence[Span]) -> list[list[Span]]:
+    """Return the tasks that ran at the same time together, in the order in which they began."""
+    found: list[list[Span]] = []
+    for span in sorted(spans, key=lambda span: span.began):
+        if found and span.began < max(other.ended for other in found[-1]):
+            found[-1].append(span)
+        else:
+            found.append([span])
+    return found
 
 
 def _warn_of_fragments(training: Training, figures: Mapping[str, float]) -> None:
@@ -242,18 +220,3 @@ def alarms(training: Training, metrics: dict[str, float]) -> dict[str, float]:
             get_run_logger().warning("alarm: %s. %s", rule.happens, rule.change)
     session.history = looked_at([*session.history, metrics | figures])
     return figures
-
-
-def lap(training: Training) -> float:
-    """Return the seconds since the last lap ended, without those left out; the next lap begins."""
-    session, now = training.session(), time.perf_counter()
-    seconds, session.lap_began = now - session.lap_began, now
-    return seconds
-
-
-@contextmanager
-def out_of_lap(training: Training) -> Iterator[None]:
-    """Leave the seconds of the block out of the lap."""
-    begin = time.perf_counter()
-    yield
-    training.session().lap_began += time.perf_counter() - begin

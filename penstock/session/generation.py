@@ -1,6 +1,7 @@
-"""Sends prompts to the rollout ranks and collects their responses; used by rollout and evaluate. Not a task itself.
+"""Generations: the rollout ranks answer prompts, and their replies become rows in the order of the prompts.
 
-A generation may be begun ahead of the task that wants it: the engines then work while the flow does something else.
+A generation is begun and taken. In between the engines work, and the flow may do something else: the next rollout runs
+beside the record of the iteration before. Not a task; rollout, refill, greedy baseline and evaluation use it.
 """
 
 from __future__ import annotations
@@ -11,12 +12,14 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import pandas as pd
 import pyarrow as pa
 
 from penstock.base.ragged import Ragged, offsets_of
 from penstock.session.episodes import episode_columns, waiting_figures
-from penstock.session.session import Replies, Training
+from penstock.session.requests import Generation, Replies, Request
+from penstock.session.session import Training
+
+News = Callable[[dict[str, Any]], None]
 
 
 @dataclass(frozen=True)
@@ -33,50 +36,35 @@ class Responses:
     logprobs: Ragged | None = None  # of the tokens, where they were asked for
 
 
-def begin_generation(
-    training: Training,
-    prompts: pd.DataFrame,
-    key: str,
-    seed: list[int],
-    sampling: dict[str, Any],
-    on_ended: Callable[[dict[str, Any]], None] | None,
-) -> None:
-    """Begin what `generate` with the same arguments will wait for, and return at once."""
-    session = training.session()
-    asked = (training, prompts, key, seed, sampling, "train", on_ended)
-    session.generations[key] = session.generating.submit(_ask, *asked)
+def generate(training: Training, request: Request) -> Responses:
+    """Begin a generation and wait for it; raises what `take_responses` raises."""
+    return take_responses(training, begin_generation(training, request))
 
 
-def generate(
-    training: Training,
-    prompts: pd.DataFrame,
-    key: str,
-    seed: list[int],
-    sampling: dict[str, Any],
-    split: str = "train",
-    on_ended: Callable[[dict[str, Any]], None] | None = None,
-) -> Responses:
-    """Generate responses; the engines share the prompts out among themselves (engines/rollout/prompt_queue.py).
+def begin_generation(training: Training, request: Request, on_ended: News | None = None) -> Generation:
+    """Let the engines begin, which share the prompts out among themselves (engines/rollout/prompt_queue.py).
 
     With an environment a response is an episode: the policy's turns and the observations between them.
 
     Args:
-        prompts: rows of a prompt table.
-        key: idempotency key of the command.
-        seed: three numbers that make this generation's random draws unique. (NumPy fills shorter seeds up with zeros:
-            of another length, they could equal another generation's.)
-        sampling: fields of `engines.rollout.decode_loop.Sampling` without the seed.
-        split: prompt table that the prompts come from; environments see its columns.
         on_ended: gets responses that have ended before others: an engine's news, or its reply.
+    """
+    return Generation(request, training.session().generating.submit(_ask, training, request, on_ended))
+
+
+def take_responses(training: Training, generation: Generation) -> Responses:
+    """Wait for a generation and return its responses.
+
+    `rollout/ahead_s` in their metrics says for how long the engines worked before anybody waited.
 
     Raises:
         RuntimeError: the engines did not answer each prompt exactly once.
     """
-    wanted_at, begun = time.perf_counter(), training.session().generations.pop(key, None)
-    replies = begun.result() if begun else _ask(training, prompts, key, seed, sampling, split, on_ended)
-    ahead = {"rollout/ahead_s": min(wanted_at, replies.ended) - replies.began} if begun else {}
+    wanted_at, replies, request = time.perf_counter(), generation.replies.result(), generation.request
+    ahead = {"rollout/ahead_s": max(0.0, min(wanted_at, replies.ended) - replies.began)}
     answers = [reply for reply in replies.ranks if reply]  # of an engine of several ranks one replies
-    rows_B = rows_in_prompt_order([answer["positions"] for answer in answers], len(prompts), sampling["samples"])
+    positions = [answer["positions"] for answer in answers]
+    rows_B = rows_in_prompt_order(positions, len(request.prompts), request.sampling["samples"])
     lengths = np.concatenate([np.diff(answer["offsets"]) for answer in answers])
 
     def in_order(name: str) -> Ragged:
@@ -91,33 +79,25 @@ def generate(
         metrics=engine_figures(answers, replies.ended - replies.began) | waiting_figures(answers) | ahead,
         loss_mask=_all_counted(tokens) if training.config.environment is None else in_order("loss_mask"),
         episodes=episode_columns(answers, rows_B),
-        logprobs=in_order("logprobs") if sampling.get("logprobs") else None,
+        logprobs=in_order("logprobs") if request.sampling.get("logprobs") else None,
     )
 
 
-def _ask(
-    training: Training,
-    prompts: pd.DataFrame,
-    key: str,
-    seed: list[int],
-    sampling: dict[str, Any],
-    split: str,
-    on_ended: Callable[[dict[str, Any]], None] | None,
-) -> Replies:
-    session = training.session()
+def _ask(training: Training, request: Request, on_ended: News | None) -> Replies:
+    session, prompts = training.session(), request.prompts
     asked = Ragged.of(list(prompts["prompt_tokens"]), np.int32)
     episodes = {}
     if training.config.environment is not None:
-        table, ids = str(training.run.prompts(split)), [str(name) for name in prompts["prompt_id"]]
+        table, ids = str(training.run.prompts(request.split)), [str(name) for name in prompts["prompt_id"]]
         episodes = {"episodes": {"table": table, "prompt_ids": ids}}
     began = time.perf_counter()
     replies = session.call(
         "rollout",
         "generate",
-        key,
+        request.key,
         prompts=asked.values_T,
         offsets=asked.offsets_B1,
-        sampling={**sampling, "seed": seed},
+        sampling={**request.sampling, "seed": request.seed},
         tokenizer=session.model_folder,
         on_news=on_ended,
         **episodes,

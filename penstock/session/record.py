@@ -17,7 +17,7 @@ from prefect import get_run_logger
 from pydantic import BaseModel
 
 from penstock.base.files import write_text
-from penstock.session.interrupts import interrupts_deferred
+from penstock.base.interrupts import interrupts_deferred
 from penstock.session.session import Training
 from penstock.state.manifest import Manifest, Progress, read_manifest, write_manifest
 from penstock.state.run_folder import append_metrics, drop_partial, read_metrics

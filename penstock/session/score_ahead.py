@@ -11,6 +11,7 @@ took 0.1 s longer, rewards 0.03 s less).
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -35,29 +36,44 @@ def scoring_ahead(training: Training, iteration: int, prompts: pd.DataFrame) -> 
         return None
     if config.reward.function is not None and session.groups["rollout"].spec.devices[0].gpu is None:
         return None
-    ids, asked = [str(name) for name in prompts["prompt_id"]], list(prompts["prompt_text"])
-    told: set[tuple[int, int]] = set()  # a reply holds also what its engine told before
+    asked = prompts[["prompt_id", "prompt_text"]].astype(str).to_records(index=False)
+    begun: set[tuple[int, int]] = set()  # a reply holds also what its engine told before
+
+    def sample(ended: EndedResponse) -> Sample:
+        prompt_id, text = asked[ended.position]
+        row = prompt_columns(training, "train")[prompt_id]
+        return Sample(sample_id(iteration, prompt_id, ended.number), prompt_id, text, ended.text, row)
 
     def begin(news: dict[str, Any]) -> None:
-        if not news:
-            return  # of a rank that leaves the reply to the first of its engine
-        rows = prompt_columns(training, "train")
-        texts = dict(zip(zip(*places(news, samples), strict=True), news["texts"].to_pylist(), strict=True))
-        new = [place for place in texts if place not in told]
-        told.update(new)
-        scorer.begin(
-            [
-                Sample(sample_id(iteration, ids[at], number), ids[at], asked[at], texts[at, number], rows[ids[at]])
-                for at, number in new
-            ]
-        )
+        new = [ended for ended in ended_responses(news, samples) if (ended.position, ended.number) not in begun]
+        begun.update((ended.position, ended.number) for ended in new)
+        scorer.begin([sample(ended) for ended in new])
 
     return begin
 
 
-def places(news: dict[str, Any], samples: int) -> tuple[list[int], list[int]]:
-    """Return of each response its prompt's position and its number; a reply has `samples` per position, in order."""
+@dataclass(frozen=True)
+class EndedResponse:
+    """Response `number` to the prompt at `position` of the rollout."""
+
+    position: int
+    number: int
+    text: str
+
+
+def ended_responses(news: dict[str, Any], samples: int) -> list[EndedResponse]:
+    """Return the responses that an engine tells of.
+
+    Args:
+        news: of some responses, with their numbers; or a reply, which has `samples` responses to each prompt, in order;
+            empty from a rank that leaves the reply to the first of its engine.
+    """
+    if not news:
+        return []
     positions = np.asarray(news["positions"])
     if "samples" in news:
-        return positions.tolist(), np.asarray(news["samples"]).tolist()
-    return np.repeat(positions, samples).tolist(), np.tile(np.arange(samples), len(positions)).tolist()
+        numbers = np.asarray(news["samples"])
+    else:
+        positions, numbers = np.repeat(positions, samples), np.tile(np.arange(samples), len(positions))
+    texts = news["texts"].to_pylist()
+    return [EndedResponse(*ended) for ended in zip(positions.tolist(), numbers.tolist(), texts, strict=True)]

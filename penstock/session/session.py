@@ -31,7 +31,9 @@ from penstock.base.errors import UserError
 from penstock.base.files import write_text
 from penstock.checks.memory import GroupEstimate, estimate_groups
 from penstock.data.samplers import PromptHistory, Sampler
+from penstock.session.clock import LapClock, Span
 from penstock.session.consolidation import consolidating
+from penstock.session.requests import BegunRollout
 from penstock.state.digests import check_signed, signed
 from penstock.state.experience import ExperienceRef
 from penstock.state.run_folder import RunFolder
@@ -103,15 +105,14 @@ class Session:
     consolidator: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1, "consolidation"))
     consolidation: Future[None] | None = None  # of the newest recorded experience (penstock/session/consolidation.py)
     generating: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1, "generation"))
-    # begun ahead, by key (penstock/session/generation.py)
-    generations: dict[str, Future[Replies]] = field(default_factory=dict)
+    rollouts: dict[str, BegunRollout] = field(default_factory=dict)  # begun and not taken, by their handles' keys
     warned_of_fragments: bool = False
     history: list[Mapping[str, float]] = field(default_factory=list)  # iterations that alarms look at, oldest first
     alarms_said: set[str] = field(default_factory=set)
     recomputed: dict[str, Recomputed] = field(default_factory=dict)  # by trained model, as decided for this machine
     kv_cache_stays: bool | None = None  # between rollouts, likewise; None: on no GPU, or there is no rollout
     engines_awaited: bool = False
-    lap_began: float = 0.0  # penstock/session/figures.py
+    clock: LapClock = field(default_factory=LapClock)
     started: float = field(default_factory=time.monotonic)
     seconds_before: float = 0.0  # of earlier attempts
 
@@ -232,11 +233,11 @@ def may_help_again(_: Any, __: Any, state: State[Any]) -> bool:
 
 
 @contextmanager
-def timed(metrics: dict[str, float], name: str) -> Iterator[None]:
-    """Add the seconds of the block to `metrics` as `time/<name>_s`."""
-    begin = time.perf_counter()
-    yield
-    metrics[f"time/{name}_s"] = time.perf_counter() - begin
+def timed(training: Training, metrics: dict[str, float], task: str) -> Iterator[Span]:
+    """Add the seconds of the block to `metrics` as `time/<task>_s`; the iteration's shares count it, too."""
+    with training.session().clock.timed(task) as span:
+        yield span
+    metrics[f"time/{task}_s"] = metrics.get(f"time/{task}_s", 0.0) + span.seconds
 
 
 Drawn = tuple[np.ndarray, np.ndarray]  # rows of the table, int64, and their mean rewards, float64
@@ -267,15 +268,6 @@ class Sampling:
             np.repeat(np.asarray(iterations, np.int64), [len(part) for part in rows]),
             np.concatenate([np.empty(0), *rewards]),
         )
-
-
-@dataclass(frozen=True)
-class Replies:
-    """What the rollout ranks replied to a generation, and when it began and ended (`time.perf_counter`)."""
-
-    ranks: list[dict[str, Any]]
-    began: float
-    ended: float
 
 
 def prompt_columns(training: Training, split: str) -> dict[str, dict[str, Any]]:

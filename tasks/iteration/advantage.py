@@ -42,7 +42,7 @@ def advantage(training: Training, settings: Settings, stage: Stage, passes: Sequ
     """Compute advantages (and returns) and add them, with the columns of the forward passes, to the experience."""
     metrics = dict(stage.metrics)
     path = Path(stage.experience.path)
-    with timed(metrics, "advantage"):
+    with timed(training, metrics, "advantage"):
         algorithm = training.config.algorithm
         columns: dict[str, Any] = {}
         for part in passes:

@@ -40,7 +40,7 @@ def save_checkpoint(training: Training, progress: Progress) -> None:
     final = run.checkpoint(progress.iteration)
     reached = manifest(training, progress, final.name)
     training.session().say("checkpoint")
-    with timed(metrics, "checkpoint"):
+    with timed(training, metrics, "checkpoint"):
         aside = empty_beside(final)
         for group in training.session().distinct_groups:
             group.call("save", key=f"{progress.iteration}/save", folder=str(aside))

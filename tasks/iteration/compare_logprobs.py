@@ -45,7 +45,7 @@ def compare_logprobs(training: Training, iteration: int) -> dict[str, float]:
     session = training.session()
     metrics: dict[str, float] = {}
     session.say("comparing log-probs of vLLM and the actor")
-    with timed(metrics, "compare_logprobs"):
+    with timed(training, metrics, "compare_logprobs"):
         gap_T = logprob_gap(training, iteration)
     mean, largest, limit = float(gap_T.mean()), float(gap_T.max()), allowed(session)
     if not mean <= limit:

@@ -21,6 +21,7 @@ from penstock.evaluators.rewards import FULL_REWARD
 from penstock.evaluators.running import run_evaluators
 from penstock.rewards.pool import Score
 from penstock.session.generation import Responses, generate
+from penstock.session.requests import Request
 from penstock.session.session import Training, prompt_columns, timed
 from penstock.state.experience import add_columns, consolidate, write_columns
 from tasks.iteration.forward_passes import in_row_order
@@ -39,7 +40,7 @@ def evaluate(training: Training, iteration: int) -> dict[str, float]:
     prompts = table.frame.head(config.evaluate.prompts or len(table))
     metrics: dict[str, float] = {}
     training.session().say("evaluation" if iteration else "evaluating the model before training")
-    with timed(metrics, "evaluate"):
+    with timed(training, metrics, "evaluate"):
         sampling = {
             "samples": samples,
             "temperature": config.evaluate.temperature,
@@ -49,7 +50,7 @@ def evaluate(training: Training, iteration: int) -> dict[str, float]:
             "ignore_eos": False,
         }
         seed = [config.seed, iteration, 1]
-        responses = generate(training, prompts, f"{iteration}/evaluate", seed, sampling, split="heldout")
+        responses = generate(training, Request(prompts, f"{iteration}/evaluate", seed, sampling, "heldout"))
         ids = [name for name in prompts["prompt_id"] for _ in range(samples)]
         columns = {
             "sample_id": [f"evaluation-{iteration:06d}/{name}" for name in numbered(ids, samples)],

@@ -6,7 +6,6 @@ takes them in. Left out: the passes themselves (engines/ranks/worker.py).
 
 from __future__ import annotations
 
-import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,7 @@ from prefect.cache_policies import NO_CACHE
 
 from configs.sections.run import Role
 from penstock.base.ragged import Ragged, offsets_of
-from penstock.session.session import Training
+from penstock.session.session import Training, timed
 from penstock.session.settings import Settings
 from penstock.state.experience import ExperienceRef, read_columns, write_columns
 
@@ -77,11 +76,12 @@ def states_path(experience: ExperienceRef) -> Path:
 
 
 def _states(training: Training, settings: Settings, experience: ExperienceRef) -> ColumnRef:
-    begin, path, name = time.perf_counter(), states_path(experience), "logprobs_reference"
+    path, name = states_path(experience), "logprobs_reference"
     training.session().say("log-probs")
     arguments = {"path": experience.path, "budget": settings.micro_batch_tokens, "output": str(path)}
-    training.session().call("reference", "reference_states", f"{settings.iteration}/{name}", **arguments)
-    return ColumnRef(name, str(path), time.perf_counter() - begin, columns=())
+    with timed(training, {}, name) as span:
+        training.session().call("reference", "reference_states", f"{settings.iteration}/{name}", **arguments)
+    return ColumnRef(name, str(path), span.seconds, columns=())
 
 
 def _column(
@@ -93,15 +93,16 @@ def _column(
     command: str,
     arguments: dict[str, Any],
 ) -> ColumnRef:
-    begin = time.perf_counter()
-    training.session().say("values" if command == "values" else "log-probs")
-    replies = training.session().call(role, command, f"{settings.iteration}/{name}", path=experience.path, **arguments)
-    path = Path(experience.path).with_suffix(f".{name}.parquet")
-    columns = {name: in_row_order(replies, experience.path)}
-    if "kl" in replies[0]:
-        columns["kl"] = in_row_order([reply | {"values": reply["kl"]} for reply in replies], experience.path)
-    write_columns(path, columns)
-    return ColumnRef(name, str(path), time.perf_counter() - begin, tuple(columns))
+    session = training.session()
+    session.say("values" if command == "values" else "log-probs")
+    with timed(training, {}, name) as span:
+        replies = session.call(role, command, f"{settings.iteration}/{name}", path=experience.path, **arguments)
+        path = Path(experience.path).with_suffix(f".{name}.parquet")
+        columns = {name: in_row_order(replies, experience.path)}
+        if "kl" in replies[0]:
+            columns["kl"] = in_row_order([reply | {"values": reply["kl"]} for reply in replies], experience.path)
+        write_columns(path, columns)
+    return ColumnRef(name, str(path), span.seconds, tuple(columns))
 
 
 def in_row_order(replies: list[dict[str, Any]], path: str | Path) -> Ragged:

@@ -10,6 +10,7 @@ from prefect import task
 from prefect.cache_policies import NO_CACHE
 
 from penstock.session.generation import generate
+from penstock.session.requests import Request
 from penstock.session.session import Stage, Training, timed
 from penstock.session.settings import Settings
 from penstock.state.experience import add_columns, read_columns
@@ -28,7 +29,7 @@ def greedy_baseline(training: Training, settings: Settings, stage: Stage) -> Sta
     """
     metrics = dict(stage.metrics)
     path, key = Path(stage.experience.path), f"{settings.iteration}/greedy-baseline"
-    with timed(metrics, "greedy_baseline"):
+    with timed(training, metrics, "greedy_baseline"):
         columns = read_columns(path, ["group", "prompt_id", "prompt", "prompt_tokens"])
         _, first_G, group_B = np.unique(columns["group"], return_index=True, return_inverse=True)
         tokens = columns["prompt_tokens"].take(first_G)
@@ -40,7 +41,8 @@ def greedy_baseline(training: Training, settings: Settings, stage: Stage) -> Sta
             }
         )
         greedy = sampling(training, settings) | {"samples": 1, "temperature": 0.0, "logprobs": False}
-        responses = generate(training, prompts, key, [training.config.seed, settings.iteration, 2], greedy)
+        seed = [training.config.seed, settings.iteration, 2]
+        responses = generate(training, Request(prompts, key, seed, greedy))
         answered = {
             "sample_id": [f"{settings.iteration:06d}/{name}/greedy" for name in prompts["prompt_id"]],
             "prompt_id": list(prompts["prompt_id"]),

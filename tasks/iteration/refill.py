@@ -26,7 +26,7 @@ from penstock.session.settings import Settings
 from penstock.state.experience import column_names, read_columns, write_columns
 from penstock.state.manifest import Progress
 from tasks.iteration.reward import punished, reward_columns, score
-from tasks.iteration.rollout import REFILL, answered
+from tasks.iteration.rollout import REFILL, further_rollout
 
 Columns = dict[str, Any]
 
@@ -39,18 +39,16 @@ def refill(training: Training, settings: Settings, progress: Progress, stage: St
         number: of the rollout within the iteration; the first one is 0.
     """
     metrics, path = dict(stage.metrics), Path(stage.experience.path)
-    seconds, key = metrics.get("time/refill_s", 0.0), f"{settings.iteration}/refill-{number}"
     training.session().say("refill")
-    with timed(metrics, "refill"):
+    with timed(training, metrics, "refill"):
         present = read_columns(path, column_names(path))
         present.setdefault(REFILL, np.zeros(len(present["group"]), np.int64))
         refused_G = refused_groups(training, present)
         size = prompts_to_draw(int(refused_G.sum()), training.config.rollout.prompts)
         cursor = progress.prompt_cursor + stage.experience.prompts
-        seed = [training.config.seed, settings.iteration, 2 + number]
-        further, _ = answered(training, settings, cursor, size, key, seed)
+        further = further_rollout(training, settings, cursor, size, number)
         further["response"] = further["response"].to_pylist()
-        scores = score(training, further, "train", f"{key}-score")
+        scores = score(training, further, "train", f"{settings.iteration}/refill-{number}-score")
         further |= reward_columns(punished(training.config, scores, further["response_tokens"].lengths_B))
         remember(training, settings.iteration, number, further["prompt_id"], further["reward"])
         further[REFILL] = np.full(len(further["group"]), number)
@@ -63,7 +61,6 @@ def refill(training: Training, settings: Settings, progress: Progress, stage: St
         response_tokens=int(merged["response_tokens"].offsets_B1[-1]),
         prompts=stage.experience.prompts + size,
     )
-    metrics["time/refill_s"] += seconds
     metrics["rollout/tokens"] += float(further["response_tokens"].offsets_B1[-1])
     metrics["rollout/prompts_drawn"] = float(experience.prompts)
     return Stage(experience, metrics)

@@ -26,7 +26,7 @@ def refresh_reference(training: Training, iteration: int) -> dict[str, float]:
     """
     session, key = training.session(), f"{iteration}/refresh_reference"
     metrics: dict[str, float] = {}
-    with timed(metrics, "refresh_reference"):
+    with timed(training, metrics, "refresh_reference"):
         if session.groups["actor"] is session.groups["reference"]:
             replies = session.call("reference", "refresh_reference", key)
         else:

@@ -21,7 +21,7 @@ def reshard(training: Training, settings: Settings, version: int) -> dict[str, f
     reached a rank of the rollout engine.
     """
     metrics: dict[str, float] = {}
-    with timed(metrics, "reshard"):
+    with timed(training, metrics, "reshard"):
         replies = bring_weights(training.session(), f"{settings.iteration}/reshard", version)
     return metrics | {
         "reshard/rank_s": max(reply["transfer_s"] for reply in replies),

@@ -34,7 +34,7 @@ def reward(training: Training, settings: Settings, stage: Stage) -> Stage:
     metrics = dict(stage.metrics)
     path = Path(stage.experience.path)
     training.session().say("reward")
-    with timed(metrics, "reward"):
+    with timed(training, metrics, "reward"):
         columns = read_columns(path, ["sample_id", "prompt_id", "prompt", "response", *episode_column_names(path)])
         scores = score(training, columns, "train", f"{settings.iteration}/reward")
         if training.config.reward.overlong is not None:  # tokens take longer to read than all the rest

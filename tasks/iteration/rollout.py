@@ -19,7 +19,8 @@ from penstock.data.agents import agent_numbers
 from penstock.session.draw import draw
 from penstock.session.episodes import episode_column_names, episode_figures
 from penstock.session.figures import generation_figures
-from penstock.session.generation import begin_generation, generate
+from penstock.session.generation import Responses, begin_generation, take_responses
+from penstock.session.requests import BegunRollout, Generation, Request, Rollout
 from penstock.session.score_ahead import sample_id, scoring_ahead
 from penstock.session.session import Stage, Training, timed
 from penstock.session.settings import Settings, next_settings
@@ -32,60 +33,81 @@ DESCRIBING = ("prompt_tokens", "response_tokens", "truncated", "policy_version",
 REFILL = "refill"  # column that says which rollout of the iteration a sample is from, once there are several
 
 
-@task(task_run_name="rollout-{settings.iteration:06d}", cache_policy=NO_CACHE)
-def rollout(training: Training, settings: Settings, progress: Progress) -> Stage:
-    """Generate experience, or take the file that an interrupted attempt of this iteration left complete."""
-    path, (key, seed) = training.run.experience(settings.iteration), _key_and_seed(training, settings)
-    metrics: dict[str, float] = {}
-    training.session().say("rollout")
-    with timed(metrics, "rollout"):
-        found = _complete(path, progress.policy_version)
-        if found and (changes := _changes(training, settings, progress)):
-            found = False
-            note = "iteration %d: responses are generated anew, those of the interrupted attempt were drawn with %s"
-            get_run_logger().warning(note, settings.iteration, changes)
-        if not found:
-            size = training.config.rollout.prompts
-            columns, generation = answered(training, settings, progress.prompt_cursor, size, key, seed)
-            write_columns_apart(path, columns, _origin(training, settings))
-        else:
-            generation = {}
-            columns = read_columns(path, [*DESCRIBING, *episode_column_names(path)])
-        experience, figures = _describe(training, key, path, columns)
-    metrics["time/rollout_s"] += generation.get("rollout/ahead_s", 0.0)
-    if generation:
-        generation["rollout/tokens_per_s"] = experience.response_tokens / metrics["time/rollout_s"]
-    return Stage(experience, metrics | generation | figures)
+def begin_rollout(training: Training, settings: Settings, progress: Progress) -> Rollout:
+    """Draw the prompts of the iteration after `progress` and let the engines begin; return the rollout's handle.
+
+    They need not where an interrupted attempt of the iteration left the responses that they would give.
+    """
+    prompts = drawn(training, settings.iteration, progress.prompt_cursor, training.config.rollout.prompts)
+    rollout, generation = Rollout(settings.iteration, f"{settings.iteration}/rollout"), None
+    if not _left_behind(training, settings, progress, prompts):
+        generation = _begin(training, settings, prompts, rollout.key, purpose=0)
+    training.session().rollouts[rollout.key] = BegunRollout(prompts, generation)
+    return rollout
 
 
-def begin_next_rollout(training: Training, progress: Progress) -> None:
-    """Let the engines begin the rollout after `progress`, unless a checkpoint, which needs them too, comes first."""
+def begin_next_rollout(training: Training, progress: Progress) -> Rollout | None:
+    """Begin the rollout after `progress`, unless a checkpoint comes first, which needs the engines, too."""
     config, done = training.config, progress.iteration
     if done == config.iterations or checkpoint_due(config, done):
-        return
-    settings = next_settings(training, progress)
-    if _found(training, settings, progress):
-        return
-    prompts = _drawn(training, settings.iteration, progress.prompt_cursor, config.rollout.prompts)
-    asked = (prompts, *_key_and_seed(training, settings), sampling(training, settings))
-    begin_generation(training, *asked, scoring_ahead(training, settings.iteration, prompts))
+        return None
+    return begin_rollout(training, next_settings(training, progress), progress)
 
 
-def answered(
-    training: Training, settings: Settings, cursor: int, size: int, key: str, seed: list[int]
-) -> tuple[dict[str, Any], dict[str, float]]:
-    """Return the columns of new experience, and the figures of its generation.
+@task(task_run_name="rollout-{settings.iteration:06d}", cache_policy=NO_CACHE)
+def rollout(training: Training, settings: Settings, begun: Rollout) -> Stage:
+    """Wait for the responses of a rollout that has begun, and make the experience of them."""
+    session, path = training.session(), training.run.experience(begun.iteration)
+    metrics: dict[str, float] = {}
+    session.say("rollout")
+    with timed(training, metrics, "rollout") as span:
+        taken = session.rollouts.pop(begun.key)
+        if taken.generation is None:
+            columns = read_columns(path, [*DESCRIBING, *episode_column_names(path)])
+        else:
+            responses = take_responses(training, taken.generation)
+            span.began -= responses.metrics["rollout/ahead_s"]
+            columns = experience_columns(training, settings, taken.prompts, responses)
+            write_columns_apart(path, columns, _origin(training, settings))
+            metrics |= responses.metrics
+        experience, figures = _describe(training, begun.key, path, columns)
+    if taken.generation is not None:
+        metrics["rollout/tokens_per_s"] = experience.response_tokens / metrics["time/rollout_s"]
+    return Stage(experience, metrics | figures)
+
+
+def further_rollout(training: Training, settings: Settings, cursor: int, size: int, number: int) -> dict[str, Any]:
+    """Answer further prompts of an iteration and return their columns.
 
     Args:
         cursor: prompts drawn from the data before.
         size: prompts to draw.
-        key: idempotency key of the command.
-        seed: see `penstock.session.generation.generate`.
+        number: of the rollout within the iteration, from 1 on.
     """
-    config, prompts = training.config, _drawn(training, settings.iteration, cursor, size)
-    on_ended = scoring_ahead(training, settings.iteration, prompts)
-    responses = generate(training, prompts, key, seed, sampling(training, settings), on_ended=on_ended)
-    repeats = np.repeat(np.arange(size), config.rollout.samples)
+    prompts = drawn(training, settings.iteration, cursor, size)
+    key = f"{settings.iteration}/refill-{number}"
+    generation = _begin(training, settings, prompts, key, purpose=2 + number)
+    return experience_columns(training, settings, prompts, take_responses(training, generation))
+
+
+def drawn(training: Training, iteration: int, cursor: int, size: int) -> pd.DataFrame:
+    """Return the rows of the prompt table that a rollout answers."""
+    return training.session().prompts["train"].frame.iloc[draw(training, iteration, cursor, size)]
+
+
+def _begin(training: Training, settings: Settings, prompts: pd.DataFrame, key: str, purpose: int) -> Generation:
+    """Let the engines begin; `purpose` tells the iteration's generations apart in their seeds (1: evaluation)."""
+    seed = [training.config.seed, settings.iteration, purpose]
+    request = Request(prompts, key, seed, sampling(training, settings))
+    return begin_generation(training, request, scoring_ahead(training, settings.iteration, prompts))
+
+
+def experience_columns(
+    training: Training, settings: Settings, prompts: pd.DataFrame, responses: Responses
+) -> dict[str, Any]:
+    """Return the columns of new experience."""
+    config = training.config
+    repeats = np.repeat(np.arange(len(prompts)), config.rollout.samples)
     ids = prompts["prompt_id"].to_numpy()[repeats]
     columns = {
         "sample_id": [sample_id(settings.iteration, name, n % config.rollout.samples) for n, name in enumerate(ids)],
@@ -104,7 +126,7 @@ def answered(
         columns[AGENT] = agent_numbers(prompts, config.data.agents, "data.train")[repeats]
     if responses.logprobs is not None:
         columns[ROLLOUT_LOGPROBS] = responses.logprobs
-    return columns, responses.metrics
+    return columns
 
 
 def sampling(training: Training, settings: Settings) -> dict[str, Any]:
@@ -121,15 +143,6 @@ def sampling(training: Training, settings: Settings) -> dict[str, Any]:
     }
 
 
-def _key_and_seed(training: Training, settings: Settings) -> tuple[str, list[int]]:
-    """Return the key and the seed of the iteration's first rollout."""
-    return f"{settings.iteration}/rollout", [training.config.seed, settings.iteration, 0]
-
-
-def _drawn(training: Training, iteration: int, cursor: int, size: int) -> pd.DataFrame:
-    return training.session().prompts["train"].frame.iloc[draw(training, iteration, cursor, size)]
-
-
 def _origin(training: Training, settings: Settings) -> dict[str, Any]:
     """Return what the responses of an iteration's first rollout depend on, besides policy and prompts."""
     environment = training.config.environment
@@ -140,13 +153,27 @@ def _origin(training: Training, settings: Settings) -> dict[str, Any]:
     }
 
 
-def _found(training: Training, settings: Settings, progress: Progress) -> bool:
-    """Whether an interrupted attempt left the experience of this policy, drawn as it would be drawn now."""
+def _left_behind(training: Training, settings: Settings, progress: Progress, prompts: pd.DataFrame) -> bool:
+    """Whether an interrupted attempt left what this rollout would give; if it left something else, why is said."""
     path = training.run.experience(settings.iteration)
-    return _complete(path, progress.policy_version) and not _changes(training, settings, progress)
+    if not _is_whole(path, progress.policy_version):
+        return False
+    was, now = origin_of(path), _origin(training, settings)
+    changes = [f"{name} {was.get(name)} instead of {now[name]}" for name in now if was.get(name) != now[name]]
+    wanted_ids = list(prompts["prompt_id"].repeat(training.config.rollout.samples))
+    if read_columns(path, ["prompt_id"])["prompt_id"] != wanted_ids:
+        changes.append("other prompts")
+    if not changes:
+        return True
+    get_run_logger().warning(
+        "iteration %d: responses are generated anew, those of the interrupted attempt were drawn with %s",
+        settings.iteration,
+        ", ".join(changes),
+    )
+    return False
 
 
-def _complete(path: Path, policy_version: int) -> bool:
+def _is_whole(path: Path, policy_version: int) -> bool:
     """Whether a file holds the whole first rollout of this policy, and no other."""
     if not path.exists():
         return False
@@ -156,17 +183,6 @@ def _complete(path: Path, policy_version: int) -> bool:
     if REFILL in names:  # how many prompts it took is not in the file: all is done again, alike
         return False
     return bool((read_columns(path, ["policy_version"])["policy_version"] == policy_version).all())
-
-
-def _changes(training: Training, settings: Settings, progress: Progress) -> str:
-    """Return in what the iteration's file was drawn otherwise than it would be now; empty: in nothing."""
-    config, path = training.config.rollout, training.run.experience(settings.iteration)
-    was, now = origin_of(path), _origin(training, settings)
-    changes = [f"{name} {was.get(name)} instead of {now[name]}" for name in now if was.get(name) != now[name]]
-    prompts = _drawn(training, settings.iteration, progress.prompt_cursor, config.prompts)
-    if read_columns(path, ["prompt_id"])["prompt_id"] != list(prompts["prompt_id"].repeat(config.samples)):
-        changes.append("other prompts")
-    return ", ".join(changes)
 
 
 def _describe(

@@ -67,7 +67,7 @@ def updated(
     key = f"{settings.iteration}/{command}"
     session = training.session()
     session.say("update")
-    with timed(metrics, command):
+    with timed(training, metrics, command):
         replies = session.call(role, command, key, path=stage.experience.path, **arguments)
     # The task's seconds hold the wait for the other update too, where actor and critic share a group.
     metrics[f"{role}/update_s"] = slowest(session.usage[key])

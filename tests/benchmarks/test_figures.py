@@ -14,7 +14,7 @@ from benchmarks.reshard import devices_for, missing_devices, overrides_of
 from benchmarks.result import BenchResult, new_result, write_result
 from benchmarks.scaling import efficiency, parse_counts, placement
 from benchmarks.session import describe
-from benchmarks.step import figures_of, overhead
+from benchmarks.step import figures_of
 from benchmarks.table import result_table, shown
 from configs.loading.load import load_config
 from configs.schema import TrainConfig
@@ -26,7 +26,7 @@ from penstock.reports.plots import save
 def iteration(seconds: float, **more: float) -> dict[str, float]:
     row = {"time/iteration_s": seconds, "time/rollout_s": 2.0, "time/reward_s": 0.5, "time/advantage_s": 0.25}
     row |= {"time/update_actor_s": 4.0, "actor/update_s": 3.75, "time/reshard_s": 0.125}
-    row |= {"rollout/tokens": 70.0, "rollout/tokens_per_s": 35.0}
+    row |= {"time/other_s": 0.125, "rollout/tokens": 70.0, "rollout/tokens_per_s": 35.0}
     return row | {name.replace("__", "/"): value for name, value in more.items()}
 
 
@@ -41,12 +41,6 @@ def test_step_figures_are_medians_of_steady_iterations_without_evaluation() -> N
     assert figures["peak_gib"] == 90.0  # of all iterations, the cold one too
     assert "mfu" not in figures
     assert figures_of(rows, 0, 2)["step_s"] == 7.25  # the control: the cold one moves it
-
-
-def test_overhead_counts_tasks_side_by_side_once() -> None:
-    """The critic waits for the actor's group or works beside it: either way the pair takes as long as its longest."""
-    row = iteration(8.0, time__update_critic_s=5.0, time__values_s=0.5, time__logprobs_old_s=0.75)
-    assert overhead(row) == pytest.approx(8.0 - (2.0 + 0.5 + 0.75 + 0.25 + 5.0 + 0.125))
 
 
 def test_scaling_compares_throughput_per_gpu_with_the_smallest_count() -> None:

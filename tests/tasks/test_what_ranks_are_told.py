@@ -26,6 +26,7 @@ from penstock.base.ragged import Ragged
 from penstock.checks.memory import GroupEstimate
 from penstock.data.prompts import PromptTable
 from penstock.session import session as module
+from penstock.session.requests import Request
 from penstock.session.session import Session, Stage, Training
 from penstock.session.settings import settings_at
 from penstock.state.experience import ExperienceRef, write_columns
@@ -39,7 +40,7 @@ from tasks.finetuning.preferences import (
 )
 from tasks.finetuning.supervised import begin_supervised, supervised_steps
 from tasks.iteration.evaluate import evaluate
-from tasks.iteration.rollout import rollout
+from tasks.iteration.rollout import begin_rollout, rollout
 from tasks.iteration.update import loss_settings, update_actor, update_critic
 
 ROWS = 40
@@ -98,10 +99,11 @@ class Asked(Exception):
 def generation(training_with: MakeTraining, monkeypatch: pytest.MonkeyPatch) -> Callable[..., dict[str, Any]]:
     """Return what a rollout or an evaluation asks for with a configuration, in iteration 3."""
 
-    def hear(training: Training, prompts: Any, key: str, seed: list[int], sampling: Any, *_: Any, **__: Any) -> None:
-        raise Asked({**sampling, "seed": seed, "prompts": len(prompts), "first": list(prompts["prompt_id"])[:8]})
+    def hear(training: Training, request: Request, *_: Any) -> None:
+        told = {"seed": request.seed, "prompts": len(request.prompts)}
+        raise Asked({**request.sampling, **told, "first": list(request.prompts["prompt_id"])[:8]})
 
-    monkeypatch.setattr("tasks.iteration.rollout.generate", hear)
+    monkeypatch.setattr("tasks.iteration.rollout.begin_generation", hear)
     monkeypatch.setattr("tasks.iteration.evaluate.generate", hear)
 
     def ask(values: dict[str, Any], evaluation: bool) -> dict[str, Any]:
@@ -112,7 +114,8 @@ def generation(training_with: MakeTraining, monkeypatch: pytest.MonkeyPatch) -> 
             if evaluation:
                 evaluate.fn(training, 3)
             else:
-                rollout.fn(training, settings_at(training.config, 3, Progress()), Progress())
+                settings = settings_at(training.config, 3, Progress())
+                rollout.fn(training, settings, begin_rollout(training, settings, Progress()))
         found: dict[str, Any] = asked.value.args[0]
         return found
 

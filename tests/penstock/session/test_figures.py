@@ -11,11 +11,12 @@ import pytest
 from configs.schema import TrainConfig
 from engines.sizing.flops import peak_flops
 from penstock.session import figures as module
+from penstock.session.clock import Lap, Span
 from penstock.session.figures import memory, parallel_efficiency, role_figures, shares, speed, utilisation
 from penstock.session.session import Training
 
 H200 = ("NVIDIA H200", "bfloat16")
-SERIAL = {"time/rollout_s": 5.0, "time/reward_s": 1.0, "time/advantage_s": 0.5, "time/reshard_s": 0.1}
+SERIAL = {"rollout": 5.0, "reward": 1.0, "advantage": 0.5, "reshard": 0.1}
 
 
 def test_the_mfu_is_flops_over_what_all_gpus_could_have_done() -> None:
@@ -34,52 +35,74 @@ def test_what_is_not_known_is_not_recorded() -> None:
     assert "actor/mfu" not in speed("actor", {"tokens": 8000.0}, 4.0, 2, H200)
 
 
+def lap_of(seconds: float, *side_by_side: dict[str, float]) -> Lap:
+    """Return an iteration of tasks with these seconds: first the serial ones, then each group of others at once."""
+    spans, now = [], 0.0
+    for together in ({name: value} for name, value in SERIAL.items()):
+        side_by_side = (*side_by_side, together)
+    for together in side_by_side:
+        spans += [Span(task, now, now + lasted) for task, lasted in together.items()]
+        now += max(together.values())
+    return Lap(seconds, spans)
+
+
+def total(figures: dict[str, float]) -> float:
+    return sum(value for name, value in figures.items() if name.startswith("share/"))
+
+
 def test_shares_of_serial_tasks_and_the_rest_add_up_to_one() -> None:
     """The rest is what no task took: Prefect, the channel, the records."""
-    metrics = {**SERIAL, "time/update_actor_s": 3.0, "time/iteration_s": 10.0}
-    result = shares(metrics, {}, 1)
-    assert result["share/update_actor"] == 0.3
+    result = shares(lap_of(10.0, {"update_actor": 3.0}), {}, 1)
+    assert result["share/update_actor"] == pytest.approx(0.3)
     assert result["time/other_s"] == pytest.approx(0.4)
     assert result["share/other"] == pytest.approx(0.04)
-    assert sum(value for name, value in result.items() if name.startswith("share/")) == pytest.approx(1.0)
+    assert total(result) == pytest.approx(1.0)
+
+
+def test_a_task_that_nobody_here_has_heard_of_has_its_share() -> None:
+    """A user's own step of the iteration, twice in it. Control: without it its seconds are nobody's."""
+    own = lap_of(10.0, {"paraphrase": 1.0}, {"update_actor": 1.0}, {"paraphrase": 1.0})
+    result = shares(own, {}, 1)
+    assert result["share/paraphrase"] == pytest.approx(0.2)
+    assert result["time/other_s"] == pytest.approx(10 - 6.6 - 3)
+    assert total(result) == pytest.approx(1.0)
+    without = shares(lap_of(10.0, {"update_actor": 1.0}), {}, 1)
+    assert without["time/other_s"] == pytest.approx(10 - 6.6 - 1)
 
 
 def test_a_task_that_waits_for_another_in_its_group_is_not_charged_for_it() -> None:
     """Actor and critic on the same ranks: the actor's 4 seconds are 1 of waiting and 3 of work."""
-    metrics = {**SERIAL, "time/update_critic_s": 1.0, "time/update_actor_s": 4.0, "time/iteration_s": 11.0}
     usage = {"1/update_critic": [{"seconds": 1.0}], "1/update_actor": [{"seconds": 2.9}, {"seconds": 3.0}]}
-    result = shares(metrics, usage, 1)
+    result = shares(lap_of(11.0, {"update_critic": 1.0, "update_actor": 4.0}), usage, 1)
     assert result["share/update_actor"] == pytest.approx(3 / 11)
     assert result["share/update_critic"] == pytest.approx(1 / 11)
     assert result["time/other_s"] == pytest.approx(11 - 6.6 - 4)
-    assert sum(value for name, value in result.items() if name.startswith("share/")) == pytest.approx(1.0)
+    assert total(result) == pytest.approx(1.0)
 
 
-def test_forward_passes_are_one_share() -> None:
-    """Old log-probs, reference log-probs and values together, each by its own work."""
-    passes = {"time/logprobs_old_s": 1.0, "time/logprobs_reference_s": 2.0, "time/values_s": 3.0}
-    usage = {f"7/{name}": [{"seconds": 1.0}] for name in ("logprobs_old", "logprobs_reference", "values")}
-    result = shares({**SERIAL, **passes, "time/iteration_s": 12.0}, usage, 7)
-    assert result["share/logprobs"] == pytest.approx(3 / 12)
+def test_forward_passes_side_by_side_have_each_its_own_work() -> None:
+    """Old log-probs, reference log-probs and values on one group, where the later ones wait for the earlier."""
+    passes = {"logprobs_old": 1.0, "logprobs_reference": 2.0, "values": 3.0}
+    usage = {f"7/{name}": [{"seconds": 1.0}] for name in passes}
+    result = shares(lap_of(12.0, passes), usage, 7)
+    assert [result[f"share/{name}"] for name in passes] == [pytest.approx(1 / 12)] * 3
     assert result["time/other_s"] == pytest.approx(12 - 6.6 - 3)
 
 
 def test_steps_on_groups_of_their_own_overlap() -> None:
     """Actor 3 s and critic 2 s at the same time are 3 s of the iteration: the shares exceed 1 by the other 2."""
-    metrics = {**SERIAL, "time/update_critic_s": 2.0, "time/update_actor_s": 3.0, "time/iteration_s": 10.0}
     usage = {"1/update_critic": [{"seconds": 2.0}], "1/update_actor": [{"seconds": 3.0}]}
-    result = shares(metrics, usage, 1)
+    result = shares(lap_of(10.0, {"update_critic": 2.0, "update_actor": 3.0}), usage, 1)
     assert result["time/other_s"] == pytest.approx(10 - 6.6 - 3)
-    assert sum(value for name, value in result.items() if name.startswith("share/")) == pytest.approx(1.2)
+    assert total(result) == pytest.approx(1.2)
 
 
 def test_what_ranks_did_not_work_is_other() -> None:
     """Of 5 seconds that both updates took, the ranks worked 4: one went into sending, reading and writing."""
-    metrics = {**SERIAL, "time/update_critic_s": 1.0, "time/update_actor_s": 5.0, "time/iteration_s": 12.0}
     usage = {"1/update_critic": [{"seconds": 1.0}], "1/update_actor": [{"seconds": 3.0}]}
-    result = shares(metrics, usage, 1)
+    result = shares(lap_of(12.0, {"update_critic": 1.0, "update_actor": 5.0}), usage, 1)
     assert result["time/other_s"] == pytest.approx(12 - 6.6 - 4)
-    assert sum(value for name, value in result.items() if name.startswith("share/")) == pytest.approx(1.0)
+    assert total(result) == pytest.approx(1.0)
 
 
 def test_memory_is_the_worst_ranks_and_the_fullest_moment() -> None:
@@ -164,12 +187,11 @@ def test_fragmented_memory_is_reported_once_with_a_remedy(
 ) -> None:
     """Half of 20 GiB held nothing. Not every iteration says so, and not what is small."""
     monkeypatch.setattr(module, "get_run_logger", lambda: logging.getLogger("test"))
-    metrics = {**SERIAL, "time/update_actor_s": 4.0, "time/iteration_s": 12.0}
     usage = training.session().usage
     small = {"1/update_actor": [{"seconds": 4.0, "allocated_gib": 1.0, "reserved_gib": 2.0}]}
     for held, warnings in ((small, 0), (usage, 1), (usage, 1)):
         training.session().usage = dict(held)
-        assert utilisation(training, 1, metrics)["memory/allocated_share"] == 0.5
+        assert utilisation(training, 1)["memory/allocated_share"] == 0.5
         assert sum("expandable_segments" in record.message for record in caplog.records) == warnings
         assert training.session().usage == {}
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pandas as pd
+import pyarrow as pa
 import pytest
 
 from configs.loading.load import config_from_mapping
@@ -18,12 +19,12 @@ from penstock.data.prompts import PromptTable
 from penstock.rewards.ahead import Scorer
 from penstock.rewards.pool import Score
 from penstock.rewards.types import Sample
-from penstock.session.score_ahead import places, scoring_ahead
+from penstock.session.score_ahead import EndedResponse, ended_responses, scoring_ahead
 from penstock.session.session import Training
 from penstock.session.settings import next_settings
 from penstock.state.manifest import Progress
 from tasks.iteration.reward import reward
-from tasks.iteration.rollout import rollout
+from tasks.iteration.rollout import begin_rollout, rollout
 from tests.echo import Echo
 
 SAMPLES = 2
@@ -79,7 +80,7 @@ def test_a_rollouts_news_are_scored_before_the_reward_task_asks(
     session.groups["rollout"] = Talking(ranks=2, policy_version=0)  # type: ignore[assignment]
     with Scorer(source) as session.scorer:
         settings = next_settings(training, Progress())
-        stage = rollout.fn(training, settings, Progress())
+        stage = rollout.fn(training, settings, begin_rollout(training, settings, Progress()))
         for begun in session.scorer._begun:
             begun.scores.result(20)
         ahead = [sample for call in source.calls for sample in call]
@@ -116,6 +117,13 @@ def test_a_source_is_told_if_it_takes_single_responses_and_no_engines_cores(
 
 
 def test_a_reply_names_its_responses_by_their_order() -> None:
-    """`samples` of each prompt side by side; news names them one by one."""
-    assert places({"positions": np.array([4, 1])}, 2) == ([4, 4, 1, 1], [0, 1, 0, 1])
-    assert places({"positions": np.array([4, 4, 1]), "samples": np.array([1, 0, 1])}, 2) == ([4, 4, 1], [1, 0, 1])
+    """`samples` of each prompt side by side; news names them one by one, and a rank that leaves it to another none."""
+    texts = pa.array(["a", "b", "c", "d"])
+    reply = ended_responses({"positions": np.array([4, 1]), "texts": texts}, 2)
+    assert [(ended.position, ended.number, ended.text) for ended in reply] == [
+        *((4, 0, "a"), (4, 1, "b")),
+        *((1, 0, "c"), (1, 1, "d")),
+    ]
+    news = {"positions": np.array([4, 1]), "samples": np.array([1, 0]), "texts": texts[:2]}
+    assert ended_responses(news, 2) == [EndedResponse(4, 1, "a"), EndedResponse(1, 0, "b")]
+    assert ended_responses({}, 2) == []

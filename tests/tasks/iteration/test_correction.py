@@ -13,6 +13,7 @@ import pytest
 from configs.schema import TrainConfig
 from penstock.base.ragged import Ragged
 from penstock.session.generation import generate
+from penstock.session.requests import Request
 from penstock.session.session import Stage, Training
 from penstock.session.settings import settings_at
 from penstock.state.experience import ExperienceRef, column_names, read_columns, write_columns
@@ -57,7 +58,7 @@ def test_log_probs_follow_their_tokens_into_prompt_order(training_with: MakeTrai
         training, group = training_with(config), Scored(ranks)
         training.session().groups["rollout"] = group  # type: ignore[assignment]
         asked = sampling(training, settings_at(config, 1, Progress())) | {"samples": SAMPLES}
-        responses = generate(training, prompts, "1/rollout", [0, 1, 0], asked)
+        responses = generate(training, Request(prompts, "1/rollout", [0, 1, 0], asked))
         assert group.commands[0]["sampling"]["logprobs"] == (correction is not None)
         if correction is None:
             assert responses.logprobs is None

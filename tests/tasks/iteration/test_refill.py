@@ -25,7 +25,7 @@ from penstock.state.experience import ExperienceRef, read_columns, write_columns
 from penstock.state.manifest import Progress
 from tasks.iteration import refill as module
 from tasks.iteration.refill import groups_to_replace, prompts_to_draw, refill, replaced
-from tasks.iteration.rollout import REFILL, _complete
+from tasks.iteration.rollout import REFILL, _is_whole
 
 
 def columns_of(rewards: list[list[float]], name: str, refill_number: int = 0) -> dict[str, Any]:
@@ -133,19 +133,19 @@ def test_a_refill_draws_on_from_the_cursor_and_a_resumed_run_starts_over(
     first = columns_of(PRESENT, "a")
     del first[REFILL]
     write_columns(path, first)
-    assert _complete(path, 6)
-    drawn: list[tuple[int, int, str, list[int]]] = []
+    assert _is_whole(path, 6)
+    drawn: list[tuple[int, int, int]] = []
     answers = [columns_of([[1, 1], [0, 1], [2, 2], [3, 3]], "b"), columns_of([[0, 1], [0, 1]], "c")]
 
-    def answered(_: Training, __: Any, cursor: int, size: int, key: str, seed: list[int]) -> tuple[Any, Any]:
-        drawn.append((cursor, size, key, seed))
+    def further_rollout(_: Training, __: Any, cursor: int, size: int, number: int) -> dict[str, Any]:
+        drawn.append((cursor, size, number))
         columns = answers[len(drawn) - 1]
-        return {**columns, "response": pa.array(columns["response"], pa.large_string())}, {}
+        return {**columns, "response": pa.array(columns["response"], pa.large_string())}
 
     def score(_: Training, columns: dict[str, Any], *__: str) -> list[Score]:
         return [Score(reward, {}, None) for reward in columns.pop("reward").tolist()]
 
-    monkeypatch.setattr(module, "answered", answered)
+    monkeypatch.setattr(module, "further_rollout", further_rollout)
     monkeypatch.setattr(module, "score", score)
     progress = Progress(iteration=6, prompt_cursor=40)
     settings = settings_at(config, 7, progress)
@@ -155,11 +155,11 @@ def test_a_refill_draws_on_from_the_cursor_and_a_resumed_run_starts_over(
     assert groups_to_replace(training, stage) == 1
     stage = refill.fn(training, settings, progress, stage, 2)
     assert groups_to_replace(training, stage) == 0
-    assert drawn == [(44, 4, "7/refill-1", [0, 7, 3]), (48, 2, "7/refill-2", [0, 7, 4])]
+    assert drawn == [(44, 4, 1), (48, 2, 2)]
     assert read_columns(path, ["prompt_id"])["prompt_id"][::2] == ["a0", "a3", "b1", "c0"]
     assert stage.experience.prompts == stage.metrics["rollout/prompts_drawn"] == 10
     assert stage.metrics["rollout/tokens"] == 8 + 8 + 4
-    assert not _complete(path, 6)
+    assert not _is_whole(path, 6)
 
 
 @pytest.mark.parametrize("max_rollouts", [2, 5])

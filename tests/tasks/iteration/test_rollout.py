@@ -16,12 +16,12 @@ import pytest
 from configs.loading.load import config_from_mapping
 from configs.schema import TrainConfig
 from penstock.base.ragged import Ragged
-from penstock.session.session import Training
+from penstock.session.session import Stage, Training
 from penstock.session.settings import next_settings
 from penstock.state import experience
 from penstock.state.experience import consolidate, read_columns
 from penstock.state.manifest import Progress
-from tasks.iteration.rollout import begin_next_rollout, rollout
+from tasks.iteration.rollout import begin_next_rollout, begin_rollout, rollout
 from tests.echo import Echo
 
 PROMPTS, SAMPLES = 3, 2
@@ -68,23 +68,30 @@ def at(iteration: int) -> Progress:
     return Progress(iteration=iteration, policy_version=iteration, prompt_cursor=iteration * PROMPTS)
 
 
+def rolled_out(training: Training, progress: Progress) -> Stage:
+    """Return the rollout of the iteration after `progress`, begun where it is wanted."""
+    settings = next_settings(training, progress)
+    return rollout.fn(training, settings, begin_rollout(training, settings, progress))
+
+
 def test_engines_work_on_the_next_rollout_before_its_task_runs(
     prepared: Callable[..., tuple[Training, Engines]],
 ) -> None:
     """What the task would have sent is sent once, and what it makes of the replies is the same."""
     training, engines = prepared()
-    begin_next_rollout(training, at(2))
+    begun = begin_next_rollout(training, at(2))
+    assert begun is not None
     while not engines.commands:
         time.sleep(0.001)
     engines.may_answer.set()
-    stage = rollout.fn(training, next_settings(training, at(2)), at(2))
+    stage = rollout.fn(training, next_settings(training, at(2)), begun)
     ahead = read_columns(training.run.experience(3), ["sample_id", "response", "prompt"])
 
     training.run.experience(3).unlink()
-    rollout.fn(training, next_settings(training, at(2)), at(2))
-    begun, asked = engines.commands
-    assert (begun["key"], begun["sampling"]) == ("3/rollout", asked["sampling"])
-    assert np.array_equal(begun["prompts"], asked["prompts"])
+    rolled_out(training, at(2))
+    first, asked = engines.commands
+    assert (first["key"], first["sampling"]) == ("3/rollout", asked["sampling"])
+    assert np.array_equal(first["prompts"], asked["prompts"])
     assert ahead == read_columns(training.run.experience(3), ["sample_id", "response", "prompt"])
     assert stage.experience.policy_version == 2
 
@@ -92,15 +99,21 @@ def test_engines_work_on_the_next_rollout_before_its_task_runs(
 def test_its_seconds_are_those_that_the_engines_worked_and_not_those_they_waited(
     prepared: Callable[..., tuple[Training, Engines]],
 ) -> None:
-    """What was done ahead counts as rollout; a task that comes late adds nothing. Control: nothing done ahead."""
+    """What was done ahead counts as rollout; a task that comes late adds nothing. Control: none after the last."""
     training, engines = prepared()
     engines.may_answer.set()
-    begin_next_rollout(training, at(2))
-    training.session().generations["3/rollout"].result()
+    begun = begin_next_rollout(training, at(2))
+    assert begun is not None
+    generation = training.session().rollouts[begun.key].generation
+    assert generation is not None
+    generation.replies.result()
     time.sleep(0.5)
-    metrics = rollout.fn(training, next_settings(training, at(2)), at(2)).metrics
+    training.session().clock.lap()
+    metrics = rollout.fn(training, next_settings(training, at(2)), begun).metrics
     assert 0 < metrics["rollout/ahead_s"] < metrics["time/rollout_s"] < 0.4
-    assert "rollout/ahead_s" not in rollout.fn(training, next_settings(training, at(3)), at(3)).metrics
+    (span,) = training.session().clock.lap().spans
+    assert span.seconds == metrics["time/rollout_s"]
+    assert begin_next_rollout(training, at(5)) is None
 
 
 def test_it_does_not_begin_where_it_would_be_in_the_way_or_in_vain(
@@ -109,14 +122,15 @@ def test_it_does_not_begin_where_it_would_be_in_the_way_or_in_vain(
     """Before a checkpoint, after the last iteration, and where an earlier attempt left this policy's experience."""
     training, engines = prepared(checkpoint={"every": 2})
     engines.may_answer.set()
-    rollout.fn(training, next_settings(training, at(3)), at(3))
+    rolled_out(training, at(3))
     before = len(engines.commands)
     for done in (2, 3, 4, 5):
         begin_next_rollout(training, at(done))
     assert len(engines.commands) == before
     begin_next_rollout(training, Progress(iteration=3, policy_version=7))  # another policy's: not to be used
     begin_next_rollout(training, at(1))
-    assert list(training.session().generations) == ["4/rollout", "2/rollout"]
+    begun = training.session().rollouts
+    assert [key for key, rollout in begun.items() if rollout.generation] == ["4/rollout", "2/rollout"]
 
 
 @pytest.mark.parametrize("restarted", [True, False])
@@ -126,11 +140,11 @@ def test_an_interrupted_rollout_is_taken_over_unless_the_machine_was_restarted(
     """Then its tokens may not have reached the disk: it is done again. Control: a killed process lost nothing."""
     training, engines = prepared()
     engines.may_answer.set()
-    rollout.fn(training, next_settings(training, at(3)), at(3))
+    rolled_out(training, at(3))
     before = len(engines.commands)
     if restarted:
         monkeypatch.setattr(experience, "_boot", lambda: "later")
-    rollout.fn(training, next_settings(training, at(3)), at(3))
+    rolled_out(training, at(3))
     assert len(engines.commands) - before == restarted
     path = training.run.experience(4)
     assert len(read_columns(path, ["response_tokens"])["response_tokens"]) == len(
@@ -159,12 +173,12 @@ def test_responses_drawn_otherwise_are_not_taken_over(
     """What is trained is what these settings draw, and as many prompts as are counted. Control: the loss's settings."""
     training, engines = prepared()
     engines.may_answer.set()
-    rollout.fn(training, next_settings(training, at(3)), at(3))
+    rolled_out(training, at(3))
     consolidate(training.run.experience(4))  # as after an iteration that was recorded
     training, engines = prepared(**changed)
     engines.may_answer.set()
     progress = at(3).advanced(overrides=overrides)
-    experience = rollout.fn(training, next_settings(training, progress), progress).experience
+    experience = rolled_out(training, progress).experience
     assert len(engines.commands) == (said is not None)
     config = training.config.rollout
     assert (experience.prompts, experience.samples) == (config.prompts, config.prompts * config.samples)
@@ -179,6 +193,7 @@ def test_what_ends_the_engines_ends_the_rollout(prepared: Callable[..., tuple[Tr
         raise RuntimeError("rank 0 exited")
 
     engines.call = lost  # type: ignore[method-assign]
-    begin_next_rollout(training, at(2))
+    begun = begin_next_rollout(training, at(2))
+    assert begun is not None
     with pytest.raises(RuntimeError, match="rank 0 exited"):
-        rollout.fn(training, next_settings(training, at(2)), at(2))
+        rollout.fn(training, next_settings(training, at(2)), begun)

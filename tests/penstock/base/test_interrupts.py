@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from penstock.session.interrupts import interrupts_deferred
+from penstock.base.interrupts import interrupts_deferred
 
 
 @pytest.fixture(autouse=True)

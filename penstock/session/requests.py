@@ -1,0 +1,69 @@
+"""What the rollout engines are asked for, what they reply, and the handle of a rollout that has begun.
+
+Left out: the asking (penstock/session/generation.py), and which prompts a rollout answers (tasks/iteration/rollout.py).
+"""
+
+from __future__ import annotations
+
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import Any
+
+import pandas as pd
+
+
+@dataclass(frozen=True)
+class Request:
+    """What the engines are asked for.
+
+    Attributes:
+        prompts: rows of a prompt table.
+        key: idempotency key of the command.
+        seed: three numbers that make this generation's random draws unique. (NumPy fills shorter seeds up with zeros:
+            of another length, they could equal another generation's.)
+        sampling: fields of `engines.rollout.decode_loop.Sampling` without the seed.
+        split: prompt table that the prompts come from; environments see its columns.
+    """
+
+    prompts: pd.DataFrame
+    key: str
+    seed: list[int]
+    sampling: dict[str, Any]
+    split: str = "train"
+
+
+@dataclass(frozen=True)
+class Replies:
+    """What the rollout ranks replied to a generation, and when it began and ended (`time.perf_counter`)."""
+
+    ranks: list[dict[str, Any]]
+    began: float
+    ended: float
+
+
+@dataclass(frozen=True)
+class Generation:
+    """A generation that the engines have begun; `replies` come when they have ended it."""
+
+    request: Request
+    replies: Future[Replies]
+
+
+@dataclass(frozen=True)
+class BegunRollout:
+    """A rollout with its prompts; without a generation where an earlier attempt left the responses."""
+
+    prompts: pd.DataFrame
+    generation: Generation | None
+
+
+@dataclass(frozen=True)
+class Rollout:
+    """Handle of a rollout that has begun.
+
+    Flows hold it and hand it to tasks, so it carries no prompt and no response: Prefect would write them down. What it
+    stands for is `Session.rollouts` under its key.
+    """
+
+    iteration: int
+    key: str
