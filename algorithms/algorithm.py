@@ -31,6 +31,7 @@ class Algorithm:
         advantage: key of ``algorithms.advantages.ADVANTAGES``.
         policy_loss: key of ``algorithms.policy_losses.POLICY_LOSSES``.
         description: one line for a person who chooses.
+        paper: where it is from: arXiv numbers, or name and year.
         aggregation: how it makes one loss of the token losses, unless a config says otherwise.
         defaults: settings whose default is another than that of the function.
     """
@@ -39,5 +40,6 @@ class Algorithm:
     advantage: str
     policy_loss: str
     description: str
+    paper: str = ""
     aggregation: str = "token-mean"
     defaults: Mapping[str, Any] = field(default_factory=dict)

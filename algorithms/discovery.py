@@ -5,7 +5,6 @@ A package read this way holds one function per file, named as the file, and ``ty
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Iterable, Mapping
 from importlib import import_module
 from pkgutil import iter_modules
@@ -34,9 +33,3 @@ def functions(found: Mapping[str, ModuleType]) -> dict[str, Callable[..., Any]]:
                 f"name the function '{name}', or move the file: one of your own is named as 'module:function'",
             )
     return {name: getattr(module, name) for name, module in found.items()}
-
-
-def settings(function: Callable[..., Any]) -> dict[str, Any]:
-    """A function's settings with their defaults: its keyword-only parameters, in the order written."""
-    parameters = inspect.signature(function).parameters.values()
-    return {parameter.name: parameter.default for parameter in parameters if parameter.kind is parameter.KEYWORD_ONLY}

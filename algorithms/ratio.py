@@ -4,7 +4,7 @@ Ratios are computed from log-ratios bounded to +-20: exp overflows float32 at 88
 and rightly: it is vanishing at the lower end, and e^20 times too large at the upper, on a token about which the old
 samples tell nothing any more. A loss that stops the gradient of its ratio keeps that of the log-probability.
 
-Shapes: _T flat response tokens of a packed micro-batch, _B rows.
+Shapes: _T flat response tokens of a packed micro-batch, _B rows, _B1 offsets (B + 1).
 """
 
 from __future__ import annotations
@@ -17,16 +17,13 @@ from algorithms.segments import rows_of_tokens, segment_sum_torch
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from algorithms.policy_losses.types import PolicyLossInputs
 
-
-def token_ratio(inputs: PolicyLossInputs) -> Tensor:
+def token_ratio(logprobs_T: Tensor, old_logprobs_T: Tensor) -> Tensor:
     """pi(token) / pi_old(token), _T, with gradient; exactly 1 where the old log-probabilities are the current ones."""
-    log_ratio_T = inputs.logprobs_T - inputs.old_logprobs_T
-    return log_ratio_T.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND).exp()
+    return (logprobs_T - old_logprobs_T).clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND).exp()
 
 
-def sequence_ratio(log_ratio_T: Tensor, inputs: PolicyLossInputs) -> Tensor:
+def sequence_ratio(log_ratio_T: Tensor, mask_T: Tensor, offsets_B1: Tensor) -> Tensor:
     """exp(mean of the log-ratios over a row's counted tokens), given to each of its tokens, _T; 1 without any.
 
     The value is the sequence's, the gradient goes through each token's own log-ratio (GSPO-token, arXiv 2507.18071,
@@ -34,20 +31,22 @@ def sequence_ratio(log_ratio_T: Tensor, inputs: PolicyLossInputs) -> Tensor:
     ratio; and no gradient is gathered over rows, which on a GPU would add in varying order.
     """
     still_T = log_ratio_T.detach()
-    tokens_B = segment_sum_torch(inputs.mask_T, inputs.offsets_B1).clamp(min=1)
-    mean_B = segment_sum_torch(still_T * inputs.mask_T, inputs.offsets_B1) / tokens_B
-    mean_T = mean_B.index_select(0, rows_of_tokens(inputs.offsets_B1, still_T.shape[0]))
+    tokens_B = segment_sum_torch(mask_T, offsets_B1).clamp(min=1)
+    mean_B = segment_sum_torch(still_T * mask_T, offsets_B1) / tokens_B
+    mean_T = mean_B.index_select(0, rows_of_tokens(offsets_B1, still_T.shape[0]))
     return (mean_T + (log_ratio_T - still_T)).clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND).exp()
 
 
-def ratio_metrics(inputs: PolicyLossInputs, ratio_T: Tensor, clipped_T: Tensor | None = None) -> dict[str, Tensor]:
+def ratio_metrics(
+    logprobs_T: Tensor, old_logprobs_T: Tensor, ratio_T: Tensor, clipped_T: Tensor | None = None
+) -> dict[str, Tensor]:
     """The metrics of a loss with a ratio: ``ratio``, ``approx_kl``, and ``clip_fraction`` where it clips, detached.
 
     ``approx_kl`` is the k3 estimate of the divergence of the generating policy from the actor.
     """
     metrics_T = {
         "ratio": ratio_T.detach(),
-        "approx_kl": kl_estimate(inputs.old_logprobs_T, inputs.logprobs_T.detach(), "k3"),
+        "approx_kl": kl_estimate(old_logprobs_T, logprobs_T.detach(), "k3"),
     }
     if clipped_T is not None:
         metrics_T["clip_fraction"] = clipped_T.detach().to(ratio_T.dtype)

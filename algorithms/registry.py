@@ -10,15 +10,17 @@ A name with a colon, `module:function`, is a user's own. Its module says what it
 from __future__ import annotations
 
 import inspect
+import itertools
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
 from types import ModuleType
 from typing import Any, get_args
 
 from algorithms import advantages, policy_losses
 from algorithms.advantages import ADVANTAGES, AdvantageEstimator
 from algorithms.algorithm import Algorithm, Need
-from algorithms.discovery import settings
 from algorithms.policy_losses import CHOICES, POLICY_LOSSES, Choice, PolicyLoss
+from algorithms.settings import REQUIRED, Setting, settings
 from penstock.base.errors import UserError
 from penstock.usercode.imports import import_named, module_named
 
@@ -28,10 +30,11 @@ __all__ = [
     "advantage_named",
     "choice_named",
     "collect",
+    "every_setting",
+    "functions_of",
     "has_ratio",
     "is_own",
     "needs",
-    "own_settings_of",
     "policy_loss_named",
     "settings_of",
 ]
@@ -87,21 +90,42 @@ def choice_named(policy_loss: str) -> Choice | None:
     return CHOICES.get(policy_loss)
 
 
-def settings_of(advantage: str, policy_loss: str) -> dict[str, Any]:
-    """Settings of an estimator and a loss with their defaults; a name that both know is one setting of both.
+def functions_of(advantage: str, policy_loss: str) -> dict[str, Callable[..., Any]]:
+    """The functions that work together: an estimator, a loss and its choice if it has one, by what people call them."""
+    functions: dict[str, Callable[..., Any]] = {
+        f"advantage '{advantage}'": advantage_named(advantage),
+        f"policy loss '{policy_loss}'": policy_loss_named(policy_loss),
+    }
+    choice = choice_named(policy_loss)
+    return functions if choice is None else functions | {f"the choice of policy loss '{policy_loss}'": choice}
 
-    Those of a user's functions are not among them: see `own_settings_of`.
+
+def settings_of(advantage: str, policy_loss: str) -> dict[str, Setting]:
+    """Settings of an estimator, a loss and its choice by name.
+
+    A setting that two of them have is one setting, with one value for both: they annotate it equally. Where their
+    defaults differ it has none, so that neither wins without a word.
+
+    Raises:
+        UserError: two of them annotate a setting differently, so that its name stands for two things.
     """
-    return _settings(advantage, policy_loss, own=False)
+    found: dict[str, tuple[str, Setting]] = {}
+    for owner, function in functions_of(advantage, policy_loss).items():
+        for name, setting in settings(function).items():
+            if name in found:
+                setting = _shared(*found[name], owner, setting)
+            found[name] = (owner, setting)
+    return {name: setting for name, (_, setting) in found.items()}
 
 
-def own_settings_of(advantage: str, policy_loss: str) -> dict[str, Any]:
-    """Settings of a user's estimator and loss with their defaults.
-
-    The default is ``inspect.Parameter.empty`` where there is none, and where two functions have different ones: neither
-    is to lose without a word.
-    """
-    return _settings(advantage, policy_loss, own=True)
+def every_setting() -> dict[str, dict[str, Setting]]:
+    """Every setting of functions of ours by its name, and then by the name of each estimator or loss that has it."""
+    found: dict[str, dict[str, Setting]] = {}
+    for table in (ADVANTAGES, POLICY_LOSSES, CHOICES):
+        for owner, function in table.items():
+            for name, setting in settings(function).items():
+                found.setdefault(name, {})[owner] = setting
+    return found
 
 
 def needs(advantage: str, policy_loss: str) -> frozenset[Need]:
@@ -125,16 +149,15 @@ def has_ratio(policy_loss: str) -> bool:
     return bool(getattr(_loss_module(policy_loss), "RATIO", True))
 
 
-def _settings(advantage: str, policy_loss: str, own: bool) -> dict[str, Any]:
-    functions: list[Callable[..., Any]] = [advantage_named(advantage)] if is_own(advantage) == own else []
-    if is_own(policy_loss) == own:
-        choice = choice_named(policy_loss)
-        functions += [policy_loss_named(policy_loss), *([] if choice is None else [choice])]
-    found: dict[str, Any] = {}
-    for function in functions:
-        for name, default in settings(function).items():
-            found[name] = default if found.get(name, default) == default else inspect.Parameter.empty
-    return found
+def _shared(owner: str, setting: Setting, other: str, theirs: Setting) -> Setting:
+    if setting.annotation != theirs.annotation:
+        name, types = setting.name, [inspect.formatannotation(each.annotation) for each in (setting, theirs)]
+        raise UserError(
+            f"'{name}' is a setting of {owner} ({types[0]}) and of {other} ({types[1]}), and a recipe gives one value",
+            f"rename it in one of them, for instance to 'advantage_{name}' or 'loss_{name}'; if it means the same in "
+            "both, annotate it equally",
+        )
+    return setting if setting.default == theirs.default else replace(setting, default=REQUIRED)
 
 
 def _loss_module(name: str) -> ModuleType:
@@ -162,3 +185,6 @@ def _example(setting: str) -> str:
 
 
 ALGORITHMS: dict[str, Algorithm] = collect([*advantages.MODULES.values(), *policy_losses.MODULES.values()])
+
+for _advantage, _policy_loss in itertools.product(ADVANTAGES, POLICY_LOSSES):  # any estimator goes with any loss
+    settings_of(_advantage, _policy_loss)

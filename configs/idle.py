@@ -26,6 +26,11 @@ def idle_settings(config: TrainConfig) -> list[str]:
     if kl is not None:  # a copy after the last iteration would be used by nobody
         late["algorithm.kl.refresh_every"] = _beyond(kl, "refresh_every", length - 1)
     late |= {key: _steps_beyond(steps, length) for key, steps in _schedules(config) if not key.startswith("sft.")}
+    late |= {
+        f"algorithm.settings.{name}": _steps_beyond(value, length)
+        for name, value in config.algorithm.settings.items()
+        if name in config.algorithm.scheduled and isinstance(value, dict)
+    }
     found = [_sentence(key, values, f"the training has {length} iterations") for key, values in late.items() if values]
     if sft is not None:
         late = {"sft.checkpoint_every": _beyond(sft, "checkpoint_every", sft.steps)}

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any, Literal, Self
 
 from pydantic import Field, model_validator
 
-from algorithms.discovery import settings
 from algorithms.preference import PREFERENCE_LOSSES, is_labelled, needs_reference
+from algorithms.settings import settings
 from configs.schema import TrainConfig
 from configs.sections.data import DataConfig, check_chat_arguments
 from configs.sections.model import ModelConfig
@@ -45,7 +45,7 @@ class PreferenceLossConfig(Section):
     def _settings(self) -> Self:
         own = settings(PREFERENCE_LOSSES[self.name])
         refuse(self, tuple(name for name in LOSS_SETTINGS if name not in own), f"with loss '{self.name}'")
-        fill(self, **own)
+        fill(self, **{name: setting.default for name, setting in own.items()})
         return self
 
     @property

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Annotated, Any, Literal
 
 import numpy as np
+from annotated_types import Ge, Gt
 
 from algorithms.advantages.types import AdvantageInputs, Advantages, spread_over_tokens
 from algorithms.policy_losses.types import PolicyLossInputs, PolicyLossOutputs
@@ -31,8 +32,24 @@ def namesake(inputs: PolicyLossInputs, *, temperature: float = 0.5, clip_low: fl
 
 
 def steeper(inputs: AdvantageInputs, *, steepness: float = 2.0, clip_low: float = 0.7) -> Advantages:
-    """A setting that `bounded` has too, with another default, and one of PPO's."""
+    """A setting that `bounded` has too, with another default, and a name of PPO's with other bounds."""
     return spread_over_tokens(steepness * inputs.scores_B(), inputs)
+
+
+def alike(inputs: AdvantageInputs, *, clip_low: Annotated[float, Ge(0)] = 0.2) -> Advantages:
+    """A setting that means the same as PPO's."""
+    return spread_over_tokens(inputs.scores_B().clip(max=clip_low), inputs)
+
+
+def annotated(
+    inputs: AdvantageInputs,
+    *,
+    least: Annotated[float, Gt(0)] = 0.5,
+    kind: Literal["up", "down"] = "up",
+    anything=None,  # type: ignore[no-untyped-def]
+) -> Advantages:
+    """Settings of several types."""
+    return spread_over_tokens(least * inputs.scores_B(), inputs)
 
 
 def without_default(inputs: AdvantageInputs, *, margin: float) -> Advantages:

@@ -8,7 +8,10 @@ Shapes: _T flat response tokens, _C the counted tokens among them, _B rows, _B1 
 
 from __future__ import annotations
 
+from typing import Annotated
+
 import numpy as np
+from annotated_types import Ge, Le
 
 from algorithms.advantages.types import AdvantageInputs, Advantages, CountedTokens
 from algorithms.algorithm import Algorithm, Need
@@ -23,11 +26,18 @@ ALGORITHMS = (
         advantage="gae",
         policy_loss="ppo_clip",
         description="a critic, generalised advantage estimation and a clipped ratio",
+        paper="1707.06347, 1506.02438",
     ),
 )
 
 
-def gae(inputs: AdvantageInputs, *, gamma: float = 1.0, gae_lambda: float = 0.95, whiten: bool = True) -> Advantages:
+def gae(
+    inputs: AdvantageInputs,
+    *,
+    gamma: Annotated[float, Ge(0), Le(1)] = 1.0,
+    gae_lambda: Annotated[float, Ge(0), Le(1)] = 0.95,
+    whiten: bool = True,
+) -> Advantages:
     """A_t = sum over k of (gamma lambda)^k delta_(t+k), with delta_t = r_t + gamma V_(t+1) - V_t.
 
     Time runs over counted tokens only: an observation neither earns, nor is valued, nor takes a step of discount.
@@ -35,9 +45,12 @@ def gae(inputs: AdvantageInputs, *, gamma: float = 1.0, gae_lambda: float = 0.95
     Args:
         inputs: a batch with ``values_T``.
         gamma: discount per counted token.
-        gae_lambda: 0 trusts the critic, 1 trusts the rewards.
+        gae_lambda: bias against variance: 0 trusts the critic, 1 trusts the rewards.
         whiten: shift and scale the advantages to mean 0 and variance 1 over the counted tokens of the batch; the
             returns are computed before that.
+
+    Note:
+        Nothing is bootstrapped beyond a truncated response.
 
     Raises:
         ValueError: ``inputs.values_T`` is None.

@@ -25,6 +25,7 @@ ALGORITHMS = (
         advantage="gdpo",
         policy_loss="ppo_clip",
         description="for rewards of several parts: each is normalised within the group by itself, then summed",
+        paper="2601.05242",
     ),
 )
 
@@ -38,7 +39,11 @@ def gdpo(inputs: AdvantageInputs, *, part_weights: Mapping[str, float] | None = 
 
     Args:
         inputs: a batch with ``parts_B``.
-        part_weights: w by name of the part; parts not named are left out. None: all parts, weight 1.
+        part_weights: w by name of the part, other parts are left out; None for all parts with weight 1.
+
+    Note:
+        Both variances are unbiased. Parts are the columns ``reward/<part>``. A KL in the reward, which is in no part,
+        is refused.
 
     Raises:
         ValueError: there are no parts, or none of a name that has a weight.

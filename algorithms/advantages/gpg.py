@@ -19,6 +19,7 @@ ALGORITHMS = (
         advantage="gpg",
         policy_loss="reinforce",
         description="the plain policy gradient on rewards minus the group's mean, scaled up for groups without spread",
+        paper="2504.02546",
     ),
 )
 
@@ -28,6 +29,9 @@ def gpg(inputs: AdvantageInputs) -> Advantages:
 
     Those rows, and groups of one among them, get exactly 0; without any other row so does the whole batch. B and M are
     counted over the batch of the iteration.
+
+    Note:
+        B and M are counted over the iteration's batch.
     """
     group = group_statistics(inputs.scores_B(), inputs.groups_B)
     learning = (group.std_B > 0).sum()

@@ -22,12 +22,14 @@ ALGORITHMS = (
         advantage="grpo",
         policy_loss="ppo_clip",
         description="no critic: a prompt's samples are each other's baseline, scaled by their spread",
+        paper="2402.03300",
     ),
     Algorithm(
         name="dr_grpo",
         advantage="grpo",
         policy_loss="ppo_clip",
         description="GRPO without what favours long answers and prompts of little spread",
+        paper="2503.20783",
         aggregation="seq-mean-token-sum-norm",
         defaults={"normalize_by_std": False},
     ),
@@ -43,7 +45,10 @@ def grpo(inputs: AdvantageInputs, *, normalize_by_std: bool = True) -> Advantage
 
     Args:
         inputs: a batch; ``values_T`` is not read.
-        normalize_by_std: divide by the group's standard deviation; False leaves R - mean.
+        normalize_by_std: divide by the group's standard deviation; without it R - mean is left.
+
+    Note:
+        The standard deviation is unbiased.
     """
     group = group_statistics(inputs.scores_B(), inputs.groups_B)
     advantages_B = group.centred_B / (group.std_B + STD_EPSILON) if normalize_by_std else group.centred_B

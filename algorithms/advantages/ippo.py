@@ -10,7 +10,10 @@ Shapes: _T flat response tokens, _C the counted tokens among them, _B rows, _B1 
 
 from __future__ import annotations
 
+from typing import Annotated
+
 import numpy as np
+from annotated_types import Ge, Le
 
 from algorithms.advantages.gae import generalised
 from algorithms.advantages.types import AdvantageInputs, Advantages
@@ -26,18 +29,28 @@ ALGORITHMS = (
         advantage="ippo",
         policy_loss="ppo_clip",
         description="PPO for several agents: one policy, and for each agent a critic and advantages of its own",
+        paper="2011.09533",
     ),
 )
 
 
-def ippo(inputs: AdvantageInputs, *, gamma: float = 1.0, gae_lambda: float = 0.95, whiten: bool = True) -> Advantages:
+def ippo(
+    inputs: AdvantageInputs,
+    *,
+    gamma: Annotated[float, Ge(0), Le(1)] = 1.0,
+    gae_lambda: Annotated[float, Ge(0), Le(1)] = 0.95,
+    whiten: bool = True,
+) -> Advantages:
     """Generalised advantage estimation, normalised per agent; with one agent it is ``gae``.
 
     Args:
         inputs: a batch with ``values_T``, each from the critic of its row's agent, and ``agents_B``.
         gamma: discount per counted token.
-        gae_lambda: 0 trusts the critics, 1 trusts the rewards.
+        gae_lambda: bias against variance: 0 trusts the critics, 1 trusts the rewards.
         whiten: shift and scale the advantages to mean 0 and variance 1 over the counted tokens of each agent.
+
+    Note:
+        The policy is always shared.
 
     Raises:
         ValueError: ``inputs.values_T`` or ``inputs.agents_B`` is None.

@@ -21,6 +21,7 @@ ALGORITHMS = (
         advantage="opo",
         policy_loss="ppo_clip",
         description="no critic: the group's mean weighted by length is the baseline; meant for on-policy updates",
+        paper="2505.23585",
     ),
 )
 
@@ -29,6 +30,9 @@ def opo(inputs: AdvantageInputs) -> Advantages:
     """A = R - (sum of l R) / (sum of l) over the group, with l a row's counted tokens, at every counted token.
 
     A group of one, and equal rewards, give exactly 0. A row without a counted token has weight 0.
+
+    Note:
+        It is meant for ``mini_batches: 1``.
     """
     lengths_B = segment_sum(inputs.mask_T, inputs.offsets_B1)
     return spread_over_tokens(centred(inputs.scores_B(), inputs.groups_B, lengths_B), inputs)

@@ -24,6 +24,7 @@ ALGORITHMS = (
         advantage="otb",
         policy_loss="ppo_clip",
         description="no critic: a baseline per position, the group's returns weighted by the gradient spent so far",
+        paper="2602.07078",
     ),
 )
 
@@ -34,6 +35,10 @@ def otb(inputs: AdvantageInputs) -> Advantages:
     G_t is the reward still to come, W_t the sum of (1 - p)^2 over the row's counted tokens up to t. Equal returns give
     exactly 0; so does a position that only one row reaches, hence a group of one. Where all W_t are 0 the rows weigh
     the same.
+
+    Note:
+        ``W_t`` sums ``(1 - p)^2``, the chosen token's part of the paper's ``1 - 2 p + sum of p^2`` and at least half of
+        it. It takes a pass for old log-probs.
 
     Raises:
         ValueError: ``inputs.old_logprobs_T`` is None.

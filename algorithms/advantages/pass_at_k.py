@@ -22,6 +22,7 @@ ALGORITHMS = (
         advantage="pass_at_k",
         policy_loss="ppo_clip",
         description="rewards the best of a prompt's samples alone, for what it adds to the second best",
+        paper="2503.19595",
     ),
 )
 
@@ -34,6 +35,9 @@ def pass_at_k(inputs: AdvantageInputs, *, normalize_by_std: bool = True) -> Adva
     Args:
         inputs: a batch.
         normalize_by_std: divide by the group's standard deviation + 1e-6, as GRPO does.
+
+    Note:
+        k is the group's size. The division is GRPO's, not the paper's.
     """
     scores_B = inputs.scores_B()
     order_B = np.lexsort((scores_B, inputs.groups_B))  # by group, best last

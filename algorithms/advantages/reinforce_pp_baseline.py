@@ -20,6 +20,7 @@ ALGORITHMS = (
         advantage="reinforce_pp_baseline",
         policy_loss="ppo_clip",
         description="no critic: the group's mean as baseline, then normalised over the batch",
+        paper="2501.03262",
     ),
 )
 

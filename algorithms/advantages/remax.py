@@ -19,6 +19,7 @@ ALGORITHMS = (
         advantage="remax",
         policy_loss="ppo_clip",
         description="no critic and no groups: the reward of a greedy response is the baseline",
+        paper="2310.10505",
         aggregation="seq-mean-token-sum",
     ),
 )
@@ -28,6 +29,9 @@ def remax(inputs: AdvantageInputs) -> Advantages:
     """A_t = reward still to come - reward of the greedy response, over counted tokens.
 
     A row that earns what the greedy response earns gets exactly 0 (without token rewards).
+
+    Note:
+        It takes one more response per prompt and iteration; the figure is ``reward/greedy_mean``.
 
     Raises:
         ValueError: ``inputs.baselines_B`` is None.

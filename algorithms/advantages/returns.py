@@ -8,6 +8,10 @@ Shapes: _C counted tokens.
 
 from __future__ import annotations
 
+from typing import Annotated
+
+from annotated_types import Ge, Le
+
 from algorithms.advantages.types import AdvantageInputs, Advantages
 from algorithms.algorithm import Algorithm
 from algorithms.normalization import whitened
@@ -19,6 +23,7 @@ ALGORITHMS = (
         advantage="returns",
         policy_loss="reinforce",
         description="the plain policy gradient, without a baseline",
+        paper="Williams 1992",
         aggregation="seq-mean-token-sum",
     ),
     Algorithm(
@@ -26,12 +31,15 @@ ALGORITHMS = (
         advantage="returns",
         policy_loss="ppo_clip",
         description="no critic and no groups: returns normalised over the batch; a KL penalty belongs in the reward",
+        paper="2501.03262",
         defaults={"whiten": True},
     ),
 )
 
 
-def returns(inputs: AdvantageInputs, *, gamma: float = 1.0, whiten: bool = False) -> Advantages:
+def returns(
+    inputs: AdvantageInputs, *, gamma: Annotated[float, Ge(0), Le(1)] = 1.0, whiten: bool = False
+) -> Advantages:
     """A_t = sum over k of gamma^k r_(t+k), over counted tokens: an observation takes no step of discount.
 
     Equal returns at all counted tokens of the batch become exactly 0 by whitening: nothing sets them apart.
@@ -40,6 +48,9 @@ def returns(inputs: AdvantageInputs, *, gamma: float = 1.0, whiten: bool = False
         inputs: a batch; groups are not read.
         gamma: discount per counted token.
         whiten: shift and scale to mean 0 and variance 1 over the counted tokens of the batch.
+
+    Note:
+        REINFORCE++ wants its KL in the reward: ``kl: {place: reward, estimator: k1}``.
     """
     counted = inputs.counted()
     returns_C = discounted_sums(counted.rewards_C, counted.offsets_B1, gamma)

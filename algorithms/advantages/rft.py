@@ -18,6 +18,7 @@ ALGORITHMS = (
         advantage="rft",
         policy_loss="reinforce",
         description="imitates responses of enough reward and leaves the others out",
+        paper="2308.01825",
     ),
 )
 
@@ -31,5 +32,8 @@ def rft(inputs: AdvantageInputs, *, accept_reward: float = 1.0) -> Advantages:
     Args:
         inputs: a batch.
         accept_reward: the least reward of a response to imitate.
+
+    Note:
+        Nothing is compared. The loss counts accepted responses alone.
     """
     return accept(inputs.rewards_B >= accept_reward, inputs)

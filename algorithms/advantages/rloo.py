@@ -21,6 +21,7 @@ ALGORITHMS = (
         advantage="rloo",
         policy_loss="ppo_clip",
         description="no critic: the mean of a prompt's other samples is the baseline",
+        paper="2402.14740",
         aggregation="seq-mean-token-sum",
     ),
 )
@@ -31,6 +32,9 @@ def rloo(inputs: AdvantageInputs) -> Advantages:
 
     R is the row's reward plus its counted token rewards. A group of one has no other to be compared with, and equal
     rewards do not differ: exactly 0 both. A row without a counted token receives nothing but counts for the others.
+
+    Note:
+        On-policy it is the paper's loss; with more steps PPO's clip guards it.
     """
     group = group_statistics(inputs.scores_B(), inputs.groups_B)
     return spread_over_tokens(group.centred_B * group.sizes_B / np.maximum(group.sizes_B - 1, 1), inputs)

@@ -10,7 +10,10 @@ Shapes: _T flat response tokens of a micro-batch, _C counted tokens of a mini-ba
 
 from __future__ import annotations
 
+from typing import Annotated
+
 import numpy as np
+from annotated_types import Ge, Gt, Le
 
 from algorithms.algorithm import Algorithm, Need
 from algorithms.covariance import number_of, token_covariances
@@ -25,6 +28,7 @@ ALGORITHMS = (
         advantage="grpo",
         policy_loss="clip_cov",
         description="GRPO that leaves out a few of the tokens that would drive the entropy down most",
+        paper="2505.22617",
     ),
 )
 
@@ -33,7 +37,7 @@ def choose(
     advantages_C: np.ndarray,
     old_logprobs_C: np.ndarray,
     *,
-    covariance_share: float = 2e-4,
+    covariance_share: Annotated[float, Gt(0), Le(1)] = 2e-4,
     covariance_low: float = 1.0,
     covariance_high: float = 5.0,
 ) -> np.ndarray:
@@ -44,7 +48,7 @@ def choose(
         old_logprobs_C: likewise.
         covariance_share: share of all counted tokens, rounded down, at least one; fewer where the bounds hold fewer.
         covariance_low: tokens of a covariance not above it are never taken.
-        covariance_high: nor those not below it: outliers say nothing.
+        covariance_high: tokens of a covariance not below it are never taken: outliers say nothing.
     """
     covariances_C = token_covariances(advantages_C, old_logprobs_C)
     within = np.flatnonzero((covariances_C > covariance_low) & (covariances_C < covariance_high))
@@ -55,8 +59,19 @@ def choose(
     return chosen_C
 
 
-def clip_cov(inputs: PolicyLossInputs, *, clip_low: float = 0.2, clip_high: float = 0.2) -> PolicyLossOutputs:
+def clip_cov(
+    inputs: PolicyLossInputs, *, clip_low: Annotated[float, Ge(0)] = 0.2, clip_high: Annotated[float, Ge(0)] = 0.2
+) -> PolicyLossOutputs:
     """PPO's clipped loss; a chosen token keeps its value and passes no gradient. Metric ``chosen``: their share.
+
+    Args:
+        inputs: a micro-batch with ``chosen_T``.
+        clip_low: how far the ratio may fall below 1.
+        clip_high: how far the ratio may rise above 1.
+
+    Note:
+        Chosen tokens keep their value in the loss and their place in its divisor. They are spread evenly over the ranks
+        within the bounds, where the paper draws at random.
 
     Raises:
         ValueError: ``inputs.chosen_T`` is None.

@@ -9,7 +9,9 @@ Shapes: _T flat response tokens.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
+
+from annotated_types import Ge, Gt
 
 from algorithms.algorithm import Algorithm
 from algorithms.policy_losses.types import PolicyLossInputs, PolicyLossOutputs
@@ -26,6 +28,7 @@ ALGORITHMS = (
         advantage="grpo",
         policy_loss="dppo",
         description="GRPO with a bound on how far a token's probability moves instead of a clip of its ratio",
+        paper="2602.04879",
     ),
 )
 
@@ -34,8 +37,8 @@ def dppo(
     inputs: PolicyLossInputs,
     *,
     divergence: Literal["tv", "kl"] = "tv",
-    divergence_bound: float = 0.15,
-    weight_bound: float = 20.0,
+    divergence_bound: Annotated[float, Gt(0)] = 0.15,
+    weight_bound: Annotated[float, Ge(1)] = 20.0,
 ) -> PolicyLossOutputs:
     """-w A log pi(token), with w = min(ratio, weight_bound) held constant, and 0 where the token has left its bound.
 
@@ -44,16 +47,20 @@ def dppo(
     Args:
         inputs: a micro-batch.
         divergence: of the generating policy from the actor, on the chosen token against the rest: ``tv``
-            |p - p_old|; ``kl`` p_old log(p_old / p) + (1 - p_old) log((1 - p_old) / (1 - p)).
-        divergence_bound: the largest allowed.
+            abs(p - p_old); ``kl`` p_old log(p_old / p) + (1 - p_old) log((1 - p_old) / (1 - p)).
+        divergence_bound: the largest divergence of a token that is not held back; the paper has 0.15 for tv and 0.05
+            for kl.
         weight_bound: the largest ratio as a weight.
+
+    Note:
+        The divergence is the binary one of the chosen token; 0.05 is the paper's bound for kl. There is no top-k form.
     """
-    ratio_T = token_ratio(inputs).detach()
+    ratio_T = token_ratio(inputs.logprobs_T, inputs.old_logprobs_T).detach()
     away_T = (ratio_T > 1).where(inputs.advantages_T > 0, ratio_T < 1)
     stopped_T = away_T & (binary_divergence(inputs, divergence) > divergence_bound)
     weight_T = ratio_T.clamp(max=weight_bound).masked_fill(stopped_T, 0.0)
     loss_T = -weight_T * inputs.advantages_T * inputs.logprobs_T
-    return PolicyLossOutputs(loss_T, ratio_metrics(inputs, ratio_T, stopped_T))
+    return PolicyLossOutputs(loss_T, ratio_metrics(inputs.logprobs_T, inputs.old_logprobs_T, ratio_T, stopped_T))
 
 
 def binary_divergence(inputs: PolicyLossInputs, divergence: Literal["tv", "kl"]) -> Tensor:

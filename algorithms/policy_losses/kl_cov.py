@@ -9,7 +9,10 @@ Shapes: _T flat response tokens of a micro-batch, _C counted tokens of a mini-ba
 
 from __future__ import annotations
 
+from typing import Annotated
+
 import numpy as np
+from annotated_types import Ge, Gt, Le
 
 from algorithms.algorithm import Algorithm, Need
 from algorithms.covariance import number_of, token_covariances
@@ -25,11 +28,17 @@ ALGORITHMS = (
         advantage="grpo",
         policy_loss="kl_cov",
         description="GRPO without a clip that holds back a few of the tokens that would drive the entropy down most",
+        paper="2505.22617",
     ),
 )
 
 
-def choose(advantages_C: np.ndarray, old_logprobs_C: np.ndarray, *, covariance_share: float = 2e-3) -> np.ndarray:
+def choose(
+    advantages_C: np.ndarray,
+    old_logprobs_C: np.ndarray,
+    *,
+    covariance_share: Annotated[float, Gt(0), Le(1)] = 2e-3,
+) -> np.ndarray:
     """Mark the share of the mini-batch's tokens with the largest covariance; boolean, _C; ties go to earlier tokens.
 
     Args:
@@ -43,18 +52,27 @@ def choose(advantages_C: np.ndarray, old_logprobs_C: np.ndarray, *, covariance_s
     return chosen_C
 
 
-def kl_cov(inputs: PolicyLossInputs, *, covariance_pull: float = 1.0) -> PolicyLossOutputs:
-    """-ratio A, plus covariance_pull |log ratio| on chosen tokens. Metric ``chosen``: their share.
+def kl_cov(inputs: PolicyLossInputs, *, covariance_pull: Annotated[float, Ge(0)] = 1.0) -> PolicyLossOutputs:
+    """-ratio A, plus covariance_pull abs(log ratio) on chosen tokens. Metric ``chosen``: their share.
 
     Where the policy has not moved since it generated, the pull and its gradient are exactly 0: it acts from the second
     optimizer step of an iteration on.
+
+    Args:
+        inputs: a micro-batch with ``chosen_T``.
+        covariance_pull: weight of the pull back on the chosen tokens.
+
+    Note:
+        The tokens of largest covariance are chosen.
 
     Raises:
         ValueError: ``inputs.chosen_T`` is None.
     """
     if inputs.chosen_T is None:
         raise ValueError("kl_cov needs tokens chosen over the whole mini-batch, and the inputs hold none")
-    ratio_T = token_ratio(inputs)
+    ratio_T = token_ratio(inputs.logprobs_T, inputs.old_logprobs_T)
     pull_T = covariance_pull * kl_estimate(inputs.old_logprobs_T, inputs.logprobs_T, "abs")
     loss_T = -inputs.advantages_T * ratio_T + pull_T * inputs.chosen_T
-    return PolicyLossOutputs(loss_T, {**ratio_metrics(inputs, ratio_T), "chosen": inputs.chosen_T})
+    return PolicyLossOutputs(
+        loss_T, {**ratio_metrics(inputs.logprobs_T, inputs.old_logprobs_T, ratio_T), "chosen": inputs.chosen_T}
+    )

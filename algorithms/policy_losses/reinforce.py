@@ -18,5 +18,10 @@ def reinforce(inputs: PolicyLossInputs) -> PolicyLossOutputs:
 
     Nothing corrects for a policy that has moved since it generated: from the second optimizer step of an iteration on
     the gradient is biased, and ``approx_kl`` says how far the policies are apart.
+
+    Note:
+        This is GPG's loss as well. Nothing corrects for steps off the policy.
     """
-    return PolicyLossOutputs(-inputs.advantages_T * inputs.logprobs_T, ratio_metrics(inputs, token_ratio(inputs)))
+    ratio_T = token_ratio(inputs.logprobs_T, inputs.old_logprobs_T)
+    metrics_T = ratio_metrics(inputs.logprobs_T, inputs.old_logprobs_T, ratio_T)
+    return PolicyLossOutputs(-inputs.advantages_T * inputs.logprobs_T, metrics_T)

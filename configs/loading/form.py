@@ -56,4 +56,4 @@ def _value(value: Any, annotation: Any) -> Any:
         return _every_key(value, section)
     if table := table_in(annotation):
         return {name: _every_key(entry, table) for name, entry in value.items()}
-    return {str(key): entry for key, entry in value.items()}  # a schedule's iterations are text in JSON
+    return {str(key): _value(entry, Any) for key, entry in value.items()}  # a schedule's iterations are text in JSON

@@ -7,14 +7,14 @@ from __future__ import annotations
 
 import json
 import types
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Annotated, Any, Literal, NamedTuple, Union, get_args, get_origin
 
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 from configs.schema import TrainConfig
-from configs.tree.annotations import below, section_in, table_in
+from configs.tree.annotations import Knows, below, section_in, table_in
 from penstock.base.names import nearest_name
 
 PLAIN_TYPES = {bool: "true or false", int: "integer", float: "number", str: "text", type(None): "null", Any: "anything"}
@@ -37,6 +37,9 @@ def _walk(model: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, Field
             yield from _walk(section, f"{prefix}{name}.")
         if table := table_in(field.annotation):
             yield from _walk(table, f"{prefix}{name}.<name>.")
+        for rule in field.metadata:
+            if isinstance(rule, Knows):
+                yield from _walk(rule.keys, f"{prefix}{name}.")
 
 
 def describe_keys(tree: type[BaseModel] = TrainConfig) -> list[Key]:
@@ -45,20 +48,26 @@ def describe_keys(tree: type[BaseModel] = TrainConfig) -> list[Key]:
 
 
 def _type_of(field: FieldInfo) -> str:
+    union = get_origin(field.annotation) in (Union, types.UnionType)
+    options = get_args(field.annotation) if union else (field.annotation,)
+    value = " or ".join(_type_name(option) for option in options if option is not type(None))
+    return _bounded(value, field.metadata) + (" or null" if type(None) in options else "")
+
+
+def _bounded(value: str, rules: Sequence[Any]) -> str:
     bounds = " and ".join(
         f"{sign} {getattr(rule, name):g}"
-        for rule in field.metadata
+        for rule in rules
         for name, sign in BOUNDS.items()
         if getattr(rule, name, None) is not None
     )
-    value, null, _ = _type_name(field.annotation).partition(" or null")
-    return f"{value} {bounds}{null}" if bounds else value + null
+    return f"{value} {bounds}" if bounds else value
 
 
 def _type_name(annotation: Any) -> str:
     origin, arguments = get_origin(annotation), get_args(annotation)
     if origin is Annotated:
-        return _type_name(arguments[0])
+        return _bounded(_type_name(arguments[0]), arguments[1:])
     if origin is Literal:
         return " | ".join(str(argument) for argument in arguments)
     if origin in (Union, types.UnionType):
@@ -67,7 +76,7 @@ def _type_name(annotation: Any) -> str:
         return f"list of {_type_name(arguments[0])}"
     if origin is tuple:
         return f"[{', '.join(_type_name(argument) for argument in arguments)}]"
-    if origin is dict:
+    if origin in (dict, Mapping):
         key = "iteration" if arguments[0] is int else "name"
         return f"{{{key}: {_type_name(arguments[1])}}}"
     return PLAIN_TYPES.get(annotation, "section")

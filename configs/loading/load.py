@@ -135,6 +135,8 @@ def _key_of(location: tuple[int | str, ...], kind: type[BaseModel]) -> tuple[str
     key: list[str] = []
     annotation: Any = kind
     for part in location:
+        if annotation is Any and not isinstance(part, int):  # of a free key's value the branches are no keys
+            break
         inside = below(annotation, str(part))
         if inside is not None or section_in(annotation) or isinstance(part, int):
             key.append(str(part))

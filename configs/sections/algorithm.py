@@ -1,31 +1,30 @@
 """The section `algorithm`: how experience becomes a gradient.
 
-Names, which settings apply to them and their defaults come from the registry of algorithms, so they cannot disagree
-with the functions; types, bounds and descriptions are here.
+Names come from the registry of algorithms. The settings of an estimator and a loss, ours or a user's, are in
+`settings`. Their names, types, bounds, defaults and descriptions come from the functions themselves, so that a new
+algorithm with a new setting takes no line here.
 
-Every setting has one source: of a function of ours the field of its name, of a user's function the mapping `settings`.
-So names of the two kinds may be equal and do not meet.
+Left out: how settings are checked (configs/sections/algorithm_settings.py).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
-from inspect import Parameter
+from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 
-from pydantic import AfterValidator, Field, model_validator
+from pydantic import AfterValidator, Field, ValidationInfo, field_validator, model_validator
 
 from algorithms.advantages import ADVANTAGES
 from algorithms.algorithm import Need
-from algorithms.discovery import settings
-from algorithms.policy_losses import CHOICES, POLICY_LOSSES
-from algorithms.registry import ALGORITHMS, has_ratio, is_own, needs, own_settings_of, settings_of
+from algorithms.policy_losses import POLICY_LOSSES
+from algorithms.registry import ALGORITHMS, advantage_named, has_ratio, is_own, needs, policy_loss_named, settings_of
+from algorithms.settings import Setting, settings
+from configs.sections.algorithm_settings import KNOWN, checked, is_scheduled
 from configs.sections.correction import CorrectionConfig
 from configs.sections.sampling import DynamicSamplingConfig
-from configs.tree.schedule import Scheduled
+from configs.tree.annotations import Knows
+from configs.tree.schedule import Scheduled, value_at
 from configs.tree.section import PositiveInt, Section, fill, refuse
-from penstock.base.errors import UserError
-from penstock.usercode.imports import nearest
 
 
 def _own(name: str) -> str:
@@ -42,18 +41,6 @@ else:  # the registry knows the names, so that a file is all that a new algorith
     AlgorithmName = Literal[tuple(ALGORITHMS)]
     AdvantageName = Literal[tuple(ADVANTAGES)] | Annotated[str, AfterValidator(_own)]
     PolicyLossName = Literal[tuple(POLICY_LOSSES)] | Annotated[str, AfterValidator(_own)]
-
-# Every setting of any advantage estimator or policy loss; each is a field of AlgorithmConfig.
-ALGORITHM_SETTINGS = tuple(
-    dict.fromkeys(name for advantage in ADVANTAGES for loss in POLICY_LOSSES for name in settings_of(advantage, loss))
-)
-
-
-# The other fields of AlgorithmConfig: no function of ours can have a setting of such a name.
-COMMON = (
-    *("name", "advantage", "policy_loss", "settings", "mini_batches", "epochs", "aggregation"),
-    *("entropy_coefficient", "kl", "dynamic_sampling", "correction"),
-)
 
 
 ONE_STEP = "with one step per iteration ('mini_batches' 1, 'epochs' 1), where nothing has moved yet"
@@ -96,6 +83,18 @@ class KLConfig(Section):
         return self
 
 
+def _functions(name: str, advantage: str | None, policy_loss: str | None) -> tuple[str, str]:
+    named = ALGORITHMS[name]
+    return advantage or named.advantage, policy_loss or named.policy_loss
+
+
+def _settings_taken(name: str, advantage: str, policy_loss: str) -> dict[str, Setting]:
+    """Return the settings of an estimator and a loss, with the defaults of the algorithm of that name."""
+    own = ALGORITHMS[name].defaults
+    taken = settings_of(advantage, policy_loss)
+    return {key: replace(setting, default=own.get(key, setting.default)) for key, setting in taken.items()}
+
+
 class AlgorithmConfig(Section):
     """How experience becomes a gradient. A name stands for an advantage estimator, a policy loss and their settings."""
 
@@ -106,8 +105,10 @@ class AlgorithmConfig(Section):
     policy_loss: PolicyLossName | None = Field(
         None, description="policy loss, or a function of yours as 'module:function'; null: the algorithm's own"
     )
-    settings: dict[str, Any] = Field(
-        default_factory=dict, description="keyword arguments of functions of yours; theirs alone, not those below"
+    settings: Annotated[dict[str, Any], Knows(KNOWN)] = Field(
+        default_factory=dict,
+        description="settings of the advantage estimator and the policy loss, those of yours too; numbers may be "
+        "schedules",
     )
     mini_batches: PositiveInt = Field(1, description="optimizer steps per pass over the experience")
     epochs: PositiveInt = Field(1, description="passes over the experience of one iteration")
@@ -129,52 +130,20 @@ class AlgorithmConfig(Section):
         None, description="measure and correct that the rollout engine's policy is not quite the trainer's; null: off"
     )
 
-    # Settings of advantage estimators and policy losses: null stands for the algorithm's own value, and is refused
-    # otherwise where neither has that setting. Their defaults are those of the functions in algorithms/.
-    normalize_by_std: bool | None = Field(None, description="divide by the standard deviation of the prompt's group")
-    gamma: float | None = Field(None, ge=0, le=1, description="discount per token")
-    gae_lambda: float | None = Field(None, ge=0, le=1, description="bias against variance of GAE")
-    whiten: bool | None = Field(None, description="normalise advantages over the batch")
-    part_weights: dict[str, float] | None = Field(
-        None, description="weights of the reward's parts by name, others are left out; null: all parts, weight 1"
-    )
-    accept_reward: float | None = Field(None, description="responses of at least this reward are imitated")
-    accept_best: PositiveInt | None = Field(
-        None, description="responses to a prompt that are imitated, the best; ties go together"
-    )
-    clip_low: Scheduled[float] | None = Field(None, description="the ratio is clipped below 1 - clip_low")
-    clip_high: Scheduled[float] | None = Field(None, description="the ratio is clipped above 1 + clip_high")
-    dual_clip: float | None = Field(
-        None, gt=1, description="bound on ratio x advantage for negative advantages; null: off"
-    )
-    log_clip_low: float | None = Field(None, ge=0, description="a token's log-ratio is clipped below -log_clip_low")
-    log_clip_high: float | None = Field(None, ge=0, description="a token's log-ratio is clipped above log_clip_high")
-    gate_positive: float | None = Field(None, gt=0, description="steepness of the gate for positive advantages")
-    gate_negative: float | None = Field(None, gt=0, description="steepness of the gate for negative advantages")
-    covariance_share: float | None = Field(None, gt=0, le=1, description="share of tokens chosen by their covariance")
-    covariance_low: float | None = Field(None, description="tokens of a covariance not above it are not chosen")
-    covariance_high: float | None = Field(None, description="tokens of a covariance not below it are not chosen")
-    covariance_pull: float | None = Field(None, ge=0, description="weight of the pull back on the chosen tokens")
-    divergence: Literal["tv", "kl"] | None = Field(None, description="total variation, or Kullback-Leibler")
-    divergence_bound: float | None = Field(
-        None, gt=0, description="a token beyond it is held back; the paper has 0.15 for tv and 0.05 for kl"
-    )
-    weight_bound: float | None = Field(None, ge=1, description="the largest ratio that counts as a token's weight")
+    @field_validator("settings")
+    @classmethod
+    def _in_force(cls, given: dict[str, Any], before: ValidationInfo) -> dict[str, Any]:
+        if not {"name", "advantage", "policy_loss"} <= before.data.keys():  # one of them is wrong, and is reported
+            return given
+        advantage, loss = _functions(before.data["name"], before.data["advantage"], before.data["policy_loss"])
+        taken = _settings_taken(before.data["name"], advantage, loss)
+        return checked(given, taken, f"advantage '{advantage}' and policy loss '{loss}'")
 
     @model_validator(mode="after")
-    def _settings(self) -> Self:
+    def _together(self) -> Self:
         named = ALGORITHMS[self.name]
         fill(self, advantage=named.advantage, policy_loss=named.policy_loss, aggregation=named.aggregation)
-        applicable = settings_of(*self.functions)
-        others = tuple(name for name in ALGORITHM_SETTINGS if name not in applicable)
-        for name in set(others) & set(own_settings_of(*self.functions)):
-            if getattr(self, name) is not None:
-                raise ValueError(f"'{name}' is a setting of your own function here: give it in 'settings'")
-        refuse(self, others, f"with advantage '{self.advantage}' and policy loss '{self.policy_loss}'")
-        defaults = {name: named.defaults.get(name, default) for name, default in applicable.items()}
-        fill(self, **defaults)
-        self._fill_own_settings()
-        self._refuse_idle_bounds(defaults)
+        self._refuse_idle_bounds()
         if self.dynamic_sampling is not None:
             self.dynamic_sampling.check(self.functions[0], compares="group" in self.needs)
         if self.ratio_to_rollout and not has_ratio(self.functions[1]):
@@ -194,50 +163,32 @@ class AlgorithmConfig(Section):
             )
         return self
 
-    def _refuse_idle_bounds(self, defaults: Mapping[str, Any]) -> None:
+    def _refuse_idle_bounds(self) -> None:
         """Refuse settings of a loss, which act on ratios, where every ratio is 1; a resolved tree holds defaults."""
-        loss = self.functions[1]
-        if self.old_logprobs_needed or self.ratio_to_rollout or is_own(loss):
+        advantage, loss = self.functions
+        if self.old_logprobs_needed or self.ratio_to_rollout or is_own(loss) or not has_ratio(loss):
             return
-        for name in settings(POLICY_LOSSES[loss]):
-            if getattr(self, name) != defaults[name]:
-                raise ValueError(f"'{name}' has no effect {ONE_STEP}: remove it, or take more steps")
+        taken, shared = _settings_taken(self.name, advantage, loss), settings(advantage_named(advantage))
+        for name in settings(policy_loss_named(loss)):
+            if name not in shared and self.settings[name] != taken[name].default:
+                raise ValueError(f"'algorithm.settings.{name}' has no effect {ONE_STEP}: remove it, or take more steps")
 
-    def _fill_own_settings(self) -> None:
-        """Lay the given settings over the defaults of the user's functions."""
-        own = own_settings_of(*self.functions)
-        for name in self.settings:
-            if not any(map(is_own, self.functions)):
-                raise ValueError("'settings' has no effect: neither 'advantage' nor 'policy_loss' is yours")
-            if name not in own:
-                raise ValueError(
-                    f"'settings' has '{name}', which your function does not take{nearest(name, own)}; "
-                    f"it takes: {', '.join(own) or 'none'}"
-                )
-        values = own | self.settings
-        for name, value in values.items():
-            if value is Parameter.empty:
-                raise ValueError(
-                    f"'settings' lacks '{name}', for which your function has no default, or two of them not the same"
-                )
-            if not isinstance(value, bool | int | float | str | list | dict | None):
-                raise ValueError(
-                    f"the default of '{name}' is a {type(value).__name__}, which a recipe cannot hold: "
-                    "make it a number, text, true or false, null, a list or a mapping"
-                )
-        object.__setattr__(self, "settings", values)
+    @property
+    def scheduled(self) -> frozenset[str]:
+        """Names of the settings that may be schedules, and may change during a run."""
+        return frozenset(name for name, setting in settings_of(*self.functions).items() if is_scheduled(setting))
 
-    def settings_for(self, function: str, names: Iterable[str]) -> dict[str, Any]:
-        """Return settings of an estimator or loss: a user's from `settings`, ours from the fields of their names."""
-        if is_own(function):
-            return {name: self.settings[name] for name in names}
-        return {name: getattr(self, name) for name in names}
+    def settings_at(self, iteration: int) -> dict[str, Any]:
+        """Return `settings` with the values that schedules have at an iteration."""
+        scheduled = self.scheduled
+        return {
+            name: value_at(value, iteration) if name in scheduled else value for name, value in self.settings.items()
+        }
 
     @property
     def functions(self) -> tuple[str, str]:
         """Names of the advantage estimator and the policy loss in force."""
-        named = ALGORITHMS[self.name]
-        return self.advantage or named.advantage, self.policy_loss or named.policy_loss
+        return _functions(self.name, self.advantage, self.policy_loss)
 
     @property
     def needs(self) -> frozenset[Need]:
@@ -284,29 +235,3 @@ class AlgorithmConfig(Section):
             return False
         asked = "old_logprobs" in self.needs or (self.correction is not None and bool(self.correction.normalize))
         return asked or not self.on_policy or (self.kl is not None and self.kl.place == "reward")
-
-
-def check_settings(functions: Mapping[str, Callable[..., Any]]) -> None:
-    """Check that a recipe can hold every setting of functions of ours.
-
-    Args:
-        functions: estimators, losses or their choices, by name.
-
-    Raises:
-        UserError: a setting has no field, or the name of a field that means something else.
-    """
-    for function in functions.values():
-        for name in settings(function):
-            if name in COMMON or name not in AlgorithmConfig.model_fields:
-                what = "another meaning there" if name in COMMON else "no field there"
-                raise UserError(
-                    f"{function.__module__}.{function.__name__} has the setting '{name}', which a recipe gives in the "
-                    f"section 'algorithm', and it has {what}",
-                    "rename it"
-                    if name in COMMON
-                    else "add the field to AlgorithmConfig in configs/sections/algorithm.py",
-                )
-
-
-for _functions in (ADVANTAGES, POLICY_LOSSES, CHOICES):
-    check_settings(_functions)

@@ -4,14 +4,30 @@ from __future__ import annotations
 
 import types
 from collections.abc import Mapping
-from typing import Any, Union, get_args, get_origin
+from dataclasses import dataclass
+from typing import Annotated, Any, Union, get_args, get_origin
 
-from pydantic import BaseModel
+from pydantic import BaseModel, GetJsonSchemaHandler
+from pydantic_core import CoreSchema
+
+
+@dataclass(frozen=True)
+class Knows:
+    """Which keys a mapping of free keys (`dict[str, Any]`) is known to hold, among others: for lists and for forms.
+
+    A form gets no defaults: it would send them all, and which of the keys apply depends on others.
+    """
+
+    keys: type[BaseModel]
+
+    def __get_pydantic_json_schema__(self, schema: CoreSchema, handler: GetJsonSchemaHandler) -> dict[str, Any]:
+        known = self.keys.model_json_schema()
+        return handler(schema) | {"properties": known["properties"], "additionalProperties": True}
 
 
 def section_in(annotation: Any) -> type[BaseModel] | None:
     """Return the section an annotation holds (`Section` or `Section | None`), or None."""
-    for option in _options(annotation):
+    for option in options_of(annotation):
         if isinstance(option, type) and issubclass(option, BaseModel):
             return option
     return None
@@ -29,11 +45,16 @@ def is_free(annotation: Any) -> bool:
 
 def is_nullable(annotation: Any) -> bool:
     """Whether null is a value of its own here."""
-    return type(None) in _options(annotation)
+    return annotation is Any or type(None) in options_of(annotation)
 
 
-def _options(annotation: Any) -> tuple[Any, ...]:
-    return get_args(annotation) if get_origin(annotation) in (Union, types.UnionType) else (annotation,)
+def options_of(annotation: Any) -> tuple[Any, ...]:
+    """Return the types of a union, each without its bounds; of anything else itself."""
+    if get_origin(annotation) is Annotated:
+        return options_of(get_args(annotation)[0])
+    if get_origin(annotation) in (Union, types.UnionType):
+        return tuple(option for branch in get_args(annotation) for option in options_of(branch))
+    return (annotation,)
 
 
 def below(annotation: Any, name: str) -> Any:

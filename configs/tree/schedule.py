@@ -7,7 +7,7 @@ penstock/session/settings.py) replaces the scheduled value while it is set.
 from __future__ import annotations
 
 import math
-from typing import Annotated, TypeVar
+from typing import Annotated, Any, TypeVar
 
 from pydantic import AfterValidator
 
@@ -24,6 +24,10 @@ def _check_schedule(value: object) -> object:
         raise ValueError("must be finite")
     if any(number < 0 for number in _numbers(value)):
         raise ValueError("must not be negative")
+    return _check_steps(value)
+
+
+def _check_steps(value: object) -> object:
     if not isinstance(value, dict):
         return value
     if 0 not in value:
@@ -31,6 +35,11 @@ def _check_schedule(value: object) -> object:
     if min(value) < 0:
         raise ValueError("a schedule's keys are iterations: they cannot be negative")
     return dict(sorted(value.items()))
+
+
+def steps_of(annotation: Any) -> Any:
+    """Return the type of a value of `annotation`, or of steps of such values; bounds are those of the annotation."""
+    return Annotated[annotation | dict[int, annotation], AfterValidator(_check_steps)]
 
 
 Scheduled = Annotated[Number | dict[int, Number], AfterValidator(_check_schedule)]

@@ -256,12 +256,12 @@ def page(
     result: Annotated[Path, typer.Argument(help="result file of 'bench algorithms'")] = Path(
         "benchmarks/results/algorithms.json"
     ),
-    target: Annotated[Path, typer.Argument(help="page with the table")] = Path("docs/algorithms.md"),
+    target: Annotated[Path, typer.Argument(help="page with the tables")] = Path("docs/algorithms.md"),
     more_steps: Annotated[
         Path, typer.Option(help="a result with more algorithm.mini_batches, put beside it loss by loss")
     ] = Path("benchmarks/results/algorithms_4_mini_batches.json"),
 ) -> None:
-    """Write the accuracies of a result into the table of docs/algorithms.md."""
+    """Write the tables of docs/algorithms.md: what each algorithm is and takes, and the accuracies of a result."""
     from benchmarks.algorithms_page import read_page, rendered
     from benchmarks.result import read_result
     from penstock.base.files import write_text

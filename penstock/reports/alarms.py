@@ -241,7 +241,7 @@ RULES = (
         entropy_collapses,
         "The policy has become nearly deterministic: the entropy is below a tenth of what it was at the start, and "
         "samples of a prompt are alike",
-        "Raise algorithm.clip_high or algorithm.entropy_coefficient, keep rollout.temperature at 1, or lower "
+        "Raise algorithm.settings.clip_high or algorithm.entropy_coefficient, keep rollout.temperature at 1, or lower "
         "actor.optimizer.learning_rate; if the reward is as high as it can be, the training is simply done",
     ),
     Rule(
@@ -283,6 +283,6 @@ RULES = (
         "An optimizer step of actor or critic was skipped, since its gradient was NaN or infinite: nothing was learnt "
         "from its responses",
         "Look for extreme rewards in the experience of this iteration, lower actor.optimizer.learning_rate or "
-        "algorithm.clip_high, or train with model.dtype=float32; several in a row end the training",
+        "algorithm.settings.clip_high, or train with model.dtype=float32; several in a row end the training",
     ),
 )

@@ -15,6 +15,7 @@ import hashlib
 import math
 import os
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -36,14 +37,12 @@ LIVE_KEYS = (
     "actor.micro_batch_tokens",
     "critic.optimizer.learning_rate",
     "critic.micro_batch_tokens",
-    "algorithm.clip_low",
-    "algorithm.clip_high",
     "algorithm.entropy_coefficient",
     "algorithm.kl.coefficient",
     "rollout.temperature",
 )
 
-LIVE_LOSS_SETTINGS = ("clip_low", "clip_high")  # settings of policy losses of ours that are fields of Settings
+ALGORITHM_SETTINGS = "algorithm.settings."  # before the name of each number in `algorithm.settings`, live as well
 
 ADAPTIVE_KEY = "algorithm.kl.coefficient"  # with a target the controller sets it, iteration by iteration
 
@@ -56,8 +55,7 @@ class Settings:
     temperature: float
     learning_rate: float
     critic_learning_rate: float
-    clip_low: float | None  # None where the policy loss has no such setting
-    clip_high: float | None
+    algorithm: Mapping[str, Any]  # the whole of `algorithm.settings`, schedules resolved
     entropy_coefficient: float
     kl_coefficient: float
     micro_batch_tokens: int
@@ -97,9 +95,14 @@ def offer_overrides(run: RunFolder, overrides: dict[str, Any] | None = None) -> 
         Variable.set(name, overrides or {}, overwrite=True)
 
 
-def page_of_overrides(run: RunFolder) -> str:
+def live_keys(config: TrainConfig) -> tuple[str, ...]:
+    """Return the keys that may change during a training, those of its algorithm's settings among them."""
+    return (*LIVE_KEYS, *(ALGORITHM_SETTINGS + name for name in sorted(config.algorithm.scheduled)))
+
+
+def page_of_overrides(run: RunFolder, config: TrainConfig) -> str:
     """Return what the page of the training in Prefect says of its live overrides, in Markdown."""
-    keys = "\n".join(f"- `{key}`" for key in LIVE_KEYS)
+    keys = "\n".join(f"- `{key}`" for key in live_keys(config))
     return (
         f"The Variable `{variable_name(run)}` changes this training from its next iteration on: an object such as "
         f'`{{"rollout.temperature": 0.9}}`, of keys that this training has:\n\n{keys}\n'
@@ -114,10 +117,10 @@ def apply_overrides(config: TrainConfig, overrides: dict[str, Any]) -> TrainConf
     """
     if not isinstance(overrides, dict):
         raise UserError(f"{overrides!r} is no object of keys", 'for example {"rollout.temperature": 0.9}')
-    tree = config.model_dump(mode="json")
+    tree, live = config.model_dump(mode="json"), live_keys(config)
     for key, value in overrides.items():
-        if key not in LIVE_KEYS:
-            raise UserError(f"'{key}' cannot change during a run", f"keys that can: {', '.join(LIVE_KEYS)}")
+        if key not in live:
+            raise UserError(f"'{key}' cannot change during this run", f"keys that can: {', '.join(live)}")
         section, *rest = key.split(".")
         place = tree[section]
         for name in rest[:-1]:
@@ -170,8 +173,7 @@ def settings_at(config: TrainConfig, iteration: int, progress: Progress) -> Sett
         temperature=value_at(config.rollout.temperature, iteration),
         learning_rate=value_at(actor.optimizer.learning_rate, iteration),
         critic_learning_rate=value_at(critic.optimizer.learning_rate, iteration),
-        clip_low=None if algorithm.clip_low is None else value_at(algorithm.clip_low, iteration),
-        clip_high=None if algorithm.clip_high is None else value_at(algorithm.clip_high, iteration),
+        algorithm=algorithm.settings_at(iteration),
         entropy_coefficient=value_at(algorithm.entropy_coefficient, iteration),
         kl_coefficient=coefficient,
         micro_batch_tokens=value_at(actor.micro_batch_tokens, iteration),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +12,10 @@ from prefect import task
 from prefect.cache_policies import NO_CACHE
 
 from algorithms.advantages.types import AdvantageInputs, Advantages
-from algorithms.discovery import settings as settings_of
 from algorithms.kl import kl_estimate
 from algorithms.registry import advantage_named, is_own
 from algorithms.segments import lengths, segment_sum
+from algorithms.settings import arguments
 from algorithms.value_losses import explained_variance
 from configs.sections.algorithm import AlgorithmConfig
 from penstock.base.errors import UserError
@@ -51,7 +51,7 @@ def advantage(training: Training, settings: Settings, stage: Stage, passes: Sequ
         if algorithm.ratio_to_rollout:
             columns["logprobs_old"] = read_columns(path, [ROLLOUT_LOGPROBS])[ROLLOUT_LOGPROBS]
         inputs = _inputs(path, columns, algorithm, settings.kl_coefficient)
-        result = _estimate(inputs, algorithm)
+        result = _estimate(inputs, algorithm.functions[0], settings.algorithm)
         if algorithm.dynamic_sampling is not None:
             refused_G = refused_groups(training, judged_columns(path))
             refused_B = np.repeat(refused_G, training.config.rollout.samples)
@@ -108,10 +108,10 @@ def _part_columns(path: Path, algorithm: AlgorithmConfig) -> list[str]:
     # A part `reward` is the total that the function gave beside its parts.
     parts = [name for name in column_names(path) if name.startswith(PART) and name != f"{PART}reward"]
     known = ", ".join(name.removeprefix(PART) for name in parts)
-    for name in algorithm.part_weights or ():
+    for name in algorithm.settings.get("part_weights") or ():
         if PART + name not in parts:
             raise UserError(
-                f"'algorithm.part_weights' names '{name}', which is no part of the reward", f"one of: {known}"
+                f"'algorithm.settings.part_weights' names '{name}', which is no part of the reward", f"one of: {known}"
             )
     if not set(parts) - {PART + OVERLONG}:
         raise UserError(
@@ -121,10 +121,9 @@ def _part_columns(path: Path, algorithm: AlgorithmConfig) -> list[str]:
     return parts
 
 
-def _estimate(inputs: AdvantageInputs, config: AlgorithmConfig) -> Advantages:
-    name, _ = config.functions
+def _estimate(inputs: AdvantageInputs, name: str, values: Mapping[str, Any]) -> Advantages:
     estimator = advantage_named(name)
-    result = estimator(inputs, **config.settings_for(name, settings_of(estimator)))
+    result = estimator(inputs, **arguments(estimator, values))
     if is_own(name):
         check_advantages(name, inputs, result)
     check_finite(name, inputs, result)

@@ -51,7 +51,7 @@ def recording(training: Training) -> Iterator[None]:
         if session.prefect_flow_run_id:
             _tag_flow_run(session.prefect_flow_run_id, [f"algorithm:{config.algorithm.name}", f"run:{run.name}"])
             create_link_artifact(mlflow_url(training), link_text="MLflow run", key="mlflow-run")
-            create_markdown_artifact(page_of_overrides(run), key="live-values", description=variable_name(run))
+            create_markdown_artifact(page_of_overrides(run, config), key="live-values", description=variable_name(run))
         yield
         finish_consolidation(session)
     if config.record.experiment and session.prefect_flow_run_id:

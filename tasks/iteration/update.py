@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any, Literal
 
 from prefect import task
 from prefect.cache_policies import NO_CACHE
 
-from algorithms.discovery import settings as settings_of
-from algorithms.registry import choice_named, is_own, policy_loss_named
-from configs.sections.algorithm import AlgorithmConfig
+from algorithms.registry import choice_named, policy_loss_named
+from algorithms.settings import arguments
 from penstock.session.figures import role_figures, slowest
 from penstock.session.session import Stage, Training, timed
-from penstock.session.settings import LIVE_LOSS_SETTINGS, Settings
+from penstock.session.settings import Settings
 from tasks.iteration.forward_passes import states_path
 
 
@@ -25,8 +23,8 @@ def update_actor(training: Training, settings: Settings, stage: Stage) -> dict[s
     choice = choice_named(policy_loss)
     loss = {
         "policy_loss": policy_loss,
-        "settings": loss_settings(algorithm, settings, policy_loss_named(policy_loss)),
-        "choice_settings": {} if choice is None else loss_settings(algorithm, settings, choice),
+        "settings": arguments(policy_loss_named(policy_loss), settings.algorithm),
+        "choice_settings": {} if choice is None else arguments(choice, settings.algorithm),
         "temperature": settings.temperature,
         "entropy_coefficient": settings.entropy_coefficient,
         "kl_estimator": kl.estimator if kl is not None and algorithm.kl_in_loss else None,
@@ -48,14 +46,6 @@ def update_actor(training: Training, settings: Settings, stage: Stage) -> dict[s
     if states is not None:
         states.unlink()
     return metrics
-
-
-def loss_settings(algorithm: AlgorithmConfig, settings: Settings, function: Callable[..., Any]) -> dict[str, Any]:
-    """Return the settings of the policy loss, or of its choice: the recipe's, live ones of ours at this iteration."""
-    policy_loss = algorithm.functions[1]
-    values = algorithm.settings_for(policy_loss, settings_of(function))
-    live = () if is_own(policy_loss) else LIVE_LOSS_SETTINGS
-    return {name: getattr(settings, name) if name in live else value for name, value in values.items()}
 
 
 def updated(

@@ -1,44 +1,36 @@
-"""The page that describes the algorithms says what the registry holds: every name, setting and default."""
+"""The tables that describe the algorithms say what the registry holds: every name, setting and default.
+
+That the page has these tables as they are made is checked in tests/benchmarks/test_algorithms.py.
+"""
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
-from typing import Any
 
 import pytest
 
+from algorithms import catalogue
 from algorithms.advantages import ADVANTAGES
 from algorithms.aggregation import AGGREGATIONS
-from algorithms.discovery import settings
 from algorithms.kl import KL_ESTIMATORS
 from algorithms.policy_losses import CHOICES, POLICY_LOSSES
-from algorithms.registry import ALGORITHMS
+from algorithms.registry import ALGORITHMS, every_setting
+from algorithms.settings import settings
+from benchmarks.algorithms_page import table
 
 PAGE = (Path(__file__).parents[2] / "docs" / "algorithms.md").read_text(encoding="utf-8")
 
 
-def rows_after(heading: str) -> dict[str, list[str]]:
-    """Cells of the table below a heading, by the name in its first cell."""
-    table = PAGE.partition(f"## {heading}\n")[2].partition("\n## ")[0]
-    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in table.splitlines() if line[:3] == "| `"]
-    return {re.findall(r"`([^`]+)`", row[0])[0]: row for row in rows}
-
-
-def written(value: Any) -> str:
-    """A default as the page writes it: a bare number, a word in lower case."""
-    return f"{value:g}" if isinstance(value, float) else str(value).lower()
-
-
 @pytest.mark.parametrize("name", ALGORITHMS)
 def test_every_algorithm_has_a_row(name: str) -> None:
-    algorithm, row = ALGORITHMS[name], rows_after("By name")[name]
+    algorithm, row = ALGORITHMS[name], table(PAGE, "By name")[name]
     assert row[1] == algorithm.description
     assert row[2].startswith(f"`{algorithm.advantage}`")
     assert row[3].startswith(f"`{algorithm.policy_loss}`")
-    assert row[4] == algorithm.aggregation
+    assert row[4:6] == [algorithm.aggregation, algorithm.paper]
+    assert algorithm.paper
     for setting, value in algorithm.defaults.items():
-        assert f"`{setting}: {written(value)}`" in row[2] + row[3]
+        assert f"`{setting}: {catalogue.written(value)}`" in row[2] + row[3]
 
 
 @pytest.mark.parametrize(
@@ -47,17 +39,33 @@ def test_every_algorithm_has_a_row(name: str) -> None:
 )
 def test_every_function_has_a_row_with_its_settings(heading: str, name: str) -> None:
     function = (ADVANTAGES if heading == "Advantage estimators" else POLICY_LOSSES)[name]
-    own = settings(function) | (settings(CHOICES[name]) if name in CHOICES else {})
-    cell = rows_after(heading)[name][2]
-    assert set(re.findall(r"`(\w+)`", cell)) == set(own)
-    for setting, value in own.items():
-        if value is not None:
-            assert f"`{setting}` {written(value)}" in cell, setting
+    own = {**settings(function), **(settings(CHOICES[name]) if name in CHOICES else {})}
+    _, formula, cell, _ = table(PAGE, heading)[name]
+    assert formula.endswith(".")
+    assert cell.count("`") == 2 * len(own)
+    for setting in own.values():
+        assert f"`{setting.name}` {catalogue.written(setting.default)}" in cell
+
+
+def test_every_setting_is_described_and_typed() -> None:
+    """A form, the list of keys and the page show it. Control: of the inputs, which are no setting, nothing is there."""
+    rows = table(PAGE, "Settings")
+    assert set(rows) == set(every_setting())
+    assert "inputs" not in rows
+    for name, owners in every_setting().items():
+        assert all(setting.description and setting.annotation for setting in owners.values()), name
+        assert all(f"{owner} " in rows[name][2] for owner in owners)
 
 
 def test_nothing_is_described_that_is_not_there() -> None:
-    assert set(rows_after("By name")) == set(ALGORITHMS)
-    assert set(rows_after("Advantage estimators")) == set(ADVANTAGES)
-    assert set(rows_after("Policy losses")) == set(POLICY_LOSSES)
-    assert set(rows_after("Aggregation")) - {"aggregation"} == set(AGGREGATIONS)
+    assert set(table(PAGE, "By name")) == set(ALGORITHMS)
+    assert set(table(PAGE, "Advantage estimators")) == set(ADVANTAGES)
+    assert set(table(PAGE, "Policy losses")) == set(POLICY_LOSSES)
+    assert set(table(PAGE, "Aggregation")) - {"aggregation"} == set(AGGREGATIONS)
     assert all(f"`{estimator}`" in PAGE for estimator in (*KL_ESTIMATORS, "full"))
+
+
+def test_a_bar_in_a_cell_is_no_border() -> None:
+    """Markdown would read one more column. Control: the other cell."""
+    head, _, row = catalogue.table(("a", "b"), [("|x|", "``y``")])
+    assert (head, row) == ("| a | b |", r"| \|x\| | `y` |")

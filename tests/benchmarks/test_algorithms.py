@@ -101,7 +101,7 @@ def test_what_a_file_holds_is_not_trained_again(tmp_path: Path, monkeypatch: pyt
     nothing = Trainings(monkeypatch)
     assert measure(PLAN, "a command", out, print).details == result.details
     assert nothing.asked == []
-    monkeypatch.setitem(TUNED, "grpo", replace(TUNED["gdpo"], overrides=("algorithm.clip_low=0.1",)))
+    monkeypatch.setitem(TUNED, "grpo", replace(TUNED["gdpo"], overrides=("algorithm.settings.clip_low=0.1",)))
     measure(PLAN, "a command", out, print)
     assert nothing.asked == ["warm-up-0", "warm-up-1", "grpo-0", "grpo-1"]
 

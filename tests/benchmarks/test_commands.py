@@ -15,7 +15,7 @@ import pytest
 from rich.console import Console
 
 from benchmarks import vllm_alone
-from benchmarks.algorithms_page import BEGIN, END
+from benchmarks.algorithms_page import TABLES, marks
 from benchmarks.nccl import COLLECTIVES
 from benchmarks.result import BenchResult, new_result, read_result, write_result
 from benchmarks.rollout import drawn
@@ -221,6 +221,7 @@ def test_mistakes_end_before_anything_starts(
         (["prompts", "."], ". is a folder"),
         (["page"], "there is no page docs/algorithms.md"),
         (["page", "result.json", "tiny.yaml"], "tiny.yaml has no place for the table"),
+        (["page", "result.json", "half.md"], "half.md has no place for the table ('<!-- end of accuracies -->')"),
         (["page", "result.json", "page.md", "--more-steps", "result.json"], "the result is one of 'bench step'"),
     ],
 )
@@ -236,7 +237,9 @@ def test_a_wrong_file_is_said_before_anything_is_measured(
     monkeypatch.setattr(sys, "path", [*sys.path])
     monkeypatch.setattr(cli, "_quiet_libraries", lambda: None)
     (tmp_path / "tiny.yaml").write_text(RECIPE, encoding="utf-8")
-    (tmp_path / "page.md").write_text(f"{BEGIN}{END}", encoding="utf-8")
+    places = [mark for name in TABLES for mark in marks(name)]
+    (tmp_path / "page.md").write_text("".join(places), encoding="utf-8")
+    (tmp_path / "half.md").write_text("".join(places[:-1]), encoding="utf-8")
     write_result(tmp_path / "result.json", new_result("step", "made up", {"step_s": 1.0}))
     before = sorted(tmp_path.rglob("*"))
     monkeypatch.setattr(sys, "argv", ["penstock", "bench", *arguments])

@@ -17,7 +17,7 @@ LONG: dict[str, Any] = {
     "checkpoint": {"every": 30},
     "record": {"samples_every": 40},
     "rollout": {"temperature": {0: 1.0, 15: 0.8, 35: 0.6}},
-    "algorithm": {"name": "ppo", "kl": {"refresh_every": 40}},
+    "algorithm": {"name": "ppo", "kl": {"refresh_every": 40}, "settings": {"gamma": {0: 1.0, 45: 0.9}}},
     "actor": {"optimizer": {"learning_rate": {0: 1e-6, 50: 1e-7}}},
 }
 
@@ -33,6 +33,7 @@ def test_what_lies_beyond_the_end_is_said_key_by_key() -> None:
         f"'algorithm.kl.refresh_every' (40) {end}",
         f"'rollout.temperature' (35: 0.6) {end}",
         f"'actor.optimizer.learning_rate' (50: 1e-07) {end}",
+        f"'algorithm.settings.gamma' (45: 0.9) {end}",
         "'sft.checkpoint_every' (50) has no effect: the warm-up has 40 steps",
         "'sft.optimizer.learning_rate' (40: 0.0001) has no effect: the warm-up has 40 steps",
     ]

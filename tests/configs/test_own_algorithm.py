@@ -8,7 +8,8 @@ import pytest
 
 from algorithms import advantages
 from algorithms.discovery import functions
-from algorithms.registry import choice_named
+from algorithms.registry import advantage_named, choice_named, policy_loss_named
+from algorithms.settings import arguments
 from configs.loading.load import config_from_mapping, to_yaml
 from configs.tree.recipes import parse
 from penstock.base.errors import UserError
@@ -18,17 +19,15 @@ OWN = {"advantage": f"{MODULE}above_median", "policy_loss": f"{MODULE}bounded"}
 
 
 def test_settings_are_the_functions_own_laid_over_their_defaults() -> None:
-    """All that is in force is in the tree, which loads back to the same; ours beside it keep their fields."""
+    """All that is in force is in the tree, which loads back to the same; those of ours are beside them."""
     config = config_from_mapping({"algorithm": {**OWN, "settings": {"scale": 2.0}}}, "a recipe")
     algorithm = config.algorithm
     assert algorithm.settings == {"scale": 2.0, "steepness": 1.0}
     assert (algorithm.functions, algorithm.needs) == (tuple(OWN.values()), {"group"})
-    assert algorithm.clip_low is None
     assert config_from_mapping(parse(to_yaml(config), "the tree"), "the tree") == config
-    tree = {"advantage": OWN["advantage"], "clip_low": 0.3, "mini_batches": 2}
+    tree = {"advantage": OWN["advantage"], "settings": {"clip_low": 0.3}, "mini_batches": 2}
     half = config_from_mapping({"algorithm": tree}, "a recipe").algorithm
-    assert (half.settings, half.clip_low, half.clip_high) == ({"scale": 1.0}, 0.3, 0.2)
-    assert config_from_mapping({}, "a recipe").algorithm.settings == {}
+    assert half.settings == {"scale": 1.0, "clip_low": 0.3, "clip_high": 0.2, "dual_clip": None}
 
 
 def test_a_module_of_ones_own_is_as_a_file_of_the_package(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -43,35 +42,54 @@ def test_a_module_of_ones_own_is_as_a_file_of_the_package(monkeypatch: pytest.Mo
     assert config_from_mapping({"algorithm": OWN}, "a recipe").algorithm.settings["share"] == 0.5
 
 
-def test_a_name_that_ours_have_too_is_another_setting() -> None:
-    """Each of the two functions has its own value, from its own place."""
-    tree = {"advantage": f"{MODULE}steeper", "settings": {"clip_low": 0.3}, "clip_low": 0.1, "epochs": 2}
+def test_a_name_that_ours_have_too_is_one_setting_or_refused() -> None:
+    """A `clip_low` of another type would be a value of two meanings. Control: annotated as ours it is one of both."""
+    tree = {"advantage": f"{MODULE}steeper", "settings": {"clip_low": 0.3}, "epochs": 2}
+    with pytest.raises(UserError, match=r"'clip_low' is a setting of advantage '.*steeper' \(float\) and of policy"):
+        config_from_mapping({"algorithm": tree}, "a recipe")
+    tree["advantage"] = f"{MODULE}alike"
     algorithm = config_from_mapping({"algorithm": tree}, "a recipe").algorithm
-    assert algorithm.settings_for(f"{MODULE}steeper", ["clip_low", "steepness"]) == {"clip_low": 0.3, "steepness": 2.0}
-    assert algorithm.settings_for("ppo_clip", ["clip_low", "clip_high"]) == {"clip_low": 0.1, "clip_high": 0.2}
+    for function in (advantage_named(tree["advantage"]), policy_loss_named("ppo_clip")):
+        assert arguments(function, algorithm.settings)["clip_low"] == 0.3
+    config_from_mapping({"algorithm": tree | {"epochs": 1}}, "a recipe")  # of the estimator it has an effect
 
 
 def test_one_setting_of_two_functions_has_one_default_or_a_value() -> None:
     """Neither default wins without a word. Control: with a value both have it."""
     both = {"advantage": f"{MODULE}steeper", "policy_loss": OWN["policy_loss"]}
-    with pytest.raises(UserError, match="lacks 'steepness'.* two of them not the same"):
+    with pytest.raises(UserError, match="settings.steepness: is required: .* two functions have different ones"):
         config_from_mapping({"algorithm": both}, "a recipe")
     algorithm = config_from_mapping({"algorithm": both | {"settings": {"steepness": 3.0}}}, "a recipe").algorithm
-    assert all(algorithm.settings_for(name, ["steepness"]) == {"steepness": 3.0} for name in both.values())
+    for function in (advantage_named(both["advantage"]), policy_loss_named(both["policy_loss"])):
+        assert arguments(function, algorithm.settings)["steepness"] == 3.0
+
+
+def test_settings_of_ones_own_are_checked_by_their_annotations() -> None:
+    """Types and bounds. Control: a setting without an annotation takes anything that a recipe can hold."""
+    own = {"advantage": f"{MODULE}annotated", "policy_loss": OWN["policy_loss"]}
+    wrong = {"least": -1, "kind": "sideways", "anything": {"a": [1]}, "steepness": "much"}
+    with pytest.raises(UserError, match="3 settings are wrong") as caught:
+        config_from_mapping({"algorithm": {**own, "settings": wrong}}, "a recipe")
+    for words in ("least: must be greater than 0", "kind: must be 'down' or 'up'", "steepness: must be a valid number"):
+        assert f"algorithm.settings.{words}" in caught.value.problem
+    given = {"least": {0: 1, 5: 2}, "anything": {"a": [1]}}
+    algorithm = config_from_mapping({"algorithm": {**own, "settings": given}}, "a recipe").algorithm
+    assert algorithm.settings == {"least": {0: 1.0, 5: 2.0}, "kind": "up", "anything": {"a": [1]}, "steepness": 1.0}
+    assert algorithm.scheduled == {"least", "steepness"}
 
 
 @pytest.mark.parametrize(
     ("algorithm", "words"),
     [
-        ({"policy_loss": f"{MODULE}namesake", "clip_low": 0.1}, "'clip_low' is a setting of your own function here"),
-        ({**OWN, "settings": {"scal": 1}}, r"has 'scal', which your function does not take \(did you mean 'scale'"),
-        ({"settings": {"scale": 1}}, "neither 'advantage' nor 'policy_loss' is yours"),
-        ({"advantage": f"{MODULE}without_default"}, "lacks 'margin', for which your function has no default"),
-        ({"advantage": f"{MODULE}odd_default"}, "the default of 'edges' is a tuple"),
+        ({"policy_loss": f"{MODULE}namesake", "clip_low": 0.1}, "'clip_low' exists at algorithm.settings.clip_low"),
+        ({**OWN, "settings": {"scal": 1}}, r"settings.scal: unknown setting \(did you mean 'scale'"),
+        ({"settings": {"scale": 1}}, "settings.scale: unknown setting; advantage 'grpo' and policy loss 'ppo_clip'"),
+        ({"advantage": f"{MODULE}without_default"}, "settings.margin: is required: your function has no default"),
+        ({"advantage": f"{MODULE}odd_default"}, "settings.edges: is a tuple, which a recipe cannot hold"),
         ({"advantage": f"{MODULE}two_inputs"}, "one argument before a '\\*'"),
         ({"advantage": f"{MODULE}abov_median"}, "did you mean 'above_median'"),
         ({"policy_loss": "nowhere:loss"}, "module 'nowhere' does not import"),
-        ({**OWN, "clip_low": 0.1}, "'clip_low' has no effect with advantage"),
+        ({**OWN, "settings": {"clip_low": 0.1}}, "settings.clip_low: has no effect with advantage"),
         ({"advantage": "grppo"}, "did you mean 'grpo'.* or a function of yours, 'module:function'"),
     ],
 )

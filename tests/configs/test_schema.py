@@ -25,10 +25,10 @@ RECIPES = sorted((Path(__file__).parents[2] / "configs").glob("*.yaml"))
     [
         ({"colour": 1}, "Extra inputs"),
         ({"rollout": {"colour": 1}}, "Extra inputs"),
-        ({"algorithm": {"gamma": 1.0}}, "'gamma' has no effect"),
-        ({"algorithm": {"gae_lambda": 1.0}}, "'gae_lambda' has no effect"),
-        ({"algorithm": {"whiten": True}}, "'whiten' has no effect"),
-        ({"algorithm": {"name": "ppo", "normalize_by_std": True}}, "'normalize_by_std' has no effect"),
+        ({"algorithm": {"settings": {"gamma": 1.0}}}, r"algorithm\.settings\.gamma\n +has no effect"),
+        ({"algorithm": {"settings": {"gae_lambda": 1.0}}}, r"algorithm\.settings\.gae_lambda\n +has no effect"),
+        ({"algorithm": {"settings": {"whiten": True}}}, r"algorithm\.settings\.whiten\n +has no effect"),
+        ({"algorithm": {"name": "ppo", "settings": {"normalize_by_std": True}}}, r"normalize_by_std\n +has no effect"),
         ({"algorithm": {"kl": {"horizon": 5}}}, "'horizon' has no effect"),
         ({"algorithm": {"kl": {"ceiling": 5}}}, "'ceiling' has no effect"),
         ({"algorithm": {"kl": {"target": 1, "coefficient": {0: 1}}}}, "remove one"),
@@ -74,8 +74,11 @@ def test_refusals(values: dict[str, Any], message: str) -> None:
 @pytest.mark.parametrize(
     "values",
     [
-        {"algorithm": {"normalize_by_std": False}},
-        {"algorithm": {"name": "ppo", "gamma": 0.9, "gae_lambda": 0.9, "whiten": False}, "critic": {}},
+        {"algorithm": {"settings": {"normalize_by_std": False}}},
+        {
+            "algorithm": {"name": "ppo", "settings": {"gamma": 0.9, "gae_lambda": 0.9, "whiten": False}},
+            "critic": {},
+        },
         {"algorithm": {"kl": {"target": 0.1, "horizon": 5, "ceiling": 2}}},
         {"actor": {"optimizer": {"decay": "cosine", "min_ratio": 0.1}}},
         {"reward": {"function": "m:f", "settings": {"a": 1}}},
@@ -95,9 +98,10 @@ def test_what_the_refusals_do_not_touch(values: dict[str, Any]) -> None:
 def test_open_settings_are_filled_where_they_apply() -> None:
     """A resolved tree shows what is in force; a critic that is not described trains like the actor."""
     grpo = TrainConfig()
-    assert (grpo.algorithm.normalize_by_std, grpo.algorithm.gamma, grpo.critic) == (True, None, None)
+    assert grpo.algorithm.settings == {"normalize_by_std": True, "clip_low": 0.2, "clip_high": 0.2, "dual_clip": None}
+    assert grpo.critic is None
     ppo = config_from_mapping({"algorithm": {"name": "ppo"}, "actor": {"optimizer": {"learning_rate": 3e-6}}}, "x")
-    assert (ppo.algorithm.gamma, ppo.algorithm.gae_lambda, ppo.algorithm.whiten) == (1.0, 0.95, True)
+    assert {"gamma": 1.0, "gae_lambda": 0.95, "whiten": True}.items() <= ppo.algorithm.settings.items()
     assert ppo.critic is not None and ppo.critic.optimizer == ppo.actor.optimizer
 
 

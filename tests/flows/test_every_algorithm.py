@@ -43,7 +43,7 @@ KL = "algorithm.kl={place: reward, estimator: k1}"
 OWN = {
     "ippo": ('data.agents={column: carries, names: ["0", "1", "2"]}',),
     "reinforce_pp": (KL,),
-    "rft": ("algorithm.accept_reward=0.5",),
+    "rft": ("algorithm.settings.accept_reward=0.5",),
 }
 
 

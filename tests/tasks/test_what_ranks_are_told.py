@@ -16,6 +16,9 @@ import pandas as pd
 import pytest
 from prefect.logging import disable_run_logger
 
+from algorithms.advantages import ADVANTAGES
+from algorithms.policy_losses import CHOICES, POLICY_LOSSES
+from algorithms.settings import arguments, settings
 from configs.loading.load import config_from_mapping
 from configs.preference import PreferenceConfig
 from configs.schema import TrainConfig
@@ -41,7 +44,8 @@ from tasks.finetuning.preferences import (
 from tasks.finetuning.supervised import begin_supervised, supervised_steps
 from tasks.iteration.evaluate import evaluate
 from tasks.iteration.rollout import begin_rollout, rollout
-from tasks.iteration.update import loss_settings, update_actor, update_critic
+from tasks.iteration.update import update_actor, update_critic
+from tests.algorithms.values import other_value
 
 ROWS = 40
 MakeTraining = Callable[[TrainConfig], Training]
@@ -164,6 +168,7 @@ def test_of_an_evaluation(key: str, value: Any, place: str, generation: Callable
 
 SEVERAL = {"mini_batches": 2}  # steps per iteration: with one every ratio is 1, and what acts on ratios is refused
 KL = {"kl": {"coefficient": 0.5}}
+BOUNDED = {"policy_loss": "tests.own_algorithm:bounded", "advantage": "rloo"}
 
 
 @pytest.mark.parametrize(
@@ -179,21 +184,21 @@ KL = {"kl": {"coefficient": 0.5}}
         ("algorithm.aggregation", "token-sum", "split.aggregation", {}),
         ("algorithm.entropy_coefficient", 0.5, "loss.entropy_coefficient", {}),
         ("algorithm.policy_loss", "gspo", "loss.policy_loss", {}),
-        ("algorithm.settings", {"steepness": 2.0}, "loss.settings", {"policy_loss": "tests.own_algorithm:bounded"}),
-        ("algorithm.clip_low", 0.5, "loss.settings.clip_low", SEVERAL),
-        ("algorithm.clip_high", 0.5, "loss.settings.clip_high", SEVERAL),
-        ("algorithm.dual_clip", 7.0, "loss.settings.dual_clip", SEVERAL),
-        ("algorithm.log_clip_low", 0.5, "loss.settings.log_clip_low", {"name": "gmpo", **SEVERAL}),
-        ("algorithm.log_clip_high", 0.5, "loss.settings.log_clip_high", {"name": "gmpo", **SEVERAL}),
-        ("algorithm.gate_positive", 0.5, "loss.settings.gate_positive", {"name": "sapo", **SEVERAL}),
-        ("algorithm.gate_negative", 0.5, "loss.settings.gate_negative", {"name": "sapo", **SEVERAL}),
-        ("algorithm.covariance_share", 0.5, "loss.choice_settings.covariance_share", {"name": "clip_cov"}),
-        ("algorithm.covariance_low", 0.5, "loss.choice_settings.covariance_low", {"name": "clip_cov"}),
-        ("algorithm.covariance_high", 9.0, "loss.choice_settings.covariance_high", {"name": "clip_cov"}),
-        ("algorithm.covariance_pull", 0.5, "loss.settings.covariance_pull", {"name": "kl_cov"}),
-        ("algorithm.divergence", "kl", "loss.settings.divergence", {"name": "dppo", **SEVERAL}),
-        ("algorithm.divergence_bound", 0.5, "loss.settings.divergence_bound", {"name": "dppo", **SEVERAL}),
-        ("algorithm.weight_bound", 7.0, "loss.settings.weight_bound", {"name": "dppo", **SEVERAL}),
+        ("algorithm.settings", {"steepness": 2.0}, "loss.settings", BOUNDED),
+        ("algorithm.settings.clip_low", 0.5, "loss.settings.clip_low", SEVERAL),
+        ("algorithm.settings.clip_high", 0.5, "loss.settings.clip_high", SEVERAL),
+        ("algorithm.settings.dual_clip", 7.0, "loss.settings.dual_clip", SEVERAL),
+        ("algorithm.settings.log_clip_low", 0.5, "loss.settings.log_clip_low", {"name": "gmpo", **SEVERAL}),
+        ("algorithm.settings.log_clip_high", 0.5, "loss.settings.log_clip_high", {"name": "gmpo", **SEVERAL}),
+        ("algorithm.settings.gate_positive", 0.5, "loss.settings.gate_positive", {"name": "sapo", **SEVERAL}),
+        ("algorithm.settings.gate_negative", 0.5, "loss.settings.gate_negative", {"name": "sapo", **SEVERAL}),
+        ("algorithm.settings.covariance_share", 0.5, "loss.choice_settings.covariance_share", {"name": "clip_cov"}),
+        ("algorithm.settings.covariance_low", 0.5, "loss.choice_settings.covariance_low", {"name": "clip_cov"}),
+        ("algorithm.settings.covariance_high", 9.0, "loss.choice_settings.covariance_high", {"name": "clip_cov"}),
+        ("algorithm.settings.covariance_pull", 0.5, "loss.settings.covariance_pull", {"name": "kl_cov"}),
+        ("algorithm.settings.divergence", "kl", "loss.settings.divergence", {"name": "dppo", **SEVERAL}),
+        ("algorithm.settings.divergence_bound", 0.5, "loss.settings.divergence_bound", {"name": "dppo", **SEVERAL}),
+        ("algorithm.settings.weight_bound", 7.0, "loss.settings.weight_bound", {"name": "dppo", **SEVERAL}),
         ("algorithm.kl.estimator", "k1", "loss.kl_estimator", KL),
         ("algorithm.kl.coefficient", 0.25, "loss.kl_coefficient", KL),
         ("algorithm.kl.place", "reward", "loss.kl_estimator", KL),
@@ -211,8 +216,27 @@ def test_of_the_actors_update(
         assert at(after, place) == value
 
 
-def test_a_setting_of_ones_own_loss_is_not_one_of_ours(training_with: MakeTraining) -> None:
-    """A user's loss with names that a recipe or an iteration has too gets the user's values."""
+LOSSES = [(loss, place) for loss in POLICY_LOSSES for place in ("settings", "choice_settings")]
+
+
+@pytest.mark.parametrize("advantage", ADVANTAGES)
+def test_every_setting_reaches_its_function(advantage: str, training_with: MakeTraining) -> None:
+    """Of each estimator, loss and choice: the values of `algorithm.settings`, and none besides its own."""
+    agents = {"data": {"agents": {"column": "role", "names": ["solver"]}}} if advantage == "ippo" else {}
+    for loss, place in LOSSES:
+        functions = {"settings": POLICY_LOSSES[loss], "choice_settings": CHOICES.get(loss)}
+        own = {} if functions[place] is None else settings(functions[place])
+        both = {name: other_value(setting) for name, setting in {**settings(ADVANTAGES[advantage]), **own}.items()}
+        algorithm = {"advantage": advantage, "policy_loss": loss, "settings": both, **SEVERAL}
+        values = {"algorithm": algorithm, **agents}
+        assert update(training_with, values, "actor")["loss"][place] == {name: both[name] for name in own}
+        in_force = settings_at(config_from_mapping(values, "test"), 3, Progress()).algorithm
+        expected = {name: both[name] for name in settings(ADVANTAGES[advantage])}
+        assert arguments(ADVANTAGES[advantage], in_force) == expected
+
+
+def test_a_setting_is_not_what_has_its_name_elsewhere(training_with: MakeTraining) -> None:
+    """A loss with names that a recipe or an iteration has too gets the values of `algorithm.settings`."""
     given = {"temperature": 0.25, "clip_low": 0.4}
     own = {"policy_loss": "tests.own_algorithm:namesake", "settings": given}
     told = update(training_with, {"algorithm": own, "seed": 3, "rollout": {"temperature": 0.75}}, "actor")
@@ -220,15 +244,17 @@ def test_a_setting_of_ones_own_loss_is_not_one_of_ours(training_with: MakeTraini
     assert told["loss"]["temperature"] == 0.75
 
 
-def test_only_live_settings_of_a_loss_come_from_the_iteration() -> None:
-    """A setting of a loss of ours that is named like something else of an iteration keeps the recipe's value."""
-
-    def loss(inputs: Any, *, clip_low: float = 0.2, temperature: float = 1.0) -> None: ...
-
-    config = config_from_mapping({"algorithm": {"clip_low": {0: 0.1, 2: 0.3}, **SEVERAL}}, "test")
-    recipe = config.algorithm.model_copy()
-    recipe.__dict__["temperature"] = 5.0  # as a field of that name would
-    assert loss_settings(recipe, settings_at(config, 3, Progress()), loss) == {"clip_low": 0.3, "temperature": 5.0}
+def test_a_number_of_a_loss_follows_its_schedule(training_with: MakeTraining) -> None:
+    """Of ours, of a choice, and of a user's. Control: before its step the value was another."""
+    steps = {0: 0.1, 3: 0.3, 4: 0.5}
+    for algorithm, name, place in (
+        (SEVERAL, "clip_low", "settings"),
+        ({"name": "clip_cov"}, "covariance_share", "choice_settings"),
+        (BOUNDED, "steepness", "settings"),
+    ):
+        values = {"algorithm": {**algorithm, "settings": {name: steps}}}
+        assert update(training_with, values, "actor")["loss"][place][name] == 0.3
+        assert settings_at(config_from_mapping(values, "test"), 2, Progress()).algorithm[name] == 0.1
 
 
 @pytest.mark.parametrize(

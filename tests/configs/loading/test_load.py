@@ -155,7 +155,7 @@ def test_every_mistake_is_listed_once_by_its_key() -> None:
         "iterations": 0,
         "actor": {"optimizer": {"learning_rate": "fast", "betas": [1]}, "zero_stage": 7},
         "rollout": 3,
-        "algorithm": {"clip_low": {1: 0.2}, "kl": {"horizon": 3}},
+        "algorithm": {"settings": {"clip_low": {1: 0.2}}, "kl": {"horizon": 3}},
         "groups": {"main": {"gpus": ["x"]}},
     }
     with pytest.raises(UserError) as error:
@@ -170,7 +170,7 @@ def test_every_mistake_is_listed_once_by_its_key() -> None:
             "actor.optimizer.betas.1",
             "actor.zero_stage",
             "rollout",
-            "algorithm.clip_low",
+            "algorithm.settings.clip_low",
             "algorithm.kl",
             "groups.main.gpus.0",
             "groups.main.roles",
@@ -270,6 +270,8 @@ def _flatten(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def _filled(name: str) -> bool:
-    names = ("advantage", "policy_loss", "aggregation", "normalize_by_std", "clip_low", "clip_high")
-    # null stands for what the default algorithm has
-    return name in {f"algorithm.{key}" for key in names} | {"evaluate.evaluators"}
+    names = ("advantage", "policy_loss", "aggregation", "settings")
+    # null, and an empty mapping, stand for what the default algorithm has
+    return name.startswith("algorithm.settings.") or name in {f"algorithm.{key}" for key in names} | {
+        "evaluate.evaluators"
+    }

@@ -5,7 +5,7 @@ Invariant: what the registry knows can be configured, and nothing else. A resolv
 
 from __future__ import annotations
 
-from inspect import Parameter, Signature
+import json
 from typing import Any
 
 import pytest
@@ -15,26 +15,16 @@ from algorithms.advantages import ADVANTAGES
 from algorithms.algorithm import Algorithm
 from algorithms.kl import KL_ESTIMATORS
 from algorithms.policy_losses import POLICY_LOSSES
-from algorithms.registry import ALGORITHMS, settings_of
+from algorithms.registry import ALGORITHMS, every_setting, settings_of
 from configs.idle import idle_settings
-from configs.loading.keys import describe_keys
+from configs.loading.keys import describe_keys, suggest
+from configs.loading.load import config_from_mapping, to_yaml
 from configs.schema import TrainConfig
-from configs.sections.algorithm import ALGORITHM_SETTINGS, COMMON, AlgorithmConfig, KLConfig, check_settings
+from configs.sections.algorithm import AlgorithmConfig, KLConfig
+from configs.tree.recipes import merge, parse
 from penstock.base.errors import UserError
 from tasks.iteration.refresh_reference import refresh_due
-
-# A value other than every default, within bounds, of each setting.
-OTHER: dict[str, Any] = {
-    "normalize_by_std": None,  # its negation
-    "whiten": None,
-    "part_weights": {"format": 0.5},
-    "dual_clip": 3.0,
-    "divergence": "kl",
-    "covariance_low": 0.7,
-    "covariance_high": 7.0,
-    "weight_bound": 7.0,
-    "accept_best": 3,
-}
+from tests.algorithms.values import other_value
 
 
 def agents_of(advantage: str) -> dict[str, Any]:
@@ -42,51 +32,111 @@ def agents_of(advantage: str) -> dict[str, Any]:
     return {"data": {"agents": {"column": "role", "names": ["solver"]}}} if advantage == "ippo" else {}
 
 
-def test_every_setting_is_a_field_and_every_field_a_setting() -> None:
-    assert set(AlgorithmConfig.model_fields) == set(COMMON) | set(ALGORITHM_SETTINGS)
-    assert all(AlgorithmConfig.model_fields[name].default is None for name in ALGORITHM_SETTINGS)
-
-
-@pytest.mark.parametrize(("name", "words"), [("sharpness", "'sharpness'.* no field"), ("epochs", "another meaning")])
-def test_a_setting_of_ours_that_no_recipe_can_hold_is_named(name: str, words: str) -> None:
-    """A file with a new setting, and no field for it, says so at import. Control: those that are there have theirs."""
-    check_settings({**ADVANTAGES, **POLICY_LOSSES})
-
-    def estimator(inputs: Any, **settings: Any) -> None: ...
-
-    estimator.__signature__ = Signature(  # type: ignore[attr-defined]
-        [Parameter("inputs", Parameter.POSITIONAL_ONLY), Parameter(name, Parameter.KEYWORD_ONLY, default=1)]
-    )
-    with pytest.raises(UserError, match=words):
-        check_settings({"estimator": estimator})
-
-
 @pytest.mark.parametrize("algorithm", ALGORITHMS.values(), ids=lambda algorithm: algorithm.name)
 def test_a_name_fills_in_what_is_in_force(algorithm: Algorithm) -> None:
-    """Functions, aggregation and settings with their defaults, all else null; resolving again changes nothing."""
+    """Functions, aggregation and settings with their defaults, no others; resolving again changes nothing."""
     config = TrainConfig.model_validate({"algorithm": {"name": algorithm.name}, **agents_of(algorithm.advantage)})
     filled = config.algorithm
     assert filled.functions == (filled.advantage, filled.policy_loss) == (algorithm.advantage, algorithm.policy_loss)
     assert filled.aggregation == algorithm.aggregation
-    expected = settings_of(*filled.functions) | dict(algorithm.defaults)
-    assert {name: getattr(filled, name) for name in ALGORITHM_SETTINGS} == dict.fromkeys(ALGORITHM_SETTINGS) | expected
+    defaults = {name: setting.default for name, setting in settings_of(*filled.functions).items()}
+    assert filled.settings == defaults | dict(algorithm.defaults)
     assert TrainConfig.model_validate(config.model_dump()) == config
 
 
-@pytest.mark.parametrize("name", ALGORITHM_SETTINGS)
+@pytest.mark.parametrize("name", every_setting())
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 def test_a_setting_is_taken_where_it_applies_and_refused_elsewhere(algorithm: str, name: str) -> None:
+    """Null where it does not apply takes back what a base recipe gave."""
     several = {"name": algorithm, "mini_batches": 2}
-    default = getattr(AlgorithmConfig.model_validate(several), name)
-    value = OTHER.get(name, 0.35)
-    value = not default if value is None else value
-    applies = name in settings_of(ALGORITHMS[algorithm].advantage, ALGORITHMS[algorithm].policy_loss)
-    if applies:
-        assert value != default
-        assert getattr(AlgorithmConfig.model_validate({**several, name: value}), name) == value
+    default = AlgorithmConfig.model_validate(several).settings
+    setting = settings_of(ALGORITHMS[algorithm].advantage, ALGORITHMS[algorithm].policy_loss).get(name)
+    if setting is not None:
+        value = other_value(setting)
+        assert AlgorithmConfig.model_validate({**several, "settings": {name: value}}).settings == default | {
+            name: value
+        }
         return
-    with pytest.raises(ValidationError, match=f"'{name}' has no effect with advantage"):
-        AlgorithmConfig.model_validate({**several, name: value})
+    with pytest.raises(ValidationError, match=rf"settings\.{name}\n +has no effect with advantage"):
+        AlgorithmConfig.model_validate({**several, "settings": {name: 0.35}})
+    assert AlgorithmConfig.model_validate({**several, "settings": {name: None}}).settings == default
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "given", "words"),
+    [
+        ("grpo", {"clip_lwo": 0.1}, r"clip_lwo: unknown setting \(did you mean 'clip_low'\?\); advantage 'grpo' and "
+         "policy loss 'ppo_clip' take: normalize_by_std, clip_low, clip_high, dual_clip"),
+        ("grpo", {"clip_lwo": None}, "clip_lwo: unknown setting"),
+        ("grpo", {"gae_lambda": 1}, "gae_lambda: has no effect with advantage 'grpo' and policy loss 'ppo_clip': "
+         "remove it, it is a setting of gae, ippo"),
+        ("grpo", {"clip_low": -1}, r"clip_low: must be greater than or equal to 0 \(given: -1\)"),
+        ("grpo", {"clip_low": {0: 0.1, 5: -1}}, r"clip_low: must be greater than or equal to 0 \(given: -1\)"),
+        ("grpo", {"clip_low": {1: 0.1}}, "clip_low: a schedule needs a value for iteration 0"),
+        ("grpo", {"clip_low": float("inf")}, "clip_low: must be a finite number"),
+        ("grpo", {"clip_low": float("nan")}, "clip_low: must be a finite number"),
+        ("grpo", {"clip_low": "wide"}, r"clip_low: must be a valid number.* \(given: 'wide'\)"),
+        ("grpo", {"dual_clip": 1.0}, "dual_clip: must be greater than 1"),
+        ("grpo", {"normalize_by_std": "maybe"}, "normalize_by_std: must be a valid boolean"),
+        ("ppo", {"gamma": 1.5}, "gamma: must be less than or equal to 1"),
+        ("best_of_n", {"accept_best": 0}, "accept_best: must be greater than or equal to 1"),
+        ("best_of_n", {"accept_best": 1.5}, "accept_best: must be a valid integer"),
+        ("best_of_n", {"accept_best": {0: 1}}, "accept_best: must be a valid integer"),
+        ("gdpo", {"part_weights": {"format": "much"}}, "part_weights: must be a valid number"),
+        ("gdpo", {"part_weights": 1.0}, "part_weights: "),
+        ("dppo", {"divergence": "chi"}, "divergence: must be 'kl' or 'tv'"),
+    ],
+)  # fmt: skip
+def test_what_a_function_does_not_take_is_named(algorithm: str, given: dict[str, Any], words: str) -> None:
+    """Unknown names, wrong types, values outside of the bounds. The control is the test before."""
+    tree = {"algorithm": {"name": algorithm, "mini_batches": 2, "settings": given}}
+    with pytest.raises(UserError, match=rf"algorithm\.settings\.{words}"):
+        config_from_mapping(tree, "a recipe")
+
+
+def test_every_wrong_setting_is_named_at_once() -> None:
+    """With what is wrong beside them in the section. Control: one of them corrected is no longer named."""
+    given = {"clip_low": -1, "whitten": True, "dual_clip": 0.5}
+    tree = {"algorithm": {"settings": given, "kl": {"horizon": 1}, "mini_batches": 2}}
+    with pytest.raises(UserError, match="4 settings are wrong") as caught:
+        config_from_mapping(tree, "a recipe")
+    assert all(f"algorithm.settings.{name}: " in caught.value.problem for name in given)
+    given["dual_clip"] = 3.0
+    with pytest.raises(UserError, match="3 settings are wrong"):
+        config_from_mapping(tree, "a recipe")
+
+
+def test_null_is_a_value_where_a_setting_may_be_null_and_else_the_default() -> None:
+    """A base recipe's value is taken back. Control: the setting beside them keeps it."""
+    base = {"clip_low": 0.1, "clip_high": 0.3, "dual_clip": 3.0}
+    over = {"clip_low": None, "dual_clip": None}
+    merged = merge({"settings": base, "mini_batches": 2}, {"settings": over})
+    filled = AlgorithmConfig.model_validate(merged).settings
+    assert (filled["clip_low"], filled["clip_high"], filled["dual_clip"]) == (0.2, 0.3, None)
+
+
+def test_steps_of_a_setting_survive_yaml_and_json() -> None:
+    """Also null as one of them, where the setting may be null. Control: at another iteration another value holds."""
+    steps = {"clip_low": {0: 0.1, 5: 0.3}, "dual_clip": {0: None, 5: 3.0}}
+    config = config_from_mapping({"algorithm": {"settings": steps, "mini_batches": 2}}, "a recipe")
+    for again in (parse(to_yaml(config), "the tree"), json.loads(config.model_dump_json())):
+        assert config_from_mapping(again, "the tree") == config
+    values = [config.algorithm.settings_at(iteration) for iteration in (4, 5)]
+    assert [(value["clip_low"], value["dual_clip"]) for value in values] == [(0.1, None), (0.3, 3.0)]
+    assert values[0]["clip_high"] == 0.2
+
+
+def test_a_form_and_the_list_of_keys_know_every_setting() -> None:
+    """The form without defaults, which it would send; what it does not know, a user's, is taken as well."""
+    schema = TrainConfig.model_json_schema()["$defs"]["AlgorithmConfig"]["properties"]["settings"]
+    assert set(schema["properties"]) == set(every_setting())
+    assert schema["additionalProperties"] is True
+    assert all("default" not in described and described["description"] for described in schema["properties"].values())
+    keys = {key.name: key for key in describe_keys()}
+    assert keys["algorithm.settings.dual_clip"].type == "number > 1 or {iteration: number > 1 or null} or null"
+    assert keys["algorithm.settings.part_weights"].type == "{name: number} or null"
+    assert "gspo 0.0003" in keys["algorithm.settings.clip_low"].description
+    assert suggest(["algorithm", "clip_low"]) == "'clip_low' exists at algorithm.settings.clip_low"
 
 
 @pytest.mark.parametrize(
@@ -96,19 +146,20 @@ def test_a_setting_is_taken_where_it_applies_and_refused_elsewhere(algorithm: st
 )  # fmt: skip
 def test_what_acts_on_a_ratio_is_refused_where_every_ratio_is_one(algorithm: str, name: str) -> None:
     """Controls: several steps, a ratio to the rollout, old log-probs of a pass of their own, the default itself."""
-    given = {"name": algorithm, name: OTHER.get(name, 0.35)}
-    with pytest.raises(ValidationError, match=f"'{name}' has no effect with one step per iteration"):
+    value = 3.0 if name == "dual_clip" else 0.35
+    given = {"name": algorithm, "settings": {name: value}}
+    with pytest.raises(ValidationError, match=rf"'algorithm\.settings\.{name}' has no effect with one step per iter"):
         AlgorithmConfig.model_validate(given)
     several: tuple[dict[str, Any], ...] = ({"mini_batches": 2}, {"epochs": 2}, {"correction": {"proximal": "rollout"}})
     for more in (*several, {"kl": {"place": "reward"}}):
-        assert getattr(AlgorithmConfig.model_validate(given | more), name) == given[name]
+        assert AlgorithmConfig.model_validate(given | more).settings[name] == value
     resolved = AlgorithmConfig.model_validate({"name": algorithm}).model_dump()
     assert AlgorithmConfig.model_validate(resolved).model_dump() == resolved
 
 
 def test_tokens_chosen_to_be_dropped_are_no_bound_on_a_ratio() -> None:
     """Clip-Cov's choice has its effect at ratio 1; its clip is not refused, since its old log-probs have a pass."""
-    AlgorithmConfig.model_validate({"name": "clip_cov", "covariance_low": 0.7, "clip_low": 0.3})
+    AlgorithmConfig.model_validate({"name": "clip_cov", "settings": {"covariance_low": 0.7, "clip_low": 0.3}})
 
 
 def test_a_value_clip_is_refused_where_values_have_not_moved() -> None:

@@ -120,7 +120,11 @@ def test_a_right_recipe_starts(penstock: Callable[..., str]) -> None:
         (["recipe.yaml", "rollout.sampels=4"], "rollout.sampels", "did you mean 'rollout.samples'?"),
         (["recipe.yaml", "rollout.samples"], "'rollout.samples' is not section.key=value", "rollout.samples=16"),
         (["recipe.yaml", "rollout.samples=many"], "rollout.samples: must be a valid integer", "given: 'many'"),
-        (["recipe.yaml", "algorithm.gae_lambda=0.9"], "'gae_lambda' has no effect with advantage 'grpo'", "remove it"),
+        (
+            ["recipe.yaml", "algorithm.settings.gae_lambda=0.9"],
+            "algorithm.settings.gae_lambda: has no effect with advantage 'grpo'",
+            "remove it",
+        ),
         (
             ["recipe.yaml", "algorithm.mini_batches=3"],
             "(8) must be a multiple of 'algorithm.mini_batches' (3)",

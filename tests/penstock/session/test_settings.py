@@ -19,6 +19,7 @@ from penstock.session.session import Training, write_config
 from penstock.session.settings import (
     LIVE_KEYS,
     apply_overrides,
+    live_keys,
     live_overrides,
     next_settings,
     settings_at,
@@ -39,14 +40,14 @@ def config(**sections: Any) -> TrainConfig:
 def test_schedules_hold_from_their_iteration_on() -> None:
     """Each value by its own schedule; the critic's are its own."""
     scheduled = config(
-        algorithm={"name": "ppo", "mini_batches": 2, "clip_high": {0: 0.2, 3: 0.3}},
+        algorithm={"name": "ppo", "mini_batches": 2, "settings": {"clip_high": {0: 0.2, 3: 0.3}}},
         rollout={"temperature": {0: 1.0, 2: 0.8}},
         actor={"optimizer": {"learning_rate": {0: 1e-3, 3: 1e-4}}, "micro_batch_tokens": {0: 64, 2: 128}},
         critic={"optimizer": {"learning_rate": {0: 1e-2, 2: 1e-5}}},
     )
     at = {number: settings_at(scheduled, number, Progress()) for number in (1, 2, 3)}
     assert [at[n].temperature for n in at] == [1.0, 0.8, 0.8]
-    assert [at[n].clip_high for n in at] == [0.2, 0.2, 0.3]
+    assert [at[n].algorithm["clip_high"] for n in at] == [0.2, 0.2, 0.3]
     assert [at[n].learning_rate for n in at] == [1e-3, 1e-3, 1e-4]
     assert [at[n].critic_learning_rate for n in at] == [1e-2, 1e-5, 1e-5]
     assert [at[n].micro_batch_tokens for n in at] == [64, 128, 128]
@@ -67,9 +68,13 @@ def test_every_live_key_can_be_overridden() -> None:
     before = config(algorithm=algorithm, rollout={"temperature": {0: 1.0, 2: 0.5}})
     assert apply_overrides(before, {}) == before
     wanted = {key: 0.25 if "tokens" not in key else 512 for key in LIVE_KEYS}
+    numbers = ("gamma", "gae_lambda", "clip_low", "clip_high", "dual_clip")
+    wanted |= {f"algorithm.settings.{name}": 1.25 if name == "dual_clip" else 0.25 for name in numbers}
+    assert set(live_keys(before)) == set(wanted)
     after = settings_at(apply_overrides(before, wanted), 3, Progress())
-    assert after.temperature == after.kl_coefficient == after.clip_low == after.clip_high == 0.25
+    assert after.temperature == after.kl_coefficient == 0.25
     assert after.learning_rate == after.critic_learning_rate == after.entropy_coefficient == 0.25
+    assert after.algorithm == dict.fromkeys(numbers, 0.25) | {"dual_clip": 1.25, "whiten": True}
     assert after.micro_batch_tokens == after.critic_micro_batch_tokens == 512
 
 
@@ -81,11 +86,13 @@ def test_an_override_may_be_a_schedule_with_the_text_keys_of_json() -> None:
 
 def test_null_takes_an_override_back() -> None:
     """The recipe's value and schedule are in force again, not the schema's default. Control: its neighbour stays."""
-    before = config(rollout={"temperature": 0.7}, algorithm={"mini_batches": 2, "clip_low": {0: 0.1, 5: 0.3}})
-    wanted = {"rollout.temperature": None, "algorithm.clip_low": None, "algorithm.clip_high": 0.4}
+    before = config(
+        rollout={"temperature": 0.7}, algorithm={"mini_batches": 2, "settings": {"clip_low": {0: 0.1, 5: 0.3}}}
+    )
+    wanted = {"rollout.temperature": None, "algorithm.settings.clip_low": None, "algorithm.settings.clip_high": 0.4}
     after = apply_overrides(before, wanted)
-    assert (after.rollout.temperature, after.algorithm.clip_low) == (0.7, {0: 0.1, 5: 0.3})
-    assert after.algorithm.clip_high == 0.4
+    assert (after.rollout.temperature, after.algorithm.settings["clip_low"]) == (0.7, {0: 0.1, 5: 0.3})
+    assert after.algorithm.settings["clip_high"] == 0.4
 
 
 @pytest.mark.parametrize(
@@ -94,12 +101,15 @@ def test_null_takes_an_override_back() -> None:
         ("hot", {}, "'hot' is no object of keys"),
         (["rollout.temperature"], {}, "is no object of keys"),
         ({"rollout.temperature": 1e999}, {}, "must be finite"),
-        ({"rollout.samples": 4}, {}, "'rollout.samples' cannot change during a run"),
+        ({"rollout.samples": 4}, {}, "'rollout.samples' cannot change during this run"),
         ({"rollout.temperature": -1.0}, {}, "must not be negative"),
         ({"actor.micro_batch_tokens": "many"}, {}, "actor.micro_batch_tokens: must be a valid integer"),
         ({"critic.micro_batch_tokens": 64}, {}, "has no effect in this run"),
-        ({"algorithm.clip_low": 0.1}, {"name": "reinforce"}, "'clip_low' has no effect"),
-        ({"algorithm.clip_low": 0.1}, {}, "'clip_low' has no effect with one step per iteration"),
+        ({"algorithm.settings.clip_low": 0.1}, {"name": "reinforce"}, "clip_low' cannot change during this run"),
+        ({"algorithm.settings.clip_low": None}, {"name": "reinforce"}, "clip_low' cannot change during this run"),
+        ({"algorithm.settings.whiten": False}, {"name": "ppo"}, "whiten' cannot change during this run"),
+        ({"algorithm.settings.gamma": 1.5}, {"name": "ppo"}, "settings.gamma: must be less than or equal to 1"),
+        ({"algorithm.settings.clip_low": 0.1}, {}, "clip_low' has no effect with one step per iteration"),
         ({"algorithm.kl.coefficient": 0.1}, {}, "has no effect in this run"),
         ({"algorithm.kl.coefficient": 0.1}, KL, "has no effect in this run"),
     ],

@@ -41,16 +41,16 @@ def estimated(tmp_path: Path, algorithm: dict[str, Any], absent: tuple[str, ...]
     config = AlgorithmConfig.model_validate(algorithm)
     passes = {"logprobs_old": Ragged(OLD_T, OFFSETS_B1), "values": Ragged(np.zeros(6, np.float32), OFFSETS_B1)}
     inputs = module._inputs(path, passes, config, 0.0)
-    return inputs, module._estimate(inputs, config)
+    return inputs, module._estimate(inputs, config.functions[0], config.settings_at(1))
 
 
 @pytest.mark.parametrize(
     ("algorithm", "rewards", "words"),
     [
         ({"name": "grpo"}, [1e300, -1e300], "cannot be computed"),
-        ({"name": "gdpo", "part_weights": {"right": 1e300}}, [1.0, 0.0], "cannot be computed"),
+        ({"name": "gdpo", "settings": {"part_weights": {"right": 1e300}}}, [1.0, 0.0], "cannot be computed"),
         ({"name": "opo"}, [1e300, -1e300], r"'opo' made advantages that are not finite .* from -1e\+300 to 1e\+300"),
-        ({"name": "ppo", "whiten": False}, [1e300, -1e300], "made advantages that are not finite"),
+        ({"name": "ppo", "settings": {"whiten": False}}, [1e300, -1e300], "made advantages that are not finite"),
     ],
 )
 def test_what_no_float_holds_is_an_error_and_not_an_advantage_of_0(
@@ -61,7 +61,9 @@ def test_what_no_float_holds_is_an_error_and_not_an_advantage_of_0(
     with pytest.raises(UserError, match=words), np.errstate(over="ignore", invalid="ignore"):
         estimated(tmp_path, algorithm)
     monkeypatch.setitem(COLUMNS, "reward", np.array([LARGEST_REWARD, -LARGEST_REWARD, 2.0, 2.0]))
-    _, result = estimated(tmp_path, {name: value for name, value in algorithm.items() if name != "part_weights"})
+    _, result = estimated(
+        tmp_path, {name: value for name, value in algorithm.items() if name != "settings" or "whiten" in value}
+    )
     assert np.abs(result.advantages_T).max() > 0
 
 
@@ -83,13 +85,13 @@ def test_gdpo_reads_parts_but_not_the_total_beside_them(tmp_path: Path) -> None:
     inputs, result = estimated(tmp_path, {"name": "gdpo"})
     assert set(inputs.parts_B) == {"right", "overlong"}
     assert result.advantages_T[0] > 0 > result.advantages_T[2]
-    one, _ = estimated(tmp_path, {"name": "gdpo", "part_weights": {"right": 2.0}})
+    one, _ = estimated(tmp_path, {"name": "gdpo", "settings": {"part_weights": {"right": 2.0}}})
     assert set(one.parts_B) == {"right", "overlong"}
 
 
 def test_ippo_reads_agents_and_shows_how_well_each_is_valued(tmp_path: Path) -> None:
     """Values are 0, so a row's returns are its reward: those of agent 0 are 0 and 2, of agent 1 twice 1 and twice 2."""
-    inputs, result = estimated(tmp_path, {"name": "ippo", "gae_lambda": 1.0})
+    inputs, result = estimated(tmp_path, {"name": "ippo", "settings": {"gae_lambda": 1.0}})
     assert inputs.agents_B.tolist() == [1, 0, 1, 0]
     assert result.advantages_T[inputs.offsets_B1[1]] == pytest.approx(-(0.5**0.5), rel=1e-6)
     better = dataclasses.replace(inputs, values_T=np.array([0, 0, 0.5, 0, 0, 1.5], np.float32))
@@ -107,8 +109,8 @@ def test_ippo_reads_agents_and_shows_how_well_each_is_valued(tmp_path: Path) -> 
     ("algorithm", "absent", "message"),
     [
         ({}, ("reward/right",), "needs rewards of several parts"),  # the penalty alone is no reward
-        ({"part_weights": {"form": 1.0}}, (), "names 'form', which is no part of the reward"),
-        ({"part_weights": {"reward": 1.0}}, (), "names 'reward', which is no part of the reward"),
+        ({"settings": {"part_weights": {"form": 1.0}}}, (), "names 'form', which is no part of the reward"),
+        ({"settings": {"part_weights": {"reward": 1.0}}}, (), "names 'reward', which is no part of the reward"),
     ],
 )
 def test_parts_that_are_not_there_are_the_users_error(
@@ -119,20 +121,21 @@ def test_parts_that_are_not_there_are_the_users_error(
 
 
 @pytest.mark.parametrize(
-    ("name", "key", "value"),
+    ("name", "given"),
     [
-        ("grpo", "advantage", "rloo"),
-        ("grpo", "normalize_by_std", False),
-        ("ppo", "gamma", 0.5),
-        ("ppo", "gae_lambda", 0.5),
-        ("ppo", "whiten", False),
-        ("gdpo", "part_weights", {"right": -1.0}),
-        ("rft", "accept_reward", 1.5),
+        ("grpo", {"advantage": "rloo"}),
+        ("grpo", {"settings": {"normalize_by_std": False}}),
+        ("ppo", {"settings": {"gamma": 0.5}}),
+        ("ppo", {"settings": {"gae_lambda": 0.5}}),
+        ("ppo", {"settings": {"whiten": False}}),
+        ("gdpo", {"settings": {"part_weights": {"right": -1.0}}}),
+        ("rft", {"settings": {"accept_reward": 1.5}}),
+        ("rft", {"settings": {"accept_reward": {0: 1.5, 2: 1.0}}}),
     ],
 )
-def test_settings_reach_the_estimator(tmp_path: Path, name: str, key: str, value: Any) -> None:
+def test_settings_reach_the_estimator(tmp_path: Path, name: str, given: dict[str, Any]) -> None:
     """Each changes the advantages; what they mean is shown where the estimators are."""
-    before, after = (estimated(tmp_path, {"name": name, **extra})[1] for extra in ({}, {key: value}))
+    before, after = (estimated(tmp_path, {"name": name, **extra})[1] for extra in ({}, given))
     assert not np.allclose(before.advantages_T, after.advantages_T)
 
 
@@ -154,7 +157,7 @@ def test_what_a_function_of_ones_own_returns_is_checked(tmp_path: Path, name: st
 
 def test_figures_of_the_advantages(tmp_path: Path) -> None:
     """Group 1 has equal rewards: both of its rows, half of all, teach nothing."""
-    inputs, result = estimated(tmp_path, {"name": "grpo", "normalize_by_std": False})
+    inputs, result = estimated(tmp_path, {"name": "grpo", "settings": {"normalize_by_std": False}})
     figures = module._spread(inputs, result)
     assert result.advantages_T.tolist() == [0.5, 0.5, -0.5, 0, 0, 0]
     assert figures["advantage/zero_share"] == 0.5

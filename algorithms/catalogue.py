@@ -1,0 +1,70 @@
+"""The tables of docs/algorithms.md: what the registry holds, in Markdown.
+
+A row comes from the function and its docstring: the formula is the first paragraph, deviations are the section `Note:`,
+settings and defaults are the keyword-only parameters. So a new file brings its rows along. `penstock bench page`
+writes the tables into the page.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+from algorithms.advantages import ADVANTAGES
+from algorithms.algorithm import Algorithm
+from algorithms.policy_losses import CHOICES, POLICY_LOSSES
+from algorithms.registry import ALGORITHMS
+from algorithms.settings import note, settings, summary
+
+
+def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
+    """Return the lines of a Markdown table; a `|` in a cell is text, and code may be in docstrings' double quotes."""
+    cells = [[cell.replace("|", r"\|").replace("``", "`") for cell in row] for row in rows]
+    return [f"| {' | '.join(row)} |" for row in ([*head], ["---"] * len(head), *cells)]
+
+
+def by_name() -> list[str]:
+    """Return the table of algorithms."""
+    head = ("name", "what it does", "advantage", "loss", "aggregation", "paper")
+    return table(head, (_algorithm(ALGORITHMS[name]) for name in sorted(ALGORITHMS)))
+
+
+def estimators() -> list[str]:
+    """Return the table of advantage estimators."""
+    return table(("estimator", "formula", "settings", "notes"), _functions(ADVANTAGES, {}))
+
+
+def policy_losses() -> list[str]:
+    """Return the table of policy losses."""
+    return table(("loss", "per token", "settings", "notes"), _functions(POLICY_LOSSES, CHOICES))
+
+
+def notes(algorithm: Algorithm) -> str:
+    """Return the notes on an algorithm's estimator and loss."""
+    both = (note(ADVANTAGES[algorithm.advantage]), note(POLICY_LOSSES[algorithm.policy_loss]))
+    return " ".join(filter(None, both))
+
+
+def written(value: Any) -> str:
+    """Return a default as a recipe has it, without the `.0` of a whole number."""
+    if value is None or isinstance(value, bool):
+        return {None: "null", True: "true", False: "false"}[value]
+    return f"{value:g}" if isinstance(value, float) else str(value)
+
+
+def _algorithm(algorithm: Algorithm) -> tuple[str, ...]:
+    estimators_own = settings(ADVANTAGES[algorithm.advantage])
+    estimator, loss = [f"`{algorithm.advantage}`"], [f"`{algorithm.policy_loss}`"]
+    for key, value in algorithm.defaults.items():
+        (estimator if key in estimators_own else loss).append(f"`{key}: {written(value)}`")
+    name, pair = f"`{algorithm.name}`", (", ".join(estimator), ", ".join(loss))
+    return (name, algorithm.description, *pair, algorithm.aggregation, algorithm.paper)
+
+
+def _functions(
+    functions: Mapping[str, Callable[..., Any]], choices: Mapping[str, Callable[..., Any]]
+) -> Iterable[tuple[str, ...]]:
+    for name, function in functions.items():
+        taken = {**(settings(choices[name]) if name in choices else {}), **settings(function)}
+        defaults = ", ".join(f"`{setting.name}` {written(setting.default)}" for setting in taken.values())
+        yield (f"`{name}`", summary(function), defaults, note(function))

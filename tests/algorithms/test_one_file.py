@@ -1,0 +1,121 @@
+"""A new estimator with a new setting is one file: the configuration, a dry run and the documentation follow from it.
+
+The file is put into a copy of the package, which other processes import in its place; nothing else is touched.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from benchmarks.algorithms_page import table
+
+ROOT = Path(__file__).resolve().parents[2]
+FILE = '''"""Sharpened rewards, invented for a test."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import numpy as np
+from annotated_types import Gt, Le
+
+from algorithms.advantages.types import AdvantageInputs, Advantages, spread_over_tokens
+from algorithms.algorithm import Algorithm
+
+ALGORITHMS = (
+    Algorithm("sharp", "sharpened", "ppo_clip", "rewards to a power", paper="none", defaults={"sharpness": 2.0}),
+)
+
+
+def sharpened(inputs: AdvantageInputs, *, sharpness: Annotated[float, Gt(0), Le(9)] = 1.0) -> Advantages:
+    """A = sign(R) abs(R)^sharpness at every counted token.
+
+    Args:
+        inputs: a batch.
+        sharpness: the power that rewards are raised to.
+
+    Note:
+        Invented.
+    """
+    scores_B = inputs.scores_B()
+    return spread_over_tokens(np.sign(scores_B) * np.abs(scores_B) ** sharpness, inputs)
+'''
+COMMANDS = """
+import sys
+from penstock.cli.main import main
+for arguments in {commands}:
+    sys.argv = ["penstock", *arguments]
+    try:
+        main()
+    except SystemExit as ended:
+        print("ended with", ended.code)
+    print("=====", flush=True)
+"""
+
+
+def outputs(folder: Path, commands: list[list[str]]) -> list[str]:
+    """What commands print one after the other in a process that has `folder` before the repository."""
+    result = subprocess.run(
+        [sys.executable, "-c", COMMANDS.format(commands=commands)],
+        cwd=folder,
+        env={**os.environ, "PYTHONPATH": f"{folder}{os.pathsep}{ROOT}"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        check=True,
+    )
+    return result.stdout.split("=====\n")[:-1]
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A copy of the package, and of the page that describes it."""
+    shutil.copytree(ROOT / "algorithms", tmp_path / "algorithms", ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copy(ROOT / "docs" / "algorithms.md", tmp_path)
+    return tmp_path
+
+
+def commands(folder: Path) -> list[list[str]]:
+    train = ["train", str(ROOT / "configs" / "quickstart.yaml"), "--dry-run", "algorithm.name=sharp"]
+    results = [str(ROOT / "benchmarks" / "results" / f"algorithms{more}.json") for more in ("", "_4_mini_batches")]
+    return [
+        [*train, "algorithm.settings.sharpness=3"],
+        train,
+        [*train, "algorithm.settings.sharpness=9.5"],
+        [*train, "algorithm.settings.sharpnes=3"],
+        ["bench", "page", results[0], str(folder / "algorithms.md"), "--more-steps", results[1]],
+    ]
+
+
+def test_a_new_estimator_is_one_file(folder: Path) -> None:
+    """Its setting is taken, shown and checked, and its rows are on the page; the control is the next test."""
+    (folder / "algorithms" / "advantages" / "sharpened.py").write_text(FILE, encoding="utf-8")
+    given, default, beyond, misspelt, _ = outputs(folder, commands(folder))
+    assert "sharpness: 3.0" in given
+    assert "sharpness: 2.0" in default, "of the algorithm, which has another than the function"
+    assert "algorithm.settings.sharpness: must be less than or equal to 9 (given: 9.5)" in beyond
+    assert "algorithm.settings.sharpnes: unknown setting (did you mean 'sharpness'?)" in misspelt
+    page = (folder / "algorithms.md").read_text(encoding="utf-8")
+    row = ["`sharpened`", "A = sign(R) abs(R)^sharpness at every counted token.", "`sharpness` 1", "Invented."]
+    assert table(page, "Advantage estimators")["sharpened"] == row
+    assert table(page, "By name")["sharp"][2] == "`sharpened`, `sharpness: 2`"
+    meaning = "the power that rewards are raised to (default: sharpened 1.0)"
+    assert table(page, "Settings")["sharpness"][1:] == [
+        "number > 0 and <= 9 or {iteration: number > 0 and <= 9}",
+        meaning,
+    ]
+    assert "sharp" in table(page, "Accuracy")
+
+
+def test_without_the_file_there_is_no_such_name(folder: Path) -> None:
+    """The control, in the same copy."""
+    given, *_, page = outputs(folder, [commands(folder)[0], commands(folder)[-1]])
+    assert "algorithm.name: must be" in given
+    assert "given: 'sharp'" in given
+    assert (folder / "algorithms.md").read_text(encoding="utf-8") == (ROOT / "docs" / "algorithms.md").read_text()
