@@ -6,6 +6,7 @@ Left out: every command but `generate`.
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -13,6 +14,8 @@ import numpy as np
 import pyarrow as pa
 from transformers import AutoTokenizer
 
+from engines.commands import message as messages
+from engines.commands.rollout import EngineResponses, Generate
 from engines.groups.channel import Tell
 from engines.rollout.detokenize import decode
 from penstock.base.ragged import Ragged
@@ -29,29 +32,34 @@ class ReplyingRank:
     def handle(self, command: str, arguments: dict[str, Any], tell: Tell) -> dict[str, Any]:
         """Answer `generate`."""
         began = time.perf_counter()
-        reply = self._answered(**arguments)
+        answered = self._answered(messages.decode(Generate, arguments, command))
         time.sleep(max(0.0, began + GENERATION_S - time.perf_counter()))
         seconds = time.perf_counter() - began
-        reply["request_seconds"] = np.full(len(reply["truncated"]), seconds, np.float32)
-        return {**reply, "engine_seconds": seconds, "usage": {"seconds": seconds}}
+        seconds_B = np.full(len(answered.responses), seconds, np.float32)
+        reply = replace(answered, request_seconds_B=seconds_B, engine_seconds=seconds)
+        return {"reply": messages.encode(reply), "usage": {"seconds": seconds}}
 
-    def _answered(self, offsets: np.ndarray, sampling: dict[str, Any], tokenizer: str, **_: Any) -> dict[str, Any]:
-        positions = np.arange(len(offsets) - 1)[self.rank :: self.world_size]
-        rows, length = len(positions) * sampling["samples"], sampling["max_tokens"]
-        generator = np.random.default_rng([*sampling["seed"], self.rank])
-        drawn = generator.integers(0, len(_tokenizer(tokenizer)), rows * length, np.int32)
+    def _answered(self, command: Generate) -> EngineResponses:
+        """Return the answers; how long they took is not known yet."""
+        sampling, tokenizer = command.sampling, _tokenizer(command.tokenizer)
+        positions = np.arange(len(command.prompts))[self.rank :: self.world_size]
+        rows, length = len(positions) * sampling.samples, sampling.max_tokens
+        generator = np.random.default_rng([*sampling.seed, self.rank])
+        drawn = generator.integers(0, len(tokenizer), rows * length, np.int32)
         responses = Ragged(drawn, np.arange(rows + 1) * length)
-        return {
-            "positions": positions,
-            "tokens": responses.values_T,
-            "offsets": responses.offsets_B1,
-            "truncated": np.ones(rows, bool),
-            "texts": pa.array(decode(_tokenizer(tokenizer), responses), pa.large_string()),
-            "policy_version": 0,
-            "wake_seconds": 0.0,
-            "prompt_tokens": int(offsets[-1]),
-            "cached_tokens": 0,
-        }
+        return EngineResponses(
+            positions_P=positions,
+            responses=responses,
+            logprobs_T=None,
+            truncated_B=np.ones(rows, bool),
+            texts=pa.array(decode(tokenizer, responses), pa.large_string()),
+            policy_version=0,
+            request_seconds_B=np.zeros(rows, np.float32),
+            engine_seconds=0.0,
+            wake_seconds=0.0,
+            prompt_tokens=int(command.prompts.offsets_B1[-1]),
+            cached_tokens=0,
+        )
 
     def after_reply(self) -> None:
         """Nothing is left to do."""

@@ -157,7 +157,8 @@ def _round(llm: Any, work: Work, clock: _Clock, number: int) -> dict[str, float]
     """One generation: seconds per step, whole and of the scheduler's two calls."""
     from vllm import SamplingParams
 
-    from engines.rollout.decode_loop import Sampling, answer
+    from engines.commands.rollout import Sampling
+    from engines.rollout.decode_loop import answer
     from engines.rollout.prompt_queue import FixedShare
     from penstock.base.ragged import Ragged, offsets_of
 

@@ -56,11 +56,10 @@ def load_roles(training: Training, roles: tuple[Role, ...]) -> ModelShape:
     session = training.session()
     folder = session.model_folder = starting_model.fn(training)
     session.say(f"loading {' and '.join(roles)}")
-    common = session.build_arguments()
     for group in session.distinct_groups:
         if held := [role for role in group.spec.roles if role in roles]:
-            replies = group.call("build", key="0/build", **common, roles=held)
-            session.engine_figures["attention"] = attention_of(replies[0])
+            replies = session.call_all({group: session.build(held)}, "0/build")[group]
+            session.engine_figures["attention"] = attention_of(replies[0].kernels)
     return read_shape(Path(folder))
 
 

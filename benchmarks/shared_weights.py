@@ -32,6 +32,15 @@ if not torch.cuda.is_available():
 
 from benchmarks.result import new_result, write_result
 from configs.schema import TrainConfig
+from engines.commands.build import Build
+from engines.commands.forward import Logprobs
+from engines.commands.reshard import Reshard
+from engines.commands.update import ActorLoss, Split, UpdateActor
+from engines.ranks.build import build
+from engines.ranks.forward import logprobs
+from engines.ranks.models import RankModels
+from engines.ranks.reshard import reshard
+from engines.ranks.update import update_actor
 from engines.ranks.worker import Worker
 from penstock.base.ragged import Ragged, offsets_of
 from penstock.state.experience import write_columns
@@ -41,7 +50,7 @@ PROMPTS, PROMPT_TOKENS, RESPONSE_TOKENS = 8, 32, 24
 
 def main(folder: str, out: Path, zero_stage: int) -> None:
     """Measure and write the result."""
-    worker = Worker(0, 1, 0 if torch.cuda.is_available() else None)
+    models = Worker(0, 1, 0 if torch.cuda.is_available() else None).models
     config = TrainConfig.model_validate(
         {
             "model": {"path": folder},
@@ -51,31 +60,31 @@ def main(folder: str, out: Path, zero_stage: int) -> None:
         }
     )
     begin = time.perf_counter()
-    built = worker.build(config.model_dump(mode="json"), folder, ["actor", "rollout"])
+    built = build(models, Build(config.model_dump(mode="json"), folder, ("actor", "rollout")))
     figures: dict[str, Any] = {"build_s": time.perf_counter() - begin}
-    figures |= {name: built[name] for name in ("parameters", "parameters_shared", "parameters_copied")}
+    figures |= {name: getattr(built, name) for name in ("parameters", "parameters_shared", "parameters_copied")}
     with tempfile.TemporaryDirectory() as scratch:
         path = Path(scratch) / "experience.parquet"
-        figures["difference_before"] = difference(worker, path)
+        figures["difference_before"] = difference(models, path)
         for step in range(1, 4):
-            train(worker, path, step)
+            train(models, path, step)
             begin = time.perf_counter()
-            moved = worker.reshard(step)
-            figures |= {"reshard_s": time.perf_counter() - begin, "reshard_bytes": moved["bytes"]}
-            figures[f"difference_after_{step}"] = difference(worker, path)
-        figures["difference_stale"] = difference(worker, path, stale=True)
+            moved = reshard(models, Reshard(step))
+            figures |= {"reshard_s": time.perf_counter() - begin, "reshard_bytes": moved.bytes}
+            figures[f"difference_after_{step}"] = difference(models, path)
+        figures["difference_stale"] = difference(models, path, stale=True)
     result = new_result("shared_weights", " ".join(["python", *sys.argv]), figures)
     write_result(out, result)
     print(result.model_dump_json(indent=2, include={"figures"}))
 
 
-def difference(worker: Worker, path: Path, stale: bool = False) -> float:
+def difference(models: RankModels, path: Path, stale: bool = False) -> float:
     """Return mean |log-prob of vLLM - log-prob of the trainer| over tokens that vLLM just sampled."""
     from vllm import SamplingParams
 
-    generator = worker.generator
+    generator = models.generator
     assert generator is not None
-    vocabulary = worker.lm.config.vocab_size
+    vocabulary = models.lm.config.vocab_size
     prompts = np.random.default_rng(0).integers(0, vocabulary, (PROMPTS, PROMPT_TOKENS)).astype(np.int32)
     generator.wake()
     outputs = generator.llm.generate(
@@ -95,20 +104,18 @@ def difference(worker: Worker, path: Path, stale: bool = False) -> float:
     write_columns(path, {**columns, "loss_mask": ones, "advantages": advantages})
     if stale:
         with torch.no_grad():
-            for parameter in worker.lm.parameters():  # new storage: vLLM still reads the old one
+            for parameter in models.lm.parameters():  # new storage: vLLM still reads the old one
                 parameter.data = parameter.data + 0.01 * torch.randn_like(parameter.data)
-    reply = worker.logprobs(str(path), "actor", 1.0, 4096)
-    ours = Ragged(reply["values"], offsets_of(responses.lengths_B[reply["rows"]])).take(np.argsort(reply["rows"]))
+    reply = logprobs(models, Logprobs(str(path), "actor", 1.0, 4096))
+    ours = Ragged(reply.values_T, offsets_of(responses.lengths_B[reply.rows])).take(np.argsort(reply.rows))
     return float(np.abs(theirs - ours.values_T).mean())
 
 
-def train(worker: Worker, path: Path, step: int) -> None:
+def train(models: RankModels, path: Path, step: int) -> None:
     """Take one large optimizer step, so that a stale weight could not hide."""
-    split: dict[str, Any] = {"mini_batches": 1, "epochs": 1, "samples": 1, "micro_batch_tokens": 4096, "seed": step}
-    split |= {"max_response_tokens": RESPONSE_TOKENS, "aggregation": "token-mean"}
-    loss = {"policy_loss": "ppo_clip", "settings": {}, "temperature": 1.0, "entropy_coefficient": 0.0}
-    loss |= {"kl_estimator": None, "kl_coefficient": 0.0}
-    worker.update_actor(str(path), step - 1, split, loss, 1e-4)
+    split = Split(1, 1, 1, 4096, RESPONSE_TOKENS, "token-mean", seed=step)
+    loss = ActorLoss("ppo_clip", {}, 1.0, entropy_coefficient=0.0, kl_estimator=None, kl_coefficient=0.0)
+    update_actor(models, UpdateActor(str(path), step - 1, split, loss, 1e-4))
 
 
 if __name__ == "__main__":

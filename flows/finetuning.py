@@ -14,6 +14,7 @@ from typing import TypeVar
 
 from configs.preference import PairConfig, RewardModelConfig
 from configs.schema import TrainConfig
+from engines.commands.finetuning import PreferenceEnd
 from penstock.checks.memory import check_finetuning_memory
 from penstock.session.going_on import Resume, new_run, resumed_run
 from penstock.session.prefect import admission
@@ -85,4 +86,4 @@ def trained(training: Training, config: PairConfig) -> str:
             save_step(training, first + count)
     if heldout:
         measure_heldout(training, config, config.trainer.steps)
-    return end_finetuning(training, "preference_end", model, "final")
+    return end_finetuning(training, PreferenceEnd, model, "final")

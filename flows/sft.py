@@ -5,6 +5,7 @@ from __future__ import annotations
 from prefect import flow
 
 from configs.schema import TrainConfig
+from engines.commands.finetuning import SftEnd
 from flows.finetuning import opened
 from penstock.checks.memory import check_finetuning_memory
 from penstock.checks.training import check_supervised
@@ -55,4 +56,4 @@ def supervise(training: Training, model_folder: str, alone: bool = False) -> str
         record(training, first, losses)
         if checkpoint_due(config, first + count):
             save_step(training, first + count)
-    return end_finetuning(training, "sft_end", model_folder, "sft")
+    return end_finetuning(training, SftEnd, model_folder, "sft")

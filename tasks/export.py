@@ -7,6 +7,7 @@ from pathlib import Path
 from prefect import task
 from prefect.cache_policies import NO_CACHE
 
+from engines.commands.checkpoint import Export
 from penstock.base.files import filling
 from penstock.session.session import Training
 from tasks.finetuning.checkpoints import copy_tokenizer
@@ -20,6 +21,6 @@ def export(training: Training) -> str:
         return str(final)
     training.session().say("writing the trained model")
     with filling(final) as aside:
-        training.session().call("actor", "export", "0/export", folder=str(aside))
+        training.session().call("actor", Export(str(aside)), "0/export")
         copy_tokenizer(Path(training.session().model_folder), aside)
     return str(final)

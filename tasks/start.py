@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,8 +11,9 @@ from prefect.cache_policies import NO_CACHE
 
 from configs.idle import idle_settings
 from configs.schema import TrainConfig
+from engines.commands.build import Built, Kernels, MakeTiny
+from engines.commands.reshard import Resharded
 from engines.groups.placement import describe_strategy, reshard_strategy
-from engines.groups.side_by_side import side_by_side
 from penstock.base.files import filling
 from penstock.base.interrupts import interrupts_deferred
 from penstock.base.ragged import Ragged
@@ -47,7 +47,7 @@ def starting_model(training: Training) -> str:
         with filling(folder) as aside:
             with interrupts_deferred():
                 make_byte_tokenizer(aside)
-            training.session().call("actor", "make_tiny", "0/make_tiny", folder=str(aside), config=_plain(config))
+            training.session().call("actor", MakeTiny(config.model_dump(mode="json"), str(aside)), "0/make_tiny")
             write_hashes(aside)
     return str(folder)
 
@@ -115,27 +115,28 @@ def build_engines(training: Training, model_folder: str) -> dict[str, int | str]
     session.model_folder = model_folder
     session.await_engines()
     session.say("loading models into DeepSpeed and vLLM")
-    common, groups = session.build_arguments(), session.distinct_groups
-    replies = side_by_side("build", "0/build", {group: {**common, "roles": list(group.spec.roles)} for group in groups})
-    strategy, first = reshard_strategy(session.config), [reply for ranks in replies.values() for reply in ranks]
+    replies = session.call_all({group: session.build(group.spec.roles) for group in session.distinct_groups}, "0/build")
+    strategy, built = reshard_strategy(session.config), [reply for ranks in replies.values() for reply in ranks]
+    engines: list[Built | Resharded] = [*built]
     if strategy == "broadcast":
         connect_groups(session)
-        first += bring_weights(session, "0/reshard", version=0)
+        engines += bring_weights(session, "0/reshard", version=0)
     figures: dict[str, int | str] = {
-        name: max(int(reply.get(name, 0)) for reply in first)
-        for name in ("parameters", "parameters_shared", "parameters_copied")
+        "parameters": max(reply.parameters for reply in built),
+        "parameters_shared": max(reply.parameters_shared for reply in engines),
+        "parameters_copied": max(reply.parameters_copied for reply in engines),
     }
     get_run_logger().info(
         "%s parameters, of which %s are trained; reshard by %s: %s; %s of the rollout engine's tensors are the actor's "
         "own, %s are written",
         figures["parameters"],
-        max(int(reply.get("trained", 0)) for reply in first),
+        max(reply.trained for reply in built),
         strategy,
         describe_strategy(session.config),
         figures["parameters_shared"],
         figures["parameters_copied"],
     )
-    figures |= {"reshard_strategy": strategy, "attention": attention_of(first[0])}
+    figures |= {"reshard_strategy": strategy, "attention": attention_of(built[0].kernels)}
     recomputed = "; ".join(f"{name}: {value}" for name, value in session.recomputed.items())
     get_run_logger().info("recomputed in the backward pass: %s", recomputed)
     if session.kv_cache_stays is not None:
@@ -145,13 +146,12 @@ def build_engines(training: Training, model_folder: str) -> dict[str, int | str]
     return figures
 
 
-def attention_of(reply: Mapping[str, Any]) -> str:
+def attention_of(kernels: Kernels) -> str:
     """Return which kernel a rank's attention takes; say so, with a warning where its GPU has faster kernels."""
-    name = str(reply["attention"])
-    get_run_logger().info("attention of updates and log-probs: %s", name)
-    for obstacle in reply["slower"]:
+    get_run_logger().info("attention of updates and log-probs: %s", kernels.attention)
+    for obstacle in kernels.slower:
         get_run_logger().warning("updates are slower than this GPU can be, %s", obstacle)
-    return name
+    return kernels.attention
 
 
 def _frame(config: TrainConfig, split: str) -> pd.DataFrame:
@@ -166,7 +166,3 @@ def load_tokenizer(model_folder: str) -> Any:
         from transformers import AutoTokenizer
 
     return AutoTokenizer.from_pretrained(model_folder, local_files_only=True, trust_remote_code=False)
-
-
-def _plain(config: TrainConfig) -> dict[str, Any]:
-    return config.model_dump(mode="json")

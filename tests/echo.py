@@ -9,10 +9,36 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
+from engines.commands.message import decode, encode
+from engines.commands.rollout import EngineResponses, Generate
 from penstock.base.ragged import Ragged
 
+GREEDY: dict[str, Any] = {
+    "samples": 1,
+    "temperature": 0.0,
+    "top_p": 1.0,
+    "top_k": 0,
+    "max_tokens": 2,
+    "ignore_eos": False,
+    "logprobs": False,
+}
 
-@dataclass
+NOTHING = EngineResponses(
+    positions_P=np.empty(0, np.int64),
+    responses=Ragged(np.empty(0, np.int32), np.zeros(1, np.int64)),
+    logprobs_T=None,
+    truncated_B=np.empty(0, bool),
+    texts=pa.array([], pa.large_string()),
+    policy_version=0,
+    request_seconds_B=np.empty(0, np.float32),
+    engine_seconds=0.0,
+    wake_seconds=0.0,
+    prompt_tokens=0,
+    cached_tokens=0,
+)
+
+
+@dataclass(eq=False)
 class Echo:
     """Ranks that answer a prompt with its first token, once for sample 0, twice for sample 1."""
 
@@ -26,25 +52,26 @@ class Echo:
 
     def call(self, command: str, key: str, **arguments: Any) -> list[dict[str, Any]]:
         self.commands.append({"command": command, "key": key, **arguments})
-        prompts = Ragged(arguments["prompts"], arguments["offsets"])
-        taken = np.random.default_rng(self.ranks).permutation(len(prompts))
-        return [self.answer(prompts, taken[rank :: self.ranks], arguments["sampling"]) for rank in range(self.ranks)]
+        fields = {name: value for name, value in arguments.items() if name != "on_news"}
+        asked = decode(Generate, fields, command)
+        taken = np.random.default_rng(self.ranks).permutation(len(asked.prompts))
+        answers = [self.answer(asked, taken[rank :: self.ranks]) for rank in range(self.ranks)]
+        return [{"reply": encode(answer), "usage": {}} for answer in answers]
 
-    def answer(self, prompts: Ragged, positions: np.ndarray, sampling: dict[str, Any]) -> dict[str, Any]:
-        first = [int(prompts.row(position)[0]) for position in positions]
-        responses = Ragged.of([[token] * (n + 1) for token in first for n in range(sampling["samples"])], np.int32)
-        count = len(responses)
-        return {
-            "usage": {},
-            "positions": positions,
-            "tokens": responses.values_T,
-            "offsets": responses.offsets_B1,
-            "truncated": np.arange(count) % 2 == 1,
-            "texts": pa.array([str(responses.row(row)[0]) for row in range(count)], pa.large_string()),
-            "policy_version": self.policy_version,
-            "request_seconds": np.ones(count, np.float32),
-            "engine_seconds": 1.0,
-            "wake_seconds": 0.25,
-            "prompt_tokens": 1,
-            "cached_tokens": 0,
-        }
+    def answer(self, asked: Generate, positions: np.ndarray) -> EngineResponses:
+        first = [int(asked.prompts.row(position)[0]) for position in positions]
+        tokens = [[token] * (n + 1) for token in first for n in range(asked.sampling.samples)]
+        responses, count = Ragged.of(tokens, np.int32), len(tokens)
+        return EngineResponses(
+            positions_P=positions,
+            responses=responses,
+            logprobs_T=None,
+            truncated_B=np.arange(count) % 2 == 1,
+            texts=pa.array([str(responses.row(row)[0]) for row in range(count)], pa.large_string()),
+            policy_version=self.policy_version,
+            request_seconds_B=np.ones(count, np.float32),
+            engine_seconds=1.0,
+            wake_seconds=0.25,
+            prompt_tokens=1,
+            cached_tokens=0,
+        )

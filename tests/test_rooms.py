@@ -15,7 +15,16 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 HEAVY = ("deepspeed", "torch", "vllm")
-LIGHT = ("configs", "engines/families", "engines/groups", "engines/sizing", "flows", "penstock", "tasks")
+LIGHT = (
+    "configs",
+    "engines/commands",
+    "engines/families",
+    "engines/groups",
+    "engines/sizing",
+    "flows",
+    "penstock",
+    "tasks",
+)
 NOT_IMPORTED = {"locust_users", "vllm_server"}  # programs: what Locust runs, and vLLM's own server
 IMPORT = "import importlib, sys; [importlib.import_module(name) for name in sys.argv[1:]]; print([*sys.modules])"
 

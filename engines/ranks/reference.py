@@ -8,7 +8,6 @@ The reference can become a copy of the actor: in place where both are in one gro
 Both sides report a digest of their weights, by which the flow compares them (tasks/iteration/refresh_reference.py). A
 checkpoint holds the reference once it is no longer the starting model.
 
-The commands are functions of the rank's `Worker`, which finds them by name in `COMMANDS`.
 Suffixes: `_T` response tokens, `_TH` times hidden size, `_VH` vocabulary x hidden size.
 """
 
@@ -19,7 +18,7 @@ import json
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import deepspeed
 import numpy as np
@@ -30,6 +29,18 @@ from torch import nn
 
 from engines.batches.micro_batches import plan_micro_batches
 from engines.batches.packing import PackedBatch, Rows, pack, read_rows
+from engines.commands.reference import (
+    Digests,
+    LogprobsAndKl,
+    ReadReference,
+    ReferenceStates,
+    RefreshReference,
+    TokenValuesAndKl,
+    WriteActor,
+)
+from engines.ranks.forward import per_token
+from engines.ranks.handlers import carries_out
+from engines.ranks.models import RankModels
 from engines.sizing.flops import forward_flops
 from engines.training.full_kl import reference_of, with_states
 from engines.weights.buckets import one_ahead
@@ -37,10 +48,6 @@ from engines.weights.checksum import word_sum
 from engines.weights.lora import without_adapters
 from penstock.base.files import replacing
 from penstock.base.ragged import Ragged
-
-if TYPE_CHECKING:
-    from engines.ranks.worker import Worker
-
 
 IN_CHECKPOINT = Path("reference") / "model.safetensors"
 
@@ -50,16 +57,17 @@ STORED = {torch.bfloat16: torch.int16, torch.float32: torch.float32}  # numpy ha
 # ---- the KL over the vocabulary ------------------------------------------------------------------------------------
 
 
+@carries_out(ReferenceStates)
 @torch.no_grad()
-def reference_states(worker: Worker, path: str, budget: int, output: str) -> dict[str, Any]:
-    """Write the hidden states that predict the response tokens to `output`, an array in the order of the experience.
+def reference_states(models: RankModels, command: ReferenceStates) -> None:
+    """Write the hidden states that predict the response tokens, an array in the order of the experience.
 
     Each rank writes its share of rows; a copy to the host runs while the next micro-batch is computed.
     """
-    rows = read_rows(path)
-    with _reference(worker) as policy:
+    rows, output = read_rows(command.path), command.output
+    with _reference(models) as policy:
         stored = STORED[policy.head.weight.dtype]
-        if worker.rank == 0:
+        if models.rank == 0:
             shape = (len(rows.responses.values_T), policy.head.weight.shape[1])
             np.lib.format.open_memmap(output, "w+", torch.empty(0, dtype=stored).numpy().dtype, shape)
         torch.distributed.barrier()
@@ -67,25 +75,25 @@ def reference_states(worker: Worker, path: str, budget: int, output: str) -> dic
         places = Ragged(np.arange(len(states_TH)), rows.responses.offsets_B1)
 
         def copies() -> Iterator[tuple[list[int], torch.Tensor, Callable[[], None]]]:
-            for index in plan_micro_batches(rows, worker.world_size, budget)[worker.rank]:
+            for index in plan_micro_batches(rows, models.world_size, command.budget)[models.rank]:
                 if index:
-                    yield index, *_to_host(policy.hidden(pack(rows, index, worker.device)).view(stored))
+                    yield index, *_to_host(policy.hidden(pack(rows, index, models.device)).view(stored))
 
         for index, hidden_TH, wait in one_ahead(copies()):
             wait()
             states_TH[places.take(np.asarray(index)).values_T] = hidden_TH.numpy()
-    return {"usage": _pass_without_head(worker, rows)}
+    models.use(_pass_without_head(models, rows))
 
 
 @contextmanager
-def _reference(worker: Worker) -> Iterator[Any]:
+def _reference(models: RankModels) -> Iterator[Any]:
     """The reference, ready for a pass; beside an actor with adapters it is that one without them."""
-    if "reference" in worker.frozen:
-        yield worker.frozen["reference"]
+    if "reference" in models.frozen:
+        yield models.frozen["reference"]
         return
-    worker.model("actor")
-    with without_adapters(worker.lm):
-        yield worker.trainers["actor"].module
+    models.model("actor")
+    with without_adapters(models.lm):
+        yield models.trainers["actor"].module
 
 
 def _to_host(values: torch.Tensor) -> tuple[torch.Tensor, Callable[[], None]]:
@@ -99,104 +107,112 @@ def _to_host(values: torch.Tensor) -> tuple[torch.Tensor, Callable[[], None]]:
     return host, done.synchronize
 
 
-def _pass_without_head(worker: Worker, rows: Rows) -> dict[str, float]:
-    shape, work = worker.shapes["reference"], {"tokens": float(rows.lengths_B.sum())}
+def _pass_without_head(models: RankModels, rows: Rows) -> dict[str, float]:
+    shape, work = models.shapes["reference"], {"tokens": float(rows.lengths_B.sum())}
     if not shape.dense:
         return work
     lengths = rows.prompts.lengths_B, rows.responses.lengths_B
     return work | {"flops": forward_flops(shape, *lengths, scalar_head=True, prompt_ids_B=rows.prompt_ids_B)}
 
 
+@carries_out(LogprobsAndKl)
 @torch.no_grad()
-def logprobs_and_kl(worker: Worker, path: str, temperature: float, budget: int, states: str) -> dict[str, Any]:
-    """Log-probs of response tokens under the actor, and its KL to the reference, for this rank's share of rows."""
-    rows, policy = with_states(read_rows(path), states), worker.model("actor")
-    weight_VH = head_of_reference(worker)
+def logprobs_and_kl(models: RankModels, command: LogprobsAndKl) -> TokenValuesAndKl:
+    """Log-probs and KL come from one pass of the actor."""
+    rows, policy = with_states(read_rows(command.path), command.states), models.model("actor")
+    weight_VH = head_of_reference(models)
 
     def forward(batch: PackedBatch) -> torch.Tensor:
-        logprobs_T, _, kl_T = policy(batch, temperature, reference_of(batch, weight_VH))
+        logprobs_T, _, kl_T = policy(batch, command.temperature, reference_of(batch, weight_VH))
         return torch.stack([logprobs_T, kl_T], dim=1)
 
-    reply = worker.per_token(rows, "actor", budget, forward)
-    logprobs_T, kl_T = np.ascontiguousarray(reply["values"].reshape(-1, 2).T)
-    return reply | {"values": logprobs_T, "kl": kl_T}
+    both = per_token(models, rows, "actor", command.budget, forward)
+    logprobs_T, kl_T = np.ascontiguousarray(both.values_T.reshape(-1, 2).T)
+    return TokenValuesAndKl(both.rows, logprobs_T, kl_T)
 
 
-def head_of_reference(worker: Worker) -> torch.Tensor:
+def head_of_reference(models: RankModels) -> torch.Tensor:
     """Return the reference's language head: its own, or the copy that is kept; adapters leave the actor's the same."""
-    if worker.reference_head is not None:
-        return worker.reference_head
-    policy: Any = worker.frozen.get("reference") or worker.trainers["actor"].module
+    if models.reference_head is not None:
+        return models.reference_head
+    policy: Any = models.frozen.get("reference") or models.trainers["actor"].module
     weight: torch.Tensor = policy.head.weight.detach()
     return weight
 
 
-def keep_head(worker: Worker) -> None:
+def keep_head(models: RankModels) -> None:
     """Where the reference is in another group: copy the actor's language head, at a moment when they are the same."""
-    if worker.config.algorithm.full_kl and worker.config.actor.lora is None:
-        with _whole(worker.lm.lm_head.weight) as values:
-            worker.reference_head = values.detach().clone()
+    if models.config.algorithm.full_kl and models.config.actor.lora is None:
+        with _whole(models.lm.lm_head.weight) as values:
+            models.reference_head = values.detach().clone()
 
 
 # ---- its renewal ---------------------------------------------------------------------------------------------------
 
 
+@carries_out(RefreshReference)
 @torch.no_grad()
-def refresh_reference(worker: Worker) -> dict[str, Any]:
-    """Make the reference a copy of the actor of the same group; return digests of both."""
-    reference, sums = _parameters(worker.frozen["reference"].lm), {}
-    for name, parameter in _parameters(worker.lm).items():
+def refresh_reference(models: RankModels, command: RefreshReference) -> Digests:
+    """Copy parameter by parameter, whole also where ZeRO-3 shards them; return digests of both."""
+    reference, sums = _parameters(models.frozen["reference"].lm), {}
+    for name, parameter in _parameters(models.lm).items():
         with _whole(parameter) as values:
             sums[name] = word_sum(values)
             reference[name].copy_(values)
-    worker.reference_refreshed = True
-    return {"digests": [_digest(sums), digest(reference)]}
+    models.reference_refreshed = True
+    return Digests([_digest(sums), digest(reference)])
 
 
+@carries_out(WriteActor)
 @torch.no_grad()
-def write_actor(worker: Worker, path: str) -> dict[str, Any]:
-    """Write the actor's weights for a reference in another group (rank 0 writes, all gather); return their digest."""
+def write_actor(models: RankModels, command: WriteActor) -> Digests:
+    """Rank 0 writes, all gather; return the weights' digest."""
     weights, sums = {}, {}
-    for name, parameter in _parameters(worker.lm).items():
+    for name, parameter in _parameters(models.lm).items():
         with _whole(parameter) as values:
             sums[name] = word_sum(values)
-            if worker.rank == 0:
+            if models.rank == 0:
                 weights[name] = values.to("cpu", copy=True)
-    if worker.rank == 0:
-        with replacing(Path(path)) as aside:
+    if models.rank == 0:
+        with replacing(Path(command.path)) as aside:
             save_file(weights, aside)
     torch.distributed.barrier()
-    keep_head(worker)
-    return {"digests": [_digest(sums)]}
+    keep_head(models)
+    return Digests([_digest(sums)])
 
 
-def read_reference(worker: Worker, path: str) -> dict[str, Any]:
-    """Give the reference the weights in a file; return their digest as they are on the device."""
-    parameters = _parameters(worker.frozen["reference"].lm)
+@carries_out(ReadReference)
+def read_reference(models: RankModels, command: ReadReference) -> Digests:
+    """Return the weights' digest as they are on the device."""
+    return Digests([digest(_read_reference(models, command.path))])
+
+
+def _read_reference(models: RankModels, path: str) -> dict[str, nn.Parameter]:
+    parameters = _parameters(models.frozen["reference"].lm)
     _read_into(parameters, path)
-    worker.reference_refreshed = True
-    return {"digests": [digest(parameters)]}
+    models.reference_refreshed = True
+    return parameters
 
 
-def save_reference(worker: Worker, folder: Path) -> None:
+def save_reference(models: RankModels, folder: Path) -> None:
     """Write the reference into a checkpoint, unless it is the starting model still (rank 0 writes)."""
-    if worker.rank == 0 and worker.reference_refreshed:
+    if models.rank == 0 and models.reference_refreshed:
         (folder / IN_CHECKPOINT).parent.mkdir()
-        parameters = _parameters(worker.frozen["reference"].lm)
+        parameters = _parameters(models.frozen["reference"].lm)
         save_file({name: value.data.cpu() for name, value in parameters.items()}, folder / IN_CHECKPOINT)
 
 
-def load_reference(worker: Worker, folder: Path) -> None:
+def load_reference(models: RankModels, folder: Path) -> None:
     """Restore what `save_reference` wrote, and what the actor's group keeps of it."""
     path = folder / IN_CHECKPOINT
     if not path.is_file():
         return
-    if "reference" in worker.frozen:
-        read_reference(worker, str(path))
-    elif worker.reference_head is not None:
-        head = worker.lm.lm_head.weight
-        (name,) = (name for name, parameter in _parameters(worker.lm).items() if parameter is head)
-        _read_into({name: worker.reference_head}, str(path))
+    if "reference" in models.frozen:
+        _read_reference(models, str(path))
+    elif models.reference_head is not None:
+        head = models.lm.lm_head.weight
+        (name,) = (name for name, parameter in _parameters(models.lm).items() if parameter is head)
+        _read_into({name: models.reference_head}, str(path))
 
 
 def digest(parameters: Mapping[str, torch.Tensor]) -> str:
@@ -228,9 +244,3 @@ def _whole(parameter: nn.Parameter) -> Iterator[torch.Tensor]:
         return
     with deepspeed.zero.GatheredParameters(parameter):
         yield parameter.data
-
-
-COMMANDS = {
-    function.__name__: function
-    for function in (reference_states, logprobs_and_kl, refresh_reference, write_actor, read_reference)
-}

@@ -1,4 +1,4 @@
-"""What a command used on its rank: seconds, and on a GPU the peak of its memory.
+"""What a command used on its rank: seconds, tokens and FLOPs, and on a GPU the peak of its memory.
 
 Torch counts what vLLM's memory pool holds as allocated also while the engine sleeps, when no memory is behind it;
 that is taken off here. Left out: what other processes use of the GPU (engines/sizing/gpu_sampler.py sees all of it).
@@ -10,6 +10,10 @@ import time
 from collections.abc import Callable, Collection
 
 import torch
+
+from engines.batches.packing import Rows
+from engines.ranks.models import RankModels
+from engines.sizing.flops import forward_flops, training_flops
 
 GIB = 1 << 30
 
@@ -41,3 +45,21 @@ def _pool_bytes(tags: Collection[str]) -> int:
 
     held = CuMemAllocator.get_instance().pointer_to_data.values()
     return sum(int(data.handle[1]) for data in held if data.tag in tags)
+
+
+def work_on(models: RankModels, rows: Rows, role: str, epochs: int) -> dict[str, float]:
+    """Return `tokens` and `flops` of all ranks: of `epochs` passes of training, or of one forward pass for 0.
+
+    FLOPs are known of dense decoders.
+    """
+    shape, prompt_B, response_B = models.shapes[role], rows.prompts.lengths_B, rows.responses.lengths_B
+    work = {"tokens": float(rows.lengths_B.sum() * max(1, epochs))}
+    if not shape.dense:
+        return work
+    trainer = {"actor": models.config.actor, "critic": models.config.critic}.get(role)
+    adapters = shape.adapter_parameters(trainer.lora) if trainer is not None else 0
+    count, times = (training_flops, epochs) if epochs else (forward_flops, 1)
+    ids_B, scalar = rows.prompt_ids_B, role == "critic"
+    return work | {
+        "flops": times * count(shape, prompt_B, response_B, scalar_head=scalar, prompt_ids_B=ids_B, adapters=adapters)
+    }

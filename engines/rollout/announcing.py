@@ -9,11 +9,11 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import pyarrow as pa
 
+from engines.commands.rollout import EndedResponses
 from penstock.base.ragged import Ragged
 
 PERIOD_S = 0.1
@@ -34,10 +34,10 @@ class Announcer:
 
     Args:
         decode: returns the text of each row.
-        tell: takes positions, samples and texts of what has ended, one entry each.
+        tell: takes what has ended.
     """
 
-    def __init__(self, decode: Callable[[Ragged], list[str]], tell: Callable[[dict[str, Any]], None]) -> None:
+    def __init__(self, decode: Callable[[Ragged], list[str]], tell: Callable[[EndedResponses], None]) -> None:
         self._decode, self._tell = decode, tell
         self._texts: dict[int, str] = {}
         self._told = time.perf_counter()
@@ -49,11 +49,11 @@ class Announcer:
         texts = self._decode(Ragged.of([item.tokens for item in ended], np.int32))
         self._texts.update(zip((item.row for item in ended), texts, strict=True))
         self._tell(
-            {
-                "positions": np.asarray([item.position for item in ended]),
-                "samples": np.asarray([item.sample for item in ended]),
-                "texts": pa.array(texts, pa.large_string()),
-            }
+            EndedResponses(
+                positions=np.asarray([item.position for item in ended]),
+                samples=np.asarray([item.sample for item in ended]),
+                texts=pa.array(texts, pa.large_string()),
+            )
         )
         self._told = time.perf_counter()
         ended.clear()

@@ -20,24 +20,11 @@ from typing import Any
 
 import numpy as np
 
+from engines.commands.rollout import Sampling
 from engines.rollout import vllm as versions
 from engines.rollout.announcing import Announcer, Ended
 from engines.rollout.prompt_queue import Supply
 from penstock.base.ragged import Ragged
-
-
-@dataclass(frozen=True)
-class Sampling:
-    """How to draw tokens."""
-
-    samples: int
-    temperature: float
-    top_p: float
-    top_k: int
-    max_tokens: int
-    ignore_eos: bool
-    seed: list[int]  # three numbers of this generation
-    logprobs: bool = False  # of the tokens drawn, under what they were drawn from
 
 
 @dataclass(frozen=True)

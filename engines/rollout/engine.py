@@ -27,11 +27,12 @@ import torch
 from torch import nn
 
 from configs.sections.rollout import RolloutConfig
+from engines.commands.rollout import Sampling
 from engines.families.served import check_served
 from engines.rollout import vllm as versions
 from engines.rollout.announcing import Announcer
 from engines.rollout.batch_sizes import capture_sizes, max_sequences, most_at_once
-from engines.rollout.decode_loop import Generated, Sampling, answer, engine_seed
+from engines.rollout.decode_loop import Generated, answer, engine_seed
 from engines.rollout.episodes import Environments, play
 from engines.rollout.prompt_queue import place_of, supply_of
 from engines.rollout.scheduler import let_sequences_coast

@@ -27,8 +27,9 @@ from typing import Any
 import numpy as np
 
 from configs.sections.rollout import EnvironmentConfig
+from engines.commands.rollout import Sampling
 from engines.rollout import vllm as versions
-from engines.rollout.decode_loop import Generated, Sampling, is_truncated
+from engines.rollout.decode_loop import Generated, is_truncated
 from engines.rollout.detokenize import decode
 from engines.rollout.prompt_queue import Supply
 from penstock.base.errors import UserError
@@ -326,16 +327,3 @@ class EnvironmentHost:
         """End the worker processes."""
         if self.pool is not None:
             self.pool.close()
-
-
-def episode_columns(played: Played) -> dict[str, Any]:
-    """Return what episodes have beyond responses, in the form of a command's reply."""
-    rewards = [np.nan if reply.reward is None else reply.reward for reply in played.replies]
-    return {
-        "loss_mask": played.mask_T,
-        "turns": played.turns_B,
-        "environment_reward": np.asarray(rewards, np.float64),
-        "environment_parts": [reply.parts for reply in played.replies],
-        "environment_failure": [reply.failure for reply in played.replies],
-        "waited_seconds": played.waited_seconds,
-    }

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
@@ -26,6 +25,7 @@ from algorithms.preference.types import LabelInputs, PairInputs, PreferenceOutpu
 from algorithms.segments import segment_sum_torch
 from engines.batches.micro_batches import plan_micro_batches
 from engines.batches.packing import PackedBatch, PackedInTurn, Rows, pack, to_device, uncounted
+from engines.commands.finetuning import PreferenceLoss
 from engines.training.trainer import Trainer, reduce_sums
 from penstock.state.experience import column_names, read_columns
 
@@ -53,17 +53,9 @@ class UnitBatch:
 BatchLoss = Callable[[nn.Module, UnitBatch], tuple[torch.Tensor, Sums]]
 
 
-@dataclass(frozen=True)
-class UnitLoss:
-    """A loss by its name in `PREFERENCE_LOSSES`, or "bradley_terry", with its settings."""
-
-    name: str
-    settings: dict[str, Any]
-
-    @property
-    def together(self) -> int:
-        """Adjacent rows of a unit."""
-        return 1 if self.name != "bradley_terry" and is_labelled(self.name) else 2
+def rows_together(loss: PreferenceLoss) -> int:
+    """Return how many adjacent rows a unit of the loss has."""
+    return 1 if loss.name != "bradley_terry" and is_labelled(loss.name) else 2
 
 
 def read_preferences(path: str) -> PreferenceRows:
@@ -79,38 +71,38 @@ def read_preferences(path: str) -> PreferenceRows:
 
 
 def update_on_preferences(
-    trainer: Trainer, data: PreferenceRows, index_U: np.ndarray, budget: int, loss: UnitLoss, learning_rate: float
+    trainer: Trainer, data: PreferenceRows, index_U: np.ndarray, budget: int, loss: PreferenceLoss, learning_rate: float
 ) -> dict[str, float]:
     """Take one optimizer step over the given units; return loss, accuracy, margin and log-probs or scores."""
-    batches = _batches(data, index_U, budget, loss.together, trainer.device)
+    batches = _batches(data, index_U, budget, rows_together(loss), trainer.device)
     result = trainer.step(batches, _loss(trainer, data, index_U, budget, loss), learning_rate)
     return _means(result.sums) | {"grad_norm": result.grad_norm, "learning_rate": result.learning_rate}
 
 
 @torch.no_grad()
-def measure_preferences(trainer: Trainer, data: PreferenceRows, budget: int, loss: UnitLoss) -> dict[str, float]:
+def measure_preferences(trainer: Trainer, data: PreferenceRows, budget: int, loss: PreferenceLoss) -> dict[str, float]:
     """Return the same figures over all units, without a step."""
     index_U = np.arange(len(data.numbers_U))
     batch_loss, totals = _loss(trainer, data, index_U, budget, loss), Sums()
     trainer.engine.eval()
-    for batch in _batches(data, index_U, budget, loss.together, trainer.device):
+    for batch in _batches(data, index_U, budget, rows_together(loss), trainer.device):
         share, sums = batch_loss(trainer.engine, batch)
         for name, value in {"loss": share, **sums}.items():
             totals[name] = totals[name] + value if name in totals else value
     return _means(reduce_sums(totals, trainer.device))
 
 
-def _loss(trainer: Trainer, data: PreferenceRows, index_U: np.ndarray, budget: int, loss: UnitLoss) -> BatchLoss:
+def _loss(trainer: Trainer, data: PreferenceRows, index_U: np.ndarray, budget: int, loss: PreferenceLoss) -> BatchLoss:
     units = len(index_U)
     if loss.name == "bradley_terry":
         return lambda model, batch: _score_loss(model, batch, units)
-    if loss.together == 2:
+    if rows_together(loss) == 2:
         return lambda policy, batch: _pair_loss(policy, batch, units, loss)
     kl = _kl(trainer, data, index_U, budget)
     return lambda policy, batch: _label_loss(policy, batch, units, loss, kl)
 
 
-def _pair_loss(policy: nn.Module, batch: UnitBatch, units: int, loss: UnitLoss) -> tuple[torch.Tensor, Sums]:
+def _pair_loss(policy: nn.Module, batch: UnitBatch, units: int, loss: PreferenceLoss) -> tuple[torch.Tensor, Sums]:
     packed = batch.packed
     logprobs_T, _ = policy(packed, 1.0)
     chosen_U = 2 * torch.arange(len(batch.numbers_U), device=logprobs_T.device)
@@ -121,7 +113,7 @@ def _pair_loss(policy: nn.Module, batch: UnitBatch, units: int, loss: UnitLoss) 
 
 
 def _label_loss(
-    policy: nn.Module, batch: UnitBatch, units: int, loss: UnitLoss, kl: torch.Tensor
+    policy: nn.Module, batch: UnitBatch, units: int, loss: PreferenceLoss, kl: torch.Tensor
 ) -> tuple[torch.Tensor, Sums]:
     packed, good_U = batch.packed, batch.numbers_U
     logprobs_T, _ = policy(packed, 1.0)

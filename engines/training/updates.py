@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import partial
-from typing import Any
 
 import numpy as np
 import torch
@@ -26,39 +25,13 @@ from algorithms.segments import segment_sum
 from algorithms.value_losses import clipped_value_loss
 from engines.batches.micro_batches import plan_micro_batches, planned_tokens
 from engines.batches.packing import PackedBatch, PackedInTurn, Rows, pack
+from engines.commands.update import ActorLoss, Split
 from engines.training.correction import correct_batch, named_sums, with_mismatch, with_weight_mean
 from engines.training.full_kl import reference_of
 from engines.training.trainer import Trainer
 from penstock.base.ragged import Ragged
 
 Sums = dict[str, torch.Tensor]
-
-
-@dataclass(frozen=True)
-class Split:
-    """How experience is cut into optimizer steps and micro-batches; the same on every rank."""
-
-    mini_batches: int
-    epochs: int
-    samples: int  # rows per prompt: a mini-batch holds whole groups
-    micro_batch_tokens: int
-    max_response_tokens: int
-    aggregation: str
-    seed: int
-
-
-@dataclass(frozen=True)
-class ActorLoss:
-    """Settings of the actor's loss in force at this iteration."""
-
-    policy_loss: str
-    settings: dict[str, Any]
-    temperature: float
-    entropy_coefficient: float
-    kl_estimator: str | None
-    kl_coefficient: float
-    choice_settings: dict[str, Any] = field(default_factory=dict)  # of the loss's `choose`, if it has one
-    correction: dict[str, Any] | None = None  # fields of `Correction`; None: log-probs of the rollout are not looked at
 
 
 def update_actor(

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from configs.schema import TrainConfig
+from engines.commands.rollout import EngineResponses
 from penstock.base.errors import UserError
 from penstock.rewards.pool import Score, log_first, refuse_too_many
 from penstock.state.experience import column_names
@@ -21,16 +22,17 @@ TURNS, REWARD, FAILURE = "turns", "environment_reward", "environment_failure"
 PART = "environment/"  # columns of the named parts that an environment gave
 
 
-def episode_columns(answers: Sequence[Mapping[str, Any]], rows_B: np.ndarray) -> dict[str, Any]:
+def episode_columns(answers: Sequence[EngineResponses], rows_B: np.ndarray) -> dict[str, Any]:
     """Return the columns of episodes from the replies of all engines, rows in the order `rows_B`; none without them."""
-    if TURNS not in answers[0]:
+    played = [answer.episodes for answer in answers if answer.episodes is not None]
+    if not played:
         return {}
-    parts = [part for answer in answers for part in answer["environment_parts"]]
-    failures = [failure for answer in answers for failure in answer[FAILURE]]
+    parts = [part for episodes in played for part in episodes.parts_B]
+    failures = [failure for episodes in played for failure in episodes.failures_B]
     names = sorted({name for part in parts for name in part})
     return {
-        TURNS: np.concatenate([answer[TURNS] for answer in answers])[rows_B],
-        REWARD: np.concatenate([answer[REWARD] for answer in answers])[rows_B],
+        TURNS: np.concatenate([episodes.turns_B for episodes in played])[rows_B],
+        REWARD: np.concatenate([episodes.rewards_B for episodes in played])[rows_B],
         FAILURE: [failures[row] for row in rows_B],
         **{f"{PART}{name}": np.asarray([parts[row].get(name, np.nan) for row in rows_B]) for name in names},
     }
@@ -53,12 +55,13 @@ def episode_figures(columns: Mapping[str, Any]) -> dict[str, float]:
     }
 
 
-def waiting_figures(answers: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+def waiting_figures(answers: Sequence[EngineResponses]) -> dict[str, float]:
     """Return how much of the engines' time environments took from vLLM; nothing without them."""
-    if TURNS not in answers[0]:
+    played = [answer.episodes for answer in answers if answer.episodes is not None]
+    if not played:
         return {}
-    waited = sum(answer["waited_seconds"] for answer in answers)
-    return {"rollout/engine_wait_share": float(waited / sum(answer["engine_seconds"] for answer in answers))}
+    waited = sum(episodes.waited_seconds for episodes in played)
+    return {"rollout/engine_wait_share": float(waited / sum(answer.engine_seconds for answer in answers))}
 
 
 def with_environment(config: TrainConfig, columns: Mapping[str, Any], scores: list[Score] | None) -> list[Score]:

@@ -14,12 +14,13 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
+from engines.commands.rollout import EndedResponses, EngineResponses, EpisodeRows, Generate, Sampling
 from penstock.base.ragged import Ragged, offsets_of
 from penstock.session.episodes import episode_columns, waiting_figures
 from penstock.session.requests import Generation, Replies, Request
 from penstock.session.session import Training
 
-News = Callable[[dict[str, Any]], None]
+News = Callable[[EndedResponses | EngineResponses | None], None]  # takes an engine's news, or its reply
 
 
 @dataclass(frozen=True)
@@ -62,46 +63,41 @@ def take_responses(training: Training, generation: Generation) -> Responses:
     """
     wanted_at, replies, request = time.perf_counter(), generation.replies.result(), generation.request
     ahead = {"rollout/ahead_s": max(0.0, min(wanted_at, replies.ended) - replies.began)}
-    answers = [reply for reply in replies.ranks if reply]  # of an engine of several ranks one replies
-    positions = [answer["positions"] for answer in answers]
+    answers = [reply for reply in replies.ranks if reply is not None]  # of an engine of several ranks one replies
+    positions = [answer.positions_P for answer in answers]
     rows_B = rows_in_prompt_order(positions, len(request.prompts), request.sampling["samples"])
-    lengths = np.concatenate([np.diff(answer["offsets"]) for answer in answers])
+    lengths = np.concatenate([answer.responses.lengths_B for answer in answers])
 
-    def in_order(name: str) -> Ragged:
-        return Ragged(np.concatenate([answer[name] for answer in answers]), offsets_of(lengths)).take(rows_B)
+    def in_order(columns: Sequence[np.ndarray | None]) -> Ragged | None:
+        """Put a column of all engines' tokens in the order of the prompts; None where there is none."""
+        parts = [column for column in columns if column is not None]
+        return Ragged(np.concatenate(parts), offsets_of(lengths)).take(rows_B) if parts else None
 
-    tokens = in_order("tokens")
+    tokens = Ragged(np.concatenate([answer.responses.values_T for answer in answers]), offsets_of(lengths)).take(rows_B)
+    counted = in_order([None if answer.episodes is None else answer.episodes.loss_mask_T for answer in answers])
     return Responses(
         tokens=tokens,
-        texts=pa.concat_arrays([answer["texts"] for answer in answers]).take(pa.array(rows_B)),
-        truncated_B=np.concatenate([answer["truncated"] for answer in answers])[rows_B],
-        policy_version=int(answers[0]["policy_version"]),
+        texts=pa.concat_arrays([answer.texts for answer in answers]).take(pa.array(rows_B)),
+        truncated_B=np.concatenate([answer.truncated_B for answer in answers])[rows_B],
+        policy_version=answers[0].policy_version,
         metrics=engine_figures(answers, replies.ended - replies.began) | waiting_figures(answers) | ahead,
-        loss_mask=_all_counted(tokens) if training.config.environment is None else in_order("loss_mask"),
+        loss_mask=_all_counted(tokens) if counted is None else counted,
         episodes=episode_columns(answers, rows_B),
-        logprobs=in_order("logprobs") if request.sampling.get("logprobs") else None,
+        logprobs=in_order([answer.logprobs_T for answer in answers]),
     )
 
 
 def _ask(training: Training, request: Request, on_ended: News | None) -> Replies:
     session, prompts = training.session(), request.prompts
     asked = Ragged.of(list(prompts["prompt_tokens"]), np.int32)
-    episodes = {}
+    episodes = None
     if training.config.environment is not None:
-        table, ids = str(training.run.prompts(request.split)), [str(name) for name in prompts["prompt_id"]]
-        episodes = {"episodes": {"table": table, "prompt_ids": ids}}
+        ids = [str(name) for name in prompts["prompt_id"]]
+        episodes = EpisodeRows(str(training.run.prompts(request.split)), ids)
+    sampling = Sampling(**request.sampling, seed=request.seed)
     began = time.perf_counter()
-    replies = session.call(
-        "rollout",
-        "generate",
-        request.key,
-        prompts=asked.values_T,
-        offsets=asked.offsets_B1,
-        sampling={**request.sampling, "seed": request.seed},
-        tokenizer=session.model_folder,
-        on_news=on_ended,
-        **episodes,
-    )
+    command = Generate(asked, sampling, session.model_folder, episodes)
+    replies = session.call("rollout", command, request.key, on_ended)
     return Replies(replies, began, time.perf_counter())
 
 
@@ -126,25 +122,25 @@ def rows_in_prompt_order(positions: Sequence[np.ndarray], prompts: int, samples:
     return (np.argsort(answered)[:, None] * samples + np.arange(samples)).ravel()
 
 
-def engine_figures(answers: Sequence[dict[str, Any]], seconds: float) -> dict[str, float]:
+def engine_figures(answers: Sequence[EngineResponses], seconds: float) -> dict[str, float]:
     """Return how long requests took and how evenly the engines worked during a generation of `seconds`.
 
     A request is one response, from its submission to its last token. An engine is idle from its last token to the end
     of the generation, and while it wakes up or its responses are decoded.
     """
-    waited_B = np.concatenate([answer["request_seconds"] for answer in answers])
-    busy = [answer["engine_seconds"] for answer in answers]
-    tokens = [len(answer["tokens"]) for answer in answers]
-    prompt_tokens = sum(answer["prompt_tokens"] for answer in answers)
+    waited_B = np.concatenate([answer.request_seconds_B for answer in answers])
+    busy = [answer.engine_seconds for answer in answers]
+    tokens = [len(answer.responses.values_T) for answer in answers]
+    prompt_tokens = sum(answer.prompt_tokens for answer in answers)
     return {
         "rollout/request_s_mean": float(waited_B.mean()),
         "rollout/request_s_p50": float(np.quantile(waited_B, 0.5)),
         "rollout/request_s_p95": float(np.quantile(waited_B, 0.95)),
         "rollout/request_s_max": float(waited_B.max()),
-        "rollout/wake_s": max(answer["wake_seconds"] for answer in answers),
+        "rollout/wake_s": max(answer.wake_seconds for answer in answers),
         "rollout/engine_idle_share": 1 - float(np.mean(busy)) / seconds,
         "rollout/engine_balance": min(busy) / max(busy),
         "rollout/engine_tokens_min": float(min(tokens)),
         "rollout/engine_tokens_max": float(max(tokens)),
-        "rollout/engine_prefix_hits": sum(answer["cached_tokens"] for answer in answers) / prompt_tokens,
+        "rollout/engine_prefix_hits": sum(answer.cached_tokens for answer in answers) / prompt_tokens,
     }

@@ -11,6 +11,8 @@ from typing import Any
 
 import pandas as pd
 
+from engines.commands.rollout import EngineResponses
+
 
 @dataclass(frozen=True)
 class Request:
@@ -21,7 +23,7 @@ class Request:
         key: idempotency key of the command.
         seed: three numbers that make this generation's random draws unique. (NumPy fills shorter seeds up with zeros:
             of another length, they could equal another generation's.)
-        sampling: fields of `engines.rollout.decode_loop.Sampling` without the seed.
+        sampling: fields of `engines.commands.rollout.Sampling` without the seed.
         split: prompt table that the prompts come from; environments see its columns.
     """
 
@@ -36,7 +38,7 @@ class Request:
 class Replies:
     """What the rollout ranks replied to a generation, and when it began and ended (`time.perf_counter`)."""
 
-    ranks: list[dict[str, Any]]
+    ranks: list[EngineResponses | None]
     began: float
     ended: float
 

@@ -10,17 +10,15 @@ took 0.1 s longer, rewards 0.03 s less).
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import pandas as pd
 
+from engines.commands.rollout import EndedResponses, EngineResponses
 from penstock.rewards.types import Sample
+from penstock.session.generation import News
 from penstock.session.session import Training, prompt_columns
-
-News = Callable[[dict[str, Any]], None]
 
 
 def sample_id(iteration: int, prompt_id: str, number: int) -> str:
@@ -44,7 +42,7 @@ def scoring_ahead(training: Training, iteration: int, prompts: pd.DataFrame) -> 
         row = prompt_columns(training, "train")[prompt_id]
         return Sample(sample_id(iteration, prompt_id, ended.number), prompt_id, text, ended.text, row)
 
-    def begin(news: dict[str, Any]) -> None:
+    def begin(news: EndedResponses | EngineResponses | None) -> None:
         new = [ended for ended in ended_responses(news, samples) if (ended.position, ended.number) not in begun]
         begun.update((ended.position, ended.number) for ended in new)
         scorer.begin([sample(ended) for ended in new])
@@ -61,19 +59,19 @@ class EndedResponse:
     text: str
 
 
-def ended_responses(news: dict[str, Any], samples: int) -> list[EndedResponse]:
+def ended_responses(news: EndedResponses | EngineResponses | None, samples: int) -> list[EndedResponse]:
     """Return the responses that an engine tells of.
 
     Args:
         news: of some responses, with their numbers; or a reply, which has `samples` responses to each prompt, in order;
-            empty from a rank that leaves the reply to the first of its engine.
+            None from a rank that leaves the reply to the first of its engine.
     """
-    if not news:
+    if news is None:
         return []
-    positions = np.asarray(news["positions"])
-    if "samples" in news:
-        numbers = np.asarray(news["samples"])
+    if isinstance(news, EndedResponses):
+        positions, numbers = news.positions, news.samples
     else:
-        positions, numbers = np.repeat(positions, samples), np.tile(np.arange(samples), len(positions))
-    texts = news["texts"].to_pylist()
+        positions = np.repeat(news.positions_P, samples)
+        numbers = np.tile(np.arange(samples), len(news.positions_P))
+    texts = news.texts.to_pylist()
     return [EndedResponse(*ended) for ended in zip(positions.tolist(), numbers.tolist(), texts, strict=True)]

@@ -7,7 +7,7 @@ tasks get a `Training` (one path) and ask `session()` for the living things. Lef
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -22,9 +22,12 @@ from configs.loading.load import load_saved, to_yaml
 from configs.schema import TrainConfig
 from configs.sections.run import Role
 from configs.tree.section import Recipe
+from engines.commands.build import Build
+from engines.commands.message import Command, Reply, decode_news, decode_reply, encode, name_of
 from engines.groups.group import EngineGroup
 from engines.groups.machine import visible_gpus
 from engines.groups.placement import place
+from engines.groups.side_by_side import side_by_side
 from engines.sizing.gpu_sampler import GpuSampler
 from engines.sizing.memory import Recomputed
 from penstock.base.errors import UserError
@@ -121,11 +124,48 @@ class Session:
         """Every engine group once, in role order."""
         return list(dict.fromkeys(self.groups.values()))
 
-    def call(self, role: Role, command: str, key: str, /, **arguments: Any) -> list[dict[str, Any]]:
-        """Send a command to the group that holds `role`; replies in rank order. What it used goes to `usage`."""
-        replies = self.groups[role].call(command, key=key, **arguments)
-        self.usage[key] = [reply.pop("usage") for reply in replies]
-        return replies
+    def call(
+        self,
+        role: Role,
+        command: Command[Reply] | Sequence[Command[Reply]],
+        key: str,
+        on_news: Callable[[Any], None] | None = None,
+    ) -> list[Reply]:
+        """Send a command to the group that holds `role`; return the replies in rank order. See `call_all`."""
+        group = self.groups[role]
+        return self.call_all({group: command}, key, on_news)[group]
+
+    def call_all(
+        self,
+        commands: Mapping[EngineGroup, Command[Reply] | Sequence[Command[Reply]]],
+        key: str,
+        on_news: Callable[[Any], None] | None = None,
+    ) -> dict[EngineGroup, list[Reply]]:
+        """Send commands of one type to several groups side by side: the only way from flow and tasks to a rank.
+
+        What they used goes to `usage`, if it belongs to an iteration's figures.
+
+        Args:
+            commands: of each group the same for all its ranks, or one for each rank.
+            key: names the call; repeated, the stored replies come back and nothing runs.
+            on_news: gets what a rank tells ahead of its reply (`Generate`: `EndedResponses`), and a reply while others
+                are awaited; should be quick.
+
+        Raises:
+            EngineError, RankLost, UserError: what the group that failed first raised. The others are ended.
+            WrongMessage: a reply is not what the command's type says.
+        """
+        if not commands:
+            return {}
+        first = next(iter(commands.values()))
+        kind = type(first if isinstance(first, Command) else first[0])
+        arguments = {group: _arguments(command) for group, command in commands.items()}
+        if on_news is not None:
+            arguments = {group: {**own, "on_news": _hearing(kind, on_news)} for group, own in arguments.items()}
+        answers = side_by_side(name_of(kind), key, arguments)
+        if kind.measured:
+            self.usage[key] = [answer["usage"] for ranks in answers.values() for answer in ranks]
+        return {group: [decode_reply(kind, answer["reply"]) for answer in ranks] for group, ranks in answers.items()}
 
     def decide(self, estimates: list[GroupEstimate]) -> None:
         """Take over what the memory that is free now decides."""
@@ -142,10 +182,9 @@ class Session:
             tree["rollout"]["sleep"] = not self.kv_cache_stays
         return tree
 
-    def build_arguments(self) -> dict[str, Any]:
-        """Return what every group is told when it builds its models, besides their roles."""
-        keep_logits = self.keeps_logits("actor")
-        return {"config": self.engine_config(), "folder": self.model_folder, "keep_logits": keep_logits}
+    def build(self, roles: Sequence[str]) -> Build:
+        """Return the command to build the models of some roles."""
+        return Build(self.engine_config(), self.model_folder, tuple(roles), self.keeps_logits("actor"))
 
     def keeps_logits(self, name: str) -> bool:
         """Whether the actor, or the model of supervised training, keeps its logits for the backward pass."""
@@ -167,6 +206,21 @@ class Session:
         for group in self.distinct_groups:
             group.wait_ready()
         self.engines_awaited = True
+
+
+def _arguments(command: Command[Any] | Sequence[Command[Any]]) -> dict[str, Any]:
+    """Return a command as a group takes it."""
+    if isinstance(command, Command):
+        fields: dict[str, Any] = encode(command)
+        return fields
+    return {"per_rank": [encode(item) for item in command]}
+
+
+def _hearing(kind: type[Command[Any]], on_news: Callable[[Any], None]) -> Callable[[dict[str, Any]], None]:
+    def hear(answer: dict[str, Any]) -> None:
+        on_news(decode_reply(kind, answer["reply"]) if "reply" in answer else decode_news(kind, answer["news"]))
+
+    return hear
 
 
 _SESSIONS: dict[str, Session] = {}

@@ -14,12 +14,14 @@ import shutil
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from prefect import get_run_logger, task
 from prefect.cache_policies import NO_CACHE
 
 from configs.sections.trainer import SftConfig
+from engines.commands.checkpoint import Load, Save
+from engines.commands.finetuning import ModelToTrain, PreferenceEnd, SftEnd
+from engines.commands.message import name_of
 from penstock.base.files import discard, empty_beside, filling
 from penstock.session.record import elapsed
 from penstock.session.session import Training
@@ -53,9 +55,15 @@ def blocks(config: SftConfig, done: int = 0) -> Iterator[tuple[int, int]]:
         first += count
 
 
-def warn_of_skipped(reply: dict[str, Any], first: int, count: int) -> None:
+def model_to_train(training: Training, dtype: str, seed: int, model_folder: str) -> ModelToTrain:
+    """Return what the ranks are told of the model to train, with what was decided for this machine."""
+    session = training.session()
+    return ModelToTrain(model_folder, dtype, session.engine_config()["sft"], seed, session.keeps_logits("sft"))
+
+
+def warn_of_skipped(skipped: int, first: int, count: int) -> None:
     """Say in the flow's log that optimizer steps of a command left the weights as they were."""
-    if skipped := reply["skipped_steps"]:
+    if skipped:
         message = "%d of the optimizer steps %d to %d skipped: the gradient is not finite (NaN or infinite)"
         get_run_logger().warning(message, skipped, first + 1, first + count)
 
@@ -71,7 +79,7 @@ def save_step(training: Training, step: int) -> None:
     folder = training.run.finetuning
     final = folder.checkpoint(step)
     aside = empty_beside(final)
-    training.session().call("actor", "save", f"{step}/finetuning_save", folder=str(aside))
+    training.session().call("actor", Save(str(aside)), f"{step}/finetuning_save")
     saved = read_manifest(training.run)
     reached = replace(saved, progress=Progress(iteration=step), checkpoint=final.name)
     seal_checkpoint(aside, final, training.run, reached)
@@ -95,7 +103,7 @@ def restored(training: Training, record: RunFolder) -> int:
         return 0
     checkpoint = folder.checkpoints / saved.checkpoint
     step = saved.progress.iteration
-    training.session().call("actor", "load", f"{step}/finetuning_load", folder=str(checkpoint), version=0)
+    training.session().call("actor", Load(str(checkpoint), version=0), f"{step}/finetuning_load")
     return step
 
 
@@ -107,11 +115,11 @@ def steps_done(run: RunFolder, name: str, steps: int) -> int:
 
 
 @task(task_run_name="end", cache_policy=NO_CACHE)
-def end_finetuning(training: Training, command: str, model_folder: str, name: str) -> str:
+def end_finetuning(training: Training, command: type[SftEnd | PreferenceEnd], model_folder: str, name: str) -> str:
     """Write the trained model with its tokenizer to `models/<name>`, complete or not at all, and free the engines."""
     final = training.run.model(name)
     with filling(final) as aside:
-        training.session().call("actor", command, f"0/{command}", folder=str(aside))
+        training.session().call("actor", command(str(aside)), f"0/{name_of(command)}")
         copy_tokenizer(Path(model_folder), aside)
         write_hashes(aside)
     return finetuned(training.run, name)

@@ -15,6 +15,8 @@ from prefect.cache_policies import NO_CACHE
 
 from configs.preference import PairConfig, PreferenceConfig, RewardModelConfig
 from configs.tree.schedule import value_at
+from engines.commands.finetuning import PreferenceBegin, PreferenceLoss, PreferenceMeasure, PreferenceSteps
+from engines.commands.forward import Logprobs
 from penstock.base.errors import UserError
 from penstock.checks.model import check_chat, check_model, check_one_label
 from penstock.checks.tokenized import note_tokenized
@@ -24,7 +26,7 @@ from penstock.data.rows import read_rows
 from penstock.session.record import append_record
 from penstock.session.session import Training
 from penstock.state.experience import column_names, read_columns, write_columns
-from tasks.finetuning.checkpoints import warn_of_skipped
+from tasks.finetuning.checkpoints import model_to_train, warn_of_skipped
 from tasks.iteration.forward_passes import in_row_order
 from tasks.start import attention_of, load_tokenizer
 
@@ -63,11 +65,11 @@ def kind_of(config: PairConfig) -> str:
     return "reward-model" if isinstance(config, RewardModelConfig) else "preference"
 
 
-def loss_arguments(config: PairConfig) -> dict[str, Any]:
+def loss_of(config: PairConfig) -> PreferenceLoss:
     """Return the loss as the engines take it."""
     if isinstance(config, PreferenceConfig):
-        return {"name": config.loss.name, "settings": config.loss.arguments}
-    return {"name": "bradley_terry", "settings": {}}
+        return PreferenceLoss(config.loss.name, config.loss.arguments)
+    return PreferenceLoss("bradley_terry", {})
 
 
 def splits(config: PairConfig) -> list[str]:
@@ -114,17 +116,9 @@ def _units(path: Path) -> int:
 def begin_preferences(training: Training, config: PairConfig, model_folder: str) -> None:
     """Load the model on the ranks."""
     session = training.session()
-    replies = session.call(
-        "actor",
-        "preference_begin",
-        "0/preference_begin",
-        config=session.engine_config()["sft"],
-        folder=model_folder,
-        dtype=config.model.dtype,
-        scores=isinstance(config, RewardModelConfig),
-        seed=config.seed,
-        keep_logits=session.keeps_logits("sft"),
-    )
+    model = model_to_train(training, config.model.dtype, config.seed, model_folder)
+    begin = PreferenceBegin(model, scores=isinstance(config, RewardModelConfig))
+    replies = session.call("actor", begin, "0/preference_begin")
     session.engine_figures["attention"] = attention_of(replies[0])
 
 
@@ -134,8 +128,8 @@ def reference_pass(training: Training, config: PairConfig, split: str) -> None:
     path, budget = preferences_file(training, split), value_at(config.trainer.micro_batch_tokens, 0)
     if REFERENCE in (present := column_names(path)):
         return
-    asked = {"path": str(path), "role": "preference", "temperature": 1.0, "budget": budget}
-    replies = training.session().call("actor", "logprobs", f"0/reference-{split}", **asked)
+    asked = Logprobs(str(path), "preference", 1.0, budget)
+    replies = training.session().call("actor", asked, f"0/reference-{split}")
     write_columns(path, {**read_columns(path, present), REFERENCE: in_row_order(replies, path)})
 
 
@@ -144,31 +138,27 @@ def preference_steps(training: Training, config: PairConfig, units: int, first: 
     """Take `count` optimizer steps from step `first` on, and record the figures of each."""
     trainer = config.trainer
     order = take(first * trainer.batch, count * trainer.batch, units, config.seed, pair_data(config).shuffle)
-    replies = training.session().call(
-        "actor",
-        "preference_steps",
-        f"{first}/preference_steps",
+    steps = PreferenceSteps(
         path=str(preferences_file(training, "train")),
         batches=order.reshape(count, trainer.batch),
         budget=value_at(trainer.micro_batch_tokens, first),
-        loss=loss_arguments(config),
+        loss=loss_of(config),
         learning_rate=float(value_at(trainer.optimizer.learning_rate, first)),
     )
-    warn_of_skipped(replies[0], first, count)
-    for step, metrics in enumerate(replies[0]["steps"], start=first + 1):
+    reply = training.session().call("actor", steps, f"{first}/preference_steps")[0]
+    warn_of_skipped(reply.skipped_steps, first, count)
+    for step, metrics in enumerate(reply.steps, start=first + 1):
         append_record(training, step, metrics)
 
 
 @task(task_run_name="measure-{step:06d}", cache_policy=NO_CACHE)
 def measure_heldout(training: Training, config: PairConfig, step: int) -> None:
     """Record the figures of the held-out preferences after `step` as `heldout/...`; step 0 is before the first."""
-    replies = training.session().call(
-        "actor",
-        "preference_measure",
-        f"{step}/preference_measure",
+    measure = PreferenceMeasure(
         path=str(preferences_file(training, "heldout")),
         budget=value_at(config.trainer.micro_batch_tokens, step),
-        loss=loss_arguments(config),
+        loss=loss_of(config),
     )
-    metrics = {f"heldout/{name}": value for name, value in replies[0].items()}
+    reply = training.session().call("actor", measure, f"{step}/preference_measure")[0]
+    metrics = {f"heldout/{name}": value for name, value in reply.metrics.items()}
     append_record(training, step, metrics)

@@ -9,10 +9,11 @@ from prefect import task
 from prefect.cache_policies import NO_CACHE
 
 from configs.tree.schedule import value_at
+from engines.commands.finetuning import SftBegin, SftSteps
 from penstock.data.order import take
 from penstock.session.session import Training
 from penstock.state.manifest import Progress
-from tasks.finetuning.checkpoints import warn_of_skipped
+from tasks.finetuning.checkpoints import model_to_train, warn_of_skipped
 from tasks.iteration.checkpoint import begin_manifest
 
 
@@ -26,17 +27,8 @@ def begin_supervised(training: Training, model_folder: str) -> None:
         begin_manifest(training, Progress())
     training.session().await_engines()
     training.session().say("loading the model for supervised training")
-    training.session().call(
-        "actor",
-        "sft_begin",
-        "0/sft_begin",
-        config=training.session().engine_config()["sft"],
-        folder=model_folder,
-        dtype=config.model.dtype,
-        rows=str(training.run.prompts("sft")),
-        seed=config.seed,
-        keep_logits=training.session().keeps_logits("sft"),
-    )
+    model = model_to_train(training, config.model.dtype, config.seed, model_folder)
+    training.session().call("actor", SftBegin(model, str(training.run.prompts("sft"))), "0/sft_begin")
     training.session().say("supervised training", f"{config.sft.steps} steps")
 
 
@@ -47,15 +39,13 @@ def supervised_steps(training: Training, pairs: int, first: int, count: int) -> 
     assert config.sft is not None
     batch, shuffle = config.sft.batch, config.data.sampler.name != "sequential"
     batches = take(first * batch, count * batch, pairs, config.seed, shuffle).reshape(count, batch)
-    replies = training.session().call(
-        "actor",
-        "sft_steps",
-        f"{first}/sft_steps",
+    steps = SftSteps(
         batches=batches,
         budget=value_at(config.sft.micro_batch_tokens, first),
         learning_rate=float(value_at(config.sft.optimizer.learning_rate, first)),
     )
-    warn_of_skipped(replies[0], first, count)
-    losses: list[float] = replies[0]["losses"]
+    reply = training.session().call("actor", steps, f"{first}/sft_steps")[0]
+    warn_of_skipped(reply.skipped_steps, first, count)
+    losses = reply.losses
     training.session().say("supervised training", f"step {first + count}/{config.sft.steps}, loss {losses[-1]:.3f}")
     return losses

@@ -6,6 +6,7 @@ from prefect import task
 from prefect.cache_policies import NO_CACHE
 
 from configs.schema import TrainConfig
+from engines.commands.checkpoint import Load, Save
 from engines.groups.placement import reshard_strategy
 from engines.sizing.memory import GIB
 from penstock.base.files import empty_beside
@@ -42,8 +43,10 @@ def save_checkpoint(training: Training, progress: Progress) -> None:
     training.session().say("checkpoint")
     with timed(training, metrics, "checkpoint"):
         aside = empty_beside(final)
-        for group in training.session().distinct_groups:
-            group.call("save", key=f"{progress.iteration}/save", folder=str(aside))
+        save = Save(str(aside))
+        training.session().call_all(
+            dict.fromkeys(training.session().distinct_groups, save), f"{progress.iteration}/save"
+        )
         metrics["checkpoint/gib"] = seal_checkpoint(aside, final, run, reached) / GIB
     append_record(training, progress.iteration, metrics)  # before the manifest: a resume goes on after this line
     await_consolidation(training.session())
@@ -64,8 +67,8 @@ def restore(training: Training) -> Progress:
     if saved.checkpoint is not None:
         training.session().say("loading the checkpoint", saved.checkpoint)
         folder = run.checkpoints / saved.checkpoint
-        for group in training.session().distinct_groups:
-            group.call("load", key=f"{done}/load", folder=str(folder), version=version)
+        groups = training.session().distinct_groups
+        training.session().call_all(dict.fromkeys(groups, Load(str(folder), version)), f"{done}/load")
         if reshard_strategy(training.config) == "broadcast":
             bring_weights(training.session(), f"{done}/load-reshard", version)
     prune_checkpoints(run, training.config.checkpoint.keep, saved.checkpoint)

@@ -9,14 +9,13 @@ Left out: both sides' part on the ranks (engines/ranks/logprob_gap.py).
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 from prefect import task
 from prefect.cache_policies import NO_CACHE
 
 from configs.schema import TrainConfig
 from configs.tree.schedule import value_at
+from engines.commands.logprob_gap import LogprobsToCompare, SampleToCompare
 from engines.sizing.memory import weight_width
 from penstock.base.errors import LogprobGapError
 from penstock.base.ragged import Ragged, offsets_of
@@ -68,28 +67,20 @@ def allowed(session: Session) -> float:
 def logprob_gap(training: Training, iteration: int) -> np.ndarray:
     """Return by how much the log-probs of vLLM and of the actor differ, of every token that was sampled for it."""
     session, config = training.session(), training.config
-    rollout, actor = session.groups["rollout"], session.groups["actor"]
-    asked = _prompts(training, iteration, len(rollout.spec.devices) // config.rollout.tensor_parallel)
-    replies = rollout.call(
-        "sample_to_compare",
-        key=f"{iteration}/sample_to_compare",
-        prompts=asked.values_T,
-        offsets=asked.offsets_B1,
-        tokens=min(TOKENS, config.rollout.max_response_tokens),
-        seed=[config.seed, iteration, COMPARING],
+    engines = len(session.groups["rollout"].spec.devices) // config.rollout.tensor_parallel
+    asked, tokens = _prompts(training, iteration, engines), min(TOKENS, config.rollout.max_response_tokens)
+    sample = SampleToCompare(asked, tokens, [config.seed, iteration, COMPARING])
+    replies = session.call("rollout", sample, f"{iteration}/sample_to_compare")
+    answers = [reply for reply in replies if reply is not None]  # of an engine of several ranks one replies
+    lengths_B = np.concatenate([answer.responses.lengths_B for answer in answers])
+    tokens_T = np.concatenate([answer.responses.values_T for answer in answers])
+    passing = LogprobsToCompare(
+        prompts=asked.take(np.concatenate([answer.positions_P for answer in answers])),
+        responses=Ragged(tokens_T, offsets_of(lengths_B)),
+        budget=value_at(config.actor.micro_batch_tokens, max(1, iteration)),
     )
-    answers = [reply for reply in replies if "positions" in reply]  # of an engine of several ranks one replies
-    prompts = asked.take(np.concatenate([answer["positions"] for answer in answers]))
-    lengths_B = np.concatenate([np.diff(answer["offsets"]) for answer in answers])
-    passing: dict[str, Any] = {
-        "prompts": prompts.values_T,
-        "prompt_offsets": prompts.offsets_B1,
-        "tokens": np.concatenate([answer["tokens"] for answer in answers]),
-        "offsets": offsets_of(lengths_B),
-        "budget": value_at(config.actor.micro_batch_tokens, max(1, iteration)),
-    }
-    ours = from_ranks(actor.call("logprobs_to_compare", key=f"{iteration}/logprobs_to_compare", **passing), lengths_B)
-    return np.abs(np.concatenate([answer["logprobs"] for answer in answers]) - ours.values_T)
+    ours = from_ranks(session.call("actor", passing, f"{iteration}/logprobs_to_compare"), lengths_B)
+    return np.abs(np.concatenate([answer.logprobs_T for answer in answers]) - ours.values_T)
 
 
 def _prompts(training: Training, iteration: int, engines: int) -> Ragged:

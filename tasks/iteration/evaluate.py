@@ -14,6 +14,7 @@ from prefect.cache_policies import NO_CACHE
 
 from configs.sections.run import Role
 from configs.tree.schedule import value_at
+from engines.commands.forward import Logprobs
 from penstock.base.ragged import Ragged
 from penstock.evaluators.heldout import HeldOut
 from penstock.evaluators.loading import BUILT_IN
@@ -105,11 +106,12 @@ def with_logprobs(
     repeated = [tokens for tokens in prompts["prompt_tokens"] for _ in range(heldout.samples)]
     add_columns(path, {"prompt_tokens": Ragged.of(repeated, np.int32), "loss_mask": responses.loss_mask})
     budget = value_at(config.actor.micro_batch_tokens, max(1, iteration))
-    asked = {"path": str(path), "temperature": config.evaluate.temperature or 1.0, "budget": budget}
+    temperature = config.evaluate.temperature or 1.0
     passes: dict[Role, str] = {"actor": "logprobs", "reference": "logprobs_reference"}
     columns = {}
     for role, name in passes.items():
-        replies = training.session().call(role, "logprobs", f"{iteration}/evaluate-{name}", role=role, **asked)
+        command = Logprobs(str(path), role, temperature, budget)
+        replies = training.session().call(role, command, f"{iteration}/evaluate-{name}")
         columns[name] = in_row_order(replies, path)
     add_columns(path, columns)
     consolidate(path)

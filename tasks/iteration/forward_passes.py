@@ -1,20 +1,22 @@
 """Forward passes over finished experience: old and reference log-probs, and the critic's values.
 
 They may run side by side, so each writes its column to a file of its own beside the experience; the advantage task
-takes them in. Left out: the passes themselves (engines/ranks/worker.py).
+takes them in. Left out: the passes themselves (engines/ranks/forward.py).
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from prefect import task
 from prefect.cache_policies import NO_CACHE
 
 from configs.sections.run import Role
+from engines.commands.forward import Logprobs, TokenValues, Values
+from engines.commands.reference import LogprobsAndKl, ReferenceStates
 from penstock.base.ragged import Ragged, offsets_of
 from penstock.session.session import Training, timed
 from penstock.session.settings import Settings
@@ -41,8 +43,8 @@ def old_logprobs(training: Training, settings: Settings, experience: ExperienceR
     if not algorithm.full_kl or algorithm.kl_in_loss:
         return _logprobs(training, settings, experience, "actor", "logprobs_old")
     states = _states(training, settings, experience)
-    arguments = _passing(settings) | {"states": states.path}
-    column = _column(training, settings, experience, "actor", "logprobs_old", "logprobs_and_kl", arguments)
+    command = LogprobsAndKl(experience.path, settings.temperature, settings.micro_batch_tokens, states.path)
+    column = _column(training, settings, "actor", "logprobs_old", command)
     Path(states.path).unlink()
     return column
 
@@ -58,16 +60,13 @@ def reference_logprobs(training: Training, settings: Settings, experience: Exper
 @task(task_run_name="values-{settings.iteration:06d}", cache_policy=NO_CACHE)
 def values(training: Training, settings: Settings, experience: ExperienceRef) -> ColumnRef:
     """The critic's values of the state before each response token; of several critics each row's own."""
-    arguments = {"budget": settings.critic_micro_batch_tokens, "agents": training.config.agents}
-    return _column(training, settings, experience, "critic", "values", "values", arguments)
+    command = Values(experience.path, settings.critic_micro_batch_tokens, tuple(training.config.agents))
+    return _column(training, settings, "critic", "values", command)
 
 
 def _logprobs(training: Training, settings: Settings, experience: ExperienceRef, role: Role, name: str) -> ColumnRef:
-    return _column(training, settings, experience, role, name, "logprobs", _passing(settings) | {"role": role})
-
-
-def _passing(settings: Settings) -> dict[str, Any]:
-    return {"temperature": settings.temperature, "budget": settings.micro_batch_tokens}
+    command = Logprobs(experience.path, role, settings.temperature, settings.micro_batch_tokens)
+    return _column(training, settings, role, name, command)
 
 
 def states_path(experience: ExperienceRef) -> Path:
@@ -78,40 +77,37 @@ def states_path(experience: ExperienceRef) -> Path:
 def _states(training: Training, settings: Settings, experience: ExperienceRef) -> ColumnRef:
     path, name = states_path(experience), "logprobs_reference"
     training.session().say("log-probs")
-    arguments = {"path": experience.path, "budget": settings.micro_batch_tokens, "output": str(path)}
+    command = ReferenceStates(experience.path, settings.micro_batch_tokens, str(path))
     with timed(training, {}, name) as span:
-        training.session().call("reference", "reference_states", f"{settings.iteration}/{name}", **arguments)
+        training.session().call("reference", command, f"{settings.iteration}/{name}")
     return ColumnRef(name, str(path), span.seconds, columns=())
 
 
 def _column(
-    training: Training,
-    settings: Settings,
-    experience: ExperienceRef,
-    role: Role,
-    name: str,
-    command: str,
-    arguments: dict[str, Any],
+    training: Training, settings: Settings, role: Role, name: str, command: Logprobs | LogprobsAndKl | Values
 ) -> ColumnRef:
-    session = training.session()
-    session.say("values" if command == "values" else "log-probs")
+    session, key = training.session(), f"{settings.iteration}/{name}"
+    session.say("values" if isinstance(command, Values) else "log-probs")
+    path, columns = Path(command.path).with_suffix(f".{name}.parquet"), {}
     with timed(training, {}, name) as span:
-        replies = session.call(role, command, f"{settings.iteration}/{name}", path=experience.path, **arguments)
-        path = Path(experience.path).with_suffix(f".{name}.parquet")
-        columns = {name: in_row_order(replies, experience.path)}
-        if "kl" in replies[0]:
-            columns["kl"] = in_row_order([reply | {"values": reply["kl"]} for reply in replies], experience.path)
+        if isinstance(command, LogprobsAndKl):
+            both = session.call(role, command, key)
+            replies = [TokenValues(reply.rows, reply.values_T) for reply in both]
+            columns["kl"] = in_row_order([TokenValues(reply.rows, reply.kl_T) for reply in both], command.path)
+        else:
+            replies = session.call(role, command, key)
+        columns = {name: in_row_order(replies, command.path), **columns}
         write_columns(path, columns)
     return ColumnRef(name, str(path), span.seconds, tuple(columns))
 
 
-def in_row_order(replies: list[dict[str, Any]], path: str | Path) -> Ragged:
+def in_row_order(replies: Sequence[TokenValues], path: str | Path) -> Ragged:
     """Put together what the ranks computed per response token of the file at `path`, each for rows of its own."""
     return from_ranks(replies, read_columns(path, ["response_tokens"])["response_tokens"].lengths_B)
 
 
-def from_ranks(replies: list[dict[str, Any]], lengths_B: np.ndarray) -> Ragged:
+def from_ranks(replies: Sequence[TokenValues], lengths_B: np.ndarray) -> Ragged:
     """Put together what the ranks computed per response token, each for rows of its own; `lengths_B` of all rows."""
-    order = np.concatenate([reply["rows"] for reply in replies])
-    flat = Ragged(np.concatenate([reply["values"] for reply in replies]), offsets_of(lengths_B[order]))
+    order = np.concatenate([reply.rows for reply in replies])
+    flat = Ragged(np.concatenate([reply.values_T for reply in replies]), offsets_of(lengths_B[order]))
     return flat.take(np.argsort(order))

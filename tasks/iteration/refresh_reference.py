@@ -6,6 +6,7 @@ from prefect import task
 from prefect.cache_policies import NO_CACHE
 
 from configs.schema import TrainConfig
+from engines.commands.reference import ReadReference, RefreshReference, WriteActor
 from penstock.session.session import Training, timed
 
 
@@ -28,12 +29,12 @@ def refresh_reference(training: Training, iteration: int) -> dict[str, float]:
     metrics: dict[str, float] = {}
     with timed(training, metrics, "refresh_reference"):
         if session.groups["actor"] is session.groups["reference"]:
-            replies = session.call("reference", "refresh_reference", key)
+            replies = session.call("reference", RefreshReference(), key)
         else:
             path = training.run.path / "reference.safetensors"
-            replies = session.call("actor", "write_actor", f"{iteration}/write_actor", path=str(path))
-            replies += session.call("reference", "read_reference", key, path=str(path))
+            replies = session.call("actor", WriteActor(str(path)), f"{iteration}/write_actor")
+            replies += session.call("reference", ReadReference(str(path)), key)
             path.unlink()
-    if len({digest for reply in replies for digest in reply["digests"]}) != 1:
+    if len({digest for reply in replies for digest in reply.digests}) != 1:
         raise RuntimeError(f"after iteration {iteration} the reference is not a copy of the actor on every rank")
     return metrics

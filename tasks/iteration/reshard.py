@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from prefect import task
 from prefect.cache_policies import NO_CACHE
 
+from engines.commands.reshard import Connect, Listen, Reshard, Resharded
 from engines.groups.group import EngineGroup
-from engines.groups.side_by_side import side_by_side
 from penstock.session.session import Session, Training, timed
 from penstock.session.settings import Settings
 
@@ -24,15 +22,14 @@ def reshard(training: Training, settings: Settings, version: int) -> dict[str, f
     with timed(training, metrics, "reshard"):
         replies = bring_weights(training.session(), f"{settings.iteration}/reshard", version)
     return metrics | {
-        "reshard/rank_s": max(reply["transfer_s"] for reply in replies),
-        "reshard/bytes": float(max(reply["bytes"] for reply in replies)),
+        "reshard/rank_s": max(reply.transfer_s for reply in replies),
+        "reshard/bytes": float(max(reply.bytes for reply in replies)),
     }
 
 
-def bring_weights(session: Session, key: str, version: int) -> list[dict[str, Any]]:
+def bring_weights(session: Session, key: str, version: int) -> list[Resharded]:
     """Reshard on every rank that takes part; return the replies of the rollout engine's ranks."""
-    replies = side_by_side("reshard", key, {group: {"version": version} for group in _groups(session)})
-    session.usage[key] = [reply.pop("usage") for ranks in replies.values() for reply in ranks]
+    replies = session.call_all(dict.fromkeys(_groups(session), Reshard(version)), key)
     return replies[session.groups["rollout"]]
 
 
@@ -41,9 +38,10 @@ def connect_groups(session: Session) -> None:
     groups = _groups(session)
     if len(groups) == 1:
         return
-    port = session.groups["actor"].call("listen", key="0/listen")[0]["port"]
-    place = {"port": port, "rollout_ranks": len(session.groups["rollout"].spec.devices)}
-    side_by_side("connect", "0/connect", dict.fromkeys(groups, place))
+    store = session.call("actor", Listen(), "0/listen")[0]
+    assert store is not None
+    connect = Connect(store.port, rollout_ranks=len(session.groups["rollout"].spec.devices))
+    session.call_all(dict.fromkeys(groups, connect), "0/connect")
 
 
 def _groups(session: Session) -> list[EngineGroup]:

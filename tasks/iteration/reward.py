@@ -12,6 +12,7 @@ from prefect.cache_policies import NO_CACHE
 
 from algorithms.overlong import overlong_penalty
 from configs.schema import TrainConfig
+from engines.commands.forward import Score as ScoreTexts
 from engines.sizing.memory import scored_tokens
 from penstock.base.errors import UserError
 from penstock.rewards.pool import Score, check_failures, log_failures
@@ -107,9 +108,9 @@ def _score_by_model(training: Training, columns: dict[str, list[str]], key: str)
     session = training.session()
     texts = [prompt + response for prompt, response in zip(columns["prompt"], columns["response"], strict=True)]
     shares = np.array_split(np.arange(len(texts)), len(session.groups["reward"].spec.devices))
-    per_rank = [{"texts": [texts[row] for row in share]} for share in shares]
-    replies = session.call("reward", "score", key, per_rank=per_rank, budget=scored_tokens(training.config))
-    scores = [Score(float(value), {}, None) for reply in replies for value in reply["scores"]]
+    budget = scored_tokens(training.config)
+    replies = session.call("reward", [ScoreTexts([texts[row] for row in share], budget) for share in shares], key)
+    scores = [Score(float(value), {}, None) for reply in replies for value in reply.scores_B]
     if problems := [problem for item in scores if (problem := out_of_bounds(item.reward))]:
         raise UserError(
             f"{training.config.reward.source} gave {len(problems)} of {len(scores)} responses no score that can be a "

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Literal
 
 from prefect import task
 from prefect.cache_policies import NO_CACHE
 
 from algorithms.registry import choice_named, policy_loss_named
 from algorithms.settings import arguments
+from engines.commands.update import ActorLoss, Split, UpdateActor, UpdateCritic
 from penstock.session.figures import role_figures, slowest
 from penstock.session.session import Stage, Training, timed
 from penstock.session.settings import Settings
@@ -21,61 +22,58 @@ def update_actor(training: Training, settings: Settings, stage: Stage) -> dict[s
     algorithm = training.config.algorithm
     kl, (_, policy_loss) = algorithm.kl, algorithm.functions
     choice = choice_named(policy_loss)
-    loss = {
-        "policy_loss": policy_loss,
-        "settings": arguments(policy_loss_named(policy_loss), settings.algorithm),
-        "choice_settings": {} if choice is None else arguments(choice, settings.algorithm),
-        "temperature": settings.temperature,
-        "entropy_coefficient": settings.entropy_coefficient,
-        "kl_estimator": kl.estimator if kl is not None and algorithm.kl_in_loss else None,
-        "kl_coefficient": settings.kl_coefficient,
-        "correction": None if algorithm.correction is None else algorithm.correction.model_dump(),
-    }
+    loss = ActorLoss(
+        policy_loss=policy_loss,
+        settings=arguments(policy_loss_named(policy_loss), settings.algorithm),
+        choice_settings={} if choice is None else arguments(choice, settings.algorithm),
+        temperature=settings.temperature,
+        entropy_coefficient=settings.entropy_coefficient,
+        kl_estimator=kl.estimator if kl is not None and algorithm.kl_in_loss else None,
+        kl_coefficient=settings.kl_coefficient,
+        correction=None if algorithm.correction is None else algorithm.correction.model_dump(),
+    )
     states = states_path(stage.experience) if algorithm.full_kl and algorithm.kl_in_loss else None
-    metrics = updated(
-        training,
-        settings,
-        stage,
-        "actor",
+    command = UpdateActor(
+        path=stage.experience.path,
         version=stage.experience.policy_version,
         split=split(training, settings.iteration, settings.micro_batch_tokens),
         loss=loss,
         learning_rate=settings.learning_rate,
         states=None if states is None else str(states),
     )
+    metrics = updated(training, "actor", command, f"{settings.iteration}/update_actor")
     if states is not None:
         states.unlink()
     return metrics
 
 
 def updated(
-    training: Training, settings: Settings, stage: Stage, role: Literal["actor", "critic"], **arguments: Any
+    training: Training, role: Literal["actor", "critic"], command: UpdateActor | UpdateCritic, key: str
 ) -> dict[str, float]:
     """Train the model of `role` on the experience; return its metrics."""
     metrics: dict[str, float] = {}
-    command = f"update_{role}"
-    key = f"{settings.iteration}/{command}"
     session = training.session()
     session.say("update")
-    with timed(training, metrics, command):
-        replies = session.call(role, command, key, path=stage.experience.path, **arguments)
+    with timed(training, metrics, f"update_{role}"):
+        replies = session.call(role, command, key)
     # The task's seconds hold the wait for the other update too, where actor and critic share a group.
     metrics[f"{role}/update_s"] = slowest(session.usage[key])
-    return metrics | named(role, replies[0]) | role_figures(training, role, key)
+    return metrics | named(role, replies[0].metrics) | role_figures(training, role, key)
 
 
-def split(training: Training, iteration: int, micro_batch_tokens: int) -> dict[str, object]:
-    """Return the fields of `engines.training.updates.Split` for this iteration."""
+def split(training: Training, iteration: int, micro_batch_tokens: int) -> Split:
+    """Return how this iteration's experience is cut into optimizer steps and micro-batches."""
     config = training.config
-    return {
-        "mini_batches": config.algorithm.mini_batches,
-        "epochs": config.algorithm.epochs,
-        "samples": config.rollout.samples,
-        "micro_batch_tokens": micro_batch_tokens,
-        "max_response_tokens": config.rollout.max_response_tokens,
-        "aggregation": config.algorithm.aggregation,
-        "seed": config.seed + 1_000_003 * iteration,
-    }
+    assert config.algorithm.aggregation is not None
+    return Split(
+        mini_batches=config.algorithm.mini_batches,
+        epochs=config.algorithm.epochs,
+        samples=config.rollout.samples,
+        micro_batch_tokens=micro_batch_tokens,
+        max_response_tokens=config.rollout.max_response_tokens,
+        aggregation=config.algorithm.aggregation,
+        seed=config.seed + 1_000_003 * iteration,
+    )
 
 
 def named(role: str, reply: dict[str, float]) -> dict[str, float]:
@@ -88,13 +86,11 @@ def update_critic(training: Training, settings: Settings, stage: Stage) -> dict[
     """Train the critic, or that of each agent; return its metrics."""
     critic = training.config.critic
     assert critic is not None
-    return updated(
-        training,
-        settings,
-        stage,
-        "critic",
+    command = UpdateCritic(
+        path=stage.experience.path,
         split=split(training, settings.iteration, settings.critic_micro_batch_tokens),
         clip=critic.value_clip,
         learning_rate=settings.critic_learning_rate,
-        agents=training.config.agents,
+        agents=tuple(training.config.agents),
     )
+    return updated(training, "critic", command, f"{settings.iteration}/update_critic")

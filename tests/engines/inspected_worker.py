@@ -21,20 +21,22 @@ import deepspeed
 import numpy as np
 import torch
 
-from configs.schema import TrainConfig
 from engines.batches.packing import Rows, pack
+from engines.commands.message import encode
+from engines.commands.update import Split
 from engines.groups.channel import Tell
 from engines.kernels.weight_gradients import SummedLinear
 from engines.models.loading import gathered_state
+from engines.ranks.models import RankModels
+from engines.ranks.reshard import bring_weights
 from engines.ranks.worker import Worker
 from engines.rollout import engine as generator
 from engines.rollout import episodes
 from engines.rollout import scheduler as coasting
 from engines.rollout import vllm as versions
 from engines.rollout.engine import Generator
-from engines.rollout.episodes import EnvironmentHost
 from engines.training import collective_times as communication
-from engines.training.updates import Split, mini_batch_rows
+from engines.training.updates import mini_batch_rows
 from engines.weights import buckets
 from engines.weights.gather import Shards
 from engines.weights.layout import fused_view
@@ -44,6 +46,7 @@ from engines.weights.placing import wrong_names
 from penstock.base.errors import UserError
 from penstock.base.ragged import Ragged
 from tests.engines import scheduling
+from tests.engines.plain_commands import command_of
 
 buckets.BUCKET_BYTES = 200_000  # so that a tiny model takes several
 
@@ -91,9 +94,15 @@ class InspectedWorker(Worker):
 
     def handle(self, command: str, arguments: dict[str, Any], tell: Tell) -> dict[str, Any]:
         if command in self.INSPECTIONS:
-            result: dict[str, Any] = getattr(self, command)(**arguments)
-            return result
+            return {"reply": getattr(self, command)(**arguments), "usage": {}}
         return super().handle(command, arguments, tell)
+
+    def carry_out(self, command: str, arguments: dict[str, Any]) -> Any:
+        """Carry out a command in the middle of an inspection; return its reply, or figures, as they travel."""
+        if command in self.INSPECTIONS:
+            return getattr(self, command)(**arguments)
+        reply = self.handle(command, encode(command_of(command, arguments)), _unheard)["reply"]
+        return reply["metrics"] if command in ("update_actor", "update_critic") else reply
 
     def discard(self) -> dict[str, Any]:
         """Let go of every model, so that the next `build` starts as in a new process."""
@@ -101,16 +110,13 @@ class InspectedWorker(Worker):
             from vllm.distributed.parallel_state import destroy_model_parallel
 
             destroy_model_parallel()  # of which vLLM has one per process: the next engine may have other ranks
-        self.retired.append(self.generator)
-        self.generator = None
-        for trainer in self.trainers.values():
+        self.retired.append(self.models.generator)
+        for trainer in self.models.trainers.values():
             trainer.close()
-        self.trainers, self.frozen, self.lm, self.sft_rows = {}, {}, None, None
-        self.verified_version, self.updated_since, self.config = -1, False, TrainConfig()
-        self.transfer, self.storage, self.store = None, {}, None
-        self.environments.close()
-        self.environments = EnvironmentHost()
-        self.reference_refreshed, self.reference_head = False, None
+        self.models.environments.close()
+        tokenizers, generations = self.models.tokenizers, self.models.generations
+        self.models = RankModels(self.models.rank, self.models.world_size, self.models.device)
+        self.models.tokenizers, self.models.generations = tokenizers, generations
         gc.collect()
         return {}
 
@@ -121,7 +127,7 @@ class InspectedWorker(Worker):
         """Every parameter of a trained model by its name, whole also where ZeRO-3 shards it."""
         return {
             name: self._whole(parameter).float().numpy().copy()
-            for name, parameter in self.trainers[role].module.named_parameters()
+            for name, parameter in self.models.trainers[role].module.named_parameters()
         }
 
     def _whole(self, parameter: torch.nn.Parameter) -> torch.Tensor:
@@ -132,16 +138,16 @@ class InspectedWorker(Worker):
 
     def addresses(self, role: str) -> dict[str, Any]:
         """Where every parameter of a trained model lies in memory."""
-        return {name: p.data_ptr() for name, p in self.trainers[role].module.named_parameters()}
+        return {name: p.data_ptr() for name, p in self.models.trainers[role].module.named_parameters()}
 
     def shards(self, role: str) -> dict[str, Any]:
         """Parameters of which this rank holds only a part between the passes (ZeRO-3)."""
-        named = self.trainers[role].module.named_parameters()
+        named = self.models.trainers[role].module.named_parameters()
         return {"names": [name for name, p in named if p.data.numel() < getattr(p, "ds_numel", 0)]}
 
     def moments(self, role: str) -> dict[str, Any]:
         """Elements of AdamW's first moment on this rank, and which share of those but zeros bfloat16 can hold."""
-        state = self.trainers[role]._optimizer.state.values()
+        state = self.models.trainers[role]._optimizer.state.values()
         moments = [entry["exp_avg"].flatten() for entry in state if "exp_avg" in entry]
         moved = torch.cat([moment[moment != 0] for moment in moments] or [torch.empty(0)])
         held = float((moved.bfloat16().float() == moved).float().mean())
@@ -149,7 +155,7 @@ class InspectedWorker(Worker):
 
     def first_moments(self, role: str) -> dict[str, Any]:
         """AdamW's first moment on this rank, flat."""
-        state = self.trainers[role]._optimizer.state.values()
+        state = self.models.trainers[role]._optimizer.state.values()
         return {"moments": np.concatenate([entry["exp_avg"].numpy().copy() for entry in state if "exp_avg" in entry])}
 
     def summed_linears(self, role: str, keep: bool, joint: bool = True) -> dict[str, Any]:
@@ -157,7 +163,7 @@ class InspectedWorker(Worker):
 
         Unless `joint`, each of them has a product of its own.
         """
-        module = self.trainers[role].module
+        module = self.models.trainers[role].module
         layers = [layer for layer in module.modules() if isinstance(layer, SummedLinear)]
         if not keep:
             module.head.sum_VH = None  # type: ignore[union-attr]
@@ -171,21 +177,21 @@ class InspectedWorker(Worker):
     def uncounted_sums(self, arguments: dict[str, Any]) -> dict[str, Any]:
         """Update the actor without telling DeepSpeed that its sums have been added to."""
         with patch("engines.training.trainer.count_sums"):
-            return self.handle("update_actor", arguments, _unheard)
+            return self.carry_out("update_actor", arguments)
 
     def offloaded(self, role: str) -> dict[str, Any]:
         """Which states DeepSpeed has in host memory."""
-        return {"states": sorted(state.name for state in self.trainers[role].engine.optimizer.offloaded_states)}
+        return {"states": sorted(state.name for state in self.models.trainers[role].engine.optimizer.offloaded_states)}
 
     def spoil_offloaded(self, role: str) -> dict[str, Any]:
         """Overwrite the masters' copy in host memory, whose storage is not the masters' own."""
-        for copy in self.trainers[role].engine.optimizer.hp_params_pin_buffers:
+        for copy in self.models.trainers[role].engine.optimizer.hp_params_pin_buffers:
             copy.add_(1.0)
         return {}
 
     def learning_rate(self, role: str) -> dict[str, Any]:
         """Optimizer steps taken, and the learning rate that the last one used."""
-        trainer = self.trainers[role]
+        trainer = self.models.trainers[role]
         return {"steps": trainer.steps, "rate": trainer._optimizer.param_groups[0]["lr"]}
 
     def with_micro_batch_means(self, of: str, arguments: dict[str, Any], micro_batches: int) -> dict[str, Any]:
@@ -195,7 +201,7 @@ class InspectedWorker(Worker):
             return (loss_T * mask_T).sum() / mask_T.sum().clamp(min=1) / micro_batches
 
         with patch("engines.training.updates.aggregate", mean):
-            return self.handle(of, arguments, _unheard)
+            return self.carry_out(of, arguments)
 
     def mini_batches(self, count: int, split: dict[str, Any]) -> dict[str, Any]:
         """The rows of each optimizer step (here because the module brings DeepSpeed)."""
@@ -204,20 +210,20 @@ class InspectedWorker(Worker):
     def refusal(self, of: str, arguments: dict[str, Any]) -> dict[str, Any]:
         """What the command `of` raises, as text; empty if it goes through. (Let out, it would end the group.)"""
         try:
-            self.handle(of, arguments, _unheard)
+            self.carry_out(of, arguments)
         except (RuntimeError, UserError) as error:
             return {"error": str(error)}
         return {"error": ""}
 
     def adjacent(self, role: str) -> dict[str, Any]:
         """How many attentions a trained model has, and in how many q, k and v are one matrix in memory."""
-        modules = [module for module in self.trainers[role].module.modules() if hasattr(module, "q_proj")]
+        modules = [module for module in self.models.trainers[role].module.modules() if hasattr(module, "q_proj")]
         parts = [[getattr(module, f"{name}_proj").weight.data for name in "qkv"] for module in modules]
         return {"all": len(parts), "joint": sum(fused_view(weights) is not None for weights in parts)}
 
     def gathered(self) -> dict[str, Any]:
         """Names of the sharded actor's parameters that this rank copies to host memory when it is written."""
-        return {"names": list(gathered_state(self.lm, self.rank))}
+        return {"names": list(gathered_state(self.models.lm, self.models.rank))}
 
     def random_numbers(self) -> dict[str, Any]:
         """The next number of each of this process's generators."""
@@ -237,13 +243,13 @@ class InspectedWorker(Worker):
 
         tensor, parts = torch.ones(2), torch.ones(4)
 
-        with communication.timed_collectives(self.device) as times:
+        with communication.timed_collectives(self.models.device) as times:
             for collective in (
                 lambda: torch.distributed.all_reduce(tensor),
                 lambda: torch.distributed.all_reduce(tensor, async_op=True).wait(),
                 lambda: comm.all_gather_into_tensor(parts, tensor),
             ):
-                if self.rank == 1:
+                if self.models.rank == 1:
                     time.sleep(pause_s)
                 collective()
         return {"seconds": times.seconds()}
@@ -295,12 +301,12 @@ class InspectedWorker(Worker):
         """
         from vllm import SamplingParams
 
-        assert self.generator is not None
+        assert self.models.generator is not None
         asked = Ragged(prompts, offsets)
         if not keep_prefixes:
-            self.generator.llm.reset_prefix_cache()
+            self.models.generator.llm.reset_prefix_cache()
         torch.manual_seed(0)  # the ranks of an engine must draw the same tokens
-        outputs = self.generator.llm.generate(
+        outputs = self.models.generator.llm.generate(
             [{"prompt_token_ids": asked.row(index).tolist()} for index in range(len(asked))],
             SamplingParams(max_tokens=tokens, temperature=1.0, logprobs=0, detokenize=False, ignore_eos=True),
             use_tqdm=False,
@@ -317,11 +323,11 @@ class InspectedWorker(Worker):
             "offsets": responses.offsets_B1,
             "vllm": np.asarray(theirs_T, np.float32),
         }
-        if "actor" not in self.trainers:
+        if "actor" not in self.models.trainers:
             return reply
         mask = Ragged(np.ones(len(responses.values_T), np.uint8), responses.offsets_B1)
-        batch = pack(Rows(asked, responses, mask, {}), list(range(len(asked))), self.device)
-        return reply | {"trainer": self.model("actor")(batch, 1.0)[0].numpy()}
+        batch = pack(Rows(asked, responses, mask, {}), list(range(len(asked))), self.models.device)
+        return reply | {"trainer": self.models.model("actor")(batch, 1.0)[0].numpy()}
 
     def watched_generate(self, arguments: dict[str, Any]) -> dict[str, Any]:
         """Generate, and what went into vLLM and came out of it: each request's prompt and the tokens drawn for it.
@@ -347,16 +353,16 @@ class InspectedWorker(Worker):
 
         watching = (patch.object(versions, "submit", submitting), patch.object(versions, "step", stepping))
         with watching[0], watching[1], patch.object(generator, "play", playing):
-            reply = self.handle("generate", arguments, _unheard)
-        return reply | {"asked": asked, "drawn": drawn}
+            reply = self.carry_out("generate", arguments)
+        return {"reply": reply, "asked": asked, "drawn": drawn}
 
     @torch.no_grad()
     def mismatches(self) -> dict[str, Any]:
         """Parameters of the rollout engine that differ from the trainer's, and how many it has."""
-        assert self.generator is not None
-        theirs, binding = dict(self.generator.model.named_parameters()), self.generator.binding
-        wholes = {name: self._whole(parameter) for name, parameter in self.lm.named_parameters()}
-        wholes |= {name: layer.merged() for name, layer in adapted_layers(self.lm).items()}
+        assert self.models.generator is not None
+        theirs, binding = dict(self.models.generator.model.named_parameters()), self.models.generator.binding
+        wholes = {name: self._whole(parameter) for name, parameter in self.models.lm.named_parameters()}
+        wholes |= {name: layer.merged() for name, layer in adapted_layers(self.models.lm).items()}
         names = [
             item.name
             for item in (*binding.shared, *binding.copied)
@@ -372,7 +378,7 @@ class InspectedWorker(Worker):
         `only`: the rank is one of the group with this role.
         """
         owner, _, name = look.rpartition(".")
-        here = self.rank == rank and (only != "rollout" or self.generator is not None)
+        here = self.models.rank == rank and (only != "rollout" or self.models.generator is not None)
         honest, left = getattr(importlib.import_module(owner), name), [here]
 
         def spoiled(values: torch.Tensor, *rest: Any) -> torch.Tensor:
@@ -389,9 +395,9 @@ class InspectedWorker(Worker):
 
         `damage`: element of this rank's own shard that changes after it was gathered; -1: none.
         """
-        size = -(-len(values) // self.world_size)
+        size = -(-len(values) // self.models.world_size)
         shard = torch.full((size,), torch.nan)  # what DeepSpeed leaves in the padding
-        own = torch.from_numpy(values[self.rank * size : (self.rank + 1) * size].copy())
+        own = torch.from_numpy(values[self.models.rank * size : (self.models.rank + 1) * size].copy())
         shard[: len(own)] = own
         module = torch.nn.Module()
         module.odd = torch.nn.Parameter(torch.empty(0))
@@ -407,9 +413,9 @@ class InspectedWorker(Worker):
     @torch.no_grad()
     def disturb(self, rank: int, by: float) -> dict[str, Any]:
         """Let one rank's rollout engine compute with other weights than those that a reshard proved."""
-        assert self.generator is not None
-        if self.rank == rank:
-            for parameter in self.generator.model.parameters():
+        assert self.models.generator is not None
+        if self.models.rank == rank:
+            for parameter in self.models.generator.model.parameters():
                 parameter.data = parameter.data + by * torch.sin(torch.arange(parameter.numel())).view(parameter.shape)
         return {}
 
@@ -429,12 +435,13 @@ class InspectedWorker(Worker):
 
     def bind_without_sharing(self, folder: str) -> dict[str, Any]:
         """Replace the rollout engine by one with weights of its own, copied now."""
-        self.retired.append(self.generator)
-        limit = self.config.data.max_prompt_tokens
-        self.generator = Generator(Path(folder), self.lm, self.dtype, self.config.rollout, limit, storage={})
-        self.transfer = LocalReshard(self.generator.model, self.generator.binding, self.lm)
-        self.reshard(self.verified_version)
-        return {"copied": len(self.generator.binding.copied)}
+        self.retired.append(self.models.generator)
+        models, limit = self.models, self.models.config.data.max_prompt_tokens
+        generator = Generator(Path(folder), models.lm, models.dtype, models.config.rollout, limit, storage={})
+        models.generator = generator
+        models.transfer = LocalReshard(generator.model, generator.binding, models.lm)
+        bring_weights(models, models.verified_version)
+        return {"copied": len(generator.binding.copied)}
 
 
 def _unheard(_: dict[str, Any]) -> None:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from engines.batches.packing import Rows
+from engines.commands.forward import TokenValues
 from penstock.base.ragged import Ragged, offsets_of
 from penstock.state.experience import write_columns
 from tests.engines.shared_ranks import VOCABULARY
@@ -75,10 +76,10 @@ def write_rows(path: Path, rows: Rows) -> str:
     return str(path)
 
 
-def gathered(rows: Rows, replies: list[dict[str, Any]]) -> np.ndarray:
+def gathered(rows: Rows, replies: Sequence[TokenValues]) -> np.ndarray:
     """One flat column in file order out of the ranks' shares; every row must have come exactly once."""
-    order = np.concatenate([reply["rows"] for reply in replies])
+    order = np.concatenate([reply.rows for reply in replies])
     assert sorted(order.tolist()) == list(range(len(rows)))
-    values = np.concatenate([reply["values"] for reply in replies])
+    values = np.concatenate([reply.values_T for reply in replies])
     column = Ragged(values, offsets_of(rows.responses.lengths_B[order]))
     return column.take(np.argsort(order)).values_T

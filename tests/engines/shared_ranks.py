@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -12,8 +12,11 @@ import numpy as np
 import torch
 
 from configs.schema import TrainConfig
+from engines.commands.build import Built
+from engines.commands.message import decode_news, decode_reply, encode
 from engines.groups.group import EngineGroup, GroupSpec, RankDevice
 from penstock.data.tokenizer import make_byte_tokenizer
+from tests.engines.plain_commands import KINDS, command_of, figures_of, plain
 
 VOCABULARY, EOS, PAD = 64, 1, 0
 
@@ -42,25 +45,38 @@ class Ranks:
         )
         return cls(EngineGroup(spec), number)
 
-    def ask(self, command: str, **arguments: Any) -> list[dict[str, Any]]:
-        """Run a command on every rank; replies in rank order, without what it used."""
-        return self._replies(self.group.call(command, key=str(next(self.keys)), **arguments))
+    def ask(self, command: str, **arguments: Any) -> list[Any]:
+        """Run a command on every rank; replies in rank order, without what it used.
 
-    def ask_each(self, command: str, per_rank: list[dict[str, Any]], **arguments: Any) -> list[dict[str, Any]]:
+        A command of the flow has its own reply, of an update the figures; an inspection a dict.
+        """
+        return self.ask_each(command, [arguments] * self.count)
+
+    def ask_each(
+        self, command: str, per_rank: list[dict[str, Any]], on_news: Callable[[Any], None] | None = None, **common: Any
+    ) -> list[Any]:
         """Run a command with arguments of each rank's own."""
-        return self._replies(self.group.call(command, key=str(next(self.keys)), per_rank=per_rank, **arguments))
+        arguments = [plain(common | own) for own in per_rank]
+        if (kind := KINDS.get(command)) is not None:
+            arguments = [encode(command_of(command, own)) for own in arguments]
 
-    def _replies(self, replies: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        self.usage = [reply.pop("usage", {}) for reply in replies]  # an inspection is not measured
-        return replies
+        def hear(answer: dict[str, Any]) -> None:
+            if kind is not None and on_news is not None and "news" in answer:
+                on_news(decode_news(kind, answer["news"]))
 
-    def build(self, folder: Path, roles: tuple[str, ...] = ("actor",), **sections: Any) -> dict[str, Any]:
+        answers = self.group.call(command, key=str(next(self.keys)), per_rank=arguments, on_news=hear)
+        self.usage = [answer["usage"] for answer in answers]
+        replies = [answer["reply"] for answer in answers]
+        return replies if kind is None else [figures_of(decode_reply(kind, reply)) for reply in replies]
+
+    def build(self, folder: Path, roles: tuple[str, ...] = ("actor",), **sections: Any) -> Built:
         """Discard what the ranks hold and build `roles` from `folder`; the first rank's reply."""
         self.ask("discard")
         config = TrainConfig(**{**SMALL, "model": {"path": str(folder)}, **sections})
         replies = self.ask("build", config=config.model_dump(mode="json"), folder=str(folder), roles=list(roles))
         assert all(reply == replies[0] for reply in replies), "the ranks built different things"
-        return replies[0]
+        built: Built = replies[0]
+        return built
 
     def parameters(self, role: str = "actor") -> dict[str, torch.Tensor]:
         """Every parameter of a trained model; the same on all ranks."""

@@ -17,6 +17,8 @@ from prefect.logging import disable_run_logger
 from algorithms.registry import ALGORITHMS
 from configs.loading.load import load_config
 from configs.schema import TrainConfig
+from engines.commands.build import Build
+from engines.commands.checkpoint import Load, Save
 from flows.iteration import iteration
 from penstock.session.session import Training, open_session, write_config
 from penstock.state.manifest import Progress
@@ -65,8 +67,8 @@ class Engines:
         """Train from the start; return held-out reward before and after."""
         session, begin = self.training.session(), next(self.numbers)
         session.config = config
-        for group in session.distinct_groups:
-            group.call("load", key=f"{begin}/load", folder=str(self.start), version=begin)
+        load = Load(str(self.start), version=begin)
+        session.call_all(dict.fromkeys(session.distinct_groups, load), f"{begin}/load")
         with disable_run_logger():
             before = evaluate.fn(self.training, begin)["heldout/reward"]
             progress = Progress(iteration=begin, policy_version=begin)
@@ -87,10 +89,10 @@ def engines(prefect_harness: None, tmp_path_factory: pytest.TempPathFactory) -> 
         model = starting_model.fn(training)
         load_prompts.fn(training, model)
         build_engines.fn(training, model)
-        agents = config_of("ippo").model_dump(mode="json")
-        for group in training.session().distinct_groups:
-            group.call("build", key="0/agents", config=agents, folder=model, roles=["critic"])  # beside that of ppo
-            group.call("save", key="start/save", folder=str(folder / "start"))
+        session = training.session()
+        agents = Build(config_of("ippo").model_dump(mode="json"), model, ("critic",))  # beside that of ppo
+        session.call_all(dict.fromkeys(session.distinct_groups, agents), "0/agents")
+        session.call_all(dict.fromkeys(session.distinct_groups, Save(str(folder / "start"))), "start/save")
         yield Engines(training, folder / "start")
 
 

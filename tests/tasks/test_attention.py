@@ -6,6 +6,7 @@ import logging
 
 import pytest
 
+from engines.commands.build import Kernels
 from tasks import start as prepare
 
 
@@ -27,6 +28,6 @@ def test_a_gpu_without_its_fastest_attention_is_worth_a_warning(
     """With what cannot be imported. Controls: the kernels are there; the GPU is not one for them."""
     monkeypatch.setattr(prepare, "get_run_logger", lambda: logging.getLogger("task"))
     caplog.set_level(logging.INFO)
-    assert prepare.attention_of({"attention": name, "slower": slower}) == name
+    assert prepare.attention_of(Kernels(name, slower)) == name
     assert [record.levelname for record in caplog.records] == levels
     assert caplog.messages[1:] == [f"updates are slower than this GPU can be, {obstacle}" for obstacle in slower]

@@ -23,6 +23,7 @@ from configs.loading.load import config_from_mapping
 from configs.preference import PreferenceConfig
 from configs.schema import TrainConfig
 from configs.sections.run import Role
+from engines.commands.message import WrongMessage
 from engines.groups.launch import RankDevice
 from engines.sizing.memory import RankMemory, Recomputed
 from penstock.base.ragged import Ragged
@@ -51,7 +52,17 @@ ROWS = 40
 MakeTraining = Callable[[TrainConfig], Training]
 
 
-@dataclass
+REPLIES: dict[str, Any] = {
+    "preference_begin": {"attention": "some", "slower": []},
+    "preference_measure": {"metrics": {}},
+    "preference_steps": {"steps": [], "skipped_steps": 0},
+    "sft_steps": {"losses": [0.0], "grad_norm": 0.0, "skipped_steps": 0},
+    "update_actor": {"metrics": {}},
+    "update_critic": {"metrics": {}},
+}
+
+
+@dataclass(eq=False)
 class Listener:
     """A group that keeps what it was told last; its replies say nothing of interest."""
 
@@ -60,10 +71,7 @@ class Listener:
 
     def call(self, command: str, key: str, **arguments: Any) -> list[dict[str, Any]]:
         self.told = arguments
-        kernels: dict[str, Any] = {"attention": "some", "slower": []}
-        return [
-            {"usage": {"seconds": 1.0}, "losses": [0.0], "steps": [], "skipped_steps": 0, "command": 0.0, **kernels}
-        ]
+        return [{"usage": {"seconds": 1.0}, "reply": REPLIES.get(command)}]
 
 
 def listening(training: Training) -> Listener:
@@ -322,7 +330,7 @@ def test_of_the_model_to_train(key: str, value: Any, training_with: MakeTraining
     training = training_with(config_from_mapping(values, "test"))
     group = listening(training)
     begin_supervised.fn(training, "folder")
-    place = "dtype" if key == "model.dtype" else f"config.{key.partition('.')[2]}"
+    place = "model.dtype" if key == "model.dtype" else f"model.trainer.{key.partition('.')[2]}"
     assert at(group.told, place) == value
 
     preference = PreferenceConfig.model_validate(tree(key.replace("sft.", "trainer."), value, {}))
@@ -345,7 +353,7 @@ def test_of_logits_that_are_kept(logits: bool, told: bool, training_with: MakeTr
         training.session().recomputed = {"sft": Recomputed(False, logits)}
         with disable_run_logger():
             begin(training)
-        assert group.told["keep_logits"] is told
+        assert group.told["model"]["keep_logits"] is told
         assert not training.session().keeps_logits("actor")
 
 
@@ -407,7 +415,7 @@ def test_of_the_token_budget_of_passes_without_a_step(tmp_path: Path, monkeypatc
     training = preferring(config, tmp_path, monkeypatch)
     group = listening(training)
     rows(preferences_file(training, "train"))
-    with pytest.raises(KeyError, match="rows"):  # the listener computes nothing
+    with pytest.raises(WrongMessage, match="the reply to logprobs"):  # the listener computes nothing
         reference_pass.fn(training, config, "train")
     assert group.told["budget"] == 77
     monkeypatch.setattr("tasks.finetuning.preferences.append_record", lambda *arguments: True)

@@ -17,7 +17,11 @@ import pytest
 
 from configs.schema import TrainConfig
 from penstock.base.errors import LogprobGapError
+from penstock.base.ragged import Ragged
 from penstock.cli.failures import FAILURE, told
+from penstock.data.prompts import PromptTable
+from penstock.session.session import Session
+from penstock.state.run_folder import RunFolder
 from tasks.iteration.compare_logprobs import PROMPTS, TOKENS, compare_logprobs, comparison_due
 from tests.engines.rows import LOSS, SPLIT, random_rows, write_rows
 from tests.engines.shared_ranks import SMALL, Ranks, Shape
@@ -30,12 +34,9 @@ PROMPT_TOKENS = [np.arange(3, 3 + length) for length in (1, 4, 7, 2, 11)]
 
 def _compare(actor: Ranks, rollout: Ranks, sections: dict[str, Any] | None = None) -> dict[str, float]:
     """Compare as a flow does."""
-    session = SimpleNamespace(
-        config=TrainConfig(**{**SMALL, **(sections or {})}),
-        groups={"actor": actor.group, "rollout": rollout.group},
-        prompts={"train": SimpleNamespace(frame=pd.DataFrame({"prompt_tokens": PROMPT_TOKENS}))},
-        say=lambda text: None,
-    )
+    session = Session(TrainConfig(**{**SMALL, **(sections or {})}), RunFolder(Path()))
+    session.groups |= {"actor": actor.group, "rollout": rollout.group}
+    session.prompts["train"] = PromptTable(pd.DataFrame({"prompt_tokens": PROMPT_TOKENS}), 0)
     training: Any = SimpleNamespace(config=session.config, session=lambda: session)
     return compare_logprobs.fn(training, next(NUMBERS))
 
@@ -95,7 +96,7 @@ def test_two_groups_are_compared_likewise(
     one_rank.build(folder, ("actor",), groups=groups)
     two_ranks.build(folder, ("rollout",), groups=groups)
     apart = Apart(one_rank, two_ranks, folder, tmp_path)
-    apart.both("connect", port=one_rank.ask("listen")[0]["port"], rollout_ranks=2)
+    apart.both("connect", port=one_rank.ask("listen")[0].port, rollout_ranks=2)
     apart.both("reshard", version=0)
     assert _compare(one_rank, two_ranks)["rollout/logprob_gap"] < 1e-5
     _step(one_rank, tmp_path, 0)
@@ -112,15 +113,15 @@ def test_a_comparison_moves_nothing(one_rank: Ranks, folder_of: FolderOf) -> Non
     def state(compared: bool) -> tuple[Any, ...]:
         one_rank.build(folder, ("actor", "rollout"))
         sampling = {"samples": 2, "temperature": 1.0, "top_p": 1.0, "top_k": 0, "max_tokens": 6, "ignore_eos": False}
-        asked = {"prompts": np.arange(4, 10, dtype=np.int32), "offsets": np.asarray([0, 2, 6])}
-        asked |= {"tokenizer": str(folder), "sampling": {**sampling, "seed": [0, 1, 0]}}
+        prompts = Ragged(np.arange(4, 10, dtype=np.int32), np.asarray([0, 2, 6]))
+        asked = {"prompts": prompts, "tokenizer": str(folder), "sampling": {**sampling, "seed": [0, 1, 0]}}
         one_rank.ask("generate", **asked)  # which seeds the generators
         if compared:
             _compare(one_rank, one_rank)
         numbers = one_rank.ask("random_numbers")[0]["numbers"]
         again = one_rank.ask("generate", **asked)[0]
         weights = one_rank.parameters()
-        return numbers, again["tokens"].tolist(), {name: value.tolist() for name, value in weights.items()}
+        return numbers, again.responses.values_T.tolist(), {name: value.tolist() for name, value in weights.items()}
 
     assert state(compared=True) == state(compared=False)
 
@@ -129,11 +130,11 @@ def test_every_engine_answers_prompts_of_its_own(two_ranks: Ranks, folder_of: Fo
     """Also where rollouts let engines pull what they have room for; and there are others the next time."""
     rollout = {**SMALL["rollout"], "reproducible": False}
     two_ranks.build(folder_of(Shape("qwen3", tied=True)), ("actor", "rollout"), rollout=rollout)
-    prompts = {"prompts": np.arange(3, 11, dtype=np.int32), "offsets": np.arange(9)}
-    replies = two_ranks.ask("sample_to_compare", **prompts, tokens=TOKENS, seed=[0, 0, 9])
-    assert [len(reply["positions"]) for reply in replies] == [PROMPTS, PROMPTS]
-    assert sorted(np.concatenate([reply["positions"] for reply in replies]).tolist()) == list(range(8))
-    assert all(len(reply["logprobs"]) == PROMPTS * TOKENS for reply in replies)
+    prompts = Ragged(np.arange(3, 11, dtype=np.int32), np.arange(9))
+    replies = two_ranks.ask("sample_to_compare", prompts=prompts, tokens=TOKENS, seed=[0, 0, 9])
+    assert [len(reply.positions_P) for reply in replies] == [PROMPTS, PROMPTS]
+    assert sorted(np.concatenate([reply.positions_P for reply in replies]).tolist()) == list(range(8))
+    assert all(len(reply.logprobs_T) == PROMPTS * TOKENS for reply in replies)
 
 
 def test_when_it_is_done() -> None:

@@ -19,6 +19,7 @@ from transformers import AutoModelForCausalLM
 
 from configs.schema import TrainConfig
 from engines.batches.packing import Rows
+from engines.commands.forward import TokenValues
 from penstock.evaluators.kl import KL
 from penstock.session import session as module
 from penstock.session.generation import Responses
@@ -195,7 +196,7 @@ def test_a_pass_gives_log_probs_and_kl_to_a_reference_in_another_group(
     padded = Padded(folder_of(SHAPE), rows)
     plain_steps(list(padded.lm.parameters()), [padded.loss], [RATE], UNCLIPPED)
     padded.loss()
-    kl_T = gathered(rows, [reply | {"values": reply["kl"]} for reply in replies])
+    kl_T = gathered(rows, [TokenValues(reply.rows, reply.kl_T) for reply in replies])
     assert kl_T[rows.mask.values_T > 0].mean() == pytest.approx(padded.kl[1], rel=1e-4)
     assert kl_T.min() >= -1e-6
     alone_T = gathered(rows, one_rank.ask("logprobs", role="actor", **asked))
@@ -264,7 +265,7 @@ def test_after_a_refresh_the_divergence_is_zero_exactly(
     start_T = _logprobs(ranks, rows, path, "reference")
     _move(ranks, path)
     assert np.abs(_logprobs(ranks, rows, path, "actor") - _logprobs(ranks, rows, path, "reference")).mean() > 1e-3
-    digests = [digest for reply in ranks.ask("refresh_reference") for digest in reply["digests"]]
+    digests = [digest for reply in ranks.ask("refresh_reference") for digest in reply.digests]
     assert len(digests) == 2 * count
     assert len(set(digests)) == 1
     np.testing.assert_array_equal(
@@ -287,15 +288,15 @@ def test_a_refresh_reaches_another_group_through_a_file(
     _move(two_ranks, path)
     sent = two_ranks.ask("write_actor", path=file)
     received = one_rank.ask("read_reference", path=file)
-    assert {digest for reply in sent + received for digest in reply["digests"]} == set(sent[0]["digests"])
+    assert {digest for reply in sent + received for digest in reply.digests} == set(sent[0].digests)
     actor_T, reference_T = _logprobs(two_ranks, rows, path, "actor"), _logprobs(one_rank, rows, path, "reference")
     np.testing.assert_allclose(actor_T, reference_T, rtol=0, atol=1e-5)
     replies = two_ranks.ask("logprobs_and_kl", path=path, temperature=1.0, budget=64, **_states(one_rank, path, 64))
-    assert max(np.abs(reply["kl"]).max() for reply in replies) < 1e-6
+    assert max(np.abs(reply.kl_T).max() for reply in replies) < 1e-6
     content = bytearray(Path(file).read_bytes())
     content[-5] ^= 1
     Path(file).write_bytes(content)
-    assert one_rank.ask("read_reference", path=file)[0]["digests"] != sent[0]["digests"]
+    assert one_rank.ask("read_reference", path=file)[0].digests != sent[0].digests
 
 
 def test_the_task_refuses_a_reference_that_is_no_copy(
@@ -314,7 +315,7 @@ def test_the_task_refuses_a_reference_that_is_no_copy(
 
     def stale(command: str, key: str, **arguments: Any) -> list[dict[str, Any]]:
         replies: list[dict[str, Any]] = call(command, key, **arguments)
-        return [*replies[:-1], replies[-1] | {"digests": ["of other weights"]}]
+        return [*replies[:-1], replies[-1] | {"reply": {"digests": ["of other weights"]}}]
 
     monkeypatch.setattr(two_ranks.group, "call", stale)
     with pytest.raises(RuntimeError, match="after iteration 2 the reference is not a copy"):
@@ -371,7 +372,7 @@ def test_the_head_that_an_actor_keeps_of_a_reference_elsewhere_is_restored(
     def kl() -> float:
         states = _states(two_ranks, path, 64)
         reply = one_rank.ask("logprobs_and_kl", path=path, temperature=1.0, budget=64, **states)[0]
-        return float(np.abs(reply["kl"]).mean())
+        return float(np.abs(reply.kl_T).mean())
 
     assert kl() < 1e-6
     one_rank.build(folder_of(SHAPE), algorithm=FULL, actor=_trainer(1))

@@ -37,7 +37,7 @@ def test_log_probs_come_once_per_row_from_whichever_rank(
     expected_T = torch.cat([row_logprobs(lm, rows, row, 0.8)[0] for row in range(count)]).numpy()
     for role in ("actor", "reference"):
         replies = two_ranks.ask("logprobs", path=path, role=role, temperature=0.8, budget=budget)
-        assert [len(reply["rows"]) > 0 for reply in replies] == [True, count > 1]
+        assert [len(reply.rows) > 0 for reply in replies] == [True, count > 1]
         np.testing.assert_allclose(gathered(rows, replies), expected_T, rtol=1e-5, atol=1e-5)
 
 
@@ -73,8 +73,8 @@ def test_each_rank_scores_its_own_texts_in_order(two_ranks: Ranks, folder_of: Fo
     expected = [oracle(torch.tensor([tokenizer(text)["input_ids"]])).logits[0, 0].item() for text in texts]
     for budget in (12, 10_000):
         shares = two_ranks.ask_each("score", [{"texts": texts}, {"texts": []}], budget=budget)
-        assert shares[0]["scores"].tolist() == pytest.approx(expected, abs=1e-5)
-        assert shares[1]["scores"].tolist() == []
+        assert shares[0].scores_B.tolist() == pytest.approx(expected, abs=1e-5)
+        assert shares[1].scores_B.tolist() == []
     assert np.std(expected) > 0.1
 
 
@@ -84,5 +84,5 @@ def test_a_tiny_model_is_made_once_beside_its_tokenizer(two_ranks: Ranks, tmp_pa
     config = TrainConfig(model={"tiny": TinyModel(layers=1).model_dump()}, seed=3)
     two_ranks.ask("make_tiny", config=config.model_dump(mode="json"), folder=str(tmp_path))
     built = two_ranks.build(tmp_path, ("actor", "rollout"))
-    assert built["parameters"] == sum(parameter.numel() for parameter in load_unpacked(tmp_path).parameters())
-    assert built["parameters_copied"] == 0
+    assert built.parameters == sum(parameter.numel() for parameter in load_unpacked(tmp_path).parameters())
+    assert built.parameters_copied == 0

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 import pytest
 
@@ -34,11 +32,8 @@ def test_texts_are_told_once_and_not_made_again(monkeypatch: pytest.MonkeyPatch)
     announcer.announce(ended)
     assert ended == []
     (news,) = told
-    assert _plain(news) == {"positions": [7, 5], "samples": [0, 1], "texts": ["[3, 3, 3]", "[2, 2]"]}
+    assert (news.positions.tolist(), news.samples.tolist()) == ([7, 5], [0, 1])
+    assert news.texts.to_pylist() == ["[3, 3, 3]", "[2, 2]"]
 
     assert announcer.texts(RESPONSES) == ["[1]", "[2, 2]", "[3, 3, 3]", "[4]"]
     assert decoded == [2, 2]
-
-
-def _plain(news: dict[str, Any]) -> dict[str, list[Any]]:
-    return {name: values.tolist() for name, values in news.items()}

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from torch.distributed import HashStore
 
+from engines.commands.rollout import EndedResponses
 from engines.rollout.decode_loop import engine_seed, sample_seeds
 from engines.rollout.prompt_queue import (
     EnginePlace,
@@ -123,27 +124,21 @@ def _ask(
     ranks: Ranks,
     folder: Path,
     prompts: Ragged = PROMPTS,
-    on_news: Callable[[dict[str, Any]], None] | None = None,
+    on_news: Callable[[Any], None] | None = None,
     **sampling: Any,
-) -> list[dict[str, Any]]:
+) -> list[Any]:
     defaults = {"samples": 1, "temperature": 1.0, "top_p": 1.0, "top_k": 0, "max_tokens": 40, "ignore_eos": False}
-    return ranks.ask(
-        "generate",
-        prompts=prompts.values_T,
-        offsets=prompts.offsets_B1,
-        sampling={"seed": [7, 0, 0], **defaults, **sampling},
-        tokenizer=str(folder),
-        on_news=on_news,
-    )
+    asked = {"prompts": prompts, "sampling": {"seed": [7, 0, 0], **defaults, **sampling}, "tokenizer": str(folder)}
+    return ranks.ask_each("generate", [asked] * ranks.count, on_news)
 
 
-def _by_prompt(replies: list[dict[str, Any]], samples: int) -> dict[int, list[list[int]]]:
+def _by_prompt(replies: list[Any], samples: int) -> dict[int, list[list[int]]]:
     """The responses to each prompt; every prompt was answered by one rank."""
     found: dict[int, list[list[int]]] = {}
     for reply in replies:
-        rows = Ragged(reply["tokens"], reply["offsets"])
-        assert len(rows) == len(reply["texts"]) == len(reply["request_seconds"]) == samples * len(reply["positions"])
-        for number, position in enumerate(reply["positions"].tolist()):
+        rows = reply.responses
+        assert len(rows) == len(reply.texts) == len(reply.request_seconds_B) == samples * len(reply.positions_P)
+        for number, position in enumerate(reply.positions_P.tolist()):
             assert position not in found
             found[position] = [rows.row(samples * number + sample).tolist() for sample in range(samples)]
     return found
@@ -164,41 +159,40 @@ def test_two_engines_pull_all_prompts_once(one_rank: Ranks, two_ranks: Ranks, fo
     answers = _by_prompt(replies, 2)
     assert sorted(answers) == list(range(len(PROMPTS)))
     assert len({len(row) for rows in answers.values() for row in rows}) > 10, "responses of uneven length"
-    assert min(len(reply["positions"]) for reply in replies) > 2, "more than an engine could hold at first"
+    assert min(len(reply.positions_P) for reply in replies) > 2, "more than an engine could hold at first"
     for reply in replies:
-        assert (reply["request_seconds"] > 0).all()
-        assert reply["request_seconds"].max() <= reply["engine_seconds"]
-        assert reply["prompt_tokens"] == 2 * PROMPTS.lengths_B[reply["positions"]].sum()
+        assert (reply.request_seconds_B > 0).all()
+        assert reply.request_seconds_B.max() <= reply.engine_seconds
+        assert reply.prompt_tokens == 2 * PROMPTS.lengths_B[reply.positions_P].sum()
 
-    idle, busy = sorted(_ask(two_ranks, folder, PROMPTS.take(np.array([5]))), key=lambda reply: len(reply["texts"]))
-    assert (len(idle["texts"]), len(busy["texts"])) == (0, 1), "one prompt for two engines"
+    idle, busy = sorted(_ask(two_ranks, folder, PROMPTS.take(np.array([5]))), key=lambda reply: len(reply.texts))
+    assert (len(idle.texts), len(busy.texts)) == (0, 1), "one prompt for two engines"
 
 
 def test_responses_that_end_early_are_told_at_once(two_ranks: Ranks, folder_of: FolderOf) -> None:
     """What is told is what the replies hold, each response once at most, and some of every engine's are told."""
     folder = folder_of(Shape("qwen3", tied=False))
     two_ranks.build(folder, ("actor", "rollout"), rollout={"prompts": 24, "samples": 2, "max_response_tokens": 200})
-    heard: list[dict[str, Any]] = []
+    heard: list[EndedResponses] = []
     replies = _ask(two_ranks, folder, samples=2, max_tokens=200, on_news=heard.append)
     told = [
         ((position, sample), text)
         for news in heard
-        if "samples" in news
         for position, sample, text in zip(
-            news["positions"].tolist(), news["samples"].tolist(), news["texts"].to_pylist(), strict=True
+            news.positions.tolist(), news.samples.tolist(), news.texts.to_pylist(), strict=True
         )
     ]
     texts = {
-        (position, sample): reply["texts"][2 * number + sample].as_py()
+        (position, sample): reply.texts[2 * number + sample].as_py()
         for reply in replies
-        for number, position in enumerate(reply["positions"].tolist())
+        for number, position in enumerate(reply.positions_P.tolist())
         for sample in range(2)
     }
     assert dict(told).items() <= texts.items()
     assert len(dict(told)) == len(told)
     for reply in replies:
-        assert {at for (at, _), _ in told} & set(reply["positions"].tolist())
-        assert {at for (at, _), _ in told} != set(reply["positions"].tolist()), "the last to end come with the reply"
+        assert {at for (at, _), _ in told} & set(reply.positions_P.tolist())
+        assert {at for (at, _), _ in told} != set(reply.positions_P.tolist()), "the last to end come with the reply"
 
 
 def test_own_streams_give_the_same_tokens_on_one_rank_and_on_two(
@@ -210,7 +204,7 @@ def test_own_streams_give_the_same_tokens_on_one_rank_and_on_two(
         ranks.build(folder, ("actor", "rollout"))
     alone = _by_prompt(_ask(one_rank, folder, samples=3), 3)
     shared = _ask(two_ranks, folder, samples=3)
-    assert [len(reply["positions"]) for reply in shared] == [12, 12]
+    assert [len(reply.positions_P) for reply in shared] == [12, 12]
     assert _by_prompt(shared, 3) == alone
     assert _by_prompt(_ask(two_ranks, folder, samples=3, seed=[8, 0, 0]), 3) != alone
     twice = Ragged.of([PROMPTS.row(4)] * 2, np.int32)
@@ -228,6 +222,6 @@ def test_the_samples_of_a_prompt_share_its_prefix(one_rank: Ranks, folder_of: Fo
     prompts = Ragged.of([np.random.default_rng(number).integers(3, 60, 290) for number in range(16)], np.int32)
     (alone,) = _ask(one_rank, folder, prompts, max_tokens=2)
     (grouped,) = _ask(one_rank, folder, prompts, max_tokens=2, samples=4)
-    assert alone["cached_tokens"] == 0
-    assert grouped["prompt_tokens"] == 4 * 16 * 290
-    assert grouped["cached_tokens"] >= 3 * 16 * 256
+    assert alone.cached_tokens == 0
+    assert grouped.prompt_tokens == 4 * 16 * 290
+    assert grouped.cached_tokens >= 3 * 16 * 256

@@ -15,6 +15,7 @@ from transformers import AutoTokenizer
 
 from configs.sections.rollout import RolloutConfig
 from engines.batches.packing import Rows
+from engines.commands.rollout import EngineResponses
 from engines.rollout.engine import CPU_KV_CACHE_LIMIT, GIB, Generator, engine_arguments, kv_cache_bytes, stop_token_ids
 from penstock.base.ragged import Ragged
 from tests.engines.rows import LOSS, SPLIT, random_rows, write_rows
@@ -34,7 +35,7 @@ class Rollout:
     ranks: Ranks
     folder: Path
 
-    def __call__(self, prompts: Ragged = PROMPTS, **sampling: Any) -> dict[str, Any]:
+    def __call__(self, prompts: Ragged = PROMPTS, **sampling: Any) -> Any:
         return self.ranks.ask("generate", **_request(prompts, self.folder, **sampling))[0]
 
 
@@ -57,20 +58,19 @@ def _request(prompts: Ragged, folder: Path, **sampling: Any) -> dict[str, Any]:
         "seed": [7, 0, 0],
     }
     return {
-        "prompts": prompts.values_T,
-        "offsets": prompts.offsets_B1,
+        "prompts": prompts,
         "sampling": {**defaults, **sampling},
         "tokenizer": str(folder),
     }
 
 
-def _responses(reply: dict[str, Any]) -> list[list[int]]:
-    rows = Ragged(reply["tokens"], reply["offsets"])
+def _responses(reply: EngineResponses) -> list[list[int]]:
+    rows = reply.responses
     return [rows.row(index).tolist() for index in range(len(rows))]
 
 
-def _as_rows(prompts: Ragged, samples: int, reply: dict[str, Any]) -> Rows:
-    responses = Ragged(reply["tokens"], reply["offsets"])
+def _as_rows(prompts: Ragged, samples: int, reply: EngineResponses) -> Rows:
+    responses = reply.responses
     repeated = prompts.take(np.repeat(np.arange(len(prompts)), samples))
     return Rows(repeated, responses, Ragged(np.ones(len(responses.values_T), np.uint8), responses.offsets_B1), {})
 
@@ -91,8 +91,8 @@ def _greedy(lm: Any, prompts: Ragged, tokens: int) -> list[list[int]]:
 def test_the_same_seed_gives_the_same_tokens_and_another_seed_others(rollout: Rollout) -> None:
     """A lost iteration is done again bit for bit; what was generated in between does not matter."""
     first, other, again = (rollout(samples=3, seed=[seed, 0, 0]) for seed in (7, 8, 7))
-    np.testing.assert_array_equal(first["tokens"], again["tokens"])
-    np.testing.assert_array_equal(first["offsets"], again["offsets"])
+    np.testing.assert_array_equal(first.responses.values_T, again.responses.values_T)
+    np.testing.assert_array_equal(first.responses.offsets_B1, again.responses.offsets_B1)
     assert _responses(first) != _responses(other)
     rows = _responses(first)
     assert len({tuple(row) for row in rows}) > len(PROMPTS)  # samples of a prompt differ from each other
@@ -116,7 +116,7 @@ def test_tokens_are_drawn_at_the_temperature_asked_for(rollout: Rollout) -> None
     for temperature in (0.4, 0.5, 0.65):
         scored = [row_logprobs(lm, rows, row, temperature) for row in range(len(rows))]
         gaps[temperature] = float(torch.cat([a + b for a, b in scored]).mean())
-    assert len(reply["tokens"]) > 1000
+    assert len(reply.responses.values_T) > 1000
     assert abs(gaps[0.5]) < 0.1
     assert gaps[0.4] < -0.2
     assert gaps[0.65] > 0.2
@@ -151,7 +151,7 @@ def test_nucleus_and_top_k_leave_out_the_tail(rollout: Rollout) -> None:
 def test_a_stop_token_ends_a_response_and_belongs_to_it(rollout: Rollout) -> None:
     """The policy is trained on ending; what was cut at the limit is flagged, what ended by itself is not."""
     reply = rollout(samples=8)
-    rows, truncated = _responses(reply), reply["truncated"].tolist()
+    rows, truncated = _responses(reply), reply.truncated_B.tolist()
     assert len(rows) == len(truncated) == 8 * len(PROMPTS)
     assert 0 < sum(truncated) < len(rows)
     for row, cut in zip(rows, truncated, strict=True):
@@ -162,8 +162,8 @@ def test_a_stop_token_ends_a_response_and_belongs_to_it(rollout: Rollout) -> Non
 def test_stop_tokens_can_be_ignored_for_benchmarks(rollout: Rollout) -> None:
     """Every response then has the full length; the same seed's control above shows that some would have ended."""
     reply = rollout(samples=8, ignore_eos=True)
-    assert set(np.diff(reply["offsets"]).tolist()) == {LIMIT}
-    assert reply["truncated"].all()
+    assert set(reply.responses.lengths_B.tolist()) == {LIMIT}
+    assert reply.truncated_B.all()
     assert any(EOS in row[:-1] for row in _responses(reply))
 
 
@@ -172,7 +172,7 @@ def test_texts_are_the_decoded_responses(rollout: Rollout) -> None:
     reply = rollout()
     tokenizer = AutoTokenizer.from_pretrained(rollout.folder)
     plain = [[token for token in row if token not in tokenizer.all_special_ids] for row in _responses(reply)]
-    texts = reply["texts"].to_pylist()
+    texts = reply.texts.to_pylist()
     assert texts == [tokenizer.decode(row) for row in plain]
     assert any(row[-1] == EOS for row in _responses(reply))
     assert all("<eos>" not in text for text in texts)
@@ -189,7 +189,7 @@ def test_prefixes_cached_under_older_weights_are_forgotten(rollout: Rollout, tmp
     ranks = rollout.ranks
     long = Ragged.of([np.random.default_rng(0).integers(3, 60, 290)], np.int32)
     asked = {"prompts": long.values_T, "offsets": long.offsets_B1, "tokens": 8}
-    assert rollout(long)["policy_version"] == 0  # its blocks are cached from here on
+    assert rollout(long).policy_version == 0  # its blocks are cached from here on
     path = write_rows(tmp_path / "rows.parquet", random_rows(8))
     ranks.ask("update_actor", path=path, version=0, split=SPLIT, loss=LOSS, learning_rate=1e-2)
     ranks.ask("reshard", version=1)
@@ -198,7 +198,7 @@ def test_prefixes_cached_under_older_weights_are_forgotten(rollout: Rollout, tmp
     ranks.ask("export", folder=str(tmp_path / "exported"))
     reply = rollout(long, temperature=0.0, max_tokens=20)
     assert _responses(reply) == _greedy(load_unpacked(tmp_path / "exported"), long, 20)
-    assert reply["policy_version"] == 1
+    assert reply.policy_version == 1
     assert _responses(reply) != _greedy(load_unpacked(rollout.folder), long, 20)
 
 

@@ -13,6 +13,8 @@ import pytest
 from transformers import AutoTokenizer
 
 from engines.batches.packing import Rows
+from engines.commands.message import decode_reply
+from engines.commands.rollout import EngineResponses, Generate
 from engines.rollout.episodes import stop_tokens, turn_seed
 from penstock.base.errors import UserError
 from penstock.base.ragged import Ragged
@@ -75,31 +77,32 @@ def _build(ranks: Ranks, folder: Path, **rollout: Any) -> None:
 def _request(folder: Path, table: str, **sampling: Any) -> dict[str, Any]:
     defaults = {"samples": SAMPLES, "temperature": 0.8, "top_p": 1.0, "top_k": 0, "max_tokens": LIMIT}
     return {
-        "prompts": PROMPTS.values_T,
-        "offsets": PROMPTS.offsets_B1,
+        "prompts": PROMPTS,
         "sampling": {**defaults, "ignore_eos": False, "seed": [7, 0, 0], "logprobs": True, **sampling},
         "tokenizer": str(folder),
         "episodes": {"table": table, "prompt_ids": [f"train-{number:06d}" for number in range(len(KINDS))]},
     }
 
 
-def _episodes(replies: list[dict[str, Any]]) -> dict[tuple[int, int], Episode]:
+def _episodes(replies: list[EngineResponses]) -> dict[tuple[int, int], Episode]:
     """Every episode by its prompt's position and its sample."""
     found: dict[tuple[int, int], Episode] = {}
     for reply in replies:
-        tokens, mask = (Ragged(reply[name], reply["offsets"]) for name in ("tokens", "loss_mask"))
-        names = [(position, sample) for position in reply["positions"].tolist() for sample in range(SAMPLES)]
+        played, tokens = reply.episodes, reply.responses
+        assert played is not None
+        mask = Ragged(played.loss_mask_T, tokens.offsets_B1)
+        names = [(position, sample) for position in reply.positions_P.tolist() for sample in range(SAMPLES)]
         for row, name in enumerate(names):
             assert name not in found
             found[name] = Episode(
                 KINDS[name[0]],
                 tokens.row(row).tolist(),
                 mask.row(row).tolist(),
-                int(reply["turns"][row]),
-                float(reply["environment_reward"][row]),
-                reply["environment_parts"][row],
-                reply["environment_failure"][row],
-                bool(reply["truncated"][row]),
+                int(played.turns_B[row]),
+                float(played.rewards_B[row]),
+                played.parts_B[row],
+                played.failures_B[row],
+                bool(reply.truncated_B[row]),
             )
     assert len(found) == SAMPLES * len(KINDS)
     return found
@@ -114,14 +117,17 @@ class Watched:
 
     ranks: Ranks
     folder: Path
-    reply: dict[str, Any]
+    reply: EngineResponses
+    asked: dict[str, list[int]]  # of each request the prompt
+    drawn: dict[str, list[int]]  # and the tokens
 
     @property
     def rows(self) -> Rows:
         """As the trainer gets them."""
-        positions = np.repeat(self.reply["positions"], SAMPLES)
-        columns = (Ragged(self.reply[name], self.reply["offsets"]) for name in ("tokens", "loss_mask"))
-        return Rows(PROMPTS.take(positions), *columns, {})
+        responses, played = self.reply.responses, self.reply.episodes
+        assert played is not None
+        mask = Ragged(played.loss_mask_T, responses.offsets_B1)
+        return Rows(PROMPTS.take(np.repeat(self.reply.positions_P, SAMPLES)), responses, mask, {})
 
 
 @pytest.fixture(scope="module")
@@ -129,8 +135,10 @@ def watched(one_rank: Ranks, folder_of: FolderOf, table: str) -> Watched:
     """The tests of this module share the engine, too."""
     folder = folder_of(SHAPE)
     _build(one_rank, folder)
-    reply = one_rank.ask("watched_generate", arguments=_request(folder, table))[0]
-    return Watched(one_rank, folder, reply)
+    seen = one_rank.ask("watched_generate", arguments=_request(folder, table))[0]
+    reply = decode_reply(Generate, seen["reply"])
+    assert reply is not None
+    return Watched(one_rank, folder, reply, seen["asked"], seen["drawn"])
 
 
 def test_the_trainer_sees_what_vllm_saw_and_drew(watched: Watched) -> None:
@@ -141,7 +149,7 @@ def test_the_trainer_sees_what_vllm_saw_and_drew(watched: Watched) -> None:
     tokenizer = AutoTokenizer.from_pretrained(watched.folder)
     # Requests are named <generation>-<prompt>-<sample>-<turn>.
     asked, drawn = (
-        {name.partition("-")[2]: tokens for name, tokens in watched.reply[key].items()} for key in ("asked", "drawn")
+        {name.partition("-")[2]: tokens for name, tokens in named.items()} for named in (watched.asked, watched.drawn)
     )
     requests = 0
     changed = 0
@@ -187,7 +195,8 @@ def test_the_trainers_logprobs_of_drawn_tokens_are_those_they_were_drawn_with(wa
     rows = watched.rows
     path = write_rows(tmp_path / "rows.parquet", rows)
     own_T = rows.mask.values_T > 0
-    theirs_T = watched.reply["logprobs"]
+    theirs_T = watched.reply.logprobs_T
+    assert theirs_T is not None
     assert (theirs_T[~own_T] == 0).all()
     gaps = {}
     for temperature in (0.8, 1.0):
@@ -267,15 +276,24 @@ def test_a_generation_depends_on_nothing_but_its_seed(
     _build(two_ranks, folder)
     one_rank.ask("reshard", version=0)  # an update comes before, of learning rate 0
     alone, again = (one_rank.ask("generate", **_request(folder, table)) for _ in range(2))
-    for name in ("tokens", "offsets", "loss_mask", "logprobs", "turns", "environment_reward", "positions"):
-        np.testing.assert_array_equal(alone[0][name], again[0][name])
+    for one, other in zip(_arrays(alone[0]), _arrays(again[0]), strict=True):
+        np.testing.assert_array_equal(one, other)
     shared = two_ranks.ask("generate", **_request(folder, table))
-    assert [len(reply["positions"]) for reply in shared] == [5, 5]
+    assert [len(reply.positions_P) for reply in shared] == [5, 5]
     assert _as_text(shared) == _as_text(alone) == _as_text([watched.reply])
     assert _as_text(one_rank.ask("generate", **_request(folder, table, seed=[8, 0, 0]))) != _as_text(alone)
 
 
-def _as_text(replies: list[dict[str, Any]]) -> dict[tuple[int, int], str]:
+def _arrays(reply: EngineResponses) -> list[np.ndarray]:
+    """Return what has to be the same bit for bit."""
+    tokens, played = reply.responses, reply.episodes
+    assert played is not None
+    assert reply.logprobs_T is not None
+    own = [tokens.values_T, tokens.offsets_B1, reply.logprobs_T, reply.positions_P]
+    return [*own, played.loss_mask_T, played.turns_B, played.rewards_B]
+
+
+def _as_text(replies: list[EngineResponses]) -> dict[tuple[int, int], str]:
     """Episodes that can be compared: a reward that was not given is NaN, which is not equal to itself."""
     return {name: repr(episode) for name, episode in _episodes(replies).items()}
 

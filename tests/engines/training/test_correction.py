@@ -158,17 +158,17 @@ def test_vllms_log_probs_are_the_trainers_until_the_weights_move(
     folder = folder_of(Shape("qwen3", tied=False))
     one_rank.build(folder, ("actor", "rollout"), algorithm={"correction": {}})
     sampling = {"samples": 2, "temperature": 0.7, "top_p": 1.0, "top_k": 0, "max_tokens": 20, "ignore_eos": False}
-    asked = {"prompts": PROMPTS.values_T, "offsets": PROMPTS.offsets_B1, "tokenizer": str(folder)}
+    asked = {"prompts": PROMPTS, "tokenizer": str(folder)}
     (reply,) = one_rank.ask("generate", sampling={**sampling, "seed": [7, 0, 0], "logprobs": True}, **asked)
     (silent,) = one_rank.ask("generate", sampling={**sampling, "seed": [7, 0, 0]}, **asked)
-    assert silent["logprobs"] is None
-    np.testing.assert_array_equal(silent["tokens"], reply["tokens"])
+    assert silent.logprobs_T is None
+    np.testing.assert_array_equal(silent.responses.values_T, reply.responses.values_T)
 
-    drawn_T, responses = reply["logprobs"], Ragged(reply["tokens"], reply["offsets"])
+    drawn_T, responses = reply.logprobs_T, reply.responses
     assert drawn_T.dtype == np.float32
     assert len(set(responses.lengths_B.tolist())) >= 3
     ones = Ragged(np.ones(len(drawn_T), np.uint8), responses.offsets_B1)
-    rows = Rows(PROMPTS.take(np.repeat(reply["positions"], 2)), responses, ones, {})
+    rows = Rows(PROMPTS.take(np.repeat(reply.positions_P, 2)), responses, ones, {})
     random = np.random.default_rng(0)
     rows = with_columns(rows, {"advantages": random.normal(size=len(drawn_T)), "logprobs_rollout": drawn_T})
     path = write_rows(tmp_path / "rows.parquet", rows)

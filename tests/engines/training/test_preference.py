@@ -67,14 +67,15 @@ def write(path: Path, rows: Rows, **columns: Any) -> str:
 def begin(ranks: Ranks, folder: Path, scores: bool = False, stage: int = 1) -> None:
     ranks.ask("discard")
     config = {"zero_stage": stage, "steps": 2, "optimizer": {**STEADY, "max_grad_norm": UNCLIPPED}}
-    ranks.ask("preference_begin", config=config, folder=str(folder), dtype="auto", scores=scores, seed=0)
+    model = {"trainer": config, "folder": str(folder), "dtype": "auto", "seed": 0}
+    ranks.ask("preference_begin", model=model, scores=scores)
 
 
 def two_steps(ranks: Ranks, path: str, budget: int, loss: dict[str, Any]) -> list[dict[str, float]]:
     batches = np.asarray([np.arange(UNITS)] * 2)
     replies = ranks.ask("preference_steps", path=path, batches=batches, budget=budget, loss=loss, learning_rate=RATE)
     assert all(reply == replies[0] for reply in replies)
-    steps: list[dict[str, float]] = replies[0]["steps"]
+    steps: list[dict[str, float]] = replies[0].steps
     return steps
 
 
@@ -116,7 +117,7 @@ def test_a_unit_that_only_fills_a_place_counts_nothing_not_even_a_nan(
     write(path, rows, logprobs_reference=Ragged(values_T, rows.responses.offsets_B1))
     asked = {"path": str(path), "budget": 64, "loss": DPO, "learning_rate": RATE}
     (good,), (odd,) = (
-        two_ranks.ask("preference_steps", batches=np.asarray([[unit]]), **asked)[0]["steps"] for unit in (1, 0)
+        two_ranks.ask("preference_steps", batches=np.asarray([[unit]]), **asked)[0].steps for unit in (1, 0)
     )
     assert np.isfinite([good["loss"], good["grad_norm"]]).all()
     assert np.isnan(odd["loss"])

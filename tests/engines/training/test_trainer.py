@@ -40,8 +40,8 @@ def _begin(ranks: Ranks, folder: Path, path: str, stage: int, dtype: str = "floa
     optimizer = {**STEADY, "max_grad_norm": CLIP, "warmup_steps": 2, "decay": "linear"}
     config = SftConfig(zero_stage=stage, steps=len(STEPS), optimizer=optimizer)
     ranks.ask("discard")
-    begin = {"config": config.model_dump(mode="json"), "folder": str(folder), "dtype": dtype}
-    ranks.ask("sft_begin", **begin, rows=path, seed=0)
+    model = {"trainer": config.model_dump(mode="json"), "folder": str(folder), "dtype": dtype, "seed": 0}
+    ranks.ask("sft_begin", model=model, rows=path)
 
 
 def _plain(folder: Path, rows: Rows) -> tuple[list[PlainStep], dict[str, torch.Tensor]]:
@@ -70,8 +70,8 @@ def test_losses_norms_clipping_and_rates_are_torchs_own_at_every_zero_stage(
     _begin(ranks, folder_of(SHAPE), write_rows(tmp_path / "rows.parquet", rows), stage)
     for number, (index, step, rate) in enumerate(zip(STEPS, expected, RATES, strict=True), start=1):
         reply = ranks.ask("sft_steps", batches=np.array([index]), budget=40, learning_rate=PEAK)[0]
-        assert reply["losses"] == pytest.approx([step.loss], abs=1e-5)
-        assert reply["grad_norm"] == pytest.approx(step.grad_norm, rel=1e-5)
+        assert reply.losses == pytest.approx([step.loss], abs=1e-5)
+        assert reply.grad_norm == pytest.approx(step.grad_norm, rel=1e-5)
         assert ranks.ask("learning_rate", role="sft")[0] == {"steps": number, "rate": pytest.approx(rate)}
     ranks.ask("sft_end", folder=str(tmp_path / "trained"))
     assert len({path.stat().st_mode for path in (tmp_path / "trained").iterdir()}) == 1  # whoever reads one reads all
@@ -90,7 +90,7 @@ def test_the_optimizers_state_is_shared_out_from_stage_1_on(
     """Half of AdamW's moments on each of two ranks is the memory that ZeRO promises, and the estimate counts on."""
     built = two_ranks.build(folder_of(BIG), actor={"zero_stage": stage})
     _update(two_ranks, write_rows(tmp_path / "rows.parquet", random_rows(4)))
-    shares = [reply["elements"] / built["parameters"] for reply in two_ranks.ask("moments", role="actor")]
+    shares = [reply["elements"] / built.parameters for reply in two_ranks.ask("moments", role="actor")]
     assert shares == pytest.approx([1.0, 1.0] if stage == 0 else [0.5, 0.5], abs=1e-3)
     assert bool(two_ranks.ask("shards", role="actor")[0]["names"]) == (stage == 3)
 
@@ -259,7 +259,7 @@ def test_a_step_whose_gradient_is_not_finite_is_skipped_and_said_and_three_in_a_
     update = {"version": -1, "split": {**SPLIT, "micro_batch_tokens": 64}, "loss": LOSS, "learning_rate": 1e-2}
     for path, skipped in ((odd, 1.0), (odd, 1.0), (good, 0.0), (odd, 1.0), (odd, 1.0)):
         reply = one_rank.ask("update_actor", path=path, **update)[0]
-        assert reply["skipped_steps"] == skipped
+        assert reply.skipped_steps == skipped
         after = one_rank.parameters()
         assert _same(before, after) == bool(skipped)
         assert all(bool(value.isfinite().all()) for value in after.values())
@@ -295,17 +295,17 @@ def test_training_without_rollout_counts_skipped_steps_and_speaks_of_its_data(
         path = write_rows(tmp_path / f"{odd}.parquet", with_columns(rows, {"logprobs_reference": spoilt}))
         one_rank.ask("discard")
         config = SftConfig(steps=5).model_dump(mode="json")
-        asked = {"config": config, "folder": str(folder_of(BIG)), "dtype": "float32", "scores": False, "seed": 0}
-        one_rank.ask("preference_begin", **asked)
+        model = {"trainer": config, "folder": str(folder_of(BIG)), "dtype": "float32", "seed": 0}
+        one_rank.ask("preference_begin", model=model, scores=False)
         steps = {"path": path, "budget": 400, "loss": {"name": "dpo", "settings": {"beta": 0.1}}, "learning_rate": 1e-2}
         reply = one_rank.ask("preference_steps", batches=np.array([[0, 1], [2, 3]]), **steps)[0]
-        assert reply["skipped_steps"] == skipped
+        assert reply.skipped_steps == skipped
     arguments = {"batches": np.array([[0, 1]]), **steps}
     error = one_rank.ask("refusal", of="preference_steps", arguments=arguments)[0]["error"]
     assert "look for odd rows in the data" in error
     assert "experience" not in error
     _begin(one_rank, folder_of(BIG), path, 1)
-    assert one_rank.ask("sft_steps", batches=np.array([[0, 1]]), budget=40, learning_rate=PEAK)[0]["skipped_steps"] == 0
+    assert one_rank.ask("sft_steps", batches=np.array([[0, 1]]), budget=40, learning_rate=PEAK)[0].skipped_steps == 0
 
 
 @pytest.mark.parametrize("count", [1, 2])

@@ -49,7 +49,7 @@ class Apart:
         }
         self.actor.build(self.model, ("actor",), **sections)
         self.rollout.build(self.model, ("rollout",), **sections)
-        port = self.actor.ask("listen")[0]["port"]
+        port = self.actor.ask("listen")[0].port
         self.both("connect", port=port, rollout_ranks=self.rollout.count)
 
     def step(self, version: int, learning_rate: float = 1e-2) -> None:
@@ -100,14 +100,14 @@ def test_weights_reach_the_other_group(
     size = sum(parameter.numel() for parameter in apart.actor.parameters().values()) * 4
     moved = [size, *[0] * (trainers - 1), *[size] * apart.rollout.count]
     assert [reply["bytes"] for reply in replies] == moved
-    assert {reply["strategy"] for reply in replies} == {"broadcast"}
+    assert {reply.strategy for reply in replies} == {"broadcast"}
     assert replies[-1]["parameters_shared"] == 0
     assert apart.gap() < EQUAL
     apart.step(0)
     assert apart.gap() > STALE
     apart.both("reshard", version=1)
     assert apart.gap() < EQUAL
-    assert {reply["policy_version"] for reply in apart.rollout.ask("generate", **_request(apart)) if reply} == {1}
+    assert {reply.policy_version for reply in apart.rollout.ask("generate", **_request(apart)) if reply} == {1}
     apart.step(1)  # refused if the actor's side did not know that version 1 is verified
     errors = [
         reply["error"]
@@ -148,7 +148,7 @@ def test_groups_of_different_models_are_refused(one_rank: Ranks, two_ranks: Rank
     groups = {"train": {"roles": ["actor"]}, "generate": {"roles": ["rollout"]}}
     one_rank.build(folder_of(Shape("qwen2", tied=False)), ("actor",), groups=groups)
     two_ranks.build(folder_of(Shape("qwen2", tied=True)), ("rollout",), groups=groups)
-    arguments = {"port": one_rank.ask("listen")[0]["port"], "rollout_ranks": 2}
+    arguments = {"port": one_rank.ask("listen")[0].port, "rollout_ranks": 2}
     errors = [reply["error"] for reply in apart.both("refusal", of="connect", arguments=arguments)]
     assert all("different parameters, shapes or dtypes" in error for error in errors)
 
@@ -156,8 +156,7 @@ def test_groups_of_different_models_are_refused(one_rank: Ranks, two_ranks: Rank
 def _request(apart: Apart) -> dict[str, Any]:
     sampling = {"samples": 1, "temperature": 0.0, "top_p": 1.0, "top_k": 0, "max_tokens": 4, "ignore_eos": False}
     return {
-        "prompts": PROMPTS.values_T,
-        "offsets": PROMPTS.offsets_B1,
+        "prompts": PROMPTS,
         "tokenizer": str(apart.model),
         "sampling": {**sampling, "seed": [0, 0, 0]},
     }

@@ -91,9 +91,9 @@ def test_merged_weights_reach_the_rollout_engine_and_the_base_never_changes(
     rollout = {**SMALL["rollout"], "tensor_parallel": parallel}
     built = ranks.build(folder_of(shape), ROLES, actor={"zero_stage": stage, "lora": lora}, rollout=rollout)
     before = ranks.parameters()
-    assert built["strategy"] == ("shared" if parallel == 1 else "local")
-    assert built["parameters_copied"] == 2 * len(copied)
-    assert built["trained"] == sum(value.numel() for value in _adapters(before).values()) < built["parameters"]
+    assert built.strategy == ("shared" if parallel == 1 else "local")
+    assert built.parameters_copied == 2 * len(copied)
+    assert built.trained == sum(value.numel() for value in _adapters(before).values()) < built.parameters
     assert _gap(ranks) < EQUAL
     for version in range(2):
         _step(ranks, tmp_path, version)
@@ -171,7 +171,7 @@ def test_in_bfloat16_adapters_train_alone_and_are_restored_bit_for_bit(
     before = ranks.parameters()
     _step(ranks, tmp_path, -1)
     held = [reply["elements"] for reply in ranks.ask("moments", role="actor")]
-    assert held == [pytest.approx(built["trained"] / count, abs=8)] * count
+    assert held == [pytest.approx(built.trained / count, abs=8)] * count
     after = ranks.parameters()
     assert {name for name in before if not torch.equal(after[name], before[name])} == set(_adapters(before))
     ranks.ask("save", folder=str(saved))
@@ -245,10 +245,11 @@ def test_supervised_training_with_adapters_writes_the_merged_model(
     rows = random_rows(6)
     path, config = write_rows(tmp_path / "rows.parquet", rows), SftConfig(lora=LoraConfig(**ATTENTION), steps=4)
     two_ranks.ask("discard")
-    begin = {"config": config.model_dump(mode="json"), "folder": str(folder_of(SHAPE)), "dtype": "float32", "seed": 0}
-    two_ranks.ask("sft_begin", rows=path, **begin)
+    trainer = config.model_dump(mode="json")
+    model = {"trainer": trainer, "folder": str(folder_of(SHAPE)), "dtype": "float32", "seed": 0}
+    two_ranks.ask("sft_begin", rows=path, model=model)
     every = np.arange(6)[None].repeat(3, 0)
-    losses = two_ranks.ask("sft_steps", batches=every, budget=40, learning_rate=3e-2)[0]["losses"]
+    losses = two_ranks.ask("sft_steps", batches=every, budget=40, learning_rate=3e-2)[0].losses
     assert losses[2] < losses[0] - 0.1
     two_ranks.ask("sft_end", folder=str(tmp_path / "trained"))
     trained, start = load_unpacked(tmp_path / "trained"), load_unpacked(folder_of(SHAPE)).state_dict()
@@ -266,8 +267,8 @@ def test_the_seed_decides_where_adapters_start(kind: str, one_rank: Ranks, folde
     starts = []
     for seed in (0, 1, 1):
         one_rank.ask("discard")
-        begin = {"folder": str(folder_of(SHAPE)), "dtype": "float32", "seed": seed, **own}
-        one_rank.ask(f"{kind}_begin", config={"steps": 6, "lora": ATTENTION}, **begin)
+        model = {"folder": str(folder_of(SHAPE)), "dtype": "float32", "seed": seed}
+        one_rank.ask(f"{kind}_begin", model={**model, "trainer": {"steps": 6, "lora": ATTENTION}}, **own)
         starts.append(one_rank.parameters(kind))
     assert not _same(starts[0], starts[1])
     assert _same(starts[1], starts[2])
@@ -277,10 +278,10 @@ def test_a_reward_model_trains_its_adapters_and_its_head(one_rank: Ranks, folder
     """What is written scores as what was trained; an adapter without the head would be no reward model."""
     path = write(tmp_path / "pairs.parquet", pairs(), margin=np.concatenate([MARGINS, MARGINS]))
     one_rank.ask("discard")
-    begin = {"folder": str(folder_of(SHAPE)), "dtype": "float32", "scores": True, "seed": 0}
-    one_rank.ask("preference_begin", config={"steps": 6, "lora": ATTENTION}, **begin)
+    model = {"folder": str(folder_of(SHAPE)), "dtype": "float32", "seed": 0}
+    one_rank.ask("preference_begin", model={**model, "trainer": {"steps": 6, "lora": ATTENTION}}, scores=True)
     steps = {"path": path, "batches": np.arange(5)[None].repeat(6, 0), "budget": 40, "loss": SCORES}
-    losses = [step["loss"] for step in one_rank.ask("preference_steps", **steps, learning_rate=3e-2)[0]["steps"]]
+    losses = [step["loss"] for step in one_rank.ask("preference_steps", **steps, learning_rate=3e-2)[0].steps]
     assert losses[-1] < losses[0] - 0.1
     measured = one_rank.ask("preference_measure", path=path, budget=40, loss=SCORES)[0]
     one_rank.ask("preference_end", folder=str(tmp_path / "model"))
@@ -301,15 +302,15 @@ def test_a_few_iterations_with_adapters_earn_more(one_rank: Ranks, folder_of: Fo
     sampling = {"samples": 8, "temperature": 1.0, "top_p": 1.0, "top_k": 0, "max_tokens": 6, "ignore_eos": True}
     rewards = []
     for version in range(12):
-        asked = {"prompts": PROMPTS.values_T, "offsets": PROMPTS.offsets_B1, "tokenizer": str(folder_of(SHAPE))}
+        asked = {"prompts": PROMPTS, "tokenizer": str(folder_of(SHAPE))}
         reply = one_rank.ask("generate", **asked, sampling={**sampling, "seed": [0, version, 0]})[0]
-        responses = Ragged(reply["tokens"], reply["offsets"])
+        responses = reply.responses
         reward_B = np.array([(responses.row(row) < 32).mean() for row in range(len(responses))])
         rewards.append(reward_B.mean())
         advantages_T = np.repeat(reward_B - reward_B.mean(), 6).astype(np.float32)
         mask = Ragged(np.ones(len(advantages_T), np.uint8), responses.offsets_B1)
         columns = {"advantages": Ragged(advantages_T, responses.offsets_B1)}
-        rows = Rows(PROMPTS.take(reply["positions"].repeat(8)), responses, mask, columns)
+        rows = Rows(PROMPTS.take(reply.positions_P.repeat(8)), responses, mask, columns)
         path = write_rows(tmp_path / f"{version}.parquet", rows)
         split = {**SPLIT, "samples": 8}
         one_rank.ask("update_actor", path=path, version=version, split=split, loss=LOSS, learning_rate=1e-2)

@@ -53,8 +53,7 @@ def _request(folder: Path) -> dict[str, Any]:
     prompts = Ragged.of([np.arange(4, 8), np.arange(9, 12)], np.int32)
     sampling = {"samples": 2, "temperature": 1.0, "top_p": 1.0, "top_k": 0, "max_tokens": 4, "ignore_eos": False}
     return {
-        "prompts": prompts.values_T,
-        "offsets": prompts.offsets_B1,
+        "prompts": prompts,
         "tokenizer": str(folder),
         "sampling": {**sampling, "seed": [0, 0, 0]},
     }
@@ -97,8 +96,8 @@ def test_shared_weights_are_current_after_every_step_and_nothing_is_copied(
     """Every parameter of vLLM aliases the trainer's storage; the optimizer's step is the reshard, already before it."""
     ranks: Ranks = request.getfixturevalue("one_rank" if count == 1 else "two_ranks")
     built = ranks.build(folder_of(shape), ROLES, actor={"zero_stage": stage})
-    assert (built["strategy"], built["parameters_copied"]) == ("shared", 0)
-    assert built["parameters_shared"] == ranks.ask("mismatches")[0]["of"] > 0
+    assert (built.strategy, built.parameters_copied) == ("shared", 0)
+    assert built.parameters_shared == ranks.ask("mismatches")[0]["of"] > 0
     assert _gap(ranks) < EQUAL
     before, addresses = ranks.parameters(), ranks.ask("addresses", role="actor")
     for version in range(2):
@@ -122,8 +121,8 @@ def test_ranks_of_one_engine_copy_their_slices_of_what_they_hold(
     built = two_ranks.build(folder_of(shape), ROLES, actor={"zero_stage": 2}, rollout=_spread(2))
     names, layers = two_ranks.ask("mismatches")[0]["of"], 2
     copied = 5 * layers  # qkv and its bias, o, gate_up, down
-    assert (built["strategy"], built["parameters_copied"]) == ("local", copied)
-    assert built["parameters_shared"] == names - copied
+    assert (built.strategy, built.parameters_copied) == ("local", copied)
+    assert built.parameters_shared == names - copied
     assert _gap(two_ranks, 2) < EQUAL
     for version in range(2):
         _step(two_ranks, tmp_path, version)
@@ -135,7 +134,7 @@ def test_ranks_of_one_engine_copy_their_slices_of_what_they_hold(
         assert _wrong(two_ranks) == []
         assert _gap(two_ranks, 2) < EQUAL
     first, second = two_ranks.ask("generate", **_request(folder_of(shape)))
-    assert (first["policy_version"], sorted(first["positions"].tolist()), second) == (2, [0, 1], {})
+    assert (first.policy_version, sorted(first.positions_P.tolist()), second) == (2, [0, 1], None)
     errors = _errors(two_ranks, 3, "engines.weights.placing.differs")
     assert errors[0] == ""
     assert "1 rollout parameters are not the actor's: model.layers.0.self_attn.qkv_proj.weight" in errors[1]
@@ -149,8 +148,8 @@ def test_zero_3_gathers_its_shards_into_the_rollout_engine(
     shape = Shape("qwen2" if tensor_parallel == 1 else "qwen3", tied=tensor_parallel == 2, intermediate=SHARDED)
     sections = {"actor": {"zero_stage": 3}, "rollout": _spread(tensor_parallel)}
     built = two_ranks.build(folder_of(shape), ROLES, **sections)
-    assert built["strategy"] == "gather"
-    assert (built["parameters_shared"], built["parameters_copied"]) == (0, two_ranks.ask("mismatches")[0]["of"])
+    assert built.strategy == "gather"
+    assert (built.parameters_shared, built.parameters_copied) == (0, two_ranks.ask("mismatches")[0]["of"])
     assert any("mlp" in name for name in two_ranks.ask("shards", role="actor")[0]["names"])
     assert _gap(two_ranks, tensor_parallel) < EQUAL
     for version in range(2):
@@ -158,7 +157,7 @@ def test_zero_3_gathers_its_shards_into_the_rollout_engine(
         assert _gap(two_ranks, tensor_parallel) > STALE
         assert any("qkv_proj" in name for name in _wrong(two_ranks))
         moved = two_ranks.ask("reshard", version=version + 1)
-        assert all(reply["bytes"] == 4 * built["parameters"] for reply in moved)
+        assert all(reply["bytes"] == 4 * built.parameters for reply in moved)
         assert _wrong(two_ranks) == []
         assert _gap(two_ranks, tensor_parallel) < EQUAL
     errors = _errors(two_ranks, 3, "engines.weights.gather.range_sums")
@@ -194,8 +193,8 @@ def test_a_vocabulary_that_vllm_pads_is_copied_and_the_rest_shared(
     """100 rows are 128 in vLLM: the embeddings go by copy, each reshard, and no more than they."""
     built = one_rank.build(folder_of(Shape("qwen3", tied=tied, vocabulary=100)), ROLES, actor={"zero_stage": 2})
     copied = 1 if tied else 2
-    assert (built["strategy"], built["parameters_copied"]) == ("shared", copied)
-    assert built["parameters_shared"] == one_rank.ask("mismatches")[0]["of"] - copied > 0
+    assert (built.strategy, built.parameters_copied) == ("shared", copied)
+    assert built.parameters_shared == one_rank.ask("mismatches")[0]["of"] - copied > 0
     assert _gap(one_rank) < EQUAL
     _step(one_rank, tmp_path, 0)
     assert set(_wrong(one_rank)) == {"model.embed_tokens.weight", *([] if tied else ["lm_head.weight"])}
@@ -243,7 +242,7 @@ def test_a_tied_head_that_the_files_hold_as_well_is_tied_in_vllm(one_rank: Ranks
     head = {"lm_head.weight": weights["model.embed_tokens.weight"].clone()}
     save_file(weights | head, tmp_path / "model.safetensors", metadata={"format": "pt"})
     built = one_rank.build(tmp_path, ROLES, actor={"zero_stage": 2})
-    assert (built["parameters_copied"], _wrong(one_rank), _gap(one_rank) < EQUAL) == (0, [], True)
+    assert (built.parameters_copied, _wrong(one_rank), _gap(one_rank) < EQUAL) == (0, [], True)
 
 
 def test_a_stale_copy_is_seen_in_the_log_probs_and_named(one_rank: Ranks, folder_of: FolderOf, tmp_path: Path) -> None:
@@ -265,9 +264,9 @@ def test_no_rollout_between_an_update_and_its_reshard(one_rank: Ranks, folder_of
     folder = folder_of(Shape("qwen2", tied=True))
     one_rank.build(folder, ROLES, actor={"zero_stage": 2})
     request = _request(folder)
-    assert one_rank.ask("generate", **request)[0]["policy_version"] == 0
+    assert one_rank.ask("generate", **request)[0].policy_version == 0
     _step(one_rank, tmp_path, 0)
     error = one_rank.ask("refusal", of="generate", arguments=request)[0]["error"]
     assert "a reshard comes first" in error
     one_rank.ask("reshard", version=1)
-    assert one_rank.ask("generate", **request)[0]["policy_version"] == 1
+    assert one_rank.ask("generate", **request)[0].policy_version == 1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -10,10 +11,12 @@ import pandas as pd
 import pytest
 
 from configs.schema import TrainConfig
+from engines.commands.rollout import EngineResponses
+from penstock.base.ragged import Ragged
 from penstock.session.generation import engine_figures, generate, rows_in_prompt_order
 from penstock.session.requests import Request
 from penstock.session.session import Training
-from tests.echo import Echo
+from tests.echo import GREEDY, NOTHING, Echo
 
 SAMPLES = 2
 
@@ -25,7 +28,7 @@ def test_responses_come_back_in_prompt_order(training_with: Callable[[TrainConfi
     training.session().groups["rollout"] = group  # type: ignore[assignment]
     training.session().model_folder = "model"
     prompts = pd.DataFrame({"prompt_tokens": [[10, 11], [20], [30, 31, 32], [40], [50, 51]]})
-    responses = generate(training, Request(prompts, "1/rollout", [0, 1, 0], {"samples": SAMPLES}))
+    responses = generate(training, Request(prompts, "1/rollout", [0, 1, 0], GREEDY | {"samples": SAMPLES}))
 
     rows = [responses.tokens.row(row).tolist() for row in range(len(responses.tokens))]
     assert rows == [[10], [10, 10], [20], [20, 20], [30], [30, 30], [40], [40, 40], [50], [50, 50]]
@@ -34,9 +37,9 @@ def test_responses_come_back_in_prompt_order(training_with: Callable[[TrainConfi
     assert responses.policy_version == 3
 
     (sent,) = group.commands
-    assert sent["sampling"] == {"samples": SAMPLES, "seed": [0, 1, 0]}
+    assert sent["sampling"] == GREEDY | {"samples": SAMPLES, "seed": [0, 1, 0]}
     assert (sent["key"], sent["tokenizer"]) == ("1/rollout", "model")
-    assert len(sent["offsets"]) == 6
+    assert len(sent["prompts"]["offsets_B1"]) == 6
 
 
 def test_one_rank_replies_for_an_engine_of_several(training_with: Callable[[TrainConfig], Training]) -> None:
@@ -45,11 +48,12 @@ def test_one_rank_replies_for_an_engine_of_several(training_with: Callable[[Trai
 
     class Pairs(Echo):
         def call(self, command: str, key: str, **arguments: Any) -> list[dict[str, Any]]:
-            return [reply for leader in super().call(command, key, **arguments) for reply in (leader, {"usage": {}})]
+            nothing: dict[str, Any] = {"reply": None, "usage": {}}
+            return [reply for leader in super().call(command, key, **arguments) for reply in (leader, nothing)]
 
     training.session().groups["rollout"] = Pairs(2)  # type: ignore[assignment]
     prompts = pd.DataFrame({"prompt_tokens": [[10], [20], [30]]})
-    responses = generate(training, Request(prompts, "1/rollout", [0, 1, 0], {"samples": SAMPLES}))
+    responses = generate(training, Request(prompts, "1/rollout", [0, 1, 0], GREEDY | {"samples": SAMPLES}))
     assert responses.texts.to_pylist() == ["10", "10", "20", "20", "30", "30"]
 
 
@@ -61,24 +65,25 @@ def test_a_prompt_that_is_lost_or_doubled_is_noticed() -> None:
             rows_in_prompt_order(positions, 3, 2)
 
 
+def answer_of(request_seconds_B: np.ndarray, seconds: float, wake_seconds: float, tokens: int) -> EngineResponses:
+    return replace(
+        NOTHING,
+        responses=Ragged(np.zeros(tokens, np.int32), np.array([0, tokens])),
+        request_seconds_B=request_seconds_B,
+        engine_seconds=seconds,
+        wake_seconds=wake_seconds,
+        prompt_tokens=40,
+        cached_tokens=10,
+    )
+
+
 def test_figures_tell_how_long_requests_took_and_how_evenly_the_engines_worked() -> None:
     """Two engines over 10 s: one worked 4 of them, the other 8, and a quarter of the prompts' tokens was cached."""
     answers = [
-        {
-            "request_seconds": np.arange(1, 5, dtype=np.float32),
-            "engine_seconds": 4.0,
-            "wake_seconds": 0.5,
-            "tokens": np.zeros(100),
-        },
-        {
-            "request_seconds": np.arange(5, 9, dtype=np.float32),
-            "engine_seconds": 8.0,
-            "wake_seconds": 0.25,
-            "tokens": np.zeros(300),
-        },
+        answer_of(np.arange(1, 5, dtype=np.float32), seconds=4.0, wake_seconds=0.5, tokens=100),
+        answer_of(np.arange(5, 9, dtype=np.float32), seconds=8.0, wake_seconds=0.25, tokens=300),
     ]
-    counted = {"prompt_tokens": 40, "cached_tokens": 10}
-    assert engine_figures([answer | counted for answer in answers], 10.0) == pytest.approx(
+    assert engine_figures(answers, 10.0) == pytest.approx(
         {
             "rollout/request_s_mean": 4.5,
             "rollout/request_s_p50": 4.5,

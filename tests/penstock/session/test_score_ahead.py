@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from math import inf
 from types import SimpleNamespace
 from typing import Any
@@ -14,7 +15,10 @@ import pytest
 
 from configs.loading.load import config_from_mapping
 from configs.schema import TrainConfig
+from engines.commands.message import encode
+from engines.commands.rollout import EndedResponses, Generate, Sampling
 from engines.groups.launch import RankDevice
+from penstock.base.ragged import Ragged
 from penstock.data.prompts import PromptTable
 from penstock.rewards.ahead import Scorer
 from penstock.rewards.pool import Score
@@ -25,7 +29,7 @@ from penstock.session.settings import next_settings
 from penstock.state.manifest import Progress
 from tasks.iteration.reward import reward
 from tasks.iteration.rollout import begin_rollout, rollout
-from tests.echo import Echo
+from tests.echo import GREEDY, Echo
 
 SAMPLES = 2
 
@@ -35,16 +39,12 @@ class Talking(Echo):
 
     def call(self, command: str, key: str, **arguments: Any) -> list[dict[str, Any]]:
         replies, on_news = super().call(command, key, **arguments), arguments["on_news"]
-        first = replies[0]
+        first = replies[0]["reply"]
         for sample in reversed(range(SAMPLES)):
-            news = {
-                "positions": first["positions"][:1],
-                "samples": np.array([sample]),
-                "texts": first["texts"][sample : sample + 1],
-            }
-            on_news(news)
-        on_news(first)
-        on_news({})  # of a rank that leaves the reply to the first of its engine
+            texts = first["texts"][sample : sample + 1]
+            on_news({"news": encode(EndedResponses(first["positions_P"][:1], np.array([sample]), texts))})
+        on_news(replies[0])
+        on_news({"reply": None, "usage": {}})  # of a rank that leaves the reply to the first of its engine
         return replies
 
 
@@ -118,12 +118,15 @@ def test_a_source_is_told_if_it_takes_single_responses_and_no_engines_cores(
 
 def test_a_reply_names_its_responses_by_their_order() -> None:
     """`samples` of each prompt side by side; news names them one by one, and a rank that leaves it to another none."""
-    texts = pa.array(["a", "b", "c", "d"])
-    reply = ended_responses({"positions": np.array([4, 1]), "texts": texts}, 2)
+    texts = pa.array(["a", "b", "c", "d"], pa.large_string())
+    prompts = Ragged.of([[number] for number in range(5)], np.int32)
+    asked = Generate(prompts, Sampling(**GREEDY | {"samples": 2}, seed=[0, 1, 0]), "model")
+    answer = Echo(1).answer(asked, np.array([4, 1]))
+    reply = ended_responses(replace(answer, texts=texts), 2)
     assert [(ended.position, ended.number, ended.text) for ended in reply] == [
         *((4, 0, "a"), (4, 1, "b")),
         *((1, 0, "c"), (1, 1, "d")),
     ]
-    news = {"positions": np.array([4, 1]), "samples": np.array([1, 0]), "texts": texts[:2]}
+    news = EndedResponses(np.array([4, 1]), np.array([1, 0]), texts[:2])
     assert ended_responses(news, 2) == [EndedResponse(4, 1, "a"), EndedResponse(1, 0, "b")]
-    assert ended_responses({}, 2) == []
+    assert ended_responses(None, 2) == []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import pandas as pd
 import pytest
 
 from configs.schema import TrainConfig
+from engines.commands.rollout import EngineResponses, Generate
 from penstock.base.ragged import Ragged
 from penstock.session.generation import generate
 from penstock.session.requests import Request
@@ -32,9 +34,10 @@ DRAWN_T = np.log(np.linspace(0.1, 0.9, 6)).astype(np.float32)
 class Scored(Echo):
     """As Echo, each token with its own number, negative, as log-prob."""
 
-    def answer(self, prompts: Ragged, positions: np.ndarray, sampling: dict[str, Any]) -> dict[str, Any]:
-        reply = super().answer(prompts, positions, sampling)
-        return reply | {"logprobs": -reply["tokens"].astype(np.float32) if sampling["logprobs"] else None}
+    def answer(self, asked: Generate, positions: np.ndarray) -> EngineResponses:
+        answer = super().answer(asked, positions)
+        drawn_T = -answer.responses.values_T.astype(np.float32)
+        return replace(answer, logprobs_T=drawn_T if asked.sampling.logprobs else None)
 
 
 class Updated(Echo):
@@ -42,7 +45,7 @@ class Updated(Echo):
 
     def call(self, command: str, key: str, **arguments: Any) -> list[dict[str, Any]]:
         self.commands.append({"command": command, **arguments})
-        return [{"usage": {"seconds": 2.0}, "loss": 0.5, "mismatch/kl_k3": 0.01}]
+        return [{"usage": {"seconds": 2.0}, "reply": {"metrics": {"loss": 0.5, "mismatch/kl_k3": 0.01}}}]
 
 
 def config_with(correction: dict[str, Any] | None) -> TrainConfig:

@@ -1,0 +1,117 @@
+"""Commands of training without rollout: on responses to imitate, on preferences, on scores.
+
+`batches` are rows of the file, int64, steps x rows (of preferences: steps x units); `budget` is the tokens of a
+micro-batch.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from engines.commands.build import Kernels
+from engines.commands.message import Command
+
+
+@dataclass(frozen=True)
+class ModelToTrain:
+    """A model to train without rollout; `trainer` is a `SftConfig` as plain data, `seed` that of new adapters."""
+
+    folder: str
+    dtype: str
+    trainer: dict[str, Any]
+    seed: int
+    keep_logits: bool = False  # of a micro-batch, for the backward pass
+
+
+@dataclass(frozen=True)
+class SftBegin(Command[None]):
+    """Load the model, and the file `rows`, for supervised training."""
+
+    model: ModelToTrain
+    rows: str
+
+
+@dataclass(frozen=True)
+class SftStepped:
+    """The loss of each optimizer step, the last one's gradient norm, and how many steps were skipped."""
+
+    losses: list[float]
+    grad_norm: float
+    skipped_steps: int
+
+
+@dataclass(frozen=True)
+class SftSteps(Command[SftStepped]):
+    """Take one optimizer step per row of `batches`."""
+
+    batches: np.ndarray
+    budget: int
+    learning_rate: float
+
+
+@dataclass(frozen=True)
+class SftEnd(Command[None]):
+    """Write the model as a Hugging Face folder and free it."""
+
+    folder: str
+
+
+@dataclass(frozen=True)
+class PreferenceLoss:
+    """A loss by its name in `PREFERENCE_LOSSES`, or "bradley_terry", with its settings."""
+
+    name: str
+    settings: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class PreferenceBegin(Command[Kernels]):
+    """Load the policy to train on preferences, or with `scores` a reward model made of it."""
+
+    model: ModelToTrain
+    scores: bool
+
+
+@dataclass(frozen=True)
+class PreferenceStepped:
+    """The figures of each optimizer step, and how many steps were skipped."""
+
+    steps: list[dict[str, float]]
+    skipped_steps: int
+
+
+@dataclass(frozen=True)
+class PreferenceSteps(Command[PreferenceStepped]):
+    """Take one optimizer step per row of `batches` on the preferences at `path`."""
+
+    path: str
+    batches: np.ndarray
+    budget: int
+    loss: PreferenceLoss
+    learning_rate: float
+
+
+@dataclass(frozen=True)
+class PreferenceMeasured:
+    """The figures of an optimizer step, over all units of a file."""
+
+    metrics: dict[str, float]
+
+
+@dataclass(frozen=True)
+class PreferenceMeasure(Command[PreferenceMeasured]):
+    """Measure the preferences at `path`, without a step."""
+
+    path: str
+    budget: int
+    loss: PreferenceLoss
+
+
+@dataclass(frozen=True)
+class PreferenceEnd(Command[None]):
+    """Write the model as a Hugging Face folder and free it."""
+
+    folder: str

@@ -1,0 +1,53 @@
+"""Commands that bring the actor's weights to the rollout engine."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from engines.commands.message import Command
+
+
+@dataclass(frozen=True)
+class Store:
+    """Where the ranks of actor and rollout meet: the port of a store on the first machine."""
+
+    port: int
+
+
+@dataclass(frozen=True)
+class Listen(Command[Store | None]):
+    """Open the store in which actor and rollout groups of different devices meet; the first rank replies."""
+
+    measured: ClassVar[bool] = False
+
+
+@dataclass(frozen=True)
+class Connect(Command[None]):
+    """Join the actor's first rank with all rollout ranks; both groups get this side by side."""
+
+    measured: ClassVar[bool] = False
+    port: int
+    rollout_ranks: int
+
+
+@dataclass(frozen=True)
+class Resharded:
+    """What a reshard took on this rank.
+
+    `shared` of the rollout engine's parameters are the actor's own, `copied` are written; both 0 on an actor's rank
+    that has no rollout engine.
+    """
+
+    strategy: str
+    parameters_shared: int
+    parameters_copied: int
+    bytes: int
+    transfer_s: float
+
+
+@dataclass(frozen=True)
+class Reshard(Command[Resharded]):
+    """Bring the actor's weights of policy `version` to the rollout engine, verified."""
+
+    version: int

@@ -1,0 +1,90 @@
+"""Commands to the rollout engine, and what it tells of a generation and replies to it.
+
+Suffixes: `_P` prompts that an engine took, `_B` responses, `_T` tokens of all responses.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import numpy as np
+import pyarrow as pa
+
+from engines.commands.message import Command
+from penstock.base.ragged import Ragged
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How to draw tokens."""
+
+    samples: int
+    temperature: float
+    top_p: float
+    top_k: int
+    max_tokens: int
+    ignore_eos: bool
+    seed: list[int]  # three numbers of this generation
+    logprobs: bool = False  # of the tokens drawn, under what they were drawn from
+
+
+@dataclass(frozen=True)
+class EpisodeRows:
+    """The data rows that environments see: prompts of a table, by id, in the order of the prompts."""
+
+    table: str
+    prompt_ids: list[str]
+
+
+@dataclass(frozen=True)
+class Episodes:
+    """What episodes have beyond responses, for each episode or token of an engine's responses."""
+
+    loss_mask_T: np.ndarray  # uint8: 1 for tokens that the policy drew, 0 for observations
+    turns_B: np.ndarray  # int64
+    rewards_B: np.ndarray  # float64; NaN where the environment gave none
+    parts_B: list[dict[str, float]]  # of the reward, by name
+    failures_B: list[str | None]
+    waited_seconds: float  # in which vLLM stood still because environments had not answered
+
+
+@dataclass(frozen=True)
+class EndedResponses:
+    """News: responses that have ended before others; entry by entry the prompt's position, sample and text."""
+
+    positions: np.ndarray
+    samples: np.ndarray
+    texts: pa.LargeStringArray
+
+
+@dataclass(frozen=True)
+class EngineResponses:
+    """What one engine answered: `samples` responses side by side for each of its prompts."""
+
+    positions_P: np.ndarray  # the prompts, in the order in which the engine took them
+    responses: Ragged
+    logprobs_T: np.ndarray | None  # of the responses' tokens, where they were asked for
+    truncated_B: np.ndarray  # bool: cut at max_tokens
+    texts: pa.LargeStringArray
+    policy_version: int
+    request_seconds_B: np.ndarray  # from submission to the last token
+    engine_seconds: float  # from the first request to the last token
+    wake_seconds: float
+    prompt_tokens: int  # of all requests, a prompt counting once per sample
+    cached_tokens: int  # of those, found in the prefix cache
+    episodes: Episodes | None = None  # of play with an environment
+
+
+@dataclass(frozen=True)
+class Generate(Command[EngineResponses | None]):
+    """Generate responses to those of the group's prompts that fall to this rank's engine.
+
+    Of an engine's ranks the first replies, and tells of responses that end before others (`EndedResponses`).
+    """
+
+    news: ClassVar[type] = EndedResponses
+    prompts: Ragged
+    sampling: Sampling
+    tokenizer: str  # its folder
+    episodes: EpisodeRows | None = None  # for play with an environment

@@ -1,0 +1,68 @@
+"""Commands for the updates of actor and critic."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from engines.commands.message import Command
+
+
+@dataclass(frozen=True)
+class Split:
+    """How experience is cut into optimizer steps and micro-batches; the same on every rank."""
+
+    mini_batches: int
+    epochs: int
+    samples: int  # rows per prompt: a mini-batch holds whole groups
+    micro_batch_tokens: int
+    max_response_tokens: int
+    aggregation: str
+    seed: int
+
+
+@dataclass(frozen=True)
+class ActorLoss:
+    """Settings of the actor's loss in force at this iteration."""
+
+    policy_loss: str
+    settings: dict[str, Any]
+    temperature: float
+    entropy_coefficient: float
+    kl_estimator: str | None
+    kl_coefficient: float
+    choice_settings: dict[str, Any] = field(default_factory=dict)  # of the loss's `choose`, if it has one
+    correction: dict[str, Any] | None = None  # fields of `Correction`; None: log-probs of the rollout are not looked at
+
+
+@dataclass(frozen=True)
+class Updated:
+    """Figures of an update: means over its optimizer steps, and how many steps were taken and skipped."""
+
+    metrics: dict[str, float]
+
+
+@dataclass(frozen=True)
+class UpdateActor(Command[Updated]):
+    """Train the actor on the experience at `path`, which the verified policy `version` generated.
+
+    `states` names the file of the reference's hidden states, for a KL over the vocabulary.
+    """
+
+    path: str
+    version: int
+    split: Split
+    loss: ActorLoss
+    learning_rate: float
+    states: str | None = None
+
+
+@dataclass(frozen=True)
+class UpdateCritic(Command[Updated]):
+    """Train the critic on the experience at `path`; of several each on the rows of its agent."""
+
+    path: str
+    split: Split
+    clip: float | None
+    learning_rate: float
+    agents: tuple[str, ...] = ()

@@ -1,0 +1,117 @@
+"""Makes and loads the models of a rank."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from configs.schema import TrainConfig
+from engines.commands.build import Build, Built, Kernels, MakeTiny
+from engines.families.shape import read_shape
+from engines.groups.placement import reference_is_base, reshard_strategy
+from engines.kernels.attention_kernel import kernel_figures
+from engines.models.loading import causal_lm_shapes, load_causal_lm, load_reward_model
+from engines.models.models import PackedPolicy, PackedRewardModel
+from engines.models.tiny import make_tiny_model
+from engines.ranks.critic import build_critics
+from engines.ranks.handlers import carries_out
+from engines.ranks.models import RankModels
+from engines.ranks.reference import keep_head
+from engines.ranks.reshard import bring_weights, shared_and_copied
+from engines.rollout.engine import Generator
+from engines.training.trainer import Trainer
+from engines.weights.layout import ordered_parameters
+from engines.weights.strategy import shared_storage, transfer_within_group
+
+_log = logging.getLogger(__name__)
+
+
+@carries_out(MakeTiny)
+def make_tiny(models: RankModels, command: MakeTiny) -> None:
+    """Rank 0 writes."""
+    config, folder = TrainConfig.model_validate(command.config), Path(command.folder)
+    if models.rank == 0 and config.model.tiny is not None:
+        tokenizer = models.tokenizer(command.folder)
+        ends = tokenizer.eos_token_id, tokenizer.pad_token_id
+        make_tiny_model(folder, config.model.tiny, len(tokenizer), *ends, config.seed)
+    torch.distributed.barrier()
+
+
+@carries_out(Build)
+def build(models: RankModels, command: Build) -> Built:
+    """Load the models one after the other; a rollout engine of the same group comes last."""
+    config, folder, roles = TrainConfig.model_validate(command.config), command.folder, command.roles
+    models.config = config
+    critic_folder = (config.critic.path if config.critic is not None else None) or folder
+    models.shapes = dict.fromkeys(("actor", "reference"), read_shape(Path(folder)))
+    models.shapes["critic"] = read_shape(Path(critic_folder))
+    steps = config.iterations * config.algorithm.mini_batches * config.algorithm.epochs
+    parameters = trained = 0
+    if "actor" in roles:
+        parameters, trained = _build_actor(models, command, steps)
+    if "critic" in roles and config.critic is not None:
+        build_critics(models, critic_folder, config.agents, steps)
+    if "reference" in roles and not reference_is_base(config, roles):
+        policy = PackedPolicy(models.compiled(load_causal_lm(folder, models.dtype, False)))
+        models.frozen["reference"] = _freeze(policy, models.device)
+    if "reward" in roles:
+        reward_model = models.compiled(load_reward_model(str(config.reward.model), models.dtype))
+        models.frozen["reward"] = _freeze(PackedRewardModel(reward_model), models.device)
+    if "rollout" in roles:
+        with _timed("starting the rollout engine"):
+            _build_rollout(models, Path(folder), alone=roles == ("rollout",))
+    strategy = reshard_strategy(config) if "rollout" in roles else None
+    kernels = Kernels(**kernel_figures(models.device.type))
+    return Built(parameters, trained, *shared_and_copied(models), strategy, kernels)
+
+
+def _build_actor(models: RankModels, command: Build, steps: int) -> tuple[int, int]:
+    """Load the actor into DeepSpeed; return how many parameters it has, and how many of them are trained."""
+    config = models.config.actor
+    with _timed("loading the actor"):
+        models.lm = models.causal_lm(command.folder, config)
+    parameters = sum(parameter.numel() for parameter in models.lm.parameters())
+    trained = sum(parameter.numel() for parameter in ordered_parameters(models.lm))
+    with _timed("starting DeepSpeed"):
+        policy = PackedPolicy(models.lm, command.keep_logits)
+        models.trainers["actor"] = Trainer(policy, ordered_parameters(models.lm), config, steps)
+    if "reference" not in command.roles:
+        keep_head(models)
+    return parameters, trained
+
+
+def _build_rollout(models: RankModels, folder: Path, alone: bool) -> None:
+    """Start the rollout engine, on the actor's weights if they are in this group."""
+    config, rollout = models.config, models.config.rollout
+    strategy = reshard_strategy(config)
+    if strategy == "broadcast":
+        models.lm = causal_lm_shapes(folder, models.dtype)
+    models.storage = shared_storage(strategy, models.lm, rollout.tensor_parallel, models.dtype, models.device)
+    limit = config.data.max_prompt_tokens
+    options = {"sleeps": not alone, "logprobs": config.algorithm.correction is not None}
+    generator = Generator(folder, models.lm, models.dtype, rollout, limit, models.storage, **options)
+    models.generator = generator
+    if strategy == "broadcast":
+        return
+    models.transfer = transfer_within_group(strategy, generator.model, generator.binding, models.lm)
+    generator.refill = models.transfer
+    bring_weights(models, 0)
+    generator.sleep()
+
+
+@contextmanager
+def _timed(what: str) -> Iterator[None]:
+    """Write to this rank's log how long the block took."""
+    began = time.perf_counter()
+    yield
+    _log.info("%s: %.1f s", what, time.perf_counter() - began)
+
+
+def _freeze(module: nn.Module, device: torch.device) -> nn.Module:
+    return module.requires_grad_(False).eval().to(device)

@@ -1,0 +1,145 @@
+"""The models of one rank, and what the commands on them share.
+
+A command is carried out by a function of `RankModels` and the command (engines/ranks/handlers.py). All ranks of a group
+get the same commands in the same order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import AutoTokenizer
+
+from configs.schema import TrainConfig
+from configs.sections.trainer import TrainerConfig
+from engines.batches.packing import Rows
+from engines.commands.rollout import EndedResponses
+from engines.families.shape import ModelShape
+from engines.models.loading import load_causal_lm
+from engines.models.models import compile_blocks
+from engines.rollout.engine import Generator
+from engines.rollout.episodes import EnvironmentHost
+from engines.training.trainer import Trainer
+from engines.weights.lora import attach, lay_fused_together
+from engines.weights.strategy import Transfer
+
+DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
+
+
+def _unheard(_: EndedResponses) -> None:
+    """Take news that nobody waits for."""
+
+
+@dataclass
+class RankModels:
+    """What one rank holds.
+
+    Attributes:
+        rank: this rank's number in the group.
+        world_size: ranks in the group.
+        trainers: the models that are trained, by role.
+        frozen: the others, by role.
+        lm: the model inside the actor's trainer; in a rollout group of its own its shapes alone.
+        generator: the rollout engine.
+        generations: of this process, whichever engine made them; the same on all ranks.
+        transfer: brings the actor's weights to the rollout engine.
+        storage: what both have in common.
+        store: where the groups of actor and rollout meet, if they are two.
+        verified_version: policy version of the rollout engine's weights, wherever it is; -1: none.
+        updated_since: the actor of this group has stepped since.
+        reference_refreshed: the reference is no longer the starting model.
+        reference_head: language head of a reference in another group (engines/ranks/reference.py).
+        tell: takes what the command under way tells ahead of its reply.
+        usage: what the command under way did: tokens, FLOPs, seconds of collectives.
+    """
+
+    rank: int
+    world_size: int
+    device: torch.device
+    config: TrainConfig = field(default_factory=TrainConfig)
+    shapes: dict[str, ModelShape] = field(default_factory=dict)
+    trainers: dict[str, Trainer] = field(default_factory=dict)
+    frozen: dict[str, nn.Module] = field(default_factory=dict)
+    lm: Any = None
+    sft_rows: Rows | None = None
+    tokenizers: dict[str, Any] = field(default_factory=dict)
+    generator: Generator | None = None
+    generations: int = 0
+    environments: EnvironmentHost = field(default_factory=EnvironmentHost)
+    transfer: Transfer | None = None
+    storage: dict[str, torch.Tensor] = field(default_factory=dict)
+    store: Any = None
+    verified_version: int = -1
+    updated_since: bool = False
+    reference_refreshed: bool = False
+    reference_head: torch.Tensor | None = None
+    tell: Callable[[EndedResponses], None] = _unheard
+    usage: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of weights in training and rollout."""
+        if self.config.model.dtype != "auto":
+            return DTYPES[self.config.model.dtype]
+        return torch.float32 if self.device.type == "cpu" else torch.bfloat16
+
+    def causal_lm(self, folder: str, config: TrainerConfig) -> Any:
+        """Load a causal language model that is to be trained."""
+        return self.to_train(load_causal_lm(folder, self.dtype, bool(config.gradient_checkpointing)), config)
+
+    def to_train(self, lm: Any, config: TrainerConfig) -> Any:
+        """Give a model the adapters that are asked for, compile its blocks where that pays, put it on the device."""
+        if config.lora is not None:
+            attach(lm, config.lora, self.config.seed)
+        if config.zero_stage < 3:  # compiled code would not wait for DeepSpeed to gather the shards
+            self.compiled(lm)
+        lm.to(self.device)
+        lay_fused_together(lm)
+        return lm
+
+    def compiled(self, lm: Any) -> Any:
+        """Compile a model's blocks, on a GPU."""
+        if self.device.type == "cuda":
+            compile_blocks(lm)
+        return lm
+
+    def model(self, role: str) -> nn.Module:
+        """Return the model of a role, ready for a pass without gradients."""
+        if role in self.frozen:
+            return self.frozen[role]
+        engine = self.trainers[role].engine
+        engine.eval()
+        return engine
+
+    def tokenizer(self, folder: str) -> Any:
+        """Return the tokenizer of a model folder, read once."""
+        if folder not in self.tokenizers:
+            self.tokenizers[folder] = AutoTokenizer.from_pretrained(
+                folder, local_files_only=True, trust_remote_code=False
+            )
+        return self.tokenizers[folder]
+
+    def rollout_engine(self) -> Generator:
+        """Return this rank's rollout engine.
+
+        Raises:
+            RuntimeError: it has no verified weights of the actor.
+        """
+        assert self.generator is not None
+        if self.verified_version < 0 or self.updated_since:
+            raise RuntimeError("the rollout engine has no verified weights of the actor: a reshard comes first")
+        return self.generator
+
+    def next_generation(self) -> int:
+        """Return a number that no other generation of this process has; the same on all ranks."""
+        self.generations += 1
+        return self.generations
+
+    def use(self, work: Mapping[str, float]) -> None:
+        """Add to what the command under way did."""
+        for name, value in work.items():
+            self.usage[name] = self.usage.get(name, 0.0) + value

@@ -1,0 +1,71 @@
+"""Brings the actor's weights to the rollout engine, in the same group or from another one."""
+
+from __future__ import annotations
+
+import time
+from datetime import timedelta
+
+from engines.commands.reshard import Connect, Listen, Reshard, Resharded, Store
+from engines.groups import interface
+from engines.groups.placement import reshard_strategy
+from engines.ranks.handlers import carries_out
+from engines.ranks.models import RankModels
+from engines.weights.broadcast import Receiver, Sender
+from engines.weights.joint import join
+
+
+@carries_out(Listen)
+def listen(models: RankModels, command: Listen) -> Store | None:
+    """Only rank 0 opens a store."""
+    if models.rank:
+        return None
+    models.store, port = interface.open_store(timedelta(seconds=models.config.engine.start_timeout_s))
+    return Store(port)
+
+
+@carries_out(Connect)
+def connect(models: RankModels, command: Connect) -> None:
+    """The actor's first rank sends; its others leave it alone, all rollout ranks receive."""
+    engine, size = models.config.engine, command.rollout_ranks + 1
+    place = (size, models.device, models.lm, engine.command_timeout_s)
+    if models.generator is None:
+        models.transfer = Sender(models.lm, None if models.rank else join(models.store, 0, *place))
+        return
+    store = interface.connect_store(command.port, timedelta(seconds=engine.start_timeout_s))
+    joint = join(store, models.rank + 1, *place)
+    models.transfer = Receiver(models.generator.model, models.generator.binding, models.lm, models.storage, joint)
+
+
+@carries_out(Reshard)
+def reshard(models: RankModels, command: Reshard) -> Resharded:
+    """Bring the weights, verified.
+
+    Raises:
+        RuntimeError: a parameter of the rollout engine is not the actor's afterwards.
+    """
+    begin = time.perf_counter()
+    moved = bring_weights(models, command.version)
+    seconds = time.perf_counter() - begin
+    return Resharded(reshard_strategy(models.config), *shared_and_copied(models), moved, seconds)
+
+
+def bring_weights(models: RankModels, version: int) -> int:
+    """Bring the actor's weights of `version` to the rollout engine, verified; return the bytes that reached this rank.
+
+    Raises:
+        RuntimeError: a parameter of the rollout engine is not the actor's afterwards.
+    """
+    assert models.transfer is not None
+    moved = models.transfer() if models.generator is None else models.generator.reshard(models.transfer)
+    models.verified_version, models.updated_since = version, False
+    return moved
+
+
+def shared_and_copied(models: RankModels) -> tuple[int, int]:
+    """Return how many of the rollout engine's parameters are the actor's own, and how many have to be written."""
+    if models.generator is None:
+        return 0, 0
+    shared, copied = len(models.generator.binding.shared), len(models.generator.binding.copied)
+    if reshard_strategy(models.config) == "broadcast":  # shared with this rank's buffer of what the actor sends
+        return 0, shared + copied
+    return shared, copied
