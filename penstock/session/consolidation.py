@@ -1,70 +1,71 @@
 """Consolidation: what the tasks of an iteration added to its experience becomes one file with it.
 
-That takes as long as writing all columns (penstock/state/experience.py), so it happens in a thread of the session,
-while the next iteration's rollout runs on the GPUs: from the record of an iteration on only people read its experience.
-The manifest waits for it. So the experience of every iteration that is not done again is one file, also after a power
-cut.
+That takes as long as writing all columns (penstock/state/experience.py), so it happens in a thread, while the next
+iteration's rollout runs on the GPUs: from the record of an iteration on only people read its experience. The manifest
+waits for it. So the experience of every iteration that is not done again is one file, also after a power cut.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import TYPE_CHECKING
+from types import TracebackType
+from typing import Self
 
 from penstock.state.experience import consolidate, with_parts
 
-if TYPE_CHECKING:
-    from penstock.session.session import Session
 
+class Consolidator:
+    """A thread that consolidates the experience in a folder, one file at a time; as a context it leaves none in parts.
 
-@contextmanager
-def consolidating(session: Session) -> Iterator[None]:
-    """Own the thread of a session; leave no experience in parts, however the session ends.
-
-    Parts that a killed attempt left become one file with theirs first: a rollout among them need not be done again.
+    Args:
+        folder: of the experience files of a run.
     """
-    for path in _in_parts(session):
-        consolidate(path)
-    with session.consolidator:
-        try:
-            yield
-        finally:
-            finish_consolidation(session)
 
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._thread = ThreadPoolExecutor(1, "consolidation")
+        self._begun: Future[None] | None = None
 
-def begin_consolidation(session: Session, iteration: int) -> None:
-    """Consolidate the experience of an iteration in the session's thread, once that of the one before is done.
+    def __enter__(self) -> Self:
+        """Consolidate what a killed attempt left in parts: a rollout among them need not be done again."""
+        self._consolidate_rest()
+        return self
 
-    Raises:
-        Exception: whatever ended that of the one before.
-    """
-    await_consolidation(session)
-    session.consolidation = session.consolidator.submit(consolidate, session.run.experience(iteration))
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        with self._thread:
+            self.finish()
 
+    def begin(self, path: Path) -> None:
+        """Consolidate an experience file in the thread, once the one begun before is done.
 
-def await_consolidation(session: Session) -> None:
-    """Wait for the consolidation that was begun.
+        Raises:
+            Exception: whatever ended the one before.
+        """
+        self.wait()
+        self._begun = self._thread.submit(consolidate, path)
 
-    Raises:
-        Exception: whatever ended it.
-    """
-    begun, session.consolidation = session.consolidation, None
-    if begun is not None:
-        begun.result()
+    def wait(self) -> None:
+        """Wait for what was begun.
 
+        Raises:
+            Exception: whatever ended it.
+        """
+        begun, self._begun = self._begun, None
+        if begun is not None:
+            begun.result()
 
-def finish_consolidation(session: Session) -> None:
-    """Wait for the consolidation that was begun, and consolidate what else lies in parts.
+    def finish(self) -> None:
+        """Wait for what was begun, and consolidate what else lies in parts.
 
-    Raises:
-        Exception: whatever ended one of them.
-    """
-    await_consolidation(session)
-    for path in _in_parts(session):
-        consolidate(path)
+        Raises:
+            Exception: whatever ended one of them.
+        """
+        self.wait()
+        self._consolidate_rest()
 
-
-def _in_parts(session: Session) -> list[Path]:
-    return with_parts(session.run.experience(0).parent)
+    def _consolidate_rest(self) -> None:
+        for path in with_parts(self._folder):
+            consolidate(path)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -35,7 +35,7 @@ from penstock.base.files import write_text
 from penstock.checks.memory import GroupEstimate, estimate_groups
 from penstock.data.samplers import PromptHistory, Sampler
 from penstock.session.clock import LapClock, Span
-from penstock.session.consolidation import consolidating
+from penstock.session.consolidation import Consolidator
 from penstock.session.requests import BegunRollout
 from penstock.state.digests import check_signed, signed
 from penstock.state.experience import ExperienceRef
@@ -105,8 +105,7 @@ class Session:
     engine_figures: dict[str, int | str] = field(default_factory=dict)
     usage: dict[str, list[dict[str, float]]] = field(default_factory=dict)  # by a command's key, of each rank
     gpu_sampler: GpuSampler | None = None
-    consolidator: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1, "consolidation"))
-    consolidation: Future[None] | None = None  # of the newest recorded experience (penstock/session/consolidation.py)
+    consolidator: Consolidator = field(init=False)
     generating: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1, "generation"))
     rollouts: dict[str, BegunRollout] = field(default_factory=dict)  # begun and not taken, by their handles' keys
     warned_of_fragments: bool = False
@@ -118,6 +117,9 @@ class Session:
     clock: LapClock = field(default_factory=LapClock)
     started: float = field(default_factory=time.monotonic)
     seconds_before: float = 0.0  # of earlier attempts
+
+    def __post_init__(self) -> None:
+        self.consolidator = Consolidator(self.run.experience(0).parent)
 
     @property
     def distinct_groups(self) -> list[EngineGroup]:
@@ -234,7 +236,7 @@ def open_session(config: TrainConfig, run: RunFolder) -> Iterator[Training]:
     """
     session = Session(config, run)
     with registered(session) as training, session.stack:
-        session.stack.enter_context(consolidating(session))
+        session.stack.enter_context(session.consolidator)
         session.stack.enter_context(session.generating)  # left after the groups: closed, they end what it waits for
         gpus = visible_gpus()
         session.decide(estimate_groups(config))

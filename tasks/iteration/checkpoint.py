@@ -10,7 +10,6 @@ from engines.commands.checkpoint import Load, Save
 from engines.groups.placement import reshard_strategy
 from engines.sizing.memory import GIB
 from penstock.base.files import empty_beside
-from penstock.session.consolidation import await_consolidation
 from penstock.session.draw import restore_memory
 from penstock.session.record import append_record
 from penstock.session.session import Training, timed
@@ -49,7 +48,7 @@ def save_checkpoint(training: Training, progress: Progress) -> None:
         )
         metrics["checkpoint/gib"] = seal_checkpoint(aside, final, run, reached) / GIB
     append_record(training, progress.iteration, metrics)  # before the manifest: a resume goes on after this line
-    await_consolidation(training.session())
+    training.session().consolidator.wait()
     write_manifest(run, reached)
     prune_checkpoints(run, training.config.checkpoint.keep, final.name)
 

@@ -23,7 +23,6 @@ from prefect.runtime import flow_run
 from penstock.base.files import write_text
 from penstock.reports.evaluation import TEMPERATURE
 from penstock.reports.report import write_report
-from penstock.session.consolidation import begin_consolidation, finish_consolidation
 from penstock.session.draw import keep_memory
 from penstock.session.record import append_record, elapsed, links, mlflow_url, open_record
 from penstock.session.session import Training
@@ -53,7 +52,7 @@ def recording(training: Training) -> Iterator[None]:
             create_link_artifact(mlflow_url(training), link_text="MLflow run", key="mlflow-run")
             create_markdown_artifact(page_of_overrides(run, config), key="live-values", description=variable_name(run))
         yield
-        finish_consolidation(session)
+        session.consolidator.finish()
     if config.record.experiment and session.prefect_flow_run_id:
         page = (run.path / "report" / "report.md").read_text(encoding="utf-8")
         create_markdown_artifact(page, key="training-report", description=run.name)
@@ -84,7 +83,7 @@ def record(training: Training, iteration: int, metrics: dict[str, float]) -> Non
     if session.progress is not None and iteration:
         session.progress.advance(iteration, metrics)
     if iteration:
-        begin_consolidation(session, iteration)
+        session.consolidator.begin(training.run.experience(iteration))
 
 
 def _record_samples(training: Training, iteration: int) -> None:

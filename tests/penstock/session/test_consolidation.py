@@ -14,8 +14,8 @@ import pytest
 
 from configs.schema import TrainConfig
 from penstock.session import consolidation, session
-from penstock.session.consolidation import begin_consolidation, finish_consolidation
-from penstock.session.session import Session, Training, open_session
+from penstock.session.consolidation import Consolidator
+from penstock.session.session import Training, open_session
 from penstock.state import experience
 from penstock.state.experience import add_columns, column_names, consolidate, with_parts, write_columns
 from penstock.state.manifest import Progress
@@ -26,12 +26,16 @@ MakeTraining = Callable[[TrainConfig], Training]
 
 
 @pytest.fixture
-def living(training_with: MakeTraining) -> Iterator[Session]:
-    """The session of a training whose first three iterations lie in parts."""
-    training = training_with(TrainConfig())
-    in_parts(training.run, 1, 2, 3)
-    with training.session().consolidator:
-        yield training.session()
+def run(tmp_path: Path) -> RunFolder:
+    return RunFolder(tmp_path)
+
+
+@pytest.fixture
+def consolidator(run: RunFolder) -> Iterator[Consolidator]:
+    """That of a run whose first three iterations come to lie in parts."""
+    with Consolidator(run.experience(0).parent) as opened:
+        in_parts(run, 1, 2, 3)
+        yield opened
 
 
 @pytest.fixture
@@ -59,7 +63,7 @@ def damage(run: RunFolder, iteration: int) -> None:
 
 
 def test_the_iteration_goes_on_meanwhile_and_the_next_one_waits(
-    living: Session, monkeypatch: pytest.MonkeyPatch
+    run: RunFolder, consolidator: Consolidator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Begun is not done; before the second is begun, the first is done; at the end all are, also what nobody began."""
     may_end, order = threading.Event(), []
@@ -70,39 +74,45 @@ def test_the_iteration_goes_on_meanwhile_and_the_next_one_waits(
         consolidate(path)
 
     monkeypatch.setattr(consolidation, "consolidate", slow)
-    begin_consolidation(living, 1)
+    consolidator.begin(run.experience(1))
     assert order == []
     may_end.set()
-    begin_consolidation(living, 2)
+    consolidator.begin(run.experience(2))
     assert order[0] == "000001.parquet"
-    assert rewards(living.run, 1) == [1.0, 0.5]
-    finish_consolidation(living)
+    assert rewards(run, 1) == [1.0, 0.5]
+    consolidator.finish()
     assert order == ["000001.parquet", "000002.parquet", "000003.parquet"]
-    assert with_parts(living.run.experience(0).parent) == []
-    assert rewards(living.run, 3) == [3.0, 0.5]
+    assert with_parts(run.experience(0).parent) == []
+    assert rewards(run, 3) == [3.0, 0.5]
 
 
-@pytest.mark.parametrize("then", [lambda living: begin_consolidation(living, 2), finish_consolidation])
-def test_a_failure_comes_out_at_the_next_occasion(living: Session, then: Callable[[Session], None]) -> None:
-    """At the record of the next iteration, or at the end. Control: undamaged, both go well."""
-    begin_consolidation(living, 1)
-    then(living)
-    in_parts(living.run, 1)
-    damage(living.run, 1)
-    begin_consolidation(living, 1)
+@pytest.mark.parametrize("then", ["the next one", "the manifest", "the end"])
+def test_a_failure_comes_out_at_the_next_occasion(run: RunFolder, consolidator: Consolidator, then: str) -> None:
+    """At the record of the next iteration, before the manifest, or at the end. Control: undamaged, all go well."""
+    occasions: dict[str, Callable[[], None]] = {
+        "the next one": lambda: consolidator.begin(run.experience(2)),
+        "the manifest": consolidator.wait,
+        "the end": consolidator.finish,
+    }
+    consolidator.begin(run.experience(1))
+    occasions[then]()
+    in_parts(run, 1)
+    damage(run, 1)
+    consolidator.begin(run.experience(1))
     with pytest.raises(pa.ArrowInvalid, match="Not an Arrow file"):
-        then(living)
+        occasions[then]()
+    in_parts(run, 1)
 
 
 @pytest.mark.usefixtures("no_engines")
 @pytest.mark.parametrize("error", [None, ZeroDivisionError, KeyboardInterrupt])
-def test_a_session_leaves_no_parts_however_it_ends(tmp_path: Path, error: type[BaseException] | None) -> None:
+def test_a_session_leaves_no_parts_however_it_ends(run: RunFolder, error: type[BaseException] | None) -> None:
     """Those being consolidated, those of an iteration that failed; the error stays the one that ended it."""
-    run, caught = RunFolder(tmp_path), None
+    caught = None
     try:
         with open_session(TrainConfig(), run) as training:
             in_parts(run, 1, 2)
-            begin_consolidation(training.session(), 1)
+            training.session().consolidator.begin(run.experience(1))
             if error:
                 raise error
     except BaseException as raised:
@@ -114,9 +124,8 @@ def test_a_session_leaves_no_parts_however_it_ends(tmp_path: Path, error: type[B
 
 
 @pytest.mark.usefixtures("no_engines")
-def test_a_session_that_ends_well_fails_if_an_experience_is_damaged(tmp_path: Path) -> None:
+def test_a_session_that_ends_well_fails_if_an_experience_is_damaged(run: RunFolder) -> None:
     """Half of one does not pass for a whole."""
-    run = RunFolder(tmp_path)
     with pytest.raises(pa.ArrowInvalid, match="Not an Arrow file"), open_session(TrainConfig(), run):
         in_parts(run, 1)
         damage(run, 1)
@@ -124,10 +133,9 @@ def test_a_session_that_ends_well_fails_if_an_experience_is_damaged(tmp_path: Pa
 
 @pytest.mark.usefixtures("no_engines")
 def test_parts_of_an_earlier_attempt_are_taken_over_when_a_session_opens(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    run: RunFolder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """But those of before a restart of the machine go: it may have emptied them. What is in the file itself stays."""
-    run = RunFolder(tmp_path)
     with monkeypatch.context() as before_the_restart:
         before_the_restart.setattr(experience, "_boot", lambda: "earlier")
         in_parts(run, 1)
@@ -155,6 +163,6 @@ def test_the_manifest_waits_until_its_iteration_is_one_file(
     monkeypatch.setattr(checkpoint, "write_manifest", lambda *_: done.append("manifest"))
     with training.session().consolidator:
         if slow:
-            begin_consolidation(training.session(), 1)
+            training.session().consolidator.begin(training.run.experience(1))
         checkpoint.save_checkpoint.fn(training, Progress(iteration=1))
     assert done == (["one file", "manifest"] if slow else ["manifest"])

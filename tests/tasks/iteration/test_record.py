@@ -19,6 +19,7 @@ from mlflow.entities import Run
 from configs.schema import TrainConfig
 from engines.sizing.memory import Recomputed
 from penstock.session import record as session_record
+from penstock.session.consolidation import Consolidator
 from penstock.session.record import begin_delivery, finite, reopened
 from penstock.session.session import Training, write_config
 from penstock.state.experience import write_columns
@@ -314,7 +315,7 @@ def test_samples_of_an_iteration_that_is_repeated_reach_mlflow(
 ) -> None:
     """A kill came between its figures and its samples. Control: the figures are there once."""
     monkeypatch.setattr(record, "keep_memory", lambda *_: None)
-    monkeypatch.setattr(record, "begin_consolidation", lambda *_: None)
+    monkeypatch.setattr(Consolidator, "begin", lambda *_: None)
     training = training_with(TrainConfig.model_validate({"record": {"samples_every": 1}}))
     session, run = training.session(), training.run
     uri = session.tracking_uri = mlflow_run.default_tracking_uri(run.path.parent)
