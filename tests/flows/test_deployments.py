@@ -388,7 +388,7 @@ def test_the_worker_trains_and_a_second_training_waits_and_is_steered_and_cancel
     change = ("set", str(prefect.runs / "long"))
     refused = penstock(prefect.environment, *change, "rollout.samples=4")
     assert refused.returncode == 2
-    assert "cannot change during a run" in refused.stderr
+    assert "cannot change during this run" in refused.stderr
     said = penstock(prefect.environment, *change, "rollout.temperature=0.5")
     assert said.stdout == f"from the next iteration on:\nrollout.temperature: 0.5\nPrefect Variable: {variable}\n"
     until(lambda: _progress(manifest)["overrides"] == {"rollout.temperature": 0.5}, 30, "it takes the live value up")

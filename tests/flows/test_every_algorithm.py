@@ -20,6 +20,7 @@ from configs.schema import TrainConfig
 from engines.commands.build import Build
 from engines.commands.checkpoint import Load, Save
 from flows.iteration import iteration
+from penstock.session.requests import Rollout
 from penstock.session.session import Training, open_session, write_config
 from penstock.state.manifest import Progress
 from penstock.state.run_folder import new_run_folder
@@ -73,8 +74,9 @@ class Engines:
             before = evaluate.fn(self.training, begin)["heldout/reward"]
             progress = Progress(iteration=begin, policy_version=begin)
             iterations = ITERATIONS * (2 if config.algorithm.name in SLOW else 1)
+            begun: Rollout | None = None
             for number in range(begin + 1, begin + 1 + iterations):
-                progress = iteration(self.training, number, progress)
+                progress, begun = iteration(self.training, number, progress, begun)
             return before, evaluate.fn(self.training, number)["heldout/reward"]
 
 

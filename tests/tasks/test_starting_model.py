@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from configs.schema import TrainConfig
+from engines.commands.build import MakeTiny
 from engines.models.tiny import make_tiny_model
 from penstock.checks.model import check_model_folder
 from penstock.session.session import Session, Training
@@ -24,15 +24,15 @@ def test_a_model_that_was_cut_short_is_made_anew(
     training, made = training_with(CONFIG), []
     initial = training.run.model("initial")
 
-    def make(_: Session, __: str, ___: str, key: str, folder: str, **____: Any) -> list[dict[str, Any]]:
-        made.append(folder)
+    def make(_: Session, __: str, command: MakeTiny, ___: str) -> list[None]:
+        made.append(command.folder)
         assert CONFIG.model.tiny is not None
-        make_tiny_model(Path(folder), CONFIG.model.tiny, 64, eos=1, pad=0, seed=0)
+        make_tiny_model(Path(command.folder), CONFIG.model.tiny, 64, eos=1, pad=0, seed=0)
         if len(made) == 1:
-            weights = Path(folder) / "model.safetensors"
+            weights = Path(command.folder) / "model.safetensors"
             weights.write_bytes(weights.read_bytes()[:100])
             raise KeyboardInterrupt
-        return [{}]
+        return [None]
 
     monkeypatch.setattr(Session, "call", make)
     with pytest.raises(KeyboardInterrupt):

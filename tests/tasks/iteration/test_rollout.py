@@ -15,7 +15,7 @@ import pytest
 
 from configs.loading.load import config_from_mapping
 from configs.schema import TrainConfig
-from penstock.base.ragged import Ragged
+from engines.commands.rollout import EngineResponses, Generate
 from penstock.session.session import Stage, Training
 from penstock.session.settings import next_settings
 from penstock.state import experience
@@ -34,11 +34,11 @@ class Engines(Echo):
         super().__init__(ranks=1)
         self.may_answer = threading.Event()
 
-    def answer(self, prompts: Ragged, positions: np.ndarray, sampling: dict[str, Any]) -> dict[str, Any]:
+    def answer(self, asked: Generate, positions: np.ndarray) -> EngineResponses:
         """Answer as a rank whose policy is that of the iteration before."""
         assert self.may_answer.wait(10)
-        self.policy_version = sampling["seed"][1] - 1
-        return super().answer(prompts, positions, sampling)
+        self.policy_version = asked.sampling.seed[1] - 1
+        return super().answer(asked, positions)
 
 
 @pytest.fixture
@@ -91,7 +91,7 @@ def test_engines_work_on_the_next_rollout_before_its_task_runs(
     rolled_out(training, at(2))
     first, asked = engines.commands
     assert (first["key"], first["sampling"]) == ("3/rollout", asked["sampling"])
-    assert np.array_equal(first["prompts"], asked["prompts"])
+    assert all(np.array_equal(first["prompts"][part], asked["prompts"][part]) for part in ("values_T", "offsets_B1"))
     assert ahead == read_columns(training.run.experience(3), ["sample_id", "response", "prompt"])
     assert stage.experience.policy_version == 2
 
