@@ -21,7 +21,7 @@ from configs.sections.run import Role
 from engines.families.shape import ModelShape, read_shape
 from engines.groups.machine import visible_gpus
 from engines.groups.placement import place
-from penstock.checks.memory import check_memory
+from penstock.checks.memory import GroupEstimate, check_memory, estimate_groups
 from penstock.checks.model import check_model
 from penstock.reports.progress import TrainingProgress
 from penstock.session.session import Training, open_session
@@ -37,8 +37,13 @@ def load_recipe(recipe: Path, overrides: list[str], folder: Path) -> TrainConfig
 
 
 @contextmanager
-def groups_of(config: TrainConfig) -> Iterator[tuple[Training, TrainingProgress]]:
+def groups_of(
+    config: TrainConfig, memory: list[GroupEstimate] | None = None
+) -> Iterator[tuple[Training, TrainingProgress]]:
     """Start the recipe's engine groups, empty, in a temporary run folder; they end with the context.
+
+    Args:
+        memory: the estimates that the free memory was checked with; None: it is not checked.
 
     Raises:
         UserError: the recipe has no model, or a device is not there.
@@ -46,7 +51,8 @@ def groups_of(config: TrainConfig) -> Iterator[tuple[Training, TrainingProgress]
     check_model(config)
     with tempfile.TemporaryDirectory(prefix="penstock-bench-") as scratch, disable_run_logger():
         run = new_run_folder(Path(scratch), "bench")
-        with TrainingProgress() as progress, open_session(config, run) as training:
+        decided = estimate_groups(config) if memory is None else memory
+        with TrainingProgress() as progress, open_session(config, run, decided) as training:
             training.session().progress = progress
             yield training, progress
 
@@ -72,8 +78,7 @@ def rollout_groups(config: TrainConfig) -> Iterator[tuple[Training, TrainingProg
     """
     config = config.model_copy(update={"reward": RewardConfig()})
     check_model(config)
-    check_memory(config)
-    with groups_of(config) as (training, progress):
+    with groups_of(config, check_memory(config)) as (training, progress):
         folder = starting_model.fn(training)
         load_prompts.fn(training, folder)
         build_engines.fn(training, folder)

@@ -64,8 +64,8 @@ def train_on_preferences(config: PairConfig, run_folder: str | None, resume: str
         if ended(run):
             return str(final)
         with admission(engines):
-            check_finetuning_memory(engines, "trainer", scores=isinstance(config, RewardModelConfig))
-            with open_session(engines, run) as training, recording_preferences(training, config):
+            memory = check_finetuning_memory(engines, "trainer", scores=isinstance(config, RewardModelConfig))
+            with open_session(engines, run, memory) as training, recording_preferences(training, config):
                 return finetuned(run, "final") if final.exists() else trained(training, config)
 
 

@@ -32,8 +32,8 @@ def sft(config: TrainConfig = TrainConfig(), run_folder: str | None = None, resu
         if ended(run, "sft"):
             return str(run.model("sft"))
         with admission(config):
-            check_finetuning_memory(config, "sft")
-            with open_session(config, run) as training, show_progress(training), recording_supervised(training):
+            memory = check_finetuning_memory(config, "sft")
+            with open_session(config, run, memory) as training, show_progress(training), recording_supervised(training):
                 return supervise(training, starting_model(training), alone=True)
 
 

@@ -110,10 +110,8 @@ def open_run(
 @contextmanager
 def admitted_session(config: TrainConfig, run: RunFolder) -> Iterator[Training]:
     """Wait for the GPUs, check the memory that is free then, and start the engine groups."""
-    with admission(config):
-        check_memory(config)
-        with open_session(config, run) as training:
-            yield training
+    with admission(config), open_session(config, run, check_memory(config)) as training:
+        yield training
 
 
 def begin(training: Training, progress: Progress, compared: dict[str, float]) -> Progress:

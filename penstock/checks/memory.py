@@ -41,6 +41,9 @@ class GroupEstimate:
 def check_memory(config: TrainConfig) -> list[GroupEstimate]:
     """Place the groups and compare each rank's estimated memory with what is free.
 
+    Returns:
+        The estimates, by which a session opens (penstock/session/session.py).
+
     Raises:
         UserError: a GPU does not exist, a rank would not fit, or see `check_zero_stage`.
     """
@@ -65,7 +68,7 @@ def check_memory(config: TrainConfig) -> list[GroupEstimate]:
     return estimates
 
 
-def check_finetuning_memory(config: TrainConfig, section: str, scores: bool = False) -> None:
+def check_finetuning_memory(config: TrainConfig, section: str, scores: bool = False) -> list[GroupEstimate]:
     """Place the ranks of a training without rollout and compare their estimated memory with what is free.
 
     Args:
@@ -73,12 +76,16 @@ def check_finetuning_memory(config: TrainConfig, section: str, scores: bool = Fa
         section: what the user calls it.
         scores: whether it is a reward model, which has no language head.
 
+    Returns:
+        As `check_memory`: of every group, also those that nothing is trained in.
+
     Raises:
         UserError: as for `check_memory`.
     """
     estimates = estimate_groups(config, PHASES["sft"], scores)
     check_zero_stage(config, estimates, section, config.sft, "actor")
     _require_all(config, [item for item in estimates if "actor" in item.roles], section)
+    return estimates
 
 
 def check_zero_stage(

@@ -32,7 +32,7 @@ from engines.sizing.gpu_sampler import GpuSampler
 from engines.sizing.memory import Recomputed
 from penstock.base.errors import UserError
 from penstock.base.files import write_text
-from penstock.checks.memory import GroupEstimate, estimate_groups
+from penstock.checks.memory import GroupEstimate
 from penstock.data.samplers import PromptHistory, Sampler
 from penstock.session.clock import LapClock, Span
 from penstock.session.consolidation import Consolidator
@@ -169,10 +169,10 @@ class Session:
             self.usage[key] = [answer["usage"] for ranks in answers.values() for answer in ranks]
         return {group: [decode_reply(kind, answer["reply"]) for answer in ranks] for group, ranks in answers.items()}
 
-    def decide(self, estimates: list[GroupEstimate]) -> None:
-        """Take over what the memory that is free now decides."""
-        self.recomputed = {name: value for item in estimates for name, value in item.recomputed.items()}
-        sleeps = [item.sleep for item in estimates if "rollout" in item.roles and item.devices[0] is not None]
+    def decide(self, memory: Sequence[GroupEstimate]) -> None:
+        """Take over what the free memory has decided."""
+        self.recomputed = {name: value for item in memory for name, value in item.recomputed.items()}
+        sleeps = [item.sleep for item in memory if "rollout" in item.roles and item.devices[0] is not None]
         self.kv_cache_stays = not sleeps[0] if sleeps else None
 
     def engine_config(self) -> dict[str, Any]:
@@ -229,17 +229,20 @@ _SESSIONS: dict[str, Session] = {}
 
 
 @contextmanager
-def open_session(config: TrainConfig, run: RunFolder) -> Iterator[Training]:
+def open_session(config: TrainConfig, run: RunFolder, memory: Sequence[GroupEstimate]) -> Iterator[Training]:
     """Start the engine groups of a training and keep its session until the context ends; engines end with it.
 
     Whoever calls this holds the run's lock.
+
+    Args:
+        memory: the estimates that the free memory was checked with; they say what is recomputed, and what sleeps.
     """
     session = Session(config, run)
     with registered(session) as training, session.stack:
         session.stack.enter_context(session.consolidator)
         session.stack.enter_context(session.generating)  # left after the groups: closed, they end what it waits for
         gpus = visible_gpus()
-        session.decide(estimate_groups(config))
+        session.decide(memory)
         specs = place(config, len(gpus), run.logs)
         for spec in specs:
             group = session.stack.enter_context(EngineGroup(spec))

@@ -20,6 +20,7 @@ from configs.schema import TrainConfig
 from engines.commands.build import Build
 from engines.commands.checkpoint import Load, Save
 from flows.iteration import iteration
+from penstock.checks.memory import estimate_groups
 from penstock.session.requests import Rollout
 from penstock.session.session import Training, open_session, write_config
 from penstock.state.manifest import Progress
@@ -86,7 +87,8 @@ def engines(prefect_harness: None, tmp_path_factory: pytest.TempPathFactory) -> 
     folder = tmp_path_factory.mktemp("every-algorithm")
     config, run = config_of("ppo", KL), new_run_folder(folder, "run")
     write_config(run, config)
-    with pytest.MonkeyPatch.context() as patch, open_session(config, run) as training, disable_run_logger():
+    memory = estimate_groups(config)
+    with pytest.MonkeyPatch.context() as patch, open_session(config, run, memory) as training, disable_run_logger():
         patch.chdir(ROOT)
         model = starting_model.fn(training)
         load_prompts.fn(training, model)
