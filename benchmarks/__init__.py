@@ -1,1 +1,1 @@
-"""Measurements with JSON results, behind `penstock bench`. One file per benchmark; benchmarks/README.md lists them."""
+"""Measurements with JSON results, behind `penstock bench`. Each file here is one; README.md lists them."""

@@ -16,7 +16,7 @@ from typing import Any
 
 import pynvml
 
-from benchmarks.result import BenchResult, new_result
+from benchmarks.reporting.result import BenchResult, new_result
 from engines.groups import interface
 from engines.groups.channel import Tell
 from engines.groups.group import EngineGroup, GroupSpec, RankDevice

@@ -19,7 +19,7 @@ from typing import Any
 
 from prefect.logging import disable_run_logger
 
-from benchmarks.result import BenchResult, medians, new_result, steady
+from benchmarks.reporting.result import BenchResult, medians, new_result, steady
 from benchmarks.session import describe, settings_of
 from configs.schema import TrainConfig
 from engines.groups.group import EngineGroup, GroupSpec, RankDevice

@@ -18,10 +18,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.result import BenchResult, medians, new_result, steady
+from benchmarks.reporting.result import BenchResult, medians, new_result, steady
 from benchmarks.session import describe, device_count, load_recipe, rollout_groups, settings_of
 from benchmarks.update import made_up_experience
-from benchmarks.workload import fixed_lengths
+from benchmarks.workload.experience import fixed_lengths
 from configs.schema import TrainConfig
 from configs.sections.run import Role
 from engines.families.shape import read_shape

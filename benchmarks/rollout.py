@@ -5,7 +5,7 @@ Left out: reward and updates; the weights stay those of the model folder.
 
 from __future__ import annotations
 
-from benchmarks.result import BenchResult, medians, new_result, steady
+from benchmarks.reporting.result import BenchResult, medians, new_result, steady
 from benchmarks.session import describe, device_count, rollout_groups, settings_of
 from configs.schema import TrainConfig
 from penstock.session.draw import draw

@@ -14,8 +14,8 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from benchmarks.machine import kind_of, machine
-from benchmarks.result import BenchResult, new_result, read_result
+from benchmarks.reporting.machine import kind_of, machine
+from benchmarks.reporting.result import BenchResult, new_result, read_result
 from benchmarks.session import describe
 from configs.loading.load import load_config
 from configs.schema import TrainConfig

@@ -23,7 +23,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.result import BenchResult, medians, new_result
+from benchmarks.reporting.result import BenchResult, medians, new_result
 from configs.sections.model import TinyModel
 from configs.sections.rollout import RolloutConfig
 from engines.groups.launch import FORCED_VARIABLES

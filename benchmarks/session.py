@@ -13,7 +13,7 @@ from pathlib import Path
 
 from prefect.logging import disable_run_logger
 
-from benchmarks.workload import with_prompts
+from benchmarks.workload.prompts import with_prompts
 from configs.loading.load import load_config
 from configs.schema import TrainConfig
 from configs.sections.reward import RewardConfig

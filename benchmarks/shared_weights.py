@@ -30,7 +30,7 @@ import torch
 if not torch.cuda.is_available():
     os.environ.update(DS_ACCELERATOR="cpu", TORCH_COMPILE_DISABLE="1")
 
-from benchmarks.result import new_result, write_result
+from benchmarks.reporting.result import new_result, write_result
 from configs.schema import TrainConfig
 from engines.commands.build import Build
 from engines.commands.forward import Logprobs

@@ -14,9 +14,9 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from benchmarks.result import BenchResult, medians, new_result, steady
+from benchmarks.reporting.result import BenchResult, medians, new_result, steady
 from benchmarks.session import describe, device_count
-from benchmarks.workload import with_prompts
+from benchmarks.workload.prompts import with_prompts
 from configs.loading.load import load_config
 from configs.schema import TrainConfig
 from penstock.base.errors import UserError

@@ -13,9 +13,9 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.result import BenchResult, medians, new_result, steady
+from benchmarks.reporting.result import BenchResult, medians, new_result, steady
 from benchmarks.session import describe, device_count, groups_of, load_roles, settings_of
-from benchmarks.workload import UNVERIFIED, Lengths, write_experience
+from benchmarks.workload.experience import UNVERIFIED, Lengths, write_experience
 from configs.schema import TrainConfig
 from configs.sections.run import Role
 from engines.families.shape import ModelShape

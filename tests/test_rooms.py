@@ -1,4 +1,4 @@
-"""The rooms: all are in the contracts, and importing those of the flow's process brings no library of the engines.
+"""The rooms: all are in the contracts, none is crowded, and the flow's process imports no library of the engines.
 
 Which room may import which is checked by import-linter (`make lint`); it cannot see whether an import waits inside a
 function.
@@ -9,11 +9,14 @@ from __future__ import annotations
 import subprocess
 import sys
 import tomllib
+from collections import Counter
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
+ROOMS = ("algorithms", "benchmarks", "configs", "engines", "flows", "penstock", "tasks", "tests")
+MOST_FILES = 16
 HEAVY = ("deepspeed", "torch", "vllm")
 LIGHT = (
     "configs",
@@ -49,6 +52,26 @@ def test_a_room_of_the_flows_process_brings_no_library_of_the_engines(folder: st
 def test_a_library_of_the_engines_is_noticed() -> None:
     """The control."""
     assert loaded("engines.batches.packing") == {"torch"}
+
+
+def crowded(root: Path, *rooms: str) -> dict[str, int]:
+    """Return the folders of rooms that hold more files of Python than a reader looks over at once."""
+    holds = Counter(path.parent for room in rooms for path in (root / room).rglob("*.py"))
+    return {str(folder.relative_to(root)): count for folder, count in holds.items() if count > MOST_FILES}
+
+
+def test_no_folder_holds_more_than_sixteen_files() -> None:
+    """The limit counts `__init__.py`, and holds for tests too."""
+    assert crowded(ROOT, *ROOMS) == {}
+
+
+def test_a_crowded_folder_is_noticed_however_deep(tmp_path: Path) -> None:
+    """The control: one file more than the limit, and beside it a folder that is just full."""
+    for folder, count in (("room/full", MOST_FILES), ("room/inner/crowded", MOST_FILES + 1)):
+        (tmp_path / folder).mkdir(parents=True)
+        for number in range(count):
+            (tmp_path / folder / f"file_{number}.py").touch()
+    assert crowded(tmp_path, "room") == {"room/inner/crowded": MOST_FILES + 1}
 
 
 def test_every_room_has_its_layer() -> None:

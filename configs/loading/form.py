@@ -5,7 +5,7 @@ So of parameters that name a recipe as `base` the form would make a run of the d
 `base` is null.
 
 Settings that validation fills in stay null: with a changed key they are filled in anew. Left out: checking values
-(configs/loading/load.py), and who puts this on a server (penstock/cli/deploy.py).
+(configs/loading/load.py), and who puts this on a server (penstock/cli/prefect/deploy.py).
 """
 
 from __future__ import annotations

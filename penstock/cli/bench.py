@@ -19,8 +19,8 @@ from penstock.base.errors import UserError
 from penstock.base.files import check_possible
 
 if TYPE_CHECKING:
-    from benchmarks.result import BenchResult
-    from benchmarks.workload import Lengths
+    from benchmarks.reporting.result import BenchResult
+    from benchmarks.workload.experience import Lengths
     from configs.schema import TrainConfig
 
 app = typer.Typer(no_args_is_help=True, help="Measure speed and memory; every command can write a JSON result.")
@@ -74,7 +74,7 @@ def step(
     run: Annotated[Path | None, typer.Option(help="keep the run folder here; default: a temporary one")] = None,
 ) -> None:
     """Whole iterations of `penstock train`: seconds by stage, tokens per second, memory."""
-    from benchmarks.result import read_peers
+    from benchmarks.reporting.result import read_peers
     from benchmarks.step import measure
 
     known = read_peers(peers) if peers else {}
@@ -119,7 +119,7 @@ def rollout(
     ] = False,
 ) -> None:
     """The rollout alone: tokens per second."""
-    from benchmarks import vllm_alone
+    from benchmarks.peers import vllm_alone
     from benchmarks.rollout import measure
 
     with tempfile.TemporaryDirectory() as folder:
@@ -243,7 +243,7 @@ def algorithms(
 ) -> None:
     """Held-out accuracy of every algorithm after a short training each."""
     from algorithms.registry import ALGORITHMS
-    from benchmarks.algorithms import Plan, measure, parse_seeds
+    from benchmarks.accuracy.algorithms import Plan, measure, parse_seeds
 
     own = (*(overrides or []), *([f"iterations={iterations}"] if iterations else []))
     chosen = tuple(name.strip() for name in names.split(",") if name.strip()) or tuple(ALGORITHMS)
@@ -262,8 +262,8 @@ def page(
     ] = Path("benchmarks/results/algorithms_4_mini_batches.json"),
 ) -> None:
     """Write the tables of docs/algorithms.md: what each algorithm is and takes, and the accuracies of a result."""
-    from benchmarks.algorithms_page import read_page, rendered
-    from benchmarks.result import read_result
+    from benchmarks.accuracy.algorithms_page import read_page, rendered
+    from benchmarks.reporting.result import read_result
     from penstock.base.files import write_text
 
     write_text(target, rendered(read_page(target), read_result(result), read_result(more_steps)))
@@ -277,10 +277,10 @@ def compare(
     tolerance: Annotated[float, typer.Option(min=0, help="share by which a figure may be worse")] = 0.05,
 ) -> None:
     """Compare two results; exit code 1 where a figure got worse by more than the tolerance, or is gone."""
-    from benchmarks.compare import compare as compare_results
-    from benchmarks.compare import remarks
-    from benchmarks.result import read_result
-    from benchmarks.table import comparison_table
+    from benchmarks.reporting.compare import compare as compare_results
+    from benchmarks.reporting.compare import remarks
+    from benchmarks.reporting.result import read_result
+    from benchmarks.reporting.table import comparison_table
     from penstock.cli.terminal import console
 
     before, after = read_result(old), read_result(new)
@@ -304,8 +304,8 @@ def peers(
     """Read peers' figures from their logs: medians from the second step on."""
     import json
 
-    from benchmarks.peers import trl_figures, verl_figures
-    from benchmarks.result import read_result, write_result
+    from benchmarks.peers.logs import trl_figures, verl_figures
+    from benchmarks.reporting.result import read_result, write_result
     from penstock.base.files import write_text
 
     if trl is None and verl is None:
@@ -332,7 +332,7 @@ def chart(
     ] = None,
 ) -> None:
     """Draw step times by stage beside the peers', and scaling, as SVG."""
-    from benchmarks.chart import draw
+    from benchmarks.reporting.chart import draw
 
     for path in draw(results, out or results):
         _say(f"picture: {path}")
@@ -347,7 +347,7 @@ def model(
     ] = None,
 ) -> None:
     """Make a model folder with random weights and a tokenizer of one token per byte."""
-    from benchmarks.make_model import SHAPES, main
+    from benchmarks.workload.make_model import SHAPES, main
 
     if size not in SHAPES:
         raise UserError(f"there is no shape of size '{size}'", f"choose one of {', '.join(SHAPES)}")
@@ -360,8 +360,8 @@ def prompts(
     file: Annotated[Path, typer.Argument(help="JSONL file for the prompts", callback=free_file)],
     letters: Annotated[int, typer.Option(min=1, help="length of a prompt, as data.max_prompt_tokens says")] = 256,
 ) -> None:
-    """Write the prompts that recipes without data are measured with, for the peers' runs (benchmarks/run_*.py)."""
-    from benchmarks.workload import PROMPTS, prompts, write_rows
+    """Write the prompts that recipes without data are measured with, for the runs of benchmarks/peers."""
+    from benchmarks.workload.prompts import PROMPTS, prompts, write_rows
 
     write_rows(file, prompts(PROMPTS, letters))
     _say(f"prompts: {file}")
@@ -374,7 +374,7 @@ def _load(recipe: Path, overrides: list[str] | None, folder: str) -> TrainConfig
 
 
 def _lengths(config: TrainConfig, kind: Distribution, mean: float, longest: int) -> Lengths:
-    from benchmarks.workload import fixed_lengths, lognormal_lengths
+    from benchmarks.workload.experience import fixed_lengths, lognormal_lengths
 
     rows, prompt = config.rollout.prompts * config.rollout.samples, config.data.max_prompt_tokens
     if kind is Distribution.fixed:
@@ -394,8 +394,8 @@ def _say(text: str) -> None:
 
 def _finish(result: BenchResult, out: Path | None, columns: Sequence[str] = ()) -> None:
     """Print the table (and the details) and write the file."""
-    from benchmarks.result import write_result
-    from benchmarks.table import details_table, result_table
+    from benchmarks.reporting.result import write_result
+    from benchmarks.reporting.table import details_table, result_table
     from penstock.cli.terminal import console
 
     if columns:

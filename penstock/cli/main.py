@@ -135,7 +135,7 @@ def train(
     ] = False,
 ) -> None:
     """Train a policy with reinforcement learning."""
-    from penstock.cli.server import check_server
+    from penstock.cli.prefect.server import check_server
 
     if resume is None:
         if start is not None:
@@ -237,8 +237,8 @@ def _run_flow(config: Any, folder: Path, **arguments: Any) -> None:
 @contextmanager
 def _ending_in_words(command: str, folder: Path) -> Iterator[None]:
     """Start Prefect's server for a flow in the block; where the flow does not end well, say how to go on."""
-    from penstock.cli.quiet import quiet_terminal
-    from penstock.cli.server import Terminated, start_server
+    from penstock.cli.prefect.quiet import quiet_terminal
+    from penstock.cli.prefect.server import Terminated, start_server
 
     start_server()
     try:
@@ -342,8 +342,8 @@ def _finetune(
 ) -> None:
     """Start or resume a flow of its own before reinforcement learning; print where its model is."""
     from configs.loading.load import load_tree
+    from penstock.cli.prefect.server import check_server
     from penstock.cli.resume import checked
-    from penstock.cli.server import check_server
     from penstock.session.going_on import Resume
     from penstock.state.run_folder import open_run_folder
 
@@ -465,7 +465,7 @@ def set_live(
 ) -> None:
     """Change values of a running training from its next iteration on."""
     from configs.tree.recipes import dump
-    from penstock.cli.live import clear_overrides, set_overrides
+    from penstock.cli.prefect.live import clear_overrides, set_overrides
 
     if clear == bool(values):
         raise UserError("give values or --clear, one of them", "for example penstock set RUN rollout.temperature=0.9")
@@ -480,8 +480,8 @@ def deploy(pool: Annotated[str, typer.Option(help="process work pool that runs t
     """Put Penstock on a Prefect server: pool, GPU slots, automation and the deployments of prefect.yaml."""
     from rich.table import Table
 
-    from penstock.cli.deploy import deploy as deploy_all
-    from penstock.cli.deploy import next_commands
+    from penstock.cli.prefect.deploy import deploy as deploy_all
+    from penstock.cli.prefect.deploy import next_commands
 
     table = Table("what", "name", "detail")
     for row in deploy_all(pool):
@@ -531,8 +531,8 @@ def serve(
     name: Annotated[str | None, typer.Option(help="name that requests give the model; default: its folder's")] = None,
 ) -> None:
     """Serve a language model or a reward model with vLLM's server until Ctrl-C (OpenAI's API, loopback only)."""
-    from penstock.cli.serve import model_folder
-    from penstock.cli.serve import serve as serve_folder
+    from penstock.cli.serving.serve import model_folder
+    from penstock.cli.serving.serve import serve as serve_folder
 
     serve_folder(
         model_folder(model),
@@ -563,7 +563,7 @@ def loadtest(
     ] = None,
 ) -> None:
     """Measure a server under load with Locust: rates, latencies, time to first token, GPU memory."""
-    from penstock.cli.loadtest import Load, run_loadtest
+    from penstock.cli.serving.loadtest import Load, run_loadtest
     from penstock.reports.loadtest import table
 
     found, folder = run_loadtest(url, Load(users, seconds, prompt_tokens, file, max_tokens), to)

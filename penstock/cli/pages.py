@@ -17,7 +17,7 @@ from rich.console import Console
 
 from penstock.base.errors import UserError
 from penstock.base.interrupts import interrupts_deferred
-from penstock.cli.server import password_settings
+from penstock.cli.prefect.server import password_settings
 from penstock.trackers.mlflow import connect, default_tracking_uri, public_uri, without_password
 
 

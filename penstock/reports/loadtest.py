@@ -1,7 +1,7 @@
 """What a load test found: figures from a line per request, as a table, as JSON and as a picture.
 
 Rates are of the requests that succeeded, over the time from the first one's start to the last one's end; what was under
-way when the test ended is not in them. Left out: making the load (penstock/cli/loadtest.py).
+way when the test ended is not in them. Left out: making the load (penstock/cli/serving/loadtest.py).
 """
 
 from __future__ import annotations

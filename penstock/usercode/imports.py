@@ -30,7 +30,7 @@ from penstock.base.names import nearest_name
 
 VARIABLE = "PENSTOCK_ALLOWED_MODULES"
 OURS = (
-    "benchmarks.digit_reward",
+    "benchmarks.workload.digit_reward",
     "penstock.environments.calculator",
     "penstock.rewards.builtin",
     "penstock.rewards.judge",

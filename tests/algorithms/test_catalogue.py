@@ -16,7 +16,7 @@ from algorithms.kl import KL_ESTIMATORS
 from algorithms.policy_losses import CHOICES, POLICY_LOSSES
 from algorithms.registry import ALGORITHMS, every_setting
 from algorithms.settings import settings
-from benchmarks.algorithms_page import table
+from benchmarks.accuracy.algorithms_page import table
 
 PAGE = (Path(__file__).parents[2] / "docs" / "algorithms.md").read_text(encoding="utf-8")
 

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.algorithms_page import table
+from benchmarks.accuracy.algorithms_page import table
 
 ROOT = Path(__file__).resolve().parents[2]
 FILE = '''"""Sharpened rewards, invented for a test."""

@@ -14,10 +14,10 @@ import pandas as pd
 import pytest
 from rich.console import Console
 
-from benchmarks import vllm_alone
-from benchmarks.algorithms_page import TABLES, marks
+from benchmarks.accuracy.algorithms_page import TABLES, marks
 from benchmarks.nccl import COLLECTIVES
-from benchmarks.result import BenchResult, new_result, read_result, write_result
+from benchmarks.peers import vllm_alone
+from benchmarks.reporting.result import BenchResult, new_result, read_result, write_result
 from benchmarks.rollout import drawn
 from configs.schema import TrainConfig
 from configs.sections.model import TinyModel
@@ -81,7 +81,7 @@ def test_replies_of_ranks_without_a_model_are_scored_and_weighed(
     recipe = "{data: {max_prompt_tokens: 8}, rollout: {prompts: 3, samples: 2, max_response_tokens: 16}}"
     (tmp_path / "replies.yaml").write_text(recipe, encoding="utf-8")
     command = ("replies", "replies.yaml", "--engines", "1", "--engines", "2", "--rounds", "2", "--skip", "1")
-    reward = "reward.function=benchmarks.digit_reward:share_of_digits"
+    reward = "reward.function=benchmarks.workload.digit_reward:share_of_digits"
     result, _ = bench(*command, "model.path=model", reward)
     assert [(row["engines"], row["responses"]) for row in result.details] == [(1, 6), (2, 12)]
     for count in (1, 2):

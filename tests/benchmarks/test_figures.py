@@ -8,14 +8,14 @@ from pathlib import Path
 import pytest
 
 from benchmarks import scaling
-from benchmarks.chart import REST, STAGES, WHOLE, draw, parts, step_figure
 from benchmarks.nccl import LOOKS_LIKE_PCIE, MIB, bus_bandwidth, verdict
+from benchmarks.reporting.chart import REST, STAGES, WHOLE, draw, parts, step_figure
+from benchmarks.reporting.result import BenchResult, new_result, write_result
+from benchmarks.reporting.table import result_table, shown
 from benchmarks.reshard import devices_for, missing_devices, overrides_of
-from benchmarks.result import BenchResult, new_result, write_result
 from benchmarks.scaling import efficiency, parse_counts, placement
 from benchmarks.session import describe
 from benchmarks.step import figures_of
-from benchmarks.table import result_table, shown
 from configs.loading.load import load_config
 from configs.schema import TrainConfig
 from engines.groups.placement import STRATEGIES, place, reshard_strategy

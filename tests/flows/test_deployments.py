@@ -29,7 +29,7 @@ from pydantic import ValidationError
 
 from configs.loading.load import load_config
 from configs.schema import TrainConfig
-from penstock.cli.deploy import ensure_pool, zombie_automation
+from penstock.cli.prefect.deploy import ensure_pool, zombie_automation
 from penstock.session.settings import variable_name
 from penstock.state.run_folder import RunFolder
 from tests.processes import alive

@@ -10,7 +10,7 @@ import pytest
 from rich.console import Console
 
 from penstock.cli import main as cli
-from penstock.cli import server
+from penstock.cli.prefect import server
 
 MODEL = "model: {tiny: {hidden_size: 64, layers: 1, heads: 2, kv_heads: 2, intermediate_size: 96}}"
 RECIPES = {

@@ -12,7 +12,7 @@ import pytest
 from tokenizers import AddedToken, Tokenizer, decoders, models
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from benchmarks.make_model import byte_tokenizer
+from benchmarks.workload.make_model import byte_tokenizer
 from engines.rollout import detokenize as decoding
 from engines.rollout.detokenize import decode
 from penstock.base.ragged import Ragged

@@ -17,9 +17,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, Qwen2Config
 
-from benchmarks import make_model
-from benchmarks.result import BenchResult, read_result
-from benchmarks.workload import lognormal_lengths
+from benchmarks.reporting.result import BenchResult, read_result
+from benchmarks.workload import make_model
+from benchmarks.workload.experience import lognormal_lengths
 from configs.preference import PreferenceConfig
 from configs.schema import TrainConfig
 from configs.sections.algorithm import AlgorithmConfig
@@ -79,7 +79,7 @@ def _actor(stage: int, rank: Rank) -> float:
 
 
 WORDY = replace(MILLION, vocabulary=200_000)
-RESULTS = Path(make_model.__file__).parent / "results"
+RESULTS = Path(make_model.__file__).parents[1] / "results"
 SHAPES = [Shape("qwen2", tied=True), Shape("llama", tied=False, vocabulary=100)]
 
 

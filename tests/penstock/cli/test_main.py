@@ -27,7 +27,8 @@ from engines.groups.group import RankLost
 from engines.sizing.memory import GIB
 from penstock.checks import memory
 from penstock.cli import main as cli
-from penstock.cli import server, terminal
+from penstock.cli import terminal
+from penstock.cli.prefect import server
 from penstock.state.digests import signed
 from penstock.state.manifest import Manifest, Progress, write_manifest
 from penstock.state.run_folder import RunFolder

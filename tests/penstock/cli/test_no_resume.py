@@ -15,8 +15,8 @@ from configs.preference import PreferenceConfig, RewardModelConfig
 from configs.schema import TrainConfig
 from penstock.base.errors import UserError
 from penstock.checks.tokenized import note_tokenized
-from penstock.cli import server
 from penstock.cli.main import app
+from penstock.cli.prefect import server
 from penstock.session.session import write_config
 from penstock.state.manifest import Manifest, Progress, write_manifest
 from penstock.state.run_folder import RunFolder, locked

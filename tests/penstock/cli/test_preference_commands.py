@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from penstock.cli import main as cli
-from penstock.cli import server
+from penstock.cli.prefect import server
 from penstock.state.digests import signed
 from penstock.state.manifest import Manifest, Progress, write_manifest
 from penstock.state.run_folder import RunFolder

@@ -119,7 +119,7 @@ def test_an_operator_may_allow_more(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         "penstock.rewards.builtin:os.system",  # no way through attributes
         "penstock.rewards.builtin:re",
         "..os:system",
-        "penstock.cli.serve:serve",  # ours, but not made to be named
+        "penstock.cli.serving.serve:serve",  # ours, but not made to be named
         "penstock.base.files:write_text",
         "penstock.usercode.guard:begin_worker",
         "penstock.rewards.judge:RewardPool",  # from a module of ours that is not made for it

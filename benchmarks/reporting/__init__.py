@@ -1,0 +1,1 @@
+"""Results as files, tables, comparisons and pictures."""

@@ -1,0 +1,195 @@
+"""Puts Penstock on a Prefect server: work pool, GPU slots, the end of zombie runs, and the deployments of prefect.yaml.
+
+Every step states what shall be there, so a second deployment changes nothing. Of a deployment that names a recipe every
+key goes to the server (configs/loading/form.py): a recipe that changes later is deployed again. Left out: starting a
+server or workers, which live longer than a command; deleting deployments that prefect.yaml no longer names.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tempfile
+from datetime import timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import yaml
+
+from configs.loading.form import form_values
+from configs.preference import PreferenceConfig, RewardModelConfig
+from configs.schema import TrainConfig
+from configs.tree.section import Recipe
+from engines.groups.machine import visible_gpus
+from penstock.base.errors import UserError
+from penstock.cli.prefect.server import check_server
+from penstock.session.prefect import GPU_SLOTS
+from penstock.trackers.mlflow import public_uri
+
+if TYPE_CHECKING:
+    from prefect.automations import AutomationCore
+    from prefect.client.orchestration import SyncPrefectClient
+
+HOME = Path(__file__).resolve().parents[3]
+LOCAL_SERVER = "http://127.0.0.1:4200/api"
+ZOMBIES = "penstock: silent runs are crashed"
+# A flow run gives a sign of life every three minutes unless set otherwise; three missing ones are no coincidence.
+SILENCE = timedelta(minutes=10)
+TREES: dict[str, type[Recipe]] = {
+    "train": TrainConfig,
+    "sft": TrainConfig,
+    "preference": PreferenceConfig,
+    "reward-model": RewardModelConfig,
+}
+
+
+def deploy(pool: str) -> list[tuple[str, str, str]]:
+    """Create or update everything on the server; return what is there now as rows of kind, name and detail.
+
+    Raises:
+        UserError: no server answers, the pool exists and is of another type, or prefect.yaml is refused.
+    """
+    from prefect.client.orchestration import get_client
+    from prefect.settings import PREFECT_API_URL, temporary_settings
+
+    check_server(LOCAL_SERVER)
+    url = PREFECT_API_URL.value() or LOCAL_SERVER
+    with temporary_settings({PREFECT_API_URL: url}), get_client(sync_client=True) as client:
+        ensure_pool(client, pool)
+        slots = max(1, len(visible_gpus()))
+        client.upsert_global_concurrency_limit_by_name(GPU_SLOTS, slots)
+        ensure_automation(client, zombie_automation())
+        deploy_flows(url, pool)
+        return [
+            ("server", public_uri(url).removesuffix("/api"), ""),
+            ("work pool", pool, "process"),
+            ("concurrency limit", GPU_SLOTS, f"{slots} {'slot' if slots == 1 else 'slots'}"),
+            ("automation", ZOMBIES, f"after {SILENCE.seconds // 60} min without a heartbeat"),
+            *deployments(client, pool),
+        ]
+
+
+def ensure_pool(client: SyncPrefectClient, name: str) -> None:
+    """Create the process work pool `name` unless it is there.
+
+    Raises:
+        UserError: it is there and of another type.
+    """
+    from prefect.client.schemas.actions import WorkPoolCreate
+    from prefect.exceptions import ObjectNotFound
+    from prefect.workers.process import ProcessWorker
+
+    try:
+        there = client.read_work_pool(name)
+    except ObjectNotFound:
+        template = ProcessWorker.get_default_base_job_template()
+        client.create_work_pool(WorkPoolCreate(name=name, type="process", base_job_template=template))
+        return
+    if there.type != "process":
+        raise UserError(f"the work pool '{name}' is of type '{there.type}'", "choose another with --pool NAME")
+
+
+def zombie_automation(silence: timedelta = SILENCE) -> AutomationCore:
+    """A run that gave signs of life and fell silent is Crashed: its machine died, and nobody else says so.
+
+    Its slots do not wait for this: they come back when its leases end (penstock/session/prefect.py).
+    """
+    from prefect.automations import AutomationCore, EventTrigger, Posture
+    from prefect.client.schemas.objects import StateType
+    from prefect.events.actions import ChangeFlowRunState
+    from prefect.events.schemas.events import ResourceSpecification
+
+    heartbeat, ends = "prefect.flow-run.heartbeat", ("Completed", "Failed", "Cancelled", "Crashed")
+    return AutomationCore(
+        name=ZOMBIES,
+        description="Without it the runs of a machine that lost its power stay Running for ever.",
+        trigger=EventTrigger(
+            match=ResourceSpecification({"prefect.resource.id": ["prefect.flow-run.*"]}),
+            for_each={"prefect.resource.id"},
+            after={heartbeat},
+            expect={heartbeat, *(f"prefect.flow-run.{end}" for end in ends)},
+            posture=Posture.Proactive,
+            threshold=1,
+            within=silence,
+        ),
+        actions=[ChangeFlowRunState(state=StateType.CRASHED, message="No heartbeat: the flow's process is gone.")],
+    )
+
+
+def ensure_automation(client: SyncPrefectClient, wanted: AutomationCore) -> None:
+    """Create `wanted`, or update the automation of its name where it differs."""
+    content = wanted.model_dump()
+    there = client.read_automations_by_name(wanted.name)
+    if not there:
+        client.create_automation(wanted)
+    elif there[0].model_dump(include=set(content)) != content:
+        client.update_automation(there[0].id, wanted)
+
+
+def deploy_flows(url: str, pool: str) -> None:
+    """Have Prefect read prefect.yaml with its recipes; `PENSTOCK_HOME` of the environment wins over this folder.
+
+    Raises:
+        UserError: a recipe cannot be read, or Prefect refuses the file; carries Prefect's last words.
+    """
+    environment = {"PENSTOCK_HOME": str(HOME), **os.environ, "PENSTOCK_POOL": pool, "PREFECT_API_URL": url}
+    with tempfile.NamedTemporaryFile("w", suffix=".yaml", encoding="utf-8") as whole:
+        yaml.safe_dump(with_recipes(read_deployments()), whole, sort_keys=False)
+        whole.flush()
+        command = [sys.executable, "-m", "prefect", "--no-prompt", "deploy", "--all", "--prefect-file", whole.name]
+        done = subprocess.run(command, cwd=HOME, env=environment, capture_output=True, text=True, check=False)
+    if done.returncode:
+        last = "\n".join((done.stdout + done.stderr).strip().splitlines()[-8:])
+        raise UserError(f"Prefect refuses {HOME / 'prefect.yaml'}:\n{last}", "correct the file")
+
+
+def read_deployments() -> dict[str, Any]:
+    """Return the content of prefect.yaml."""
+    return dict(yaml.safe_load((HOME / "prefect.yaml").read_text(encoding="utf-8")))
+
+
+def with_recipes(content: dict[str, Any]) -> dict[str, Any]:
+    """Return the content of prefect.yaml with every key of the recipes that its deployments and schedules name.
+
+    Raises:
+        UserError: a recipe cannot be read.
+    """
+    return content | {"deployments": [_with_recipe(entry, flow_of(entry)) for entry in content["deployments"]]}
+
+
+def _with_recipe(entry: dict[str, Any], flow: str) -> dict[str, Any]:
+    parameters = dict(entry.get("parameters") or {})
+    if "config" in parameters:
+        parameters["config"] = form_values(parameters["config"], TREES[flow], HOME)
+    whole = entry | {"parameters": parameters}
+    if "schedules" in entry:
+        whole["schedules"] = [_with_recipe(schedule, flow) for schedule in entry["schedules"]]
+    return whole
+
+
+def flow_of(entry: dict[str, Any]) -> str:
+    """Return the name of a deployment's flow: flows are named after their functions."""
+    return str(entry["entrypoint"].rpartition(":")[2].replace("_", "-"))
+
+
+def deployments(client: SyncPrefectClient, pool: str) -> list[tuple[str, str, str]]:
+    """Return a row for each deployment that prefect.yaml names, as the server has it."""
+    rows = []
+    for entry in read_deployments()["deployments"]:
+        name = f"{flow_of(entry)}/{entry['name']}"
+        found = client.read_deployment_by_name(name)
+        states = [f"{item.slug} ({'active' if item.active else 'inactive'})" for item in found.schedules]
+        rows.append(("deployment", name, ", ".join(states)))
+    return rows
+
+
+def next_commands(pool: str) -> list[str]:
+    """Return the commands that come next: a worker, and a first run."""
+    from prefect.settings import PREFECT_API_URL
+
+    server = "" if PREFECT_API_URL.value() else f"PREFECT_API_URL={LOCAL_SERVER} "
+    return [
+        f"{server}prefect worker start --pool {pool}",
+        f"{server}prefect deployment run train/quickstart --watch",
+    ]

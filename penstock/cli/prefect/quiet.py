@@ -1,0 +1,63 @@
+"""Keeps off the terminal what Prefect says of an end that the command line tells in a sentence of its own.
+
+What else it says stands above the line of a training's progress, not in it. Only off the terminal: the Prefect server
+still gets every record, tracebacks included.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import IO, Any, cast
+
+from prefect.logging.handlers import PrefectConsoleHandler
+
+from penstock.cli.prefect.server import Terminated
+
+TOLD = ("UserError", "RankLost", "EngineError", "PermissionError")  # by penstock/cli/failures.py
+INTERRUPTED = ("Execution was aborted by an interrupt signal", "Execution was aborted by a termination signal")
+# How Prefect's own words of an end begin.
+ENDS = ("Finished in state", "Encountered an exception", "Task run failed with", "Crash detected")
+
+
+def _is_not_told(record: logging.LogRecord) -> bool:
+    said = record.getMessage()
+    if not record.name.startswith(("prefect.flow_runs", "prefect.task_runs")):
+        return True
+    if isinstance(sys.exc_info()[1], Terminated):  # in Prefect's words it is any system exit
+        return False
+    if not said.startswith(ENDS) or " - Retry " in said:
+        return True
+    kind = record.exc_info[0].__name__ if record.exc_info and record.exc_info[0] else ""
+    return kind not in TOLD and not any(words in said for words in (*TOLD, *INTERRUPTED))
+
+
+class _Current:
+    """Standard error as it is at the time: while a line lives on the terminal, rich puts itself in its place."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "rich_proxied_file":  # by which a console of rich's own, as Prefect's is, sees through the other
+            raise AttributeError(name)
+        return getattr(sys.stderr, name)
+
+
+@contextmanager
+def quiet_terminal() -> Iterator[None]:
+    """Keep Prefect's words about an interruption, a user's mistake or a lost rank off the terminal meanwhile.
+
+    Its other words go above a live line; where standard error is no terminal they go where they went.
+    """
+    handlers = [handler for handler in logging.getLogger().handlers if isinstance(handler, PrefectConsoleHandler)]
+    files = [handler.console.file for handler in handlers]
+    for handler in handlers:
+        handler.addFilter(_is_not_told)
+        if sys.stderr.isatty():
+            handler.console.file = cast("IO[str]", _Current())
+    try:
+        yield
+    finally:
+        for handler, file in zip(handlers, files, strict=True):
+            handler.removeFilter(_is_not_told)
+            handler.console.file = file

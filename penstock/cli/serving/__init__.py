@@ -1,0 +1,1 @@
+"""Commands that serve a trained model, and put load on a server."""

@@ -1,0 +1,113 @@
+"""Peers' figures come from the lines that their logs really have, and the cold first step never counts."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from benchmarks.peers.logs import trl_figures, verl_figures
+from benchmarks.reporting.result import new_result, read_result, write_result
+from penstock.base.errors import UserError
+from penstock.cli.bench import peers
+
+TRL = """
+Loading checkpoint shards: 100%
+TRL step {'wall_s': 63.9, 'peak_gib': 78.1}
+{'loss': 0.0, 'grad_norm': 0.02, 'step': 1}
+TRL step {'wall_s': 48.1, 'peak_gib': 79.0}
+TRL step {'wall_s': 47.3, 'peak_gib': 79.0}
+TRL step {'wall_s': 48.9, 'peak_gib': 79.2}
+TRL step {'wall_s': 48.9, 'peak_gib': 79.2}
+TRL step {'train_runtime': 1.0}
+"""
+# One token per line, as the script greps them; a warm-up line before the first step belongs to none.
+VERL_GREPPED = """
+timing_s/testing:1.5
+step:1
+timing_s/gen:44.0
+timing_s/step:81.0
+perf/mfu/actor:0.21
+step:2
+timing_s/gen:30.1
+timing_s/old_log_prob:7.4
+timing_s/update_actor:21.6
+timing_s/update_weights:0.27
+timing_s/step:61.2
+perf/mfu/actor:0.34
+perf/max_memory_allocated_gb:36.2
+step:3
+timing_s/gen:31.1
+timing_s/old_log_prob:7.2
+timing_s/update_actor:21.8
+timing_s/update_weights:0.25
+timing_s/step:60.2
+perf/mfu/actor:0.36
+perf/max_memory_allocated_gb:36.2
+"""
+VERL_CONSOLE = (
+    "(TaskRunner pid=77) step:1 - training/global_step:1 - timing_s/gen:44.0 - timing_s/step:81.0\n"
+    "(TaskRunner pid=77) step:2 - training/global_step:2 - timing_s/gen:np.float64(30.5) - perf/mfu/actor:3.4e-1"
+    " - timing_per_token_ms/gen:0.06 - timing_s/step:61.0\n"
+)
+
+
+def log(folder: Path, text: str) -> Path:
+    path = folder / "peer.log"
+    path.write_text(text, encoding="utf-8")
+    return path
+
+
+def test_trl_lines_give_medians_without_the_first(tmp_path: Path) -> None:
+    assert trl_figures(log(tmp_path, TRL)) == {"step_s": 48.1, "peak_gib": 79.0}
+
+
+def test_verl_lines_give_medians_without_the_first(tmp_path: Path) -> None:
+    assert verl_figures(log(tmp_path, VERL_GREPPED)) == pytest.approx(
+        {
+            "step_s": 60.7,
+            "rollout_s": 30.6,
+            "old_logprobs_s": 7.3,
+            "update_s": 21.7,
+            "reshard_s": 0.26,
+            "mfu": 0.35,
+            "peak_gib": 36.2,
+        }
+    )
+
+
+def test_verl_console_lines_are_read_as_well(tmp_path: Path) -> None:
+    assert verl_figures(log(tmp_path, VERL_CONSOLE)) == {"step_s": 61.0, "rollout_s": 30.5, "mfu": 0.34}
+
+
+def test_peers_join_a_result_that_says_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the result held stays. Control: without a place to write to nothing is read."""
+    path = tmp_path / "step.json"
+    write_result(path, new_result("step", "the first command", {"step_s": 17.0}, peers={"verl": {"step_s": 60.0}}))
+    monkeypatch.setattr("sys.argv", ["penstock", "bench", "peers", "--into", "step.json"])
+    peers(into=path, trl=log(tmp_path, TRL), trl_name="TRL 1.16")
+    result = read_result(path)
+    assert result.peers == {"verl": {"step_s": 60.0}, "TRL 1.16": {"step_s": 48.1, "peak_gib": 79.0}}
+    assert (result.command, result.figures) == ("the first command", {"step_s": 17.0})
+    assert result.peers_command == "penstock bench peers --into step.json"
+    with pytest.raises(UserError, match="nothing to write to"):
+        peers(trl=tmp_path / "peer.log")
+
+
+def test_logs_without_a_second_step_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="no second step"):
+        trl_figures(log(tmp_path, "TRL step {'wall_s': 63.9, 'peak_gib': 78.1}\n"))
+    with pytest.raises(UserError, match="no second step"):
+        verl_figures(log(tmp_path, VERL_GREPPED.partition("step:2")[0]))
+    with pytest.raises(UserError, match="there is no file"):
+        verl_figures(tmp_path / "absent.log")
+
+
+def test_garbled_lines_are_quoted(tmp_path: Path) -> None:
+    """As where two processes write at once. The controls are the logs above."""
+    with pytest.raises(UserError, match="garbled at '{'wall_s': 48.1, 'peTRL'}'"):
+        trl_figures(log(tmp_path, "TRL step {'wall_s': 48.1, 'peTRL'}\n"))
+    with pytest.raises(UserError, match="garbled at '{'wall_s'}'"):  # a set, as Python reads it
+        trl_figures(log(tmp_path, "TRL step {'wall_s'}\n" * 2 + "TRL step {'wall_s': 48.1, 'peak_gib': 79.0}\n"))
+    with pytest.raises(UserError, match=r"garbled at '61\.2\.7'"):
+        verl_figures(log(tmp_path, "step:2\ntiming_s/step:61.2.7\n"))

@@ -1,0 +1,32 @@
+"""A model with random weights ends its responses as seldom, or as often, as it is asked to."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from benchmarks.workload import make_model
+
+
+@pytest.mark.parametrize(("mean_response", "tokens"), [(None, 1), (100, 1519)])
+def test_the_share_of_tokens_that_end_a_response(
+    mean_response: int | None, tokens: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By the weights too: what is drawn at temperature 1 ends a response about once in `mean_response` tokens."""
+    small = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
+    monkeypatch.setitem(make_model.SHAPES, "small", small)
+    monkeypatch.setitem(make_model.KV_HEADS, "small", 2)
+    make_model.main("small", tmp_path, mean_response)
+    ends = json.loads((tmp_path / "generation_config.json").read_text())["eos_token_id"]
+    assert len(ends) == len(set(ends)) == tokens
+    assert max(ends) == make_model.VOCABULARY - 1
+
+    model = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
+    with torch.no_grad():
+        probabilities_TV = model(torch.tensor([[5, 90, 7, 200]])).logits[0].softmax(-1)
+    share = float(probabilities_TV[:, ends].sum(-1).mean())
+    assert share == pytest.approx(tokens / make_model.VOCABULARY, rel=0.5)

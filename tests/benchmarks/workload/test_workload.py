@@ -1,0 +1,136 @@
+"""The work is the peers' work, and made-up experience is what an update can be fed with."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+
+import numpy as np
+from typer.testing import CliRunner
+
+from benchmarks.peers import run_trl, run_verl
+from benchmarks.workload.digit_reward import share_of_digits
+from benchmarks.workload.experience import fixed_lengths, lognormal_lengths, write_experience
+from benchmarks.workload.prompts import prompts, with_prompts, write_prompts
+from configs.loading.load import load_config
+from configs.schema import TrainConfig
+from penstock.cli.bench import app as bench
+from penstock.state.experience import read_columns
+
+ROOT = Path(__file__).resolve().parents[3]
+FIRST_LETTERS = "mynbiqpmzjplsgqejeyd"  # of the peers' first prompt
+
+
+def test_prompts_are_those_of_the_peers() -> None:
+    """Drawn here letter by letter from one generator, as the peers' script does; another order gives other rows."""
+    generator = random.Random(0)
+    letters = "abcdefghijklmnopqrstuvwxyz"
+    expected = []
+    for _ in range(1024):
+        row = ""
+        for _ in range(256):
+            row += generator.choice(letters)
+        expected.append(row)
+    assert prompts() == expected
+    assert prompts()[0].startswith(FIRST_LETTERS)
+    assert prompts(2, 128)[1] == expected[0][128:]  # the control: another length shifts every row but the first
+
+
+def test_a_recipe_without_data_gets_files_of_prompts(tmp_path: Path) -> None:
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text("data: {max_prompt_tokens: 12}\nrollout: {prompts: 2000}", encoding="utf-8")
+    config = load_config(recipe, with_prompts(load_config(recipe), tmp_path))
+    rows = [json.loads(line)["prompt"] for line in Path(str(config.data.train)).read_text().splitlines()]
+    held = [json.loads(line)["prompt"] for line in Path(str(config.data.heldout)).read_text().splitlines()]
+    assert rows == prompts(2000, 12)
+    assert held
+    assert not set(held) & set(rows)
+
+
+def test_a_recipe_with_data_keeps_its_own(tmp_path: Path) -> None:
+    for data in ({"train": "own.jsonl"}, {"arithmetic": {}}):
+        assert with_prompts(TrainConfig.model_validate({"data": data}), tmp_path) == []
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_recipe_is_the_peers_work() -> None:
+    """The table of the comparison: 64 x 8 samples of exactly 256 + 1,024 tokens, one step, no reference."""
+    config = load_config(ROOT / "configs" / "bench_grpo.yaml")
+    rollout, algorithm = config.rollout, config.algorithm
+    assert (rollout.prompts, rollout.samples, rollout.max_response_tokens, rollout.ignore_eos) == (64, 8, 1024, True)
+    assert (config.data.max_prompt_tokens, config.actor.optimizer.learning_rate) == (256, 1e-6)
+    assert (algorithm.name, algorithm.kl, algorithm.on_policy) == ("grpo", None, True)
+    assert "reference" not in config.roles
+    assert config.evaluate.every == 0
+    assert config.checkpoint.every == 0
+
+
+def test_peers_are_told_the_recipes_work(tmp_path: Path) -> None:
+    """The prompts as one file, and the numbers in each system's own words; YAML's 1e-6 would be text for TRL."""
+    file = tmp_path / "prompts.jsonl"
+    assert CliRunner().invoke(bench, ["prompts", str(file)]).exit_code == 0
+    assert [json.loads(line)["prompt"] for line in file.read_text(encoding="utf-8").splitlines()] == prompts()
+
+    trl = run_trl.settings(3, 16, "output")
+    assert trl["per_device_train_batch_size"] * trl["gradient_accumulation_steps"] == 64 * 8
+    assert (trl["num_generations"], trl["max_completion_length"], trl["learning_rate"]) == (8, 1024, 1e-6)
+
+    verl = run_verl.settings("model", "prompts.parquet", 3)
+    assert [verl[f"data.{name}"] for name in ("train_batch_size", "max_prompt_length", "max_response_length")] == [
+        *(64, 256, 1024)
+    ]
+    assert (verl["actor_rollout_ref.rollout.n"], float(verl["actor_rollout_ref.actor.optim.lr"])) == (8, 1e-6)
+    assert [row["prompt"][0]["content"] for row in run_verl.table(file).to_dict("records")] == prompts()
+
+
+def test_peers_rewards_are_the_recipes(tmp_path: Path) -> None:
+    """Each calls a function of its own kind; the control has no digits."""
+    for text, share in (("a1b2", 0.5), ("abc", 0.0), ("", 0.0)):
+        assert run_trl.share_of_digits([text], completion_ids=[[]]) == [share]
+        assert run_verl.share_of_digits("letters", text, "", {"index": 0}) == share == share_of_digits(text)
+
+
+def test_lognormal_lengths_have_a_tail_that_is_cut() -> None:
+    lengths = lognormal_lengths(20_000, 256, 600, 4096)
+    responses_B = lengths.responses_B
+    assert 550 < responses_B.mean() < 600  # the cut takes some of the mean
+    assert (responses_B.min(), responses_B.max()) >= (1, 4096)
+    assert (responses_B == 4096).sum() > 1
+    assert np.median(responses_B) < 0.7 * responses_B.mean()
+    assert np.array_equal(responses_B, lognormal_lengths(20_000, 256, 600, 4096).responses_B)
+    assert lengths.tokens == 20_000 * 256 + responses_B.sum()
+
+
+def test_experience_has_the_lengths_and_one_advantage_per_row(tmp_path: Path) -> None:
+    lengths = lognormal_lengths(16, 5, 9, 30)
+    ref = write_experience(tmp_path / "a.parquet", lengths, 64, -1, samples=4)
+    columns = read_columns(ref.path, ["prompt_tokens", "response_tokens", "loss_mask", "advantages", "returns"])
+    assert (ref.samples, ref.prompt_tokens, ref.response_tokens) == (16, 80, int(lengths.responses_B.sum()))
+    for name in ("response_tokens", "loss_mask", "advantages", "returns"):
+        assert np.array_equal(columns[name].lengths_B, lengths.responses_B)
+    tokens = columns["response_tokens"].values_T
+    assert 0 <= tokens.min() < tokens.max() < 64
+    assert len(set(tokens.tolist())) > 30
+    advantages = columns["advantages"]
+    assert all(len(set(advantages.row(row).tolist())) == 1 for row in range(16))
+    assert len(set(advantages.values_T.tolist())) == 16
+    prompts = [tuple(columns["prompt_tokens"].row(row)) for row in range(16)]
+    assert [len(set(prompts[start : start + 4])) for start in range(0, 16, 4)] == [1] * 4
+    assert len(set(prompts)) == 4
+
+
+def test_experience_is_the_same_every_time(tmp_path: Path) -> None:
+    """Otherwise two builds could not be compared loss by loss."""
+    lengths = fixed_lengths(4, 3, 6)
+    files = [write_experience(tmp_path / f"{name}.parquet", lengths, 64, -1, 2).path for name in "ab"]
+    names = ["prompt_tokens", "response_tokens", "advantages"]
+    first, second = (read_columns(path, names) for path in files)
+    assert all(np.array_equal(first[name].values_T, second[name].values_T) for name in names)
+
+
+def test_files_of_prompts_say_where_they_are(tmp_path: Path) -> None:
+    assert write_prompts(tmp_path, 4, 3) == {
+        "data.train": str(tmp_path / "train.jsonl"),
+        "data.heldout": str(tmp_path / "heldout.jsonl"),
+    }

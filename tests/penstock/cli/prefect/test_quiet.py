@@ -1,0 +1,51 @@
+"""What Prefect says during a flow does not land in the middle of the line that shows the flow's progress."""
+
+from __future__ import annotations
+
+import io
+import logging
+import sys
+from collections.abc import Iterator
+
+import pytest
+from prefect.logging.handlers import PrefectConsoleHandler
+
+from penstock.cli.prefect.quiet import quiet_terminal
+
+
+class Terminal(io.StringIO):
+    """Text that says whether it is a terminal."""
+
+    def __init__(self, *, is_one: bool) -> None:
+        super().__init__()
+        self.is_one = is_one
+        self.rich_proxied_file: io.StringIO | None = None
+
+    def isatty(self) -> bool:
+        return self.is_one
+
+
+@pytest.fixture
+def handler() -> Iterator[PrefectConsoleHandler]:
+    handler = PrefectConsoleHandler(stream=io.StringIO())
+    logging.getLogger().addHandler(handler)
+    yield handler
+    logging.getLogger().removeHandler(handler)
+
+
+@pytest.mark.parametrize("terminal", [True, False])
+def test_a_warning_takes_the_way_of_the_live_line(
+    handler: PrefectConsoleHandler, monkeypatch: pytest.MonkeyPatch, terminal: bool
+) -> None:
+    """On a terminal it goes to what rich has put in place of standard error, else where it always went; then, too."""
+    monkeypatch.setattr(sys, "stderr", Terminal(is_one=terminal))
+    with quiet_terminal():
+        live = Terminal(is_one=terminal)
+        live.rich_proxied_file = io.StringIO()  # as rich's own has, for its consoles to see through it
+        monkeypatch.setattr(sys, "stderr", live)
+        logging.getLogger("rewards").warning("during")
+    logging.getLogger("rewards").warning("after")
+    assert ("during" in live.getvalue()) == terminal
+    assert ("during" in handler.stream.getvalue()) == (not terminal)
+    assert "after" in handler.stream.getvalue()
+    assert "after" not in live.getvalue()
