@@ -158,8 +158,9 @@ def _round(llm: Any, work: Work, clock: _Clock, number: int) -> dict[str, float]
     from vllm import SamplingParams
 
     from engines.commands.rollout import Sampling
-    from engines.rollout.decode_loop import answer
+    from engines.rollout.decode_loop import DecodeLoop, Share
     from engines.rollout.prompt_queue import FixedShare
+    from engines.rollout.responses import SingleResponses
     from penstock.base.ragged import Ragged, offsets_of
 
     count = work.sequences // work.samples
@@ -169,8 +170,11 @@ def _round(llm: Any, work: Work, clock: _Clock, number: int) -> dict[str, float]
     clock.seconds.clear()
     clock.began.clear()
     began = time.perf_counter()
-    offsets = offsets_of(np.full(count, work.prompt))
-    answer(llm, Ragged(prompts, offsets), FixedShare(np.arange(count)), sampling, parameters, number, work.sequences)
+    asked = Ragged(prompts, offsets_of(np.full(count, work.prompt)))
+    share = Share(number, asked, FixedShare(np.arange(count)), sampling, parameters, work.sequences)
+    generation = SingleResponses(share)
+    DecodeLoop(llm).run(generation)
+    generation.generated()
     parts = {"step_s": time.perf_counter() - began, **clock.seconds}
     decoding = np.diff(clock.began[-work.response :])  # the last steps: by then every prompt is computed
     mean = {name: seconds / len(clock.began) for name, seconds in parts.items()}

@@ -24,7 +24,7 @@ from engines.ranks.handlers import carries_out
 from engines.ranks.models import RankModels
 from engines.ranks.reference import keep_head
 from engines.ranks.reshard import bring_weights, shared_and_copied
-from engines.rollout.engine import Generator
+from engines.rollout.engine import Demand, Generator, Served
 from engines.training.trainer import Trainer
 from engines.weights.layout import ordered_parameters
 from engines.weights.strategy import shared_storage, transfer_within_group
@@ -93,9 +93,9 @@ def _build_rollout(models: RankModels, folder: Path, alone: bool) -> None:
     if strategy == "broadcast":
         models.lm = causal_lm_shapes(folder, models.dtype)
     models.storage = shared_storage(strategy, models.lm, rollout.tensor_parallel, models.dtype, models.device)
-    limit = config.data.max_prompt_tokens
-    options = {"sleeps": not alone, "logprobs": config.algorithm.correction is not None}
-    generator = Generator(folder, models.lm, models.dtype, rollout, limit, models.storage, **options)
+    correction = config.algorithm.correction is not None
+    demand = Demand(rollout, config.data.max_prompt_tokens, sleeps=not alone, logprobs=correction)
+    generator = Generator(Served(folder, models.lm, models.dtype, models.storage), demand)
     models.generator = generator
     if strategy == "broadcast":
         return

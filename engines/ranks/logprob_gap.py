@@ -43,10 +43,12 @@ def sample_to_compare(models: RankModels, command: SampleToCompare) -> SampledTo
         logprobs=True,
     )
     states = generator_states()
-    generated = generator.generate(command.prompts, sampling, models.next_generation(), reproducible=True)
+    generation = generator.generation(command.prompts, sampling, models.next_generation(), reproducible=True)
+    generator.loop.run(generation)
     restore_generators(states)
     if generator.place.rank_in_engine:
         return None
+    generated = generation.generated()
     assert generated.logprobs_T is not None
     return SampledTokens(generated.positions_P, generated.responses, generated.logprobs_T)
 

@@ -21,15 +21,13 @@ def generate(models: RankModels, command: Generate) -> EngineResponses | None:
     generator, environments = models.rollout_engine(), _environments(models, command)
     speaks = not generator.place.rank_in_engine
     announcer = Announcer(partial(decode, models.tokenizer(command.tokenizer)), models.tell)
-    generated = generator.generate(
-        command.prompts,
-        command.sampling,
-        models.next_generation(),
-        environments,
-        announcer if speaks else None,
+    generation = generator.generation(
+        command.prompts, command.sampling, models.next_generation(), environments, announcer if speaks else None
     )
+    generator.loop.run(generation)
     if not speaks:
         return None
+    generated = generation.generated()
     return EngineResponses(
         positions_P=generated.positions_P,
         responses=generated.responses,

@@ -1,163 +1,188 @@
-"""The request loop of a rollout engine: it takes prompts while there is room, and steps vLLM until all are answered.
+"""The decode loop of a rollout engine: it steps vLLM for every generation that is under way.
 
-All samples of a prompt are submitted one after the other, so its prefix is computed once. vLLM's engine core is
-stepped without the layer above it, which would keep a second record of every sequence (text, log-probs, statistics)
-and visit it for each token; here a token costs one append.
+Generations are submitted at any time between two steps. Before a step each may hand in requests, after it each gets
+those of its own that have ended; whoever steps the loop takes the generations that have. So one loop serves single
+responses and episodes, several of them at a time, and between two steps there is time for a message.
 
-Suffixes: `_P` prompts, `_B` responses.
-Left out: which prompts (engines/rollout/prompt_queue.py), the engine's memory and weights (engines/rollout/engine.py),
-the order of replies (penstock/session/generation.py).
+vLLM's engine core is stepped without the layer above it, which would keep a second record of every sequence (text,
+log-probs, statistics) and visit it for each token; here a token costs one append.
+
+Left out: what a generation asks for (engines/rollout/responses.py, episodes.py), the engine's memory and weights
+(engines/rollout/engine.py), who steps (engines/ranks/serve.py).
 """
 
 from __future__ import annotations
 
 import time
 from array import array
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
-
-import numpy as np
+from typing import Any, Protocol
 
 from engines.commands.rollout import Sampling
 from engines.rollout import vllm as versions
-from engines.rollout.announcing import Announcer, Ended
 from engines.rollout.prompt_queue import Supply
 from penstock.base.ragged import Ragged
 
 
 @dataclass(frozen=True)
-class Generated:
-    """What one engine answered: `samples` responses side by side for each of its prompts."""
+class Share:
+    """An engine's share of a generation.
 
-    positions_P: np.ndarray  # the prompts, in the order in which the engine took them
-    responses: Ragged
-    logprobs_T: np.ndarray | None  # of the responses' tokens, where they were asked for
-    truncated_B: np.ndarray  # cut at max_tokens
-    seconds_B: np.ndarray  # from submission to the last token
-    prompt_tokens: int  # of all requests, a prompt counting once per sample
-    cached_tokens: int  # of those, found in the prefix cache
-    seconds: float  # from the first request to the last token
+    Attributes:
+        number: no other generation of this process has it; part of the requests' names, since vLLM may still hold a
+            step of an earlier generation.
+        prompts: all prompts of the generation.
+        supply: which of them the engine answers.
+        parameters: vLLM's SamplingParams of one sample; with a seed every request gets its own instead.
+        room: sequences of this generation that the engine should hold at a time.
+    """
 
+    number: int
+    prompts: Ragged
+    supply: Supply
+    sampling: Sampling
+    parameters: Any
+    room: int
 
-# ---- random streams ------------------------------------------------------------------------------------------------
-
-
-def sample_seeds(seed: Sequence[int], position: int, samples: int) -> list[int]:
-    """Return the seed of each sample of a prompt: 63 bits, mixed from the generation's numbers and the position."""
-    state = np.random.SeedSequence([*seed, position]).generate_state(samples, np.uint64)
-    return [int(word) >> 1 for word in state]
-
-
-def engine_seed(seed: Sequence[int], engine: int) -> int:
-    """Return the seed of an engine's common stream."""
-    return int(np.random.SeedSequence([*seed, engine]).generate_state(1)[0])
-
-
-# ---- the loop ------------------------------------------------------------------------------------------------------
+    @property
+    def own_streams(self) -> bool:
+        """Whether each request draws from a random stream of its own."""
+        return self.parameters.seed is not None
 
 
 @dataclass(slots=True)
-class _Response:
+class Request:
+    """What vLLM draws after one prompt: `row` is its owner's number for it."""
+
+    owner: Generation
     row: int
-    position: int
-    sample: int
     submitted: float
     tokens: array[int] = field(default_factory=partial(array, "i"))
     logprobs: list[float] = field(default_factory=list)
-    cached: int = 0
+    cached: int = 0  # of the prompt's tokens, found in the prefix cache
     truncated: bool = False
-    seconds: float = 0.0
+    seconds: float = 0.0  # from submission to the last token
 
 
-def answer(
-    llm: Any,
-    prompts: Ragged,
-    supply: Supply,
-    sampling: Sampling,
-    parameters: Any,
-    generation: int,
-    room: int,
-    announcer: Announcer | None = None,
-) -> Generated:
-    """Answer prompts until the supply is exhausted and every response has ended.
+class Generation(Protocol):
+    """What a decode loop works on: it hands in requests and takes what has become of them."""
+
+    def feed(self, loop: DecodeLoop) -> None:
+        """Hand in the requests that there is room for; called before each step."""
+
+    def collect(self, ended: list[Request]) -> None:
+        """Take the requests that the last step has ended; called after each step, also without any."""
+
+    @property
+    def ended(self) -> bool:
+        """Whether all is answered."""
+
+
+class DecodeLoop:
+    """The decode loop of one vLLM engine, or of this rank's part of one: its ranks step together.
 
     Args:
         llm: an idle in-process vLLM engine.
-        parameters: vLLM's SamplingParams of one sample; with a seed every sample gets its own instead.
-        generation: number that no other generation of this process has; part of the requests' names, since vLLM may
-            still hold a step of the last generation.
-        room: sequences that this engine should hold at a time.
-        announcer: gets the responses that end before others.
-
-    Raises:
-        RuntimeError: vLLM gave a request up.
     """
-    samples = sampling.samples
-    began = time.perf_counter()
-    positions: list[int] = []
-    responses: list[_Response] = []
-    unfinished: dict[str, _Response] = {}
-    ended: list[Ended] = []
-    while unfinished or not supply.exhausted:
-        if not supply.exhausted and _has_room(llm, len(unfinished), samples, room):
-            for position in supply.take(max(1, (room - len(unfinished)) // samples)):
-                seeds = None if parameters.seed is None else sample_seeds(sampling.seed, position, samples)
-                names = [f"{generation}-{position}-{sample}" for sample in range(samples)]
-                versions.submit(llm, names, prompts.row(position).tolist(), parameters, seeds)
-                rows = range(len(responses), len(responses) + samples)
-                new = [_Response(row, position, row - rows.start, time.perf_counter()) for row in rows]
-                unfinished.update(zip(names, new, strict=True))
-                responses += new
-                positions.append(position)
-        if unfinished:
-            ended += _step(llm, unfinished)
-        if unfinished and announcer is not None:
-            announcer.announce(ended)
-    seconds = time.perf_counter() - began
-    positions_P = np.asarray(positions, np.int64)
-    return Generated(
-        positions_P=positions_P,
-        responses=Ragged.of([response.tokens for response in responses], np.int32),
-        logprobs_T=_flat([response.logprobs for response in responses]) if sampling.logprobs else None,
-        truncated_B=np.fromiter((response.truncated for response in responses), dtype=bool),
-        seconds_B=np.fromiter((response.seconds for response in responses), dtype=np.float32),
-        prompt_tokens=int(prompts.lengths_B[positions_P].sum()) * samples,
-        cached_tokens=sum(response.cached for response in responses),
-        seconds=seconds,
-    )
+
+    def __init__(self, llm: Any) -> None:
+        self.llm = llm
+        self._generations: list[Generation] = []
+        self._ended: list[Generation] = []
+        self._requests: dict[str, Request] = {}  # that vLLM has not ended, by name
+
+    @property
+    def busy(self) -> bool:
+        """Whether a generation is under way."""
+        return bool(self._generations)
+
+    @property
+    def decoding(self) -> int:
+        """Requests that vLLM has not ended."""
+        return len(self._requests)
+
+    def submit(self, generation: Generation) -> None:
+        """Let a generation take part from the next step on."""
+        self._generations.append(generation)
+
+    def step(self) -> None:
+        """Run one step of vLLM, if there is a request, and give every generation what has ended of it.
+
+        Raises:
+            RuntimeError: vLLM gave a request up.
+        """
+        for generation in self._generations:
+            generation.feed(self)
+        ended = self._decode() if self._requests else []
+        for generation in self._generations:
+            generation.collect([request for request in ended if request.owner is generation])
+        self._ended += [generation for generation in self._generations if generation.ended]
+        self._generations = [generation for generation in self._generations if not generation.ended]
+
+    def take(self) -> list[Generation]:
+        """Return the generations that have ended since the last call."""
+        ended, self._ended = self._ended, []
+        return ended
+
+    def run(self, generation: Generation) -> None:
+        """Work on a generation alone until it has ended.
+
+        Raises:
+            RuntimeError: another one is under way; as `step`.
+        """
+        if self.busy:
+            raise RuntimeError("a generation is under way: another one that is to run alone comes after it")
+        self.submit(generation)
+        while self.busy:
+            self.step()
+        self.take()
+
+    # ---- for generations -----------------------------------------------------------------------------------------
+
+    def request(
+        self, owner: Generation, names: dict[str, int], prompt: list[int], parameters: Any, seeds: list[int] | None
+    ) -> None:
+        """Hand in requests with the same prompt, one after the other, so that its prefix is computed once.
+
+        Args:
+            names: the rows of the requests by their names, which no other request of this process has.
+            seeds: of each request; None: they draw from the engine's common stream.
+        """
+        versions.submit(self.llm, list(names), prompt, parameters, seeds)
+        now = time.perf_counter()
+        self._requests.update({name: Request(owner, row, now) for name, row in names.items()})
+
+    def has_room(self, unfinished: int, more: int, room: int) -> bool:
+        """Whether a generation may hand in more. The same on all ranks of an engine, which step together.
+
+        Args:
+            unfinished: sequences of this generation that have not ended.
+            more: sequences that would come with the next prompt.
+            room: sequences that the generation should have at a time.
+        """
+        if not unfinished and not self._requests:
+            return True
+        return unfinished + more <= room and not versions.waiting_sequences(self.llm)
+
+    def _decode(self) -> list[Request]:
+        """Run a step of vLLM and keep its tokens; return the requests that it has ended."""
+        ended, requests = [], self._requests
+        for output in versions.step(self.llm):
+            request = requests[output.request_id]
+            if not request.tokens:
+                request.cached = versions.cached_prompt_tokens(output)
+            request.tokens.fromlist(output.new_token_ids)
+            request.logprobs += versions.sampled_logprobs(output)
+            if output.finish_reason is not None:
+                del requests[output.request_id]
+                request.seconds = time.perf_counter() - request.submitted
+                request.truncated = _is_truncated(output)
+                ended.append(request)
+        return ended
 
 
-def _has_room(llm: Any, unfinished: int, samples: int, room: int) -> bool:
-    """Whether to take more prompts. The same on all ranks of an engine, which step together."""
-    if not unfinished:
-        return True
-    return unfinished + samples <= room and not versions.waiting_sequences(llm)
-
-
-def _step(llm: Any, unfinished: dict[str, _Response]) -> list[Ended]:
-    """Run one step of vLLM and keep its tokens; what has ended leaves `unfinished` and is returned."""
-    ended = []
-    for output in versions.step(llm):
-        response = unfinished[output.request_id]
-        if not response.tokens:
-            response.cached = versions.cached_prompt_tokens(output)
-        response.tokens.fromlist(output.new_token_ids)
-        response.logprobs += versions.sampled_logprobs(output)
-        if output.finish_reason is not None:
-            del unfinished[output.request_id]
-            response.seconds = time.perf_counter() - response.submitted
-            response.truncated = is_truncated(output)
-            ended.append(Ended(response.row, response.position, response.sample, response.tokens))
-    return ended
-
-
-def _flat(logprobs: list[list[float]]) -> np.ndarray:
-    return Ragged.of(logprobs, np.float32).values_T
-
-
-def is_truncated(output: Any) -> bool:
+def _is_truncated(output: Any) -> bool:
     reason = str(output.finish_reason)
     if reason not in ("stop", "length"):
         raise RuntimeError(f"vLLM gave request {output.request_id} up: {reason}")

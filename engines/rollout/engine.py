@@ -16,8 +16,8 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Callable, Mapping
-from functools import partial
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -32,9 +32,10 @@ from engines.families.served import check_served
 from engines.rollout import vllm as versions
 from engines.rollout.announcing import Announcer
 from engines.rollout.batch_sizes import capture_sizes, max_sequences, most_at_once
-from engines.rollout.decode_loop import Generated, answer, engine_seed
-from engines.rollout.episodes import Environments, play
+from engines.rollout.decode_loop import DecodeLoop, Share
+from engines.rollout.episodes import Environments, EpisodeLoop
 from engines.rollout.prompt_queue import place_of, supply_of
+from engines.rollout.responses import SingleResponses
 from engines.rollout.scheduler import let_sequences_coast
 from engines.weights.loader import register_loader
 from engines.weights.slices import shapes_of
@@ -44,51 +45,71 @@ GIB = 1 << 30
 CPU_KV_CACHE_LIMIT = 1 * GIB
 
 
-class Generator:
-    """A vLLM engine, or this rank's part of one. Its first weights come with the first reshard.
+@dataclass(frozen=True)
+class Served:
+    """The model that an engine serves.
 
-    Args:
+    Attributes:
         folder: Hugging Face folder with the architecture (its weights are not read).
         lm: the trained model, or its shapes alone.
         storage: parameters whose storage the engine may use instead of its own, at their final addresses.
+    """
+
+    folder: Path
+    lm: nn.Module
+    dtype: torch.dtype
+    storage: Mapping[str, torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Demand:
+    """What an engine will be asked for.
+
+    Attributes:
         sleeps: whether something else needs this GPU's memory between rollouts.
-        logprobs: whether it will be asked for log-probs of the tokens that it draws.
+        logprobs: whether log-probs of the tokens that it draws may be asked for.
+    """
+
+    config: RolloutConfig
+    max_prompt_tokens: int
+    sleeps: bool = True
+    logprobs: bool = False
+
+
+def engine_seed(seed: Sequence[int], engine: int) -> int:
+    """Return the seed of an engine's common stream."""
+    return int(np.random.SeedSequence([*seed, engine]).generate_state(1)[0])
+
+
+class Generator:
+    """A vLLM engine, or this rank's part of one. Its first weights come with the first reshard.
 
     Raises:
         UserError: vLLM would not serve the model with the trained weights (served.py, weights/loader.py).
     """
 
-    def __init__(
-        self,
-        folder: Path,
-        lm: nn.Module,
-        dtype: torch.dtype,
-        config: RolloutConfig,
-        max_prompt_tokens: int,
-        storage: Mapping[str, torch.Tensor],
-        sleeps: bool = True,
-        logprobs: bool = False,
-    ) -> None:
+    def __init__(self, served: Served, demand: Demand) -> None:
+        config, lm, dtype = demand.config, served.lm, served.dtype
         self.config, self.cuda = config, torch.cuda.is_available()
-        self.sleeps = sleeps and config.sleep is not False and self.cuda
+        self.sleeps = demand.sleeps and config.sleep is not False and self.cuda
         ranks = torch.distributed.get_world_size()
         self.place = place_of(torch.distributed.get_rank(), ranks, config.tensor_parallel)
         self.max_sequences = max_sequences(config, self.place.engines)
         self.stop_token_ids = stop_token_ids(lm)
         described: Any = lm.config
         shapes = shapes_of(lm)
-        check_served(described.to_dict(), shapes, folder)
+        check_served(described.to_dict(), shapes, served.folder)
         versions.prepare_vllm(self.cuda, described.architectures)
-        versions.warm_up_as(sampling_at_start(config, logprobs))
+        versions.warm_up_as(sampling_at_start(config, demand.logprobs))
         with _global_randomness_kept():
-            bound = register_loader("penstock", shapes, storage)
-            length = max_prompt_tokens + config.max_response_tokens
+            bound = register_loader("penstock", shapes, served.storage)
+            length = demand.max_prompt_tokens + config.max_response_tokens
             kv_cache = kv_cache_bytes(config, self.max_sequences, lm.config, length, dtype, self.cuda)
-            arguments = engine_arguments(
-                config, self.max_sequences, length, kv_cache, cuda=self.cuda, sleeps=self.sleeps, logprobs=logprobs
-            )
-            self.llm = _start(folder, dtype, arguments)
+            options = {"cuda": self.cuda, "sleeps": self.sleeps, "logprobs": demand.logprobs}
+            arguments = engine_arguments(config, self.max_sequences, length, kv_cache, **options)
+            self.llm = _start(served.folder, dtype, arguments)
         let_sequences_coast(versions.scheduler(self.llm))
+        self.loop = DecodeLoop(self.llm)
         self.binding = bound[-1]
         self.model = versions.vllm_model(self.llm)
         self.refill: Callable[[], int] | None = None  # a reshard that this rank's group can make by itself
@@ -104,45 +125,43 @@ class Generator:
         self.dropped = False
         return transfer()
 
-    def generate(
+    def generation(
         self,
         prompts: Ragged,
         sampling: Sampling,
-        generation: int,
-        environments: Environments | None = None,
+        number: int,
+        play: Environments | None = None,
         announcer: Announcer | None = None,
         reproducible: bool | None = None,
-    ) -> Generated:
-        """Generate `sampling.samples` responses to each prompt that falls to this engine.
+    ) -> SingleResponses | EpisodeLoop:
+        """Return `sampling.samples` responses to each prompt that falls to this engine, for `loop` to generate.
 
-        A stop token ends a response and belongs to it.
+        A stop token ends a response and belongs to it. The engine is awake afterwards.
 
         Args:
             prompts: all prompts of the generation, the same on every rank.
-            generation: the same number on every rank, and no other generation's.
-            environments: play episodes with them; the result is then a `Played`.
+            number: the same on every rank, and no other generation's.
+            play: a response is an episode with these environments.
             announcer: gets the responses, unless they are episodes, that end before others.
             reproducible: in place of the recipe's.
         """
         began = time.perf_counter()
-        self.wake()
+        if not self.loop.busy:  # what is under way goes on with its keys and in its stream
+            self.wake()
+            _seed_everything(engine_seed(sampling.seed, self.place.engine))
         self.wake_seconds = time.perf_counter() - began
-        _seed_everything(engine_seed(sampling.seed, self.place.engine))
         if reproducible is None:
             reproducible = not self.cuda if self.config.reproducible is None else self.config.reproducible
         store = torch.distributed.distributed_c10d._get_default_store()
-        loop: Callable[..., Generated] = partial(answer, announcer=announcer)
-        if environments is not None:
-            loop = partial(play, environments=environments, in_step=reproducible)
-        return loop(
-            self.llm,
+        share = Share(
+            number,
             prompts,
-            supply_of(prompts.lengths_B, self.place, store, generation, reproducible),
+            supply_of(prompts.lengths_B, self.place, store, number, reproducible),
             sampling,
-            self._parameters(sampling, reproducible, environments.stop_tokens if environments is not None else []),
-            generation,
+            self._parameters(sampling, reproducible, [] if play is None else play.stop_tokens),
             min(self.max_sequences, most_at_once(len(prompts), sampling.samples, self.place.engines)),
         )
+        return SingleResponses(share, announcer) if play is None else EpisodeLoop(share, play, in_step=reproducible)
 
     def _parameters(self, sampling: Sampling, own_streams: bool, stop: list[int]) -> Any:
         from vllm import SamplingParams

@@ -1,17 +1,17 @@
-"""The episode loop of a rollout engine: policy and environment take turns, and vLLM never waits for an environment.
+"""A generation of episodes: policy and environment take turns, and vLLM never waits for an environment.
 
-A turn is one request. It ends at a stop token, or at its limit; its tokens stay exactly as they were drawn. The
-environment gets their text, its observation is tokenised by itself and put behind them, and all tokens so far are the
-prompt of the next turn, which vLLM's prefix cache knows already. Text never becomes tokens a second time, so what the
-trainer sees is what the policy saw and drew; the mask says which tokens those are that it drew.
+A turn is one request of the decode loop. It ends at a stop token, or at its limit; its tokens stay exactly as they
+were drawn. The environment gets their text, its observation is tokenised by itself and put behind them, and all tokens
+so far are the prompt of the next turn, which vLLM's prefix cache knows already. Text never becomes tokens a second
+time, so what the trainer sees is what the policy saw and drew; the mask says which tokens those are that it drew.
 
 Many episodes are under way. Environments answer in processes of their own (penstock/environments/pool.py); the loop
 asks after each step of vLLM what has come. With `in_step` it waits for all answers first: then no timing has a part in
 which sequences are computed together, and a repeated generation is the same to the last bit.
 
 Suffixes: `_P` prompts, `_B` episodes (of a prompt side by side), `_T` tokens of all episodes.
-Left out: single responses (engines/rollout/decode_loop.py), what an environment is
-(penstock/environments/environment.py).
+Left out: stepping vLLM (engines/rollout/decode_loop.py), single responses (engines/rollout/responses.py), what an
+environment is (penstock/environments/environment.py).
 """
 
 from __future__ import annotations
@@ -27,11 +27,9 @@ from typing import Any
 import numpy as np
 
 from configs.sections.rollout import EnvironmentConfig
-from engines.commands.rollout import Sampling
-from engines.rollout import vllm as versions
-from engines.rollout.decode_loop import Generated, is_truncated
+from engines.rollout.decode_loop import DecodeLoop, Request, Share
 from engines.rollout.detokenize import decode
-from engines.rollout.prompt_queue import Supply
+from engines.rollout.responses import Generated
 from penstock.base.errors import UserError
 from penstock.base.ragged import Ragged
 from penstock.data.prompts import PromptTable
@@ -89,6 +87,7 @@ def stop_tokens(tokenizer: Any, stop: Sequence[str]) -> list[int]:
 
 @dataclass(slots=True)
 class _Episode:
+    row: int  # among the episodes of its engine
     name: str
     position: int
     sample: int
@@ -98,7 +97,6 @@ class _Episode:
     mask: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     turns: int = 0
-    turn_begins: int = 0
     truncated: bool = False  # by the limit of tokens or of turns
     rewards: list[Reply] = field(default_factory=list)
     failure: str | None = None
@@ -107,188 +105,158 @@ class _Episode:
     seconds: float = 0.0
 
 
-def play(
-    llm: Any,
-    prompts: Ragged,
-    supply: Supply,
-    sampling: Sampling,
-    parameters: Any,
-    generation: int,
-    room: int,
-    *,
-    environments: Environments,
-    in_step: bool,
-) -> Played:
-    """Play `sampling.samples` episodes from each prompt until the supply is exhausted and every episode has ended.
+class EpisodeLoop:
+    """Plays a share's episodes until each of them has ended; a turn is a request of the decode loop.
 
     Args:
-        sampling: its `max_tokens` bounds all tokens of an episode, observations included.
-        parameters: as for `engines.rollout.decode_loop.answer`, like all arguments not named here.
-        in_step: wait for all environments after each step of vLLM.
-
-    Raises:
-        RuntimeError: vLLM gave a request up.
+        share: its `sampling.max_tokens` bounds all tokens of an episode, observations included.
+        in_step: wait for all environments before each step of vLLM.
     """
-    loop = _Loop(llm, prompts, sampling, parameters, generation, environments, in_step)
-    begin = time.perf_counter()
-    waiting: deque[int] = deque()
-    while loop.live or waiting or not supply.exhausted:
-        if not waiting and not supply.exhausted and loop.has_room(room):
-            waiting.extend(supply.take(max(1, (room - len(loop.live)) // sampling.samples)))
-        while waiting and loop.has_room(room):
-            loop.begin(waiting.popleft())
-        loop.take_replies()
-        if loop.running:
-            loop.step()
-    return loop.played(time.perf_counter() - begin)
 
+    def __init__(self, share: Share, environments: Environments, in_step: bool) -> None:
+        self._share, self._environments, self._in_step = share, environments, in_step
+        self._episodes: list[_Episode] = []
+        self._live: dict[str, _Episode] = {}
+        self._untaken: deque[int] = deque()  # prompts taken from the supply whose episodes have not begun
+        self._asked = 0  # calls that environments have not answered
+        self._waited_seconds = 0.0
+        self._began = time.perf_counter()
+        self._seconds = 0.0
 
-class _Loop:
-    """The state of one generation."""
+    @property
+    def ended(self) -> bool:
+        """Whether every episode of the share has ended."""
+        return not self._live and not self._untaken and self._share.supply.exhausted
 
-    def __init__(
-        self,
-        llm: Any,
-        prompts: Ragged,
-        sampling: Sampling,
-        parameters: Any,
-        generation: int,
-        environments: Environments,
-        in_step: bool,
-    ) -> None:
-        self.llm, self.prompts, self.sampling, self.parameters = llm, prompts, sampling, parameters
-        self.generation, self.environments, self.in_step = generation, environments, in_step
-        self.episodes: list[_Episode] = []
-        self.live: dict[str, _Episode] = {}
-        self.running: dict[str, _Episode] = {}  # by the request's name
-        self.asked = 0  # calls that environments have not answered
-        self.waited_seconds = 0.0
+    def feed(self, loop: DecodeLoop) -> None:
+        """Begin episodes that there is room for, and hand in the turns whose environments have answered."""
+        share, samples = self._share, self._share.sampling.samples
+        if not self._untaken and not share.supply.exhausted and self._has_room(loop):
+            self._untaken.extend(share.supply.take(max(1, (share.room - len(self._live)) // samples)))
+        while self._untaken and self._has_room(loop):
+            self._begin(self._untaken.popleft())
+        for name, reply in self._replies(loop):
+            self._answered(loop, self._live[name], reply)
 
-    def has_room(self, room: int) -> bool:
-        """Whether another prompt's episodes may begin."""
-        if not self.live:
-            return True
-        return len(self.live) + self.sampling.samples <= room and not versions.waiting_sequences(self.llm)
-
-    def begin(self, position: int) -> None:
-        """Begin the episodes of a prompt."""
-        prompt, row = self.prompts.row(position).tolist(), dict(self.environments.rows_P[position])
-        calls = []
-        for sample in range(self.sampling.samples):
-            name = f"{self.generation}-{position}-{sample}"
-            episode = _Episode(name, position, sample, prompt, time.perf_counter())
-            self.episodes.append(episode)
-            self.live[name] = episode
-            calls.append(Call(name, row=row, seed=turn_seed(self.sampling.seed, position, sample, 0)))
-        self._ask(calls)
-
-    def take_replies(self) -> None:
-        """Go on with the episodes whose environments have answered; wait only if there is nothing else to do."""
-        wait_for = self.asked if self.in_step else min(1, self.asked) if not self.running else 0
-        begin = time.perf_counter()
-        replies = self.environments.pool.replies(wait_for)
-        self.waited_seconds += time.perf_counter() - begin
-        self.asked -= len(replies)
-        for name in sorted(replies) if self.in_step else replies:
-            self._answered(self.live[name], replies[name])
-
-    def step(self) -> None:
-        """Run one step of vLLM; turns that have ended go to their environments."""
-        ended: list[_Episode] = []
-        for output in versions.step(self.llm):
-            episode = self.running[output.request_id]
-            if len(episode.tokens) == episode.turn_begins:
-                episode.cached_tokens += versions.cached_prompt_tokens(output)
-            episode.tokens += output.new_token_ids
-            episode.logprobs += versions.sampled_logprobs(output)
-            if output.finish_reason is not None:
-                del self.running[output.request_id]
-                episode.truncated = is_truncated(output)
-                ended.append(episode)
+    def collect(self, ended: list[Request]) -> None:
+        """Let the environments answer the turns that have ended."""
+        self._seconds = time.perf_counter() - self._began
         if not ended:
             return
-        for episode in ended:
-            episode.mask += [1] * (len(episode.tokens) - episode.turn_begins)
-        turns = Ragged.of([episode.tokens[episode.turn_begins :] for episode in ended], np.int32)
-        texts = decode(self.environments.tokenizer, turns)
+        episodes = [self._episodes[request.row] for request in ended]
+        for episode, request in zip(episodes, ended, strict=True):
+            episode.tokens += request.tokens
+            episode.mask += [1] * len(request.tokens)
+            episode.logprobs += request.logprobs
+            episode.cached_tokens += request.cached
+            episode.truncated = request.truncated
+        texts = decode(self._environments.tokenizer, Ragged.of([request.tokens for request in ended], np.int32))
         self._ask(
             [
                 Call(episode.name, text=text, last=self._is_last(episode))
-                for episode, text in zip(ended, texts, strict=True)
+                for episode, text in zip(episodes, texts, strict=True)
             ]
         )
 
+    def generated(self) -> Played:
+        """Return all that was played, once every episode has ended."""
+        self._environments.pool.forget()
+        episodes = self._episodes
+        tokens = Ragged.of([episode.tokens for episode in episodes], np.int32)
+        logprobs = Ragged.of([episode.logprobs for episode in episodes], np.float32).values_T
+        return Played(
+            positions_P=np.asarray([episode.position for episode in episodes if episode.sample == 0], np.int64),
+            responses=tokens,
+            logprobs_T=logprobs if self._share.sampling.logprobs else None,
+            truncated_B=np.asarray([episode.truncated for episode in episodes], bool),
+            seconds_B=np.asarray([episode.seconds for episode in episodes], np.float32),
+            prompt_tokens=sum(episode.prompt_tokens for episode in episodes),
+            cached_tokens=sum(episode.cached_tokens for episode in episodes),
+            seconds=self._seconds,
+            mask_T=Ragged.of([episode.mask for episode in episodes], np.uint8).values_T,
+            turns_B=np.asarray([episode.turns for episode in episodes], np.int64),
+            replies=[_total(episode) for episode in episodes],
+            waited_seconds=self._waited_seconds,
+        )
+
+    # ---- the environments' turn ----------------------------------------------------------------------------------
+
+    def _has_room(self, loop: DecodeLoop) -> bool:
+        return loop.has_room(len(self._live), self._share.sampling.samples, self._share.room)
+
+    def _begin(self, position: int) -> None:
+        """Begin the episodes of a prompt."""
+        share, row = self._share, dict(self._environments.rows_P[position])
+        prompt = share.prompts.row(position).tolist()
+        calls = []
+        for sample in range(share.sampling.samples):
+            name = f"{share.number}-{position}-{sample}"
+            episode = _Episode(len(self._episodes), name, position, sample, prompt, time.perf_counter())
+            self._episodes.append(episode)
+            self._live[name] = episode
+            calls.append(Call(name, row=row, seed=turn_seed(share.sampling.seed, position, sample, 0)))
+        self._ask(calls)
+
     def _ask(self, calls: list[Call]) -> None:
-        self.asked += len(calls)
-        self.environments.pool.ask(calls)
+        self._asked += len(calls)
+        self._environments.pool.ask(calls)
 
-    def _is_last(self, episode: _Episode) -> bool:
-        return episode.truncated or episode.turns == self.environments.max_turns
+    def _replies(self, loop: DecodeLoop) -> list[tuple[str, Reply]]:
+        """Return what environments have answered by an episode's name; wait only if there is nothing else to do."""
+        wait_for = self._asked if self._in_step else min(1, self._asked) if not loop.decoding else 0
+        begin = time.perf_counter()
+        replies = self._environments.pool.replies(wait_for)
+        self._waited_seconds += time.perf_counter() - begin
+        self._asked -= len(replies)
+        return [(name, replies[name]) for name in (sorted(replies) if self._in_step else replies)]
 
-    def _answered(self, episode: _Episode, reply: Reply) -> None:
+    # ---- the policy's turn ---------------------------------------------------------------------------------------
+
+    def _answered(self, loop: DecodeLoop, episode: _Episode, reply: Reply) -> None:
         """Put the observation behind the tokens and let the policy take its next turn, or end the episode."""
         episode.failure = reply.failure
         if reply.reward is not None:
             episode.rewards.append(reply)
-        if reply.failure is not None or reply.done or not self._goes_on(episode, reply):
-            episode.seconds = time.perf_counter() - episode.began
-            del self.live[episode.name]
+        if reply.failure is None and not reply.done and self._goes_on(episode, reply):
+            self._next_turn(loop, episode)
             return
-        self._next_turn(episode)
+        episode.seconds = time.perf_counter() - episode.began
+        del self._live[episode.name]
+
+    def _is_last(self, episode: _Episode) -> bool:
+        return episode.truncated or episode.turns == self._environments.max_turns
 
     def _goes_on(self, episode: _Episode, reply: Reply) -> bool:
         """Take in the observation, if another turn is allowed and at least one token of it has room."""
         observed = self._tokens(reply.observation)
-        if self._is_last(episode) or len(episode.tokens) + len(observed) >= self.sampling.max_tokens:
+        if self._is_last(episode) or len(episode.tokens) + len(observed) >= self._share.sampling.max_tokens:
             episode.truncated = True
             if not episode.turns:
                 episode.failure = f"the first observation has {len(observed)} tokens and leaves no room for a turn"
             return False
         episode.tokens += observed
         episode.mask += [0] * len(observed)
-        if self.sampling.logprobs:
+        if self._share.sampling.logprobs:
             episode.logprobs += [0.0] * len(observed)
         return True
 
     def _tokens(self, observation: str | None) -> list[int]:
         if not observation:
             return []
-        tokens: list[int] = self.environments.tokenizer(observation, add_special_tokens=False)["input_ids"]
+        tokens: list[int] = self._environments.tokenizer(observation, add_special_tokens=False)["input_ids"]
         return tokens
 
-    def _next_turn(self, episode: _Episode) -> None:
+    def _next_turn(self, loop: DecodeLoop, episode: _Episode) -> None:
+        share = self._share
         episode.turns += 1
-        episode.turn_begins = len(episode.tokens)
-        parameters = copy.copy(self.parameters)
-        parameters.max_tokens = self.sampling.max_tokens - len(episode.tokens)
+        parameters = copy.copy(share.parameters)
+        parameters.max_tokens = share.sampling.max_tokens - len(episode.tokens)
         seeds = None
-        if self.parameters.seed is not None:
-            seeds = [turn_seed(self.sampling.seed, episode.position, episode.sample, episode.turns)]
-        request, prompt = f"{episode.name}-{episode.turns}", episode.prompt + episode.tokens
+        if share.own_streams:
+            seeds = [turn_seed(share.sampling.seed, episode.position, episode.sample, episode.turns)]
+        prompt = episode.prompt + episode.tokens
         episode.prompt_tokens += len(prompt)
-        self.running[request] = episode
-        versions.submit(self.llm, [request], prompt, parameters, seeds)
-
-    def played(self, seconds: float) -> Played:
-        """Return all that was played, once every episode has ended."""
-        self.environments.pool.forget()
-        episodes = self.episodes
-        tokens = Ragged.of([episode.tokens for episode in episodes], np.int32)
-        logprobs = Ragged.of([episode.logprobs for episode in episodes], np.float32).values_T
-        return Played(
-            positions_P=np.asarray([episode.position for episode in episodes if episode.sample == 0], np.int64),
-            responses=tokens,
-            logprobs_T=logprobs if self.sampling.logprobs else None,
-            truncated_B=np.asarray([episode.truncated for episode in episodes], bool),
-            seconds_B=np.asarray([episode.seconds for episode in episodes], np.float32),
-            prompt_tokens=sum(episode.prompt_tokens for episode in episodes),
-            cached_tokens=sum(episode.cached_tokens for episode in episodes),
-            seconds=seconds,
-            mask_T=Ragged.of([episode.mask for episode in episodes], np.uint8).values_T,
-            turns_B=np.asarray([episode.turns for episode in episodes], np.int64),
-            replies=[_total(episode) for episode in episodes],
-            waited_seconds=self.waited_seconds,
-        )
+        loop.request(self, {f"{episode.name}-{episode.turns}": episode.row}, prompt, parameters, seeds)
 
 
 def _total(episode: _Episode) -> Reply:

@@ -4,7 +4,7 @@ Several engines pull from one counter in the process group's store, longest prom
 prompts wait elsewhere. No message goes through the flow, and no rank waits for another engine's.
 
 Suffix: `_P` prompts.
-Left out: when an engine has room for more (engines/rollout/decode_loop.py).
+Left out: when an engine has room for more (engines/rollout/responses.py).
 """
 
 from __future__ import annotations

@@ -34,7 +34,7 @@ from engines.rollout import engine as generator
 from engines.rollout import episodes
 from engines.rollout import scheduler as coasting
 from engines.rollout import vllm as versions
-from engines.rollout.engine import Generator
+from engines.rollout.engine import Demand, Generator, Served
 from engines.training import collective_times as communication
 from engines.training.updates import mini_batch_rows
 from engines.weights import buckets
@@ -349,10 +349,10 @@ class InspectedWorker(Worker):
             return outputs
 
         def playing(*positional: Any, **named: Any) -> Any:
-            return episodes.play(*positional, **{**named, "in_step": False})
+            return episodes.EpisodeLoop(*positional, **{**named, "in_step": False})
 
         watching = (patch.object(versions, "submit", submitting), patch.object(versions, "step", stepping))
-        with watching[0], watching[1], patch.object(generator, "play", playing):
+        with watching[0], watching[1], patch.object(generator, "EpisodeLoop", playing):
             reply = self.carry_out("generate", arguments)
         return {"reply": reply, "asked": asked, "drawn": drawn}
 
@@ -437,7 +437,7 @@ class InspectedWorker(Worker):
         """Replace the rollout engine by one with weights of its own, copied now."""
         self.retired.append(self.models.generator)
         models, limit = self.models, self.models.config.data.max_prompt_tokens
-        generator = Generator(Path(folder), models.lm, models.dtype, models.config.rollout, limit, storage={})
+        generator = Generator(Served(Path(folder), models.lm, models.dtype, {}), Demand(models.config.rollout, limit))
         models.generator = generator
         models.transfer = LocalReshard(generator.model, generator.binding, models.lm)
         bring_weights(models, models.verified_version)

@@ -13,7 +13,7 @@ import pytest
 from torch.distributed import HashStore
 
 from engines.commands.rollout import EndedResponses
-from engines.rollout.decode_loop import engine_seed, sample_seeds
+from engines.rollout.engine import engine_seed
 from engines.rollout.prompt_queue import (
     EnginePlace,
     FixedShare,
@@ -23,6 +23,7 @@ from engines.rollout.prompt_queue import (
     store_counter,
     supply_of,
 )
+from engines.rollout.responses import sample_seeds
 from penstock.base.ragged import Ragged
 from tests.engines.shared_ranks import Ranks, Shape
 
