@@ -23,18 +23,21 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip -qq --disable-pip-version-check
 STAMP := $(VENV)/.installed-$(DEVICE)-python$(PYTHON_VERSION)
 
-.PHONY: help install quickstart test lint ui clean
+.PHONY: help install quickstart test test-all lint ui clean
 
 help: ## Show this list
-	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' Makefile
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' Makefile
 
 install: $(STAMP) ## Install Penstock, its libraries and the development tools into .venv
 
 quickstart: $(STAMP) ## Train a tiny model end to end: on the GPU if there is one, else on the CPU
 	@$(BIN)/penstock train configs/quickstart.yaml
 
-test: $(STAMP) ## Run the tests; ARGS="tests/algorithms -x" narrows them
-	@$(BIN)/python -m pytest $(ARGS)
+test: $(STAMP) ## Run the tests of a few minutes; ARGS="tests/algorithms -x" narrows them
+	@$(BIN)/python -m pytest -m "not slow" $(ARGS)
+
+test-all: $(STAMP) ## Run the rest of the tests: whole trainings that are killed, servers, compilers
+	@$(BIN)/python -m pytest -m slow $(ARGS)
 
 lint: $(STAMP) ## Check style, formatting, types, and what each room imports
 	@$(BIN)/ruff check .

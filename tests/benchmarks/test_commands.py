@@ -27,6 +27,8 @@ from penstock.cli import main as cli
 from penstock.cli.bench import _finish
 from penstock.data.tokenizer import make_byte_tokenizer
 
+pytestmark = pytest.mark.slow
+
 RECIPE = """
 model: {tiny: {hidden_size: 96, layers: 1, heads: 3, kv_heads: 3, intermediate_size: 64, max_positions: 64}}
 data: {max_prompt_tokens: 8}

@@ -35,6 +35,8 @@ from penstock.state.run_folder import RunFolder
 from tests.processes import alive
 from tests.waiting import until
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).resolve().parents[2]
 TRAIN, SFT, PREFERENCE = "train/quickstart", "sft/quickstart", "preference/dpo"
 MOVING = ("created", "updated", "last_polled", "status")

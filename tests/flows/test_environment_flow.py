@@ -13,6 +13,8 @@ from penstock.environments.calculator import calculated
 from penstock.state.experience import read_columns
 from penstock.state.run_folder import RunFolder, read_metrics
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).resolve().parents[2]
 ITERATIONS = 6
 SMALL = (

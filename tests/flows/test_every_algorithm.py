@@ -31,6 +31,7 @@ from tasks.start import build_engines, load_prompts, starting_model
 ROOT = Path(__file__).resolve().parents[2]
 ITERATIONS = 3
 SLOW = ("best_of_n", "pass_at_k", "reinforce", "remax")  # few responses, or all alike, say what to do: twice as many
+AT_ONCE = ("grpo", "ppo")  # in `make test`, the others in `make test-all`
 SMALL = (
     "iterations=100000",  # the last one would make a report
     "model.tiny={hidden_size: 96, layers: 1, heads: 3, kv_heads: 3, intermediate_size: 64, max_positions: 64}",
@@ -100,7 +101,9 @@ def engines(prefect_harness: None, tmp_path_factory: pytest.TempPathFactory) -> 
         yield Engines(training, folder / "start")
 
 
-@pytest.mark.parametrize("name", ALGORITHMS)
+@pytest.mark.parametrize(
+    "name", [name if name in AT_ONCE else pytest.param(name, marks=pytest.mark.slow) for name in ALGORITHMS]
+)
 def test_it_improves_held_out_reward(name: str, engines: Engines) -> None:
     """By far more than what chance does (see the control): 64 responses of a spread of about 0.1 each."""
     before, after = engines.train(config_of(name))

@@ -12,6 +12,8 @@ from rich.console import Console
 from penstock.cli import main as cli
 from penstock.cli.prefect import server
 
+pytestmark = pytest.mark.slow
+
 MODEL = "model: {tiny: {hidden_size: 64, layers: 1, heads: 2, kv_heads: 2, intermediate_size: 96}}"
 RECIPES = {
     "sft": """

@@ -22,7 +22,7 @@ from penstock.state.run_folder import RunFolder, read_metrics
 from tests.flows.reward_functions import BREAK
 from tests.sockets import Door, noted_doors, open_to_others
 
-pytestmark = pytest.mark.timeout(900)
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 ROOT = Path(__file__).resolve().parents[2]
 SMALL = (

@@ -28,6 +28,8 @@ from penstock.state.run_folder import RunFolder, read_metrics
 from penstock.trackers import mlflow as mlflow_run
 from tasks.finetuning.preferences import check_preferences
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).resolve().parents[2]
 TINY = {"tiny": {"hidden_size": 64, "layers": 1, "heads": 2, "kv_heads": 2, "intermediate_size": 96}}
 STEPS = 12

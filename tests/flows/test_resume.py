@@ -31,7 +31,7 @@ from tests.flows.reward_functions import HOLD
 from tests.processes import alive
 from tests.waiting import until
 
-pytestmark = pytest.mark.timeout(900)  # the first test waits for four trainings
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]  # the first test waits for four trainings
 
 ROOT = Path(__file__).resolve().parents[2]
 ITERATIONS = 5

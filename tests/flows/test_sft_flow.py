@@ -14,6 +14,8 @@ from penstock.session.session import Training
 from penstock.state.run_folder import RunFolder, read_metrics
 from penstock.trackers import mlflow as mlflow_run
 
+pytestmark = pytest.mark.slow
+
 STEPS = 7
 TINY = {"tiny": {"hidden_size": 64, "layers": 1, "heads": 2, "kv_heads": 2, "intermediate_size": 96}}
 

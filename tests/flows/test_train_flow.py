@@ -36,6 +36,8 @@ from penstock.trackers import mlflow as mlflow_run
 from tests.flows.reward_functions import BREAK, low_digit
 from tests.sockets import Door, noted_doors, open_to_others
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).resolve().parents[2]
 ITERATIONS = 12
 SMALL = (

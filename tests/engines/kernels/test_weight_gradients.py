@@ -36,6 +36,8 @@ from tests.engines.rows import LOSS, SPLIT, random_rows, write_rows
 from tests.engines.shared_ranks import Ranks, Shape
 from tests.engines.sums import sums_of
 
+pytestmark = pytest.mark.slow
+
 FolderOf = Callable[[Shape], Path]
 SHAPES = [Shape("qwen2", tied=True), Shape("qwen3", tied=False)]
 LINEARS = 7 * 2  # of both blocks

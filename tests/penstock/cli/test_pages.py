@@ -21,6 +21,8 @@ from penstock.cli.pages import check_port, pages_of_run, runs_page, serve_pages,
 from tests.processes import alive
 from tests.waiting import came_true
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).resolve().parents[3]
 
 

@@ -22,6 +22,8 @@ from penstock.trackers import mlflow as mlflow_run
 from penstock.trackers import mlflow_outbox
 from penstock.trackers.mlflow_outbox import WARM_UP_LOSS, Delivery, Outbox
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture
 def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunFolder:

@@ -26,6 +26,8 @@ from tests.processes import alive
 from tests.sockets import doors, open_to_others
 from tests.waiting import came_true
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).resolve().parents[4]
 COMMAND = """
 import sys, time

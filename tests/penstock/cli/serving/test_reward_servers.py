@@ -42,6 +42,8 @@ from tests.engines.shared_ranks import Shape
 from tests.sockets import doors, open_to_others
 from tests.waiting import came_true
 
+pytestmark = pytest.mark.slow
+
 CHAT = "{% for message in messages %}{{ message['role'] }}: {{ message['content'] }} =>{% endfor %}"
 START_S = 200.0
 ROOT = Path(__file__).resolve().parents[4]
