@@ -8,16 +8,15 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
+from contextlib import closing
 from typing import Any
-
-from pebble import ProcessExpired, ProcessPool
 
 from penstock.evaluators.heldout import HeldOut
 from penstock.evaluators.loading import BUILT_IN, load_evaluator
 from penstock.usercode.guard import begin_worker
-from penstock.usercode.kept import Kept
+from penstock.usercode.workers import Workers, loss, ready
 
-DEADLINE_S = 600.0  # of one user's evaluator, the start of its process included
+DEADLINE_S = 600.0  # of one user's evaluator, the import of its module included
 PREFIX = "heldout/"
 _NAME = re.compile(r"[\w.-]+(/low|/high)?")  # of a figure, or of an end of its interval
 
@@ -34,12 +33,8 @@ def run_evaluators(
             continue
         try:
             figures |= _prefixed(PREFIX, _run_apart(spec, heldout, deadline_s))
-        except TimeoutError:
-            failures[spec] = f"took longer than {deadline_s:g} s; its process was killed"
-        except ProcessExpired as error:
-            failures[spec] = f"its process died (exit code {error.exitcode})"
         except Exception as error:  # whatever a user's code raises
-            failures[spec] = f"{type(error).__name__}: {error}"
+            failures[spec] = loss(error, "its process", f"took longer than {deadline_s:g} s; its process was killed")
     return figures, failures
 
 
@@ -60,13 +55,8 @@ def figures_of(spec: str, heldout: HeldOut) -> dict[str, float]:
 
 
 def _run_apart(spec: str, heldout: HeldOut, deadline_s: float) -> dict[str, float]:
-    pool = ProcessPool(max_workers=1, initializer=begin_worker, context=Kept())
-    try:
-        figures: dict[str, float] = pool.schedule(figures_of, args=(spec, heldout), timeout=deadline_s).result()
-        return figures
-    finally:  # Pebble's own `with` would let the evaluator end first, also after Ctrl-C
-        pool.stop()
-        pool.join()
+    with closing(Workers(1, begin_worker, (), ready)) as workers:
+        return workers.call(figures_of, spec, heldout, deadline_s=deadline_s).future.result()
 
 
 def _prefixed(prefix: str, figures: Mapping[str, float]) -> dict[str, float]:

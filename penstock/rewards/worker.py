@@ -123,10 +123,6 @@ def start(
         errors_too()
 
 
-def ready() -> None:
-    """Nothing: its answer says that a worker has started."""
-
-
 def score_chunk(rows: list[Row]) -> list[Score]:
     """`ChunkScorer.score` in this worker."""
     return _scorer.score(rows)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Iterator
-from concurrent.futures.process import BrokenProcessPool
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -106,11 +105,6 @@ def test_a_lost_worker_takes_its_episodes_along_and_is_replaced(pool: Environmen
     assert all(reply.failure is None for reply in begin(pool, *fresh).values())
 
 
-def test_a_worker_that_dies_before_anyone_knows_its_call_has_died_as_well(pool: EnvironmentPool) -> None:
-    """Pebble's words for that name neither a process nor an exit code."""
-    assert pool._workers[0]._reason(BrokenProcessPool("All workers expired")) == "its worker process died"
-
-
 def test_the_caller_does_not_wait(pool: EnvironmentPool) -> None:
     """A slow episode holds back neither the caller nor the episodes of the other worker."""
     names = [f"w{number}" for number in range(20)]
@@ -153,7 +147,7 @@ def test_what_an_episode_starts_ends_with_its_worker(in_this_folder: None, tmp_p
 def test_the_workers_end_with_the_pool(in_this_folder: None) -> None:
     """No process is left."""
     other = EnvironmentPool(config_of(workers=1))
-    (process,) = other._workers[0]._pool._pool_manager.worker_manager.workers.values()
+    (process,) = other._workers[0]._workers._pool._pool_manager.worker_manager.workers.values()
     other.close()
     with pytest.raises(ProcessLookupError):
         os.kill(process.pid, 0)

@@ -50,7 +50,7 @@ def notes(tmp_path: Path) -> Iterator[Path]:
 def test_children_live_as_long_as_the_pool(kept: bool, notes: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A server that a module keeps stays until then. Control: without the keeper they stay for good."""
     if not kept:
-        monkeypatch.setattr("penstock.rewards.pool.Kept", lambda: multiprocessing.get_context("spawn"))
+        monkeypatch.setattr("penstock.usercode.workers.Kept", lambda: multiprocessing.get_context("spawn"))
     with RewardPool(RewardConfig(function="reward_examples:leaving", workers=1, timeout_s=60.0), []) as pool:
         assert [score.reward for score in pool.score(sample_of(str(notes)))] == [1.0]
         children = noted(notes)
@@ -69,7 +69,7 @@ def test_children_end_with_a_worker_that_is_killed(notes: Path) -> None:
         assert len(children) == 3
         until(lambda: not any(map(alive, children)), 20, "the children of the killed worker ended")
         pool.score(sample_of(str(notes)))
-        (worker,) = pool._pool._pool_manager.worker_manager.workers
+        (worker,) = pool._workers._pool._pool_manager.worker_manager.workers
         later = set(noted(notes)) - set(children)
         assert len(later) == 3 and all(map(alive, later))
         os.kill(worker, signal.SIGKILL)

@@ -110,7 +110,8 @@ def test_a_row_whose_pool_another_broke_is_scored_again(broken: int, score: Scor
     """A worker that dies at once takes all that its pool was given along. Control: three pools, and it is the row."""
     with pool_of("misbehave") as pool:
         pool.score([])
-        schedule, given = pool._pool.schedule, []
+        workers = pool._workers._pool
+        schedule, given = workers.schedule, []
 
         def breaking(*arguments: Any, **settings: Any) -> Any:
             given.append(arguments)
@@ -120,7 +121,7 @@ def test_a_row_whose_pool_another_broke_is_scored_again(broken: int, score: Scor
             lost.set_exception(BrokenProcessPool("All workers expired"))
             return lost
 
-        pool._pool.schedule = breaking  # type: ignore[method-assign]
+        workers.schedule = breaking  # type: ignore[method-assign]
         assert pool.score(samples_of("4")) == [score]
         assert len(given) == 3
 
@@ -168,7 +169,7 @@ def test_async_failures() -> None:
 def test_slow_rows_do_not_cost_a_worker(monkeypatch: pytest.MonkeyPatch) -> None:
     """A chunk whose rows are each in time but together are not is continued, not killed: one process scores all."""
     monkeypatch.setattr("penstock.rewards.pool._CHUNKS_PER_WORKER", 1)
-    monkeypatch.setattr("penstock.rewards.pool._GRACE_S", 0.5)
+    monkeypatch.setattr("penstock.rewards.pool.GRACE_S", 0.5)
     with pool_of("worker_id", workers=1, timeout_s=0.5) as pool:
         before = pool.score(samples_of("0"))
         scores = pool.score(samples_of(*["0.2"] * 10))

@@ -1,0 +1,144 @@
+"""Processes that run a user's code, for a caller that hangs with none of them and outlives them all.
+
+Such code is untrusted in its running time and its stability: it may loop, crash or hang in C. Pebble's pool ends a
+process whose call overruns and starts another. Added here: each process has a keeper, so nothing that it starts stays
+(kept.py); the caller need not wait for starts; a pool that breaks, as Pebble's does when a worker dies while it is
+idle (out of memory, say), is replaced, and calls that were lost with it end.
+
+Workers are spawned, so a script that trains needs the usual `if __name__ == "__main__":`. Left out: what runs inside
+(guard.py has its deadline), and what becomes of the work whose call was lost.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Collection
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from concurrent.futures.process import BrokenProcessPool
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Generic, TypeVar
+
+from pebble import ProcessExpired, ProcessPool
+
+from penstock.base.errors import UserError
+from penstock.usercode.kept import Kept
+
+GRACE_S = 1.0  # beyond the deadlines inside a worker, before it is killed
+
+_START_TIMEOUT_S = 300.0  # importing the user's module may import a framework from a cold disk
+
+Answer = TypeVar("Answer")
+Ready = TypeVar("Ready")
+
+
+@dataclass(frozen=True, eq=False)
+class Call(Generic[Answer]):
+    """A call that was sent, and the pool that it was sent to."""
+
+    future: Future[Answer]
+    pool: ProcessPool
+
+
+class Workers(Generic[Ready]):
+    """Worker processes, of which each runs one call at a time; returns at once, while they start.
+
+    Args:
+        count: of processes.
+        start: runs once in each, before its first call, with `arguments`.
+        ready: its answer in the first process says that workers have started.
+    """
+
+    def __init__(
+        self, count: int, start: Callable[..., None], arguments: tuple[Any, ...], ready: Callable[[], Ready]
+    ) -> None:
+        self._new_pool = partial(ProcessPool, count, initializer=start, initargs=arguments, context=Kept())
+        self._ready = ready
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="workers")
+        self._changing, self._closed = threading.Lock(), False
+        self._begin()
+
+    def started(self, loads: str, where: str) -> Ready:
+        """Wait for the first process and return what `ready` said there.
+
+        Args:
+            loads: what loads, and where it does, for the message.
+            where: the place of the workers' error output.
+
+        Raises:
+            UserError: no process starts.
+        """
+        try:
+            return self._starting.result().result(_START_TIMEOUT_S)
+        except (BrokenProcessPool, TimeoutError) as error:
+            raise UserError(
+                f"{loads} but not in a worker process.", f"The worker's traceback stands {where}."
+            ) from error
+
+    def call(self, function: Callable[..., Answer], *arguments: Any, deadline_s: float | None = None) -> Call[Answer]:
+        """Have a function called by the next process that is free, which is killed `deadline_s` after it began.
+
+        Raises:
+            RuntimeError: the workers were closed.
+        """
+        pool = self._living_pool()
+        return Call(pool.schedule(function, args=arguments, timeout=deadline_s), pool)
+
+    def ended(self, calls: Collection[Call[Answer]], patience_s: float) -> list[Call[Answer]]:
+        """Return the calls that have ended; wait for the first of them, but no longer than `patience_s`."""
+        wait([call.future for call in calls], patience_s, FIRST_COMPLETED)
+        pool = self._living_pool()
+        for call in calls:
+            if call.pool is not pool and not call.future.done():  # it broke before it took this on
+                call.future.set_exception(BrokenProcessPool())
+        return [call for call in calls if call.future.done()]
+
+    def close(self) -> None:
+        """End the processes, also those that are still starting or busy."""
+        with self._changing:
+            self._closed = True
+            self._pool.stop()
+        self._thread.shutdown()
+        if self._starting.exception() is None:
+            self._starting.result().cancel()  # Pebble answers nothing any more, and somebody may wait
+        self._pool.join()
+
+    def _living_pool(self) -> ProcessPool:
+        with self._changing:
+            if self._closed:
+                raise RuntimeError("the workers are closed")
+            if not self._pool.active:
+                self._pool.join()
+                self._begin()
+            return self._pool
+
+    def _begin(self) -> None:
+        self._pool = self._new_pool()
+        self._starting = self._thread.submit(self._start, self._pool)
+
+    def _start(self, pool: ProcessPool) -> Future[Ready]:
+        with self._changing:
+            if self._closed:
+                raise RuntimeError("the workers are closed")
+            return pool.schedule(self._ready)
+
+
+def ready() -> None:
+    """Nothing: its answer says that a worker has started."""
+
+
+def loss(error: BaseException, process: str, overran: str) -> str:
+    """Return why a call has no answer, in words.
+
+    Args:
+        error: of its future.
+        process: what to call its process.
+        overran: what to say of a call that took too long.
+    """
+    if isinstance(error, TimeoutError):
+        return overran
+    if isinstance(error, ProcessExpired):
+        return f"{process} died (exit code {error.exitcode})"
+    if isinstance(error, BrokenProcessPool):  # so soon that Pebble had not yet heard what it was working on
+        return f"{process} died"
+    return f"{type(error).__name__}: {error}"
