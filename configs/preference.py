@@ -3,7 +3,7 @@
 Trees of their own beside `TrainConfig`, because nothing of rollout, reward and iterations applies to them. What they
 share with it (model, trainer, devices, deadlines) is the same sections.
 
-Left out: reading recipes (configs/loading/load.py), checks that need files (tasks/finetuning/preferences.py).
+Left out: reading recipes (configs/loading/load.py), checks that need files (penstock/checks/preferences.py).
 """
 
 from __future__ import annotations
@@ -138,6 +138,7 @@ class PairConfig(Recipe):
     devices: Devices = Field(default_factory=Devices, description="where it runs")
     engine: EngineConfig = Field(default_factory=EngineConfig, description="deadlines of the ranks")
     experiment: str = Field("penstock", description="MLflow experiment")
+    data: PairData = Field(default_factory=PairData, description="pairs or labelled rows")
 
     @property
     def rows_together(self) -> int:

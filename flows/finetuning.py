@@ -16,6 +16,7 @@ from configs.preference import PairConfig, RewardModelConfig
 from configs.schema import TrainConfig
 from engines.commands.finetuning import PreferenceEnd
 from penstock.checks.memory import check_finetuning_memory
+from penstock.checks.preferences import check_preferences
 from penstock.session.going_on import Resume, new_run, resumed_run
 from penstock.session.prefect import admission
 from penstock.session.session import Training, open_session
@@ -24,7 +25,6 @@ from penstock.state.run_folder import RunFolder
 from tasks.finetuning.checkpoints import blocks, checkpoint_due, end_finetuning, finetuned, restored, save_step
 from tasks.finetuning.preferences import (
     begin_preferences,
-    check_preferences,
     kind_of,
     load_preferences,
     measure_heldout,

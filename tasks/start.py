@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from prefect import get_run_logger, task
 from prefect.cache_policies import NO_CACHE
 
 from configs.idle import idle_settings
-from configs.schema import TrainConfig
 from engines.commands.build import Built, Kernels, MakeTiny
 from engines.commands.reshard import Resharded
 from engines.groups.placement import describe_strategy, reshard_strategy
@@ -19,19 +18,15 @@ from penstock.base.interrupts import interrupts_deferred
 from penstock.base.ragged import Ragged
 from penstock.checks.prompts import takes_each
 from penstock.checks.tokenized import note_tokenized
-from penstock.data.arithmetic import make_problems
 from penstock.data.prompts import RESERVED, PromptTable, tokenize_prompts
-from penstock.data.rows import read_rows
 from penstock.data.sft import tokenize_pairs
+from penstock.data.source import forget, split_of
 from penstock.data.tokenizer import make_byte_tokenizer
 from penstock.rewards.source import open_scorer
 from penstock.session.session import Training
 from penstock.state.experience import read_columns, write_columns
 from penstock.state.manifest import write_hashes
 from tasks.iteration.reshard import bring_weights, connect_groups
-
-if TYPE_CHECKING:
-    import pandas as pd
 
 
 @task(task_run_name="starting-model", cache_policy=NO_CACHE)
@@ -85,7 +80,7 @@ def _tokenize(training: Training, model_folder: str) -> None:
     tokenizer = load_tokenizer(model_folder)
     session.say("tokenizing prompts")
     for split in splits:
-        tokenize_prompts(_frame(config, split), config.data, tokenizer, split).save(run.prompts(split))
+        tokenize_prompts(split_of(config, split), config.data, tokenizer, split).save(run.prompts(split))
 
 
 @task(task_run_name="pairs", cache_policy=NO_CACHE)
@@ -98,19 +93,25 @@ def load_pairs(training: Training, model_folder: str) -> int:
     note_tokenized(training.run, "sft", config)
     training.session().say("tokenizing the pairs of supervised training")
     response = config.data.response or "response"
-    frame = _frame(config, "sft")
     pairs = tokenize_pairs(
-        frame, config.data.prompt, response, load_tokenizer(model_folder), config.data, config.sft.max_tokens
+        split_of(config, "sft"),
+        config.data.prompt,
+        response,
+        load_tokenizer(model_folder),
+        config.data,
+        config.sft.max_tokens,
     )
     if pairs.dropped:
         get_run_logger().warning("sft: %d pairs dropped, longer than sft.max_tokens", pairs.dropped)
     write_columns(path, {name: Ragged.of(list(pairs.frame[name]), np.int32) for name in pairs.frame.columns})
+    forget()  # these are the last rows: in `train` the prompts come first
     return len(pairs)
 
 
 @task(task_run_name="build-engines", cache_policy=NO_CACHE)
 def build_engines(training: Training, model_folder: str) -> dict[str, int | str]:
     """Load every role's model on its group; return parameter counts and the reshard's strategy."""
+    forget()  # the rows are tokenized
     session = training.session()
     session.model_folder = model_folder
     session.await_engines()
@@ -152,12 +153,6 @@ def attention_of(kernels: Kernels) -> str:
     for obstacle in kernels.slower:
         get_run_logger().warning("updates are slower than this GPU can be, %s", obstacle)
     return kernels.attention
-
-
-def _frame(config: TrainConfig, split: str) -> pd.DataFrame:
-    if config.data.arithmetic is not None:
-        return make_problems(config.data.arithmetic, config.seed)[split]
-    return read_rows(Path(getattr(config.data, split)))
 
 
 def load_tokenizer(model_folder: str) -> Any:

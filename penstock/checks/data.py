@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from pathlib import Path
 
 import pandas as pd
 
@@ -11,11 +10,11 @@ from configs.schema import TrainConfig
 from configs.sections.data import DataConfig
 from penstock.base.errors import UserError
 from penstock.data.agents import agent_numbers
-from penstock.data.arithmetic import make_problems
 from penstock.data.group_filters import load_filter
 from penstock.data.prompts import refuse_reserved
-from penstock.data.rows import read_rows, require_columns, require_filled
+from penstock.data.rows import require_columns, require_filled
 from penstock.data.samplers import load_sampler, require_numbers
+from penstock.data.source import split_of
 
 
 def check_sampling(config: TrainConfig) -> None:
@@ -30,10 +29,7 @@ def check_sampling(config: TrainConfig) -> None:
         load_filter(dynamic)
     if (column := data.sampler.column) is None:
         return
-    if data.arithmetic is not None:
-        require_numbers(make_problems(data.arithmetic, config.seed)["train"], column, "data.arithmetic")
-    else:
-        require_numbers(read_rows(Path(str(data.train))), column, str(data.train))
+    require_numbers(split_of(config, "train"), column, "data.arithmetic" if data.arithmetic else str(data.train))
 
 
 ARITHMETIC_COLUMNS = ("prompt_id", "prompt", "answer", "response", "carries")
@@ -87,4 +83,4 @@ def check_pairs(config: TrainConfig) -> None:
     if data.sft is None or data.response is None:
         missing = "data.sft" if data.sft is None else "data.response"
         raise UserError(f"the 'sft' section needs '{missing}'", f"add {missing}, or remove the section with sft=null")
-    require_columns(read_rows(Path(data.sft)), [data.prompt, data.response], data.sft)
+    require_columns(split_of(config, "sft"), [data.prompt, data.response], data.sft)

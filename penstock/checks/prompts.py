@@ -16,16 +16,15 @@ import pandas as pd
 
 from configs.schema import TrainConfig
 from penstock.base.errors import UserError
-from penstock.data.arithmetic import make_problems
 from penstock.data.prompts import refuse_chat_arguments
-from penstock.data.rows import read_rows
+from penstock.data.source import split_of
 from penstock.data.tokenizer import DEFAULT_CHARACTERS
 
 LOOKED_AT = 1000  # rows of a file
 
 
 def read_prompts(config: TrainConfig) -> dict[str, pd.DataFrame]:
-    """Return the rows of each split: large files take seconds to read, so once for all checks.
+    """Return the rows of each split.
 
     Raises:
         UserError: there is no source, or it cannot be read.
@@ -35,7 +34,7 @@ def read_prompts(config: TrainConfig) -> dict[str, pd.DataFrame]:
             raise UserError(
                 f"no prompts: 'data.{key}' is not set", f"add data.{key}=FILE, a JSONL or Parquet file of prompts"
             )
-    return {split: _frame(config, split) for split in ("train", "heldout")}
+    return {split: split_of(config, split) for split in ("train", "heldout")}
 
 
 def check_prompt_lengths(config: TrainConfig, frames: Mapping[str, pd.DataFrame]) -> None:
@@ -77,7 +76,7 @@ def takes_each(config: TrainConfig, frame: pd.DataFrame) -> list[str]:
 
 def first_row(config: TrainConfig) -> tuple[str, dict[str, Any]]:
     """Return the first training prompt without any template, and all columns of its row."""
-    (row,) = _frame(config, "train").head(1).to_dict("records")
+    (row,) = split_of(config, "train").head(1).to_dict("records")
     return _text(row[config.data.prompt]), {str(name): value for name, value in row.items()}
 
 
@@ -132,9 +131,3 @@ def _text(value: Any) -> str:
         return value
     contents = [message.get("content") for message in value if isinstance(message, dict)]
     return "".join(content for content in contents if isinstance(content, str))
-
-
-def _frame(config: TrainConfig, split: str) -> pd.DataFrame:
-    if config.data.arithmetic is not None:
-        return make_problems(config.data.arithmetic, config.seed)[split]
-    return read_rows(Path(str(getattr(config.data, split))))

@@ -1,8 +1,8 @@
 """What a run's prompts, pairs or preferences were made with: they are tokenized once, so a resume may not change it.
 
 Files are known by their content, all of it: a run folder may go on where its data lie elsewhere, and other rows under
-the same path are noticed. Hashing takes a fraction of the time in which the checks read the same rows. Left out: the
-model's tokenizer.
+the same path are noticed. The digests are of the bytes that the checks have read (penstock/data/source.py). Left out:
+the model's tokenizer.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 from configs.preference import PairConfig
 from configs.schema import TrainConfig
 from penstock.base.errors import UserError
-from penstock.base.files import sha256
+from penstock.data.source import digest_of
 from penstock.state.digests import read_sealed, write_sealed
 from penstock.state.run_folder import RunFolder
 
@@ -75,4 +75,4 @@ def _makes(config: TrainConfig | PairConfig, name: str) -> dict[str, Any]:
     made = {key: values[key] for key in KEYS[name]}
     if values.get("data.arithmetic") is not None:
         return made | {"seed": config.seed}  # it makes the problems
-    return made | {CONTENT + key: sha256(Path(str(values[key]))) for key in FILES[name] if values[key] is not None}
+    return made | {CONTENT + key: digest_of(Path(str(values[key]))) for key in FILES[name] if values[key] is not None}

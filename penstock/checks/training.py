@@ -18,6 +18,7 @@ from penstock.checks.memory import GroupEstimate, check_memory
 from penstock.checks.model import check_chat, check_model, check_model_folder, check_targets
 from penstock.checks.prompts import check_prompt_lengths, read_prompts
 from penstock.checks.servers import check_judge, check_service
+from penstock.data.source import reading_once
 from penstock.environments.loading import load_environment
 from penstock.evaluators.loading import load_evaluators
 from penstock.rewards.function import load_reward_function
@@ -33,6 +34,7 @@ def check_training(config: TrainConfig) -> list[GroupEstimate]:
     return check_memory(config)
 
 
+@reading_once()
 def check_inputs(config: TrainConfig) -> None:
     """Check all that does not depend on what else runs on this machine: model, data, reward, evaluators.
 
@@ -105,6 +107,7 @@ def check_reward(config: TrainConfig, columns: list[str]) -> None:
     load_reward_function(config.reward.function, config.reward.settings, columns)
 
 
+@reading_once()
 def check_supervised(config: TrainConfig) -> None:
     """Check what the `sft` flow alone needs.
 

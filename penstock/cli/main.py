@@ -308,7 +308,7 @@ def preference(
     """Train a model on preferences: DPO, cDPO, IPO, ORPO or KTO."""
     from configs.preference import PreferenceConfig
     from flows.preference import preference as preference_flow
-    from tasks.finetuning.preferences import check_preferences
+    from penstock.checks.preferences import check_preferences
 
     _finetune("preference", PreferenceConfig, preference_flow, check_preferences, recipe, overrides, run, resume)
 
@@ -325,7 +325,7 @@ def reward_model(
     """Train a reward model on pairs of responses."""
     from configs.preference import RewardModelConfig
     from flows.reward_model import reward_model as reward_model_flow
-    from tasks.finetuning.preferences import check_preferences
+    from penstock.checks.preferences import check_preferences
 
     _finetune("reward-model", RewardModelConfig, reward_model_flow, check_preferences, recipe, overrides, run, resume)
 

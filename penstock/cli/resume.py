@@ -10,11 +10,13 @@ from collections.abc import Callable
 from typing import Any
 
 from penstock.checks.tokenized import check_tokenized
+from penstock.data.source import reading_once
 from penstock.session.going_on import Resume, Tree, changed_config
 from penstock.state.digests import Damaged
 from penstock.state.manifest import check_resumable
 
 
+@reading_once()
 def checked(
     resume: Resume, kind: str, tree: type[Tree], check: Callable[[Tree], Any], how: str
 ) -> tuple[Tree | None, Any]:

@@ -31,14 +31,31 @@ def read_rows(path: Path) -> pd.DataFrame:
     Raises:
         UserError: the file is missing, empty, of another kind, or a row is wrong (named by its line).
     """
-    readers = {".jsonl": _read_jsonl, ".parquet": _read_parquet}
-    if path.suffix not in readers:
+    return rows_in(read_content(path), path)
+
+
+def read_content(path: Path) -> bytes:
+    """Return the bytes of a data file.
+
+    Raises:
+        UserError: the file is missing or of another kind.
+    """
+    if path.suffix not in _READERS:
         raise UserError(f"{path} is neither .jsonl nor .parquet", "convert it, one row per line or per table row")
     if not path.is_file():
         raise UserError(
             f"the data file {path} does not exist", "check the path; it is relative to the working directory"
         )
-    table = readers[path.suffix](path)
+    return path.read_bytes()
+
+
+def rows_in(content: bytes, path: Path) -> pd.DataFrame:
+    """Return the rows in the bytes of a data file, whose name says of which kind they are; see `read_rows`.
+
+    Raises:
+        UserError: there is no row, or one is wrong (named by its line).
+    """
+    table = _READERS[path.suffix](content, path)
     if table.num_rows == 0:
         raise UserError(f"{path} has no rows", "give a file with at least one row")
     return to_frame(table)
@@ -87,9 +104,9 @@ def require_filled(frame: pd.DataFrame, name: str, source: Path | str) -> None:
             raise UserError(f"{place(source, row)}: '{name}' is empty", "correct the row or remove it")
 
 
-def _read_jsonl(path: Path) -> pa.Table:
+def _read_jsonl(content: bytes, path: Path) -> pa.Table:
     # Bytes, because str.splitlines also splits at characters that may stand inside a JSON string.
-    lines = path.read_bytes().rstrip().split(b"\n")
+    lines = content.rstrip().split(b"\n")
     if lines == [b""]:
         return pa.table({})
     rows = [_parse_line(path, row, line) for row, line in enumerate(lines)]
@@ -186,9 +203,9 @@ def _array(path: Path, name: str, values: list[Any]) -> pa.Array:
         ) from None
 
 
-def _read_parquet(path: Path) -> pa.Table:
+def _read_parquet(content: bytes, path: Path) -> pa.Table:
     try:
-        table = pq.read_table(path)
+        table = pq.read_table(pa.BufferReader(content))
     except (pa.ArrowInvalid, OSError) as error:
         raise UserError(
             f"{path} is not a Parquet file: {error}", "write it anew, or rename it if it is JSONL"
@@ -198,3 +215,6 @@ def _read_parquet(path: Path) -> pa.Table:
     except pa.ArrowInvalid as error:
         raise UserError(f"{path} has text that is no UTF-8, or is damaged: {error}", "write it anew") from None
     return table
+
+
+_READERS = {".jsonl": _read_jsonl, ".parquet": _read_parquet}

@@ -19,6 +19,7 @@ from configs.preference import PairConfig
 from configs.schema import TrainConfig
 from penstock.base.errors import UserError
 from penstock.checks.tokenized import check_tokenized
+from penstock.data.source import reading_once
 from penstock.session.session import read_config, write_config
 from penstock.state.digests import Damaged
 from penstock.state.manifest import check_kind, check_resumable, completed, ended, read_manifest
@@ -70,14 +71,15 @@ def new_run(
     Raises:
         UserError: the configuration cannot work, or the folder is taken.
     """
-    check(config)
-    run = new_run_folder(Path(config.folder), name, Path(folder) if folder else None)
-    with locked(run):
-        check_free(run.path)  # another process may have begun since the folder was made
-        if first is not None:
-            first(run)
-        write_config(run, config)
-        yield run
+    with reading_once():
+        check(config)
+        run = new_run_folder(Path(config.folder), name, Path(folder) if folder else None)
+        with locked(run):
+            check_free(run.path)  # another process may have begun since the folder was made
+            if first is not None:
+                first(run)
+            write_config(run, config)
+            yield run
 
 
 @contextmanager
@@ -95,7 +97,7 @@ def resumed_run(
     """
     run = resume.run
     check_resumable(run, kind)
-    with locked(run):
+    with locked(run), reading_once():
         for sentence in mend(run, kind, resume.start):
             get_run_logger().warning("%s", sentence)
         check_kind(run, kind)

@@ -1,8 +1,8 @@
-"""Training on preferences in verbs: check, load, begin, reference pass, steps, measure.
+"""Training on preferences in verbs: load, begin, reference pass, steps, measure.
 
 The flows `preference` and `reward_model` are made of them; they differ in data and loss alone. Figures go to the run
-folder step by step and to MLflow (tasks/iteration/record.py). Left out: the steps themselves
-(engines/training/preference.py), checkpoints and the end (tasks/finetuning/checkpoints.py).
+folder step by step and to MLflow (tasks/iteration/record.py). Left out: the checks (penstock/checks/preferences.py),
+the steps themselves (engines/training/preference.py), checkpoints and the end (tasks/finetuning/checkpoints.py).
 """
 
 from __future__ import annotations
@@ -17,12 +17,10 @@ from configs.preference import PairConfig, PreferenceConfig, RewardModelConfig
 from configs.tree.schedule import value_at
 from engines.commands.finetuning import PreferenceBegin, PreferenceLoss, PreferenceMeasure, PreferenceSteps
 from engines.commands.forward import Logprobs
-from penstock.base.errors import UserError
-from penstock.checks.model import check_chat, check_model, check_one_label
 from penstock.checks.tokenized import note_tokenized
 from penstock.data.order import take
-from penstock.data.preference import check_columns, tokenize_preferences, tokenize_scored
-from penstock.data.rows import read_rows
+from penstock.data.preference import PreferenceTable, tokenize_preferences, tokenize_scored
+from penstock.data.source import forget, rows_of
 from penstock.session.record import append_record
 from penstock.session.session import Training
 from penstock.state.experience import column_names, read_columns, write_columns
@@ -32,32 +30,6 @@ from tasks.start import attention_of, load_tokenizer
 
 REFERENCE = "logprobs_reference"
 RUN_FOLDER_NAMES = {"train": "preferences", "heldout": "preferences-heldout"}
-
-
-def check_preferences(config: PairConfig) -> None:
-    """Check everything that can be seen without an engine.
-
-    Raises:
-        UserError: the first mistake found.
-    """
-    engines, data = config.engines(), pair_data(config)
-    scores = isinstance(config, RewardModelConfig)
-    check_model(engines, scores)
-    if scores and config.model.path is not None:
-        check_one_label(Path(config.model.path), "model.path")
-    if data.train is None:
-        raise UserError("nothing to train on: 'data.train' is not set", "add data.train=FILE, JSONL or Parquet")
-    if data.chat:
-        check_chat(engines)
-    for file in (data.train, data.heldout):
-        if file is not None:
-            check_columns(read_rows(Path(file)), data, file)
-
-
-def pair_data(config: PairConfig) -> Any:
-    """Return the section `data` of either tree."""
-    assert isinstance(config, PreferenceConfig | RewardModelConfig)
-    return config.data
 
 
 def kind_of(config: PairConfig) -> str:
@@ -74,7 +46,7 @@ def loss_of(config: PairConfig) -> PreferenceLoss:
 
 def splits(config: PairConfig) -> list[str]:
     """Return the splits that there are."""
-    return ["train"] if pair_data(config).heldout is None else ["train", "heldout"]
+    return ["train"] if config.data.heldout is None else ["train", "heldout"]
 
 
 def referenced_splits(config: PairConfig) -> list[str]:
@@ -95,16 +67,21 @@ def load_preferences(training: Training, config: PairConfig, model_folder: str) 
         if preferences_file(training, split).exists():
             continue
         note_tokenized(training.run, "preferences", config)
-        source = str(getattr(pair_data(config), split))
-        frame, limit = read_rows(Path(source)), config.trainer.max_tokens
-        if isinstance(config, PreferenceConfig):
-            table = tokenize_preferences(frame, config.data, config.loss, tokenizer, limit, source)
-        else:
-            table = tokenize_scored(frame, pair_data(config), tokenizer, limit, source)
+        source = str(getattr(config.data, split))
+        table = _tokenized(config, source, tokenizer)
         write_columns(preferences_file(training, split), table.columns())
         if table.dropped:
             get_run_logger().warning("%s: %d dropped, longer than trainer.max_tokens", source, table.dropped)
+    forget()
     return {split: _units(preferences_file(training, split)) for split in splits(config)}
+
+
+def _tokenized(config: PairConfig, source: str, tokenizer: Any) -> PreferenceTable:
+    frame, limit = rows_of(Path(source)), config.trainer.max_tokens
+    if isinstance(config, PreferenceConfig):
+        return tokenize_preferences(frame, config.data, config.loss, tokenizer, limit, source)
+    assert isinstance(config, RewardModelConfig)
+    return tokenize_scored(frame, config.data, tokenizer, limit, source)
 
 
 def _units(path: Path) -> int:
@@ -137,7 +114,7 @@ def reference_pass(training: Training, config: PairConfig, split: str) -> None:
 def preference_steps(training: Training, config: PairConfig, units: int, first: int, count: int) -> None:
     """Take `count` optimizer steps from step `first` on, and record the figures of each."""
     trainer = config.trainer
-    order = take(first * trainer.batch, count * trainer.batch, units, config.seed, pair_data(config).shuffle)
+    order = take(first * trainer.batch, count * trainer.batch, units, config.seed, config.data.shuffle)
     steps = PreferenceSteps(
         path=str(preferences_file(training, "train")),
         batches=order.reshape(count, trainer.batch),

@@ -22,11 +22,11 @@ from flows.reward_model import reward_model
 from penstock.base.errors import UserError
 from penstock.checks import memory
 from penstock.checks.model import check_model_folder
+from penstock.checks.preferences import check_preferences
 from penstock.data.prompts import encode_texts
 from penstock.state.manifest import read_manifest
 from penstock.state.run_folder import RunFolder, read_metrics
 from penstock.trackers import mlflow as mlflow_run
-from tasks.finetuning.preferences import check_preferences
 
 pytestmark = pytest.mark.slow
 

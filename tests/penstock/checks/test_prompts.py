@@ -8,13 +8,11 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import pandas as pd
 import pytest
 
 from configs.schema import TrainConfig
 from penstock.base.errors import UserError
 from penstock.checks.prompts import check_prompt_lengths, describe_prompts, prompt_lengths, read_prompts
-from penstock.checks.training import check_inputs
 from penstock.data.prompts import tokenize_prompts
 from penstock.data.rows import read_rows
 from penstock.data.tokenizer import make_byte_tokenizer
@@ -61,35 +59,6 @@ def test_prompts_that_are_all_too_long_are_refused(model: Path) -> None:
         check_lengths(config(model, 3, ["1+1="] * 1200))
     (model / "elsewhere").mkdir()
     check_lengths(config(model / "elsewhere", 3, ["1+1="]))  # no tokenizer.json to ask
-
-
-def test_every_file_is_read_once_by_the_checks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """However many checks look at its rows. Control: what is missing in them is still found."""
-    read: list[str] = []
-
-    def counted(path: Path) -> pd.DataFrame:
-        read.append(path.name)
-        return read_rows(path)
-
-    monkeypatch.setattr("penstock.checks.prompts.read_rows", counted)
-    monkeypatch.setattr("penstock.checks.data.read_rows", counted)
-    rows = [{"prompt": "1+1=", "answer": "2", "agent": name} for name in ("first", "second")]
-    for split in ("train", "heldout"):
-        (tmp_path / f"{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    section: dict[str, Any] = {
-        "model": {"tiny": {}},
-        "data": {"agents": {"names": ["first", "second"], "column": "agent"}},
-        "rollout": {"prompts": 2},
-        "reward": {"function": "penstock.rewards.builtin:exact_match"},
-        "algorithm": {"name": "ippo"},
-        "critic": {},
-    }
-    section["data"] |= {split: str(tmp_path / f"{split}.jsonl") for split in ("train", "heldout")}
-    check_inputs(TrainConfig.model_validate(section))
-    assert read == ["train.jsonl", "heldout.jsonl"]
-    section["data"]["agents"]["names"] = ["first", "third"]
-    with pytest.raises(UserError, match="'agent' has the value 'second'"):
-        check_inputs(TrainConfig.model_validate(section))
 
 
 def test_arguments_without_a_chat_template_are_refused(model: Path) -> None:

@@ -1,0 +1,34 @@
+"""Checks before training on preferences, of a policy or a reward model: the model, and the rows of both splits.
+
+Left out: memory (penstock/checks/memory.py), and what a loss takes (configs/preference.py).
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from configs.preference import PairConfig, RewardModelConfig
+from penstock.base.errors import UserError
+from penstock.checks.model import check_chat, check_model, check_one_label
+from penstock.data.preference import check_columns
+from penstock.data.source import reading_once, rows_of
+
+
+@reading_once()
+def check_preferences(config: PairConfig) -> None:
+    """Check everything that can be seen without an engine.
+
+    Raises:
+        UserError: the first mistake found.
+    """
+    engines, data, scores = config.engines(), config.data, isinstance(config, RewardModelConfig)
+    check_model(engines, scores)
+    if scores and config.model.path is not None:
+        check_one_label(Path(config.model.path), "model.path")
+    if data.train is None:
+        raise UserError("nothing to train on: 'data.train' is not set", "add data.train=FILE, JSONL or Parquet")
+    if data.chat:
+        check_chat(engines)
+    for file in (data.train, data.heldout):
+        if file is not None:
+            check_columns(rows_of(Path(file)), data, file)
