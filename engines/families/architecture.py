@@ -2,7 +2,8 @@
 
 Sequences lie side by side in one run of tokens (engines/batches/packing.py): only an attention that is told where they
 lie keeps them apart, and log-probs come from the language head's weight alone (engines/kernels/lm_head.py). What is
-looked at is the configuration and the names of the weights, so the checks before anything starts need no torch.
+looked at is the configuration and the names of the weights, so the checks before anything starts need no torch. By
+which signs a family shows what it does: table.py.
 
 Left out: what only a model's class says (engines/models/models.py).
 """
@@ -13,16 +14,9 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from engines.families.table import family_of
 from penstock.base.errors import UserError
 
-# What some models do to scores and logits outside the layers that are called.
-OF_ATTENTION = ("attn_logit_softcapping",)
-OF_HEAD = ("final_logit_softcapping", "logit_scale", "logits_scaling")
-# Rotary frequencies that follow the longest row of a call: a row's log-probs would depend on its company, and vLLM,
-# which goes by the longest row that it may meet, would generate with others.
-BY_LENGTH = {"dynamic", "longrope", "su"}
-LAYERS = {"full_attention", "sliding_attention"}  # those that `packed_attention` computes
-MIXERS = {"A_log", "conv", "conv1d"}  # state space, linear attention, convolution: their state crosses sequences
 REMEDY = "use another model, e.g. of the Llama, Qwen3 or Gemma 3 family"
 
 
@@ -40,22 +34,23 @@ def check_architecture(
     Raises:
         UserError: it does not.
     """
-    looked_at = (*OF_ATTENTION, *(OF_HEAD if head else ()))
+    family = family_of(settings.get("model_type", ""))
+    looked_at = (*family.of_scores, *(family.of_logits if head else ()))
     if changed := [name for name in looked_at if settings.get(name) not in (None, 1.0)]:
         raise unpackable(where, f"sets '{changed[0]}', which changes scores or logits")
-    if others := sorted(set(settings.get("layer_types") or ()) - LAYERS):
+    if others := sorted(set(settings.get("layer_types") or ()).difference(family.layer_types)):
         raise unpackable(where, f"has layers of the type '{others[0]}', which does not keep packed sequences apart")
-    if settings.get("kv_lora_rank"):
-        raise unpackable(where, "compresses keys and values (multi-head latent attention, 'kv_lora_rank')")
-    if by_length := sorted(BY_LENGTH.intersection(_rope_types(settings))):
+    if latents := [name for name in family.of_latents if settings.get(name)]:
+        raise unpackable(where, f"compresses keys and values (multi-head latent attention, '{latents[0]}')")
+    if by_length := sorted(_rope_types(settings).intersection(family.by_length)):
         raise unpackable(where, f"has positions of the type '{by_length[0]}', which follow the longest of the rows")
     for name in weights:
         parts = name.split(".")
-        if MIXERS.intersection(parts):
+        if not set(family.of_states).isdisjoint(parts):
             raise unpackable(where, f"has '{name}', part of a layer that carries a state from token to token")
-        if parts[-1] == "sinks":
+        if parts[-1] in family.of_sinks:
             raise unpackable(where, f"has attention sinks ('{name}')")
-        if head and parts[-2:] == ["lm_head", "bias"]:
+        if head and parts[-2:] == [family.language_head, "bias"]:
             raise unpackable(where, "has a language head with a bias")
 
 

@@ -18,10 +18,9 @@ from pathlib import Path
 from typing import Any
 
 from engines.families.architecture import REMEDY
+from engines.families.table import family_of
 from penstock.base.errors import UserError
 
-EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")  # how configurations count them
-OF_EXPERTS = {"experts", "block_sparse_moe"}  # parts of weights' names
 TABLE = "_TEXT_GENERATION_MODELS"  # vLLM's, from architecture to the file and the class that serve it
 
 
@@ -36,8 +35,9 @@ def check_served(settings: Mapping[str, Any], weights: Iterable[str], where: str
     Raises:
         UserError: it is a mixture of experts, or vLLM has no class for it.
     """
-    counted = [name for name in EXPERTS if (settings.get(name) or 0) > 1]
-    named = [name for name in weights if OF_EXPERTS.intersection(name.split("."))]
+    family = family_of(settings.get("model_type", ""))
+    counted = [name for name in family.experts if (settings.get(name) or 0) > 1]
+    named = [name for name in weights if not set(family.of_experts).isdisjoint(name.split("."))]
     if counted or named:
         evidence = f"'{counted[0]}' is {settings[counted[0]]}" if counted else f"it has '{named[0]}'"
         raise unserved(where, f"is a mixture of experts ({evidence}), whose weights no reshard can compare with vLLM's")

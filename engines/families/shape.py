@@ -6,14 +6,14 @@ Left out: the weights themselves; what an architecture does beyond a dense decod
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 from typing import Any
 
 from configs.sections.trainer import LoraConfig
-
-FUSED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"), ("o_proj",), ("down_proj",))  # in vLLM
+from engines.families.table import WINDOWED, Family, Linear, family_of
 
 
 @dataclass(frozen=True)
@@ -35,18 +35,20 @@ class ModelShape:
     model_type: str = ""
 
     @property
+    def family(self) -> Family:
+        """The row of the table that says how its layers are called."""
+        return family_of(self.model_type)
+
+    @property
     def matrices(self) -> dict[str, tuple[int, int]]:
         """Rows and columns of the matrices of one layer, by the names of their linear layers."""
         hidden, inner = self.hidden_size, self.intermediate_size
         query, key = self.heads * self.head_size, self.kv_heads * self.head_size
         return {
-            "q_proj": (query, hidden),
-            "k_proj": (key, hidden),
-            "v_proj": (key, hidden),
-            "o_proj": (hidden, query),
-            "gate_proj": (inner, hidden),
-            "up_proj": (inner, hidden),
-            "down_proj": (hidden, inner),
+            **_parts(self.family.query_key_value, [query, key, key], hidden),
+            **_parts(self.family.attention_output, [hidden], query),
+            **_parts(self.family.gate_up, [inner, inner], hidden),
+            **_parts(self.family.down, [hidden], inner),
         }
 
     @property
@@ -65,7 +67,7 @@ class ModelShape:
     def merged_parameters(self, lora: LoraConfig | None) -> int:
         """Parameters that vLLM cannot share with the base: matrices with a target, those that it fuses as a whole."""
         targets = self.targets(lora) if lora else ()
-        touched = {name for fused in FUSED for name in fused if not set(targets).isdisjoint(fused)}
+        touched = {name for linear in self.family.block for name in linear.parts if set(targets) & {*linear.parts}}
         return self.layers * sum(rows * columns for name, (rows, columns) in self.matrices.items() if name in touched)
 
     def targets(self, lora: LoraConfig) -> list[str]:
@@ -81,18 +83,26 @@ class ModelShape:
 
 
 def read_shape(folder: Path) -> ModelShape:
-    """Read a model's sizes from its config and the headers of its weight files.
+    """Read a model's sizes from its configuration and the headers of its weight files.
 
     Raises:
-        KeyError: the config lacks a size.
+        KeyError: the configuration lacks a size.
         ValueError: a file is damaged.
     """
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    heads = config["num_attention_heads"]
-    windowed_layers = _windowed_layers(config)
-    numels = {name: prod(shape) for name, shape in weight_shapes(folder).items()}
+    return shape_of_weights(config, weight_shapes(folder))
+
+
+def shape_of_weights(config: Mapping[str, Any], weights: Mapping[str, Sequence[int]]) -> ModelShape:
+    """Return a model's sizes from its configuration and the shapes of its weights by name.
+
+    Raises:
+        KeyError: the configuration lacks a size.
+    """
+    heads, model_type = config["num_attention_heads"], config.get("model_type", "")
+    windowed_layers, query_norm = _windowed_layers(config), f".{family_of(model_type).query_norm}.weight"
     return ModelShape(
-        parameters=sum(numels.values()),
+        parameters=sum(prod(shape) for shape in weights.values()),
         layers=config["num_hidden_layers"],
         hidden_size=config["hidden_size"],
         intermediate_size=config["intermediate_size"],
@@ -103,8 +113,8 @@ def read_shape(folder: Path) -> ModelShape:
         positions=config.get("max_position_embeddings", 1 << 20),
         window=config["sliding_window"] if windowed_layers else 0,
         windowed_layers=windowed_layers,
-        query_key_norms=any(name.endswith(".q_norm.weight") for name in numels),
-        model_type=config.get("model_type", ""),
+        query_key_norms=any(name.endswith(query_norm) for name in weights),
+        model_type=model_type,
     )
 
 
@@ -120,12 +130,18 @@ def weight_shapes(folder: Path) -> dict[str, list[int]]:
     return {name: entry["shape"] for header in headers for name, entry in header.items()}
 
 
-def _windowed_layers(config: dict[str, Any]) -> int:
+def _parts(linear: Linear, rows: list[int], columns: int) -> dict[str, tuple[int, int]]:
+    """Sizes of a linear layer's parts, or of the one in which they come stacked."""
+    counts = rows if len(linear.parts) > 1 else [sum(rows)]
+    return {name: (count, columns) for name, count in zip(linear.parts, counts, strict=True)}
+
+
+def _windowed_layers(config: Mapping[str, Any]) -> int:
     """Layers with a sliding window, in the three ways in which configs say so."""
     if not config.get("sliding_window") or config.get("use_sliding_window") is False:
         return 0
     if "layer_types" in config:
-        return int(config["layer_types"].count("sliding_attention"))
+        return int(config["layer_types"].count(WINDOWED))
     return int(config["num_hidden_layers"] - config.get("max_window_layers", 0))
 
 

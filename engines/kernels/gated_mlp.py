@@ -17,18 +17,18 @@ from __future__ import annotations
 
 import functools
 import inspect
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from engines.families.table import Family
 from engines.kernels import flash_attention
 from engines.kernels.weight_gradients import SummedLinear, add_weight_gradient, joint_views
-from engines.weights.layout import FUSED, blocks
+from engines.weights.layout import blocks, family_in
 
-# Modules that compute down(silu(gate(x)) * up(x)) and nothing else.
-MLPS = ("LlamaMLP", "MistralMLP", "Qwen2MLP", "Qwen3MLP")
 ALIGNED = 8  # elements of bfloat16: what the kernels load at once
 
 # Rows and columns of a tile, whether two groups of warps take turns, and the tiles that share what they load: the
@@ -162,19 +162,21 @@ class GatedMlp(nn.Module):
     """The MLP of a block in four products; it takes over the layers of another, and so their parameters' names.
 
     Args:
-        mlp: one of `MLPS` whose layers are `SummedLinear`.
+        layers: gate, up and down by their names in that MLP.
         weight_2FH: the weights of gate and up as one tensor, a view of them.
         sum_2FH: their sums, likewise.
     """
 
-    def __init__(self, mlp: Any, weight_2FH: Tensor, sum_2FH: Tensor) -> None:
+    def __init__(self, layers: Mapping[str, SummedLinear], weight_2FH: Tensor, sum_2FH: Tensor) -> None:
         super().__init__()
-        self.gate_proj, self.up_proj, self.down_proj = mlp.gate_proj, mlp.up_proj, mlp.down_proj
+        for name, layer in layers.items():
+            self.add_module(name, layer)
+        *_, self._down = layers
         self.weight_2FH, self.sum_2FH = weight_2FH, sum_2FH
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the MLP's output."""
-        down = self.down_proj
+        down: Any = getattr(self, self._down)
         output: Tensor = _GatedMlp.apply(x, self.weight_2FH, down.weight, self.sum_2FH, down.sum_OI)
         return output
 
@@ -203,19 +205,20 @@ class _GatedMlp(torch.autograd.Function):
 
 def gate_in_products(module: nn.Module) -> None:
     """Replace the MLPs of a model's blocks for which that is the same; after `sum_in_products`."""
+    family = family_in(module)
     for block in blocks(module).values():
         for name, mlp in list(block.named_modules()):
-            if type(mlp).__name__ in MLPS and (gated := _gated(mlp)) is not None:
+            if type(mlp).__name__ in family.gated_mlps and (gated := _gated(mlp, family)) is not None:
                 block.set_submodule(name, gated)
 
 
-def _gated(mlp: Any) -> GatedMlp | None:
-    layers = [mlp.gate_proj, mlp.up_proj, mlp.down_proj]
-    if not all(isinstance(layer, SummedLinear) and layer.bias is None for layer in layers):
+def _gated(mlp: Any, family: Family) -> GatedMlp | None:
+    layers = {name: getattr(mlp, name) for name in (*family.gate_up.parts, *family.down.parts)}
+    if not all(isinstance(layer, SummedLinear) and layer.bias is None for layer in layers.values()):
         return None
-    sizes = mlp.down_proj.weight.shape
-    fits = mlp.down_proj.weight.dtype == torch.bfloat16 and all(size % ALIGNED == 0 for size in sizes)
+    *same_input, down = layers.values()
+    fits = down.weight.dtype == torch.bfloat16 and all(size % ALIGNED == 0 for size in down.weight.shape)
     if not fits or float(mlp.act_fn(torch.ones(()))) != float(nn.functional.silu(torch.ones(()))):
         return None
-    joint = joint_views([getattr(mlp, name) for name in FUSED["gate_up_proj"]])
-    return None if joint is None else GatedMlp(mlp, *joint)
+    joint = joint_views(same_input)
+    return None if joint is None else GatedMlp(layers, *joint)

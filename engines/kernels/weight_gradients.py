@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from engines.weights.layout import FUSED, blocks, fused_view
+from engines.weights.layout import blocks, family_in, fused_view
 
 
 class SummedLinear(nn.Linear):
@@ -117,13 +117,14 @@ def sum_in_products(module: nn.Module, optimizer: Any) -> None:
         return
     groups = zip(optimizer.bf16_groups, optimizer.fp32_groups_gradients, strict=True)
     sums = {weight: sum_ for group in groups for weight, sum_ in zip(*group, strict=True)}
+    same_input = family_in(module).query_key_value.parts
     for block in blocks(module).values():
         for name, linear in list(block.named_modules()):
             if type(linear) is nn.Linear and linear.weight in sums:
                 sum_OI = _alone(sums[linear.weight].view(linear.weight.shape))
                 block.set_submodule(name, SummedLinear(linear, sum_OI))
         for attention in block.modules():
-            _join([getattr(attention, name, None) for name in FUSED["qkv_proj"]])
+            _join([getattr(attention, name, None) for name in same_input])
     for head in module.modules():
         if hasattr(head, "sum_VH") and head.weight in sums:
             head.sum_VH = _alone(sums[head.weight].view(head.weight.shape))

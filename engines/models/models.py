@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 from engines.batches.packing import PackedBatch
 from engines.kernels.lm_head import Reference, selected_logprobs, selected_logprobs_and_kl
 from engines.models.compile import prepare_compiler
-from engines.weights.layout import blocks
+from engines.weights.layout import blocks, family_in
 
 
 class PackedPolicy(nn.Module):
@@ -27,7 +27,7 @@ class PackedPolicy(nn.Module):
     def __init__(self, lm: PreTrainedModel, keep_logits: bool = False) -> None:
         super().__init__()
         self.lm = lm
-        self.head = LogprobHead(lm.lm_head, keep_logits)
+        self.head = LogprobHead(language_head(lm), keep_logits)
 
     def forward(
         self, batch: PackedBatch, temperature: float, reference: Reference | None = None
@@ -42,6 +42,11 @@ class PackedPolicy(nn.Module):
     def hidden(self, batch: PackedBatch) -> torch.Tensor:
         """Return the final hidden states_TH of the tokens that predict the response."""
         return _hidden_states(self.lm.base_model, batch).index_select(0, batch.predict_T)
+
+
+def language_head(lm: nn.Module) -> Any:
+    """Return the language head of a causal LM."""
+    return lm.get_submodule(family_in(lm).language_head)
 
 
 class LogprobHead(nn.Module):

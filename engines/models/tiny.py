@@ -8,9 +8,10 @@ from __future__ import annotations
 from pathlib import Path
 
 import torch
-from transformers import GenerationConfig, Qwen3Config, Qwen3ForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 
 from configs.sections.model import TinyModel
+from engines.families.tiny import MODEL_TYPE, tiny_settings
 from penstock.base.files import share_weights_of
 
 
@@ -21,16 +22,9 @@ def make_tiny_model(folder: Path, tiny: TinyModel, vocabulary: int, eos: int, pa
         vocabulary: rows of the embedding; a multiple of 64 lets vLLM share it.
         eos: token id that ends a response; pad: the tokenizer's padding id.
     """
-    config = Qwen3Config(
-        vocab_size=vocabulary,
-        hidden_size=tiny.hidden_size,
-        intermediate_size=tiny.intermediate_size,
-        num_hidden_layers=tiny.layers,
-        num_attention_heads=tiny.heads,
-        num_key_value_heads=tiny.kv_heads,
-        head_dim=tiny.hidden_size // tiny.heads,
-        max_position_embeddings=tiny.max_positions,
-        tie_word_embeddings=tiny.tie_embeddings,
+    config = AutoConfig.for_model(
+        MODEL_TYPE,
+        **tiny_settings(tiny, vocabulary),
         initializer_range=tiny.hidden_size**-0.5,  # the usual 0.02 suits widths of thousands and learns slowly at 96
         eos_token_id=eos,
         pad_token_id=pad,
@@ -38,7 +32,7 @@ def make_tiny_model(folder: Path, tiny: TinyModel, vocabulary: int, eos: int, pa
     )
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model = Qwen3ForCausalLM(config)
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     model.generation_config = GenerationConfig(eos_token_id=eos, pad_token_id=pad)
     model.save_pretrained(folder)
     share_weights_of(folder)

@@ -38,6 +38,7 @@ from engines.commands.reference import (
     TokenValuesAndKl,
     WriteActor,
 )
+from engines.models.models import language_head
 from engines.ranks.forward import per_token
 from engines.ranks.handlers import carries_out
 from engines.ranks.models import RankModels
@@ -143,7 +144,7 @@ def head_of_reference(models: RankModels) -> torch.Tensor:
 def keep_head(models: RankModels) -> None:
     """Where the reference is in another group: copy the actor's language head, at a moment when they are the same."""
     if models.config.algorithm.full_kl and models.config.actor.lora is None:
-        with _whole(models.lm.lm_head.weight) as values:
+        with _whole(language_head(models.lm).weight) as values:
             models.reference_head = values.detach().clone()
 
 
@@ -210,7 +211,7 @@ def load_reference(models: RankModels, folder: Path) -> None:
     if "reference" in models.frozen:
         _read_reference(models, str(path))
     elif models.reference_head is not None:
-        head = models.lm.lm_head.weight
+        head = language_head(models.lm).weight
         (name,) = (name for name, parameter in _parameters(models.lm).items() if parameter is head)
         _read_into({name: models.reference_head}, str(path))
 

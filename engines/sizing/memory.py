@@ -42,7 +42,6 @@ GRADIENT = 4  # bytes: gradients are summed up in float32
 KV_BLOCK = 128  # tokens; vLLM hands out whole blocks
 USEFUL_SEQUENCES = 16  # with room for fewer a rollout hardly moves
 ROOM_TO_STAY = 0.92  # share of free memory that an estimate may fill with a KV cache that stays; gaps need the rest
-GATED = ("llama", "mistral", "qwen2", "qwen3")  # model types whose MLPs engines/kernels/gated_mlp.py replaces
 SCORED_TOKENS = 16384  # of a reward model's micro-batch
 
 PHASES = {"actor": "update of the actor", "critic": "update of the critic", "sft": "supervised warm-up"}
@@ -249,7 +248,7 @@ def _update(name: str, trainer: TrainerConfig, config: TrainConfig, rank: Rank, 
     compiled = rank.device == "cuda" and stage < 3
     # Where DeepSpeed has the optimizer with sums (engines/kernels/weight_gradients.py), for all parameters of the
     # blocks.
-    gated = rank.gated_products and stage < 2 and width == 2 and trainer.lora is None and shape.model_type in GATED
+    gated = rank.gated_products and stage < 2 and width == 2 and trainer.lora is None and bool(shape.family.gated_mlps)
     kept = kept_bytes(shape, width, rank.device, compiled, tokens, responses, recomputed.activations, keys, gated)
     block = in_flight_bytes(shape, width, tokens)
     if recomputed.activations:  # one block at a time is whole again

@@ -21,7 +21,7 @@ from engines.weights.buckets import in_buckets, numels_of, one_ahead
 from engines.weights.checksum import word_sum
 from engines.weights.gather import Gathering, Shards, staging
 from engines.weights.joint import Joint
-from engines.weights.layout import fused_view, in_plan_order
+from engines.weights.layout import fused_view
 from engines.weights.loader import Binding
 from engines.weights.lora import adapted_layers
 from engines.weights.placing import Differences, Placement, refuse, wrong_names
@@ -90,7 +90,7 @@ class Sender:
 
     def __init__(self, lm: nn.Module, joint: Joint | None) -> None:
         self._joint, self._sharded = joint, hasattr(next(lm.parameters()), "ds_id")
-        self._numels, dtype = numels_of(in_plan_order(shapes_of(lm))), next(lm.parameters()).dtype
+        self._numels, dtype = numels_of(shapes_of(lm)), next(lm.parameters()).dtype
         buckets = in_buckets(self._numels, dtype.itemsize)
         self._source = ShardedSource(lm, buckets) if self._sharded else FlatSource(lm, buckets)
         self._bytes = sum(self._numels.values()) * dtype.itemsize
@@ -129,7 +129,7 @@ class Receiver:
     def __init__(
         self, model: Any, binding: Binding, lm: nn.Module, storage: Mapping[str, torch.Tensor], joint: Joint
     ) -> None:
-        self._joint, self._storage, self._shapes = joint, storage, in_plan_order(shapes_of(lm))
+        self._joint, self._storage, self._shapes = joint, storage, shapes_of(lm)
         self._placement, self._numels = Placement(model, binding, self._shapes), numels_of(self._shapes)
         first = next(model.parameters())
         self._empty = torch.empty(0, dtype=first.dtype, device=first.device)

@@ -20,7 +20,6 @@ from torch import nn
 
 from engines.weights.buckets import in_buckets, numels_of, one_ahead
 from engines.weights.checksum import range_sums, word_sum
-from engines.weights.layout import in_plan_order
 from engines.weights.loader import Binding
 from engines.weights.placing import Differences, Placement, refuse, wrong_names
 from engines.weights.slices import shapes_of
@@ -111,7 +110,7 @@ class GatherReshard:
     """
 
     def __init__(self, model: Any, binding: Binding, lm: nn.Module) -> None:
-        self._shapes = in_plan_order(shapes_of(lm))
+        self._shapes = shapes_of(lm)
         self._placement, self._shards = Placement(model, binding, self._shapes), Shards(lm)
         self._numels = numels_of(self._shapes)
         self._direct = {name: view for name in self._numels if (view := self._placement.whole_view(name)) is not None}

@@ -17,7 +17,6 @@ import torch
 from torch import nn
 
 from engines.groups import interface
-from engines.weights.layout import in_plan_order
 from engines.weights.slices import shapes_of
 
 
@@ -48,7 +47,7 @@ def join(store: Any, rank: int, size: int, device: torch.device, lm: nn.Module, 
     Raises:
         RuntimeError: sender and receivers hold different models; collectives of other sizes would hang.
     """
-    layout = layout_digest(in_plan_order(shapes_of(lm)), next(lm.parameters()).dtype)
+    layout = layout_digest(shapes_of(lm), next(lm.parameters()).dtype)
     store.set(f"layout/{rank}", layout)
     if any(store.get(f"layout/{other}").decode() != layout for other in range(size)):
         raise RuntimeError("actor and rollout group hold models of different parameters, shapes or dtypes")

@@ -2,6 +2,7 @@
 
 vLLM fuses some of Hugging Face's matrices (q, k, v; gate, up). If the parts lie next to each other in one buffer, the
 fused matrix is a view of it. DeepSpeed flattens parameters in the optimizer's order, so that order is ours to choose.
+What is fused, and what it is called on both sides, is the family's (engines/families/table.py).
 Left out: which rows of a fused matrix an engine of several ranks holds (slices.py).
 """
 
@@ -15,9 +16,9 @@ from typing import TypeVar
 import torch
 from torch import nn
 
-T = TypeVar("T")
+from engines.families.table import Family, family_of
 
-FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -28,7 +29,13 @@ class FusedParameter:
     parts: tuple[str, ...]
 
 
-def plan(names: Iterable[str]) -> list[FusedParameter]:
+def family_in(model: nn.Module) -> Family:
+    """Return the family of a Hugging Face model, also of a wrapped one; what is usual if it has no configuration."""
+    types = (getattr(getattr(module, "config", None), "model_type", None) for module in model.modules())
+    return family_of(next((model_type for model_type in types if model_type), ""))
+
+
+def plan(names: Iterable[str], family: Family) -> list[FusedParameter]:
     """Group Hugging Face parameter names as vLLM fuses them, in the order that makes each group adjacent."""
     known = list(names)
     result: list[FusedParameter] = []
@@ -36,31 +43,31 @@ def plan(names: Iterable[str]) -> list[FusedParameter]:
     for name in known:
         if name in done:
             continue
-        fused = _fused_group(name, set(known))
+        fused = _fused_group(name, set(known), family)
         result.append(fused)
         done.update(fused.parts)
     return result
 
 
-def _fused_group(name: str, known: set[str]) -> FusedParameter:
+def _fused_group(name: str, known: set[str], family: Family) -> FusedParameter:
     *scope, module, leaf = name.split(".") if name.count(".") else ("", name, "")
-    for fused, parts in FUSED.items():
-        if module == parts[0]:
-            group = tuple(".".join([*scope, part, leaf]) for part in parts)
+    for linear in family.linears:
+        if module in linear.parts:
+            group = tuple(".".join([*scope, part, leaf]) for part in linear.parts)
             if known.issuperset(group):
-                return FusedParameter(".".join([*scope, fused, leaf]), group)
+                return FusedParameter(".".join([*scope, linear.served, leaf]), group)
     return FusedParameter(name, (name,))
 
 
-def in_plan_order(named: Mapping[str, T]) -> dict[str, T]:
+def in_plan_order(named: Mapping[str, T], family: Family) -> dict[str, T]:
     """Return what belongs to Hugging Face parameters in the order of the flat buffer."""
-    return {part: named[part] for fused in plan(named) for part in fused.parts}
+    return {part: named[part] for fused in plan(named, family) for part in fused.parts}
 
 
 def ordered_parameters(lm: nn.Module) -> list[nn.Parameter]:
     """Return what is trained in plan order: hand it to the optimizer like this and fused groups lie together."""
     trained = {name: parameter for name, parameter in lm.named_parameters() if parameter.requires_grad}
-    return list(in_plan_order(trained).values())
+    return list(in_plan_order(trained, family_in(lm)).values())
 
 
 def flatten_in_place(parameters: list[nn.Parameter]) -> torch.Tensor:
@@ -78,11 +85,10 @@ def flatten_in_place(parameters: list[nn.Parameter]) -> torch.Tensor:
 def flat_storage(
     shapes: Mapping[str, Sequence[int]], dtype: torch.dtype, device: torch.device
 ) -> dict[str, torch.Tensor]:
-    """Return one zeroed buffer as parameters in plan order: what the trainer's flat buffer looks like elsewhere."""
-    ordered = in_plan_order(shapes)
-    sizes = [math.prod(shape) for shape in ordered.values()]
+    """Return one zeroed buffer as parameters of these shapes, in plan order: the trainer's flat buffer elsewhere."""
+    sizes = [math.prod(shape) for shape in shapes.values()]
     parts = torch.zeros(sum(sizes), dtype=dtype, device=device).split(sizes)
-    return {name: part.view(*shape) for (name, shape), part in zip(ordered.items(), parts, strict=True)}
+    return {name: part.view(*shape) for (name, shape), part in zip(shapes.items(), parts, strict=True)}
 
 
 def fused_view(parts: list[torch.Tensor]) -> torch.Tensor | None:

@@ -18,10 +18,9 @@ import torch
 from torch import nn
 
 from engines.families.served import unserved
+from engines.families.table import Family, family_of
 from engines.weights.layout import fused_view
 from engines.weights.slices import Counterpart, Shapes, counterparts
-
-HEAD = "lm_head.weight"  # a parameter of its own unless it is tied
 
 
 @dataclass(frozen=True)
@@ -32,7 +31,9 @@ class Binding:
     copied: tuple[Counterpart, ...]  # with storage of their own, which a reshard writes and compares
 
 
-def bind(vllm_model: nn.Module, shapes: Shapes, storage: Mapping[str, torch.Tensor], dtype: torch.dtype) -> Binding:
+def bind(
+    vllm_model: nn.Module, shapes: Shapes, storage: Mapping[str, torch.Tensor], dtype: torch.dtype, family: Family
+) -> Binding:
     """Point vLLM's parameters at storage that holds their slices side by side; the others get storage of their own.
 
     Args:
@@ -40,11 +41,12 @@ def bind(vllm_model: nn.Module, shapes: Shapes, storage: Mapping[str, torch.Tens
         shapes: whole shapes of all Hugging Face parameters.
         storage: the parameters whose storage may be shared, at their final addresses.
         dtype: of the Hugging Face parameters.
+        family: says what they are called in vLLM.
 
     Raises:
         UserError: a parameter on either side has no counterpart of its dtype on the other.
     """
-    theirs, known = dict(vllm_model.named_parameters()), counterparts(vllm_model, shapes)
+    theirs, known = dict(vllm_model.named_parameters()), counterparts(vllm_model, shapes, family)
     _check_complete(vllm_model, known, shapes, dtype)
     shared, copied = [], []
     for counterpart in known:
@@ -132,11 +134,13 @@ def register_loader(name: str, shapes: Shapes, storage: Mapping[str, torch.Tenso
         def load_model(self, vllm_config: Any, model_config: Any, prefix: str = "") -> nn.Module:
             """Initialise, bind, and finish as vLLM expects."""
             device = torch.device(vllm_config.device_config.device)
-            tie_embeddings_as_trained(model_config, tied=HEAD not in shapes)
+            family = family_of(model_config.hf_config.model_type)
+            # The head is a parameter of its own unless it is tied.
+            tie_embeddings_as_trained(model_config, tied=f"{family.language_head}.weight" not in shapes)
             with set_default_torch_dtype(model_config.dtype):
                 with device, without_storage():
                     model = initialize_model(vllm_config=vllm_config, model_config=model_config, prefix=prefix)
-                result.append(bind(model, shapes, storage, model_config.dtype))
+                result.append(bind(model, shapes, storage, model_config.dtype, family))
                 before = held(model)
                 process_weights_after_loading(model, model_config, device)
             if made := [name for name, place in held(model).items() if before.get(name) != place]:

@@ -26,7 +26,7 @@ from torch import nn
 
 from configs.sections.trainer import LoraConfig
 from engines.weights.checksum import word_sum
-from engines.weights.layout import blocks, flatten_in_place, plan
+from engines.weights.layout import blocks, family_in, flatten_in_place, plan
 from penstock.base.errors import UserError
 from penstock.base.files import share_weights_of
 
@@ -140,7 +140,7 @@ def lay_fused_together(lm: nn.Module) -> None:
     Trained parameters get their place from DeepSpeed. One group at a time exists twice.
     """
     resting = resting_parameters(lm)
-    for fused in plan(resting):
+    for fused in plan(resting, family_in(lm)):
         if len(fused.parts) > 1 and not any(resting[part].requires_grad for part in fused.parts):
             flatten_in_place([resting[part] for part in fused.parts])
 

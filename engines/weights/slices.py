@@ -17,7 +17,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from engines.weights.layout import FUSED, FusedParameter, plan
+from engines.families.table import Family
+from engines.weights.layout import FusedParameter, family_in, in_plan_order, plan
 from engines.weights.lora import base_parameters
 
 Shapes = Mapping[str, Sequence[int]]
@@ -51,7 +52,7 @@ class Counterpart:
 
 
 def shapes_of(lm: nn.Module) -> dict[str, tuple[int, ...]]:
-    """Return the whole shape of every parameter whose layout vLLM shares, also where ZeRO-3 keeps a shard.
+    """Return the whole shape of every parameter whose layout vLLM shares, in plan order, also of shards of ZeRO-3.
 
     Adapters are left out: what vLLM holds is merged. So are transposed matrices (GPT-2's Conv1D): a square one could
     not be told from its transpose.
@@ -59,14 +60,15 @@ def shapes_of(lm: nn.Module) -> dict[str, tuple[int, ...]]:
     from transformers.pytorch_utils import Conv1D
 
     transposed = {name for name, module in lm.named_modules() if isinstance(module, Conv1D)}
-    return {
+    shapes = {
         name: tuple(getattr(parameter, "ds_shape", parameter.shape))
         for name, parameter in base_parameters(lm).items()
         if name.rpartition(".")[0] not in transposed
     }
+    return in_plan_order(shapes, family_in(lm))
 
 
-def counterparts(vllm_model: nn.Module, shapes: Shapes) -> list[Counterpart]:
+def counterparts(vllm_model: nn.Module, shapes: Shapes, family: Family) -> list[Counterpart]:
     """Return vLLM's parameters on this rank whose layout is known, in plan order.
 
     Args:
@@ -74,19 +76,24 @@ def counterparts(vllm_model: nn.Module, shapes: Shapes) -> list[Counterpart]:
         shapes: whole shapes of the Hugging Face parameters by name.
     """
     theirs, found = dict(vllm_model.named_parameters()), []
-    for fused in plan(shapes):
+    for fused in plan(shapes, family):
         if fused.name not in theirs or not all(shapes[part] for part in fused.parts):
             continue
         layer = vllm_model.get_submodule(fused.name.rpartition(".")[0])
-        slices = _slices(layer, fused, theirs[fused.name].shape, shapes)
+        slices = _slices(layer, fused, theirs[fused.name].shape, {part: shapes[part] for part in fused.parts}, family)
         if slices is not None:
             found.append(Counterpart(fused.name, slices))
     return found
 
 
-def _slices(layer: nn.Module, fused: FusedParameter, target: torch.Size, shapes: Shapes) -> tuple[Slice, ...] | None:
-    """Return the slices of one parameter of `layer`; None if the class or a size is not what is known here."""
-    ranges = list(_ranges(layer, fused, [shapes[part] for part in fused.parts]))
+def _slices(
+    layer: nn.Module, fused: FusedParameter, target: torch.Size, shapes: Shapes, family: Family
+) -> tuple[Slice, ...] | None:
+    """Return the slices of one parameter of `layer`; None if the class or a size is not what is known here.
+
+    `shapes`: of its parts.
+    """
+    ranges = list(_ranges(layer, fused, list(shapes.values()), family))
     parts = fused.parts * len(ranges) if len(fused.parts) == 1 else fused.parts
     if not ranges or len(ranges) != len(parts):
         return None
@@ -104,7 +111,9 @@ def _slices(layer: nn.Module, fused: FusedParameter, target: torch.Size, shapes:
     return tuple(slices) if filled == target[dim] or _padded(layer) and filled < target[dim] else None
 
 
-def _ranges(layer: nn.Module, fused: FusedParameter, wholes: list[Sequence[int]]) -> Iterator[tuple[int, int, int]]:
+def _ranges(
+    layer: nn.Module, fused: FusedParameter, wholes: list[Sequence[int]], family: Family
+) -> Iterator[tuple[int, int, int]]:
     """Yield (dim, first index, length) of each part on this rank, of a single part that is fused of each stretch.
 
     Nothing for a layer class that is not known.
@@ -115,16 +124,17 @@ def _ranges(layer: nn.Module, fused: FusedParameter, wholes: list[Sequence[int]]
     kind, weight, rows = type(layer), not fused.name.endswith(".bias"), [whole[0] for whole in wholes]
     owner: Any = layer
     if kind is linear.QKVParallelLinear:
-        yield from _stretches(fused, rows, _heads(layer))
+        yield from _stretches(rows, _heads(layer), _stacked(fused, family))
     elif kind is linear.MergedColumnParallelLinear:
-        yield from _stretches(fused, rows, [_share(layer, size) for size in owner.output_sizes])
+        held = [_share(layer, size) for size in owner.output_sizes]
+        yield from _stretches(rows, held, _stacked(fused, family))
     elif kind is linear.ColumnParallelLinear:
         yield from ((0, *_share(layer, count)[1:]) for count in rows)
     elif kind is linear.RowParallelLinear and weight:
         yield from ((1, *_share(layer, whole[1])[1:]) for whole in wholes)
     elif kind in (VocabParallelEmbedding, ParallelLMHead):
-        held = owner.shard_indices
-        first, end = held.org_vocab_start_index, held.org_vocab_end_index
+        indices = owner.shard_indices
+        first, end = indices.org_vocab_start_index, indices.org_vocab_end_index
         yield from ((0, first, end - first) for count in rows if count == owner.org_vocab_size)
     elif kind in (linear.RowParallelLinear, linear.ReplicatedLinear) or not isinstance(layer, linear.LinearBase):
         yield from ((0, 0, count) for count in rows)
@@ -148,15 +158,20 @@ def _heads(layer: Any) -> list[tuple[int, int, int]]:
     return held
 
 
-def _stretches(
-    fused: FusedParameter, rows: list[int], held: list[tuple[int, int, int]]
-) -> Iterator[tuple[int, int, int]]:
-    """Yield (dim, first, length) of what a rank holds of stacked matrices; nothing if they are not of those sizes.
+def _stacked(fused: FusedParameter, family: Family) -> bool:
+    """Whether the rows of one matrix are in vLLM's order: if it has vLLM's name, or a row of the table says so.
 
-    Hugging Face has them apart, or stacked as one under vLLM's own name. Under another name a model may have an order
-    of rows of its own.
+    Under another name a model may have an order of rows of its own.
     """
-    sizes, stacked = [whole for whole, _, _ in held], fused.name.split(".")[-2:-1][0] in FUSED
+    return fused.name.split(".")[-2] in (family.query_key_value.served, family.gate_up.served)
+
+
+def _stretches(rows: list[int], held: list[tuple[int, int, int]], stacked: bool) -> Iterator[tuple[int, int, int]]:
+    """Yield (dim, first, length) of what a rank holds of matrices that vLLM stacks; nothing if the sizes are others.
+
+    Hugging Face has them apart, or `stacked` as one.
+    """
+    sizes = [whole for whole, _, _ in held]
     if rows == sizes:
         yield from ((0, first, length) for _, first, length in held)
     elif rows == [sum(sizes)] and stacked:

@@ -10,6 +10,7 @@ from configs.sections.run import Role
 from configs.sections.trainer import TrainerConfig
 from engines.families.architecture import check_architecture
 from engines.families.shape import ModelShape, layer_names, read_shape, weight_shapes
+from engines.families.tiny import tiny_shape
 from penstock.base.errors import UserError
 
 
@@ -87,12 +88,17 @@ def check_targets(config: TrainConfig) -> None:
         trainer: TrainerConfig | None = getattr(config, key)
         if trainer is None or trainer.lora is None:
             continue
-        known = set(tiny_shape(config).matrices) if path is None else layer_names(Path(path))
+        known = layer_names(Path(path)) if path is not None else _tiny_layers(config)
         if unknown := sorted(set(trainer.lora.targets or ()) - known):
             raise UserError(
                 f"{key}.lora.targets names '{unknown[0]}', and the model has no such layer",
                 f"name linear layers of its blocks: {', '.join(sorted(known))}",
             )
+
+
+def _tiny_layers(config: TrainConfig) -> set[str]:
+    assert config.model.tiny is not None
+    return set(tiny_shape(config.model.tiny).matrices)
 
 
 def check_chat(config: TrainConfig) -> None:
@@ -135,27 +141,5 @@ def shape_of(config: TrainConfig, role: Role = "actor") -> ModelShape:
         return read_shape(Path(config.critic.path))
     if role == "reward":
         return read_shape(Path(str(config.reward.model)))
-    return tiny_shape(config) if config.model.tiny is not None else read_shape(Path(str(config.model.path)))
-
-
-def tiny_shape(config: TrainConfig) -> ModelShape:
-    """Return the sizes of the tiny model that the run will make."""
     tiny = config.model.tiny
-    assert tiny is not None
-    vocabulary, head = 64, tiny.hidden_size // tiny.heads
-    attention = 2 * tiny.hidden_size * head * (tiny.heads + tiny.kv_heads) + 2 * head
-    block = attention + 3 * tiny.hidden_size * tiny.intermediate_size + 2 * tiny.hidden_size
-    embeddings = vocabulary * tiny.hidden_size * (1 if tiny.tie_embeddings else 2)
-    return ModelShape(
-        parameters=tiny.layers * block + embeddings + tiny.hidden_size,
-        layers=tiny.layers,
-        hidden_size=tiny.hidden_size,
-        intermediate_size=tiny.intermediate_size,
-        heads=tiny.heads,
-        kv_heads=tiny.kv_heads,
-        head_size=head,
-        vocabulary=vocabulary,
-        positions=tiny.max_positions,
-        query_key_norms=True,
-        model_type="qwen3",
-    )
+    return tiny_shape(tiny) if tiny is not None else read_shape(Path(str(config.model.path)))

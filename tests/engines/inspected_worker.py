@@ -24,6 +24,7 @@ import torch
 from engines.batches.packing import Rows, pack
 from engines.commands.message import encode
 from engines.commands.update import Split
+from engines.families import table
 from engines.groups.channel import Tell
 from engines.kernels.weight_gradients import SummedLinear
 from engines.models.loading import gathered_state
@@ -46,6 +47,7 @@ from engines.weights.placing import wrong_names
 from penstock.base.errors import UserError
 from penstock.base.ragged import Ragged
 from tests.engines import scheduling
+from tests.engines.families import renamed
 from tests.engines.plain_commands import command_of
 
 buckets.BUCKET_BYTES = 200_000  # so that a tiny model takes several
@@ -57,6 +59,7 @@ class InspectedWorker(Worker):
     INSPECTIONS = (
         "discard",
         "parameters",
+        "table_of_families",
         "addresses",
         "shards",
         "moments",
@@ -118,6 +121,12 @@ class InspectedWorker(Worker):
         self.models = RankModels(self.models.rank, self.models.world_size, self.models.device)
         self.models.tokenizers, self.models.generations = tokenizers, generations
         gc.collect()
+        return {}
+
+    def table_of_families(self, with_renamed: bool) -> dict[str, Any]:
+        """Let this process know the renamed Llama, and have a row for it or none from now on."""
+        renamed.register()
+        table.FAMILIES = renamed.table_with_row() if with_renamed else renamed.TABLE
         return {}
 
     # ---- the trainer -----------------------------------------------------------------------------------------------

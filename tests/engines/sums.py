@@ -6,7 +6,7 @@ import torch
 from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
 from torch import Tensor, nn
 
-from engines.weights.layout import flatten_in_place, in_plan_order
+from engines.weights.layout import family_in, flatten_in_place, in_plan_order
 
 
 def sums_of(policy: nn.Module, beside: bool = True) -> tuple[BF16_Optimizer, dict[str, Tensor]]:
@@ -14,7 +14,8 @@ def sums_of(policy: nn.Module, beside: bool = True) -> tuple[BF16_Optimizer, dic
 
     They lie as the trainer has them, those of the same input `beside` each other, or the other way round.
     """
-    trained = in_plan_order({name: value for name, value in policy.named_parameters() if value.requires_grad})
+    named = {name: value for name, value in policy.named_parameters() if value.requires_grad}
+    trained = in_plan_order(named, family_in(policy))
     trained = trained if beside else dict(reversed(trained.items()))
     flatten_in_place(list(trained.values()))
     sizes = [parameter.numel() for parameter in trained.values()]

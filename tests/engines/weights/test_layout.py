@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from engines.families.table import USUAL
 from engines.weights.layout import (
     FusedParameter,
     flat_storage,
@@ -18,14 +19,14 @@ from tests.engines.weights.modules import Attention
 
 def test_the_plan_puts_fused_parts_together_and_drops_none() -> None:
     """Weights and biases fuse separately, in vLLM's row order; whatever is not fused keeps its place."""
-    assert plan(name for name, _ in Attention().named_parameters()) == [
+    assert plan((name for name, _ in Attention().named_parameters()), USUAL) == [
         FusedParameter("qkv_proj.weight", ("q_proj.weight", "k_proj.weight", "v_proj.weight")),
         FusedParameter("qkv_proj.bias", ("q_proj.bias", "k_proj.bias", "v_proj.bias")),
         FusedParameter("o_proj.weight", ("o_proj.weight",)),
     ]
     names = ["model.layers.0.mlp.gate_proj.weight", "model.layers.0.mlp.up_proj.weight", "lm_head.weight"]
-    assert [fused.name for fused in plan(names)] == ["model.layers.0.mlp.gate_up_proj.weight", "lm_head.weight"]
-    assert plan(["q_proj.weight"]) == [FusedParameter("q_proj.weight", ("q_proj.weight",))]
+    assert [fused.name for fused in plan(names, USUAL)] == ["model.layers.0.mlp.gate_up_proj.weight", "lm_head.weight"]
+    assert plan(["q_proj.weight"], USUAL) == [FusedParameter("q_proj.weight", ("q_proj.weight",))]
 
 
 def test_a_fused_view_exists_only_over_neighbours_in_order() -> None:

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 
+from engines.families.table import USUAL
 from engines.weights.layout import flatten_in_place, ordered_parameters
 from engines.weights.loader import Binding, bind, held, without_storage
 from engines.weights.local import LocalReshard
@@ -22,7 +23,7 @@ def _bound(share: bool = True, o_rows: int = 8, flat: bool = True) -> tuple[Atte
     with without_storage():
         theirs = FusedAttention(o_rows)
     storage = {name: parameter.data for name, parameter in ours.named_parameters()} if share else {}
-    return ours, theirs, bind(theirs, shapes_of(ours), storage, torch.float32)
+    return ours, theirs, bind(theirs, shapes_of(ours), storage, torch.float32, USUAL)
 
 
 def test_binding_shares_storage_and_allocates_none_before() -> None:
@@ -48,12 +49,12 @@ def test_a_parameter_without_a_counterpart_is_refused_on_either_side() -> None:
     ours, theirs = Attention(), FusedAttention()
     theirs.extra = nn.Parameter(torch.zeros(3))
     with pytest.raises(UserError, match=r"without a known counterpart: 1 of vLLM's \(extra\):"):
-        bind(theirs, shapes_of(ours), {}, torch.float32)
+        bind(theirs, shapes_of(ours), {}, torch.float32, USUAL)
     shapes = {**shapes_of(ours), "scale": (3,)}
     with pytest.raises(UserError, match=r"without a known counterpart: 1 of the model's \(scale\):"):
-        bind(FusedAttention(), shapes, {}, torch.float32)
+        bind(FusedAttention(), shapes, {}, torch.float32, USUAL)
     with pytest.raises(UserError, match="3 of vLLM's"):  # of another dtype: no bits to compare
-        bind(FusedAttention().double(), shapes_of(ours), {}, torch.float32)
+        bind(FusedAttention().double(), shapes_of(ours), {}, torch.float32, USUAL)
 
 
 def test_a_reshard_that_leaves_a_slice_out_is_refused() -> None:

@@ -23,7 +23,8 @@ from transformers import AutoModelForCausalLM
 from configs.schema import TrainConfig
 from configs.sections.trainer import LoraConfig
 from engines.batches.packing import pack
-from engines.families.shape import FUSED, ModelShape, read_shape
+from engines.families.shape import ModelShape, read_shape
+from engines.families.table import USUAL
 from engines.models.loading import load_causal_lm, load_reward_model
 from engines.models.models import PackedPolicy
 from engines.sizing.flops import forward_flops, training_flops
@@ -242,7 +243,7 @@ def test_frozen_matrices_that_vllm_fuses_lie_together(folder_of: FolderOf) -> No
 
     def views() -> dict[str, bool]:
         named = base_parameters(lm)
-        groups = [fused for fused in plan(named) if len(fused.parts) > 1]
+        groups = [fused for fused in plan(named, USUAL) if len(fused.parts) > 1]
         return {fused.name: fused_view([named[part].data for part in fused.parts]) is not None for fused in groups}
 
     assert not any(views().values())
@@ -287,10 +288,10 @@ def test_sizes_without_torch_are_the_models_own(config: LoraConfig, folder_of: F
     assert shape.trained_parameters(config) == shape.adapter_parameters(config)
     assert (shape.trained_parameters(None), shape.adapter_parameters(None)) == (shape.parameters, 0)
     adapted = adapted_layers(lm)
-    groups = [fused.parts for fused in plan(base_parameters(lm)) if not adapted.keys().isdisjoint(fused.parts)]
+    groups = [fused.parts for fused in plan(base_parameters(lm), USUAL) if not adapted.keys().isdisjoint(fused.parts)]
     whole = sum(base_parameters(lm)[part].numel() for parts in groups for part in parts)
     assert shape.merged_parameters(config) == whole
-    assert sorted(name for fused in FUSED for name in fused) == sorted(shape.matrices)
+    assert sorted(name for linear in USUAL.block for name in linear.parts) == sorted(shape.matrices)
 
 
 BILLION = ModelShape(

@@ -16,6 +16,7 @@ import pytest
 import torch
 from torch import nn
 
+from engines.families.table import USUAL
 from engines.weights.slices import counterparts
 
 HIDDEN = 16
@@ -39,7 +40,7 @@ def as_rank() -> Iterator[Callable[[int, int], None]]:
 def _expect_as_loaded(name: str, layer: Any, wholes: dict[str, torch.Tensor], shards: list[Any]) -> None:
     """Compare slices with the layer's own weight loader, for its weight and, if it has one, its bias."""
     model = nn.ModuleDict({name: layer})
-    found = counterparts(model, {part: whole.shape for part, whole in wholes.items()})
+    found = counterparts(model, {part: whole.shape for part, whole in wholes.items()}, USUAL)
     assert [item.name for item in found] == [key for key, _ in model.named_parameters()]
     for item in found:
         parameter = dict(model.named_parameters())[item.name]
@@ -130,7 +131,8 @@ def test_vocabularies_are_padded_and_cut(vocabulary: int, ranks: int, as_rank: A
             if rank * layer.num_embeddings_per_partition < vocabulary:
                 _expect_as_loaded(name, layer, wholes, [None])
                 continue
-            (item,) = counterparts(nn.ModuleDict({name: layer}), {key: whole.shape for key, whole in wholes.items()})
+            shapes = {key: whole.shape for key, whole in wholes.items()}
+            (item,) = counterparts(nn.ModuleDict({name: layer}), shapes, USUAL)
             assert [piece.length for piece in item.slices] == [0]
 
 
@@ -145,7 +147,7 @@ def test_what_is_not_known_has_no_counterpart(as_rank: Any) -> None:
     parts = {"q_proj.weight": (16, HIDDEN), "k_proj.weight": (8, HIDDEN), "v_proj.weight": (8, HIDDEN)}
 
     def known(layer: nn.Module, shapes: dict[str, tuple[int, ...]], name: str = "qkv_proj") -> int:
-        return len(counterparts(nn.ModuleDict({name: layer}), shapes))
+        return len(counterparts(nn.ModuleDict({name: layer}), shapes, USUAL))
 
     assert known(QKVParallelLinear(HIDDEN, 4, 4, 2, bias=False), parts) == 1
     assert known(Interleaved(HIDDEN, 4, 4, 2, bias=False), parts) == 0

@@ -6,11 +6,12 @@ from dataclasses import replace
 
 import pytest
 
-from configs.schema import TrainConfig
+from configs.sections.model import TinyModel
+from engines.families.tiny import tiny_shape
 from penstock.base.errors import UserError
-from penstock.checks.model import check_tensor_parallel, tiny_shape
+from penstock.checks.model import check_tensor_parallel
 
-SHAPE = replace(tiny_shape(TrainConfig(model={"tiny": {}})), heads=8, kv_heads=2, intermediate_size=96)
+SHAPE = replace(tiny_shape(TinyModel()), heads=8, kv_heads=2, intermediate_size=96)
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 4, 8])

@@ -9,8 +9,8 @@ import pytest
 
 from configs.loading.load import config_from_mapping, load_config
 from engines.families.shape import read_shape
+from engines.families.tiny import tiny_shape
 from engines.models.tiny import make_tiny_model
-from penstock.checks.model import tiny_shape
 from penstock.data.tokenizer import make_byte_tokenizer
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -31,10 +31,11 @@ def test_the_assumed_sizes_are_the_real_ones(tmp_path: Path, tiny: dict[str, Any
     assert config.model.tiny is not None
     vocabulary = make_byte_tokenizer(tmp_path)
     parameters = make_tiny_model(tmp_path, config.model.tiny, vocabulary, eos=1, pad=0, seed=0)
-    assert tiny_shape(config).parameters == parameters
-    assert tiny_shape(config) == read_shape(tmp_path)
+    assert tiny_shape(config.model.tiny).parameters == parameters
+    assert tiny_shape(config.model.tiny) == read_shape(tmp_path)
 
 
 def test_the_quickstart_trains_338784_parameters() -> None:
     """The number that its summary reports."""
-    assert tiny_shape(load_config(ROOT / "configs" / "quickstart.yaml")).parameters == 338_784
+    tiny = load_config(ROOT / "configs" / "quickstart.yaml").model.tiny
+    assert tiny is not None and tiny_shape(tiny).parameters == 338_784

@@ -1,0 +1,150 @@
+"""The table of families: each row is true of the libraries' code, and a new shape is supported by a row alone.
+
+The new shape is a Llama whose layers have other names (renamed.py): transformers builds and vLLM serves it, and only
+the table knows which layers belong together. Control: without the row it is refused, or left as it is.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from configs.schema import TrainConfig
+from configs.sections.trainer import LoraConfig
+from engines.families import table
+from engines.families.shape import read_shape
+from engines.families.table import FAMILIES, USUAL, Family, family_of
+from engines.kernels.gated_mlp import GatedMlp, gate_in_products
+from engines.kernels.weight_gradients import JointProduct, SummedLinear, sum_in_products
+from engines.models.loading import load_causal_lm
+from engines.models.models import PackedPolicy
+from engines.weights.layout import family_in
+from engines.weights.lora import adapted_layers, attach
+from penstock.base.ragged import Ragged
+from tests.engines.families import renamed
+from tests.engines.rows import LOSS, SPLIT, random_rows, write_rows
+from tests.engines.shared_ranks import SMALL, Ranks
+from tests.engines.sums import sums_of
+
+ROLES = ("actor", "rollout")
+EQUAL = 1e-5  # mean difference of log-probs in float32
+SIZES = {"vocab_size": 64, "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1, "pad_token_id": 0}
+HEADS = {"num_attention_heads": 4, "num_key_value_heads": 4}
+
+
+def _modules(model_type: str) -> dict[str, str]:
+    """Classes of a model's modules by their names."""
+    with torch.device("meta"):
+        lm = AutoModelForCausalLM.from_config(AutoConfig.for_model(model_type, **SIZES, **HEADS))
+    return {name: type(module).__name__ for name, module in lm.named_modules()}
+
+
+@pytest.mark.parametrize("model_type", [*(name for row in FAMILIES for name in row.model_types), "gemma", "olmo2"])
+def test_layers_are_called_as_the_table_says(model_type: str) -> None:
+    """In a row, and in two families that are as usual. Control: OPT, which has no row, has others."""
+    parts = {name for linear in family_of(model_type).linears for name in linear.parts}
+    assert parts <= {name.rpartition(".")[2] for name in _modules(model_type)}
+    assert not parts <= {name.rpartition(".")[2] for name in _modules("opt")}
+
+
+@pytest.mark.parametrize("row", FAMILIES, ids=lambda row: row.model_types[0])
+def test_the_mlps_that_kernels_replace_are_the_families_own(row: Family) -> None:
+    """The memory estimate goes by the model's type, the kernels by the class: both find it in the row.
+
+    Control: two types with other MLPs have none of these classes, and no row that says so.
+    """
+    for model_type in row.model_types:
+        assert len(set(_modules(model_type).values()) & set(row.gated_mlps)) == len(row.gated_mlps)
+    for other in ("gemma2", "phi3"):
+        assert not set(_modules(other).values()) & set(row.gated_mlps) and family_of(other).gated_mlps == ()
+
+
+def test_no_type_has_two_rows_and_one_without_a_row_is_as_usual() -> None:
+    types = [name for row in FAMILIES for name in row.model_types]
+    assert len(types) == len(set(types))
+    assert family_of("unheard_of") is USUAL and family_of("llama") is not USUAL
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """The new shape."""
+    return renamed.write(tmp_path / "model")
+
+
+@pytest.fixture
+def row(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its row in the table."""
+    monkeypatch.setattr(table, "FAMILIES", renamed.table_with_row())
+
+
+def _config(folder: Path) -> TrainConfig:
+    return TrainConfig.model_validate({**SMALL, "model": {"path": str(folder)}})
+
+
+def _gap(ranks: Ranks) -> float:
+    """Mean difference between vLLM's and the trainer's log-probs."""
+    prompts = Ragged.of([np.arange(3, 3 + length) for length in (1, 4, 7)], np.int32)
+    reply = ranks.ask("rollout_logprobs", prompts=prompts.values_T, offsets=prompts.offsets_B1, tokens=8)[0]
+    return float(np.abs(reply["vllm"] - reply["trainer"]).mean())
+
+
+def _step(ranks: Ranks, folder: Path) -> None:
+    path = write_rows(folder / "rows.parquet", random_rows(8))
+    split = {**SPLIT, "mini_batches": 2, "micro_batch_tokens": 32}
+    ranks.ask("update_actor", path=path, version=0, split=split, loss=LOSS, learning_rate=1e-2)
+
+
+def test_a_new_shape_trains_and_its_weights_reach_vllm_with_a_row_and_is_refused_without(
+    one_rank: Ranks, folder: Path
+) -> None:
+    """Real DeepSpeed and real vLLM: all weights are shared, so the layers that belong together lie together."""
+    config = _config(folder).model_dump(mode="json")
+    arguments = {"config": config, "folder": str(folder), "roles": list(ROLES)}
+    one_rank.ask("discard")
+    one_rank.ask("table_of_families", with_renamed=False)
+    error = one_rank.ask("refusal", of="build", arguments=arguments)[0]["error"]
+    assert "LlamaForCausalLM has parameters without a known counterpart" in error and "w" in error
+    one_rank.ask("table_of_families", with_renamed=True)
+    built = one_rank.build(folder, ROLES)
+    assert built.parameters_copied == 0 and built.parameters_shared == one_rank.ask("mismatches")[0]["of"] > 0
+    before = one_rank.parameters()
+    _step(one_rank, folder)
+    one_rank.ask("reshard", version=1)
+    assert one_rank.ask("mismatches")[0]["names"] == [] and _gap(one_rank) < EQUAL
+    assert all((value - before[name]).abs().max() > 1e-3 for name, value in one_rank.parameters().items())
+    one_rank.ask("table_of_families", with_renamed=False)
+
+
+def test_what_is_counted_without_torch_goes_by_the_row(row: None, folder: Path) -> None:
+    """Names of layers that get adapters, and the matrices that vLLM cannot share with the base. Control: no row."""
+    shape, lora = read_shape(folder), LoraConfig(targets=["wq", "w2"])
+    assert set(shape.matrices) == {name for linear in renamed.ROW.block for name in linear.parts}
+    touched = sum(rows * columns for name in ("wq", "wk", "wv", "w2") for rows, columns in [shape.matrices[name]])
+    assert shape.merged_parameters(lora) == shape.layers * touched
+    lm = load_causal_lm(folder, torch.float32, False)
+    attach(lm, lora, seed=0)
+    adapters = sum(layer.lora_A.numel() + layer.lora_B.numel() for layer in adapted_layers(lm).values())
+    assert shape.adapter_parameters(lora) == adapters > 0
+
+
+@pytest.mark.parametrize("known", [True, False])
+def test_faster_products_take_the_layers_that_the_row_names(
+    known: bool, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Queries, keys and values as one; MLPs that keep their parameters' names. Control: without the row none."""
+    if known:
+        monkeypatch.setattr(table, "FAMILIES", renamed.table_with_row())
+    policy = PackedPolicy(load_causal_lm(folder, torch.bfloat16, False))
+    assert family_in(policy) is (renamed.ROW if known else USUAL)
+    names = [name for name, _ in policy.named_parameters()]
+    sum_in_products(policy, sums_of(policy)[0])
+    gate_in_products(policy)
+    linears = [module for module in policy.modules() if isinstance(module, SummedLinear)]
+    joint: set[JointProduct] = {linear.joint for linear in linears if linear.joint is not None}
+    assert len(linears) == 7 * 2 and len(joint) == (2 if known else 0)
+    assert sum(isinstance(module, GatedMlp) for module in policy.modules()) == (2 if known else 0)
+    assert sorted(name for name, _ in policy.named_parameters()) == sorted(names)
