@@ -1,6 +1,6 @@
 """One iteration of reinforcement learning, whole: this page is the dataflow.
 
-    rollout -> reward -> [refill | greedy baseline] -> (old log-probs | reference log-probs | values) -> advantage
+    rollout -> reward -> [resample | greedy baseline] -> (old log-probs | reference log-probs | values) -> advantage
             -> (update actor | update critic) -> reshard -> [compare log-probs] -> evaluate -> [refresh reference]
             -> record -> checkpoint
 
@@ -26,8 +26,8 @@ from tasks.iteration.evaluate import evaluate
 from tasks.iteration.forward_passes import ColumnRef, old_logprobs, reference_logprobs, values
 from tasks.iteration.greedy_baseline import greedy_baseline
 from tasks.iteration.record import record
-from tasks.iteration.refill import groups_to_replace, refill
 from tasks.iteration.refresh_reference import refresh_due, refresh_reference
+from tasks.iteration.resample import groups_to_replace, resample
 from tasks.iteration.reshard import reshard
 from tasks.iteration.reward import reward
 from tasks.iteration.rollout import begin_next_rollout, begin_rollout, rollout
@@ -47,7 +47,7 @@ def iteration(
 
     stage = rollout(training, settings, begun or begin_rollout(training, settings, progress))
     stage = reward(training, settings, stage)
-    stage = refilled(training, settings, progress, stage)
+    stage = resampled(training, settings, progress, stage)
     if "greedy" in config.algorithm.needs:
         stage = greedy_baseline(training, settings, stage)
     stage = advantage(training, settings, stage, forward_passes(training, settings, stage))
@@ -81,13 +81,13 @@ def iteration(
     return progress, following
 
 
-def refilled(training: Training, settings: Settings, progress: Progress, stage: Stage) -> Stage:
+def resampled(training: Training, settings: Settings, progress: Progress, stage: Stage) -> Stage:
     """Dynamic sampling: as long as groups are refused, and rollouts left, answer further prompts."""
     dynamic = training.config.algorithm.dynamic_sampling
     for number in range(1, dynamic.max_rollouts if dynamic else 0):
         if not groups_to_replace(training, stage):
             break
-        stage = refill(training, settings, progress, stage, number)
+        stage = resample(training, settings, progress, stage, number)
     return stage
 
 

@@ -22,7 +22,7 @@ from benchmarks.accuracy.algorithms import TUNED, figures_of
 from benchmarks.reporting.result import BenchResult
 from configs.loading.keys import describe_keys
 from penstock.base.errors import UserError
-from penstock.reports.evaluation import drawn_at
+from penstock.reports.evaluation import sampled_at
 
 SETTINGS = "algorithm.settings."
 HEAD = ("name", "accuracy", "by seed", "advantage", "loss", "paper", "notes")
@@ -104,7 +104,7 @@ def _introduction(result: BenchResult) -> list[str]:
     fixed, start = result.settings, result.figures["accuracy_before"]
     seeds = ", ".join(map(str, sorted({row["seed"] for row in result.details})))
     return [
-        f"Accuracy on {fixed['heldout_prompts']} held-out problems, {drawn_at(fixed['heldout_temperature'])}, after "
+        f"Accuracy on {fixed['heldout_prompts']} held-out problems, {sampled_at(fixed['heldout_temperature'])}, after "
         f"{fixed['iterations']} iterations of `configs/{fixed['recipe']}`, the mean of seeds {seeds}; {start:.1%} "
         "before.",
         f"An iteration takes {fixed['mini_batches']} optimizer steps, the first of them at a ratio of exactly 1.",

@@ -31,20 +31,20 @@ STAGES = {
 REST, WHOLE = "everything else", "not divided"
 
 
-def draw(folder: Path, out: Path) -> list[Path]:
+def plot(folder: Path, out: Path) -> list[Path]:
     """Draw every `step` and `scaling` result of a folder as SVG into `out`; return the files.
 
     Raises:
-        UserError: a file is no result, or there is nothing to draw.
+        UserError: a file is no result, or there is nothing to plot.
     """
-    drawn = []
+    plotted = []
     for path in sorted(folder.glob("*.json")):
         result = read_result(path)
         if figure := {"step": step_figure, "scaling": scaling_figure}.get(result.bench):
-            drawn.append(save(figure, result, out / f"{path.stem}.svg"))
-    if not drawn:
+            plotted.append(save(figure, result, out / f"{path.stem}.svg"))
+    if not plotted:
         raise UserError(f"{folder} holds no result of 'bench step' or 'bench scaling'", "measure with --out FOLDER/...")
-    return [path for path in drawn if path is not None]
+    return [path for path in plotted if path is not None]
 
 
 def parts(figures: Mapping[str, float]) -> dict[str, float]:
@@ -75,8 +75,8 @@ def step_figure(result: BenchResult) -> Figure:
     axes.margins(x=0.1)
     axes.set_xlabel("seconds")
     axes.set_title(f"One iteration on {result.machine}")
-    drawn = [label for label in colours if label in bars]
-    axes.legend([bars[label] for label in drawn], drawn, loc="upper left", bbox_to_anchor=(1.0, 1.03))
+    plotted = [label for label in colours if label in bars]
+    axes.legend([bars[label] for label in plotted], plotted, loc="upper left", bbox_to_anchor=(1.0, 1.03))
     return _figure(axes)
 
 

@@ -332,9 +332,9 @@ def chart(
     ] = None,
 ) -> None:
     """Draw step times by stage beside the peers', and scaling, as SVG."""
-    from benchmarks.reporting.chart import draw
+    from benchmarks.reporting.chart import plot
 
-    for path in draw(results, out or results):
+    for path in plot(results, out or results):
         _say(f"picture: {path}")
 
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from penstock.base.errors import UserError
 from penstock.base.names import nearest_name
-from penstock.reports.evaluation import drawn, shown, with_interval
+from penstock.reports.evaluation import how_sampled, shown, with_interval
 from penstock.reports.plots import COLOURS, canvas, line, save
 from penstock.trackers.mlflow import connect, public_uri
 
@@ -258,8 +258,8 @@ def _evaluation(runs: Mapping[str, Run]) -> pd.DataFrame:
         label: {name: with_interval(metrics, metric) for name, metrics in last.items()}
         for metric, label in shown(sure).items()
     }
-    how = {name: drawn(metrics) or "–" for name, metrics in last.items()}
-    rows = ({"responses": how} if rows and any(map(drawn, last.values())) else {}) | rows
+    how = {name: how_sampled(metrics) or "–" for name, metrics in last.items()}
+    rows = ({"responses": how} if rows and any(map(how_sampled, last.values())) else {}) | rows
     return pd.DataFrame.from_dict(rows, orient="index", columns=list(runs)).rename_axis("figure")
 
 

@@ -1,6 +1,6 @@
 """The held-out figures of a run as text, with their intervals: one wording for all that show them.
 
-An accuracy says nothing without how the responses were drawn: the metrics beside it hold that, `drawn` has the words.
+An accuracy says nothing without how its responses were sampled: the metrics beside it hold that, `how_sampled` says it.
 
 Left out: computing them (evaluators/), and curves (penstock/reports/plots.py).
 """
@@ -42,17 +42,17 @@ def evaluation_figures(records: Sequence[Mapping[str, Any]]) -> list[Figure]:
     if not evaluations:
         return []
     first, last = evaluations[0], evaluations[-1]
-    how = [Figure("responses", drawn(first) or "–", drawn(last))] if drawn(last) else []
+    how = [Figure("responses", how_sampled(first) or "–", how_sampled(last))] if how_sampled(last) else []
     figures = shown(last).items()
     return how + [Figure(label, with_interval(first, name), with_interval(last, name)) for name, label in figures]
 
 
-def drawn(metrics: Mapping[str, float]) -> str:
-    """Return how held-out responses were drawn, `greedy` or `sampled at temperature 1`; empty without an evaluation."""
-    return drawn_at(metrics.get(TEMPERATURE))
+def how_sampled(metrics: Mapping[str, float]) -> str:
+    """Return how responses were sampled: `greedy`, or `sampled at temperature 1`; empty without an evaluation."""
+    return sampled_at(metrics.get(TEMPERATURE))
 
 
-def drawn_at(temperature: float | None) -> str:
+def sampled_at(temperature: float | None) -> str:
     """Return the same of a temperature, None where nobody knows it."""
     if temperature is None:
         return ""

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from penstock.reports.evaluation import drawn_at
+from penstock.reports.evaluation import sampled_at
 
 SHARES_FROM = 0.01  # smaller ones are left out
 
@@ -32,7 +32,7 @@ def headlines(summary: Mapping[str, Any]) -> list[Headline]:
             summary.get("accuracy_before"),
             summary.get("accuracy_after"),
             percent=True,
-            how=drawn_at(summary.get("heldout_temperature")),
+            how=sampled_at(summary.get("heldout_temperature")),
         ),
         _change("Mean reward", summary.get("reward_first"), summary.get("reward_last"), percent=False),
         _plain("Iterations", summary.get("iterations"), "{:,}"),

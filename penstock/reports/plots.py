@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from penstock.reports.evaluation import drawn
+from penstock.reports.evaluation import how_sampled
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -94,18 +94,18 @@ def plot_run(records: Sequence[Mapping[str, Any]], folder: Path) -> list[Path]:
         "throughput": throughput_figure,
     }
     paths = []
-    for name, draw in figures.items():
-        if path := save(draw, frame, folder / f"{name}.png"):
+    for name, plot in figures.items():
+        if path := save(plot, frame, folder / f"{name}.png"):
             paths.append(path)
     return paths
 
 
-def save(draw: Callable[[Any], Figure | None], data: Any, path: Path) -> Path | None:
-    """Draw in this module's style and write the PNG; nothing is written when there is nothing to draw."""
+def save(plot: Callable[[Any], Figure | None], data: Any, path: Path) -> Path | None:
+    """Plot in this module's style and write the PNG; nothing is written when there is nothing to plot."""
     from matplotlib import rc_context
 
     with rc_context(STYLE):  # type: ignore[arg-type]
-        figure = draw(data)
+        figure = plot(data)
         if figure is None:
             return None
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -127,7 +127,7 @@ def reward_figure(frame: pd.DataFrame) -> Figure | None:
         line(panels[0], frame["reward/mean"], COLOURS[0], "mean reward")
     if has_accuracy:
         accuracy = frame["heldout/accuracy"].dropna()
-        how = drawn(frame.loc[accuracy.index[-1]].dropna())
+        how = how_sampled(frame.loc[accuracy.index[-1]].dropna())
         label = f"held-out accuracy, {how}" if how else "held-out accuracy"
         panels[-1].plot(accuracy.index, accuracy, "o-", color=COLOURS[1], linewidth=1.1, label=label)
         if {"heldout/accuracy/low", "heldout/accuracy/high"} <= set(frame):
@@ -217,7 +217,7 @@ def time_figure(frame: pd.DataFrame) -> Figure | None:
         return None
     import numpy as np
 
-    # A bar thinner than a pixel is noise: long runs are drawn as means over `width` iterations.
+    # A bar thinner than a pixel is noise: long runs are plotted as means over `width` iterations.
     width = -(-len(times) // _BARS)
     times = times.groupby((times.index - 1) // width * width + 1).mean()
     (axes,) = canvas(1, height=3.3)

@@ -27,7 +27,7 @@ from rich.progress import (
 from rich.table import Column
 from rich.text import Text
 
-from penstock.reports.evaluation import drawn
+from penstock.reports.evaluation import how_sampled
 from penstock.reports.headline import duration, headlines
 
 if TYPE_CHECKING:
@@ -204,6 +204,6 @@ def _metric_texts(metrics: Mapping[str, float]) -> list[str]:
 
 def _result_texts(metrics: Mapping[str, float]) -> list[str]:
     """What a line that is read afterwards says besides."""
-    how = f" ({drawn(metrics)})" if drawn(metrics) else ""
+    how = f" ({how_sampled(metrics)})" if how_sampled(metrics) else ""
     shapes = {"heldout/accuracy": f"held-out accuracy {{:.1%}}{how}", "time/iteration_s": "{:.2f} s"}
     return [shape.format(metrics[name]) for name, shape in shapes.items() if name in metrics]

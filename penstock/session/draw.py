@@ -13,7 +13,7 @@ import pandas as pd
 
 from penstock.base.errors import UserError
 from penstock.data.samplers import load_sampler
-from penstock.session.session import Drawn, Sampling, Training
+from penstock.session.session import Drawn, PromptDraws, Training
 from penstock.state.prompt_rewards import append_prompt_rewards, restore_prompt_rewards
 
 
@@ -28,8 +28,8 @@ def draw(training: Training, iteration: int, cursor: int, count: int) -> np.ndar
     Raises:
         UserError: a user's sampler failed, or is not a function of its arguments alone.
     """
-    sampling, config = _sampling(training), training.config
-    sampler = sampling.sampler
+    draws, config = _draws(training), training.config
+    sampler = draws.sampler
     arguments = {
         "table": training.session().prompts["train"].frame,
         "count": count,
@@ -37,16 +37,16 @@ def draw(training: Training, iteration: int, cursor: int, count: int) -> np.ndar
         "iteration": iteration,
         "seed": config.seed,
         "samples": config.rollout.samples,
-        "history": sampling.history() if sampler.remembers else None,
+        "history": draws.history() if sampler.remembers else None,
     }
     rows = sampler.draw(arguments)
-    if not sampling.repeats and not np.array_equal(rows, sampler.draw(arguments)):
+    if not draws.repeats and not np.array_equal(rows, sampler.draw(arguments)):
         raise UserError(
             f"data.sampler.name '{sampler.spec}' returned other rows when asked the same again, so that a resumed run "
             "could not go on with the same prompts",
             "draw from numpy.random.default_rng([seed, cursor]) and keep no state between calls",
         )
-    sampling.repeats = True
+    draws.repeats = True
     return rows
 
 
@@ -58,20 +58,20 @@ def remember(training: Training, iteration: int, rollout: int, prompt_ids: list[
         prompt_ids: of every response; those to a prompt are neighbours.
         rewards_B: of every response.
     """
-    sampling, samples = _sampling(training), training.config.rollout.samples
-    if sampling.sampler.remembers:
-        rows = sampling.ids.get_indexer(pd.Index(prompt_ids[::samples])).astype(np.int64)
+    draws, samples = _draws(training), training.config.rollout.samples
+    if draws.sampler.remembers:
+        rows = draws.ids.get_indexer(pd.Index(prompt_ids[::samples])).astype(np.int64)
         means = np.asarray(rewards_B, np.float64).reshape(-1, samples).mean(axis=1)
-        sampling.drawn.setdefault(iteration, {})[rollout] = (rows, means)
+        draws.drawn.setdefault(iteration, {})[rollout] = (rows, means)
 
 
 def keep_memory(training: Training, iteration: int) -> None:
     """Write what the prompts of an iteration earned to the run folder, if the sampler wants to know."""
-    sampling = _sampling(training)
-    if sampling.sampler.remembers:
+    draws = _draws(training)
+    if draws.sampler.remembers:
         rollouts = [
-            list(zip(sampling.ids[rows].tolist(), rewards.tolist(), strict=True))
-            for rows, rewards in sampling.drawn[iteration].values()
+            list(zip(draws.ids[rows].tolist(), rewards.tolist(), strict=True))
+            for rows, rewards in draws.drawn[iteration].values()
         ]
         append_prompt_rewards(training.run, iteration, rollouts)
 
@@ -82,23 +82,23 @@ def restore_memory(training: Training, checkpoint: Path | None, iteration: int) 
     Raises:
         UserError: the checkpoint lacks an iteration.
     """
-    sampling = _sampling(training)
-    if sampling.sampler.remembers:
+    draws = _draws(training)
+    if draws.sampler.remembers:
         restored = restore_prompt_rewards(training.run, checkpoint, iteration)
-        sampling.drawn = {
-            number: {rollout: _drawn(sampling, entries) for rollout, entries in enumerate(rollouts)}
+        draws.drawn = {
+            number: {rollout: _drawn(draws, entries) for rollout, entries in enumerate(rollouts)}
             for number, rollouts in restored.items()
         }
 
 
-def _drawn(sampling: Sampling, entries: list[tuple[str, float]]) -> Drawn:
-    rows = sampling.ids.get_indexer(pd.Index([name for name, _ in entries])).astype(np.int64)
+def _drawn(draws: PromptDraws, entries: list[tuple[str, float]]) -> Drawn:
+    rows = draws.ids.get_indexer(pd.Index([name for name, _ in entries])).astype(np.int64)
     return rows, np.asarray([reward for _, reward in entries], np.float64)
 
 
-def _sampling(training: Training) -> Sampling:
+def _draws(training: Training) -> PromptDraws:
     session = training.session()
-    if session.sampling is None:
+    if session.draws is None:
         ids = pd.Index(session.prompts["train"].frame["prompt_id"])
-        session.sampling = Sampling(load_sampler(session.config.data.sampler), ids)
-    return session.sampling
+        session.draws = PromptDraws(load_sampler(session.config.data.sampler), ids)
+    return session.draws

@@ -1,7 +1,7 @@
 """Generations: the rollout ranks answer prompts, and their replies become rows in the order of the prompts.
 
 A generation is begun and taken. In between the engines work, and the flow may do something else: the next rollout runs
-beside the record of the iteration before. Not a task; rollout, refill, greedy baseline and evaluation use it.
+beside the record of the iteration before. Not a task; rollout, resample, greedy baseline and evaluation use it.
 """
 
 from __future__ import annotations

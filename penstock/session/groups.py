@@ -1,6 +1,6 @@
 """Group filter: which groups of responses dynamic sampling refuses, by what they earned.
 
-A refused group makes room for another (tasks/iteration/refill.py); where it has to stay, nothing is learnt from it
+A refused group makes room for another (tasks/iteration/resample.py); where it has to stay, nothing is learnt from it
 (tasks/iteration/advantage.py). A user's function `module:function` gets for each group what its parameter names ask
 for, and returns whether to keep it:
 

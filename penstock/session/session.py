@@ -92,7 +92,7 @@ class Session:
     stack: ExitStack = field(default_factory=ExitStack)
     groups: dict[Role, EngineGroup] = field(default_factory=dict)
     prompts: dict[str, PromptTable] = field(default_factory=dict)
-    sampling: Sampling | None = None  # the sampler and its memory
+    draws: PromptDraws | None = None  # the sampler of prompts and its memory
     prompt_columns: dict[str, dict[str, dict[str, Any]]] = field(default_factory=dict)
     scorer: Scorer | None = None  # None: a reward model in the engine groups
     progress: TrainingProgress | None = None
@@ -303,8 +303,8 @@ Drawn = tuple[np.ndarray, np.ndarray]  # rows of the table, int64, and their mea
 
 
 @dataclass
-class Sampling:
-    """The sampler of a training and its memory.
+class PromptDraws:
+    """What a training has drawn of its prompts, and by which sampler.
 
     Attributes:
         sampler: the sampler.

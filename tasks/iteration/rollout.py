@@ -30,7 +30,7 @@ from tasks.iteration.checkpoint import checkpoint_due
 
 ROLLOUT_LOGPROBS = "logprobs_rollout"  # column with those of what each token was drawn from, if they are compared
 DESCRIBING = ("prompt_tokens", "response_tokens", "truncated", "policy_version", "loss_mask")
-REFILL = "refill"  # column that says which rollout of the iteration a sample is from, once there are several
+RESAMPLED = "resample"  # column that says which rollout of the iteration a sample is from, once there are several
 
 
 def begin_rollout(training: Training, settings: Settings, progress: Progress) -> Rollout:
@@ -85,7 +85,7 @@ def further_rollout(training: Training, settings: Settings, cursor: int, size: i
         number: of the rollout within the iteration, from 1 on.
     """
     prompts = drawn(training, settings.iteration, cursor, size)
-    key = f"{settings.iteration}/refill-{number}"
+    key = f"{settings.iteration}/resample-{number}"
     generation = _begin(training, settings, prompts, key, purpose=2 + number)
     return experience_columns(training, settings, prompts, take_responses(training, generation))
 
@@ -180,7 +180,7 @@ def _is_whole(path: Path, policy_version: int) -> bool:
     names = column_names(path)
     if "response_tokens" not in names:  # the machine was restarted before they had reached the disk
         return False
-    if REFILL in names:  # how many prompts it took is not in the file: all is done again, alike
+    if RESAMPLED in names:  # how many prompts it took is not in the file: all is done again, alike
         return False
     return bool((read_columns(path, ["policy_version"])["policy_version"] == policy_version).all())
 

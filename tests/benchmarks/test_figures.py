@@ -9,7 +9,7 @@ import pytest
 
 from benchmarks import scaling
 from benchmarks.nccl import LOOKS_LIKE_PCIE, MIB, bus_bandwidth, verdict
-from benchmarks.reporting.chart import REST, STAGES, WHOLE, draw, parts, step_figure
+from benchmarks.reporting.chart import REST, STAGES, WHOLE, parts, plot, step_figure
 from benchmarks.reporting.result import BenchResult, new_result, write_result
 from benchmarks.reporting.table import result_table, shown
 from benchmarks.reshard import devices_for, missing_devices, overrides_of
@@ -205,10 +205,10 @@ def test_a_step_divides_into_stages_and_a_rest(tmp_path: Path) -> None:
     }
     assert parts({"step_s": 48.0}) == {WHOLE: 48.0}
     write_result(tmp_path / "step.json", ours(step_s=10.0, rollout_s=4.0))
-    assert draw(tmp_path, tmp_path / "pictures") == [tmp_path / "pictures" / "step.svg"]
+    assert plot(tmp_path, tmp_path / "pictures") == [tmp_path / "pictures" / "step.svg"]
     assert "verl" in (tmp_path / "pictures" / "step.svg").read_text(encoding="utf-8")
     with pytest.raises(UserError, match="no result of"):
-        draw(tmp_path / "pictures", tmp_path)
+        plot(tmp_path / "pictures", tmp_path)
 
 
 @pytest.mark.filterwarnings("error")

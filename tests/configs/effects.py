@@ -130,7 +130,7 @@ TRAIN = {
     "algorithm.kl.refresh_every": "tasks/iteration/test_refresh_reference.py::test_it_is_due_every_so_many_iterations_but_the_last",
     "algorithm.advantage": ESTIMATOR,
     "algorithm.settings": "tasks/test_what_ranks_are_told.py::test_every_setting_reaches_its_function",
-    "algorithm.dynamic_sampling.max_rollouts": "tasks/iteration/test_refill.py::test_rollouts_of_an_iteration_are_bounded",
+    "algorithm.dynamic_sampling.max_rollouts": "tasks/iteration/test_resample.py::test_rollouts_of_an_iteration_are_bounded",
     "algorithm.dynamic_sampling.*e*_re*": "penstock/session/test_groups.py::test_groups_are_refused_by_their_rewards",
     "algorithm.dynamic_sampling.function": "penstock/session/test_groups.py::test_groups_are_refused_by_their_rewards",
     "algorithm.dynamic_sampling.settings": "penstock/session/test_groups.py::test_groups_are_refused_by_their_rewards",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from penstock.reports.evaluation import Figure, drawn, evaluation_figures, with_interval
+from penstock.reports.evaluation import Figure, evaluation_figures, how_sampled, with_interval
 
 
 def test_first_and_last_evaluation_in_reading_order() -> None:
@@ -40,8 +40,8 @@ def test_how_the_responses_were_drawn_stands_above_their_figures() -> None:
         Figure("responses", "sampled at temperature 0.7", "greedy"),
         Figure("accuracy", "0.500", "0.500"),
     ]
-    assert drawn({"heldout/temperature": 1.0}) == "sampled at temperature 1"
-    assert drawn({"reward/mean": 0.5}) == ""
+    assert how_sampled({"heldout/temperature": 1.0}) == "sampled at temperature 1"
+    assert how_sampled({"reward/mean": 0.5}) == ""
 
 
 def test_a_run_without_an_evaluation_has_no_table() -> None:

@@ -1,4 +1,4 @@
-"""Rollout log-probs from the engines' replies to the update: in order, through a refill, and as old log-probs."""
+"""Rollout log-probs from the engines' replies to the update: in order, through a resample, and as old log-probs."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from penstock.session.settings import settings_at
 from penstock.state.experience import ExperienceRef, column_names, read_columns, write_columns
 from penstock.state.manifest import Progress
 from tasks.iteration.advantage import advantage
-from tasks.iteration.refill import replaced
+from tasks.iteration.resample import replaced
 from tasks.iteration.rollout import ROLLOUT_LOGPROBS, sampling
 from tasks.iteration.update import update_actor
 from tests.penstock.session.test_generation import SAMPLES, Echo
@@ -71,7 +71,7 @@ def test_log_probs_follow_their_tokens_into_prompt_order(training_with: MakeTrai
         np.testing.assert_array_equal(responses.logprobs.offsets_B1, responses.tokens.offsets_B1)
 
 
-def test_a_refill_takes_a_groups_log_probs_with_it() -> None:
+def test_resampling_takes_a_groups_log_probs_with_it() -> None:
     """Two groups of two; the second of the first rollout makes room for the second of the further one."""
 
     def columns(first: int) -> dict[str, Any]:

@@ -64,7 +64,7 @@ def prepared(
 
 
 def at(iteration: int) -> Progress:
-    """Return the progress after an iteration without refills."""
+    """Return the progress after an iteration without resampling."""
     return Progress(iteration=iteration, policy_version=iteration, prompt_cursor=iteration * PROMPTS)
 
 

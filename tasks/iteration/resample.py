@@ -1,4 +1,4 @@
-"""Refill: groups that are refused, above all those of equal rewards, make room for answers to further prompts.
+"""Resample: groups that are refused, above all those of equal rewards, make room for answers to further prompts.
 
 Dynamic sampling of DAPO (Yu et al. 2025, arXiv 2503.14476, equation 11); which groups are refused says
 penstock/session/groups.py. The batch is full after every rollout: where the further prompts are not enough, refused
@@ -26,32 +26,32 @@ from penstock.session.settings import Settings
 from penstock.state.experience import column_names, read_columns, write_columns
 from penstock.state.manifest import Progress
 from tasks.iteration.reward import punished, reward_columns, score
-from tasks.iteration.rollout import REFILL, further_rollout
+from tasks.iteration.rollout import RESAMPLED, further_rollout
 
 Columns = dict[str, Any]
 
 
-@task(task_run_name="refill-{settings.iteration:06d}-{number}", cache_policy=NO_CACHE)
-def refill(training: Training, settings: Settings, progress: Progress, stage: Stage, number: int) -> Stage:
+@task(task_run_name="resample-{settings.iteration:06d}-{number}", cache_policy=NO_CACHE)
+def resample(training: Training, settings: Settings, progress: Progress, stage: Stage, number: int) -> Stage:
     """Answer and score further prompts, and let those that are not refused take the place of groups that are.
 
     Args:
         number: of the rollout within the iteration; the first one is 0.
     """
     metrics, path = dict(stage.metrics), Path(stage.experience.path)
-    training.session().say("refill")
-    with timed(training, metrics, "refill"):
+    training.session().say("resample")
+    with timed(training, metrics, "resample"):
         present = read_columns(path, column_names(path))
-        present.setdefault(REFILL, np.zeros(len(present["group"]), np.int64))
+        present.setdefault(RESAMPLED, np.zeros(len(present["group"]), np.int64))
         refused_G = refused_groups(training, present)
         size = prompts_to_draw(int(refused_G.sum()), training.config.rollout.prompts)
         cursor = progress.prompt_cursor + stage.experience.prompts
         further = further_rollout(training, settings, cursor, size, number)
         further["response"] = further["response"].to_pylist()
-        scores = score(training, further, "train", f"{settings.iteration}/refill-{number}-score")
+        scores = score(training, further, "train", f"{settings.iteration}/resample-{number}-score")
         further |= reward_columns(punished(training.config, scores, further["response_tokens"].lengths_B))
         remember(training, settings.iteration, number, further["prompt_id"], further["reward"])
-        further[REFILL] = np.full(len(further["group"]), number)
+        further[RESAMPLED] = np.full(len(further["group"]), number)
         refused_G = np.concatenate([refused_G, refused_groups(training, further)])
         merged = replaced(present, further, refused_G, training.config.rollout.samples)
         write_columns(path, merged)

@@ -23,16 +23,16 @@ from penstock.session.session import Stage, Training
 from penstock.session.settings import settings_at
 from penstock.state.experience import ExperienceRef, read_columns, write_columns
 from penstock.state.manifest import Progress
-from tasks.iteration import refill as module
-from tasks.iteration.refill import groups_to_replace, prompts_to_draw, refill, replaced
-from tasks.iteration.rollout import REFILL, _is_whole
+from tasks.iteration import resample as module
+from tasks.iteration.resample import groups_to_replace, prompts_to_draw, replaced, resample
+from tasks.iteration.rollout import RESAMPLED, _is_whole
 
 
-def columns_of(rewards: list[list[float]], name: str, refill_number: int = 0) -> dict[str, Any]:
+def columns_of(rewards: list[list[float]], name: str, resample_number: int = 0) -> dict[str, Any]:
     """Experience with one list of rewards per group; responses are one token long and name their group and sample."""
     samples = len(rewards[0])
     ids = [f"{name}{group}" for group in range(len(rewards)) for _ in range(samples)]
-    tokens = np.arange(len(ids), dtype=np.int32) + 100 * refill_number
+    tokens = np.arange(len(ids), dtype=np.int32) + 100 * resample_number
     return {
         "sample_id": [f"{prompt}/{n % samples}" for n, prompt in enumerate(ids)],
         "prompt_id": ids,
@@ -44,7 +44,7 @@ def columns_of(rewards: list[list[float]], name: str, refill_number: int = 0) ->
         "prompt_tokens": Ragged(tokens, np.arange(len(ids) + 1)),
         "response_tokens": Ragged(tokens, np.arange(len(ids) + 1)),
         "policy_version": np.full(len(ids), 6),
-        REFILL: np.full(len(ids), refill_number),
+        RESAMPLED: np.full(len(ids), resample_number),
     }
 
 
@@ -72,7 +72,7 @@ def test_refused_groups_make_room_in_the_order_drawn() -> None:
     """Two are wanted, three come, the second is refused again: the first and third take their place."""
     merged = merged_with([[0, 1], [1, 1], [1, 0]])
     assert kept(merged) == ["a0", "a3", "b0", "b2"]
-    assert merged[REFILL].tolist() == [0, 0, 0, 0, 1, 1, 1, 1]
+    assert merged[RESAMPLED].tolist() == [0, 0, 0, 0, 1, 1, 1, 1]
     assert merged["reward"].tolist() == [1, 0, 0, 0.5, 0, 1, 1, 0]
 
 
@@ -122,16 +122,16 @@ def test_as_many_prompts_are_drawn_as_should_be_enough(missing: int, full: int, 
     assert prompts_to_draw(missing, full) == drawn
 
 
-def test_a_refill_draws_on_from_the_cursor_and_a_resumed_run_starts_over(
+def test_resampling_draws_on_from_the_cursor_and_a_resumed_run_starts_over(
     training_with: Callable[[TrainConfig], Training], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The second refill draws behind the first; a file that holds a refill is not taken for the first rollout's."""
+    """The second resample draws behind the first; a file that holds a resample is not taken for the first rollout's."""
     values = {"rollout": {"prompts": 4, "samples": 2}, "algorithm": {"name": "dapo", "dynamic_sampling": {}}}
     config = TrainConfig.model_validate(values)
     training, path = training_with(config), tmp_path / "experience.parquet"
     training.session().prompts["train"] = PromptTable(pd.DataFrame({"prompt_id": ["a0"]}), 0)
     first = columns_of(PRESENT, "a")
-    del first[REFILL]
+    del first[RESAMPLED]
     write_columns(path, first)
     assert _is_whole(path, 6)
     drawn: list[tuple[int, int, int]] = []
@@ -151,9 +151,9 @@ def test_a_refill_draws_on_from_the_cursor_and_a_resumed_run_starts_over(
     settings = settings_at(config, 7, progress)
     stage = Stage(ExperienceRef(str(path), 8, 8, 8, 6, prompts=4), {"rollout/tokens": 8.0})
     assert groups_to_replace(training, stage) == 2
-    stage = refill.fn(training, settings, progress, stage, 1)
+    stage = resample.fn(training, settings, progress, stage, 1)
     assert groups_to_replace(training, stage) == 1
-    stage = refill.fn(training, settings, progress, stage, 2)
+    stage = resample.fn(training, settings, progress, stage, 2)
     assert groups_to_replace(training, stage) == 0
     assert drawn == [(44, 4, 1), (48, 2, 2)]
     assert read_columns(path, ["prompt_id"])["prompt_id"][::2] == ["a0", "a3", "b1", "c0"]
@@ -176,9 +176,9 @@ def test_rollouts_of_an_iteration_are_bounded(
     config = TrainConfig.model_validate({"algorithm": {"dynamic_sampling": {"max_rollouts": max_rollouts}}})
     stage = Stage(ExperienceRef("experience.parquet", 1, 1, 1, 0), {})
     settings = settings_at(config, 1, Progress())
-    monkeypatch.setattr(iteration, "refill", further)
+    monkeypatch.setattr(iteration, "resample", further)
     for refused, expected in ((True, list(range(1, max_rollouts))), (False, [])):
         numbers.clear()
         monkeypatch.setattr(iteration, "groups_to_replace", lambda training, stage, refused=refused: refused)
-        iteration.refilled(training_with(config), settings, Progress(), stage)
+        iteration.resampled(training_with(config), settings, Progress(), stage)
         assert numbers == expected
