@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import ast
 import importlib.util
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -54,14 +54,30 @@ def unserved(where: str | Path, what: str) -> UserError:
 @cache
 def native_architectures() -> frozenset[str]:
     """Return the architectures that the installed vLLM has classes for; none if there is no vLLM or no such table."""
-    installed = importlib.util.find_spec("vllm")
-    if installed is None or installed.origin is None:
-        return frozenset()
-    registry = Path(installed.origin).parent / "model_executor" / "models" / "registry.py"
-    for node in ast.parse(registry.read_text(encoding="utf-8")).body:
+    for node in _nodes("model_executor/models/registry.py"):
         if isinstance(node, ast.Assign) and isinstance(node.value, ast.Dict) and _name(node.targets[0]) == TABLE:
             return frozenset(ast.literal_eval(node.value))
     return frozenset()
+
+
+@cache
+def cpu_head_sizes() -> frozenset[int]:
+    """Return the sizes of attention heads that vLLM computes on a CPU; none if there is no vLLM or no such list."""
+    for node in _nodes("v1/attention/backends/cpu_attn.py"):
+        if isinstance(node, ast.FunctionDef) and node.name == "get_supported_head_sizes":
+            returned = node.body[-1]
+            assert isinstance(returned, ast.Return) and returned.value is not None
+            return frozenset(ast.literal_eval(returned.value))
+    return frozenset()
+
+
+def _nodes(file: str) -> Iterator[ast.AST]:
+    """Yield what a file of the installed vLLM defines; nothing if there is none."""
+    installed = importlib.util.find_spec("vllm")
+    if installed is not None and installed.origin is not None:
+        path = Path(installed.origin).parent / file
+        if path.is_file():
+            yield from ast.walk(ast.parse(path.read_text(encoding="utf-8")))
 
 
 def _name(target: ast.expr) -> str:

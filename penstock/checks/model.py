@@ -9,8 +9,10 @@ from configs.schema import TrainConfig
 from configs.sections.run import Role
 from configs.sections.trainer import TrainerConfig
 from engines.families.architecture import check_architecture
+from engines.families.served import cpu_head_sizes
 from engines.families.shape import ModelShape, layer_names, read_shape, weight_shapes
 from engines.families.tiny import tiny_shape
+from engines.groups.machine import visible_gpus
 from penstock.base.errors import UserError
 
 
@@ -134,6 +136,24 @@ def check_tensor_parallel(ranks: int, shape: ModelShape) -> None:
             f"rollout.tensor_parallel={ranks}: the model's {sizes} cannot be spread evenly",
             "use a number that divides heads and intermediate_size, and divides kv_heads or is a multiple of them",
         )
+
+
+def check_head_size(config: TrainConfig) -> None:
+    """Check that vLLM computes the actor's attention on a CPU; what GPUs compute is not looked at.
+
+    Raises:
+        UserError: there is no GPU, and vLLM's attention on the CPU does not know heads of this size.
+    """
+    size, known = shape_of(config).head_size, cpu_head_sizes()
+    if visible_gpus() or not known or size in known:
+        return
+    sizes, remedy = ", ".join(map(str, sorted(known))), "use a model with other heads, or a GPU"
+    if config.model.tiny is not None:
+        remedy = "change model.tiny.hidden_size or model.tiny.heads: a head has hidden_size / heads numbers"
+    raise UserError(
+        f"the model has attention heads of {size} numbers; on a CPU, vLLM computes {sizes}",
+        remedy,
+    )
 
 
 def shape_of(config: TrainConfig, role: Role = "actor") -> ModelShape:

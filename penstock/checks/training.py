@@ -15,7 +15,7 @@ from engines.families.shape import weight_shapes
 from penstock.base.errors import UserError
 from penstock.checks.data import check_agents, check_pairs, check_prompts, check_sampling
 from penstock.checks.memory import GroupEstimate, check_memory
-from penstock.checks.model import check_chat, check_model, check_model_folder, check_targets
+from penstock.checks.model import check_chat, check_head_size, check_model, check_model_folder, check_targets
 from penstock.checks.prompts import check_prompt_lengths, read_prompts
 from penstock.checks.servers import check_judge, check_service
 from penstock.data.source import reading_once
@@ -31,6 +31,7 @@ def check_training(config: TrainConfig) -> list[GroupEstimate]:
         UserError: the first mistake found.
     """
     check_inputs(config)
+    check_head_size(config)
     return check_memory(config)
 
 
