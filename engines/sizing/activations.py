@@ -2,7 +2,7 @@
 
 Each line says which tensor is kept and why autograd needs it. `tests/engines/sizing/test_activations.py` holds the
 table against what autograd really keeps, so a changed module shows there. The table is for dense decoders with RMSNorm,
-rotary embeddings and a gated MLP (Llama, Mistral, Qwen); `w` is the width of the weights' dtype in bytes.
+rotary embeddings and a gated MLP (Llama, Mistral, Qwen); `w` is the width of a weight in bytes.
 
 Left out: what lives only while one module runs; memory.py has an allowance for it. No torch here.
 """
@@ -26,17 +26,32 @@ class Kept:
     reason: str
 
 
-def layer_table(
-    shape: ModelShape, w: int, device: str, compiled: bool, keys: float = 1.0, gated: bool = False
-) -> list[Kept]:
-    """Return what one transformer block keeps per token.
+@dataclass(frozen=True)
+class Computation:
+    """How a model's forward and backward pass are computed: what waits between them depends on it."""
 
-    Args:
-        device: "cpu" or "cuda".
-        compiled: torch.compile recomputes in the backward pass what takes no matrix product.
-        keys: keys in attention per token of the micro-batch (`keys_per_token`).
-        gated: gate, up and activation are one product (engines/kernels/gated_mlp.py), which makes it anew.
+    width: int  # bytes of a weight
+    device: str  # "cpu" or "cuda"
+    compiled: bool = False  # torch.compile recomputes in the backward pass what takes no matrix product
+    gated: bool = False  # gate, up and activation are one product (engines/kernels/gated_mlp.py), which makes it anew
+    checkpointing: bool = False  # a block keeps its input alone and is computed again
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """What of a micro-batch decides how much it keeps."""
+
+    tokens: int
+    responses: int  # those of them that are response tokens
+    keys: float = 1.0  # in attention, per token (`keys_per_token`)
+
+
+def layer_table(shape: ModelShape, computation: Computation, keys: float = 1.0) -> list[Kept]:
+    """Return what one transformer block keeps per token, without checkpointing.
+
+    `keys`: in attention, per token of the micro-batch (`keys_per_token`).
     """
+    w, compiled = computation.width, computation.compiled
     hidden, inner = shape.hidden_size, shape.intermediate_size
     query, key = shape.heads * shape.head_size, shape.kv_heads * shape.head_size
     normed = query + key if shape.query_key_norms else 0
@@ -50,7 +65,7 @@ def layer_table(
         Kept("attention's logsumexp", FLOAT32 * shape.heads, "attention"),
         Kept("gate", w * inner, "activation function"),
         Kept("up", w * inner, "its product with the activated gate"),
-        Kept("product", 0 if gated else w * inner, "input of down_proj"),
+        Kept("product", 0 if computation.gated else w * inner, "input of down_proj"),
     ]
     if compiled:
         table += [
@@ -67,9 +82,9 @@ def layer_table(
             Kept("query and key norms", (FLOAT32 + w) * normed, "input in float32 and normalised"),
             Kept("activated gate", w * inner, "its product with up"),
         ]
-    if device == "cuda" or not compiled:
+    if computation.device == "cuda" or not compiled:
         table.append(Kept("k and v", int(2 * w * key * keys), "attention; a shared prompt's once per response"))
-    if device == "cpu":
+    if computation.device == "cpu":
         by_rows = int(2 * w * (query + key) * keys)
         table.append(Kept("attention by rows", by_rows, "q, k, v and output, spread to whole rows"))
     return table
@@ -113,30 +128,21 @@ def keys_per_token(prompt: int, response: int, samples: int) -> float:
     return (prompt + samples * (prompt + response)) / (prompt + samples * response)
 
 
-def kept_bytes(
-    shape: ModelShape,
-    w: int,
-    device: str,
-    compiled: bool,
-    tokens: int,
-    responses: int,
-    checkpointing: bool,
-    keys: float = 1.0,
-    gated: bool = False,
-) -> int:
-    """Return the bytes that wait for the backward pass when the forward pass of a micro-batch has ended.
+def kept_bytes(shape: ModelShape, computation: Computation, micro_batch: MicroBatch) -> int:
+    """Return the bytes that wait for the backward pass when the forward pass of a micro-batch has ended."""
+    w, tokens = computation.width, micro_batch.tokens
+    block = w * shape.hidden_size
+    if not computation.checkpointing:
+        block = total(layer_table(shape, computation, micro_batch.keys))
+    of_responses = micro_batch.responses * total(response_table(shape, w))
+    return tokens * (shape.layers * block + total(model_table(shape, w))) + of_responses
 
-    With checkpointing a block keeps its input alone.
 
-    Args:
-        tokens: of the micro-batch; responses: those of them that are response tokens.
-        keys: as `keys_per_token` has it.
-        gated: as `layer_table` has it.
+def in_flight_bytes(shape: ModelShape, computation: Computation, micro_batch: MicroBatch) -> int:
+    """Return what a block's backward pass needs besides: the gradients that are alive at once.
+
+    Those are the ones inside its MLP, and its norm's. With checkpointing the block itself is whole again.
     """
-    block = w * shape.hidden_size if checkpointing else total(layer_table(shape, w, device, compiled, keys, gated))
-    return tokens * (shape.layers * block + total(model_table(shape, w))) + responses * total(response_table(shape, w))
-
-
-def in_flight_bytes(shape: ModelShape, w: int, tokens: int) -> int:
-    """Return the gradients that are alive at once in a block's backward pass: those inside its MLP, and its norm's."""
-    return tokens * (4 * w * shape.intermediate_size + 3 * FLOAT32 * shape.hidden_size)
+    gradients = 4 * computation.width * shape.intermediate_size + 3 * FLOAT32 * shape.hidden_size
+    again = total(layer_table(shape, computation, micro_batch.keys)) if computation.checkpointing else 0
+    return micro_batch.tokens * (gradients + again)

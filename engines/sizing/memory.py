@@ -21,7 +21,15 @@ from configs.tree.schedule import largest
 from engines.families.shape import ModelShape
 from engines.groups.placement import reference_is_base, reshard_strategy
 from engines.rollout.batch_sizes import max_sequences
-from engines.sizing.activations import in_flight_bytes, kept_bytes, keys_per_token, layer_table, total
+from engines.sizing.activations import (
+    Computation,
+    MicroBatch,
+    in_flight_bytes,
+    kept_bytes,
+    keys_per_token,
+    layer_table,
+    total,
+)
 
 GIB = 1 << 30
 Parts = dict[str, int]  # bytes by what they are for
@@ -235,54 +243,80 @@ def _rest(config: TrainConfig, rank: Rank, trained: Mapping[str, TrainerConfig])
 
 
 def _update(name: str, trainer: TrainerConfig, config: TrainConfig, rank: Rank, recomputed: Recomputed) -> Parts:
-    """What an update needs besides the states, at the end of the forward pass or soon after."""
-    shape, stage, width = _shape(name, rank), trainer.zero_stage, rank.width
-    tokens, prompt, response, samples = _largest_micro_batch(trainer, config)
-    responses = tokens * samples * response // (prompt + samples * response)
-    embedding = width * shape.vocabulary * shape.hidden_size
-    logits = width * shape.vocabulary * responses
-    chunk = min(LOGITS_CHUNK, logits)
-    # A reference's hidden states, of this micro-batch and of the next one, which is packed ahead.
-    states = 2 * width * responses * shape.hidden_size if name == "actor" and config.algorithm.full_kl else 0
-    keys = keys_per_token(prompt, response, samples)
-    compiled = rank.device == "cuda" and stage < 3
-    # Where DeepSpeed has the optimizer with sums (engines/kernels/weight_gradients.py), for all parameters of the
-    # blocks.
-    gated = rank.gated_products and stage < 2 and width == 2 and trainer.lora is None and bool(shape.family.gated_mlps)
-    kept = kept_bytes(shape, width, rank.device, compiled, tokens, responses, recomputed.activations, keys, gated)
-    block = in_flight_bytes(shape, width, tokens)
-    if recomputed.activations:  # one block at a time is whole again
-        block += tokens * total(layer_table(shape, width, rank.device, compiled, keys, gated))
+    """What an update needs besides the states.
+
+    That is most at the end of the forward pass, where all activations wait, or a little later: the head's backward pass
+    comes first, its logits are gone when the first block begins, and activations are gone when the optimizer steps.
+    """
+    shape, stage, micro_batch = _shape(name, rank), trainer.zero_stage, _largest_micro_batch(trainer, config)
+    computation = _computation(trainer, rank, shape, recomputed)
     trained = shape.trained_parameters(trainer.lora)
-    if trainer.lora is not None and not recomputed.activations:  # what lies between A and B, its gradient needs it
-        kept += width * tokens * trainer.lora.rank * shape.layers * len(shape.targets(trainer.lora))
-    waiting = kept + states
-    # The head's gradient is there before any other, and the largest. A frozen head only has logits.
-    head = (LOGITS_CHUNKS[rank.device] - 1) * chunk + (chunk if recomputed.logits else logits)
-    head = head + (embedding if trainer.lora is None else 0) if _has_head(name, rank) else 0
-    own = GRADIENT * trained // (rank.ranks if stage >= 2 else 1)
-    # When stage 2 steps it copies the sums into one tensor; activations are gone by then.
-    copied = own - waiting if stage == 2 else 0
+    gradients = GRADIENT * trained // (rank.ranks if stage >= 2 else 1)
+    waiting = kept_bytes(shape, computation, micro_batch)
+    if not recomputed.activations:
+        waiting += _kept_by_adapters(trainer, rank, shape, micro_batch)
+    if name == "actor" and config.algorithm.full_kl:
+        waiting += _reference_states(rank, shape, micro_batch)
+    head = _head(trainer, rank, shape, micro_batch, recomputed) if _has_head(name, rank) else 0
+    block = in_flight_bytes(shape, computation, micro_batch)
+    copied = gradients - waiting if stage == 2 else 0  # when it steps it copies the sums into one tensor
     return {
-        f"{name} gradients": own,
+        f"{name} gradients": gradients,
         "reduce buckets": _buckets(trained, stage, rank),
         "activations": waiting,
-        "backward pass": max(head, block, copied),  # the head's logits are gone when the first block begins
+        "backward pass": max(head, block, copied),
     }
 
 
-def _largest_micro_batch(trainer: TrainerConfig, config: TrainConfig) -> tuple[int, int, int, int]:
-    """Tokens of the largest micro-batch; prompt and response tokens of its rows, and how many share a prompt.
+def _computation(trainer: TrainerConfig, rank: Rank, shape: ModelShape, recomputed: Recomputed) -> Computation:
+    """How an update computes its model."""
+    stage = trainer.zero_stage
+    # DeepSpeed's optimizer with sums, and all weights of the blocks trained (engines/kernels/weight_gradients.py).
+    summed = stage < 2 and rank.width == 2 and trainer.lora is None
+    return Computation(
+        width=rank.width,
+        device=rank.device,
+        compiled=rank.device == "cuda" and stage < 3,
+        gated=rank.gated_products and summed and bool(shape.family.gated_mlps),
+        checkpointing=recomputed.activations,
+    )
 
-    No row is cut: one that is longer than the budget is a micro-batch of its own.
-    """
+
+def _kept_by_adapters(trainer: TrainerConfig, rank: Rank, shape: ModelShape, micro_batch: MicroBatch) -> int:
+    """What lies between A and B of each adapter: B's gradient needs it."""
+    if trainer.lora is None:
+        return 0
+    adapters = shape.layers * len(shape.targets(trainer.lora))
+    return rank.width * micro_batch.tokens * trainer.lora.rank * adapters
+
+
+def _reference_states(rank: Rank, shape: ModelShape, micro_batch: MicroBatch) -> int:
+    """Final hidden states of the reference, of this micro-batch and of the next one, which is packed ahead."""
+    return 2 * rank.width * micro_batch.responses * shape.hidden_size
+
+
+def _head(
+    trainer: TrainerConfig, rank: Rank, shape: ModelShape, micro_batch: MicroBatch, recomputed: Recomputed
+) -> int:
+    """What the language head's backward pass needs: logits, and the gradient of its weight unless that is frozen."""
+    logits = rank.width * shape.vocabulary * micro_batch.responses
+    chunk = min(LOGITS_CHUNK, logits)
+    gradient = rank.width * shape.vocabulary * shape.hidden_size if trainer.lora is None else 0
+    return (LOGITS_CHUNKS[rank.device] - 1) * chunk + (chunk if recomputed.logits else logits) + gradient
+
+
+def _largest_micro_batch(trainer: TrainerConfig, config: TrainConfig) -> MicroBatch:
+    """The largest that there can be: no row is cut, so one that is longer than the budget is one of its own."""
     tokens = max(1, largest(trainer.micro_batch_tokens))
     if isinstance(trainer, SftConfig):
-        return max(tokens, trainer.max_tokens), 0, 1, 1  # any token may be a response's
+        tokens = max(tokens, trainer.max_tokens)
+        return MicroBatch(tokens, responses=tokens)  # any token may be a response's
     prompt, response = config.data.max_prompt_tokens, config.rollout.max_response_tokens
     if prompt + response > tokens:
-        return prompt + response, prompt, response, 1
-    return tokens, prompt, response, config.rollout.samples
+        return MicroBatch(prompt + response, responses=response)
+    samples = config.rollout.samples
+    responses = tokens * samples * response // (prompt + samples * response)
+    return MicroBatch(tokens, responses, keys_per_token(prompt, response, samples))
 
 
 def _buckets(trained: int, stage: int, rank: Rank) -> int:
@@ -310,10 +344,10 @@ def _start(config: TrainConfig, rank: Rank, trained: Mapping[str, TrainerConfig]
 
 def _forward(config: TrainConfig, rank: Rank) -> int:
     """One block at a time, nothing kept for later."""
-    reference, *_ = _largest_micro_batch(config.actor, config)
-    tokens: dict[Role, int] = {"reference": reference, "reward": scored_tokens(config)}
+    computation, asked = Computation(rank.width, rank.device), _largest_micro_batch(config.actor, config)
+    tokens: dict[Role, int] = {"reference": asked.tokens, "reward": scored_tokens(config)}
     return max(
-        count * total(layer_table(rank.shapes[role], rank.width, rank.device, False))
+        count * total(layer_table(rank.shapes[role], computation))
         for role, count in tokens.items()
         if role in rank.shapes
     )

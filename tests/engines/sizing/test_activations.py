@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from functools import partial, partialmethod
+from dataclasses import replace
+from functools import partialmethod
 from pathlib import Path
 from types import MappingProxyType
 
@@ -20,7 +21,7 @@ from engines.kernels.weight_gradients import sum_in_products
 from engines.models.loading import load_causal_lm
 from engines.models.models import PackedPolicy, compile_blocks
 from engines.sizing import memory
-from engines.sizing.activations import kept_bytes, keys_per_token, layer_table, total
+from engines.sizing.activations import Computation, MicroBatch, kept_bytes, keys_per_token, layer_table, total
 from penstock.base.ragged import Ragged
 from tests.engines.gated_kernels import plain_gated_products
 from tests.engines.shared_ranks import Shape
@@ -28,6 +29,7 @@ from tests.engines.sums import sums_of
 
 FolderOf = Callable[[Shape], Path]
 PROMPT, RESPONSE, ROWS = 10, 30, 8
+MICRO_BATCH = MicroBatch((PROMPT + RESPONSE) * ROWS, RESPONSE * ROWS)
 SHAPES = [Shape("qwen2", tied=True), Shape("qwen3", tied=False), Shape("llama", tied=True, intermediate=384)]
 
 
@@ -62,8 +64,7 @@ def test_the_table_is_what_autograd_keeps(shape: Shape, dtype: torch.dtype, fold
     """Within 1 % in both dtypes, with and without query and key norms, with a narrow and a wide MLP."""
     folder = folder_of(shape)
     policy = PackedPolicy(load_causal_lm(folder, dtype, False)).train()
-    tokens, responses = (PROMPT + RESPONSE) * ROWS, RESPONSE * ROWS
-    predicted = kept_bytes(read_shape(folder), dtype.itemsize, "cpu", False, tokens, responses, False)
+    predicted = kept_bytes(read_shape(folder), Computation(dtype.itemsize, "cpu"), MICRO_BATCH)
     assert predicted == pytest.approx(_kept(policy, _rows(1)), rel=0.01)
 
 
@@ -85,14 +86,16 @@ def test_the_table_is_what_compiled_blocks_keep(
     sum_in_products(policy, optimizer)
     if gated:
         gate_in_products(policy)
-    tokens, responses = (PROMPT + RESPONSE) * ROWS, RESPONSE * ROWS
     with plain_gated_products():
         kept = _kept(policy, _rows(1), sums)
     sizes = read_shape(folder)
-    predicted = partial(kept_bytes, sizes, 2, "cpu", tokens=tokens, responses=responses, checkpointing=False)
-    assert predicted(compiled=True, gated=gated) == pytest.approx(kept, rel=0.01)
-    assert predicted(compiled=True, gated=not gated) != pytest.approx(kept, rel=0.03)
-    assert predicted(compiled=False) > 1.3 * kept
+
+    def predicted(compiled: bool, gated: bool) -> int:
+        return kept_bytes(sizes, Computation(2, "cpu", compiled, gated), MICRO_BATCH)
+
+    assert predicted(True, gated) == pytest.approx(kept, rel=0.01)
+    assert predicted(True, not gated) != pytest.approx(kept, rel=0.03)
+    assert predicted(False, False) > 1.3 * kept
 
 
 @pytest.mark.parametrize("samples", [1, 4])
@@ -106,7 +109,7 @@ def test_keys_of_shared_prompts_are_counted_as_they_are_packed(samples: int) -> 
 def test_a_line_that_is_missing_would_show(folder_of: FolderOf) -> None:
     """Negative control: every line but the few numbers per token is more than the tolerance above."""
     sizes = read_shape(folder_of(SHAPES[0]))
-    table = layer_table(sizes, 4, "cpu", False)
+    table = layer_table(sizes, Computation(4, "cpu"))
     numbers = {"norms' root", "query and key norms' root", "query and key norms", "attention's logsumexp"}
     assert all(kept.bytes_per_token > 0.02 * total(table) for kept in table if kept.module not in numbers)
 
@@ -115,9 +118,10 @@ def test_recomputation_keeps_the_blocks_inputs_and_one_block(folder_of: FolderOf
     """Of 2 layers that is less than all, and a layer more costs only its input."""
     sizes = read_shape(folder_of(SHAPES[0]))
     deeper = type(sizes)(**{**vars(sizes), "layers": 3})
-    recomputed = [kept_bytes(shape, 2, "cuda", True, 100, 50, True) for shape in (sizes, deeper)]
+    batch, whole = MicroBatch(100, 50), Computation(2, "cuda", compiled=True)
+    recomputed = [kept_bytes(shape, replace(whole, checkpointing=True), batch) for shape in (sizes, deeper)]
     assert recomputed[1] - recomputed[0] == 100 * 2 * sizes.hidden_size
-    assert recomputed[0] < kept_bytes(sizes, 2, "cuda", True, 100, 50, False)
+    assert recomputed[0] < kept_bytes(sizes, whole, batch)
 
 
 def test_the_estimates_logits_are_those_that_exist() -> None:
