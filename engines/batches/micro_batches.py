@@ -52,12 +52,16 @@ def plan_micro_batches(
 
 @dataclass(frozen=True)
 class _Line:
-    """Units one after another; plain lists, because they are looked at one by one."""
+    """Units one after another, to be cut into pieces; plain lists, because they are looked at one by one.
 
-    at_U1: list[int]  # where a unit begins, in tokens
-    opens_U: list[
-        int
-    ]  # likewise with all of its prompt, which a piece that begins here computes; never less than before
+    Attributes:
+        at_U1: the token at which each unit begins; of a prompt's units the first one has the prompt.
+        opens_U: the same with all of its prompt: a piece that begins with this unit computes it. Never less than that
+            of the unit before.
+    """
+
+    at_U1: list[int]
+    opens_U: list[int]
 
     def fill(self, start: int, stop: int, capacity: int) -> list[int]:
         """Cut units into pieces of at most `capacity` tokens, each as long as can be; a larger unit stands alone."""
@@ -66,37 +70,53 @@ class _Line:
             cuts.append(self._full(cuts[-1], stop, capacity))
         return cuts
 
-    def _full(self, unit: int, stop: int, capacity: int) -> int:
-        """Where the longest piece from `unit` on ends."""
-        return max(unit + 1, bisect_right(self.at_U1, self.opens_U[unit] + capacity, unit + 1, stop + 1) - 1)
+    def spread(self, start: int, stop: int, count: int, budget: int) -> list[int]:
+        """Cut units into `count` pieces, the heaviest as light as can be; into one each if there are fewer units.
 
-    def _earliest(self, start: int, stop: int, capacity: int) -> list[int]:
-        """Filled from the end: where, by the number of pieces that are left, the first of them may begin."""
+        Args:
+            count: as many as suffice where a piece may have `budget` tokens.
+        """
+        capacity = self._least_capacity(start, stop, count, budget)
+        soonest, cuts = self._starts_from_the_end(start, stop, capacity), [start]
+        for left in range(min(count, stop - start), 0, -1):
+            rest = soonest[left - 1] if left <= len(soonest) else start
+            cuts.append(max(rest, self._end(cuts[-1], stop, left, capacity)))
+        return cuts
+
+    def _least_capacity(self, start: int, stop: int, count: int, budget: int) -> int:
+        """The fewest tokens of a piece with which `count` suffice: tried from the mean to the budget, by halves."""
+        mean = -(-(self.at_U1[stop] - self.at_U1[start]) // count)
+        least, enough = min(mean, budget), budget
+        while least < enough:
+            tried = (least + enough) // 2
+            if len(self.fill(start, stop, tried)) - 1 <= count:
+                enough = tried
+            else:
+                least = tried + 1
+        return enough
+
+    def _starts_from_the_end(self, start: int, stop: int, capacity: int) -> list[int]:
+        """Fill pieces from the end: at n is the first unit of the last n pieces, which is the soonest it can be."""
         starts = [stop]
         while starts[-1] > start:
             end = starts[-1]
             starts.append(min(end - 1, bisect_left(self.opens_U, self.at_U1[end] - capacity, start, end)))
         return starts
 
-    def spread(self, start: int, stop: int, count: int, budget: int) -> list[int]:
-        """Cut units into `count` pieces within `budget`, the heaviest as light as can be; fewer pieces if units are.
+    def _end(self, unit: int, stop: int, left: int, capacity: int) -> int:
+        """Where the piece from `unit` on ends, if `left` pieces are left with it.
 
-        Each ends as near as that allows to the mean of what is left, so that the last one is not a small rest.
+        As near as its capacity allows to the mean of what is left, so that the last piece is no small rest.
         """
-        least = min(budget, -(-(self.at_U1[stop] - self.at_U1[start]) // count))
-        capacities = range(least, budget)
-        spare = bisect_left(capacities, True, key=lambda capacity: len(self.fill(start, stop, capacity)) - 1 <= count)
-        capacity, cuts = least + spare, [start]
-        earliest = self._earliest(start, stop, capacity)
-        for left in range(min(count, stop - start), 0, -1):
-            unit = cuts[-1]
-            ideal = self.opens_U[unit] + (self.at_U1[stop] - self.opens_U[unit]) / left
-            after = bisect_left(self.at_U1, ideal, unit + 1, stop)
-            near = after if self.at_U1[after] - ideal <= ideal - self.at_U1[after - 1] else after - 1
-            rest = earliest[left - 1] if left <= len(earliest) else start
-            last = min(self._full(unit, stop, capacity), stop - left + 1)  # of the others each has a unit, too
-            cuts.append(max(unit + 1, rest, min(near, last)))
-        return cuts
+        mean = self.opens_U[unit] + (self.at_U1[stop] - self.opens_U[unit]) / left
+        after = bisect_left(self.at_U1, mean, unit + 1, stop)
+        nearest = after if self.at_U1[after] - mean <= mean - self.at_U1[after - 1] else after - 1
+        latest = min(self._full(unit, stop, capacity), stop - left + 1)  # the other pieces have a unit each
+        return max(unit + 1, min(nearest, latest))
+
+    def _full(self, unit: int, stop: int, capacity: int) -> int:
+        """Where the longest piece from `unit` on ends."""
+        return max(unit + 1, bisect_right(self.at_U1, self.opens_U[unit] + capacity, unit + 1, stop + 1) - 1)
 
 
 def _lists(index_B: np.ndarray, cuts: list[int], count: int) -> list[list[int]]:
