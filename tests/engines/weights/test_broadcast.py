@@ -99,7 +99,7 @@ def test_weights_reach_the_other_group(
     replies = apart.both("reshard", version=0)
     size = sum(parameter.numel() for parameter in apart.actor.parameters().values()) * 4
     moved = [size, *[0] * (trainers - 1), *[size] * apart.rollout.count]
-    assert [reply["bytes"] for reply in replies] == moved
+    assert [reply.bytes for reply in replies] == moved
     assert {reply.strategy for reply in replies} == {"broadcast"}
     assert replies[-1]["parameters_shared"] == 0
     assert apart.gap() < EQUAL
@@ -133,7 +133,7 @@ def test_adapters_reach_the_other_group_merged(
     apart = Apart(one_rank, two_ranks, folder_of(Shape("qwen2", tied=True)), tmp_path)
     apart.build(2, tensor_parallel, lora={"rank": 4, "alpha": 8, "targets": ["q_proj", "o_proj", "down_proj"]})
     for version in range(2):
-        moved = [reply["bytes"] for reply in apart.both("reshard", version=version)]
+        moved = [reply.bytes for reply in apart.both("reshard", version=version)]
         held = apart.actor.parameters().items()
         size = sum(parameter.numel() for name, parameter in held if "lora_" not in name) * 4
         assert moved == [size] * 3

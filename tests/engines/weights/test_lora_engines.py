@@ -99,7 +99,7 @@ def test_merged_weights_reach_the_rollout_engine_and_the_base_never_changes(
         _step(ranks, tmp_path, version)
         assert _gap(ranks) > STALE
         assert {name.split(".")[-2] for name in _wrong(ranks)} == set(copied)
-        written = {reply["bytes"] for reply in ranks.ask("reshard", version=version + 1)}
+        written = {reply.bytes for reply in ranks.ask("reshard", version=version + 1)}
         sizes = {"qkv_proj": 256 * 128, "o_proj": 128 * 128, "gate_up_proj": 192 * 128, "down_proj": 96 * 128}
         assert written == {2 * sum(sizes[name] for name in copied) * 4 // parallel}
         assert _wrong(ranks) == []

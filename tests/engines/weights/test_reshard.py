@@ -104,7 +104,7 @@ def test_shared_weights_are_current_after_every_step_and_nothing_is_copied(
         _step(ranks, tmp_path, version)
         assert _gap(ranks) < EQUAL
         replies = ranks.ask("reshard", version=version + 1)
-        assert [reply["bytes"] for reply in replies] == [0] * count
+        assert [reply.bytes for reply in replies] == [0] * count
         assert _wrong(ranks) == []
     assert ranks.ask("addresses", role="actor") == addresses
     assert all((value - before[name]).abs().max() > 1e-3 for name, value in ranks.parameters().items())
@@ -130,7 +130,7 @@ def test_ranks_of_one_engine_copy_their_slices_of_what_they_hold(
         assert any("down_proj" in name for name in _wrong(two_ranks))
         replies = two_ranks.ask("reshard", version=version + 1)
         size = layers * (128 * (256 + 128 + 3 * 96) + 256) * 4 // 2
-        assert [reply["bytes"] for reply in replies] == [size] * 2
+        assert [reply.bytes for reply in replies] == [size] * 2
         assert _wrong(two_ranks) == []
         assert _gap(two_ranks, 2) < EQUAL
     first, second = two_ranks.ask("generate", **_request(folder_of(shape)))
@@ -157,7 +157,7 @@ def test_zero_3_gathers_its_shards_into_the_rollout_engine(
         assert _gap(two_ranks, tensor_parallel) > STALE
         assert any("qkv_proj" in name for name in _wrong(two_ranks))
         moved = two_ranks.ask("reshard", version=version + 1)
-        assert all(reply["bytes"] == 4 * built.parameters for reply in moved)
+        assert all(reply.bytes == 4 * built.parameters for reply in moved)
         assert _wrong(two_ranks) == []
         assert _gap(two_ranks, tensor_parallel) < EQUAL
     errors = _errors(two_ranks, 3, "engines.weights.gather.range_sums")
@@ -199,7 +199,7 @@ def test_a_vocabulary_that_vllm_pads_is_copied_and_the_rest_shared(
     _step(one_rank, tmp_path, 0)
     assert set(_wrong(one_rank)) == {"model.embed_tokens.weight", *([] if tied else ["lm_head.weight"])}
     assert _gap(one_rank) > STALE
-    assert one_rank.ask("reshard", version=1)[0]["bytes"] == copied * 100 * 128 * 4
+    assert one_rank.ask("reshard", version=1)[0].bytes == copied * 100 * 128 * 4
     assert _gap(one_rank) < EQUAL
 
 
