@@ -31,6 +31,16 @@ from penstock.state.experience import column_names, read_columns
 
 Sums = dict[str, torch.Tensor]
 REFERENCE = "logprobs_reference"
+UNITS, CHOSEN, REJECTED = "units", "chosen", "rejected"  # what is counted
+MEAN_OVER = {  # by figure, what its sum is divided by
+    "accuracy": UNITS,
+    "margin": UNITS,
+    "logprobs_chosen": CHOSEN,
+    "logprobs_rejected": REJECTED,
+    "score_chosen": CHOSEN,
+    "score_rejected": REJECTED,
+    "kl": UNITS,
+}
 
 
 @dataclass(frozen=True)
@@ -122,7 +132,7 @@ def _label_loss(
     logprobs_U = segment_sum_torch(logprobs_T.detach(), packed.offsets_B1)
     share, sums = _shares(batch, outputs, units, "logprobs", good_U * logprobs_U, (1 - good_U) * logprobs_U)
     good, bad = batch.weight * good_U.sum(), batch.weight * (1 - good_U).sum()
-    return share, sums | {"chosen": good, "rejected": bad, "kl": kl * sums["chosen"]}
+    return share, sums | {CHOSEN: good, REJECTED: bad, "kl": kl * sums[UNITS]}
 
 
 def _score_loss(model: nn.Module, batch: UnitBatch, units: int) -> tuple[torch.Tensor, Sums]:
@@ -141,31 +151,27 @@ def _shares(
     chosen_U: torch.Tensor,
     rejected_U: torch.Tensor,
 ) -> tuple[torch.Tensor, Sums]:
-    """This micro-batch's share of the mean over units, and sums to report with what divides them."""
+    """This micro-batch's share of the mean over units, and sums to report: of figures, and of what divides them.
+
+    `what`: of which the two sides have a figure each, "logprobs" or "score".
+    """
     count = batch.weight * torch.ones_like(outputs.margin_U).sum()
     sums = {
         "accuracy": (outputs.margin_U > 0).float().sum() * batch.weight,
         "margin": outputs.margin_U.sum() * batch.weight,
         f"{what}_chosen": chosen_U.sum() * batch.weight,
         f"{what}_rejected": rejected_U.sum() * batch.weight,
-        "units": count,
-        "chosen": count,
-        "rejected": count,
+        UNITS: count,
+        CHOSEN: count,
+        REJECTED: count,
     }
     return outputs.loss_U.sum() * (batch.weight / units), sums
 
 
 def _means(sums: dict[str, float]) -> dict[str, float]:
-    """Divide each sum by what it is a sum over; figures of a label that no row has are left out."""
-    means = {}
-    for name, total in sums.items():
-        if name in ("units", "chosen", "rejected"):
-            continue
-        side = name.rpartition("_")[2]
-        over = sums[side if side in ("chosen", "rejected") else "units"]
-        if name == "loss" or over:
-            means[name] = total if name == "loss" else total / over
-    return means
+    """Return the loss, which is a mean already, and each figure's mean; none over a label that no row has."""
+    means = {name: sums[name] / sums[over] for name, over in MEAN_OVER.items() if name in sums and sums[over]}
+    return {"loss": sums["loss"], **means}
 
 
 @torch.no_grad()
