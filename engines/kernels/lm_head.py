@@ -25,7 +25,7 @@ import functools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -42,6 +42,32 @@ class Reference:
 
     hidden_TH: Tensor
     weight_VH: Tensor
+
+
+class Statistics(NamedTuple):
+    """What the forward pass knows of tokens and the backward pass needs again; the last two if there is a reference."""
+
+    normalizer_T: Tensor  # its logarithm
+    entropy_T: Tensor
+    reference_normalizer_T: Tensor | None
+    kl_T: Tensor | None
+
+    def cut(self, chunk: slice) -> Statistics:
+        """Return those of a chunk of the tokens."""
+        normalizer_T, entropy_T, *of_reference = self
+        return Statistics(normalizer_T[chunk], entropy_T[chunk], *(_cut(values_T, chunk) for values_T in of_reference))
+
+
+class Gradients(NamedTuple):
+    """Gradients of the loss by what the forward pass returned; None where it does not depend on that."""
+
+    logprobs_T: Tensor | None
+    entropies_T: Tensor | None
+    kl_T: Tensor | None
+
+    def cut(self, chunk: slice) -> Gradients:
+        """Return those of a chunk of the tokens."""
+        return Gradients(*(_cut(values_T, chunk) for values_T in self))
 
 
 def selected_logprobs(
@@ -111,38 +137,36 @@ class _SelectedLogprobs(torch.autograd.Function):
         statistics = _on(hidden_TH.device.type, _statistics)
         parts = [
             statistics(
-                _logits(hidden_TH, weight_VH, chunk, _cut(kept_TV, chunk)),
+                _logits(hidden_TH, weight_VH, chunk, _cut(kept_TV, chunk)),  # not held longer than for this call
                 targets_T[chunk],
                 scale,
                 _logits(reference_TH, reference_VH, chunk),
             )
             for chunk in _chunks(hidden_TH, weight_VH, reference_VH)
         ]
-        chosen_T, *known = (None if column[0] is None else torch.cat(column) for column in zip(*parts, strict=True))
+        chosen_T, known = torch.cat([chosen_C for chosen_C, _ in parts]), _joined([part for _, part in parts])
         ctx.save_for_backward(hidden_TH, weight_VH, targets_T, scale, *known, kept_TV, reference_TH, reference_VH)
         ctx.set_materialize_grads(False)
         ctx.sum_VH = sum_VH  # it is written to, not read: other forward passes may come before the backward pass
-        _, entropies_T, _, kl_T = known
-        return chosen_T, entropies_T, kl_T
+        return chosen_T, known.entropy_T, known.kl_T
 
     @staticmethod
     def backward(
         ctx: Any, grad_logprobs_T: Tensor | None, grad_entropies_T: Tensor | None, grad_kl_T: Tensor | None
     ) -> Any:
-        hidden_TH, weight_VH, targets_T, scale, *statistics, kept_TV, reference_TH, reference_VH = ctx.saved_tensors
+        hidden_TH, weight_VH, targets_T, scale, *saved, kept_TV, reference_TH, reference_VH = ctx.saved_tensors
         gradient = _on(hidden_TH.device.type, _logits_gradient)
-        grads = (grad_logprobs_T, grad_entropies_T, grad_kl_T)
+        known, grads = Statistics(*saved), Gradients(grad_logprobs_T, grad_entropies_T, grad_kl_T)
         grad_hidden_TH = torch.empty_like(hidden_TH)
         trained = ctx.needs_input_grad[1]  # a frozen head needs no gradient
         grad_weight_VH = torch.empty_like(weight_VH) if trained and ctx.sum_VH is None else None
         for chunk in _chunks(hidden_TH, weight_VH, reference_VH):
-            known, wanted = ([_cut(values_T, chunk) for values_T in columns] for columns in (statistics, grads))
             grad_CV = gradient(
                 _logits(hidden_TH, weight_VH, chunk) if kept_TV is None else _whole_vocabulary(kept_TV[chunk]),
                 targets_T[chunk],
                 scale,
-                *known,
-                *wanted,
+                known.cut(chunk),
+                grads.cut(chunk),
                 _logits(reference_TH, reference_VH, chunk),
             )
             torch.mm(grad_CV, weight_VH, out=grad_hidden_TH[chunk])
@@ -163,6 +187,14 @@ def _chunks(hidden_TH: Tensor, weight_VH: Tensor, reference_VH: Tensor | None) -
 
 def _cut(values_T: Tensor | None, chunk: slice) -> Tensor | None:
     return None if values_T is None else values_T[chunk]
+
+
+def _joined(parts: list[Statistics]) -> Statistics:
+    """Statistics of all tokens from those of the chunks."""
+    columns = [None if column[0] is None else torch.cat(column) for column in zip(*parts, strict=True)]
+    normalizer_T, entropy_T, *of_reference = columns
+    assert normalizer_T is not None and entropy_T is not None
+    return Statistics(normalizer_T, entropy_T, *of_reference)
 
 
 def _logits(
@@ -208,35 +240,33 @@ def _block(vocabulary: int) -> int:
 
 def _statistics(
     raw_CV: Tensor, targets_C: Tensor, scale: Tensor, raw_reference_CV: Tensor | None
-) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
-    """Log-prob of the target, log of the normaliser, entropy; log of the reference's normaliser, divergence from it."""
+) -> tuple[Tensor, Statistics]:
+    """Log-prob of the target, and what else is known of the tokens of a chunk."""
     logits_CV = _scaled(raw_CV, scale)
     normalizer_C, sum_C, weighted_C = _normalizer(logits_CV)
     chosen_C = logits_CV.gather(-1, targets_C.unsqueeze(-1)).squeeze(-1)
-    three = chosen_C - normalizer_C, normalizer_C, normalizer_C - weighted_C / sum_C
+    logprob_C, entropy_C = chosen_C - normalizer_C, normalizer_C - weighted_C / sum_C
     if raw_reference_CV is None:
-        return *three, None, None
+        return logprob_C, Statistics(normalizer_C, entropy_C, None, None)
     reference_CV = _scaled(raw_reference_CV, scale)
     reference_normalizer_C, _, _ = _normalizer(reference_CV)
     logprobs_CV = logits_CV - normalizer_C.unsqueeze(-1)
     ratio_CV = logprobs_CV - (reference_CV - reference_normalizer_C.unsqueeze(-1))
-    return *three, reference_normalizer_C, (logprobs_CV.exp() * ratio_CV).sum(-1)
+    kl_C = (logprobs_CV.exp() * ratio_CV).sum(-1)
+    return logprob_C, Statistics(normalizer_C, entropy_C, reference_normalizer_C, kl_C)
 
 
 def _logits_gradient(
     raw_CV: Tensor,
     targets_C: Tensor,
     scale: Tensor,
-    normalizer_C: Tensor,
-    entropies_C: Tensor,
-    reference_normalizer_C: Tensor | None,
-    kl_C: Tensor | None,
-    grad_logprobs_C: Tensor | None,
-    grad_entropies_C: Tensor | None,
-    grad_kl_C: Tensor | None,
+    known: Statistics,
+    grads: Gradients,
     raw_reference_CV: Tensor | None,
 ) -> Tensor:
     """Gradient of the loss by the logits of a chunk, before scaling, in the weights' dtype."""
+    normalizer_C, entropies_C, reference_normalizer_C, kl_C = known
+    grad_logprobs_C, grad_entropies_C, grad_kl_C = grads
     logprobs_CV = _scaled(raw_CV, scale) - normalizer_C.unsqueeze(-1)
     probs_CV = logprobs_CV.exp()
     grad_CV = torch.zeros_like(probs_CV)
