@@ -101,7 +101,7 @@ def test_weights_reach_the_other_group(
     moved = [size, *[0] * (trainers - 1), *[size] * apart.rollout.count]
     assert [reply.bytes for reply in replies] == moved
     assert {reply.strategy for reply in replies} == {"broadcast"}
-    assert replies[-1]["parameters_shared"] == 0
+    assert replies[-1].parameters_shared == 0
     assert apart.gap() < EQUAL
     apart.step(0)
     assert apart.gap() > STALE
