@@ -28,7 +28,7 @@ LIGHT = (
     "penstock",
     "tasks",
 )
-NOT_IMPORTED = {"locust_users", "vllm_server"}  # programs: what Locust runs, and vLLM's own server
+NOT_IMPORTED = {"vllm_load", "vllm_server"}  # programs: vLLM's own load test and server
 IMPORT = "import importlib, sys; [importlib.import_module(name) for name in sys.argv[1:]]; print([*sys.modules])"
 
 

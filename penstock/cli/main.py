@@ -547,7 +547,7 @@ def serve(
 def loadtest(
     url: Annotated[str, typer.Argument(help="server with OpenAI's API, e.g. http://127.0.0.1:8000")],
     users: Annotated[int, typer.Option(min=1, help="users that ask at the same time")] = 8,
-    seconds: Annotated[int, typer.Option(min=1, help="how long they ask")] = 30,
+    requests: Annotated[int, typer.Option(min=1, help="how many they ask together")] = 200,
     prompt_tokens: Annotated[
         int | None, typer.Option(min=1, help="random prompts of so many tokens; default 128 without --file")
     ] = None,
@@ -557,16 +557,19 @@ def loadtest(
     max_tokens: Annotated[
         int, typer.Option(min=1, help="most tokens of a response; those to random prompts have exactly so many")
     ] = 128,
+    tokenizer: Annotated[
+        Path | None, typer.Option(help="folder of the model's tokenizer; default: the served model's, if it is here")
+    ] = None,
     to: Annotated[
         Path | None,
         typer.Option(help="folder for JSON and plot; default: one under loadtests/", callback=bench.free_folder),
     ] = None,
 ) -> None:
-    """Measure a server under load with Locust: rates, latencies, time to first token, GPU memory."""
+    """Measure a server under load with vLLM's load test: rates, latencies, time to first token, GPU memory."""
     from penstock.cli.serving.loadtest import Load, run_loadtest
     from penstock.reports.loadtest import table
 
-    found, folder = run_loadtest(url, Load(users, seconds, prompt_tokens, file, max_tokens), to)
+    found, folder = run_loadtest(url, Load(users, requests, prompt_tokens, file, max_tokens), tokenizer, to)
     console.print(table(found))
     console.print(f"files: {short_path(folder)}", highlight=False, soft_wrap=True)
 

@@ -1,7 +1,7 @@
-"""What a load test found: figures from a line per request, as a table, as JSON and as a picture.
+"""What vLLM's load test found: its figures in seconds, as a table, as JSON and as a picture.
 
-Rates are of the requests that succeeded, over the time from the first one's start to the last one's end; what was under
-way when the test ended is not in them. Left out: making the load (penstock/cli/serving/loadtest.py).
+Rates and percentiles are vLLM's, of the requests that succeeded. Left out: making the load
+(penstock/cli/serving/loadtest.py).
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
     from rich.table import Table
 
+REASON_CHARACTERS = 200
 HEADROOM_KEPT = 0.2  # share of a GPU's memory that should stay free under load
 
 
@@ -60,57 +61,50 @@ class LoadFigures:
     gpus: tuple[GpuUse, ...]
 
 
-def read_lines(path: Path) -> list[dict[str, Any]]:
-    """Return the requests of a test; the last line may be cut where users were stopped."""
-    whole, _, _ = path.read_text(encoding="utf-8").rpartition("\n")
-    return [json.loads(line) for line in whole.splitlines()]
-
-
-def figures(lines: Sequence[Mapping[str, Any]], users: int, gpus: Sequence[GpuUse]) -> LoadFigures:
-    """Return the figures of a test.
+def figures(measured: Mapping[str, Any], users: int, gpus: Sequence[GpuUse]) -> LoadFigures:
+    """Return the figures of a test from what vLLM measured.
 
     Raises:
         UserError: no request succeeded.
     """
-    import numpy as np
+    outcomes = zip(measured["output_lens"], measured["errors"], strict=True)
+    reasons = Counter(_reason(error) for tokens, error in outcomes if not tokens)
+    if not measured["completed"]:
+        said = reasons.most_common(1)[0][0] if reasons else "none was answered"
+        raise UserError(f"no request succeeded: {said}", "look at the server's messages")
 
-    good = [line for line in lines if not line["failure"]]
-    reasons = Counter(str(line["failure"]) for line in lines if line["failure"])
-    if not good:
-        said = reasons.most_common(1)[0][0] if reasons else "none was answered in time"
-        raise UserError(f"no request succeeded: {said}", "look at the server's messages; test longer if it is slow")
-    begin, end = min(line["begin"] for line in lines), max(line["end"] for line in lines)
-    latency = np.array([line["end"] - line["begin"] for line in good])
-    first = np.array([line["first"] - line["begin"] for line in good])
-    tokens = np.array([line["tokens"] for line in good])
-    several = tokens > 1
-    pace = (latency - first)[several] / (tokens[several] - 1)
-    p50, p95, p99 = (float(value) for value in np.percentile(latency, [50, 95, 99]))
-    first50, first95, first99 = (float(value) for value in np.percentile(first, [50, 95, 99]))
+    def seconds(figure: str) -> float:
+        return float(measured[f"{figure}_ms"]) / 1000
+
     return LoadFigures(
         users=users,
-        seconds=end - begin,
-        requests=len(lines),
-        failures=len(lines) - len(good),
+        seconds=measured["duration"],
+        requests=measured["completed"] + measured["failed"],
+        failures=measured["failed"],
         failure_reasons=dict(reasons),
-        requests_per_s=len(good) / (end - begin),
-        tokens_per_s=float(tokens.sum()) / (end - begin),
-        tokens_mean=float(tokens.mean()),
-        latency_p50=p50,
-        latency_p95=p95,
-        latency_p99=p99,
-        first_token_p50=first50,
-        first_token_p95=first95,
-        first_token_p99=first99,
-        seconds_per_token_p50=float(np.median(pace)) if len(pace) else 0.0,
+        requests_per_s=measured["request_throughput"],
+        tokens_per_s=measured["output_throughput"],
+        tokens_mean=measured["total_output_tokens"] / measured["completed"],
+        latency_p50=seconds("p50_e2el"),
+        latency_p95=seconds("p95_e2el"),
+        latency_p99=seconds("p99_e2el"),
+        first_token_p50=seconds("p50_ttft"),
+        first_token_p95=seconds("p95_ttft"),
+        first_token_p99=seconds("p99_ttft"),
+        seconds_per_token_p50=seconds("p50_tpot"),
         gpus=tuple(gpus),
     )
 
 
-def write_results(found: LoadFigures, lines: Sequence[Mapping[str, Any]], facts: Mapping[str, Any], to: Path) -> None:
+def _reason(error: str) -> str:
+    """Return the last line of what may be a traceback."""
+    return (error.strip().splitlines() or ["without a reason"])[-1][:REASON_CHARACTERS]
+
+
+def write_results(found: LoadFigures, measured: Mapping[str, Any], facts: Mapping[str, Any], to: Path) -> None:
     """Write `loadtest.json` (figures, and `facts` about the test) and `loadtest.png` into a folder."""
     write_text(to / "loadtest.json", json.dumps({**facts, **asdict(found)}, indent=2) + "\n")
-    save(_figure, [line for line in lines if not line["failure"]], to / "loadtest.png")
+    save(_figure, measured, to / "loadtest.png")
 
 
 def table(found: LoadFigures) -> Table:
@@ -137,24 +131,26 @@ def _ms(*seconds: float) -> str:
     return ", ".join(f"{1000 * value:,.1f} ms" for value in seconds)
 
 
-def _figure(lines: Sequence[Mapping[str, Any]]) -> Figure | None:
+def _figure(measured: Mapping[str, Any]) -> Figure | None:
     """How long requests and first tokens took, and tokens per second over the test."""
     import numpy as np
     from matplotlib.ticker import MaxNLocator
 
+    good = np.flatnonzero(measured["output_lens"])
+    first, begin, tokens = (np.array(measured[key])[good] for key in ("ttfts", "start_times", "output_lens"))
+    whole_response = first + [sum(measured["itls"][number]) for number in good]
     latency, pace = canvas(2, height=3.0)
-    kinds = {"first token": "first", "whole response": "end"}
-    for colour, (label, key) in zip(COLOURS, kinds.items(), strict=False):
-        seconds = np.sort([line[key] - line["begin"] for line in lines])
+    kinds = {"first token": first, "whole response": whole_response}
+    for colour, (label, times) in zip(COLOURS, kinds.items(), strict=False):
+        seconds = np.sort(times)
         latency.step(seconds, np.arange(1, len(seconds) + 1) / len(seconds), where="post", color=colour, label=label)
     latency.set_xlabel("seconds")
     latency.xaxis.set_major_locator(MaxNLocator(nbins=8))
     latency.set_title("Share of requests answered within")
     latency.legend(loc="best")
-    begin = min(line["begin"] for line in lines)
-    ends = np.array([line["end"] - begin for line in lines])
+    ends = begin + whole_response - begin.min()
     whole = np.arange(max(np.floor(ends.max()), 1) + 1)  # a second cut at the end would look like a drop
-    sums, _ = np.histogram(ends, bins=whole, weights=[line["tokens"] for line in lines])
+    sums, _ = np.histogram(ends, bins=whole, weights=tokens)
     pace.stairs(sums, whole, color=COLOURS[2], linewidth=1.7, baseline=None)
     pace.set_ylim(bottom=0)
     pace.set_xlabel("seconds of the test")

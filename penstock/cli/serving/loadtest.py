@@ -1,15 +1,16 @@
-"""Puts load on a server that speaks OpenAI's API: Locust's users stream completions, and reports/loadtest.py counts.
+"""Puts load on a server that speaks OpenAI's API, with vLLM's own load test; penstock/reports/loadtest.py shows it.
 
-Locust runs in a process of its own, since it replaces Python's sockets and threads. Random prompts are token ids of the
-server's own tokenizer, drawn anew for each request, so that no prefix cache answers them.
+vLLM sends the requests, takes the times and computes the percentiles, in a process of its own: it takes seconds to
+import. Its random prompts differ from each other, so that no prefix cache answers them. Added here: what is refused
+before it starts, prompts from a file, and the memory of this machine's GPUs meanwhile.
 
-Left out: chat, arrival rates (users ask again as soon as they are answered), several load generators.
+Left out: chat, arrival rates (users ask again as soon as they are answered), tests that end after a time.
 """
 
 from __future__ import annotations
 
-import importlib.util
 import json
+import os
 import subprocess
 import sys
 import tempfile
@@ -28,22 +29,21 @@ import pynvml
 from engines.groups.machine import visible_gpus
 from engines.sizing.gpu_sampler import GIB, GpuSampler
 from penstock.base.errors import UserError
-from penstock.reports.loadtest import GpuUse, LoadFigures, figures, read_lines, write_results
+from penstock.cli.serving.serve import QUIET
+from penstock.reports.loadtest import GpuUse, LoadFigures, figures, write_results
 
-USERS_FILE = Path(__file__).with_name("locust_users.py")
+PROGRAM = "penstock.cli.serving.vllm_load"
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 PROMPT_TOKENS = 128
-SEED = 0
-START_AND_STOP_S = 60.0  # what Locust may take beside the test itself
-WORDS = "The quick brown fox jumps over 0123456789 lazy dogs, (a + b) * c = d; then it sleeps under the old oak."
+ERROR_CHARACTERS = 800
 
 
 @dataclass(frozen=True)
 class Load:
-    """How much is asked: `file` or random prompts of `prompt_tokens`, never both."""
+    """How much is asked: prompts of `file`, or random ones of `prompt_tokens`, never both."""
 
     users: int
-    seconds: int
+    requests: int
     prompt_tokens: int | None
     file: Path | None
     max_tokens: int
@@ -51,53 +51,40 @@ class Load:
 
 @dataclass(frozen=True)
 class Served:
-    """The model behind a server, and the most tokens of a prompt with its response (None: the server does not say)."""
+    """The model behind a server; the folder that it is of and its longest prompt with response, where it says so."""
 
     model: str
+    folder: str | None
     max_length: int | None
 
 
-def run_loadtest(url: str, load: Load, to: Path | None) -> tuple[LoadFigures, Path]:
+def run_loadtest(url: str, load: Load, tokenizer: Path | None, to: Path | None) -> tuple[LoadFigures, Path]:
     """Test the server at `url`; return the figures and the folder with `loadtest.json` and `loadtest.png`.
 
+    Args:
+        tokenizer: folder of the model's tokenizer; None: the one that the server names, if it is on this machine.
+
     Raises:
-        UserError: Locust is missing, nothing answers at `url`, the load does not fit the model, or no request succeeds.
+        UserError: nothing answers at `url`, there is no tokenizer, the load does not fit the model, or no request
+            succeeds.
     """
-    if importlib.util.find_spec("locust") is None:
-        raise UserError("the load test needs Locust", f"install it: {sys.executable} -m pip install 'locust>=2.40'")
     if load.file is not None and load.prompt_tokens is not None:
         raise UserError("--file and --prompt-tokens exclude each other", "remove one")
     url = url.rstrip("/").removesuffix("/v1")
     served = find_model(url)
-    prompts = read_prompts(load.file) if load.file is not None else []
-    token_ids = [] if prompts else known_token_ids(url, served, load)
-    body: dict[str, Any] = {"model": served.model, "max_tokens": load.max_tokens, "stream": True}
-    body |= {"stream_options": {"include_usage": True}} | ({} if load.file else {"ignore_eos": True})
+    check_length(served, load)
+    folder = tokenizer_folder(served, tokenizer)
     with tempfile.TemporaryDirectory() as scratch, ExitStack() as stack:
-        plan, lines = Path(scratch) / "plan.json", Path(scratch) / "lines.jsonl"
-        plan.write_text(
-            json.dumps(
-                {
-                    "prompts": prompts,
-                    "token_ids": token_ids,
-                    "prompt_tokens": load.prompt_tokens or PROMPT_TOKENS,
-                    "body": body,
-                    "seed": SEED,
-                    "lines": str(lines),
-                }
-            )
-        )
         gpus = visible_gpus() if urlsplit(url).hostname in LOOPBACK else []
         samplers = {gpu: stack.enter_context(GpuSampler([gpu])) for gpu in gpus}
-        _run_locust(url, load, plan)
-        requests = read_lines(lines)
+        measured = _measured(url, served, folder, load, Path(scratch))
         uses = [_use(gpu, most) for gpu, sampler in samplers.items() if (most := sampler.take(float("inf")))]
-    found = figures(requests, load.users, uses)
-    folder = to or Path("loadtests") / datetime.now().strftime("%Y%m%d-%H%M%S")
+    found = figures(measured, load.users, uses)
+    results = to or Path("loadtests") / datetime.now().strftime("%Y%m%d-%H%M%S")
     length = "of a file" if load.file else f"{load.prompt_tokens or PROMPT_TOKENS} random tokens"
     facts = {"url": url, "model": served.model, "prompts": length, "max_tokens": load.max_tokens}
-    write_results(found, requests, facts, folder)
-    return found, folder
+    write_results(found, measured, facts, results)
+    return found, results
 
 
 def find_model(url: str) -> Served:
@@ -107,12 +94,40 @@ def find_model(url: str) -> Served:
         UserError: nothing answers there in the form of OpenAI's API.
     """
     try:
-        models = _ask(f"{url}/v1/models")["data"]
-    except (OSError, ValueError, KeyError) as error:
+        with urllib.request.urlopen(f"{url}/v1/models", timeout=30) as response:
+            first = json.load(response)["data"][0]
+        return Served(first["id"], first.get("root"), first.get("max_model_len"))
+    except (OSError, ValueError, LookupError, TypeError) as error:
         raise UserError(
             f"{url} does not answer as a server with OpenAI's API: {error}", "start one: penstock serve FOLDER"
         ) from error
-    return Served(models[0]["id"], models[0].get("max_model_len"))
+
+
+def check_length(served: Served, load: Load) -> None:
+    """Check that a random prompt and its response fit the model.
+
+    Raises:
+        UserError: they are longer than it takes.
+    """
+    length = load.prompt_tokens or PROMPT_TOKENS
+    if load.file is None and served.max_length is not None and length + load.max_tokens > served.max_length:
+        raise UserError(
+            f"{length} prompt and {load.max_tokens} response tokens are more than the {served.max_length} of the model",
+            "lower --prompt-tokens or --max-tokens",
+        )
+
+
+def tokenizer_folder(served: Served, given: Path | None) -> Path:
+    """Return the folder of the tokenizer, with which prompts are made and counted.
+
+    Raises:
+        UserError: it is not there.
+    """
+    folder = given or Path(served.folder or "")
+    if (folder / "tokenizer_config.json").is_file():
+        return folder
+    where = f"{given} holds" if given else f"the folder that the server names for '{served.model}' holds"
+    raise UserError(f"{where} no tokenizer on this machine", "name one: --tokenizer FOLDER")
 
 
 def read_prompts(path: Path) -> list[str]:
@@ -139,52 +154,33 @@ def _prompt_of(line: str, number: int, path: Path) -> str:
     return str(prompt)
 
 
-def known_token_ids(url: str, served: Served, load: Load) -> list[int]:
-    """Return token ids of the server's tokenizer, from which random prompts are drawn.
-
-    Raises:
-        UserError: the server has no tokenizer to ask, or prompt and response are longer than its model takes.
-    """
-    length = load.prompt_tokens or PROMPT_TOKENS
-    if served.max_length is not None and length + load.max_tokens > served.max_length:
-        raise UserError(
-            f"{length} prompt and {load.max_tokens} response tokens are more than the {served.max_length} of the model",
-            "lower --prompt-tokens or --max-tokens",
-        )
-    try:
-        return sorted(set(_ask(f"{url}/tokenize", {"model": served.model, "prompt": WORDS})["tokens"]))
-    except (OSError, ValueError, KeyError) as error:
-        raise UserError(f"{url} tells no token ids ({error})", "give prompts with --file") from error
+def _measured(url: str, served: Served, tokenizer: Path, load: Load, scratch: Path) -> dict[str, Any]:
+    """Run vLLM's load test and return its result, with the times of each request."""
+    result = scratch / "result.json"
+    command = [sys.executable, "-P", "-m", PROGRAM, "--base-url", url, "--model", served.model]
+    command += ["--tokenizer", str(tokenizer), "--num-prompts", str(load.requests)]
+    command += ["--max-concurrency", str(load.users), *_asked(load, scratch), "--percentile-metrics", "ttft,tpot,e2el"]
+    command += ["--metric-percentiles", "50,95,99", "--ready-check-timeout-sec", "0", "--disable-tqdm"]
+    command += ["--save-result", "--save-detailed", "--result-dir", str(scratch), "--result-filename", result.name]
+    done = subprocess.run(command, env=os.environ | QUIET, capture_output=True, text=True, check=False)
+    if not result.is_file():
+        said = done.stderr.strip()[-ERROR_CHARACTERS:]
+        raise UserError(f"vLLM's load test ended with code {done.returncode}: {said}", "see its message")
+    found: dict[str, Any] = json.loads(result.read_text(encoding="utf-8"))
+    return found
 
 
-def locust_command(url: str, load: Load, plan: Path) -> Sequence[str]:
-    """Return Locust's command: all users at once, no web page, no tables of its own."""
-    command = [sys.executable, "-P", "-m", "locust", "-f", str(USERS_FILE), "--plan", str(plan), "--headless"]
-    command += ["--host", url, "--users", str(load.users), "--spawn-rate", str(load.users)]
-    command += ["--run-time", f"{load.seconds}s", "--only-summary", "--loglevel", "WARNING"]
-    return [*command, "--exit-code-on-error", "0"]  # failed requests are figures, not an error of the test
-
-
-def _run_locust(url: str, load: Load, plan: Path) -> None:
-    done = subprocess.run(
-        locust_command(url, load, plan),
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=load.seconds + START_AND_STOP_S,
-    )
-    if done.returncode:
-        raise UserError(f"Locust ended with code {done.returncode}: {done.stderr.strip()[-800:]}", "see its message")
+def _asked(load: Load, scratch: Path) -> Sequence[str]:
+    """Return what vLLM is to ask; responses to random prompts have exactly `max_tokens`."""
+    if load.file is None:
+        length, most = str(load.prompt_tokens or PROMPT_TOKENS), str(load.max_tokens)
+        return ["--dataset-name", "random", "--random-input-len", length, "--random-output-len", most, "--ignore-eos"]
+    prompts = scratch / "prompts.jsonl"
+    prompts.write_text("".join(json.dumps({"prompt": prompt}) + "\n" for prompt in read_prompts(load.file)))
+    custom = ["--dataset-name", "custom", "--dataset-path", str(prompts), "--custom-output-len", str(load.max_tokens)]
+    return [*custom, "--skip-chat-template"]
 
 
 def _use(gpu: int, most: dict[str, float]) -> GpuUse:
     total = float(pynvml.nvmlDeviceGetMemoryInfo(pynvml.nvmlDeviceGetHandleByIndex(gpu)).total) / GIB
     return GpuUse(gpu, most["gpu/memory_gib"], total)
-
-
-def _ask(url: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
-    data = None if body is None else json.dumps(body).encode()
-    request = urllib.request.Request(url, data, {"Content-Type": "application/json"})
-    with urllib.request.urlopen(request, timeout=30) as response:
-        found: dict[str, Any] = json.load(response)
-    return found

@@ -40,7 +40,7 @@ POLL_S = 0.25
 ERROR = re.compile(r"\w(Error|Exception): ")
 ERRORS_SHOWN = 5
 
-_COMMON = {
+QUIET = {
     "HF_HUB_OFFLINE": "1",
     "DO_NOT_TRACK": "1",
     "VLLM_NO_USAGE_STATS": "1",
@@ -107,7 +107,7 @@ def serve(
         raise UserError(f"something answers on {url} already", "name another port with --port")
     for number in (signal.SIGINT, signal.SIGTERM):  # a shell's background job inherits an ignored SIGINT
         signal.signal(number, _interrupt)
-    environment = _COMMON | ({} if gpus else _CPU) | dict(os.environ) | interface.variables()
+    environment = QUIET | ({} if gpus else _CPU) | dict(os.environ) | interface.variables()
     with contextlib.ExitStack() as ends:
         with (
             interrupts_deferred(),

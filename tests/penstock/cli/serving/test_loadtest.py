@@ -1,11 +1,10 @@
-"""Locust's users against a server whose answers are known: what is measured is what it did.
+"""vLLM's load test against a server whose answers are known: what is shown is what it did.
 
 The server speaks the part of OpenAI's API that vLLM's does, from the standard library, so that its pauses are exact.
 """
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import threading
 import time
@@ -17,7 +16,16 @@ from typing import Any
 import pytest
 
 from penstock.base.errors import UserError
-from penstock.cli.serving.loadtest import Load, find_model, known_token_ids, read_prompts, run_loadtest
+from penstock.cli.serving.loadtest import (
+    Load,
+    Served,
+    check_length,
+    find_model,
+    read_prompts,
+    run_loadtest,
+    tokenizer_folder,
+)
+from penstock.data.tokenizer import make_byte_tokenizer
 
 FIRST_S, REST_S, TOKENS = 0.15, 0.1, 4
 
@@ -27,6 +35,7 @@ class Server(ThreadingHTTPServer):
 
     daemon_threads = True
     bodies: list[dict[str, Any]]
+    folder: Path
     lock: threading.Lock
 
 
@@ -35,12 +44,12 @@ class Handler(BaseHTTPRequestHandler):
     server: Server
 
     def do_GET(self) -> None:
-        self._json(200, {"data": [{"id": "tiny", "max_model_len": 64}]})
+        self._json(200, {"data": [{"id": "tiny", "root": str(self.server.folder), "max_model_len": 64}]})
 
     def do_POST(self) -> None:
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-        if self.path == "/tokenize":
-            self._json(200, {"tokens": [3, 5, 5, 9]})
+        if self.path != "/v1/completions":
+            self._json(404, {})
             return
         with self.server.lock:
             self.server.bodies.append(body)
@@ -76,10 +85,11 @@ class Handler(BaseHTTPRequestHandler):
 
 
 @pytest.fixture(scope="module")
-def server() -> Iterator[Server]:
-    """The server, on a free port."""
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """The server, on a free port, of a model with a byte tokenizer."""
     found = Server(("127.0.0.1", 0), Handler)
-    found.bodies, found.lock = [], threading.Lock()
+    found.bodies, found.lock, found.folder = [], threading.Lock(), tmp_path_factory.mktemp("model")
+    make_byte_tokenizer(found.folder)
     thread = threading.Thread(target=found.serve_forever)
     thread.start()
     yield found
@@ -95,24 +105,31 @@ def url(server: Server) -> str:
 
 
 def test_what_is_measured_is_what_the_server_did(server: Server, url: str, tmp_path: Path) -> None:
-    """Three users for six seconds: times of first and last token, tokens, failures, and distinct random prompts."""
-    found, folder = run_loadtest(f"{url}/v1/", Load(3, 6, 16, None, 8), tmp_path / "out")
+    """Three users, 20 requests: times of first and last token, tokens, failures, and different random prompts."""
+    found, folder = run_loadtest(f"{url}/v1/", Load(3, 20, 16, None, 8), None, tmp_path / "out")
     whole = FIRST_S + (TOKENS - 1) * REST_S
     assert FIRST_S <= found.first_token_p50 < FIRST_S + REST_S  # a user that waits for all of it would say `whole`
     assert whole <= found.latency_p50 < whole + 0.3
     assert found.seconds_per_token_p50 == pytest.approx(REST_S, rel=0.4)
     assert found.tokens_mean == TOKENS
-    assert found.failures >= 4
-    (reason,) = found.failure_reasons
-    assert reason.startswith("status 503")
-    assert found.requests - found.failures >= 6
+    assert (found.requests, found.failures, found.failure_reasons) == (20, 4, {"Service Unavailable": 4})
     assert found.tokens_per_s == pytest.approx(found.requests_per_s * TOKENS)
     asked = server.bodies
-    assert found.requests <= len(asked) <= found.requests + 3, "what is under way at the end is not counted"
-    assert all(len(body["prompt"]) == 16 and set(body["prompt"]) <= {3, 5, 9} for body in asked)
-    assert len({tuple(body["prompt"]) for body in asked}) == len(asked)
+    assert len(asked) == 20
+    assert len({body["prompt"] for body in asked}) > 10, "they begin at one of the 60 tokens of the small vocabulary"
+    assert 16 in {len(body["prompt"]) for body in asked}, "of letters; a token that is none has a longer name"
     assert {(body["model"], body["max_tokens"], body["ignore_eos"]) for body in asked} == {("tiny", 8, True)}
     assert {path.name for path in folder.iterdir()} == {"loadtest.json", "loadtest.png"}
+
+
+def test_prompts_of_a_file_are_asked_as_they_are(server: Server, url: str, tmp_path: Path) -> None:
+    """Without a chat template, and their responses end by themselves. Control: those of the test above do not."""
+    file, before = tmp_path / "prompts.txt", len(server.bodies)
+    file.write_text("1+1=\n2+2=\n")
+    run_loadtest(url, Load(1, 3, None, file, 8), server.folder, tmp_path / "out")
+    asked = server.bodies[before:]
+    assert {body["prompt"] for body in asked} == {"1+1=", "2+2="}
+    assert all(body["max_tokens"] == 8 and "ignore_eos" not in body for body in asked)
 
 
 def test_prompts_of_a_file(tmp_path: Path) -> None:
@@ -127,14 +144,22 @@ def test_prompts_of_a_file(tmp_path: Path) -> None:
         read_prompts(tmp_path / "absent.txt")
 
 
-def test_a_load_that_cannot_be_is_refused(url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Too long for the model, two kinds of prompts, no server, no Locust: each before anything starts."""
+def test_a_load_that_cannot_be_is_refused(url: str, tmp_path: Path) -> None:
+    """Too long for the model, two kinds of prompts, no server: each before anything starts. Control: one that fits."""
     with pytest.raises(UserError, match="more than the 64 of the model"):
-        known_token_ids(url, find_model(url), Load(1, 1, 60, None, 8))
+        check_length(find_model(url), Load(1, 1, 60, None, 8))
+    check_length(find_model(url), Load(1, 1, 56, None, 8))
     with pytest.raises(UserError, match="exclude each other"):
-        run_loadtest(url, Load(1, 1, 16, tmp_path / "prompts.txt", 8), None)
+        run_loadtest(url, Load(1, 1, 16, tmp_path / "prompts.txt", 8), None, None)
     with pytest.raises(UserError, match="penstock serve FOLDER"):
-        run_loadtest("http://127.0.0.1:9", Load(1, 1, None, None, 8), None)
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(UserError, match="pip install 'locust"):
-        run_loadtest(url, Load(1, 1, None, None, 8), None)
+        run_loadtest("http://127.0.0.1:9", Load(1, 1, None, None, 8), None, None)
+
+
+def test_a_tokenizer_that_is_not_on_this_machine_is_asked_for(server: Server, tmp_path: Path) -> None:
+    """The server's own folder may be elsewhere. Controls: it is here; a copy is named."""
+    here, elsewhere = Served("tiny", str(server.folder), 64), Served("tiny", "/elsewhere/tiny", 64)
+    assert tokenizer_folder(here, None) == tokenizer_folder(elsewhere, server.folder) == server.folder
+    with pytest.raises(UserError, match="names for 'tiny' holds no tokenizer(.|\n)*--tokenizer FOLDER"):
+        tokenizer_folder(elsewhere, None)
+    with pytest.raises(UserError, match="holds no tokenizer"):
+        tokenizer_folder(here, tmp_path)

@@ -34,7 +34,7 @@ from penstock.base.errors import UserError
 from penstock.base.ragged import Ragged
 from penstock.checks.servers import check_judge, check_service
 from penstock.cli.prefect.server import end_with_this_process
-from penstock.cli.serving.serve import _COMMON, _CPU
+from penstock.cli.serving.serve import _CPU, QUIET
 from penstock.rewards.judge import Judge
 from penstock.rewards.service import RewardService
 from penstock.rewards.types import Sample
@@ -76,7 +76,7 @@ def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Servers]:
     command += [str(classifier), str(ports[0]), str(judge), str(ports[1])]
     process = subprocess.Popen(
         command,
-        env={**os.environ, **_COMMON, **_CPU, **interface.variables(), "PYTHONPATH": str(ROOT)},
+        env={**os.environ, **QUIET, **_CPU, **interface.variables(), "PYTHONPATH": str(ROOT)},
         stdout=log,
         stderr=log,
         start_new_session=True,
