@@ -36,13 +36,12 @@ from tests.engines.rows import LOSS, SPLIT, random_rows, write_rows
 from tests.engines.shared_ranks import Ranks, Shape
 from tests.engines.sums import sums_of
 
-pytestmark = pytest.mark.slow
-
 FolderOf = Callable[[Shape], Path]
 SHAPES = [Shape("qwen2", tied=True), Shape("qwen3", tied=False)]
 LINEARS = 7 * 2  # of both blocks
 ROUNDING = 2.0**-8  # of bfloat16
 CPU = torch.device("cpu")
+COMPILED = pytest.param(True, marks=pytest.mark.slow)
 EMBEDDING = "lm.model.embed_tokens.weight"
 
 
@@ -73,7 +72,7 @@ def _apart(sums: dict[str, Tensor], others: dict[str, Tensor]) -> dict[str, floa
     return {name: float((sums[name] - other).norm() / other.norm()) for name, other in others.items()}
 
 
-@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("compiled", [False, COMPILED])
 @pytest.mark.parametrize(("shape", "checkpointing"), [(SHAPES[0], False), (SHAPES[1], True)])
 def test_sums_are_those_of_the_usual_way_up_to_rounding(
     shape: Shape, compiled: bool, checkpointing: bool, folder_of: FolderOf, monkeypatch: pytest.MonkeyPatch
@@ -98,7 +97,7 @@ def test_sums_are_those_of_the_usual_way_up_to_rounding(
     assert seen - still_seen == summed - ({EMBEDDING} if shape.tied else set())  # it has its own gradient as well
 
 
-@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("compiled", [False, COMPILED])
 @pytest.mark.parametrize(("shape", "checkpointing"), [(SHAPES[0], False), (SHAPES[0], True), (SHAPES[1], False)])
 def test_layers_of_the_same_input_are_one_product_and_their_gradients_the_same_up_to_rounding(
     shape: Shape, compiled: bool, checkpointing: bool, folder_of: FolderOf, monkeypatch: pytest.MonkeyPatch
@@ -134,6 +133,7 @@ def test_layers_of_the_same_input_are_one_product_and_their_gradients_the_same_u
         assert len(widths) == products
 
 
+@pytest.mark.slow
 def test_a_block_is_compiled_in_one_go(folder_of: FolderOf, monkeypatch: pytest.MonkeyPatch) -> None:
     """Control: as the compiler is by itself, it begins anew once it has seen that a norm's epsilon never changes."""
     monkeypatch.setattr(nn.Module, "compile", partialmethod(nn.Module.compile, backend="aot_eager", fullgraph=True))
