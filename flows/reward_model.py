@@ -6,6 +6,7 @@ from prefect import flow
 
 from configs.preference import RewardModelConfig
 from flows.finetuning import train_on_preferences
+from penstock.session.opening import REWARD_MODEL
 
 
 @flow(name="reward-model", flow_run_name="reward-model-{config.name}")
@@ -21,4 +22,4 @@ def reward_model(
         run_folder: where to put the run; default: a new folder under `config.folder`.
         resume: folder of an earlier run to continue; its own configuration is used.
     """
-    return train_on_preferences(config, run_folder, resume)
+    return train_on_preferences(REWARD_MODEL, config, run_folder, resume)

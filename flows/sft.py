@@ -6,12 +6,9 @@ from prefect import flow
 
 from configs.schema import TrainConfig
 from engines.commands.finetuning import SftEnd
-from flows.finetuning import opened
-from penstock.checks.memory import check_finetuning_memory
-from penstock.checks.training import check_supervised
-from penstock.session.prefect import admission
+from penstock.session.opening import SFT, opened, resume_of, started
 from penstock.session.progress import show_progress
-from penstock.session.session import Training, open_session
+from penstock.session.session import Training
 from penstock.state.manifest import ended
 from tasks.finetuning.checkpoints import blocks, checkpoint_due, end_finetuning, finetuned, restored, save_step
 from tasks.finetuning.record import record_steps, record_warm_up, recording_supervised
@@ -28,13 +25,11 @@ def sft(config: TrainConfig = TrainConfig(), run_folder: str | None = None, resu
         run_folder: where to put the run; default: a new folder under `config.folder`.
         resume: folder of an earlier run to continue; its own configuration is used.
     """
-    with opened(config, "sft", check_supervised, f"{config.name}-sft", run_folder, resume) as (config, run):
+    with opened(SFT, config, run_folder, resume_of(resume)) as (config, run):
         if ended(run, "sft"):
             return str(run.model("sft"))
-        with admission(config):
-            memory = check_finetuning_memory(config, "sft")
-            with open_session(config, run, memory) as training, show_progress(training), recording_supervised(training):
-                return supervise(training, starting_model(training), alone=True)
+        with started(SFT, config, run) as training, show_progress(training), recording_supervised(training):
+            return supervise(training, starting_model(training), alone=True)
 
 
 @flow(name="supervised-warm-up", flow_run_name="supervised-warm-up", validate_parameters=False)

@@ -9,25 +9,18 @@ Each iteration is a child flow (flows/iteration.py). Engines live exactly as lon
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-from pathlib import Path
-
 from prefect import flow, get_run_logger
 
 from configs.schema import TrainConfig
 from flows.iteration import iteration
 from flows.sft import supervise
-from penstock.checks.memory import check_memory
-from penstock.checks.training import check_inputs
-from penstock.session.going_on import Resume, is_complete, new_run, resumed_run
-from penstock.session.prefect import admission, quick_child_flows
+from penstock.session.opening import TRAIN, Resume, is_complete, opened, resume_of, started
+from penstock.session.prefect import quick_child_flows
 from penstock.session.progress import show_iterations, show_progress
 from penstock.session.record import finite
-from penstock.session.session import Training, open_session
+from penstock.session.session import Training
 from penstock.session.settings import forget_overrides, live_overrides, offer_overrides
 from penstock.state.manifest import Progress
-from penstock.state.run_folder import RunFolder
 from tasks.export import export
 from tasks.iteration.checkpoint import begin_manifest, restore
 from tasks.iteration.compare_logprobs import compare_logprobs
@@ -53,12 +46,12 @@ def train(
         from_checkpoint: of the run to continue, e.g. 000010, with what came after taken back; default: its newest.
         changes: of the run to continue, as key=value, e.g. iterations=200; docs/recipes.md lists what may change.
     """
-    going_on = Resume(Path(resume), from_checkpoint, changes or ()) if resume else None
+    going_on = resume_of(resume, from_checkpoint, changes)
     if going_on is not None and (done := completed_run(going_on)):
         return done
     with (
-        open_run(config, run_folder, going_on) as (config, run),
-        admitted_session(config, run) as training,
+        opened(TRAIN, config, run_folder, going_on) as (config, run),
+        started(TRAIN, config, run) as training,
         show_progress(training),
         recording(training),
     ):
@@ -92,26 +85,6 @@ def completed_run(resume: Resume) -> str | None:
     run = resume.run
     get_run_logger().info("%s is complete: nothing is left to do; its report is %s", run.path, run.report)
     return str(run.path)
-
-
-@contextmanager
-def open_run(
-    config: TrainConfig, run_folder: str | None, resume: Resume | None
-) -> Iterator[tuple[TrainConfig, RunFolder]]:
-    """Check all that does not depend on others' trainings and open the run, before anything waits or starts."""
-    if resume is not None:
-        with resumed_run(resume, "train", TrainConfig, check_inputs) as (config, run):
-            yield config, run
-        return
-    with new_run(config, check_inputs, config.name, run_folder, offer_overrides) as run:
-        yield config, run
-
-
-@contextmanager
-def admitted_session(config: TrainConfig, run: RunFolder) -> Iterator[Training]:
-    """Wait for the GPUs, check the memory that is free then, and start the engine groups."""
-    with admission(config), open_session(config, run, check_memory(config)) as training:
-        yield training
 
 
 def begin(training: Training, progress: Progress, compared: dict[str, float]) -> Progress:

@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from enum import StrEnum
 from pathlib import Path
 from shlex import quote
-from typing import Annotated, Any, NoReturn
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
 
@@ -25,9 +25,17 @@ from penstock.cli import bench
 from penstock.cli.failures import MISTAKE, told
 from penstock.cli.terminal import console, errors, escaped, short_path
 
+if TYPE_CHECKING:
+    from configs.schema import TrainConfig
+    from penstock.checks.memory import GroupEstimate
+    from penstock.cli.starting import Asked
+    from penstock.session.opening import Kind, Resume, Tree
+
 ABOUT = "Post-train language models with reinforcement learning, as a Prefect workflow."
 
 FIRST = "A first run: penstock train configs/quickstart.yaml. What a recipe may say: penstock keys."
+
+A_RECIPE = "name one: penstock train configs/quickstart.yaml"
 
 TRAINING, LOOKING, MODELS, MACHINE = "Train", "Follow and compare runs", "Use a trained model", "Prepare the machine"
 
@@ -136,60 +144,37 @@ def train(
 ) -> None:
     """Train a policy with reinforcement learning."""
     from penstock.cli.prefect.server import check_server
+    from penstock.cli.starting import Asked, new_config, resumed_config
+    from penstock.data.source import reading_once
+    from penstock.session.opening import TRAIN, Resume
 
-    if resume is None:
-        if start is not None:
-            raise UserError("--from names a checkpoint of a run to continue", "say which with --resume RUN")
-        config = _load(recipe, overrides)
-        estimates = _check(config, run)
-    elif run is not None or (recipe is not None and "=" not in str(recipe)):
-        raise UserError("--resume continues a run with its own configuration", "remove the recipe and --run")
-    else:
-        from penstock.session.going_on import Resume
-
-        going_on = Resume(resume, start, [*([str(recipe)] if recipe else ()), *(overrides or ())])
-        if _is_complete(going_on):
-            return
-        config, estimates = _check_resume(going_on)
-    if dry_run:
-        from penstock.cli.dry_run import print_dry_run
-
-        if config is None:
-            raise UserError(f"{resume} is damaged", "without --dry-run what is damaged is set aside, and it goes on")
-        print_dry_run(config, estimates, console)
+    if resume is None and start is not None:
+        raise UserError("--from names a checkpoint of a run to continue", "say which with --resume RUN")
+    asked = Asked(recipe, overrides, run, resume)
+    going_on = None if resume is None else Resume(resume, start, asked.changes)
+    if going_on is not None and _is_complete(going_on):
         return
-    check_server()  # before there is a folder that nothing will be in
-    if resume is not None:
-        _run_flow(config, resume, resume=str(resume), from_checkpoint=start, changes=list(going_on.changes))
-    else:
-        folder = _new_folder(config, run)
-        _run_flow(config, folder, run_folder=str(folder))
+    with reading_once():
+        config = new_config(TRAIN, asked, A_RECIPE) if going_on is None else resumed_config(TRAIN, going_on)
+        memory = None if config is None else TRAIN.memory(config)
+        if dry_run:
+            _print_dry_run(config, memory, resume)
+            return
+        check_server()  # before there is a folder that nothing will be in
+        if going_on is not None:
+            told = {"resume": str(resume), "from_checkpoint": start, "changes": list(going_on.changes)}
+            _run_flow(config, going_on.folder, **told)
+        else:
+            folder = _new_folder(config, run)
+            _run_flow(config, folder, run_folder=str(folder))
 
 
-def _load(recipe: Path | None, overrides: list[str] | None) -> Any:
-    from configs.loading.load import load_config
+def _print_dry_run(config: TrainConfig | None, memory: list[GroupEstimate] | None, resume: Path | None) -> None:
+    from penstock.cli.dry_run import print_dry_run
 
-    if recipe is None:
-        raise UserError("no recipe given", "name one: penstock train configs/quickstart.yaml")
-    return load_config(recipe, overrides or ())
-
-
-def _check(config: Any, run: Path | None) -> Any:
-    from penstock.reports.progress import waiting
-
-    with waiting(console, "checking the recipe"):
-        from penstock.checks.training import check_training
-
-        _check_folder(config, run)
-        return check_training(config)
-
-
-def _check_folder(config: Any, run: Path | None) -> None:
-    from penstock.state.run_folder import check_free, check_place
-
-    if run is not None:
-        check_free(run)
-    check_place(run or Path(config.folder))
+    if config is None or memory is None:
+        raise UserError(f"{resume} is damaged", "without --dry-run what is damaged is set aside, and it goes on")
+    print_dry_run(config, memory, console)
 
 
 def _new_folder(config: Any, run: Path | None, suffix: str = "") -> Path:
@@ -204,9 +189,9 @@ def _new_folder(config: Any, run: Path | None, suffix: str = "") -> Path:
     return folder
 
 
-def _is_complete(resume: Any) -> bool:
+def _is_complete(resume: Resume) -> bool:
     """Say so if nothing of a run is left to do."""
-    from penstock.session.going_on import is_complete
+    from penstock.session.opening import is_complete
 
     done = is_complete(resume)
     if done:
@@ -215,14 +200,6 @@ def _is_complete(resume: Any) -> bool:
         )
         _print_summary(resume.run.path)
     return done
-
-
-def _check_resume(resume: Any) -> Any:
-    from configs.schema import TrainConfig
-    from penstock.checks.training import check_training
-    from penstock.cli.resume import checked
-
-    return checked(resume, "train", TrainConfig, check_training, _how_to_go_on("train", resume.run.path))
 
 
 def _run_flow(config: Any, folder: Path, **arguments: Any) -> None:
@@ -239,30 +216,19 @@ def _ending_in_words(command: str, folder: Path) -> Iterator[None]:
     """Start Prefect's server for a flow in the block; where the flow does not end well, say how to go on."""
     from penstock.cli.prefect.quiet import quiet_terminal
     from penstock.cli.prefect.server import Terminated, start_server
+    from penstock.cli.starting import how_to_go_on
 
     start_server()
     try:
         with quiet_terminal():
             yield
     except (KeyboardInterrupt, Terminated) as end:
-        how = _how_to_go_on(command, folder)
+        how = how_to_go_on(command, folder)
         errors.print(f"stopped, the engines are down. {how}", highlight=False, soft_wrap=True)
         raise SystemExit(130 if isinstance(end, KeyboardInterrupt) else end.code) from None
     except Exception as error:
-        error.add_note(_how_to_go_on(command, folder))
+        error.add_note(how_to_go_on(command, folder))
         raise
-
-
-def _how_to_go_on(command: str, folder: Path) -> str:
-    """Return how a run continues; one that was stopped before its engines were up has nothing to resume."""
-    from penstock.state.run_folder import RunFolder
-
-    place = quote(short_path(folder))
-    if RunFolder(folder).manifest.is_file():
-        return f"Continue with: penstock {command} --resume {place}"
-    if not RunFolder(folder).config.is_file():
-        return "Nothing was trained, and nothing is left of it: give the same command again."
-    return f"Nothing was trained; start anew with: penstock {command} {place}/config.yaml --run ANOTHER_FOLDER"
 
 
 def _print_summary(folder: Path) -> None:
@@ -289,11 +255,11 @@ def sft(
     resume: ResumeOption = None,
 ) -> None:
     """Train a model on prompts and responses alone: the section 'sft' of a recipe for 'train'."""
-    from configs.schema import TrainConfig
     from flows.sft import sft as sft_flow
-    from penstock.checks.training import check_supervised
+    from penstock.cli.starting import Asked
+    from penstock.session.opening import SFT
 
-    _finetune("sft", TrainConfig, sft_flow, check_supervised, recipe, overrides, run, resume)
+    _finetune(SFT, sft_flow, Asked(recipe, overrides, run, resume))
 
 
 @app.command(rich_help_panel=TRAINING)
@@ -306,11 +272,11 @@ def preference(
     resume: ResumeOption = None,
 ) -> None:
     """Train a model on preferences: DPO, cDPO, IPO, ORPO or KTO."""
-    from configs.preference import PreferenceConfig
     from flows.preference import preference as preference_flow
-    from penstock.checks.preferences import check_preferences
+    from penstock.cli.starting import Asked
+    from penstock.session.opening import PREFERENCE
 
-    _finetune("preference", PreferenceConfig, preference_flow, check_preferences, recipe, overrides, run, resume)
+    _finetune(PREFERENCE, preference_flow, Asked(recipe, overrides, run, resume))
 
 
 @app.command("reward-model", rich_help_panel=TRAINING)
@@ -323,51 +289,45 @@ def reward_model(
     resume: ResumeOption = None,
 ) -> None:
     """Train a reward model on pairs of responses."""
-    from configs.preference import RewardModelConfig
     from flows.reward_model import reward_model as reward_model_flow
-    from penstock.checks.preferences import check_preferences
+    from penstock.cli.starting import Asked
+    from penstock.session.opening import REWARD_MODEL
 
-    _finetune("reward-model", RewardModelConfig, reward_model_flow, check_preferences, recipe, overrides, run, resume)
+    _finetune(REWARD_MODEL, reward_model_flow, Asked(recipe, overrides, run, resume))
 
 
-def _finetune(
-    command: str,
-    kind: Any,
-    flow: Any,
-    check: Callable[[Any], None],
-    recipe: Path | None,
-    overrides: list[str] | None,
-    run: Path | None,
-    resume: Path | None,
-) -> None:
+def _finetune(kind: Kind[Tree], flow: Callable[..., str], asked: Asked) -> None:
     """Start or resume a flow of its own before reinforcement learning; print where its model is."""
-    from configs.loading.load import load_tree
     from penstock.cli.prefect.server import check_server
-    from penstock.cli.resume import checked
-    from penstock.session.going_on import Resume
-    from penstock.state.run_folder import open_run_folder
+    from penstock.cli.starting import new_config, resumed_config
+    from penstock.data.source import reading_once
+    from penstock.session.opening import Resume
 
-    if resume is None:
-        if recipe is None:
-            raise UserError("no recipe given", "docs/recipes.md, 'Before reinforcement learning', shows one")
-        config = load_tree(recipe, overrides or (), kind)
-        _check_folder(config, run)
-        check(config)
-        check_server()
-        folder = _new_folder(config, run, "-sft" if command == "sft" else "")
-    elif recipe is not None or run is not None:
+    if asked.resume is not None and not (asked.recipe is None and asked.run is None):
         raise UserError("--resume continues a run with its own configuration", "remove the recipe, overrides and --run")
-    else:
-        folder = open_run_folder(resume).path
-        config, _ = checked(Resume(resume), command, kind, check, _how_to_go_on(command, folder))
-        check_server()
-    with _ending_in_words(command, folder):
-        given = {"run_folder": str(folder)} if resume is None else {"resume": str(folder)}
-        console.print(f"model: {flow(config or kind(), **given)}", highlight=False, soft_wrap=True)
-    if (folder / "summary.json").is_file():
-        summary = json.loads((folder / "summary.json").read_text(encoding="utf-8"))
-        if (accuracy := summary.get("heldout_accuracy")) is not None:  # pairs have none
-            console.print(f"held-out accuracy: {accuracy:.3f}", highlight=False)
+    with reading_once():
+        if asked.resume is None:
+            config: Tree | None = new_config(kind, asked, "docs/recipes.md, 'Before reinforcement learning', shows one")
+            check_server()
+            folder = _new_folder(config, asked.run, kind.suffix)
+            told = {"run_folder": str(folder)}
+        else:
+            going_on = Resume(asked.resume)
+            config, folder = resumed_config(kind, going_on), going_on.run.path
+            check_server()
+            told = {"resume": str(folder)}
+        with _ending_in_words(kind.name, folder):
+            console.print(f"model: {flow(config or kind.tree(), **told)}", highlight=False, soft_wrap=True)
+    _print_accuracy(folder)
+
+
+def _print_accuracy(folder: Path) -> None:
+    """Say what was measured on held-out pairs; prompts with responses have no such figure."""
+    if not (folder / "summary.json").is_file():
+        return
+    summary = json.loads((folder / "summary.json").read_text(encoding="utf-8"))
+    if (accuracy := summary.get("heldout_accuracy")) is not None:
+        console.print(f"held-out accuracy: {accuracy:.3f}", highlight=False)
 
 
 @app.command(rich_help_panel=MACHINE)
@@ -378,11 +338,12 @@ def doctor(
     overrides: Overrides = None,
 ) -> None:
     """Check the machine: driver, libraries, GPUs, links, memory, disk; exit code 1 if something would stop a run."""
+    from configs.loading.load import load_config
     from penstock.doctor.doctor import diagnose, examine_recipe, table
     from penstock.doctor.machine_facts import collect
 
     if target.suffix in (".yaml", ".yml"):
-        config = _load(target, overrides)
+        config = load_config(target, overrides or ())
         about_recipe, disk_needed = examine_recipe(config)
         lines = [*diagnose(collect(Path(config.folder)), disk_needed), *about_recipe]
     elif overrides:

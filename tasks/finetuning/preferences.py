@@ -32,11 +32,6 @@ REFERENCE = "logprobs_reference"
 RUN_FOLDER_NAMES = {"train": "preferences", "heldout": "preferences-heldout"}
 
 
-def kind_of(config: PairConfig) -> str:
-    """Return the command that takes such a tree."""
-    return "reward-model" if isinstance(config, RewardModelConfig) else "preference"
-
-
 def loss_of(config: PairConfig) -> PreferenceLoss:
     """Return the loss as the engines take it."""
     if isinstance(config, PreferenceConfig):

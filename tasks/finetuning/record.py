@@ -22,7 +22,7 @@ from penstock.session.session import Training
 from penstock.state.manifest import read_manifest, write_manifest
 from penstock.state.run_folder import append_steps, read_metrics
 from tasks.finetuning.checkpoints import steps_done
-from tasks.finetuning.preferences import kind_of, loss_of
+from tasks.finetuning.preferences import loss_of
 
 
 @contextmanager
@@ -58,12 +58,10 @@ def summary(training: Training, status: str) -> dict[str, Any]:
 
 
 @contextmanager
-def recording_preferences(training: Training, config: PairConfig) -> Iterator[None]:
+def recording_preferences(training: Training, command: str, config: PairConfig) -> Iterator[None]:
     """Keep the record open, of an earlier attempt if there is one; on the way out write the summary, always."""
     done = steps_done(training.run, "final", config.trainer.steps)
-    with open_record(
-        training, kind_of(config), config, config.experiment, loss_of(config).name, done, preference_summary
-    ):
+    with open_record(training, command, config, config.experiment, loss_of(config).name, done, preference_summary):
         training.session().engine_figures |= read_manifest(training.run).trained_with or {}
         yield
 

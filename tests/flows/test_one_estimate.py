@@ -15,11 +15,13 @@ from prefect.logging import disable_run_logger
 
 from configs.preference import PreferenceConfig, RewardModelConfig
 from configs.schema import TrainConfig
-from flows import finetuning
-from flows import sft as supervised
-from flows import train as training
+from flows.preference import preference
+from flows.reward_model import reward_model
+from flows.sft import sft
+from flows.train import train
 from penstock.checks import memory
 from penstock.checks.memory import GroupEstimate
+from penstock.session import opening
 
 TINY = {"tiny": {"hidden_size": 64, "layers": 1, "heads": 2, "kv_heads": 2, "intermediate_size": 96}}
 DATA = {"max_prompt_tokens": 16, "arithmetic": {"digits": 1, "sft": 8, "train": 8, "heldout": 8}}
@@ -50,8 +52,7 @@ def estimated(monkeypatch: pytest.MonkeyPatch) -> list[list[GroupEstimate]]:
         yield
 
     monkeypatch.setattr(memory, "estimate_groups", counted)
-    for module in (training, supervised, finetuning):
-        monkeypatch.setattr(module, "open_session", opened)
+    monkeypatch.setattr(opening, "open_session", opened)
     return made
 
 
@@ -66,12 +67,10 @@ def test_a_start_estimates_once(kind: str, estimated: list[list[GroupEstimate]],
     reward = {"function": "penstock.rewards.builtin:exact_match"}
     config = TrainConfig.model_validate({**tree, "data": DATA, "reward": reward, "sft": {}, **SHORT})
     starts: dict[str, Callable[[], object]] = {
-        "train": lambda: training.train.fn(config),
-        "sft": lambda: supervised.sft.fn(config),
-        "preference": lambda: finetuning.train_on_preferences(PreferenceConfig.model_validate(preferring), None, None),
-        "reward-model": lambda: finetuning.train_on_preferences(
-            RewardModelConfig.model_validate(preferring), None, None
-        ),
+        "train": lambda: train.fn(config),
+        "sft": lambda: sft.fn(config),
+        "preference": lambda: preference.fn(PreferenceConfig.model_validate(preferring)),
+        "reward-model": lambda: reward_model.fn(RewardModelConfig.model_validate(preferring)),
     }
     with disable_run_logger(), pytest.raises(Opened) as session:
         starts[kind]()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,8 +12,9 @@ from prefect.logging import disable_run_logger
 
 from configs.schema import TrainConfig
 from penstock.base.errors import UserError
-from penstock.session import going_on
-from penstock.session.going_on import Resume, is_complete, new_run, resumed_run
+from penstock.data.source import rows_of
+from penstock.session import opening
+from penstock.session.opening import SFT, TRAIN, Resume, is_complete, looked_at, opened
 from penstock.session.session import read_config, write_config
 from penstock.state.manifest import Manifest, Progress, read_manifest, write_manifest
 from penstock.state.run_folder import RunFolder, locked
@@ -22,7 +24,7 @@ CONFIG = TrainConfig(iterations=4)
 Files = dict[str, bytes]
 
 
-def unchecked(_: object) -> None: ...
+KIND = replace(TRAIN, check=lambda _: None, first=lambda _: None)  # without data, and without a server
 
 
 @pytest.fixture
@@ -47,7 +49,7 @@ def go_on(run: RunFolder, start: str | None = None, *changes: str) -> TrainConfi
     """Resume a run without engines; return the configuration that is in force."""
     with (
         disable_run_logger(),
-        resumed_run(Resume(run.path, start, changes), "train", TrainConfig, unchecked) as (config, _),
+        opened(KIND, TrainConfig(), None, Resume(run.path, start, changes)) as (config, _),
     ):
         with pytest.raises(UserError, match="is being trained"), locked(run):
             pass
@@ -56,7 +58,7 @@ def go_on(run: RunFolder, start: str | None = None, *changes: str) -> TrainConfi
 
 def test_of_two_resumes_the_refused_one_has_changed_nothing(run: RunFolder, monkeypatch: pytest.MonkeyPatch) -> None:
     """Both looked before either held the lock. Control: alone, it changes the configuration."""
-    monkeypatch.setattr(going_on, "check_resumable", lambda *_: None)
+    monkeypatch.setattr(opening, "check_resumable", lambda *_: None)
     before = files(run)
     with locked(run), pytest.raises(UserError, match="is being trained by another process"):
         go_on(run, None, "iterations=6")
@@ -98,7 +100,7 @@ def test_a_change_that_cannot_be_is_refused_under_the_lock_as_well(
 def test_a_new_run_is_written_under_its_lock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two commands may have found the folder empty: one begins. Control: a lock alone takes no folder."""
     run = RunFolder(tmp_path / "run")
-    make: Callable[..., RunFolder] = going_on.new_run_folder
+    make: Callable[..., RunFolder] = opening.new_run_folder
 
     def begun_meanwhile(*arguments: object) -> RunFolder:
         made = make(*arguments)
@@ -106,13 +108,53 @@ def test_a_new_run_is_written_under_its_lock(tmp_path: Path, monkeypatch: pytest
         return made
 
     with monkeypatch.context() as patch:
-        patch.setattr(going_on, "new_run_folder", begun_meanwhile)
-        with pytest.raises(UserError, match="already holds a run"), new_run(CONFIG, unchecked, "x", str(run.path)):
+        patch.setattr(opening, "new_run_folder", begun_meanwhile)
+        with pytest.raises(UserError, match="already holds a run"), opened(KIND, CONFIG, str(run.path), None):
             pass
     assert read_config(run).iterations == 9
     run.config.unlink()
     assert run.lock.exists()
-    with new_run(CONFIG, unchecked, "x", str(run.path)) as opened:
-        assert read_config(opened).iterations == 4
+    with opened(KIND, CONFIG, str(run.path), None) as (_, begun):
+        assert read_config(begun).iterations == 4
         with pytest.raises(UserError, match="is being trained"), locked(run):
             pass
+
+
+def test_what_a_command_looks_at_is_what_is_opened(run: RunFolder) -> None:
+    """It holds no lock and writes nothing. Controls: a damaged run has no configuration yet, another kind's none."""
+    before = files(run)
+    looked = looked_at(KIND, Resume(run.path, None, ["iterations=6"]))
+    assert files(run) == before
+    assert looked == go_on(run, None, "iterations=6")
+    with pytest.raises(UserError, match="is a run of 'penstock train', not of 'penstock sft'"):
+        looked_at(SFT, Resume(run.path))
+    run.config.write_bytes(run.config.read_bytes().replace(b"6", b"7", 1))
+    assert looked_at(KIND, Resume(run.path)) is None
+
+
+def test_a_folder_that_nobody_named_has_the_name_of_its_kind(tmp_path: Path) -> None:
+    """What must be there before it is a run is done before. Control: the check comes first, and leaves no folder."""
+    config = TrainConfig(folder=str(tmp_path), name="mine")
+    seen: list[bool] = []
+    kind = replace(KIND, suffix="-sft", first=lambda run: seen.append(run.config.is_file()))
+    with opened(kind, config, None, None) as (_, run):
+        assert run.name.startswith("mine-sft-")
+        assert (seen, run.config.is_file()) == ([False], True)
+
+    def refuse(_: object) -> None:
+        raise UserError("not so", "but so")
+
+    with pytest.raises(UserError, match="not so"), opened(replace(kind, check=refuse), config, None, None):
+        pass
+    assert list(tmp_path.iterdir()) == [run.path]
+
+
+def test_the_rows_that_a_check_read_are_kept_while_a_run_is_opened(tmp_path: Path) -> None:
+    """Control: not once it has ended."""
+    path = tmp_path / "rows.jsonl"
+    path.write_text('{"prompt": "1+1="}\n', encoding="utf-8")
+    kind = replace(KIND, check=lambda _: rows_of(path))
+    with opened(kind, CONFIG, str(tmp_path / "run"), None):
+        path.write_text('{"prompt": "1+1="}\n' * 2, encoding="utf-8")
+        assert len(rows_of(path)) == 1
+    assert len(rows_of(path)) == 2

@@ -1,0 +1,221 @@
+"""How a run is opened, anew or to go on: the one way of every flow, and what its command looks at before.
+
+    check -> folder -> lock -> (make whole, change) -> configuration written -> admission -> memory -> engines
+
+Nothing is written before the lock is held: two processes may be told to go on with one run, and the second is refused
+and has changed nothing. Each data file is read once until the rows are tokenized. Left out: what a run does once it is
+open (flows/), what makes a damaged folder whole (penstock/state/mending.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Generic, TypeVar, cast
+
+from prefect import get_run_logger
+
+from configs.loading.resuming import resumed_config
+from configs.preference import PairConfig, PreferenceConfig, RewardModelConfig
+from configs.schema import TrainConfig
+from penstock.base.errors import UserError
+from penstock.checks.memory import GroupEstimate, check_finetuning_memory, check_memory
+from penstock.checks.preferences import check_preferences
+from penstock.checks.tokenized import check_tokenized
+from penstock.checks.training import check_inputs, check_supervised
+from penstock.data.source import reading_once
+from penstock.session.prefect import admission
+from penstock.session.session import Training, open_session, read_config, write_config
+from penstock.session.settings import offer_overrides
+from penstock.state.digests import Damaged
+from penstock.state.manifest import ANEW, check_kind, check_resumable, completed, ended, read_manifest
+from penstock.state.mending import mend
+from penstock.state.run_folder import RunFolder, check_free, locked, new_run_folder, open_run_folder
+
+Tree = TypeVar("Tree", bound=TrainConfig | PairConfig)
+
+
+@dataclass(frozen=True)
+class Kind(Generic[Tree]):
+    """What tells the runs of one command from those of the others.
+
+    Attributes:
+        name: the command, as the manifest keeps it.
+        tree: the class of the configuration.
+        check: raises `UserError` for what can be seen before anything waits or starts.
+        memory: raises `UserError` where the free memory does not suffice; returns the estimates.
+        first: is done before a new folder has a configuration, which makes it a run.
+        suffix: of the name of a folder that is made because none is given.
+    """
+
+    name: str
+    tree: type[Tree]
+    check: Callable[[Tree], object]
+    memory: Callable[[Tree], list[GroupEstimate]]
+    first: Callable[[RunFolder], object] = lambda _: None
+    suffix: str = ""
+
+
+def _memory_of_pairs(config: PairConfig) -> list[GroupEstimate]:
+    return check_finetuning_memory(config.engines(), "trainer", scores=isinstance(config, RewardModelConfig))
+
+
+def _memory_of_sft(config: TrainConfig) -> list[GroupEstimate]:
+    return check_finetuning_memory(config, "sft")
+
+
+TRAIN = Kind("train", TrainConfig, check_inputs, check_memory, first=offer_overrides)
+SFT = Kind("sft", TrainConfig, check_supervised, _memory_of_sft, suffix="-sft")
+PREFERENCE = Kind("preference", PreferenceConfig, check_preferences, _memory_of_pairs)
+REWARD_MODEL = Kind("reward-model", RewardModelConfig, check_preferences, _memory_of_pairs)
+
+
+@dataclass(frozen=True)
+class Resume:
+    """Which run is to go on, and how.
+
+    Attributes:
+        folder: its run folder.
+        start: the checkpoint to go on from, by name; None: the newest that is whole.
+        changes: what is to change in its configuration from now on, as `key=value`.
+    """
+
+    folder: Path
+    start: str | None = None
+    changes: Sequence[str] = ()
+
+    @property
+    def run(self) -> RunFolder:
+        """The run folder.
+
+        Raises:
+            UserError: it is none.
+        """
+        return open_run_folder(self.folder)
+
+
+def resume_of(folder: str | None, start: str | None = None, changes: Sequence[str] | None = None) -> Resume | None:
+    """Return what a flow is to go on with, in the words of its form; None: with nothing, its run is new."""
+    return Resume(Path(folder), start, changes or ()) if folder else None
+
+
+@contextmanager
+def opened(
+    kind: Kind[Tree], config: Tree, folder: str | None, resume: Resume | None
+) -> Iterator[tuple[Tree, RunFolder]]:
+    """Check a configuration and open its run, before anything waits or starts; hold the lock until the context ends.
+
+    Args:
+        config: of a new run; one that goes on has its own.
+        folder: where a new run is to be; None: in a folder that is made for it.
+        resume: which run is to go on; None: a new one begins.
+
+    Yields:
+        The configuration that is in force, and the run.
+
+    Raises:
+        UserError: the configuration cannot work, the folder is taken, or the run cannot go on so.
+    """
+    with reading_once():
+        if resume is not None:
+            with _resumed(kind, resume) as (config, run):
+                yield config, run
+            return
+        with _begun(kind, config, folder) as run:
+            yield config, run
+
+
+@contextmanager
+def started(kind: Kind[Tree], config: Tree, run: RunFolder) -> Iterator[Training]:
+    """Wait for the GPUs, check the memory that is free then, and start the engine groups of an open run.
+
+    Raises:
+        UserError: the training needs more GPUs or memory than there are.
+    """
+    engines = config.engines() if isinstance(config, PairConfig) else config
+    with admission(engines), open_session(engines, run, kind.memory(config)) as training:
+        yield training
+
+
+@contextmanager
+def _begun(kind: Kind[Tree], config: Tree, folder: str | None) -> Iterator[RunFolder]:
+    kind.check(config)
+    run = new_run_folder(Path(config.folder), config.name + kind.suffix, Path(folder) if folder else None)
+    with locked(run):
+        check_free(run.path)  # another process may have begun since the folder was made
+        kind.first(run)
+        write_config(run, config)
+        yield run
+
+
+@contextmanager
+def _resumed(kind: Kind[Tree], resume: Resume) -> Iterator[tuple[Tree, RunFolder]]:
+    """Make a run whole, change its configuration and check it."""
+    run = resume.run
+    check_resumable(run, kind.name)
+    with locked(run):
+        for sentence in mend(run, kind.name, resume.start):
+            get_run_logger().warning("%s", sentence)
+        check_kind(run, kind.name)
+        config = _checked(kind, resume)
+        if config != read_config(run, kind.tree):
+            write_config(run, config)
+        yield config, run
+
+
+def looked_at(kind: Kind[Tree], resume: Resume, remedy: str = ANEW) -> Tree | None:
+    """Return the configuration with which a run would go on, so that a command says a mistake before a server starts.
+
+    It only reads: the run becomes this process's own when it is opened, which looks again. None stands for the
+    configuration of a damaged run, which is made whole then, and for all that its check would have said.
+
+    Args:
+        remedy: what to do with a run that was never far enough to be resumed.
+
+    Raises:
+        UserError: it is being trained, was made by another command, or cannot go on so.
+    """
+    check_resumable(resume.run, kind.name, remedy)
+    try:
+        return _checked(kind, resume)
+    except Damaged:
+        return None
+
+
+def is_complete(resume: Resume) -> bool:
+    """Whether nothing of a training is left to do; a damaged folder never says so."""
+    if resume.start is not None:
+        return False
+    run = resume.run
+    check_kind(run, TRAIN.name)
+    try:
+        return completed(run, _changed(TRAIN, resume).iterations)
+    except Damaged:
+        return False
+
+
+def _checked(kind: Kind[Tree], resume: Resume) -> Tree:
+    with reading_once():
+        config = _changed(kind, resume)
+        kind.check(config)
+        check_tokenized(resume.run, config)
+    return config
+
+
+def _changed(kind: Kind[Tree], resume: Resume) -> Tree:
+    """Return the configuration of a run with what is to change in it from now on.
+
+    Raises:
+        Damaged: it, or the manifest, is not what was written.
+        UserError: a change is not possible, or nothing is there to go on from.
+    """
+    run = resume.run
+    config = read_config(run, kind.tree)
+    if not resume.changes or not isinstance(config, TrainConfig):
+        return config
+    saved = read_manifest(run)
+    if saved.checkpoint is None and ended(run):
+        raise UserError(f"{run.path} is complete and has no checkpoint to go on from", "start a new run")
+    return cast(Tree, resumed_config(config, resume.changes, saved.progress.iteration))
