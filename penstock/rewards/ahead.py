@@ -82,20 +82,28 @@ class Scorer:
     def score(self, samples: Sequence[Sample]) -> list[Score]:
         """Score every sample, in order; a failure is a value.
 
+        Three sources: the calls begun earlier that are under way or done, one call now for all others, and one more at
+        the end for what the begun calls failed to score. Begun calls that still wait in the queue are withdrawn.
+
         Raises:
             UserError: the source cannot be used.
         """
-        begun, self._begun = self._begun, []
-        running = [item for item in begun if not item.scores.cancel()]
-        expected = {_identity(sample) for item in running for sample in item.samples}
         tolerated = self._max_failure_share * len(samples)
-        found = self._scored([sample for sample in samples if _identity(sample) not in expected], tolerated)
-        tolerated -= sum(score.failure is not None for score in found.values())
+        running = self._withdraw_waiting()
+        awaited = {_identity(sample) for call in running for sample in call.samples}
+
+        asked = self._scored([sample for sample in samples if _identity(sample) not in awaited], tolerated)
+        failed = sum(score.failure is not None for score in asked.values())
         ahead = _succeeded(running)
         self.ahead_share = sum(_identity(sample) in ahead for sample in samples) / max(1, len(samples))
-        found |= ahead
-        found |= self._scored([sample for sample in samples if _identity(sample) not in found], tolerated)
-        return [found[_identity(sample)] for sample in samples]
+        scores = asked | ahead
+        scores |= self._scored([sample for sample in samples if _identity(sample) not in scores], tolerated - failed)
+        return [scores[_identity(sample)] for sample in samples]
+
+    def _withdraw_waiting(self) -> list[_Call]:
+        """Return the calls begun since the last `score` that a thread has taken; the others are not made any more."""
+        begun, self._begun = self._begun, []
+        return [call for call in begun if not call.scores.cancel()]
 
     def _scored(self, samples: list[Sample], tolerated: float) -> dict[_Identity, Score]:
         if not samples:

@@ -158,19 +158,23 @@ def _left_behind(training: Training, settings: Settings, progress: Progress, pro
     path = training.run.experience(settings.iteration)
     if not _is_whole(path, progress.policy_version):
         return False
+    differences = _differences(training, settings, prompts, path)
+    if differences:
+        get_run_logger().warning(
+            "iteration %d: responses are generated anew, those of the interrupted attempt were drawn with %s",
+            settings.iteration,
+            ", ".join(differences),
+        )
+    return not differences
+
+
+def _differences(training: Training, settings: Settings, prompts: pd.DataFrame, path: Path) -> list[str]:
+    """Return in words what the responses in an experience file were drawn with that this rollout's would not be."""
     was, now = origin_of(path), _origin(training, settings)
-    changes = [f"{name} {was.get(name)} instead of {now[name]}" for name in now if was.get(name) != now[name]]
+    sampled = [f"{name} {was.get(name)} instead of {now[name]}" for name in now if was.get(name) != now[name]]
     wanted_ids = list(prompts["prompt_id"].repeat(training.config.rollout.samples))
-    if read_columns(path, ["prompt_id"])["prompt_id"] != wanted_ids:
-        changes.append("other prompts")
-    if not changes:
-        return True
-    get_run_logger().warning(
-        "iteration %d: responses are generated anew, those of the interrupted attempt were drawn with %s",
-        settings.iteration,
-        ", ".join(changes),
-    )
-    return False
+    same_prompts = read_columns(path, ["prompt_id"])["prompt_id"] == wanted_ids
+    return sampled if same_prompts else [*sampled, "other prompts"]
 
 
 def _is_whole(path: Path, policy_version: int) -> bool:

@@ -9,6 +9,7 @@ from prefect.cache_policies import NO_CACHE
 
 from algorithms.registry import choice_named, policy_loss_named
 from algorithms.settings import arguments
+from configs.sections.algorithm import AlgorithmConfig
 from engines.commands.update import ActorLoss, Split, UpdateActor, UpdateCritic
 from penstock.session.figures import role_figures, slowest
 from penstock.session.session import Stage, Training, timed
@@ -20,9 +21,32 @@ from tasks.iteration.forward_passes import states_path
 def update_actor(training: Training, settings: Settings, stage: Stage) -> dict[str, float]:
     """Train the actor; return its metrics."""
     algorithm = training.config.algorithm
-    kl, (_, policy_loss) = algorithm.kl, algorithm.functions
-    choice = choice_named(policy_loss)
-    loss = ActorLoss(
+    states = states_path(stage.experience) if algorithm.full_kl and algorithm.kl_in_loss else None
+    command = UpdateActor(
+        path=stage.experience.path,
+        version=stage.experience.policy_version,
+        split=split(training, settings.iteration, settings.micro_batch_tokens),
+        loss=actor_loss(algorithm, settings),
+        learning_rate=settings.learning_rate,
+        states=None if states is None else str(states),
+    )
+    metrics = updated(training, "actor", command, f"{settings.iteration}/update_actor")
+    if states is not None:
+        states.unlink()
+    return metrics
+
+
+def actor_loss(algorithm: AlgorithmConfig, settings: Settings) -> ActorLoss:
+    """Return the actor's loss at an iteration.
+
+    Args:
+        algorithm: the recipe's section, from which come the functions and what never changes in a run.
+        settings: the values in force, from which come all numbers that a schedule or a live override may change; those
+            of the functions are `settings.algorithm`, and each function gets the ones that its signature names.
+    """
+    _, policy_loss = algorithm.functions
+    choice, kl = choice_named(policy_loss), algorithm.kl
+    return ActorLoss(
         policy_loss=policy_loss,
         settings=arguments(policy_loss_named(policy_loss), settings.algorithm),
         choice_settings={} if choice is None else arguments(choice, settings.algorithm),
@@ -32,19 +56,6 @@ def update_actor(training: Training, settings: Settings, stage: Stage) -> dict[s
         kl_coefficient=settings.kl_coefficient,
         correction=None if algorithm.correction is None else algorithm.correction.model_dump(),
     )
-    states = states_path(stage.experience) if algorithm.full_kl and algorithm.kl_in_loss else None
-    command = UpdateActor(
-        path=stage.experience.path,
-        version=stage.experience.policy_version,
-        split=split(training, settings.iteration, settings.micro_batch_tokens),
-        loss=loss,
-        learning_rate=settings.learning_rate,
-        states=None if states is None else str(states),
-    )
-    metrics = updated(training, "actor", command, f"{settings.iteration}/update_actor")
-    if states is not None:
-        states.unlink()
-    return metrics
 
 
 def updated(
