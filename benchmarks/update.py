@@ -88,7 +88,7 @@ def _require_positions(longest: int, shape: ModelShape) -> None:
     if longest > shape.positions:
         raise UserError(
             f"the longest row has {longest} tokens, the model has {shape.positions} positions",
-            "lower data.max_prompt_tokens, rollout.max_response_tokens or --longest",
+            "lower data.max_prompt_tokens, rollout.max_response_tokens or the longest of --lengths",
         )
 
 

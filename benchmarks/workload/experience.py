@@ -6,14 +6,18 @@ Left out: the prompts of a rollout (prompts.py), starting anything (benchmarks/s
 from __future__ import annotations
 
 import math
+import re
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
+from configs.schema import TrainConfig
+from penstock.base.errors import UserError
 from penstock.base.ragged import Ragged, offsets_of
 from penstock.state.experience import ExperienceRef, write_columns
 
+LOGNORMAL = re.compile(r"lognormal:([1-9]\d*):([1-9]\d*)")
 SIGMA = 1.0  # of log-normal lengths: one response in six is longer than 1.6 times the mean
 UNVERIFIED = -1  # the policy version of a group without a rollout engine
 
@@ -41,6 +45,20 @@ class Lengths:
             "response_tokens_mean": float(self.responses_B.mean()),
             "response_tokens_max": int(self.responses_B.max()),
         }
+
+
+def lengths_named(name: str, config: TrainConfig) -> Lengths:
+    """Return the lengths of a recipe's rows: `fixed`, the longest that it allows, or `lognormal:MEAN:LONGEST`.
+
+    Raises:
+        UserError: `name` is neither.
+    """
+    rows, prompt = config.rollout.prompts * config.rollout.samples, config.data.max_prompt_tokens
+    if name == "fixed":
+        return fixed_lengths(rows, prompt, config.rollout.max_response_tokens)
+    if found := LOGNORMAL.fullmatch(name):
+        return lognormal_lengths(rows, prompt, mean=int(found[1]), longest=int(found[2]))
+    raise UserError(f"--lengths is '{name}'", "say fixed, or lognormal:MEAN:LONGEST, for example lognormal:600:4096")
 
 
 def fixed_lengths(rows: int, prompt: int, response: int) -> Lengths:

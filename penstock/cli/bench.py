@@ -20,7 +20,6 @@ from penstock.base.files import check_possible
 
 if TYPE_CHECKING:
     from benchmarks.reporting.result import BenchResult
-    from benchmarks.workload.experience import Lengths
     from configs.schema import TrainConfig
 
 app = typer.Typer(no_args_is_help=True, help="Measure speed and memory; every command can write a JSON result.")
@@ -48,13 +47,6 @@ Overrides = Annotated[list[str] | None, typer.Argument(help="section.key=value, 
 Out = Annotated[Path | None, typer.Option(help="JSON file for the result", callback=free_file)]
 Skip = Annotated[int, typer.Option(min=0, help="cold measurements at the start that do not count")]
 Peers = Annotated[Path | None, typer.Option(help="peers' figures, as 'penstock bench peers' writes them")]
-
-
-class Distribution(StrEnum):
-    """How long made-up responses are."""
-
-    fixed = "fixed"
-    lognormal = "lognormal"
 
 
 class What(StrEnum):
@@ -88,22 +80,24 @@ def update(
     overrides: Overrides = None,
     out: Out = None,
     lengths: Annotated[
-        Distribution, typer.Option(help="fixed: the recipe's longest prompt and response; lognormal: a long tail")
-    ] = Distribution.fixed,
-    mean: Annotated[float, typer.Option(min=1, help="lognormal: mean response tokens before the cut")] = 600.0,
-    longest: Annotated[int, typer.Option(min=1, help="lognormal: responses are cut here, tokens")] = 4096,
+        str,
+        typer.Option(
+            help="fixed: the recipe's longest prompt and response; lognormal:MEAN:LONGEST: a long tail of responses, "
+            "of so many tokens on average before the longest are cut, e.g. lognormal:600:4096"
+        ),
+    ] = "fixed",
     critic: Annotated[bool, typer.Option("--critic", help="update the critic as well (ppo)")] = False,
     steps: Annotated[int, typer.Option(min=1, help="updates")] = 6,
     skip: Skip = 2,
 ) -> None:
     """The actor's update alone, on made-up experience: seconds, MFU, memory, loss of every step."""
     from benchmarks.update import measure
+    from benchmarks.workload.experience import lengths_named
 
     with tempfile.TemporaryDirectory() as folder:
         config = _load(recipe, overrides, folder)
-        result = measure(
-            config, _lengths(config, lengths, mean, longest), _command(), steps=steps, skip=skip, critic=critic
-        )
+        made_up = lengths_named(lengths, config)
+        result = measure(config, made_up, _command(), steps=steps, skip=skip, critic=critic)
     _finish(result, out, ("step", "time/update_actor_s", "actor/loss", "actor/grad_norm", "actor/entropy"))
 
 
@@ -371,15 +365,6 @@ def _load(recipe: Path, overrides: list[str] | None, folder: str) -> TrainConfig
     from benchmarks.session import load_recipe
 
     return load_recipe(recipe, overrides or [], Path(folder))
-
-
-def _lengths(config: TrainConfig, kind: Distribution, mean: float, longest: int) -> Lengths:
-    from benchmarks.workload.experience import fixed_lengths, lognormal_lengths
-
-    rows, prompt = config.rollout.prompts * config.rollout.samples, config.data.max_prompt_tokens
-    if kind is Distribution.fixed:
-        return fixed_lengths(rows, prompt, config.rollout.max_response_tokens)
-    return lognormal_lengths(rows, prompt, mean, longest)
 
 
 def _command() -> str:

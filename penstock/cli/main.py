@@ -509,12 +509,9 @@ def loadtest(
     url: Annotated[str, typer.Argument(help="server with OpenAI's API, e.g. http://127.0.0.1:8000")],
     users: Annotated[int, typer.Option(min=1, help="users that ask at the same time")] = 8,
     requests: Annotated[int, typer.Option(min=1, help="how many they ask together")] = 200,
-    prompt_tokens: Annotated[
-        int | None, typer.Option(min=1, help="random prompts of so many tokens; default 128 without --file")
-    ] = None,
-    file: Annotated[
-        Path | None, typer.Option(help="prompts from a file instead: one a line, or JSONL with 'prompt'")
-    ] = None,
+    prompts: Annotated[
+        str, typer.Option(help="random ones of so many tokens, or those of a file: one a line, or JSONL with 'prompt'")
+    ] = "128",
     max_tokens: Annotated[
         int, typer.Option(min=1, help="most tokens of a response; those to random prompts have exactly so many")
     ] = 128,
@@ -530,7 +527,8 @@ def loadtest(
     from penstock.cli.serving.loadtest import Load, run_loadtest
     from penstock.reports.loadtest import table
 
-    found, folder = run_loadtest(url, Load(users, requests, prompt_tokens, file, max_tokens), tokenizer, to)
+    asked = int(prompts) if prompts.isdecimal() else Path(prompts)
+    found, folder = run_loadtest(url, Load(users, requests, asked, max_tokens), tokenizer, to)
     console.print(table(found))
     console.print(f"files: {short_path(folder)}", highlight=False, soft_wrap=True)
 

@@ -60,7 +60,7 @@ def bench(
 
 def test_updates_on_made_up_experience_change_the_policy(bench: Callable[..., tuple[BenchResult, str]]) -> None:
     """Every step is a real one: same rows, another gradient and entropy, because the weights moved."""
-    result, printed = bench("update", "tiny.yaml", "--lengths", "lognormal", "--mean", "9", "--longest", "40")
+    result, printed = bench("update", "tiny.yaml", "--lengths", "lognormal:9:40")
     assert result.bench == "update"
     assert result.figures["update_s"] > 0
     assert result.figures["tokens_per_s_per_gpu"] == pytest.approx(

@@ -34,18 +34,16 @@ from penstock.reports.loadtest import GpuUse, LoadFigures, figures, write_result
 
 PROGRAM = "penstock.cli.serving.vllm_load"
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
-PROMPT_TOKENS = 128
 ERROR_CHARACTERS = 800
 
 
 @dataclass(frozen=True)
 class Load:
-    """How much is asked: prompts of `file`, or random ones of `prompt_tokens`, never both."""
+    """How much is asked; prompts are random ones of so many tokens, or those of a file."""
 
     users: int
     requests: int
-    prompt_tokens: int | None
-    file: Path | None
+    prompts: int | Path
     max_tokens: int
 
 
@@ -68,8 +66,6 @@ def run_loadtest(url: str, load: Load, tokenizer: Path | None, to: Path | None) 
         UserError: nothing answers at `url`, there is no tokenizer, the load does not fit the model, or no request
             succeeds.
     """
-    if load.file is not None and load.prompt_tokens is not None:
-        raise UserError("--file and --prompt-tokens exclude each other", "remove one")
     url = url.rstrip("/").removesuffix("/v1")
     served = find_model(url)
     check_length(served, load)
@@ -81,8 +77,8 @@ def run_loadtest(url: str, load: Load, tokenizer: Path | None, to: Path | None) 
         uses = [_use(gpu, most) for gpu, sampler in samplers.items() if (most := sampler.take(float("inf")))]
     found = figures(measured, load.users, uses)
     results = to or Path("loadtests") / datetime.now().strftime("%Y%m%d-%H%M%S")
-    length = "of a file" if load.file else f"{load.prompt_tokens or PROMPT_TOKENS} random tokens"
-    facts = {"url": url, "model": served.model, "prompts": length, "max_tokens": load.max_tokens}
+    prompts = f"{load.prompts} random tokens" if isinstance(load.prompts, int) else "of a file"
+    facts = {"url": url, "model": served.model, "prompts": prompts, "max_tokens": load.max_tokens}
     write_results(found, measured, facts, results)
     return found, results
 
@@ -107,13 +103,17 @@ def check_length(served: Served, load: Load) -> None:
     """Check that a random prompt and its response fit the model.
 
     Raises:
-        UserError: they are longer than it takes.
+        UserError: they are longer than it takes, or the prompt has no token.
     """
-    length = load.prompt_tokens or PROMPT_TOKENS
-    if load.file is None and served.max_length is not None and length + load.max_tokens > served.max_length:
+    if not isinstance(load.prompts, int):
+        return
+    if load.prompts < 1:
+        raise UserError("--prompts is 0", "ask for one token at least, or name a file")
+    if served.max_length is not None and load.prompts + load.max_tokens > served.max_length:
         raise UserError(
-            f"{length} prompt and {load.max_tokens} response tokens are more than the {served.max_length} of the model",
-            "lower --prompt-tokens or --max-tokens",
+            f"{load.prompts} prompt and {load.max_tokens} response tokens are more than the {served.max_length} of "
+            "the model",
+            "lower --prompts or --max-tokens",
         )
 
 
@@ -137,7 +137,7 @@ def read_prompts(path: Path) -> list[str]:
         UserError: there is no such file, no prompt in it, or a line without one.
     """
     if not path.is_file():
-        raise UserError(f"{path} does not exist", "check the path of --file")
+        raise UserError(f"{path} does not exist", "check the path of --prompts, or give a number of tokens")
     lines = [line for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
     if not lines:
         raise UserError(f"{path} holds no prompts", "write one a line")
@@ -172,12 +172,13 @@ def _measured(url: str, served: Served, tokenizer: Path, load: Load, scratch: Pa
 
 def _asked(load: Load, scratch: Path) -> Sequence[str]:
     """Return what vLLM is to ask; responses to random prompts have exactly `max_tokens`."""
-    if load.file is None:
-        length, most = str(load.prompt_tokens or PROMPT_TOKENS), str(load.max_tokens)
-        return ["--dataset-name", "random", "--random-input-len", length, "--random-output-len", most, "--ignore-eos"]
+    most = str(load.max_tokens)
+    if isinstance(load.prompts, int):
+        random = ["--dataset-name", "random", "--random-input-len", str(load.prompts), "--random-output-len", most]
+        return [*random, "--ignore-eos"]
     prompts = scratch / "prompts.jsonl"
-    prompts.write_text("".join(json.dumps({"prompt": prompt}) + "\n" for prompt in read_prompts(load.file)))
-    custom = ["--dataset-name", "custom", "--dataset-path", str(prompts), "--custom-output-len", str(load.max_tokens)]
+    prompts.write_text("".join(json.dumps({"prompt": prompt}) + "\n" for prompt in read_prompts(load.prompts)))
+    custom = ["--dataset-name", "custom", "--dataset-path", str(prompts), "--custom-output-len", most]
     return [*custom, "--skip-chat-template"]
 
 

@@ -7,14 +7,16 @@ import random
 from pathlib import Path
 
 import numpy as np
+import pytest
 from typer.testing import CliRunner
 
 from benchmarks.peers import run_trl, run_verl
 from benchmarks.workload.digit_reward import share_of_digits
-from benchmarks.workload.experience import fixed_lengths, lognormal_lengths, write_experience
+from benchmarks.workload.experience import fixed_lengths, lengths_named, lognormal_lengths, write_experience
 from benchmarks.workload.prompts import prompts, with_prompts, write_prompts
 from configs.loading.load import load_config
 from configs.schema import TrainConfig
+from penstock.base.errors import UserError
 from penstock.cli.bench import app as bench
 from penstock.state.experience import read_columns
 
@@ -100,6 +102,17 @@ def test_lognormal_lengths_have_a_tail_that_is_cut() -> None:
     assert np.median(responses_B) < 0.7 * responses_B.mean()
     assert np.array_equal(responses_B, lognormal_lengths(20_000, 256, 600, 4096).responses_B)
     assert lengths.tokens == 20_000 * 256 + responses_B.sum()
+
+
+def test_lengths_are_named_with_all_that_they_need() -> None:
+    """A mean or a cut that would change nothing cannot be given, and one that is missing is asked for."""
+    config = TrainConfig(rollout={"prompts": 3, "samples": 2, "max_response_tokens": 7}, data={"max_prompt_tokens": 5})
+    fixed, tail = lengths_named("fixed", config), lengths_named("lognormal:9:30", config)
+    assert (fixed.prompts_B.tolist(), fixed.responses_B.tolist()) == ([5] * 6, [7] * 6)
+    assert np.array_equal(tail.responses_B, lognormal_lengths(6, 5, 9, 30).responses_B)
+    for name in ("lognormal", "lognormal:9", "fixed:9:30", "lognormal:0:30", "lognormal:9:x"):
+        with pytest.raises(UserError, match=f"--lengths is '{name}'"):
+            lengths_named(name, config)
 
 
 def test_experience_has_the_lengths_and_one_advantage_per_row(tmp_path: Path) -> None:

@@ -106,7 +106,7 @@ def url(server: Server) -> str:
 
 def test_what_is_measured_is_what_the_server_did(server: Server, url: str, tmp_path: Path) -> None:
     """Three users, 20 requests: times of first and last token, tokens, failures, and different random prompts."""
-    found, folder = run_loadtest(f"{url}/v1/", Load(3, 20, 16, None, 8), None, tmp_path / "out")
+    found, folder = run_loadtest(f"{url}/v1/", Load(3, 20, 16, 8), None, tmp_path / "out")
     whole = FIRST_S + (TOKENS - 1) * REST_S
     assert FIRST_S <= found.first_token_p50 < FIRST_S + REST_S  # a user that waits for all of it would say `whole`
     assert whole <= found.latency_p50 < whole + 0.3
@@ -126,7 +126,7 @@ def test_prompts_of_a_file_are_asked_as_they_are(server: Server, url: str, tmp_p
     """Without a chat template, and their responses end by themselves. Control: those of the test above do not."""
     file, before = tmp_path / "prompts.txt", len(server.bodies)
     file.write_text("1+1=\n2+2=\n")
-    run_loadtest(url, Load(1, 3, None, file, 8), server.folder, tmp_path / "out")
+    run_loadtest(url, Load(1, 3, file, 8), server.folder, tmp_path / "out")
     asked = server.bodies[before:]
     assert {body["prompt"] for body in asked} == {"1+1=", "2+2="}
     assert all(body["max_tokens"] == 8 and "ignore_eos" not in body for body in asked)
@@ -145,14 +145,16 @@ def test_prompts_of_a_file(tmp_path: Path) -> None:
 
 
 def test_a_load_that_cannot_be_is_refused(url: str, tmp_path: Path) -> None:
-    """Too long for the model, two kinds of prompts, no server: each before anything starts. Control: one that fits."""
+    """Too long for the model, no file, no server: each before anything starts. Control: one that fits."""
     with pytest.raises(UserError, match="more than the 64 of the model"):
-        check_length(find_model(url), Load(1, 1, 60, None, 8))
-    check_length(find_model(url), Load(1, 1, 56, None, 8))
-    with pytest.raises(UserError, match="exclude each other"):
-        run_loadtest(url, Load(1, 1, 16, tmp_path / "prompts.txt", 8), None, None)
+        check_length(find_model(url), Load(1, 1, 60, 8))
+    with pytest.raises(UserError, match="--prompts is 0"):
+        check_length(find_model(url), Load(1, 1, 0, 8))
+    check_length(find_model(url), Load(1, 1, 56, 8))
+    with pytest.raises(UserError, match="absent.txt does not exist"):
+        run_loadtest(url, Load(1, 1, tmp_path / "absent.txt", 8), None, None)
     with pytest.raises(UserError, match="penstock serve FOLDER"):
-        run_loadtest("http://127.0.0.1:9", Load(1, 1, None, None, 8), None, None)
+        run_loadtest("http://127.0.0.1:9", Load(1, 1, 16, 8), None, None)
 
 
 def test_a_tokenizer_that_is_not_on_this_machine_is_asked_for(server: Server, tmp_path: Path) -> None:
