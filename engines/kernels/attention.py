@@ -62,28 +62,37 @@ def packed_attention(
         raise unpackable("the model", "has attention sinks" if softcap is None else "caps its attention scores")
     if value.shape[-1] != query.shape[-1]:
         raise unpackable("the model", "has values of another size than its queries")
+    attention = causal_varlen_attention if packing.slots_K is None else attention_by_rows
     query_N, key_N, value_N = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
     key_K, value_K = (repeat_prompts(tensor_N, packing.shared) for tensor_N in (key_N, value_N))
-    if packing.slots_K is None:
-        out_N = causal_varlen_attention(query_N, key_K, value_K, packing, scaling, sliding_window)
-        return out_N.unsqueeze(0), None
-    query_K = query_N if packing.shared is None else query_N.index_select(0, packing.shared.source_K)
-    spread_query, spread_key, spread_value = (
-        _spread(tensor, packing, packing.slots_K) for tensor in (query_K, key_K, value_K)
-    )
+    return attention(query_N, key_K, value_K, packing, scaling, sliding_window).unsqueeze(0), None
+
+
+def attention_by_rows(
+    query_N: torch.Tensor,
+    key_K: torch.Tensor,
+    value_K: torch.Tensor,
+    packing: PackedLayout,
+    scale: float | None,
+    sliding_window: int | None,
+) -> torch.Tensor:
+    """Spread packed sequences to rows, compute their attention, and gather it again; [N, heads, head size]."""
+    slots_K, shared = packing.slots_K, packing.shared
+    assert slots_K is not None
+    query_K = query_N if shared is None else query_N.index_select(0, shared.source_K)
+    query, key, value = (_spread(tensor, packing, slots_K) for tensor in (query_K, key_K, value_K))
     window = _window(packing.max_keys, sliding_window)
     out = scaled_dot_product_attention(
-        spread_query,
-        spread_key,
-        spread_value,
+        query,
+        key,
+        value,
         attn_mask=window,
         is_causal=window is None,
-        scale=scaling,
+        scale=scale,
         enable_gqa=query.shape[1] != key.shape[1],
     )
-    wanted_N = packing.slots_K if packing.shared is None else packing.slots_K[packing.shared.own_N]
-    out_N = out.transpose(1, 2).reshape(-1, *query_N.shape[1:]).index_select(0, wanted_N)
-    return out_N.unsqueeze(0), None
+    wanted_N = slots_K if shared is None else slots_K[shared.own_N]
+    return out.transpose(1, 2).reshape(-1, *query_N.shape[1:]).index_select(0, wanted_N)
 
 
 def repeat_prompts(tensor_N: torch.Tensor, shared: SharedPrompts | None) -> torch.Tensor:
