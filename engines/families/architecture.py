@@ -54,6 +54,11 @@ def check_architecture(
             raise unpackable(where, "has a language head with a bias")
 
 
+def classifies(settings: Mapping[str, Any]) -> bool:
+    """Whether a configuration is that of a sequence classifier, which scores texts instead of continuing them."""
+    return any("ForSequenceClassification" in name for name in settings.get("architectures") or ())
+
+
 def _rope_types(settings: Mapping[str, Any]) -> set[str]:
     """Types of rotary positions, of all layers or by their type, as new and as old files say them."""
     ropes = [settings.get(name) or {} for name in ("rope_parameters", "rope_scaling")]

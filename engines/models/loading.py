@@ -18,7 +18,7 @@ from transformers import (
     PreTrainedModel,
 )
 
-from engines.families.architecture import check_architecture, unpackable
+from engines.families.architecture import check_architecture, classifies, unpackable
 from engines.kernels.attention import NAME as PACKED_ATTENTION
 from engines.weights.lora import ADAPTER_FOLDER, adapted_layers, merged_state, write_adapter
 from penstock.base.errors import UserError
@@ -69,9 +69,8 @@ def start_reward_model(path: str | Path, dtype: torch.dtype, gradient_checkpoint
         UserError: see `load_reward_model`.
     """
     classifier: Any = load_reward_model(path, dtype, num_labels=1)
-    if "ForSequenceClassification" not in str(
-        AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False).architectures
-    ):
+    config = AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
+    if not classifies(config.to_dict()):
         nn.init.zeros_(classifier.score.weight)
     if gradient_checkpointing:
         classifier.gradient_checkpointing_enable({"use_reentrant": False})

@@ -8,7 +8,7 @@ from pathlib import Path
 from configs.schema import TrainConfig
 from configs.sections.run import Role
 from configs.sections.trainer import TrainerConfig
-from engines.families.architecture import check_architecture
+from engines.families.architecture import check_architecture, classifies
 from engines.families.served import cpu_head_sizes
 from engines.families.shape import ModelShape, layer_names, read_shape, weight_shapes
 from engines.families.tiny import tiny_shape
@@ -71,7 +71,7 @@ def check_one_label(folder: Path, key: str) -> None:
     """
     settings = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     labels = len(settings.get("id2label", "01"))  # what a file does not say are two
-    if labels != 1 and any("ForSequenceClassification" in name for name in settings.get("architectures") or ()):
+    if labels != 1 and classifies(settings):
         raise UserError(
             f"{key}: {folder} is a classifier with {labels} labels; a reward model has one, the score",
             "start from a language model, or from a reward model",

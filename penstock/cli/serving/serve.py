@@ -27,6 +27,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from engines.families.architecture import classifies
 from engines.groups import interface
 from engines.groups.machine import visible_gpus
 from penstock.base.errors import UserError
@@ -123,7 +124,7 @@ def serve(
                 if server.poll() is not None:
                     raise _ended(server.returncode, log)
                 time.sleep(POLL_S)
-            say(_welcome(url, name or folder.name, classifies(folder)))
+            say(_welcome(url, name or folder.name, classifies(_config(folder))))
             raise _ended(server.wait(), log)
         except KeyboardInterrupt:
             say("ending")
@@ -145,11 +146,6 @@ def _answers(url: str) -> int | None:
         return error.code
     except OSError:
         return None
-
-
-def classifies(folder: Path) -> bool:
-    """Whether the model scores texts instead of continuing them."""
-    return any("ForSequenceClassification" in name for name in _config(folder).get("architectures") or ())
 
 
 def _config(folder: Path) -> dict[str, Any]:
