@@ -137,7 +137,8 @@ class PairConfig(Recipe):
     trainer: PairTrainerConfig = Field(default_factory=PairTrainerConfig, description="training")
     devices: Devices = Field(default_factory=Devices, description="where it runs")
     engine: EngineConfig = Field(default_factory=EngineConfig, description="deadlines of the ranks")
-    experiment: str = Field("penstock", description="MLflow experiment")
+    tracker: str = Field("mlflow", description="where runs are recorded besides their folder; 'module:Class' of yours")
+    experiment: str = Field("penstock", description="the tracker's name for runs that are compared with each other")
     data: PairData = Field(default_factory=PairData, description="pairs or labelled rows")
 
     @property

@@ -1,7 +1,7 @@
 """The whole configuration of a training as one pydantic tree; it is also the `train` flow's parameter.
 
 Why one tree: the Prefect UI draws its form from it, `--dry-run` prints it resolved, the run folder keeps it,
-MLflow records it, and a key that is unknown or that would change nothing is refused before any engine starts.
+the tracker records it, and a key that is unknown or that would change nothing is refused before any engine starts.
 
 Optional settings default to None where their meaning depends on another key (a GAE lambda without a critic);
 validation fills them in where they apply and refuses them where they do not. So a resolved tree shows exactly
@@ -61,7 +61,7 @@ class TrainConfig(Recipe):
         default_factory=dict, description="placement; empty: one group for all roles"
     )
     engine: EngineConfig = Field(default_factory=EngineConfig, description="deadlines of the engine groups")
-    record: RecordConfig = Field(default_factory=RecordConfig, description="MLflow and samples")
+    record: RecordConfig = Field(default_factory=RecordConfig, description="the tracker and samples")
 
     @model_validator(mode="after")
     def _together(self) -> Self:

@@ -13,7 +13,6 @@ from prefect import task
 from prefect.artifacts import create_markdown_artifact, create_table_artifact
 from prefect.cache_policies import NO_CACHE
 
-from penstock.base.errors import UserError
 from penstock.state.run_folder import new_run_folder
 
 if TYPE_CHECKING:
@@ -32,14 +31,9 @@ def compare_into_folder(experiment: str, runs: list[str] | None, folder: Path) -
     Raises:
         UserError: there is no such store, experiment or run.
     """
-    from penstock.reports.compare import compare_runs, write_comparison
-    from penstock.trackers.mlflow import default_tracking_uri
+    from penstock.reports.compare import compare_runs, store_of, write_comparison
 
-    uri = default_tracking_uri(folder)
-    database = Path(uri.removeprefix("sqlite:///"))
-    if uri.startswith("sqlite:///") and not database.is_file():  # MLflow would make an empty one
-        raise UserError(f"there is no MLflow database {database}", "name the directory that holds the run folders")
-    comparison = compare_runs(uri, experiment, runs)
+    comparison = compare_runs(store_of(folder), experiment, runs)
     target = new_run_folder(folder / "comparisons", re.sub(r"[^\w.-]+", "-", experiment)).path
     write_comparison(comparison, target)
     return comparison, target

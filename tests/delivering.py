@@ -1,22 +1,55 @@
-"""Waiting for what MLflow gets on a thread of its own."""
+"""A training that is recorded in MLflow, and waiting for what a tracker gets on a thread of its own."""
 
 from __future__ import annotations
 
 import threading
+from collections.abc import Mapping
 
 from penstock.session.session import Training
-from penstock.trackers.mlflow_outbox import Delivery, Outbox
+from penstock.state.manifest import Tracked, read_manifest
+from penstock.state.run_folder import RunFolder
+from penstock.trackers.delivery import Delivery
+from penstock.trackers.mlflow import MlflowTracker
+from penstock.trackers.outbox import Outbox
+from penstock.trackers.tracker import ITERATION, Figures, NewRun, Tracker
+
+
+def begun(uri: str, name: str = "tiny", experiment: str = "exp") -> MlflowTracker:
+    """Begin an MLflow run in a store."""
+    tracker = MlflowTracker(uri)
+    tracker.open(NewRun(name, experiment, {}))
+    return tracker
+
+
+def log_iteration(tracker: Tracker, iteration: int, values: Mapping[str, float]) -> None:
+    """Log an iteration as it comes first."""
+    tracker.log([Figures(iteration, {**values, ITERATION: float(iteration)})])
+
+
+def tracked_run(run: RunFolder) -> str:
+    """Return what the tracker calls a run."""
+    tracked = read_manifest(run).tracked
+    assert tracked is not None
+    return tracked.run
+
+
+def in_mlflow(training: Training, uri: str) -> MlflowTracker:
+    """Begin the MLflow run of a training."""
+    session, tracker = training.session(), begun(uri)
+    session.tracker, session.tracked = tracker, Tracked("mlflow", tracker.run)
+    return tracker
 
 
 def with_outbox(training: Training) -> Training:
-    """Begin to deliver what the training records, to its MLflow run."""
+    """Begin to deliver what the training records, to its tracker's run."""
     session = training.session()
-    session.outbox = Outbox(Delivery(session.tracking_uri, session.mlflow_run_id))
+    assert session.tracker is not None
+    session.outbox = Outbox(Delivery(session.tracker))
     return training
 
 
 def await_delivery(training: Training) -> None:
-    """Wait until MLflow has all that was recorded."""
+    """Wait until the tracker has all that was recorded."""
     outbox, done = training.session().outbox, threading.Event()
     assert outbox is not None
     outbox.put("nothing more", done.set)

@@ -6,8 +6,10 @@ function.
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
+import tokenize
 import tomllib
 from collections import Counter
 from pathlib import Path
@@ -72,6 +74,24 @@ def test_a_crowded_folder_is_noticed_however_deep(tmp_path: Path) -> None:
         for number in range(count):
             (tmp_path / folder / f"file_{number}.py").touch()
     assert crowded(tmp_path, "room") == {"room/inner/crowded": MOST_FILES + 1}
+
+
+def names_of_mlflow(path: Path) -> list[str]:
+    """Return names, and texts that are names, which know MLflow: `mlflow_port`, `["mlflow_run_id"]`."""
+    with tokenize.open(path) as stream:
+        tokens = list(tokenize.generate_tokens(stream.readline))
+    telling = {tokenize.NAME: "(?i)mlflow", tokenize.STRING: "mlflow_"}
+    return [item.string for item in tokens if item.type in telling and re.search(telling[item.type], item.string)]
+
+
+@pytest.mark.parametrize(
+    "room",
+    ["configs", "engines", "flows", "tasks", "penstock/checks", "penstock/cli", "penstock/session", "penstock/state"],
+)
+def test_a_room_knows_a_tracker_and_not_mlflow(room: str) -> None:
+    """import-linter sees imports alone. Control: in the room of trackers such names are found."""
+    assert [(path, names) for path in (ROOT / room).rglob("*.py") if (names := names_of_mlflow(path))] == []
+    assert names_of_mlflow(ROOT / "penstock/trackers/table.py")
 
 
 def test_every_room_has_its_layer() -> None:

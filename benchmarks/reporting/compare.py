@@ -11,7 +11,7 @@ from typing import Literal
 from benchmarks.reporting.machine import kind_of
 from benchmarks.reporting.result import BenchResult
 from penstock.base.errors import UserError
-from penstock.trackers.mlflow import flatten
+from penstock.trackers.tracker import flatten
 
 Verdict = Literal["better", "same", "worse", "not judged"]
 

@@ -94,8 +94,9 @@ class EngineConfig(Section):
 class RecordConfig(Section):
     """What is recorded where."""
 
-    experiment: str = Field("penstock", description="MLflow experiment")
-    samples_every: int = Field(10, ge=0, description="iterations between tables of samples in MLflow; 0: never")
+    tracker: str = Field("mlflow", description="where runs are recorded besides their folder; 'module:Class' of yours")
+    experiment: str = Field("penstock", description="the tracker's name for runs that are compared with each other")
+    samples_every: int = Field(10, ge=0, description="iterations between tables of samples in the tracker; 0: never")
     samples: PositiveInt = Field(16, description="rows of a table of samples")
 
     @model_validator(mode="after")

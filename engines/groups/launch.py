@@ -25,6 +25,7 @@ from pathlib import Path
 from engines.groups import interface
 from engines.groups.channel import Address
 from penstock.base.errors import UserError
+from penstock.trackers.table import withheld
 from penstock.usercode.kept import command_of, number_from
 
 ROTATE_ABOVE_BYTES = 20 * 1024**2
@@ -46,11 +47,11 @@ _DEFAULTS = {
     "TOKENIZERS_PARALLELISM": "false",
     "OMP_WAIT_POLICY": "PASSIVE",  # threads that spin while they wait starve whatever else runs on the cores, up to 10x
 }
-# Of the flow alone: engines know neither Prefect nor MLflow.
+# Of the flow alone: engines know neither Prefect nor a tracker.
 WITHHELD_VARIABLES = frozenset(
     {
         *("PREFECT_API_KEY", "PREFECT_API_AUTH_STRING", "PREFECT_SERVER_API_AUTH_STRING"),
-        *("MLFLOW_TRACKING_USERNAME", "MLFLOW_TRACKING_PASSWORD", "MLFLOW_TRACKING_TOKEN"),
+        *withheld(),
     }
 )
 _CPU = {"DS_ACCELERATOR": "cpu", "TORCH_COMPILE_DISABLE": "1", "CUDA_VISIBLE_DEVICES": ""}

@@ -22,6 +22,7 @@ from penstock.data.source import reading_once
 from penstock.environments.loading import load_environment
 from penstock.evaluators.loading import load_evaluators
 from penstock.rewards.function import load_reward_function
+from penstock.trackers.table import check_tracker
 
 
 def check_training(config: TrainConfig) -> list[GroupEstimate]:
@@ -43,6 +44,7 @@ def check_inputs(config: TrainConfig) -> None:
         UserError: the first mistake found.
     """
     check_model(config)
+    check_tracker(config.record.tracker)
     check_rollout_model(config)
     if config.critic is not None and config.critic.path is not None:
         check_model_folder(Path(config.critic.path), "critic.path")
@@ -116,6 +118,7 @@ def check_supervised(config: TrainConfig) -> None:
         UserError: the first mistake found.
     """
     check_model(config)
+    check_tracker(config.record.tracker)
     if config.sft is None:
         raise UserError("there is no 'sft' section", "add one, e.g. sft.steps=400")
     check_pairs(config)

@@ -21,10 +21,10 @@ from penstock.base.errors import UserError
 from penstock.base.files import filling
 from penstock.reports.model_card import ModelFacts, figures_until, model_card
 from penstock.session.session import read_config
-from penstock.state.manifest import Manifest, read_manifest, verify_checkpoint
+from penstock.state.manifest import Manifest, Tracked, read_manifest, verify_checkpoint
 from penstock.state.run_folder import RunFolder, locked, read_metrics
-from penstock.trackers.mlflow import default_tracking_uri
-from penstock.trackers.mlflow_models import register_folder
+from penstock.trackers.table import make_tracker
+from penstock.trackers.tracker import Model, Tracker
 from tasks.finetuning.checkpoints import copy_tokenizer
 
 if TYPE_CHECKING:
@@ -37,16 +37,23 @@ SMALL_FILES = ("*.json", "*.jinja", "*.txt", "*.model")  # of a Hugging Face fol
 
 @dataclass(frozen=True)
 class Exported:
-    """A finished export; `source` is the folder that its weights come from."""
+    """A finished export.
+
+    Attributes:
+        source: the folder that its weights come from.
+        tracker: label of the tracker that the run was recorded in; empty: it was in none.
+        model: what the tracker calls the model; None: it keeps no models, or does not hold the run.
+    """
 
     folder: Path
     source: Path
     proof: Proof
-    mlflow_model_id: str | None
+    tracker: str
+    model: str | None
 
 
 def export_run(run: RunFolder, target: Path | None, shard_size: str | None) -> Exported:
-    """Write the trained model of `run` to `target` (default: models/export of the run) and register it in MLflow.
+    """Write the trained model of `run` to `target` (default: models/export of the run), and tell its tracker.
 
     Args:
         shard_size: most bytes of a weights file, e.g. "2GB"; None keeps the files of models/final as they are.
@@ -63,7 +70,7 @@ def export_run(run: RunFolder, target: Path | None, shard_size: str | None) -> E
             proof = _write(run, manifest, source, aside, shard_size)
             facts = _facts(run, manifest, source, proof)
             (aside / "README.md").write_text(model_card(facts), encoding="utf-8")
-        return Exported(target, source, proof, _register(run, manifest, target, facts))
+        return Exported(target, source, proof, *_register(run, manifest, target, facts))
 
 
 def _check_target(target: Path, shard_size: str | None) -> None:
@@ -152,11 +159,12 @@ def _facts(run: RunFolder, manifest: Manifest, source: Path, proof: Proof) -> Mo
 
     config, records = read_config(run), read_metrics(run)
     through = records[-1]["iteration"] if source == run.model("final") and records else manifest.progress.iteration
+    tracked = manifest.tracked
     # Names and ids alone: paths and addresses of stores are not for whoever the folder is handed to.
     links = {
         "run": run.name,
         "weights": str(source.relative_to(run.path)),
-        "MLflow run": manifest.mlflow_run_id,
+        **({f"{_tracker(run, tracked).label} run": tracked.run} if tracked else {}),
         "Prefect flow run": manifest.prefect_flow_run_id,
     }
     return ModelFacts(
@@ -179,9 +187,17 @@ def _base_model(config: TrainConfig) -> str:
     return Path(config.model.path).name if config.model.path else "a tiny model with random weights"
 
 
-def _register(run: RunFolder, manifest: Manifest, folder: Path, facts: ModelFacts) -> str | None:
-    if manifest.mlflow_run_id is None:
-        return None
+def _tracker(run: RunFolder, tracked: Tracked) -> Tracker:
+    return make_tracker(tracked.tracker, run.path.parent)
+
+
+def _register(run: RunFolder, manifest: Manifest, folder: Path, facts: ModelFacts) -> tuple[str, str | None]:
+    """Tell the run's tracker of its model; return the tracker's label, and what it calls the model."""
+    if manifest.tracked is None:
+        return "", None
+    tracker = _tracker(run, manifest.tracked)
+    if not tracker.find(manifest.tracked.run):  # the run folder is a copy
+        return tracker.label, None
     params = {"base_model": facts.base_model, "algorithm": facts.algorithm, "seed": str(facts.seed)}
     params |= {name: str(value) for name, value in facts.figures.items() if value is not None}
-    return register_folder(default_tracking_uri(run.path.parent), manifest.mlflow_run_id, run.name, folder, params)
+    return tracker.label, tracker.model(Model(run.name, folder, params))

@@ -392,7 +392,7 @@ def keys(
 
 @app.command(rich_help_panel=LOOKING)
 def compare(
-    experiment: Annotated[str, typer.Argument(help="MLflow experiment (record.experiment of a recipe)")],
+    experiment: Annotated[str, typer.Argument(help="experiment (record.experiment of a recipe) in MLflow")],
     runs: Annotated[list[str] | None, typer.Argument(help="names or ids of runs; default: all of them")] = None,
     folder: Annotated[Path, typer.Option(help="directory of the run folders")] = Path("runs"),
 ) -> None:
@@ -405,12 +405,12 @@ def compare(
     console.print(f"files: {target}", highlight=False, soft_wrap=True)
 
 
-@app.command("mlflow-sync", rich_help_panel=LOOKING)
-def mlflow_sync(run: Annotated[Path, typer.Argument(help="folder of a run that has ended")]) -> None:
-    """Give MLflow what it lacks of a run because its server was away."""
-    from penstock.cli.mlflow_sync import sync
+@app.command(rich_help_panel=LOOKING)
+def sync(run: Annotated[Path, typer.Argument(help="folder of a run that has ended")]) -> None:
+    """Give a run's tracker what it lacks because its server was away."""
+    from penstock.cli.sync import sync as deliver
 
-    console.print(sync(run), highlight=False, markup=False, soft_wrap=True)
+    console.print(deliver(run), highlight=False, markup=False, soft_wrap=True)
 
 
 @app.command("set", rich_help_panel=LOOKING)
@@ -462,7 +462,7 @@ def export(
         str | None, typer.Option(help="most bytes of a weights file, e.g. 2GB; default: as they are, else 5GB")
     ] = None,
 ) -> None:
-    """Write a run's model as a Hugging Face folder with a card, compare it with its source, register it in MLflow."""
+    """Write a run's model as a Hugging Face folder with a card, compare it with its source, tell its tracker of it."""
     from penstock.cli.export_run import export_run
     from penstock.state.manifest import ANEW
     from penstock.state.run_folder import open_run_folder
@@ -471,12 +471,13 @@ def export(
     if not folder.manifest.is_file():
         raise UserError(f"{run} has no model to export: it ended early", ANEW)
     done = export_run(folder, to, max_shard_size)
-    proof, registered = done.proof, f"model {done.mlflow_model_id}"
+    proof = done.proof
+    known = f"model {done.model}" if done.model else "the model is not there, its store does not hold the run"
     lines = [
         f"model: {done.folder}",
         f"weights: from {done.source}, {proof.dtype}, all {proof.tensors} tensors equal",
         f"logits: {proof.prompts} prompts, within {proof.logit_difference:.3g} (tolerance {proof.logit_tolerance:.3g})",
-        f"MLflow: {registered if done.mlflow_model_id else 'not registered, its store does not know the run'}",
+        *([f"{done.tracker}: {known}"] if done.tracker else []),
         f"serve it: penstock serve {quote(short_path(done.folder))}",
     ]
     console.print("\n".join(lines), highlight=False, markup=False, soft_wrap=True)
@@ -536,13 +537,13 @@ def loadtest(
 @app.command(rich_help_panel=LOOKING)
 def ui(
     folder: Annotated[Path, typer.Argument(help="directory of the run folders")] = Path("runs"),
-    mlflow_port: Annotated[int, typer.Option(min=1, max=65535, help="port of MLflow's pages")] = 5000,
+    tracker_port: Annotated[int, typer.Option(min=1, max=65535, help="port of the tracker's pages")] = 5000,
     prefect_port: Annotated[int, typer.Option(min=1, max=65535, help="port of Prefect's pages")] = 4200,
 ) -> None:
-    """Serve the MLflow and Prefect pages of past runs until Ctrl-C (loopback only)."""
+    """Serve the tracker's and Prefect's pages of past runs until Ctrl-C (loopback only)."""
     from penstock.cli.pages import serve_pages
 
-    serve_pages(folder, mlflow_port, prefect_port, console)
+    serve_pages(folder, tracker_port, prefect_port, console)
 
 
 if __name__ == "__main__":

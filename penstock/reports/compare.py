@@ -12,11 +12,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from penstock.base.addresses import public_address
 from penstock.base.errors import UserError
 from penstock.base.names import nearest_name
 from penstock.reports.evaluation import how_sampled, shown, with_interval
 from penstock.reports.plots import COLOURS, canvas, line, save
-from penstock.trackers.mlflow import connect, public_uri
+from penstock.trackers.mlflow import connect, default_tracking_uri
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -56,6 +57,19 @@ class Comparison:
     evaluation: pd.DataFrame
     differences: pd.DataFrame
     curves: pd.DataFrame
+
+
+def store_of(folder: Path) -> str:
+    """Return the address of the store with the runs of a directory: the database in it, or that of the environment.
+
+    Raises:
+        UserError: there is no database.
+    """
+    uri = default_tracking_uri(folder)
+    database = Path(uri.removeprefix("sqlite:///"))
+    if uri.startswith("sqlite:///") and not database.is_file():  # MLflow would make an empty one
+        raise UserError(f"there is no MLflow database {database}", "name the directory that holds the run folders")
+    return uri
 
 
 def compare_runs(tracking_uri: str, experiment: str, run_ids: Sequence[str] | None = None) -> Comparison:
@@ -188,7 +202,7 @@ def _runs(client: MlflowClient, tracking_uri: str, name: str, wanted: Sequence[s
         names = [found.name for found in client.search_experiments()]
         near = nearest_name(name, names)
         raise UserError(
-            f"there is no MLflow experiment '{name}' in {public_uri(tracking_uri)}",
+            f"there is no MLflow experiment '{name}' in {public_address(tracking_uri)}",
             (f"did you mean '{near}'? " if near else "") + f"Existing: {', '.join(sorted(names))}",
         )
     runs: list[Run] = []

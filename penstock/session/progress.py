@@ -21,7 +21,7 @@ def show_progress(training: Training) -> Iterator[None]:
     """
     session = training.session()
     with TrainingProgress(tell=partial(_log, flow_run.id)) as session.progress:
-        session.progress.phase("opening the record in MLflow")
+        session.progress.phase("opening the record")
         yield
 
 

@@ -47,7 +47,9 @@ if TYPE_CHECKING:
     from penstock.data.prompts import PromptTable
     from penstock.reports.progress import TrainingProgress
     from penstock.rewards.source import Scorer
-    from penstock.trackers.mlflow_outbox import Outbox
+    from penstock.state.manifest import Tracked
+    from penstock.trackers.outbox import Outbox
+    from penstock.trackers.tracker import Tracker
 
 
 Tree = TypeVar("Tree", bound=Recipe)
@@ -97,9 +99,9 @@ class Session:
     scorer: Scorer | None = None  # None: a reward model in the engine groups
     progress: TrainingProgress | None = None
     model_folder: str = ""
-    tracking_uri: str = ""
-    mlflow_run_id: str = ""
-    outbox: Outbox | None = None  # what MLflow gets; None: there is no MLflow run
+    tracker: Tracker | None = None
+    tracked: Tracked | None = None  # the tracker's run; None: there is none yet
+    outbox: Outbox | None = None  # what the tracker gets
     prefect_flow_run_id: str | None = None
     prefect_url: str | None = None
     engine_figures: dict[str, int | str] = field(default_factory=dict)

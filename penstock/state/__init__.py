@@ -1,1 +1,1 @@
-"""The state plane: everything durable about a run. No torch, no Prefect, no MLflow."""
+"""The state plane: everything durable about a run. No torch, no Prefect, no tracker."""

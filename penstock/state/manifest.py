@@ -22,7 +22,7 @@ from penstock.base.files import discard, files_below, for_each_file, settle, sha
 from penstock.state.digests import DIGEST, Damaged, read_sealed, write_sealed
 from penstock.state.run_folder import RunFolder, locked
 
-FORMAT = 2
+FORMAT = 3
 HASHES = "sha256.json"
 ANEW = "start it anew with its config.yaml, by the command that began it, in another folder"
 
@@ -46,6 +46,21 @@ class Progress:
 
 
 @dataclass(frozen=True)
+class Tracked:
+    """The run of a tracker in which a training is recorded, besides its folder.
+
+    Attributes:
+        tracker: as the configuration names it.
+        run: what the tracker calls the run.
+    """
+
+    __pydantic_config__ = ConfigDict(extra="forbid")
+
+    tracker: str
+    run: str
+
+
+@dataclass(frozen=True)
 class Manifest:
     """A run's progress, its checkpoint and its links."""
 
@@ -54,7 +69,7 @@ class Manifest:
     progress: Progress
     checkpoint: str | None = None  # folder name under checkpoints/
     model: str | None = None  # folder with the architecture and tokenizer that the actor started from
-    mlflow_run_id: str | None = None
+    tracked: Tracked | None = None
     prefect_flow_run_id: str | None = None
     kind: str | None = None  # the command that made the run, e.g. "sft"; None: of a version that did not say
     trained_with: dict[str, int | str] | None = None  # of a training on preferences (tasks/finetuning/record.py)

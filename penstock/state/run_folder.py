@@ -7,7 +7,7 @@
     checkpoints/       000010/                         report/         pictures and pages
     finetuning/        while it lasts: checkpoint and manifest of training without rollout
 
-The folder is the truth; MLflow and Prefect are views of it. Left out: what the files mean to the algorithms.
+The folder is the truth; a tracker and Prefect are views of it. Left out: what the files mean to the algorithms.
 """
 
 from __future__ import annotations
@@ -107,7 +107,7 @@ class RunFolder:
         return self.path / "experience" / f"{iteration:06d}.parquet"
 
     def samples(self, iteration: int) -> Path:
-        """A table of samples of one iteration, as MLflow shows it."""
+        """A table of samples of one iteration, for people (penstock/trackers/tracker.py)."""
         return self.path / "samples" / f"{iteration:06d}.json"
 
     def evaluation(self, iteration: int) -> Path:

@@ -1,12 +1,16 @@
-"""A training as one MLflow run: opened, logged once per iteration by the flow, resumed, closed.
+"""MLflow as a tracker: a training is one MLflow run in a server or a database, an exported model one of its models.
 
 Why the client and not `mlflow.start_run`: a flow's tasks run in several threads, and the fluent API keeps one active
-run per thread. Every function here names the store and the run it means, and may be called from any process.
+run per thread. A tracker here names the store and the run it means, and may be used from any process.
 
 Why not `MlflowClient.log_table`: it appends to a table that exists (a redone iteration would double its rows), and it
 lists every table in one tag of at most 8000 characters, so that about the 160th call of a run fails.
 
-Left out: registering checkpoints as models (the run folder keeps them), system metrics, starting a server.
+Why an exported model is a logged model marked as external, whose tag says in which folder its weights lie, and not a
+registered version with the folder as its source: a tracking server refuses local folders there.
+
+Left out: registering checkpoints as models (the run folder keeps them), system metrics, starting a tracking server,
+stages and aliases of models, copies of weights.
 """
 
 from __future__ import annotations
@@ -23,29 +27,201 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import islice
 from pathlib import Path
-from posixpath import normpath
-from typing import TYPE_CHECKING, Any, Literal
+from posixpath import dirname, normpath
+from typing import TYPE_CHECKING
 from urllib.parse import unquote, urlsplit
 
+from penstock.base.addresses import public_address
 from penstock.base.errors import UserError
+from penstock.trackers.tracker import ITERATION, Artifact, Figures, Model, NewRun, Pages, Status, Table
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient
-
-RunStatus = Literal["FINISHED", "FAILED", "KILLED"]
-
-ITERATION = "iteration"
-"""Metric written with every batch: its latest value says what the run already holds."""
+    from mlflow.entities import Run
 
 CHANGED = "penstock.changed"
 """Tag with the configuration keys that a resume changed."""
 
+FOLDER = "penstock.folder"
+"""Tag of a model with the folder that its weights lie in."""
+
+METRICS_PER_CALL = 1000  # that MLflow takes
+WITHHELD = ("MLFLOW_TRACKING_USERNAME", "MLFLOW_TRACKING_PASSWORD", "MLFLOW_TRACKING_TOKEN")
+
+_STATUS: dict[Status, str] = {"completed": "FINISHED", "failed": "FAILED", "cancelled": "KILLED"}
 _PARAM_CHARACTERS = 6000
 _TAG_CHARACTERS = 5000
 _NAME_CHARACTERS = 250
 _PARAMS_PER_CALL = 100
 _TABLES_LISTED = 100
 _TABLES_TAG = "mlflow.loggedArtifacts"
+_FOR_TRAINING = "?workflowType=machine_learning"
+"""Opens MLflow's pages for training; its default are those for applications, without metrics and without runs."""
+
+
+class MlflowTracker:
+    """A run of a store.
+
+    Args:
+        tracking_uri: of the store, a server or a database.
+    """
+
+    label = "MLflow"
+
+    def __init__(self, tracking_uri: str) -> None:
+        self.uri, self.run, self._experiment = tracking_uri, "", ""
+
+    @property
+    def address(self) -> str:
+        return public_address(self.uri)
+
+    @property
+    def page(self) -> str:
+        """On the tracking server, or where `penstock ui` shows a database."""
+        root = self.address if self.uri.startswith("http") else "http://127.0.0.1:5000"
+        return f"{root.rstrip('/')}/#/experiments/{self._experiment}/runs/{self.run}{_FOR_TRAINING}"
+
+    @property
+    def _client(self) -> MlflowClient:
+        return connect(self.uri)
+
+    def open(self, new: NewRun) -> str:
+        """Begin a run in an experiment, which is made if needed.
+
+        Raises:
+            UserError: the experiment is in MLflow's bin, or the server does not answer.
+        """
+        check_store(self.uri)
+        self._experiment = _experiment_id(self._client, self.uri, new.experiment)
+        begun = self._client.create_run(self._experiment, tags=dict(new.tags), run_name=new.name)
+        self.run = str(begun.info.run_id)
+        return self.run
+
+    def find(self, run: str) -> bool:
+        """Be about a run, unless somebody has deleted it.
+
+        Raises:
+            UserError: the server does not answer.
+        """
+        from mlflow.exceptions import MlflowException
+
+        check_store(self.uri)
+        try:
+            found = self._client.get_run(run).info
+        except MlflowException as error:
+            if error.error_code != "RESOURCE_DOES_NOT_EXIST":
+                raise
+            return False
+        if found.lifecycle_stage != "active":
+            return False
+        self.run, self._experiment = run, str(found.experiment_id)
+        return True
+
+    def resume(self) -> None:
+        self._client.update_run(self.run, status="RUNNING")
+
+    def configure(self, settings: Mapping[str, str]) -> bool:
+        """Keep settings as the run's parameters, which MLflow never changes: later ones that differ are a tag."""
+        found = self._run()
+        if not found.data.params:
+            self._log_params(settings)
+            return True
+        changed = [name for name, value in settings.items() if found.data.params.get(name) != value[:_PARAM_CHARACTERS]]
+        text = ", ".join(f"{name}={settings[name]}" for name in changed)[:_TAG_CHARACTERS]
+        if text == found.data.tags.get(CHANGED, ""):
+            return False
+        self._client.set_tag(self.run, CHANGED, text)
+        return True
+
+    def _log_params(self, settings: Mapping[str, str]) -> None:
+        from mlflow.entities import Param
+
+        entries = iter([Param(key, value[:_PARAM_CHARACTERS]) for key, value in settings.items()])
+        while batch := list(islice(entries, _PARAMS_PER_CALL)):
+            self._client.log_batch(self.run, params=batch)
+
+    def log(self, figures: Sequence[Figures]) -> None:
+        """Log figures in as few calls as MLflow takes them.
+
+        A value that is not finite becomes NaN, a gap in MLflow's charts: it would store infinity as 1.8e308.
+        """
+        from mlflow.entities import Metric
+
+        now_ms = time.time_ns() // 1_000_000
+        entries = iter(
+            [
+                Metric(metric_name(name), value if math.isfinite(value) else math.nan, now_ms, item.step)
+                for item in figures
+                for name, value in item.values.items()
+            ]
+        )
+        while batch := list(islice(entries, METRICS_PER_CALL)):
+            self._client.log_batch(self.run, metrics=batch)
+
+    def logged(self, figure: str) -> set[int]:
+        return {entry.step for entry in self._client.get_metric_history(self.run, metric_name(figure))}
+
+    def logged_through(self) -> int:
+        return int(self._run().data.metrics.get(ITERATION, -1))
+
+    def table(self, table: Table) -> None:
+        """Log a table's file as one that MLflow shows as a table: the newest 100 of a run, and older ones as JSON."""
+        self._client.log_text(self.run, table.path.read_text(encoding="utf-8"), table.name)
+        listed = json.loads(self._run().data.tags.get(_TABLES_TAG, "[]"))
+        entry = {"path": table.name, "type": "table"}
+        others = [item for item in listed if item != entry]
+        self._client.set_tag(self.run, _TABLES_TAG, json.dumps([*others, entry][-_TABLES_LISTED:]))
+
+    def artifact(self, artifact: Artifact) -> None:
+        """Log a text, a folder's content below the artifact's name, or a file, which keeps its own name."""
+        if isinstance(artifact.content, str):
+            self._client.log_text(self.run, artifact.content, artifact.name)
+        elif artifact.content.is_dir():
+            self._client.log_artifacts(self.run, str(artifact.content), artifact.name)
+        else:
+            self._client.log_artifact(self.run, str(artifact.content), dirname(artifact.name) or None)
+
+    def lacking(self, files: Mapping[str, Path]) -> set[str]:
+        """Return the names of files that are not there, or not of the same size."""
+        held = [item for folder in {dirname(name) for name in files} for item in self._listed(folder)]
+        sizes = dict(held)
+        return {name for name, path in files.items() if sizes.get(name) != path.stat().st_size}
+
+    def _listed(self, folder: str) -> list[tuple[str, int]]:
+        listed = self._client.list_artifacts(self.run, folder or None)
+        return [(item.path, item.file_size or 0) for item in listed if not item.is_dir]
+
+    def model(self, model: Model) -> str:
+        from mlflow.entities import LoggedModelStatus
+        from mlflow.utils.mlflow_tags import MLFLOW_MODEL_IS_EXTERNAL
+
+        logged = self._client.create_logged_model(
+            self._experiment,
+            name=re.sub(r"[^\w-]+", "-", model.name),  # MLflow refuses slashes, colons, dots, quotes and per cent signs
+            source_run_id=self.run,
+            tags={FOLDER: str(model.folder), MLFLOW_MODEL_IS_EXTERNAL: "true"},
+            params=dict(model.params),
+            model_type="causal-lm",
+        )
+        self._client.finalize_logged_model(logged.model_id, LoggedModelStatus.READY)
+        return str(logged.model_id)
+
+    def status(self) -> Status | None:
+        said = self._run().info.status
+        return next((ours for ours, theirs in _STATUS.items() if theirs == said), None)
+
+    def close(self, status: Status, at_s: float) -> None:
+        self._client.set_terminated(self.run, _STATUS[status], int(at_s * 1000))
+
+    def _run(self) -> Run:
+        return self._client.get_run(self.run)
+
+
+def made_for(folder: Path) -> MlflowTracker:
+    """Return the tracker of the store for the runs in a directory, and import MLflow; no server is asked."""
+    tracker = MlflowTracker(default_tracking_uri(folder))
+    connect(tracker.uri)
+    return tracker
 
 
 def default_tracking_uri(folder: Path) -> str:
@@ -53,109 +229,27 @@ def default_tracking_uri(folder: Path) -> str:
     return os.environ.get("MLFLOW_TRACKING_URI") or f"sqlite:///{folder.resolve() / 'mlflow.db'}"
 
 
-def flatten(config: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
-    """Return a nested config as dotted keys and JSON values; a schedule `{0: 1, 100: 4}` stays one value."""
-    params: dict[str, str] = {}
-    for key, value in config.items():
-        name = f"{prefix}{key}"
-        if isinstance(value, Mapping) and value and not all(str(step).isdigit() for step in value):
-            params |= flatten(value, f"{name}.")
-        else:
-            params[name] = value if isinstance(value, str) else json.dumps(value)
-    return params
+def pages(folder: Path, port: int) -> Pages | None:
+    """Return MLflow's pages of the runs in a directory, at the experiment of the newest; None without a database."""
+    if not (folder / "mlflow.db").is_file():
+        return None
+    uri = default_tracking_uri(folder)
+    environment = {
+        "MLFLOW_BACKEND_STORE_URI": without_password(uri),  # others can read a command line
+        "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false",  # for evaluations of applications: seven unused processes
+        "PYTHONWARNINGS": "ignore",
+    }
+    module = ["mlflow", "ui", "--port", str(port), "--workers", "1", "--uvicorn-opts", "--log-level warning"]
+    module += ["--host", "127.0.0.1"]
+    return Pages(MlflowTracker.label, f"http://127.0.0.1:{port}{newest_experiment(uri)}", module, environment)
 
 
-def open_run(
-    tracking_uri: str,
-    experiment: str,
-    run_name: str,
-    tags: Mapping[str, str],
-    params: Mapping[str, str] | None = None,
-) -> str:
-    """Start a run in `experiment` (created if needed) and return its id.
-
-    Raises:
-        UserError: the experiment is in MLflow's bin.
-    """
+def newest_experiment(tracking_uri: str) -> str:
+    """Return the part of MLflow's address that shows the experiment of the newest run; empty where there is none."""
     client = connect(tracking_uri)
-    experiment_id = _experiment_id(client, tracking_uri, experiment)
-    run_id: str = client.create_run(experiment_id, tags=dict(tags), run_name=run_name).info.run_id
-    log_params(tracking_uri, run_id, params or {})
-    return run_id
-
-
-def log_params(tracking_uri: str, run_id: str, params: Mapping[str, str]) -> None:
-    """Log params, cut to the 6000 characters that MLflow keeps."""
-    from mlflow.entities import Param
-
-    entries = iter([Param(key, value[:_PARAM_CHARACTERS]) for key, value in params.items()])
-    while batch := list(islice(entries, _PARAMS_PER_CALL)):
-        connect(tracking_uri).log_batch(run_id, params=batch)
-
-
-def resume_run(tracking_uri: str, run_id: str) -> None:
-    """Set a run that ended back to RUNNING, so that a resumed training goes on in it."""
-    connect(tracking_uri).update_run(run_id, status="RUNNING")
-
-
-def tag_changes(tracking_uri: str, run_id: str, params: Mapping[str, str]) -> bool:
-    """Tag the run with `params` that differ from its own, which MLflow never changes; return whether that is news."""
-    client = connect(tracking_uri)
-    found = client.get_run(run_id).data
-    changed = [name for name, value in params.items() if found.params.get(name) != value[:_PARAM_CHARACTERS]]
-    text = ", ".join(f"{name}={params[name]}" for name in changed)[:_TAG_CHARACTERS]
-    if text != found.tags.get(CHANGED, ""):
-        client.set_tag(run_id, CHANGED, text)
-        return True
-    return False
-
-
-def holds_run(tracking_uri: str, run_id: str) -> bool:
-    """Whether the store knows the run and nobody has deleted it."""
-    from mlflow.exceptions import MlflowException
-
-    try:
-        stage: str = connect(tracking_uri).get_run(run_id).info.lifecycle_stage
-    except MlflowException as error:
-        if error.error_code != "RESOURCE_DOES_NOT_EXIST":
-            raise
-        return False
-    return stage == "active"
-
-
-def log_iteration(tracking_uri: str, run_id: str, iteration: int, metrics: Mapping[str, float]) -> None:
-    """Log the metrics of one iteration in one call; `iteration` is the step."""
-    log_figures(tracking_uri, run_id, iteration, {**metrics, ITERATION: float(iteration)})
-
-
-def log_figures(tracking_uri: str, run_id: str, iteration: int, figures: Mapping[str, float]) -> None:
-    """Log figures that belong to an iteration, without saying that the run holds it.
-
-    A value that is not finite becomes NaN, a gap in MLflow's charts: it would store infinity as 1.8e308.
-    """
-    from mlflow.entities import Metric
-
-    now_ms = time.time_ns() // 1_000_000
-    finite = {name: value if math.isfinite(value) else math.nan for name, value in figures.items()}
-    batch = [Metric(metric_name(name), value, now_ms, iteration) for name, value in finite.items()]
-    connect(tracking_uri).log_batch(run_id, metrics=batch)
-
-
-def steps_of(tracking_uri: str, run_id: str, name: str) -> set[int]:
-    """Return the steps, or iterations, at which the run holds a figure."""
-    return {entry.step for entry in connect(tracking_uri).get_metric_history(run_id, metric_name(name))}
-
-
-def files_of(tracking_uri: str, run_id: str, folder: str | None) -> dict[str, int]:
-    """Return the bytes of each file that the run holds directly in a folder of its artifacts, by path."""
-    listed = connect(tracking_uri).list_artifacts(run_id, folder)
-    return {item.path: item.file_size or 0 for item in listed if not item.is_dir}
-
-
-def status_of(tracking_uri: str, run_id: str) -> str:
-    """Return MLflow's word for how the run stands."""
-    status: str = connect(tracking_uri).get_run(run_id).info.status
-    return status
+    experiments = [item.experiment_id for item in client.search_experiments()]
+    newest = client.search_runs(experiments, order_by=["attributes.start_time DESC"], max_results=1)
+    return f"/#/experiments/{newest[0].info.experiment_id}/runs{_FOR_TRAINING}" if newest else ""
 
 
 def metric_name(name: str) -> str:
@@ -165,68 +259,6 @@ def metric_name(name: str) -> str:
     ('reward/pass_1_mean', 'reward/ratio a/b: 2_mean')
     """
     return normpath(re.sub(r"[^\w. :/-]", "_", name)).lstrip("./")[:_NAME_CHARACTERS]
-
-
-def logged_through(tracking_uri: str, run_id: str) -> int:
-    """Return the last iteration that the run holds, -1 if none: a resumed training logs only later ones."""
-    return int(connect(tracking_uri).get_run(run_id).data.metrics.get(ITERATION, -1))
-
-
-def table_of(rows: Sequence[Mapping[str, Any]]) -> str:
-    """Return rows as JSON, in the form that MLflow shows as a table."""
-    import pandas as pd
-
-    text: str = pd.DataFrame(list(rows)).to_json(orient="split", index=False, date_format="iso")
-    return text
-
-
-def log_samples(tracking_uri: str, run_id: str, iteration: int, table: str) -> None:
-    """Log `table` as `samples/000012.json`; the same iteration again replaces it.
-
-    MLflow shows the newest 100 tables of a run as tables, and older ones as JSON.
-    """
-    client = connect(tracking_uri)
-    path = f"samples/{iteration:06d}.json"
-    client.log_text(run_id, table, path)
-    listed = json.loads(client.get_run(run_id).data.tags.get(_TABLES_TAG, "[]"))
-    entry = {"path": path, "type": "table"}
-    others = [table for table in listed if table != entry]
-    client.set_tag(run_id, _TABLES_TAG, json.dumps([*others, entry][-_TABLES_LISTED:]))
-
-
-def log_artifacts(
-    tracking_uri: str, run_id: str, source: Path | Sequence[Path], artifact_path: str | None = None
-) -> None:
-    """Copy a folder's content, a file or several files into the run, under `artifact_path`."""
-    client = connect(tracking_uri)
-    for path in [source] if isinstance(source, Path) else source:
-        if path.is_dir():
-            client.log_artifacts(run_id, str(path), artifact_path)
-        else:
-            client.log_artifact(run_id, str(path), artifact_path)
-
-
-def close_run(tracking_uri: str, run_id: str, status: RunStatus, at_ms: int | None = None) -> None:
-    """End the run: FINISHED, FAILED (an error) or KILLED (a person or the scheduler stopped it); now, or as of then."""
-    connect(tracking_uri).set_terminated(run_id, status, at_ms)
-
-
-@functools.cache
-def run_url(tracking_uri: str, run_id: str, server: str = "http://127.0.0.1:5000") -> str:
-    """Return the run's page, without password: on the tracking server, or on `server` (`mlflow ui`) for a database.
-
-    The query opens MLflow's pages for training; its default are those for applications, without metrics. The store is
-    asked once per run, so that a report can be made when it is away.
-    """
-    experiment = connect(tracking_uri).get_run(run_id).info.experiment_id
-    root = public_uri(tracking_uri) if tracking_uri.startswith("http") else server
-    return f"{root.rstrip('/')}/#/experiments/{experiment}/runs/{run_id}?workflowType=machine_learning"
-
-
-def public_uri(tracking_uri: str) -> str:
-    """Return a store's address as it may be shown and written down: without the name and password of who uses it."""
-    parts = urlsplit(tracking_uri)
-    return tracking_uri.replace(f"{parts.netloc.rpartition('@')[0]}@", "", 1) if "@" in parts.netloc else tracking_uri
 
 
 def without_password(tracking_uri: str) -> str:
@@ -239,7 +271,7 @@ def without_password(tracking_uri: str) -> str:
         return tracking_uri
     os.environ["MLFLOW_TRACKING_USERNAME"] = unquote(parts.username or "")
     os.environ["MLFLOW_TRACKING_PASSWORD"] = unquote(parts.password or "")
-    return public_uri(tracking_uri)
+    return public_address(tracking_uri)
 
 
 @functools.cache
@@ -278,7 +310,7 @@ def check_store(tracking_uri: str) -> None:
     except MlflowException as error:
         said = " ".join(str(error).split())[:300]
         raise UserError(
-            f"no MLflow server answers at {public_uri(tracking_uri)} (MLFLOW_TRACKING_URI): {said}",
+            f"no MLflow server answers at {public_address(tracking_uri)} (MLFLOW_TRACKING_URI): {said}",
             "start it, or name another; without one a database beside the run folders is used",
         ) from error
 

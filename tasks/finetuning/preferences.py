@@ -1,8 +1,9 @@
 """Training on preferences in verbs: load, begin, reference pass, steps, measure.
 
 The flows `preference` and `reward_model` are made of them; they differ in data and loss alone. Figures go to the run
-folder step by step and to MLflow (tasks/iteration/record.py). Left out: the checks (penstock/checks/preferences.py),
-the steps themselves (engines/training/preference.py), checkpoints and the end (tasks/finetuning/checkpoints.py).
+folder step by step and to the tracker (tasks/iteration/record.py). Left out: the checks
+(penstock/checks/preferences.py), the steps themselves (engines/training/preference.py), checkpoints and the end
+(tasks/finetuning/checkpoints.py).
 """
 
 from __future__ import annotations

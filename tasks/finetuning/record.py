@@ -1,8 +1,8 @@
 """The record of trainings without rollout: supervised, on preferences, and the warm-up inside `train`.
 
 Figures are recorded step by step as those of iterations are (tasks/iteration/record.py). The steps of a warm-up are
-counted from 1 as iterations are, so they have a folder of their own in the run and, in the same MLflow run, a metric of
-their own. Left out: reports with pictures (penstock/reports/report.py is about iterations).
+counted from 1 as iterations are, so they have a folder of their own in the run and, in the same run of the
+tracker, a figure of their own. Left out: reports with pictures (penstock/reports/report.py is about iterations).
 """
 
 from __future__ import annotations
@@ -17,10 +17,11 @@ from prefect import task
 from prefect.cache_policies import NO_CACHE
 
 from configs.preference import PairConfig
-from penstock.session.record import append_record, elapsed, open_record
+from penstock.session.record import Recording, append_record, elapsed, open_record, tracked
 from penstock.session.session import Training
 from penstock.state.manifest import read_manifest, write_manifest
 from penstock.state.run_folder import append_steps, read_metrics
+from penstock.trackers.tracker import Status
 from tasks.finetuning.checkpoints import steps_done
 from tasks.finetuning.preferences import loss_of
 
@@ -31,7 +32,8 @@ def recording_supervised(training: Training) -> Iterator[None]:
     config = training.config
     assert config.sft is not None
     done = steps_done(training.run, "sft", config.sft.steps)
-    with open_record(training, "sft", config, config.record.experiment, "sft", done, summary):
+    record = config.record
+    with open_record(training, Recording("sft", config, record.tracker, record.experiment, "sft", done, summary)):
         yield
 
 
@@ -42,7 +44,7 @@ def record_steps(training: Training, first: int, losses: list[float]) -> None:
         append_record(training, step, {"loss": loss})
 
 
-def summary(training: Training, status: str) -> dict[str, Any]:
+def summary(training: Training, status: Status) -> dict[str, Any]:
     """Return the content of `summary.json` from what has been recorded."""
     session, steps = training.session(), read_metrics(training.run)
     losses = [item["metrics"]["loss"] for item in steps if "loss" in item["metrics"]]  # one that is NaN is not there
@@ -53,7 +55,7 @@ def summary(training: Training, status: str) -> dict[str, Any]:
         "loss_first": losses[0] if losses else None,
         "loss_last": losses[-1] if losses else None,
         "recomputed": str(session.recomputed["sft"]) if "sft" in session.recomputed else None,
-        "mlflow_run_id": session.mlflow_run_id,
+        "tracked": tracked(training),
     }
 
 
@@ -61,7 +63,10 @@ def summary(training: Training, status: str) -> dict[str, Any]:
 def recording_preferences(training: Training, command: str, config: PairConfig) -> Iterator[None]:
     """Keep the record open, of an earlier attempt if there is one; on the way out write the summary, always."""
     done = steps_done(training.run, "final", config.trainer.steps)
-    with open_record(training, command, config, config.experiment, loss_of(config).name, done, preference_summary):
+    recording = Recording(
+        command, config, config.tracker, config.experiment, loss_of(config).name, done, preference_summary
+    )
+    with open_record(training, recording):
         training.session().engine_figures |= read_manifest(training.run).trained_with or {}
         yield
 
@@ -73,7 +78,7 @@ def record_engines(training: Training) -> None:
     write_manifest(run, dataclasses.replace(read_manifest(run), trained_with=session.engine_figures))
 
 
-def preference_summary(training: Training, status: str) -> dict[str, Any]:
+def preference_summary(training: Training, status: Status) -> dict[str, Any]:
     """Return the content of `summary.json` from what has been recorded."""
     session, records = training.session(), read_metrics(training.run)
     steps = [item["metrics"] for item in records if item["iteration"] > 0]
@@ -92,7 +97,7 @@ def preference_summary(training: Training, status: str) -> dict[str, Any]:
         "heldout_accuracy": heldout[-1]["heldout/accuracy"] if len(heldout) > 1 else None,
         "attention": session.engine_figures.get("attention"),
         "recomputed": session.engine_figures.get("recomputed"),
-        "mlflow_run_id": session.mlflow_run_id,
+        "tracked": tracked(training),
     }
 
 

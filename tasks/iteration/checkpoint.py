@@ -86,7 +86,7 @@ def manifest(training: Training, progress: Progress, checkpoint: str | None) -> 
         progress=progress,
         checkpoint=checkpoint,
         model=session.model_folder,
-        mlflow_run_id=session.mlflow_run_id,
+        tracked=session.tracked,
         kind=session.kind,
         prefect_flow_run_id=session.prefect_flow_run_id,
     )

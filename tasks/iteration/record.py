@@ -1,7 +1,7 @@
-"""Record: an iteration's figures go to the run folder, to MLflow and to the terminal; a run's result to its summary.
+"""Record: an iteration's figures go to run folder, tracker and terminal; a run's result to its summary.
 
-The run folder comes first and is the truth. A resumed run repeats iterations after its checkpoint: MLflow gets each
-iteration once, on a thread of its own (penstock/trackers/mlflow_outbox.py). Left out: pictures and pages (reports/).
+The run folder comes first and is the truth. A resumed run repeats iterations after its checkpoint: the tracker gets
+each iteration once, on a thread of its own (penstock/trackers/outbox.py). Left out: pictures and pages (reports/).
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from penstock.base.files import write_text
 from penstock.reports.evaluation import TEMPERATURE
 from penstock.reports.report import write_report
 from penstock.session.draw import keep_memory
-from penstock.session.record import append_record, elapsed, links, mlflow_url, open_record
+from penstock.session.record import Recording, append_record, elapsed, links, open_record, tracked
 from penstock.session.session import Training
 from penstock.session.settings import page_of_overrides, variable_name
 from penstock.state.experience import read_columns
 from penstock.state.manifest import read_manifest
 from penstock.state.run_folder import read_metrics
-from penstock.trackers import mlflow as mlflow_run
+from penstock.trackers.tracker import Status, table_text
 
 _logger = logging.getLogger(__name__)
 
@@ -44,12 +44,13 @@ def recording(training: Training) -> Iterator[None]:
     session.prefect_flow_run_id = str(flow_run.id) if flow_run.id else None
     session.prefect_url = _prefect_url(session.prefect_flow_run_id, flow_run.ui_url)
     done = read_manifest(run).progress.iteration if run.manifest.is_file() else 0
-    with open_record(
-        training, "train", config, config.record.experiment, config.algorithm.name, done, summarize, _report
-    ):
+    to, algorithm = config.record, config.algorithm.name
+    recording = Recording("train", config, to.tracker, to.experiment, algorithm, done, summarize, _report)
+    with open_record(training, recording):
         if session.prefect_flow_run_id:
             _tag_flow_run(session.prefect_flow_run_id, [f"algorithm:{config.algorithm.name}", f"run:{run.name}"])
-            create_link_artifact(mlflow_url(training), link_text="MLflow run", key="mlflow-run")
+            if (tracker := session.tracker) is not None and tracker.page:
+                create_link_artifact(tracker.page, link_text=f"{tracker.label} run", key="tracker-run")
             create_markdown_artifact(page_of_overrides(run, config), key="live-values", description=variable_name(run))
         yield
         session.consolidator.finish()
@@ -89,7 +90,7 @@ def record(training: Training, iteration: int, metrics: dict[str, float]) -> Non
 def _record_samples(training: Training, iteration: int) -> None:
     rows = sample_rows(training.run.experience(iteration), training.config.record.samples)
     training.run.samples(iteration).parent.mkdir(exist_ok=True)
-    write_text(training.run.samples(iteration), mlflow_run.table_of(rows))
+    write_text(training.run.samples(iteration), table_text(rows))
     if (outbox := training.session().outbox) is not None:
         outbox.put(f"the samples of iteration {iteration}", partial(outbox.delivery.samples, training.run, iteration))
 
@@ -108,7 +109,7 @@ def _plain(value: Any) -> Any:
 
 
 def _report(training: Training, summary: dict[str, Any]) -> None:
-    """Write the report that is made from a summary into the run folder and to MLflow."""
+    """Write the report that is made from a summary into the run folder and to the tracker."""
     session, run = training.session(), training.run
     session.say("writing the report")
     last = max(run.path.glob("experience/[0-9]*[0-9].parquet"), default=None)
@@ -118,7 +119,7 @@ def _report(training: Training, summary: dict[str, Any]) -> None:
         session.outbox.put("the report", partial(session.outbox.delivery.report, run))
 
 
-def summarize(training: Training, status: str) -> dict[str, Any]:
+def summarize(training: Training, status: Status) -> dict[str, Any]:
     """Return the content of `summary.json` from what has been recorded."""
     session, records = training.session(), read_metrics(training.run)
     iterations = [item for item in records if item["iteration"] > 0]
@@ -143,7 +144,7 @@ def summarize(training: Training, status: str) -> dict[str, Any]:
         **{name: session.engine_figures.get(name) for name in ENGINE_FIGURES},
         "recomputed": {name: str(value) for name, value in session.recomputed.items()},
         "kv_cache_stays": session.kv_cache_stays,
-        "mlflow_run_id": session.mlflow_run_id,
+        "tracked": tracked(training),
         "prefect_flow_run_id": session.prefect_flow_run_id,
     }
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 
 import pytest
@@ -11,19 +12,21 @@ from typer.testing import CliRunner
 from flows.compare import compare
 from penstock.base.errors import UserError
 from penstock.cli.main import app
-from penstock.trackers import mlflow as mlflow_run
+from penstock.trackers.mlflow import default_tracking_uri
+from tests.delivering import begun, log_iteration
 
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder of runs whose database holds two runs; the second has no held-out accuracy."""
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
-    uri = mlflow_run.default_tracking_uri(tmp_path)
+    uri = default_tracking_uri(tmp_path)
     for name, rate in (("slow", "1e-06"), ("fast", "3e-06")):
-        run_id = mlflow_run.open_run(uri, "my experiment", name, {}, {"actor.lr": rate, "seed": "0"})
+        tracker = begun(uri, name, "my experiment")
+        tracker.configure({"actor.lr": rate, "seed": "0"})
         metrics = {"reward/mean": 0.5} | ({"heldout/accuracy": 0.25} if name == "slow" else {})
-        mlflow_run.log_iteration(uri, run_id, 1, metrics)
-        mlflow_run.close_run(uri, run_id, "FINISHED")
+        log_iteration(tracker, 1, metrics)
+        tracker.close("completed", time.time())
     return tmp_path
 
 

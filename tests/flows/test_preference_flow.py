@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -26,7 +27,8 @@ from penstock.checks.preferences import check_preferences
 from penstock.data.prompts import encode_texts
 from penstock.state.manifest import read_manifest
 from penstock.state.run_folder import RunFolder, read_metrics
-from penstock.trackers import mlflow as mlflow_run
+from penstock.trackers.mlflow import connect, default_tracking_uri
+from tests.delivering import tracked_run
 
 pytestmark = pytest.mark.slow
 
@@ -62,7 +64,7 @@ DIES_AT_THE_END = """
 import os, signal, sys
 from configs.preference import PreferenceConfig
 from flows.preference import preference
-from penstock.trackers import mlflow as mlflow_run
+from penstock.trackers.mlflow import MlflowTracker
 from tasks.finetuning import checkpoints as finetuning
 
 def die(*_):
@@ -71,7 +73,7 @@ def die(*_):
 if sys.argv[1]:
     finetuning.finetuned = die
     preference(PreferenceConfig.model_validate_json(sys.argv[1]), run_folder=sys.argv[2])
-mlflow_run.close_run = die
+MlflowTracker.close = die
 preference(resume=sys.argv[2])
 """
 
@@ -92,7 +94,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     return {"train": pairs(folder / "train.jsonl", 48, 10), "heldout": pairs(folder / "heldout.jsonl", 16, 60)}
 
 
-def finished(run: RunFolder) -> dict[str, float]:
+def finished(run: RunFolder) -> dict[str, Any]:
     """Check what every such run leaves, also if its last attempt loaded no model; return its summary."""
     records = read_metrics(run)
     assert [record["iteration"] for record in records] == list(range(STEPS + 1))
@@ -102,8 +104,8 @@ def finished(run: RunFolder) -> dict[str, float]:
     assert summary["recomputed"] == "nothing"
     assert summary["heldout_accuracy"] == records[-1]["metrics"]["heldout/accuracy"] > 0.9
     assert summary["loss_last"] < summary["loss_first"]
-    uri = mlflow_run.default_tracking_uri(run.path.parent)
-    logged = mlflow_run.connect(uri).get_run(summary["mlflow_run_id"])
+    uri = default_tracking_uri(run.path.parent)
+    logged = connect(uri).get_run(summary["tracked"]["run"])
     assert logged.info.status == "FINISHED"
     assert logged.data.metrics["heldout/accuracy"] == summary["heldout_accuracy"]
     check_model_folder(run.model("final"), "model.path")
@@ -129,8 +131,8 @@ def alone(prefect_harness: None, config: PreferenceConfig, tmp_path_factory: pyt
 def test_a_policy_learns_what_is_preferred(alone: RunFolder) -> None:
     """DPO: loss log 2 and no margin at first, held-out pairs right at the end."""
     summary = finished(alone)
-    client = mlflow_run.connect(mlflow_run.default_tracking_uri(alone.path.parent))
-    logged = client.get_run(str(summary["mlflow_run_id"]))
+    client = connect(default_tracking_uri(alone.path.parent))
+    logged = client.get_run(summary["tracked"]["run"])
     assert client.get_experiment(logged.info.experiment_id).name == "preferring"
     assert summary["loss_first"] == pytest.approx(0.6931, abs=1e-3)
     before, after = read_metrics(alone)[0]["metrics"], read_metrics(alone)[-1]["metrics"]
@@ -152,15 +154,15 @@ def test_a_killed_training_goes_on_as_one_left_alone(
     assert ended.returncode == -signal.SIGKILL, ended.stderr
     assert read_manifest(run.finetuning).progress.iteration == 5
     assert [record["iteration"] for record in read_metrics(run)] == list(range(11))
-    run_id = read_manifest(run).mlflow_run_id
+    run_id = tracked_run(run)
 
     assert preference(resume=str(run.path)) == str(run.model("final"))
-    assert finished(run)["mlflow_run_id"] == run_id
+    assert finished(run)["tracked"]["run"] == run_id
     assert read_metrics(run) == read_metrics(alone)
     assert weights(run, "final") == weights(alone, "final")
     assert weights(alone, "final") != weights(alone, "initial")
-    client = mlflow_run.connect(mlflow_run.default_tracking_uri(run.path.parent))
-    assert [entry.step for entry in client.get_metric_history(str(run_id), "loss")] == list(range(1, STEPS + 1))
+    client = connect(default_tracking_uri(run.path.parent))
+    assert [entry.step for entry in client.get_metric_history(run_id, "loss")] == list(range(1, STEPS + 1))
 
     before = {path: path.stat().st_mtime_ns for path in run.path.rglob("*")}
     assert preference(resume=str(run.path)) == str(run.model("final"))

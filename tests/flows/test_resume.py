@@ -26,7 +26,8 @@ import pytest
 from penstock.state.experience import add_columns, column_names, read_columns
 from penstock.state.manifest import Manifest, read_manifest
 from penstock.state.run_folder import RunFolder, read_metrics
-from penstock.trackers import mlflow as mlflow_run
+from penstock.trackers.mlflow import connect
+from tests.delivering import begun, tracked_run
 from tests.flows.reward_functions import HOLD
 from tests.processes import alive
 from tests.waiting import until
@@ -183,7 +184,7 @@ def trainings(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Trainings]:
     with (folder / "server.txt").open("wb") as output:
         server = subprocess.Popen(command, env=environment, stdout=output, stderr=output)
     try:
-        mlflow_run.open_run(uri, "penstock", "first", {}, {})
+        begun(uri, "first", "penstock")
         until(lambda: answers(f"{api}/health"), 120, "the server answers")
         yield Trainings(folder, environment)
     finally:
@@ -246,11 +247,11 @@ def between_iterations(trainings: Trainings) -> Killed:
     assert [record["iteration"] for record in read_metrics(run.warm_up)] == list(range(1, 9))
     assert iteration_of(run) == 0
     assert not run.model("sft").exists()
-    mlflow_run_id = read_manifest(run).mlflow_run_id
+    tracked = read_manifest(run).tracked
 
     trainings.killed(run, *trainings.resumed(run), when=lambda run: iteration_of(run) == 2)
     left = what_is_left(run)
-    assert left.manifest.mlflow_run_id == mlflow_run_id
+    assert left.manifest.tracked == tracked
     assert not run.finetuning.path.exists()
     trainings.resume(run)
     return left
@@ -302,9 +303,9 @@ def test_a_killed_training_ends_as_one_left_alone(
     for number in range(1, ITERATIONS + 1):
         assert column_names(killed.run.experience(number)) == column_names(alone.experience(number))
 
-    run_id = str(read_manifest(killed.run).mlflow_run_id)
-    assert run_id == killed.manifest.mlflow_run_id
-    client = mlflow_run.connect(trainings.environment["MLFLOW_TRACKING_URI"])
+    run_id = tracked_run(killed.run)
+    assert read_manifest(killed.run).tracked == killed.manifest.tracked
+    client = connect(trainings.environment["MLFLOW_TRACKING_URI"])
     assert client.get_run(run_id).info.status == "FINISHED"
     every = {"iteration": [0, 1, 2, 3, 4, 5], "reward/mean": [1, 2, 3, 4, 5], "checkpoint/gib": [2, 4, 5]}
     every["warm_up/loss"] = list(range(1, 11))
@@ -397,7 +398,7 @@ def mlflow_server(folder: Path, port: int) -> Iterator[None]:
 
 def logged(uri: str, run: RunFolder) -> tuple[dict[str, list[tuple[int, float]]], dict[str, str], set[str], str]:
     """Return what MLflow holds of a run: figures that are not measured, parameters, names of tags, status."""
-    client, run_id = mlflow_run.connect(uri), str(read_manifest(run).mlflow_run_id)
+    client, run_id = connect(uri), tracked_run(run)
     found = client.get_run(run_id)
     names = [name for name in found.data.metrics if not name.startswith(MEASURED)]
     histories = {name: client.get_metric_history(run_id, name) for name in names}
@@ -421,11 +422,11 @@ def test_a_training_goes_on_when_its_mlflow_server_is_killed(
         process = away.start(run.name, "-m", "penstock.cli.main", *away.new(run.name, *GRPO))
         until(lambda: iteration_of(run) == 2 or process.poll() is not None, WAIT_S, "iteration 2", 0.01)
     away.finish(run.name, process)
-    assert f"penstock mlflow-sync {run.path}" in " ".join(away.output(run.name).split())
+    assert f"penstock sync {run.path}" in " ".join(away.output(run.name).split())
     assert weights(run) == weights(undisturbed["grpo"])
     with mlflow_server(tmp_path, port):
         for said in ("now holds all of it", "held all of it already"):
-            away.finish("sync", away.start("sync", "-m", "penstock.cli.main", "mlflow-sync", str(run.path)))
+            away.finish("sync", away.start("sync", "-m", "penstock.cli.main", "sync", str(run.path)))
             assert said in away.output("sync")
             held = logged(uri, run)
             assert held == logged(trainings.environment["MLFLOW_TRACKING_URI"], undisturbed["grpo"])

@@ -12,7 +12,7 @@ from flows import sft as module
 from flows.sft import sft
 from penstock.session.session import Training
 from penstock.state.run_folder import RunFolder, read_metrics
-from penstock.trackers import mlflow as mlflow_run
+from penstock.trackers.mlflow import connect, default_tracking_uri
 
 pytestmark = pytest.mark.slow
 
@@ -54,18 +54,18 @@ def test_every_step_is_recorded_once(prefect_harness: None, tmp_path: Path, monk
     assert (summary["status"], summary["steps"]) == ("completed", STEPS)
     assert (summary["loss_first"], summary["loss_last"]) == (losses[0], losses[-1])
     assert losses[-1] < losses[0]
-    assert summary["mlflow_run_id"] == failed["mlflow_run_id"]
+    assert summary["tracked"] == failed["tracked"]
 
-    client = mlflow_run.connect(mlflow_run.default_tracking_uri(run.path.parent))
-    logged = client.get_run(summary["mlflow_run_id"])
+    client = connect(default_tracking_uri(run.path.parent))
+    logged = client.get_run(summary["tracked"]["run"])
     assert logged.info.status == "FINISHED"
     assert client.get_experiment(logged.info.experiment_id).name == "supervising"
-    history = client.get_metric_history(summary["mlflow_run_id"], "loss")
+    history = client.get_metric_history(summary["tracked"]["run"], "loss")
     assert [(entry.step, entry.value) for entry in history] == list(enumerate(losses, start=1))
 
     run.summary.unlink()  # as if killed in the end, when the model was written
     assert sft(resume=str(run.path)) == str(run.model("sft"))
     again = json.loads(run.summary.read_text(encoding="utf-8"))
     assert {**again, "seconds": 0, "recomputed": 0} == {**summary, "seconds": 0, "recomputed": 0}
-    assert client.get_metric_history(summary["mlflow_run_id"], "loss") == history
-    assert client.get_run(summary["mlflow_run_id"]).info.status == "FINISHED"
+    assert client.get_metric_history(summary["tracked"]["run"], "loss") == history
+    assert client.get_run(summary["tracked"]["run"]).info.status == "FINISHED"

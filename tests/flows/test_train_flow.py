@@ -32,7 +32,8 @@ from penstock.state.digests import is_whole
 from penstock.state.experience import column_names, read_columns
 from penstock.state.manifest import ended, read_manifest, write_manifest
 from penstock.state.run_folder import RunFolder, read_metrics
-from penstock.trackers import mlflow as mlflow_run
+from penstock.trackers.mlflow import connect, default_tracking_uri
+from tests.delivering import tracked_run
 from tests.flows.reward_functions import BREAK, low_digit
 from tests.sockets import Door, noted_doors, open_to_others
 
@@ -233,7 +234,12 @@ def test_the_summary_agrees_with_what_was_recorded(learned: RunFolder) -> None:
         "attention": "PyTorch's, of rows side by side",
         "recomputed": {"actor": "nothing", "sft": "nothing"},
         "kv_cache_stays": None,  # a CPU's is never given back
-        "mlflow_run_id": manifest.mlflow_run_id,
+        "tracked": {
+            "tracker": "mlflow",
+            "run": tracked_run(learned),
+            "label": "MLflow",
+            "address": default_tracking_uri(learned.path.parent),
+        },
         "prefect_flow_run_id": manifest.prefect_flow_run_id,
     }
     assert heldout(learned, ITERATIONS) == records[-1]["heldout/accuracy"]
@@ -330,8 +336,8 @@ def test_the_only_alarm_is_the_one_that_fits(learned: RunFolder) -> None:
 
 def test_mlflow_holds_the_run(learned: RunFolder) -> None:
     """FINISHED, with parameters, a value per iteration, sample tables and the report."""
-    uri, run_id = mlflow_run.default_tracking_uri(learned.path.parent), str(read_manifest(learned).mlflow_run_id)
-    client = mlflow_run.connect(uri)
+    uri, run_id = default_tracking_uri(learned.path.parent), tracked_run(learned)
+    client = connect(uri)
     run = client.get_run(run_id)
     assert run.info.status == "FINISHED"
     assert run.info.run_name == "learned"
@@ -357,8 +363,8 @@ def test_checkpoints_are_timed_and_sized_in_the_figures(learned: RunFolder) -> N
     files = [path for path in learned.checkpoint(12).rglob("*") if path.is_file() and path.name not in beside]
     assert sizes[12] * 2**30 == sum(path.stat().st_size for path in files)
     assert all(recorded[number]["time/checkpoint_s"] > 0 for number in sizes)
-    uri, run_id = mlflow_run.default_tracking_uri(learned.path.parent), str(read_manifest(learned).mlflow_run_id)
-    history = mlflow_run.connect(uri).get_metric_history(run_id, "checkpoint/gib")
+    uri, run_id = default_tracking_uri(learned.path.parent), tracked_run(learned)
+    history = connect(uri).get_metric_history(run_id, "checkpoint/gib")
     assert {entry.step: entry.value for entry in history} == sizes
 
 
@@ -389,8 +395,8 @@ def test_an_export_links_the_weights_and_is_registered_by_reference(learned: Run
     accuracy = read_metrics(learned)[-1]["metrics"]["heldout/accuracy"]
     assert f"→ {accuracy:.1%}" in card
     assert "| Algorithm | grpo |" in card
-    uri, run_id = mlflow_run.default_tracking_uri(learned.path.parent), read_manifest(learned).mlflow_run_id
-    model = mlflow_run.connect(uri).get_logged_model(str(exported.mlflow_model_id))
+    uri, run_id = default_tracking_uri(learned.path.parent), tracked_run(learned)
+    model = connect(uri).get_logged_model(str(exported.model))
     assert (model.source_run_id, model.tags["penstock.folder"]) == (run_id, str(exported.folder))
     with pytest.raises(UserError, match="not an empty folder"):
         export_run(learned, tmp_path / "out", None)
@@ -473,8 +479,8 @@ def test_a_broken_reward_function_fails_the_run_in_the_open(broken: Broken) -> N
     assert summary["status"] == "failed"
     assert summary["iterations"] == 2
     assert "failed" in (broken.run.path / "report" / "report.md").read_text(encoding="utf-8")
-    uri = mlflow_run.default_tracking_uri(broken.run.path.parent)
-    assert mlflow_run.connect(uri).get_run(summary["mlflow_run_id"]).info.status == "FAILED"
+    uri = default_tracking_uri(broken.run.path.parent)
+    assert connect(uri).get_run(summary["tracked"]["run"]).info.status == "FAILED"
     with get_client(sync_client=True) as client:
         state = client.read_flow_run(UUID(summary["prefect_flow_run_id"])).state
     assert state is not None

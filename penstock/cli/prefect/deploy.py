@@ -22,10 +22,10 @@ from configs.preference import PreferenceConfig, RewardModelConfig
 from configs.schema import TrainConfig
 from configs.tree.section import Recipe
 from engines.groups.machine import visible_gpus
+from penstock.base.addresses import public_address
 from penstock.base.errors import UserError
 from penstock.cli.prefect.server import check_server
 from penstock.session.prefect import GPU_SLOTS
-from penstock.trackers.mlflow import public_uri
 
 if TYPE_CHECKING:
     from prefect.automations import AutomationCore
@@ -62,7 +62,7 @@ def deploy(pool: str) -> list[tuple[str, str, str]]:
         ensure_automation(client, zombie_automation())
         deploy_flows(url, pool)
         return [
-            ("server", public_uri(url).removesuffix("/api"), ""),
+            ("server", public_address(url).removesuffix("/api"), ""),
             ("work pool", pool, "process"),
             ("concurrency limit", GPU_SLOTS, f"{slots} {'slot' if slots == 1 else 'slots'}"),
             ("automation", ZOMBIES, f"after {SILENCE.seconds // 60} min without a heartbeat"),

@@ -484,7 +484,8 @@ def completed(folder: Path) -> RunFolder:
     run = RunFolder(folder)
     (run.path / "models" / "final").mkdir(parents=True)
     begun(run, f"{RECIPE}\niterations: 3\n", iteration=3)
-    summary = {"status": "completed", "mlflow_run_id": "m", "prefect_flow_run_id": "p"}
+    tracked = {"tracker": "mlflow", "run": "m", "label": "MLflow", "address": "sqlite:////runs/mlflow.db"}
+    summary = {"status": "completed", "tracked": tracked, "prefect_flow_run_id": "p"}
     run.summary.write_text(json.dumps(summary), encoding="utf-8")
     return run
 

@@ -8,6 +8,7 @@ import socket
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -17,7 +18,7 @@ from rich.console import Console
 
 from penstock.base.errors import UserError
 from penstock.cli import pages
-from penstock.cli.pages import check_port, pages_of_run, runs_page, serve_pages, wait_for
+from penstock.cli.pages import check_port, pages_of_run, serve_pages, wait_for
 from tests.processes import alive
 from tests.waiting import came_true
 
@@ -26,14 +27,14 @@ pytestmark = pytest.mark.slow
 ROOT = Path(__file__).resolve().parents[3]
 
 
-@pytest.mark.parametrize("option", ["--mlflow-port", "--prefect-port"])
+@pytest.mark.parametrize("option", ["--tracker-port", "--prefect-port"])
 def test_a_port_that_is_taken_is_refused_before_anything_starts(tmp_path: Path, option: str) -> None:
     """Either of both, with the option to name another. Control: the port is free again."""
     (tmp_path / "mlflow.db").write_text("")
     with socket.create_server(("127.0.0.1", 0)) as first, socket.create_server(("127.0.0.1", 0)) as second:
         taken, free = first.getsockname()[1], second.getsockname()[1]
         second.close()
-        ports = (taken, free) if option == "--mlflow-port" else (free, taken)
+        ports = (taken, free) if option == "--tracker-port" else (free, taken)
         with pytest.raises(UserError, match=f"port {taken} cannot be used") as caught:
             serve_pages(tmp_path, *ports, Console())
         assert option in caught.value.remedy
@@ -64,7 +65,7 @@ def test_no_server_outlives_a_signal_in_its_first_moments(tmp_path: Path) -> Non
     MlflowClient(address)
     ports = [_free_port(), _free_port()]
     command = [sys.executable, "-m", "penstock.cli.main", "ui", str(tmp_path)]
-    command += ["--mlflow-port", str(ports[0]), "--prefect-port", str(ports[1])]
+    command += ["--tracker-port", str(ports[0]), "--prefect-port", str(ports[1])]
     environment = os.environ | {"PREFECT_HOME": str(tmp_path / "prefect"), "MLFLOW_TRACKING_URI": address}
     process = psutil.Popen(
         command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
@@ -95,31 +96,23 @@ def _free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def test_the_page_is_that_of_the_newest_runs_experiment(tmp_path: Path) -> None:
-    """Among those for training, where its runs are listed. MLflow's own store says which experiment it is.
+def test_a_runs_pages_are_on_the_servers_of_the_environment() -> None:
+    """Without their passwords. Controls: without a server the command that starts both; without a tracker no line."""
 
-    Control: a store without runs has none.
-    """
-    client = MlflowClient(f"sqlite:///{tmp_path / 'mlflow.db'}")
-    older, newer = (client.create_experiment(name) for name in ("older", "newer"))
-    assert runs_page(tmp_path) == ""
-    client.create_run(newer, start_time=2)
-    client.create_run(older, start_time=1)
-    assert runs_page(tmp_path) == f"/#/experiments/{newer}/runs?workflowType=machine_learning"
+    def summary(address: str) -> dict[str, Any]:
+        tracked = {"tracker": "mlflow", "run": "m", "label": "MLflow", "address": address}
+        return {"tracked": tracked, "prefect_flow_run_id": "p"}
 
-
-def test_a_runs_pages_are_on_the_servers_of_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without their passwords. Control: where there is no server, the command that starts both."""
-    summary = {"mlflow_run_id": "m", "prefect_flow_run_id": "p"}
-    monkeypatch.setenv("MLFLOW_TRACKING_URI", "sqlite:////elsewhere/mlflow.db")
     with temporary_settings({PREFECT_API_URL: None, PREFECT_UI_URL: None}):
-        assert pages_of_run(summary, "penstock ui runs") == {
+        assert pages_of_run(summary("sqlite:////elsewhere/mlflow.db"), "penstock ui runs") == {
             "MLflow": "penstock ui runs   then http://127.0.0.1:5000   run m",
             "Prefect": "penstock ui runs   then http://127.0.0.1:4200/runs/flow-run/p",
         }
-    monkeypatch.setenv("MLFLOW_TRACKING_URI", "https://me:sesame@mlflow.corp")
     with temporary_settings({PREFECT_API_URL: "https://me:sesame@prefect.corp/api", PREFECT_UI_URL: None}):
-        assert pages_of_run(summary, "penstock ui runs") == {
+        assert pages_of_run(summary("https://mlflow.corp"), "penstock ui runs") == {
             "MLflow": "https://mlflow.corp   run m",
+            "Prefect": "https://prefect.corp/runs/flow-run/p",
+        }
+        assert pages_of_run({"tracked": None, "prefect_flow_run_id": "p"}, "penstock ui runs") == {
             "Prefect": "https://prefect.corp/runs/flow-run/p",
         }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import time
 from pathlib import Path
 
 import pandas as pd
@@ -11,7 +12,8 @@ from rich.console import Console
 
 from penstock.base.errors import UserError
 from penstock.reports.compare import compare_runs, render, write_comparison
-from penstock.trackers import mlflow as mlflow_run
+from penstock.trackers.mlflow import connect
+from tests.delivering import begun, log_iteration
 
 SAME = {"rollout.prompts": "64", "name": "ignored"}
 
@@ -20,18 +22,18 @@ SAME = {"rollout.prompts": "64", "name": "ignored"}
 def uri(tmp_path_factory: pytest.TempPathFactory) -> str:
     """Two runs of `exp` (one metric of the second is missing) and the empty experiment `empty-one`."""
     uri = f"sqlite:///{tmp_path_factory.mktemp('store') / 'mlflow.db'}"
-    one = mlflow_run.open_run(uri, "exp", "one", {}, SAME | {"name": "one", "actor.lr": "1e-06", "critic.clip": "0.2"})
-    two = mlflow_run.open_run(uri, "exp", "two", {}, SAME | {"name": "two", "actor.lr": "3e-06"})
+    one, two = begun(uri, "one"), begun(uri, "two")
+    one.configure(SAME | {"name": "one", "actor.lr": "1e-06", "critic.clip": "0.2"})
+    two.configure(SAME | {"name": "two", "actor.lr": "3e-06"})
     for iteration, accuracy in enumerate((0.2, 0.9, 0.7)):
-        mlflow_run.log_iteration(
-            uri,
+        log_iteration(
             one,
             iteration,
             {"heldout/accuracy": accuracy, "reward/mean": iteration / 10, "time/iteration_s": float(1 + 9 * iteration)},
         )
-        mlflow_run.log_iteration(uri, two, iteration, {"reward/mean": iteration / 5})
-    mlflow_run.close_run(uri, one, "FINISHED")
-    mlflow_run.connect(uri).create_experiment("empty-one")
+        log_iteration(two, iteration, {"reward/mean": iteration / 5})
+    one.close("completed", time.time())
+    connect(uri).create_experiment("empty-one")
     return uri
 
 
@@ -54,9 +56,9 @@ def test_results_are_the_last_the_best_and_the_median(uri: str) -> None:
 
 def test_tokens_per_second_are_the_summarys(uri: str) -> None:
     """Over whole iterations; one that found its experience generated nothing and counts for neither."""
-    run = mlflow_run.open_run(uri, "speeds", "run", {}, {})
+    tracker = begun(uri, "run", "speeds")
     for iteration, more in enumerate(({}, {"rollout/tokens_per_s": 150.0}, {"rollout/tokens_per_s": 400.0}, {})):
-        mlflow_run.log_iteration(uri, run, iteration, {"time/iteration_s": iteration, "rollout/tokens": 100.0} | more)
+        log_iteration(tracker, iteration, {"time/iteration_s": iteration, "rollout/tokens": 100.0} | more)
     assert compare_runs(uri, "speeds").results.loc["run", "tokens/s"] == pytest.approx(200 / 3)
 
 
@@ -73,14 +75,14 @@ def test_a_run_alone_differs_in_nothing(uri: str) -> None:
     by_name = compare_runs(uri, "exp", ["two"])
     assert list(by_name.results.index) == ["two"]
     assert by_name.differences.empty
-    run_id = mlflow_run.connect(uri).search_runs(["1"], "attributes.run_name = 'two'")[0].info.run_id
+    run_id = connect(uri).search_runs(["1"], "attributes.run_name = 'two'")[0].info.run_id
     assert list(compare_runs(uri, "exp", [run_id]).results.index) == ["two"]
 
 
 def test_runs_of_one_name_stay_apart(uri: str) -> None:
     """Two runs called alike are two rows, told apart by their ids."""
     for _ in range(2):
-        mlflow_run.open_run(uri, "twins", "twin", {}, {})
+        begun(uri, "twin", "twins")
     names = list(compare_runs(uri, "twins").results.index)
     assert len(set(names)) == 2
     assert all(name.startswith("twin (") for name in names)
@@ -110,12 +112,12 @@ def test_held_out_figures_have_their_intervals(tmp_path: Path) -> None:
     """The last evaluation of each run, also what only one has; without any interval there is no second table."""
     uri = f"sqlite:///{tmp_path / 'mlflow.db'}"
     for name, low in (("sure", 0.7), ("unsure", 0.5)):
-        run = mlflow_run.open_run(uri, "exp", name, {}, {})
+        tracker = begun(uri, name)
         figures = {"heldout/accuracy": 0.75, "heldout/accuracy/low": low, "heldout/accuracy/high": 0.8}
         figures |= {"heldout/temperature": 0.0} if name == "sure" else {}
         more = {"heldout/best_at_4": 0.9, "heldout/best_at_4/low": 0.85, "heldout/best_at_4/high": 0.95}
-        mlflow_run.log_iteration(uri, run, 0, dict.fromkeys(figures, 0.1))
-        mlflow_run.log_iteration(uri, run, 1, figures | (more if name == "sure" else {"heldout/distinct_2": 0.3}))
+        log_iteration(tracker, 0, dict.fromkeys(figures, 0.1))
+        log_iteration(tracker, 1, figures | (more if name == "sure" else {"heldout/distinct_2": 0.3}))
     comparison = compare_runs(uri, "exp")
     assert comparison.evaluation.to_dict("index") == {
         "responses": {"sure": "greedy", "unsure": "–"},
@@ -132,7 +134,7 @@ def test_held_out_figures_have_their_intervals(tmp_path: Path) -> None:
 
 def test_runs_without_curves_have_no_picture(uri: str, tmp_path: Path) -> None:
     """Runs that failed before their first iteration still compare."""
-    mlflow_run.open_run(uri, "failed-early", "x", {}, {})
+    begun(uri, "x", "failed-early")
     paths = write_comparison(compare_runs(uri, "failed-early"), tmp_path)
     assert "compare.png" not in {path.name for path in paths}
 

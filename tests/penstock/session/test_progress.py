@@ -60,7 +60,7 @@ def test_phases_and_iterations_are_lines_of_the_pages_that_show_them(
     _train(training_with(TrainConfig()), lambda: monkeypatch.setenv("PREFECT__RUNTIME__FLOW_RUN__ID", ITERATION))
     line = "iteration 1/2, reward 0.500, held-out accuracy 25.0% (sampled at temperature 1), 1.50 s"
     assert kept.lines == {
-        (TRAINING, "opening the record in MLflow"), (TRAINING, "reading prompts"), (TRAINING, line), (ITERATION, line),
+        (TRAINING, "opening the record"), (TRAINING, "reading prompts"), (TRAINING, line), (ITERATION, line),
     }  # fmt: skip
     assert caplog.messages == []
 

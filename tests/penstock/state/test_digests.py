@@ -25,7 +25,15 @@ from penstock.state.digests import (
 )
 from penstock.state.experience import add_columns, consolidate, damaged, drop_later_parts, read_columns, with_parts
 from penstock.state.experience import write_columns_apart as write_apart
-from penstock.state.manifest import FORMAT, Manifest, Progress, read_manifest, verify_checkpoint, write_manifest
+from penstock.state.manifest import (
+    FORMAT,
+    Manifest,
+    Progress,
+    Tracked,
+    read_manifest,
+    verify_checkpoint,
+    write_manifest,
+)
 from penstock.state.run_folder import RunFolder, append_metrics, damaged_metrics, keep_whole_metrics, read_metrics
 from tests.penstock.state.checkpoints import write_checkpoint
 
@@ -33,7 +41,7 @@ MANIFEST = Manifest(
     Progress(12, 12, prompt_cursor=96, kl_coefficient=0.02, seconds=61.5, overrides={"rollout.temperature": 0.9}),
     checkpoint="000012",
     model="/runs/a/models/initial",
-    mlflow_run_id="0f" * 16,
+    tracked=Tracked("mlflow", "0f" * 16),
     kind="train",
 )
 RANDOM = 1000  # flips, and as many cuts, of a large file

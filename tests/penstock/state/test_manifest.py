@@ -15,6 +15,7 @@ from penstock.state.digests import Damaged, write_sealed
 from penstock.state.manifest import (
     Manifest,
     Progress,
+    Tracked,
     completed,
     ended,
     prune_checkpoints,
@@ -30,7 +31,7 @@ MANIFEST = Manifest(
     progress=Progress(iteration=12, policy_version=12, prompt_cursor=768, kl_coefficient=0.02, overrides={"a.b": 1}),
     checkpoint="000012",
     model="models/initial",
-    mlflow_run_id="abc",
+    tracked=Tracked("mlflow", "abc"),
     kind="train",
 )
 

@@ -12,9 +12,10 @@ from configs.schema import TrainConfig
 from penstock.session.session import Training
 from penstock.state.manifest import Progress, read_manifest
 from penstock.state.run_folder import read_metrics, truncate_metrics
-from penstock.trackers import mlflow as mlflow_run
+from penstock.trackers.mlflow import connect, default_tracking_uri
 from tasks.finetuning.record import record_steps, recording_supervised
 from tasks.iteration.checkpoint import begin_manifest
+from tests.delivering import tracked_run
 
 
 def test_steps_are_recorded_once(
@@ -36,7 +37,8 @@ def test_steps_are_recorded_once(
 
     training = training_with(config)
     with recording_supervised(training):
-        assert training.session().mlflow_run_id == read_manifest(run).mlflow_run_id == cut["mlflow_run_id"]
+        assert training.session().tracked == read_manifest(run).tracked
+        assert tracked_run(run) == cut["tracked"]["run"]
         truncate_metrics(run, 2)
         before = run.metrics.stat().st_ino
         record_steps.fn(training, 2, [2.0, 1.5, 1.0])
@@ -46,10 +48,10 @@ def test_steps_are_recorded_once(
     ]
     summary = json.loads(run.summary.read_text(encoding="utf-8"))
     assert (summary["status"], summary["steps"], summary["loss_last"]) == ("completed", 5, 1.0)
-    client = mlflow_run.connect(training.session().tracking_uri)
-    history = client.get_metric_history(summary["mlflow_run_id"], "loss")
+    client = connect(default_tracking_uri(run.path.parent))
+    history = client.get_metric_history(summary["tracked"]["run"], "loss")
     assert [(entry.step, entry.value) for entry in history] == [(1, 3.0), (2, 2.5), (3, 2.0), (4, 1.5), (5, 1.0)]
-    assert client.get_run(summary["mlflow_run_id"]).info.status == "FINISHED"
+    assert client.get_run(summary["tracked"]["run"]).info.status == "FINISHED"
 
 
 def test_a_loss_that_does_not_exist_is_left_out(
@@ -72,5 +74,5 @@ def test_a_loss_that_does_not_exist_is_left_out(
     assert [item["metrics"] for item in read_metrics(run)] == [{}, {"loss": 2.0}, {}]
     found = json.loads(run.summary.read_text(encoding="utf-8"), parse_constant=refused)
     assert (found["steps"], found["loss_first"], found["loss_last"]) == (3, 2.0, 2.0)
-    client = mlflow_run.connect(training.session().tracking_uri)
-    assert [entry.step for entry in client.get_metric_history(found["mlflow_run_id"], "loss")] == [1, 2, 3]
+    client = connect(default_tracking_uri(run.path.parent))
+    assert [entry.step for entry in client.get_metric_history(found["tracked"]["run"], "loss")] == [1, 2, 3]

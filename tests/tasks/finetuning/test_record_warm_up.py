@@ -12,46 +12,49 @@ from penstock.session.record import append_record, begin_delivery
 from penstock.session.session import Training
 from penstock.state.manifest import Progress
 from penstock.state.run_folder import append_metrics, read_metrics, truncate_metrics
-from penstock.trackers import mlflow as mlflow_run
-from penstock.trackers import mlflow_outbox
-from penstock.trackers.mlflow_outbox import WARM_UP_LOSS as LOSS
+from penstock.trackers import mlflow as module
+from penstock.trackers.delivery import WARM_UP_LOSS as LOSS
+from penstock.trackers.mlflow import MlflowTracker, connect
 from tasks.finetuning.record import record_warm_up
 from tasks.iteration.checkpoint import begin_manifest
-from tests.delivering import await_delivery, with_outbox
+from tests.delivering import await_delivery, in_mlflow, with_outbox
 
 
 @pytest.fixture
 def training(training_with: Callable[[TrainConfig], Training]) -> Training:
     """A training with an MLflow run."""
     training = training_with(TrainConfig.model_validate({"sft": {"steps": 5}}))
-    session = training.session()
-    session.tracking_uri = f"sqlite:///{training.run.path / 'mlflow.db'}"
     opened(training)
     truncate_metrics(training.run.warm_up, -1)  # as restoring does before the first step
     return training
 
 
 def opened(training: Training) -> None:
-    session = training.session()
-    session.mlflow_run_id = mlflow_run.open_run(session.tracking_uri, "exp", "tiny", {}, {})
+    in_mlflow(training, f"sqlite:///{training.run.path / 'mlflow.db'}")
     with_outbox(training)
 
 
+def tracker_of(training: Training) -> MlflowTracker:
+    tracker = training.session().tracker
+    assert isinstance(tracker, MlflowTracker)
+    return tracker
+
+
 def logged(training: Training, name: str) -> list[tuple[int, float]]:
-    session = training.session()
     await_delivery(training)
-    history = mlflow_run.connect(session.tracking_uri).get_metric_history(session.mlflow_run_id, name)
+    tracker = tracker_of(training)
+    history = connect(tracker.uri).get_metric_history(tracker.run, name)
     return [(entry.step, entry.value) for entry in history]
 
 
 def test_a_step_is_recorded_once_and_is_no_iteration(training: Training) -> None:
     """Also where steps after a checkpoint are taken again. Control: an iteration of the same number is its own."""
-    session, run = training.session(), training.run
+    run = training.run
     record_warm_up.fn(training, 0, [3.0, 2.5])
     record_warm_up.fn(training, 2, [2.0])
     assert read_metrics(run) == []
     await_delivery(training)
-    assert mlflow_run.logged_through(session.tracking_uri, session.mlflow_run_id) == -1, "no iteration counts as logged"
+    assert tracker_of(training).logged_through() == -1, "no iteration counts as logged"
     truncate_metrics(run.warm_up, 2)  # a resume
     record_warm_up.fn(training, 2, [2.0, 1.5, 1.0])
     steps = [(1, 3.0), (2, 2.5), (3, 2.0), (4, 1.5), (5, 1.0)]
@@ -65,7 +68,7 @@ def test_a_step_is_recorded_once_and_is_no_iteration(training: Training) -> None
 
 def test_a_store_that_lost_the_run_gets_the_warm_up_again(training: Training, monkeypatch: pytest.MonkeyPatch) -> None:
     """In calls of a size that MLflow takes. Control: the iterations that it lost, and no more than there are."""
-    monkeypatch.setattr(mlflow_outbox, "STEPS_PER_CALL", 2)
+    monkeypatch.setattr(module, "METRICS_PER_CALL", 2)
     record_warm_up.fn(training, 0, [3.0, 2.5, 2.0, 1.5, 1.0])
     append_metrics(training.run, 1, {"actor/loss": 0.5})
     begin_manifest(training, Progress())

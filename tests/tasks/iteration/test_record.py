@@ -20,18 +20,20 @@ from configs.schema import TrainConfig
 from engines.sizing.memory import Recomputed
 from penstock.session import record as session_record
 from penstock.session.consolidation import Consolidator
-from penstock.session.record import begin_delivery, finite, reopened
+from penstock.session.record import Recording, begin_delivery, finite, reopened
 from penstock.session.session import Training, write_config
 from penstock.state.experience import write_columns
-from penstock.state.manifest import Manifest, Progress, ended, read_manifest, write_manifest
+from penstock.state.manifest import Manifest, Progress, Tracked, ended, read_manifest, write_manifest
 from penstock.state.run_folder import append_metrics
-from penstock.trackers import mlflow as mlflow_run
-from penstock.trackers.mlflow_outbox import Outbox
+from penstock.trackers import mlflow as module
+from penstock.trackers.mlflow import MlflowTracker, connect, default_tracking_uri
+from penstock.trackers.outbox import Outbox
+from penstock.trackers.tracker import Figures, Status
 from tasks.finetuning.checkpoints import steps_done
 from tasks.iteration import record
 from tasks.iteration.checkpoint import manifest
 from tasks.iteration.record import sample_rows, summarize
-from tests.delivering import await_delivery, with_outbox
+from tests.delivering import await_delivery, in_mlflow, log_iteration, tracked_run, with_outbox
 
 MakeTraining = Callable[[TrainConfig], Training]
 
@@ -63,24 +65,25 @@ def test_a_run_that_mlflow_lost_is_recorded_anew_up_to_where_it_goes_on(
 ) -> None:
     """Deleted in the interface, or the folder is on another machine. Control: a run that is there goes on."""
     training = recorded(training_with(TrainConfig()), 0.5, None, None, None)
-    session, run = training.session(), training.run
+    run = training.run
     monkeypatch.setattr(session_record, "get_run_logger", lambda: logging.getLogger("record"))
-    session.tracking_uri = mlflow_run.default_tracking_uri(run.path.parent)
-    uri, tags = session.tracking_uri, {"penstock.run": "x"}
-    session.mlflow_run_id = first = mlflow_run.open_run(uri, "exp", "tiny", tags, {})
-    mlflow_run.log_iteration(uri, first, 1, {"reward/mean": 0.1})
+    uri = default_tracking_uri(run.path.parent)
+    tracker = in_mlflow(training, uri)
+    first = tracker.run
+    log_iteration(tracker, 1, {"reward/mean": 0.1})
     write_manifest(run, manifest(training, Progress(iteration=2), None))
     assert reopened(training)
-    mlflow_run.connect(uri).delete_run(first)
+    connect(uri).delete_run(first)
     assert not reopened(training)
     assert first in caplog.text
     write_config(run, training.config)
-    session_record._open_mlflow(training, training.config, "exp", "grpo")
+    session_record.begin_run(training, recording(training, 2))
+    assert tracker.run != first
     begin_delivery(training, 2)
     await_delivery(training)
-    history = mlflow_run.connect(uri).get_metric_history(session.mlflow_run_id, "reward/mean")
+    history = connect(uri).get_metric_history(tracker.run, "reward/mean")
     assert [(entry.step, entry.value) for entry in history] == [(1, 0.1), (2, 0.2)]
-    assert not mlflow_run.holds_run(uri, "0" * 32)
+    assert not MlflowTracker(uri).find("0" * 32)
     assert reopened(training), "the next resume goes on in the new one"
     assert read_manifest(run).progress.iteration == 2
 
@@ -88,13 +91,11 @@ def test_a_run_that_mlflow_lost_is_recorded_anew_up_to_where_it_goes_on(
 def test_nothing_counts_as_logged_that_was_never_recorded(training_with: MakeTraining) -> None:
     """A run killed in its warm-up has a manifest and no evaluation yet: a new MLflow run is to get that one."""
     training = training_with(TrainConfig())
-    session = training.session()
-    session.tracking_uri = mlflow_run.default_tracking_uri(training.run.path.parent)
-    session.mlflow_run_id = mlflow_run.open_run(session.tracking_uri, "exp", "tiny", {}, {})
+    tracker = in_mlflow(training, default_tracking_uri(training.run.path.parent))
     write_manifest(training.run, Manifest(Progress()))
     begin_delivery(training, 0)
     await_delivery(training)
-    assert mlflow_run.logged_through(session.tracking_uri, session.mlflow_run_id) == -1
+    assert tracker.logged_through() == -1
 
 
 @pytest.mark.parametrize(("checkpoint", "exported", "step"), [(None, False, 0), (5, False, 5), (None, True, 12)])
@@ -118,7 +119,8 @@ def test_a_summary_of_a_whole_run(training_with: MakeTraining) -> None:
     engine = {"parameters": 7, "parameters_shared": 5, "parameters_copied": 2, "reshard_strategy": "shared"}
     engine |= {"attention": "FlashAttention 4"}
     session.engine_figures = dict(engine)
-    session.mlflow_run_id, session.prefect_flow_run_id = "run", "flow"
+    session.tracker, session.tracked = MlflowTracker("https://me:sesame@mlflow.corp"), Tracked("mlflow", "run")
+    session.prefect_flow_run_id = "flow"
     session.recomputed = {"actor": Recomputed(False, True)}
     session.seconds_before, session.started = 100.0, time.monotonic() - 10
     summary = summarize(training, "completed")
@@ -137,7 +139,7 @@ def test_a_summary_of_a_whole_run(training_with: MakeTraining) -> None:
         **engine,
         "recomputed": {"actor": "logits"},
         "kv_cache_stays": None,
-        "mlflow_run_id": "run",
+        "tracked": {"tracker": "mlflow", "run": "run", "label": "MLflow", "address": "https://mlflow.corp"},
         "prefect_flow_run_id": "flow",
     }
 
@@ -162,28 +164,29 @@ def test_a_run_that_failed_early_has_gaps_and_no_invented_figures(
     assert summary["status"] == "failed"
 
 
-@pytest.mark.parametrize(("status", "in_mlflow"), [("completed", "FINISHED"), ("failed", "FAILED")])
+@pytest.mark.parametrize("status", ["completed", "failed"])
 def test_a_run_says_how_it_ended_also_where_mlflow_is_gone(
     training_with: MakeTraining,
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
-    status: str,
-    in_mlflow: mlflow_run.RunStatus,
+    status: Status,
 ) -> None:
     """In its summary; what MLflow lacks, and the command that delivers it, in one line."""
     training = training_with(TrainConfig())
-    training.session().mlflow_run_id, training.session().tracking_uri = "of this run", "http://alice:sesame@127.0.0.1:9"
+    session = training.session()
+    session.tracker = MlflowTracker("http://alice:sesame@127.0.0.1:9")
+    session.tracked = Tracked("mlflow", "of this run")
 
     def gone(*_: object) -> None:
         raise ConnectionError
 
-    monkeypatch.setattr(mlflow_run, "connect", gone)
-    session_record.close(training, {"status": status}, in_mlflow)
+    monkeypatch.setattr(module, "connect", gone)
+    session_record.close(training, {"status": status})
     assert json.loads(training.run.summary.read_text(encoding="utf-8")) == {"status": status}
     said = caplog.records[-1].getMessage()
     assert said == (
         "MLflow (http://127.0.0.1:9) lacks this run from its end on: ConnectionError:. "
-        f"Deliver it with: penstock mlflow-sync {training.run.path}"
+        f"Deliver it with: penstock sync {training.run.path}"
     )
     assert "sesame" not in caplog.text
 
@@ -193,19 +196,17 @@ def test_what_ended_a_run_is_told_and_its_summary_and_page_are_there_also_where_
 ) -> None:
     """A lost rank stays one, with its words on how to go on. Control: what MLflow said is logged."""
     training = recorded(training_with(TrainConfig()), 0.5, None)
-    session, run = training.session(), training.run
+    run = training.run
     monkeypatch.setattr(session_record, "get_run_logger", lambda: logging.getLogger("record"))
-    session.tracking_uri = mlflow_run.default_tracking_uri(run.path.parent)
-    session.mlflow_run_id = mlflow_run.open_run(session.tracking_uri, "exp", "tiny", {}, {})
-    session_record.links(training)
+    in_mlflow(training, default_tracking_uri(run.path.parent))
 
     def gone(*_: object) -> None:
         raise ConnectionError("away")
 
-    def finish(status: str, mlflow_status: mlflow_run.RunStatus) -> None:
-        session_record.close(training, summarize(training, status), mlflow_status, record._report)
+    def finish(status: Status) -> None:
+        session_record.close(training, summarize(training, status), record._report)
 
-    monkeypatch.setattr(mlflow_run, "connect", gone)
+    monkeypatch.setattr(module, "connect", gone)
     for error, status in ((RuntimeError("rank lost"), "failed"), (KeyboardInterrupt(), "cancelled")):
         with pytest.raises(type(error)) as ended_with, session_record.ending(finish):
             raise error
@@ -216,15 +217,19 @@ def test_what_ended_a_run_is_told_and_its_summary_and_page_are_there_also_where_
         caplog.clear()
 
 
+def recording(training: Training, through: int) -> Recording:
+    """Return how a training is recorded; its experiment is its own."""
+    return Recording("train", training.config, "mlflow", training.run.name, "grpo", through, summarize)
+
+
 def opened(training: Training, through: int) -> AbstractContextManager[None]:
     """Open the record of a training as any flow does."""
-    config = training.config
-    return session_record.open_record(training, "train", config, training.run.name, "grpo", through, summarize)
+    return session_record.open_record(training, recording(training, through))
 
 
 def runs_of(training: Training) -> list[Run]:
     """Return all MLflow runs of a training, whose experiment is its own."""
-    client = mlflow_run.connect(training.session().tracking_uri)
+    client = connect(default_tracking_uri(training.run.path.parent))
     return list(client.search_runs([client.get_experiment_by_name(training.run.name).experiment_id]))
 
 
@@ -252,18 +257,17 @@ def test_no_run_stays_running_in_mlflow_that_was_stopped_while_it_opened(
         pytest.fail("the signal came, and the request went on")
 
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(mlflow_run, "log_artifacts" if attempt == "the first" else "resume_run", stopped)
+        patch.setattr(MlflowTracker, "configure" if attempt == "the first" else "resume", stopped)
         with opened(training, 0):
             pytest.fail("it opened")
     assert json.loads(run.summary.read_text(encoding="utf-8"))["status"] == "cancelled"
-    first = read_manifest(run).mlflow_run_id
-    assert first is not None
-    client = mlflow_run.connect(training.session().tracking_uri)
+    first = tracked_run(run)
+    client = connect(default_tracking_uri(run.path.parent))
     assert client.get_run(first).info.status == "KILLED"
 
     training = training_with(TrainConfig())
     with opened(training, 0):
-        assert training.session().mlflow_run_id == first
+        assert training.session().tracked == Tracked("mlflow", first)
         assert client.get_run(first).info.status == "RUNNING"
     assert client.get_run(first).info.status == "FINISHED"
     assert len(runs_of(training)) == 1
@@ -278,7 +282,7 @@ def test_a_run_whose_store_is_away_from_the_start_says_that_it_failed(
     def gone(*_: object, **__: object) -> None:
         raise ConnectionError("away")
 
-    monkeypatch.setattr(mlflow_run, "open_run", gone)
+    monkeypatch.setattr(MlflowTracker, "open", gone)
     with pytest.raises(ConnectionError, match="away"), opened(training, 0):
         pass
     assert json.loads(training.run.summary.read_text(encoding="utf-8"))["status"] == "failed"
@@ -293,20 +297,21 @@ def test_a_replay_that_is_cut_goes_on_in_the_same_mlflow_run(
     training = recorded(training_with(TrainConfig()), 0.5, None, None, None)
     write_config(training.run, training.config)
     write_manifest(training.run, Manifest(Progress(iteration=2)))
-    log_iteration = mlflow_run.log_iteration
+    log = MlflowTracker.log
 
-    def gone(uri: str, run_id: str, iteration: int, metrics: dict[str, float]) -> None:
-        if iteration == 2:
+    def gone(tracker: MlflowTracker, figures: list[Figures]) -> None:
+        if figures[0].step == 2:
             raise ConnectionError
-        log_iteration(uri, run_id, iteration, metrics)
+        log(tracker, figures)
 
     with monkeypatch.context() as patch, opened(training, 2):
-        patch.setattr(mlflow_run, "log_iteration", gone)
+        patch.setattr(MlflowTracker, "log", gone)
     training = training_with(TrainConfig())
     with opened(training, 2):
         await_delivery(training)
     (found,) = runs_of(training)
-    history = mlflow_run.connect(training.session().tracking_uri).get_metric_history(found.info.run_id, "reward/mean")
+    client = connect(default_tracking_uri(training.run.path.parent))
+    history = client.get_metric_history(found.info.run_id, "reward/mean")
     assert [(entry.step, entry.value) for entry in history] == [(1, 0.1), (2, 0.2)]
 
 
@@ -317,17 +322,16 @@ def test_samples_of_an_iteration_that_is_repeated_reach_mlflow(
     monkeypatch.setattr(record, "keep_memory", lambda *_: None)
     monkeypatch.setattr(Consolidator, "begin", lambda *_: None)
     training = training_with(TrainConfig.model_validate({"record": {"samples_every": 1}}))
-    session, run = training.session(), training.run
-    uri = session.tracking_uri = mlflow_run.default_tracking_uri(run.path.parent)
-    session.mlflow_run_id = mlflow_run.open_run(uri, "exp", "tiny", {})
+    run, uri = training.run, default_tracking_uri(training.run.path.parent)
+    tracker = in_mlflow(training, uri)
     texts = {name: ["a"] for name in ("sample_id", "prompt", "response")}
     write_columns(run.experience(1), {**texts, "reward": np.ones(1), "policy_version": np.zeros(1)})
-    mlflow_run.log_iteration(uri, session.mlflow_run_id, 1, {"reward/mean": 0.1})
+    log_iteration(tracker, 1, {"reward/mean": 0.1})
     record.record.fn(with_outbox(training), 1, {"reward/mean": 0.1})
     await_delivery(training)
-    client = mlflow_run.connect(uri)
-    assert [file.path for file in client.list_artifacts(session.mlflow_run_id, "samples")] == ["samples/000001.json"]
-    assert len(client.get_metric_history(session.mlflow_run_id, "reward/mean")) == 1
+    client = connect(uri)
+    assert [file.path for file in client.list_artifacts(tracker.run, "samples")] == ["samples/000001.json"]
+    assert len(client.get_metric_history(tracker.run, "reward/mean")) == 1
 
 
 def test_an_attempt_begins_where_the_one_before_left_off(
@@ -378,9 +382,8 @@ def test_a_run_calls_itself_complete_only_when_its_end_is_recorded(
 ) -> None:
     """A kill in any step of the end leaves a run to resume. Control: undisturbed, report and MLflow say the same."""
     training = recorded(training_with(TrainConfig()), 0.5, 0.6)
-    session, run = training.session(), training.run
-    uri = session.tracking_uri = mlflow_run.default_tracking_uri(run.path.parent)
-    session.mlflow_run_id = mlflow_run.open_run(uri, "exp", "tiny", {}, {})
+    run, uri = training.run, default_tracking_uri(training.run.path.parent)
+    tracker = in_mlflow(training, uri)
     run.model("final").mkdir(parents=True)
 
     def killed(*_: object) -> None:
@@ -389,13 +392,13 @@ def test_a_run_calls_itself_complete_only_when_its_end_is_recorded(
     if killed_in is not None:
         monkeypatch.setattr(record if killed_in == "write_report" else Outbox, killed_in, killed)
         with pytest.raises(KeyboardInterrupt):
-            session_record.close(training, summarize(training, "completed"), "FINISHED", record._report)
+            session_record.close(training, summarize(training, "completed"), record._report)
         assert not ended(run)
         return
-    session_record.close(training, summarize(training, "completed"), "FINISHED", record._report)
+    session_record.close(training, summarize(training, "completed"), record._report)
     assert ended(run)
     assert "Status: **completed**" in (run.path / "report" / "report.md").read_text(encoding="utf-8")
-    client = mlflow_run.connect(uri)
-    assert client.get_run(session.mlflow_run_id).info.status == "FINISHED"
-    logged = client.download_artifacts(session.mlflow_run_id, "summary.json")
+    client = connect(uri)
+    assert client.get_run(tracker.run).info.status == "FINISHED"
+    logged = client.download_artifacts(tracker.run, "summary.json")
     assert Path(logged).read_text(encoding="utf-8") == run.summary.read_text(encoding="utf-8")

@@ -1,4 +1,4 @@
-"""What MLflow gets: each figure once, whatever fails in between, and no caller waits for it."""
+"""What a tracker gets, here MLflow: each figure once, whatever fails in between, and no caller waits for it."""
 
 from __future__ import annotations
 
@@ -15,12 +15,15 @@ from mlflow import MlflowClient
 
 from penstock.base.errors import UserError
 from penstock.base.files import write_text
-from penstock.cli.mlflow_sync import sync
-from penstock.state.manifest import Manifest, Progress, write_manifest
+from penstock.cli.sync import sync
+from penstock.state.manifest import Manifest, Progress, Tracked, write_manifest
 from penstock.state.run_folder import RunFolder, append_metrics, append_steps, locked
-from penstock.trackers import mlflow as mlflow_run
-from penstock.trackers import mlflow_outbox
-from penstock.trackers.mlflow_outbox import WARM_UP_LOSS, Delivery, Outbox
+from penstock.trackers import outbox as module
+from penstock.trackers.delivery import WARM_UP_LOSS, Delivery
+from penstock.trackers.mlflow import MlflowTracker, connect, default_tracking_uri
+from penstock.trackers.outbox import Outbox
+from penstock.trackers.tracker import table_text
+from tests.delivering import begun
 
 pytestmark = pytest.mark.slow
 
@@ -29,13 +32,12 @@ pytestmark = pytest.mark.slow
 def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunFolder:
     """A run folder with an MLflow run, and three iterations of which the second has a checkpoint."""
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
-    monkeypatch.setattr(mlflow_outbox, "RETRY_S", 0.05)
+    monkeypatch.setattr(module, "RETRY_S", 0.05)
     run = RunFolder(tmp_path / "run")
     run.path.mkdir()
     run.config.write_text("name: x\n")
-    uri = mlflow_run.default_tracking_uri(tmp_path)
-    run_id = mlflow_run.open_run(uri, "exp", "tiny", {})
-    write_manifest(run, Manifest(Progress(), mlflow_run_id=run_id))
+    tracker = begun(default_tracking_uri(tmp_path))
+    write_manifest(run, Manifest(Progress(), tracked=Tracked("mlflow", tracker.run)))
     for number in range(3):
         append_metrics(run, number, {"reward/mean": number / 10})
     append_metrics(run, 1, {"checkpoint/gib": 1.5})
@@ -43,16 +45,29 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunFolder:
 
 
 def delivery_to(run: RunFolder) -> Delivery:
-    uri = mlflow_run.default_tracking_uri(run.path.parent)
-    (found,) = mlflow_run.connect(uri).search_runs(["1"])
-    return Delivery(uri, found.info.run_id)
+    tracker = MlflowTracker(default_tracking_uri(run.path.parent))
+    (found,) = connect(tracker.uri).search_runs(["1"])
+    assert tracker.find(found.info.run_id)
+    return Delivery(tracker)
+
+
+def store(delivery: Delivery) -> tuple[MlflowClient, str]:
+    """MLflow's own client of the store, and the run's id in it."""
+    assert isinstance(delivery.tracker, MlflowTracker)
+    return connect(delivery.tracker.uri), delivery.tracker.run
+
+
+def files(delivery: Delivery, folder: str) -> set[str]:
+    """All that MLflow holds in a folder of the run."""
+    client, run = store(delivery)
+    return {item.path for item in client.list_artifacts(run, folder)}
 
 
 def held(delivery: Delivery) -> dict[str, list[tuple[int, float]]]:
     """All that MLflow holds, by figure."""
-    client = mlflow_run.connect(delivery.tracking_uri)
-    names = client.get_run(delivery.run_id).data.metrics
-    histories = {name: client.get_metric_history(delivery.run_id, name) for name in names}
+    client, run = store(delivery)
+    names = client.get_run(run).data.metrics
+    histories = {name: client.get_metric_history(run, name) for name in names}
     return {name: [(entry.step, entry.value) for entry in history] for name, history in histories.items()}
 
 
@@ -133,7 +148,7 @@ def test_a_store_that_refuses_ends_nothing_and_is_asked_once_more_at_the_end(run
 def with_end(run: RunFolder, status: str = "completed") -> None:
     """What else a run leaves: a table, a warm-up, a report and a summary."""
     run.samples(0).parent.mkdir()
-    write_text(run.samples(2), mlflow_run.table_of([{"prompt": "p", "reward": 1.0}]))
+    write_text(run.samples(2), table_text([{"prompt": "p", "reward": 1.0}]))
     run.warm_up.path.mkdir()
     append_steps(run.warm_up, {1: {"loss": 3.0}, 2: {"loss": 2.0}})
     run.report.parent.mkdir()
@@ -155,32 +170,25 @@ def test_a_run_is_delivered_later_and_once(run: RunFolder, came: int) -> None:
         line()
     with_end(run)
     assert sync(run.path).endswith("now holds all of it")
-    client = mlflow_run.connect(delivery.tracking_uri)
+    client, run_id = store(delivery)
     whole = WHOLE | {WARM_UP_LOSS: [(1, 3.0), (2, 2.0)]}
     for again in (False, True):
         assert held(delivery) == whole
-        found = client.get_run(delivery.run_id)
+        found = client.get_run(run_id)
         assert found.info.status == "FINISHED"
         assert abs(found.info.end_time / 1000 - run.summary.stat().st_mtime) < 1
-        assert set(mlflow_run.files_of(delivery.tracking_uri, delivery.run_id, "samples")) == {"samples/000002.json"}
-        assert set(mlflow_run.files_of(delivery.tracking_uri, delivery.run_id, "report")) == {"report/index.html"}
+        assert files(delivery, "samples") == {"samples/000002.json"}
+        assert files(delivery, "report") == {"report/index.html"}
         assert "samples/000002.json" in found.data.tags["mlflow.loggedArtifacts"]
         if not again:
             assert sync(run.path).endswith("held all of it already")
 
 
-def test_a_run_that_is_trained_or_that_mlflow_does_not_know_is_refused(run: RunFolder) -> None:
+def test_a_run_that_is_trained_or_that_its_tracker_does_not_know_is_refused(run: RunFolder) -> None:
     """Its own thread delivers; another store would get half of it. Control: the test above."""
     with locked(run), pytest.raises(UserError, match="trained by another process"):
         sync(run.path)
-    delivery = delivery_to(run)
-    mlflow_run.connect(delivery.tracking_uri).delete_run(delivery.run_id)
+    client, run_id = store(delivery_to(run))
+    client.delete_run(run_id)
     with pytest.raises(UserError, match="does not hold the run"):
         sync(run.path)
-
-
-def test_a_server_that_does_not_answer_is_one_sentence() -> None:
-    """Without its password, within a few tries."""
-    with pytest.raises(UserError, match=r"no MLflow server answers at http://127.0.0.1:9 ") as caught:
-        mlflow_run.check_store("http://alice:sesame@127.0.0.1:9")
-    assert "sesame" not in str(caught.value)
