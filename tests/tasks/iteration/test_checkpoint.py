@@ -112,7 +112,7 @@ def test_seconds_of_an_attempt_without_rollout_are_kept(
     session, run = training.session(), training.run
     write_manifest(run, Manifest(Progress(), kind="sft"))
     session.seconds_before = 1000.0
-    monkeypatch.setattr(type(session), "call", lambda *_, folder, **__: (Path(folder) / "state").touch())
+    monkeypatch.setattr(type(session), "call", lambda _, role, command, key: (Path(command.folder) / "state").touch())
     save_step.fn(training, 7)
     saved = read_manifest(run)
     assert saved.progress.seconds > 1000.0

@@ -12,6 +12,7 @@ import pyarrow as pa
 import pytest
 
 from configs.schema import TrainConfig
+from engines.commands.forward import Scores
 from penstock.base.errors import UserError
 from penstock.base.ragged import Ragged
 from penstock.data.prompts import PromptTable
@@ -96,7 +97,7 @@ def test_a_reward_models_scores_are_rewards_or_an_error(training_with: Callable[
     training = training_with(TrainConfig.model_validate({"reward": {"model": "m"}}))
     session, scores = training.session(), np.array([0.5, 1.5], np.float32)
     session.groups = {"reward": SimpleNamespace(spec=SimpleNamespace(devices=[None]))}  # type: ignore[dict-item]
-    session.call = lambda *_, **__: [{"scores": scores}]  # type: ignore[method-assign]
+    session.call = lambda *_, **__: [Scores(scores)]  # type: ignore[method-assign]
     columns = {**ROWS, "response": ["a", "b"]}
     assert [item.reward for item in score(training, columns, "train", "1/reward")] == [0.5, 1.5]
     for wrong, words in ((np.nan, "is nan"), (np.inf, "is inf"), (3e38, r"is 3e\+38, beyond \+-1e\+12")):
