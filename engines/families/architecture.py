@@ -35,20 +35,20 @@ def check_architecture(
         UserError: it does not.
     """
     family = family_of(settings.get("model_type", ""))
-    looked_at = (*family.of_scores, *(family.of_logits if head else ()))
+    looked_at = (*family.score_settings, *(family.logit_settings if head else ()))
     if changed := [name for name in looked_at if settings.get(name) not in (None, 1.0)]:
         raise unpackable(where, f"sets '{changed[0]}', which changes scores or logits")
     if others := sorted(set(settings.get("layer_types") or ()).difference(family.layer_types)):
         raise unpackable(where, f"has layers of the type '{others[0]}', which does not keep packed sequences apart")
-    if latents := [name for name in family.of_latents if settings.get(name)]:
+    if latents := [name for name in family.latent_settings if settings.get(name)]:
         raise unpackable(where, f"compresses keys and values (multi-head latent attention, '{latents[0]}')")
-    if by_length := sorted(_rope_types(settings).intersection(family.by_length)):
+    if by_length := sorted(_rope_types(settings).intersection(family.positions_by_length)):
         raise unpackable(where, f"has positions of the type '{by_length[0]}', which follow the longest of the rows")
     for name in weights:
         parts = name.split(".")
-        if not set(family.of_states).isdisjoint(parts):
+        if not set(family.state_weights).isdisjoint(parts):
             raise unpackable(where, f"has '{name}', part of a layer that carries a state from token to token")
-        if parts[-1] in family.of_sinks:
+        if parts[-1] in family.sink_weights:
             raise unpackable(where, f"has attention sinks ('{name}')")
         if head and parts[-2:] == [family.language_head, "bias"]:
             raise unpackable(where, "has a language head with a bias")

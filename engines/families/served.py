@@ -36,8 +36,8 @@ def check_served(settings: Mapping[str, Any], weights: Iterable[str], where: str
         UserError: it is a mixture of experts, or vLLM has no class for it.
     """
     family = family_of(settings.get("model_type", ""))
-    counted = [name for name in family.experts if (settings.get(name) or 0) > 1]
-    named = [name for name in weights if not set(family.of_experts).isdisjoint(name.split("."))]
+    counted = [name for name in family.expert_settings if (settings.get(name) or 0) > 1]
+    named = [name for name in weights if not set(family.expert_weights).isdisjoint(name.split("."))]
     if counted or named:
         evidence = f"'{counted[0]}' is {settings[counted[0]]}" if counted else f"it has '{named[0]}'"
         raise unserved(where, f"is a mixture of experts ({evidence}), whose weights no reshard can compare with vLLM's")

@@ -41,16 +41,17 @@ class Family:
         gated_mlps: classes of its MLPs that compute down(silu(gate(x)) * up(x)) and nothing else: on a Hopper GPU
             engines/kernels/gated_mlp.py takes their place, and the memory estimate counts on that.
         layer_types: types of layers, as a configuration lists them, that `packed_attention` computes.
-        of_scores: settings that change attention's scores after the product of queries and keys.
-        of_logits: settings that change logits after the language head.
-        of_latents: settings that compress keys and values.
-        by_length: types of rotary positions whose frequencies follow the longest row of a call: a row's log-probs would
-            depend on its company, and vLLM, which goes by the longest row that it may meet, would generate with others.
-        of_states: parts of weights' names in layers that carry a state across sequences: state space, linear attention,
-            convolution.
-        of_sinks: last parts of weights' names in attention with sinks.
-        experts: settings that count experts.
-        of_experts: parts of weights' names in experts.
+        score_settings: settings that change attention's scores after the product of queries and keys.
+        logit_settings: settings that change logits after the language head.
+        latent_settings: settings that compress keys and values.
+        positions_by_length: types of rotary positions whose frequencies follow the longest row of a call: a row's
+            log-probs would depend on its company, and vLLM, which goes by the longest row that it may meet, would
+            generate with others.
+        state_weights: parts of weights' names in layers that carry a state across sequences: state space, linear
+            attention, convolution.
+        sink_weights: last parts of weights' names in attention with sinks.
+        expert_settings: settings that count experts.
+        expert_weights: parts of weights' names in experts.
     """
 
     model_types: tuple[str, ...] = ()
@@ -62,14 +63,14 @@ class Family:
     query_norm: str = "q_norm"
     gated_mlps: tuple[str, ...] = ()
     layer_types: tuple[str, ...] = ("full_attention", WINDOWED)
-    of_scores: tuple[str, ...] = ("attn_logit_softcapping",)
-    of_logits: tuple[str, ...] = ("final_logit_softcapping", "logit_scale", "logits_scaling")
-    of_latents: tuple[str, ...] = ("kv_lora_rank",)
-    by_length: tuple[str, ...] = ("dynamic", "longrope", "su")
-    of_states: tuple[str, ...] = ("A_log", "conv", "conv1d")
-    of_sinks: tuple[str, ...] = ("sinks",)
-    experts: tuple[str, ...] = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
-    of_experts: tuple[str, ...] = ("experts", "block_sparse_moe")
+    score_settings: tuple[str, ...] = ("attn_logit_softcapping",)
+    logit_settings: tuple[str, ...] = ("final_logit_softcapping", "logit_scale", "logits_scaling")
+    latent_settings: tuple[str, ...] = ("kv_lora_rank",)
+    positions_by_length: tuple[str, ...] = ("dynamic", "longrope", "su")
+    state_weights: tuple[str, ...] = ("A_log", "conv", "conv1d")
+    sink_weights: tuple[str, ...] = ("sinks",)
+    expert_settings: tuple[str, ...] = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+    expert_weights: tuple[str, ...] = ("experts", "block_sparse_moe")
 
     @property
     def block(self) -> tuple[Linear, ...]:

@@ -16,6 +16,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from configs.schema import TrainConfig
 from configs.sections.trainer import LoraConfig
 from engines.families import table
+from engines.families.architecture import check_architecture
 from engines.families.shape import read_shape
 from engines.families.table import FAMILIES, USUAL, Family, family_of
 from engines.kernels.gated_mlp import GatedMlp, gate_in_products
@@ -24,6 +25,7 @@ from engines.models.loading import load_causal_lm
 from engines.models.models import PackedPolicy
 from engines.weights.layout import family_in
 from engines.weights.lora import adapted_layers, attach
+from penstock.base.errors import UserError
 from penstock.base.ragged import Ragged
 from tests.engines.families import renamed
 from tests.engines.rows import LOSS, SPLIT, random_rows, write_rows
@@ -49,6 +51,21 @@ def test_layers_are_called_as_the_table_says(model_type: str) -> None:
     parts = {name for linear in family_of(model_type).linears for name in linear.parts}
     assert parts <= {name.rpartition(".")[2] for name in _modules(model_type)}
     assert not parts <= {name.rpartition(".")[2] for name in _modules("opt")}
+
+
+@pytest.mark.parametrize("model_type", [*(name for row in FAMILIES for name in row.model_types), "gemma"])
+def test_vllm_stacks_the_layers_that_the_table_says(model_type: str) -> None:
+    """By its classes' own word. Control: of Mixtral, whose experts are no layers of the table, it says another."""
+    from vllm import ModelRegistry
+
+    def stacked(architecture: str) -> dict[str, list[str]]:
+        mapping: dict[str, list[str]] = ModelRegistry.models[architecture].load_model_cls().packed_modules_mapping
+        return mapping
+
+    linears = family_of(model_type).linears
+    expected = {linear.served: list(linear.parts) for linear in linears if len(linear.parts) > 1}
+    assert stacked(_modules(model_type)[""]) == expected
+    assert stacked("MixtralForCausalLM") != expected
 
 
 @pytest.mark.parametrize("row", FAMILIES, ids=lambda row: row.model_types[0])
@@ -117,6 +134,27 @@ def test_a_new_shape_trains_and_its_weights_reach_vllm_with_a_row_and_is_refused
     assert one_rank.ask("mismatches")[0]["names"] == [] and _gap(one_rank) < EQUAL
     assert all((value - before[name]).abs().max() > 1e-3 for name, value in one_rank.parameters().items())
     one_rank.ask("table_of_families", with_renamed=False)
+
+
+def test_a_row_says_what_a_sign_means_in_its_family(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A type of layers of its own that is full attention, a setting of the same name that changes no logits.
+
+    Control: without the row both are refused, and other families are refused with it, too.
+    """
+    settings = {"layer_types": ["full_attention", "all_attention"], "logit_scale": 0.5}
+    row = Family(("named_otherwise",), layer_types=(*USUAL.layer_types, "all_attention"), logit_settings=())
+
+    def refusal(model_type: str) -> str:
+        try:
+            check_architecture({**settings, "model_type": model_type}, ["model.norm.weight"], "it")
+        except UserError as error:
+            return str(error)
+        return ""
+
+    without = refusal("named_otherwise")
+    assert "sets 'logit_scale', which changes scores or logits" in without
+    monkeypatch.setattr(table, "FAMILIES", (*FAMILIES, row))
+    assert refusal("named_otherwise") == "" and refusal("llama") == without
 
 
 def test_what_is_counted_without_torch_goes_by_the_row(row: None, folder: Path) -> None:
