@@ -54,6 +54,8 @@ class ReplyingRank:
             truncated_B=np.ones(rows, bool),
             texts=pa.array(decode(tokenizer, responses), pa.large_string()),
             policy_version=0,
+            first_version_B=np.zeros(rows, np.int64),
+            last_version_B=np.zeros(rows, np.int64),
             request_seconds_B=np.zeros(rows, np.float32),
             engine_seconds=0.0,
             wake_seconds=0.0,

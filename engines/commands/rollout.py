@@ -67,7 +67,9 @@ class EngineResponses:
     logprobs_T: np.ndarray | None  # of the responses' tokens, where they were asked for
     truncated_B: np.ndarray  # bool: cut at max_tokens
     texts: pa.LargeStringArray
-    policy_version: int
+    policy_version: int  # with which the generation began
+    first_version_B: np.ndarray  # int64: the policy version that drew a response's first token
+    last_version_B: np.ndarray  # int64: and its last
     request_seconds_B: np.ndarray  # from submission to the last token
     engine_seconds: float  # from the first request to the last token
     wake_seconds: float

@@ -15,6 +15,7 @@ rank's).
 
 from __future__ import annotations
 
+import os
 import resource
 import struct
 from collections.abc import Callable, Sequence
@@ -120,7 +121,7 @@ class Address:
 
 
 class Listener:
-    """The flow's end: one ROUTER for all ranks of a group. Not thread-safe; the group holds a lock around it.
+    """The flow's end: one ROUTER for all ranks of a group. For one thread at a time, but for `wake`.
 
     Args:
         ranks: of the group. Ranks reply at the same time, with megabytes each, and a thread deciphers one at a time.
@@ -148,6 +149,10 @@ class Listener:
         endpoint = f"tcp://{interface.HOST}:{self._door.getsockname()[1]}"
         self._router.use_fd = self._door.dup().detach()  # the router's from here on
         self._router.bind(endpoint)
+        self._bell = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._poller = zmq.Poller()
+        self._poller.register(self._router, zmq.POLLIN)
+        self._poller.register(self._bell, zmq.POLLIN)
         self.address = Address(endpoint, server_public.decode(), client_public.decode(), client_secret.decode())
 
     def send(self, identity: str, body: bytes) -> None:
@@ -159,18 +164,22 @@ class Listener:
         self._router.send_multipart([identity.encode(), *_frames(body)], zmq.NOBLOCK, copy=False)
 
     def receive(self, timeout_s: float) -> list[tuple[str, Any]]:
-        """(identity, message) of everything that is there, waiting up to `timeout_s` for the first."""
+        """(identity, message) of everything that is there, waiting up to `timeout_s` for the first, or for `wake`."""
         messages: list[tuple[str, Any]] = []
-        wait_ms = int(timeout_s * 1000)
-        while self._router.poll(wait_ms):
+        if self._bell in dict(self._poller.poll(int(timeout_s * 1000))):
+            os.eventfd_read(self._bell)
+        while self._router.poll(0):
             identity, *frames = self._router.recv_multipart(copy=False)
             messages.append((identity.bytes.decode(), _message(frames)))
-            wait_ms = 0
         if len(self._heard) < self._awaited:
             self._heard |= {identity for identity, _ in messages}
             if len(self._heard) == self._awaited:
                 interface.let_nobody_in(self._door)
         return messages
+
+    def wake(self) -> None:
+        """Let `receive`, in another thread, wait no longer."""
+        os.eventfd_write(self._bell, 1)
 
     def close(self) -> None:
         """Stop listening; what was not sent yet is dropped. A second call does nothing."""
@@ -178,6 +187,7 @@ class Listener:
             return
         self._router.close(linger=0)
         self._door.close()
+        os.close(self._bell)
         self._authenticator.stop()
         self._context.destroy(linger=0)
 
@@ -208,6 +218,11 @@ def send(socket: zmq.Socket[bytes], body: bytes) -> None:
 def receive(socket: zmq.Socket[bytes]) -> Any:
     """Wait for the flow's next message to this rank and return it."""
     return _message(socket.recv_multipart(copy=False))
+
+
+def has_come(socket: zmq.Socket[bytes]) -> bool:
+    """Whether a message for this rank waits; asking takes microseconds."""
+    return bool(socket.poll(0))
 
 
 def _frames(body: bytes) -> list[bytes | memoryview]:

@@ -1,12 +1,16 @@
-"""An engine group, seen from the flow: rank processes that take one command at a time, all of them or none.
+"""An engine group, seen from the flow: rank processes that take commands in order, each all of them or none.
 
-`call` sends a command to every rank and reads until every rank has replied. While it reads it also watches the
-processes and asks each once a second for an echo, which needs no Python there (channel.py), so a dead, stuck or silent
-rank is named within its deadline. A call that does not return normally kills the whole group: after half a command the
-ranks' collectives are out of step, and a group that cannot be trusted is worth less than a restart from the manifest.
+`begin` sends a command to every rank; `call` also reads until every rank has replied. A command may be sent while
+others are unanswered: the ranks decide what begins at once (engines/groups/rank.py), and replies are told apart by
+command and key. Of the threads that wait, one reads for all.
 
-Time is counted only while a call reads, and at most one second per look. Hence a flow that was idle, stopped or
-starved does not blame its ranks.
+Who reads also watches the processes and asks each once a second for an echo, which needs no Python there (channel.py),
+so a dead, stuck or silent rank is named within its deadline. A call that does not return normally kills the whole
+group: after half a command the ranks' collectives are out of step, and a group that cannot be trusted is worth less
+than a restart from the manifest.
+
+Time is counted only while a call reads, at most one second per look, and against the oldest unanswered call: later ones
+may have to wait for it. Hence a flow that was idle, stopped or starved does not blame its ranks.
 
 Left out: restarting (the flow's recovery makes a new group with the next epoch) and what commands mean.
 """
@@ -18,6 +22,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -28,7 +33,7 @@ from engines.groups import channel, launch
 from engines.groups.launch import START_KEY, GroupSpec, RankDevice
 from penstock.base.errors import UserError
 
-__all__ = ["EngineError", "EngineGroup", "GroupSpec", "RankDevice", "RankLost"]
+__all__ = ["Call", "EngineError", "EngineGroup", "GroupSpec", "RankDevice", "RankLost"]
 
 TICK_S = 0.2  # an exited process is noticed this fast
 COUNTED_PER_LOOK_S = 1.0
@@ -74,11 +79,57 @@ class RankLost(RuntimeError):
         return "\n".join(lines)
 
 
+Hear = Callable[[dict[str, Any]], None]
+
+
+@dataclass(eq=False)
+class Call:
+    """A command that was sent to every rank of a group, and what has come back.
+
+    Attributes:
+        command: as ranks name it.
+        key: with the command, what tells its replies from others.
+        ranks: that are to reply.
+        allowed_s: deadline.
+        left_s: what is left of it.
+        on_news: gets what a rank tells ahead of its reply, and a reply while others are awaited.
+    """
+
+    command: str
+    key: str
+    ranks: int
+    allowed_s: float
+    left_s: float
+    on_news: Hear | None = None
+    replies: dict[int, dict[str, Any]] = field(default_factory=dict)  # by rank
+    errors: dict[int, Exception] = field(default_factory=dict)
+
+    @property
+    def answered(self) -> bool:
+        """Whether every rank has replied or failed."""
+        return len(self.replies) + len(self.errors) == self.ranks
+
+    @property
+    def first_error(self) -> Exception:
+        """What went wrong first."""
+        return next(iter(self.errors.values()))
+
+    @property
+    def missing(self) -> list[int]:
+        """Ranks that have not replied."""
+        return sorted(set(range(self.ranks)) - self.replies.keys())
+
+    def hear(self, message: dict[str, Any]) -> None:
+        """Hand on a rank's news, or its reply, to who listens."""
+        if self.on_news is not None and len(self.replies) < self.ranks:
+            self.on_news(message["result"])
+
+
 class EngineGroup:
     """Rank processes that live until `close`, the end of the `with` block, or the end of this process.
 
     Construction spawns the ranks and returns at once; several groups start in parallel. All methods may be used from
-    several threads: one call runs at a time, `close` interrupts it.
+    several threads; `close` interrupts their calls.
 
     Args:
         spec: what to start.
@@ -89,11 +140,14 @@ class EngineGroup:
         self.spec = spec
         self.epoch = epoch
         # Re-entrant: a signal handler that closes the group must not deadlock with the call it interrupts.
-        self._lock = threading.RLock()
+        self._changes = threading.Condition(threading.RLock())  # of what follows
+        self._owner: int | None = None  # the thread whose turn it is: socket and processes are its own meanwhile
+        self._senders = 0  # threads that wait for a turn and do not want to read
         self._closing = threading.Event()
         self._ended: BaseException | None = None
         self._ready = False
-        self._busy = False
+        self._start = Call(START_KEY, START_KEY, len(spec.devices), spec.start_timeout_s, spec.start_timeout_s)
+        self._calls = [self._start]  # unanswered ones, oldest first
         self._greeted: set[int] = set()
         self._silent_s = [0.0] * len(spec.devices)
         self._asked_for_echoes = -HEARTBEAT_S
@@ -120,22 +174,23 @@ class EngineGroup:
             EngineError, UserError: a worker could not be imported or built.
             RankLost: a rank exited, or was not ready within `start_timeout_s`.
         """
-        with self._exclusive():
-            if not self._ready:
-                self._collect(START_KEY, START_KEY, self.spec.start_timeout_s)
-                self._ready = True
+        self.replies(self._start)
 
-    def call(
+    def call(self, command: str, *, key: str, **options: Any) -> list[dict[str, Any]]:
+        """Run `command` on every rank and return the replies in rank order: `begin` and `replies`, which see."""
+        return self.replies(self.begin(command, key=key, **options))
+
+    def begin(
         self,
         command: str,
         *,
         key: str,
         timeout_s: float | None = None,
         per_rank: Sequence[dict[str, Any]] | None = None,
-        on_news: Callable[[dict[str, Any]], None] | None = None,
+        on_news: Hear | None = None,
         **arguments: Any,
-    ) -> list[dict[str, Any]]:
-        """Run `command` on every rank and return the replies in rank order. Waits until the group is ready.
+    ) -> Call:
+        """Send `command` to every rank, also while earlier ones are unanswered. Waits until the group is ready.
 
         Args:
             command: what the worker's `handle` is asked for.
@@ -143,11 +198,12 @@ class EngineGroup:
             timeout_s: deadline, by default the spec's `command_timeout_s`.
             per_rank: arguments of each rank, over the shared `arguments`.
             on_news: gets what a rank tells ahead of its reply, and a reply while others are awaited; should be quick.
+                Whichever thread reads calls it.
 
         Raises:
-            EngineError: a rank's handler raised; UserError if it raised that.
-            RankLost: a rank exited, fell silent, or did not reply in time.
+            EngineError, RankLost, UserError: as `replies`.
             TypeError: an argument is nothing the channel carries; the group lives on.
+            ValueError: arguments for another number of ranks, or this command is unanswered under this key; likewise.
         """
         own = [{}] * len(self.spec.devices) if per_rank is None else per_rank
         if len(own) != len(self.spec.devices):
@@ -158,41 +214,99 @@ class EngineGroup:
         else:
             bodies = [channel.pack(message | {"arguments": arguments | mine}) for mine in own]
         self.wait_ready()
-        with self._exclusive():
-            self._send(bodies)
-            allowed_s = self.spec.command_timeout_s if timeout_s is None else timeout_s
-            return self._collect(command, key, allowed_s, on_news)
+        allowed_s = self.spec.command_timeout_s if timeout_s is None else timeout_s
+        call = Call(command, key, len(own), allowed_s, allowed_s, on_news)
+        with self._turn_to_send():
+            self._check_open()
+            repeated = any((other.command, other.key) == (command, key) for other in self._calls)
+            if not repeated:
+                self._send(bodies)
+                self._calls.append(call)
+        if repeated:
+            raise ValueError(f"{command!r} is not answered yet under the key {key!r}: wait for it, or take another key")
+        return call
+
+    def replies(self, call: Call) -> list[dict[str, Any]]:
+        """Wait until every rank has replied to a call, and return the replies in rank order.
+
+        Raises:
+            EngineError: a rank's handler raised, of this call or of another one; UserError if it raised that.
+            RankLost: a rank exited, fell silent, or did not reply in time.
+        """
+        while call in self._calls:
+            with self._turn_to_read(call) as mine:
+                if mine:
+                    self._look(TICK_S)
+        return [call.replies[rank] for rank in range(call.ranks)]
 
     def close(self, grace_s: float = 10.0) -> None:
-        """End every rank: politely, after `grace_s` with SIGTERM, then with SIGKILL. Interrupts a running call."""
+        """End every rank: politely, after `grace_s` with SIGTERM, then with SIGKILL. Interrupts running calls."""
         self._closing.set()
-        with self._lock:
-            if self._busy:
-                return  # called by a signal handler: what it interrupts sees `_closing` and ends the ranks
-            self._busy = True
+        if self._owner == threading.get_ident():
+            return  # called by a signal handler: what it interrupts sees `_closing` and ends the ranks
+        with self._turn_to_send():
             try:
-                if self._ended is None:
+                if self._ended is None and self._calls in ([], [self._start]):
                     self._say_goodbye()
                     launch.end(self._processes, grace_s if self._ready else 0.0)
             finally:
                 self._kill(RuntimeError(f"engine group {self.spec.name!r} is closed"))
-                self._busy = False
+
+    # ---- turns -----------------------------------------------------------------------------------------------------
 
     @contextmanager
-    def _exclusive(self) -> Iterator[None]:
-        """One call at a time; unless it returns normally, no rank survives it."""
-        with self._lock:
-            if self._busy:
-                raise RuntimeError(f"a signal handler called engine group {self.spec.name!r} in the middle of a call")
-            self._busy = True
-            try:
+    def _turn_to_send(self) -> Iterator[None]:
+        """Wait until nobody else reads, sends or ends; unless the turn ends normally, no rank survives it."""
+        with self._turn():
+            with self._changes:
+                self._senders += 1
+                if self._ended is None:
+                    self._listener.wake()  # who reads need not wait until something comes
+                try:
+                    self._changes.wait_for(lambda: self._owner is None)
+                finally:
+                    self._senders -= 1
+                self._owner = threading.get_ident()
+            yield
+
+    @contextmanager
+    def _turn_to_read(self, call: Call) -> Iterator[bool]:
+        """Wait likewise, and for those who send; no turn, but False, where another thread has read all replies."""
+        with self._turn():
+            with self._changes:
+                self._changes.wait_for(lambda: call not in self._calls or (self._owner is None and not self._senders))
+                unanswered = call in self._calls
+                if unanswered:
+                    self._owner = threading.get_ident()
+            if call.errors and self._ended is not None:
+                raise call.first_error  # another thread has read it
+            if unanswered and self._closing.is_set():
+                raise RuntimeError(f"engine group {self.spec.name!r} was closed during {call.command!r}")
+            if unanswered:
                 self._check_open()
-                yield
-            except BaseException as error:
+            yield unanswered
+
+    @contextmanager
+    def _turn(self) -> Iterator[None]:
+        """End the turn that is taken in the block; where it is not left normally no rank survives."""
+        own = threading.get_ident()
+        if self._owner == own:
+            raise RuntimeError(f"a signal handler called engine group {self.spec.name!r} in the middle of a call")
+        try:
+            yield
+        except BaseException as error:
+            if self._owner == own:
                 self._kill(error)
-                raise
-            finally:
-                self._busy = False
+            elif self._ended is None:
+                self.close(grace_s=0.0)  # interrupted while another thread reads
+            raise
+        finally:
+            with self._changes:
+                if self._owner == own:
+                    self._owner = None
+                self._changes.notify_all()
+
+    # ---- what is done in a turn ------------------------------------------------------------------------------------
 
     def _say_goodbye(self) -> None:
         for rank in self._greeted:
@@ -204,7 +318,8 @@ class EngineGroup:
         if self._ended is None:
             self._ended = cause
         launch.kill(self._processes)
-        self._listener.close()
+        with self._changes:  # nobody wakes a reader meanwhile
+            self._listener.close()
         atexit.unregister(self.close)
 
     def _check_open(self) -> None:
@@ -215,44 +330,51 @@ class EngineGroup:
             raise RuntimeError(f"engine group {self.spec.name!r} has ended") from self._ended
 
     def _send(self, bodies: list[bytes]) -> None:
-        self._receive(0.0)  # what came since the last call
-        self._check_ranks()
+        self._look(0.0)  # what came since the last look
         for rank, body in enumerate(bodies):
             try:
                 self._listener.send(f"rank-{rank}", body)
             except zmq.ZMQError as error:
                 raise self._lost(rank, f"unreachable: {error}", ask_stacks=True) from error
 
-    def _collect(
-        self, command: str, key: str, timeout_s: float, on_news: Callable[[dict[str, Any]], None] | None = None
-    ) -> list[dict[str, Any]]:
-        """Read until every rank has answered `key`."""
-        replies: dict[int, dict[str, Any]] = {}
-        errors: dict[int, Exception] = {}
-        left_s = timeout_s
-        while len(replies) + len(errors) < len(self._processes) and left_s > 0:
-            if self._closing.is_set():
-                raise RuntimeError(f"engine group {self.spec.name!r} was closed during {command!r}")
-            messages, counted_s = self._receive(TICK_S)
-            left_s -= counted_s
-            for rank, message in messages:
-                if message.get("key") != key:
-                    continue
-                if message["kind"] == "reply":
-                    replies[rank] = message["result"]
-                if message["kind"] != "error":
-                    if on_news is not None and len(replies) < len(self._processes):
-                        on_news(message["result"])
-                    continue
-                errors[rank] = self._error(rank, command, message)
-                left_s = min(left_s, ERROR_GRACE_S)
-            # Checked after reading: a rank's last words count, and an exit explains other ranks' errors.
-            self._check_ranks(next(iter(errors.values()), None))
-        if errors:
-            raise next(iter(errors.values()))
-        if missing := sorted(set(range(len(self._processes))) - replies.keys()):
-            raise self._lost(missing[0], self._missed(missing, command, timeout_s), ask_stacks=True)
-        return [replies[rank] for rank in range(len(self._processes))]
+    def _look(self, timeout_s: float) -> None:
+        """Take in what comes, for whichever call, and see whether the ranks are well."""
+        messages, counted_s = self._receive(timeout_s)
+        for call in self._calls:
+            if call is self._calls[0] or call.errors:
+                call.left_s -= counted_s
+        for rank, message in messages:
+            self._file(rank, message)
+        failed = next((call for call in self._calls if call.errors), None)
+        # Checked after reading: a rank's last words count, and an exit explains other ranks' errors.
+        self._check_ranks(None if failed is None else failed.first_error)
+        for call in list(self._calls):
+            self._settle(call)
+
+    def _file(self, rank: int, message: dict[str, Any]) -> None:
+        """Give a message to the call that it answers; what answers none is no concern of anybody."""
+        name = (message.get("command"), message.get("key"))
+        call = next((call for call in self._calls if (call.command, call.key) == name), None)
+        if call is None:
+            return
+        if message["kind"] == "error":
+            call.errors[rank] = self._error(rank, call.command, message)
+            call.left_s = min(call.left_s, ERROR_GRACE_S)
+            return
+        if message["kind"] == "reply":
+            call.replies[rank] = message["result"]
+        call.hear(message)
+
+    def _settle(self, call: Call) -> None:
+        """Take leave of a call that is answered; raise what went wrong with it, if it is time to."""
+        if not call.answered and call.left_s > 0:
+            return
+        if call.errors:
+            raise call.first_error
+        if call.missing:
+            raise self._lost(call.missing[0], self._missed(call), ask_stacks=True)
+        self._calls.remove(call)
+        self._ready = True
 
     def _receive(self, timeout_s: float) -> tuple[list[tuple[int, dict[str, Any]]], float]:
         """(rank, message) of what arrived, and the seconds that count against the ranks."""
@@ -296,12 +418,13 @@ class EngineGroup:
         stacks = launch.stacks(self._processes) if ask_stacks else ""
         return RankLost(self.spec.name, rank, reason, process.log_file, tail, stacks)
 
-    def _missed(self, missing: list[int], command: str, timeout_s: float) -> str:
+    def _missed(self, call: Call) -> str:
+        missing = call.missing
         if self._ready:
             others = f" (nor from rank {', '.join(map(str, missing[1:]))})" if missing[1:] else ""
-            return f"no reply to {command!r} within {timeout_s:g} s{others}"
+            return f"no reply to {call.command!r} within {call.allowed_s:g} s{others}"
         stages = (
             f"rank {rank} {'was still building its worker' if rank in self._greeted else 'never said hello'}"
             for rank in missing
         )
-        return f"not ready within {timeout_s:g} s: {', '.join(stages)}"
+        return f"not ready within {call.allowed_s:g} s: {', '.join(stages)}"

@@ -1,11 +1,14 @@
 """A rank process: `python -m engines.groups.rank`, started by `launch.py` and commanded through `channel.py`.
 
-It guards itself first (ignores Ctrl-C, dumps its stacks on SIGUSR1), says hello, and only then
-imports the worker, which brings torch. Then it answers one command after another until "shutdown".
+It guards itself first (ignores Ctrl-C, dumps its stacks on SIGUSR1), says hello, and only then imports the worker,
+which brings torch. Then it carries out commands, in the order in which they come, until "shutdown". One may stay
+pending: the worker goes on with it in steps, and before each step says which of the commands that have come since begin
+now. The others wait until nothing is pending, and all behind them.
 
-Messages, rank to flow: hello {pid}, news {key, result}, reply {key, result}, error {key, traceback, user}; the outcome
-of building the worker is the reply or error to the key "start". Flow to rank: command {command, key, epoch,
-arguments}, shutdown {}. A heartbeat {} comes from the flow, on a socket of its own, and goes back as it is.
+Messages, rank to flow: hello {pid}, news {command, key, result}, reply {command, key, result}, error {command, key,
+traceback, user}; the outcome of building the worker is the reply or error to the command "start". Flow to rank: command
+{command, key, epoch, arguments}, shutdown {}. A heartbeat {} comes from the flow, on a socket of its own, and goes back
+as it is.
 
 Left out: what commands mean, which is the worker's; that the rank ends with the flow (penstock/usercode/keeper.py).
 """
@@ -21,7 +24,8 @@ import sys
 import threading
 import time
 import traceback
-from collections import OrderedDict
+from collections import OrderedDict, deque
+from collections.abc import Sequence
 from functools import partial
 from typing import Any, NamedTuple, NoReturn, Protocol
 
@@ -37,13 +41,27 @@ REPLIES_KEPT = 32
 _log = logging.getLogger(__name__)
 
 
+class Pending(Protocol):
+    """A command that goes on between messages, a step at a time."""
+
+    @property
+    def result(self) -> dict[str, Any] | None:
+        """What `Worker.handle` would have returned, once the command has ended."""
+
+    def admitted(self, commands: Sequence[str]) -> int:
+        """Return how many of the commands that wait, in order, begin before the next step; asked before each."""
+
+    def step(self) -> None:
+        """Go on with everything that is pending on this rank. An exception ends the whole group."""
+
+
 class Worker(Protocol):
     """What holds the models of a rank. `gpu` is the index for torch.cuda, None on CPU."""
 
     def __init__(self, rank: int, world_size: int, gpu: int | None) -> None: ...
 
-    def handle(self, command: str, arguments: dict[str, Any], tell: Tell) -> dict[str, Any]:
-        """Run one command; the result holds only what the channel carries. An exception ends the whole group.
+    def handle(self, command: str, arguments: dict[str, Any], tell: Tell) -> dict[str, Any] | Pending:
+        """Run one command, or begin it; the result holds only what the channel carries. An exception ends the group.
 
         `tell` sends something ahead of the result, to whoever listens; a repeated command does not tell again.
         """
@@ -92,54 +110,123 @@ def _serve(start: RankStart, socket: zmq.Socket[bytes]) -> None:
         module, _, name = start.worker.partition(":")
         worker: Worker = getattr(importlib.import_module(module), name)(start.rank, start.world_size, start.gpu)
     except Exception as error:
-        channel.send(socket, _error(START_KEY, error))
+        channel.send(socket, _error((START_KEY, START_KEY), error))
         socket.recv()  # stay until the group has read this and ends every rank
         return
-    channel.send(socket, channel.pack({"kind": "reply", "key": START_KEY, "result": {}}))
-    answered: OrderedDict[tuple[str, str], _Reply] = OrderedDict()
-    while (message := channel.receive(socket))["kind"] == "command":
-        reply = _answer(worker, message, start.epoch, answered, partial(_tell, socket, message["key"]))
-        channel.send(socket, reply.body)
-        if not reply.is_error:  # the group ends: what fails now would hide why
-            worker.after_reply()
+    channel.send(socket, channel.pack({"kind": "reply", "command": START_KEY, "key": START_KEY, "result": {}}))
+    _Commands(socket, worker, start.epoch).serve()
     worker.close()
 
 
-def _tell(socket: zmq.Socket[bytes], key: str, news: dict[str, Any]) -> None:
-    channel.send(socket, channel.pack({"kind": "news", "key": key, "result": news}))
+class _Begun(NamedTuple):
+    """A command that is pending, and when it began."""
+
+    message: dict[str, Any]
+    pending: Pending
+    at: float
 
 
-class _Reply(NamedTuple):
-    body: bytes
-    is_error: bool
+class _Commands:
+    """The commands of a rank: those that wait, those that are pending, and the last replies."""
 
+    def __init__(self, socket: zmq.Socket[bytes], worker: Worker, epoch: int) -> None:
+        self._socket, self._worker, self._epoch = socket, worker, epoch
+        self._waiting: deque[dict[str, Any]] = deque()
+        self._pending: list[_Begun] = []
+        self._answered: OrderedDict[tuple[str, str], bytes] = OrderedDict()  # by command and key
 
-def _answer(
-    worker: Worker, message: dict[str, Any], epoch: int, answered: OrderedDict[tuple[str, str], _Reply], tell: Tell
-) -> _Reply:
-    command, key = message["command"], message["key"]
-    try:
-        if message["epoch"] != epoch:
-            raise RuntimeError(f"command of epoch {message['epoch']} refused: this rank belongs to epoch {epoch}")
-        if (command, key) in answered:
-            return answered[command, key]
+    def serve(self) -> None:
+        """Carry out what comes, until "shutdown": what is pending then is given up."""
+        while self._receive():
+            for _ in range(self._admitted()):
+                self._begin(self._waiting.popleft())
+            self._go_on()
+
+    def _receive(self) -> bool:
+        """Take in what has come, and wait for it only where there is nothing else to do; False at the end."""
+        while not (self._waiting or self._pending) or channel.has_come(self._socket):
+            message = channel.receive(self._socket)
+            if message["kind"] != "command":
+                return False
+            self._waiting.append(message)
+        return True
+
+    def _admitted(self) -> int:
+        """Return how many of the commands that wait begin now."""
+        if not self._pending:
+            return min(1, len(self._waiting))
+        return self._pending[0].pending.admitted([message["command"] for message in self._waiting])
+
+    def _begin(self, message: dict[str, Any]) -> None:
+        if (stored := self._answered.get(_name(message))) is not None and message["epoch"] == self._epoch:
+            channel.send(self._socket, stored)
+            return
         began = time.perf_counter()
-        result = worker.handle(command, message["arguments"], tell)
+        try:
+            if message["epoch"] != self._epoch:
+                raise RuntimeError(
+                    f"command of epoch {message['epoch']} refused: this rank belongs to epoch {self._epoch}"
+                )
+            result = self._worker.handle(message["command"], message["arguments"], partial(self._tell, message))
+        except Exception as error:
+            self._fail(message, error)
+            return
+        if isinstance(result, dict):
+            self._finish(message, result, began)
+        else:
+            self._pending.append(_Begun(message, result, began))
+
+    def _go_on(self) -> None:
+        """Take a step with what is pending, and answer what has ended."""
+        if not self._pending:
+            return
+        try:
+            self._pending[0].pending.step()
+        except Exception as error:
+            while self._pending:
+                self._fail(self._pending.pop(0).message, error)
+            return
+        begun, self._pending = self._pending, []
+        for item in begun:
+            if item.pending.result is None:
+                self._pending.append(item)
+            else:
+                self._finish(item.message, item.pending.result, item.at)
+
+    def _tell(self, message: dict[str, Any], news: dict[str, Any]) -> None:
+        command, key = _name(message)
+        channel.send(self._socket, channel.pack({"kind": "news", "command": command, "key": key, "result": news}))
+
+    def _finish(self, message: dict[str, Any], result: dict[str, Any], began: float) -> None:
+        """Reply, and let the worker do what only the next command waits for."""
+        command, key = name = _name(message)
+        try:
+            body = channel.pack({"kind": "reply", "command": command, "key": key, "result": result})
+        except TypeError as error:
+            self._fail(message, error)
+            return
         _log.info("%s (%s): %.2f s", command, key, time.perf_counter() - began)
-        reply = _Reply(channel.pack({"kind": "reply", "key": key, "result": result}), is_error=False)
-    except Exception as error:
-        return _Reply(_error(key, error), is_error=True)
-    answered[command, key] = reply
-    if len(answered) > REPLIES_KEPT:
-        answered.popitem(last=False)
-    return reply
+        self._answered[name] = body
+        if len(self._answered) > REPLIES_KEPT:
+            self._answered.popitem(last=False)
+        channel.send(self._socket, body)
+        self._worker.after_reply()
+
+    def _fail(self, message: dict[str, Any], error: Exception) -> None:
+        """Say what failed; the group ends then, so nothing is tidied up: what fails there would hide why."""
+        channel.send(self._socket, _error(_name(message), error))
 
 
-def _error(key: str, error: Exception) -> bytes:
+def _name(message: dict[str, Any]) -> tuple[str, str]:
+    return message["command"], message["key"]
+
+
+def _error(name: tuple[str, str], error: Exception) -> bytes:
+    command, key = name
     text = "".join(traceback.format_exception(error))
     _log.error("%s", text)
     user = [error.problem, error.remedy] if isinstance(error, UserError) else None
-    return channel.pack({"kind": "error", "key": key, "traceback": text, "user": user})
+    return channel.pack({"kind": "error", "command": command, "key": key, "traceback": text, "user": user})
 
 
 if __name__ == "__main__":

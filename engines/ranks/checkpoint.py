@@ -13,7 +13,7 @@ from engines.ranks.handlers import carries_out
 from engines.ranks.models import RankModels
 from engines.ranks.reference import load_reference, save_reference
 from engines.ranks.reshard import bring_weights
-from engines.ranks.start import generator_states, restore_generators
+from engines.training.start import generator_states, restore_generators
 from engines.training.state_files import read_state
 
 

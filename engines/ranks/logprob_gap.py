@@ -20,7 +20,7 @@ from engines.commands.rollout import Sampling
 from engines.ranks.forward import per_token
 from engines.ranks.handlers import carries_out
 from engines.ranks.models import RankModels
-from engines.ranks.start import generator_states, restore_generators
+from engines.training.start import generator_states, restore_generators
 from penstock.base.ragged import Ragged
 
 

@@ -53,8 +53,8 @@ class RankModels:
         updated_since: the actor of this group has stepped since.
         reference_refreshed: the reference is no longer the starting model.
         reference_head: language head of a reference in another group (engines/ranks/reference.py).
-        tell: takes what the command under way tells ahead of its reply.
-        usage: what the command under way did: tokens, FLOPs, seconds of collectives.
+        tell: takes what the newest command tells ahead of its reply.
+        usage: what the newest command did: tokens, FLOPs, seconds of collectives.
     """
 
     rank: int
@@ -140,6 +140,6 @@ class RankModels:
         return self.generations
 
     def use(self, work: Mapping[str, float]) -> None:
-        """Add to what the command under way did."""
+        """Add to what the newest command did."""
         for name, value in work.items():
             self.usage[name] = self.usage.get(name, 0.0) + value

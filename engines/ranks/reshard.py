@@ -8,7 +8,7 @@ from datetime import timedelta
 from engines.commands.reshard import Connect, Listen, Reshard, Resharded, Store
 from engines.groups import interface
 from engines.groups.placement import reshard_strategy
-from engines.ranks.handlers import carries_out
+from engines.ranks.handlers import always, carries_out
 from engines.ranks.models import RankModels
 from engines.weights.broadcast import Receiver, Sender
 from engines.weights.joint import join
@@ -36,9 +36,9 @@ def connect(models: RankModels, command: Connect) -> None:
     models.transfer = Receiver(models.generator.model, models.generator.binding, models.lm, models.storage, joint)
 
 
-@carries_out(Reshard)
+@carries_out(Reshard, during_generation=always)
 def reshard(models: RankModels, command: Reshard) -> Resharded:
-    """Bring the weights, verified.
+    """Bring the weights, verified. Responses that are under way go on with them.
 
     Raises:
         RuntimeError: a parameter of the rollout engine is not the actor's afterwards.
@@ -56,7 +56,11 @@ def bring_weights(models: RankModels, version: int) -> int:
         RuntimeError: a parameter of the rollout engine is not the actor's afterwards.
     """
     assert models.transfer is not None
-    moved = models.transfer() if models.generator is None else models.generator.reshard(models.transfer)
+    if models.generator is None:
+        moved = models.transfer()
+    else:
+        moved = models.generator.reshard(models.transfer)
+        models.generator.loop.weights_changed(version)
     models.verified_version, models.updated_since = version, False
     return moved
 

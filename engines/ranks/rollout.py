@@ -2,31 +2,51 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
 import pyarrow as pa
 
 from engines.commands.rollout import EngineResponses, Episodes, Generate
-from engines.ranks.handlers import carries_out
+from engines.ranks.handlers import Later, begins
 from engines.ranks.models import RankModels
 from engines.rollout.announcing import Announcer
 from engines.rollout.detokenize import decode
-from engines.rollout.episodes import Environments, Played
+from engines.rollout.episodes import Environments, EpisodeLoop, Played
+from engines.rollout.responses import SingleResponses
 
 
-@carries_out(Generate)
-def generate(models: RankModels, command: Generate) -> EngineResponses | None:
+def _may_share(models: RankModels) -> bool:
+    """Whether several generations may be under way: the worker processes of environments know one."""
+    return models.config.environment is None
+
+
+@begins(Generate, during_generation=_may_share)
+def generate(models: RankModels, command: Generate) -> Later[EngineResponses | None]:
     """Of an engine's ranks the first replies; it tells of responses that end before others."""
     generator, environments = models.rollout_engine(), _environments(models, command)
-    speaks = not generator.place.rank_in_engine
     announcer = Announcer(partial(decode, models.tokenizer(command.tokenizer)), models.tell)
+    speaks = not generator.place.rank_in_engine
     generation = generator.generation(
         command.prompts, command.sampling, models.next_generation(), environments, announcer if speaks else None
     )
-    generator.loop.run(generation)
+    generator.loop.submit(generation)
     if not speaks:
-        return None
+        return Later(generation, lambda: None)
+    weights = Weights(models.verified_version, generator.wake_seconds)
+    return Later(generation, lambda: _responses(generation, announcer, weights))
+
+
+@dataclass(frozen=True)
+class Weights:
+    """The weights with which a generation began, and what it waited for them."""
+
+    version: int
+    wake_seconds: float
+
+
+def _responses(generation: SingleResponses | EpisodeLoop, announcer: Announcer, began_with: Weights) -> EngineResponses:
     generated = generation.generated()
     return EngineResponses(
         positions_P=generated.positions_P,
@@ -34,10 +54,12 @@ def generate(models: RankModels, command: Generate) -> EngineResponses | None:
         logprobs_T=generated.logprobs_T,
         truncated_B=generated.truncated_B,
         texts=pa.array(announcer.texts(generated.responses), pa.large_string()),
-        policy_version=models.verified_version,
+        policy_version=began_with.version,
+        first_version_B=generated.first_version_B,
+        last_version_B=generated.last_version_B,
         request_seconds_B=generated.seconds_B,
         engine_seconds=generated.seconds,
-        wake_seconds=generator.wake_seconds,
+        wake_seconds=began_with.wake_seconds,
         prompt_tokens=generated.prompt_tokens,
         cached_tokens=generated.cached_tokens,
         episodes=episodes_of(generated) if isinstance(generated, Played) else None,

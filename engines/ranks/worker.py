@@ -3,7 +3,8 @@
 The rank loop (engines/groups/rank.py) receives a command and calls `Worker.handle`. The handlers stand in the modules
 that are imported here; each command has one.
 
-Left out: what commands do, when to do what (flows/), how commands travel (engines/groups/channel.py).
+Left out: what commands do, when to do what (flows/), how commands travel (engines/groups/channel.py), what goes on
+between messages (engines/ranks/serve.py).
 """
 
 from __future__ import annotations
@@ -27,12 +28,13 @@ from engines.ranks import (  # noqa: F401 - each registers the commands that it 
     reference,
     reshard,
     rollout,
-    start,
     update,
 )
-from engines.ranks.handlers import HANDLERS
+from engines.ranks.handlers import HANDLERS, Later
 from engines.ranks.models import RankModels
+from engines.ranks.serve import PendingReply, Serving
 from engines.ranks.usage import begin_usage
+from engines.training import start
 
 
 class Worker:
@@ -54,9 +56,10 @@ class Worker:
         # By hand and without device_id: DeepSpeed's own call binds the group to a device, which hangs vLLM's groups.
         interface.init_process_group("gloo" if gpu is None else "cpu:gloo,cuda:nccl")
         self.models = RankModels(rank, world_size, device)
+        self.serving = Serving(self.models)
 
-    def handle(self, command: str, arguments: dict[str, Any], tell: Tell) -> dict[str, Any]:
-        """Carry out one command.
+    def handle(self, command: str, arguments: dict[str, Any], tell: Tell) -> dict[str, Any] | PendingReply:
+        """Carry out one command, or begin it.
 
         Args:
             command: its name.
@@ -65,25 +68,30 @@ class Worker:
 
         Returns:
             `reply`, the fields of what the handler returned, and beside it `usage`: what the command took
-            (engines/ranks/usage.py) and what it did.
+            (engines/ranks/usage.py) and what it did; of a command that is carried out in steps, where that will be.
 
         Raises:
             KeyError: there is no such command.
             WrongMessage: it has other fields.
         """
-        kind, handler = HANDLERS[command]
-        asked, models = decode(kind, arguments, command), self.models
-        models.tell, models.usage = lambda news: tell({"news": encode(news)}), {}
+        handler, models = HANDLERS[command], self.models
+        asked, usage = decode(handler.kind, arguments, command), dict[str, float]()
+        models.tell, models.usage = lambda news: tell({"news": encode(news)}), usage
         end_usage = begin_usage(models.device)
         sleeps = models.generator is not None and not isinstance(asked, Generate | SampleToCompare)
-        reply = encode(handler(models, asked))
-        asleep = models.generator.asleep if models.generator is not None and sleeps else ()
-        return {"reply": reply, "usage": models.usage | end_usage(asleep)}
+
+        def result(reply: Any) -> dict[str, Any]:
+            asleep = models.generator.asleep if models.generator is not None and sleeps else ()
+            return {"reply": encode(reply), "usage": usage | end_usage(asleep)}
+
+        reply = handler.function(models, asked)
+        return self.serving.begin(reply, result) if isinstance(reply, Later) else result(reply)
 
     def after_reply(self) -> None:
         """Let a rollout engine that has generated sleep."""
-        if self.models.generator is not None:
-            self.models.generator.sleep()
+        generator = self.models.generator
+        if generator is not None and not generator.loop.busy:
+            generator.sleep()
 
     def close(self) -> None:
         """End the rollout engine, which leaves the process group itself, or leave the group."""

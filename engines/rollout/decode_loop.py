@@ -60,6 +60,8 @@ class Request:
     submitted: float
     tokens: array[int] = field(default_factory=partial(array, "i"))
     logprobs: list[float] = field(default_factory=list)
+    first_version: int = -1  # the policy version that drew the first token
+    last_version: int = -1  # and the last
     cached: int = 0  # of the prompt's tokens, found in the prefix cache
     truncated: bool = False
     seconds: float = 0.0  # from submission to the last token
@@ -88,6 +90,7 @@ class DecodeLoop:
 
     def __init__(self, llm: Any) -> None:
         self.llm = llm
+        self.version = -1  # the policy version of the weights
         self._generations: list[Generation] = []
         self._ended: list[Generation] = []
         self._requests: dict[str, Request] = {}  # that vLLM has not ended, by name
@@ -119,6 +122,16 @@ class DecodeLoop:
             generation.collect([request for request in ended if request.owner is generation])
         self._ended += [generation for generation in self._generations if generation.ended]
         self._generations = [generation for generation in self._generations if not generation.ended]
+
+    def weights_changed(self, version: int) -> None:
+        """Go on with the weights of another policy version.
+
+        What vLLM keeps of the sequences that are under way is of other weights, so it is computed again from their
+        tokens: the next token is the new policy's, as if that had been given all tokens before it.
+        """
+        self.version = version
+        if self._requests:
+            versions.compute_again(self.llm)
 
     def take(self) -> list[Generation]:
         """Return the generations that have ended since the last call."""
@@ -171,12 +184,14 @@ class DecodeLoop:
         for output in versions.step(self.llm):
             request = requests[output.request_id]
             if not request.tokens:
+                request.first_version = self.version
                 request.cached = versions.cached_prompt_tokens(output)
             request.tokens.fromlist(output.new_token_ids)
             request.logprobs += versions.sampled_logprobs(output)
             if output.finish_reason is not None:
                 del requests[output.request_id]
                 request.seconds = time.perf_counter() - request.submitted
+                request.last_version = self.version
                 request.truncated = _is_truncated(output)
                 ended.append(request)
         return ended

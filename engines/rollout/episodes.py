@@ -92,6 +92,8 @@ class _Episode:
     position: int
     sample: int
     prompt: list[int]
+    first_version: int  # the policy version of the first turn's first token; without a turn, that of the beginning
+    last_version: int
     began: float
     tokens: list[int] = field(default_factory=list)  # behind the prompt
     mask: list[int] = field(default_factory=list)
@@ -134,7 +136,7 @@ class EpisodeLoop:
         if not self._untaken and not share.supply.exhausted and self._has_room(loop):
             self._untaken.extend(share.supply.take(max(1, (share.room - len(self._live)) // samples)))
         while self._untaken and self._has_room(loop):
-            self._begin(self._untaken.popleft())
+            self._begin(self._untaken.popleft(), loop.version)
         for name, reply in self._replies(loop):
             self._answered(loop, self._live[name], reply)
 
@@ -150,6 +152,9 @@ class EpisodeLoop:
             episode.logprobs += request.logprobs
             episode.cached_tokens += request.cached
             episode.truncated = request.truncated
+            episode.last_version = request.last_version
+            if episode.turns == 1:
+                episode.first_version = request.first_version
         texts = decode(self._environments.tokenizer, Ragged.of([request.tokens for request in ended], np.int32))
         self._ask(
             [
@@ -169,6 +174,8 @@ class EpisodeLoop:
             responses=tokens,
             logprobs_T=logprobs if self._share.sampling.logprobs else None,
             truncated_B=np.asarray([episode.truncated for episode in episodes], bool),
+            first_version_B=np.asarray([episode.first_version for episode in episodes], np.int64),
+            last_version_B=np.asarray([episode.last_version for episode in episodes], np.int64),
             seconds_B=np.asarray([episode.seconds for episode in episodes], np.float32),
             prompt_tokens=sum(episode.prompt_tokens for episode in episodes),
             cached_tokens=sum(episode.cached_tokens for episode in episodes),
@@ -184,14 +191,15 @@ class EpisodeLoop:
     def _has_room(self, loop: DecodeLoop) -> bool:
         return loop.has_room(len(self._live), self._share.sampling.samples, self._share.room)
 
-    def _begin(self, position: int) -> None:
+    def _begin(self, position: int, version: int) -> None:
         """Begin the episodes of a prompt."""
         share, row = self._share, dict(self._environments.rows_P[position])
         prompt = share.prompts.row(position).tolist()
         calls = []
         for sample in range(share.sampling.samples):
             name = f"{share.number}-{position}-{sample}"
-            episode = _Episode(len(self._episodes), name, position, sample, prompt, time.perf_counter())
+            place = (len(self._episodes), name, position, sample)
+            episode = _Episode(*place, prompt, version, version, time.perf_counter())
             self._episodes.append(episode)
             self._live[name] = episode
             calls.append(Call(name, row=row, seed=turn_seed(share.sampling.seed, position, sample, 0)))

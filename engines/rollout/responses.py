@@ -28,6 +28,8 @@ class Generated:
     responses: Ragged
     logprobs_T: np.ndarray | None  # of the responses' tokens, where they were asked for
     truncated_B: np.ndarray  # cut at max_tokens
+    first_version_B: np.ndarray  # the policy version that drew the first token
+    last_version_B: np.ndarray  # and the last
     seconds_B: np.ndarray  # from submission to the last token
     prompt_tokens: int  # of all requests, a prompt counting once per sample
     cached_tokens: int  # of those, found in the prefix cache
@@ -99,6 +101,8 @@ class SingleResponses:
             responses=Ragged.of([response.tokens for response in responses], np.int32),
             logprobs_T=Ragged.of(logprobs, np.float32).values_T if share.sampling.logprobs else None,
             truncated_B=np.fromiter((response.truncated for response in responses), dtype=bool),
+            first_version_B=np.asarray([response.first_version for response in responses], np.int64),
+            last_version_B=np.asarray([response.last_version for response in responses], np.int64),
             seconds_B=np.fromiter((response.seconds for response in responses), dtype=np.float32),
             prompt_tokens=int(share.prompts.lengths_B[positions_P].sum()) * share.sampling.samples,
             cached_tokens=sum(response.cached for response in responses),

@@ -43,6 +43,7 @@ def let_sequences_coast(scheduler: Any) -> bool:
     scheduler.schedule = coasting.schedule
     scheduler.update_from_output = coasting.update_from_output
     scheduler.finish_requests = coasting.finish_requests
+    scheduler.reset_prefix_cache = coasting.reset_prefix_cache
     return True
 
 
@@ -76,6 +77,7 @@ class Coasting:
         self.asynchronous = isinstance(scheduler, AsyncScheduler)
         self.vllm_schedule = scheduler.schedule
         self.vllm_update, self.vllm_finish = scheduler.update_from_output, scheduler.finish_requests
+        self.vllm_reset = scheduler.reset_prefix_cache
         self.limits = [name for name in LIMITS if hasattr(scheduler, name)]
         self.steps = 0  # scheduled so far
         self.sequences: dict[str, _Sequence] = {}
@@ -115,6 +117,11 @@ class Coasting:
         """End requests from outside, with vLLM's records up to date."""
         self._settle_all()
         return self.vllm_finish(*arguments, **options)
+
+    def reset_prefix_cache(self, *arguments: Any, **options: Any) -> Any:
+        """Forget what was computed, with vLLM's records up to date: it may be computed again from them."""
+        self._settle_all()
+        return self.vllm_reset(*arguments, **options)
 
     # ---- a step --------------------------------------------------------------------------------------------------
 

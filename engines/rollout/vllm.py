@@ -142,6 +142,23 @@ def sampled_logprobs(output: Any) -> list[float]:
     return [] if logprobs is None else logprobs.logprobs[: len(output.new_token_ids), 0].tolist()
 
 
+def compute_again(llm: Any) -> None:
+    """Let an in-process vLLM engine compute all that it keeps of its sequences again, before their next tokens.
+
+    Tokens of steps that are still under way are dropped, and drawn again.
+    """
+    scheduler(llm).reset_prefix_cache(reset_running_requests=True)
+
+
+def least_of_ranks(number: int) -> int:
+    """Return the least number of the ranks of this rank's engine, each of which gives one."""
+    from vllm.distributed.parallel_state import get_tp_group
+
+    least = torch.tensor(number)
+    torch.distributed.all_reduce(least, torch.distributed.ReduceOp.MIN, get_tp_group().cpu_group)
+    return int(least)
+
+
 def waiting_sequences(llm: Any) -> int:
     """Return the sequences that an in-process vLLM engine has accepted and not started, or stopped for lack of room."""
     waiting: int = scheduler(llm).get_request_counts()[1]

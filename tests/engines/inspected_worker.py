@@ -30,6 +30,7 @@ from engines.kernels.weight_gradients import SummedLinear
 from engines.models.loading import gathered_state
 from engines.ranks.models import RankModels
 from engines.ranks.reshard import bring_weights
+from engines.ranks.serve import PendingReply, Serving
 from engines.ranks.worker import Worker
 from engines.rollout import engine as generator
 from engines.rollout import episodes
@@ -46,7 +47,7 @@ from engines.weights.lora import adapted_layers
 from engines.weights.placing import wrong_names
 from penstock.base.errors import UserError
 from penstock.base.ragged import Ragged
-from tests.engines import scheduling
+from tests.engines import between_steps, scheduling
 from tests.engines.families import renamed
 from tests.engines.plain_commands import command_of
 
@@ -85,6 +86,9 @@ class InspectedWorker(Worker):
         "coasting_in_step",
         "aborted_while_coasting",
         "coasting_with_a_window",
+        "coasting_and_reset",
+        "between_steps",
+        "admitted",
         "offloaded",
         "spoil_offloaded",
         "wrapped_collectives",
@@ -95,7 +99,7 @@ class InspectedWorker(Worker):
         super().__init__(rank, world_size, gpu)
         self.retired: list[Generator | None] = []  # a vLLM engine that ends takes torch.distributed with it
 
-    def handle(self, command: str, arguments: dict[str, Any], tell: Tell) -> dict[str, Any]:
+    def handle(self, command: str, arguments: dict[str, Any], tell: Tell) -> dict[str, Any] | PendingReply:
         if command in self.INSPECTIONS:
             return {"reply": getattr(self, command)(**arguments), "usage": {}}
         return super().handle(command, arguments, tell)
@@ -104,7 +108,12 @@ class InspectedWorker(Worker):
         """Carry out a command in the middle of an inspection; return its reply, or figures, as they travel."""
         if command in self.INSPECTIONS:
             return getattr(self, command)(**arguments)
-        reply = self.handle(command, encode(command_of(command, arguments)), _unheard)["reply"]
+        result = self.handle(command, encode(command_of(command, arguments)), _unheard)
+        if isinstance(result, PendingReply):
+            while result.result is None:
+                result.step()
+            result = result.result
+        reply = result["reply"]
         return reply["metrics"] if command in ("update_actor", "update_critic") else reply
 
     def discard(self) -> dict[str, Any]:
@@ -120,6 +129,7 @@ class InspectedWorker(Worker):
         tokenizers, generations = self.models.tokenizers, self.models.generations
         self.models = RankModels(self.models.rank, self.models.world_size, self.models.device)
         self.models.tokenizers, self.models.generations = tokenizers, generations
+        self.serving = Serving(self.models)
         gc.collect()
         return {}
 
@@ -297,6 +307,32 @@ class InspectedWorker(Worker):
     def coasting_with_a_window(self) -> dict[str, Any]:
         """Whether the scheduler of a model with a sliding window is changed."""
         return {"changed": coasting.let_sequences_coast(scheduling.with_a_window())}
+
+    def coasting_and_reset(self, lag: int, settles: bool) -> dict[str, Any]:
+        """Whether answers and keys are right where all is computed again in the middle of a generation."""
+        plain = scheduling.generate(lag, 1000, lambda scheduler: None)
+
+        def change(scheduler: Any) -> None:
+            reset = scheduler.reset_prefix_cache
+            coasting.let_sequences_coast(scheduler)
+            if not settles:
+                scheduler.reset_prefix_cache = reset
+
+        try:
+            coasted = scheduling.generate(lag, 1000, change, reset_at=(15, 40, 41))
+        except AssertionError:
+            return {"answers_equal": False, "misplaced": -1}  # a step that contradicts itself
+        return {"answers_equal": coasted.answers == plain.answers, "misplaced": coasted.misplaced}
+
+    # ---- between two steps -----------------------------------------------------------------------------------------
+
+    def between_steps(self, arguments: dict[str, Any], **what: Any) -> dict[str, Any]:
+        """Generate, and do something between two steps (tests/engines/between_steps.py)."""
+        return between_steps.generate(self, arguments, **what)
+
+    def admitted(self, arrives: int, steps: int) -> dict[str, Any]:
+        """How many commands begin before each step if a reshard reaches this rank before step `arrives`."""
+        return {"begun": [self.serving.admitted(["reshard"] * (step >= arrives)) for step in range(steps)]}
 
     # ---- the rollout engine ----------------------------------------------------------------------------------------
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import random
 import tempfile
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
@@ -37,7 +37,11 @@ class Seen:
 
 
 def generate(
-    lag: int, blocks: int, change: Callable[[Any], object], requests: Callable[[], deque[Any]] | None = None
+    lag: int,
+    blocks: int,
+    change: Callable[[Any], object],
+    requests: Callable[[], deque[Any]] | None = None,
+    reset_at: Collection[int] = (),
 ) -> Seen:
     """Answer all sequences with a scheduler to which `change` was done.
 
@@ -48,6 +52,7 @@ def generate(
         lag: steps whose tokens are not known yet when a step is scheduled; with any, vLLM's asynchronous scheduler.
         blocks: of the KV cache; with fewer than the sequences need, vLLM takes some away from the youngest.
         requests: makes them; None: random ones.
+        reset_at: steps before which all that runs is to be computed again.
     """
     scheduler = _scheduler(lag, blocks)
     looks = Mock(wraps=scheduler.kv_cache_manager.allocate_slots)
@@ -58,6 +63,9 @@ def generate(
     while waiting or in_flight or scheduler.has_requests():
         for request in [waiting.popleft() for _ in range(min(2, len(waiting)))]:
             scheduler.add_request(request)
+        if len(seen.steps) in reset_at:
+            scheduler.reset_prefix_cache(reset_running_requests=True)
+            model.keys.clear()
         asked = looks.call_count
         scheduled = scheduler.schedule()
         seen.looks.append(looks.call_count - asked)

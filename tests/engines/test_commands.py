@@ -169,7 +169,7 @@ def test_a_type_that_a_message_cannot_hold_is_no_silent_pass() -> None:
 
 def test_no_field_has_a_name_that_a_call_takes_for_itself() -> None:
     """A group's call takes a command's fields beside its own arguments."""
-    own = set(get_type_hints(EngineGroup.call)) - {"arguments", "return"}
+    own = set(get_type_hints(EngineGroup.begin)) - {"arguments", "return"}
     assert {"key", "on_news"} <= own
     for kind in KINDS:
         assert own.isdisjoint(field.name for field in fields(kind))  # type: ignore[arg-type]
@@ -185,12 +185,16 @@ HANDLED = """
 from typing import get_type_hints
 from engines.commands.checkpoint import Export, Save
 from engines.ranks import handlers, worker
+from engines.ranks.handlers import Later
 from engines.ranks.models import RankModels
 from engines.commands.message import reply_type
 from tests.engines.test_commands import KINDS
-assert {kind for kind, _ in handlers.HANDLERS.values()} == set(KINDS), "a command without a handler, or the reverse"
-for kind, handler in handlers.HANDLERS.values():
-    assert get_type_hints(handler) == {"models": RankModels, "command": kind, "return": reply_type(kind)}, handler
+assert {item.kind for item in handlers.HANDLERS.values()} == set(KINDS), "a command without a handler, or the reverse"
+for kind, function, _ in handlers.HANDLERS.values():
+    hints, reply = get_type_hints(function), reply_type(kind)
+    assert hints.pop("return") in (reply, Later[reply]), function
+    assert hints == {"models": RankModels, "command": kind}, function
+print("begun", [name for name, item in handlers.HANDLERS.items() if item.during_generation(RankModels(0, 1, None))])
 def second(models: RankModels, command: Export) -> None: ...
 def wrong(models: RankModels, command: Save) -> None: ...
 for function in (second, wrong):
@@ -206,5 +210,6 @@ def test_every_command_has_one_handler_whose_types_fit() -> None:
     """In a process of its own, since handlers bring PyTorch and vLLM. Controls: a second handler, and a wrong one."""
     done = subprocess.run([sys.executable, "-c", HANDLED], capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stderr
+    assert "begun ['reshard', 'generate']" in done.stdout, "during a generation, and nothing else"
     assert "export is carried out by export already" in done.stdout
     assert "wrong carries out Export, but takes" in done.stdout

@@ -15,8 +15,9 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -42,10 +43,10 @@ class SmallWorker:
         self.awaited: Path | None = None
         self.broken = False
 
-    def handle(self, command: str, arguments: dict[str, Any], tell: Tell) -> dict[str, Any]:
+    def handle(self, command: str, arguments: dict[str, Any], tell: Tell) -> dict[str, Any] | Waiting:
         self.handled += 1
         self.tell = tell
-        result: dict[str, Any] = getattr(self, command)(**arguments)
+        result: dict[str, Any] | Waiting = getattr(self, command)(**arguments)
         return result
 
     def after_reply(self) -> None:
@@ -125,6 +126,27 @@ class SmallWorker:
 
     def unpackable(self) -> dict[str, Any]:
         return {"value": object()}
+
+    def wait_for(self, path: str, fails: bool = False) -> Waiting:
+        return Waiting(Path(path), fails, self.rank)
+
+
+class Waiting:
+    """A command that is pending until a file is there; commands that echo or fail may begin meanwhile."""
+
+    def __init__(self, path: Path, fails: bool, rank: int) -> None:
+        self._path, self._fails, self._rank = path, fails, rank
+        self.result: dict[str, Any] | None = None
+
+    def admitted(self, commands: Sequence[str]) -> int:
+        return len(list(takewhile(lambda name: name in ("echo", "fail", "wait_for"), commands)))
+
+    def step(self) -> None:
+        time.sleep(0.001)
+        if self._path.exists():
+            if self._fails:
+                raise ArithmeticError("the loss is not finite")
+            self.result = {"rank": self._rank, "text": self._path.read_text()}
 
 
 class UnbuildableWorker(SmallWorker):
@@ -315,6 +337,124 @@ def test_groups_work_side_by_side(shared: EngineGroup, tmp_path: Path) -> None:
         pids = [tuple(reply["pid"] for reply in future.result(30)) for future in asked]
     assert len(set(pids[0::2])) == len(set(pids[1::2])) == 1
     assert not set(pids[0]) & set(pids[1])
+
+
+# ---- commands side by side ------------------------------------------------------------------------------------------
+
+
+def _write(path: Path, text: str = "there") -> None:
+    path.with_suffix(".part").write_text(text)
+    path.with_suffix(".part").rename(path)
+
+
+def test_a_command_that_may_is_answered_while_an_earlier_one_is_pending(shared: EngineGroup, tmp_path: Path) -> None:
+    """The later reply comes first, and each goes to its own call. Control: before the file is there nothing is."""
+    pending = shared.begin("wait_for", key="pending", path=str(tmp_path / "file"))
+    replies = shared.call("echo", key="meanwhile", text="hello")
+    assert [reply["text"] for reply in replies] == ["hello"] * 2
+    assert not pending.answered
+    assert shared.call("echo", key="meanwhile", text="hello") == replies, "a repeated key is answered at once, too"
+    _write(tmp_path / "file")
+    assert shared.replies(pending) == [{"rank": rank, "text": "there"} for rank in range(2)]
+    assert shared.replies(pending) == shared.call("wait_for", key="pending", path=str(tmp_path / "file"))
+
+
+def test_a_command_that_may_not_waits_and_nothing_overtakes_it(shared: EngineGroup, tmp_path: Path) -> None:
+    """It is carried out once nothing is pending, and what came behind it afterwards, though that might have begun."""
+    before = shared.call("count", key="before waiting")[0]["handled"]
+    pending = [shared.begin("wait_for", key=name, path=str(tmp_path / name)) for name in ("one", "two")]
+    waits = shared.begin("count", key="waits")
+    behind = shared.begin("echo", key="behind")
+    with ThreadPoolExecutor(1) as threads:
+        read = threads.submit(shared.replies, pending[0])
+        assert not came_true(lambda: waits.answered or behind.answered, within_s=0.5)
+        _write(tmp_path / "one")
+        read.result(20)
+        assert not came_true(lambda: waits.answered or behind.answered, within_s=0.5)
+    _write(tmp_path / "two")
+    assert [reply["handled"] for reply in shared.replies(waits)] == [before + 3] * 2
+    assert [reply["rank"] for reply in shared.replies(behind)] == [0, 1]
+    assert pending[1].answered, "by whoever read"
+
+
+def test_calls_of_several_threads_get_their_own_replies_and_news(shared: EngineGroup, tmp_path: Path) -> None:
+    """One thread waits all the time; sending does not wait for it to stop reading."""
+    heard: dict[int, list[int]] = {number: [] for number in range(4)}
+
+    def speak(number: int) -> None:
+        shared.call(
+            "echo", key=f"thread {number}", number=number, on_news=lambda news: heard[number].append(news["number"])
+        )
+
+    with ThreadPoolExecutor(5) as threads:
+        reading = threads.submit(shared.call, "wait_for", key="reading", path=str(tmp_path / "read"))
+        for asked in [threads.submit(speak, number) for number in range(4)]:
+            asked.result(20)
+        assert not reading.done()
+        _write(tmp_path / "read")
+        assert [reply["rank"] for reply in reading.result(20)] == [0, 1]
+    assert all(set(found) <= {number} for number, found in heard.items())
+    assert sum(map(len, heard.values())) == 4, "of two replies the first is news"
+
+
+def test_a_command_that_is_unanswered_is_not_sent_twice_under_one_key(shared: EngineGroup, tmp_path: Path) -> None:
+    """Nobody could tell the replies apart. Controls: another key; another command; the same once it is answered."""
+    arguments = {"path": str(tmp_path / "twice")}
+    first = shared.begin("wait_for", key="twice", **arguments)
+    with pytest.raises(ValueError, match="not answered yet under the key 'twice'"):
+        shared.begin("wait_for", key="twice", **arguments)
+    other = shared.begin("wait_for", key="another", **arguments)
+    shared.call("echo", key="twice")
+    _write(tmp_path / "twice")
+    assert shared.replies(first) == shared.replies(other) == shared.call("wait_for", key="twice", **arguments)
+
+
+def test_what_fails_in_a_step_fails_the_call_and_ends_the_group(group: EngineGroup, tmp_path: Path) -> None:
+    """The command that was pending is named, and a call behind it is told, too."""
+    pids = _pids(group)
+    pending = group.begin("wait_for", key="pending", path=str(tmp_path / "file"), fails=True)
+    group.begin("count", key="behind")
+    _write(tmp_path / "file")
+    with pytest.raises(EngineError, match="'wait_for' raised") as caught:
+        group.replies(pending)
+    assert "ArithmeticError: the loss is not finite" in caught.value.remote_traceback
+    assert not any(map(alive, pids))
+
+
+def test_a_failure_reaches_whoever_waits(group: EngineGroup, tmp_path: Path) -> None:
+    """Who has asked for it gets the error itself; a thread that waits for another command does not wait for ever."""
+    group.wait_ready()
+    with ThreadPoolExecutor(1) as threads:
+        waiting = threads.submit(group.call, "wait_for", key="never", path=str(tmp_path / "never"))
+        assert not came_true(waiting.done, within_s=0.3)
+        with pytest.raises(EngineError, match="'fail' raised"):
+            group.call("fail", key="f", rank=1)
+        with pytest.raises((EngineError, RuntimeError), match=r"'fail' raised|has ended"):
+            waiting.result(20)
+
+
+def test_the_deadline_of_a_call_does_not_count_while_an_earlier_one_is_unanswered(
+    group: EngineGroup, tmp_path: Path
+) -> None:
+    """It may have to wait for that. Control: without one the same call misses its deadline."""
+    pending = group.begin("wait_for", key="pending", path=str(tmp_path / "file"))
+    late = group.begin("sleep", key="late", seconds=0.1, timeout_s=0.6)
+    threading.Timer(1.5, _write, (tmp_path / "file",)).start()
+    group.replies(pending)
+    assert group.replies(late) == [{}, {}]
+    with pytest.raises(RankLost, match="no reply to 'sleep' within 0.6 s"):
+        group.call("sleep", key="too late", seconds=5.0, timeout_s=0.6)
+
+
+def test_the_end_of_a_group_gives_up_what_is_pending(group: EngineGroup, tmp_path: Path) -> None:
+    """Nobody has to wait for it: neither who closes, nor who has asked."""
+    pids = _pids(group)
+    pending = group.begin("wait_for", key="pending", path=str(tmp_path / "never"))
+    group.call("echo", key="begun")
+    group.close()
+    assert not any(map(alive, pids))
+    with pytest.raises(RuntimeError, match="closed during 'wait_for'"):
+        group.replies(pending)
 
 
 # ---- failures -------------------------------------------------------------------------------------------------------

@@ -44,6 +44,15 @@ def test_a_sequence_ends_from_outside_while_it_coasts(one_rank: Ranks) -> None:
     assert reply == {"coasted": True, "left": 0, "blocks_held": 0}
 
 
+@pytest.mark.parametrize("lag", [0, 1, 2])
+def test_sequences_that_coast_are_computed_again_with_new_weights(one_rank: Ranks, lag: int) -> None:
+    """Three times in a generation: nothing is lost, and no key of before is read. Control: not told of the reset."""
+    (reply,) = one_rank.ask("coasting_and_reset", lag=lag, settles=True)
+    assert reply == {"answers_equal": True, "misplaced": 0}
+    (untold,) = one_rank.ask("coasting_and_reset", lag=lag, settles=False)
+    assert not untold["answers_equal"]
+
+
 def test_schedulers_of_other_attention_are_left_alone(one_rank: Ranks) -> None:
     """A sliding window gives blocks back in steps between the edges."""
     (reply,) = one_rank.ask("coasting_with_a_window")

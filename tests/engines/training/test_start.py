@@ -11,7 +11,7 @@ SETTLED_FIRST = """
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from engines.ranks import start
+from engines.training import start
 from engines.ranks.worker import Worker
 
 class Calls(TorchDispatchMode):

@@ -1,0 +1,71 @@
+"""What happens between two steps of a generation, after a number of steps that is known; runs in a rank.
+
+Through the worker's own `handle` and the loop's own steps, as the rank loop does it (engines/groups/rank.py), but
+without messages: those would come when they come.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+from unittest.mock import patch
+
+import torch
+
+from engines.commands.message import encode
+from engines.rollout import vllm as versions
+from tests.engines.plain_commands import command_of
+
+
+def generate(
+    worker: Any,
+    arguments: dict[str, Any],
+    after: int,
+    shift: float = 0.0,
+    other: dict[str, Any] | None = None,
+    keep_keys: bool = False,
+) -> dict[str, Any]:
+    """Generate; return the reply, and where `other` is given, that of a second generation and which ended first.
+
+    Args:
+        after: steps of the first generation before something happens.
+        shift: then change the actor's weights by that much, and reshard them as policy version 1.
+        other: then begin another generation.
+        keep_keys: do not let vLLM compute again what it keeps of older weights.
+    """
+    pending = [_begin(worker, "generate", arguments)]
+    for _ in range(after):
+        worker.serving.step()
+    if shift:
+        before = [parameter.detach().clone() for parameter in worker.models.lm.parameters()]
+        _shift(worker.models.lm, shift)
+        nothing = (lambda llm: None) if keep_keys else versions.compute_again
+        with patch.object(versions, "compute_again", nothing):
+            _begin(worker, "reshard", {"version": 1})
+    if other is not None:
+        pending.append(_begin(worker, "generate", other))
+    ended: list[int] = []
+    while len(ended) < len(pending):
+        worker.serving.step()
+        ended += [n for n, item in enumerate(pending) if item.result is not None and n not in ended]
+    if shift:
+        with torch.no_grad():
+            for parameter, value in zip(worker.models.lm.parameters(), before, strict=True):
+                parameter.copy_(value)
+    return {"replies": [item.result["reply"] for item in pending], "ended": ended}
+
+
+def _begin(worker: Any, command: str, arguments: dict[str, Any]) -> Any:
+    return worker.handle(command, encode(command_of(command, arguments)), lambda news: None)
+
+
+@torch.no_grad()
+def _shift(lm: torch.nn.Module, by: float) -> None:
+    """Change every parameter by a wave that depends on its place alone."""
+    for parameter in lm.parameters():
+        parameter += by * torch.sin(torch.arange(parameter.numel(), dtype=parameter.dtype)).view(parameter.shape)
+
+
+def shifted(lm: torch.nn.Module, by: float) -> torch.nn.Module:
+    """Return the model with weights as a rank shifts them."""
+    _shift(lm, by)
+    return lm
