@@ -65,7 +65,7 @@ def free_host_bytes() -> int:
     return int(psutil.virtual_memory().available)
 
 
-def has_gated_products(index: int) -> bool:
+def has_gated_mlp(index: int) -> bool:
     """Whether the GPU with NVML index `index` is one for kernels/gated_mlp.py, and its kernels are installed."""
     pynvml.nvmlInit()
     capability = pynvml.nvmlDeviceGetCudaComputeCapability(pynvml.nvmlDeviceGetHandleByIndex(index))

@@ -68,7 +68,7 @@ def kernel_figures(device_type: str) -> dict[str, Any]:
     """Return which kernel attention takes, and what keeps this GPU from faster kernels that there are for it."""
     if device_type != "cuda":
         return {"attention": "PyTorch's, of rows side by side", "slower": []}
-    faster = {"FlashAttention 4": flash_attention, "MLPs of joint products": gated_mlp}
+    faster = {"FlashAttention 4": flash_attention, "gated MLP": gated_mlp}
     wanting = faster if flash_attention.on_hopper() else {}
     slower = [f"no {name}: {why}" for name, module in wanting.items() if (why := module.obstacle())]
     return {"attention": "FlashAttention 4" if flash_attention.usable() else "FlashAttention 2", "slower": slower}

@@ -48,15 +48,15 @@ def vllm_model(llm: Any) -> torch.nn.Module:
 def prepare_vllm(cuda: bool, architectures: Sequence[str]) -> None:
     """Apply what vLLM needs before its first engine in this process, which will have one of the `architectures`."""
     if cuda:
-        draw_tokens_in_one_pass()
+        sample_tokens_in_one_pass()
     else:
         keep_plain_linear_on_cpu()
         keep_cpu_engines_off_shared_memory()
     inspect_in_this_process(architectures)
 
 
-def draw_tokens_in_one_pass() -> bool:
-    """Let vLLM's sampler on GPUs draw with `engines.kernels.draw_token`; return whether it does.
+def sample_tokens_in_one_pass() -> bool:
+    """Let vLLM's sampler on GPUs sample with `engines.kernels.sample_token`; return whether it does.
 
     A vLLM whose own function takes something else keeps it.
     """
@@ -65,10 +65,10 @@ def draw_tokens_in_one_pass() -> bool:
     known = ("logits", "expanded_idx_mapping", "temperature", "seed", "pos", "apply_temperature")
     if tuple(inspect.signature(sampler.gumbel_sample).parameters)[: len(known)] != known:
         return False
-    from engines.kernels.draw_token import draw
+    from engines.kernels.sample_token import sample
 
     replaced: Any = sampler
-    replaced.gumbel_sample = lambda *arguments, **_: draw(*arguments)
+    replaced.gumbel_sample = lambda *arguments, **_: sample(*arguments)
     return True
 
 
@@ -136,7 +136,7 @@ def step(llm: Any) -> list[Any]:
 def sampled_logprobs(output: Any) -> list[float]:
     """Return the log-probs of a request's tokens of this step; none where they were not asked for.
 
-    vLLM's arrays have a row per token, the one drawn first.
+    vLLM's arrays have a row per token, the sampled one first.
     """
     logprobs = output.new_logprobs
     return [] if logprobs is None else logprobs.logprobs[: len(output.new_token_ids), 0].tolist()

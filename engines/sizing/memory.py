@@ -64,7 +64,7 @@ class Rank:
     device: str  # "cpu" or "cuda"
     width: int  # bytes of a weight
     scores: bool = False  # what is trained without rollout has a score in place of its language head
-    gated_products: bool = False  # its GPU has the kernels of engines/kernels/gated_mlp.py
+    gated_mlp: bool = False  # its GPU has the kernels of engines/kernels/gated_mlp.py
 
 
 @dataclass(frozen=True)
@@ -277,7 +277,7 @@ def _computation(trainer: TrainerConfig, rank: Rank, shape: ModelShape, recomput
         width=rank.width,
         device=rank.device,
         compiled=rank.device == "cuda" and stage < 3,
-        gated=rank.gated_products and summed and bool(shape.family.gated_mlps),
+        gated=rank.gated_mlp and summed and bool(shape.family.gated_mlps),
         checkpointing=recomputed.activations,
     )
 

@@ -24,7 +24,7 @@ from deepspeed.runtime.zero.offload_config import OffloadStateTypeEnum
 from torch import nn
 
 from configs.sections.trainer import OptimizerConfig, TrainerConfig
-from engines.kernels import gated_mlp as gated_products
+from engines.kernels import gated_mlp
 from engines.kernels.gated_mlp import gate_in_products
 from engines.kernels.weight_gradients import count_sums, sum_in_products
 from engines.training.state_files import read_state
@@ -94,7 +94,7 @@ class Trainer:
         )
         self.engine.checkpoint_engine.load = read_state  # its own executes what a file asks for
         sum_in_products(module, self._optimizer)
-        if self.device.type == "cuda" and gated_products.usable():
+        if self.device.type == "cuda" and gated_mlp.usable():
             gate_in_products(module)
         if config.offload_optimizer:
             self._offload_states()

@@ -6,7 +6,7 @@ loader.py    vLLM's module, built on views of that buffer or on storage of its o
 local.py     strategies `shared` and `local`: addresses, and copies within a rank
 gather.py    strategy `gather`: all-gathers of ZeRO-3's shards
 broadcast.py strategy `broadcast`: to rollout engines of another group, through joint.py
-placing.py, buckets.py, checksum.py   what they share: copies, pipelines, proofs
+copies.py, buckets.py, checksum.py   what they share: copies, pipelines, proofs
 strategy.py  from a strategy's name to its parts
 
 Every strategy is a callable made once that moves the weights, proves them, waits for the device only at its end, and

@@ -19,12 +19,12 @@ from torch import nn
 
 from engines.weights.buckets import in_buckets, numels_of, one_ahead
 from engines.weights.checksum import word_sum
+from engines.weights.copies import Copies, Differences, refuse, wrong_names
 from engines.weights.gather import Gathering, Shards, staging
 from engines.weights.joint import Joint
 from engines.weights.layout import fused_view
 from engines.weights.loader import Binding
 from engines.weights.lora import adapted_layers
-from engines.weights.placing import Differences, Placement, refuse, wrong_names
 from engines.weights.slices import shapes_of
 
 
@@ -130,7 +130,7 @@ class Receiver:
         self, model: Any, binding: Binding, lm: nn.Module, storage: Mapping[str, torch.Tensor], joint: Joint
     ) -> None:
         self._joint, self._storage, self._shapes = joint, storage, shapes_of(lm)
-        self._placement, self._numels = Placement(model, binding, self._shapes), numels_of(self._shapes)
+        self._copies, self._numels = Copies(model, binding, self._shapes), numels_of(self._shapes)
         first = next(model.parameters())
         self._empty = torch.empty(0, dtype=first.dtype, device=first.device)
         self._buckets = in_buckets(self._numels, first.dtype.itemsize)
@@ -143,13 +143,13 @@ class Receiver:
         Raises:
             RuntimeError: they are not the actor's, here or on another rank.
         """
-        refuse(self._placement.moved())
+        refuse(self._copies.moved())
         sums, found = [], []
         for work, bucket, wholes in one_ahead(self._arrivals()):
             work.wait()
             sums.append(word_sum(bucket))
-            found.append(self._placement.place(wholes))
-        self._placement.check_complete(found)
+            found.append(self._copies.copy(wholes))
+        self._copies.check_complete(found)
         received = torch.stack(sums)
         sent = torch.empty_like(received)
         self._joint.broadcast(sent).wait()
@@ -165,7 +165,7 @@ class Receiver:
                 flat = staging(self._empty, {name: self._numels[name] for name in names})
             bucket = fused_view(list(flat.values()))
             assert bucket is not None
-            wholes = {name: flat[name].view(self._shapes[name]) for name in names if name in self._placement.parts}
+            wholes = {name: flat[name].view(self._shapes[name]) for name in names if name in self._copies.parts}
             yield self._joint.broadcast(bucket), bucket, wholes
 
 

@@ -20,8 +20,8 @@ from torch import nn
 
 from engines.weights.buckets import in_buckets, numels_of, one_ahead
 from engines.weights.checksum import range_sums, word_sum
+from engines.weights.copies import Copies, Differences, refuse, wrong_names
 from engines.weights.loader import Binding
-from engines.weights.placing import Differences, Placement, refuse, wrong_names
 from engines.weights.slices import shapes_of
 
 _ALIGNED = 8  # elements: every parameter of a bucket then begins at a whole word
@@ -111,9 +111,9 @@ class GatherReshard:
 
     def __init__(self, model: Any, binding: Binding, lm: nn.Module) -> None:
         self._shapes = shapes_of(lm)
-        self._placement, self._shards = Placement(model, binding, self._shapes), Shards(lm)
+        self._copies, self._shards = Copies(model, binding, self._shapes), Shards(lm)
         self._numels = numels_of(self._shapes)
-        self._direct = {name: view for name in self._numels if (view := self._placement.whole_view(name)) is not None}
+        self._direct = {name: view for name in self._numels if (view := self._copies.whole_view(name)) is not None}
         dtype = next(lm.parameters()).dtype
         self._bytes = sum(self._numels.values()) * dtype.itemsize
         self._buckets = in_buckets(self._numels, dtype.itemsize)
@@ -126,14 +126,14 @@ class GatherReshard:
         Raises:
             RuntimeError: a parameter is not the actor's afterwards.
         """
-        refuse(self._placement.moved())
-        placed = []
+        refuse(self._copies.moved())
+        found = []
         for gathering in one_ahead(self._gatherings()):
             gathering.finish()
             self._shards.look_at(gathering)
-            placed.append(self._placement.place(self._staged(gathering)))
-        self._placement.check_complete(placed, elsewhere=len(self._direct))
-        refuse(wrong_names([*placed, self._shards.differences()]))
+            found.append(self._copies.copy(self._staged(gathering)))
+        self._copies.check_complete(found, elsewhere=len(self._direct))
+        refuse(wrong_names([*found, self._shards.differences()]))
         return self._bytes
 
     def _gatherings(self) -> Iterator[Gathering]:

@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from engines.weights.copies import Copies, refuse, wrong_names
 from engines.weights.loader import Binding
 from engines.weights.lora import adapted_layers
-from engines.weights.placing import Placement, refuse, wrong_names
 from engines.weights.slices import shapes_of
 
 
@@ -28,14 +28,14 @@ class LocalReshard:
     """
 
     def __init__(self, model: Any, binding: Binding, lm: nn.Module) -> None:
-        self._placement = Placement(model, binding, shapes_of(lm))
+        self._copies = Copies(model, binding, shapes_of(lm))
         self._ours, theirs = dict(lm.named_parameters()), dict(model.named_parameters())
         self._addresses = {name: parameter.data_ptr() for name, parameter in self._ours.items()}
         self._users: dict[str, list[str]] = {}
         for item in (*binding.shared, *binding.copied):
             for piece in item.slices:
                 self._users.setdefault(piece.part, []).append(item.name)
-        needed, adapted = self._placement.parts, adapted_layers(lm)
+        needed, adapted = self._copies.parts, adapted_layers(lm)
         self._adapted = {name: layer for name, layer in adapted.items() if name in needed}
         wholes = {name for name in needed if name not in adapted}
         self._wholes = {name: parameter.data for name, parameter in self._ours.items() if name in wholes}
@@ -52,11 +52,11 @@ class LocalReshard:
             RuntimeError: a parameter is not the actor's afterwards.
         """
         refuse(self.moved())
-        placed = [self._placement.place(self._wholes)]
-        placed += (self._placement.place({name: layer.merged()}) for name, layer in self._adapted.items())
-        self._placement.check_complete(placed)
-        refuse(wrong_names(placed))
-        return sum(part.bytes for part in placed)
+        found = [self._copies.copy(self._wholes)]
+        found += (self._copies.copy({name: layer.merged()}) for name, layer in self._adapted.items())
+        self._copies.check_complete(found)
+        refuse(wrong_names(found))
+        return sum(part.bytes for part in found)
 
     def moved(self) -> list[str]:
         """Return vLLM's parameters that lie elsewhere, or whose source in the trainer does, than when they were bound.
@@ -64,4 +64,4 @@ class LocalReshard:
         Any part of a fused matrix may have moved alone.
         """
         gone = [name for name, address in self._addresses.items() if self._ours[name].data_ptr() != address]
-        return self._placement.moved() + [user for name in gone for user in self._users.get(name, (name,))]
+        return self._copies.moved() + [user for name in gone for user in self._users.get(name, (name,))]

@@ -9,7 +9,7 @@ from configs.schema import TrainConfig
 from configs.sections.run import Role
 from configs.sections.trainer import SftConfig, TrainerConfig
 from configs.tree.schedule import largest
-from engines.groups.machine import free_gpu_bytes, free_host_bytes, has_gated_products, visible_gpus
+from engines.groups.machine import free_gpu_bytes, free_host_bytes, has_gated_mlp, visible_gpus
 from engines.groups.placement import place
 from engines.sizing.memory import (
     GIB,
@@ -137,7 +137,7 @@ def estimate_groups(config: TrainConfig, phase: str | None = None, scores: bool 
         free = min(free_host_bytes() // cpu_ranks if gpu is None else free_gpu_bytes(gpus[gpu]) for gpu in devices)
         device = "cpu" if devices[0] is None else "cuda"
         shapes = {role: shape_of(config, role) for role in config.roles if role in spec.roles}
-        gated = device == "cuda" and all(has_gated_products(gpus[gpu]) for gpu in devices if gpu is not None)
+        gated = device == "cuda" and all(has_gated_mlp(gpus[gpu]) for gpu in devices if gpu is not None)
         rank = Rank(shapes, len(devices), device, weight_width(config, device), scores, gated)
         recomputed = choose_recomputed(config, rank, free)
         decided = decide_sleep(config, rank, recomputed, free)

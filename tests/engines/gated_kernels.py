@@ -48,7 +48,7 @@ KERNELS: dict[str, Callable[..., Any]] = {
 
 
 @contextmanager
-def plain_gated_products() -> Iterator[list[str]]:
+def plain_gated_mlp() -> Iterator[list[str]]:
     """The operators on a CPU; yields what was called."""
     calls: list[str] = []
 

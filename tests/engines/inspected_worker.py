@@ -40,11 +40,11 @@ from engines.rollout.engine import Demand, Generator, Served
 from engines.training import collective_times as communication
 from engines.training.updates import mini_batch_rows
 from engines.weights import buckets
+from engines.weights.copies import wrong_names
 from engines.weights.gather import Shards
 from engines.weights.layout import fused_view
 from engines.weights.local import LocalReshard
 from engines.weights.lora import adapted_layers
-from engines.weights.placing import wrong_names
 from penstock.base.errors import UserError
 from penstock.base.ragged import Ragged
 from tests.engines import between_steps, scheduling

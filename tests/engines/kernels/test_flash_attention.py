@@ -18,8 +18,7 @@ from torch._dynamo.utils import counters
 
 from engines.batches.packing import pack
 from engines.groups.machine import HOPPER
-from engines.kernels import flash_attention
-from engines.kernels import gated_mlp as gated_products
+from engines.kernels import flash_attention, gated_mlp
 from engines.kernels.attention_kernel import kernel_figures
 from engines.kernels.flash_attention import flash_attention as attend
 from engines.models.loading import load_causal_lm
@@ -190,7 +189,7 @@ def test_another_gpu_and_another_vllm_have_no_such_kernels(monkeypatch: pytest.M
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda capability=capability: capability)
         monkeypatch.setattr(flash_attention, "_kernels", kernels)
         monkeypatch.setattr(flash_attention, "obstacle", past_the_cache)
-        monkeypatch.setattr(gated_products, "obstacle", lambda: None)
+        monkeypatch.setattr(gated_mlp, "obstacle", lambda: None)
         assert (flash_attention.usable(), *kernel_figures("cuda").values()) == expected
     assert "FlashAttention" not in kernel_figures("cpu")["attention"]
 

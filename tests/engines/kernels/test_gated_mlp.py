@@ -17,12 +17,12 @@ from torch._dynamo.utils import counters
 
 from engines.batches.packing import pack
 from engines.groups.machine import HOPPER
-from engines.kernels import gated_mlp as gated_products
+from engines.kernels import gated_mlp
 from engines.kernels.gated_mlp import GatedMlp, gate_in_products
 from engines.kernels.weight_gradients import sum_in_products
 from engines.models.loading import load_causal_lm
 from engines.models.models import PackedPolicy, compile_blocks
-from tests.engines.gated_kernels import KERNELS, gradients, plain_gated_products, product
+from tests.engines.gated_kernels import KERNELS, gradients, plain_gated_mlp, product
 from tests.engines.rows import random_rows
 from tests.engines.shared_ranks import Shape
 from tests.engines.sums import sums_of
@@ -36,7 +36,7 @@ TOKENS, HIDDEN, INNER = 5, 8, 16
 
 @pytest.fixture
 def plain_kernels() -> Iterator[list[str]]:
-    with plain_gated_products() as calls:
+    with plain_gated_mlp() as calls:
         yield calls
 
 
@@ -155,8 +155,8 @@ def test_other_gpus_and_an_older_quack_have_no_such_products(monkeypatch: pytest
     def new(a: Any, b: Any, concat_layout: Any) -> None: ...
     def old(a: Any, b: Any) -> None: ...
 
-    past_the_cache = gated_products.obstacle.__wrapped__
-    monkeypatch.setattr(gated_products, "obstacle", past_the_cache)
+    past_the_cache = gated_mlp.obstacle.__wrapped__
+    monkeypatch.setattr(gated_mlp, "obstacle", past_the_cache)
     for capability, found, expected in (
         (HOPPER, kernels(new), True),
         (HOPPER, kernels(old), False),
@@ -164,8 +164,8 @@ def test_other_gpus_and_an_older_quack_have_no_such_products(monkeypatch: pytest
         ((10, 0), kernels(new), False),
     ):
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda capability=capability: capability)
-        monkeypatch.setattr(gated_products, "_kernels", found)
-        assert gated_products.usable() is expected
+        monkeypatch.setattr(gated_mlp, "_kernels", found)
+        assert gated_mlp.usable() is expected
 
 
 @pytest.mark.skipif(
@@ -174,7 +174,7 @@ def test_other_gpus_and_an_older_quack_have_no_such_products(monkeypatch: pytest
 @pytest.mark.parametrize("tokens", [1, 1000])
 def test_the_kernels_compute_the_products(tokens: int) -> None:
     """Any number of tokens, up to rounding. Control: with gate and up changed over they do not."""
-    assert gated_products.usable()
+    assert gated_mlp.usable()
     for name, arguments in _arguments("cuda", tokens, 64, 192).items():
         (wanted, got), copies = ([], []), [[tensor.clone() for tensor in arguments] for _ in range(2)]
         for results, function, own in (

@@ -23,7 +23,7 @@ from engines.models.models import PackedPolicy, compile_blocks
 from engines.sizing import memory
 from engines.sizing.activations import Computation, MicroBatch, kept_bytes, keys_per_token, layer_table, total
 from penstock.base.ragged import Ragged
-from tests.engines.gated_kernels import plain_gated_products
+from tests.engines.gated_kernels import plain_gated_mlp
 from tests.engines.shared_ranks import Shape
 from tests.engines.sums import sums_of
 
@@ -86,7 +86,7 @@ def test_the_table_is_what_compiled_blocks_keep(
     sum_in_products(policy, optimizer)
     if gated:
         gate_in_products(policy)
-    with plain_gated_products():
+    with plain_gated_mlp():
         kept = _kept(policy, _rows(1), sums)
     sizes = read_shape(folder)
 

@@ -287,7 +287,7 @@ def test_activations_grow_with_the_micro_batch_and_shrink_with_recomputation() -
 def test_the_estimate_is_within_a_tenth_of_the_peak_that_was_measured(
     name: str, size: str, roles: tuple[Role, ...], ranks: int, gated: bool, tmp_path: Path
 ) -> None:
-    """On H200s, activations and logits kept and recomputed, MLPs of joint products and, in older files, without.
+    """On H200s, activations and logits kept and recomputed, their gated MLP in one product and, in older files, not.
 
     Control: activations the other way round are far off.
     """
@@ -297,7 +297,7 @@ def test_the_estimate_is_within_a_tenth_of_the_peak_that_was_measured(
         sections["rollout"] = {**sections["rollout"], "sleep": not measured.settings.get("kv_cache_stays", False)}
     config = TrainConfig.model_validate({**sections, "data": {"max_prompt_tokens": 256}})
     shapes = dict.fromkeys(roles, _random_model_shape(size, tmp_path))
-    rank = Rank(shapes, ranks, "cuda", 2, gated_products=gated)
+    rank = Rank(shapes, ranks, "cuda", 2, gated_mlp=gated)
     older = "activations, logits" if config.actor.gradient_checkpointing else "logits"  # such files do not say
     again = measured.settings.get("recomputed", {}).get("actor", older)
     recomputed = Recomputed("activations" in again, "logits" in again)
@@ -326,7 +326,7 @@ def test_micro_batches_count_as_full_also_where_lengths_leave_them_less_so(tmp_p
     lengths, samples = lognormal_lengths(512, 256, 600, 4096), measured.settings["rollout"]["samples"]
     assert lengths.describe().items() <= measured.settings.items()
     sections = _sections(measured)
-    rank = Rank({"actor": _random_model_shape("1.5", tmp_path)}, 1, "cuda", 2, gated_products=True)
+    rank = Rank({"actor": _random_model_shape("1.5", tmp_path)}, 1, "cuda", 2, gated_mlp=True)
     assert measured.settings["recomputed"] == {"actor": "nothing"}
 
     def estimated(tokens: int) -> float:

@@ -7,10 +7,10 @@ import torch
 from torch import nn
 
 from engines.families.table import USUAL
+from engines.weights.copies import Copies
 from engines.weights.layout import flatten_in_place, ordered_parameters
 from engines.weights.loader import Binding, bind, held, without_storage
 from engines.weights.local import LocalReshard
-from engines.weights.placing import Placement
 from engines.weights.slices import shapes_of
 from penstock.base.errors import UserError
 from tests.engines.weights.modules import Attention, FusedAttention
@@ -60,12 +60,12 @@ def test_a_parameter_without_a_counterpart_is_refused_on_either_side() -> None:
 def test_a_reshard_that_leaves_a_slice_out_is_refused() -> None:
     """What was not compared is not verified. Control: the whole list of slices."""
     ours, theirs, binding = _bound(share=False)
-    placement = Placement(theirs, binding, shapes_of(ours))
+    copies = Copies(theirs, binding, shapes_of(ours))
     wholes = {name: parameter.data for name, parameter in ours.named_parameters()}
-    placement.check_complete([placement.place(wholes)])
+    copies.check_complete([copies.copy(wholes)])
     wholes.pop("k_proj.weight")
     with pytest.raises(RuntimeError, match="compared 6 of 7 slices"):
-        placement.check_complete([placement.place(wholes)])
+        copies.check_complete([copies.copy(wholes)])
 
 
 def test_tensors_that_are_made_of_parameters_are_seen() -> None:

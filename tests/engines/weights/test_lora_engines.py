@@ -107,7 +107,7 @@ def test_merged_weights_reach_the_rollout_engine_and_the_base_never_changes(
     after = ranks.parameters()
     assert {name for name in before if not torch.equal(after[name], before[name])} == set(_adapters(before))
     arguments = {"version": 3}
-    look = "engines.weights.placing.differs"
+    look = "engines.weights.copies.differs"
     errors = [reply["error"] for reply in ranks.ask("spoiled_refusal", arguments=arguments, look=look, rank=count - 1)]
     assert errors[:-1] == [""] * (count - 1)
     assert "1 rollout parameters are not the actor's: model.layers.0.self_attn.qkv_proj.weight" in errors[-1]

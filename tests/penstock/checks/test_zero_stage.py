@@ -37,7 +37,7 @@ def test_on_gpus_auto_is_bfloat16(monkeypatch: pytest.MonkeyPatch) -> None:
     """The dtype that nobody asked for counts as one that was."""
     monkeypatch.setattr(memory, "visible_gpus", lambda: [0])
     monkeypatch.setattr(memory, "free_gpu_bytes", lambda gpu: 64 * GIB)
-    monkeypatch.setattr(memory, "has_gated_products", lambda gpu: False)
+    monkeypatch.setattr(memory, "has_gated_mlp", lambda gpu: False)
     memory.check_memory(_config("auto"))
     with pytest.raises(UserError, match=r"actor\.zero_stage=0"):
         memory.check_memory(_config("auto", actor={"zero_stage": 0}))

@@ -1,4 +1,4 @@
-"""Tokens drawn with one random number per row: each is the one that the softmax's running sum has at that number."""
+"""Tokens sampled with one random number per row: each is the one that the softmax's running sum has at that number."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ Found = Mapping[str, np.ndarray]
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> Found:
     """What a process with kernels, or with Triton's interpreter, drew."""
-    out = tmp_path_factory.mktemp("drawn") / "drawn.npz"
+    out = tmp_path_factory.mktemp("sampled") / "sampled.npz"
     root = Path(__file__).parents[3]
-    command = [sys.executable, "-m", "tests.engines.drawn_tokens", str(out)]
+    command = [sys.executable, "-m", "tests.engines.sampled_tokens", str(out)]
     interpreted = {} if torch.cuda.is_available() else {"TRITON_INTERPRET": "1"}
     environment = os.environ | interpreted
     ended = subprocess.run(command, cwd=root, env=environment, capture_output=True, text=True, check=False)
@@ -35,28 +35,28 @@ def _by_the_running_sum(logits_BV: np.ndarray, uniforms_B: np.ndarray) -> np.nda
     return (reached_BV <= (uniforms_B * reached_BV[:, -1])[:, None]).sum(axis=1)
 
 
-def test_a_token_is_drawn_where_the_running_sum_passes_the_random_number(found: Found) -> None:
+def test_a_token_is_sampled_where_the_running_sum_passes_the_random_number(found: Found) -> None:
     """So its probability is its softmax; with other numbers (the control) most rows get other tokens."""
-    drawn_B = (found["temperatures"] > 0) & ~found["nobody"]
+    sampled_B = (found["temperatures"] > 0) & ~found["nobody"]
     expected = _by_the_running_sum(found["logits"], found["uniforms"])
-    np.testing.assert_array_equal(found["tokens"][drawn_B], expected[drawn_B])
+    np.testing.assert_array_equal(found["tokens"][sampled_B], expected[sampled_B])
     others = _by_the_running_sum(found["logits"], found["uniforms"][::-1])
-    assert (others != expected)[drawn_B].mean() > 0.5
+    assert (others != expected)[sampled_B].mean() > 0.5
     assert found["tokens"][5] == 70
 
 
 def test_without_temperature_the_likeliest_token_is_taken(found: Found) -> None:
-    """Greedy and drawn requests may share a step; a row that belongs to no request is taken likewise."""
+    """Greedy and sampled requests may share a step; a row that belongs to no request is taken likewise."""
     greedy_B = (found["temperatures"] == 0) | found["nobody"]
     assert greedy_B.sum() > 10
     np.testing.assert_array_equal(found["tokens"][greedy_B], found["logits"].argmax(axis=1)[greedy_B])
 
 
-def test_a_row_is_drawn_alike_whatever_else_is_in_the_step(found: Found) -> None:
-    """By its request's seed and the token's position: at the next position it is drawn anew."""
+def test_a_row_is_sampled_alike_whatever_else_is_in_the_step(found: Found) -> None:
+    """By its request's seed and the token's position: at the next position it is sampled anew."""
     np.testing.assert_array_equal(found["alone"], found["tokens"][found["some"]])
-    drawn_B = found["temperatures"] > 0
-    assert (found["later"] != found["tokens"])[drawn_B].mean() > 0.5
+    sampled_B = found["temperatures"] > 0
+    assert (found["later"] != found["tokens"])[sampled_B].mean() > 0.5
 
 
 def test_random_numbers_are_spread_over_the_whole_range(found: Found) -> None:
@@ -76,11 +76,11 @@ def test_vllm_has_the_function_that_is_replaced(monkeypatch: pytest.MonkeyPatch)
 
     own = sampler.gumbel_sample
     monkeypatch.setattr(sampler, "gumbel_sample", own)
-    assert versions.draw_tokens_in_one_pass()
+    assert versions.sample_tokens_in_one_pass()
     assert sampler.gumbel_sample is not own
 
     def other(logits: object, seeds: object) -> None: ...
 
     monkeypatch.setattr(sampler, "gumbel_sample", other)
-    assert not versions.draw_tokens_in_one_pass()
+    assert not versions.sample_tokens_in_one_pass()
     assert sampler.gumbel_sample is other

@@ -26,7 +26,7 @@ class Target:
     view: torch.Tensor
 
 
-class Placement:
+class Copies:
     """Where the slices of each Hugging Face parameter go in this rank's vLLM parameters.
 
     Args:
@@ -43,7 +43,7 @@ class Placement:
             for piece in item.slices:
                 target = Target(item.name, piece, piece.within(self._parameters[item.name].data))
                 self.targets.setdefault(piece.part, []).append(target)
-        self._copies = sum(len(targets) for targets in self.targets.values())
+        self._count = sum(len(targets) for targets in self.targets.values())
 
     @property
     def parts(self) -> set[str]:
@@ -63,27 +63,27 @@ class Placement:
         """Return vLLM's parameters that no longer lie where they were bound: CUDA graphs read the old address."""
         return [name for name, address in self._addresses.items() if self._parameters[name].data_ptr() != address]
 
-    def place(self, wholes: Mapping[str, torch.Tensor]) -> Differences:
+    def copy(self, wholes: Mapping[str, torch.Tensor]) -> Differences:
         """Copy every slice of these parameters, without waiting for the device; return what to look at later."""
-        placed = [(target, wholes[part]) for part in wholes for target in self.targets.get(part, ())]
-        views, sources = [target.view for target, _ in placed], [target.piece.of(whole) for target, whole in placed]
+        copied = [(target, wholes[part]) for part in wholes for target in self.targets.get(part, ())]
+        views, sources = [target.view for target, _ in copied], [target.piece.of(whole) for target, whole in copied]
         if views:
             torch._foreach_copy_(views, sources)
         return Differences(
-            names=[target.name for target, _ in placed],
+            names=[target.name for target, _ in copied],
             flags=[differs(view, source) for view, source in zip(views, sources, strict=True)],
             bytes=sum(tensor.numel() * tensor.element_size() for tensor in views),
         )
 
-    def check_complete(self, placed: Iterable[Differences], elsewhere: int = 0) -> None:
+    def check_complete(self, found: Iterable[Differences], elsewhere: int = 0) -> None:
         """Raise unless every slice was compared: here, or where `elsewhere` of them were proven.
 
         Raises:
             RuntimeError: one was not.
         """
-        compared = sum(len(part.names) for part in placed) + elsewhere
-        if compared != self._copies:
-            raise RuntimeError(f"the reshard compared {compared} of {self._copies} slices of the rollout engine")
+        compared = sum(len(part.names) for part in found) + elsewhere
+        if compared != self._count:
+            raise RuntimeError(f"the reshard compared {compared} of {self._count} slices of the rollout engine")
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,6 @@
-"""Draws tokens with `engines.kernels.draw_token` and writes what it drew; on a CPU by Triton's interpreter.
+"""Samples tokens with `engines.kernels.sample_token` and writes them; on a CPU by Triton's interpreter.
 
-    TRITON_INTERPRET=1 python -m tests.engines.drawn_tokens OUT.npz
+    TRITON_INTERPRET=1 python -m tests.engines.sampled_tokens OUT.npz
 
 A process of its own, because the interpreter is chosen before Triton is imported.
 """
@@ -14,16 +14,16 @@ import torch
 import triton
 from triton import language as tl
 
-from engines.kernels import draw_token as token_draw
+from engines.kernels import sample_token
 
-token_draw.BLOCK = 64  # so that a small vocabulary has several
+sample_token.BLOCK = 64  # so that a small vocabulary has several
 ROWS, VOCABULARY = 60, 3 * 64 + 9
 
 
 @triton.jit
 def _uniforms(seeds, positions, out):  # type: ignore[no-untyped-def]
     row = tl.program_id(0)
-    tl.store(out + row, token_draw._uniform(tl.load(seeds + row), tl.load(positions + row)))
+    tl.store(out + row, sample_token._uniform(tl.load(seeds + row), tl.load(positions + row)))
 
 
 def main(out: str) -> None:
@@ -44,10 +44,10 @@ def main(out: str) -> None:
     requests = order.to(device, torch.int32)
     requests[17] = -1  # a row that belongs to no request
 
-    tokens = token_draw.draw(logits, requests, temperatures, seeds, positions)
+    tokens = sample_token.sample(logits, requests, temperatures, seeds, positions)
     some = torch.tensor([44, 3, 20], device=device)
-    alone = token_draw.draw(logits[some], requests[some], temperatures, seeds, positions[some])
-    later = token_draw.draw(logits, requests, temperatures, seeds, positions + 1)
+    alone = sample_token.sample(logits[some], requests[some], temperatures, seeds, positions[some])
+    later = sample_token.sample(logits, requests, temperatures, seeds, positions + 1)
     uniforms = torch.empty(ROWS, dtype=torch.float64, device=device)
     _uniforms[(ROWS,)](seeds[order.to(device)], positions, uniforms)
     found = {"tokens": tokens, "alone": alone, "later": later, "uniforms": uniforms, "some": some}

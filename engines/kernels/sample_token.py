@@ -1,11 +1,11 @@
-"""Draws a token from each row of logits on a GPU, reading them once.
+"""Samples a token from each row of logits on a GPU, reading them once.
 
 vLLM's kernel adds noise to every logit and takes the largest: a random number for each of 150,000 entries. Here one
 number per row picks the token, by the running sum of the probabilities, in two kernels: sums of blocks, then the block
 in which the number falls and the place in it. The distribution is the same, softmax of the logits. Weights are float32,
 as softmax's are; they are added up, and compared with the number, in double precision.
 
-What is drawn depends on a request's seed, on the token's position and on its logits alone, as vLLM's does: on no other
+The token depends on a request's seed, on its position and on its logits alone, as vLLM's does: on no other
 row, nor on how many there are.
 
 Suffixes: `_B` rows, `_V` vocabulary, `_R` requests, `_K` blocks of a row.
@@ -22,14 +22,14 @@ from triton import language as tl
 BLOCK = 2048  # logits
 
 
-def draw(
+def sample(
     logits_BV: torch.Tensor,
     requests_B: torch.Tensor,
     temperatures_R: torch.Tensor,
     seeds_R: torch.Tensor,
     positions_B: torch.Tensor,
 ) -> torch.Tensor:
-    """Return a token per row, int64: drawn from softmax(logits), the likeliest where the temperature is 0.
+    """Return a token per row, int64: sampled from softmax(logits), the likeliest where the temperature is 0.
 
     Args:
         logits_BV: any floating type, rows contiguous; divided by the temperature already.
@@ -113,10 +113,10 @@ def _pick(  # type: ignore[no-untyped-def]
     at = block * BLOCK + places
     found = tl.load(logits + row * stride + at, mask=at < vocabulary, other=float("-inf")).to(tl.float32)
     inside = tl.where(found == float("-inf"), 0.0, tl.exp(found - base))
-    drawn = tl.sum((tl.cumsum(inside.to(tl.float64), axis=0) <= rest).to(tl.int32), axis=0)
+    sampled = tl.sum((tl.cumsum(inside.to(tl.float64), axis=0) <= rest).to(tl.int32), axis=0)
     last = tl.max(tl.where(inside > 0.0, places, 0), axis=0)  # rounding may leave a rest behind the last one
     greedy = tl.argmax(found, axis=0)
-    tl.store(tokens_B + row, block * BLOCK + tl.where(temperature == 0.0, greedy, tl.minimum(drawn, last)))
+    tl.store(tokens_B + row, block * BLOCK + tl.where(temperature == 0.0, greedy, tl.minimum(sampled, last)))
 
 
 @triton.jit
