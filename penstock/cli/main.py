@@ -472,7 +472,7 @@ def export(
         raise UserError(f"{run} has no model to export: it ended early", ANEW)
     done = export_run(folder, to, max_shard_size)
     proof = done.proof
-    known = f"model {done.model}" if done.model else "the model is not there, its store does not hold the run"
+    known = f"model {done.model}" if done.model else "not registered: its store keeps no models or lacks the run"
     lines = [
         f"model: {done.folder}",
         f"weights: from {done.source}, {proof.dtype}, all {proof.tensors} tensors equal",

@@ -30,7 +30,7 @@ def sync(folder: Path) -> str:
         if not tracker.find(tracked.run):
             raise UserError(
                 f"{where} does not hold the run {tracked.run} that {folder} was recorded in",
-                "name the tracker's store as it was in the training",
+                "name its store as it was in the training: docs/operations.md, Trackers, says how",
             )
         delivery = Delivery(tracker)
         delivery.everything(run)
