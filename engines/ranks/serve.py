@@ -20,7 +20,8 @@ from typing import Any
 from engines.ranks.handlers import HANDLERS, Later
 from engines.ranks.models import RankModels
 from engines.rollout import vllm as versions
-from engines.rollout.decode_loop import DecodeLoop, Generation
+from engines.rollout.decode_loop import Generation
+from engines.rollout.engine import Generator
 
 AGREE_EVERY = 8  # steps: an agreement takes about 0.1 ms
 Finish = Callable[[Any], dict[str, Any]]  # makes a command's result of its reply
@@ -41,7 +42,7 @@ class Serving:
 
     def step(self) -> None:
         """Run a step of vLLM; the results of commands whose generations end with it are made."""
-        loop = self._loop()
+        loop = self._generator.loop
         loop.step()
         for generation in loop.take():
             self._pending.pop(generation).end()
@@ -49,7 +50,7 @@ class Serving:
     def admitted(self, commands: Sequence[str]) -> int:
         """Return how many of the commands that wait, in order, begin before the next step; asked before each."""
         here = len(list(takewhile(self._may_begin, commands)))
-        if not self._spread():
+        if self._generator.place.ranks_per_engine == 1:
             return here
         self._asked += 1
         return 0 if self._asked % AGREE_EVERY else versions.least_of_ranks(here)
@@ -57,13 +58,10 @@ class Serving:
     def _may_begin(self, command: str) -> bool:
         return command in HANDLERS and HANDLERS[command].during_generation(self._models)
 
-    def _loop(self) -> DecodeLoop:
+    @property
+    def _generator(self) -> Generator:
         assert self._models.generator is not None
-        return self._models.generator.loop
-
-    def _spread(self) -> bool:
-        assert self._models.generator is not None
-        return self._models.generator.place.ranks_per_engine > 1
+        return self._models.generator
 
 
 class PendingReply:

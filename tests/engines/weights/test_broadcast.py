@@ -10,6 +10,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from threading import Event
 from typing import Any
 
 import numpy as np
@@ -40,12 +41,12 @@ class Apart:
             calls = [pool.submit(ranks.ask, command, **arguments) for ranks in (self.actor, self.rollout)]
             return [reply for call in calls for reply in call.result()]
 
-    def build(self, stage: int, tensor_parallel: int, **actor: Any) -> None:
+    def build(self, stage: int, tensor_parallel: int, rollout: dict[str, Any] = SMALL["rollout"], **actor: Any) -> None:
         """Build both groups, connect them and bring the first weights."""
         sections: dict[str, Any] = {
             "groups": {"train": {"roles": ["actor"]}, "generate": {"roles": ["rollout"]}},
             "actor": {"zero_stage": stage, **actor},
-            "rollout": {**SMALL["rollout"], "tensor_parallel": tensor_parallel},
+            "rollout": {**rollout, "tensor_parallel": tensor_parallel},
         }
         self.actor.build(self.model, ("actor",), **sections)
         self.rollout.build(self.model, ("rollout",), **sections)
@@ -123,6 +124,42 @@ def test_weights_reach_the_other_group(
     assert errors[1:trainers] == [""] * (trainers - 1)
     assert all("not the actor's" in error or "on other ranks" in error for error in errors[trainers:])
     assert "1 rollout parameters are not the actor's" in errors[-1]
+
+
+@pytest.mark.parametrize("tensor_parallel", [1, 2])
+def test_weights_reach_a_generation_that_is_under_way(
+    tensor_parallel: int, one_rank: Ranks, two_ranks: Ranks, folder_of: FolderOf, tmp_path: Path
+) -> None:
+    """Responses that one version began are ended by the next, and vLLM's log-probs of their last tokens are that one's.
+
+    Controls: their first tokens' are not, and neither are the last ones' of responses that had ended before.
+    """
+    apart = Apart(one_rank, two_ranks, folder_of(Shape("qwen3", tied=False)), tmp_path)
+    rollout = {"prompts": 4, "samples": 16, "max_response_tokens": 400}
+    apart.build(2, tensor_parallel, rollout=rollout)
+    apart.both("reshard", version=0)
+    apart.step(0)
+    asked, under_way = _request(apart), Event()
+    asked["sampling"] |= {"samples": 16, "temperature": 1.0, "max_tokens": 400, "logprobs": True}
+    with ThreadPoolExecutor(1) as pool:
+        each = [asked] * apart.rollout.count
+        generating = pool.submit(apart.rollout.ask_each, "generate", each, lambda news: under_way.set())
+        assert under_way.wait(60)
+        apart.both("reshard", version=1)
+        assert not generating.done()
+        replies = [reply for reply in generating.result() if reply is not None]
+    for reply in replies:
+        assert (reply.first_version_B == 0).all() and set(reply.last_version_B.tolist()) == {0, 1}
+        responses = reply.responses
+        mask = Ragged(np.ones(len(responses.values_T), np.uint8), responses.offsets_B1)
+        rows = Rows(PROMPTS.take(np.repeat(reply.positions_P, 16)), responses, mask, {})
+        path = write_rows(tmp_path / "drawn.parquet", rows)
+        ours_T = gathered(rows, apart.actor.ask("logprobs", path=path, role="actor", temperature=1.0, budget=10_000))
+        gaps = Ragged(np.abs(reply.logprobs_T - ours_T), responses.offsets_B1)
+        later, earlier = (np.flatnonzero(reply.last_version_B == version) for version in (1, 0))
+        assert max(gaps.row(row)[-1] for row in later) < 1e-4
+        assert np.mean([gaps.row(row)[0] for row in later]) > STALE
+        assert np.mean([gaps.row(row)[-1] for row in earlier]) > STALE
 
 
 @pytest.mark.parametrize("tensor_parallel", [1, 2])
