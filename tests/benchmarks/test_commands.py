@@ -12,7 +12,6 @@ from types import SimpleNamespace
 import numpy as np
 import pandas as pd
 import pytest
-from rich.console import Console
 
 from benchmarks.accuracy.algorithms_page import TABLES, marks
 from benchmarks.nccl import COLLECTIVES
@@ -24,7 +23,7 @@ from configs.sections.model import TinyModel
 from engines.models.tiny import make_tiny_model
 from penstock.base.errors import UserError
 from penstock.cli import main as cli
-from penstock.cli.bench import _finish
+from penstock.cli.commands.bench import _finish
 from penstock.data.tokenizer import make_byte_tokenizer
 
 pytestmark = pytest.mark.slow
@@ -48,7 +47,6 @@ def bench(
         out = tmp_path / "result.json"
         monkeypatch.setattr(sys, "argv", ["penstock", "bench", *arguments, "--out", str(out)])
         monkeypatch.setattr(sys, "path", [*sys.path])
-        monkeypatch.setattr(cli, "console", Console(width=160))
         monkeypatch.setattr(cli, "_quiet_libraries", lambda: None)  # it sets variables of the whole process
         cli.main()
         return read_result(out), capsys.readouterr().out

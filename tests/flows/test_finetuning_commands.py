@@ -7,7 +7,6 @@ import sys
 from pathlib import Path
 
 import pytest
-from rich.console import Console
 
 from penstock.cli import main as cli
 from penstock.cli.prefect import server
@@ -42,7 +41,6 @@ def test_a_command_ends_well_and_names_its_model(
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [*sys.path])
     monkeypatch.setattr(sys, "argv", ["penstock", command, "recipe.yaml", "--run", "run"])
-    monkeypatch.setattr(cli, "console", Console(width=160))
     monkeypatch.setattr(cli, "_quiet_libraries", lambda: None)  # it sets variables of the whole process
     monkeypatch.setattr(server, "start_server", lambda: None)  # the harness has one
     (tmp_path / "pairs.jsonl").write_text(PAIR * 8, encoding="utf-8")

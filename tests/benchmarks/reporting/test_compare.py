@@ -7,7 +7,6 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from rich.console import Console
 
 from benchmarks.reporting.compare import compare, direction, remarks
 from benchmarks.reporting.result import BenchResult, write_result
@@ -31,7 +30,6 @@ def exit_code(
         paths = [str(tmp_path / f"{name}.json") for name in ("old", "new")]
         monkeypatch.setattr(sys, "argv", ["penstock", "bench", "compare", *paths, *options])
         monkeypatch.setattr(sys, "path", [*sys.path])
-        monkeypatch.setattr(cli, "console", Console(width=160))
         monkeypatch.setattr(cli, "_quiet_libraries", lambda: None)
         code: int | str | None = 0
         try:

@@ -17,7 +17,7 @@ from benchmarks.workload.prompts import prompts, with_prompts, write_prompts
 from configs.loading.load import load_config
 from configs.schema import TrainConfig
 from penstock.base.errors import UserError
-from penstock.cli.bench import app as bench
+from penstock.cli.commands.bench import app as bench
 from penstock.state.experience import read_columns
 
 ROOT = Path(__file__).resolve().parents[3]

@@ -13,6 +13,7 @@ from prefect.logging.handlers import PrefectConsoleHandler
 from engines.groups.group import EngineError, RankLost
 from penstock.base.errors import UserError
 from penstock.cli import main as cli
+from penstock.cli import running
 from penstock.cli import terminal as cli_terminal
 from penstock.cli.failures import FAILURE, LINES, MISTAKE, told
 from penstock.cli.prefect import server
@@ -27,7 +28,7 @@ def test_a_killed_rank_is_one_message(tmp_path: Path, monkeypatch: pytest.Monkey
     """Who, why, where its log is and how to go on; not the end of the log, since a killed rank has no last word."""
     monkeypatch.setattr(server, "start_server", lambda: None)
     (tmp_path / "manifest.json").write_text("{}")
-    with pytest.raises(RankLost) as caught, cli._ending_in_words("train", tmp_path):
+    with pytest.raises(RankLost) as caught, running.ending_in_words("train", tmp_path):
         raise RankLost("main", 0, "exited with signal 9 (SIGKILL)", LOG, ROUTINE * 50)
     message, code = told(caught.value, []) or ("", 0)
     assert message.splitlines() == [
@@ -78,7 +79,7 @@ def test_a_failure_in_mid_run_says_how_to_go_on(
     (tmp_path / "manifest.json").write_text("{}")
 
     def in_a_flow(**_: object) -> None:
-        with cli._ending_in_words("train", tmp_path):
+        with running.ending_in_words("train", tmp_path):
             raise error
 
     def before(**_: object) -> None:

@@ -20,14 +20,14 @@ from typing import Any
 import pytest
 import typer
 from prefect.settings import PREFECT_API_URL, temporary_settings
-from rich.console import Console
 
 from configs.loading.load import load_config
 from engines.groups.group import RankLost
 from engines.sizing.memory import GIB
 from penstock.checks import memory
 from penstock.cli import main as cli
-from penstock.cli import terminal
+from penstock.cli import running, terminal
+from penstock.cli.commands import training
 from penstock.cli.prefect import server
 from penstock.state.digests import signed
 from penstock.state.manifest import Manifest, Progress, write_manifest
@@ -57,9 +57,8 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [*sys.path])
-    monkeypatch.setattr(cli, "console", Console(width=160))  # without a terminal its width was fixed at import
     monkeypatch.setattr(cli, "_quiet_libraries", lambda: None)  # it sets variables of the whole process
-    monkeypatch.setattr(cli, "_run_flow", start)
+    monkeypatch.setattr(training, "_run_flow", start)
     monkeypatch.setattr(memory, "visible_gpus", lambda: [])
     monkeypatch.setattr(memory, "free_host_bytes", lambda: 8 * GIB)
     for name, text in (("recipe.yaml", RECIPE), ("train.jsonl", ROW * 3), ("heldout.jsonl", ROW)):
@@ -322,10 +321,10 @@ def test_a_server_is_asked_once_before_a_flow(
 
     def start(config: Any, folder: Path, **arguments: Any) -> None:
         begun(RunFolder(folder), RECIPE)
-        with cli._ending_in_words("train", folder):
+        with running.ending_in_words("train", folder):
             raise Started
 
-    monkeypatch.setattr(cli, "_run_flow", start)
+    monkeypatch.setattr(training, "_run_flow", start)
     for number, arguments in enumerate((["recipe.yaml", "--run", "run"], ["--resume", "run"]), start=1):
         with pytest.raises(Started):
             penstock("train", *arguments)
@@ -362,7 +361,7 @@ def test_resume_continues_with_the_configuration_of_the_run(
     run.path.mkdir()
     begun(run, RECIPE.replace("prompts: 8", "prompts: 12"), iteration=3)
     started: list[Any] = []
-    monkeypatch.setattr(cli, "_run_flow", lambda config, folder, **arguments: started.append((config, arguments)))
+    monkeypatch.setattr(training, "_run_flow", lambda config, folder, **arguments: started.append((config, arguments)))
     assert "prompts: 12" in penstock("train", "--resume", "run", "--dry-run")
     assert started == []
     penstock("train", "--resume", "run")
@@ -386,7 +385,7 @@ def test_a_resume_may_change_how_long_and_how_but_not_what_is_trained(
     assert "has done 3 already" in refusal("train", "--resume", "run", "iterations=2")
     assert "is not section.key=value" in refusal("train", "--resume", "run", "iterations=6", "more")
     started: list[Any] = []
-    monkeypatch.setattr(cli, "_run_flow", lambda config, *_, **arguments: started.append((config, arguments)))
+    monkeypatch.setattr(training, "_run_flow", lambda config, *_, **arguments: started.append((config, arguments)))
     penstock("train", "--resume", "run", "iterations=6", "reward.timeout_s=20")
     ((changed, arguments),) = started
     assert arguments["changes"] == ["iterations=6", "reward.timeout_s=20"]
@@ -419,7 +418,7 @@ def test_ctrl_c_outside_of_a_flow_ends_with_its_code(
     def interrupted(*_: object, **__: object) -> None:
         raise interruption
 
-    monkeypatch.setattr(cli, "_run_flow", interrupted)
+    monkeypatch.setattr(training, "_run_flow", interrupted)
     monkeypatch.setattr(sys, "argv", ["penstock", "train", "recipe.yaml"])
     with pytest.raises(SystemExit) as ended:
         cli.main()
@@ -435,13 +434,13 @@ def test_a_lost_rank_ends_the_command_in_a_message(
     def lose(*_: object, **__: object) -> None:
         raise RankLost("main", 0, "exited with signal 9 (SIGKILL)", here / "main-rank0.log")
 
-    monkeypatch.setattr(cli, "_run_flow", lose)
+    monkeypatch.setattr(training, "_run_flow", lose)
     monkeypatch.setattr(sys, "argv", ["penstock", "train", "recipe.yaml"])
     with pytest.raises(SystemExit) as ended:
         cli.main()
     assert ended.value.code == 1
     assert capsys.readouterr().err.startswith("error: group main, rank 0: exited with signal 9 (SIGKILL)")
-    monkeypatch.setattr(cli, "_run_flow", lambda *_, **__: 1 / 0)
+    monkeypatch.setattr(training, "_run_flow", lambda *_, **__: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         cli.main()
 
@@ -453,7 +452,7 @@ def test_a_stopped_run_says_how_to_go_on(
     monkeypatch.setattr(server, "start_server", lambda: None)
 
     def stopped() -> str:
-        with pytest.raises(SystemExit) as ended, cli._ending_in_words("sft", here / "run"):
+        with pytest.raises(SystemExit) as ended, running.ending_in_words("sft", here / "run"):
             raise KeyboardInterrupt
         assert ended.value.code == 130
         return capsys.readouterr().err

@@ -25,9 +25,9 @@ BEGINS = """
 import sys
 from pathlib import Path
 from configs.schema import TrainConfig
-from penstock.cli.main import _new_folder
+from penstock.cli.running import new_folder
 
-folder = _new_folder(TrainConfig(folder=sys.argv[1]), Path(sys.argv[3]) if sys.argv[3:] else None)
+folder = new_folder(TrainConfig(folder=sys.argv[1]), Path(sys.argv[3]) if sys.argv[3:] else None)
 if sys.argv[2]:
     (folder / sys.argv[2]).touch()
 raise KeyboardInterrupt

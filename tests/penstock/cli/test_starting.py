@@ -10,6 +10,7 @@ import pytest
 from configs.schema import TrainConfig
 from penstock.base.errors import UserError
 from penstock.cli import main as cli
+from penstock.cli.commands import training
 from penstock.cli.prefect import server
 from penstock.cli.starting import Asked, new_config
 from penstock.data.source import rows_of
@@ -75,7 +76,7 @@ def test_the_flow_has_the_rows_that_its_command_has_checked(here: Path, monkeypa
         rows.write_text(ROW * 5, encoding="utf-8")
         seen.append(len(rows_of(Path(str(config.data.train)))))
 
-    monkeypatch.setattr(cli, "_run_flow", flow)
+    monkeypatch.setattr(training, "_run_flow", flow)
     cli.app(["train", "recipe.yaml", "--run", "run"], standalone_mode=False)
     assert seen == [3]
     assert len(rows_of(rows)) == 5

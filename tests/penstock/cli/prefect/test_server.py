@@ -56,6 +56,7 @@ STOPPED = """
 import os, signal, sys, time
 from pathlib import Path
 from penstock.cli import main as cli
+from penstock.cli import running
 cli._quiet_libraries()
 from prefect import flow, task
 from prefect.client.orchestration import get_client
@@ -71,7 +72,7 @@ def training():
 
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job would ignore it
 try:
-    with cli._ending_in_words("train", Path(sys.argv[2])):
+    with running.ending_in_words("train", Path(sys.argv[2])):
         training()
 finally:
     with get_client(sync_client=True) as client:

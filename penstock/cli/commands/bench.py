@@ -1,6 +1,6 @@
 """`penstock bench`: measurements with a table at the end and a JSON file; thin calls into the room benchmarks/.
 
-Heavy imports stay inside the commands, as in main.py.
+Heavy imports stay inside the commands, as in every command.
 """
 
 from __future__ import annotations
@@ -16,31 +16,13 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from penstock.base.errors import UserError
-from penstock.base.files import check_possible
+from penstock.cli.places import free_file, free_folder
 
 if TYPE_CHECKING:
     from benchmarks.reporting.result import BenchResult
     from configs.schema import TrainConfig
 
 app = typer.Typer(no_args_is_help=True, help="Measure speed and memory; every command can write a JSON result.")
-
-
-def free_file(path: Path | None) -> Path | None:
-    """Refuse an impossible place for a result before anything is measured for it."""
-    if path is None:
-        return None
-    if path.is_dir():
-        raise UserError(f"{path} is a folder", "name a file")
-    check_possible(path.parent, f"the file {path}", "name another one")
-    return path
-
-
-def free_folder(path: Path | None) -> Path | None:
-    """Refuse an impossible folder likewise."""
-    if path is not None:
-        check_possible(path, f"the folder {path}", "name another one")
-    return path
-
 
 Recipe = Annotated[Path, typer.Argument(help="YAML recipe, e.g. configs/bench_grpo.yaml")]
 Overrides = Annotated[list[str] | None, typer.Argument(help="section.key=value, e.g. model.path=models/random-1.5b")]

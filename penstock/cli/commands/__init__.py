@@ -1,0 +1,1 @@
+"""What each command of `penstock` takes, calls and prints; main.py lists them."""

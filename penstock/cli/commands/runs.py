@@ -1,0 +1,68 @@
+"""Commands that follow, change and compare runs.
+
+Heavy imports stay inside the commands: `penstock --help` answers at once.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from penstock.base.errors import UserError
+from penstock.cli.terminal import console
+
+
+def compare(
+    experiment: Annotated[str, typer.Argument(help="experiment (record.experiment of a recipe) in MLflow")],
+    runs: Annotated[list[str] | None, typer.Argument(help="names or ids of runs; default: all of them")] = None,
+    folder: Annotated[Path, typer.Option(help="directory of the run folders")] = Path("runs"),
+) -> None:
+    """Show runs side by side: results and the parameters that differ; tables and curves go to FOLDER/comparisons."""
+    from penstock.reports.compare import render
+    from tasks.compare import compare_into_folder
+
+    comparison, target = compare_into_folder(experiment, runs, folder)
+    console.print(render(comparison))
+    console.print(f"files: {target}", highlight=False, soft_wrap=True)
+
+
+def sync(run: Annotated[Path, typer.Argument(help="folder of a run that has ended")]) -> None:
+    """Give a run's tracker what it lacks because its server was away."""
+    from penstock.cli.sync import sync as deliver
+
+    console.print(deliver(run), highlight=False, markup=False, soft_wrap=True)
+
+
+def set_live(
+    run: Annotated[Path, typer.Argument(help="folder of a running training")],
+    values: Annotated[
+        list[str] | None,
+        typer.Argument(help="key=value, e.g. rollout.temperature=0.9; a key that cannot change is refused"),
+    ] = None,
+    clear: Annotated[
+        bool, typer.Option("--clear", help="take all of them back: the recipe's values hold again")
+    ] = False,
+) -> None:
+    """Change values of a running training from its next iteration on."""
+    from configs.tree.recipes import dump
+    from penstock.cli.prefect.live import clear_overrides, set_overrides
+
+    if clear == bool(values):
+        raise UserError("give values or --clear, one of them", "for example penstock set RUN rollout.temperature=0.9")
+    name, overrides = (clear_overrides(run), {}) if clear else set_overrides(run, values or [])
+    what = f":\n{dump(overrides).rstrip()}" if overrides else " the recipe's values are in force again"
+    said = f"from the next iteration on{what}\nPrefect Variable: {name}"
+    console.print(said, highlight=False, markup=False, soft_wrap=True)
+
+
+def ui(
+    folder: Annotated[Path, typer.Argument(help="directory of the run folders")] = Path("runs"),
+    tracker_port: Annotated[int, typer.Option(min=1, max=65535, help="port of the tracker's pages")] = 5000,
+    prefect_port: Annotated[int, typer.Option(min=1, max=65535, help="port of Prefect's pages")] = 4200,
+) -> None:
+    """Serve the tracker's and Prefect's pages of past runs until Ctrl-C (loopback only)."""
+    from penstock.cli.pages import serve_pages
+
+    serve_pages(folder, tracker_port, prefect_port, console)
