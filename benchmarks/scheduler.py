@@ -1,4 +1,4 @@
-"""What the processor needs for a decoding step of the rollout engine: vLLM's scheduler and the request loop, no model.
+"""What the processor needs for a decoding step of the rollout engine: vLLM's scheduler and the decode loop, no model.
 
 While a GPU computes one step the processor prepares the next; whichever takes longer sets the pace. Here every model
 step is answered at once with made-up tokens, by vLLM's own engine core around a tiny model, so what is left is the

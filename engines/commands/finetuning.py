@@ -1,4 +1,4 @@
-"""Commands of training without rollout: on responses to imitate, on preferences, on scores.
+"""Commands of offline training: on responses to imitate, on preferences, on scores.
 
 `batches` are rows of the file, int64, steps x rows (of preferences: steps x units); `budget` is the tokens of a
 micro-batch.
@@ -17,7 +17,7 @@ from engines.commands.message import Command
 
 @dataclass(frozen=True)
 class ModelToTrain:
-    """A model to train without rollout; `trainer` is a `SftConfig` as plain data, `seed` that of new adapters."""
+    """A model to train offline; `trainer` is a `SftConfig` as plain data, `seed` that of new adapters."""
 
     folder: str
     dtype: str

@@ -50,7 +50,7 @@ class Episodes:
 
 
 @dataclass(frozen=True)
-class EndedResponses:
+class PartialResults:
     """News: responses that have ended before others; entry by entry the prompt's position, sample and text."""
 
     positions: np.ndarray
@@ -82,10 +82,10 @@ class EngineResponses:
 class Generate(Command[EngineResponses | None]):
     """Generate responses to those of the group's prompts that fall to this rank's engine.
 
-    Of an engine's ranks the first replies, and tells of responses that end before others (`EndedResponses`).
+    Of an engine's ranks the first replies, and tells of responses that end before others (`PartialResults`).
     """
 
-    news: ClassVar[type] = EndedResponses
+    news: ClassVar[type] = PartialResults
     prompts: Ragged
     sampling: Sampling
     tokenizer: str  # its folder

@@ -1,4 +1,4 @@
-"""The commands of training without rollout: on responses to imitate, on preferences, on scores.
+"""The commands of offline training: on responses to imitate, on preferences, on scores.
 
 Each loads one model, takes its steps, and writes it as a Hugging Face folder; the rank then holds nothing of it.
 

@@ -17,7 +17,7 @@ from transformers import AutoTokenizer
 from configs.schema import TrainConfig
 from configs.sections.trainer import TrainerConfig
 from engines.batches.packing import Rows
-from engines.commands.rollout import EndedResponses
+from engines.commands.rollout import PartialResults
 from engines.families.shape import ModelShape
 from engines.models.loading import load_causal_lm
 from engines.models.models import compile_blocks
@@ -30,7 +30,7 @@ from engines.weights.strategy import Transfer
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 
 
-def _unheard(_: EndedResponses) -> None:
+def _unheard(_: PartialResults) -> None:
     """Take news that nobody waits for."""
 
 
@@ -77,7 +77,7 @@ class RankModels:
     updated_since: bool = False
     reference_refreshed: bool = False
     reference_head: torch.Tensor | None = None
-    tell: Callable[[EndedResponses], None] = _unheard
+    tell: Callable[[PartialResults], None] = _unheard
     usage: dict[str, float] = field(default_factory=dict)
 
     @property

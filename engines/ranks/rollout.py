@@ -11,9 +11,9 @@ import pyarrow as pa
 from engines.commands.rollout import EngineResponses, Episodes, Generate
 from engines.ranks.handlers import Later, begins
 from engines.ranks.models import RankModels
-from engines.rollout.announcing import Announcer
 from engines.rollout.detokenize import decode
 from engines.rollout.episodes import Environments, EpisodeLoop, Played
+from engines.rollout.partial_results import PartialResultSender
 from engines.rollout.responses import SingleResponses
 
 
@@ -26,16 +26,16 @@ def _may_share(models: RankModels) -> bool:
 def generate(models: RankModels, command: Generate) -> Later[EngineResponses | None]:
     """Of an engine's ranks the first replies; it tells of responses that end before others."""
     generator, environments = models.rollout_engine(), _environments(models, command)
-    announcer = Announcer(partial(decode, models.tokenizer(command.tokenizer)), models.tell)
+    sender = PartialResultSender(partial(decode, models.tokenizer(command.tokenizer)), models.tell)
     speaks = not generator.place.rank_in_engine
     generation = generator.generation(
-        command.prompts, command.sampling, models.next_generation(), environments, announcer if speaks else None
+        command.prompts, command.sampling, models.next_generation(), environments, sender if speaks else None
     )
     generator.loop.submit(generation)
     if not speaks:
         return Later(generation, lambda: None)
     weights = Weights(models.verified_version, generator.wake_seconds)
-    return Later(generation, lambda: _responses(generation, announcer, weights))
+    return Later(generation, lambda: _responses(generation, sender, weights))
 
 
 @dataclass(frozen=True)
@@ -46,14 +46,16 @@ class Weights:
     wake_seconds: float
 
 
-def _responses(generation: SingleResponses | EpisodeLoop, announcer: Announcer, began_with: Weights) -> EngineResponses:
+def _responses(
+    generation: SingleResponses | EpisodeLoop, sender: PartialResultSender, began_with: Weights
+) -> EngineResponses:
     generated = generation.generated()
     return EngineResponses(
         positions_P=generated.positions_P,
         responses=generated.responses,
         logprobs_T=generated.logprobs_T,
         truncated_B=generated.truncated_B,
-        texts=pa.array(announcer.texts(generated.responses), pa.large_string()),
+        texts=pa.array(sender.texts(generated.responses), pa.large_string()),
         policy_version=began_with.version,
         first_version_B=generated.first_version_B,
         last_version_B=generated.last_version_B,

@@ -21,7 +21,7 @@ from typing import Any, Protocol
 
 from engines.commands.rollout import Sampling
 from engines.rollout import vllm as versions
-from engines.rollout.prompt_queue import Supply
+from engines.rollout.prompt_queue import PromptQueue
 from penstock.base.ragged import Ragged
 
 
@@ -33,14 +33,14 @@ class Share:
         number: no other generation of this process has it; part of the requests' names, since vLLM may still hold a
             step of an earlier generation.
         prompts: all prompts of the generation.
-        supply: which of them the engine answers.
+        queue: which of them the engine answers.
         parameters: vLLM's SamplingParams of one sample; with a seed every request gets its own instead.
         room: sequences of this generation that the engine should hold at a time.
     """
 
     number: int
     prompts: Ragged
-    supply: Supply
+    queue: PromptQueue
     sampling: Sampling
     parameters: Any
     room: int

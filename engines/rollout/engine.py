@@ -30,11 +30,11 @@ from configs.sections.rollout import RolloutConfig
 from engines.commands.rollout import Sampling
 from engines.families.served import check_served
 from engines.rollout import vllm as versions
-from engines.rollout.announcing import Announcer
 from engines.rollout.batch_sizes import capture_sizes, max_sequences, most_at_once
 from engines.rollout.decode_loop import DecodeLoop, Share
 from engines.rollout.episodes import Environments, EpisodeLoop
-from engines.rollout.prompt_queue import place_of, supply_of
+from engines.rollout.partial_results import PartialResultSender
+from engines.rollout.prompt_queue import place_of, prompt_queue
 from engines.rollout.responses import SingleResponses
 from engines.rollout.scheduler import let_sequences_coast
 from engines.weights.loader import register_loader
@@ -131,7 +131,7 @@ class Generator:
         sampling: Sampling,
         number: int,
         play: Environments | None = None,
-        announcer: Announcer | None = None,
+        sender: PartialResultSender | None = None,
         reproducible: bool | None = None,
     ) -> SingleResponses | EpisodeLoop:
         """Return `sampling.samples` responses to each prompt that falls to this engine, for `loop` to generate.
@@ -142,7 +142,7 @@ class Generator:
             prompts: all prompts of the generation, the same on every rank.
             number: the same on every rank, and no other generation's.
             play: a response is an episode with these environments.
-            announcer: gets the responses, unless they are episodes, that end before others.
+            sender: gets the responses, unless they are episodes, that end before others.
             reproducible: in place of the recipe's.
         """
         began = time.perf_counter()
@@ -156,12 +156,12 @@ class Generator:
         share = Share(
             number,
             prompts,
-            supply_of(prompts.lengths_B, self.place, store, number, reproducible),
+            prompt_queue(prompts.lengths_B, self.place, store, number, reproducible),
             sampling,
             self._parameters(sampling, reproducible, [] if play is None else play.stop_tokens),
             min(self.max_sequences, most_at_once(len(prompts), sampling.samples, self.place.engines)),
         )
-        return SingleResponses(share, announcer) if play is None else EpisodeLoop(share, play, in_step=reproducible)
+        return SingleResponses(share, sender) if play is None else EpisodeLoop(share, play, in_step=reproducible)
 
     def _parameters(self, sampling: Sampling, own_streams: bool, stop: list[int]) -> Any:
         from vllm import SamplingParams

@@ -119,7 +119,7 @@ class EpisodeLoop:
         self._share, self._environments, self._in_step = share, environments, in_step
         self._episodes: list[_Episode] = []
         self._live: dict[str, _Episode] = {}
-        self._untaken: deque[int] = deque()  # prompts taken from the supply whose episodes have not begun
+        self._untaken: deque[int] = deque()  # prompts taken from the queue whose episodes have not begun
         self._asked = 0  # calls that environments have not answered
         self._waited_seconds = 0.0
         self._began = time.perf_counter()
@@ -128,13 +128,13 @@ class EpisodeLoop:
     @property
     def ended(self) -> bool:
         """Whether every episode of the share has ended."""
-        return not self._live and not self._untaken and self._share.supply.exhausted
+        return not self._live and not self._untaken and self._share.queue.exhausted
 
     def feed(self, loop: DecodeLoop) -> None:
         """Begin episodes that there is room for, and hand in the turns whose environments have answered."""
         share, samples = self._share, self._share.sampling.samples
-        if not self._untaken and not share.supply.exhausted and self._has_room(loop):
-            self._untaken.extend(share.supply.take(max(1, (share.room - len(self._live)) // samples)))
+        if not self._untaken and not share.queue.exhausted and self._has_room(loop):
+            self._untaken.extend(share.queue.take(max(1, (share.room - len(self._live)) // samples)))
         while self._untaken and self._has_room(loop):
             self._begin(self._untaken.popleft(), loop.version)
         for name, reply in self._replies(loop):

@@ -35,7 +35,7 @@ def place_of(rank: int, ranks: int, ranks_per_engine: int) -> EnginePlace:
     return EnginePlace(engine, ranks // ranks_per_engine, rank_in_engine, ranks_per_engine)
 
 
-class Supply(Protocol):
+class PromptQueue(Protocol):
     """Where an engine gets its prompts from."""
 
     @property
@@ -95,7 +95,7 @@ def pull_order(lengths_P: np.ndarray) -> np.ndarray:
     return np.argsort(-lengths_P, kind="stable")
 
 
-def supply_of(lengths_P: np.ndarray, place: EnginePlace, store: Any, generation: int, fixed: bool) -> Supply:
+def prompt_queue(lengths_P: np.ndarray, place: EnginePlace, store: Any, generation: int, fixed: bool) -> PromptQueue:
     """Return where an engine gets its prompts from; with `fixed`, timing has no part in it."""
     if place.engines == 1:
         return FixedShare(np.arange(len(lengths_P)))

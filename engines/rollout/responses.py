@@ -15,8 +15,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from engines.rollout.announcing import Announcer, Ended
 from engines.rollout.decode_loop import DecodeLoop, Request, Share
+from engines.rollout.partial_results import EndedResponse, PartialResultSender
 from penstock.base.ragged import Ragged
 
 
@@ -46,22 +46,22 @@ class SingleResponses:
     """Responses of one turn each.
 
     Args:
-        announcer: gets the responses that end before others.
+        sender: gets the responses that end before others.
     """
 
-    def __init__(self, share: Share, announcer: Announcer | None = None) -> None:
-        self._share, self._announcer = share, announcer
+    def __init__(self, share: Share, sender: PartialResultSender | None = None) -> None:
+        self._share, self._sender = share, sender
         self._positions: list[int] = []
         self._responses: dict[int, Request] = {}  # that have ended, by row
         self._handed_in = 0
-        self._untold: list[Ended] = []
+        self._untold: list[EndedResponse] = []
         self._began = time.perf_counter()
         self._seconds = 0.0
 
     @property
     def ended(self) -> bool:
         """Whether every response to a prompt of the share has ended."""
-        return self._unfinished == 0 and self._share.supply.exhausted
+        return self._unfinished == 0 and self._share.queue.exhausted
 
     @property
     def _unfinished(self) -> int:
@@ -70,9 +70,9 @@ class SingleResponses:
     def feed(self, loop: DecodeLoop) -> None:
         """Take prompts that there is room for."""
         share, samples = self._share, self._share.sampling.samples
-        if share.supply.exhausted or not loop.has_room(self._unfinished, samples, share.room):
+        if share.queue.exhausted or not loop.has_room(self._unfinished, samples, share.room):
             return
-        for position in share.supply.take(max(1, (share.room - self._unfinished) // samples)):
+        for position in share.queue.take(max(1, (share.room - self._unfinished) // samples)):
             seeds = sample_seeds(share.sampling.seed, position, samples) if share.own_streams else None
             names = {f"{share.number}-{position}-{sample}": self._handed_in + sample for sample in range(samples)}
             loop.request(self, names, share.prompts.row(position).tolist(), share.parameters, seeds)
@@ -83,13 +83,13 @@ class SingleResponses:
         """Keep the responses that have ended, and announce them if it is time to and others are left."""
         self._responses.update((request.row, request) for request in ended)
         self._seconds = time.perf_counter() - self._began
-        if self._announcer is not None and self._unfinished:
+        if self._sender is not None and self._unfinished:
             self._untold += map(self._ended, ended)
-            self._announcer.announce(self._untold)
+            self._sender.send(self._untold)
 
-    def _ended(self, request: Request) -> Ended:
+    def _ended(self, request: Request) -> EndedResponse:
         prompt, sample = divmod(request.row, self._share.sampling.samples)
-        return Ended(request.row, self._positions[prompt], sample, request.tokens)
+        return EndedResponse(request.row, self._positions[prompt], sample, request.tokens)
 
     def generated(self) -> Generated:
         """Return all responses, once they have ended."""

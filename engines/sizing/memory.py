@@ -63,7 +63,7 @@ class Rank:
     ranks: int  # of the group
     device: str  # "cpu" or "cuda"
     width: int  # bytes of a weight
-    scores: bool = False  # what is trained without rollout has a score in place of its language head
+    scores: bool = False  # what is trained offline has a score in place of its language head
     gated_mlp: bool = False  # its GPU has the kernels of engines/kernels/gated_mlp.py
 
 

@@ -69,7 +69,7 @@ def check_memory(config: TrainConfig) -> list[GroupEstimate]:
 
 
 def check_finetuning_memory(config: TrainConfig, section: str, scores: bool = False) -> list[GroupEstimate]:
-    """Place the ranks of a training without rollout and compare their estimated memory with what is free.
+    """Place the ranks of an offline training and compare their estimated memory with what is free.
 
     Args:
         config: with the section `sft`, which alone is trained.

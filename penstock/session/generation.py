@@ -14,13 +14,13 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from engines.commands.rollout import EndedResponses, EngineResponses, EpisodeRows, Generate, Sampling
+from engines.commands.rollout import EngineResponses, EpisodeRows, Generate, PartialResults, Sampling
 from penstock.base.ragged import Ragged, offsets_of
 from penstock.session.episodes import episode_columns, waiting_figures
 from penstock.session.requests import Generation, Replies, Request
 from penstock.session.session import Training
 
-News = Callable[[EndedResponses | EngineResponses | None], None]  # takes an engine's news, or its reply
+News = Callable[[PartialResults | EngineResponses | None], None]  # takes an engine's news, or its reply
 
 
 @dataclass(frozen=True)

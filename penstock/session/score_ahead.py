@@ -1,6 +1,6 @@
 """Rewards of responses that have ended, while others are still generated; used by rollout. Not a task itself.
 
-The engines tell of such responses (engines/rollout/announcing.py), and where several engines work, the reply of the
+The engines tell of such responses (engines/rollout/partial_results.py); where several engines work, the reply of the
 first is there before the last has ended. What comes of it is taken by the reward task (penstock/rewards/ahead.py).
 
 Left out: rewards that the engines compute themselves, a reward model's and an environment's. And the user's function
@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 import pandas as pd
 
-from engines.commands.rollout import EndedResponses, EngineResponses
+from engines.commands.rollout import EngineResponses, PartialResults
 from penstock.rewards.types import Sample
 from penstock.session.generation import News
 from penstock.session.session import Training, prompt_columns
@@ -42,7 +42,7 @@ def scoring_ahead(training: Training, iteration: int, prompts: pd.DataFrame) -> 
         row = prompt_columns(training, "train")[prompt_id]
         return Sample(sample_id(iteration, prompt_id, ended.number), prompt_id, text, ended.text, row)
 
-    def begin(news: EndedResponses | EngineResponses | None) -> None:
+    def begin(news: PartialResults | EngineResponses | None) -> None:
         new = [ended for ended in ended_responses(news, samples) if (ended.position, ended.number) not in begun]
         begun.update((ended.position, ended.number) for ended in new)
         scorer.begin([sample(ended) for ended in new])
@@ -59,7 +59,7 @@ class EndedResponse:
     text: str
 
 
-def ended_responses(news: EndedResponses | EngineResponses | None, samples: int) -> list[EndedResponse]:
+def ended_responses(news: PartialResults | EngineResponses | None, samples: int) -> list[EndedResponse]:
     """Return the responses that an engine tells of.
 
     Args:
@@ -68,7 +68,7 @@ def ended_responses(news: EndedResponses | EngineResponses | None, samples: int)
     """
     if news is None:
         return []
-    if isinstance(news, EndedResponses):
+    if isinstance(news, PartialResults):
         positions, numbers = news.positions, news.samples
     else:
         positions = np.repeat(news.positions_P, samples)

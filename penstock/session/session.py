@@ -152,7 +152,7 @@ class Session:
         Args:
             commands: of each group the same for all its ranks, or one for each rank.
             key: names the call; repeated, the stored replies come back and nothing runs.
-            on_news: gets what a rank tells ahead of its reply (`Generate`: `EndedResponses`), and a reply while others
+            on_news: gets what a rank tells ahead of its reply (`Generate`: `PartialResults`), and a reply while others
                 are awaited; should be quick.
 
         Raises:

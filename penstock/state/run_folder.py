@@ -5,7 +5,7 @@
     models/            models made by the run          summary.json    written at the end, also of a failed run
     experience/        000012.parquet, hidden parts    logs/           of each rank; prints of rewards
     checkpoints/       000010/                         report/         pictures and pages
-    finetuning/        while it lasts: checkpoint and manifest of training without rollout
+    finetuning/        while it lasts: checkpoint and manifest of offline training
 
 The folder is the truth; a tracker and Prefect are views of it. Left out: what the files mean to the algorithms.
 """

@@ -34,7 +34,7 @@ class NewRun:
 
 @dataclass(frozen=True)
 class Figures:
-    """Figures of an iteration, or of a step of training without rollout; a value may be NaN or infinite."""
+    """Figures of an iteration, or of a step of offline training; a value may be NaN or infinite."""
 
     step: int
     values: Mapping[str, float]

@@ -1,1 +1,1 @@
-"""Tasks of trainings without rollout."""
+"""Tasks of offline trainings."""

@@ -1,4 +1,4 @@
-"""What trainings without rollout share (supervised, on preferences, of a reward model): blocks, checkpoints, the end.
+"""What offline trainings share (supervised, on preferences, of a reward model): blocks, checkpoints, the end.
 
 Steps go to the ranks in blocks. Every `checkpoint_every` steps the ranks write their state into the folder
 `finetuning` of the run, whose manifest counts steps; a resume goes on after them, and ends as if nothing had happened.

@@ -1,4 +1,4 @@
-"""The record of trainings without rollout: supervised, on preferences, and the warm-up inside `train`.
+"""The record of offline trainings: supervised, on preferences, and the warm-up inside `train`.
 
 Figures are recorded step by step as those of iterations are (tasks/iteration/record.py). The steps of a warm-up are
 counted from 1 as iterations are, so they have a folder of their own in the run and, in the same run of the

@@ -1,4 +1,4 @@
-"""Commands that train without rollout, from the recipe to the last line that they print."""
+"""Commands that train offline, from the recipe to the last line that they print."""
 
 from __future__ import annotations
 

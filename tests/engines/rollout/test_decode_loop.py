@@ -12,16 +12,16 @@ import numpy as np
 import pytest
 from torch.distributed import HashStore
 
-from engines.commands.rollout import EndedResponses
+from engines.commands.rollout import PartialResults
 from engines.rollout.engine import engine_seed
 from engines.rollout.prompt_queue import (
     EnginePlace,
     FixedShare,
     SharedPrompts,
     place_of,
+    prompt_queue,
     pull_order,
     store_counter,
-    supply_of,
 )
 from engines.rollout.responses import sample_seeds
 from penstock.base.ragged import Ragged
@@ -50,10 +50,10 @@ def test_the_longest_prompts_go_first() -> None:
 def test_engines_that_pull_in_any_order_take_every_prompt_once(engines: int, prompts: int) -> None:
     """Never more than there is room for, however they take turns."""
     turns = random.Random(prompts)
-    supplies, taken = _supplies(engines, prompts), []
-    while not all(supply.exhausted for supply in supplies):
+    queues, taken = _supplies(engines, prompts), []
+    while not all(queue.exhausted for queue in queues):
         room = turns.randint(1, 9)
-        pulled = turns.choice([supply for supply in supplies if not supply.exhausted]).take(room)
+        pulled = turns.choice([queue for queue in queues if not queue.exhausted]).take(room)
         assert len(pulled) <= room
         taken += pulled
     assert sorted(taken) == list(range(prompts))
@@ -61,9 +61,9 @@ def test_engines_that_pull_in_any_order_take_every_prompt_once(engines: int, pro
 
 def test_pulls_are_large_at_first_and_single_at_last() -> None:
     """Two engines that take turns: half of a fair share of what is left, so that none is left with a long rest."""
-    supplies, sizes = _supplies(2, 64), []
-    while not supplies[len(sizes) % 2].exhausted:
-        sizes.append(len(supplies[len(sizes) % 2].take(room=64)))
+    queues, sizes = _supplies(2, 64), []
+    while not queues[len(sizes) % 2].exhausted:
+        sizes.append(len(queues[len(sizes) % 2].take(room=64)))
     assert sizes == sorted(sizes, reverse=True)
     assert (sizes[0], sizes[-5:]) == (16, [1, 1, 1, 1, 0])
 
@@ -92,10 +92,10 @@ def test_all_ranks_of_an_engine_learn_what_its_first_one_pulled() -> None:
 
 def test_an_engine_alone_takes_all_at_once_and_fixed_shares_need_no_store() -> None:
     """Shares differ by one prompt at most; an engine without any has nothing to wait for."""
-    alone = supply_of(LENGTHS, EnginePlace(0, 1, 0, 1), None, 0, fixed=False)
+    alone = prompt_queue(LENGTHS, EnginePlace(0, 1, 0, 1), None, 0, fixed=False)
     assert alone.take(1) == [0, 1, 2, 3, 4]
     assert alone.exhausted
-    shares = [supply_of(LENGTHS, EnginePlace(engine, 2, 0, 1), None, 0, fixed=True).take(1) for engine in range(2)]
+    shares = [prompt_queue(LENGTHS, EnginePlace(engine, 2, 0, 1), None, 0, fixed=True).take(1) for engine in range(2)]
     assert shares == [[1, 4, 2], [3, 0]]
     assert FixedShare(np.array([], int)).exhausted
 
@@ -174,7 +174,7 @@ def test_responses_that_end_early_are_told_at_once(two_ranks: Ranks, folder_of: 
     """What is told is what the replies hold, each response once at most, and some of every engine's are told."""
     folder = folder_of(Shape("qwen3", tied=False))
     two_ranks.build(folder, ("actor", "rollout"), rollout={"prompts": 24, "samples": 2, "max_response_tokens": 200})
-    heard: list[EndedResponses] = []
+    heard: list[PartialResults] = []
     replies = _ask(two_ranks, folder, samples=2, max_tokens=200, on_news=heard.append)
     told = [
         ((position, sample), text)

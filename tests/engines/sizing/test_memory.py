@@ -240,7 +240,7 @@ def test_the_longest_pair_counts_with_both_of_its_rows(loss: str, rows: int) -> 
 
 
 def test_a_reward_model_has_no_logits() -> None:
-    """What is trained without rollout has a language head or, as a reward model, a score."""
+    """What is trained offline has a language head or, as a reward model, a score."""
     config = TrainConfig.model_validate({"sft": {}})
     head, score = (Rank({"actor": WORDY}, 1, "cuda", 2, scores) for scores in (False, True))
     update, scored = (rank_phases(config, rank, _every(LOGITS))["supervised warm-up"] for rank in (head, score))

@@ -1,4 +1,4 @@
-"""Steps of a training without rollout are commanded in blocks, which together are all steps, each once."""
+"""Steps of an offline training are commanded in blocks, which together are all steps, each once."""
 
 from __future__ import annotations
 

@@ -85,7 +85,7 @@ def test_a_checkpoint_before_those_that_are_kept_goes(training_with: MakeTrainin
 
 
 def test_steps_after_those_of_the_manifest_go_as_well(training_with: MakeTraining) -> None:
-    """Of training without rollout: the first checkpoint was sealed, and no manifest ever named it.
+    """Of offline training: the first checkpoint was sealed, and no manifest ever named it.
 
     So do their figures. Control: not those of another record.
     """

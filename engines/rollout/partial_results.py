@@ -13,14 +13,14 @@ from dataclasses import dataclass
 import numpy as np
 import pyarrow as pa
 
-from engines.commands.rollout import EndedResponses
+from engines.commands.rollout import PartialResults
 from penstock.base.ragged import Ragged
 
 PERIOD_S = 0.1
 
 
 @dataclass(frozen=True)
-class Ended:
+class EndedResponse:
     """A response that has ended: `row` among its engine's, `sample` among those of the prompt at `position`."""
 
     row: int
@@ -29,7 +29,7 @@ class Ended:
     tokens: Sequence[int]
 
 
-class Announcer:
+class PartialResultSender:
     """Announces one generation's responses.
 
     Args:
@@ -37,19 +37,19 @@ class Announcer:
         tell: takes what has ended.
     """
 
-    def __init__(self, decode: Callable[[Ragged], list[str]], tell: Callable[[EndedResponses], None]) -> None:
+    def __init__(self, decode: Callable[[Ragged], list[str]], tell: Callable[[PartialResults], None]) -> None:
         self._decode, self._tell = decode, tell
         self._texts: dict[int, str] = {}
         self._told = time.perf_counter()
 
-    def announce(self, ended: list[Ended]) -> None:
+    def send(self, ended: list[EndedResponse]) -> None:
         """Tell what has ended, and empty the list, if it is time to."""
         if not ended or time.perf_counter() < self._told + PERIOD_S:
             return
         texts = self._decode(Ragged.of([item.tokens for item in ended], np.int32))
         self._texts.update(zip((item.row for item in ended), texts, strict=True))
         self._tell(
-            EndedResponses(
+            PartialResults(
                 positions=np.asarray([item.position for item in ended]),
                 samples=np.asarray([item.sample for item in ended]),
                 texts=pa.array(texts, pa.large_string()),

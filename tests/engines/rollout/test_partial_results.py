@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from engines.rollout import announcing
-from engines.rollout.announcing import Announcer, Ended
+from engines.rollout import partial_results
+from engines.rollout.partial_results import EndedResponse, PartialResultSender
 from penstock.base.ragged import Ragged
 
 RESPONSES = Ragged.of([[1], [2, 2], [3, 3, 3], [4]], np.int32)
@@ -15,25 +15,25 @@ RESPONSES = Ragged.of([[1], [2, 2], [3, 3, 3], [4]], np.int32)
 def test_texts_are_told_once_and_not_made_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing before its time, nothing when nothing has ended; the rest is decoded for the reply, in one batch."""
     clock, told, decoded = [0.0], [], []
-    monkeypatch.setattr(announcing.time, "perf_counter", lambda: clock[0])
+    monkeypatch.setattr(partial_results.time, "perf_counter", lambda: clock[0])
 
     def decode(rows: Ragged) -> list[str]:
         decoded.append(len(rows))
         return [str(rows.row(number).tolist()) for number in range(len(rows))]
 
-    announcer = Announcer(decode, told.append)
-    ended = [Ended(2, 7, 0, [3, 3, 3])]
-    announcer.announce(ended)
+    sender = PartialResultSender(decode, told.append)
+    ended = [EndedResponse(2, 7, 0, [3, 3, 3])]
+    sender.send(ended)
     assert (told, len(ended)) == ([], 1), "too early"
 
-    clock[0] += announcing.PERIOD_S
-    ended.append(Ended(1, 5, 1, [2, 2]))
-    announcer.announce(ended)
-    announcer.announce(ended)
+    clock[0] += partial_results.PERIOD_S
+    ended.append(EndedResponse(1, 5, 1, [2, 2]))
+    sender.send(ended)
+    sender.send(ended)
     assert ended == []
     (news,) = told
     assert (news.positions.tolist(), news.samples.tolist()) == ([7, 5], [0, 1])
     assert news.texts.to_pylist() == ["[3, 3, 3]", "[2, 2]"]
 
-    assert announcer.texts(RESPONSES) == ["[1]", "[2, 2]", "[3, 3, 3]", "[4]"]
+    assert sender.texts(RESPONSES) == ["[1]", "[2, 2]", "[3, 3, 3]", "[4]"]
     assert decoded == [2, 2]
