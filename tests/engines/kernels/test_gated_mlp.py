@@ -95,7 +95,7 @@ def _gradients_of(policy: PackedPolicy) -> dict[str, Tensor]:
     return grads
 
 
-@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(("shape", "checkpointing"), [(SHAPES[0], False), (SHAPES[1], True)])
 def test_a_models_gradients_are_the_same_up_to_rounding(
     plain_kernels: list[str],

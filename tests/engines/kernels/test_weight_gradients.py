@@ -277,7 +277,7 @@ def test_adapters_frozen_layers_and_other_optimizers_keep_the_usual_way(folder_o
     assert summed(policy, sums_of(policy)[0]) == LINEARS
 
 
-@pytest.mark.parametrize("clip", [1e9, 0.05])
+@pytest.mark.parametrize("clip", [pytest.param(1e9, marks=pytest.mark.slow), 0.05])
 @pytest.mark.parametrize("count", [1, 2])
 def test_deepspeed_reduces_measures_clips_and_clears_the_sums(
     count: int, clip: float, request: pytest.FixtureRequest, folder_of: FolderOf, tmp_path: Path

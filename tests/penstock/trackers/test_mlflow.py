@@ -148,6 +148,7 @@ tracker.configure({"seed": sys.argv[2]})
 """
 
 
+@pytest.mark.slow
 def test_two_first_trainings_at_the_same_moment_share_one_experiment(tmp_path: Path) -> None:
     """On a folder without a database: one of them makes it, and both look for the experiment before it is there."""
     uri = f"sqlite:///{tmp_path / 'runs' / 'mlflow.db'}"

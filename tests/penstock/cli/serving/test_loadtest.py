@@ -104,6 +104,7 @@ def url(server: Server) -> str:
     return f"http://127.0.0.1:{server.server_address[1]}"
 
 
+@pytest.mark.slow
 def test_what_is_measured_is_what_the_server_did(server: Server, url: str, tmp_path: Path) -> None:
     """Three users, 20 requests: times of first and last token, tokens, failures, and different random prompts."""
     found, folder = run_loadtest(f"{url}/v1/", Load(3, 20, 16, 8), None, tmp_path / "out")
@@ -122,6 +123,7 @@ def test_what_is_measured_is_what_the_server_did(server: Server, url: str, tmp_p
     assert {path.name for path in folder.iterdir()} == {"loadtest.json", "loadtest.png"}
 
 
+@pytest.mark.slow
 def test_prompts_of_a_file_are_asked_as_they_are(server: Server, url: str, tmp_path: Path) -> None:
     """Without a chat template, and their responses end by themselves. Control: those of the test above do not."""
     file, before = tmp_path / "prompts.txt", len(server.bodies)
