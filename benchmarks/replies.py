@@ -6,7 +6,7 @@ everything is a training's own: the channel, the tasks rollout, reward and advan
 engines, whose own work does not: what it adds to a step is lost to scaling, on machines of more GPUs than are there.
 
 Left out: engines of different speed, and all that a GPU does. Rewards are begun ahead as in a training: where there is
-a GPU (penstock/session/score_ahead.py).
+a GPU (penstock/session/rollout/score_ahead.py).
 """
 
 from __future__ import annotations

@@ -30,8 +30,8 @@ from engines.groups.placement import STRATEGIES, reshard_strategy
 from penstock.base.errors import UserError
 from penstock.checks.memory import check_memory
 from penstock.checks.model import check_model
-from penstock.session.generation import generate
 from penstock.session.requests import Request
+from penstock.session.rollout.generation import generate
 from penstock.session.session import Stage, Training
 from tasks.iteration.reshard import reshard
 from tasks.iteration.rollout import sampling

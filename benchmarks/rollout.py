@@ -8,7 +8,7 @@ from __future__ import annotations
 from benchmarks.reporting.result import BenchResult, medians, new_result, steady
 from benchmarks.session import describe, device_count, rollout_groups, settings_of
 from configs.schema import TrainConfig
-from penstock.session.draw import draw
+from penstock.session.rollout.draw import draw
 from penstock.session.session import Training
 from penstock.state.manifest import Progress
 from tasks.iteration.rollout import begin_rollout, rollout

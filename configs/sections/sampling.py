@@ -1,6 +1,7 @@
 """The sections `data.sampler` and `algorithm.dynamic_sampling`: which prompts are answered, which groups teach.
 
-Left out: the samplers themselves (penstock/data/samplers.py) and the judgement of groups (penstock/session/groups.py).
+Left out: the samplers themselves (penstock/data/samplers.py) and the judgement of groups
+(penstock/session/rollout/refused_groups.py).
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Responses that have ended are told to the flow while others are still generated, so that their rewards can begin.
 
 A few times a second, all that has ended since: the text of each, decoded once, also for the reply. Left out: what the
-flow does with them (penstock/session/score_ahead.py); what ends last, which the reply brings.
+flow does with them (penstock/session/rollout/score_ahead.py); what ends last, which the reply brings.
 """
 
 from __future__ import annotations

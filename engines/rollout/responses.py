@@ -4,7 +4,7 @@ All samples of a prompt are handed in one after the other, so its prefix is comp
 
 Suffixes: `_P` prompts, `_B` responses, `_T` tokens of all responses.
 Left out: which prompts (engines/rollout/prompt_queue.py), stepping vLLM (engines/rollout/decode_loop.py), play with an
-environment (engines/rollout/episodes.py), the order of replies (penstock/session/generation.py).
+environment (engines/rollout/episodes.py), the order of replies (penstock/session/rollout/generation.py).
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Which groups of samples dynamic sampling takes: built-in filters and a user's own.
 
-What a user's function gets, and what becomes of the groups: penstock/session/groups.py.
+What a user's function gets, and what becomes of the groups: penstock/session/rollout/refused_groups.py.
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ A sampler is a function that gets what its parameter names ask for and returns `
 A user's function `module:function` has the same parameters, and settings of its own. The functions here are those that
 a name stands for. Draws are raw PCG64 streams, which NumPy promises never to change.
 
-Left out: where the history comes from (penstock/session/draw.py).
+Left out: where the history comes from (penstock/session/rollout/draw.py).
 """
 
 from __future__ import annotations

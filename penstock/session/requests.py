@@ -1,6 +1,7 @@
 """What the rollout engines are asked for, what they reply, and the handle of a rollout that has begun.
 
-Left out: the asking (penstock/session/generation.py), and which prompts a rollout answers (tasks/iteration/rollout.py).
+Left out: the asking (penstock/session/rollout/generation.py), and which prompts a rollout answers
+(tasks/iteration/rollout.py).
 """
 
 from __future__ import annotations

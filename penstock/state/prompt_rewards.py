@@ -2,7 +2,7 @@
 
 A file `prompts.jsonl` in the run folder, one line per iteration with the mean reward of every prompt drawn, also of
 those that dynamic sampling replaced. It only grows; a checkpoint has the copy that a resume goes on with. Left out:
-what is made of it (penstock/session/draw.py).
+what is made of it (penstock/session/rollout/draw.py).
 """
 
 from __future__ import annotations

@@ -20,7 +20,7 @@ from algorithms.value_losses import explained_variance
 from configs.sections.algorithm import AlgorithmConfig
 from penstock.base.errors import UserError
 from penstock.base.ragged import Ragged
-from penstock.session.groups import PART, judged_columns, refused_groups
+from penstock.session.rollout.refused_groups import PART, judged_columns, refused_groups
 from penstock.session.session import Stage, Training, may_help_again, timed
 from penstock.session.settings import Settings
 from penstock.state.experience import AGENT, add_columns, column_names, drop_experience, read_columns

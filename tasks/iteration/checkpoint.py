@@ -10,8 +10,8 @@ from engines.commands.checkpoint import Load, Save
 from engines.groups.placement import reshard_strategy
 from engines.sizing.memory import GIB
 from penstock.base.files import empty_beside
-from penstock.session.draw import restore_memory
 from penstock.session.record import append_record
+from penstock.session.rollout.draw import restore_memory
 from penstock.session.session import Training, timed
 from penstock.state.manifest import (
     Manifest,

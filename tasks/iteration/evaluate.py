@@ -21,8 +21,8 @@ from penstock.evaluators.loading import BUILT_IN
 from penstock.evaluators.rewards import FULL_REWARD
 from penstock.evaluators.running import run_evaluators
 from penstock.rewards.pool import Score
-from penstock.session.generation import Responses, generate
 from penstock.session.requests import Request
+from penstock.session.rollout.generation import Responses, generate
 from penstock.session.session import Training, prompt_columns, timed
 from penstock.state.experience import add_columns, consolidate, write_columns
 from tasks.iteration.forward_passes import in_row_order

@@ -9,8 +9,8 @@ import pandas as pd
 from prefect import task
 from prefect.cache_policies import NO_CACHE
 
-from penstock.session.generation import generate
 from penstock.session.requests import Request
+from penstock.session.rollout.generation import generate
 from penstock.session.session import Stage, Training, timed
 from penstock.session.settings import Settings
 from penstock.state.experience import add_columns, read_columns

@@ -23,8 +23,8 @@ from prefect.runtime import flow_run
 from penstock.base.files import write_text
 from penstock.reports.evaluation import TEMPERATURE
 from penstock.reports.report import write_report
-from penstock.session.draw import keep_memory
 from penstock.session.record import Recording, append_record, elapsed, links, open_record, tracked
+from penstock.session.rollout.draw import keep_memory
 from penstock.session.session import Training
 from penstock.session.settings import page_of_overrides, variable_name
 from penstock.state.experience import read_columns

@@ -1,9 +1,9 @@
 """Resample: groups that are refused, above all those of equal rewards, make room for answers to further prompts.
 
 Dynamic sampling of DAPO (Yu et al. 2025, arXiv 2503.14476, equation 11); which groups are refused says
-penstock/session/groups.py. The batch is full after every rollout: where the further prompts are not enough, refused
-groups stay, with advantage 0. Which prompts are drawn follows from the cursor and the rewards alone, so a resumed run
-draws the same.
+penstock/session/rollout/refused_groups.py. The batch is full after every rollout: where the further prompts are not
+enough, refused groups stay, with advantage 0. Which prompts are drawn follows from the cursor and the rewards alone, so
+a resumed run draws the same.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from prefect import task
 from prefect.cache_policies import NO_CACHE
 
 from penstock.base.ragged import Ragged
-from penstock.session.draw import remember
-from penstock.session.episodes import PART
-from penstock.session.groups import judged_columns, refused_groups
+from penstock.session.rollout.draw import remember
+from penstock.session.rollout.episodes import PART
+from penstock.session.rollout.refused_groups import judged_columns, refused_groups
 from penstock.session.session import Stage, Training, timed
 from penstock.session.settings import Settings
 from penstock.state.experience import column_names, read_columns, write_columns

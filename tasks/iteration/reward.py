@@ -17,8 +17,8 @@ from engines.sizing.memory import scored_tokens
 from penstock.base.errors import UserError
 from penstock.rewards.pool import Score, check_failures, log_failures
 from penstock.rewards.types import Sample
-from penstock.session.draw import remember
-from penstock.session.episodes import episode_column_names, with_environment
+from penstock.session.rollout.draw import remember
+from penstock.session.rollout.episodes import episode_column_names, with_environment
 from penstock.session.session import Stage, Training, may_help_again, prompt_columns, timed
 from penstock.session.settings import Settings
 from penstock.state.experience import add_columns, read_columns

@@ -16,12 +16,12 @@ from prefect.cache_policies import NO_CACHE
 
 from penstock.base.ragged import Ragged
 from penstock.data.agents import agent_numbers
-from penstock.session.draw import draw
-from penstock.session.episodes import episode_column_names, episode_figures
 from penstock.session.figures import generation_figures
-from penstock.session.generation import Responses, begin_generation, take_responses
 from penstock.session.requests import BegunRollout, Generation, Request, Rollout
-from penstock.session.score_ahead import sample_id, scoring_ahead
+from penstock.session.rollout.draw import draw
+from penstock.session.rollout.episodes import episode_column_names, episode_figures
+from penstock.session.rollout.generation import Responses, begin_generation, take_responses
+from penstock.session.rollout.score_ahead import sample_id, scoring_ahead
 from penstock.session.session import Stage, Training, timed
 from penstock.session.settings import Settings, next_settings
 from penstock.state.experience import AGENT, ExperienceRef, column_names, origin_of, read_columns, write_columns_apart

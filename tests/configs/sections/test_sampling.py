@@ -74,6 +74,6 @@ def test_the_column_is_looked_for_before_anything_starts(tmp_path: Path) -> None
             check_sampling(TrainConfig.model_validate({"data": data}))
     carries = {"arithmetic": {}, "sampler": {"name": "curriculum", "column": "carries"}}
     check_sampling(TrainConfig.model_validate({"data": carries}))
-    function = {"dynamic_sampling": {"function": "tests.penstock.session.filter_examples:nowhere"}}
+    function = {"dynamic_sampling": {"function": "tests.penstock.session.rollout.filter_examples:nowhere"}}
     with pytest.raises(UserError, match="has no 'nowhere'"):
         check_sampling(TrainConfig.model_validate({"algorithm": function}))

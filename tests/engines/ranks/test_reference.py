@@ -22,7 +22,7 @@ from engines.batches.packing import Rows
 from engines.commands.forward import TokenValues
 from penstock.evaluators.kl import KL
 from penstock.session import session as module
-from penstock.session.generation import Responses
+from penstock.session.rollout.generation import Responses
 from penstock.session.session import Session, Stage, Training
 from penstock.session.settings import settings_at
 from penstock.state.experience import ExperienceRef, add_columns, read_columns, write_columns

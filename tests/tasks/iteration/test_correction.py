@@ -10,12 +10,13 @@ from typing import Any
 import numpy as np
 import pandas as pd
 import pytest
+from tests.penstock.session.test_generation import SAMPLES, Echo
 
 from configs.schema import TrainConfig
 from engines.commands.rollout import EngineResponses, Generate
 from penstock.base.ragged import Ragged
-from penstock.session.generation import generate
 from penstock.session.requests import Request
+from penstock.session.rollout.generation import generate
 from penstock.session.session import Stage, Training
 from penstock.session.settings import settings_at
 from penstock.state.experience import ExperienceRef, column_names, read_columns, write_columns
@@ -24,7 +25,6 @@ from tasks.iteration.advantage import advantage
 from tasks.iteration.resample import replaced
 from tasks.iteration.rollout import ROLLOUT_LOGPROBS, sampling
 from tasks.iteration.update import update_actor
-from tests.penstock.session.test_generation import SAMPLES, Echo
 
 MakeTraining = Callable[[TrainConfig], Training]
 OFFSETS_B1 = np.array([0, 2, 3, 5, 6])

@@ -13,7 +13,7 @@ from configs.schema import TrainConfig
 from penstock.base.ragged import Ragged
 from penstock.data.prompts import PromptTable
 from penstock.rewards.pool import Score
-from penstock.session.generation import Responses
+from penstock.session.rollout.generation import Responses
 from penstock.session.session import Training
 from tasks.iteration import evaluate as module
 from tasks.iteration.evaluate import evaluated, held_out, numbered

@@ -17,7 +17,7 @@ from penstock.base.errors import UserError
 from penstock.base.ragged import Ragged
 from penstock.data.prompts import PromptTable
 from penstock.rewards.source import open_scorer
-from penstock.session.generation import Responses
+from penstock.session.rollout.generation import Responses
 from penstock.session.session import Stage, Training
 from penstock.session.settings import settings_at
 from penstock.state.experience import ExperienceRef, read_columns, write_columns

@@ -20,7 +20,7 @@ from penstock.base.errors import UserError
 from penstock.base.ragged import Ragged
 from penstock.data.group_filters import load_filter
 from penstock.data.prompts import PromptTable
-from penstock.session.groups import judged_columns, refused_groups
+from penstock.session.rollout.refused_groups import judged_columns, refused_groups
 from penstock.session.session import Stage, Training
 from penstock.session.settings import settings_at
 from penstock.state.experience import ExperienceRef, read_columns, write_columns
@@ -30,7 +30,7 @@ from tasks.iteration.advantage import advantage
 REWARDS = [[1.0, 0.0], [1.0, 1.0], [0.1, 0.1], [0.0, 0.5], [0.9, 0.8]]
 RESPONSES = ["x", "y", "x", "x", "x", "y", "x", "x", "x", "x"]
 TOPICS = ["usual", "usual", "usual", "usual", "rare"]
-EXAMPLES = "tests.penstock.session.filter_examples"
+EXAMPLES = "tests.penstock.session.rollout.filter_examples"
 Judge = Callable[[dict[str, Any]], Training]
 
 

@@ -13,7 +13,7 @@ from engines.commands.rollout import Episodes
 from penstock.base.errors import UserError
 from penstock.base.ragged import Ragged
 from penstock.rewards.pool import Score
-from penstock.session.episodes import episode_columns, episode_figures, with_environment
+from penstock.session.rollout.episodes import episode_columns, episode_figures, with_environment
 from tests.echo import NOTHING
 
 NONE = float("nan")

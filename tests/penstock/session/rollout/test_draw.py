@@ -18,7 +18,7 @@ import pytest
 from configs.schema import TrainConfig
 from penstock.base.errors import UserError
 from penstock.data.prompts import PromptTable
-from penstock.session.draw import draw, keep_memory, remember, restore_memory
+from penstock.session.rollout.draw import draw, keep_memory, remember, restore_memory
 from penstock.session.session import Training
 from penstock.state.prompt_rewards import restore_prompt_rewards
 

@@ -23,7 +23,7 @@ from penstock.data.prompts import PromptTable
 from penstock.rewards.ahead import Scorer
 from penstock.rewards.pool import Score
 from penstock.rewards.types import Sample
-from penstock.session.score_ahead import EndedResponse, ended_responses, scoring_ahead
+from penstock.session.rollout.score_ahead import EndedResponse, ended_responses, scoring_ahead
 from penstock.session.session import Training
 from penstock.session.settings import next_settings
 from penstock.state.manifest import Progress

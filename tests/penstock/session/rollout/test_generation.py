@@ -13,8 +13,8 @@ import pytest
 from configs.schema import TrainConfig
 from engines.commands.rollout import EngineResponses
 from penstock.base.ragged import Ragged
-from penstock.session.generation import engine_figures, generate, rows_in_prompt_order
 from penstock.session.requests import Request
+from penstock.session.rollout.generation import engine_figures, generate, rows_in_prompt_order
 from penstock.session.session import Training
 from tests.echo import GREEDY, NOTHING, Echo
 

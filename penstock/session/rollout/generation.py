@@ -16,8 +16,8 @@ import pyarrow as pa
 
 from engines.commands.rollout import EngineResponses, EpisodeRows, Generate, PartialResults, Sampling
 from penstock.base.ragged import Ragged, offsets_of
-from penstock.session.episodes import episode_columns, waiting_figures
 from penstock.session.requests import Generation, Replies, Request
+from penstock.session.rollout.episodes import episode_columns, waiting_figures
 from penstock.session.session import Training
 
 News = Callable[[PartialResults | EngineResponses | None], None]  # takes an engine's news, or its reply
