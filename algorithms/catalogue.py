@@ -11,10 +11,10 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from algorithms.advantages import ADVANTAGES
-from algorithms.algorithm import Algorithm
+from algorithms.declarations.algorithm import Algorithm
+from algorithms.declarations.settings import note, settings, summary
 from algorithms.policy_losses import CHOICES, POLICY_LOSSES
 from algorithms.registry import ALGORITHMS
-from algorithms.settings import note, settings, summary
 
 
 def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:

@@ -18,9 +18,9 @@ from typing import Any, get_args
 
 from algorithms import advantages, policy_losses
 from algorithms.advantages import ADVANTAGES, AdvantageEstimator
-from algorithms.algorithm import Algorithm, Need
+from algorithms.declarations.algorithm import Algorithm, Need
+from algorithms.declarations.settings import REQUIRED, Setting, settings
 from algorithms.policy_losses import CHOICES, POLICY_LOSSES, Choice, PolicyLoss
-from algorithms.settings import REQUIRED, Setting, settings
 from penstock.base.errors import UserError
 from penstock.usercode.imports import import_named, module_named
 

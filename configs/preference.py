@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any, Literal, Self
 
 from pydantic import Field, model_validator
 
+from algorithms.declarations.settings import settings
 from algorithms.preference import PREFERENCE_LOSSES, is_labelled, needs_reference
-from algorithms.settings import settings
 from configs.schema import TrainConfig
 from configs.sections.data import DataConfig, check_chat_arguments
 from configs.sections.model import ModelConfig

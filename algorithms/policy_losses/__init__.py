@@ -13,7 +13,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from algorithms.discovery import functions, modules
+from algorithms.declarations.discovery import functions, modules
 from algorithms.policy_losses.types import PolicyLossOutputs
 
 PolicyLoss = Callable[..., PolicyLossOutputs]

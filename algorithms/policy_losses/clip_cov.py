@@ -15,8 +15,8 @@ from typing import Annotated
 import numpy as np
 from annotated_types import Ge, Gt, Le
 
-from algorithms.algorithm import Algorithm, Need
 from algorithms.covariance import number_of, token_covariances
+from algorithms.declarations.algorithm import Algorithm, Need
 from algorithms.policy_losses.ppo_clip import ppo_clip
 from algorithms.policy_losses.types import PolicyLossInputs, PolicyLossOutputs
 

@@ -14,8 +14,8 @@ from typing import Annotated
 import numpy as np
 from annotated_types import Ge, Gt, Le
 
-from algorithms.algorithm import Algorithm, Need
 from algorithms.covariance import number_of, token_covariances
+from algorithms.declarations.algorithm import Algorithm, Need
 from algorithms.kl import kl_estimate
 from algorithms.policy_losses.types import PolicyLossInputs, PolicyLossOutputs
 from algorithms.ratio import ratio_metrics, token_ratio

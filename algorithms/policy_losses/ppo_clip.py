@@ -12,7 +12,7 @@ from typing import Annotated
 
 from annotated_types import Ge, Gt
 
-from algorithms.algorithm import Algorithm
+from algorithms.declarations.algorithm import Algorithm
 from algorithms.policy_losses.types import PolicyLossInputs, PolicyLossOutputs
 from algorithms.ratio import ratio_metrics, token_ratio
 

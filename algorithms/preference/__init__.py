@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from algorithms.discovery import modules
+from algorithms.declarations.discovery import modules
 from algorithms.preference.types import PreferenceOutputs
 
 PreferenceLoss = Callable[..., PreferenceOutputs]

@@ -15,9 +15,9 @@ from typing import Any
 
 from algorithms import catalogue
 from algorithms.advantages import ADVANTAGES
+from algorithms.declarations.settings import summary
 from algorithms.policy_losses import POLICY_LOSSES
 from algorithms.registry import ALGORITHMS
-from algorithms.settings import summary
 from benchmarks.accuracy.algorithms import TUNED, figures_of
 from benchmarks.reporting.result import BenchResult
 from configs.loading.keys import describe_keys

@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 from pydantic import AfterValidator, Field, ValidationInfo, field_validator, model_validator
 
 from algorithms.advantages import ADVANTAGES
-from algorithms.algorithm import Need
+from algorithms.declarations.algorithm import Need
+from algorithms.declarations.settings import Setting, settings
 from algorithms.policy_losses import POLICY_LOSSES
 from algorithms.registry import ALGORITHMS, advantage_named, has_ratio, is_own, needs, policy_loss_named, settings_of
-from algorithms.settings import Setting, settings
 from configs.sections.algorithm_settings import KNOWN, checked, is_scheduled
 from configs.sections.correction import CorrectionConfig
 from configs.sections.sampling import DynamicSamplingConfig

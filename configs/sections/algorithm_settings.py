@@ -1,8 +1,8 @@
 """What `algorithm.settings` holds: the settings of the estimator, the loss and its choice, checked by their signatures.
 
 A number of a function (`float`) may be a schedule, and may change during a run. Left out: what a setting is
-(algorithms/settings.py), which names are shared (algorithms/registry.py), and settings that have no effect beside
-others (configs/sections/algorithm.py).
+(algorithms/declarations/settings.py), which names are shared (algorithms/registry.py), and settings that have no effect
+beside others (configs/sections/algorithm.py).
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError, create_model
 from pydantic_core import ErrorDetails, InitErrorDetails, PydanticCustomError
 
+from algorithms.declarations.settings import REQUIRED, Setting
 from algorithms.registry import every_setting
-from algorithms.settings import REQUIRED, Setting
 from configs.tree.annotations import is_nullable, options_of
 from configs.tree.schedule import steps_of
 from penstock.usercode.imports import nearest

@@ -12,10 +12,10 @@ from prefect import task
 from prefect.cache_policies import NO_CACHE
 
 from algorithms.advantages.types import AdvantageInputs, Advantages
+from algorithms.declarations.settings import arguments
 from algorithms.kl import kl_estimate
 from algorithms.registry import advantage_named, is_own
 from algorithms.segments import lengths, segment_sum
-from algorithms.settings import arguments
 from algorithms.value_losses import explained_variance
 from configs.sections.algorithm import AlgorithmConfig
 from penstock.base.errors import UserError

@@ -7,8 +7,8 @@ from typing import Literal
 from prefect import task
 from prefect.cache_policies import NO_CACHE
 
+from algorithms.declarations.settings import arguments
 from algorithms.registry import choice_named, policy_loss_named
-from algorithms.settings import arguments
 from configs.sections.algorithm import AlgorithmConfig
 from engines.commands.update import ActorLoss, Split, UpdateActor, UpdateCritic
 from penstock.session.figures import role_figures, slowest

@@ -12,10 +12,10 @@ import pytest
 from algorithms import catalogue
 from algorithms.advantages import ADVANTAGES
 from algorithms.aggregation import AGGREGATIONS
+from algorithms.declarations.settings import settings
 from algorithms.kl import KL_ESTIMATORS
 from algorithms.policy_losses import CHOICES, POLICY_LOSSES
 from algorithms.registry import ALGORITHMS, every_setting
-from algorithms.settings import settings
 from benchmarks.accuracy.algorithms_page import table
 
 PAGE = (Path(__file__).parents[2] / "docs" / "algorithms.md").read_text(encoding="utf-8")

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.accuracy.algorithms_page import table
+from tests.test_rooms import MOST_FILES, crowded
 
 ROOT = Path(__file__).resolve().parents[2]
 FILE = '''"""Sharpened rewards, invented for a test."""
@@ -26,7 +27,7 @@ import numpy as np
 from annotated_types import Gt, Le
 
 from algorithms.advantages.types import AdvantageInputs, Advantages, spread_over_tokens
-from algorithms.algorithm import Algorithm
+from algorithms.declarations.algorithm import Algorithm
 
 ALGORITHMS = (
     Algorithm("sharp", "sharpened", "ppo_clip", "rewards to a power", paper="none", defaults={"sharpness": 2.0}),
@@ -95,7 +96,7 @@ def commands(folder: Path) -> list[list[str]]:
 
 def test_a_new_estimator_is_one_file(folder: Path) -> None:
     """Its setting is taken, shown and checked, and its rows are on the page; the control is the next test."""
-    (folder / "algorithms" / "advantages" / "sharpened.py").write_text(FILE, encoding="utf-8")
+    (folder / "algorithms" / "advantages" / "returns" / "sharpened.py").write_text(FILE, encoding="utf-8")
     given, default, beyond, misspelt, _ = outputs(folder, commands(folder))
     assert "sharpness: 3.0" in given
     assert "sharpness: 2.0" in default, "of the algorithm, which has another than the function"
@@ -111,6 +112,17 @@ def test_a_new_estimator_is_one_file(folder: Path) -> None:
         meaning,
     ]
     assert "sharp" in table(page, "Accuracy")
+
+
+def test_every_room_of_the_mathematics_takes_one_more_file(folder: Path) -> None:
+    """Else "one file" breaks the limit of tests/test_rooms.py. Control: one room with many more."""
+    rooms = [path.parent for path in (folder / "algorithms").rglob("__init__.py")]
+    for room in rooms:
+        (room / "one_more.py").touch()
+    assert crowded(folder, "algorithms") == {}
+    for number in range(MOST_FILES):
+        (rooms[0] / f"many_more_{number}.py").touch()
+    assert len(crowded(folder, "algorithms")) == 1
 
 
 def test_without_the_file_there_is_no_such_name(folder: Path) -> None:

@@ -5,6 +5,7 @@ Invariants: every name resolves; settings are exactly the keyword-only parameter
 
 from __future__ import annotations
 
+import importlib
 import inspect
 import itertools
 import subprocess
@@ -19,11 +20,12 @@ import algorithms
 from algorithms import advantages, policy_losses
 from algorithms.advantages import ADVANTAGES
 from algorithms.aggregation import AGGREGATIONS
-from algorithms.algorithm import Need
-from algorithms.discovery import modules
+from algorithms.declarations.algorithm import Need
+from algorithms.declarations.discovery import modules
+from algorithms.declarations.settings import REQUIRED
 from algorithms.policy_losses import POLICY_LOSSES
 from algorithms.registry import ALGORITHMS, Algorithm, collect, needs, settings_of
-from algorithms.settings import REQUIRED
+from penstock.base.errors import UserError
 
 MODULES = [*advantages.MODULES.values(), *policy_losses.MODULES.values()]
 
@@ -89,17 +91,34 @@ def test_no_file_of_the_room_imports_torch() -> None:
 
 def test_a_new_file_is_found_and_its_algorithm_listed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     package = tmp_path / "novel_estimators"
-    package.mkdir()
-    (package / "__init__.py").touch()
+    (package / "room").mkdir(parents=True)
+    for folder in (package, package / "room"):
+        (folder / "__init__.py").touch()
     (package / "types.py").write_text("raise RuntimeError('types.py holds no estimator')")
     (package / "novel.py").write_text(
-        "from algorithms.algorithm import Algorithm\n"
+        "from algorithms.declarations.algorithm import Algorithm\n"
         "ALGORITHMS = (Algorithm('novel', advantage='grpo', policy_loss='ppo_clip', description='A test.'),)\n"
     )
     monkeypatch.syspath_prepend(str(tmp_path))
+    (package / "room" / "inner.py").touch()
     found = modules("novel_estimators", [str(package)])
-    assert list(found) == ["novel"]
+    assert list(found) == ["inner", "novel"], "a sub-room's files are found likewise, and all are in the names' order"
     assert collect(found.values())["novel"].advantage == "grpo"
+
+
+def test_one_name_in_two_rooms_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One of them would be lost without a word. Control: a name that is there once."""
+    package = tmp_path / "twin_estimators"
+    for folder in (package / "one", package / "other", package):
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "__init__.py").touch()
+    (package / "one" / "twin.py").touch()
+    monkeypatch.syspath_prepend(str(tmp_path))
+    assert list(modules("twin_estimators", [str(package)])) == ["twin"]
+    (package / "other" / "twin.py").touch()
+    importlib.invalidate_caches()
+    with pytest.raises(UserError, match=r"one/twin.py and .*other/twin.py have one name"):
+        modules("twin_estimators", [str(package)])
 
 
 def declaring(name: str, advantage: str = "grpo", **more: Any) -> ModuleType:

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 
 from algorithms import advantages
-from algorithms.discovery import functions
+from algorithms.declarations.discovery import functions
+from algorithms.declarations.settings import arguments
 from algorithms.registry import advantage_named, choice_named, policy_loss_named
-from algorithms.settings import arguments
 from configs.loading.load import config_from_mapping, to_yaml
 from configs.tree.recipes import parse
 from penstock.base.errors import UserError

@@ -17,8 +17,8 @@ import pytest
 from prefect.logging import disable_run_logger
 
 from algorithms.advantages import ADVANTAGES
+from algorithms.declarations.settings import arguments, settings
 from algorithms.policy_losses import CHOICES, POLICY_LOSSES
-from algorithms.settings import arguments, settings
 from configs.loading.load import config_from_mapping
 from configs.preference import PreferenceConfig
 from configs.schema import TrainConfig

@@ -12,7 +12,7 @@ import pytest
 from pydantic import ValidationError
 
 from algorithms.advantages import ADVANTAGES
-from algorithms.algorithm import Algorithm
+from algorithms.declarations.algorithm import Algorithm
 from algorithms.kl import KL_ESTIMATORS
 from algorithms.policy_losses import POLICY_LOSSES
 from algorithms.registry import ALGORITHMS, every_setting, settings_of

@@ -8,7 +8,7 @@ Shapes: _C counted tokens, _B rows.
 from __future__ import annotations
 
 from algorithms.advantages.types import AdvantageInputs, Advantages
-from algorithms.algorithm import Algorithm, Need
+from algorithms.declarations.algorithm import Algorithm, Need
 from algorithms.segments import discounted_sums, rows_of_tokens
 
 NEEDS: tuple[Need, ...] = ("greedy",)

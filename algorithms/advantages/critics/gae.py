@@ -14,7 +14,7 @@ import numpy as np
 from annotated_types import Ge, Le
 
 from algorithms.advantages.types import AdvantageInputs, Advantages, CountedTokens
-from algorithms.algorithm import Algorithm, Need
+from algorithms.declarations.algorithm import Algorithm, Need
 from algorithms.normalization import whitened
 from algorithms.segments import discounted_sums
 

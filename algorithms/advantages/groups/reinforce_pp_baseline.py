@@ -8,7 +8,7 @@ Shapes: _T flat response tokens, _C counted tokens, _B rows.
 from __future__ import annotations
 
 from algorithms.advantages.types import AdvantageInputs, Advantages
-from algorithms.algorithm import Algorithm, Need
+from algorithms.declarations.algorithm import Algorithm, Need
 from algorithms.normalization import centred, whitened
 from algorithms.segments import rows_of_tokens
 

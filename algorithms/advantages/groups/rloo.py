@@ -10,7 +10,7 @@ from __future__ import annotations
 import numpy as np
 
 from algorithms.advantages.types import AdvantageInputs, Advantages, spread_over_tokens
-from algorithms.algorithm import Algorithm, Need
+from algorithms.declarations.algorithm import Algorithm, Need
 from algorithms.normalization import group_statistics
 
 NEEDS: tuple[Need, ...] = ("group",)

@@ -9,13 +9,13 @@ import pytest
 from annotated_types import Ge, Gt
 
 from algorithms import registry
+from algorithms.declarations.settings import REQUIRED, Setting, arguments, note, settings, summary
 from algorithms.registry import settings_of
-from algorithms.settings import REQUIRED, Setting, arguments, note, settings, summary
 from penstock.base.errors import UserError
 
 if TYPE_CHECKING:
     from algorithms.advantages.types import AdvantageInputs as Inputs
-    from algorithms.algorithm import Algorithm as Unseen
+    from algorithms.declarations.algorithm import Algorithm as Unseen
 
 
 def sharpened(

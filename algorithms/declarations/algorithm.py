@@ -1,7 +1,7 @@
 """What an algorithm is to the rest of the program: which functions it pairs, and with which values.
 
-A file of ``advantages/`` or ``policy_losses/`` declares the algorithms that it makes as ``ALGORITHMS``. The collection
-of all of them is ``algorithms.registry``.
+A file below ``advantages/`` or ``policy_losses/`` declares the algorithms that it makes as ``ALGORITHMS``.
+``algorithms.registry`` collects them.
 """
 
 from __future__ import annotations

@@ -15,9 +15,9 @@ from typing import Annotated
 import numpy as np
 from annotated_types import Ge, Le
 
-from algorithms.advantages.gae import generalised
+from algorithms.advantages.critics.gae import generalised
 from algorithms.advantages.types import AdvantageInputs, Advantages
-from algorithms.algorithm import Algorithm, Need
+from algorithms.declarations.algorithm import Algorithm, Need
 from algorithms.normalization import whitened
 from algorithms.segments import lengths
 

@@ -8,7 +8,7 @@ Shapes: _B rows.
 from __future__ import annotations
 
 from algorithms.advantages.types import AdvantageInputs, Advantages, accept
-from algorithms.algorithm import Algorithm, Need
+from algorithms.declarations.algorithm import Algorithm, Need
 
 NEEDS: tuple[Need, ...] = ("whole_rewards",)
 

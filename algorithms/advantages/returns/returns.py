@@ -13,7 +13,7 @@ from typing import Annotated
 from annotated_types import Ge, Le
 
 from algorithms.advantages.types import AdvantageInputs, Advantages
-from algorithms.algorithm import Algorithm
+from algorithms.declarations.algorithm import Algorithm
 from algorithms.normalization import whitened
 from algorithms.segments import discounted_sums
 

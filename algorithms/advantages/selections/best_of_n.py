@@ -13,7 +13,7 @@ import numpy as np
 from annotated_types import Ge
 
 from algorithms.advantages.types import AdvantageInputs, Advantages, accept
-from algorithms.algorithm import Algorithm, Need
+from algorithms.declarations.algorithm import Algorithm, Need
 
 NEEDS: tuple[Need, ...] = ("group", "whole_rewards")
 

@@ -9,7 +9,7 @@ Shapes: _T flat response tokens, _B rows.
 from __future__ import annotations
 
 from algorithms.advantages.types import AdvantageInputs, Advantages, spread_over_tokens
-from algorithms.algorithm import Algorithm, Need
+from algorithms.declarations.algorithm import Algorithm, Need
 from algorithms.normalization import group_statistics
 
 STD_EPSILON = 1e-6

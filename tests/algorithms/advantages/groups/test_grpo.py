@@ -11,7 +11,7 @@ import statistics
 import numpy as np
 import pytest
 
-from algorithms.advantages.grpo import grpo
+from algorithms.advantages.groups.grpo import grpo
 from algorithms.advantages.types import AdvantageInputs
 
 # Five rows of lengths 2, 3, 0, 1, 2; the second is multi-turn, its middle token an observation.

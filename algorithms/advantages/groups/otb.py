@@ -12,7 +12,7 @@ from __future__ import annotations
 import numpy as np
 
 from algorithms.advantages.types import AdvantageInputs, Advantages
-from algorithms.algorithm import Algorithm, Need
+from algorithms.declarations.algorithm import Algorithm, Need
 from algorithms.normalization import centred
 from algorithms.segments import discounted_sums, lengths, rows_of_tokens
 

@@ -10,7 +10,7 @@ import dataclasses
 import numpy as np
 import pytest
 
-from algorithms.advantages.gae import gae
+from algorithms.advantages.critics.gae import gae
 from algorithms.advantages.types import AdvantageInputs
 
 

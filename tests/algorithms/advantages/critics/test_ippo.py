@@ -9,8 +9,8 @@ import dataclasses
 
 import numpy as np
 
-from algorithms.advantages.gae import gae
-from algorithms.advantages.ippo import ippo
+from algorithms.advantages.critics.gae import gae
+from algorithms.advantages.critics.ippo import ippo
 from algorithms.advantages.types import AdvantageInputs
 
 OFFSETS_B1 = np.array([0, 3, 5, 5, 9, 10])

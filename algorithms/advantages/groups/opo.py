@@ -9,7 +9,7 @@ Shapes: _B rows.
 from __future__ import annotations
 
 from algorithms.advantages.types import AdvantageInputs, Advantages, spread_over_tokens
-from algorithms.algorithm import Algorithm, Need
+from algorithms.declarations.algorithm import Algorithm, Need
 from algorithms.normalization import centred
 from algorithms.segments import segment_sum
 

@@ -1,0 +1,1 @@
+"""Estimators that judge a token by the values of a trained critic."""
