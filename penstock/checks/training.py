@@ -32,7 +32,6 @@ def check_training(config: TrainConfig) -> list[GroupEstimate]:
         UserError: the first mistake found.
     """
     check_inputs(config)
-    check_head_size(config)
     return check_memory(config)
 
 
@@ -64,15 +63,16 @@ def check_inputs(config: TrainConfig) -> None:
 
 
 def check_rollout_model(config: TrainConfig) -> None:
-    """Check that the rollout engine serves the actor with the weights that are trained.
+    """Check that the rollout engine serves the actor, with the weights that are trained.
 
     Raises:
-        UserError: it does not (see `engines.families.served`).
+        UserError: it does not (see `check_head_size` and `engines.families.served`).
     """
     if config.model.path is not None:
         folder = Path(config.model.path)
         settings = json.loads((folder / "config.json").read_text(encoding="utf-8"))
         check_served(settings, weight_shapes(folder), f"model.path: {folder}")
+    check_head_size(config)
 
 
 def check_environment(config: TrainConfig) -> None:

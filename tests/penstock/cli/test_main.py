@@ -24,7 +24,7 @@ from prefect.settings import PREFECT_API_URL, temporary_settings
 from configs.loading.load import load_config
 from engines.groups.group import RankLost
 from engines.sizing.memory import GIB
-from penstock.checks import memory
+from penstock.checks import memory, model
 from penstock.cli import main as cli
 from penstock.cli import running, terminal
 from penstock.cli.commands import training
@@ -59,7 +59,8 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setattr(sys, "path", [*sys.path])
     monkeypatch.setattr(cli, "_quiet_libraries", lambda: None)  # it sets variables of the whole process
     monkeypatch.setattr(training, "_run_flow", start)
-    monkeypatch.setattr(memory, "visible_gpus", lambda: [])
+    for module in (memory, model):
+        monkeypatch.setattr(module, "visible_gpus", lambda: [])
     monkeypatch.setattr(memory, "free_host_bytes", lambda: 8 * GIB)
     for name, text in (("recipe.yaml", RECIPE), ("train.jsonl", ROW * 3), ("heldout.jsonl", ROW)):
         (tmp_path / name).write_text(text, encoding="utf-8")
@@ -131,6 +132,8 @@ def test_a_right_recipe_starts(penstock: Callable[..., str]) -> None:
             "penstock keys",
         ),
         (["recipe.yaml", "model.tiny=null"], "'model.path' is not set", "add model.path=FOLDER"),
+        (["recipe.yaml", "model.tiny.heads=6"], "heads of 16 numbers; on a CPU, vLLM computes 32", "model.tiny.heads"),
+        (["recipe.yaml", "model.tiny.heads=6", "--dry-run"], "heads of 16 numbers", "change model.tiny.hidden_size"),
         (["recipe.yaml", "model={path: absent, tiny: null}"], "there is no folder absent", "set model.path"),
         (["recipe.yaml", "model={path: bare, tiny: null}"], "has no *.safetensors weights", "save_pretrained()"),
         (
@@ -197,7 +200,7 @@ def test_a_damaged_model_folder_is_refused(
         "architectures": ["LlamaForCausalLM"],
         "num_attention_heads": 2,
         "num_hidden_layers": 1,
-        "hidden_size": 8,
+        "hidden_size": 64,
         "intermediate_size": 8,
         "vocab_size": 64,
     }

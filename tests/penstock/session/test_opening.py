@@ -12,6 +12,7 @@ from prefect.logging import disable_run_logger
 
 from configs.schema import TrainConfig
 from penstock.base.errors import UserError
+from penstock.checks import model
 from penstock.data.source import rows_of
 from penstock.session import opening
 from penstock.session.opening import SFT, TRAIN, Resume, is_complete, looked_at, opened
@@ -147,6 +148,35 @@ def test_a_folder_that_nobody_named_has_the_name_of_its_kind(tmp_path: Path) -> 
     with pytest.raises(UserError, match="not so"), opened(replace(kind, check=refuse), config, None, None):
         pass
     assert list(tmp_path.iterdir()) == [run.path]
+
+
+def test_heads_that_a_rollout_cannot_compute_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the flow itself, which a form on a server starts, and in a resume. Controls: heads of 32; a GPU; `sft`."""
+    monkeypatch.setattr(model, "visible_gpus", lambda: [])
+    small, right = (
+        TrainConfig.model_validate(
+            {
+                "model": {"tiny": {"hidden_size": size, "heads": 2, "kv_heads": 1}},
+                "data": {"arithmetic": {"digits": 1, "sft": 8, "train": 8, "heldout": 8}, "max_prompt_tokens": 16},
+                "reward": {"function": "penstock.rewards.builtin:exact_match"},
+                "sft": {"steps": 1},
+            }
+        )
+        for size in (32, 64)
+    )
+    kind, said = replace(TRAIN, first=lambda _: None), "heads of 16 numbers; on a CPU, vLLM computes 32"
+    with pytest.raises(UserError, match=said), opened(kind, small, str(tmp_path / "run"), None):
+        pass
+    assert not (tmp_path / "run").exists()
+    with opened(kind, right, str(tmp_path / "run"), None) as (_, run):
+        write_manifest(run, Manifest(Progress(), kind="train"))
+    assert looked_at(kind, Resume(run.path)) == right
+    write_config(run, small)
+    with pytest.raises(UserError, match=said):
+        looked_at(kind, Resume(run.path))
+    SFT.check(small)
+    monkeypatch.setattr(model, "visible_gpus", lambda: [0])
+    assert looked_at(kind, Resume(run.path)) == small
 
 
 def test_the_rows_that_a_check_read_are_kept_while_a_run_is_opened(tmp_path: Path) -> None:
