@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 import pandas as pd
 import pytest
-from tests.penstock.session.test_generation import SAMPLES, Echo
 
 from configs.schema import TrainConfig
 from engines.commands.rollout import EngineResponses, Generate
@@ -25,6 +24,7 @@ from tasks.iteration.advantage import advantage
 from tasks.iteration.resample import replaced
 from tasks.iteration.rollout import ROLLOUT_LOGPROBS, sampling
 from tasks.iteration.update import update_actor
+from tests.penstock.session.rollout.test_generation import SAMPLES, Echo
 
 MakeTraining = Callable[[TrainConfig], Training]
 OFFSETS_B1 = np.array([0, 2, 3, 5, 6])
