@@ -14,7 +14,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -140,9 +140,9 @@ def _round(training: Training, number: int, update: bool) -> dict[str, float]:
         update_actor.fn(training, settings, Stage(experience, {}))
     row = reshard.fn(training, settings, number)
     begin = time.perf_counter()
-    one = sampling(training, settings) | {"samples": 1, "max_tokens": 1}
+    one = replace(sampling(training, settings), samples=1, max_tokens=1)
     prompts = training.session().prompts["train"].frame.iloc[: device_count(config, "rollout")]
-    responses = generate(training, Request(prompts, f"{number}/first_token", [config.seed, number, 0], one))
+    responses = generate(training, Request(prompts, f"{number}/first_token", one))
     row["first_token_s"] = time.perf_counter() - begin
     row["rollout/wake_s"] = responses.metrics["rollout/wake_s"]
     return row | {"pause_s": row["time/reshard_s"] + row["rollout/wake_s"]}

@@ -10,18 +10,10 @@ import numpy as np
 import pyarrow as pa
 
 from engines.commands.message import decode, encode
-from engines.commands.rollout import EngineResponses, Generate
+from engines.commands.rollout import EngineResponses, Generate, Sampling
 from penstock.base.ragged import Ragged
 
-GREEDY: dict[str, Any] = {
-    "samples": 1,
-    "temperature": 0.0,
-    "top_p": 1.0,
-    "top_k": 0,
-    "max_tokens": 2,
-    "ignore_eos": False,
-    "logprobs": False,
-}
+GREEDY = Sampling(samples=1, temperature=0.0, top_p=1.0, top_k=0, max_tokens=2, ignore_eos=False, seed=[0, 1, 0])
 
 NOTHING = EngineResponses(
     positions_P=np.empty(0, np.int64),

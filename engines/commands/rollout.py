@@ -17,7 +17,11 @@ from penstock.base.ragged import Ragged
 
 @dataclass(frozen=True)
 class Sampling:
-    """How to draw tokens."""
+    """How to draw tokens.
+
+    `seed` is three numbers that make this generation's draws unique. (NumPy fills shorter seeds up with zeros: of
+    another length, they could equal another generation's.)
+    """
 
     samples: int
     temperature: float
@@ -25,7 +29,7 @@ class Sampling:
     top_k: int
     max_tokens: int
     ignore_eos: bool
-    seed: list[int]  # three numbers of this generation
+    seed: list[int]
     logprobs: bool = False  # of the tokens drawn, under what they were drawn from
 
 

@@ -8,11 +8,10 @@ from __future__ import annotations
 
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import Any
 
 import pandas as pd
 
-from engines.commands.rollout import EngineResponses
+from engines.commands.rollout import EngineResponses, Sampling
 
 
 @dataclass(frozen=True)
@@ -22,16 +21,13 @@ class Request:
     Attributes:
         prompts: rows of a prompt table.
         key: idempotency key of the command.
-        seed: three numbers that make this generation's random draws unique. (NumPy fills shorter seeds up with zeros:
-            of another length, they could equal another generation's.)
-        sampling: fields of `engines.commands.rollout.Sampling` without the seed.
+        sampling: how its tokens are drawn.
         split: prompt table that the prompts come from; environments see its columns.
     """
 
     prompts: pd.DataFrame
     key: str
-    seed: list[int]
-    sampling: dict[str, Any]
+    sampling: Sampling
     split: str = "train"
 
 

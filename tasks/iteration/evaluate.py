@@ -15,6 +15,7 @@ from prefect.cache_policies import NO_CACHE
 from configs.sections.run import Role
 from configs.tree.schedule import value_at
 from engines.commands.forward import Logprobs
+from engines.commands.rollout import Sampling
 from penstock.base.ragged import Ragged
 from penstock.evaluators.heldout import HeldOut
 from penstock.evaluators.loading import BUILT_IN
@@ -42,16 +43,16 @@ def evaluate(training: Training, iteration: int) -> dict[str, float]:
     metrics: dict[str, float] = {}
     training.session().say("evaluation" if iteration else "evaluating the model before training")
     with timed(training, metrics, "evaluate"):
-        sampling = {
-            "samples": samples,
-            "temperature": config.evaluate.temperature,
-            "top_p": 1.0,
-            "top_k": 0,
-            "max_tokens": config.rollout.max_response_tokens,
-            "ignore_eos": False,
-        }
-        seed = [config.seed, iteration, 1]
-        responses = generate(training, Request(prompts, f"{iteration}/evaluate", seed, sampling, "heldout"))
+        sampling = Sampling(
+            samples=samples,
+            temperature=config.evaluate.temperature,
+            top_p=1.0,
+            top_k=0,
+            max_tokens=config.rollout.max_response_tokens,
+            ignore_eos=False,
+            seed=[config.seed, iteration, 1],
+        )
+        responses = generate(training, Request(prompts, f"{iteration}/evaluate", sampling, "heldout"))
         ids = [name for name in prompts["prompt_id"] for _ in range(samples)]
         columns = {
             "sample_id": [f"evaluation-{iteration:06d}/{name}" for name in numbered(ids, samples)],

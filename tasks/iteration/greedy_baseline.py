@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -40,9 +41,8 @@ def greedy_baseline(training: Training, settings: Settings, stage: Stage) -> Sta
                 "prompt_tokens": [tokens.row(number) for number in range(len(tokens))],
             }
         )
-        greedy = sampling(training, settings) | {"samples": 1, "temperature": 0.0, "logprobs": False}
-        seed = [training.config.seed, settings.iteration, 2]
-        responses = generate(training, Request(prompts, key, seed, greedy))
+        greedy = replace(sampling(training, settings, purpose=2), samples=1, temperature=0.0, logprobs=False)
+        responses = generate(training, Request(prompts, key, greedy))
         answered = {
             "sample_id": [f"{settings.iteration:06d}/{name}/greedy" for name in prompts["prompt_id"]],
             "prompt_id": list(prompts["prompt_id"]),

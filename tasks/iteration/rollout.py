@@ -6,6 +6,7 @@ not wait for its record, nor for Prefect to end one child flow and begin another
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ import pandas as pd
 from prefect import get_run_logger, task
 from prefect.cache_policies import NO_CACHE
 
+from engines.commands.rollout import Sampling
 from penstock.base.ragged import Ragged
 from penstock.data.agents import agent_numbers
 from penstock.session.figures import generation_figures
@@ -96,9 +98,7 @@ def drawn(training: Training, iteration: int, cursor: int, size: int) -> pd.Data
 
 
 def _begin(training: Training, settings: Settings, prompts: pd.DataFrame, key: str, purpose: int) -> Generation:
-    """Let the engines begin; `purpose` tells the iteration's generations apart in their seeds (1: evaluation)."""
-    seed = [training.config.seed, settings.iteration, purpose]
-    request = Request(prompts, key, seed, sampling(training, settings))
+    request = Request(prompts, key, sampling(training, settings, purpose))
     return begin_generation(training, request, scoring_ahead(training, settings.iteration, prompts))
 
 
@@ -129,26 +129,34 @@ def experience_columns(
     return columns
 
 
-def sampling(training: Training, settings: Settings) -> dict[str, Any]:
-    """Sampling parameters of the rollout at this iteration."""
+def sampling(training: Training, settings: Settings, purpose: int = 0) -> Sampling:
+    """Return how tokens are drawn in a rollout of this iteration.
+
+    Args:
+        purpose: tells the iteration's generations apart in their seeds. 0: its first rollout; 1: evaluation; 2: the
+            greedy baseline; from 3 on: further rollouts.
+    """
     config = training.config.rollout
-    return {
-        "samples": config.samples,
-        "temperature": settings.temperature,
-        "top_p": config.top_p,
-        "top_k": config.top_k,
-        "max_tokens": config.max_response_tokens,
-        "ignore_eos": config.ignore_eos,
-        "logprobs": training.config.algorithm.correction is not None,
-    }
+    return Sampling(
+        samples=config.samples,
+        temperature=settings.temperature,
+        top_p=config.top_p,
+        top_k=config.top_k,
+        max_tokens=config.max_response_tokens,
+        ignore_eos=config.ignore_eos,
+        seed=[training.config.seed, settings.iteration, purpose],
+        logprobs=training.config.algorithm.correction is not None,
+    )
 
 
 def _origin(training: Training, settings: Settings) -> dict[str, Any]:
     """Return what the responses of an iteration's first rollout depend on, besides policy and prompts."""
     environment = training.config.environment
+    drawing = dataclasses.asdict(sampling(training, settings))
+    del drawing["seed"]
     return {
         "seed": training.config.seed,
-        **sampling(training, settings),
+        **drawing,
         "environment": environment.model_dump(mode="json") if environment is not None else None,
     }
 

@@ -6,7 +6,7 @@ The group only listens; what the arguments do is shown where the commands are (t
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -112,8 +112,8 @@ def generation(training_with: MakeTraining, monkeypatch: pytest.MonkeyPatch) -> 
     """Return what a rollout or an evaluation asks for with a configuration, in iteration 3."""
 
     def hear(training: Training, request: Request, *_: Any) -> None:
-        told = {"seed": request.seed, "prompts": len(request.prompts)}
-        raise Asked({**request.sampling, **told, "first": list(request.prompts["prompt_id"])[:8]})
+        told = {"prompts": len(request.prompts), "first": list(request.prompts["prompt_id"])[:8]}
+        raise Asked({**asdict(request.sampling), **told})
 
     monkeypatch.setattr("tasks.iteration.rollout.begin_generation", hear)
     monkeypatch.setattr("tasks.iteration.evaluate.generate", hear)

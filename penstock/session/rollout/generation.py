@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from engines.commands.rollout import EngineResponses, EpisodeRows, Generate, PartialResults, Sampling
+from engines.commands.rollout import EngineResponses, EpisodeRows, Generate, PartialResults
 from penstock.base.ragged import Ragged, offsets_of
 from penstock.session.requests import Generation, Replies, Request
 from penstock.session.rollout.episodes import episode_columns, waiting_figures
@@ -65,7 +65,7 @@ def take_responses(training: Training, generation: Generation) -> Responses:
     ahead = {"rollout/ahead_s": max(0.0, min(wanted_at, replies.ended) - replies.began)}
     answers = [reply for reply in replies.ranks if reply is not None]  # of an engine of several ranks one replies
     positions = [answer.positions_P for answer in answers]
-    rows_B = rows_in_prompt_order(positions, len(request.prompts), request.sampling["samples"])
+    rows_B = rows_in_prompt_order(positions, len(request.prompts), request.sampling.samples)
     lengths = np.concatenate([answer.responses.lengths_B for answer in answers])
 
     def in_order(columns: Sequence[np.ndarray | None]) -> Ragged | None:
@@ -94,9 +94,8 @@ def _ask(training: Training, request: Request, on_ended: News | None) -> Replies
     if training.config.environment is not None:
         ids = [str(name) for name in prompts["prompt_id"]]
         episodes = EpisodeRows(str(training.run.prompts(request.split)), ids)
-    sampling = Sampling(**request.sampling, seed=request.seed)
     began = time.perf_counter()
-    command = Generate(asked, sampling, session.model_folder, episodes)
+    command = Generate(asked, request.sampling, session.model_folder, episodes)
     replies = session.call("rollout", command, request.key, on_ended)
     return Replies(replies, began, time.perf_counter())
 

@@ -60,8 +60,8 @@ def test_log_probs_follow_their_tokens_into_prompt_order(training_with: MakeTrai
         config = config_with(correction)
         training, group = training_with(config), Scored(ranks)
         training.session().groups["rollout"] = group  # type: ignore[assignment]
-        asked = sampling(training, settings_at(config, 1, Progress())) | {"samples": SAMPLES}
-        responses = generate(training, Request(prompts, "1/rollout", [0, 1, 0], asked))
+        asked = replace(sampling(training, settings_at(config, 1, Progress())), samples=SAMPLES)
+        responses = generate(training, Request(prompts, "1/rollout", asked))
         assert group.commands[0]["sampling"]["logprobs"] == (correction is not None)
         if correction is None:
             assert responses.logprobs is None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import threading
 import time
@@ -19,7 +20,7 @@ from engines.commands.rollout import EngineResponses, Generate
 from penstock.session.session import Stage, Training
 from penstock.session.settings import next_settings
 from penstock.state import experience
-from penstock.state.experience import consolidate, read_columns
+from penstock.state.experience import consolidate, origin_of, read_columns
 from penstock.state.manifest import Progress
 from tasks.iteration.rollout import begin_next_rollout, begin_rollout, rollout
 from tests.echo import Echo
@@ -94,6 +95,20 @@ def test_engines_work_on_the_next_rollout_before_its_task_runs(
     assert all(np.array_equal(first["prompts"][part], asked["prompts"][part]) for part in ("values_T", "offsets_B1"))
     assert ahead == read_columns(training.run.experience(3), ["sample_id", "response", "prompt"])
     assert stage.experience.policy_version == 2
+
+
+def test_an_experience_file_says_in_the_same_bytes_what_its_responses_were_drawn_with(
+    prepared: Callable[..., tuple[Training, Engines]],
+) -> None:
+    """A resume compares them with its own: of the seed only the training's, as purpose and iteration follow."""
+    training, engines = prepared(seed=7)
+    engines.may_answer.set()
+    rolled_out(training, at(2))
+    assert json.dumps(origin_of(training.run.experience(3))) == (
+        '{"seed": 7, "samples": 2, "temperature": 1.0, "top_p": 1.0, "top_k": 0, "max_tokens": 1024, '
+        '"ignore_eos": false, "logprobs": false, "environment": null}'
+    )
+    assert engines.commands[0]["sampling"]["seed"] == [7, 3, 0]
 
 
 def test_its_seconds_are_those_that_the_engines_worked_and_not_those_they_waited(

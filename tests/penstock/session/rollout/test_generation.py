@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import Any
 
 import numpy as np
@@ -28,7 +28,7 @@ def test_responses_come_back_in_prompt_order(training_with: Callable[[TrainConfi
     training.session().groups["rollout"] = group  # type: ignore[assignment]
     training.session().model_folder = "model"
     prompts = pd.DataFrame({"prompt_tokens": [[10, 11], [20], [30, 31, 32], [40], [50, 51]]})
-    responses = generate(training, Request(prompts, "1/rollout", [0, 1, 0], GREEDY | {"samples": SAMPLES}))
+    responses = generate(training, Request(prompts, "1/rollout", replace(GREEDY, samples=SAMPLES)))
 
     rows = [responses.tokens.row(row).tolist() for row in range(len(responses.tokens))]
     assert rows == [[10], [10, 10], [20], [20, 20], [30], [30, 30], [40], [40, 40], [50], [50, 50]]
@@ -37,7 +37,7 @@ def test_responses_come_back_in_prompt_order(training_with: Callable[[TrainConfi
     assert responses.policy_version == 3
 
     (sent,) = group.commands
-    assert sent["sampling"] == GREEDY | {"samples": SAMPLES, "seed": [0, 1, 0]}
+    assert sent["sampling"] == asdict(replace(GREEDY, samples=SAMPLES))
     assert (sent["key"], sent["tokenizer"]) == ("1/rollout", "model")
     assert len(sent["prompts"]["offsets_B1"]) == 6
 
@@ -53,7 +53,7 @@ def test_one_rank_replies_for_an_engine_of_several(training_with: Callable[[Trai
 
     training.session().groups["rollout"] = Pairs(2)  # type: ignore[assignment]
     prompts = pd.DataFrame({"prompt_tokens": [[10], [20], [30]]})
-    responses = generate(training, Request(prompts, "1/rollout", [0, 1, 0], GREEDY | {"samples": SAMPLES}))
+    responses = generate(training, Request(prompts, "1/rollout", replace(GREEDY, samples=SAMPLES)))
     assert responses.texts.to_pylist() == ["10", "10", "20", "20", "30", "30"]
 
 

@@ -16,7 +16,7 @@ import pytest
 from configs.loading.load import config_from_mapping
 from configs.schema import TrainConfig
 from engines.commands.message import encode
-from engines.commands.rollout import Generate, PartialResults, Sampling
+from engines.commands.rollout import Generate, PartialResults
 from engines.groups.launch import RankDevice
 from penstock.base.ragged import Ragged
 from penstock.data.prompts import PromptTable
@@ -120,7 +120,7 @@ def test_a_reply_names_its_responses_by_their_order() -> None:
     """`samples` of each prompt side by side; news names them one by one, and a rank that leaves it to another none."""
     texts = pa.array(["a", "b", "c", "d"], pa.large_string())
     prompts = Ragged.of([[number] for number in range(5)], np.int32)
-    asked = Generate(prompts, Sampling(**GREEDY | {"samples": 2}, seed=[0, 1, 0]), "model")
+    asked = Generate(prompts, replace(GREEDY, samples=2), "model")
     answer = Echo(1).answer(asked, np.array([4, 1]))
     reply = ended_responses(replace(answer, texts=texts), 2)
     assert [(ended.position, ended.number, ended.text) for ended in reply] == [
