@@ -26,7 +26,7 @@ import numpy as np
 from benchmarks.reporting.result import BenchResult, medians, new_result
 from configs.sections.model import TinyModel
 from configs.sections.rollout import RolloutConfig
-from engines.groups.launch import FORCED_VARIABLES
+from engines.groups.environment import FORCED_VARIABLES
 
 KV_CACHE_BYTES = 1 << 30  # of a model this small: room for millions of tokens
 BLOCKS = {"cuda": 16, "cpu": 32}  # tokens of a KV block: a GPU's, and the shortest that vLLM has on a CPU

@@ -25,7 +25,7 @@ from benchmarks.rollout import Prompts
 from benchmarks.session import settings_of
 from configs.schema import TrainConfig
 from configs.sections.rollout import RolloutConfig
-from engines.groups.launch import FORCED_VARIABLES
+from engines.groups.environment import FORCED_VARIABLES
 from penstock.base.errors import UserError
 
 

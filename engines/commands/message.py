@@ -47,6 +47,8 @@ def reply_type(kind: type[Command[Any]]) -> Any:
 
 def encode(message: Any) -> Any:
     """Return a message as its fields by name, messages within it likewise; arrays are not copied. None stays None."""
+    if isinstance(message, list) and message and is_dataclass(message[0]):
+        return [encode(item) for item in message]
     if not is_dataclass(message):
         return message
     return {field.name: encode(getattr(message, field.name)) for field in fields(message)}

@@ -10,8 +10,9 @@ from engines.commands.message import Command
 
 @dataclass(frozen=True)
 class Store:
-    """Where the ranks of actor and rollout meet: the port of a store on the first machine."""
+    """Where the ranks of actor and rollout meet: a store on the machine of the actor's first rank."""
 
+    address: str
     port: int
 
 
@@ -27,7 +28,7 @@ class Connect(Command[None]):
     """Join the actor's first rank with all rollout ranks; both groups get this side by side."""
 
     measured: ClassVar[bool] = False
-    port: int
+    store: Store
     rollout_ranks: int
 
 

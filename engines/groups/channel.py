@@ -2,15 +2,16 @@
 
 Bodies are msgpack (dict, list, str, bytes, int, float, bool, None) plus numpy arrays of six dtypes and texts as Arrow
 keeps them: many texts are one buffer, of which no strings are made on the way from an engine to a file. Everything else
-is refused, so nothing that arrives can run code. Every rank dials one ROUTER on the loopback interface; CURVE
-encrypts both ways, and only the client key made for this listener is let in.
+is refused, so nothing that arrives can run code. Ranks and hosts dial a ROUTER of the flow; CURVE encrypts both ways,
+and only the client key made for this listener is let in.
 
-Other users of the machine reach that port, too. What they cost before their keys are checked is bounded: ZeroMQ takes
-frames up to FRAME_BYTES alone, so a longer body travels as several; who has not shown a key within HANDSHAKE_MS is
-dropped; there are descriptors for thousands of them; and once all ranks are there nobody else can connect at all.
+Others reach that port, too: users of this machine, and of the network where the flow listens on it. What they cost
+before their keys are checked is bounded: ZeroMQ takes frames up to FRAME_BYTES alone, so a longer body travels as
+several; who has not shown a key within HANDSHAKE_MS is dropped; there are descriptors for thousands of them. On the
+loopback interface nobody else can connect at all once all are there; on a network a peer may have to dial anew.
 
-Left out: commands, replies, deadlines and who asks for an echo (`group.py` on the flow's side, `rank.py` on the
-rank's).
+Left out: commands, deadlines and who asks for an echo (`group.py` and `hosts.py` on the flow's side, `rank.py`
+and `host.py` on the other).
 """
 
 from __future__ import annotations
@@ -41,7 +42,8 @@ FRAME_BYTES = 128 * 1024  # what a stranger can make the flow hold: ZeroMQ has o
 _ENVELOPE_BYTES = 1024  # above what CURVE puts around a frame
 HANDSHAKE_MS = 10_000  # for a rank on a machine that is busy; it takes milliseconds
 DESCRIPTORS = 65_536  # for as many connections as may wait for that
-CONNECTIONS_PER_RANK = 2  # commands and echoes
+CONNECTIONS_PER_PEER = 2  # messages and echoes
+_ECHO = ":echo"  # what the second one's identity ends with
 LINGER_MS = 1000  # a rank that leaves waits this long for its last words to be taken
 
 
@@ -111,8 +113,23 @@ def _decode_array(code: int, data: bytes) -> np.ndarray:
 
 
 @dataclass(frozen=True)
+class Keys:
+    """The CURVE keys of a listener and of all its peers, as ZeroMQ writes them in text."""
+
+    server_public: str
+    server_secret: str = field(repr=False)
+    client_public: str
+    client_secret: str = field(repr=False)
+
+    @classmethod
+    def new(cls) -> Keys:
+        """Make keys that nobody has."""
+        return cls(*(key.decode() for _ in range(2) for key in zmq.curve_keypair()))
+
+
+@dataclass(frozen=True)
 class Address:
-    """Where a rank dials and the keys that let it in. Travels to the ranks through pipes only."""
+    """Where a peer dials and the keys that let it in. Travels through pipes, secrets and this channel only."""
 
     endpoint: str
     server_public: str
@@ -121,39 +138,45 @@ class Address:
 
 
 class Listener:
-    """The flow's end: one ROUTER for all ranks of a group. For one thread at a time, but for `wake`.
+    """The flow's end: one ROUTER for all peers, ranks of a group or hosts. For one thread at a time, but for `wake`.
 
     Args:
-        ranks: of the group. Ranks reply at the same time, with megabytes each, and a thread deciphers one at a time.
+        peers: how many will dial. Ranks reply at the same time, with megabytes each, and a thread deciphers one at a
+            time.
+        listen: address of this machine, and port; 0: any that is free.
+        keys: None: new ones.
     """
 
-    def __init__(self, ranks: int = 1) -> None:
-        server_public, server_secret = zmq.curve_keypair()
-        client_public, client_secret = zmq.curve_keypair()
-        self._context = zmq.Context(io_threads=min(ranks, MOST_IO_THREADS))
+    def __init__(
+        self, peers: int = 1, listen: tuple[str, int] = (interface.LOOPBACK, 0), keys: Keys | None = None
+    ) -> None:
+        keys = keys or Keys.new()
+        self.host, port = listen
+        self._context = zmq.Context(io_threads=min(peers, MOST_IO_THREADS))
         self._authenticator = ThreadAuthenticator(self._context)
         self._authenticator.start()
-        self._authenticator.configure_curve_callback(_ZAP_DOMAIN, _OnlyKey(client_public))
+        self._authenticator.configure_curve_callback(_ZAP_DOMAIN, _OnlyKey(keys.client_public.encode()))
         self._router = self._context.socket(zmq.ROUTER)
         self._router.curve_server = True
-        self._router.curve_secretkey = server_secret
+        self._router.curve_secretkey = keys.server_secret.encode()
         self._router.zap_domain = _ZAP_DOMAIN.encode()
         self._router.zap_enforce_domain = True  # without it an absent authenticator would mean: let everybody in
-        self._router.router_mandatory = True  # a message to a rank that is not there is an error, not a silent loss
+        self._router.router_mandatory = True  # a message to a peer that is not there is an error, not a silent loss
+        self._router.router_handover = True  # a peer that dials anew takes the place of its own lost connection
         self._router.sndhwm = 0  # sending never blocks
         self._router.maxmsgsize = FRAME_BYTES + _ENVELOPE_BYTES
         self._router.handshake_ivl = HANDSHAKE_MS
         _allow_descriptors()
-        self._door = interface.listening_socket()
-        self._awaited, self._heard = CONNECTIONS_PER_RANK * ranks, set[str]()
-        endpoint = f"tcp://{interface.HOST}:{self._door.getsockname()[1]}"
+        self._door = interface.listening_socket(self.host, port)
+        self._awaited, self._heard = CONNECTIONS_PER_PEER * peers, set[str]()
+        endpoint = f"tcp://{self.host}:{self._door.getsockname()[1]}"
         self._router.use_fd = self._door.dup().detach()  # the router's from here on
         self._router.bind(endpoint)
         self._bell = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._poller = zmq.Poller()
         self._poller.register(self._router, zmq.POLLIN)
         self._poller.register(self._bell, zmq.POLLIN)
-        self.address = Address(endpoint, server_public.decode(), client_public.decode(), client_secret.decode())
+        self.address = Address(endpoint, keys.server_public, keys.client_public, keys.client_secret)
 
     def send(self, identity: str, body: bytes) -> None:
         """Queue `body` for the peer `identity`.
@@ -173,7 +196,7 @@ class Listener:
             messages.append((identity.bytes.decode(), _message(frames)))
         if len(self._heard) < self._awaited:
             self._heard |= {identity for identity, _ in messages}
-            if len(self._heard) == self._awaited:
+            if len(self._heard) == self._awaited and interface.is_loopback(self.host):
                 interface.let_nobody_in(self._door)
         return messages
 
@@ -210,18 +233,28 @@ class _OnlyKey:
         return key == self._client_public
 
 
+def echo_name(identity: str) -> str:
+    """Return the identity under which a peer echoes."""
+    return identity + _ECHO
+
+
+def name_of(identity: str) -> str:
+    """Return the peer that an identity belongs to, of its messages or its echoes."""
+    return identity.removesuffix(_ECHO)
+
+
 def send(socket: zmq.Socket[bytes], body: bytes) -> None:
-    """Send a packed message from a rank to its flow."""
+    """Send a packed message from a peer to its flow."""
     socket.send_multipart(_frames(body), copy=False)
 
 
 def receive(socket: zmq.Socket[bytes]) -> Any:
-    """Wait for the flow's next message to this rank and return it."""
+    """Wait for the flow's next message to this peer and return it."""
     return _message(socket.recv_multipart(copy=False))
 
 
 def has_come(socket: zmq.Socket[bytes]) -> bool:
-    """Whether a message for this rank waits; asking takes microseconds."""
+    """Whether a message for this peer waits; asking takes microseconds."""
     return bool(socket.poll(0))
 
 
@@ -237,12 +270,12 @@ def _message(frames: Sequence[zmq.Frame]) -> Any:
 
 
 def echo(address: Address, identity: str) -> None:
-    """Send back whatever comes for `identity`, until this process ends; for a thread of its own.
+    """Send back what comes for the echo of `identity`, until this process ends; for a thread of its own.
 
     It waits in C and leaves the interpreter lock to the others, so it answers however long a library holds that: only
     a process that is stopped or gone does not.
     """
-    with dial(zmq.Context(), address, identity) as socket:
+    with dial(zmq.Context(), address, echo_name(identity)) as socket:
         socket.send(pack({"kind": "heartbeat"}))  # by which the listener knows where to ask
         zmq.proxy(socket, socket)
 

@@ -29,11 +29,12 @@ from typing import Any, Self
 
 import zmq
 
-from engines.groups import channel, launch
-from engines.groups.launch import START_KEY, GroupSpec, RankDevice
+from engines.groups import channel
+from engines.groups.hosts import Hosts, StartedRanks
+from engines.groups.spec import LOCAL, START_KEY, GroupSpec, RankDevice
 from penstock.base.errors import UserError
 
-__all__ = ["Call", "EngineError", "EngineGroup", "GroupSpec", "RankDevice", "RankLost"]
+__all__ = ["Call", "EngineError", "EngineGroup", "GroupSpec", "HostLost", "RankDevice", "RankLost"]
 
 TICK_S = 0.2  # an exited process is noticed this fast
 COUNTED_PER_LOOK_S = 1.0
@@ -77,6 +78,10 @@ class RankLost(RuntimeError):
         elif self.log_tail:
             lines += ["the log ends with:", self.log_tail]
         return "\n".join(lines)
+
+
+class HostLost(RankLost):
+    """The machine of a rank is lost, or its host is. The group has been ended."""
 
 
 Hear = Callable[[dict[str, Any]], None]
@@ -128,15 +133,16 @@ class Call:
 class EngineGroup:
     """Rank processes that live until `close`, the end of the `with` block, or the end of this process.
 
-    Construction spawns the ranks and returns at once; several groups start in parallel. All methods may be used from
-    several threads; `close` interrupts their calls.
+    Construction has the hosts start the ranks and returns at once; several groups start in parallel. All methods may be
+    used from several threads; `close` interrupts their calls.
 
     Args:
         spec: what to start.
+        hosts: those that the spec names; None: one on this machine, which is the group's own.
         epoch: how often this group was restarted in this training; ranks refuse commands of another epoch.
     """
 
-    def __init__(self, spec: GroupSpec, epoch: int = 0) -> None:
+    def __init__(self, spec: GroupSpec, hosts: Hosts | None = None, epoch: int = 0) -> None:
         self.spec = spec
         self.epoch = epoch
         # Re-entrant: a signal handler that closes the group must not deadlock with the call it interrupts.
@@ -151,12 +157,13 @@ class EngineGroup:
         self._greeted: set[int] = set()
         self._silent_s = [0.0] * len(spec.devices)
         self._asked_for_echoes = -HEARTBEAT_S
-        self._listener = channel.Listener(len(spec.devices))
-        try:
-            self._processes = launch.spawn(spec, epoch, self._listener.address)
-        except BaseException:
-            self._listener.close()
-            raise
+        self._own_hosts = Hosts(spec.log_dir) if hosts is None else None
+        hosts = hosts or self._own_hosts
+        assert hosts is not None
+        if LOCAL in spec.hosts:
+            hosts.start_local()
+        self._listener = channel.Listener(len(spec.devices), (hosts.listens_on, 0))
+        self._ranks = StartedRanks(hosts, spec, epoch, self._listener.address)
         atexit.register(self.close)
 
     def __enter__(self) -> Self:
@@ -248,7 +255,7 @@ class EngineGroup:
             try:
                 if self._ended is None and self._calls in ([], [self._start]):
                     self._say_goodbye()
-                    launch.end(self._processes, grace_s if self._ready else 0.0)
+                    self._ranks.end(grace_s if self._ready else 0.0)
             finally:
                 self._kill(RuntimeError(f"engine group {self.spec.name!r} is closed"))
 
@@ -317,7 +324,9 @@ class EngineGroup:
         """Leave no process, also where an earlier attempt was interrupted; `cause` is what later calls are told."""
         if self._ended is None:
             self._ended = cause
-        launch.kill(self._processes)
+        self._ranks.kill()
+        if self._own_hosts is not None:
+            self._own_hosts.close()
         with self._changes:  # nobody wakes a reader meanwhile
             self._listener.close()
         atexit.unregister(self.close)
@@ -325,7 +334,7 @@ class EngineGroup:
     def _check_open(self) -> None:
         if isinstance(self._ended, RankLost):
             lost = self._ended
-            raise RankLost(lost.group, lost.rank, f"ended the group earlier: {lost.reason}", lost.log_file) from lost
+            raise type(lost)(lost.group, lost.rank, f"ended the group earlier: {lost.reason}", lost.log_file) from lost
         if self._ended is not None:
             raise RuntimeError(f"engine group {self.spec.name!r} has ended") from self._ended
 
@@ -385,7 +394,7 @@ class EngineGroup:
         received = self._listener.receive(timeout_s)
         counted_s = min(time.monotonic() - began, COUNTED_PER_LOOK_S)
         self._silent_s = [silent_s + counted_s for silent_s in self._silent_s]
-        messages = [(int(identity.rpartition("-")[2]), message) for identity, message in received]
+        messages = [(int(channel.name_of(identity).removeprefix("rank-")), message) for identity, message in received]
         for rank, message in messages:
             self._silent_s[rank] = 0.0
             if message["kind"] == "hello":
@@ -393,30 +402,33 @@ class EngineGroup:
         return messages, counted_s
 
     def _ask_for_echoes(self) -> None:
-        for rank in range(len(self._processes)):
+        for rank in range(len(self.spec.devices)):
             with suppress(zmq.ZMQError):  # it has not dialled yet, or is gone
-                self._listener.send(f"rank-hb-{rank}", _HEARTBEAT)
+                self._listener.send(channel.echo_name(f"rank-{rank}"), _HEARTBEAT)
 
     def _check_ranks(self, earlier: Exception | None = None) -> None:
-        for process in self._processes:
-            if reason := process.exit_reason():
-                raise self._lost(process.rank, reason) from earlier
+        if not self._ready and (failed := self._ranks.failed()) is not None:
+            raise failed
+        for rank in range(len(self.spec.devices)):
+            if reason := self._ranks.end_of(rank):
+                raise self._lost(rank, reason) from earlier
+            if reason := self._ranks.lost_with(rank):
+                raise HostLost(self.spec.name, rank, reason, self.spec.log_file(rank)) from earlier
         if not self._ready:
             return  # a start has a deadline of its own
-        for rank in range(len(self._processes)):
+        for rank in range(len(self.spec.devices)):
             if self._silent_s[rank] > self.spec.heartbeat_timeout_s:
                 raise self._lost(rank, f"silent for {self._silent_s[rank]:.0f} s", ask_stacks=True) from earlier
 
     def _error(self, rank: int, command: str, message: dict[str, Any]) -> Exception:
         if message["user"]:
             return UserError(*message["user"])
-        return EngineError(self.spec.name, rank, command, message["traceback"], self._processes[rank].log_file)
+        return EngineError(self.spec.name, rank, command, message["traceback"], self.spec.log_file(rank))
 
     def _lost(self, rank: int, reason: str, ask_stacks: bool = False) -> RankLost:
-        process = self._processes[rank]
-        tail = process.log_tail()
-        stacks = launch.stacks(self._processes) if ask_stacks else ""
-        return RankLost(self.spec.name, rank, reason, process.log_file, tail, stacks)
+        tail = self._ranks.log_tail(rank)
+        stacks = self._ranks.stacks() if ask_stacks else ""
+        return RankLost(self.spec.name, rank, reason, self.spec.log_file(rank), tail, stacks)
 
     def _missed(self, call: Call) -> str:
         missing = call.missing

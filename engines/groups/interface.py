@@ -1,44 +1,132 @@
-"""The network interface on which every socket of a training listens: the loopback one, and no other.
+"""The network interface on which every socket of a training listens: one that this machine has, and no other.
 
 torch's store, gloo, NCCL, vLLM and the channel each take an address of their own choice unless told, torch's store all
 that the machine has. None of them but the channel asks who is there: whoever reaches a store can read, set and delete
-what the ranks tell each other.
+what the ranks tell each other. So a training on one machine keeps to the loopback interface. One on several takes the
+interface that a person names, or the one by which its hosts reach the flow (docs/cluster.md says who may reach it).
 
-Left out: groups on several machines, for which this would be an interface that a person chooses.
+Left out: IPv6; which machines there are (hosts.py).
 """
 
 from __future__ import annotations
 
 import ctypes
+import ipaddress
 import os
 import socket
 import struct
 from contextlib import suppress
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
-INTERFACE, HOST = "lo", "127.0.0.1"
+import psutil
+
+from penstock.base.errors import UserError
+
+LOOPBACK = "127.0.0.1"
+ADDRESS_VARIABLE = "PENSTOCK_ADDRESS"  # on which a rank's own sockets listen
 _BACKLOG = 1024  # connections that the kernel keeps until they are accepted
 _SO_ATTACH_FILTER, _RETURN = 26, 6  # of Linux's asm-generic/socket.h and bpf_common.h; Python names neither
+_DISCARD = 9  # a port that nothing is sent to: a UDP socket that is connected has a route, and sends nothing
 
 
-def variables() -> dict[str, str]:
-    """Return what keeps the libraries of a rank on the interface; all of them read their environment."""
+@dataclass(frozen=True)
+class Interface:
+    """A network interface of this machine: its name and its IPv4 address."""
+
+    name: str
+    address: str
+
+
+LOOPBACK_INTERFACE = Interface("lo", LOOPBACK)
+
+
+def named(name: str) -> Interface:
+    """Return the interface of a name.
+
+    Raises:
+        UserError: this machine has none with an IPv4 address.
+    """
+    there = _addresses()
+    if name not in there:
+        raise UserError(
+            f"{socket.gethostname()} has no network interface '{name}' with an IPv4 address",
+            f"set hosts.interface to one of {', '.join(sorted(there))}, or remove it",
+        )
+    return Interface(name, there[name][0])
+
+
+def towards(address: str) -> Interface:
+    """Return the interface by which this machine reaches an address.
+
+    Raises:
+        UserError: there is no route to it.
+    """
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect((address, _DISCARD))
+        except OSError as error:
+            raise UserError(
+                f"{socket.gethostname()} has no route to {address} ({error.strerror})",
+                "let hosts.address be an address of the flow's machine that the hosts reach",
+            ) from None
+        own: str = probe.getsockname()[0]
+    name = next((name for name, addresses in _addresses().items() if own in addresses), LOOPBACK_INTERFACE.name)
+    return Interface(name, own)
+
+
+def _addresses() -> dict[str, list[str]]:
+    """Return the IPv4 addresses of every interface."""
+    found = {
+        name: [item.address for item in items if item.family == socket.AF_INET]
+        for name, items in psutil.net_if_addrs().items()
+    }
+    return {name: addresses for name, addresses in found.items() if addresses}
+
+
+def is_loopback(address: str) -> bool:
+    """Whether no other machine reaches an address."""
+    return ipaddress.ip_address(address).is_loopback
+
+
+def variables(interface: Interface = LOOPBACK_INTERFACE, master: str | None = None) -> dict[str, str]:
+    """Return what keeps the libraries of a rank on an interface; all of them read their environment.
+
+    Args:
+        master: address of the group's first rank; None: it is this machine's.
+    """
     return {
-        "MASTER_ADDR": HOST,
-        "GLOO_SOCKET_IFNAME": INTERFACE,
-        "NCCL_SOCKET_IFNAME": f"={INTERFACE}",  # without the sign every interface whose name begins so
-        "VLLM_HOST_IP": HOST,
+        "MASTER_ADDR": master or interface.address,
+        "GLOO_SOCKET_IFNAME": interface.name,
+        "NCCL_SOCKET_IFNAME": f"={interface.name}",  # without the sign every interface whose name begins so
+        "VLLM_HOST_IP": interface.address,
+        ADDRESS_VARIABLE: interface.address,
     }
 
 
-def listening_socket(port: int = 0) -> socket.socket:
-    """Return a socket that listens on the interface, on any free port unless one is given."""
+def own_address() -> str:
+    """Return the address on which this rank's sockets listen."""
+    return os.environ.get(ADDRESS_VARIABLE, LOOPBACK)
+
+
+def listening_socket(address: str = LOOPBACK, port: int = 0) -> socket.socket:
+    """Return a socket that listens on an address of this machine, on any free port unless one is given."""
     listener = socket.socket()
-    listener.bind((HOST, port))
+    if port:  # of an earlier run that has just ended
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    listener.bind((address, port))
     listener.listen(_BACKLOG)
     listener.setblocking(False)
     return listener
+
+
+def free_port(address: str) -> int:
+    """Return a port that is free now, for one who binds it seconds later: a collision fails a start, and hangs none."""
+    with socket.socket() as probe:
+        probe.bind((address, 0))
+        port: int = probe.getsockname()[1]
+        return port
 
 
 def let_nobody_in(listener: socket.socket) -> None:
@@ -56,27 +144,30 @@ def open_store(timeout: timedelta, port: int = 0) -> tuple[Any, int]:
     """Open a store for torch.distributed on any free port unless one is given; return it and the port."""
     from torch.distributed import TCPStore
 
-    listener = listening_socket(port)
+    address = own_address()
+    listener = listening_socket(address, port)
     opened: int = listener.getsockname()[1]
     descriptor = listener.detach()  # the store's from here on; given a port alone, it would listen everywhere
-    store = TCPStore(HOST, opened, is_master=True, timeout=timeout, wait_for_workers=False, master_listen_fd=descriptor)
+    store = TCPStore(
+        address, opened, is_master=True, timeout=timeout, wait_for_workers=False, master_listen_fd=descriptor
+    )
     return store, opened
 
 
-def connect_store(port: int, timeout: timedelta) -> Any:
+def connect_store(address: str, port: int, timeout: timedelta) -> Any:
     """Connect to a store that another process has opened, or will within `timeout`."""
     from torch.distributed import TCPStore
 
-    return TCPStore(HOST, port, is_master=False, timeout=timeout, wait_for_workers=False)
+    return TCPStore(address, port, is_master=False, timeout=timeout, wait_for_workers=False)
 
 
 def init_process_group(backend: str) -> None:
-    """Initialise torch.distributed for this rank, of the number and with the port that its environment names."""
+    """Initialise torch.distributed for this rank, of the number and with the store that its environment names."""
     from torch import distributed
 
-    port, timeout = int(os.environ["MASTER_PORT"]), distributed.default_pg_timeout
-    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    store = connect_store(port, timeout) if rank else open_store(timeout, port)[0]
+    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    rank, size, timeout = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), distributed.default_pg_timeout
+    store = connect_store(address, port, timeout) if rank else open_store(timeout, port)[0]
     distributed.init_process_group(
         backend, store=distributed.PrefixStore("default_pg", store), rank=rank, world_size=size
     )

@@ -1,4 +1,4 @@
-"""A rank process: `python -m engines.groups.rank`, started by `launch.py` and commanded through `channel.py`.
+"""A rank process: `python -m engines.groups.rank`, started by its host (processes.py), commanded through `channel.py`.
 
 It guards itself first (ignores Ctrl-C, dumps its stacks on SIGUSR1), says hello, and only then imports the worker,
 which brings torch. Then it carries out commands, in the order in which they come, until "shutdown". One may stay
@@ -33,7 +33,8 @@ import zmq
 
 from engines.groups import channel
 from engines.groups.channel import Tell
-from engines.groups.launch import START_KEY, RankStart
+from engines.groups.processes import RankStart
+from engines.groups.spec import START_KEY
 from penstock.base.errors import UserError
 
 REPLIES_KEPT = 32
@@ -79,11 +80,10 @@ def main() -> None:
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     _log.info("rank %d of %d, group %s, epoch %d", start.rank, start.world_size, start.group, start.epoch)
     context = zmq.Context()
-    threading.Thread(
-        target=channel.echo, args=(start.address, f"rank-hb-{start.rank}"), name="heartbeat", daemon=True
-    ).start()
+    name = f"rank-{start.rank}"
+    threading.Thread(target=channel.echo, args=(start.address, name), name="heartbeat", daemon=True).start()
     try:
-        _serve(start, channel.dial(context, start.address, f"rank-{start.rank}"))
+        _serve(start, channel.dial(context, start.address, name))
     finally:
         context.destroy()
     _leave()

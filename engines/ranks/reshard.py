@@ -20,7 +20,7 @@ def listen(models: RankModels, command: Listen) -> Store | None:
     if models.rank:
         return None
     models.store, port = interface.open_store(timedelta(seconds=models.config.engine.start_timeout_s))
-    return Store(port)
+    return Store(interface.own_address(), port)
 
 
 @carries_out(Connect)
@@ -31,7 +31,8 @@ def connect(models: RankModels, command: Connect) -> None:
     if models.generator is None:
         models.transfer = Sender(models.lm, None if models.rank else join(models.store, 0, *place))
         return
-    store = interface.connect_store(command.port, timedelta(seconds=engine.start_timeout_s))
+    met, timeout = command.store, timedelta(seconds=engine.start_timeout_s)
+    store = interface.connect_store(met.address, met.port, timeout)
     joint = join(store, models.rank + 1, *place)
     models.transfer = Receiver(models.generator.model, models.generator.binding, models.lm, models.storage, joint)
 

@@ -1,7 +1,7 @@
 """The process group between the trainer's first rank and the ranks of a rollout group on other devices.
 
 Both groups have a torch.distributed world of their own, so this one is a backend built by hand over a store: the
-trainer opens the store (engines/groups/interface.py) and says its port, the flow tells the rollout group.
+trainer opens the store (engines/groups/interface.py) and says where it is, the flow tells the rollout group.
 """
 
 from __future__ import annotations
@@ -71,5 +71,5 @@ def process_group(device: torch.device, store: Any, rank: int, size: int, timeou
         return torch.distributed.ProcessGroupNCCL(store, rank, size, options)
     gloo: Any = torch.distributed.ProcessGroupGloo
     options = gloo._Options()
-    options._timeout, options._devices = timeout, [gloo.create_device(hostname=interface.HOST)]
+    options._timeout, options._devices = timeout, [gloo.create_device(hostname=interface.own_address())]
     return gloo(store, rank, size, options)

@@ -25,6 +25,7 @@ from configs.tree.section import Recipe
 from engines.commands.build import Build
 from engines.commands.message import Command, Reply, decode_news, decode_reply, encode, name_of
 from engines.groups.group import EngineGroup
+from engines.groups.hosts import Hosts
 from engines.groups.machine import visible_gpus
 from engines.groups.placement import place
 from engines.groups.side_by_side import side_by_side
@@ -246,8 +247,9 @@ def open_session(config: TrainConfig, run: RunFolder, memory: Sequence[GroupEsti
         gpus = visible_gpus()
         session.decide(memory)
         specs = place(config, len(gpus), run.logs)
+        hosts = session.stack.enter_context(Hosts(run.logs))
         for spec in specs:
-            group = session.stack.enter_context(EngineGroup(spec))
+            group = session.stack.enter_context(EngineGroup(spec, hosts))
             session.groups |= {role: group for role in config.roles if role in spec.roles}
         if used := sorted({gpus[item.gpu] for spec in specs for item in spec.devices if item.gpu is not None}):
             session.gpu_sampler = session.stack.enter_context(GpuSampler(used))

@@ -40,7 +40,7 @@ def connect_groups(session: Session) -> None:
         return
     store = session.call("actor", Listen(), "0/listen")[0]
     assert store is not None
-    connect = Connect(store.port, rollout_ranks=len(session.groups["rollout"].spec.devices))
+    connect = Connect(store, rollout_ranks=len(session.groups["rollout"].spec.devices))
     session.call_all(dict.fromkeys(groups, connect), "0/connect")
 
 

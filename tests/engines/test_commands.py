@@ -16,17 +16,21 @@ import pyarrow as pa
 import pytest
 
 from engines import commands
+from engines.commands import hosts
 from engines.commands.forward import Logprobs, Score, TokenValues
 from engines.commands.message import Command, WrongMessage, decode, encode, name_of, reply_type
 from engines.commands.rollout import EngineResponses, Generate
 from engines.commands.update import ActorLoss, Split, UpdateActor
 from engines.groups import channel
 from engines.groups.group import EngineGroup
+from engines.groups.host import HANDLERS
 from penstock.base.ragged import Ragged
 
 for module in pkgutil.iter_modules(commands.__path__):
     import_module(f"{commands.__name__}.{module.name}")
 KINDS = sorted((kind for kind in Command.__subclasses__()), key=name_of)
+OF_HOSTS = {kind for kind in KINDS if kind.__module__ == hosts.__name__}
+OF_RANKS = set(KINDS) - OF_HOSTS
 SPLIT = Split(1, 2, 3, 4, 5, "token-mean", 6)
 LOSS = ActorLoss("ppo_clip", {"clip_low": 0.2}, 1.0, 0.0, None, 0.0)
 UPDATE = UpdateActor("experience.parquet", 3, SPLIT, LOSS, 1e-3)
@@ -55,7 +59,7 @@ def examples(kind: Any) -> Iterator[Any]:
         yield origin(examples(arguments[0]))
         yield origin()
     elif origin is dict:
-        yield {"name": next(examples(arguments[1]))}
+        yield {next(examples(arguments[0])): next(examples(arguments[1]))}
         yield {}
     else:
         yield simple[kind]
@@ -171,7 +175,7 @@ def test_no_field_has_a_name_that_a_call_takes_for_itself() -> None:
     """A group's call takes a command's fields beside its own arguments."""
     own = set(get_type_hints(EngineGroup.begin)) - {"arguments", "return"}
     assert {"key", "on_news"} <= own
-    for kind in KINDS:
+    for kind in OF_RANKS:
         assert own.isdisjoint(field.name for field in fields(kind))  # type: ignore[arg-type]
 
 
@@ -188,8 +192,8 @@ from engines.ranks import handlers, worker
 from engines.ranks.handlers import Later
 from engines.ranks.models import RankModels
 from engines.commands.message import reply_type
-from tests.engines.test_commands import KINDS
-assert {item.kind for item in handlers.HANDLERS.values()} == set(KINDS), "a command without a handler, or the reverse"
+from tests.engines.test_commands import OF_RANKS
+assert {item.kind for item in handlers.HANDLERS.values()} == OF_RANKS, "a command without a handler, or the reverse"
 for kind, function, _ in handlers.HANDLERS.values():
     hints, reply = get_type_hints(function), reply_type(kind)
     assert hints.pop("return") in (reply, Later[reply]), function
@@ -213,3 +217,12 @@ def test_every_command_has_one_handler_whose_types_fit() -> None:
     assert "begun ['reshard', 'generate']" in done.stdout, "during a generation, and nothing else"
     assert "export is carried out by export already" in done.stdout
     assert "wrong carries out Export, but takes" in done.stdout
+
+
+def test_every_command_to_a_host_has_one_handler_whose_types_fit() -> None:
+    """As for ranks, whose commands a host does not know."""
+    assert {kind for kind, _ in HANDLERS.values()} == OF_HOSTS
+    for kind, handler in HANDLERS.values():
+        hints = get_type_hints(handler)
+        assert hints.pop("return") == reply_type(kind)
+        assert list(hints.values()) == [kind]

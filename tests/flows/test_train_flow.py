@@ -246,7 +246,7 @@ def test_the_summary_agrees_with_what_was_recorded(learned: RunFolder) -> None:
 
 
 def test_the_run_folder_holds_all_that_was_made(learned: RunFolder) -> None:
-    """Figures and experience of every iteration, the newest checkpoints, the model, the report, a log per rank."""
+    """Figures and experience of every iteration, the newest checkpoints, the model, the report, a log per rank and host."""
     assert [record["iteration"] for record in read_metrics(learned)] == list(range(ITERATIONS + 1))
     every = [learned.experience(number) for number in range(1, ITERATIONS + 1)]
     left = [path for path in (learned.path / "experience").iterdir() if path.suffix != ".whole"]
@@ -254,7 +254,7 @@ def test_the_run_folder_holds_all_that_was_made(learned: RunFolder) -> None:
     assert all(is_whole(path) for path in every)
     assert len([*(learned.path / "experience").glob(".*.whole")]) == len(every)
     assert [path.name for path in sorted(learned.checkpoints.iterdir())] == ["000010", "000012"]
-    assert sorted(path.name for path in learned.logs.iterdir()) == ["main-rank0.log", "main-rank1.log"]
+    assert sorted(path.name for path in learned.logs.iterdir()) == ["host.log", "main-rank0.log", "main-rank1.log"]
     names = ("report/index.html", "report/report.md", "report/reward.png", "models/final/model.safetensors")
     for name in (*names, "models/final/tokenizer.json", "evaluation/000006.parquet"):
         assert (learned.path / name).stat().st_size > 0

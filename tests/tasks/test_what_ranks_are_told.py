@@ -24,7 +24,7 @@ from configs.preference import PreferenceConfig
 from configs.schema import TrainConfig
 from configs.sections.run import Role
 from engines.commands.message import WrongMessage
-from engines.groups.launch import RankDevice
+from engines.groups.spec import RankDevice
 from engines.sizing.memory import RankMemory, Recomputed
 from penstock.base.ragged import Ragged
 from penstock.checks.memory import GroupEstimate

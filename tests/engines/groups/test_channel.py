@@ -253,9 +253,9 @@ def test_silent_strangers_keep_no_rank_out_and_are_dropped(
             assert channel.receive(rank) == "welcome"
             assert strangers.stdout.readline() == "all dropped\n"
             assert came_true(lambda: process.num_fds() < 200, 10)
-            with channel.dial(context, listener.address, "rank-hb-0") as second:
+            with channel.dial(context, listener.address, channel.echo_name("rank-0")) as second:
                 channel.send(second, channel.pack("echo"))
-                assert listener.receive(20.0) == [("rank-hb-0", "echo")]
+                assert listener.receive(20.0) == [(channel.echo_name("rank-0"), "echo")]
             late = socket.socket()
             late.settimeout(1.0)
             with late, pytest.raises(TimeoutError):

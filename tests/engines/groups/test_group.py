@@ -26,8 +26,9 @@ import psutil
 import pytest
 
 from engines.groups.channel import Tell
+from engines.groups.environment import WITHHELD_VARIABLES
 from engines.groups.group import EngineError, EngineGroup, GroupSpec, RankDevice, RankLost
-from engines.groups.launch import ROTATE_ABOVE_BYTES, WITHHELD_VARIABLES, group_environment
+from engines.groups.processes import ROTATE_ABOVE_BYTES
 from penstock.base.errors import UserError
 from tests.processes import alive, leave_children, noted
 from tests.waiting import came_true
@@ -323,9 +324,13 @@ def test_no_secret_is_in_what_a_process_is_started_with(tmp_path: Path, monkeypa
     with EngineGroup(_spec(tmp_path)) as group:
         address = group._listener.address
         group.wait_ready()
-        for process in group._processes:
-            told = b"".join(Path(f"/proc/{process._pid}/{name}").read_bytes() for name in ("environ", "cmdline"))
-            assert b"porridge" in told and b"engines.groups.rank" in told
+        host = psutil.Process(group._own_hosts._child.pid)
+        processes = host.children(recursive=True)
+        assert sum("engines.groups.rank" in process.cmdline() for process in processes) == 2
+        for process in [host, *processes]:
+            told = b"".join(Path(f"/proc/{process.pid}/{name}").read_bytes() for name in ("environ", "cmdline"))
+            if b"engines.groups.rank" in told:
+                assert b"porridge" in told
             for secret in ("sesame", address.client_secret, address.client_public, address.server_public):
                 assert secret.encode() not in told
 
@@ -599,41 +604,6 @@ def test_a_late_rank_is_named(tmp_path: Path) -> None:
         group.wait_ready()
     assert caught.value.rank == 1
     assert "in ponder_for_ever" in caught.value.stacks
-
-
-def test_gpu_indices_count_among_visible_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A flow confined to some GPUs never hands out others."""
-    spec = _spec(tmp_path, devices=(RankDevice(1), RankDevice(2)))
-    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    assert group_environment(spec)["CUDA_VISIBLE_DEVICES"] == "1,2"
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,6")
-    assert group_environment(spec)["CUDA_VISIBLE_DEVICES"] == "5,6"
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5")
-    with pytest.raises(UserError, match="asks for GPU 2"):
-        group_environment(spec)
-
-
-def test_the_user_s_thread_count_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Threads are shared out over the ranks only where the user has not decided."""
-    monkeypatch.setenv("OMP_NUM_THREADS", "7")
-    assert group_environment(_spec(tmp_path))["OMP_NUM_THREADS"] == "7"
-    monkeypatch.delenv("OMP_NUM_THREADS")
-    assert group_environment(_spec(tmp_path))["OMP_NUM_THREADS"] == str(max(1, len(os.sched_getaffinity(0)) // 2))
-
-
-def test_compiled_code_is_kept_where_only_this_user_writes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Controls: the folder that the user has named; a CPU rank, which compiles nothing."""
-    variable, on_gpu = "TORCHINDUCTOR_CACHE_DIR", _spec(tmp_path, devices=(RankDevice(0),))
-    monkeypatch.delenv(variable, raising=False)
-    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
-    monkeypatch.setenv("HOME", "/home/somebody")
-    assert group_environment(on_gpu)[variable] == "/home/somebody/.cache/penstock/inductor"
-    monkeypatch.setenv("XDG_CACHE_HOME", "/caches")
-    assert group_environment(on_gpu)[variable] == "/caches/penstock/inductor"
-    assert variable not in group_environment(_spec(tmp_path))
-    monkeypatch.setenv(variable, "/chosen")
-    assert group_environment(on_gpu)[variable] == "/chosen"
 
 
 def test_a_group_has_one_kind_of_device(tmp_path: Path) -> None:

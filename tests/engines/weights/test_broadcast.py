@@ -50,8 +50,8 @@ class Apart:
         }
         self.actor.build(self.model, ("actor",), **sections)
         self.rollout.build(self.model, ("rollout",), **sections)
-        port = self.actor.ask("listen")[0].port
-        self.both("connect", port=port, rollout_ranks=self.rollout.count)
+        store = self.actor.ask("listen")[0]
+        self.both("connect", store=store, rollout_ranks=self.rollout.count)
 
     def step(self, version: int, learning_rate: float = 1e-2) -> None:
         """Train on random experience, hard enough to change every weight."""
@@ -185,7 +185,7 @@ def test_groups_of_different_models_are_refused(one_rank: Ranks, two_ranks: Rank
     groups = {"train": {"roles": ["actor"]}, "generate": {"roles": ["rollout"]}}
     one_rank.build(folder_of(Shape("qwen2", tied=False)), ("actor",), groups=groups)
     two_ranks.build(folder_of(Shape("qwen2", tied=True)), ("rollout",), groups=groups)
-    arguments = {"port": one_rank.ask("listen")[0].port, "rollout_ranks": 2}
+    arguments = {"store": one_rank.ask("listen")[0], "rollout_ranks": 2}
     errors = [reply["error"] for reply in apart.both("refusal", of="connect", arguments=arguments)]
     assert all("different parameters, shapes or dtypes" in error for error in errors)
 

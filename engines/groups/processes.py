@@ -1,0 +1,160 @@
+"""Rank processes on the machine of a host: what they are told, how they start, how they end.
+
+A rank lives in its own session (Ctrl-C in the terminal reaches only the flow), reads nothing but what it is told at its
+start, and writes to its own log file; it never holds the flow's stdout. Log files are appended to and rotated once, at
+start: above 20 MB the old one becomes `.1`. Python's rotating handlers would miss what C libraries write.
+
+Linux only, like the engines. Left out: their environment (environment.py), and when to do what (host.py).
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from engines.groups.channel import Address
+from penstock.usercode.kept import command_of, number_from
+
+ROTATE_ABOVE_BYTES = 20 * 1024**2
+TERM_GRACE_S = 2.0
+REAP_TIMEOUT_S = 15.0  # longer than a keeper's patience
+STACKS_WAIT_S = 1.0
+_TAIL_BYTES = 8192
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class RankStart:
+    """What a rank must know before it can dial. It comes through a pipe, because it holds the channel's keys.
+
+    A process's first environment stays readable for as long as it lives, whatever the process does to its own copy.
+    """
+
+    group: str
+    epoch: int
+    rank: int
+    world_size: int
+    gpu: int | None
+    worker: str
+    address: Address
+
+    def to_json(self) -> bytes:
+        return json.dumps(asdict(self)).encode() + b"\n"
+
+    @classmethod
+    def take(cls) -> RankStart:
+        """Read it from the standard input, of which it is the only line."""
+        values = json.loads(sys.stdin.buffer.readline())
+        return cls(**values | {"address": Address(**values["address"])})
+
+
+class RankProcess:
+    """One spawned rank, below a keeper that ends as the rank does once nothing of it is left (usercode/keeper.py).
+
+    The keeper's exit is observed without reaping it, so that its pid goes to nobody else. `folder` is the rank's
+    working directory; None: this process's.
+    """
+
+    def __init__(self, start: RankStart, environment: dict[str, str], log_file: Path, folder: Path | None) -> None:
+        self.rank = start.rank
+        self.log_file = log_file
+        if log_file.exists() and log_file.stat().st_size > ROTATE_ABOVE_BYTES:
+            log_file.replace(log_file.with_name(log_file.name + ".1"))
+        with log_file.open("ab") as log:
+            number, told = os.pipe()
+            self._keeper = subprocess.Popen(
+                command_of([sys.executable, "-P", "-m", "engines.groups.rank"], [told], session=True),
+                env=environment,
+                cwd=folder,
+                stdin=subprocess.PIPE,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+                pass_fds=[told],
+            )
+        os.close(told)
+        assert self._keeper.stdin is not None
+        with suppress(BrokenPipeError), self._keeper.stdin as pipe:  # of a rank that has ended: `exit_reason` tells
+            pipe.write(start.to_json())
+        self._pid = number_from(number)
+
+    def exit_reason(self) -> str | None:
+        """How the rank ended, or None while it runs."""
+        status = os.waitid(os.P_PID, self._keeper.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+        if status is None:
+            return None
+        if status.si_code == os.CLD_EXITED:
+            return f"exited with code {status.si_status}"
+        return f"exited with signal {status.si_status} ({signal.Signals(status.si_status).name})"
+
+    def send_signal(self, number: signal.Signals) -> None:
+        """Signal the rank itself, if it still runs."""
+        with suppress(ProcessLookupError):
+            os.kill(self._pid, number)
+
+    def kill_group(self) -> None:
+        """Have the keeper SIGKILL the rank and every process that came of it. Does nothing once reaped."""
+        if self._keeper.returncode is None:
+            os.kill(self._keeper.pid, signal.SIGTERM)
+
+    def reap(self) -> None:
+        try:
+            self._keeper.wait(REAP_TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            _log.error("rank %d (pid %d) survives SIGKILL: a driver holds it", self.rank, self._pid)
+
+    def log_size(self) -> int:
+        return self.log_file.stat().st_size
+
+    def log_tail(self, since: int = 0) -> str:
+        """The end of the log file, at most 8 KB, nothing before byte `since`."""
+        with self.log_file.open("rb") as log:
+            log.seek(max(since, self.log_size() - _TAIL_BYTES))
+            return log.read().decode(errors="replace").strip()
+
+
+def stacks(processes: Sequence[RankProcess]) -> dict[int, str]:
+    """Return every rank's Python stacks, as its faulthandler writes them to its log on SIGUSR1. Takes one second."""
+    before = [process.log_size() for process in processes]
+    for process in processes:
+        process.send_signal(signal.SIGUSR1)
+    time.sleep(STACKS_WAIT_S)
+    return {process.rank: process.log_tail(since) for process, since in zip(processes, before, strict=True)}
+
+
+def end(processes: Sequence[RankProcess], grace_s: float) -> None:
+    """Wait `grace_s` for the ranks to leave, then SIGTERM, then SIGKILL; whatever happens, all are gone after."""
+    try:
+        if not _gone(processes, grace_s):
+            for process in processes:
+                process.send_signal(signal.SIGTERM)
+            _gone(processes, TERM_GRACE_S)
+    finally:
+        kill(processes)
+
+
+def kill(processes: Sequence[RankProcess]) -> None:
+    """SIGKILL every rank with all its children, and reap it."""
+    for process in processes:
+        process.kill_group()
+    for process in processes:
+        process.reap()
+
+
+def _gone(processes: Sequence[RankProcess], within_s: float) -> bool:
+    deadline = time.monotonic() + within_s
+    while any(process.exit_reason() is None for process in processes):
+        if time.monotonic() >= deadline:
+            return False
+        time.sleep(0.02)
+    return True

@@ -1,0 +1,218 @@
+"""Hosts start, watch and end the ranks of a group, on one machine or on several; whatever is killed, no rank is left.
+
+Several hosts here are processes of this machine, which dial as those of others do. Machines of their own, in network
+namespaces, are in tests/hosts.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from engines.commands.hosts import ProveFolder, TellFacts, TellLog
+from engines.groups import channel, interface
+from engines.groups.group import EngineGroup, HostLost, RankDevice
+from engines.groups.host import HostStart
+from engines.groups.hosts import HostFailed, Hosts, start_host
+from engines.groups.spec import LOCAL
+from penstock.base.errors import UserError
+from tests.engines.groups.test_group import _pids, _spec
+from tests.processes import alive
+from tests.waiting import came_true
+
+REPLY_S = 20.0
+NAMES = ("pool/0", "pool/1")
+
+
+@contextmanager
+def two_hosts(folder: Path, **changes: Any) -> Iterator[tuple[Hosts, list[subprocess.Popen[bytes]]]]:
+    """Two hosts that were started by others than the flow; their keepers' processes beside them."""
+    with ExitStack() as stack:
+        hosts = stack.enter_context(Hosts(folder, expected=NAMES, **changes))
+        log = stack.enter_context((folder / "hosts.log").open("ab"))
+        keepers = [start_host(HostStart(name, hosts.address, silence_s=5.0), log) for name in NAMES]
+        for keeper in keepers:
+            stack.callback(keeper.wait)
+            stack.callback(keeper.terminate)
+        assert hosts.wait_joined(REPLY_S)
+        yield hosts, keepers
+
+
+def _apart(folder: Path, **changes: Any) -> Any:
+    """A group of two ranks on each of two hosts."""
+    devices = tuple(RankDevice(None, name) for name in NAMES for _ in range(2))
+    return _spec(folder, devices=devices, **changes)
+
+
+def test_a_host_tells_what_its_machine_has(tmp_path: Path) -> None:
+    """What it tells is what this process sees of the same machine."""
+    with Hosts(tmp_path) as hosts:
+        hosts.start_local()
+        facts = hosts.begin(LOCAL, TellFacts()).result(REPLY_S)
+    assert facts.cores == len(os.sched_getaffinity(0))
+    assert (facts.interface, facts.address) == ("lo", "127.0.0.1")
+    assert facts.versions["python"] == ".".join(map(str, sys.version_info[:3]))
+    assert abs(facts.free_bytes - psutil.virtual_memory().available) < 4 << 30
+
+
+def test_a_host_imports_no_library_of_the_engines() -> None:
+    """It is to be there in a fraction of a second. Control: what it imports is seen."""
+    code = "import engines.groups.host, sys; print([*sys.modules])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert "'zmq'" in done.stdout
+    assert not {f"'{name}'" for name in ("torch", "vllm", "prefect", "mlflow", "pandas")} & set(done.stdout.split(", "))
+
+
+def test_ranks_of_two_hosts_are_one_group(tmp_path: Path) -> None:
+    """Their numbers go through, each counts among its host's, and all meet in the first host's store."""
+    with two_hosts(tmp_path) as (hosts, _), EngineGroup(_apart(tmp_path), hosts) as group:
+        replies = group.call("echo", key="all")
+        assert [reply["rank"] for reply in replies] == [0, 1, 2, 3]
+        parents = [psutil.Process(reply["pid"]).parents()[1].pid for reply in replies]
+        assert parents[0] == parents[1] != parents[2] == parents[3], "each host has its own"
+        names = ["RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_PORT"]
+        told = [list(reply.values()) for reply in group.call("environment", key="names", names=names)]
+        assert [place[:4] for place in told] == [[str(rank), str(rank % 2), "4", "2"] for rank in range(4)]
+        assert len({place[4] for place in told}) == 1
+        pids = [reply["pid"] for reply in replies]
+    assert not any(map(alive, pids))
+
+
+@pytest.mark.parametrize("stopped", [False, True])
+def test_a_lost_host_is_named_and_takes_its_ranks_along(tmp_path: Path, stopped: bool) -> None:
+    """Killed, or silent as behind a cut cable; the group's ranks on the other host end, too. Control: they were there.
+
+    A host that is stopped cannot end its ranks before it goes on: then it finds its flow silent.
+    """
+    with two_hosts(tmp_path, silence_s=3.0) as (hosts, keepers), EngineGroup(_apart(tmp_path), hosts) as group:
+        pids = _pids(group)
+        assert all(map(alive, pids))
+        (host,) = psutil.Process(keepers[1].pid).children()
+        threading.Timer(0.3, host.suspend if stopped else host.kill).start()
+        with pytest.raises(HostLost, match="its host pool/1 is lost") as caught:
+            group.call("ponder_for_ever", key="p")
+        assert caught.value.rank == 2
+        assert not any(map(alive, pids[:2]))
+        if stopped:
+            hosts.close()
+            host.resume()
+        assert came_true(lambda: not any(map(alive, pids)), 20)
+
+
+def test_the_host_of_a_flow_is_named_when_it_is_killed(tmp_path: Path) -> None:
+    """The one on the flow's machine, which nobody has to wait for: its process is the flow's child."""
+    with Hosts(tmp_path) as hosts, EngineGroup(_spec(tmp_path), hosts) as group:
+        pids = _pids(group)
+        (keeper,) = (child for child in psutil.Process().children() if "engines.groups.host" in child.cmdline()[-1])
+        keeper.children()[0].kill()
+        with pytest.raises(HostLost, match="its host local is lost: its process exited"):
+            group.call("ponder_for_ever", key="p")
+        assert came_true(lambda: not any(map(alive, pids)), 10)
+
+
+_FLOW = """
+import sys, time
+from pathlib import Path
+from engines.groups.group import EngineGroup
+from tests.engines.groups.test_group import _pids
+from tests.engines.groups.test_hosts import _apart, two_hosts
+
+with two_hosts(Path(sys.argv[1])) as (hosts, keepers), EngineGroup(_apart(Path(sys.argv[1])), hosts) as group:
+    print(*_pids(group), flush=True)
+    time.sleep(60)
+"""
+
+
+def test_hosts_of_a_flow_that_is_gone_end_their_ranks(tmp_path: Path) -> None:
+    """Those on other machines find it silent. Here their keepers are stopped, so that nothing else ends them."""
+    path = os.pathsep.join(entry for entry in sys.path if entry)
+    command, environment = [sys.executable, "-c", _FLOW, str(tmp_path)], os.environ | {"PYTHONPATH": path}
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as flow:
+        assert flow.stdout is not None
+        pids = [int(pid) for pid in flow.stdout.readline().split()]
+        assert len(pids) == 4
+        keepers = psutil.Process(flow.pid).children()
+        for keeper in keepers:
+            keeper.suspend()
+        flow.kill()
+        flow.wait()
+        assert all(map(alive, pids))
+        assert came_true(lambda: not any(map(alive, pids)), 20)
+        assert "the flow is silent" in (tmp_path / "hosts.log").read_text()
+        for keeper in keepers:
+            keeper.resume()
+
+
+def test_what_a_host_cannot_do_is_told_and_it_lives_on(tmp_path: Path) -> None:
+    """A folder of logs that is a file; a GPU that is not there is the user's mistake."""
+    (tmp_path / "file").touch()
+    with Hosts(tmp_path) as hosts:
+        with EngineGroup(_spec(tmp_path / "file"), hosts) as group, pytest.raises(HostFailed, match="FileExistsError"):
+            group.wait_ready()
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
+        assert hosts.begin(LOCAL, TellLog("main", 0, 7)).result(REPLY_S) == ""
+    gpu = _spec(tmp_path, devices=(RankDevice(3),))
+    with EngineGroup(gpu) as group, pytest.raises(UserError, match="asks for GPU 3"):
+        group.wait_ready()
+
+
+def test_a_host_proves_that_a_folder_is_the_flow_s(tmp_path: Path) -> None:
+    """It reads what the flow wrote, and writes what the flow reads. Control: a file that is not there."""
+    (tmp_path / "theirs").write_text("from the flow")
+    with Hosts(tmp_path) as hosts:
+        hosts.start_local()
+        ours = str(tmp_path / "ours")
+        command = ProveFolder(str(tmp_path / "theirs"), ours, "from the host")
+        assert hosts.begin(LOCAL, command).result(REPLY_S) == "from the flow"
+        assert Path(ours).read_text() == "from the host"
+        elsewhere = replace(command, read=str(tmp_path / "nothing"), write=str(tmp_path / "never"))
+        assert hosts.begin(LOCAL, elsewhere).result(REPLY_S) == ""
+        assert not (tmp_path / "never").exists()
+
+
+def test_who_does_not_join_is_told(tmp_path: Path) -> None:
+    """And nobody joins whom the flow does not expect, though it has the keys."""
+    with Hosts(tmp_path, expected=NAMES) as hosts, (tmp_path / "log").open("ab") as log:
+        keepers = [start_host(HostStart(name, hosts.address, silence_s=5.0), log) for name in (NAMES[0], "stranger")]
+        assert came_true(lambda: hosts.missing() == [NAMES[1]], 20)
+        assert not hosts.wait_joined(1.0)
+        assert list(hosts.joined()) == [NAMES[0]]
+        assert hosts.lost(NAMES[0]) is None
+    for keeper in keepers:
+        keeper.terminate()
+        keeper.wait()
+
+
+def test_a_host_takes_commands_from_its_flow_alone(tmp_path: Path) -> None:
+    """Whoever listens at the flow's address without its secret key is not spoken to. Control: with it, it is."""
+    keys, port = channel.Keys.new(), interface.free_port("127.0.0.1")
+    start = HostStart("pool/0", channel.Listener(1, ("127.0.0.1", 0), keys).address, silence_s=2.0)
+    for impostor in (True, False):
+        theirs = replace(channel.Keys.new(), client_public=keys.client_public) if impostor else keys
+        listener = channel.Listener(1, ("127.0.0.1", port), theirs)
+        address = replace(start.address, endpoint=listener.address.endpoint)
+        with (tmp_path / "log").open("ab") as log:
+            keeper = start_host(replace(start, address=address), log)
+        heard = [message["kind"] for _ in range(15) for _, message in listener.receive(0.2)]
+        assert ("hello" in heard) is not impostor
+        keeper.terminate()
+        keeper.wait()
+        listener.close()
+
+
+def test_an_interface_that_is_not_there_is_named() -> None:
+    """With those that are. Control: the loopback interface, by name and by the way to an address."""
+    with pytest.raises(UserError, match="no network interface 'ib7'") as caught:
+        interface.named("ib7")
+    assert "lo" in caught.value.remedy
+    assert interface.named("lo") == interface.towards("127.0.0.1") == interface.LOOPBACK_INTERFACE
