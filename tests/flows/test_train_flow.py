@@ -246,7 +246,7 @@ def test_the_summary_agrees_with_what_was_recorded(learned: RunFolder) -> None:
 
 
 def test_the_run_folder_holds_all_that_was_made(learned: RunFolder) -> None:
-    """Figures and experience of every iteration, the newest checkpoints, the model, the report, a log per rank and host."""
+    """Figures and experience of each iteration, newest checkpoints, the model, the report, logs of ranks and host."""
     assert [record["iteration"] for record in read_metrics(learned)] == list(range(ITERATIONS + 1))
     every = [learned.experience(number) for number in range(1, ITERATIONS + 1)]
     left = [path for path in (learned.path / "experience").iterdir() if path.suffix != ".whole"]
