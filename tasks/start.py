@@ -63,7 +63,7 @@ def load_prompts(training: Training, model_folder: str) -> dict[str, int]:
             get_run_logger().warning("%s: %d prompts dropped, longer than data.max_prompt_tokens", split, table.dropped)
     for text in (*idle_settings(config), *takes_each(config, session.prompts["train"].frame)):
         get_run_logger().warning("%s", text)
-    if config.reward.function or config.reward.judge or config.reward.service:
+    if config.reward.scored_by_flow:
         columns = ["prompt_id", *(name for name in session.prompts["train"].frame.columns if name not in RESERVED)]
         session.scorer = session.stack.enter_context(open_scorer(config.reward, columns, run.logs / "reward.log"))
     return counts

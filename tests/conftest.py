@@ -18,11 +18,19 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Give every test the group that one process runs: a file, all flows, or all files on the shared engines.
 
     Flows start whole trainings: two at a time would fight for the cores, so they take turns. They take longest and
-    begin first, and beside them the engines.
+    begin first, and beside them the engines. A test elsewhere that starts a training says that it belongs to the
+    flows, `pytest.mark.xdist_group("flows")`.
     """
     for item in items:
-        item.add_marker(pytest.mark.xdist_group(_group(Path(item.path))))
-    items.sort(key=lambda item: LONGEST_FIRST.get(_group(Path(item.path)), len(LONGEST_FIRST)))
+        if item.get_closest_marker("xdist_group") is None:
+            item.add_marker(pytest.mark.xdist_group(_group(Path(item.path))))
+    items.sort(key=lambda item: LONGEST_FIRST.get(_said(item), len(LONGEST_FIRST)))
+
+
+def _said(item: pytest.Item) -> str:
+    marker = item.get_closest_marker("xdist_group")
+    assert marker is not None
+    return str(marker.args[0])
 
 
 def _group(path: Path) -> str:

@@ -44,29 +44,35 @@ class RewardConfig(Section):
 
     @model_validator(mode="after")
     def _one_source(self) -> Self:
-        given = [f"'{name}'" for name in REWARD_SOURCES if getattr(self, name) is not None]
+        given = [name for name in REWARD_SOURCES if getattr(self, name) is not None]
         if len(given) > 1:
-            raise ValueError(f"{' and '.join(given)} exclude each other: keep one")
+            raise ValueError(f"{' and '.join(map(repr, given))} exclude each other: keep one")
         if self.function is None and self.settings:
             raise ValueError("'settings' has no effect without 'function': remove it")
-        for name in ("timeout_s", "workers") if self.model or self.service else ():
+        for name in ("timeout_s", "workers") if given and given[0] not in WITH_WORKERS else ():
             if getattr(self, name) != type(self).model_fields[name].default:
-                raise ValueError(f"'{name}' has no effect with {given[0]}: remove it")
+                raise ValueError(f"'{name}' has no effect with '{given[0]}': remove it")
         return self
 
     @property
-    def given(self) -> bool:
-        """Whether there is a source of rewards here; with an environment there need not be."""
-        return any(getattr(self, name) is not None for name in REWARD_SOURCES)
+    def kind(self) -> str | None:
+        """Which source of rewards is configured, one of `REWARD_SOURCES`; with an environment there need be none."""
+        return next((name for name in REWARD_SOURCES if getattr(self, name) is not None), None)
+
+    @property
+    def scored_by_flow(self) -> bool:
+        """Whether the flow's process asks for the rewards; those of a reward model come from its engine group."""
+        return self.kind not in (None, "model")
 
     @property
     def source(self) -> str:
         """What gives the rewards, for messages."""
-        name = next((name for name in REWARD_SOURCES if getattr(self, name) is not None), None)
-        if name is None:
+        if self.kind is None:
             return "reward"
-        value = getattr(self, name)
-        return f"reward.{name} '{value if isinstance(value, str) else value.model}'"
+        value = getattr(self, self.kind)
+        name = value if isinstance(value, str) else getattr(value, "model", None)
+        return f"reward.{self.kind}" if name is None else f"reward.{self.kind} '{name}'"
 
 
 REWARD_SOURCES = ("function", "model", "judge", "service")
+WITH_WORKERS = ("function", "judge")  # sources that run a function in worker processes

@@ -1,7 +1,7 @@
 """Rewards from servers that several trainings share: a generative judge, or a reward model behind vLLM's server.
 
 Left out: what the servers have to be asked (penstock/rewards/judge.py, penstock/rewards/service.py) and whether they
-answer (penstock/checks/servers.py).
+answer (penstock/rewards/server.py).
 """
 
 from __future__ import annotations

@@ -10,6 +10,7 @@ import json
 from pathlib import Path
 
 from configs.schema import TrainConfig
+from configs.sections.reward import REWARD_SOURCES
 from engines.families.served import check_served
 from engines.families.shape import weight_shapes
 from penstock.base.errors import UserError
@@ -17,11 +18,10 @@ from penstock.checks.data import check_agents, check_pairs, check_prompts, check
 from penstock.checks.memory import GroupEstimate, check_memory
 from penstock.checks.model import check_chat, check_head_size, check_model, check_model_folder, check_targets
 from penstock.checks.prompts import check_prompt_lengths, read_prompts
-from penstock.checks.servers import check_judge, check_service
 from penstock.data.source import reading_once
 from penstock.environments.loading import load_environment
 from penstock.evaluators.loading import load_evaluators
-from penstock.rewards.function import load_reward_function
+from penstock.rewards.source import check_source
 from penstock.trackers.table import check_tracker
 
 
@@ -93,21 +93,14 @@ def check_reward(config: TrainConfig, columns: list[str]) -> None:
     """
     if config.reward.model is not None:
         check_model_folder(Path(config.reward.model), "reward.model", scores=True)
-        return
-    if config.reward.judge is not None:
-        check_judge(config.reward, columns)
-        return
-    if config.reward.service is not None:
-        check_service(config.reward.service)
-        return
-    if config.environment is not None and not config.reward.given:
-        return  # whether an environment gives rewards shows in the first batch
-    if config.reward.function is None:
+    elif config.reward.kind is not None:
+        check_source(config.reward, columns)
+    elif config.environment is None:  # whether an environment gives rewards shows in the first batch
+        *names, last = [f"'reward.{name}'" for name in REWARD_SOURCES]
         raise UserError(
-            "no reward: none of 'reward.function', 'reward.model', 'reward.judge' and 'reward.service' is set",
+            f"no reward: none of {', '.join(names)} and {last} is set",
             "add reward.function=module:function, e.g. penstock.rewards.builtin:exact_match",
         )
-    load_reward_function(config.reward.function, config.reward.settings, columns)
 
 
 @reading_once()

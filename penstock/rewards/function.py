@@ -26,6 +26,7 @@ from penstock.usercode.arguments import wanted
 from penstock.usercode.imports import import_named
 
 if TYPE_CHECKING:
+    from configs.sections.reward import RewardConfig
     from penstock.rewards.types import Sample
 
 # Parameter name -> field of Sample.
@@ -57,6 +58,15 @@ class RewardFunction:
         return {
             name: getattr(sample, fields[name]) if name in fields else sample.columns.get(name) for name in self.wants
         }
+
+
+def check_function(config: RewardConfig, columns: Sequence[str]) -> None:
+    """Check that `reward.function` loads and finds what its parameters ask for.
+
+    Raises:
+        UserError: it does not, as `load_reward_function` says.
+    """
+    load_reward_function(str(config.function), config.settings, columns)
 
 
 def load_reward_function(

@@ -21,9 +21,9 @@ from typing import Any, Self
 from configs.sections.reward import RewardConfig
 from configs.sections.reward_servers import JudgeConfig
 from penstock.base.errors import UserError
-from penstock.rewards.function import ROW_ARGUMENTS
+from penstock.rewards.function import ROW_ARGUMENTS, load_reward_function
 from penstock.rewards.pool import RewardPool, Score
-from penstock.rewards.server import Failed, Post, RequestFailed, ask_all
+from penstock.rewards.server import Failed, Post, RequestFailed, ask_all, check_server
 from penstock.rewards.types import Sample
 from penstock.usercode.imports import nearest
 
@@ -111,6 +111,19 @@ def found_number(response: str, pattern: str, bounds: tuple[float, float] | None
     if bounds is not None and not bounds[0] <= number <= bounds[1]:
         raise ValueError(f"the judge's number {number:g} is not within {bounds[0]:g} and {bounds[1]:g}")
     return scale * number
+
+
+def check_judge(config: RewardConfig, columns: Sequence[str]) -> None:
+    """Check the template, the parser and the server of `reward.judge`.
+
+    Raises:
+        UserError: one of them cannot be used.
+    """
+    assert config.judge is not None
+    check_template(config.judge, columns)
+    function = reading(config)
+    load_reward_function(str(function.function), function.settings, columns, setting="reward.judge.parser")
+    check_server("reward.judge", config.judge)
 
 
 def check_template(judge: JudgeConfig, columns: Sequence[str]) -> None:

@@ -28,6 +28,7 @@ LONGEST_REASON = 300
 NOT_ASKED = "not asked any more: too many samples had failed before"
 
 T = TypeVar("T")
+Server = TypeVar("Server", bound=RewardServer)
 
 
 @dataclass(frozen=True)
@@ -105,6 +106,32 @@ def offered_models(server: RewardServer) -> list[str]:
             raise RequestFailed(f"unexpected reply: {_short(str(reply))}") from None
 
     return asyncio.run(ask())
+
+
+def check_server(key: str, server: RewardServer) -> None:
+    """Check that a server answers and offers the configured model.
+
+    Raises:
+        UserError: it does not; `key` is the section's name, for the message.
+    """
+    try:
+        offered = offered_models(patient_once(server))
+    except RequestFailed as error:
+        raise UserError(
+            f"{key}.url: {server.url} does not answer as a server with OpenAI's API: {error}",
+            "start it (penstock serve FOLDER), or correct the address or the key",
+        ) from None
+    if server.model not in offered:
+        names = ", ".join(f"'{name}'" for name in offered[:5]) or "no model"
+        raise UserError(
+            f"{key}.model: {server.url} does not offer '{server.model}'; it offers {names}",
+            f"correct {key}.model, or serve the model under this name: penstock serve FOLDER --name {server.model}",
+        )
+
+
+def patient_once(server: Server) -> Server:
+    """Return the server's section with one further attempt only: whoever starts a training waits for the answer."""
+    return server.model_copy(update={"retries": min(1, server.retries)})
 
 
 def api_key(server: RewardServer) -> str:

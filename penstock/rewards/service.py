@@ -16,12 +16,14 @@ from typing import Any
 
 from configs.sections.reward import RewardConfig
 from configs.sections.reward_servers import ServiceConfig
+from penstock.base.errors import UserError
 from penstock.rewards.pool import Score
-from penstock.rewards.server import Failed, Post, RequestFailed, ask_all
+from penstock.rewards.server import Failed, Post, RequestFailed, ask_all, check_server, patient_once
 from penstock.rewards.types import Sample
 from penstock.usercode.guard import out_of_bounds
 
 CLASSIFY = "/classify"
+PROBE = "1+1=2"  # the text that is scored before a start
 REFUSED = (400, 413, 422)  # something in the request, such as a text longer than the model takes
 
 
@@ -47,6 +49,23 @@ class RewardService:
             else Score(value, {}, None)
             for value in values
         ]
+
+
+def check_service(config: RewardConfig) -> None:
+    """Check that the server of `reward.service` offers the model, and that it gives one score for a text.
+
+    Raises:
+        UserError: it does not.
+    """
+    assert config.service is not None
+    service = patient_once(config.service)
+    check_server("reward.service", service)
+    (score,) = scores_of(service, [PROBE], tolerated=0)
+    if isinstance(score, Failed):
+        raise UserError(
+            f"reward.service: {service.url} does not score a text with '{service.model}': {score.reason}",
+            "serve a sequence classifier with one label: penstock serve FOLDER",
+        )
 
 
 def scores_of(service: ServiceConfig, texts: Sequence[str], tolerated: float) -> list[float | Failed]:

@@ -66,7 +66,7 @@ def score(training: Training, columns: dict[str, Any], split: str, key: str) -> 
     config = training.config
     if config.environment is None:
         return _score_by_source(training, columns, split, key)
-    scores = _score_by_source(training, columns, split, key) if config.reward.given else None
+    scores = _score_by_source(training, columns, split, key) if config.reward.kind is not None else None
     return with_environment(config, columns, scores)
 
 

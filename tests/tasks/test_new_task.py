@@ -16,7 +16,7 @@ import pytest
 
 from penstock.state.run_folder import RunFolder, read_metrics
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("flows")]
 
 ROOT = Path(__file__).resolve().parents[2]
 FILE = '''"""How far the lengths of an iteration's responses lie apart, invented for a test."""

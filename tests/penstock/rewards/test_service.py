@@ -10,9 +10,9 @@ import pytest
 from configs.sections.reward import RewardConfig
 from configs.sections.reward_servers import JudgeConfig, ServiceConfig
 from penstock.base.errors import UserError
-from penstock.checks.servers import check_judge, check_service
+from penstock.rewards.judge import check_judge
 from penstock.rewards.server import Failed
-from penstock.rewards.service import RewardService, scores_of
+from penstock.rewards.service import RewardService, check_service, scores_of
 from penstock.rewards.types import Sample
 from tests.penstock.rewards.scripted_server import Reply, Scripted, scripted
 
@@ -72,16 +72,16 @@ def test_what_is_no_score_is_a_failure(reply: Any, reason: str) -> None:
 def test_a_training_starts_only_with_the_right_server() -> None:
     """Nobody there, another model, no classifier: each is one message with what to do, before any engine starts."""
     with scripted(lengths, models=("reward-1", "reward-2")) as seen:
-        check_service(service_at(seen, model="reward-2"))
+        check_service(RewardConfig(service=service_at(seen, model="reward-2")))
         with pytest.raises(UserError, match="does not offer 'm'; it offers 'reward-1', 'reward-2'(.|\n)*--name m"):
-            check_service(service_at(seen))
+            check_service(RewardConfig(service=service_at(seen)))
     with pytest.raises(UserError, match="does not answer as a server(.|\n)*penstock serve"):
-        check_service(service_at(seen))
+        check_service(RewardConfig(service=service_at(seen)))
     with (
         scripted(lambda body: (404, "{}")) as seen,
         pytest.raises(UserError, match="does not score a text with 'm': HTTP 404(.|\n)*one label"),
     ):
-        check_service(service_at(seen))
+        check_service(RewardConfig(service=service_at(seen)))
 
 
 def test_a_judge_is_checked_with_its_template_and_parser() -> None:

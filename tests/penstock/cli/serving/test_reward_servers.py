@@ -32,11 +32,10 @@ from engines.models.loading import load_reward_model
 from engines.models.models import PackedRewardModel
 from penstock.base.errors import UserError
 from penstock.base.ragged import Ragged
-from penstock.checks.servers import check_judge, check_service
 from penstock.cli.prefect.server import end_with_this_process
 from penstock.cli.serving.serve import _CPU, QUIET
-from penstock.rewards.judge import Judge
-from penstock.rewards.service import RewardService
+from penstock.rewards.judge import Judge, check_judge
+from penstock.rewards.service import RewardService, check_service
 from penstock.rewards.types import Sample
 from tests.engines.shared_ranks import Shape
 from tests.sockets import doors, open_to_others
@@ -160,7 +159,7 @@ def test_a_service_gives_the_scores_of_the_model_inside_a_training(servers: Serv
     """To rounding of float32, in batches as well as alone; scores of other samples are far away."""
     samples = samples_of(1, 24)
     expected = scores_inside(servers.classifier, samples)
-    check_service(reward_of(servers).service)  # type: ignore[arg-type]
+    check_service(reward_of(servers))
     for batch in (1, 7, 64):
         found = RewardService(reward_of(servers, batch=batch)).score(samples)
         assert [score.failure for score in found] == [None] * 24
@@ -196,9 +195,9 @@ def test_a_text_longer_than_the_model_fails_alone(servers: Servers) -> None:
 def test_the_wrong_server_is_refused(servers: Servers) -> None:
     """A language model does not score texts, and each server knows its own model only."""
     with pytest.raises(UserError, match="does not offer 'judge'; it offers 'scores'"):
-        check_service(ServiceConfig(url=servers.classifier_url, model="judge"))
+        check_service(RewardConfig(service=ServiceConfig(url=servers.classifier_url, model="judge")))
     with pytest.raises(UserError, match="does not score a text with 'judge'"):
-        check_service(ServiceConfig(url=servers.judge_url, model="judge"))
+        check_service(RewardConfig(service=ServiceConfig(url=servers.judge_url, model="judge")))
 
 
 @pytest.mark.parametrize("chat", [True, False])
