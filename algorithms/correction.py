@@ -65,7 +65,7 @@ class Correction:
     cap: float | None = None
     band: tuple[float, float] | None = None
     normalize: bool | None = None
-    reject: Mapping[Measure, float] = field(default_factory=dict)
+    reject: dict[Measure, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
-from algorithms.correction import Measure
+from algorithms.correction import Correction, Measure
 from configs.tree.section import Section, fill, refuse
 
 Bound = Annotated[float, Field(gt=0)]
@@ -57,3 +57,8 @@ class CorrectionConfig(Section):
             )
         fill(self, normalize=False)
         return self
+
+    @property
+    def in_force(self) -> Correction:
+        """What the loss takes."""
+        return Correction(self.proximal, self.weights, self.cap, self.band, self.normalize, dict(self.reject))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+from configs.sections.run import Role
 from engines.commands.message import Command
 
 
@@ -50,5 +51,5 @@ class Build(Command[Built]):
     measured: ClassVar[bool] = False
     config: dict[str, Any]
     folder: str
-    roles: tuple[str, ...]
+    roles: tuple[Role, ...]
     keep_logits: bool = False

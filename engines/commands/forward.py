@@ -7,6 +7,7 @@ rows, one after the other.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 import numpy as np
 
@@ -26,7 +27,7 @@ class Logprobs(Command[TokenValues]):
     """Log-probs of response tokens under a model: the actor, the reference, or one trained on preferences."""
 
     path: str
-    role: str
+    role: Literal["actor", "reference", "preference"]
     temperature: float
     budget: int
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+from algorithms.correction import Correction
 from engines.commands.message import Command
 
 
@@ -32,7 +33,7 @@ class ActorLoss:
     kl_estimator: str | None
     kl_coefficient: float
     choice_settings: dict[str, Any] = field(default_factory=dict)  # of the loss's `choose`, if it has one
-    correction: dict[str, Any] | None = None  # fields of `Correction`; None: log-probs of the rollout are not looked at
+    correction: Correction | None = None  # None: log-probs of the rollout are not looked at
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Literal
 
 from configs.schema import TrainConfig
-from configs.sections.run import GroupConfig
+from configs.sections.run import GroupConfig, Role
 from engines.groups.group import GroupSpec, RankDevice
 from penstock.base.errors import UserError
 
@@ -49,7 +49,7 @@ def describe_strategy(config: TrainConfig) -> str:
     return meaning if config.actor.lora is None else f"{meaning}; what has an adapter is merged and copied"
 
 
-def reference_is_base(config: TrainConfig, roles: Container[str]) -> bool:
+def reference_is_base(config: TrainConfig, roles: Container[Role]) -> bool:
     """Whether a group's reference is its actor without the adapters, so that no second model is loaded."""
     return config.actor.lora is not None and "actor" in roles
 

@@ -7,6 +7,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:  # a rank imports this file before it says hello, and needs no pydantic for that
+    from configs.sections.run import Role
 
 START_KEY = "start"  # the key under which a rank replies how building its worker went
 LOCAL = "local"  # the host that the flow starts on its own machine
@@ -34,7 +38,7 @@ class GroupSpec:
     """
 
     name: str
-    roles: tuple[str, ...]
+    roles: tuple[Role, ...]
     devices: tuple[RankDevice, ...]
     log_dir: Path
     start_timeout_s: float

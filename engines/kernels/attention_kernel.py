@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.nn.attention import varlen
 
+from engines.commands.build import Kernels
 from engines.kernels import flash_attention, gated_mlp
 from penstock.base.errors import UserError
 
@@ -64,11 +65,11 @@ def causal_varlen_attention(
     return out_N
 
 
-def kernel_figures(device_type: str) -> dict[str, Any]:
+def kernels_on(device_type: str) -> Kernels:
     """Return which kernel attention takes, and what keeps this GPU from faster kernels that there are for it."""
     if device_type != "cuda":
-        return {"attention": "PyTorch's, of rows side by side", "slower": []}
+        return Kernels("PyTorch's, of rows side by side", slower=[])
     faster = {"FlashAttention 4": flash_attention, "gated MLP": gated_mlp}
     wanting = faster if flash_attention.on_hopper() else {}
     slower = [f"no {name}: {why}" for name, module in wanting.items() if (why := module.obstacle())]
-    return {"attention": "FlashAttention 4" if flash_attention.usable() else "FlashAttention 2", "slower": slower}
+    return Kernels("FlashAttention 4" if flash_attention.usable() else "FlashAttention 2", slower)

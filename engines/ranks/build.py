@@ -12,10 +12,10 @@ import torch
 from torch import nn
 
 from configs.schema import TrainConfig
-from engines.commands.build import Build, Built, Kernels, MakeTiny
+from engines.commands.build import Build, Built, MakeTiny
 from engines.families.shape import read_shape
 from engines.groups.placement import reference_is_base, reshard_strategy
-from engines.kernels.attention_kernel import kernel_figures
+from engines.kernels.attention_kernel import kernels_on
 from engines.models.loading import causal_lm_shapes, load_causal_lm, load_reward_model
 from engines.models.models import PackedPolicy, PackedRewardModel
 from engines.models.tiny import make_tiny_model
@@ -67,7 +67,7 @@ def build(models: RankModels, command: Build) -> Built:
         with _timed("starting the rollout engine"):
             _build_rollout(models, Path(folder), alone=roles == ("rollout",))
     strategy = reshard_strategy(config) if "rollout" in roles else None
-    kernels = Kernels(**kernel_figures(models.device.type))
+    kernels = kernels_on(models.device.type)
     return Built(parameters, trained, *shared_and_copied(models), strategy, kernels)
 
 

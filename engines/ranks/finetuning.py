@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import gc
 from pathlib import Path
+from typing import Literal
 
 import torch
 from torch import nn
@@ -32,7 +33,7 @@ from engines.commands.finetuning import (
     SftSteps,
 )
 from engines.families.shape import read_shape
-from engines.kernels.attention_kernel import kernel_figures
+from engines.kernels.attention_kernel import kernels_on
 from engines.models.loading import start_reward_model, write_model
 from engines.models.models import PackedPolicy, PackedRewardModel
 from engines.ranks.handlers import carries_out
@@ -43,6 +44,7 @@ from engines.training.updates import update_supervised
 from engines.weights.layout import ordered_parameters
 from penstock.state.experience import read_columns
 
+Trained = Literal["sft", "preference"]  # by which name a rank keeps the model
 REMEDY = "look for odd rows in the data, or lower the learning rate, and begin anew"  # without finite gradients
 
 
@@ -52,8 +54,8 @@ def _settings(models: RankModels, asked: ModelToTrain) -> SftConfig:
     return SftConfig.model_validate(asked.trainer)
 
 
-def _train(models: RankModels, role: str, module: nn.Module, settings: SftConfig) -> None:
-    models.trainers[role] = Trainer(module, ordered_parameters(models.lm), settings, settings.steps, REMEDY)
+def _train(models: RankModels, name: Trained, module: nn.Module, settings: SftConfig) -> None:
+    models.trainers[name] = Trainer(module, ordered_parameters(models.lm), settings, settings.steps, REMEDY)
 
 
 @carries_out(SftBegin)
@@ -99,7 +101,7 @@ def preference_begin(models: RankModels, command: PreferenceBegin) -> Kernels:
         module = PackedPolicy(models.lm, command.model.keep_logits)
     _train(models, "preference", module, settings)
     models.shapes["preference"] = read_shape(Path(folder))
-    return Kernels(**kernel_figures(models.device.type))
+    return kernels_on(models.device.type)
 
 
 @carries_out(PreferenceSteps)
@@ -127,9 +129,9 @@ def preference_end(models: RankModels, command: PreferenceEnd) -> None:
     _end(models, "preference", command.folder)
 
 
-def _end(models: RankModels, role: str, folder: str) -> None:
+def _end(models: RankModels, name: Trained, folder: str) -> None:
     write_model(models.lm, Path(folder), models.rank)
-    models.trainers.pop(role).close()
+    models.trainers.pop(name).close()
     models.lm, models.sft_rows = None, None
     gc.collect()
     if models.device.type == "cuda":

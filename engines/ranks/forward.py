@@ -15,7 +15,7 @@ from engines.batches.micro_batches import plan_micro_batches
 from engines.batches.packing import PackedBatch, Rows, pack, read_rows
 from engines.commands.forward import Logprobs, Score, Scores, TokenValues
 from engines.ranks.handlers import carries_out
-from engines.ranks.models import RankModels
+from engines.ranks.models import CountedModel, RankModels
 from engines.ranks.usage import work_on
 from engines.weights.lora import without_adapters
 from penstock.base.ragged import Ragged
@@ -35,7 +35,7 @@ def logprobs(models: RankModels, command: Logprobs) -> TokenValues:
 
 
 def per_token(
-    models: RankModels, rows: Rows, role: str, budget: int, forward: Callable[[PackedBatch], torch.Tensor]
+    models: RankModels, rows: Rows, role: CountedModel, budget: int, forward: Callable[[PackedBatch], torch.Tensor]
 ) -> TokenValues:
     """Values of response tokens by `forward`, for this rank's share of rows."""
     plan = plan_micro_batches(rows, models.world_size, budget)[models.rank]

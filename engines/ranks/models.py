@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -27,6 +27,7 @@ from engines.training.trainer import Trainer
 from engines.weights.lora import attach, lay_fused_together
 from engines.weights.strategy import Transfer
 
+CountedModel = Literal["actor", "critic", "reference", "preference"]  # those whose passes usage counts
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 
 
@@ -41,7 +42,7 @@ class RankModels:
     Attributes:
         rank: this rank's number in the group.
         world_size: ranks in the group.
-        trainers: the models that are trained, by role.
+        trainers: the models that are trained, by name: a role, "critic/AGENT", "sft" or "preference".
         frozen: the others, by role.
         lm: the model inside the actor's trainer; in a rollout group of its own its shapes alone.
         generator: the rollout engine.
@@ -61,7 +62,7 @@ class RankModels:
     world_size: int
     device: torch.device
     config: TrainConfig = field(default_factory=TrainConfig)
-    shapes: dict[str, ModelShape] = field(default_factory=dict)
+    shapes: dict[CountedModel, ModelShape] = field(default_factory=dict)
     trainers: dict[str, Trainer] = field(default_factory=dict)
     frozen: dict[str, nn.Module] = field(default_factory=dict)
     lm: Any = None
@@ -107,11 +108,11 @@ class RankModels:
             compile_blocks(lm)
         return lm
 
-    def model(self, role: str) -> nn.Module:
-        """Return the model of a role, ready for a pass without gradients."""
-        if role in self.frozen:
-            return self.frozen[role]
-        engine = self.trainers[role].engine
+    def model(self, name: str) -> nn.Module:
+        """Return the model of a name, ready for a pass without gradients."""
+        if name in self.frozen:
+            return self.frozen[name]
+        engine = self.trainers[name].engine
         engine.eval()
         return engine
 

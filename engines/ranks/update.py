@@ -9,7 +9,7 @@ from functools import partial
 from engines.batches.packing import Rows, read_rows
 from engines.commands.update import Split, UpdateActor, Updated
 from engines.ranks.handlers import carries_out
-from engines.ranks.models import RankModels
+from engines.ranks.models import CountedModel, RankModels
 from engines.ranks.reference import head_of_reference
 from engines.ranks.usage import work_on
 from engines.training import updates
@@ -43,7 +43,12 @@ def update_actor(models: RankModels, command: UpdateActor) -> Updated:
 
 
 def measured(
-    models: RankModels, rows: Rows, role: str, trainer: Trainer, plan: Split, update: Callable[[], dict[str, float]]
+    models: RankModels,
+    rows: Rows,
+    role: CountedModel,
+    trainer: Trainer,
+    plan: Split,
+    update: Callable[[], dict[str, float]],
 ) -> dict[str, float]:
     """Run an update on `rows`, and count the steps it skips; with several ranks, take its collectives' time."""
     models.use(work_on(models, rows, role, plan.epochs))

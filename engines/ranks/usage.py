@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection
 import torch
 
 from engines.batches.packing import Rows
-from engines.ranks.models import RankModels
+from engines.ranks.models import CountedModel, RankModels
 from engines.sizing.flops import forward_flops, training_flops
 
 GIB = 1 << 30
@@ -47,7 +47,7 @@ def _pool_bytes(tags: Collection[str]) -> int:
     return sum(int(data.handle[1]) for data in held if data.tag in tags)
 
 
-def work_on(models: RankModels, rows: Rows, role: str, epochs: int) -> dict[str, float]:
+def work_on(models: RankModels, rows: Rows, role: CountedModel, epochs: int) -> dict[str, float]:
     """Return `tokens` and `flops` of all ranks: of `epochs` passes of training, or of one forward pass for 0.
 
     FLOPs are known of dense decoders.

@@ -16,7 +16,6 @@ import torch
 from torch import nn
 
 from algorithms.aggregation import Denominators, aggregate
-from algorithms.correction import Correction
 from algorithms.kl import kl_estimate
 from algorithms.policy_losses import Choice
 from algorithms.policy_losses.types import PolicyLossInputs
@@ -47,7 +46,7 @@ def update_actor(
     Without a column of old log-probs the update is on-policy: the old ones are the current ones, and the ratio is
     exactly 1. With the reference's language head and a column of its hidden states the KL is over the vocabulary.
     """
-    correction = None if loss.correction is None else Correction(**loss.correction)
+    correction = loss.correction
     policy_loss, choose = policy_loss_named(loss.policy_loss), choice_named(loss.policy_loss)
     differences: list[torch.Tensor] = []
 

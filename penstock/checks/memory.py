@@ -31,7 +31,7 @@ class GroupEstimate:
     """Placement and estimated memory of one rank of a group."""
 
     group: str
-    roles: tuple[str, ...]
+    roles: tuple[Role, ...]
     devices: tuple[int | None, ...]
     memory: RankMemory
     recomputed: dict[str, Recomputed]  # by trained model

@@ -78,7 +78,7 @@ def generation_figures(training: Training, key: str, prompt_B: np.ndarray, respo
 
 
 def speed(
-    role: str, work: Mapping[str, float], seconds: float, ranks: int, gpu: tuple[str, str] | None
+    role: Role, work: Mapping[str, float], seconds: float, ranks: int, gpu: tuple[str, str] | None
 ) -> dict[str, float]:
     """Return MFU and tokens per second and GPU of a command; `gpu`: name and dtype, None without a GPU."""
     if gpu is None:

@@ -187,7 +187,7 @@ class Session:
             tree["rollout"]["sleep"] = not self.kv_cache_stays
         return tree
 
-    def build(self, roles: Sequence[str]) -> Build:
+    def build(self, roles: Sequence[Role]) -> Build:
         """Return the command to build the models of some roles."""
         return Build(self.engine_config(), self.model_folder, tuple(roles), self.keeps_logits("actor"))
 

@@ -6,13 +6,13 @@ Left out: what they measure (evaluators/).
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Literal
 
 import numpy as np
 import pandas as pd
 from prefect import get_run_logger, task
 from prefect.cache_policies import NO_CACHE
 
-from configs.sections.run import Role
 from configs.tree.schedule import value_at
 from engines.commands.forward import Logprobs
 from engines.commands.rollout import Sampling
@@ -108,7 +108,7 @@ def with_logprobs(
     add_columns(path, {"prompt_tokens": Ragged.of(repeated, np.int32), "loss_mask": responses.loss_mask})
     budget = value_at(config.actor.micro_batch_tokens, max(1, iteration))
     temperature = config.evaluate.temperature or 1.0
-    passes: dict[Role, str] = {"actor": "logprobs", "reference": "logprobs_reference"}
+    passes: dict[Literal["actor", "reference"], str] = {"actor": "logprobs", "reference": "logprobs_reference"}
     columns = {}
     for role, name in passes.items():
         command = Logprobs(str(path), role, temperature, budget)

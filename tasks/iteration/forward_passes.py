@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 from prefect import task
@@ -64,7 +65,9 @@ def values(training: Training, settings: Settings, experience: ExperienceRef) ->
     return _column(training, settings, "critic", "values", command)
 
 
-def _logprobs(training: Training, settings: Settings, experience: ExperienceRef, role: Role, name: str) -> ColumnRef:
+def _logprobs(
+    training: Training, settings: Settings, experience: ExperienceRef, role: Literal["actor", "reference"], name: str
+) -> ColumnRef:
     command = Logprobs(experience.path, role, settings.temperature, settings.micro_batch_tokens)
     return _column(training, settings, role, name, command)
 

@@ -54,7 +54,7 @@ def actor_loss(algorithm: AlgorithmConfig, settings: Settings) -> ActorLoss:
         entropy_coefficient=settings.entropy_coefficient,
         kl_estimator=kl.estimator if kl is not None and algorithm.kl_in_loss else None,
         kl_coefficient=settings.kl_coefficient,
-        correction=None if algorithm.correction is None else algorithm.correction.model_dump(),
+        correction=None if algorithm.correction is None else algorithm.correction.in_force,
     )
 
 
@@ -87,7 +87,7 @@ def split(training: Training, iteration: int, micro_batch_tokens: int) -> Split:
     )
 
 
-def named(role: str, reply: dict[str, float]) -> dict[str, float]:
+def named(role: Literal["actor", "critic"], reply: dict[str, float]) -> dict[str, float]:
     """Prefix a rank's figures with the role, but those that have a prefix."""
     return {name if "/" in name else f"{role}/{name}": value for name, value in reply.items()}
 

@@ -15,6 +15,7 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
+from algorithms.correction import Correction
 from engines import commands
 from engines.commands import hosts
 from engines.commands.forward import Logprobs, Score, TokenValues
@@ -58,6 +59,8 @@ def examples(kind: Any) -> Iterator[Any]:
     elif origin in (list, tuple):
         yield origin(examples(arguments[0]))
         yield origin()
+    elif origin is Literal:
+        yield from arguments
     elif origin is dict:
         yield {next(examples(arguments[0])): next(examples(arguments[1]))}
         yield {}
@@ -125,6 +128,7 @@ def test_arrays_are_not_copied_on_their_way_into_a_message_and_out_of_it() -> No
         ({"split": {**encode(SPLIT), "seed": None}}, r"update_actor.split.seed is to be"),
         ({"split": {"mini_batches": 1}}, "Split lacks aggregation, epochs"),
         ({"loss": {**encode(LOSS), "clip": 0.2}}, "ActorLoss has no field clip"),
+        ({"loss": encode(replace(LOSS, correction=Correction(weights="tokens")))}, "correction.weights is to be"),
     ],
 )
 def test_a_field_that_is_unknown_or_of_another_type_is_refused(change: dict[str, Any], problem: str) -> None:

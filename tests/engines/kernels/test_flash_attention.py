@@ -17,9 +17,10 @@ from torch import nn
 from torch._dynamo.utils import counters
 
 from engines.batches.packing import pack
+from engines.commands.build import Kernels
 from engines.groups.machine import HOPPER
 from engines.kernels import flash_attention, gated_mlp
-from engines.kernels.attention_kernel import kernel_figures
+from engines.kernels.attention_kernel import kernels_on
 from engines.kernels.flash_attention import flash_attention as attend
 from engines.models.loading import load_causal_lm
 from engines.models.models import PackedPolicy, compile_blocks
@@ -181,17 +182,17 @@ def test_another_gpu_and_another_vllm_have_no_such_kernels(monkeypatch: pytest.M
         raise ImportError("No module named 'cutlass.cutlass_dsl'")
 
     past_the_cache = flash_attention.obstacle.__wrapped__
-    for capability, kernels, expected in (
-        (HOPPER, int, (True, "FlashAttention 4", [])),
-        ((8, 0), missing, (False, "FlashAttention 2", [])),
-        (HOPPER, missing, (False, "FlashAttention 2", ["no FlashAttention 4: No module named 'cutlass.cutlass_dsl'"])),
+    for capability, kernels, expected, attention, slower in (
+        (HOPPER, int, True, "FlashAttention 4", []),
+        ((8, 0), missing, False, "FlashAttention 2", []),
+        (HOPPER, missing, False, "FlashAttention 2", ["no FlashAttention 4: No module named 'cutlass.cutlass_dsl'"]),
     ):
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda capability=capability: capability)
         monkeypatch.setattr(flash_attention, "_kernels", kernels)
         monkeypatch.setattr(flash_attention, "obstacle", past_the_cache)
         monkeypatch.setattr(gated_mlp, "obstacle", lambda: None)
-        assert (flash_attention.usable(), *kernel_figures("cuda").values()) == expected
-    assert "FlashAttention" not in kernel_figures("cpu")["attention"]
+        assert (flash_attention.usable(), kernels_on("cuda")) == (expected, Kernels(attention, slower))
+    assert "FlashAttention" not in kernels_on("cpu").attention
 
 
 @pytest.mark.skipif(
