@@ -11,12 +11,14 @@ import statistics
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, get_args
 
 import pynvml
 
 from benchmarks.reporting.result import BenchResult, new_result
+from engines.commands.message import Command, decode, decode_reply, encode, name_of
 from engines.groups import interface
 from engines.groups.channel import Tell
 from engines.groups.group import EngineGroup, GroupSpec, RankDevice
@@ -24,7 +26,8 @@ from engines.groups.machine import visible_gpus
 from penstock.base.errors import UserError
 from penstock.reports.progress import TrainingProgress
 
-COLLECTIVES = ("all_gather", "broadcast", "all_reduce")
+Collective = Literal["all_gather", "broadcast", "all_reduce"]
+COLLECTIVES: tuple[Collective, ...] = get_args(Collective)
 MIB = 1 << 20
 WIDTH = 2  # bytes of a bfloat16
 WARM_UP = 3
@@ -33,6 +36,25 @@ START_TIMEOUT_S, COMMAND_TIMEOUT_S, HEARTBEAT_TIMEOUT_S = 300.0, 300.0, 120.0
 LINK_GB_PER_S = {1: 20.0, 2: 25.0, 3: 25.0, 4: 25.0, 5: 25.0, 6: 25.0, 7: 50.0}
 LOOKS_LIKE_PCIE = 0.25  # below this share of NVLink's rate the data does not take it
 PLATEAU = 0.9  # of the best bandwidth: from there on a larger bucket gains nothing that matters
+
+
+@dataclass(frozen=True)
+class Measured:
+    """Median seconds of one collective on one rank."""
+
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Measure(Command[Measured]):
+    """Run one collective over `size` bytes of bfloat16, after a warm-up `rounds` times.
+
+    For an all-gather `size` counts what every rank holds afterwards.
+    """
+
+    collective: Collective
+    size: int
+    rounds: int
 
 
 class Collectives:
@@ -48,17 +70,13 @@ class Collectives:
         interface.init_process_group("gloo" if gpu is None else "cpu:gloo,cuda:nccl")
 
     def handle(self, command: str, arguments: dict[str, Any], tell: Tell) -> dict[str, Any]:
-        """Carry out `measure`, the only command."""
-        return {"measure": self.measure}[command](**arguments)
+        """Carry out `Measure`, the only command."""
+        return {"reply": encode(self._measured(decode(Measure, arguments, command)))}
 
-    def measure(self, collective: str, size: int, rounds: int) -> dict[str, Any]:
-        """Return the median seconds of one collective over `size` bytes of bfloat16.
-
-        For an all-gather `size` counts what every rank holds afterwards.
-        """
+    def _measured(self, asked: Measure) -> Measured:
         import torch
 
-        share = size // WIDTH // self.world_size
+        share = asked.size // WIDTH // self.world_size
         buffer = torch.zeros(share * self.world_size, dtype=torch.bfloat16, device=self.device)
         own = buffer.narrow(0, self.rank * share, share)
         calls = {
@@ -66,10 +84,11 @@ class Collectives:
             "broadcast": lambda: torch.distributed.broadcast(buffer, src=0),
             "all_reduce": lambda: torch.distributed.all_reduce(buffer),
         }
+        call = calls[asked.collective]
         for _ in range(WARM_UP):
-            calls[collective]()
+            call()
         torch.distributed.barrier()
-        return {"seconds": statistics.median(self._seconds(calls[collective]) for _ in range(rounds))}
+        return Measured(statistics.median(self._seconds(call) for _ in range(asked.rounds)))
 
     def _seconds(self, call: Any) -> float:
         import torch
@@ -147,11 +166,13 @@ def _devices(ranks: int | None) -> tuple[RankDevice, ...]:
     return tuple(RankDevice(index if gpus else None) for index in range(count))
 
 
-def _row(group: EngineGroup, collective: str, size: int, rounds: int) -> dict[str, Any]:
+def _row(group: EngineGroup, collective: Collective, size: int, rounds: int) -> dict[str, Any]:
     ranks = len(group.spec.devices)
     size -= size % (WIDTH * ranks)
-    replies = group.call("measure", key=f"{collective}/{size}", collective=collective, size=size, rounds=rounds)
-    seconds = max(reply["seconds"] for reply in replies)  # a collective has ended where the last rank has it
+    asked = Measure(collective, size, rounds)
+    answers = group.call(name_of(Measure), key=f"{collective}/{size}", **encode(asked))
+    replies = [decode_reply(Measure, answer["reply"]) for answer in answers]
+    seconds = max(reply.seconds for reply in replies)  # a collective has ended where the last rank has it
     return {
         "collective": collective,
         "bytes": size,

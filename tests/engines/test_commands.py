@@ -29,7 +29,8 @@ from penstock.base.ragged import Ragged
 
 for module in pkgutil.iter_modules(commands.__path__):
     import_module(f"{commands.__name__}.{module.name}")
-KINDS = sorted((kind for kind in Command.__subclasses__()), key=name_of)
+OURS = (kind for kind in Command.__subclasses__() if kind.__module__.startswith(commands.__name__))  # no benchmark's
+KINDS = sorted(OURS, key=name_of)
 OF_HOSTS = {kind for kind in KINDS if kind.__module__ == hosts.__name__}
 OF_RANKS = set(KINDS) - OF_HOSTS
 SPLIT = Split(1, 2, 3, 4, 5, "token-mean", 6)
