@@ -211,12 +211,19 @@ class EpisodeLoop:
 
     def _replies(self, loop: DecodeLoop) -> list[tuple[str, Reply]]:
         """Return what environments have answered by an episode's name; wait only if there is nothing else to do."""
-        wait_for = self._asked if self._in_step else min(1, self._asked) if not loop.decoding else 0
         begin = time.perf_counter()
-        replies = self._environments.pool.replies(wait_for)
+        replies = self._environments.pool.replies(self._to_wait_for(loop))
         self._waited_seconds += time.perf_counter() - begin
         self._asked -= len(replies)
         return [(name, replies[name]) for name in (sorted(replies) if self._in_step else replies)]
+
+    def _to_wait_for(self, loop: DecodeLoop) -> int:
+        """Return how many answers have to be there: all in step, else one where no token is decoded meanwhile."""
+        if self._in_step:
+            return self._asked
+        if loop.decoding:
+            return 0
+        return min(1, self._asked)
 
     # ---- the policy's turn ---------------------------------------------------------------------------------------
 
