@@ -7,7 +7,7 @@ from typing import Annotated, Any, Self
 
 from pydantic import Field, StringConstraints, model_validator
 
-from configs.sections.sampling import SamplerConfig, without_shuffle
+from configs.sections.sampling import SamplerConfig
 from configs.tree.section import PositiveInt, Section, Share
 
 AgentName = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")]  # part of a checkpoint's path
@@ -89,11 +89,6 @@ class DataConfig(Section):
     )
     max_prompt_tokens: PositiveInt = Field(512, description="longer prompts are dropped and counted, tokens")
     sampler: SamplerConfig = Field(default_factory=SamplerConfig, description="which prompts an iteration takes")
-
-    @model_validator(mode="before")
-    @classmethod
-    def _shuffle(cls, values: Any) -> Any:
-        return without_shuffle(values)
 
     @model_validator(mode="after")
     def _sources(self) -> Self:

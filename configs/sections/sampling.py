@@ -6,7 +6,6 @@ Left out: the samplers themselves (penstock/data/samplers.py) and the judgement 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any, Self
 
 from pydantic import Field, model_validator
@@ -63,14 +62,6 @@ class SamplerConfig(Section):
     def built_in(self) -> dict[str, Any]:
         """The settings of a built-in sampler that are in force, by name."""
         return {name: value for name, value in self if name not in ("name", "settings") and value is not None}
-
-
-def without_shuffle(values: Any) -> Any:
-    """Translate `data.shuffle`, which stood for the sampler in runs of version 0.1.0, so that these can be resumed."""
-    if not isinstance(values, Mapping) or "shuffle" not in values or "sampler" in values:
-        return values
-    kept = {name: value for name, value in values.items() if name != "shuffle"}
-    return kept | {"sampler": {"name": "shuffled" if values["shuffle"] else "sequential"}}
 
 
 class DynamicSamplingConfig(Section):

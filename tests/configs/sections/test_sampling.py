@@ -1,4 +1,4 @@
-"""The sampler's section: what has no effect is refused, what was `data.shuffle` is understood."""
+"""The sampler's section: what has no effect is refused, and what it names is looked for."""
 
 from __future__ import annotations
 
@@ -8,9 +8,7 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from configs.loading.load import config_from_mapping, load_config
 from configs.schema import TrainConfig
-from configs.sections.data import DataConfig
 from configs.sections.sampling import SamplerConfig
 from penstock.base.errors import UserError
 from penstock.checks.data import check_sampling
@@ -48,16 +46,6 @@ def test_settings_are_filled_where_they_apply(values: dict[str, Any], filled: di
     config = SamplerConfig.model_validate(values)
     assert {name: value for name, value in config if value is not None} == {"name": "shuffled"} | values | filled
     assert SamplerConfig.model_validate(config.model_dump()) == config
-
-
-def test_what_was_shuffle_is_the_sampler_of_that_order() -> None:
-    """In the run folders of version 0.1.0; `sampler` beside it is one key too many, and it is no key of its own."""
-    assert DataConfig.model_validate({"shuffle": True}).sampler == SamplerConfig()
-    assert DataConfig.model_validate({"shuffle": False}).sampler.name == "sequential"
-    with pytest.raises(UserError, match="data.shuffle: unknown key"):
-        config_from_mapping({"data": {"shuffle": False, "sampler": {"name": "adaptive"}}}, "x.yaml")
-    with pytest.raises(UserError, match="names no key"):
-        load_config(Path(__file__).parents[3] / "configs" / "quickstart.yaml", ["data.shuffle=false"])
 
 
 def test_the_column_is_looked_for_before_anything_starts(tmp_path: Path) -> None:
