@@ -21,7 +21,7 @@ from algorithms.policy_losses import POLICY_LOSSES
 from algorithms.registry import ALGORITHMS, advantage_named, has_ratio, is_own, needs, policy_loss_named, settings_of
 from configs.sections.algorithm_settings import KNOWN, checked, is_scheduled
 from configs.sections.correction import CorrectionConfig
-from configs.sections.sampling import DynamicSamplingConfig
+from configs.sections.prompt_selection import DynamicSamplingConfig
 from configs.tree.annotations import Knows
 from configs.tree.schedule import Scheduled, value_at
 from configs.tree.section import PositiveInt, Section, fill, refuse

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Self
 
 from pydantic import Field, StringConstraints, model_validator
 
-from configs.sections.sampling import SamplerConfig
+from configs.sections.prompt_selection import SamplerConfig
 from configs.tree.section import PositiveInt, Section, Share
 
 AgentName = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")]  # part of a checkpoint's path

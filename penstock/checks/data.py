@@ -17,7 +17,7 @@ from penstock.data.samplers import load_sampler, require_numbers
 from penstock.data.source import split_of
 
 
-def check_sampling(config: TrainConfig) -> None:
+def check_prompt_selection(config: TrainConfig) -> None:
     """Check that the sampler and the filter load, and that the sampler's column orders the prompts.
 
     Raises:

@@ -14,7 +14,7 @@ from configs.sections.reward import REWARD_SOURCES
 from engines.families.served import check_served
 from engines.families.shape import weight_shapes
 from penstock.base.errors import UserError
-from penstock.checks.data import check_agents, check_pairs, check_prompts, check_sampling
+from penstock.checks.data import check_agents, check_pairs, check_prompt_selection, check_prompts
 from penstock.checks.memory import GroupEstimate, check_memory
 from penstock.checks.model import check_chat, check_head_size, check_model, check_model_folder, check_targets
 from penstock.checks.prompts import check_prompt_lengths, read_prompts
@@ -57,7 +57,7 @@ def check_inputs(config: TrainConfig) -> None:
         check_pairs(config)
     check_environment(config)
     check_reward(config, columns)
-    check_sampling(config)
+    check_prompt_selection(config)
     load_evaluators(config.evaluate.evaluators or ())
     check_prompt_lengths(config, frames)
 

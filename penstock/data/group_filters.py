@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from configs.sections.sampling import DynamicSamplingConfig
+from configs.sections.prompt_selection import DynamicSamplingConfig
 from penstock.base.errors import UserError
 from penstock.usercode.arguments import wanted
 from penstock.usercode.imports import import_named

@@ -24,7 +24,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from configs.sections.sampling import SamplerConfig
+from configs.sections.prompt_selection import SamplerConfig
 from penstock.base.errors import UserError
 from penstock.data.order import epoch_order, take
 from penstock.data.rows import place, require_columns

@@ -15,7 +15,7 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from configs.sections.sampling import SamplerConfig
+from configs.sections.prompt_selection import SamplerConfig
 from penstock.base.errors import UserError
 from penstock.data.order import take
 from penstock.data.samplers import SAMPLERS, PromptHistory, load_sampler, require_numbers
@@ -207,7 +207,7 @@ def test_a_column_that_orders_nothing_is_refused(values: list[Any], message: str
 
 
 def test_every_built_in_name_is_a_sampler() -> None:
-    from configs.sections.sampling import BUILT_IN_SAMPLERS
+    from configs.sections.prompt_selection import BUILT_IN_SAMPLERS
 
     assert tuple(SAMPLERS) == BUILT_IN_SAMPLERS
 

@@ -15,8 +15,8 @@ import pytest
 
 from algorithms.registry import choice_named, needs
 from configs.schema import TrainConfig
+from configs.sections.prompt_selection import DynamicSamplingConfig, SamplerConfig
 from configs.sections.rollout import EnvironmentConfig
-from configs.sections.sampling import DynamicSamplingConfig, SamplerConfig
 from penstock.base.errors import UserError
 from penstock.data.group_filters import load_filter
 from penstock.data.samplers import load_sampler

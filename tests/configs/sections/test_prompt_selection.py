@@ -9,9 +9,9 @@ import pytest
 from pydantic import ValidationError
 
 from configs.schema import TrainConfig
-from configs.sections.sampling import SamplerConfig
+from configs.sections.prompt_selection import SamplerConfig
 from penstock.base.errors import UserError
-from penstock.checks.data import check_sampling
+from penstock.checks.data import check_prompt_selection
 
 
 @pytest.mark.parametrize(
@@ -59,9 +59,9 @@ def test_the_column_is_looked_for_before_anything_starts(tmp_path: Path) -> None
         ({"arithmetic": {}, "sampler": {"name": "tests.nowhere:f"}}, "does not import"),
     ):
         with pytest.raises(UserError, match=problem):
-            check_sampling(TrainConfig.model_validate({"data": data}))
+            check_prompt_selection(TrainConfig.model_validate({"data": data}))
     carries = {"arithmetic": {}, "sampler": {"name": "curriculum", "column": "carries"}}
-    check_sampling(TrainConfig.model_validate({"data": carries}))
+    check_prompt_selection(TrainConfig.model_validate({"data": carries}))
     function = {"dynamic_sampling": {"function": "tests.penstock.session.rollout.filter_examples:nowhere"}}
     with pytest.raises(UserError, match="has no 'nowhere'"):
-        check_sampling(TrainConfig.model_validate({"algorithm": function}))
+        check_prompt_selection(TrainConfig.model_validate({"algorithm": function}))
