@@ -86,10 +86,16 @@ def _tokenize(training: Training, model_folder: str) -> None:
 @task(task_run_name="pairs", cache_policy=NO_CACHE)
 def load_pairs(training: Training, model_folder: str) -> int:
     """Tokenize the supervised pairs into the run folder (once per run); return how many there are."""
-    config, path = training.config, training.run.prompts("sft")
+    path = training.run.prompts("sft")
+    if not path.exists():
+        _tokenize_pairs(training, model_folder)
+    forget()  # these are the last rows: in `train` the prompts come first
+    return len(read_columns(path, ["response_tokens"])["response_tokens"])
+
+
+def _tokenize_pairs(training: Training, model_folder: str) -> None:
+    config = training.config
     assert config.sft is not None
-    if path.exists():
-        return len(read_columns(path, ["response_tokens"])["response_tokens"])
     note_tokenized(training.run, "sft", config)
     training.session().say("tokenizing the pairs of supervised training")
     response = config.data.response or "response"
@@ -103,9 +109,8 @@ def load_pairs(training: Training, model_folder: str) -> int:
     )
     if pairs.dropped:
         get_run_logger().warning("sft: %d pairs dropped, longer than sft.max_tokens", pairs.dropped)
-    write_columns(path, {name: Ragged.of(list(pairs.frame[name]), np.int32) for name in pairs.frame.columns})
-    forget()  # these are the last rows: in `train` the prompts come first
-    return len(pairs)
+    columns = {name: Ragged.of(list(pairs.frame[name]), np.int32) for name in pairs.frame.columns}
+    write_columns(training.run.prompts("sft"), columns)
 
 
 @task(task_run_name="build-engines", cache_policy=NO_CACHE)

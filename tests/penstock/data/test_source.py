@@ -21,7 +21,7 @@ from penstock.base.errors import UserError
 from penstock.checks.preferences import check_preferences
 from penstock.checks.prompts import describe_prompts, first_row
 from penstock.checks.tokenized import check_tokenized
-from penstock.checks.training import check_inputs
+from penstock.checks.training import check_inputs, check_supervised
 from penstock.data import source
 from penstock.data.source import digest_of, forget, reading_once, rows_of, split_of
 from penstock.data.tokenizer import make_byte_tokenizer
@@ -130,6 +130,23 @@ def test_what_was_checked_is_what_a_training_starts_with(
     with reading_once():
         assert describe_prompts(config)[0].startswith("train: 3 prompts")
         assert opened.count(Path(str(config.data.train)).name) == 2  # by the check of the note, and now
+
+
+@pytest.mark.parametrize("resumed", [False, True])
+def test_no_row_of_supervised_training_is_kept_while_it_runs(
+    config: TrainConfig, training_with: MakeTraining, tmp_path: Path, resumed: bool
+) -> None:
+    """Also in a resume, which tokenizes nothing: its checks have read the file. Control: until then they are there."""
+    training, model = training_with(config), str(tmp_path / "model")
+    make_byte_tokenizer(tmp_path / "model")
+    with disable_run_logger():
+        if resumed:
+            load_pairs.fn(training, model)
+        with reading_once():
+            check_supervised(config)
+            assert source._kept
+            assert load_pairs.fn(training, model) == 4
+            assert not source._kept
 
 
 def test_preferences_likewise(
