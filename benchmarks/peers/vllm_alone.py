@@ -80,14 +80,13 @@ def _rates(work: Work) -> tuple[str, Sequence[float]]:
     """Generate all rounds; return vLLM's version and each round's tokens per second."""
     import torch
     import vllm
-    from transformers import AutoConfig
 
+    from engines.families.shape import read_shape
     from engines.rollout.batch_sizes import max_sequences
     from engines.rollout.engine import kv_cache_bytes
 
     config, cuda = work.rollout, torch.cuda.is_available()
     dtype = torch.bfloat16 if cuda else torch.float32
-    model = AutoConfig.from_pretrained(work.folder)
     sequences = max_sequences(config, engines=1)
     length = work.prompt_tokens + config.max_response_tokens
     llm = vllm.LLM(
@@ -96,7 +95,7 @@ def _rates(work: Work) -> tuple[str, Sequence[float]]:
         skip_tokenizer_init=True,
         max_model_len=length,
         max_num_seqs=sequences,
-        kv_cache_memory_bytes=kv_cache_bytes(config, sequences, model, length, dtype, cuda),
+        kv_cache_memory_bytes=kv_cache_bytes(config, sequences, read_shape(work.folder), length, dtype, cuda),
         enforce_eager=not cuda,
         disable_log_stats=True,
         seed=0,

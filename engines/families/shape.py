@@ -74,6 +74,10 @@ class ModelShape:
         """Names of the linear layers of a block that get an adapter."""
         return [name for name in self.matrices if lora.targets is None or name in lora.targets]
 
+    def kv_numbers(self, tensor_parallel: int) -> int:
+        """Numbers that a KV cache holds of one token, on each of the ranks that an engine is cut over."""
+        return 2 * self.layers * max(1, self.kv_heads // tensor_parallel) * self.head_size
+
     @property
     def dense(self) -> bool:
         """Whether the sizes explain the parameters within 3 %: experts or adapters are something else."""

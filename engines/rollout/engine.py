@@ -29,6 +29,7 @@ from torch import nn
 from configs.sections.rollout import RolloutConfig
 from engines.commands.rollout import Sampling
 from engines.families.served import check_served
+from engines.families.shape import ModelShape, shape_of_weights
 from engines.rollout import vllm as versions
 from engines.rollout.batch_sizes import capture_sizes, max_sequences, most_at_once
 from engines.rollout.decode_loop import DecodeLoop, Share
@@ -97,14 +98,15 @@ class Generator:
         self.max_sequences = max_sequences(config, self.place.engines)
         self.stop_token_ids = stop_token_ids(lm)
         described: Any = lm.config
-        shapes = shapes_of(lm)
-        check_served(described.to_dict(), shapes, served.folder)
+        settings, shapes = described.to_dict(), shapes_of(lm)
+        check_served(settings, shapes, served.folder)
         versions.prepare_vllm(self.cuda, described.architectures)
         versions.warm_up_as(sampling_at_start(config, demand.logprobs))
         with _global_randomness_kept():
             bound = register_loader("penstock", shapes, served.storage)
             length = demand.max_prompt_tokens + config.max_response_tokens
-            kv_cache = kv_cache_bytes(config, self.max_sequences, lm.config, length, dtype, self.cuda)
+            shape = shape_of_weights(settings, shapes)
+            kv_cache = kv_cache_bytes(config, self.max_sequences, shape, length, dtype, self.cuda)
             options = {"cuda": self.cuda, "sleeps": self.sleeps, "logprobs": demand.logprobs}
             arguments = engine_arguments(config, self.max_sequences, length, kv_cache, **options)
             self.llm = _start(served.folder, dtype, arguments)
@@ -274,14 +276,12 @@ def engine_arguments(
 
 
 def kv_cache_bytes(
-    config: RolloutConfig, sequences: int, model: Any, max_length: int, dtype: torch.dtype, cuda: bool
+    config: RolloutConfig, sequences: int, shape: ModelShape, max_length: int, dtype: torch.dtype, cuda: bool
 ) -> int:
     """Return the KV cache's size: what is asked for, else what all sequences need, within free memory."""
     if config.kv_cache_gib:
         return int(config.kv_cache_gib * GIB)
-    heads = max(1, model.num_key_value_heads // config.tensor_parallel)
-    head_size = getattr(model, "head_dim", None) or model.hidden_size // model.num_attention_heads
-    per_token = 2 * model.num_hidden_layers * heads * head_size * dtype.itemsize
+    per_token = shape.kv_numbers(config.tensor_parallel) * dtype.itemsize
     block = 128  # vLLM hands out whole blocks; its CPU blocks are the largest
     needed = (sequences + 1) * (-(-max_length // block) * block) * per_token
     if cuda:

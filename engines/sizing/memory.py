@@ -370,7 +370,7 @@ def kv_cache_bytes(config: TrainConfig, rank: Rank) -> int:
     blocks = -(-length // KV_BLOCK) * KV_BLOCK
     most = max_sequences(config.rollout, rank.ranks // parallel)
     wanted = most + 1 if rank.device == "cuda" and _stays(config) else min(USEFUL_SEQUENCES, most)
-    return 2 * shape.layers * max(1, shape.kv_heads // parallel) * shape.head_size * rank.width * blocks * wanted
+    return shape.kv_numbers(parallel) * rank.width * blocks * wanted
 
 
 def _with_allowances(parts: Parts, config: TrainConfig, rank: Rank) -> Parts:

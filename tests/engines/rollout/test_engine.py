@@ -16,6 +16,7 @@ from transformers import AutoTokenizer
 from configs.sections.rollout import RolloutConfig
 from engines.batches.packing import Rows
 from engines.commands.rollout import EngineResponses
+from engines.families.shape import ModelShape, shape_of_weights
 from engines.rollout.engine import CPU_KV_CACHE_LIMIT, GIB, Generator, engine_arguments, kv_cache_bytes, stop_token_ids
 from penstock.base.ragged import Ragged
 from tests.engines.rows import LOSS, SPLIT, random_rows, write_rows
@@ -220,16 +221,23 @@ def test_stop_tokens_come_from_the_generation_settings_and_else_from_the_config(
 
 
 def test_the_kv_cache_holds_all_sequences_unless_told_otherwise() -> None:
-    """128 tokens x 2 x 2 layers x 2 heads x 32 x 4 bytes a block; one sequence more than asked for, then the limit."""
-    model = SimpleNamespace(num_key_value_heads=2, head_dim=32, num_hidden_layers=2)
+    """128 tokens x 2 x 2 layers x 2 heads x 32 x 4 bytes a block; one sequence more than asked for, then the limit.
+
+    A model that says nothing of heads of keys has as many as of queries.
+    """
+    sizes = {"num_hidden_layers": 2, "hidden_size": 128, "intermediate_size": 8, "vocab_size": 8}
+    whole = {**sizes, "num_attention_heads": 4}
+    model = shape_of_weights({**whole, "num_key_value_heads": 2}, {})
     block = 128 * 2 * 2 * 2 * 32 * 4
 
-    def size(length: int, sequences: int, **settings: Any) -> int:
-        return kv_cache_bytes(RolloutConfig(**settings), sequences, model, length, torch.float32, cuda=False)
+    def size(length: int, sequences: int, shape: ModelShape = model, **settings: Any) -> int:
+        return kv_cache_bytes(RolloutConfig(**settings), sequences, shape, length, torch.float32, cuda=False)
 
     assert size(128, 3) == 4 * block
     assert size(129, 3) == 8 * block
     assert size(129, 3, kv_cache_gib=0.25) == GIB // 4
+    assert size(128, 3, tensor_parallel=2) == size(128, 3, tensor_parallel=4) == 2 * block
+    assert size(128, 3, shape_of_weights(whole, {})) == 8 * block
     assert size(1 << 20, 256) <= CPU_KV_CACHE_LIMIT
 
 
