@@ -59,7 +59,7 @@ class RankStart:
 
 
 class RankProcess:
-    """One spawned rank, below a keeper that ends as the rank does once nothing of it is left (usercode/keeper.py).
+    """One spawned rank, below a keeper (penstock/usercode/keeper.py) that ends as it does once nothing of it is left.
 
     The keeper's exit is observed without reaping it, so that its pid goes to nobody else. `folder` is the rank's
     working directory; None: this process's.

@@ -11,5 +11,5 @@ strategy.py  from a strategy's name to its parts
 
 Every strategy is a callable made once that moves the weights, proves them, waits for the device only at its end, and
 returns the bytes moved. Left out: which strategy is in force (engines/groups/placement.py), versions
-(engines/ranks/worker.py).
+(engines/ranks/reshard.py).
 """

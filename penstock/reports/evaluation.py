@@ -2,7 +2,7 @@
 
 An accuracy says nothing without how its responses were sampled: the metrics beside it hold that, `how_sampled` says it.
 
-Left out: computing them (evaluators/), and curves (penstock/reports/plots.py).
+Left out: computing them (penstock/evaluators/), and curves (penstock/reports/plots.py).
 """
 
 from __future__ import annotations

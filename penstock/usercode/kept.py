@@ -1,4 +1,4 @@
-"""Processes that run others' code, each below a keeper of its own (usercode/keeper.py), which lets nothing outlive it.
+"""Processes that run others' code, each below a keeper of its own, which lets nothing outlive it (keeper.py).
 
 `Kept` is the `multiprocessing` context of worker processes: their numbers, signals and exit codes are the workers' own,
 and Pebble sees no difference. `start` is what it and the ranks of an engine group are started by.

@@ -1,7 +1,8 @@
 """Record: an iteration's figures go to run folder, tracker and terminal; a run's result to its summary.
 
 The run folder comes first and is the truth. A resumed run repeats iterations after its checkpoint: the tracker gets
-each iteration once, on a thread of its own (penstock/trackers/outbox.py). Left out: pictures and pages (reports/).
+each iteration once, on a thread of its own (penstock/trackers/outbox.py). Left out: pictures and pages
+(penstock/reports/).
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The tables that describe the algorithms say what the registry holds: every name, setting and default.
 
-That the page has these tables as they are made is checked in tests/benchmarks/test_algorithms.py.
+That the page has these tables as they are made is checked in tests/benchmarks/accuracy/test_algorithms.py.
 """
 
 from __future__ import annotations

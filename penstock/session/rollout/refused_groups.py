@@ -13,16 +13,13 @@ It must depend on these alone, so that a resumed run draws the same prompts. Lef
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from penstock.data.group_filters import load_filter
+from penstock.session.session import Training, prompt_columns
 from penstock.state.experience import column_names, read_columns
-
-if TYPE_CHECKING:
-    from penstock.session.session import Training
-
 
 PART = "reward/"  # columns of the parts of a reward
 
@@ -56,9 +53,6 @@ def refused_groups(training: Training, columns: dict[str, Any]) -> np.ndarray:
 
 
 def _arguments(training: Training, columns: dict[str, Any], group: int, samples: int) -> dict[str, Any]:
-    # here, because a session starts with checks that load the filter
-    from penstock.session.session import prompt_columns
-
     rows = slice(group * samples, (group + 1) * samples)
     prompt_id = columns["prompt_id"][rows.start]
     return {
