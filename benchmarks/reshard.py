@@ -30,7 +30,7 @@ from engines.groups.placement import STRATEGIES, reshard_strategy
 from penstock.base.errors import UserError
 from penstock.checks.memory import check_memory
 from penstock.checks.model import check_model
-from penstock.session.requests import Request
+from penstock.session.requests import GenerationRequest
 from penstock.session.rollout.generation import generate
 from penstock.session.session import Stage, Training
 from tasks.iteration.reshard import reshard
@@ -142,7 +142,7 @@ def _round(training: Training, number: int, update: bool) -> dict[str, float]:
     begin = time.perf_counter()
     one = replace(sampling(training, settings), samples=1, max_tokens=1)
     prompts = training.session().prompts["train"].frame.iloc[: device_count(config, "rollout")]
-    responses = generate(training, Request(prompts, f"{number}/first_token", one))
+    responses = generate(training, GenerationRequest(prompts, f"{number}/first_token", one))
     row["first_token_s"] = time.perf_counter() - begin
     row["rollout/wake_s"] = responses.metrics["rollout/wake_s"]
     return row | {"pause_s": row["time/reshard_s"] + row["rollout/wake_s"]}

@@ -30,7 +30,7 @@ class EndedResponse:
 
 
 class PartialResultSender:
-    """Announces one generation's responses.
+    """Tells the flow which of one generation's responses have ended.
 
     Args:
         decode: returns the text of each row.

@@ -63,7 +63,7 @@ class FixedShare:
         return taken
 
 
-class SharedPrompts:
+class PulledPrompts:
     """Prompts that go to whichever engine has room first.
 
     Guided self-scheduling (Polychronopoulos and Kuck, 1987): a pull takes a fraction of what is left for each engine,
@@ -102,7 +102,7 @@ def prompt_queue(lengths_P: np.ndarray, place: EnginePlace, store: Any, generati
     order_P = pull_order(lengths_P)
     if fixed:
         return FixedShare(order_P[place.engine :: place.engines])
-    return SharedPrompts(order_P, place.engines, store_counter(store, place, generation))
+    return PulledPrompts(order_P, place.engines, store_counter(store, place, generation))
 
 
 def store_counter(store: Any, place: EnginePlace, generation: int) -> Counter:

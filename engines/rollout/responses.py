@@ -80,7 +80,7 @@ class SingleResponses:
             self._positions.append(position)
 
     def collect(self, ended: list[Request]) -> None:
-        """Keep the responses that have ended, and announce them if it is time to and others are left."""
+        """Keep the responses that have ended, and let the flow be told of them while others are left."""
         self._responses.update((request.row, request) for request in ended)
         self._seconds = time.perf_counter() - self._began
         if self._sender is not None and self._unfinished:

@@ -60,7 +60,7 @@ def new_config(kind: Kind[Tree], asked: Asked, example: str) -> Tree:
     return config
 
 
-def resumed_config(kind: Kind[Tree], going_on: Resume) -> Tree | None:
+def config_to_resume(kind: Kind[Tree], going_on: Resume) -> Tree | None:
     """Return the checked configuration with which a run goes on; None: it is damaged, and the flow makes it whole.
 
     Raises:

@@ -15,7 +15,7 @@ from engines.commands.rollout import EngineResponses, Sampling
 
 
 @dataclass(frozen=True)
-class Request:
+class GenerationRequest:
     """What the engines are asked for.
 
     Attributes:
@@ -41,10 +41,10 @@ class Replies:
 
 
 @dataclass(frozen=True)
-class Generation:
+class BegunGeneration:
     """A generation that the engines have begun; `replies` come when they have ended it."""
 
-    request: Request
+    request: GenerationRequest
     replies: Future[Replies]
 
 
@@ -53,7 +53,7 @@ class BegunRollout:
     """A rollout with its prompts; without a generation where an earlier attempt left the responses."""
 
     prompts: pd.DataFrame
-    generation: Generation | None
+    generation: BegunGeneration | None
 
 
 @dataclass(frozen=True)

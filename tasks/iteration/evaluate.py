@@ -1,6 +1,6 @@
 """Evaluate: the policy answers held-out prompts that no update ever sees, and evaluators measure the responses.
 
-Left out: what they measure (evaluators/).
+Left out: what they measure (penstock/evaluators/).
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from penstock.evaluators.loading import BUILT_IN
 from penstock.evaluators.rewards import FULL_REWARD
 from penstock.evaluators.running import run_evaluators
 from penstock.rewards.pool import Score
-from penstock.session.requests import Request
+from penstock.session.requests import GenerationRequest
 from penstock.session.rollout.generation import Responses, generate
 from penstock.session.session import Training, prompt_columns, timed
 from penstock.state.experience import add_columns, consolidate, write_columns
@@ -52,7 +52,7 @@ def evaluate(training: Training, iteration: int) -> dict[str, float]:
             ignore_eos=False,
             seed=[config.seed, iteration, 1],
         )
-        responses = generate(training, Request(prompts, f"{iteration}/evaluate", sampling, "heldout"))
+        responses = generate(training, GenerationRequest(prompts, f"{iteration}/evaluate", sampling, "heldout"))
         ids = [name for name in prompts["prompt_id"] for _ in range(samples)]
         columns = {
             "sample_id": [f"evaluation-{iteration:06d}/{name}" for name in numbered(ids, samples)],

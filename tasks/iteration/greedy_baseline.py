@@ -10,7 +10,7 @@ import pandas as pd
 from prefect import task
 from prefect.cache_policies import NO_CACHE
 
-from penstock.session.requests import Request
+from penstock.session.requests import GenerationRequest
 from penstock.session.rollout.generation import generate
 from penstock.session.session import Stage, Training, timed
 from penstock.session.settings import Settings
@@ -42,7 +42,7 @@ def greedy_baseline(training: Training, settings: Settings, stage: Stage) -> Sta
             }
         )
         greedy = replace(sampling(training, settings, purpose=2), samples=1, temperature=0.0, logprobs=False)
-        responses = generate(training, Request(prompts, key, greedy))
+        responses = generate(training, GenerationRequest(prompts, key, greedy))
         answered = {
             "sample_id": [f"{settings.iteration:06d}/{name}/greedy" for name in prompts["prompt_id"]],
             "prompt_id": list(prompts["prompt_id"]),

@@ -19,7 +19,7 @@ from engines.commands.rollout import Sampling
 from penstock.base.ragged import Ragged
 from penstock.data.agents import agent_numbers
 from penstock.session.figures import generation_figures
-from penstock.session.requests import BegunRollout, Generation, Request, Rollout
+from penstock.session.requests import BegunGeneration, BegunRollout, GenerationRequest, Rollout
 from penstock.session.rollout.draw import draw
 from penstock.session.rollout.episodes import episode_column_names, episode_figures
 from penstock.session.rollout.generation import Responses, begin_generation, take_responses
@@ -97,8 +97,8 @@ def drawn(training: Training, iteration: int, cursor: int, size: int) -> pd.Data
     return training.session().prompts["train"].frame.iloc[draw(training, iteration, cursor, size)]
 
 
-def _begin(training: Training, settings: Settings, prompts: pd.DataFrame, key: str, purpose: int) -> Generation:
-    request = Request(prompts, key, sampling(training, settings, purpose))
+def _begin(training: Training, settings: Settings, prompts: pd.DataFrame, key: str, purpose: int) -> BegunGeneration:
+    request = GenerationRequest(prompts, key, sampling(training, settings, purpose))
     return begin_generation(training, request, scoring_ahead(training, settings.iteration, prompts))
 
 

@@ -30,7 +30,7 @@ from penstock.base.ragged import Ragged
 from penstock.checks.memory import GroupEstimate
 from penstock.data.prompts import PromptTable
 from penstock.session import session as module
-from penstock.session.requests import Request
+from penstock.session.requests import GenerationRequest
 from penstock.session.session import Session, Stage, Training
 from penstock.session.settings import settings_at
 from penstock.state.experience import ExperienceRef, write_columns
@@ -111,7 +111,7 @@ class Asked(Exception):
 def generation(training_with: MakeTraining, monkeypatch: pytest.MonkeyPatch) -> Callable[..., dict[str, Any]]:
     """Return what a rollout or an evaluation asks for with a configuration, in iteration 3."""
 
-    def hear(training: Training, request: Request, *_: Any) -> None:
+    def hear(training: Training, request: GenerationRequest, *_: Any) -> None:
         told = {"prompts": len(request.prompts), "first": list(request.prompts["prompt_id"])[:8]}
         raise Asked({**asdict(request.sampling), **told})
 

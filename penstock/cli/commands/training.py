@@ -64,7 +64,7 @@ def train(
 ) -> None:
     """Train a policy with reinforcement learning."""
     from penstock.cli.prefect.server import check_server
-    from penstock.cli.starting import Asked, new_config, resumed_config
+    from penstock.cli.starting import Asked, config_to_resume, new_config
     from penstock.data.source import reading_once
     from penstock.session.opening import TRAIN, Resume
 
@@ -75,7 +75,7 @@ def train(
     if going_on is not None and _is_complete(going_on):
         return
     with reading_once():
-        config = new_config(TRAIN, asked, A_RECIPE) if going_on is None else resumed_config(TRAIN, going_on)
+        config = new_config(TRAIN, asked, A_RECIPE) if going_on is None else config_to_resume(TRAIN, going_on)
         memory = None if config is None else TRAIN.memory(config)
         if dry_run:
             _print_dry_run(config, memory, resume)
@@ -168,7 +168,7 @@ def reward_model(
 def _finetune(kind: Kind[Tree], flow: Callable[..., str], asked: Asked) -> None:
     """Start or resume a flow of its own before reinforcement learning; print where its model is."""
     from penstock.cli.prefect.server import check_server
-    from penstock.cli.starting import new_config, resumed_config
+    from penstock.cli.starting import config_to_resume, new_config
     from penstock.data.source import reading_once
     from penstock.session.opening import Resume
 
@@ -182,7 +182,7 @@ def _finetune(kind: Kind[Tree], flow: Callable[..., str], asked: Asked) -> None:
             told = {"run_folder": str(folder)}
         else:
             going_on = Resume(asked.resume)
-            config, folder = resumed_config(kind, going_on), going_on.run.path
+            config, folder = config_to_resume(kind, going_on), going_on.run.path
             check_server()
             told = {"resume": str(folder)}
         with ending_in_words(kind.name, folder):

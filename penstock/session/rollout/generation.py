@@ -16,7 +16,7 @@ import pyarrow as pa
 
 from engines.commands.rollout import EngineResponses, EpisodeRows, Generate, PartialResults
 from penstock.base.ragged import Ragged, offsets_of
-from penstock.session.requests import Generation, Replies, Request
+from penstock.session.requests import BegunGeneration, GenerationRequest, Replies
 from penstock.session.rollout.episodes import episode_columns, waiting_figures
 from penstock.session.session import Training
 
@@ -37,12 +37,12 @@ class Responses:
     logprobs: Ragged | None = None  # of the tokens, where they were asked for
 
 
-def generate(training: Training, request: Request) -> Responses:
+def generate(training: Training, request: GenerationRequest) -> Responses:
     """Begin a generation and wait for it; raises what `take_responses` raises."""
     return take_responses(training, begin_generation(training, request))
 
 
-def begin_generation(training: Training, request: Request, on_ended: News | None = None) -> Generation:
+def begin_generation(training: Training, request: GenerationRequest, on_ended: News | None = None) -> BegunGeneration:
     """Let the engines begin, which share the prompts out among themselves (engines/rollout/prompt_queue.py).
 
     With an environment a response is an episode: the policy's turns and the observations between them.
@@ -50,10 +50,10 @@ def begin_generation(training: Training, request: Request, on_ended: News | None
     Args:
         on_ended: gets responses that have ended before others: an engine's news, or its reply.
     """
-    return Generation(request, training.session().generating.submit(_ask, training, request, on_ended))
+    return BegunGeneration(request, training.session().generating.submit(_ask, training, request, on_ended))
 
 
-def take_responses(training: Training, generation: Generation) -> Responses:
+def take_responses(training: Training, generation: BegunGeneration) -> Responses:
     """Wait for a generation and return its responses.
 
     `rollout/ahead_s` in their metrics says for how long the engines worked before anybody waited.
@@ -87,7 +87,7 @@ def take_responses(training: Training, generation: Generation) -> Responses:
     )
 
 
-def _ask(training: Training, request: Request, on_ended: News | None) -> Replies:
+def _ask(training: Training, request: GenerationRequest, on_ended: News | None) -> Replies:
     session, prompts = training.session(), request.prompts
     asked = Ragged.of(list(prompts["prompt_tokens"]), np.int32)
     episodes = None

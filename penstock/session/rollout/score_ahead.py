@@ -37,7 +37,7 @@ def scoring_ahead(training: Training, iteration: int, prompts: pd.DataFrame) -> 
     asked = prompts[["prompt_id", "prompt_text"]].astype(str).to_records(index=False)
     begun: set[tuple[int, int]] = set()  # a reply holds also what its engine told before
 
-    def sample(ended: EndedResponse) -> Sample:
+    def sample(ended: ScorableResponse) -> Sample:
         prompt_id, text = asked[ended.position]
         row = prompt_columns(training, "train")[prompt_id]
         return Sample(sample_id(iteration, prompt_id, ended.number), prompt_id, text, ended.text, row)
@@ -51,7 +51,7 @@ def scoring_ahead(training: Training, iteration: int, prompts: pd.DataFrame) -> 
 
 
 @dataclass(frozen=True)
-class EndedResponse:
+class ScorableResponse:
     """Response `number` to the prompt at `position` of the rollout."""
 
     position: int
@@ -59,7 +59,7 @@ class EndedResponse:
     text: str
 
 
-def ended_responses(news: PartialResults | EngineResponses | None, samples: int) -> list[EndedResponse]:
+def ended_responses(news: PartialResults | EngineResponses | None, samples: int) -> list[ScorableResponse]:
     """Return the responses that an engine tells of.
 
     Args:
@@ -74,4 +74,4 @@ def ended_responses(news: PartialResults | EngineResponses | None, samples: int)
         positions = np.repeat(news.positions_P, samples)
         numbers = np.tile(np.arange(samples), len(news.positions_P))
     texts = news.texts.to_pylist()
-    return [EndedResponse(*ended) for ended in zip(positions.tolist(), numbers.tolist(), texts, strict=True)]
+    return [ScorableResponse(*ended) for ended in zip(positions.tolist(), numbers.tolist(), texts, strict=True)]

@@ -17,7 +17,7 @@ from engines.rollout.engine import engine_seed
 from engines.rollout.prompt_queue import (
     EnginePlace,
     FixedShare,
-    SharedPrompts,
+    PulledPrompts,
     place_of,
     prompt_queue,
     pull_order,
@@ -32,10 +32,10 @@ PROMPTS = Ragged.of([np.arange(4, 5 + number % 11) for number in range(24)], np.
 FolderOf = Callable[[Shape], Path]
 
 
-def _supplies(engines: int, prompts: int, generation: int = 0) -> list[SharedPrompts]:
+def _supplies(engines: int, prompts: int, generation: int = 0) -> list[PulledPrompts]:
     store = HashStore()
     places = [EnginePlace(engine, engines, 0, 1) for engine in range(engines)]
-    return [SharedPrompts(np.arange(prompts), engines, store_counter(store, place, generation)) for place in places]
+    return [PulledPrompts(np.arange(prompts), engines, store_counter(store, place, generation)) for place in places]
 
 
 # ---- which prompts -------------------------------------------------------------------------------------------------

@@ -14,7 +14,7 @@ import pytest
 from configs.schema import TrainConfig
 from engines.commands.rollout import EngineResponses, Generate
 from penstock.base.ragged import Ragged
-from penstock.session.requests import Request
+from penstock.session.requests import GenerationRequest
 from penstock.session.rollout.generation import generate
 from penstock.session.session import Stage, Training
 from penstock.session.settings import settings_at
@@ -61,7 +61,7 @@ def test_log_probs_follow_their_tokens_into_prompt_order(training_with: MakeTrai
         training, group = training_with(config), Scored(ranks)
         training.session().groups["rollout"] = group  # type: ignore[assignment]
         asked = replace(sampling(training, settings_at(config, 1, Progress())), samples=SAMPLES)
-        responses = generate(training, Request(prompts, "1/rollout", asked))
+        responses = generate(training, GenerationRequest(prompts, "1/rollout", asked))
         assert group.commands[0]["sampling"]["logprobs"] == (correction is not None)
         if correction is None:
             assert responses.logprobs is None

@@ -13,7 +13,7 @@ import pytest
 from configs.schema import TrainConfig
 from engines.commands.rollout import EngineResponses
 from penstock.base.ragged import Ragged
-from penstock.session.requests import Request
+from penstock.session.requests import GenerationRequest
 from penstock.session.rollout.generation import engine_figures, generate, rows_in_prompt_order
 from penstock.session.session import Training
 from tests.echo import GREEDY, NOTHING, Echo
@@ -28,7 +28,7 @@ def test_responses_come_back_in_prompt_order(training_with: Callable[[TrainConfi
     training.session().groups["rollout"] = group  # type: ignore[assignment]
     training.session().model_folder = "model"
     prompts = pd.DataFrame({"prompt_tokens": [[10, 11], [20], [30, 31, 32], [40], [50, 51]]})
-    responses = generate(training, Request(prompts, "1/rollout", replace(GREEDY, samples=SAMPLES)))
+    responses = generate(training, GenerationRequest(prompts, "1/rollout", replace(GREEDY, samples=SAMPLES)))
 
     rows = [responses.tokens.row(row).tolist() for row in range(len(responses.tokens))]
     assert rows == [[10], [10, 10], [20], [20, 20], [30], [30, 30], [40], [40, 40], [50], [50, 50]]
@@ -53,7 +53,7 @@ def test_one_rank_replies_for_an_engine_of_several(training_with: Callable[[Trai
 
     training.session().groups["rollout"] = Pairs(2)  # type: ignore[assignment]
     prompts = pd.DataFrame({"prompt_tokens": [[10], [20], [30]]})
-    responses = generate(training, Request(prompts, "1/rollout", replace(GREEDY, samples=SAMPLES)))
+    responses = generate(training, GenerationRequest(prompts, "1/rollout", replace(GREEDY, samples=SAMPLES)))
     assert responses.texts.to_pylist() == ["10", "10", "20", "20", "30", "30"]
 
 

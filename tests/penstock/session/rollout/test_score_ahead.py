@@ -23,7 +23,7 @@ from penstock.data.prompts import PromptTable
 from penstock.rewards.ahead import Scorer
 from penstock.rewards.pool import Score
 from penstock.rewards.types import Sample
-from penstock.session.rollout.score_ahead import EndedResponse, ended_responses, scoring_ahead
+from penstock.session.rollout.score_ahead import ScorableResponse, ended_responses, scoring_ahead
 from penstock.session.session import Training
 from penstock.session.settings import next_settings
 from penstock.state.manifest import Progress
@@ -128,5 +128,5 @@ def test_a_reply_names_its_responses_by_their_order() -> None:
         *((1, 0, "c"), (1, 1, "d")),
     ]
     news = PartialResults(np.array([4, 1]), np.array([1, 0]), texts[:2])
-    assert ended_responses(news, 2) == [EndedResponse(4, 1, "a"), EndedResponse(1, 0, "b")]
+    assert ended_responses(news, 2) == [ScorableResponse(4, 1, "a"), ScorableResponse(1, 0, "b")]
     assert ended_responses(None, 2) == []
