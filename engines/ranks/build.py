@@ -20,10 +20,10 @@ from engines.models.loading import causal_lm_shapes, load_causal_lm, load_reward
 from engines.models.models import PackedPolicy, PackedRewardModel
 from engines.models.tiny import make_tiny_model
 from engines.ranks.critic import build_critics
-from engines.ranks.handlers import carries_out
 from engines.ranks.models import RankModels
 from engines.ranks.reference import keep_head
 from engines.ranks.reshard import bring_weights, shared_and_copied
+from engines.ranks.serving.handlers import carries_out
 from engines.rollout.engine import Demand, Generator, Served
 from engines.training.trainer import Trainer
 from engines.weights.layout import ordered_parameters

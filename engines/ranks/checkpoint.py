@@ -9,10 +9,10 @@ import torch
 
 from engines.commands.checkpoint import Export, Load, Save
 from engines.models.loading import write_model
-from engines.ranks.handlers import carries_out
 from engines.ranks.models import RankModels
 from engines.ranks.reference import load_reference, save_reference
 from engines.ranks.reshard import bring_weights
+from engines.ranks.serving.handlers import carries_out
 from engines.training.start import generator_states, restore_generators
 from engines.training.state_files import read_state
 

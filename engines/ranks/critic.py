@@ -20,8 +20,8 @@ from engines.commands.forward import TokenValues, Values
 from engines.commands.update import UpdateCritic, Updated
 from engines.models.models import PackedCritic
 from engines.ranks.forward import per_token
-from engines.ranks.handlers import carries_out
 from engines.ranks.models import RankModels
+from engines.ranks.serving.handlers import carries_out
 from engines.ranks.update import measured
 from engines.training import updates
 from engines.training.trainer import Trainer

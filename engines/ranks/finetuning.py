@@ -36,8 +36,8 @@ from engines.families.shape import read_shape
 from engines.kernels.attention_kernel import kernels_on
 from engines.models.loading import start_reward_model, write_model
 from engines.models.models import PackedPolicy, PackedRewardModel
-from engines.ranks.handlers import carries_out
 from engines.ranks.models import RankModels
+from engines.ranks.serving.handlers import carries_out
 from engines.training.preference import measure_preferences, read_preferences, update_on_preferences
 from engines.training.trainer import Trainer
 from engines.training.updates import update_supervised

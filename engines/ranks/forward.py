@@ -14,9 +14,9 @@ import torch
 from engines.batches.micro_batches import plan_micro_batches
 from engines.batches.packing import PackedBatch, Rows, pack, read_rows
 from engines.commands.forward import Logprobs, Score, Scores, TokenValues
-from engines.ranks.handlers import carries_out
 from engines.ranks.models import CountedModel, RankModels
-from engines.ranks.usage import work_on
+from engines.ranks.serving.handlers import carries_out
+from engines.ranks.serving.usage import work_on
 from engines.weights.lora import without_adapters
 from penstock.base.ragged import Ragged
 

@@ -18,8 +18,8 @@ from engines.commands.forward import TokenValues
 from engines.commands.logprob_gap import LogprobsToCompare, SampledTokens, SampleToCompare
 from engines.commands.rollout import Sampling
 from engines.ranks.forward import per_token
-from engines.ranks.handlers import carries_out
 from engines.ranks.models import RankModels
+from engines.ranks.serving.handlers import carries_out
 from engines.training.start import generator_states, restore_generators
 from penstock.base.ragged import Ragged
 

@@ -1,7 +1,7 @@
 """The models of one rank, and what the commands on them share.
 
-A command is carried out by a function of `RankModels` and the command (engines/ranks/handlers.py). All ranks of a group
-get the same commands in the same order.
+A function of `RankModels` and the command carries out a command (engines/ranks/serving/handlers.py). All ranks of a
+group get the same commands in the same order.
 """
 
 from __future__ import annotations

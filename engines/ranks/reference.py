@@ -40,8 +40,8 @@ from engines.commands.reference import (
 )
 from engines.models.models import language_head
 from engines.ranks.forward import per_token
-from engines.ranks.handlers import carries_out
 from engines.ranks.models import RankModels
+from engines.ranks.serving.handlers import carries_out
 from engines.sizing.flops import forward_flops
 from engines.training.full_kl import reference_of, with_states
 from engines.weights.buckets import one_ahead

@@ -8,8 +8,8 @@ from datetime import timedelta
 from engines.commands.reshard import Connect, Listen, Reshard, Resharded, Store
 from engines.groups import interface
 from engines.groups.placement import reshard_strategy
-from engines.ranks.handlers import always, carries_out
 from engines.ranks.models import RankModels
+from engines.ranks.serving.handlers import always, carries_out
 from engines.weights.broadcast import Receiver, Sender
 from engines.weights.joint import join
 

@@ -9,8 +9,8 @@ import numpy as np
 import pyarrow as pa
 
 from engines.commands.rollout import EngineResponses, Episodes, Generate
-from engines.ranks.handlers import Later, begins
 from engines.ranks.models import RankModels
+from engines.ranks.serving.handlers import Later, begins
 from engines.rollout.detokenize import decode
 from engines.rollout.episodes import Environments, EpisodeLoop, Played
 from engines.rollout.partial_results import PartialResultSender

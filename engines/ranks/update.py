@@ -8,10 +8,10 @@ from functools import partial
 
 from engines.batches.packing import Rows, read_rows
 from engines.commands.update import Split, UpdateActor, Updated
-from engines.ranks.handlers import carries_out
 from engines.ranks.models import CountedModel, RankModels
 from engines.ranks.reference import head_of_reference
-from engines.ranks.usage import work_on
+from engines.ranks.serving.handlers import carries_out
+from engines.ranks.serving.usage import work_on
 from engines.training import updates
 from engines.training.collective_times import timed_collectives
 from engines.training.full_kl import with_states

@@ -1,40 +1,34 @@
 """The worker of a rank: it takes a command as it arrives, lets its handler carry it out, and measures what it used.
 
-The rank loop (engines/groups/rank.py) receives a command and calls `Worker.handle`. The handlers stand in the modules
-that are imported here; each command has one.
+The rank loop (engines/groups/rank.py) receives a command and calls `Worker.handle`. Each command has one handler, in a
+module beside this one; all of these are imported here, so that a new one is found by being there.
 
 Left out: what commands do, when to do what (flows/), how commands travel (engines/groups/channel.py), what goes on
-between messages (engines/ranks/serve.py).
+between messages (engines/ranks/serving/serve.py).
 """
 
 from __future__ import annotations
 
+from importlib import import_module
+from pkgutil import iter_modules
 from typing import Any
 
 import torch
 
+from engines import ranks
 from engines.commands.logprob_gap import SampleToCompare
 from engines.commands.message import decode, encode
 from engines.commands.rollout import Generate
 from engines.groups import interface
 from engines.groups.channel import Tell
-from engines.ranks import (  # noqa: F401 - each registers the commands that it carries out
-    build,
-    checkpoint,
-    critic,
-    finetuning,
-    forward,
-    logprob_gap,
-    reference,
-    reshard,
-    rollout,
-    update,
-)
-from engines.ranks.handlers import HANDLERS, Later
 from engines.ranks.models import RankModels
-from engines.ranks.serve import PendingReply, Serving
-from engines.ranks.usage import begin_usage
+from engines.ranks.serving.handlers import HANDLERS, Later
+from engines.ranks.serving.serve import PendingReply, Serving
+from engines.ranks.serving.usage import begin_usage
 from engines.training import start
+
+for _module in iter_modules(ranks.__path__):  # each registers the commands that it carries out
+    import_module(f"{ranks.__name__}.{_module.name}")
 
 
 class Worker:
@@ -68,7 +62,8 @@ class Worker:
 
         Returns:
             `reply`, the fields of what the handler returned, and beside it `usage`: what the command took
-            (engines/ranks/usage.py) and what it did; of a command that is carried out in steps, where that will be.
+            (engines/ranks/serving/usage.py) and what it did. For a command that is carried out in steps, the place
+            where both will be.
 
         Raises:
             KeyError: there is no such command.

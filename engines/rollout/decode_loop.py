@@ -8,7 +8,7 @@ vLLM's engine core is stepped without the layer above it, which would keep a sec
 log-probs, statistics) and visit it for each token; here a token costs one append.
 
 Left out: what a generation asks for (engines/rollout/responses.py, episodes.py), the engine's memory and weights
-(engines/rollout/engine.py), who steps (engines/ranks/serve.py).
+(engines/rollout/engine.py), who steps (engines/ranks/serving/serve.py).
 """
 
 from __future__ import annotations

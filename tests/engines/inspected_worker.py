@@ -30,7 +30,7 @@ from engines.kernels.weight_gradients import SummedLinear
 from engines.models.loading import gathered_state
 from engines.ranks.models import RankModels
 from engines.ranks.reshard import bring_weights
-from engines.ranks.serve import PendingReply, Serving
+from engines.ranks.serving.serve import PendingReply, Serving
 from engines.ranks.worker import Worker
 from engines.rollout import engine as generator
 from engines.rollout import episodes

@@ -193,8 +193,9 @@ def test_a_command_is_named_as_logs_name_it() -> None:
 HANDLED = """
 from typing import get_type_hints
 from engines.commands.checkpoint import Export, Save
-from engines.ranks import handlers, worker
-from engines.ranks.handlers import Later
+from engines.ranks import worker
+from engines.ranks.serving import handlers
+from engines.ranks.serving.handlers import Later
 from engines.ranks.models import RankModels
 from engines.commands.message import reply_type
 from tests.engines.test_commands import OF_RANKS

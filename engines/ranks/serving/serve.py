@@ -2,7 +2,7 @@
 
 The rank loop (engines/groups/rank.py) asks before each step of vLLM which of the commands that have come begin now.
 Commands begin in the order in which they came to every rank: one that has no business in a generation
-(engines/ranks/handlers.py) waits until all is generated, and the others behind it.
+(engines/ranks/serving/handlers.py) waits until all is generated, and the others behind it.
 
 Ranks of one engine step together, so a command has to begin before the same step on all of them, though it does not
 reach them at the same time. Every AGREE_EVERY steps they agree on the number that all have got. Engines of one rank
@@ -17,8 +17,8 @@ from collections.abc import Callable, Sequence
 from itertools import takewhile
 from typing import Any
 
-from engines.ranks.handlers import HANDLERS, Later
 from engines.ranks.models import RankModels
+from engines.ranks.serving.handlers import HANDLERS, Later
 from engines.rollout import vllm as versions
 from engines.rollout.decode_loop import Generation
 from engines.rollout.engine import Generator
