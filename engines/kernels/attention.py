@@ -27,6 +27,7 @@ from engines.kernels.attention_kernel import causal_varlen_attention
 NAME = "packed"
 
 
+# The parameters are those by which transformers calls an attention.
 def packed_attention(
     module: torch.nn.Module,
     query: torch.Tensor,

@@ -122,6 +122,7 @@ def _options(
     }
 
 
+# Each value is a parameter here and below: an operator of PyTorch takes tensors and numbers, no object of ours.
 @torch.library.custom_op("penstock::flash_attention", mutates_args=(), device_types="cuda")
 def _forward(
     query_N: torch.Tensor,

@@ -122,6 +122,7 @@ def _scale(hidden_TH: Tensor, temperature: float) -> Tensor:
 
 
 class _SelectedLogprobs(torch.autograd.Function):
+    # Each tensor is a parameter: autograd sees those alone that are handed in by themselves.
     @staticmethod
     def forward(
         ctx: Any,

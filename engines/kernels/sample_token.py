@@ -74,6 +74,7 @@ def _sum_blocks(logits, stride, most_BK, sums_BK, vocabulary, blocks, BLOCK: tl.
     tl.store(sums_BK + row * blocks + block, tl.sum(weights, axis=0))
 
 
+# Each pointer is a parameter of its own, as kernels of Triton take them.
 @triton.jit
 def _pick(  # type: ignore[no-untyped-def]
     logits,

@@ -149,6 +149,7 @@ def curriculum(*, table: pd.DataFrame, count: int, cursor: int, seed: int, colum
     return np.concatenate(rows)[start : start + count]
 
 
+# A sampler names each argument that it wants, and its settings are keys of `data.sampler`: nothing to be grouped here.
 def adaptive(
     *,
     table: pd.DataFrame,
