@@ -31,17 +31,20 @@ STAGES = {
 REST, WHOLE = "everything else", "not divided"
 
 
-def plot(folder: Path, out: Path) -> list[Path]:
-    """Draw every `step` and `scaling` result of a folder as SVG into `out`; return the files.
+def plot(folder: Path, out: Path | None) -> list[Path]:
+    """Draw every `step` and `scaling` result below a folder as SVG; return the files.
+
+    Args:
+        out: folder of the pictures; None: beside each result.
 
     Raises:
         UserError: a file is no result, or there is nothing to plot.
     """
     plotted = []
-    for path in sorted(folder.glob("*.json")):
+    for path in sorted(folder.rglob("*.json")):
         result = read_result(path)
         if figure := {"step": step_figure, "scaling": scaling_figure}.get(result.bench):
-            plotted.append(save(figure, result, out / f"{path.stem}.svg"))
+            plotted.append(save(figure, result, (out or path.parent) / f"{path.stem}.svg"))
     if not plotted:
         raise UserError(f"{folder} holds no result of 'bench step' or 'bench scaling'", "measure with --out FOLDER/...")
     return [path for path in plotted if path is not None]

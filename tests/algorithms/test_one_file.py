@@ -84,7 +84,8 @@ def folder(tmp_path: Path) -> Path:
 
 def commands(folder: Path) -> list[list[str]]:
     train = ["train", str(ROOT / "configs" / "quickstart.yaml"), "--dry-run", "algorithm.name=sharp"]
-    results = [str(ROOT / "benchmarks" / "results" / f"algorithms{more}.json") for more in ("", "_4_mini_batches")]
+    measured = ROOT / "benchmarks" / "results" / "algorithms"
+    results = [str(measured / f"algorithms{more}.json") for more in ("", "_4_mini_batches")]
     return [
         [*train, "algorithm.settings.sharpness=3"],
         train,

@@ -204,7 +204,9 @@ def test_a_step_divides_into_stages_and_a_rest(tmp_path: Path) -> None:
         REST: 1.0,
     }
     assert parts({"step_s": 48.0}) == {WHOLE: 48.0}
-    write_result(tmp_path / "step.json", ours(step_s=10.0, rollout_s=4.0))
+    (tmp_path / "step").mkdir()
+    write_result(tmp_path / "step" / "step.json", ours(step_s=10.0, rollout_s=4.0))
+    assert plot(tmp_path, None) == [tmp_path / "step" / "step.svg"]
     assert plot(tmp_path, tmp_path / "pictures") == [tmp_path / "pictures" / "step.svg"]
     assert "verl" in (tmp_path / "pictures" / "step.svg").read_text(encoding="utf-8")
     with pytest.raises(UserError, match="no result of"):

@@ -230,12 +230,12 @@ def algorithms(
 @app.command()
 def page(
     result: Annotated[Path, typer.Argument(help="result file of 'bench algorithms'")] = Path(
-        "benchmarks/results/algorithms.json"
+        "benchmarks/results/algorithms/algorithms.json"
     ),
     target: Annotated[Path, typer.Argument(help="page with the tables")] = Path("docs/algorithms.md"),
     more_steps: Annotated[
         Path, typer.Option(help="a result with more algorithm.mini_batches, put beside it loss by loss")
-    ] = Path("benchmarks/results/algorithms_4_mini_batches.json"),
+    ] = Path("benchmarks/results/algorithms/algorithms_4_mini_batches.json"),
 ) -> None:
     """Write the tables of docs/algorithms.md: what each algorithm is and takes, and the accuracies of a result."""
     from benchmarks.accuracy.algorithms_page import read_page, rendered
@@ -302,15 +302,15 @@ def peers(
 
 @app.command()
 def chart(
-    results: Annotated[Path, typer.Argument(help="folder of result files")] = Path("benchmarks/results"),
+    results: Annotated[Path, typer.Argument(help="folder with result files below")] = Path("benchmarks/results"),
     out: Annotated[
-        Path | None, typer.Option(help="folder for the pictures; default: beside the results", callback=free_folder)
+        Path | None, typer.Option(help="folder for the pictures; default: beside each result", callback=free_folder)
     ] = None,
 ) -> None:
     """Draw step times by stage beside the peers', and scaling, as SVG."""
     from benchmarks.reporting.chart import plot
 
-    for path in plot(results, out or results):
+    for path in plot(results, out):
         _say(f"picture: {path}")
 
 

@@ -26,7 +26,7 @@ from penstock.rewards.builtin import exact_match
 
 ROOT = Path(__file__).resolve().parents[3]
 PAGE = ROOT / "docs" / "algorithms.md"
-RESULT = ROOT / "benchmarks" / "results" / "algorithms.json"
+RESULT = ROOT / "benchmarks" / "results" / "algorithms" / "algorithms.json"
 MORE_STEPS = RESULT.with_name("algorithms_4_mini_batches.json")
 PLAN = Plan(ROOT / "configs" / "quickstart.yaml", ("grpo", "gdpo"), (0, 1), 2, ("iterations=3",))
 

@@ -32,9 +32,9 @@ def test_what_is_written_is_read_back_equal(tmp_path: Path) -> None:
     assert result.machine
 
 
-@pytest.mark.parametrize("path", sorted(RESULTS.glob("*.json")), ids=lambda path: path.name)
-def test_every_file_of_results_is_a_result(path: Path) -> None:
-    read_result(path)
+@pytest.mark.parametrize("path", sorted(RESULTS.rglob("*.json")), ids=lambda path: path.name)
+def test_every_file_of_results_is_a_result_in_the_folder_of_its_benchmark(path: Path) -> None:
+    assert path.relative_to(RESULTS).parent == Path(read_result(path).bench)
 
 
 @pytest.mark.parametrize(

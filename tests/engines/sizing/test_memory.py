@@ -269,19 +269,19 @@ def test_activations_grow_with_the_micro_batch_and_shrink_with_recomputation() -
 @pytest.mark.parametrize(
     ("name", "size", "roles", "ranks", "gated"),
     [
-        ("step_0.5b_h200", "0.5", ("actor", "rollout"), 1, True),
-        ("ragged_step_0.5b_h200", "0.5", ("actor", "rollout"), 1, True),
-        ("step_1.5b_h200", "1.5", ("actor", "rollout"), 1, True),
-        ("step_7b_h200", "7", ("actor", "rollout"), 1, True),
-        ("step_7b_4xh200", "7", ("actor", "rollout"), 4, False),
-        ("step_ppo_1.5b_h200", "1.5", ("actor", "critic", "rollout"), 1, True),
-        ("update_1.5b_first_start_h200", "1.5", ("actor",), 1, True),
-        ("update_1.5b_h200", "1.5", ("actor",), 1, False),
-        ("update_1.5b_flash2_h200", "1.5", ("actor",), 1, False),
-        ("update_ragged_before_1.5b_h200", "1.5", ("actor",), 1, False),
-        ("update_checkpointing_1.5b_h200", "1.5", ("actor",), 1, True),
-        ("update_7b_h200", "7", ("actor",), 1, False),
-        ("update_7b_2xh200", "7", ("actor",), 2, False),
+        ("step/step_0.5b_h200", "0.5", ("actor", "rollout"), 1, True),
+        ("step/ragged_step_0.5b_h200", "0.5", ("actor", "rollout"), 1, True),
+        ("step/step_1.5b_h200", "1.5", ("actor", "rollout"), 1, True),
+        ("step/step_7b_h200", "7", ("actor", "rollout"), 1, True),
+        ("step/step_7b_4xh200", "7", ("actor", "rollout"), 4, False),
+        ("step/step_ppo_1.5b_h200", "1.5", ("actor", "critic", "rollout"), 1, True),
+        ("update/update_1.5b_first_start_h200", "1.5", ("actor",), 1, True),
+        ("update/update_1.5b_h200", "1.5", ("actor",), 1, False),
+        ("update/update_1.5b_flash2_h200", "1.5", ("actor",), 1, False),
+        ("update/update_ragged_before_1.5b_h200", "1.5", ("actor",), 1, False),
+        ("update/update_checkpointing_1.5b_h200", "1.5", ("actor",), 1, True),
+        ("update/update_7b_h200", "7", ("actor",), 1, False),
+        ("update/update_7b_2xh200", "7", ("actor",), 2, False),
     ],
 )
 def test_the_estimate_is_within_a_tenth_of_the_peak_that_was_measured(
@@ -322,7 +322,7 @@ def test_micro_batches_count_as_full_also_where_lengths_leave_them_less_so(tmp_p
 
     With the tokens of the fullest micro-batch, planned from the benchmark's own lengths, the estimate is within it.
     """
-    measured = read_result(RESULTS / "update_ragged_1.5b_h200.json")
+    measured = read_result(RESULTS / "update" / "update_ragged_1.5b_h200.json")
     lengths, samples = lognormal_lengths(512, 256, 600, 4096), measured.settings["rollout"]["samples"]
     assert lengths.describe().items() <= measured.settings.items()
     sections = _sections(measured)
