@@ -18,6 +18,7 @@ from penstock import __version__
 from penstock.cli.commands import bench, machine, models, runs, training
 from penstock.cli.failures import MISTAKE, told
 from penstock.cli.terminal import console, errors, escaped
+from penstock.trackers.table import read_at_import
 
 ABOUT = "Post-train language models with reinforcement learning, as a Prefect workflow."
 
@@ -101,12 +102,11 @@ def _quiet_libraries() -> None:
         "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
         "PREFECT_SERVER_EPHEMERAL_STARTUP_TIMEOUT_SECONDS": "120",
         "DO_NOT_TRACK": "1",
-        "MLFLOW_DISABLE_TELEMETRY": "true",
         "HF_HUB_OFFLINE": "1",
         "TOKENIZERS_PARALLELISM": "false",
         "TRANSFORMERS_VERBOSITY": "error",
     }
-    for name, value in defaults.items():
+    for name, value in (defaults | read_at_import()).items():
         os.environ.setdefault(name, value)
 
 

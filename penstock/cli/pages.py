@@ -20,6 +20,7 @@ from penstock.base.errors import UserError
 from penstock.base.interrupts import interrupts_deferred
 from penstock.cli.prefect.server import password_settings
 from penstock.trackers.table import has_pages, pages_in
+from penstock.trackers.tracker import PAGES_PORT
 
 
 def serve_pages(folder: Path, tracker_port: int, prefect_port: int, console: Console) -> None:
@@ -103,7 +104,7 @@ def _in_tracker(tracked: Mapping[str, str] | None, ui: str) -> dict[str, str]:
         return {}
     address, run = tracked["address"], tracked["run"]
     if has_pages(tracked["tracker"]) and not address.startswith("http"):
-        address = f"{ui}   then http://127.0.0.1:5000"
+        address = f"{ui}   then http://127.0.0.1:{PAGES_PORT}"
     return {tracked["label"]: f"{address}   run {run}"}
 
 

@@ -33,7 +33,7 @@ from urllib.parse import unquote, urlsplit
 
 from penstock.base.addresses import public_address
 from penstock.base.errors import UserError
-from penstock.trackers.tracker import ITERATION, Artifact, Figures, Model, NewRun, Pages, Status, Table
+from penstock.trackers.tracker import ITERATION, PAGES_PORT, Artifact, Figures, Model, NewRun, Pages, Status, Table
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient
@@ -46,6 +46,7 @@ FOLDER = "penstock.folder"
 """Tag of a model with the folder that its weights lie in."""
 
 METRICS_PER_CALL = 1000  # that MLflow takes
+AT_IMPORT = {"MLFLOW_DISABLE_TELEMETRY": "true"}  # it does not count DO_NOT_TRACK=1
 WITHHELD = ("MLFLOW_TRACKING_USERNAME", "MLFLOW_TRACKING_PASSWORD", "MLFLOW_TRACKING_TOKEN")
 
 _STATUS: dict[Status, str] = {"completed": "FINISHED", "failed": "FAILED", "cancelled": "KILLED"}
@@ -78,7 +79,7 @@ class MlflowTracker:
     @property
     def page(self) -> str:
         """On the tracking server, or where `penstock ui` shows a database."""
-        root = self.address if self.uri.startswith("http") else "http://127.0.0.1:5000"
+        root = self.address if self.uri.startswith("http") else f"http://127.0.0.1:{PAGES_PORT}"
         return f"{root.rstrip('/')}/#/experiments/{self._experiment}/runs/{self.run}{_FOR_TRAINING}"
 
     @property
@@ -281,7 +282,8 @@ def connect(tracking_uri: str) -> MlflowClient:
     A server's name and password are kept out of what MLflow says (`without_password`). Telemetry is off, and so are
     MLflow's lines about creating tables and about where a run can be viewed.
     """
-    os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
+    for name, value in AT_IMPORT.items():
+        os.environ.setdefault(name, value)
     os.environ.setdefault("DO_NOT_TRACK", "true")
     os.environ.setdefault("MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT", "true")
     os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "1")  # MLflow's own 7 of 120 s each are for nobody to wait

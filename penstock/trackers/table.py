@@ -6,8 +6,8 @@ Only this file knows which trackers there are. Left out: what a tracker does (pe
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from penstock.base.errors import UserError
@@ -30,15 +30,18 @@ class Kind:
         pages: returns what `penstock ui` starts for a directory and a port, None where no run is; None: it has no
             pages of its own.
         withheld: environment variables with its passwords, which ranks do not get.
+        at_import: environment variables that its library reads when it is imported, with what they are unless the user
+            has set them.
     """
 
     make: Callable[[Path], Tracker]
     pages: Callable[[Path, int], Pages | None] | None = None
     withheld: tuple[str, ...] = ()
+    at_import: Mapping[str, str] = field(default_factory=dict)
 
 
 TRACKERS = {
-    "mlflow": Kind(mlflow.made_for, mlflow.pages, mlflow.WITHHELD),
+    "mlflow": Kind(mlflow.made_for, mlflow.pages, mlflow.WITHHELD, mlflow.AT_IMPORT),
 }
 
 
@@ -95,3 +98,8 @@ def has_pages(name: str) -> bool:
 def withheld() -> frozenset[str]:
     """Return the environment variables with passwords of trackers."""
     return frozenset(name for kind in TRACKERS.values() for name in kind.withheld)
+
+
+def read_at_import() -> dict[str, str]:
+    """Return the environment variables that the trackers' libraries read when they are imported, and their defaults."""
+    return {name: value for kind in TRACKERS.values() for name, value in kind.at_import.items()}

@@ -80,6 +80,10 @@ class Model:
     params: Mapping[str, str]
 
 
+PAGES_PORT = 5000
+"""Where `penstock ui` serves a tracker's pages unless another port is named."""
+
+
 @dataclass(frozen=True)
 class Pages:
     """A server for the pages of past runs.

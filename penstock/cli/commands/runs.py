@@ -12,6 +12,7 @@ import typer
 
 from penstock.base.errors import UserError
 from penstock.cli.terminal import console
+from penstock.trackers.tracker import PAGES_PORT
 
 
 def compare(
@@ -59,7 +60,7 @@ def set_live(
 
 def ui(
     folder: Annotated[Path, typer.Argument(help="directory of the run folders")] = Path("runs"),
-    tracker_port: Annotated[int, typer.Option(min=1, max=65535, help="port of the tracker's pages")] = 5000,
+    tracker_port: Annotated[int, typer.Option(min=1, max=65535, help="port of the tracker's pages")] = PAGES_PORT,
     prefect_port: Annotated[int, typer.Option(min=1, max=65535, help="port of Prefect's pages")] = 4200,
 ) -> None:
     """Serve the tracker's and Prefect's pages of past runs until Ctrl-C (loopback only)."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from configs.preference import PreferenceConfig
 from configs.schema import TrainConfig
 from penstock.base.errors import UserError
 from penstock.checks.training import check_supervised
+from penstock.cli.main import _quiet_libraries
 from penstock.cli.sync import sync
 from penstock.session import session
 from penstock.session.record import append_record
@@ -151,6 +153,14 @@ def test_training_on_preferences_is_recorded_where_tracker_says(make: Callable[[
     tracked = read_manifest(training.run).tracked
     assert tracked is not None
     assert (tracked.tracker, tracked.run) == (config.tracker, "preferring-0")
+
+
+def test_what_its_library_reads_at_import_is_set_when_a_command_begins(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As the table says. Control: what the user has set stays."""
+    monkeypatch.setitem(TRACKERS, "lines", Kind(Lines, at_import={"LINES_QUIET": "yes"}))
+    monkeypatch.setattr(os, "environ", {"MLFLOW_DISABLE_TELEMETRY": "false"})
+    _quiet_libraries()
+    assert (os.environ["LINES_QUIET"], os.environ["MLFLOW_DISABLE_TELEMETRY"]) == ("yes", "false")
 
 
 def test_what_is_no_tracker_is_refused_before_anything_starts(tmp_path: Path) -> None:
