@@ -7,7 +7,7 @@ from pathlib import Path
 
 from configs.schema import TrainConfig
 from configs.sections.run import Role
-from configs.sections.trainer import TrainerConfig
+from configs.sections.trainer import CriticConfig, TrainerConfig
 from engines.families.architecture import check_architecture, classifies
 from engines.families.served import cpu_head_sizes
 from engines.families.shape import ModelShape, layer_names, read_shape, weight_shapes
@@ -78,18 +78,22 @@ def check_one_label(folder: Path, key: str) -> None:
         )
 
 
-def check_targets(config: TrainConfig) -> None:
+def check_targets(config: TrainConfig, offline: str | None = None) -> None:
     """Check that the layers that are to get adapters exist.
+
+    Args:
+        offline: what the user calls the section `sft`, where that alone is trained.
 
     Raises:
         UserError: a model has no layer of such a name.
     """
-    model = config.model.path
-    paths = {"actor": model, "critic": (config.critic and config.critic.path) or model, "sft": model}
-    for key, path in paths.items():
-        trainer: TrainerConfig | None = getattr(config, key)
+    trained: dict[str, TrainerConfig | None] = {"actor": config.actor, "critic": config.critic, "sft": config.sft}
+    if offline is not None:
+        trained = {offline: config.sft}
+    for key, trainer in trained.items():
         if trainer is None or trainer.lora is None:
             continue
+        path = (trainer.path if isinstance(trainer, CriticConfig) else None) or config.model.path
         known = layer_names(Path(path)) if path is not None else _tiny_layers(config)
         if unknown := sorted(set(trainer.lora.targets or ()) - known):
             raise UserError(

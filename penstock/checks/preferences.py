@@ -9,7 +9,7 @@ from pathlib import Path
 
 from configs.preference import PairConfig, RewardModelConfig
 from penstock.base.errors import UserError
-from penstock.checks.model import check_chat, check_model, check_one_label
+from penstock.checks.model import check_chat, check_model, check_one_label, check_targets
 from penstock.data.preference import check_columns
 from penstock.data.source import reading_once, rows_of
 from penstock.trackers.table import check_tracker
@@ -27,6 +27,7 @@ def check_preferences(config: PairConfig) -> None:
     check_tracker(config.tracker, "tracker")
     if scores and config.model.path is not None:
         check_one_label(Path(config.model.path), "model.path")
+    check_targets(engines, "trainer")
     if data.train is None:
         raise UserError("nothing to train on: 'data.train' is not set", "add data.train=FILE, JSONL or Parquet")
     if data.chat:

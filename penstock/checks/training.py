@@ -114,4 +114,7 @@ def check_supervised(config: TrainConfig) -> None:
     check_tracker(config.record.tracker)
     if config.sft is None:
         raise UserError("there is no 'sft' section", "add one, e.g. sft.steps=400")
+    check_targets(config, "sft")
+    if config.data.chat:
+        check_chat(config)
     check_pairs(config)

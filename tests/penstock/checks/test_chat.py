@@ -10,6 +10,7 @@ import pytest
 from configs.schema import TrainConfig
 from penstock.base.errors import UserError
 from penstock.checks.model import check_chat
+from penstock.checks.training import check_supervised
 
 
 def config(folder: Path | None) -> TrainConfig:
@@ -36,6 +37,8 @@ def test_a_model_without_a_template_is_refused(tmp_path: Path) -> None:
     for folder in (tmp_path, None):
         with pytest.raises(UserError, match="no chat template"):
             check_chat(config(folder))
+    with pytest.raises(UserError, match="no chat template"):  # also by supervised training alone
+        check_supervised(TrainConfig.model_validate({"model": {"tiny": {}}, "data": {"chat": True}, "sft": {}}))
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": None}))
     with pytest.raises(UserError, match="no chat template"):
         check_chat(config(tmp_path))

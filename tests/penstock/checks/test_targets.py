@@ -7,10 +7,13 @@ from typing import Any
 
 import pytest
 
+from configs.preference import PreferenceConfig
 from configs.schema import TrainConfig
 from engines.families.shape import layer_names
 from penstock.base.errors import UserError
 from penstock.checks.model import check_targets
+from penstock.checks.preferences import check_preferences
+from penstock.checks.training import check_supervised
 from tests.engines.shared_ranks import Shape
 
 
@@ -35,3 +38,25 @@ def test_an_unknown_target_is_refused_and_known_ones_pass(key: str, tmp_path: Pa
             check_targets(_config(**common, model=model, **{key: {"lora": lora}}))
         with pytest.raises(UserError, match=rf"{key}.lora.targets names 'qkv'.*\n.*o_proj"):
             check_targets(_config(**common, model=model, **{key: {"lora": {"targets": ["q_proj", "qkv"]}}}))
+
+
+def test_an_offline_training_is_refused_likewise_in_the_users_words(tmp_path: Path) -> None:
+    """Of the section that is trained alone. Controls: targets that there are; the actor's, which `sft` ignores."""
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text('{"prompt": "1+1=", "response": "2", "chosen": "2", "rejected": "3"}\n', encoding="utf-8")
+    right, wrong = {"lora": {"targets": ["q_proj"]}}, {"lora": {"targets": ["q_proj", "qkv"]}}
+
+    def supervised(**sections: Any) -> None:
+        data = {"sft": str(rows), "response": "response"}
+        check_supervised(_config(model={"tiny": {}}, data=data, **sections))
+
+    def preferring(trainer: dict[str, Any]) -> None:
+        tree = {"model": {"tiny": {}}, "data": {"train": str(rows)}, "trainer": trainer}
+        check_preferences(PreferenceConfig.model_validate(tree))
+
+    supervised(sft=right, actor=wrong)
+    preferring(right)
+    with pytest.raises(UserError, match="^sft.lora.targets names 'qkv'"):
+        supervised(sft=wrong)
+    with pytest.raises(UserError, match="^trainer.lora.targets names 'qkv'"):
+        preferring(wrong)
