@@ -19,6 +19,7 @@ from configs.schema import TrainConfig
 from configs.sections.reward import RewardConfig
 from configs.sections.run import Role
 from engines.families.shape import ModelShape, read_shape
+from engines.groups.hosts import Hosts
 from engines.groups.machine import visible_gpus
 from engines.groups.placement import place
 from penstock.checks.memory import GroupEstimate, check_memory, estimate_groups
@@ -52,7 +53,11 @@ def groups_of(
     with tempfile.TemporaryDirectory(prefix="penstock-bench-") as scratch, disable_run_logger():
         run = new_run_folder(Path(scratch), "bench")
         decided = estimate_groups(config) if memory is None else memory
-        with TrainingProgress() as progress, open_session(config, run, decided) as training:
+        with (
+            TrainingProgress() as progress,
+            Hosts(run.logs) as hosts,
+            open_session(config, run, decided, hosts) as training,
+        ):
             training.session().progress = progress
             yield training, progress
 

@@ -17,7 +17,7 @@ from algorithms.preference import PREFERENCE_LOSSES, is_labelled, needs_referenc
 from configs.schema import TrainConfig
 from configs.sections.data import DataConfig, check_chat_arguments
 from configs.sections.model import ModelConfig
-from configs.sections.run import Devices, EngineConfig, GroupConfig
+from configs.sections.run import Devices, EngineConfig, GroupConfig, HostsConfig
 from configs.sections.trainer import SftConfig
 from configs.tree.section import PositiveInt, Recipe, Section, fill, refuse
 
@@ -136,10 +136,19 @@ class PairConfig(Recipe):
     model: ModelConfig = Field(default_factory=ModelConfig, description="the model to start from")
     trainer: PairTrainerConfig = Field(default_factory=PairTrainerConfig, description="training")
     devices: Devices = Field(default_factory=Devices, description="where it runs")
+    hosts: HostsConfig | None = Field(None, description="the network between machines; null: there is one machine")
     engine: EngineConfig = Field(default_factory=EngineConfig, description="deadlines of the ranks")
     tracker: str = Field("mlflow", description="where runs are recorded besides their folder; 'module:Class' of yours")
     experiment: str = Field("penstock", description="the tracker's name for runs that are compared with each other")
     data: PairData = Field(default_factory=PairData, description="pairs or labelled rows")
+
+    @model_validator(mode="after")
+    def _network(self) -> Self:
+        if self.devices.hosts:
+            fill(self, hosts=HostsConfig())
+        elif self.hosts is not None:
+            raise ValueError("'hosts' has no effect where 'devices' has neither 'pool' nor 'hosts': remove it")
+        return self
 
     @property
     def rows_together(self) -> int:
@@ -157,6 +166,7 @@ class PairConfig(Recipe):
             model=self.model,
             sft=SftConfig(**self.trainer.model_dump() | {"max_tokens": longest}),
             groups={"main": group},
+            hosts=self.hosts,
             engine=self.engine,
         )
 

@@ -28,6 +28,7 @@ from configs.sections.run import (
     EngineConfig,
     EvaluateConfig,
     GroupConfig,
+    HostsConfig,
     RecordConfig,
     Role,
 )
@@ -60,6 +61,7 @@ class TrainConfig(Recipe):
     groups: dict[str, GroupConfig] = Field(
         default_factory=dict, description="placement; empty: one group for all roles"
     )
+    hosts: HostsConfig | None = Field(None, description="the network between machines; null: there is one machine")
     engine: EngineConfig = Field(default_factory=EngineConfig, description="deadlines of the engine groups")
     record: RecordConfig = Field(default_factory=RecordConfig, description="the tracker and samples")
 
@@ -121,6 +123,11 @@ class TrainConfig(Recipe):
             )
 
     def _check_placement(self) -> None:
+        elsewhere = any(group.hosts for group in self.groups.values())
+        if elsewhere:
+            fill(self, hosts=HostsConfig())
+        elif self.hosts is not None:
+            raise ValueError("'hosts' has no effect where no group has a 'pool' or 'hosts': remove it")
         if not self.groups:
             return
         held = [role for group in self.groups.values() for role in group.roles]
@@ -133,7 +140,7 @@ class TrainConfig(Recipe):
             raise ValueError(
                 f"'groups' places {', '.join(idle)}, which this algorithm and reward do not use: remove it"
             )
-        indices = [index for group in self.groups.values() for index in group.gpus or []]
+        indices = [index for group in self.groups.values() if not group.hosts for index in group.gpus or []]
         if len(set(indices)) != len(indices):
             raise ValueError("'groups' gives a GPU to two groups: each GPU belongs to one")
         trained = {"actor": self.actor, "critic": self.critic}

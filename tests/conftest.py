@@ -35,6 +35,8 @@ def _said(item: pytest.Item) -> str:
 
 def _group(path: Path) -> str:
     room = path.relative_to(TESTS).parts[0]
+    if room == "hosts":
+        return "flows"
     if room == "flows" or (room == "engines" and path.name not in ENGINES_ALONE):
         return room
     return str(path)

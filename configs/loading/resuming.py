@@ -26,6 +26,11 @@ RESUMABLE_KEYS = (
     "engine.start_timeout_s",
     "engine.command_timeout_s",
     "engine.heartbeat_timeout_s",
+    "hosts.address",
+    "hosts.port",
+    "hosts.interface",
+    "hosts.join_timeout_s",
+    "hosts.silence_s",
 )
 
 

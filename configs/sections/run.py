@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from ipaddress import IPv4Address
 from typing import Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
-from configs.tree.section import PositiveInt, Section
+from configs.tree.section import PositiveInt, Section, fill
 
 Role = Literal["actor", "rollout", "critic", "reference", "reward"]
 
@@ -67,6 +68,15 @@ class Devices(Section):
 
     gpus: list[int] | None = Field(None, description="GPU indices, one rank each; null: all visible GPUs, or CPU ranks")
     ranks: PositiveInt | None = Field(None, description="number of CPU ranks on a machine without a GPU (1)")
+    pool: str | None = Field(
+        None,
+        pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$",
+        description="work pool of Prefect whose machines hold it; null: this machine, or hosts that join by themselves",
+    )
+    hosts: PositiveInt | None = Field(
+        None,
+        description="machines, each with these 'gpus' or 'ranks'; 1 with a 'pool'; null without: this machine",
+    )
 
     @model_validator(mode="after")
     def _devices(self) -> Self:
@@ -74,6 +84,14 @@ class Devices(Section):
             raise ValueError("'gpus' and 'ranks' exclude each other: 'ranks' is for machines without a GPU")
         if self.gpus is not None and (not self.gpus or len(set(self.gpus)) != len(self.gpus)):
             raise ValueError("'gpus' must name at least one GPU, each once")
+        if self.pool == "hosts":
+            raise ValueError("'pool' cannot be 'hosts', which stands for machines that join by themselves")
+        if self.pool is not None:
+            fill(self, hosts=1)
+        elif self.hosts is not None and self.gpus is None and self.ranks is None:
+            raise ValueError(
+                "'hosts' without a 'pool' needs 'gpus' or 'ranks': nothing else says what a machine that joins has"
+            )
         return self
 
 
@@ -81,6 +99,33 @@ class GroupConfig(Devices):
     """One engine group: rank processes that hold the models of some roles."""
 
     roles: list[Role] = Field(min_length=1, description="models this group holds")
+
+
+class HostsConfig(Section):
+    """How the flow and the machines of its groups reach each other, where there are others than the flow's own."""
+
+    address: str = Field(
+        "127.0.0.1", description="IPv4 address of the flow's machine on which it listens for its hosts and ranks"
+    )
+    port: int = Field(0, ge=0, le=65535, description="port on which it listens for its hosts; 0: any that is free")
+    interface: str | None = Field(
+        None, description="network interface of every host for its ranks, e.g. eth1; null: that of its way to the flow"
+    )
+    join_timeout_s: float = Field(600.0, gt=0, description="deadline for all hosts to join, seconds")
+    silence_s: float = Field(
+        30.0, gt=2.0, description="a host silent for longer is lost; one that hears nothing for so long ends its ranks"
+    )
+
+    @field_validator("address")
+    @classmethod
+    def _ipv4(cls, value: str) -> str:
+        try:
+            address = IPv4Address(value)
+        except ValueError:
+            raise ValueError(f"'{value}' is no IPv4 address: name one of this machine that the hosts reach") from None
+        if address.is_unspecified:
+            raise ValueError("'0.0.0.0' would listen on every network: name the one address that the hosts reach")
+        return value
 
 
 class EngineConfig(Section):

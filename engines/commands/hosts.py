@@ -100,9 +100,10 @@ class TellLog(Command[str]):
 
 @dataclass(frozen=True)
 class GpuFacts:
-    """A GPU that a host may use: its product, free memory in bytes, whether it has the gated MLP's kernels."""
+    """A GPU that a host may use: its product and number, free memory in bytes, if it has the gated MLP's kernels."""
 
     name: str
+    uuid: str
     free_bytes: int
     gated_mlp: bool
 

@@ -16,11 +16,12 @@ and `host.py` on the other).
 
 from __future__ import annotations
 
+import json
 import os
 import resource
 import struct
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import msgpack
@@ -43,6 +44,7 @@ _ENVELOPE_BYTES = 1024  # above what CURVE puts around a frame
 HANDSHAKE_MS = 10_000  # for a rank on a machine that is busy; it takes milliseconds
 DESCRIPTORS = 65_536  # for as many connections as may wait for that
 CONNECTIONS_PER_PEER = 2  # messages and echoes
+FLOW_KEYS, HOST_KEYS = "PENSTOCK_FLOW_KEYS", "PENSTOCK_HOST_KEYS"  # of `penstock host --new-keys`
 _ECHO = ":echo"  # what the second one's identity ends with
 LINGER_MS = 1000  # a rank that leaves waits this long for its last words to be taken
 
@@ -126,6 +128,19 @@ class Keys:
         """Make keys that nobody has."""
         return cls(*(key.decode() for _ in range(2) for key in zmq.curve_keypair()))
 
+    def to_text(self) -> str:
+        """Return them as `keys_of_environment` reads them."""
+        return json.dumps(asdict(self))
+
+    def address(self, endpoint: str) -> Address:
+        """Return what a peer is told: where to dial, and all keys but the listener's secret one."""
+        return Address(endpoint, self.server_public, self.client_public, self.client_secret)
+
+
+def keys_of_environment() -> Keys | None:
+    """Return the keys that a flow was given for hosts that join by themselves, or None."""
+    return Keys(**json.loads(os.environ[FLOW_KEYS])) if FLOW_KEYS in os.environ else None
+
 
 @dataclass(frozen=True)
 class Address:
@@ -176,7 +191,7 @@ class Listener:
         self._poller = zmq.Poller()
         self._poller.register(self._router, zmq.POLLIN)
         self._poller.register(self._bell, zmq.POLLIN)
-        self.address = Address(endpoint, keys.server_public, keys.client_public, keys.client_secret)
+        self.address = keys.address(endpoint)
 
     def send(self, identity: str, body: bytes) -> None:
         """Queue `body` for the peer `identity`.

@@ -14,6 +14,7 @@ from pathlib import Path
 
 from engines.commands.hosts import MeetingPlace, StartRanks
 from engines.groups import interface
+from engines.groups.channel import FLOW_KEYS, HOST_KEYS
 from engines.groups.interface import Interface
 from penstock.base.errors import UserError
 from penstock.trackers.table import withheld
@@ -30,9 +31,10 @@ _DEFAULTS = {
     "TOKENIZERS_PARALLELISM": "false",
     "OMP_WAIT_POLICY": "PASSIVE",  # threads that spin while they wait starve whatever else runs on the cores, up to 10x
 }
-# Of the flow alone: engines know neither Prefect nor a tracker.
+# Of the flow and its hosts alone: engines know neither Prefect nor a tracker.
 WITHHELD_VARIABLES = frozenset(
     {
+        *(FLOW_KEYS, HOST_KEYS),
         *("PREFECT_API_KEY", "PREFECT_API_AUTH_STRING", "PREFECT_SERVER_API_AUTH_STRING"),
         *withheld(),
     }

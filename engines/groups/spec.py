@@ -62,3 +62,18 @@ class GroupSpec:
     def log_file(self, rank: int) -> Path:
         """Return where a rank writes what it prints."""
         return self.log_dir / f"{self.name}-rank{rank}.log"
+
+
+def placed(devices: tuple[RankDevice, ...]) -> str:
+    """Return in words where the ranks of a group are.
+
+    >>> placed((RankDevice(0), RankDevice(1)))
+    'GPU 0, GPU 1'
+    >>> placed((RankDevice(None, "h200/0"), RankDevice(None, "h200/1")))
+    'h200/0: CPU; h200/1: CPU'
+    """
+    by_host: dict[str, list[str]] = {}
+    for device in devices:
+        by_host.setdefault(device.host, []).append("CPU" if device.gpu is None else f"GPU {device.gpu}")
+    here = [", ".join(by_host.pop(LOCAL))] if LOCAL in by_host else []
+    return "; ".join([*here, *(f"{host}: {', '.join(names)}" for host, names in by_host.items())])

@@ -1,16 +1,23 @@
-"""Checks of memory and disk: what each rank will hold, and whether this machine has it."""
+"""Checks of memory and disk: what each rank will hold, and whether its machine has it.
+
+What a machine of a pool has is known once its host has joined. Before, its memory counts as enough.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from configs.schema import TrainConfig
 from configs.sections.run import Role
 from configs.sections.trainer import SftConfig, TrainerConfig
 from configs.tree.schedule import largest
+from engines.commands.hosts import HostFacts
 from engines.groups.machine import free_gpu_bytes, free_host_bytes, has_gated_mlp, visible_gpus
 from engines.groups.placement import place
+from engines.groups.spec import LOCAL, RankDevice
 from engines.sizing.memory import (
     GIB,
     PHASES,
@@ -27,18 +34,34 @@ from penstock.checks.model import check_tensor_parallel, shape_of
 
 
 @dataclass(frozen=True)
+class Elsewhere:
+    """What is known of machines besides this one.
+
+    Attributes:
+        pools: GPUs of each machine of a work pool.
+        hosts: what the machines of hosts have that have joined.
+    """
+
+    pools: Mapping[str, int] = field(default_factory=dict)
+    hosts: Mapping[str, HostFacts] = field(default_factory=dict)
+
+
+NOWHERE = Elsewhere()
+
+
+@dataclass(frozen=True)
 class GroupEstimate:
     """Placement and estimated memory of one rank of a group."""
 
     group: str
     roles: tuple[Role, ...]
-    devices: tuple[int | None, ...]
+    devices: tuple[RankDevice, ...]
     memory: RankMemory
     recomputed: dict[str, Recomputed]  # by trained model
     sleep: bool | None  # of its rollout engine, on GPUs
 
 
-def check_memory(config: TrainConfig) -> list[GroupEstimate]:
+def check_memory(config: TrainConfig, elsewhere: Elsewhere = NOWHERE) -> list[GroupEstimate]:
     """Place the groups and compare each rank's estimated memory with what is free.
 
     Returns:
@@ -56,7 +79,7 @@ def check_memory(config: TrainConfig) -> list[GroupEstimate]:
             "lower one of them",
         )
     check_tensor_parallel(config.rollout.tensor_parallel, shape)
-    estimates = estimate_groups(config)
+    estimates = estimate_groups(config, elsewhere=elsewhere)
     trained: tuple[tuple[str, TrainerConfig | None, Role], ...] = (
         ("actor", config.actor, "actor"),
         ("critic", config.critic, "critic"),
@@ -64,11 +87,13 @@ def check_memory(config: TrainConfig) -> list[GroupEstimate]:
     )
     for section, trainer, role in trained:
         check_zero_stage(config, estimates, section, trainer, role)
-    _require_all(config, estimates)
+    _require_all(config, estimates, elsewhere)
     return estimates
 
 
-def check_finetuning_memory(config: TrainConfig, section: str, scores: bool = False) -> list[GroupEstimate]:
+def check_finetuning_memory(
+    config: TrainConfig, section: str, scores: bool = False, elsewhere: Elsewhere = NOWHERE
+) -> list[GroupEstimate]:
     """Place the ranks of an offline training and compare their estimated memory with what is free.
 
     Args:
@@ -82,9 +107,9 @@ def check_finetuning_memory(config: TrainConfig, section: str, scores: bool = Fa
     Raises:
         UserError: as for `check_memory`.
     """
-    estimates = estimate_groups(config, PHASES["sft"], scores)
+    estimates = estimate_groups(config, PHASES["sft"], scores, elsewhere)
     check_zero_stage(config, estimates, section, config.sft, "actor")
-    _require_all(config, [item for item in estimates if "actor" in item.roles], section)
+    _require_all(config, [item for item in estimates if "actor" in item.roles], elsewhere, section)
     return estimates
 
 
@@ -97,7 +122,7 @@ def check_zero_stage(
         UserError: stage 0 for bfloat16 weights, beside which it keeps no float32 gradients there.
     """
     for estimate in estimates:
-        device = "cpu" if estimate.devices[0] is None else "cuda"
+        device = "cpu" if estimate.devices[0].gpu is None else "cuda"
         if trainer is None or trainer.zero_stage or role not in estimate.roles or weight_width(config, device) == 4:
             continue
         raise UserError(
@@ -106,19 +131,40 @@ def check_zero_stage(
         )
 
 
-def _require_all(config: TrainConfig, estimates: list[GroupEstimate], section: str | None = None) -> None:
-    """Compare with what is free; `section` is what the user calls the trained one, else the fullest phase tells."""
-    gpus, host_free = visible_gpus(), free_host_bytes()
+def _require_all(
+    config: TrainConfig, estimates: list[GroupEstimate], elsewhere: Elsewhere, section: str | None = None
+) -> None:
+    """Compare with what is free; `section`: the trained model's section, None: that of the fullest phase."""
+    gpus, left = visible_gpus(), {LOCAL: free_host_bytes()}
+    left |= {name: facts.free_bytes for name, facts in elsewhere.hosts.items()}
     for estimate in estimates:
-        for gpu in estimate.devices:
-            if gpu is not None:
-                _require(config, estimate, free_gpu_bytes(gpus[gpu]), f"GPU {gpu}", section)
-            else:
-                _require(config, estimate, host_free, "this machine", section)
-                host_free -= estimate.memory.total
+        for device in estimate.devices:
+            where = "this machine" if device.host == LOCAL else _machine(device.host, elsewhere)
+            if device.gpu is not None:
+                name = f"GPU {device.gpu}" if device.host == LOCAL else f"GPU {device.gpu} of {where}"
+                _require(config, estimate, _free_gpu(device, gpus, elsewhere), name, section)
+            elif device.host in left:
+                _require(config, estimate, left[device.host], where, section)
+                left[device.host] -= estimate.memory.total
 
 
-def estimate_groups(config: TrainConfig, phase: str | None = None, scores: bool = False) -> list[GroupEstimate]:
+def _machine(host: str, elsewhere: Elsewhere) -> str:
+    facts = elsewhere.hosts.get(host)
+    return f"host {host}" if facts is None else f"host {host} ({facts.machine})"
+
+
+def _free_gpu(device: RankDevice, gpus: list[int], elsewhere: Elsewhere) -> int:
+    """Return the free memory of a rank's GPU; no bound where its host has not joined."""
+    assert device.gpu is not None
+    if device.host == LOCAL:
+        return free_gpu_bytes(gpus[device.gpu])
+    facts = elsewhere.hosts.get(device.host)
+    return sys.maxsize if facts is None else facts.gpus[device.gpu].free_bytes
+
+
+def estimate_groups(
+    config: TrainConfig, phase: str | None = None, scores: bool = False, elsewhere: Elsewhere = NOWHERE
+) -> list[GroupEstimate]:
     """Return every group's placement and memory, and what the memory that is free now decides.
 
     Args:
@@ -126,24 +172,57 @@ def estimate_groups(config: TrainConfig, phase: str | None = None, scores: bool 
         scores: see `engines.sizing.memory.Rank`.
 
     Raises:
-        UserError: a GPU does not exist.
+        UserError: a GPU does not exist, here or on a host that has joined.
     """
     gpus = visible_gpus()
-    specs = place(config, len(gpus), Path())
-    cpu_ranks = sum(item.gpu is None for spec in specs for item in spec.devices)
+    specs = place(config, len(gpus), Path(), elsewhere.pools)
+    everywhere = [device for spec in specs for device in spec.devices]
+    check_gpus_elsewhere(everywhere, elsewhere)
     estimates = []
     for spec in specs:
-        devices = tuple(item.gpu for item in spec.devices)
-        free = min(free_host_bytes() // cpu_ranks if gpu is None else free_gpu_bytes(gpus[gpu]) for gpu in devices)
-        device = "cpu" if devices[0] is None else "cuda"
+        free = min(_free(device, everywhere, gpus, elsewhere) for device in spec.devices)
+        on = "cpu" if spec.devices[0].gpu is None else "cuda"
         shapes = {role: shape_of(config, role) for role in config.roles if role in spec.roles}
-        gated = device == "cuda" and all(has_gated_mlp(gpus[gpu]) for gpu in devices if gpu is not None)
-        rank = Rank(shapes, len(devices), device, weight_width(config, device), scores, gated)
+        gated = on == "cuda" and all(_has_gated_mlp(device, gpus, elsewhere) for device in spec.devices)
+        rank = Rank(shapes, len(spec.devices), on, weight_width(config, on), scores, gated)
         recomputed = choose_recomputed(config, rank, free)
         decided = decide_sleep(config, rank, recomputed, free)
         memory = rank_memory(decided, rank, recomputed, phase)
-        estimates.append(GroupEstimate(spec.name, spec.roles, devices, memory, recomputed, decided.rollout.sleep))
+        estimates.append(GroupEstimate(spec.name, spec.roles, spec.devices, memory, recomputed, decided.rollout.sleep))
     return estimates
+
+
+def check_gpus_elsewhere(devices: list[RankDevice], elsewhere: Elsewhere) -> None:
+    """Check that hosts which have joined have the GPUs that are asked of them.
+
+    Raises:
+        UserError: one has fewer.
+    """
+    for device in devices:
+        facts = elsewhere.hosts.get(device.host)
+        if facts is not None and device.gpu is not None and device.gpu >= len(facts.gpus):
+            raise UserError(
+                f"{_machine(device.host, elsewhere)} has {len(facts.gpus)} GPUs, and GPU {device.gpu} is asked of it",
+                "let the pool's workers run where the GPUs are, or name GPUs that every machine of the pool has",
+            )
+
+
+def _free(device: RankDevice, everywhere: list[RankDevice], gpus: list[int], elsewhere: Elsewhere) -> int:
+    """Return the memory that a rank may take: its GPU's, or its share of the machine's."""
+    if device.gpu is not None:
+        return _free_gpu(device, gpus, elsewhere)
+    if device.host != LOCAL and device.host not in elsewhere.hosts:
+        return sys.maxsize
+    free = free_host_bytes() if device.host == LOCAL else elsewhere.hosts[device.host].free_bytes
+    return free // sum(other.gpu is None and other.host == device.host for other in everywhere)
+
+
+def _has_gated_mlp(device: RankDevice, gpus: list[int], elsewhere: Elsewhere) -> bool:
+    assert device.gpu is not None
+    if device.host == LOCAL:
+        return has_gated_mlp(gpus[device.gpu])
+    facts = elsewhere.hosts.get(device.host)
+    return facts is not None and facts.gpus[device.gpu].gated_mlp
 
 
 def disk_bytes(config: TrainConfig) -> int:

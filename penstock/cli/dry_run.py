@@ -14,6 +14,7 @@ from configs.idle import idle_settings
 from configs.loading.load import to_yaml
 from configs.schema import TrainConfig
 from engines.groups.placement import describe_strategy, reshard_strategy
+from engines.groups.spec import placed
 from penstock.checks.memory import GroupEstimate
 from penstock.checks.prompts import describe_prompts
 from penstock.checks.trial_call import trial_call
@@ -25,7 +26,7 @@ def print_dry_run(config: TrainConfig, estimates: Sequence[GroupEstimate], conso
     columns = ("group", "roles", "ranks on", "memory per rank", "of which", "recomputed in the backward pass")
     table = Table(*columns, title="placement and memory estimate")
     for item in estimates:
-        places = ", ".join("CPU" if gpu is None else f"GPU {gpu}" for gpu in item.devices)
+        places = placed(item.devices)
         parts = "\n".join(f"{name} {size / (1 << 30):.2f} GiB" for name, size in item.memory.parts.items())
         size = f"{item.memory.total / (1 << 30):.2f} GiB\n{item.memory.phase}"
         recomputed = "\n".join(f"{name}: {value}" for name, value in item.recomputed.items())

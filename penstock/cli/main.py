@@ -32,7 +32,7 @@ COMMANDS: dict[str, dict[str, Callable[..., None]]] = {
         "reward-model": training.reward_model,
         "keys": training.keys,
     },
-    "Prepare the machine": {"doctor": machine.doctor, "deploy": machine.deploy},
+    "Prepare the machine": {"doctor": machine.doctor, "deploy": machine.deploy, "host": machine.host},
     "Follow and compare runs": {
         "compare": runs.compare,
         "sync": runs.sync,

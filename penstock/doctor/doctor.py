@@ -261,6 +261,7 @@ def _size(size: int) -> str:
 
 def examine_recipe(config: TrainConfig) -> tuple[list[Diagnosis], int | None]:
     """Run the checks of a training; return lines, and the bytes that it will write if it passes."""
+    from engines.groups.spec import placed
     from penstock.checks.memory import disk_bytes
     from penstock.checks.training import check_training
 
@@ -270,7 +271,7 @@ def examine_recipe(config: TrainConfig) -> tuple[list[Diagnosis], int | None]:
         return [Diagnosis("recipe", "problem", error.problem, error.remedy)], None
     lines = []
     for item in estimates:
-        places = ", ".join("CPU" if gpu is None else f"GPU {gpu}" for gpu in item.devices)
+        places = placed(item.devices)
         text = f"group {item.group} ({', '.join(item.roles)}) on {places}: about {_size(item.memory.total)} per rank"
         lines.append(Diagnosis("recipe", "ok", text))
     return lines, disk_bytes(config)

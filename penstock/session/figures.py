@@ -24,6 +24,7 @@ from configs.schema import TrainConfig
 from configs.sections.run import Role
 from engines.families.shape import read_shape
 from engines.groups.machine import gpu_name, visible_gpus
+from engines.groups.spec import LOCAL
 from engines.sizing.flops import generation_flops, peak_flops
 from penstock.reports.alarms import RULES, looked_at, raised
 from penstock.session.clock import Lap, Span
@@ -92,8 +93,11 @@ def speed(
 
 def gpu_of(session: Session, role: Role) -> tuple[str, str] | None:
     """Return name and dtype of the GPUs that hold `role`; None for CPU ranks."""
-    index = session.groups[role].spec.devices[0].gpu
-    return None if index is None else (_name(index), dtype_on_gpu(session.config))
+    device = session.groups[role].spec.devices[0]
+    if device.gpu is None:
+        return None
+    name = _name(device.gpu) if device.host == LOCAL else session.hosts[device.host].gpus[device.gpu].name
+    return name, dtype_on_gpu(session.config)
 
 
 @cache

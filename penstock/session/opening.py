@@ -21,11 +21,12 @@ from configs.loading.resuming import resumed_config
 from configs.preference import PairConfig, PreferenceConfig, RewardModelConfig
 from configs.schema import TrainConfig
 from penstock.base.errors import UserError
-from penstock.checks.memory import GroupEstimate, check_finetuning_memory, check_memory
+from penstock.checks.memory import Elsewhere, GroupEstimate, check_finetuning_memory, check_memory
 from penstock.checks.preferences import check_preferences
 from penstock.checks.tokenized import check_tokenized
 from penstock.checks.training import check_inputs, check_supervised
 from penstock.data.source import reading_once
+from penstock.session.hosts import hosted
 from penstock.session.prefect import admission
 from penstock.session.session import Training, open_session, read_config, write_config
 from penstock.session.settings import offer_overrides
@@ -53,17 +54,17 @@ class Kind(Generic[Tree]):
     name: str
     tree: type[Tree]
     check: Callable[[Tree], object]
-    memory: Callable[[Tree], list[GroupEstimate]]
+    memory: Callable[[Tree, Elsewhere], list[GroupEstimate]]
     first: Callable[[RunFolder], object] = lambda _: None
     suffix: str = ""
 
 
-def _memory_of_pairs(config: PairConfig) -> list[GroupEstimate]:
-    return check_finetuning_memory(config.engines(), "trainer", scores=isinstance(config, RewardModelConfig))
+def _memory_of_pairs(config: PairConfig, elsewhere: Elsewhere) -> list[GroupEstimate]:
+    return check_finetuning_memory(config.engines(), "trainer", isinstance(config, RewardModelConfig), elsewhere)
 
 
-def _memory_of_sft(config: TrainConfig) -> list[GroupEstimate]:
-    return check_finetuning_memory(config, "sft")
+def _memory_of_sft(config: TrainConfig, elsewhere: Elsewhere) -> list[GroupEstimate]:
+    return check_finetuning_memory(config, "sft", elsewhere=elsewhere)
 
 
 TRAIN = Kind("train", TrainConfig, check_inputs, check_memory, first=offer_overrides)
@@ -129,13 +130,17 @@ def opened(
 
 @contextmanager
 def started(kind: Kind[Tree], config: Tree, run: RunFolder) -> Iterator[Training]:
-    """Wait for the GPUs, check the memory that is free then, and start the engine groups of an open run.
+    """Wait for the GPUs, bring the hosts together, check what memory is free then, and start the engine groups.
 
     Raises:
-        UserError: the training needs more GPUs or memory than there are.
+        UserError: the training needs more GPUs or memory than there are, or a host does not join.
     """
     engines = config.engines() if isinstance(config, PairConfig) else config
-    with admission(engines), open_session(engines, run, kind.memory(config)) as training:
+    with (
+        admission(engines),
+        hosted(engines, run) as (hosts, elsewhere),
+        open_session(engines, run, kind.memory(config, elsewhere), hosts, elsewhere) as training,
+    ):
         yield training
 
 

@@ -1,9 +1,9 @@
 """Admission: a whole training waits until its GPUs are free, before any engine starts.
 
-The slots are a global concurrency limit of the Prefect server that `penstock deploy` creates, one per GPU. A training
-holds all of its slots at once: two that each held a part would wait for each other for ever. It holds them by a lease,
-which it renews: those of one that was killed come back when the lease ends. Left out: which GPU is whose (`groups`),
-and machines; a limit counts, it does not place.
+The slots are global concurrency limits of the Prefect server that `penstock deploy` creates, one slot per GPU: a limit
+for the machine that trains, one for each pool of others. A training holds all of its slots at once: two that each held
+a part would wait for each other for ever. It holds them by a lease, which it renews: those of one that was killed come
+back when the lease ends. Left out: which GPU is whose (`groups`); a limit counts, it does not place.
 
 Child flows at the least cost: a training begins one for every iteration.
 
@@ -29,9 +29,11 @@ from rich.console import Console
 
 from configs.schema import TrainConfig
 from engines.groups.machine import visible_gpus
-from engines.groups.placement import place
+from engines.groups.placement import JOINING, place
+from engines.groups.spec import LOCAL
 from penstock.base.errors import UserError
 from penstock.reports.progress import waiting
+from penstock.session.pools import gpus_of_pools
 
 GPU_SLOTS = "gpus"
 
@@ -40,38 +42,60 @@ LEASE_S = 300.0  # renewed when three quarters are over, so a server may be away
 
 @contextmanager
 def admission(config: TrainConfig) -> Iterator[None]:
-    """Hold one slot per GPU of this training; free on CPU ranks, and on a server that knows no such limit.
+    """Hold the slots of all GPUs of this training; free on CPU ranks of this machine, and where there is no such limit.
+
+    Limits are waited for in the order of their names: two trainings never each hold what the other waits for.
 
     Raises:
         UserError: the training needs more GPUs than there are slots.
     """
-    needed = gpus_needed(config)
-    slots = gpu_slots() if needed else None
-    if slots is None:
-        yield
-        return
-    if needed > slots:
-        raise UserError(
-            f"this training needs {needed} GPUs, the concurrency limit '{GPU_SLOTS}' is {slots}",
-            f"run 'penstock deploy' on the GPU machine, or 'prefect gcl update {GPU_SLOTS} --limit {needed}'",
-        )
     with ExitStack() as stack:
-        with waiting(Console(), f"waiting for {needed} of {slots} GPU slots (concurrency limit '{GPU_SLOTS}')"):
-            stack.enter_context(concurrency(GPU_SLOTS, occupy=needed, lease_duration=LEASE_S))
+        for limit, needed in sorted(slots_needed(config).items()):
+            slots = slots_of(limit)
+            if slots is None:
+                continue
+            if needed > slots:
+                raise UserError(
+                    f"this training needs {needed} GPUs, the concurrency limit '{limit}' is {slots}",
+                    f"{_remedy(limit)}, or 'prefect gcl update {limit} --limit {needed}'",
+                )
+            with waiting(Console(), f"waiting for {needed} of {slots} GPU slots (concurrency limit '{limit}')"):
+                stack.enter_context(concurrency(limit, occupy=needed, lease_duration=LEASE_S))
         yield
 
 
-def gpus_needed(config: TrainConfig) -> int:
-    """Return the number of GPUs that the engine groups will take on this machine."""
-    specs = place(config, len(visible_gpus()), Path())
-    return len({device.gpu for spec in specs for device in spec.devices if device.gpu is not None})
+def slots_needed(config: TrainConfig) -> dict[str, int]:
+    """Return how many slots of which limit the engine groups take: one per GPU, one for a pool's machine without."""
+    specs = place(config, len(visible_gpus()), Path(), gpus_of_pools(config))
+    taken: dict[str, set[int | None]] = {}
+    for device in (device for spec in specs for device in spec.devices):
+        taken.setdefault(device.host, set()).add(device.gpu)
+    needed: dict[str, int] = {}
+    for host, gpus in taken.items():
+        pool = host.rpartition("/")[0]
+        if pool == JOINING or (host == LOCAL and None in gpus):
+            continue  # nobody counts these
+        limit = GPU_SLOTS if host == LOCAL else limit_of(pool)
+        needed[limit] = needed.get(limit, 0) + len(gpus)
+    return needed
 
 
-def gpu_slots() -> int | None:
-    """Return the slots of the server's limit, or None where it has none."""
+def limit_of(pool: str) -> str:
+    """Return the name of the concurrency limit of a pool's GPUs."""
+    return f"{GPU_SLOTS}-{pool}"
+
+
+def _remedy(limit: str) -> str:
+    if limit == GPU_SLOTS:
+        return "run 'penstock deploy' on the GPU machine"
+    return f"run 'penstock deploy --pool {limit.removeprefix(limit_of(''))} --hosts N --gpus M'"
+
+
+def slots_of(limit: str) -> int | None:
+    """Return the slots of a limit of the server, or None where it has no such limit."""
     with get_client(sync_client=True) as client:
         try:
-            return client.read_global_concurrency_limit_by_name(GPU_SLOTS).limit
+            return client.read_global_concurrency_limit_by_name(limit).limit
         except ObjectNotFound:
             return None
 

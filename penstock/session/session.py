@@ -23,17 +23,19 @@ from configs.schema import TrainConfig
 from configs.sections.run import Role
 from configs.tree.section import Recipe
 from engines.commands.build import Build
+from engines.commands.hosts import HostFacts
 from engines.commands.message import Command, Reply, decode_news, decode_reply, encode, name_of
 from engines.groups.group import EngineGroup
 from engines.groups.hosts import Hosts
 from engines.groups.machine import visible_gpus
 from engines.groups.placement import place
 from engines.groups.side_by_side import side_by_side
+from engines.groups.spec import LOCAL
 from engines.sizing.gpu_sampler import GpuSampler
 from engines.sizing.memory import Recomputed
 from penstock.base.errors import UserError
 from penstock.base.files import write_text
-from penstock.checks.memory import GroupEstimate
+from penstock.checks.memory import NOWHERE, Elsewhere, GroupEstimate
 from penstock.data.samplers import PromptHistory, Sampler
 from penstock.session.clock import LapClock, Span
 from penstock.session.consolidation import Consolidator
@@ -107,7 +109,8 @@ class Session:
     prefect_url: str | None = None
     engine_figures: dict[str, int | str] = field(default_factory=dict)
     usage: dict[str, list[dict[str, float]]] = field(default_factory=dict)  # by a command's key, of each rank
-    gpu_sampler: GpuSampler | None = None
+    gpu_sampler: GpuSampler | None = None  # of this machine
+    hosts: Mapping[str, HostFacts] = field(default_factory=dict)  # what other machines have, by host
     consolidator: Consolidator = field(init=False)
     generating: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1, "generation"))
     rollouts: dict[str, BegunRollout] = field(default_factory=dict)  # begun and not taken, by their handles' keys
@@ -175,7 +178,7 @@ class Session:
     def decide(self, memory: Sequence[GroupEstimate]) -> None:
         """Take over what the free memory has decided."""
         self.recomputed = {name: value for item in memory for name, value in item.recomputed.items()}
-        sleeps = [item.sleep for item in memory if "rollout" in item.roles and item.devices[0] is not None]
+        sleeps = [item.sleep for item in memory if "rollout" in item.roles and item.devices[0].gpu is not None]
         self.kv_cache_stays = not sleeps[0] if sleeps else None
 
     def engine_config(self) -> dict[str, Any]:
@@ -232,13 +235,17 @@ _SESSIONS: dict[str, Session] = {}
 
 
 @contextmanager
-def open_session(config: TrainConfig, run: RunFolder, memory: Sequence[GroupEstimate]) -> Iterator[Training]:
+def open_session(
+    config: TrainConfig, run: RunFolder, memory: Sequence[GroupEstimate], hosts: Hosts, elsewhere: Elsewhere = NOWHERE
+) -> Iterator[Training]:
     """Start the engine groups of a training and keep its session until the context ends; engines end with it.
 
     Whoever calls this holds the run's lock.
 
     Args:
         memory: the estimates that the free memory was checked with; they say what is recomputed, and what sleeps.
+        hosts: those of this machine and of others, which start the ranks.
+        elsewhere: what is known of other machines.
     """
     session = Session(config, run)
     with registered(session) as training, session.stack:
@@ -246,12 +253,14 @@ def open_session(config: TrainConfig, run: RunFolder, memory: Sequence[GroupEsti
         session.stack.enter_context(session.generating)  # left after the groups: closed, they end what it waits for
         gpus = visible_gpus()
         session.decide(memory)
-        specs = place(config, len(gpus), run.logs)
-        hosts = session.stack.enter_context(Hosts(run.logs))
+        session.hosts = elsewhere.hosts
+        specs = place(config, len(gpus), run.logs, elsewhere.pools)
         for spec in specs:
             group = session.stack.enter_context(EngineGroup(spec, hosts))
             session.groups |= {role: group for role in config.roles if role in spec.roles}
-        if used := sorted({gpus[item.gpu] for spec in specs for item in spec.devices if item.gpu is not None}):
+        if used := sorted(
+            {gpus[item.gpu] for spec in specs for item in spec.devices if item.gpu is not None and item.host == LOCAL}
+        ):
             session.gpu_sampler = session.stack.enter_context(GpuSampler(used))
         yield training
 

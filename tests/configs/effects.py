@@ -23,6 +23,8 @@ RUN_FOLDER = "penstock/cli/test_main.py::test_the_run_folder_has_the_name_and_th
 DATA_FILES = "penstock/cli/test_main.py::test_wrong_data_is_named_by_its_line"
 PAIR_FILES = "penstock/cli/test_main.py::test_pairs_for_the_warm_up_are_read_where_the_recipe_says"
 PROBLEMS = "penstock/data/test_arithmetic.py::test_answers_are_sums_of_fixed_width"
+PLACED = "engines/groups/test_placement.py::test_"
+HOSTS = "penstock/session/test_hosts.py::test_"
 GENERATOR = "engines/rollout/test_engine.py::test_"
 
 TRAIN = {
@@ -179,6 +181,13 @@ TRAIN = {
     "groups.<name>.gpus": "engines/groups/test_placement.py::test_groups_get_the_devices_and_roles_they_name",
     "groups.<name>.roles": "engines/groups/test_placement.py::test_groups_get_the_devices_and_roles_they_name",
     "groups.<name>.ranks": "engines/groups/test_placement.py::test_cpu_ranks_are_counted",
+    "groups.<name>.pool": f"{PLACED}a_group_of_a_pool_has_its_gpus_on_each_of_its_machines",
+    "groups.<name>.hosts": f"{PLACED}a_group_of_a_pool_has_its_gpus_on_each_of_its_machines",
+    "hosts.address": f"{HOSTS}an_address_that_is_not_this_machine_s_is_named",
+    "hosts.port": f"{HOSTS}a_training_has_its_hosts_and_lets_them_go",
+    "hosts.interface": "hosts/test_pool.py::test_a_pool_gives_a_training_its_hosts",
+    "hosts.join_timeout_s": f"{HOSTS}who_has_not_joined_in_time_is_told_and_the_others_are_let_go",
+    "hosts.silence_s": "hosts/test_pool.py::test_a_pool_gives_a_training_its_hosts",
     "engine.start_timeout_s": "engines/groups/test_placement.py::test_without_groups_one_group_takes_all_there_is",
     "engine.command_timeout_s": "engines/groups/test_placement.py::test_without_groups_one_group_takes_all_there_is",
     "engine.heartbeat_timeout_s": "engines/groups/test_placement.py::test_without_groups_one_group_takes_all_there_is",
@@ -213,6 +222,8 @@ PAIRS = {
     "trainer.max_tokens": PAIRS_AND_LABELS,
     "devices.gpus": "configs/test_preference.py::test_devices_are_those_of_the_engines",
     "devices.ranks": "configs/test_preference.py::test_devices_are_those_of_the_engines",
+    "devices.pool": f"{PLACED}the_ranks_of_an_offline_training_are_on_the_machines_of_a_pool",
+    "devices.hosts": f"{PLACED}the_ranks_of_an_offline_training_are_on_the_machines_of_a_pool",
     "tracker": "penstock/trackers/test_added.py::test_training_on_preferences_is_recorded_where_tracker_says",
     "experiment": "flows/test_preference_flow.py::test_a_policy_learns_what_is_preferred",
     "data.train": "flows/test_preference_flow.py::test_a_mistake_in_the_data_ends_it_before_anything_starts",
@@ -239,6 +250,6 @@ REWARD_MODEL = {
     **PAIRS,
     "data.margin": "penstock/data/test_preference.py::test_a_reward_model_sees_the_text_that_a_reward_shows_it",
 }
-SHARED_WITH_TRAIN = ("base", "name", "folder", "seed", "model.", "engine.")  # keys, and beginnings of keys
+SHARED_WITH_TRAIN = ("base", "name", "folder", "seed", "model.", "engine.", "hosts.")  # keys, and beginnings of keys
 
 EFFECTS = {"train": TRAIN, "preference": PREFERENCE, "reward-model": REWARD_MODEL}

@@ -19,6 +19,7 @@ from configs.loading.load import load_config
 from configs.schema import TrainConfig
 from engines.commands.build import Build
 from engines.commands.checkpoint import Load, Save
+from engines.groups.hosts import Hosts
 from flows.iteration import iteration
 from penstock.checks.memory import estimate_groups
 from penstock.session.requests import Rollout
@@ -89,7 +90,12 @@ def engines(prefect_harness: None, tmp_path_factory: pytest.TempPathFactory) -> 
     config, run = config_of("ppo", KL), new_run_folder(folder, "run")
     write_config(run, config)
     memory = estimate_groups(config)
-    with pytest.MonkeyPatch.context() as patch, open_session(config, run, memory) as training, disable_run_logger():
+    with (
+        pytest.MonkeyPatch.context() as patch,
+        Hosts(run.logs) as hosts,
+        open_session(config, run, memory, hosts) as training,
+        disable_run_logger(),
+    ):
         patch.chdir(ROOT)
         model = starting_model.fn(training)
         load_prompts.fn(training, model)

@@ -42,12 +42,12 @@ def estimated(monkeypatch: pytest.MonkeyPatch) -> list[list[GroupEstimate]]:
     made: list[list[GroupEstimate]] = []
     estimate: Callable[..., list[GroupEstimate]] = memory.estimate_groups
 
-    def counted(*arguments: Any) -> list[GroupEstimate]:
-        made.append(estimate(*arguments))
+    def counted(*arguments: Any, **named: Any) -> list[GroupEstimate]:
+        made.append(estimate(*arguments, **named))
         return made[-1]
 
     @contextmanager
-    def opened(config: object, run: object, given: list[GroupEstimate]) -> Iterator[None]:
+    def opened(config: object, run: object, given: list[GroupEstimate], *_: object) -> Iterator[None]:
         raise Opened(given)
         yield
 

@@ -41,16 +41,52 @@ def doctor(
         raise SystemExit(1)
 
 
-def deploy(pool: Annotated[str, typer.Option(help="process work pool that runs the flows")] = "penstock") -> None:
+def host(
+    flow: Annotated[
+        str | None, typer.Argument(help="where the training listens, ADDRESS:PORT: its hosts.address and hosts.port")
+    ] = None,
+    number: Annotated[
+        int | None,
+        typer.Option(help="which of the training's hosts this is, from 0; Slurm and Kubernetes say it by themselves"),
+    ] = None,
+    interface: Annotated[str | None, typer.Option(help="network interface for the ranks: hosts.interface")] = None,
+    silence_s: Annotated[float, typer.Option(help="seconds of silence after which the training is given up")] = 30.0,
+    new_keys: Annotated[bool, typer.Option("--new-keys", help="print keys for a training and its hosts")] = False,
+) -> None:
+    """Give this machine to a training whose groups ask for 'hosts' without a 'pool': under Slurm, on Kubernetes."""
+    from engines.groups.host import serve
+    from penstock.cli.joining import host_start, print_new_keys
+
+    if new_keys:
+        print_new_keys()
+        return
+    raise SystemExit(serve(host_start(flow, number, interface, silence_s)))
+
+
+def deploy(
+    pool: Annotated[str, typer.Option(help="process work pool that runs the flows; with --hosts: of machines")] = (
+        "penstock"
+    ),
+    hosts: Annotated[
+        int | None, typer.Option(min=1, help="make a pool of so many machines for engine groups (groups.NAME.pool)")
+    ] = None,
+    gpus: Annotated[int | None, typer.Option(min=0, help="GPUs that each of these machines has (0)")] = None,
+) -> None:
     """Put Penstock on a Prefect server: pool, GPU slots, automation and the deployments of prefect.yaml."""
     from rich.table import Table
 
     from penstock.cli.prefect.deploy import deploy as deploy_all
     from penstock.cli.prefect.deploy import next_commands
+    from penstock.cli.prefect.pools import check_sizes, deploy_pool
 
+    check_sizes(hosts, gpus)
     table = Table("what", "name", "detail")
-    for row in deploy_all(pool):
+    for row in deploy_all(pool) if hosts is None else deploy_pool(pool, hosts, gpus or 0):
         table.add_row(*row)
     console.print(table)
+    if hosts is not None:
+        start = f"prefect worker start --pool {pool} --limit 1"
+        console.print(f"Next, a worker on each of its machines:\n  {start}", highlight=False, soft_wrap=True)
+        return
     commands = "\n  ".join(next_commands(pool))
     console.print(f"Next, a worker and a first run:\n  {commands}", highlight=False, soft_wrap=True)

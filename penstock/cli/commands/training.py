@@ -63,10 +63,12 @@ def train(
     ] = False,
 ) -> None:
     """Train a policy with reinforcement learning."""
+    from penstock.checks.memory import Elsewhere
     from penstock.cli.prefect.server import check_server
     from penstock.cli.starting import Asked, config_to_resume, new_config
     from penstock.data.source import reading_once
     from penstock.session.opening import TRAIN, Resume
+    from penstock.session.pools import gpus_of_pools
 
     if resume is None and start is not None:
         raise UserError("--from names a checkpoint of a run to continue", "say which with --resume RUN")
@@ -76,7 +78,7 @@ def train(
         return
     with reading_once():
         config = new_config(TRAIN, asked, A_RECIPE) if going_on is None else config_to_resume(TRAIN, going_on)
-        memory = None if config is None else TRAIN.memory(config)
+        memory = None if config is None else TRAIN.memory(config, Elsewhere(gpus_of_pools(config)))
         if dry_run:
             _print_dry_run(config, memory, resume)
             return

@@ -128,14 +128,24 @@ def ensure_automation(client: SyncPrefectClient, wanted: AutomationCore) -> None
 
 
 def deploy_flows(url: str, pool: str) -> None:
-    """Have Prefect read prefect.yaml with its recipes; `PENSTOCK_HOME` of the environment wins over this folder.
+    """Have Prefect read prefect.yaml with its recipes.
 
     Raises:
         UserError: a recipe cannot be read, or Prefect refuses the file; carries Prefect's last words.
     """
+    prefect_deploy(url, pool, with_recipes(read_deployments()))
+
+
+def prefect_deploy(url: str, pool: str, content: dict[str, Any]) -> None:
+    """Have Prefect deploy what a prefect.yaml would say; `PENSTOCK_HOME` of the environment wins over this folder.
+
+    Raises:
+        UserError: Prefect refuses it; carries its last words.
+    """
+    content = {"name": "penstock", "pull": read_deployments()["pull"]} | content
     environment = {"PENSTOCK_HOME": str(HOME), **os.environ, "PENSTOCK_POOL": pool, "PREFECT_API_URL": url}
     with tempfile.NamedTemporaryFile("w", suffix=".yaml", encoding="utf-8") as whole:
-        yaml.safe_dump(with_recipes(read_deployments()), whole, sort_keys=False)
+        yaml.safe_dump(content, whole, sort_keys=False)
         whole.flush()
         command = [sys.executable, "-m", "prefect", "--no-prompt", "deploy", "--all", "--prefect-file", whole.name]
         done = subprocess.run(command, cwd=HOME, env=environment, capture_output=True, text=True, check=False)

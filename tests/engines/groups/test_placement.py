@@ -7,8 +7,16 @@ from typing import Any
 
 import pytest
 
+from configs.preference import PreferenceConfig
 from configs.schema import TrainConfig
-from engines.groups.placement import STRATEGIES, describe_strategy, place, reference_is_base, reshard_strategy
+from engines.groups.placement import (
+    STRATEGIES,
+    describe_strategy,
+    hosts_of,
+    place,
+    reference_is_base,
+    reshard_strategy,
+)
 from penstock.base.errors import UserError
 
 LOGS = Path("logs")
@@ -121,3 +129,81 @@ def test_with_adapters_the_reference_beside_the_actor_is_its_base() -> None:
     assert reshard_strategy(low) == reshard_strategy(plain) == "shared"
     assert describe_strategy(plain) == STRATEGIES["shared"]
     assert "merged" in describe_strategy(low)
+
+
+# ---- other machines ------------------------------------------------------------------------------------------------
+
+ACTOR, CRITIC, ROLLOUT = {"roles": ["actor"]}, {"roles": ["critic"]}, {"roles": ["rollout"]}
+
+
+def _hosts(pools: dict[str, int], **groups: Any) -> dict[str, list[tuple[str, int | None]]]:
+    specs = place(TrainConfig(**PPO, groups=groups), 0, LOGS, pools)
+    return {spec.name: [(device.host, device.gpu) for device in spec.devices] for spec in specs}
+
+
+def test_a_group_of_a_pool_has_its_gpus_on_each_of_its_machines() -> None:
+    """All that a machine has, unless it names some; ranks of a machine are neighbours."""
+    placed = _hosts(
+        {"h200": 2},
+        train={"pool": "h200", "hosts": 2, **ACTOR},
+        critic={"pool": "h200", "gpus": [1], **CRITIC},
+        generate={"pool": "l4", "gpus": [0], **ROLLOUT},
+    )
+    assert placed["train"] == [("h200/0", 0), ("h200/0", 1), ("h200/1", 0), ("h200/1", 1)]
+    assert placed["critic"] == [("h200/2", 1)], "the first machine on which that GPU is free"
+    assert placed["generate"] == [("l4/0", 0)]
+
+
+def test_groups_share_machines_where_their_gpus_differ() -> None:
+    """And need no more of them than that. Control: one GPU in common, and they do."""
+    apart = {"pool": "h200", "hosts": 2, "gpus": [0, 1]}
+    placed = _hosts({"h200": 4}, train=apart | ACTOR, critic=apart | {"gpus": [2]} | CRITIC, generate=apart | ROLLOUT)
+    assert {host for host, _ in placed["critic"]} == {"h200/0", "h200/1"}
+    assert {host for host, _ in placed["generate"]} == {"h200/2", "h200/3"}
+
+
+def test_groups_stay_on_this_machine_beside_others() -> None:
+    """A critic here, the rest on CPU ranks of two machines that join by themselves."""
+    placed = _hosts({}, main={"hosts": 2, "ranks": 1, "roles": ["actor", "rollout"]}, critic={**CRITIC})
+    assert placed == {"main": [("hosts/0", None), ("hosts/1", None)], "critic": [("local", None)]}
+
+
+@pytest.mark.parametrize(
+    ("group", "said"),
+    [
+        ({"pool": "h200"}, "nothing is known of the machines of pool 'h200'"),
+        ({"pool": "cpu", "gpus": [0]}, "machines of pool 'cpu' have 0 GPUs"),
+        ({"pool": "four", "hosts": 2, "gpus": [0, 1, 2]}, "does not divide the 3 ranks that each machine has"),
+    ],
+)
+def test_what_a_pool_cannot_give_is_refused(group: dict[str, Any], said: str) -> None:
+    """Six ranks of two machines would be three engines of two, one of them on both. Control: four ranks."""
+    tree: dict[str, Any] = {"rollout": {"tensor_parallel": 2}}
+    roles = {"roles": ["actor", "rollout"]}
+    pools = {"cpu": 0, "four": 4}
+    with pytest.raises(UserError, match=said):
+        place(TrainConfig(**tree, groups={"main": group | roles}), 0, LOGS, pools)
+    fits = {"pool": "four", "hosts": 2, "gpus": [0, 1]}
+    (spec,) = place(TrainConfig(**tree, groups={"main": fits | roles}), 0, LOGS, pools)
+    assert len(spec.devices) == 4
+
+
+def test_hosts_are_told_by_pool() -> None:
+    """Those that somebody has to start, and those that join by themselves; this machine is neither."""
+    groups = {
+        "train": {"pool": "h200", "hosts": 2, "gpus": [0], **ACTOR},
+        "critic": {**CRITIC},
+        "generate": {"hosts": 1, "ranks": 1, **ROLLOUT},
+    }
+    specs = place(TrainConfig(**PPO, groups=groups), 0, LOGS)
+    assert hosts_of(specs) == {"h200": ["h200/0", "h200/1"], None: ["hosts/0"]}
+
+
+def test_the_ranks_of_an_offline_training_are_on_the_machines_of_a_pool() -> None:
+    """Its `devices` are those of its one group."""
+    config = PreferenceConfig(devices={"pool": "h200", "hosts": 2, "gpus": [0]}, hosts={"join_timeout_s": 5})
+    (spec,) = place(config.engines(), 0, LOGS)
+    assert spec.hosts == ("h200/0", "h200/1")
+    assert config.engines().hosts == config.hosts
+    with pytest.raises(ValueError, match="'hosts' has no effect"):
+        PreferenceConfig(hosts={"join_timeout_s": 5})

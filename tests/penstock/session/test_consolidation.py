@@ -13,6 +13,7 @@ import pyarrow as pa
 import pytest
 
 from configs.schema import TrainConfig
+from engines.groups.hosts import Hosts
 from penstock.session import consolidation, session
 from penstock.session.consolidation import Consolidator
 from penstock.session.session import Training, open_session
@@ -109,7 +110,7 @@ def test_a_session_leaves_no_parts_however_it_ends(run: RunFolder, error: type[B
     """Those being consolidated, those of an iteration that failed; the error stays the one that ended it."""
     caught = None
     try:
-        with open_session(TrainConfig(), run, []) as training:
+        with Hosts(run.logs) as hosts, open_session(TrainConfig(), run, [], hosts) as training:
             in_parts(run, 1, 2)
             training.session().consolidator.begin(run.experience(1))
             if error:
@@ -125,7 +126,11 @@ def test_a_session_leaves_no_parts_however_it_ends(run: RunFolder, error: type[B
 @pytest.mark.usefixtures("no_engines")
 def test_a_session_that_ends_well_fails_if_an_experience_is_damaged(run: RunFolder) -> None:
     """Half of one does not pass for a whole."""
-    with pytest.raises(pa.ArrowInvalid, match="Not an Arrow file"), open_session(TrainConfig(), run, []):
+    with (
+        Hosts(run.logs) as hosts,
+        pytest.raises(pa.ArrowInvalid, match="Not an Arrow file"),
+        open_session(TrainConfig(), run, [], hosts),
+    ):
         in_parts(run, 1)
         damage(run, 1)
 
@@ -140,7 +145,7 @@ def test_parts_of_an_earlier_attempt_are_taken_over_when_a_session_opens(
         in_parts(run, 1)
         damage(run, 1)
     in_parts(run, 2)
-    with open_session(TrainConfig(), run, []):
+    with Hosts(run.logs) as hosts, open_session(TrainConfig(), run, [], hosts):
         assert with_parts(run.experience(0).parent) == []
     assert [column_names(run.experience(number)) for number in (1, 2)] == [["prompt"], ["prompt", "reward"]]
     assert rewards(run, 2) == [2.0, 0.5]

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import pytest
 
 from configs.schema import TrainConfig
+from engines.groups.spec import RankDevice
 from engines.sizing.flops import peak_flops
 from penstock.session import figures as module
 from penstock.session.clock import Lap, Span
@@ -154,7 +155,7 @@ def test_ranks_that_never_wait_are_fully_used_and_one_alone_has_no_such_figure()
 def training(training_with: Callable[[TrainConfig], Training], monkeypatch: pytest.MonkeyPatch) -> Training:
     """A training on two H200, whose actor's update is done."""
     training = training_with(TrainConfig())
-    group = SimpleNamespace(spec=SimpleNamespace(devices=[SimpleNamespace(gpu=0)] * 2))
+    group = SimpleNamespace(spec=SimpleNamespace(devices=[RankDevice(0)] * 2))
     training.session().groups["actor"] = group  # type: ignore[assignment]
     monkeypatch.setattr(module, "_name", lambda visible: H200[0])
     rank = {"seconds": 4.0, "tokens": 8000.0, "flops": 0.1 * 2 * 4 * 989e12, "communication_s": 1.0}

@@ -1,0 +1,69 @@
+"""Puts a pool of machines for engine groups on a Prefect server: `penstock deploy --pool NAME --hosts N --gpus M`.
+
+It states what shall be there, so a second time changes nothing: the work pool, a limit with one slot per GPU (per
+machine where there is none), a Variable that says what each machine has, and the deployment whose runs are hosts.
+
+Left out: workers, one per machine, which live longer than a command.
+"""
+
+from __future__ import annotations
+
+from prefect.client.orchestration import get_client
+from prefect.settings import PREFECT_API_URL, temporary_settings
+from prefect.variables import Variable
+
+from penstock.base.addresses import public_address
+from penstock.base.errors import UserError
+from penstock.cli.prefect.deploy import LOCAL_SERVER, ensure_automation, ensure_pool, prefect_deploy, zombie_automation
+from penstock.cli.prefect.server import check_server
+from penstock.session.pools import DEPLOYMENT, machines_variable
+from penstock.session.prefect import limit_of
+
+ENTRYPOINT = "flows/engine_host.py:engine_host"
+
+
+def deploy_pool(pool: str, hosts: int, gpus: int) -> list[tuple[str, str, str]]:
+    """Create or update a pool of `hosts` machines with `gpus` GPUs each; return rows of kind, name and detail.
+
+    Raises:
+        UserError: no server answers, or the pool exists and is of another type.
+    """
+    check_server(LOCAL_SERVER)
+    url, slots = PREFECT_API_URL.value() or LOCAL_SERVER, hosts * max(1, gpus)
+    with temporary_settings({PREFECT_API_URL: url}), get_client(sync_client=True) as client:
+        ensure_pool(client, pool)
+        client.upsert_global_concurrency_limit_by_name(limit_of(pool), slots)
+        Variable.set(machines_variable(pool), {"hosts": hosts, "gpus": gpus}, overwrite=True)
+        automation = zombie_automation()
+        ensure_automation(client, automation)
+        prefect_deploy(url, pool, {"deployments": [deployment_of(pool)]})
+    each = f"{gpus} GPUs each" if gpus else "no GPU"
+    return [
+        ("server", public_address(url).removesuffix("/api"), ""),
+        ("work pool", pool, f"{hosts} machines, {each}"),
+        ("concurrency limit", limit_of(pool), f"{slots} slots"),
+        ("variable", machines_variable(pool), each),
+        ("automation", automation.name, ""),
+        ("deployment", f"{DEPLOYMENT}/{pool}", ""),
+    ]
+
+
+def deployment_of(pool: str) -> dict[str, object]:
+    """Return the deployment of a pool's hosts, as prefect.yaml would have it."""
+    return {
+        "name": pool,
+        "entrypoint": ENTRYPOINT,
+        "description": f"A machine of pool {pool} for as long as a training needs it; trainings start it.",
+        "tags": ["engine-host"],
+        "work_pool": {"name": pool},
+    }
+
+
+def check_sizes(hosts: int | None, gpus: int | None) -> None:
+    """Refuse one of the two numbers without the other.
+
+    Raises:
+        UserError: `--gpus` without `--hosts`.
+    """
+    if hosts is None and gpus is not None:
+        raise UserError("--gpus says what each machine of a pool for engine groups has", "say how many: --hosts N")

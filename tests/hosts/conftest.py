@@ -1,0 +1,190 @@
+"""A cluster: a Prefect server and a worker for flows on this machine, and two machines with a worker of a pool each."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+import psutil
+import pytest
+
+from tests.flows.test_deployments import Patient
+from tests.hosts.machines import PREFECT, ROOT, Machine, network
+from tests.waiting import until
+
+POOL, FLOWS = "machines", "flows"
+TINY: dict[str, Any] = {
+    "base": "configs/quickstart.yaml",
+    "iterations": 2,
+    "sft": {"steps": 20, "optimizer": {"warmup_steps": 2}},
+    "data": {"arithmetic": {"sft": 500, "train": 200, "heldout": 40}},
+    "rollout": {"prompts": 16, "samples": 4},
+    "evaluate": {"every": 2},
+    "checkpoint": {"every": 2},
+}
+
+
+@dataclass
+class Cluster:
+    """A server, this machine's worker, and the machines of a pool with theirs."""
+
+    api: httpx.Client
+    environment: dict[str, str]
+    address: str
+    machines: list[Machine]
+    home: Path
+    flows: subprocess.Popen[bytes]
+    workers: dict[str, subprocess.Popen[bytes]]
+
+    def config(self, name: str, **changes: Any) -> dict[str, Any]:
+        """Return a training over both machines, one CPU rank on each."""
+        group = {"pool": POOL, "hosts": len(self.machines), "ranks": 1, "roles": ["actor", "rollout"]}
+        return {
+            **TINY,
+            "folder": str(self.home / "runs"),
+            "name": name,
+            "groups": {"main": group},
+            "hosts": {"address": self.address, "silence_s": 5, "interface": "eth0"},
+            **changes,
+        }
+
+    def start(self, config: dict[str, Any], folder: str) -> str:
+        """Ask for a training as the form does; return the run's id."""
+        found = self.api.get("/deployments/name/train/quickstart").raise_for_status().json()
+        parameters = {"config": config, "run_folder": str(self.home / "runs" / folder)}
+        asked = self.api.post(f"/deployments/{found['id']}/create_flow_run", json={"parameters": parameters})
+        return str(asked.raise_for_status().json()["id"])
+
+    def run(self, run: str) -> dict[str, Any]:
+        """Return a flow run as the server has it."""
+        return dict(self.api.get(f"/flow_runs/{run}").raise_for_status().json())
+
+    def state(self, run: str) -> str:
+        """Return the name of a run's state."""
+        return str(self.run(run)["state"]["name"])
+
+    def ends(self, run: str, within_s: float = 240) -> str:
+        """Wait for the end of a run and return its state."""
+        until(lambda: self.run(run)["state"]["type"] in ENDS, within_s, f"the run ends: {self.last_words()}")
+        return self.state(run)
+
+    def hosts_of(self, run: str) -> list[dict[str, Any]]:
+        """Return the runs of a training's hosts."""
+        below = {"flow_runs": {"parent_flow_run_id": {"any_": [run]}}}
+        found = self.api.post("/flow_runs/filter", json=below).raise_for_status().json()
+        return sorted((item for item in found if item["work_pool_name"] == POOL), key=lambda item: item["name"])
+
+    def hosts_end(self, run: str, within_s: float = 60) -> None:
+        """Wait until the runs of a training's hosts have ended."""
+        until(lambda: all(host["state"]["type"] in ENDS for host in self.hosts_of(run)), within_s, "its hosts end")
+
+    def set_state(self, run: str, kind: str) -> None:
+        """Ask for a state, as a button of the UI does."""
+        wanted = {"state": {"type": kind, "name": kind.capitalize()}}
+        self.api.post(f"/flow_runs/{run}/set_state", json=wanted).raise_for_status()
+
+    def ranks(self) -> list[psutil.Process]:
+        """Return all rank processes of the machines."""
+        return [process for machine in self.machines for process in machine.processes("engines.groups.rank")]
+
+    def penstock(self, *arguments: str) -> subprocess.CompletedProcess[str]:
+        """Run the command line on this machine."""
+        command = [sys.executable, "-m", "penstock.cli.main", *arguments]
+        return subprocess.run(
+            command, cwd=ROOT, env=self.environment, capture_output=True, text=True, check=False, timeout=240
+        )
+
+    def start_worker(self, machine: Machine) -> None:
+        """Start the worker of a machine, which takes one host at a time."""
+        words = [*PREFECT, "worker", "start", "--pool", POOL, "--limit", "1", "--name", machine.name]
+        self.workers[machine.name] = machine.start(words, self.environment, self.home / f"{machine.name}.log")
+
+    def online(self) -> int:
+        """Return how many workers of the pool are online."""
+        found = self.api.post(f"/work_pools/{POOL}/workers/filter", json={}).raise_for_status().json()
+        return sum(worker["status"] == "ONLINE" for worker in found)
+
+    def last_words(self) -> str:
+        """Return the end of what the workers said."""
+        return "\n".join(
+            path.read_text(errors="replace")[-1500:]
+            for path in sorted(self.home.glob("*.log"))
+            if path.stem != "server"
+        )
+
+
+ENDS = ("COMPLETED", "FAILED", "CRASHED", "CANCELLED")
+
+
+@pytest.fixture(scope="session")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    """Two machines, deployed and online; nothing of it is left afterwards."""
+    home = tmp_path_factory.mktemp("cluster")
+    with ExitStack() as stack:
+        address, machines = stack.enter_context(network(2))
+        with socket.socket() as probe:
+            probe.bind((address, 0))
+            port = probe.getsockname()[1]
+        inherited = {key: value for key, value in os.environ.items() if not key.startswith(("PREFECT_", "MLFLOW_"))}
+        environment = inherited | {
+            "PREFECT_HOME": str(home / "prefect"),
+            "PREFECT_API_URL": f"http://{address}:{port}/api",
+            "PREFECT_RESULTS_LOCAL_STORAGE_PATH": str(home / "results"),
+            "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
+            "PREFECT_WORKER_QUERY_SECONDS": "1",
+            "DO_NOT_TRACK": "1",
+            "OMP_NUM_THREADS": "1",
+            "PYTHONPATH": str(ROOT),
+        }
+        started: list[subprocess.Popen[bytes]] = []
+        stack.callback(_end, started)
+
+        def begin(name: str, *words: str) -> subprocess.Popen[bytes]:
+            with (home / f"{name}.log").open("wb") as log:
+                command = [*PREFECT, *words]
+                one = subprocess.Popen(
+                    command, env=environment, stdout=log, stderr=log, cwd=ROOT, start_new_session=True
+                )
+            started.append(one)
+            return one
+
+        api = stack.enter_context(
+            httpx.Client(base_url=environment["PREFECT_API_URL"], timeout=30, transport=Patient())
+        )
+        begin("server", "server", "start", "--host", address, "--port", str(port))
+        until(lambda: _answers(api), 120, "the server answers")
+        flows = begin("flows", "worker", "start", "--pool", FLOWS)
+        cluster = Cluster(api, environment, address, machines, home, flows, {})
+        stack.callback(lambda: _end(list(cluster.workers.values())))
+        for arguments in (("deploy", "--pool", FLOWS), ("deploy", "--pool", POOL, "--hosts", "2")):
+            done = cluster.penstock(*arguments)
+            assert done.returncode == 0, done.stderr
+        for machine in machines:
+            cluster.start_worker(machine)
+        until(lambda: cluster.online() == 2, 120, "both machines are online")
+        yield cluster
+
+
+def _answers(api: httpx.Client) -> bool:
+    try:
+        return api.get("/health").is_success
+    except httpx.TransportError:
+        return False
+
+
+def _end(processes: list[subprocess.Popen[bytes]]) -> None:
+    for process in reversed(processes):
+        below = psutil.Process(process.pid).children(recursive=True) if process.poll() is None else []
+        for one in [process, *below]:
+            with suppress(psutil.NoSuchProcess, ProcessLookupError):
+                os.kill(one.pid, signal.SIGKILL)
+        process.wait(20)

@@ -1,0 +1,192 @@
+"""Trainings over two machines of a pool, started from a deployment: the same weights as on one, and no end leaves
+anything running, whatever is cut off, cancelled or killed.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from pathlib import Path
+
+import pytest
+import yaml
+
+from penstock.state.manifest import read_manifest
+from penstock.state.run_folder import RunFolder
+from tests.hosts.conftest import FLOWS, POOL, TINY, Cluster
+from tests.waiting import came_true, until
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+
+
+def weights(run: Path) -> bytes:
+    """Return the trained model's weights."""
+    return (run / "models" / "final" / "model.safetensors").read_bytes()
+
+
+def trains(cluster: Cluster, run: str, folder: str) -> None:
+    """Wait until a training is at its iterations."""
+    metrics = cluster.home / "runs" / folder / "metrics.jsonl"
+    until(lambda: cluster.state(run) == "Running", 120, cluster.last_words())
+    until(lambda: metrics.is_file() and len(metrics.read_text().splitlines()) > 1, 240, cluster.last_words())
+
+
+def test_a_pool_gives_a_training_its_hosts(cluster: Cluster) -> None:
+    """The weights are those of as many ranks on one machine, bit for bit; the graph shows which machine did what.
+
+    Ranks talk over the interface that the recipe names, and a host gives up after the silence_s that it says.
+    """
+    config = cluster.config("two-machines")
+    assert (config["hosts"]["interface"], config["hosts"]["silence_s"]) == ("eth0", 5)
+    run = cluster.start(config, "two")
+    until(lambda: len(cluster.ranks()) == 2, 120, cluster.last_words())
+    for machine in cluster.machines:
+        (rank,) = machine.processes("engines.groups.rank")
+        told = rank.environ()
+        assert (told["GLOO_SOCKET_IFNAME"], told["PENSTOCK_ADDRESS"]) == ("eth0", machine.address)
+        assert told["MASTER_ADDR"] in [machine.address for machine in cluster.machines]
+    assert cluster.ends(run) == "Completed", cluster.last_words()
+    hosts = cluster.hosts_of(run)
+    assert [host["state"]["name"] for host in hosts] == ["Completed"] * 2
+    places = sorted(f"{machine.name} ({machine.address}): CPU" for machine in cluster.machines)
+    assert sorted(host["name"].partition(" on ")[2] for host in hosts) == places
+    assert [host["name"].partition(" on ")[0] for host in hosts] == [f"{POOL}/0", f"{POOL}/1"]
+    assert came_true(lambda: not cluster.ranks(), 10)
+
+    alone = {**TINY, "groups": {"main": {"ranks": 2, "roles": ["actor", "rollout"]}}, "name": "one-machine"}
+    recipe = cluster.home / "one.yaml"
+    recipe.write_text(yaml.safe_dump(alone | {"base": str(Path("configs/quickstart.yaml").resolve())}))
+    done = cluster.penstock("train", str(recipe), "--run", str(cluster.home / "runs" / "one"))
+    assert done.returncode == 0, done.stderr
+    one, two = (cluster.home / "runs" / name for name in ("one", "two"))
+    assert weights(one) == weights(two)
+    assert weights(two) != (two / "models" / "initial" / "model.safetensors").read_bytes(), "it learnt something"
+
+
+def test_no_key_is_where_others_read(cluster: Cluster) -> None:
+    """Not in a run's parameters, name or logs, an argument, the run folder or MLflow; the blocks are gone.
+
+    Control: what is no secret is found by the same search.
+    """
+    run = cluster.start(cluster.config("secret", iterations=1), "secret")
+    until(lambda: len(cluster.ranks()) == 2, 120, cluster.last_words())
+    blocks = cluster.api.post("/block_documents/filter", json={"include_secrets": True}).raise_for_status().json()
+    starts = [json.loads(block["data"]["value"]) for block in blocks if block["name"].startswith("penstock-host-")]
+    assert len(starts) == 2
+    keys = {start["address"][name] for start in starts for name in ("client_secret", "client_public", "server_public")}
+    everyone = [process for machine in cluster.machines for process in machine.processes()]
+    told = [" ".join(process.cmdline()) for process in everyone]
+    told += [json.dumps(process.environ()) for process in everyone if "engines.groups" in " ".join(process.cmdline())]
+    assert cluster.ends(run) == "Completed", cluster.last_words()
+    told += [json.dumps(cluster.run(run)), json.dumps(cluster.hosts_of(run))]
+    told += [json.dumps(cluster.api.post("/logs/filter", json={}).raise_for_status().json())]
+    files = [path for path in (cluster.home / "runs" / "secret").rglob("*") if path.is_file()]
+    files += [*cluster.home.glob("*.log"), cluster.home / "runs" / "mlflow.db"]
+    everything = "\n".join([*told, *(path.read_bytes().decode(errors="replace") for path in files)])
+    assert "engines.groups.rank" in everything and starts[0]["address"]["endpoint"] not in keys
+    assert not [key for key in keys if key in everything]
+    left = cluster.api.post("/block_documents/filter", json={}).raise_for_status().json()
+    assert not [block for block in left if block["name"].startswith("penstock-host-")]
+
+
+def test_a_machine_that_is_cut_off_is_named(cluster: Cluster) -> None:
+    """The training fails with what was seen; both machines end their ranks, the lonely one since it hears nothing."""
+    run = cluster.start(cluster.config("cut", iterations=500), "cut")
+    trains(cluster, run, "cut")
+    lonely = cluster.machines[1]
+    lonely.cut_off()
+    try:
+        assert cluster.ends(run, 90) == "Failed", cluster.last_words()
+        message = cluster.run(run)["state"]["message"]
+        assert "is lost: node-" in message and "is silent" in message
+        assert came_true(lambda: not cluster.ranks(), 30)
+    finally:
+        lonely.connect()
+    cluster.hosts_end(run)
+    assert read_manifest(RunFolder(cluster.home / "runs" / "cut")).progress.iteration >= 0
+
+
+def test_cancelling_leaves_nothing_on_any_machine(cluster: Cluster) -> None:
+    """Within ten seconds of the button. Control: there was something."""
+    run = cluster.start(cluster.config("cancelled", iterations=500), "cancelled")
+    trains(cluster, run, "cancelled")
+    assert len(cluster.ranks()) == 2
+    cluster.set_state(run, "CANCELLING")
+    until(lambda: cluster.state(run) == "Cancelled" or not cluster.ranks(), 60, "the worker hears of it")
+    assert came_true(lambda: not cluster.ranks(), 10)
+    until(lambda: cluster.state(run) == "Cancelled", 60, cluster.last_words())
+    cluster.hosts_end(run)
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM], ids=["SIGKILL", "SIGTERM"])
+def test_the_end_of_a_worker_leaves_no_rank(cluster: Cluster, number: signal.Signals) -> None:
+    """Prefect's worker goes, and what it started goes on (SIGKILL) or ends (SIGTERM): the training with it, or not."""
+    machine = cluster.machines[0]
+    folder = f"worker-{number.name}"
+    config = cluster.config(folder, iterations=500 if number == signal.SIGTERM else 6)
+    run = cluster.start(config, folder)
+    trains(cluster, run, folder)
+    worker = cluster.workers[machine.name]
+    (prefect,) = [one for one in machine.processes("worker") if "start" in one.cmdline()][:1]
+    os.kill(prefect.pid, number)
+    try:
+        if number == signal.SIGKILL:
+            assert cluster.ends(run) == "Completed", cluster.last_words()
+        else:
+            assert cluster.ends(run, 90) == "Failed", cluster.last_words()
+            assert "is lost" in cluster.run(run)["state"]["message"]
+        assert came_true(lambda: not cluster.ranks(), 20)
+    finally:
+        worker.wait(30)
+        cluster.start_worker(machine)
+        until(lambda: len(machine.processes("worker")) > 0, 60, "the worker is back")
+
+
+def test_two_trainings_that_want_the_same_machines_queue(cluster: Cluster) -> None:
+    """Neither holds a machine that the other waits for: one after the other, both end."""
+    runs = [cluster.start(cluster.config(f"queued-{n}"), f"queued-{n}") for n in range(2)]
+    limit = f"/v2/concurrency_limits/gpus-{POOL}"
+    until(lambda: cluster.api.get(limit).raise_for_status().json()["active_slots"] == 2, 120, "one is admitted")
+    assert [cluster.ends(run, 400) for run in runs] == ["Completed"] * 2, cluster.last_words()
+    assert cluster.api.get(limit).raise_for_status().json()["active_slots"] == 0
+
+
+@pytest.mark.parametrize(
+    ("pool", "said"),
+    [("nowhere", "Prefect has no work pool 'nowhere'"), (FLOWS, f"has no deployment 'engine-host/{FLOWS}'")],
+)
+def test_a_pool_that_gives_no_hosts_is_named_at_once(cluster: Cluster, pool: str, said: str) -> None:
+    """In the state of the run, with the remedy, before anything starts."""
+    config = cluster.config("nowhere")
+    config["groups"]["main"]["pool"] = pool
+    run = cluster.start(config, f"nowhere-{pool}")
+    assert cluster.ends(run, 120) == "Failed"
+    message = cluster.run(run)["state"]["message"]
+    assert said in message and "penstock deploy --pool" in message
+
+
+def test_a_pool_without_a_worker_is_named(cluster: Cluster) -> None:
+    """As from a terminal: exit code 2 and no traceback, in seconds."""
+    done = cluster.penstock("deploy", "--pool", "empty", "--hosts", "1")
+    assert done.returncode == 0, done.stderr
+    recipe = cluster.home / "empty.yaml"
+    config = cluster.config("empty", base=str(Path("configs/quickstart.yaml").resolve()))
+    config["groups"]["main"] |= {"pool": "empty", "hosts": 1}
+    recipe.write_text(yaml.safe_dump(config))
+    done = cluster.penstock("train", str(recipe), "--run", str(cluster.home / "runs" / "empty"))
+    assert done.returncode == 2, done.stdout + done.stderr
+    assert "work pool 'empty' has no worker that is online" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_a_host_that_does_not_reach_the_flow_is_named(cluster: Cluster) -> None:
+    """The flow listens on its loopback interface, which is another one on every machine."""
+    config = cluster.config("unreachable")
+    config["hosts"] = {"join_timeout_s": 20, "silence_s": 5}
+    run = cluster.start(config, "unreachable")
+    assert cluster.ends(run, 120) == "Failed"
+    message = cluster.run(run)["state"]["message"]
+    assert f"{POOL}/0: its run" in message and "has not reached this machine" in message
+    assert "they dial tcp://127.0.0.1:" in message
+    cluster.hosts_end(run)
