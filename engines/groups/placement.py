@@ -65,7 +65,8 @@ def place(
     """Return one spec per engine group.
 
     Without a `groups` section everything runs in one group "main": on all visible GPUs, or on one CPU rank. A group of
-    a pool takes the first of its machines on which the GPUs that it asks for are free.
+    a pool takes the first of its machines on which the GPUs that it asks for are free, or the processors, which CPU
+    ranks of two groups do not share.
 
     Args:
         visible_gpus: of this machine.
@@ -76,7 +77,7 @@ def place(
             that do not divide into rollout engines.
     """
     groups = config.groups or {"main": GroupConfig(roles=list(config.roles))}
-    taken: dict[str, set[int]] = {}  # GPUs by machine of a pool
+    taken: dict[str, set[int | None]] = {}  # GPUs, or None for the processors, by machine of a pool
     specs = []
     for name, group in groups.items():
         devices = _elsewhere(name, group, pools, taken) if group.hosts else _devices(name, group, visible_gpus)
@@ -106,15 +107,14 @@ def hosts_of(specs: list[GroupSpec]) -> dict[str | None, list[str]]:
 
 
 def _elsewhere(
-    name: str, group: GroupConfig, pools: Mapping[str, int], taken: dict[str, set[int]]
+    name: str, group: GroupConfig, pools: Mapping[str, int], taken: dict[str, set[int | None]]
 ) -> tuple[RankDevice, ...]:
     """Return the devices of a group on machines of a pool, or on some that join by themselves."""
     wanted = _on_each(name, group, pools)
-    gpus = {gpu for gpu in wanted if gpu is not None}
-    free = (host for host in _machines(group.pool or JOINING) if not gpus & taken.setdefault(host, set()))
+    free = (host for host in _machines(group.pool or JOINING) if taken.setdefault(host, set()).isdisjoint(wanted))
     hosts = [next(free) for _ in range(group.hosts or 1)]
     for host in hosts:
-        taken[host] |= gpus
+        taken[host].update(wanted)
     return tuple(RankDevice(gpu, host) for host in hosts for gpu in wanted)
 
 

@@ -64,6 +64,11 @@ class GroupSpec:
         return self.log_dir / f"{self.name}-rank{rank}.log"
 
 
+def device_name(device: RankDevice) -> str:
+    """Return what a rank's device is called on its host."""
+    return "CPU" if device.gpu is None else f"GPU {device.gpu}"
+
+
 def placed(devices: tuple[RankDevice, ...]) -> str:
     """Return in words where the ranks of a group are.
 
@@ -74,6 +79,6 @@ def placed(devices: tuple[RankDevice, ...]) -> str:
     """
     by_host: dict[str, list[str]] = {}
     for device in devices:
-        by_host.setdefault(device.host, []).append("CPU" if device.gpu is None else f"GPU {device.gpu}")
+        by_host.setdefault(device.host, []).append(device_name(device))
     here = [", ".join(by_host.pop(LOCAL))] if LOCAL in by_host else []
     return "; ".join([*here, *(f"{host}: {', '.join(names)}" for host, names in by_host.items())])

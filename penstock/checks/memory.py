@@ -59,6 +59,7 @@ class GroupEstimate:
     memory: RankMemory
     recomputed: dict[str, Recomputed]  # by trained model
     sleep: bool | None  # of its rollout engine, on GPUs
+    free: tuple[int | None, ...]  # bytes that each of its ranks may take; None: its host has not joined
 
 
 def check_memory(config: TrainConfig, elsewhere: Elsewhere = NOWHERE) -> list[GroupEstimate]:
@@ -142,7 +143,8 @@ def _require_all(
             where = "this machine" if device.host == LOCAL else _machine(device.host, elsewhere)
             if device.gpu is not None:
                 name = f"GPU {device.gpu}" if device.host == LOCAL else f"GPU {device.gpu} of {where}"
-                _require(config, estimate, _free_gpu(device, gpus, elsewhere), name, section)
+                if (free := _free_gpu(device, gpus, elsewhere)) is not None:
+                    _require(config, estimate, free, name, section)
             elif device.host in left:
                 _require(config, estimate, left[device.host], where, section)
                 left[device.host] -= estimate.memory.total
@@ -153,13 +155,13 @@ def _machine(host: str, elsewhere: Elsewhere) -> str:
     return f"host {host}" if facts is None else f"host {host} ({facts.machine})"
 
 
-def _free_gpu(device: RankDevice, gpus: list[int], elsewhere: Elsewhere) -> int:
-    """Return the free memory of a rank's GPU; no bound where its host has not joined."""
+def _free_gpu(device: RankDevice, gpus: list[int], elsewhere: Elsewhere) -> int | None:
+    """Return the free memory of a rank's GPU; None where its host has not joined."""
     assert device.gpu is not None
     if device.host == LOCAL:
         return free_gpu_bytes(gpus[device.gpu])
     facts = elsewhere.hosts.get(device.host)
-    return sys.maxsize if facts is None else facts.gpus[device.gpu].free_bytes
+    return None if facts is None else facts.gpus[device.gpu].free_bytes
 
 
 def estimate_groups(
@@ -180,7 +182,8 @@ def estimate_groups(
     check_gpus_elsewhere(everywhere, elsewhere)
     estimates = []
     for spec in specs:
-        free = min(_free(device, everywhere, gpus, elsewhere) for device in spec.devices)
+        each = tuple(_free(device, everywhere, gpus, elsewhere) for device in spec.devices)
+        free = min((known for known in each if known is not None), default=sys.maxsize)
         on = "cpu" if spec.devices[0].gpu is None else "cuda"
         shapes = {role: shape_of(config, role) for role in config.roles if role in spec.roles}
         gated = on == "cuda" and all(_has_gated_mlp(device, gpus, elsewhere) for device in spec.devices)
@@ -188,7 +191,8 @@ def estimate_groups(
         recomputed = choose_recomputed(config, rank, free)
         decided = decide_sleep(config, rank, recomputed, free)
         memory = rank_memory(decided, rank, recomputed, phase)
-        estimates.append(GroupEstimate(spec.name, spec.roles, spec.devices, memory, recomputed, decided.rollout.sleep))
+        sleep = decided.rollout.sleep
+        estimates.append(GroupEstimate(spec.name, spec.roles, spec.devices, memory, recomputed, sleep, each))
     return estimates
 
 
@@ -207,12 +211,12 @@ def check_gpus_elsewhere(devices: list[RankDevice], elsewhere: Elsewhere) -> Non
             )
 
 
-def _free(device: RankDevice, everywhere: list[RankDevice], gpus: list[int], elsewhere: Elsewhere) -> int:
-    """Return the memory that a rank may take: its GPU's, or its share of the machine's."""
+def _free(device: RankDevice, everywhere: list[RankDevice], gpus: list[int], elsewhere: Elsewhere) -> int | None:
+    """Return the memory that a rank may take, its GPU's or its share of the machine's; None: no host has joined."""
     if device.gpu is not None:
         return _free_gpu(device, gpus, elsewhere)
     if device.host != LOCAL and device.host not in elsewhere.hosts:
-        return sys.maxsize
+        return None
     free = free_host_bytes() if device.host == LOCAL else elsewhere.hosts[device.host].free_bytes
     return free // sum(other.gpu is None and other.host == device.host for other in everywhere)
 

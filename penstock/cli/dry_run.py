@@ -6,6 +6,7 @@ Left out: the checks, which have passed before (penstock/checks/training.py).
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from rich.console import Console
 from rich.table import Table
@@ -14,24 +15,80 @@ from configs.idle import idle_settings
 from configs.loading.load import to_yaml
 from configs.schema import TrainConfig
 from engines.groups.placement import describe_strategy, reshard_strategy
-from engines.groups.spec import placed
+from engines.groups.spec import LOCAL, RankDevice, device_name
+from engines.sizing.memory import GIB
 from penstock.checks.memory import GroupEstimate
 from penstock.checks.prompts import describe_prompts
 from penstock.checks.trial_call import trial_call
+
+NOTHING_KNOWN = (
+    "free ?: of a host that has not joined nothing is known yet; the start compares once it has, and refuses what does "
+    "not fit"
+)
 
 
 def print_dry_run(config: TrainConfig, estimates: Sequence[GroupEstimate], console: Console) -> None:
     """Print a training that could start, and what each rank would need; no engine starts."""
     console.print(to_yaml(config), highlight=False, markup=False, soft_wrap=True)
-    columns = ("group", "roles", "ranks on", "memory per rank", "of which", "recomputed in the backward pass")
-    table = Table(*columns, title="placement and memory estimate")
-    for item in estimates:
-        places = placed(item.devices)
-        parts = "\n".join(f"{name} {size / (1 << 30):.2f} GiB" for name, size in item.memory.parts.items())
-        size = f"{item.memory.total / (1 << 30):.2f} GiB\n{item.memory.phase}"
-        recomputed = "\n".join(f"{name}: {value}" for name, value in item.recomputed.items())
-        table.add_row(item.group, ", ".join(item.roles), places, size, parts, recomputed)
-    console.print(table)
+    print_placement(estimates, console)
     strategy = f"{reshard_strategy(config)} ({describe_strategy(config)})"
     for text in (f"reshard: {strategy}", *idle_settings(config), *describe_prompts(config), *trial_call(config)):
         console.print(text, highlight=False, markup=False, soft_wrap=True)
+
+
+def print_placement(estimates: Sequence[GroupEstimate], console: Console) -> None:
+    """Print which rank is on which device of which host, with what it needs and may take; then each group's memory."""
+    console.print(_ranks(estimates))
+    if any(None in item.free for item in estimates):
+        console.print(NOTHING_KNOWN, highlight=False)
+    console.print(_memory(estimates))
+
+
+def _ranks(estimates: Sequence[GroupEstimate]) -> Table:
+    """Return a table of all ranks, host by host and there GPU by GPU."""
+    table = Table("host", "device", "rank", "roles", title="placement and memory estimate, GiB")
+    for heading in ("needs", "free"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    seats = [
+        _Seat(device, f"{item.group} {rank}", item, free)
+        for item in estimates
+        for rank, (device, free) in enumerate(zip(item.devices, item.free, strict=True))
+    ]
+    for host in dict.fromkeys(seat.device.host for seat in seats):
+        name = "this machine" if host == LOCAL else host
+        for seat in sorted((seat for seat in seats if seat.device.host == host), key=_Seat.place):
+            free = "?" if seat.free is None else _gib(seat.free)
+            roles, needs = ", ".join(seat.of.roles), _gib(seat.of.memory.total)
+            table.add_row(name, device_name(seat.device), seat.rank, roles, needs, free)
+            name = ""
+        table.add_section()
+    return table
+
+
+@dataclass(frozen=True)
+class _Seat:
+    """A rank on its device."""
+
+    device: RankDevice
+    rank: str
+    of: GroupEstimate
+    free: int | None
+
+    def place(self) -> int:
+        """Return what ranks of a host are sorted by; those on the CPU keep their order."""
+        return -1 if self.device.gpu is None else self.device.gpu
+
+
+def _memory(estimates: Sequence[GroupEstimate]) -> Table:
+    """Return a table of what a rank of each group needs its memory for, in its fullest phase."""
+    table = Table("group", "fullest in", "of which", "recomputed in the backward pass", title="memory per rank, GiB")
+    for item in estimates:
+        parts = "\n".join(f"{_gib(size)} {name}" for name, size in item.memory.parts.items())
+        recomputed = "\n".join(f"{name}: {value}" for name, value in item.recomputed.items())
+        table.add_row(item.group, item.memory.phase, parts, recomputed)
+        table.add_section()
+    return table
+
+
+def _gib(size: int) -> str:
+    return f"{size / GIB:.2f}"

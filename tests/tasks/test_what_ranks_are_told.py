@@ -367,7 +367,10 @@ def test_of_a_kv_cache_that_stays(asked: bool | None, device: int | None, traini
     memory = RankMemory("rollout", {})
     groups: tuple[tuple[tuple[Role, ...], bool | None], ...] = ((("actor",), None), (("rollout",), sleep))
     session.decide(
-        [GroupEstimate("group", roles, (RankDevice(device),), memory, {}, decided) for roles, decided in groups]
+        [
+            GroupEstimate("group", roles, (RankDevice(device),), memory, {}, decided, (None,))
+            for roles, decided in groups
+        ]
     )
     assert session.kv_cache_stays is (None if device is None else not sleep)
     assert session.engine_config()["rollout"]["sleep"] is (asked if device is None else sleep)

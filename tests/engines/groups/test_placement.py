@@ -162,6 +162,20 @@ def test_groups_share_machines_where_their_gpus_differ() -> None:
     assert {host for host, _ in placed["generate"]} == {"h200/2", "h200/3"}
 
 
+def test_cpu_ranks_of_two_groups_share_no_machine() -> None:
+    """Each group's count on all of its machine's processors. Control: beside ranks on GPUs there is room."""
+    pool = {"pool": "mixed", "hosts": 2}
+    placed = _hosts(
+        {},
+        train=pool | {"ranks": 2} | ACTOR,
+        critic=pool | {"ranks": 1, "hosts": 1} | CRITIC,
+        generate=pool | {"gpus": [0]} | ROLLOUT,
+    )
+    assert [host for host, _ in placed["train"]] == ["mixed/0", "mixed/0", "mixed/1", "mixed/1"]
+    assert placed["critic"] == [("mixed/2", None)]
+    assert placed["generate"] == [("mixed/0", 0), ("mixed/1", 0)]
+
+
 def test_groups_stay_on_this_machine_beside_others() -> None:
     """A critic here, the rest on CPU ranks of two machines that join by themselves."""
     placed = _hosts({}, main={"hosts": 2, "ranks": 1, "roles": ["actor", "rollout"]}, critic={**CRITIC})

@@ -1,0 +1,130 @@
+"""The picture of a placement: which rank is on which device of which host, what it needs, and what is free there."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from configs.schema import TrainConfig
+from engines.commands.hosts import GpuFacts, HostFacts
+from engines.sizing.memory import GIB
+from penstock.checks import memory
+from penstock.checks.memory import NOWHERE, Elsewhere
+from penstock.cli.dry_run import print_placement
+
+Drawn = Callable[..., list[list[str]]]
+GRPO: dict[str, Any] = {"model": {"tiny": {"max_positions": 1024}}}
+PPO = GRPO | {"algorithm": {"name": "ppo", "kl": {}}}
+WIDTH = 80
+
+
+@pytest.fixture
+def drawn(monkeypatch: pytest.MonkeyPatch) -> Drawn:
+    """Draw a training on a machine with so many GPUs; return the cells of each line, which all fit."""
+
+    def draw(groups: dict[str, Any], gpus: int, elsewhere: Elsewhere = NOWHERE, tree: Any = PPO) -> list[list[str]]:
+        monkeypatch.setattr(memory, "visible_gpus", lambda: list(range(gpus)))
+        monkeypatch.setattr(memory, "free_gpu_bytes", lambda index: (70 + index) * GIB)
+        monkeypatch.setattr(memory, "free_host_bytes", lambda: 8 * GIB)
+        monkeypatch.setattr(memory, "has_gated_mlp", lambda index: False)
+        told = io.StringIO()
+        config = TrainConfig.model_validate({**tree, "groups": groups})
+        print_placement(memory.estimate_groups(config, elsewhere=elsewhere), Console(file=told, width=WIDTH))
+        lines = told.getvalue().splitlines()
+        assert max(map(len, lines)) <= WIDTH
+        return [[cell.strip() for cell in line.strip("│┃").split("│")] for line in lines]
+
+    return draw
+
+
+def places(lines: list[list[str]]) -> list[list[str]]:
+    """Return host, device, rank, roles and what is free, of each rank; what it needs is above nothing and not huge."""
+    ranks = [line for line in lines if len(line) == 6]
+    whole = [line for line in ranks if line[1]]
+    for line in whole:
+        assert 0.5 < float(line[4]) < 8
+    for more in (line for line in ranks if not line[1]):  # roles that go on in a second line
+        before = whole[[line[2] for line in whole].index(_above(ranks, more))]
+        before[3] += f" {more[3]}"
+    return [[*line[:4], line[5]] for line in whole]
+
+
+def _above(ranks: list[list[str]], line: list[str]) -> str:
+    at = next(index for index, other in enumerate(ranks) if other is line)
+    return next(other[2] for other in reversed(ranks[:at]) if other[1])
+
+
+def test_one_machine(drawn: Drawn) -> None:
+    """Every GPU with its own free memory; CPU ranks with their share of the machine's."""
+    assert places(drawn({}, 2)) == [
+        ["this machine", "GPU 0", "main 0", "actor, critic, reference, rollout", "70.00"],
+        ["", "GPU 1", "main 1", "actor, critic, reference, rollout", "71.00"],
+    ]
+    assert places(drawn({"main": {"ranks": 2, "roles": ["actor", "rollout"]}}, 0, tree=GRPO)) == [
+        ["this machine", "CPU", "main 0", "actor, rollout", "4.00"],
+        ["", "CPU", "main 1", "actor, rollout", "4.00"],
+    ]
+
+
+def test_a_split_placement(drawn: Drawn) -> None:
+    """GPU by GPU, whatever the order of the groups and of their GPUs."""
+    groups = {
+        "generate": {"gpus": [3, 2], "roles": ["rollout"]},
+        "train": {"gpus": [0], "roles": ["actor"]},
+        "judge": {"gpus": [1], "roles": ["reference", "critic"]},
+    }
+    assert places(drawn(groups, 4)) == [
+        ["this machine", "GPU 0", "train 0", "actor", "70.00"],
+        ["", "GPU 1", "judge 0", "critic, reference", "71.00"],
+        ["", "GPU 2", "generate 1", "rollout", "72.00"],
+        ["", "GPU 3", "generate 0", "rollout", "73.00"],
+    ]
+
+
+def test_machines_of_a_pool_and_hosts_that_join(drawn: Drawn) -> None:
+    """Host by host, with groups that share one; of hosts that have not joined it says that nothing is known."""
+    groups = {
+        "train": {"pool": "h200", "hosts": 2, "gpus": [0], "roles": ["actor"]},
+        "critic": {"pool": "h200", "gpus": [1], "roles": ["critic"]},
+        "generate": {"hosts": 1, "ranks": 1, "roles": ["rollout"]},
+        "judge": {"roles": ["reference"], "gpus": [0]},
+    }
+    lines = drawn(groups, 1, Elsewhere(pools={"h200": 2}))
+    assert places(lines) == [
+        ["h200/0", "GPU 0", "train 0", "actor", "?"],
+        ["", "GPU 1", "critic 0", "critic", "?"],
+        ["h200/1", "GPU 0", "train 1", "actor", "?"],
+        ["hosts/0", "CPU", "generate 0", "rollout", "?"],
+        ["this machine", "GPU 0", "judge 0", "reference", "70.00"],
+    ]
+    said = "of a host that has not joined nothing is known yet"
+    assert any(said in line[0] for line in lines)
+    assert not any(said in line[0] for line in drawn({}, 1))
+
+
+def test_what_hosts_that_have_joined_have(drawn: Drawn) -> None:
+    """Control: the same without them."""
+    gpu = GpuFacts("H200", "GPU-1", 100 * GIB, False)
+    facts = HostFacts("node-1", "eth0", "10.0.0.1", 8, 64 * GIB, GIB, [gpu], {}, 0.0)
+    groups = {"main": {"pool": "h200", "hosts": 2, "gpus": [0], "roles": ["actor", "rollout"]}}
+    for hosts, free in (({"h200/0": facts, "h200/1": facts}, "100.00"), ({}, "?")):
+        drawing = places(drawn(groups, 0, Elsewhere(hosts=hosts), tree=GRPO))
+        assert [(line[0], line[-1]) for line in drawing] == [("h200/0", free), ("h200/1", free)]
+
+
+def test_what_the_memory_is_for(drawn: Drawn) -> None:
+    """The parts of each group's fullest phase, and what its backward pass computes again."""
+    groups = {
+        "train": {"ranks": 1, "roles": ["actor", "critic"]},
+        "generate": {"ranks": 1, "roles": ["rollout", "reference"]},
+    }
+    told = drawn(groups, 0)
+    rows = [line for line in told if len(line) == 4]
+    assert [line[0] for line in rows if line[0]] == ["train", "generate"]
+    words = " ".join(" ".join(line) for line in rows)
+    for text in ("update of the", "1.20 libraries", "actor: nothing", "critic: nothing", "activations"):
+        assert text in words, text
