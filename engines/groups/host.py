@@ -83,15 +83,14 @@ class HostStart:
         return json.dumps(asdict(self)).encode() + b"\n"
 
     @classmethod
-    def of(cls, line: bytes | str) -> HostStart:
-        """Read it from a line of JSON."""
-        values = json.loads(line)
+    def of(cls, values: dict[str, Any]) -> HostStart:
+        """Make it of what `asdict` made of it."""
         return cls(**values | {"address": Address(**values["address"])})
 
 
 def main() -> None:
     """Serve the flow that is named on the standard input; exit code 1 where it has fallen silent, 2 for a mistake."""
-    start = HostStart.of(sys.stdin.buffer.readline())
+    start = HostStart.of(json.loads(sys.stdin.buffer.readline()))
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the flow
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     try:

@@ -8,7 +8,6 @@ Left out: the flow that such a run is (flows/engine_host.py), and making pools (
 
 from __future__ import annotations
 
-import json
 import secrets
 import time
 from collections.abc import Sequence
@@ -108,7 +107,7 @@ def ask_for_hosts(
     for name in names:
         start = HostStart(name, address, network.interface, network.silence_s)
         secret = f"penstock-host-{secrets.token_hex(8)}"
-        Secret(value=json.dumps(asdict(start))).save(secret)
+        Secret(value=asdict(start)).save(secret)
         flow_run: Any = run_deployment(
             f"{DEPLOYMENT}/{pool}",
             parameters={"host": name, "secret": secret},
@@ -123,7 +122,7 @@ def ask_for_hosts(
 def start_of(secret: str) -> HostStart:
     """Return what a host has to know, out of the block of that name."""
     block: Any = Secret.load(secret)
-    return HostStart.of(str(block.get()))
+    return HostStart.of(block.get())
 
 
 def why_missing(asked: Sequence[HostRun], names: Sequence[str]) -> dict[str, Missing]:

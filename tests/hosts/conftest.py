@@ -7,7 +7,7 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,7 +19,7 @@ import pytest
 
 from tests.flows.test_deployments import Patient
 from tests.hosts.machines import PREFECT, ROOT, Machine, network
-from tests.waiting import until
+from tests.waiting import came_true, until
 
 POOL, FLOWS = "machines", "flows"
 TINY: dict[str, Any] = {
@@ -72,9 +72,13 @@ class Cluster:
         """Return the name of a run's state."""
         return str(self.run(run)["state"]["name"])
 
+    def until(self, condition: Callable[[], Any], within_s: float) -> None:
+        """Wait for a condition; where it does not come true, tell what the workers said."""
+        assert came_true(condition, within_s), self.last_words()
+
     def ends(self, run: str, within_s: float = 240) -> str:
         """Wait for the end of a run and return its state."""
-        until(lambda: self.run(run)["state"]["type"] in ENDS, within_s, f"the run ends: {self.last_words()}")
+        self.until(lambda: self.run(run)["state"]["type"] in ENDS, within_s)
         return self.state(run)
 
     def hosts_of(self, run: str) -> list[dict[str, Any]]:

@@ -28,8 +28,8 @@ def weights(run: Path) -> bytes:
 def trains(cluster: Cluster, run: str, folder: str) -> None:
     """Wait until a training is at its iterations."""
     metrics = cluster.home / "runs" / folder / "metrics.jsonl"
-    until(lambda: cluster.state(run) == "Running", 120, cluster.last_words())
-    until(lambda: metrics.is_file() and len(metrics.read_text().splitlines()) > 1, 240, cluster.last_words())
+    cluster.until(lambda: cluster.state(run) == "Running", 120)
+    cluster.until(lambda: metrics.is_file() and len(metrics.read_text().splitlines()) > 1, 240)
 
 
 def test_a_pool_gives_a_training_its_hosts(cluster: Cluster) -> None:
@@ -40,7 +40,7 @@ def test_a_pool_gives_a_training_its_hosts(cluster: Cluster) -> None:
     config = cluster.config("two-machines")
     assert (config["hosts"]["interface"], config["hosts"]["silence_s"]) == ("eth0", 5)
     run = cluster.start(config, "two")
-    until(lambda: len(cluster.ranks()) == 2, 120, cluster.last_words())
+    cluster.until(lambda: len(cluster.ranks()) == 2, 120)
     for machine in cluster.machines:
         (rank,) = machine.processes("engines.groups.rank")
         told = rank.environ()
@@ -70,9 +70,9 @@ def test_no_key_is_where_others_read(cluster: Cluster) -> None:
     Control: what is no secret is found by the same search.
     """
     run = cluster.start(cluster.config("secret", iterations=1), "secret")
-    until(lambda: len(cluster.ranks()) == 2, 120, cluster.last_words())
+    cluster.until(lambda: len(cluster.ranks()) == 2, 120)
     blocks = cluster.api.post("/block_documents/filter", json={"include_secrets": True}).raise_for_status().json()
-    starts = [json.loads(block["data"]["value"]) for block in blocks if block["name"].startswith("penstock-host-")]
+    starts = [block["data"]["value"] for block in blocks if block["name"].startswith("penstock-host-")]
     assert len(starts) == 2
     keys = {start["address"][name] for start in starts for name in ("client_secret", "client_public", "server_public")}
     everyone = [process for machine in cluster.machines for process in machine.processes()]
@@ -115,7 +115,7 @@ def test_cancelling_leaves_nothing_on_any_machine(cluster: Cluster) -> None:
     cluster.set_state(run, "CANCELLING")
     until(lambda: cluster.state(run) == "Cancelled" or not cluster.ranks(), 60, "the worker hears of it")
     assert came_true(lambda: not cluster.ranks(), 10)
-    until(lambda: cluster.state(run) == "Cancelled", 60, cluster.last_words())
+    cluster.until(lambda: cluster.state(run) == "Cancelled", 60)
     cluster.hosts_end(run)
 
 
