@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from engines.groups.group import EngineError, RankLost
 
 MISTAKE, FAILURE = 2, 1  # exit codes
+OF_ENGINES = ("engines.groups.group", "engines.groups.hosts")  # modules of their errors
 LINES = 10  # of a log or a traceback; the log file has all of them
 REFUSED = (errno.EACCES, errno.EPERM, errno.EROFS)
 MISPLACED = (errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.EEXIST, errno.ENAMETOOLONG, errno.ELOOP)
@@ -38,10 +39,13 @@ def told(error: Exception, arguments: Sequence[str]) -> tuple[str, int] | None:
     if isinstance(error, OSError):
         text = file_mistake(error, arguments)
         return ("\n  ".join([text, *notes]), MISTAKE) if text else None
-    if type(error).__module__ != "engines.groups.group":  # not imported to ask: it would delay every other message
+    if type(error).__module__ not in OF_ENGINES:  # not imported to ask: it would delay every other message
         return None
     from engines.groups.group import EngineError, RankLost
+    from engines.groups.hosts import HostFailed
 
+    if isinstance(error, HostFailed):
+        return "\n  ".join([f"host {error.host}:", *error.reason.strip().splitlines()[-LINES:], *notes]), FAILURE
     if not isinstance(error, EngineError | RankLost):
         return None
     return "\n  ".join([*_of_engine(error), *notes]), FAILURE

@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 from prefect.logging.handlers import PrefectConsoleHandler
 
-from engines.groups.group import EngineError, RankLost
+from engines.groups.group import EngineError, HostLost, RankLost
+from engines.groups.hosts import HostFailed
 from penstock.base.errors import UserError
 from penstock.cli import main as cli
 from penstock.cli import running
@@ -132,11 +133,13 @@ def test_the_terminal_is_spared_what_the_command_says_itself(monkeypatch: pytest
         try:
             raise error
         except Exception:
-            logger.exception("Encountered an exception")
+            logger.exception("Encountered exception during execution: %r", error)  # prefect/flow_engine.py
 
     with quiet_terminal():
         fail(UserError("a mistake"))
         fail(RankLost("main", 0, "exited", LOG))
+        fail(HostLost("main", 0, "its host is lost", LOG))
+        fail(HostFailed("pool/0", "OSError: no space"))
         logger.error("Finished in state Failed(\"EngineError('main')\")")
         logger.error("Crash detected! Execution was aborted by an interrupt signal.")
         logger.error("Crash detected! Execution was aborted by a termination signal.")
@@ -174,3 +177,14 @@ def test_help_in_place_of_a_command_is_no_error(
     monkeypatch.setattr(sys, "argv", ["penstock", "--version"])
     cli.main()
     assert capsys.readouterr().out.startswith("penstock ")
+
+
+def test_what_a_host_could_not_do_is_told_with_its_end() -> None:
+    """Which host, and what it said last. Control: of a host that is lost there is one line."""
+    said = told(HostFailed("h200/1", "Traceback\n  line\nOSError: [Errno 28] No space left on device: 'logs'"), [])
+    assert said is not None
+    assert said[1] == 1
+    assert said[0].startswith("host h200/1:") and said[0].endswith("No space left on device: 'logs'")
+    lost = told(HostLost("main", 2, "its host h200/1 is lost: node-7 is silent for 30 s", LOG), [])
+    assert lost is not None
+    assert lost[0].splitlines()[0] == "group main, rank 2: its host h200/1 is lost: node-7 is silent for 30 s"
