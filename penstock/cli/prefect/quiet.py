@@ -16,7 +16,7 @@ from prefect.logging.handlers import PrefectConsoleHandler
 
 from penstock.cli.prefect.server import Terminated
 
-TOLD = ("UserError", "RankLost", "HostLost", "HostFailed", "EngineError", "PermissionError")  # by penstock/cli/failures.py
+TOLD = ("UserError", "RankLost", "HostLost", "HostFailed", "EngineError", "PermissionError")  # by cli/failures.py
 INTERRUPTED = ("Execution was aborted by an interrupt signal", "Execution was aborted by a termination signal")
 # How Prefect's own words of an end begin.
 ENDS = ("Finished in state", "Encountered exception", "Task run failed with", "Crash detected")
