@@ -175,6 +175,21 @@ def test_collectives_are_measured_at_every_size(bench: Callable[..., tuple[Bench
     assert "all-gather reaches" in printed
 
 
+def test_a_sender_does_not_serve_its_receivers_one_by_one(bench: Callable[..., tuple[BenchResult, str]]) -> None:
+    """Receivers hand a bucket on: a sender sends one copy more where they are twice as many.
+
+    Control: all ranks together send a copy for each receiver, so that the count misses none.
+    """
+    command = ("broadcast", "--size", "4", "--rounds", "2")
+    result, printed = bench(*command, "--receivers", "1", "--receivers", "3", "--receivers", "4")
+    for row in result.details:
+        assert row["all_copies"] == pytest.approx(row["receivers"], rel=0.02)
+        assert row["sender_copies"] == pytest.approx(int(row["receivers"]).bit_length(), rel=0.02)
+        assert row["most_copies"] == row["sender_copies"]
+    assert result.settings["backend"] == "gloo"
+    assert "sender_copies_4" in printed
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

@@ -188,6 +188,22 @@ def nccl(
 
 
 @app.command()
+def broadcast(
+    out: Out = None,
+    receivers: Annotated[
+        list[int] | None, typer.Option(min=1, help="rollout ranks; 1, 2, 4 and 8 unless given")
+    ] = None,
+    size: Annotated[int, typer.Option(min=1, help="a bucket, MiB")] = 64,
+    rounds: Annotated[int, typer.Option(min=1, help="measurements each")] = 10,
+) -> None:
+    """What a bucket of weights costs by the number of receivers: seconds, and on a CPU copies that the sender sends."""
+    from benchmarks.broadcast import measure
+
+    result = measure(_command(), receivers=receivers or [1, 2, 4, 8], size_mib=size, rounds=rounds)
+    _finish(result, out, tuple(result.details[0]))
+
+
+@app.command()
 def scaling(
     recipe: Recipe,
     overrides: Overrides = None,
