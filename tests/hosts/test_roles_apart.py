@@ -26,6 +26,7 @@ from tests.penstock.session.test_hosts import joining
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 POLICY = {"roles": ["actor", "rollout"], "ranks": 2}
+TRAIN, GENERATE = {"roles": ["actor"], "ranks": 2}, {"roles": ["rollout"], "ranks": 2}
 JUDGES = {"roles": ["reference", "reward"], "ranks": 1}
 
 
@@ -51,9 +52,9 @@ def reward_model(tmp_path: Path) -> Path:
     return folder
 
 
-def spread(group: dict[str, Any], hosts: int) -> dict[str, Any]:
-    """Return a group with one rank on each of so many hosts that join."""
-    return group | {"ranks": 1, "hosts": hosts}
+def spread(group: dict[str, Any]) -> dict[str, Any]:
+    """Return a group with each of its ranks on a host of its own."""
+    return group | {"ranks": 1, "hosts": group["ranks"]}
 
 
 def trained(folder: Path, tree: dict[str, Any]) -> RunFolder:
@@ -79,26 +80,32 @@ def ranks_of(run: RunFolder) -> set[str]:
     return {path.stem for path in run.logs.glob("*-rank*.log")}
 
 
+@pytest.mark.parametrize(
+    "groups",
+    [{"policy": POLICY, "judges": JUDGES}, {"train": TRAIN, "generate": GENERATE, "judges": JUDGES}],
+    ids=["judges", "judges and rollout"],
+)
 def test_roles_on_other_machines_than_the_actor_s(
-    tmp_path: Path, reward_model: Path, monkeypatch: pytest.MonkeyPatch
+    groups: dict[str, Any], tmp_path: Path, reward_model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The policy on hosts 0 and 1; reference and reward model on a third, which reads their folders there.
+    """The actor on hosts 0 and 1; reference and reward model on the last one, which reads their folders there.
 
-    Control: rewards and the KL are not constant, so that weights of neither model could be missed.
+    Controls: rewards and the KL are not constant, so that neither model is left out; no host is left without a rank.
     """
     tree = {
         "reward": {"model": str(reward_model), "function": None, "settings": None},
         "algorithm": {"kl": {"coefficient": 0.1}},
     }
-    one = trained(tmp_path / "one", tree | {"groups": {"policy": POLICY, "judges": JUDGES}})
-    with joining(tmp_path, monkeypatch, 3) as (port, keepers):
-        groups = {"policy": spread(POLICY, 2), "judges": spread(JUDGES, 1)}
-        three = trained(tmp_path / "three", tree | {"groups": groups, "hosts": {"port": port, "silence_s": 10}})
-        assert [keeper.wait(10) for keeper in keepers] == [0, 0, 0]
-    assert weights(one) == weights(three)
-    assert learnt(three)
-    assert ranks_of(three) == ranks_of(one) == {"policy-rank0", "policy-rank1", "judges-rank0"}
-    last = read_metrics(three)[-1]["metrics"]
+    here = trained(tmp_path / "here", tree | {"groups": groups})
+    ranks = [f"{name}-rank{rank}" for name, group in groups.items() for rank in range(group["ranks"])]
+    with joining(tmp_path, monkeypatch, len(ranks)) as (port, keepers):
+        apart = {name: spread(group) for name, group in groups.items()}
+        there = trained(tmp_path / "there", tree | {"groups": apart, "hosts": {"port": port, "silence_s": 10}})
+        assert [keeper.wait(10) for keeper in keepers] == [0] * len(ranks)
+    assert weights(here) == weights(there)
+    assert learnt(there)
+    assert ranks_of(there) == ranks_of(here) == set(ranks)
+    last = read_metrics(there)[-1]["metrics"]
     assert last["actor/kl"] != 0 and last["reward/std"] > 0
 
 
@@ -113,6 +120,6 @@ def test_a_group_over_two_hosts(actor: dict[str, Any], tmp_path: Path, monkeypat
     one = trained(tmp_path / "one", tree | {"groups": {"policy": POLICY}})
     with joining(tmp_path, monkeypatch, 2) as (port, _):
         hosts = {"port": port, "silence_s": 10}
-        two = trained(tmp_path / "two", tree | {"groups": {"policy": spread(POLICY, 2)}, "hosts": hosts})
+        two = trained(tmp_path / "two", tree | {"groups": {"policy": spread(POLICY)}, "hosts": hosts})
     assert weights(one) == weights(two)
     assert learnt(two)
