@@ -204,6 +204,21 @@ def broadcast(
 
 
 @app.command()
+def fan_in(
+    out: Out = None,
+    ranks: Annotated[
+        list[int], typer.Option(min=1, help="a number of ranks, eight a host; several times for several numbers")
+    ] = [1, 8, 64],  # noqa: B006 - Typer copies it
+    rounds: Annotated[int, typer.Option(min=1, help="commands per number")] = 50,
+) -> None:
+    """What a command to ever more ranks and hosts costs the flow, and watching them; no models."""
+    from benchmarks.fan_in import measure
+
+    result = measure(_command(), counts=ranks, rounds=rounds)
+    _finish(result, out, ("ranks", "hosts", "command_ms", "command_cpu_ms", "watch_cores", "start_s"))
+
+
+@app.command()
 def scaling(
     recipe: Recipe,
     overrides: Overrides = None,
