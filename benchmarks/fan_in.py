@@ -1,8 +1,8 @@
 """What ever more ranks and hosts cost the flow: a command to all of them, watching them, and their start.
 
 Ranks without a model on hosts of eight, all on this machine, which dial as those of others do; what is measured is the
-flow's end of it: channel, engine group, hosts. A training sends about ten commands an iteration, so a step waits for ten
-times `command_ms`; `watch_cores` is what echoes and deadlines take of the flow's processors while a command runs.
+flow's end of it: channel, engine group, hosts. A training sends about ten commands an iteration, so a step waits for
+ten times `command_ms`; `watch_cores` is what echoes and deadlines take of the flow while a command runs.
 
 Left out: what replies hold (`penstock bench replies`), the network, and what ranks do.
 """
