@@ -40,6 +40,7 @@ TICK_S = 0.2  # an exited process is noticed this fast
 COUNTED_PER_LOOK_S = 1.0
 HEARTBEAT_S = 1.0
 _HEARTBEAT = channel.pack({"kind": "heartbeat"})
+REASON_S = 5.0  # for news of how a rank ended that is not connected any more; a host that is gone is known by then
 ERROR_GRACE_S = 5.0  # after one rank's error the others get this long to report theirs
 
 
@@ -344,7 +345,14 @@ class EngineGroup:
             try:
                 self._listener.send(f"rank-{rank}", body)
             except zmq.ZMQError as error:
+                self._await_reason()
                 raise self._lost(rank, f"unreachable: {error}", ask_stacks=True) from error
+
+    def _await_reason(self) -> None:
+        """Raise what becomes known of a loss: a connection is gone before anybody tells how a rank or host ended."""
+        deadline = time.monotonic() + REASON_S
+        while time.monotonic() < deadline:
+            self._look(TICK_S)
 
     def _look(self, timeout_s: float) -> None:
         """Take in what comes, for whichever call, and see whether the ranks are well."""

@@ -3,9 +3,9 @@
 One host or many, the way is the same: a host dials the flow's listener, takes commands and tells which ranks have
 ended. Where nothing else is asked for, the flow starts a single one as its child, on the loopback interface.
 
-A thread reads for all and asks each host once a second for an echo, which needs no Python there; a host that is silent
-for longer than it may be, or says that it leaves, is lost, and with it all its ranks. Time is counted as for ranks: at
-most one second per look, so that a flow that was stopped blames nobody.
+A thread reads for all and asks each host once a second for an echo, which needs no Python there. A host that is silent
+for longer than it may be, or whose connection is gone and does not come back, is lost, and with it all its ranks. Time
+is counted as for ranks: at most one second per look, so that a flow that was stopped blames nobody.
 
 Left out: which machines there are, and who starts hosts on them (penstock/session/hosts.py).
 """
@@ -53,6 +53,7 @@ from penstock.usercode.kept import command_of, number_from
 LOOK_S = 0.2
 COUNTED_PER_LOOK_S = 1.0
 HEARTBEAT_S = 1.0
+HUNG_UP = 2  # heartbeats without a connection; at the next one the host counts as lost
 SILENCE_S = 15.0
 REPLY_S = 30.0  # to a command that takes no time of its own: a host may be busy with ending a group
 KILL_S = 20.0  # longer than a host waits for a process that a driver holds
@@ -79,12 +80,14 @@ class Joined:
     Attributes:
         machine: name of its machine.
         silent_s: counted seconds since it was heard.
+        hung_up: in how many looks at it, one after the other, it had no connection.
         lost: why it counts as lost.
         ends: how ranks ended, by group, epoch and rank.
     """
 
     machine: str
     silent_s: float = 0.0
+    hung_up: int = 0
     lost: str | None = None
     ends: dict[tuple[str, int, int], str] = field(default_factory=dict)
 
@@ -248,10 +251,13 @@ class Hosts:
                 self._listener.send(host, channel.pack({"kind": "shutdown"}))
 
     def _ask_for_echoes(self) -> None:
-        for host in self._joined:
-            with suppress(zmq.ZMQError):  # it has gone: it will be silent
+        for host, joined in self._joined.items():
+            try:
                 self._listener.send(channel.echo_name(host), _ALIVE)
                 self._listener.send(host, _ALIVE)
+                joined.hung_up = 0
+            except zmq.ZMQError:  # a connection that breaks is made anew in a fraction of a second
+                joined.hung_up += 1
 
     def _deliver(self) -> None:
         while not self._waiting.empty():
@@ -304,6 +310,8 @@ class Hosts:
         for host, joined in list(self._joined.items()):
             if joined.lost is None and joined.silent_s > self._silence_s:
                 self._lose(host, f"{joined.machine} is silent for {joined.silent_s:.0f} s")
+            if joined.lost is None and joined.hung_up > HUNG_UP:
+                self._lose(host, f"{joined.machine} has hung up: the host there has ended")
         if self._child is not None and self._child.poll() is not None:
             self._lose(LOCAL, self.lost(LOCAL) or "")
 
