@@ -42,7 +42,6 @@ class Cluster:
     address: str
     machines: list[Machine]
     home: Path
-    flows: subprocess.Popen[bytes]
     workers: dict[str, subprocess.Popen[bytes]]
 
     def config(self, name: str, **changes: Any) -> dict[str, Any]:
@@ -166,12 +165,12 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
         )
         begin("server", "server", "start", "--host", address, "--port", str(port))
         until(lambda: _answers(api), 120, "the server answers")
-        flows = begin("flows", "worker", "start", "--pool", FLOWS)
-        cluster = Cluster(api, environment, address, machines, home, flows, {})
+        cluster = Cluster(api, environment, address, machines, home, {})
         stack.callback(lambda: _end(list(cluster.workers.values())))
         for arguments in (("deploy", "--pool", FLOWS), ("deploy", "--pool", POOL, "--hosts", "2")):
             done = cluster.penstock(*arguments)
             assert done.returncode == 0, done.stderr
+        begin("flows", "worker", "start", "--pool", FLOWS)
         for machine in machines:
             cluster.start_worker(machine)
         until(lambda: cluster.online() == 2, 120, "both machines are online")

@@ -12,6 +12,7 @@ import typer
 
 from penstock.base.errors import UserError
 from penstock.cli.commands.training import Overrides
+from penstock.cli.prefect.pool_type import PoolType
 from penstock.cli.terminal import console
 
 
@@ -71,6 +72,7 @@ def deploy(
         int | None, typer.Option(min=1, help="make a pool of so many machines for engine groups (groups.NAME.pool)")
     ] = None,
     gpus: Annotated[int | None, typer.Option(min=0, help="GPUs that each of these machines has (0)")] = None,
+    kind: Annotated[PoolType, typer.Option("--type", help="what starts a host on them")] = PoolType.process,
 ) -> None:
     """Put Penstock on a Prefect server: pool, GPU slots, automation and the deployments of prefect.yaml."""
     from rich.table import Table
@@ -79,9 +81,9 @@ def deploy(
     from penstock.cli.prefect.deploy import next_commands
     from penstock.cli.prefect.pools import check_sizes, deploy_pool
 
-    check_sizes(hosts, gpus)
+    check_sizes(hosts, gpus, kind)
     table = Table("what", "name", "detail")
-    for row in deploy_all(pool) if hosts is None else deploy_pool(pool, hosts, gpus or 0):
+    for row in deploy_all(pool) if hosts is None else deploy_pool(pool, hosts, gpus or 0, kind):
         table.add_row(*row)
     console.print(table)
     if hosts is not None:

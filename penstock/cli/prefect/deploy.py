@@ -70,8 +70,14 @@ def deploy(pool: str) -> list[tuple[str, str, str]]:
         ]
 
 
-def ensure_pool(client: SyncPrefectClient, name: str) -> None:
-    """Create the process work pool `name` unless it is there.
+def ensure_pool(
+    client: SyncPrefectClient, name: str, kind: str = "process", template: dict[str, Any] | None = None
+) -> None:
+    """Create the work pool `name` unless it is there.
+
+    Args:
+        kind: type of its workers.
+        template: of the jobs that they start; None: that of a process.
 
     Raises:
         UserError: it is there and of another type.
@@ -83,10 +89,10 @@ def ensure_pool(client: SyncPrefectClient, name: str) -> None:
     try:
         there = client.read_work_pool(name)
     except ObjectNotFound:
-        template = ProcessWorker.get_default_base_job_template()
-        client.create_work_pool(WorkPoolCreate(name=name, type="process", base_job_template=template))
+        template = template or ProcessWorker.get_default_base_job_template()
+        client.create_work_pool(WorkPoolCreate(name=name, type=kind, base_job_template=template))
         return
-    if there.type != "process":
+    if there.type != kind:
         raise UserError(f"the work pool '{name}' is of type '{there.type}'", "choose another with --pool NAME")
 
 
@@ -136,14 +142,17 @@ def deploy_flows(url: str, pool: str) -> None:
     prefect_deploy(url, pool, with_recipes(read_deployments()))
 
 
-def prefect_deploy(url: str, pool: str, content: dict[str, Any]) -> None:
-    """Have Prefect deploy what a prefect.yaml would say; `PENSTOCK_HOME` of the environment wins over this folder.
+def prefect_deploy(url: str, pool: str, content: dict[str, Any], home: Path = HOME) -> None:
+    """Have Prefect deploy what a prefect.yaml would say.
+
+    Args:
+        home: this repository where the workers are; `PENSTOCK_HOME` of the environment wins over it.
 
     Raises:
         UserError: Prefect refuses it; carries its last words.
     """
     content = {"name": "penstock", "pull": read_deployments()["pull"]} | content
-    environment = {"PENSTOCK_HOME": str(HOME), **os.environ, "PENSTOCK_POOL": pool, "PREFECT_API_URL": url}
+    environment = {"PENSTOCK_HOME": str(home), **os.environ, "PENSTOCK_POOL": pool, "PREFECT_API_URL": url}
     with tempfile.NamedTemporaryFile("w", suffix=".yaml", encoding="utf-8") as whole:
         yaml.safe_dump(content, whole, sort_keys=False)
         whole.flush()

@@ -8,21 +8,34 @@ Left out: workers, one per machine, which live longer than a command.
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+from typing import Any
+
 from prefect.client.orchestration import get_client
 from prefect.settings import PREFECT_API_URL, temporary_settings
 from prefect.variables import Variable
 
 from penstock.base.addresses import public_address
 from penstock.base.errors import UserError
-from penstock.cli.prefect.deploy import LOCAL_SERVER, ensure_automation, ensure_pool, prefect_deploy, zombie_automation
+from penstock.cli.prefect.deploy import (
+    HOME,
+    LOCAL_SERVER,
+    ensure_automation,
+    ensure_pool,
+    prefect_deploy,
+    zombie_automation,
+)
+from penstock.cli.prefect.pool_type import PoolType
 from penstock.cli.prefect.server import check_server
 from penstock.session.pools import DEPLOYMENT, machines_variable
 from penstock.session.prefect import limit_of
 
 ENTRYPOINT = "flows/engine_host.py:engine_host"
+IN_IMAGE = Path("/penstock")  # this repository in the image (Dockerfile)
 
 
-def deploy_pool(pool: str, hosts: int, gpus: int) -> list[tuple[str, str, str]]:
+def deploy_pool(pool: str, hosts: int, gpus: int, kind: PoolType = PoolType.process) -> list[tuple[str, str, str]]:
     """Create or update a pool of `hosts` machines with `gpus` GPUs each; return rows of kind, name and detail.
 
     Raises:
@@ -31,21 +44,37 @@ def deploy_pool(pool: str, hosts: int, gpus: int) -> list[tuple[str, str, str]]:
     check_server(LOCAL_SERVER)
     url, slots = PREFECT_API_URL.value() or LOCAL_SERVER, hosts * max(1, gpus)
     with temporary_settings({PREFECT_API_URL: url}), get_client(sync_client=True) as client:
-        ensure_pool(client, pool)
+        ensure_pool(client, pool, kind.value, template_of(kind, gpus))
         client.upsert_global_concurrency_limit_by_name(limit_of(pool), slots)
         Variable.set(machines_variable(pool), {"hosts": hosts, "gpus": gpus}, overwrite=True)
         automation = zombie_automation()
         ensure_automation(client, automation)
-        prefect_deploy(url, pool, {"deployments": [deployment_of(pool)]})
+        home = HOME if kind == PoolType.process else IN_IMAGE
+        prefect_deploy(url, pool, {"deployments": [deployment_of(pool)]}, home)
     each = f"{gpus} GPUs each" if gpus else "no GPU"
     return [
         ("server", public_address(url).removesuffix("/api"), ""),
-        ("work pool", pool, f"{hosts} machines, {each}"),
+        ("work pool", pool, f"{kind.value}, {hosts} machines, {each}"),
         ("concurrency limit", limit_of(pool), f"{slots} slots"),
         ("variable", machines_variable(pool), each),
         ("automation", automation.name, ""),
         ("deployment", f"{DEPLOYMENT}/{pool}", ""),
     ]
+
+
+def template_of(kind: PoolType, gpus: int) -> dict[str, Any] | None:
+    """Return the base job template of a pool, with what each machine has; None: Prefect's own."""
+    if kind == PoolType.process:
+        return None
+    template: dict[str, Any] = json.loads(
+        (HOME / "deploy" / "pools" / f"{kind.value}.json").read_text(encoding="utf-8")
+    )
+    variables = template["variables"]["properties"]
+    if kind == PoolType.kubernetes:
+        variables["gpus"]["default"] = gpus
+    elif not gpus:
+        del variables["container_create_kwargs"]["default"]["device_requests"]
+    return template
 
 
 def deployment_of(pool: str) -> dict[str, object]:
@@ -59,11 +88,13 @@ def deployment_of(pool: str) -> dict[str, object]:
     }
 
 
-def check_sizes(hosts: int | None, gpus: int | None) -> None:
-    """Refuse one of the two numbers without the other.
+def check_sizes(hosts: int | None, gpus: int | None, kind: PoolType) -> None:
+    """Refuse what is said of machines without their number.
 
     Raises:
-        UserError: `--gpus` without `--hosts`.
+        UserError: `--gpus` or `--type` without `--hosts`.
     """
-    if hosts is None and gpus is not None:
-        raise UserError("--gpus says what each machine of a pool for engine groups has", "say how many: --hosts N")
+    if hosts is None and (gpus is not None or kind != PoolType.process):
+        raise UserError(
+            "--gpus and --type are about the machines of a pool for engine groups", "say how many: --hosts N"
+        )
