@@ -37,11 +37,13 @@ class Machine:
         named = f'hostname {self.name}; exec "$0" "$@"'
         return ["ip", "netns", "exec", self.namespace, "unshare", "--uts", "sh", "-c", named, *words]
 
-    def start(self, words: Sequence[str], environment: dict[str, str], log: Path) -> subprocess.Popen[bytes]:
-        """Start a command there."""
+    def start(
+        self, words: Sequence[str], environment: dict[str, str], log: Path, folder: Path = ROOT
+    ) -> subprocess.Popen[bytes]:
+        """Start a command there, in a folder."""
         with log.open("ab") as stream:
             return subprocess.Popen(
-                self.command(words), env=environment, stdout=stream, stderr=stream, cwd=ROOT, start_new_session=True
+                self.command(words), env=environment, stdout=stream, stderr=stream, cwd=folder, start_new_session=True
             )
 
     def cut_off(self) -> None:
