@@ -4,7 +4,7 @@ A reward function is any Python function named `module:function`; the working di
 what its parameter names ask for:
 
 - `response`, `prompt` (text), `prompt_id`, `row` (all columns of the data row, a dict), or a column by its name;
-- settings from the recipe (`reward.settings`), which win over a column of the same name.
+- settings from the recipe (`reward.settings`); one that has the name of a column or of an argument is refused.
 
 With a parameter `responses` it is a batch function: `responses`, `prompts`, `prompt_ids` and columns (under their
 own name) are lists and `rows` is a list of dicts; it returns one value per row. A call gets the share of a batch that
@@ -79,7 +79,7 @@ def load_reward_function(
 
     Raises:
         UserError: the name is malformed, the module does not import, the function is not there, a parameter has no
-            source, or a setting has no parameter.
+            source or two, or a setting has no parameter.
     """
     function = import_named(setting, spec, "function", "my_rewards:score")
 

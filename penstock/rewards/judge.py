@@ -47,7 +47,7 @@ class Judge:
             raise ValueError("a Judge needs reward.judge")
         check_template(config.judge, columns)
         self._config, self._judge = config, config.judge
-        self._parsers = RewardPool(reading(config), columns, log)
+        self._parsers = RewardPool(reading(config), read_columns(config.judge, columns), log)
         self.calls_ahead = min(1, self._parsers.calls_ahead)  # each has `concurrency` requests under way
 
     def __enter__(self) -> Self:
@@ -98,6 +98,11 @@ def reading(config: RewardConfig) -> RewardConfig:
     return config.model_copy(update={"judge": None, "function": FOUND_NUMBER, "settings": settings})
 
 
+def read_columns(judge: JudgeConfig, columns: Sequence[str]) -> Sequence[str]:
+    """Return the columns that a parser may ask for: a pattern reads the judge's text alone."""
+    return columns if judge.parser is not None else ()
+
+
 def found_number(response: str, pattern: str, bounds: tuple[float, float] | None, scale: float) -> float:
     """Return `scale` times the number in the last match of `pattern` (its one group) in a judge's text.
 
@@ -122,7 +127,8 @@ def check_judge(config: RewardConfig, columns: Sequence[str]) -> None:
     assert config.judge is not None
     check_template(config.judge, columns)
     function = reading(config)
-    load_reward_function(str(function.function), function.settings, columns, setting="reward.judge.parser")
+    own = read_columns(config.judge, columns)
+    load_reward_function(str(function.function), function.settings, own, setting="reward.judge.parser")
     check_server("reward.judge", config.judge)
 
 

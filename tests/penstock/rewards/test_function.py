@@ -23,9 +23,15 @@ def test_parameters_are_filled_by_name() -> None:
     assert function.arguments(Sample("s", "2", "3", "4", {}))["answer"] is None
 
 
-def test_a_setting_wins_over_a_column_and_a_default_over_nothing() -> None:
-    """A parameter has one source: setting, else sample, else its default."""
-    assert load_reward_function("reward_examples:sources", {"answer": "9"}, ["answer"]).wants[-1] == "row"
+def test_a_parameter_has_one_source() -> None:
+    """A setting with the name of a column or an argument is refused, else a default holds. Controls: each alone."""
+    for name in ("answer", "response"):
+        both = (
+            rf"'{name}' of reward.function '.*' is a setting \(reward.settings.{name}\) and also an argument or a col"
+        )
+        with pytest.raises(UserError, match=both):
+            load_reward_function("reward_examples:sources", {name: "9"}, ["answer"])
+    assert "answer" not in load_reward_function("reward_examples:sources", {"answer": "9"}, []).wants
     assert "bonus" in load_reward_function("reward_examples:sources", {}, ["answer", "bonus"]).wants
     assert "bonus" not in load_reward_function("reward_examples:sources", {}, ["answer"]).wants
 

@@ -112,6 +112,16 @@ def judged(responses: list[str], reply: Any, columns: tuple[str, ...] = (), **se
             return scorer.score([sample(response, answer="4") for response in responses]), config
 
 
+def test_a_column_with_the_name_of_what_a_pattern_needs_is_the_datas_own() -> None:
+    """A pattern reads the judge's text alone. Control: a parser's setting of such a name is refused."""
+    columns = ("pattern", "scale", "answer")
+    scores, _ = judged(["yes"], lambda body: chat_reply("7"), columns)
+    assert [score.reward for score in scores] == [7.0]
+    parser = {"pattern": None, "parser": "reward_examples:judge_parser", "settings": {"answer": 1.0}}
+    with pytest.raises(UserError, match="'answer' of .* is a setting .* and also"):
+        judged(["yes"], lambda body: chat_reply("7"), columns, **parser)
+
+
 def test_only_the_culprits_fail_and_the_judges_words_are_kept() -> None:
     """Errors, silence, garbage and numbers out of bounds cost their own samples; the others have their rewards."""
 
