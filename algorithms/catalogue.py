@@ -10,11 +10,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
+from algorithms import preference
 from algorithms.advantages import ADVANTAGES
 from algorithms.declarations.algorithm import Algorithm
-from algorithms.declarations.settings import note, settings, summary
+from algorithms.declarations.settings import Setting, note, settings, summary
 from algorithms.policy_losses import CHOICES, POLICY_LOSSES
-from algorithms.registry import ALGORITHMS
+from algorithms.preference import PREFERENCE_LOSSES
+from algorithms.registry import ALGORITHMS, is_labelled, needs_reference, shared_settings
 
 
 def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
@@ -37,6 +39,23 @@ def estimators() -> list[str]:
 def policy_losses() -> list[str]:
     """Return the table of policy losses."""
     return table(("loss", "per token", "settings", "notes"), _functions(POLICY_LOSSES, CHOICES))
+
+
+def preference_losses() -> list[str]:
+    """Return the table of preference losses."""
+    rows = (
+        (
+            f"`{name}`",
+            summary(function),
+            "rows with a label" if is_labelled(name) else "pairs",
+            "yes" if needs_reference(name) else "no",
+            _defaults(settings(function)),
+            getattr(preference.MODULES[name], "PAPER", ""),
+            note(function),
+        )
+        for name, function in PREFERENCE_LOSSES.items()
+    )
+    return table(("loss", "per pair or row", "data", "reference", "settings", "paper", "notes"), rows)
 
 
 def notes(algorithm: Algorithm) -> str:
@@ -65,6 +84,10 @@ def _functions(
     functions: Mapping[str, Callable[..., Any]], choices: Mapping[str, Callable[..., Any]]
 ) -> Iterable[tuple[str, ...]]:
     for name, function in functions.items():
-        taken = {**(settings(choices[name]) if name in choices else {}), **settings(function)}
-        defaults = ", ".join(f"`{setting.name}` {written(setting.default)}" for setting in taken.values())
-        yield (f"`{name}`", summary(function), defaults, note(function))
+        together = {f"the choice of '{name}'": choices[name]} if name in choices else {}
+        taken = shared_settings({**together, f"'{name}'": function})
+        yield (f"`{name}`", summary(function), _defaults(taken), note(function))
+
+
+def _defaults(taken: Mapping[str, Setting]) -> str:
+    return ", ".join(f"`{setting.name}` {written(setting.default)}" for setting in taken.values())

@@ -4,7 +4,8 @@ Importing this does not import torch, so the flow and the configs may. Settings 
 signatures and hence cannot disagree with them.
 
 A name with a colon, `module:function`, is a user's own. Its module says what it needs as a file of ours does: with
-``NEEDS``, ``RATIO`` and, for a loss, a second function ``choose``.
+``NEEDS``, ``RATIO`` and, for a policy loss, a second function ``choose``; for a preference loss with ``LABELLED`` and
+``REFERENCE``.
 """
 
 from __future__ import annotations
@@ -16,11 +17,12 @@ from dataclasses import replace
 from types import ModuleType
 from typing import Any, get_args
 
-from algorithms import advantages, policy_losses
+from algorithms import advantages, policy_losses, preference
 from algorithms.advantages import ADVANTAGES, AdvantageEstimator
 from algorithms.declarations.algorithm import Algorithm, Need
 from algorithms.declarations.settings import REQUIRED, Setting, settings
 from algorithms.policy_losses import CHOICES, POLICY_LOSSES, Choice, PolicyLoss
+from algorithms.preference import PREFERENCE_LOSSES, PreferenceLoss
 from penstock.base.errors import UserError
 from penstock.usercode.imports import import_named, module_named
 
@@ -30,16 +32,26 @@ __all__ = [
     "advantage_named",
     "choice_named",
     "collect",
+    "every_preference_setting",
     "every_setting",
     "functions_of",
     "has_ratio",
+    "is_labelled",
     "is_own",
     "needs",
+    "needs_reference",
     "policy_loss_named",
+    "preference_loss_named",
     "settings_of",
+    "shared_settings",
 ]
 
-_ADVANTAGE, _POLICY_LOSS = "algorithm.advantage", "algorithm.policy_loss"
+_ADVANTAGE, _POLICY_LOSS, _PREFERENCE_LOSS = "algorithm.advantage", "algorithm.policy_loss", "loss.name"
+_EXAMPLES = {
+    _ADVANTAGE: "my_algorithm:advantage",
+    _POLICY_LOSS: "my_algorithm:policy_loss",
+    _PREFERENCE_LOSS: "my_algorithm:preference_loss",
+}
 
 
 def collect(modules: Iterable[ModuleType]) -> dict[str, Algorithm]:
@@ -83,6 +95,15 @@ def policy_loss_named(name: str) -> PolicyLoss:
     return _own(_POLICY_LOSS, name) if is_own(name) else POLICY_LOSSES[name]
 
 
+def preference_loss_named(name: str) -> PreferenceLoss:
+    """The preference loss of that name.
+
+    Raises:
+        UserError: a user's own cannot be imported, or cannot be called as a loss is.
+    """
+    return _own(_PREFERENCE_LOSS, name) if is_own(name) else PREFERENCE_LOSSES[name]
+
+
 def choice_named(policy_loss: str) -> Choice | None:
     """What chooses tokens for a loss, or None for a loss without."""
     if is_own(policy_loss):
@@ -103,14 +124,26 @@ def functions_of(advantage: str, policy_loss: str) -> dict[str, Callable[..., An
 def settings_of(advantage: str, policy_loss: str) -> dict[str, Setting]:
     """Settings of an estimator, a loss and its choice by name.
 
+    Raises:
+        UserError: two of them annotate a setting differently.
+    """
+    return shared_settings(functions_of(advantage, policy_loss))
+
+
+def shared_settings(functions: Mapping[str, Callable[..., Any]]) -> dict[str, Setting]:
+    """Settings of functions that work together, by name.
+
     A setting that two of them have is one setting, with one value for both: they annotate it equally. Where their
     defaults differ it has none, so that neither wins without a word.
+
+    Args:
+        functions: by what people call them.
 
     Raises:
         UserError: two of them annotate a setting differently, so that its name stands for two things.
     """
     found: dict[str, tuple[str, Setting]] = {}
-    for owner, function in functions_of(advantage, policy_loss).items():
+    for owner, function in functions.items():
         for name, setting in settings(function).items():
             if name in found:
                 setting = _shared(*found[name], owner, setting)
@@ -120,12 +153,12 @@ def settings_of(advantage: str, policy_loss: str) -> dict[str, Setting]:
 
 def every_setting() -> dict[str, dict[str, Setting]]:
     """Every setting of functions of ours by its name, and then by the name of each estimator or loss that has it."""
-    found: dict[str, dict[str, Setting]] = {}
-    for table in (ADVANTAGES, POLICY_LOSSES, CHOICES):
-        for owner, function in table.items():
-            for name, setting in settings(function).items():
-                found.setdefault(name, {})[owner] = setting
-    return found
+    return _by_owner(ADVANTAGES, POLICY_LOSSES, CHOICES)
+
+
+def every_preference_setting() -> dict[str, dict[str, Setting]]:
+    """Every setting of preference losses of ours by its name, and then by the name of each loss that has it."""
+    return _by_owner(PREFERENCE_LOSSES)
 
 
 def needs(advantage: str, policy_loss: str) -> frozenset[Need]:
@@ -149,6 +182,25 @@ def has_ratio(policy_loss: str) -> bool:
     return bool(getattr(_loss_module(policy_loss), "RATIO", True))
 
 
+def is_labelled(preference_loss: str) -> bool:
+    """Whether a preference loss takes rows that are good or bad by themselves instead of pairs."""
+    return bool(getattr(_preference_module(preference_loss), "LABELLED", False))
+
+
+def needs_reference(preference_loss: str) -> bool:
+    """Whether a preference loss needs log-probs of the model that training started from."""
+    return bool(getattr(_preference_module(preference_loss), "REFERENCE", True))
+
+
+def _by_owner(*tables: Mapping[str, Callable[..., Any]]) -> dict[str, dict[str, Setting]]:
+    found: dict[str, dict[str, Setting]] = {}
+    for table in tables:
+        for owner, function in table.items():
+            for name, setting in settings(function).items():
+                found.setdefault(name, {})[owner] = setting
+    return found
+
+
 def _shared(owner: str, setting: Setting, other: str, theirs: Setting) -> Setting:
     if setting.annotation != theirs.annotation:
         name, types = setting.name, [inspect.formatannotation(each.annotation) for each in (setting, theirs)]
@@ -164,12 +216,16 @@ def _loss_module(name: str) -> ModuleType:
     return _module(_POLICY_LOSS, name, policy_losses.MODULES)
 
 
+def _preference_module(name: str) -> ModuleType:
+    return _module(_PREFERENCE_LOSS, name, preference.MODULES)
+
+
 def _module(setting: str, name: str, ours: Mapping[str, ModuleType]) -> ModuleType:
-    return module_named(setting, name, "function", _example(setting)) if is_own(name) else ours[name]
+    return module_named(setting, name, "function", _EXAMPLES[setting]) if is_own(name) else ours[name]
 
 
 def _own(setting: str, spec: str) -> Callable[..., Any]:
-    function = import_named(setting, spec, "function", _example(setting))
+    function = import_named(setting, spec, "function", _EXAMPLES[setting])
     kinds = [parameter.kind for parameter in inspect.signature(function).parameters.values()]
     positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     if not kinds or kinds[0] not in positional or set(kinds[1:]) - {inspect.Parameter.KEYWORD_ONLY}:
@@ -178,10 +234,6 @@ def _own(setting: str, spec: str) -> Callable[..., Any]:
             f"for example: def {spec.partition(':')[2]}(inputs, *, margin=0.5)",
         )
     return function
-
-
-def _example(setting: str) -> str:
-    return f"my_algorithm:{setting.partition('.')[2]}"
 
 
 ALGORITHMS: dict[str, Algorithm] = collect([*advantages.MODULES.values(), *policy_losses.MODULES.values()])

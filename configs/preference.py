@@ -8,50 +8,49 @@ Left out: reading recipes (configs/loading/load.py), checks that need files (pen
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Literal, Self
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import AfterValidator, Field, ValidationInfo, field_validator, model_validator
 
 from algorithms.declarations.settings import settings
-from algorithms.preference import PREFERENCE_LOSSES, is_labelled, needs_reference
+from algorithms.preference import PREFERENCE_LOSSES
+from algorithms.registry import every_preference_setting, is_labelled, needs_reference, preference_loss_named
 from configs.schema import TrainConfig
 from configs.sections.data import DataConfig, check_chat_arguments
+from configs.sections.function_settings import FunctionSettings, own_function
 from configs.sections.model import ModelConfig
 from configs.sections.run import Devices, EngineConfig, GroupConfig, HostsConfig
 from configs.sections.trainer import SftConfig
+from configs.tree.annotations import Knows
 from configs.tree.section import PositiveInt, Recipe, Section, fill, refuse
 
 if TYPE_CHECKING:
     LossName = str
-else:
-    LossName = Literal[tuple(PREFERENCE_LOSSES)]
+else:  # the registry knows the names, so that a file is all that a new loss takes
+    LossName = Literal[tuple(PREFERENCE_LOSSES)] | Annotated[str, AfterValidator(own_function)]
 
-LOSS_SETTINGS = tuple(dict.fromkeys(name for loss in PREFERENCE_LOSSES.values() for name in settings(loss)))
+SETTINGS = FunctionSettings("PreferenceLossSettings", every_preference_setting(), scheduled=False)
+LABELLED = ", ".join(filter(is_labelled, PREFERENCE_LOSSES))
 
 
 class PreferenceLossConfig(Section):
     """Which preference loss, and its settings."""
 
-    name: LossName = Field("dpo", description="loss; dpo, ipo and orpo take pairs, kto rows with a label")
-    beta: float | None = Field(None, gt=0, description="pull to the reference (dpo, ipo, kto)")
-    label_smoothing: float | None = Field(
-        None, ge=0, lt=0.5, description="share of pairs taken to be the wrong way round (dpo); above 0 it is cDPO"
+    name: LossName = Field(
+        "dpo",
+        description=f"loss, or a function of yours as 'module:function'; {LABELLED} takes labelled rows, else pairs",
     )
-    odds_weight: float | None = Field(None, gt=0, description="weight of the odds ratio (orpo)")
-    desirable_weight: float | None = Field(None, gt=0, description="weight of good responses (kto)")
-    undesirable_weight: float | None = Field(None, gt=0, description="weight of bad responses (kto)")
+    settings: Annotated[dict[str, Any], Knows(SETTINGS.known)] = Field(
+        default_factory=dict, description="settings of the loss, yours too"
+    )
 
-    @model_validator(mode="after")
-    def _settings(self) -> Self:
-        own = settings(PREFERENCE_LOSSES[self.name])
-        refuse(self, tuple(name for name in LOSS_SETTINGS if name not in own), f"with loss '{self.name}'")
-        fill(self, **{name: setting.default for name, setting in own.items()})
-        return self
-
-    @property
-    def arguments(self) -> dict[str, Any]:
-        """Keyword arguments of the loss."""
-        return {name: getattr(self, name) for name in settings(PREFERENCE_LOSSES[self.name])}
+    @field_validator("settings")
+    @classmethod
+    def _in_force(cls, given: dict[str, Any], before: ValidationInfo) -> dict[str, Any]:
+        if "name" not in before.data:  # it is wrong, and is reported
+            return given
+        name = before.data["name"]
+        return SETTINGS.checked(given, settings(preference_loss_named(name)), f"loss '{name}'")
 
     @property
     def labelled(self) -> bool:
@@ -67,9 +66,9 @@ class PreferenceLossConfig(Section):
 class PairTrainerConfig(SftConfig):
     """How DeepSpeed trains on preferences."""
 
-    batch: PositiveInt = Field(64, description="pairs (kto: rows) of one optimizer step")
+    batch: PositiveInt = Field(64, description=f"pairs ({LABELLED}: rows) of one optimizer step")
     max_tokens: PositiveInt = Field(
-        1024, description="pairs (kto: rows) of which a prompt with its response is longer are dropped, tokens"
+        1024, description=f"pairs ({LABELLED}: rows) of which a prompt with its response is longer are dropped, tokens"
     )
 
 
@@ -108,8 +107,10 @@ class PairData(Section):
 class PreferenceData(PairData):
     """Where preferences come from: a row per pair, or per response with a label."""
 
-    response: str | None = Field(None, description="column with a response, text (kto only; response)")
-    label: str | None = Field(None, description="column that says whether it is good, true or false (kto only; label)")
+    response: str | None = Field(None, description=f"column with a response, text ({LABELLED} only; response)")
+    label: str | None = Field(
+        None, description=f"column that says whether it is good, true or false ({LABELLED} only; label)"
+    )
 
 
 class RewardModelData(PairData):

@@ -9,6 +9,7 @@ from annotated_types import Ge, Gt
 
 from algorithms.advantages.types import AdvantageInputs, Advantages, spread_over_tokens
 from algorithms.policy_losses.types import PolicyLossInputs, PolicyLossOutputs
+from algorithms.preference.types import PairInputs, PreferenceOutputs, log_ratio_differences
 
 NEEDS = ("group",)
 
@@ -25,6 +26,12 @@ def bounded(inputs: PolicyLossInputs, *, steepness: float = 1.0) -> PolicyLossOu
     ratio_T = (inputs.logprobs_T - inputs.old_logprobs_T).exp()
     loss_T = -inputs.advantages_T * ((ratio_T - 1) * steepness).tanh() / steepness
     return PolicyLossOutputs(loss_T, {"ratio": ratio_T.detach()})
+
+
+def pull(inputs: PairInputs, *, strength: Annotated[float, Gt(0)] = 1.0) -> PreferenceOutputs:
+    """Pull the difference of log-ratios to `strength`."""
+    difference_P = log_ratio_differences(inputs)
+    return PreferenceOutputs((difference_P - strength).square(), difference_P.detach())
 
 
 def namesake(inputs: PolicyLossInputs, *, temperature: float = 0.5, clip_low: float = 0.9, seed: int = 7) -> Any:

@@ -4,7 +4,7 @@ A parameter says all there is to know of a setting. Its annotation is the type, 
 them (`Annotated[float, Ge(0)]`), its default is the setting's default, and its entry below `Args:` in the docstring
 describes it. So a recipe, the form and the documentation cannot disagree with the function.
 
-Left out: checking what a recipe gives (configs/sections/algorithm_settings.py), and which functions belong together
+Left out: checking what a recipe gives (configs/sections/function_settings.py), and which functions belong together
 (algorithms/registry.py).
 """
 

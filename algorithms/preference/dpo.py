@@ -8,16 +8,30 @@ Shapes: _P pairs.
 
 from __future__ import annotations
 
+from typing import Annotated
+
+from annotated_types import Ge, Gt, Lt
+
 from algorithms.preference.types import PairInputs, PreferenceOutputs, log_ratio_differences
 
+PAPER = "2305.18290"
 
-def dpo(inputs: PairInputs, *, beta: float = 0.1, label_smoothing: float = 0.0) -> PreferenceOutputs:
+
+def dpo(
+    inputs: PairInputs,
+    *,
+    beta: Annotated[float, Gt(0)] = 0.1,
+    label_smoothing: Annotated[float, Ge(0), Lt(0.5)] = 0.0,
+) -> PreferenceOutputs:
     """-(1 - e) log sigmoid(m) - e log sigmoid(-m) with the margin m = beta x difference of log-ratios.
 
     Args:
         inputs: with reference log-probs.
-        beta: strength of the pull to the reference, above 0.
-        label_smoothing: e, the share of pairs whose label is taken to be the wrong way round, below 0.5.
+        beta: strength of the pull to the reference.
+        label_smoothing: e, the share of pairs whose label is taken to be the wrong way round.
+
+    Note:
+        With ``label_smoothing`` it is cDPO.
     """
     from torch.nn.functional import logsigmoid
 

@@ -9,25 +9,31 @@ Shapes: _B rows, _P pairs.
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
+
+from annotated_types import Gt
 
 from algorithms.preference.types import PairInputs, PreferenceOutputs, mean_logprobs
 
 if TYPE_CHECKING:
     from torch import Tensor
 
+PAPER = "2403.07691"
 REFERENCE = False
 CERTAIN = -1e-6  # log-probs above count as this: the odds of a certain response are infinite
 
 
-def orpo(inputs: PairInputs, *, odds_weight: float = 0.1) -> PreferenceOutputs:
+def orpo(inputs: PairInputs, *, odds_weight: Annotated[float, Gt(0)] = 0.1) -> PreferenceOutputs:
     """NLL of the chosen response, mean over its tokens, - odds_weight x log sigmoid(log odds ratio).
 
     The margin reported is odds_weight x the log odds ratio.
 
     Args:
         inputs: without reference log-probs.
-        odds_weight: the paper's lambda, above 0.
+        odds_weight: weight of the odds ratio, the paper's lambda.
+
+    Note:
+        The likelihood term is the mean over a response's tokens, then over pairs: long responses weigh no more.
     """
     from torch.nn.functional import logsigmoid
 

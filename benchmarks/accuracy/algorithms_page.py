@@ -13,6 +13,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from pydantic import BaseModel
+
 from algorithms import catalogue
 from algorithms.advantages import ADVANTAGES
 from algorithms.declarations.settings import summary
@@ -21,12 +23,22 @@ from algorithms.registry import ALGORITHMS
 from benchmarks.accuracy.algorithms import TUNED, figures_of
 from benchmarks.reporting.result import BenchResult
 from configs.loading.keys import describe_keys
+from configs.preference import PreferenceConfig
+from configs.schema import TrainConfig
 from penstock.base.errors import UserError
 from penstock.reports.evaluation import sampled_at
 
-SETTINGS = "algorithm.settings."
+SETTINGS, PREFERENCE_SETTINGS = "algorithm.settings.", "loss.settings."
 HEAD = ("name", "accuracy", "by seed", "advantage", "loss", "paper", "notes")
-TABLES = ("algorithms", "estimators", "losses", "settings", "accuracies")
+TABLES = (
+    "algorithms",
+    "estimators",
+    "losses",
+    "settings",
+    "accuracies",
+    "preference losses",
+    "settings of preference losses",
+)
 
 
 def marks(table: str) -> tuple[str, str]:
@@ -67,8 +79,10 @@ def rendered(page: str, result: BenchResult | None, more_steps: BenchResult | No
         "algorithms": catalogue.by_name(),
         "estimators": catalogue.estimators(),
         "losses": catalogue.policy_losses(),
-        "settings": _settings(),
+        "settings": _settings(TrainConfig, SETTINGS),
         "accuracies": _accuracies(result, more_steps),
+        "preference losses": catalogue.preference_losses(),
+        "settings of preference losses": _settings(PreferenceConfig, PREFERENCE_SETTINGS),
     }
     for name, lines in tables.items():
         begin, end = marks(name)
@@ -86,9 +100,9 @@ def table(page: str, heading: str) -> dict[str, list[str]]:
     return {re.findall(r"`([^`]+)`", row[0])[0]: row for row in rows if row[0].startswith("`")}
 
 
-def _settings() -> list[str]:
-    keys = [key for key in describe_keys() if key.name.startswith(SETTINGS)]
-    rows = [(f"`{key.name.removeprefix(SETTINGS)}`", key.type, key.description) for key in keys]
+def _settings(tree: type[BaseModel], place: str) -> list[str]:
+    keys = [key for key in describe_keys(tree) if key.name.startswith(place)]
+    rows = [(f"`{key.name.removeprefix(place)}`", key.type, key.description) for key in keys]
     return catalogue.table(("setting", "values", "meaning"), rows)
 
 

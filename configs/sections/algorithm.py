@@ -4,7 +4,7 @@ Names come from the registry of algorithms. The settings of an estimator and a l
 `settings`. Their names, types, bounds, defaults and descriptions come from the functions themselves, so that a new
 algorithm with a new setting takes no line here.
 
-Left out: how settings are checked (configs/sections/algorithm_settings.py).
+Left out: how settings are checked (configs/sections/function_settings.py).
 """
 
 from __future__ import annotations
@@ -18,20 +18,22 @@ from algorithms.advantages import ADVANTAGES
 from algorithms.declarations.algorithm import Need
 from algorithms.declarations.settings import Setting, settings
 from algorithms.policy_losses import POLICY_LOSSES
-from algorithms.registry import ALGORITHMS, advantage_named, has_ratio, is_own, needs, policy_loss_named, settings_of
-from configs.sections.algorithm_settings import KNOWN, checked, is_scheduled
+from algorithms.registry import (
+    ALGORITHMS,
+    advantage_named,
+    every_setting,
+    has_ratio,
+    is_own,
+    needs,
+    policy_loss_named,
+    settings_of,
+)
 from configs.sections.correction import CorrectionConfig
+from configs.sections.function_settings import FunctionSettings, is_scheduled, own_function
 from configs.sections.prompt_selection import DynamicSamplingConfig
 from configs.tree.annotations import Knows
 from configs.tree.schedule import Scheduled, value_at
 from configs.tree.section import PositiveInt, Section, fill, refuse
-
-
-def _own(name: str) -> str:
-    if not is_own(name):
-        raise ValueError("a function of yours, 'module:function'")
-    return name
-
 
 if TYPE_CHECKING:
     AlgorithmName = str
@@ -39,8 +41,10 @@ if TYPE_CHECKING:
     PolicyLossName = str
 else:  # the registry knows the names, so that a file is all that a new algorithm takes
     AlgorithmName = Literal[tuple(ALGORITHMS)]
-    AdvantageName = Literal[tuple(ADVANTAGES)] | Annotated[str, AfterValidator(_own)]
-    PolicyLossName = Literal[tuple(POLICY_LOSSES)] | Annotated[str, AfterValidator(_own)]
+    AdvantageName = Literal[tuple(ADVANTAGES)] | Annotated[str, AfterValidator(own_function)]
+    PolicyLossName = Literal[tuple(POLICY_LOSSES)] | Annotated[str, AfterValidator(own_function)]
+
+SETTINGS = FunctionSettings("AlgorithmSettings", every_setting(), scheduled=True)
 
 
 ONE_STEP = "with one step per iteration ('mini_batches' 1, 'epochs' 1), where nothing has moved yet"
@@ -105,7 +109,7 @@ class AlgorithmConfig(Section):
     policy_loss: PolicyLossName | None = Field(
         None, description="policy loss, or a function of yours as 'module:function'; null: the algorithm's own"
     )
-    settings: Annotated[dict[str, Any], Knows(KNOWN)] = Field(
+    settings: Annotated[dict[str, Any], Knows(SETTINGS.known)] = Field(
         default_factory=dict,
         description="settings of the advantage estimator and the policy loss, those of yours too; numbers may be "
         "schedules",
@@ -137,7 +141,7 @@ class AlgorithmConfig(Section):
             return given
         advantage, loss = _functions(before.data["name"], before.data["advantage"], before.data["policy_loss"])
         taken = _settings_taken(before.data["name"], advantage, loss)
-        return checked(given, taken, f"advantage '{advantage}' and policy loss '{loss}'")
+        return SETTINGS.checked(given, taken, f"advantage '{advantage}' and policy loss '{loss}'")
 
     @model_validator(mode="after")
     def _together(self) -> Self:

@@ -61,7 +61,7 @@ class SftEnd(Command[None]):
 
 @dataclass(frozen=True)
 class PreferenceLoss:
-    """A loss by its name in `PREFERENCE_LOSSES`, or "bradley_terry", with its settings."""
+    """A preference loss by its name, or "bradley_terry", with its settings."""
 
     name: str
     settings: dict[str, Any]

@@ -20,8 +20,8 @@ import torch
 from torch import nn
 
 from algorithms.bradley_terry import bradley_terry
-from algorithms.preference import PREFERENCE_LOSSES, is_labelled
 from algorithms.preference.types import LabelInputs, PairInputs, PreferenceOutputs
+from algorithms.registry import is_labelled, preference_loss_named
 from algorithms.segments import segment_sum_torch
 from engines.batches.micro_batches import plan_micro_batches
 from engines.batches.packing import PackedBatch, PackedInTurn, Rows, pack, to_device, uncounted
@@ -117,7 +117,7 @@ def _pair_loss(policy: nn.Module, batch: UnitBatch, units: int, loss: Preference
     logprobs_T, _ = policy(packed, 1.0)
     chosen_U = 2 * torch.arange(len(batch.numbers_U), device=logprobs_T.device)
     inputs = PairInputs(logprobs_T, packed.columns.get(REFERENCE), packed.offsets_B1, chosen_U, chosen_U + 1)
-    outputs = PREFERENCE_LOSSES[loss.name](inputs, **loss.settings)
+    outputs = preference_loss_named(loss.name)(inputs, **loss.settings)
     logprobs_B = segment_sum_torch(logprobs_T.detach(), packed.offsets_B1)
     return _shares(batch, outputs, units, "logprobs", logprobs_B[0::2], logprobs_B[1::2])
 
@@ -128,7 +128,7 @@ def _label_loss(
     packed, good_U = batch.packed, batch.numbers_U
     logprobs_T, _ = policy(packed, 1.0)
     inputs = LabelInputs(logprobs_T, packed.columns[REFERENCE], packed.offsets_B1, good_U, kl)
-    outputs = PREFERENCE_LOSSES[loss.name](inputs, **loss.settings)
+    outputs = preference_loss_named(loss.name)(inputs, **loss.settings)
     logprobs_U = segment_sum_torch(logprobs_T.detach(), packed.offsets_B1)
     share, sums = _shares(batch, outputs, units, "logprobs", good_U * logprobs_U, (1 - good_U) * logprobs_U)
     good, bad = batch.weight * good_U.sum(), batch.weight * (1 - good_U).sum()

@@ -36,7 +36,7 @@ RUN_FOLDER_NAMES = {"train": "preferences", "heldout": "preferences-heldout"}
 def loss_of(config: PairConfig) -> PreferenceLoss:
     """Return the loss as the engines take it."""
     if isinstance(config, PreferenceConfig):
-        return PreferenceLoss(config.loss.name, config.loss.arguments)
+        return PreferenceLoss(config.loss.name, config.loss.settings)
     return PreferenceLoss("bradley_terry", {})
 
 

@@ -15,7 +15,8 @@ from algorithms.aggregation import AGGREGATIONS
 from algorithms.declarations.settings import settings
 from algorithms.kl import KL_ESTIMATORS
 from algorithms.policy_losses import CHOICES, POLICY_LOSSES
-from algorithms.registry import ALGORITHMS, every_setting
+from algorithms.preference import PREFERENCE_LOSSES
+from algorithms.registry import ALGORITHMS, every_preference_setting, every_setting, is_labelled, shared_settings
 from benchmarks.accuracy.algorithms_page import table
 
 PAGE = (Path(__file__).parents[2] / "docs" / "algorithms.md").read_text(encoding="utf-8")
@@ -39,7 +40,7 @@ def test_every_algorithm_has_a_row(name: str) -> None:
 )
 def test_every_function_has_a_row_with_its_settings(heading: str, name: str) -> None:
     function = (ADVANTAGES if heading == "Advantage estimators" else POLICY_LOSSES)[name]
-    own = {**settings(function), **(settings(CHOICES[name]) if name in CHOICES else {})}
+    own = shared_settings({name: function, **({"its choice": CHOICES[name]} if name in CHOICES else {})})
     _, formula, cell, _ = table(PAGE, heading)[name]
     assert formula.endswith(".")
     assert cell.count("`") == 2 * len(own)
@@ -47,20 +48,36 @@ def test_every_function_has_a_row_with_its_settings(heading: str, name: str) -> 
         assert f"`{setting.name}` {catalogue.written(setting.default)}" in cell
 
 
+@pytest.mark.parametrize("name", PREFERENCE_LOSSES)
+def test_every_preference_loss_has_a_row(name: str) -> None:
+    row, own = table(PAGE, "Preference losses")[name], settings(PREFERENCE_LOSSES[name])
+    assert row[1].endswith(".")
+    assert row[2] == ("rows with a label" if is_labelled(name) else "pairs")
+    assert row[5]
+    for setting in own.values():
+        assert f"`{setting.name}` {catalogue.written(setting.default)}" in row[4]
+    assert row[4].count("`") == 2 * len(own)
+
+
 def test_every_setting_is_described_and_typed() -> None:
     """A form, the list of keys and the page show it. Control: of the inputs, which are no setting, nothing is there."""
-    rows = table(PAGE, "Settings")
-    assert set(rows) == set(every_setting())
-    assert "inputs" not in rows
-    for name, owners in every_setting().items():
-        assert all(setting.description and setting.annotation for setting in owners.values()), name
-        assert all(f"{owner} " in rows[name][2] for owner in owners)
+    for heading, every in (
+        ("Settings", every_setting()),
+        ("Settings of preference losses", every_preference_setting()),
+    ):
+        rows = table(PAGE, heading)
+        assert set(rows) == set(every)
+        assert "inputs" not in rows
+        for name, owners in every.items():
+            assert all(setting.description and setting.annotation for setting in owners.values()), name
+            assert all(f"{owner} " in rows[name][2] for owner in owners)
 
 
 def test_nothing_is_described_that_is_not_there() -> None:
     assert set(table(PAGE, "By name")) == set(ALGORITHMS)
     assert set(table(PAGE, "Advantage estimators")) == set(ADVANTAGES)
     assert set(table(PAGE, "Policy losses")) == set(POLICY_LOSSES)
+    assert set(table(PAGE, "Preference losses")) == set(PREFERENCE_LOSSES)
     assert set(table(PAGE, "Aggregation")) - {"aggregation"} == set(AGGREGATIONS)
     assert all(f"`{estimator}`" in PAGE for estimator in (*KL_ESTIMATORS, "full"))
 

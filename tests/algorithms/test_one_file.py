@@ -1,4 +1,4 @@
-"""A new estimator with a new setting is one file: the configuration, a dry run and the documentation follow from it.
+"""A new estimator or preference loss with a new setting is one file: configuration, dry run and documentation follow.
 
 The file is put into a copy of the package, which other processes import in its place; nothing else is touched.
 """
@@ -46,6 +46,32 @@ def sharpened(inputs: AdvantageInputs, *, sharpness: Annotated[float, Gt(0), Le(
     """
     scores_B = inputs.scores_B()
     return spread_over_tokens(np.sign(scores_B) * np.abs(scores_B) ** sharpness, inputs)
+'''
+LOSS = '''"""A margin that must be reached, invented for a test."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from annotated_types import Gt, Le
+
+from algorithms.preference.types import PairInputs, PreferenceOutputs, log_ratio_differences
+
+PAPER = "none"
+
+
+def reached(inputs: PairInputs, *, least: Annotated[float, Gt(0), Le(9)] = 1.0) -> PreferenceOutputs:
+    """max(0, least - h), h the difference of log-ratios.
+
+    Args:
+        inputs: with reference log-probs.
+        least: the difference at which a pair is learnt.
+
+    Note:
+        Invented.
+    """
+    difference_P = log_ratio_differences(inputs)
+    return PreferenceOutputs((least - difference_P).clamp(min=0), difference_P.detach())
 '''
 COMMANDS = """
 import sys
@@ -115,6 +141,38 @@ def test_a_new_estimator_is_one_file(folder: Path) -> None:
     assert "sharp" in table(page, "Accuracy")
 
 
+def preference_commands(folder: Path) -> list[list[str]]:
+    (folder / "recipe.yaml").write_text("model: {tiny: {}}", encoding="utf-8")
+    begin = ["preference", "recipe.yaml"]
+    return [
+        [*begin, "loss.name=reached", "loss.settings.least=3"],
+        [*begin, "loss.name=reached", "loss.settings.least=9.5"],
+        [*begin, "loss.name=reached", "loss.settings.leats=3"],
+        begin,
+        ["keys", "preference"],
+        commands(folder)[-1],
+    ]
+
+
+def test_a_new_preference_loss_is_one_file(folder: Path) -> None:
+    """Its setting is taken, listed and checked beside those of the others, which go on as before.
+
+    A recipe that is right ends at the data, of which it names none.
+    """
+    (folder / "algorithms" / "preference" / "reached.py").write_text(LOSS, encoding="utf-8")
+    given, beyond, misspelt, other, keys, _ = outputs(folder, preference_commands(folder))
+    assert "'data.train' is not set" in given
+    assert "'data.train' is not set" in other
+    assert "loss.settings.least: must be less than or equal to 9 (given: 9.5)" in beyond
+    assert "loss.settings.leats: unknown setting (did you mean 'least'?)" in misspelt
+    assert "loss.settings.least" in keys
+    page = (folder / "algorithms.md").read_text(encoding="utf-8")
+    row = ["`reached`", "max(0, least - h), h the difference of log-ratios.", "pairs", "yes", "`least` 1", "none"]
+    assert table(page, "Preference losses")["reached"] == [*row, "Invented."]
+    meaning = "the difference at which a pair is learnt (default: reached 1.0)"
+    assert table(page, "Settings of preference losses")["least"][1:] == ["number > 0 and <= 9", meaning]
+
+
 def test_every_room_of_the_mathematics_takes_one_more_file(folder: Path) -> None:
     """Else "one file" breaks the limit of tests/test_rooms.py. Control: one room with many more."""
     rooms = [path.parent for path in (folder / "algorithms").rglob("__init__.py")]
@@ -128,7 +186,11 @@ def test_every_room_of_the_mathematics_takes_one_more_file(folder: Path) -> None
 
 def test_without_the_file_there_is_no_such_name(folder: Path) -> None:
     """The control, in the same copy."""
-    given, *_, page = outputs(folder, [commands(folder)[0], commands(folder)[-1]])
+    given, preferred, *_, page = outputs(
+        folder, [commands(folder)[0], preference_commands(folder)[0], commands(folder)[-1]]
+    )
     assert "algorithm.name: must be" in given
     assert "given: 'sharp'" in given
+    assert "loss.name: must be" in preferred
+    assert "given: 'reached'" in preferred
     assert (folder / "algorithms.md").read_text(encoding="utf-8") == (ROOT / "docs" / "algorithms.md").read_text()

@@ -241,10 +241,7 @@ PREFERENCE = {
     "data.response": "penstock/data/test_preference.py::test_columns_and_prompts_are_those_that_the_recipe_names",
     "data.label": "penstock/data/test_preference.py::test_columns_and_prompts_are_those_that_the_recipe_names",
     "loss.name": f"{TOLD}steps_on_preferences",
-    "loss.beta": f"{TOLD}steps_on_preferences",
-    "loss.label_smoothing": f"{TOLD}steps_on_preferences",
-    "loss.odds_weight": "engines/training/test_preference.py::test_an_update_on_pairs_is_the_plain_loop",
-    "loss.*desirable_weight": "engines/training/test_preference.py::test_an_update_on_labels_is_the_plain_loop",
+    "loss.settings": "tasks/test_what_ranks_are_told.py::test_every_setting_reaches_its_preference_loss",
 }
 REWARD_MODEL = {
     **PAIRS,

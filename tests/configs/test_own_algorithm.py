@@ -83,7 +83,10 @@ def test_settings_of_ones_own_are_checked_by_their_annotations() -> None:
     [
         ({"policy_loss": f"{MODULE}namesake", "clip_low": 0.1}, "'clip_low' exists at algorithm.settings.clip_low"),
         ({**OWN, "settings": {"scal": 1}}, r"settings.scal: unknown setting \(did you mean 'scale'"),
-        ({"settings": {"scale": 1}}, "settings.scale: unknown setting; advantage 'grpo' and policy loss 'ppo_clip'"),
+        (
+            {"settings": {"scale": 1}},
+            "settings.scale: unknown setting; settings of advantage 'grpo' and policy loss",
+        ),
         ({"advantage": f"{MODULE}without_default"}, "settings.margin: is required: your function has no default"),
         ({"advantage": f"{MODULE}odd_default"}, "settings.edges: is a tuple, which a recipe cannot hold"),
         ({"advantage": f"{MODULE}two_inputs"}, "one argument before a '\\*'"),

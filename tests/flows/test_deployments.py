@@ -451,7 +451,7 @@ def test_preferences_are_trained_on_from_the_form(prefect: Prefect, tmp_path: Pa
     assert prefect.state(run) == "Completed"
     summary = json.loads((folder / "summary.json").read_text(encoding="utf-8"))
     assert (summary["status"], summary["steps"]) == ("completed", 2)
-    assert yaml.safe_load((folder / "config.yaml").read_text(encoding="utf-8"))["loss"]["beta"] == 0.1
+    assert yaml.safe_load((folder / "config.yaml").read_text(encoding="utf-8"))["loss"]["settings"]["beta"] == 0.1
 
 
 def test_the_slots_of_a_lost_machine_come_back(prefect: Prefect, lost: Lost) -> None:

@@ -19,6 +19,8 @@ from prefect.logging import disable_run_logger
 from algorithms.advantages import ADVANTAGES
 from algorithms.declarations.settings import arguments, settings
 from algorithms.policy_losses import CHOICES, POLICY_LOSSES
+from algorithms.preference import PREFERENCE_LOSSES
+from algorithms.registry import shared_settings
 from configs.loading.load import config_from_mapping
 from configs.preference import PreferenceConfig
 from configs.schema import TrainConfig
@@ -232,9 +234,10 @@ def test_every_setting_reaches_its_function(advantage: str, training_with: MakeT
     """Of each estimator, loss and choice: the values of `algorithm.settings`, and none besides its own."""
     agents = {"data": {"agents": {"column": "role", "names": ["solver"]}}} if advantage == "ippo" else {}
     for loss, place in LOSSES:
-        functions = {"settings": POLICY_LOSSES[loss], "choice_settings": CHOICES.get(loss)}
-        own = {} if functions[place] is None else settings(functions[place])
-        both = {name: other_value(setting) for name, setting in {**settings(ADVANTAGES[advantage]), **own}.items()}
+        function = (POLICY_LOSSES if place == "settings" else CHOICES).get(loss)
+        own = {} if function is None else settings(function)
+        together = {"estimator": ADVANTAGES[advantage]} | ({} if function is None else {"loss": function})
+        both = {name: other_value(setting) for name, setting in shared_settings(together).items()}
         algorithm = {"advantage": advantage, "policy_loss": loss, "settings": both, **SEVERAL}
         values = {"algorithm": algorithm, **agents}
         assert update(training_with, values, "actor")["loss"][place] == {name: both[name] for name in own}
@@ -388,8 +391,8 @@ PAIRS: dict[str, Any] = {"trainer": {"batch": 4}, "data": {}}
         ("data.shuffle", False, "batches"),
         ("seed", 7, "batches"),
         ("loss.name", "orpo", "loss.name"),
-        ("loss.beta", 0.5, "loss.settings.beta"),
-        ("loss.label_smoothing", 0.25, "loss.settings.label_smoothing"),
+        ("loss.settings.beta", 0.5, "loss.settings.beta"),
+        ("loss.settings.label_smoothing", 0.25, "loss.settings.label_smoothing"),
     ],
 )
 def test_of_steps_on_preferences(
@@ -412,6 +415,17 @@ def test_of_steps_on_preferences(
         assert after.shape == (2, 5)
     elif key == "data.shuffle":
         assert after.ravel().tolist() == list(range(8))
+
+
+@pytest.mark.parametrize("name", PREFERENCE_LOSSES)
+def test_every_setting_reaches_its_preference_loss(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The values of `loss.settings`, and none besides its own."""
+    own = {setting: other_value(found) for setting, found in settings(PREFERENCE_LOSSES[name]).items()}
+    config = PreferenceConfig.model_validate({**PAIRS, "loss": {"name": name, "settings": own}})
+    training = preferring(config, tmp_path, monkeypatch)
+    group = listening(training)
+    preference_steps.fn(training, config, ROWS // 2, 0, 2)
+    assert group.told["loss"] == {"name": name, "settings": own}
 
 
 def test_of_the_token_budget_of_passes_without_a_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

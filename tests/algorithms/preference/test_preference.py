@@ -12,9 +12,10 @@ import pytest
 import torch
 
 from algorithms.bradley_terry import bradley_terry
-from algorithms.preference import PREFERENCE_LOSSES, is_labelled, needs_reference
+from algorithms.preference import PREFERENCE_LOSSES
 from algorithms.preference.orpo import log_odds
 from algorithms.preference.types import LabelInputs, PairInputs
+from algorithms.registry import is_labelled, needs_reference
 
 NOW = [[-0.5, -1.25], [-2.0], [-0.1, -0.7, -0.3], [-1.5, -0.2]]
 REFERENCE = [[-0.9, -1.0], [-1.0], [-0.2, -0.9, -0.1], [-1.0, -0.6]]

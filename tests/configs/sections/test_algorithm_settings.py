@@ -65,8 +65,8 @@ def test_a_setting_is_taken_where_it_applies_and_refused_elsewhere(algorithm: st
 @pytest.mark.parametrize(
     ("algorithm", "given", "words"),
     [
-        ("grpo", {"clip_lwo": 0.1}, r"clip_lwo: unknown setting \(did you mean 'clip_low'\?\); advantage 'grpo' and "
-         "policy loss 'ppo_clip' take: normalize_by_std, clip_low, clip_high, dual_clip"),
+        ("grpo", {"clip_lwo": 0.1}, r"clip_lwo: unknown setting \(did you mean 'clip_low'\?\); settings of advantage "
+         "'grpo' and policy loss 'ppo_clip': normalize_by_std, clip_low, clip_high, dual_clip"),
         ("grpo", {"clip_lwo": None}, "clip_lwo: unknown setting"),
         ("grpo", {"gae_lambda": 1}, "gae_lambda: has no effect with advantage 'grpo' and policy loss 'ppo_clip': "
          "remove it, it is a setting of gae, ippo"),

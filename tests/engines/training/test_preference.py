@@ -27,6 +27,7 @@ RATE, UNITS = 0.02, 5
 FolderOf = Callable[[Shape], Path]
 DPO = {"name": "dpo", "settings": {"beta": 0.5, "label_smoothing": 0.1}}
 IPO = {"name": "ipo", "settings": {"beta": 0.5}}  # a far aim: its distance is what rounding is small beside
+OWN = {"name": "tests.own_algorithm:pull", "settings": {"strength": 2.0}}  # of a user, in no package
 ORPO = {"name": "orpo", "settings": {"odds_weight": 0.5}}
 KTO = {"name": "kto", "settings": {"beta": 0.5, "desirable_weight": 1.0, "undesirable_weight": 0.7}}
 SCORES = {"name": "bradley_terry", "settings": {}}
@@ -132,7 +133,7 @@ def test_query_key_and_value_lie_side_by_side(one_rank: Ranks, folder_of: Folder
 
 @pytest.mark.parametrize(
     ("count", "stage", "budget", "loss"),
-    [(1, 1, 10_000, DPO), (2, 2, 1, DPO), (1, 1, 40, IPO), (2, 1, 40, ORPO)],
+    [(1, 1, 10_000, DPO), (2, 2, 1, DPO), (1, 1, 40, IPO), (2, 1, 40, ORPO), (1, 1, 40, OWN)],
 )
 def test_an_update_on_pairs_is_the_plain_loop(
     count: int,
@@ -164,6 +165,8 @@ def test_an_update_on_pairs_is_the_plain_loop(
                 losses.append(-0.9 * margin.sigmoid().log() - 0.1 * (-margin).sigmoid().log())
             elif loss["name"] == "ipo":
                 losses.append((difference - 1 / (2 * loss["settings"]["beta"])) ** 2)
+            elif loss is OWN:
+                losses.append((difference - 2.0) ** 2)
             else:
                 p, q = good.mean().exp(), bad.mean().exp()
                 losses.append(-p.log() - 0.5 * ((p / (1 - p)).log() - (q / (1 - q)).log()).sigmoid().log())
