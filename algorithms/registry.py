@@ -165,13 +165,13 @@ def needs(advantage: str, policy_loss: str) -> frozenset[Need]:
     """What an estimator and a loss need beyond rewards and the current log-probs.
 
     Raises:
-        UserError: a user's module needs what there is not.
+        UserError: `NEEDS` of a user's module has a name that is no need.
     """
     modules = (_module(_ADVANTAGE, advantage, advantages.MODULES), _loss_module(policy_loss))
     found = frozenset(need for module in modules for need in getattr(module, "NEEDS", ()))
     if unknown := sorted(found - set(get_args(Need))):
         raise UserError(
-            f"NEEDS of '{advantage}' or '{policy_loss}' has '{unknown[0]}', which there is not",
+            f"NEEDS of '{advantage}' or '{policy_loss}' has '{unknown[0]}', which is no need",
             f"it is a tuple of: {', '.join(get_args(Need))}",
         )
     return found

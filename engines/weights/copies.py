@@ -75,13 +75,17 @@ class Copies:
             bytes=sum(tensor.numel() * tensor.element_size() for tensor in views),
         )
 
-    def check_complete(self, found: Iterable[Differences], elsewhere: int = 0) -> None:
-        """Raise unless every slice was compared: here, or where `elsewhere` of them were proven.
+    def check_complete(self, found: Iterable[Differences], proven_otherwise: int = 0) -> None:
+        """Raise unless every slice was compared.
+
+        Args:
+            found: the comparisons of this reshard.
+            proven_otherwise: slices that were never copied, and whose values are proven in another way.
 
         Raises:
             RuntimeError: one was not.
         """
-        compared = sum(len(part.names) for part in found) + elsewhere
+        compared = sum(len(part.names) for part in found) + proven_otherwise
         if compared != self._count:
             raise RuntimeError(f"the reshard compared {compared} of {self._count} slices of the rollout engine")
 

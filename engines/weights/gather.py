@@ -132,7 +132,7 @@ class GatherReshard:
             gathering.finish()
             self._shards.look_at(gathering)
             found.append(self._copies.copy(self._staged(gathering)))
-        self._copies.check_complete(found, elsewhere=len(self._direct))
+        self._copies.check_complete(found, proven_otherwise=len(self._direct))
         refuse(wrong_names([*found, self._shards.differences()]))
         return self._bytes
 

@@ -135,7 +135,12 @@ def check_zero_stage(
 def _require_all(
     config: TrainConfig, estimates: list[GroupEstimate], elsewhere: Elsewhere, section: str | None = None
 ) -> None:
-    """Compare with what is free; `section`: the trained model's section, None: that of the fullest phase."""
+    """Compare the estimates with what is free.
+
+    Args:
+        section: the key that errors advise to change, the trained model's section; None: the section of the model that
+            is trained in the fullest phase.
+    """
     gpus, left = visible_gpus(), {LOCAL: free_host_bytes()}
     left |= {name: facts.free_bytes for name, facts in elsewhere.hosts.items()}
     for estimate in estimates:

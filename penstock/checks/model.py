@@ -70,7 +70,7 @@ def check_one_label(folder: Path, key: str) -> None:
         UserError: it has several.
     """
     settings = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    labels = len(settings.get("id2label", "01"))  # what a file does not say are two
+    labels = len(settings.get("id2label", "01"))  # a configuration without labels has two
     if labels != 1 and classifies(settings):
         raise UserError(
             f"{key}: {folder} is a classifier with {labels} labels; a reward model has one, the score",

@@ -53,7 +53,7 @@ def how_sampled(metrics: Mapping[str, float]) -> str:
 
 
 def sampled_at(temperature: float | None) -> str:
-    """Return the same of a temperature, None where nobody knows it."""
+    """Return how responses of a temperature were sampled, as `how_sampled` does; None: nobody knows the temperature."""
     if temperature is None:
         return ""
     return f"sampled at temperature {temperature:g}" if temperature else "greedy"

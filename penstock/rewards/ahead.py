@@ -46,7 +46,7 @@ class _Call:
 
 
 class Scorer:
-    """Gives every sample its worth, of those begun earlier as soon as `score` is asked; a context manager.
+    """Scores samples, some of them ahead: `begin` starts calls, and `score` takes their results. A context manager.
 
     Args:
         source: what rewards come from.
@@ -140,7 +140,7 @@ class _Identity:
     response: str
 
     def __hash__(self) -> int:
-        return hash(self.sample_id)  # that of a long text takes as long as reading it; equal names are rare
+        return hash(self.sample_id)  # not of the response, all of which would be read; samples rarely share an id
 
 
 def _identity(sample: Sample) -> _Identity:

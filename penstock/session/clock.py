@@ -49,7 +49,10 @@ class LapClock:
 
     @contextmanager
     def timed(self, task: str) -> Iterator[Span]:
-        """Note when the block ran. What it began ahead of the block, it may add by moving `began` of the span."""
+        """Note when the block ran, as a span of the task.
+
+        Where a part of the task ran before the block, the block sets `began` of the span to the earlier time.
+        """
         span = Span(task, time.perf_counter())
         yield span
         span.ended = time.perf_counter()
