@@ -1,9 +1,9 @@
 """Correction for a rollout engine whose policy is not quite the trainer's: weights, rejection, and how far they part.
 
-Tokens are drawn by the rollout engine, losses assume that the trainer drew them. Both compute the same weights with
-other kernels, so their log-probs differ by rounding, and on some tokens by a lot; experience of an older policy adds to
-that. Importance weights pi / pi_rollout put it right in expectation; they are bounded, since a few would drown the
-rest. pi is the proximal policy, from which the update starts: the one that clips compare with.
+The rollout engine samples the tokens, and losses assume that the trainer did. Both compute the same weights with other
+kernels, so their log-probs differ by rounding, and on some tokens by a lot; experience of an older policy adds to that.
+Importance weights pi / pi_rollout put it right in expectation; they are bounded, since a few would drown the rest. pi
+is the proximal policy, from which the update starts: the one that clips compare with.
 
 Sources: Yao et al. 2025, "Your efficient RL framework secretly brings you off-policy training" (capped weights, TIS);
 Ling team 2025, "Every step evolves" (arXiv 2510.18855), IcePop (weights 0 outside a band); Hilton et al. 2021 (arXiv
@@ -97,7 +97,7 @@ def correct(
 
     Args:
         proximal_T: log-probs under the proximal policy, without gradient.
-        rollout_T: log-probs under the distribution that the tokens were drawn from; any value where the mask is 0.
+        rollout_T: log-probs under the distribution that the tokens were sampled from; any value where the mask is 0.
         mask_T: 1.0 where a token counts.
         offsets_B1: where rows begin and end.
         correction: what is wanted.

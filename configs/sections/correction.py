@@ -1,4 +1,4 @@
-"""The section `algorithm.correction`: what is done about tokens that another policy than the trainer's has drawn."""
+"""The section `algorithm.correction`: what is done about tokens that another policy than the trainer's has sampled."""
 
 from __future__ import annotations
 

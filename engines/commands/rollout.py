@@ -17,10 +17,10 @@ from penstock.base.ragged import Ragged
 
 @dataclass(frozen=True)
 class Sampling:
-    """How to draw tokens.
+    """How tokens are sampled.
 
-    `seed` is three numbers that make this generation's draws unique. (NumPy fills shorter seeds up with zeros: of
-    another length, they could equal another generation's.)
+    `seed` is three numbers, from which no other generation's random streams start. (NumPy fills shorter seeds up with
+    zeros, so a seed of another length could equal another generation's.)
     """
 
     samples: int
@@ -30,7 +30,7 @@ class Sampling:
     max_tokens: int
     ignore_eos: bool
     seed: list[int]
-    logprobs: bool = False  # of the tokens drawn, under what they were drawn from
+    logprobs: bool = False  # whether each token's log-prob is asked for, under the distribution it is sampled from
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ class EpisodeRows:
 class Episodes:
     """What episodes have beyond responses, for each episode or token of an engine's responses."""
 
-    loss_mask_T: np.ndarray  # uint8: 1 for tokens that the policy drew, 0 for observations
+    loss_mask_T: np.ndarray  # uint8: 1 for tokens that the policy sampled, 0 for observations
     turns_B: np.ndarray  # int64
     rewards_B: np.ndarray  # float64; NaN where the environment gave none
     parts_B: list[dict[str, float]]  # of the reward, by name
@@ -72,7 +72,7 @@ class EngineResponses:
     truncated_B: np.ndarray  # bool: cut at max_tokens
     texts: pa.LargeStringArray
     policy_version: int  # with which the generation began
-    first_version_B: np.ndarray  # int64: the policy version that drew a response's first token
+    first_version_B: np.ndarray  # int64: the policy version that sampled a response's first token
     last_version_B: np.ndarray  # int64: and its last
     request_seconds_B: np.ndarray  # from submission to the last token
     engine_seconds: float  # from the first request to the last token

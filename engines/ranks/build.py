@@ -100,7 +100,7 @@ def _build_rollout(models: RankModels, folder: Path, alone: bool) -> None:
     if strategy == "broadcast":
         return
     models.transfer = transfer_within_group(strategy, generator.model, generator.binding, models.lm)
-    generator.refill = models.transfer
+    generator.own_reshard = models.transfer
     bring_weights(models, 0)
     generator.sleep()
 

@@ -47,20 +47,20 @@ class Share:
 
     @property
     def own_streams(self) -> bool:
-        """Whether each request draws from a random stream of its own."""
+        """Whether each request is sampled from a random stream of its own."""
         return self.parameters.seed is not None
 
 
 @dataclass(slots=True)
 class Request:
-    """What vLLM draws after one prompt: `row` is its owner's number for it."""
+    """What vLLM samples after one prompt: `row` is its owner's number for it."""
 
     owner: Generation
     row: int
     submitted: float
     tokens: array[int] = field(default_factory=partial(array, "i"))
     logprobs: list[float] = field(default_factory=list)
-    first_version: int = -1  # the policy version that drew the first token
+    first_version: int = -1  # the policy version that sampled the first token
     last_version: int = -1  # and the last
     cached: int = 0  # of the prompt's tokens, found in the prefix cache
     truncated: bool = False
@@ -160,7 +160,7 @@ class DecodeLoop:
 
         Args:
             names: the rows of the requests by their names, which no other request of this process has.
-            seeds: of each request; None: they draw from the engine's common stream.
+            seeds: of each request; None: they are sampled from the engine's common stream.
         """
         versions.submit(self.llm, list(names), prompt, parameters, seeds)
         now = time.perf_counter()

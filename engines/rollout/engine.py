@@ -68,7 +68,7 @@ class Demand:
 
     Attributes:
         sleeps: whether something else needs this GPU's memory between rollouts.
-        logprobs: whether log-probs of the tokens that it draws may be asked for.
+        logprobs: whether log-probs of the tokens that it samples may be asked for.
     """
 
     config: RolloutConfig
@@ -114,7 +114,7 @@ class Generator:
         self.loop = DecodeLoop(self.llm)
         self.binding = bound[-1]
         self.model = versions.vllm_model(self.llm)
-        self.refill: Callable[[], int] | None = None  # a reshard that this rank's group can make by itself
+        self.own_reshard: Callable[[], int] | None = None  # one that this rank's group makes without another group
         self.asleep: set[str] = set()
         self.unmapped = 0  # bytes given to training
         self.wake_seconds = 0.0  # what the last generation waited for the engine's memory
@@ -176,7 +176,7 @@ class Generator:
             ignore_eos=sampling.ignore_eos,
             stop_token_ids=[] if sampling.ignore_eos else [*self.stop_token_ids, *stop],
             detokenize=False,
-            logprobs=0 if sampling.logprobs else None,  # the token drawn alone
+            logprobs=0 if sampling.logprobs else None,  # of the sampled token alone
             seed=0 if own_streams and sampling.temperature else None,  # each request gets another in its place
         )
 
@@ -187,8 +187,8 @@ class Generator:
             RuntimeError: vLLM keeps cached prefixes, because a request still holds some of them.
         """
         self._wake("weights")  # also vLLM's own buffers, such as the rotary table
-        if self.dropped and self.refill is not None:
-            self.reshard(self.refill)
+        if self.dropped and self.own_reshard is not None:
+            self.reshard(self.own_reshard)
         self._wake("kv_cache")
         if self.llm.reset_prefix_cache() is False:
             raise RuntimeError("vLLM did not empty its prefix cache: responses would build on older weights")
@@ -206,7 +206,7 @@ class Generator:
         Copies are dropped where this group can make them again, and wait in the host's memory elsewhere.
         """
         if self.sleeps and not self.asleep:
-            self.dropped = self.refill is not None and bool(self.binding.copied)
+            self.dropped = self.own_reshard is not None and bool(self.binding.copied)
             free = torch.cuda.mem_get_info()[0]
             self.llm.sleep(level=2 if self.dropped else 1)
             self.unmapped = torch.cuda.mem_get_info()[0] - free
@@ -226,7 +226,7 @@ def stop_token_ids(lm: Any) -> list[int]:
 
 
 def sampling_at_start(config: RolloutConfig, logprobs: bool) -> Any:
-    """Return vLLM's parameters for drawing as the recipe does; the kernels for a temperature serve every one."""
+    """Return vLLM's parameters for sampling as the recipe does; the kernels for a temperature serve every one."""
     from vllm import SamplingParams
 
     kept = 0 if logprobs else None
@@ -268,7 +268,8 @@ def engine_arguments(
         "enable_prefix_caching": True,
         "enable_chunked_prefill": None if cuda else False,  # a request with its own stream would stop vLLM on the CPU
         "skip_tokenizer_init": True,
-        # Processed: of what is drawn from, at its temperature. Else vLLM may use a faster kernel for top-p.
+        # Processed log-probs belong to the distribution that is sampled from, temperature included. Without log-probs
+        # vLLM may use a faster kernel for top-p.
         "logprobs_mode": "processed_logprobs" if logprobs else "raw_logprobs",
         "disable_log_stats": True,
         "seed": 0,
@@ -302,7 +303,7 @@ class _global_randomness_kept:
 
 
 def _seed_everything(seed: int) -> None:
-    """vLLM draws from these, depending on version and device."""
+    """Seed the generators that vLLM samples from: which one depends on its version and the device."""
     torch.manual_seed(seed)
     np.random.seed(seed % (1 << 32))
     random.seed(seed)

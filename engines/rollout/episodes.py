@@ -1,9 +1,9 @@
 """A generation of episodes: policy and environment take turns, and vLLM never waits for an environment.
 
 A turn is one request of the decode loop. It ends at a stop token, or at its limit; its tokens stay exactly as they
-were drawn. The environment gets their text, its observation is tokenised by itself and put behind them, and all tokens
-so far are the prompt of the next turn, which vLLM's prefix cache knows already. Text never becomes tokens a second
-time, so what the trainer sees is what the policy saw and drew; the mask says which tokens those are that it drew.
+were sampled. The environment gets their text, its observation is tokenised by itself and put behind them, and all
+tokens so far are the prompt of the next turn, which vLLM's prefix cache knows already. Text never becomes tokens a
+second time, so what the trainer sees is what the policy saw and sampled; the mask says which tokens it sampled.
 
 Many episodes are under way. Environments answer in processes of their own (penstock/environments/pool.py); the loop
 asks after each step of vLLM what has come. With `in_step` it waits for all answers first: then no timing has a part in
@@ -52,7 +52,7 @@ class Environments:
 class Played(Generated):
     """What one engine played: `samples` episodes side by side for each of its prompts."""
 
-    mask_T: np.ndarray  # 1 for the tokens that the policy drew, 0 for observations
+    mask_T: np.ndarray  # 1 for the tokens that the policy sampled, 0 for observations
     turns_B: np.ndarray
     replies: list[Reply]  # of each episode: its rewards added up, its failure
     waited_seconds: float  # in which vLLM stood still because environments had not answered

@@ -28,7 +28,7 @@ class Generated:
     responses: Ragged
     logprobs_T: np.ndarray | None  # of the responses' tokens, where they were asked for
     truncated_B: np.ndarray  # cut at max_tokens
-    first_version_B: np.ndarray  # the policy version that drew the first token
+    first_version_B: np.ndarray  # the policy version that sampled the first token
     last_version_B: np.ndarray  # and the last
     seconds_B: np.ndarray  # from submission to the last token
     prompt_tokens: int  # of all requests, a prompt counting once per sample

@@ -34,7 +34,10 @@ LIMITS = ("max_num_scheduled_tokens", "max_num_running_reqs", "max_num_active_re
 
 
 def let_sequences_coast(scheduler: Any) -> bool:
-    """Change a vLLM `Scheduler`, sequences or none; return whether it is one that this is right for."""
+    """Let the sequences of a vLLM `Scheduler` coast; return whether they may, else the scheduler is left as it is.
+
+    Sequences that it holds already may be there.
+    """
     kinds = scheduler.kv_cache_manager.coordinator.single_type_managers
     if [type(kind).__name__ for kind in kinds] != ["FullAttentionManager"] or scheduler.num_lookahead_tokens:
         return False
@@ -49,12 +52,16 @@ def let_sequences_coast(scheduler: Any) -> bool:
 
 @dataclass(slots=True)
 class _Sequence:
-    """A sequence that coasts. What grows with each step is kept less the step at which it began."""
+    """A sequence that coasts.
+
+    `computed` and `sampled` grow by one with each step. They are kept without that growth, so that adding the number of
+    a step gives their values there and no step has to count them up.
+    """
 
     request: Any  # vLLM's record of it
-    began: int
-    computed: int
-    drawn: int
+    began: int  # the step at which it began to coast
+    computed: int  # tokens whose keys are computed, minus the step's number
+    sampled: int  # tokens of the response, minus the step's number
     tokens: list[int] = field(default_factory=list)  # since then
     logprobs: list[Any] = field(default_factory=list)  # of those, in vLLM's form, where they are asked for
 
@@ -156,7 +163,7 @@ class Coasting:
         cached.req_ids += names
         cached.new_block_ids += [None] * len(names)
         cached.num_computed_tokens += [sequence.computed + step for sequence in self.sequences.values()]
-        cached.num_output_tokens += [sequence.drawn + step for sequence in self.sequences.values()]
+        cached.num_output_tokens += [sequence.sampled + step for sequence in self.sequences.values()]
         output.num_scheduled_tokens.update(dict.fromkeys(names, 1))
         output.total_num_scheduled_tokens += len(names)
         if hasattr(self.scheduler, "prev_step_scheduled_req_ids"):  # of vLLM's first model runner
@@ -183,7 +190,7 @@ class Coasting:
         return awake
 
     def _send(self, output: Any) -> None:
-        """Put what a sequence drew while it coasted before its tokens of this step."""
+        """Put the tokens that were sampled while a sequence coasted before its tokens of this step."""
         unsent = self.unsent.pop(output.request_id, None)
         if unsent is None:
             return
@@ -209,8 +216,8 @@ class Coasting:
         if steps <= 0:
             return
         self.stops |= parameters.all_stop_token_ids
-        drawn = request.num_output_tokens + request.num_output_placeholders + (1 - ahead)
-        sequence = _Sequence(request, self.steps, computed - self.steps, drawn - self.steps)
+        sampled = request.num_output_tokens + request.num_output_placeholders + (1 - ahead)
+        sequence = _Sequence(request, self.steps, computed - self.steps, sampled - self.steps)
         self.sequences[request.request_id] = sequence
         self.due.setdefault(self.steps + steps, []).append(sequence)
 

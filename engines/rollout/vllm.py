@@ -145,7 +145,7 @@ def sampled_logprobs(output: Any) -> list[float]:
 def compute_again(llm: Any) -> None:
     """Let an in-process vLLM engine compute all that it keeps of its sequences again, before their next tokens.
 
-    Tokens of steps that are still under way are dropped, and drawn again.
+    Tokens of steps that are still under way are dropped and sampled again.
     """
     scheduler(llm).reset_prefix_cache(reset_running_requests=True)
 

@@ -135,7 +135,7 @@ def generation_flops(shape: ModelShape, prompt_B: np.ndarray, response_B: np.nda
         prompt_B, response_B: tokens per row, the rows of a prompt next to each other.
         samples: rows per prompt.
 
-    The last token of a response is drawn and not read; the head is needed once per token that is drawn.
+    The last token of a response is sampled and not read; the head is needed once per token that is sampled.
     """
     read_B = np.maximum(response_B - 1, 0)
     blocks = _block_flops(shape, prompt_B[::samples], prompt_B, read_B)

@@ -1,7 +1,7 @@
 """The interface of an environment: the policy speaks, it answers, until the episode is over.
 
 One object per episode. It is made in a worker process, lives there as long as its episode, and sees text alone: which
-tokens the policy drew, and which of them are trained on, is the rollout engine's business
+tokens the policy sampled, and which of them are trained on, is the rollout engine's business
 (engines/rollout/episodes.py).
 
 Left out: loading a user's class (penstock/environments/loading.py), worker processes (penstock/environments/pool.py).

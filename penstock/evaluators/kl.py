@@ -1,7 +1,7 @@
 """How far the policy has moved from the reference, on responses to prompts that no update ever sees.
 
-Two unbiased estimates from the log-probs of responses that the policy drew (algorithms/kl.py); for greedy responses,
-which nobody drew, they are measures of the distance along them. Suffixes: `_T` tokens, `_B` rows, `_P` prompts.
+Two unbiased estimates from the log-probs of responses that the policy sampled (algorithms/kl.py); for greedy responses,
+which nobody sampled, they are measures of the distance along them. Suffixes: `_T` tokens, `_B` rows, `_P` prompts.
 """
 
 from __future__ import annotations

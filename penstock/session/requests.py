@@ -21,7 +21,7 @@ class GenerationRequest:
     Attributes:
         prompts: rows of a prompt table.
         key: idempotency key of the command.
-        sampling: how its tokens are drawn.
+        sampling: how its tokens are sampled.
         split: prompt table that the prompts come from; environments see its columns.
     """
 

@@ -35,7 +35,7 @@ def evaluate(training: Training, iteration: int) -> dict[str, float]:
     """Return held-out accuracy, mean reward and what the evaluators found after `iteration` (0: before training).
 
     Accuracy is the share of responses with a reward of at least 1, the full reward of the built-in functions; how they
-    were drawn is the metric `heldout/temperature`, so that no accuracy is shown without it.
+    were sampled is the metric `heldout/temperature`, so that no accuracy is shown without it.
     """
     config, table = training.config, training.session().prompts["heldout"]
     samples = config.evaluate.samples
@@ -99,9 +99,9 @@ def held_out(training: Training, columns: dict[str, list[str]], responses: Respo
 def with_logprobs(
     training: Training, iteration: int, prompts: pd.DataFrame, responses: Responses, heldout: HeldOut
 ) -> HeldOut:
-    """Add the responses' log-probs under actor and reference, also to the file, of what they were drawn from.
+    """Compute the responses' log-probs under actor and reference, and add them to the figures' columns and to the file.
 
-    That is at the temperature of the evaluation; greedy responses are looked at at temperature 1.
+    Both are taken at the temperature of the evaluation, for greedy responses at temperature 1.
     """
     config, path = training.config, training.run.evaluation(iteration)
     repeated = [tokens for tokens in prompts["prompt_tokens"] for _ in range(heldout.samples)]

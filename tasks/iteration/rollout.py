@@ -30,7 +30,7 @@ from penstock.state.experience import AGENT, ExperienceRef, column_names, origin
 from penstock.state.manifest import Progress
 from tasks.iteration.checkpoint import checkpoint_due
 
-ROLLOUT_LOGPROBS = "logprobs_rollout"  # column with those of what each token was drawn from, if they are compared
+ROLLOUT_LOGPROBS = "logprobs_rollout"  # column: log-probs under the distributions that tokens were sampled from
 DESCRIBING = ("prompt_tokens", "response_tokens", "truncated", "policy_version", "loss_mask")
 RESAMPLED = "resample"  # column that says which rollout of the iteration a sample is from, once there are several
 
@@ -130,7 +130,7 @@ def experience_columns(
 
 
 def sampling(training: Training, settings: Settings, purpose: int = 0) -> Sampling:
-    """Return how tokens are drawn in a rollout of this iteration.
+    """Return how tokens are sampled in a rollout of this iteration.
 
     Args:
         purpose: tells the iteration's generations apart in their seeds. 0: its first rollout; 1: evaluation; 2: the
@@ -152,11 +152,11 @@ def sampling(training: Training, settings: Settings, purpose: int = 0) -> Sampli
 def _origin(training: Training, settings: Settings) -> dict[str, Any]:
     """Return what the responses of an iteration's first rollout depend on, besides policy and prompts."""
     environment = training.config.environment
-    drawing = dataclasses.asdict(sampling(training, settings))
-    del drawing["seed"]
+    sampled_with = dataclasses.asdict(sampling(training, settings))
+    del sampled_with["seed"]
     return {
         "seed": training.config.seed,
-        **drawing,
+        **sampled_with,
         "environment": environment.model_dump(mode="json") if environment is not None else None,
     }
 
@@ -169,7 +169,7 @@ def _left_behind(training: Training, settings: Settings, progress: Progress, pro
     differences = _differences(training, settings, prompts, path)
     if differences:
         get_run_logger().warning(
-            "iteration %d: responses are generated anew, those of the interrupted attempt were drawn with %s",
+            "iteration %d: responses are generated anew, those of the interrupted attempt were sampled with %s",
             settings.iteration,
             ", ".join(differences),
         )
@@ -177,7 +177,7 @@ def _left_behind(training: Training, settings: Settings, progress: Progress, pro
 
 
 def _differences(training: Training, settings: Settings, prompts: pd.DataFrame, path: Path) -> list[str]:
-    """Return in words what the responses in an experience file were drawn with that this rollout's would not be."""
+    """Return in words what the responses in an experience file were sampled with that this rollout's would not be."""
     was, now = origin_of(path), _origin(training, settings)
     sampled = [f"{name} {was.get(name)} instead of {now[name]}" for name in now if was.get(name) != now[name]]
     wanted_ids = list(prompts["prompt_id"].repeat(training.config.rollout.samples))

@@ -259,7 +259,7 @@ def test_an_engine_is_started_as_the_recipe_says() -> None:
 def test_a_prefix_cache_that_keeps_older_prefixes_ends_the_generation(emptied: bool) -> None:
     """vLLM only says so where a request still holds some of its cache."""
     generator = Generator.__new__(Generator)
-    generator.asleep, generator.dropped, generator.refill = set(), False, None
+    generator.asleep, generator.dropped, generator.own_reshard = set(), False, None
     generator.llm = SimpleNamespace(reset_prefix_cache=lambda: emptied)
     if emptied:
         generator.wake()
@@ -273,7 +273,7 @@ def test_an_engine_falls_asleep_once_after_it_was_awake(monkeypatch: pytest.Monk
     calls: list[dict[str, Any]] = []
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (GIB, 2 * GIB))
     generator = Generator.__new__(Generator)
-    generator.sleeps, generator.asleep, generator.refill = True, set(), None
+    generator.sleeps, generator.asleep, generator.own_reshard = True, set(), None
     generator.llm = SimpleNamespace(sleep=lambda **settings: calls.append(settings))
     generator.sleep()
     generator.sleep()
