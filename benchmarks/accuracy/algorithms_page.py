@@ -35,9 +35,9 @@ TABLES = (
     "estimators",
     "losses",
     "settings",
-    "accuracies",
     "preference losses",
     "settings of preference losses",
+    "accuracies",
 )
 
 
