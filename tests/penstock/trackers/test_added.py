@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
+import subprocess
+import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +28,7 @@ from penstock.state.experience import write_columns
 from penstock.state.manifest import Progress, read_manifest
 from penstock.state.run_folder import RunFolder, truncate_metrics
 from penstock.trackers import outbox
-from penstock.trackers.table import TRACKERS, Kind, check_tracker, make_tracker, withheld
+from penstock.trackers.table import TRACKERS, Kind, check_tracker, make_tracker
 from penstock.trackers.tracker import ITERATION
 from tasks.finetuning.record import record_warm_up, recording_preferences
 from tasks.iteration import record
@@ -33,29 +37,31 @@ from tests.penstock.trackers.lines_tracker import Lines
 
 TINY = {"tiny": {"hidden_size": 64, "layers": 1, "heads": 2, "kv_heads": 2, "intermediate_size": 96}}
 THEIRS = "tests.penstock.trackers.lines_tracker:"
+ROOT = Path(__file__).resolve().parents[3]
 
 
 @pytest.fixture
 def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], Training]:
-    """Make a training that a tracker records, in a folder whose experience of three iterations is there."""
-    run = RunFolder(tmp_path / "run")
-    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
-    monkeypatch.setattr(record, "keep_memory", lambda *_: None)
-    monkeypatch.setattr(outbox, "RETRY_S", 0.05)
+    """Make a training that a tracker records."""
+    return partial(recorded_training, tmp_path, monkeypatch)
 
-    def made(tracker: str) -> Training:
-        settings = {"tracker": tracker, "experiment": "adding", "samples_every": 2}
-        config = TrainConfig.model_validate({"record": settings})
-        monkeypatch.setitem(session._SESSIONS, str(run.path), Session(config, run))
-        texts = {name: ["a"] for name in ("sample_id", "prompt", "response")}
-        for number in (1, 2, 3):
-            path = run.experience(number)
-            path.parent.mkdir(parents=True, exist_ok=True)
-            write_columns(path, {**texts, "reward": np.ones(1), "policy_version": np.zeros(1, np.int64)})
-        write_config(run, config)
-        return Training(str(run.path))
 
-    return made
+def recorded_training(folder: Path, patch: pytest.MonkeyPatch, tracker: str) -> Training:
+    """Return a training in `folder` that a tracker records, and whose experience of three iterations is there."""
+    run = RunFolder(folder / "run")
+    patch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    patch.setattr(record, "keep_memory", lambda *_: None)
+    patch.setattr(outbox, "RETRY_S", 0.05)
+    settings = {"tracker": tracker, "experiment": "adding", "samples_every": 2}
+    config = TrainConfig.model_validate({"record": settings})
+    patch.setitem(session._SESSIONS, str(run.path), Session(config, run))
+    texts = {name: ["a"] for name in ("sample_id", "prompt", "response")}
+    for number in (1, 2, 3):
+        path = run.experience(number)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_columns(path, {**texts, "reward": np.ones(1), "policy_version": np.zeros(1, np.int64)})
+    write_config(run, config)
+    return Training(str(run.path))
 
 
 def attempt(training: Training, *iterations: int, fails: bool = False) -> None:
@@ -83,16 +89,12 @@ def steps(lines: list[dict[str, Any]], figure: str) -> list[int]:
     return [line["step"] for line in lines if figure in line.get("figures", ())]
 
 
-@pytest.mark.parametrize("named", ["in the table", "in the recipe"])
-def test_a_new_tracker_gets_a_run_and_its_resume_each_figure_once(
-    make: Callable[[str], Training], monkeypatch: pytest.MonkeyPatch, named: str
-) -> None:
-    """`record.tracker` is a name of the table or a class of the user's; the resume repeats iteration 2.
+def test_a_new_tracker_gets_a_run_and_its_resume_each_figure_once(make: Callable[[str], Training]) -> None:
+    """`record.tracker` is a class of the user's; the resume repeats iteration 2.
 
     Control: `test_a_tracker_that_does_not_say_what_it_holds_gets_figures_twice`.
     """
-    monkeypatch.setitem(TRACKERS, "lines", Kind(Lines, withheld=("LINES_PASSWORD",)))
-    tracker = "lines" if named == "in the table" else f"{THEIRS}Lines"
+    tracker = f"{THEIRS}Lines"
     training = make(tracker)
     truncate_metrics(training.run.warm_up, -1)  # as restoring does before the first step
     record_warm_up.fn(training, 0, [3.0, 2.0])  # nothing takes it yet: it comes with the earlier attempts
@@ -112,8 +114,50 @@ def test_a_new_tracker_gets_a_run_and_its_resume_each_figure_once(
     summary = json.loads(training.run.summary.read_text(encoding="utf-8"))
     assert (summary["tracked"]["tracker"], summary["tracked"]["label"]) == (tracker, "Lines")
     assert sync(training.run.path) == f"Lines ({training.run.path.parent / 'lines'}) held all of it already"
-    assert "LINES_PASSWORD" in withheld()
-    assert "MLFLOW_TRACKING_PASSWORD" in withheld()
+
+
+PROGRAM = """
+import sys
+from pathlib import Path
+import pytest
+from penstock.trackers.table import withheld
+from tests.penstock.trackers.test_added import attempt, held, recorded_training, steps
+with pytest.MonkeyPatch.context() as patch:
+    folder = Path(sys.argv[1])
+    with pytest.raises(ZeroDivisionError):
+        attempt(recorded_training(folder, patch, "lines"), 0, 1, 2, fails=True)
+    training = recorded_training(folder, patch, "lines")
+    attempt(training, 2, 3)
+    print(steps(held(training.run), "reward/mean"))
+    print("LINES_PASSWORD" in withheld(), "MLFLOW_TRACKING_PASSWORD" in withheld())
+"""
+IMPORT = "from penstock.trackers import mlflow\n"
+LINE = '    "mlflow": Kind('
+ADDED = (
+    (IMPORT, IMPORT.replace("mlflow", "lines, mlflow")),
+    (LINE, f'    "lines": Kind(lines.Lines, withheld=("LINES_PASSWORD",)),\n{LINE}'),
+)
+
+
+@pytest.mark.parametrize("listed", [True, False])
+def test_a_tracker_of_the_package_is_its_file_and_a_line_of_the_table(tmp_path: Path, listed: bool) -> None:
+    """In a copy of the package, of which other processes take it; nothing else is touched. Control: the file alone."""
+    shutil.copytree(ROOT / "penstock", tmp_path / "penstock", ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copy(Path(__file__).with_name("lines_tracker.py"), tmp_path / "penstock" / "trackers" / "lines.py")
+    table = tmp_path / "penstock" / "trackers" / "table.py"
+    text = table.read_text(encoding="utf-8")
+    for before, after in ADDED:
+        assert text.count(before) == 1
+        text = text.replace(before, after)
+    if listed:
+        table.write_text(text, encoding="utf-8")
+    environment = {**os.environ, "PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}"}
+    command = [sys.executable, "-P", "-c", PROGRAM, str(tmp_path)]
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
+    if listed:
+        assert done.stdout.splitlines()[-2:] == ["[0, 1, 2, 3]", "True True"], done.stderr
+    else:
+        assert "record.tracker 'lines' is no tracker" in done.stderr
 
 
 def test_a_tracker_that_does_not_say_what_it_holds_gets_figures_twice(make: Callable[[str], Training]) -> None:
@@ -142,17 +186,23 @@ def test_a_new_trackers_server_may_be_away(make: Callable[[str], Training], capl
 
 
 def test_training_on_preferences_is_recorded_where_tracker_says(make: Callable[[str], Training]) -> None:
-    """The key `tracker` of that tree. Control: the run has its step there, and MLflow is not begun."""
+    """By the key `tracker` of that tree, and nowhere else. Control: where it says `mlflow`, MLflow is begun."""
     training = make("mlflow")
     config = PreferenceConfig.model_validate({"tracker": f"{THEIRS}Lines", "experiment": "preferring"})
     begin_manifest(training, Progress())
     with recording_preferences(training, "preference", config):
         append_record(training, 1, {"loss": 0.5})
+    database = training.run.path.parent / "mlflow.db"
+    assert not database.exists()
     lines = held(training.run)
     assert steps(lines, "loss") == [1]
     tracked = read_manifest(training.run).tracked
     assert tracked is not None
     assert (tracked.tracker, tracked.run) == (config.tracker, "preferring-0")
+    begin_manifest(make("mlflow"), Progress())
+    with recording_preferences(training, "preference", PreferenceConfig()):
+        append_record(training, 1, {"loss": 0.5})
+    assert database.exists()
 
 
 def test_what_its_library_reads_at_import_is_set_when_a_command_begins(monkeypatch: pytest.MonkeyPatch) -> None:
