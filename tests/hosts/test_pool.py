@@ -9,6 +9,7 @@ import os
 import signal
 from pathlib import Path
 
+import psutil
 import pytest
 import yaml
 
@@ -190,3 +191,38 @@ def test_a_host_that_does_not_reach_the_flow_is_named(cluster: Cluster) -> None:
     assert f"{POOL}/0: its run" in message and "has not reached this machine" in message
     assert "they dial tcp://127.0.0.1:" in message
     cluster.hosts_end(run)
+
+
+def test_an_interface_that_a_machine_does_not_have_is_named(cluster: Cluster) -> None:
+    """With those that it has, from the state of its host's run; the other host is let go."""
+    config = cluster.config("no-interface")
+    config["hosts"]["interface"] = "ib7"
+    run = cluster.start(config, "no-interface")
+    assert cluster.ends(run, 120) == "Failed"
+    message = cluster.run(run)["state"]["message"]
+    assert "node-" in message and "has no network interface 'ib7'" in message
+    cluster.hosts_end(run)
+
+
+def test_hosts_of_a_killed_flow_end_their_ranks(cluster: Cluster) -> None:
+    """Nobody tells them: they hear nothing any more, or see that the training's run has ended.
+
+    The last test of this file: the killed training's slots come back when its lease ends, after minutes.
+    """
+    run = cluster.start(cluster.config("killed", iterations=500), "killed")
+    trains(cluster, run, "killed")
+    elsewhere = {process.pid for machine in cluster.machines for process in machine.processes()}
+    flows = [process for process in psutil.process_iter() if is_flow(process) and process.pid not in elsewhere]
+    assert len(flows) == 1
+    assert len(cluster.ranks()) == 2
+    flows[0].kill()
+    assert came_true(lambda: not cluster.ranks(), 30)
+    cluster.until(lambda: cluster.state(run) == "Crashed", 60)
+    cluster.hosts_end(run)
+
+
+def is_flow(process: psutil.Process) -> bool:
+    try:
+        return any(word.startswith(("prefect.flow_engine", "prefect.engine")) for word in process.cmdline())
+    except psutil.NoSuchProcess:
+        return False
