@@ -1,4 +1,4 @@
-"""Spreads the tests over two processes: flows in one, engines in the other, the rest where there is room."""
+"""Spreads the tests over two processes: flows in one, hosts and engines in the other, the rest where there is room."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 
 TESTS = Path(__file__).parent
 os.environ["PENSTOCK_ALLOWED_MODULES"] = "tests"  # functions and classes of the tests are named in configurations
-LONGEST_FIRST = {"flows": 0, "engines": 1}
+LONGEST_FIRST = {"flows": 0, "hosts": 1, "engines": 2}
 ENGINES_ALONE = {"test_channel.py", "test_group.py"}  # they start groups of their own
 
 
@@ -17,7 +17,8 @@ ENGINES_ALONE = {"test_channel.py", "test_group.py"}  # they start groups of the
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Give every test the group that one process runs: a file, all flows, or all files on the shared engines.
 
-    Flows start whole trainings: two at a time would fight for the cores, so they take turns. They take longest and
+    Flows start whole trainings: two at a time would fight for the cores, so they take turns, and those over several
+    machines, which wait for each other most of the time, are beside them. They take longest and
     begin first, and beside them the engines. A test elsewhere that starts a training says that it belongs to the
     flows, `pytest.mark.xdist_group("flows")`.
     """
@@ -35,8 +36,6 @@ def _said(item: pytest.Item) -> str:
 
 def _group(path: Path) -> str:
     room = path.relative_to(TESTS).parts[0]
-    if room == "hosts":
-        return "flows"
-    if room == "flows" or (room == "engines" and path.name not in ENGINES_ALONE):
+    if room in ("flows", "hosts") or (room == "engines" and path.name not in ENGINES_ALONE):
         return room
     return str(path)
