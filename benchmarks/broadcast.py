@@ -22,12 +22,12 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-from benchmarks.nccl import COMMAND_TIMEOUT_S, HEARTBEAT_TIMEOUT_S, MIB, START_TIMEOUT_S
 from benchmarks.reporting.result import BenchResult, new_result
 from engines.commands.message import Command, decode, decode_reply, encode, name_of
 from engines.groups import interface
 from engines.groups.channel import Tell
 from engines.groups.group import EngineGroup, GroupSpec, RankDevice
+from engines.groups.links import COMMAND_TIMEOUT_S, HEARTBEAT_TIMEOUT_S, MIB, START_TIMEOUT_S
 from engines.groups.machine import visible_gpus
 from engines.weights.joint import Joint, process_group
 from penstock.base.errors import UserError

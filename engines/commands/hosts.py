@@ -148,3 +148,19 @@ class ProveFolder(Command[str]):
     read: str
     write: str
     text: str
+
+
+@dataclass(frozen=True)
+class Written:
+    """A file that a host has written: seconds until the disk had it, and its SHA-256."""
+
+    seconds: float
+    sha256: str
+
+
+@dataclass(frozen=True)
+class WriteFile(Command[Written]):
+    """Write a file of `size` random bytes, and reply once the disk has it."""
+
+    path: str
+    size: int

@@ -13,6 +13,7 @@ themselves; who decides that a machine gets a host (penstock/session/hosts.py).
 
 from __future__ import annotations
 
+import hashlib
 import importlib.metadata
 import json
 import logging
@@ -44,6 +45,8 @@ from engines.commands.hosts import (
     TellFacts,
     TellLog,
     TellStacks,
+    WriteFile,
+    Written,
 )
 from engines.commands.message import Command, decode, encode, name_of
 from engines.groups import channel, interface, machine, processes
@@ -247,6 +250,16 @@ class Host:
         Path(command.write).write_text(command.text, encoding="utf-8")
         return read.read_text(encoding="utf-8")
 
+    def write_file(self, command: WriteFile) -> Written:
+        """Nothing compresses random bytes, and nobody has them in memory."""
+        content = os.urandom(command.size)
+        began = time.perf_counter()
+        with Path(command.path).open("wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        return Written(time.perf_counter() - began, hashlib.sha256(content).hexdigest())
+
 
 _CARRIED_OUT: tuple[tuple[type[Command[Any]], Callable[[Host, Any], Any]], ...] = (
     (StartRanks, Host.start_ranks),
@@ -256,6 +269,7 @@ _CARRIED_OUT: tuple[tuple[type[Command[Any]], Callable[[Host, Any], Any]], ...] 
     (TellLog, Host.tell_log),
     (TellFacts, Host.tell_facts),
     (ProveFolder, Host.prove_folder),
+    (WriteFile, Host.write_file),
 )
 HANDLERS = {name_of(kind): (kind, handler) for kind, handler in _CARRIED_OUT}
 
@@ -274,14 +288,14 @@ def facts(own: Interface) -> HostFacts:
         free_bytes=machine.free_host_bytes(),
         shm_bytes=psutil.disk_usage("/dev/shm").free,
         gpus=gpus,
-        versions={"python": platform.python_version(), **_versions()},
+        versions=versions(),
         clock_s=time.time(),
     )
 
 
-def _versions() -> dict[str, str]:
-    """Return those of the libraries that are installed, without importing them."""
-    found = {}
+def versions() -> dict[str, str]:
+    """Return those of Python and of the libraries that are installed, without importing them."""
+    found = {"python": platform.python_version()}
     for name in LIBRARIES:
         try:
             found[name] = importlib.metadata.version(name)

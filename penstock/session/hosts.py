@@ -60,7 +60,7 @@ def hosted(config: TrainConfig, run: RunFolder) -> Iterator[tuple[Hosts, Elsewhe
     expected = [host for names in needed.values() for host in names]
     for pool in filter(None, needed):
         check_pool(pool)
-    hosts, asked = _listening(run, network, expected), list[HostRun]()
+    hosts, asked = listening(run.logs, network, expected), list[HostRun]()
     try:
         for of_pool, names in needed.items():
             if of_pool is not None:
@@ -76,10 +76,15 @@ def hosted(config: TrainConfig, run: RunFolder) -> Iterator[tuple[Hosts, Elsewhe
         let_go(asked, LET_GO_S)
 
 
-def _listening(run: RunFolder, network: HostsConfig, expected: Sequence[str]) -> Hosts:
+def listening(logs: Path, network: HostsConfig, expected: Sequence[str]) -> Hosts:
+    """Listen for hosts.
+
+    Raises:
+        UserError: this machine does not have the address, or the port is taken.
+    """
     listen, keys = (network.address, network.port), keys_of_environment()
     try:
-        return Hosts(run.logs, listen=listen, expected=expected, silence_s=network.silence_s, keys=keys)
+        return Hosts(logs, listen=listen, expected=expected, silence_s=network.silence_s, keys=keys)
     except OSError as error:
         raise UserError(
             f"this machine cannot listen on {network.address}:{network.port}: {error.strerror}",
@@ -114,10 +119,18 @@ def check_one_folder(hosts: Hosts, run: RunFolder, names: Sequence[str]) -> None
     Raises:
         UserError: it is not, on one of them.
     """
-    token, folder = secrets.token_hex(), run.path.absolute()
+    for mistake in folder_mistakes(hosts, run.path, names).values():
+        raise mistake from None
+
+
+def folder_mistakes(hosts: Hosts, folder: Path, names: Sequence[str]) -> dict[str, UserError]:
+    """Return on which hosts a folder is not the same as here, and why."""
+    token, folder = secrets.token_hex(), folder.absolute()
     here = folder / f".shared-{token[:8]}"
     here.write_text(token, encoding="utf-8")
     theirs = {name: folder / f"{here.name}-{name.replace('/', '-')}" for name in names}
+    remedy = "let 'folder' be on a file system that every machine has at the same path"
+    found = {}
     try:
         asked: dict[str, Future[str]] = {
             name: hosts.begin(name, ProveFolder(str(here), str(path), token)) for name, path in theirs.items()
@@ -126,18 +139,15 @@ def check_one_folder(hosts: Hosts, run: RunFolder, names: Sequence[str]) -> None
             try:
                 shared = reply.result(REPLY_S) == token and _appears(theirs[name], token)
             except HostFailed as failure:
-                raise UserError(
-                    f"host {name} cannot use the run folder {folder}: {failure.reason.splitlines()[-1]}",
-                    "let 'folder' be on a file system that every machine has at the same path",
-                ) from None
+                why = failure.reason.splitlines()[-1]
+                found[name] = UserError(f"host {name} cannot use the run folder {folder}: {why}", remedy)
+                continue
             if not shared:
-                raise UserError(
-                    f"the run folder {folder} is another folder on host {name}, or none",
-                    "let 'folder' be on a file system that every machine has at the same path",
-                )
+                found[name] = UserError(f"the run folder {folder} is another folder on host {name}, or none", remedy)
     finally:
         for path in (here, *theirs.values()):
             path.unlink(missing_ok=True)
+    return found
 
 
 def _appears(path: Path, text: str) -> bool:

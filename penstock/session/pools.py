@@ -13,6 +13,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
+from urllib.parse import urlsplit
 from uuid import UUID
 
 from prefect.blocks.system import Secret
@@ -65,13 +66,55 @@ def gpus_of_pools(config: TrainConfig) -> dict[str, int]:
         UserError: there is no Prefect server to ask.
     """
     pools = sorted({group.pool for group in config.groups.values() if group.pool is not None})
-    if pools and PREFECT_API_URL.value() is None:
-        raise UserError(
-            f"work pool '{pools[0]}' is on a Prefect server, and none is named",
-            "set PREFECT_API_URL to the server that the pool's workers use",
-        )
+    if pools:
+        _server_of(pools[0])
     found = {pool: Variable.get(machines_variable(pool)) for pool in pools}
     return {pool: int(value["gpus"]) for pool, value in found.items() if isinstance(value, dict)}
+
+
+def _server_of(pool: str) -> str:
+    if (url := PREFECT_API_URL.value()) is None:
+        raise UserError(
+            f"work pool '{pool}' is on a Prefect server, and none is named",
+            "set PREFECT_API_URL to the server that the pool's workers use",
+        )
+    return url
+
+
+@dataclass(frozen=True)
+class Pool:
+    """A pool that can start hosts: how many machines it has, and the GPUs of each, as `penstock deploy` was told.
+
+    Attributes:
+        server: name or address of its Prefect server.
+    """
+
+    name: str
+    hosts: int
+    gpus: int
+    server: str
+
+    @property
+    def slots(self) -> int:
+        """Of its concurrency limit, all of them: one per GPU, one per machine where there is none."""
+        return self.hosts * max(1, self.gpus)
+
+
+def read_pool(name: str) -> Pool:
+    """Return what is known of a pool.
+
+    Raises:
+        UserError: no server is named, the pool cannot start a host, or nobody said what its machines have.
+    """
+    server = urlsplit(_server_of(name)).hostname or ""
+    check_pool(name)
+    told = Variable.get(machines_variable(name))
+    if not isinstance(told, dict):
+        raise UserError(
+            f"nothing is known of the machines of pool '{name}'",
+            f"say it: penstock deploy --pool {name} --hosts N --gpus M",
+        )
+    return Pool(name, int(told["hosts"]), int(told["gpus"]), server)
 
 
 def check_pool(pool: str) -> None:

@@ -51,16 +51,29 @@ def admission(config: TrainConfig) -> Iterator[None]:
     """
     with ExitStack() as stack:
         for limit, needed in sorted(slots_needed(config).items()):
-            slots = slots_of(limit)
-            if slots is None:
-                continue
-            if needed > slots:
-                raise UserError(
-                    f"this training needs {needed} GPUs, the concurrency limit '{limit}' is {slots}",
-                    f"{_remedy(limit)}, or 'prefect gcl update {limit} --limit {needed}'",
-                )
-            with waiting(Console(), f"waiting for {needed} of {slots} GPU slots (concurrency limit '{limit}')"):
-                stack.enter_context(concurrency(limit, occupy=needed, lease_duration=LEASE_S))
+            stack.enter_context(held(limit, needed))
+        yield
+
+
+@contextmanager
+def held(limit: str, needed: int) -> Iterator[None]:
+    """Hold slots of a limit, once they are free; nothing where the server has no such limit.
+
+    Raises:
+        UserError: the limit has fewer.
+    """
+    slots = slots_of(limit)
+    if slots is None:
+        yield
+        return
+    if needed > slots:
+        raise UserError(
+            f"this training needs {needed} GPUs, the concurrency limit '{limit}' is {slots}",
+            f"{_remedy(limit)}, or 'prefect gcl update {limit} --limit {needed}'",
+        )
+    with ExitStack() as stack:
+        with waiting(Console(), f"waiting for {needed} of {slots} GPU slots (concurrency limit '{limit}')"):
+            stack.enter_context(concurrency(limit, occupy=needed, lease_duration=LEASE_S))
         yield
 
 

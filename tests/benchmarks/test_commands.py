@@ -14,12 +14,12 @@ import pandas as pd
 import pytest
 
 from benchmarks.accuracy.algorithms_page import TABLES, marks
-from benchmarks.nccl import COLLECTIVES
 from benchmarks.peers import vllm_alone
 from benchmarks.reporting.result import BenchResult, new_result, read_result, write_result
 from benchmarks.rollout import drawn
 from configs.schema import TrainConfig
 from configs.sections.model import TinyModel
+from engines.groups.links import COLLECTIVES
 from engines.models.tiny import make_tiny_model
 from penstock.base.errors import UserError
 from penstock.cli import main as cli

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks import scaling
-from benchmarks.nccl import LOOKS_LIKE_PCIE, MIB, bus_bandwidth, verdict
+from benchmarks.nccl import LOOKS_LIKE_PCIE, verdict
 from benchmarks.reporting.chart import REST, STAGES, WHOLE, parts, plot, step_figure
 from benchmarks.reporting.result import BenchResult, new_result, write_result
 from benchmarks.reporting.table import result_table, shown
@@ -18,6 +18,7 @@ from benchmarks.session import describe
 from benchmarks.step import figures_of
 from configs.loading.load import load_config
 from configs.schema import TrainConfig
+from engines.groups.links import MIB, bus_bandwidth
 from engines.groups.placement import STRATEGIES, place, reshard_strategy
 from penstock.base.errors import UserError
 from penstock.reports.plots import save

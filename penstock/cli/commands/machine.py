@@ -5,8 +5,9 @@ Heavy imports stay inside the commands: `penstock --help` answers at once.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -15,31 +16,50 @@ from penstock.cli.commands.training import Overrides
 from penstock.cli.prefect.pool_type import PoolType
 from penstock.cli.terminal import console
 
+if TYPE_CHECKING:
+    from penstock.doctor.diagnosis import Diagnosis
+
 
 def doctor(
     target: Annotated[Path, typer.Argument(help="directory of the run folders, or a recipe to check as well")] = Path(
         "runs"
     ),
     overrides: Overrides = None,
+    pool: Annotated[
+        str | None, typer.Option(help="check the machines of this work pool together: versions, links, run folder")
+    ] = None,
 ) -> None:
     """Check the machine: driver, libraries, GPUs, links, memory, disk; exit code 1 if something would stop a run."""
+    recipe = target.suffix in (".yaml", ".yml")
+    if overrides and not recipe:
+        raise UserError(
+            f"{target} is no recipe, so there is nothing to override", "name a YAML file, or a folder alone"
+        )
+    changes = overrides or ()
+    lines = _examine_machine(target, changes, recipe) if pool is None else _examine_pool(pool, target, changes)
+    if any(line.level == "problem" for line in lines):
+        raise SystemExit(1)
+
+
+def _examine_pool(pool: str, target: Path, overrides: Sequence[str]) -> list[Diagnosis]:
+    from penstock.cli.prefect.examination import examine
+
+    return examine(pool, target, overrides)
+
+
+def _examine_machine(target: Path, overrides: Sequence[str], recipe: bool) -> list[Diagnosis]:
     from configs.loading.load import load_config
     from penstock.doctor.doctor import diagnose, examine_recipe, table
     from penstock.doctor.machine_facts import collect
 
-    if target.suffix in (".yaml", ".yml"):
-        config = load_config(target, overrides or ())
+    if recipe:
+        config = load_config(target, overrides)
         about_recipe, disk_needed = examine_recipe(config)
         lines = [*diagnose(collect(Path(config.folder)), disk_needed), *about_recipe]
-    elif overrides:
-        raise UserError(
-            f"{target} is no recipe, so there is nothing to override", "name a YAML file, or a folder alone"
-        )
     else:
         lines = diagnose(collect(target))
     console.print(table(lines))
-    if any(line.level == "problem" for line in lines):
-        raise SystemExit(1)
+    return lines
 
 
 def host(

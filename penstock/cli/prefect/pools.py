@@ -28,7 +28,7 @@ from penstock.cli.prefect.deploy import (
 )
 from penstock.cli.prefect.pool_type import PoolType
 from penstock.cli.prefect.server import check_server
-from penstock.session.pools import DEPLOYMENT, machines_variable
+from penstock.session.pools import DEPLOYMENT, Pool, machines_variable
 from penstock.session.prefect import limit_of
 
 ENTRYPOINT = "flows/engine_host.py:engine_host"
@@ -42,7 +42,8 @@ def deploy_pool(pool: str, hosts: int, gpus: int, kind: PoolType = PoolType.proc
         UserError: no server answers, or the pool exists and is of another type.
     """
     check_server(LOCAL_SERVER)
-    url, slots = PREFECT_API_URL.value() or LOCAL_SERVER, hosts * max(1, gpus)
+    url = PREFECT_API_URL.value() or LOCAL_SERVER
+    slots = Pool(pool, hosts, gpus, url).slots
     with temporary_settings({PREFECT_API_URL: url}), get_client(sync_client=True) as client:
         ensure_pool(client, pool, kind.value, template_of(kind, gpus))
         client.upsert_global_concurrency_limit_by_name(limit_of(pool), slots)

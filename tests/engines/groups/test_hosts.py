@@ -6,6 +6,7 @@ namespaces, are in tests/hosts.
 
 from __future__ import annotations
 
+import hashlib
 import os
 import subprocess
 import sys
@@ -19,7 +20,7 @@ from typing import Any
 import psutil
 import pytest
 
-from engines.commands.hosts import ProveFolder, TellFacts, TellLog
+from engines.commands.hosts import ProveFolder, TellFacts, TellLog, WriteFile
 from engines.groups import channel, interface
 from engines.groups.group import EngineGroup, HostLost, RankDevice
 from engines.groups.host import HostStart
@@ -63,6 +64,17 @@ def test_a_host_tells_what_its_machine_has(tmp_path: Path) -> None:
     assert (facts.interface, facts.address) == ("lo", "127.0.0.1")
     assert facts.versions["python"] == ".".join(map(str, sys.version_info[:3]))
     assert abs(facts.free_bytes - psutil.virtual_memory().available) < 4 << 30
+
+
+def test_a_host_writes_a_file_that_is_read_as_it_was_written(tmp_path: Path) -> None:
+    """Its digest says so; another one is another file."""
+    with Hosts(tmp_path) as hosts:
+        hosts.start_local()
+        written = [hosts.begin(LOCAL, WriteFile(str(tmp_path / name), 1 << 20)).result(REPLY_S) for name in "ab"]
+    digests = [hashlib.sha256((tmp_path / name).read_bytes()).hexdigest() for name in "ab"]
+    assert [item.sha256 for item in written] == digests and len(set(digests)) == 2
+    assert (tmp_path / "a").stat().st_size == 1 << 20
+    assert all(item.seconds > 0 for item in written)
 
 
 def test_a_host_imports_no_library_of_the_engines() -> None:
