@@ -56,7 +56,7 @@ RUN if [ "$DEVICE" = cpu ]; then \
         pip install --no-deps --extra-index-url "$TORCH_CPU_INDEX" \
             "$(sed -n 's/^cpu = .*"\(torch==[^"]*\)".*/\1/p' pyproject.toml)+cpu"; \
     fi \
-    && pip install --editable ".[$DEVICE]" \
+    && pip install --editable ".[$DEVICE,servers]" \
     && if [ "$DEVICE" = cpu ]; then python -m penstock.doctor.environment --mend; fi
 
 COPY . .

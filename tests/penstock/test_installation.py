@@ -91,9 +91,9 @@ def test_the_image_is_of_any_user() -> None:
 
 
 def test_the_image_has_what_its_commands_need() -> None:
-    """A training's libraries are those of every command: beside the device's extra there is the developers'."""
-    assert re.findall(r'--editable "\.\[(.+)\]"', DOCKERFILE) == ["$DEVICE"]
-    assert project()["project"]["optional-dependencies"].keys() == {"cpu", "gpu", "dev"}
+    """A training's libraries are those of every command; it is the image of the servers, too. Left out: developers'."""
+    assert re.findall(r'--editable "\.\[(.+)\]"', DOCKERFILE) == ["$DEVICE,servers"]
+    assert project()["project"]["optional-dependencies"].keys() == {"cpu", "gpu", "servers", "dev"}
 
 
 def test_vllm_is_of_the_versions_that_were_seen() -> None:
