@@ -14,10 +14,11 @@ import pytest
 import yaml
 
 from penstock.state.manifest import read_manifest
-from penstock.state.run_folder import RunFolder
+from penstock.state.run_folder import RunFolder, read_metrics
 from tests.hosts.conftest import FLOWS, POOL, TINY, Cluster
 from tests.waiting import came_true, until
 
+EARNING = {"reward": {"function": "tests.flows.reward_functions:low_digit"}}  # which chance earns at times
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 
@@ -38,7 +39,7 @@ def test_a_pool_gives_a_training_its_hosts(cluster: Cluster) -> None:
 
     Ranks talk over the interface that the recipe names, and a host gives up after the silence_s that it says.
     """
-    config = cluster.config("two-machines")
+    config = cluster.config("two-machines", **EARNING)
     assert (config["hosts"]["interface"], config["hosts"]["silence_s"]) == ("eth0", 5)
     run = cluster.start(config, "two")
     cluster.until(lambda: len(cluster.ranks()) == 2, 120)
@@ -55,13 +56,14 @@ def test_a_pool_gives_a_training_its_hosts(cluster: Cluster) -> None:
     assert [host["name"].partition(" on ")[0] for host in hosts] == [f"{POOL}/0", f"{POOL}/1"]
     assert came_true(lambda: not cluster.ranks(), 10)
 
-    alone = {**TINY, "groups": {"main": {"ranks": 2, "roles": ["actor", "rollout"]}}, "name": "one-machine"}
+    alone = {**TINY, **EARNING, "groups": {"main": {"ranks": 2, "roles": ["actor", "rollout"]}}, "name": "one-machine"}
     recipe = cluster.home / "one.yaml"
     recipe.write_text(yaml.safe_dump(alone | {"base": str(Path("configs/quickstart.yaml").resolve())}))
     done = cluster.penstock("train", str(recipe), "--run", str(cluster.home / "runs" / "one"))
     assert done.returncode == 0, done.stderr
     one, two = (cluster.home / "runs" / name for name in ("one", "two"))
     assert weights(one) == weights(two)
+    assert read_metrics(RunFolder(two))[-1]["metrics"]["reward/mean"] > 0, "there was something to learn from"
     assert weights(two) != (two / "models" / "initial" / "model.safetensors").read_bytes(), "it learnt something"
 
 
