@@ -36,7 +36,7 @@ quickstart: $(STAMP) ## Train a tiny model end to end: on the GPU if there is on
 test: $(STAMP) ## Run the tests of a few minutes; ARGS="tests/algorithms -x" narrows them
 	@$(BIN)/python -m pytest -m "not slow" $(ARGS)
 
-test-all: $(STAMP) ## Run the rest of the tests: whole trainings that are killed, servers, compilers
+test-all: $(STAMP) ## Run the rest of the tests, each of more than about 10 s: whole trainings, servers, compilers
 	@$(BIN)/python -m pytest -m slow $(ARGS)
 
 lint: $(STAMP) ## Check style, formatting, types, and what each room imports

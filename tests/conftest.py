@@ -18,9 +18,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Give every test the group that one process runs: a file, all flows, or all files on the shared engines.
 
     Flows start whole trainings: two at a time would fight for the cores, so they take turns, and those over several
-    machines, which wait for each other most of the time, are beside them. They take longest and
-    begin first, and beside them the engines. A test elsewhere that starts a training says that it belongs to the
-    flows, `pytest.mark.xdist_group("flows")`.
+    machines, which wait for each other most of the time, are beside them. They take longest and begin first, and beside
+    them the engines. A test elsewhere that starts a training, or engines of its own, says that it belongs to the flows,
+    `pytest.mark.xdist_group("flows")`.
     """
     for item in items:
         if item.get_closest_marker("xdist_group") is None:

@@ -26,8 +26,6 @@ from penstock.cli import main as cli
 from penstock.cli.commands.bench import _finish
 from penstock.data.tokenizer import make_byte_tokenizer
 
-pytestmark = pytest.mark.slow
-
 RECIPE = """
 model: {tiny: {hidden_size: 96, layers: 1, heads: 3, kv_heads: 3, intermediate_size: 64, max_positions: 64}}
 data: {max_prompt_tokens: 8}
@@ -56,6 +54,8 @@ def bench(
     return run
 
 
+@pytest.mark.slow
+@pytest.mark.xdist_group("flows")
 def test_updates_on_made_up_experience_change_the_policy(bench: Callable[..., tuple[BenchResult, str]]) -> None:
     """Every step is a real one: same rows, another gradient and entropy, because the weights moved."""
     result, printed = bench("update", "tiny.yaml", "--lengths", "lognormal:9:40")
@@ -71,6 +71,8 @@ def test_updates_on_made_up_experience_change_the_policy(bench: Callable[..., tu
     assert "update_s" in printed
 
 
+@pytest.mark.slow
+@pytest.mark.xdist_group("flows")
 def test_replies_of_ranks_without_a_model_are_scored_and_weighed(
     bench: Callable[..., tuple[BenchResult, str]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -93,6 +95,8 @@ def test_replies_of_ranks_without_a_model_are_scored_and_weighed(
     assert "set model.path" in capsys.readouterr().err
 
 
+@pytest.mark.slow
+@pytest.mark.xdist_group("flows")
 def test_vllm_by_itself_does_the_same_work(tmp_path: Path) -> None:
     """In a process of its own, since that is what it is compared as."""
     tiny = TinyModel(hidden_size=32, layers=1, heads=1, kv_heads=1, intermediate_size=32, max_positions=64)
@@ -154,6 +158,8 @@ def test_a_rollouts_result_does_not_wait_for_vllm_by_itself(
     assert (result.peers, len(measured)) == ({"vLLM": {"rollout_tokens_per_s": 4.0}}, 2)
 
 
+@pytest.mark.slow
+@pytest.mark.xdist_group("flows")
 def test_the_scheduler_is_clocked_around_real_generations(tmp_path: Path) -> None:
     """In a process of its own: vLLM's engine runs inside the command, and every sequence ends at its length."""
     out = tmp_path / "result.json"
@@ -166,6 +172,7 @@ def test_the_scheduler_is_clocked_around_real_generations(tmp_path: Path) -> Non
     assert result.figures["tokens_per_s_at_most"] == pytest.approx(6 / result.figures["step_s"])
 
 
+@pytest.mark.xdist_group("flows")
 def test_collectives_are_measured_at_every_size(bench: Callable[..., tuple[BenchResult, str]]) -> None:
     result, printed = bench("nccl", "--largest", "4", "--rounds", "2")
     assert [(row["collective"], row["bytes"]) for row in result.details] == [

@@ -133,7 +133,6 @@ def test_layers_of_the_same_input_are_one_product_and_their_gradients_the_same_u
         assert len(widths) == products
 
 
-@pytest.mark.slow
 def test_a_block_is_compiled_in_one_go(folder_of: FolderOf, monkeypatch: pytest.MonkeyPatch) -> None:
     """Control: as the compiler is by itself, it begins anew once it has seen that a norm's epsilon never changes."""
     monkeypatch.setattr(nn.Module, "compile", partialmethod(nn.Module.compile, backend="aot_eager", fullgraph=True))

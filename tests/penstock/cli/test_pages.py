@@ -22,8 +22,6 @@ from penstock.cli.pages import check_port, pages_of_run, serve_pages, wait_for
 from tests.processes import alive
 from tests.waiting import came_true
 
-pytestmark = pytest.mark.slow
-
 ROOT = Path(__file__).resolve().parents[3]
 
 

@@ -25,8 +25,6 @@ from penstock.trackers.outbox import Outbox
 from penstock.trackers.tracker import table_text
 from tests.delivering import begun
 
-pytestmark = pytest.mark.slow
-
 
 @pytest.fixture
 def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunFolder:

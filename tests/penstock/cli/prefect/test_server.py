@@ -26,8 +26,6 @@ from tests.processes import alive
 from tests.sockets import doors, open_to_others
 from tests.waiting import came_true
 
-pytestmark = pytest.mark.slow
-
 ROOT = Path(__file__).resolve().parents[4]
 COMMAND = """
 import sys, time
@@ -164,6 +162,7 @@ def with_server(folder: Path) -> dict[str, str]:
     }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_command_can_still_tell_its_server_when_its_whole_group_gets_a_signal(
     number: signal.Signals, tmp_path: Path
@@ -176,6 +175,7 @@ def test_a_command_can_still_tell_its_server_when_its_whole_group_gets_a_signal(
     assert came_true(lambda: not alive(server), 20)
 
 
+@pytest.mark.slow
 def test_a_flow_goes_on_when_its_server_is_killed(tmp_path: Path) -> None:
     """Twice, between two requests and for a client that was never connected before; the last server ends in order.
 
@@ -198,6 +198,7 @@ def test_a_flow_goes_on_when_its_server_is_killed(tmp_path: Path) -> None:
     assert ended.stderr.count("Prefect's temporary server has ended: it is started again") == 2
 
 
+@pytest.mark.slow
 def test_the_temporary_server_answers_nobody_else_and_outlives_no_killed_command(tmp_path: Path) -> None:
     """Without its password nothing is read and nothing written; with it, all is. It is in no command line.
 
@@ -282,6 +283,7 @@ def test_a_home_that_cannot_be_made_is_the_users_mistake(tmp_path: Path) -> None
     assert (tmp_path / "new" / "home").stat().st_mode & 0o777 == 0o700
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_ends_a_flow_in_one_sentence(number: signal.Signals, tmp_path: Path) -> None:
     """A person's Ctrl-C, and a SIGTERM with its own code, as from Kubernetes; no word of Prefect's."""
