@@ -56,8 +56,8 @@ class _Line:
 
     Attributes:
         at_U1: the token at which each unit begins; of a prompt's units the first one has the prompt.
-        opens_U: the same with all of its prompt: a piece that begins with this unit computes it. Never less than that
-            of the unit before.
+        opens_U: the token at which a piece that begins with this unit begins: at its prompt, which the piece computes.
+            Never less than that of the unit before.
     """
 
     at_U1: list[int]
@@ -96,7 +96,7 @@ class _Line:
         return enough
 
     def _starts_from_the_end(self, start: int, stop: int, capacity: int) -> list[int]:
-        """Fill pieces from the end: at n is the first unit of the last n pieces, which is the soonest it can be."""
+        """Fill pieces from the end; entry n is the first unit that the last n pieces can hold."""
         starts = [stop]
         while starts[-1] > start:
             end = starts[-1]
@@ -125,7 +125,7 @@ def _lists(index_B: np.ndarray, cuts: list[int], count: int) -> list[list[int]]:
 
 
 def planned_tokens(rows: Rows, plan: list[list[list[int]]]) -> int:
-    """Return the tokens that all forward passes of a plan run together; a shared prompt counts once in each."""
+    """Return the sum of the tokens that the forward passes of a plan run; a prompt counts once in each pass."""
     micro_batches = [np.asarray(micro, dtype=np.int64) for rank in plan for micro in rank if micro]
     prompts = (micro[np.unique(rows.prompt_ids_B[micro], return_index=True)[1]] for micro in micro_batches)
     return sum(

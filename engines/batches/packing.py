@@ -193,7 +193,10 @@ def uncounted(rows: Rows, index: list[int]) -> Rows:
 
 
 def _shortest(rows: Rows) -> int:
-    """Of the rows with a response, if there are any: without one the language head would have no part in the pass."""
+    """Return the shortest row with a response, or the shortest of all if none has one.
+
+    Without a response the language head would have no part in the pass.
+    """
     lengths_B = np.where(rows.responses.lengths_B > 0, rows.lengths_B, np.iinfo(np.int64).max)
     return int(lengths_B.argmin())
 

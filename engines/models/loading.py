@@ -114,7 +114,7 @@ def write_model(lm: Any, folder: Path, rank: int) -> None:
     state = lm.state_dict()
     if rank == 0 and adapted_layers(lm):
         state = merged_state(lm)
-        if not hasattr(lm, "score"):  # without its head an adapter would be no reward model
+        if not hasattr(lm, "score"):  # a reward model's adapter would lack the trained head
             write_adapter(lm, folder / ADAPTER_FOLDER)
     if sharded:
         state = gathered_state(lm, rank)
@@ -139,7 +139,8 @@ def gathered_state(lm: nn.Module, rank: int) -> dict[str, torch.Tensor]:
 def _in_host_memory(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Return the same tensors off the GPU; tied ones stay one.
 
-    They lie in one flat buffer, and transformers copies what shares memory: of a large model to a full GPU.
+    They lie in one flat buffer on the GPU. Transformers copies tensors that share memory, which for a large model would
+    need memory that the GPU does not have.
     """
     copies = {tensor.data_ptr(): tensor for tensor in state.values()}
     copies = {address: tensor.cpu() for address, tensor in copies.items()}

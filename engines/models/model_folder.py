@@ -22,7 +22,7 @@ from engines.weights.lora import attach, check_frozen, load_adapter, merged_stat
 from penstock.base.errors import UserError
 from penstock.base.files import share_weights_of
 
-# Share of the largest logit. Equal weights differ by the order of sums alone, which may depend on addresses.
+# Share of the largest logit. Equal weights give logits that differ by the order of sums alone, as addresses decide it.
 TOLERANCES = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1e-2}
 
 

@@ -55,7 +55,7 @@ class LogprobHead(nn.Module):
     def __init__(self, head: nn.Linear, keep_logits: bool) -> None:
         super().__init__()
         self.weight, self.keep_logits = head.weight, keep_logits
-        self.sum_VH: torch.Tensor | None = None  # of its gradients, where the optimizer has one
+        self.sum_VH: torch.Tensor | None = None  # the optimizer's float32 sum of its gradients, if it has one
 
     def forward(
         self, hidden_TH: torch.Tensor, targets_T: torch.Tensor, temperature: float, reference: Reference | None = None

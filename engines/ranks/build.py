@@ -34,7 +34,7 @@ _log = logging.getLogger(__name__)
 
 @carries_out(MakeTiny)
 def make_tiny(models: RankModels, command: MakeTiny) -> None:
-    """Rank 0 writes."""
+    """Make a tiny model's folder; rank 0 writes it."""
     config, folder = TrainConfig.model_validate(command.config), Path(command.folder)
     if models.rank == 0 and config.model.tiny is not None:
         tokenizer = models.tokenizer(command.folder)

@@ -19,7 +19,7 @@ from engines.training.state_files import read_state
 
 @carries_out(Save)
 def save(models: RankModels, command: Save) -> None:
-    """All ranks write their share, each its generators."""
+    """Write this rank's share of the models, and its generators; every rank does."""
     folder = Path(command.folder)
     for role, trainer in models.trainers.items():
         trainer.save(folder / role)
@@ -29,7 +29,7 @@ def save(models: RankModels, command: Save) -> None:
 
 @carries_out(Load)
 def load(models: RankModels, command: Load) -> None:
-    """A rollout engine in a group of its own gets its weights by a reshard afterwards."""
+    """Read the models back; a rollout engine in a group of its own gets its weights by a reshard afterwards."""
     folder = Path(command.folder)
     for role, trainer in models.trainers.items():
         trainer.load(folder / role)
@@ -45,5 +45,5 @@ def _generators(models: RankModels, folder: Path) -> Path:
 
 @carries_out(Export)
 def export(models: RankModels, command: Export) -> None:
-    """Rank 0 writes, all ranks gather."""
+    """Write the actor as a Hugging Face folder: all ranks gather, rank 0 writes."""
     write_model(models.lm, Path(command.folder), models.rank)

@@ -47,7 +47,7 @@ def build_critics(models: RankModels, folder: str, agents: Sequence[str], steps:
 @carries_out(Values)
 @torch.no_grad()
 def values(models: RankModels, command: Values) -> TokenValues:
-    """Each critic looks at the rows of its agent; this rank at its share of them."""
+    """Compute each critic's values for the rows of its agent, of which this rank has a share."""
     rows, replies = read_rows(command.path), []
     for name, index_B in _rows_of_critics(command.path, len(rows), command.agents):
         reply = per_token(models, _own(rows, index_B), "critic", command.budget, models.model(name))
@@ -76,7 +76,7 @@ def update_critic(models: RankModels, command: UpdateCritic) -> Updated:
 
 
 def _rows_of_critics(path: str, rows: int, agents: Sequence[str]) -> Iterator[tuple[str, np.ndarray]]:
-    """Yield each critic's name and rows; an agent without a row here is left out, on every rank alike."""
+    """Yield each critic's name and rows; an agent without rows is left out, on every rank alike."""
     numbers_B = read_columns(path, [AGENT])[AGENT] if agents else np.zeros(rows, np.int64)
     for number, name in enumerate(critic_names(agents)):
         index_B = np.flatnonzero(numbers_B == number)
@@ -85,12 +85,12 @@ def _rows_of_critics(path: str, rows: int, agents: Sequence[str]) -> Iterator[tu
 
 
 def _own(rows: Rows, index_B: np.ndarray) -> Rows:
-    """Some of the rows; all of them are not copied."""
+    """Return the chosen rows; the whole batch is returned without a copy."""
     return rows if len(index_B) == len(rows) else rows.take(index_B)
 
 
 def _accepting(rows: Rows, index_B: np.ndarray) -> Rows:
-    """All rows, so that mini-batches are the actor's, of which the update looks at some."""
+    """Return all rows, so that mini-batches are the actor's, with a mark at those that the update looks at."""
     if len(index_B) == len(rows):
         return rows
     own_B = np.isin(np.arange(len(rows)), index_B)

@@ -45,7 +45,7 @@ from engines.weights.layout import ordered_parameters
 from penstock.state.experience import read_columns
 
 Trained = Literal["sft", "preference"]  # by which name a rank keeps the model
-REMEDY = "look for odd rows in the data, or lower the learning rate, and begin anew"  # without finite gradients
+REMEDY = "look for odd rows in the data, or lower the learning rate, and begin anew"  # where gradients are not finite
 
 
 def _settings(models: RankModels, asked: ModelToTrain) -> SftConfig:
@@ -118,7 +118,7 @@ def preference_steps(models: RankModels, command: PreferenceSteps) -> Preference
 
 @carries_out(PreferenceMeasure)
 def preference_measure(models: RankModels, command: PreferenceMeasure) -> PreferenceMeasured:
-    """Look at all units once, without a step."""
+    """Measure all units once, without a step."""
     trainer, data = models.trainers["preference"], read_preferences(command.path)
     return PreferenceMeasured(measure_preferences(trainer, data, command.budget, command.loss))
 

@@ -24,7 +24,7 @@ from penstock.base.ragged import Ragged
 @carries_out(Logprobs)
 @torch.no_grad()
 def logprobs(models: RankModels, command: Logprobs) -> TokenValues:
-    """The reference of an actor with adapters in the same group is that actor without them."""
+    """Compute log-probs of this rank's rows; the reference beside an actor with adapters is that actor without them."""
     role = command.role
     base = role == "reference" and role not in models.frozen
     policy = models.model("actor" if base else role)
@@ -37,7 +37,7 @@ def logprobs(models: RankModels, command: Logprobs) -> TokenValues:
 def per_token(
     models: RankModels, rows: Rows, role: CountedModel, budget: int, forward: Callable[[PackedBatch], torch.Tensor]
 ) -> TokenValues:
-    """Values of response tokens by `forward`, for this rank's share of rows."""
+    """Return what `forward` gives for each response token, for this rank's share of rows."""
     plan = plan_micro_batches(rows, models.world_size, budget)[models.rank]
     parts = [forward(pack(rows, index, models.device)) for index in plan]
     kept = [part for part, index in zip(parts, plan, strict=True) if index]

@@ -1,9 +1,10 @@
 """Both sides of a comparison: log-probs of the same tokens as vLLM gives them while it samples, and as the actor does.
 
-A reshard proves that the rollout engine holds the actor's weights; this shows that it makes the same of them. Every
-engine samples a few tokens, step by step as in a rollout, and so through the cache and the graphs that rollouts use.
+A reshard proves that the rollout engine holds the actor's weights; this shows that it computes the same with them.
+Every engine samples a few tokens, step by step as in a rollout, and so through the cache and the graphs that rollouts
+use.
 No random stream of a training moves by it: requests have streams of their own, and the process's generators are
-put back.
+restored.
 
 Left out: which prompts, and how large a gap the dtype explains (tasks/iteration/compare_logprobs.py).
 """
@@ -56,7 +57,7 @@ def sample_to_compare(models: RankModels, command: SampleToCompare) -> SampledTo
 @carries_out(LogprobsToCompare)
 @torch.no_grad()
 def logprobs_to_compare(models: RankModels, command: LogprobsToCompare) -> TokenValues:
-    """Compiled blocks run as they are written: code for a pass without gradients would be compiled for this alone."""
+    """Compute the actor's log-probs with uncompiled blocks: compiled code without gradients would serve this alone."""
     responses = command.responses
     mask = Ragged(np.ones(len(responses.values_T), np.uint8), responses.offsets_B1)
     rows, policy = Rows(command.prompts, responses, mask, {}), models.model("actor")

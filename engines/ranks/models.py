@@ -48,7 +48,7 @@ class RankModels:
         generator: the rollout engine.
         generations: of this process, whichever engine made them; the same on all ranks.
         transfer: brings the actor's weights to the rollout engine.
-        storage: what both have in common.
+        storage: parameters that actor and rollout engine share.
         store: where the groups of actor and rollout meet, if they are two.
         verified_version: policy version of the rollout engine's weights, wherever it is; -1: none.
         updated_since: the actor of this group has stepped since.
@@ -83,7 +83,7 @@ class RankModels:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of weights in training and rollout."""
+        """The dtype of weights in training and rollout."""
         if self.config.model.dtype != "auto":
             return DTYPES[self.config.model.dtype]
         return torch.float32 if self.device.type == "cpu" else torch.bfloat16

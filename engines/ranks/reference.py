@@ -88,7 +88,7 @@ def reference_states(models: RankModels, command: ReferenceStates) -> None:
 
 @contextmanager
 def _reference(models: RankModels) -> Iterator[Any]:
-    """The reference, ready for a pass; beside an actor with adapters it is that one without them."""
+    """Return the reference, ready for a pass; beside an actor with adapters it is that actor without them."""
     if "reference" in models.frozen:
         yield models.frozen["reference"]
         return
@@ -119,7 +119,7 @@ def _pass_without_head(models: RankModels, rows: Rows) -> dict[str, float]:
 @carries_out(LogprobsAndKl)
 @torch.no_grad()
 def logprobs_and_kl(models: RankModels, command: LogprobsAndKl) -> TokenValuesAndKl:
-    """Log-probs and KL come from one pass of the actor."""
+    """Compute log-probs and KL in one pass of the actor."""
     rows, policy = with_states(read_rows(command.path), command.states), models.model("actor")
     weight_VH = head_of_reference(models)
 
@@ -133,7 +133,7 @@ def logprobs_and_kl(models: RankModels, command: LogprobsAndKl) -> TokenValuesAn
 
 
 def head_of_reference(models: RankModels) -> torch.Tensor:
-    """Return the reference's language head: its own, or the copy that is kept; adapters leave the actor's the same."""
+    """Return the reference's language head: its own, the copy that is kept, or the one under the actor's adapters."""
     if models.reference_head is not None:
         return models.reference_head
     policy: Any = models.frozen.get("reference") or models.trainers["actor"].module
@@ -142,7 +142,7 @@ def head_of_reference(models: RankModels) -> torch.Tensor:
 
 
 def keep_head(models: RankModels) -> None:
-    """Where the reference is in another group: copy the actor's language head, at a moment when they are the same."""
+    """Keep a copy of the actor's language head while it equals the reference's, where that is in another group."""
     if models.config.algorithm.full_kl and models.config.actor.lora is None:
         with _whole(language_head(models.lm).weight) as values:
             models.reference_head = values.detach().clone()
@@ -154,7 +154,7 @@ def keep_head(models: RankModels) -> None:
 @carries_out(RefreshReference)
 @torch.no_grad()
 def refresh_reference(models: RankModels, command: RefreshReference) -> Digests:
-    """Copy parameter by parameter, whole also where ZeRO-3 shards them; return digests of both."""
+    """Copy the actor into the reference, parameter by parameter; return both digests. Every rank gathers ZeRO-3's."""
     reference, sums = _parameters(models.frozen["reference"].lm), {}
     for name, parameter in _parameters(models.lm).items():
         with _whole(parameter) as values:
@@ -167,7 +167,7 @@ def refresh_reference(models: RankModels, command: RefreshReference) -> Digests:
 @carries_out(WriteActor)
 @torch.no_grad()
 def write_actor(models: RankModels, command: WriteActor) -> Digests:
-    """Rank 0 writes, all gather; return the weights' digest."""
+    """Write the actor for a reference elsewhere: all ranks gather, rank 0 writes; return the weights' digest."""
     weights, sums = {}, {}
     for name, parameter in _parameters(models.lm).items():
         with _whole(parameter) as values:
@@ -184,7 +184,7 @@ def write_actor(models: RankModels, command: WriteActor) -> Digests:
 
 @carries_out(ReadReference)
 def read_reference(models: RankModels, command: ReadReference) -> Digests:
-    """Return the weights' digest as they are on the device."""
+    """Read the reference from that file; return the digest of its weights as they are on the device."""
     return Digests([digest(_read_reference(models, command.path))])
 
 
@@ -196,7 +196,7 @@ def _read_reference(models: RankModels, path: str) -> dict[str, nn.Parameter]:
 
 
 def save_reference(models: RankModels, folder: Path) -> None:
-    """Write the reference into a checkpoint, unless it is the starting model still (rank 0 writes)."""
+    """Write the reference into a checkpoint unless it is still the starting model; rank 0 writes."""
     if models.rank == 0 and models.reference_refreshed:
         (folder / IN_CHECKPOINT).parent.mkdir()
         parameters = _parameters(models.frozen["reference"].lm)

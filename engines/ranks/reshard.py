@@ -16,7 +16,7 @@ from engines.weights.joint import join
 
 @carries_out(Listen)
 def listen(models: RankModels, command: Listen) -> Store | None:
-    """Only rank 0 opens a store."""
+    """Open the store in which both groups meet, on rank 0 alone; return where it is."""
     if models.rank:
         return None
     models.store, port = interface.open_store(timedelta(seconds=models.config.engine.start_timeout_s))
@@ -25,7 +25,7 @@ def listen(models: RankModels, command: Listen) -> Store | None:
 
 @carries_out(Connect)
 def connect(models: RankModels, command: Connect) -> None:
-    """The actor's first rank sends; its others leave it alone, all rollout ranks receive."""
+    """Join the groups: the actor's first rank will send, all rollout ranks receive, the actor's others take no part."""
     engine, size = models.config.engine, command.rollout_ranks + 1
     place = (size, models.device, models.lm, engine.command_timeout_s)
     if models.generator is None:

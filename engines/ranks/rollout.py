@@ -18,13 +18,13 @@ from engines.rollout.responses import SingleResponses
 
 
 def _may_share(models: RankModels) -> bool:
-    """Whether several generations may be under way: the worker processes of environments know one."""
+    """Whether several generations may be under way: with an environment there may be one, its workers know no more."""
     return models.config.environment is None
 
 
 @begins(Generate, during_generation=_may_share)
 def generate(models: RankModels, command: Generate) -> Later[EngineResponses | None]:
-    """Of an engine's ranks the first replies; it tells of responses that end before others."""
+    """Begin a generation. The first rank of an engine replies, and tells of responses that end before others."""
     generator, environments = models.rollout_engine(), _environments(models, command)
     sender = PartialResultSender(partial(decode, models.tokenizer(command.tokenizer)), models.tell)
     speaks = not generator.place.rank_in_engine

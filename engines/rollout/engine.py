@@ -1,7 +1,7 @@
 """Rollout with vLLM inside the rank's process: token ids in, token ids out, weights as a reshard brings them.
 
-No detokenisation in the engine, and log-probs only where they are compared with the trainer's (they cost up to 40 or 50
-% of its speed): what else the algorithm needs of them, the trainer computes. On a GPU that it shares with training the
+The engine does not detokenise, and gives log-probs only where they are compared with the trainer's, since they cost up
+to 40 or 50 % of its speed; all other log-probs are the trainer's. On a GPU that it shares with training the
 engine sleeps between rollouts, unless memory suffices for both (engines/sizing/memory.py): its KV cache goes back to
 training, shared weights stay where they are, copies are dropped and made again when it wakes.
 
@@ -138,7 +138,7 @@ class Generator:
     ) -> SingleResponses | EpisodeLoop:
         """Return `sampling.samples` responses to each prompt that falls to this engine, for `loop` to generate.
 
-        A stop token ends a response and belongs to it. The engine is awake afterwards.
+        A stop token ends a response and is its last token. The engine is awake afterwards.
 
         Args:
             prompts: all prompts of the generation, the same on every rank.
@@ -148,7 +148,7 @@ class Generator:
             reproducible: in place of the recipe's.
         """
         began = time.perf_counter()
-        if not self.loop.busy:  # what is under way goes on with its keys and in its stream
+        if not self.loop.busy:  # a generation that is under way keeps its KV cache and its random stream
             self.wake()
             _seed_everything(engine_seed(sampling.seed, self.place.engine))
         self.wake_seconds = time.perf_counter() - began

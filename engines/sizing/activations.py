@@ -33,7 +33,7 @@ class Computation:
     width: int  # bytes of a weight
     device: str  # "cpu" or "cuda"
     compiled: bool = False  # torch.compile recomputes in the backward pass what takes no matrix product
-    gated: bool = False  # gate, up and activation are one product (engines/kernels/gated_mlp.py), which makes it anew
+    gated: bool = False  # one product of gate, up and activation (kernels/gated_mlp.py), which recomputes the latter
     checkpointing: bool = False  # a block keeps its input alone and is computed again
 
 
@@ -42,7 +42,7 @@ class MicroBatch:
     """What of a micro-batch decides how much it keeps."""
 
     tokens: int
-    responses: int  # those of them that are response tokens
+    responses: int  # how many of the tokens are response tokens
     keys: float = 1.0  # in attention, per token (`keys_per_token`)
 
 
@@ -121,7 +121,7 @@ def total(table: list[Kept]) -> int:
 def keys_per_token(prompt: int, response: int, samples: int) -> float:
     """Return the keys in attention per token of a micro-batch, where `samples` responses share each prompt.
 
-    The prompt's tokens are in the run once; among the keys they are once for themselves and once for each response.
+    The prompt's tokens are in the run once. Among the keys they come once for the prompt and once for each response.
     """
     if samples == 1:
         return 1.0
@@ -141,7 +141,8 @@ def kept_bytes(shape: ModelShape, computation: Computation, micro_batch: MicroBa
 def in_flight_bytes(shape: ModelShape, computation: Computation, micro_batch: MicroBatch) -> int:
     """Return what a block's backward pass needs besides: the gradients that are alive at once.
 
-    Those are the ones inside its MLP, and its norm's. With checkpointing the block itself is whole again.
+    These are the gradients inside its MLP and that of its norm. With checkpointing all that the block keeps is there
+    again as well.
     """
     gradients = 4 * computation.width * shape.intermediate_size + 3 * FLOAT32 * shape.hidden_size
     again = total(layer_table(shape, computation, micro_batch.keys)) if computation.checkpointing else 0

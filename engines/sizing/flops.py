@@ -6,8 +6,8 @@ blocks that a kernel computes in vain earn no credit. Differences to the usual "
 
 - attention is counted by the pairs of tokens that see each other, from each sequence's own length;
 - the language head is counted for response tokens alone, since only those get logits;
-- a prompt is counted once for all its samples: what it becomes inside the model does not depend on what follows;
-- with LoRA, frozen matrices get no gradient of their own: theirs counts once in the backward pass, not twice;
+- a prompt is counted once for all its samples: its hidden states do not depend on what follows;
+- with LoRA, frozen matrices get no gradient of their own: they count once in the backward pass, not twice;
 - the embedding is a lookup, and norms, activations and rotary embeddings are no matrices: neither counts.
 
 Lengths are arrays with one entry per row (`_B`). Left out: experts and other architectures that are not dense
@@ -94,7 +94,7 @@ def forward_flops(
     Args:
         prompt_B: prompt tokens per row; response_B: response tokens per row.
         scalar_head: a critic's head of one value per response token, not a language head.
-        prompt_ids_B: equal where rows have the same prompt, which is then needed once; None: all rows differ.
+        prompt_ids_B: equal where rows have the same prompt, which is then computed once; None: all rows differ.
         adapters: parameters of LoRA's adapters.
     """
     once_B = _once(prompt_B, prompt_ids_B)

@@ -58,8 +58,8 @@ class GpuSampler:
     def take(self, last_s: float) -> dict[str, float]:
         """Return mean utilisation and clock and highest memory of the last seconds; nothing without a sample in them.
 
-        A clock counts where the GPU was busy: an idle one's says nothing of the work. With several GPUs there is the
-        mean clock of the slowest, too.
+        Only clocks of busy samples count: an idle GPU's clock says nothing of the work. With several GPUs the mean
+        clock of the slowest one is given as well.
         """
         since = time.monotonic() - last_s
         with self._lock:

@@ -37,8 +37,8 @@ Parts = dict[str, int]  # bytes by what they are for
 LIBRARIES = {"cpu": int(1.2 * GIB), "cuda": int(0.75 * GIB)}  # on a GPU: CUDA's context, outside of torch's allocator
 NCCL = int(0.5 * GIB)  # buffers of its channels, with several ranks
 CUDA_GRAPHS = 1 * GIB  # vLLM's captured graphs and workspace; they stay while its engine sleeps
-FRAGMENTATION = 0.05  # of what comes and goes on a GPU: reserved and of no use
-FLEETING = ("activations", "backward pass", "reduce buckets")  # all else stays where it was put
+FRAGMENTATION = 0.05  # share of what comes and goes on a GPU that torch reserves on top and cannot use
+FLEETING = ("activations", "backward pass", "reduce buckets")  # what comes and goes; all other parts stay
 LOGITS_CHUNK = 1 << 30  # bytes of logits that exist at a time (engines/kernels/lm_head.py)
 LOGITS_CHUNKS = {"cuda": 2, "cpu": 8}  # the chunk and its gradient; where nothing is compiled, float32 copies as well
 # DeepSpeed's defaults, in elements. A GPU's bucket is allocated whole however small the model is, and there are two to
@@ -48,7 +48,7 @@ BUCKETS = {"cuda": 2, "cpu": 1}
 LIVE_PARAMETERS = 1_000_000_000  # that ZeRO-3 holds gathered
 GRADIENT = 4  # bytes: gradients are summed up in float32
 KV_BLOCK = 128  # tokens; vLLM hands out whole blocks
-USEFUL_SEQUENCES = 16  # with room for fewer a rollout hardly moves
+USEFUL_SEQUENCES = 16  # with room for fewer at a time a rollout takes too long to be worth it
 ROOM_TO_STAY = 0.92  # share of free memory that an estimate may fill with a KV cache that stays; gaps need the rest
 SCORED_TOKENS = 16384  # of a reward model's micro-batch
 
@@ -59,7 +59,7 @@ PHASES = {"actor": "update of the actor", "critic": "update of the critic", "sft
 class Rank:
     """What a rank's memory depends on besides the configuration."""
 
-    shapes: Mapping[Role, ModelShape]  # of the models that the group holds
+    shapes: Mapping[Role, ModelShape]  # of the group's models
     ranks: int  # of the group
     device: str  # "cpu" or "cuda"
     width: int  # bytes of a weight
@@ -112,7 +112,8 @@ def rank_memory(
 def choose_recomputed(config: TrainConfig, rank: Rank, free: int) -> dict[str, Recomputed]:
     """Return for each trained model of a group what its backward pass recomputes.
 
-    As little as lets the model's own phase fit into `free` bytes; what the configuration says of activations holds.
+    It recomputes as little as lets the model's own phase fit into `free` bytes. A configuration that decides about
+    activations is obeyed.
     """
     levels = {name: _levels(name, trainer, config, rank) for name, trainer in _trained(config, rank).items()}
     most = {name: choices[-1] for name, choices in levels.items()}
@@ -128,8 +129,8 @@ def choose_recomputed(config: TrainConfig, rank: Rank, free: int) -> dict[str, R
 def decide_sleep(config: TrainConfig, rank: Rank, recomputed: Mapping[str, Recomputed], free: int) -> TrainConfig:
     """Return the configuration with `rollout.sleep` decided, for a group with a rollout engine on GPUs.
 
-    The KV cache stays where all that a rank holds in its fullest phase, the cache of all sequences among it, leaves
-    room in `free` bytes; nothing more is recomputed for its sake.
+    The KV cache stays if the fullest phase, with the cache of all sequences, fits into `free` bytes with room to spare.
+    Nothing more is recomputed for its sake.
     """
     if config.rollout.sleep is not None or rank.device == "cpu" or "rollout" not in rank.shapes:
         return config
@@ -145,7 +146,7 @@ def _levels(name: str, trainer: TrainerConfig, config: TrainConfig, rank: Rank) 
     """What there is to choose from, fastest first."""
     head, levels = _has_head(name, rank), []
     if not trainer.gradient_checkpointing:
-        if head and not (name == "actor" and config.algorithm.full_kl):  # there two models' logits would wait
+        if head and not (name == "actor" and config.algorithm.full_kl):  # a full KL keeps the logits of two models
             levels.append(Recomputed(activations=False, logits=False))
         levels.append(Recomputed(activations=False, logits=head))
     if trainer.gradient_checkpointing is not False:
@@ -184,7 +185,7 @@ def _stays(config: TrainConfig) -> bool:
 
 
 def _asleep(rest: Parts) -> Parts:
-    """Without the rollout engine's own weights: they leave the GPU with its KV cache (engines/rollout/engine.py)."""
+    """Return the parts without the rollout engine's own weights, which leave the GPU with its KV cache."""
     return {part: size for part, size in rest.items() if part != "rollout weights"}
 
 
@@ -207,7 +208,7 @@ def _shape(name: str, rank: Rank) -> ModelShape:
 
 
 def _states(name: str, trainer: TrainerConfig, rank: Rank, models: int = 1) -> Parts:
-    """Weights and optimizer states of some models alike while they are on the device, as ZeRO shards them."""
+    """Return weights and optimizer states of `count` equal models while they are on the device, as ZeRO shards them."""
     shape, stage = _shape(name, rank), trainer.zero_stage
     weights, trained = shape.parameters + shape.adapter_parameters(trainer.lora), shape.trained_parameters(trainer.lora)
     masters = 0 if rank.width == 4 and stage == 0 else 4  # float32 weights are their own masters without ZeRO
@@ -221,7 +222,7 @@ def _states(name: str, trainer: TrainerConfig, rank: Rank, models: int = 1) -> P
 
 
 def _rest(config: TrainConfig, rank: Rank, trained: Mapping[str, TrainerConfig]) -> Parts:
-    """What lies on the device all the time; offloaded states do not."""
+    """Return what lies on the device all the time, without offloaded states."""
     parts: Parts = {}
     for name, trainer in trained.items():
         states = _states(name, trainer, rank, _models(name, config))
@@ -245,8 +246,9 @@ def _rest(config: TrainConfig, rank: Rank, trained: Mapping[str, TrainerConfig])
 def _update(name: str, trainer: TrainerConfig, config: TrainConfig, rank: Rank, recomputed: Recomputed) -> Parts:
     """What an update needs besides the states.
 
-    That is most at the end of the forward pass, where all activations wait, or a little later: the head's backward pass
-    comes first, its logits are gone when the first block begins, and activations are gone when the optimizer steps.
+    The most is needed at the end of the forward pass, when all activations wait, or a little later. The head's backward
+    pass comes first, so its logits are gone when the first block's begins, and all activations are gone when the
+    optimizer steps.
     """
     shape, stage, micro_batch = _shape(name, rank), trainer.zero_stage, _largest_micro_batch(trainer, config)
     computation = _computation(trainer, rank, shape, recomputed)
@@ -283,7 +285,7 @@ def _computation(trainer: TrainerConfig, rank: Rank, shape: ModelShape, recomput
 
 
 def _kept_by_adapters(trainer: TrainerConfig, rank: Rank, shape: ModelShape, micro_batch: MicroBatch) -> int:
-    """What lies between A and B of each adapter: B's gradient needs it."""
+    """Return the outputs of every adapter's A, which the gradient of its B needs."""
     if trainer.lora is None:
         return 0
     adapters = shape.layers * len(shape.targets(trainer.lora))
@@ -291,14 +293,14 @@ def _kept_by_adapters(trainer: TrainerConfig, rank: Rank, shape: ModelShape, mic
 
 
 def _reference_states(rank: Rank, shape: ModelShape, micro_batch: MicroBatch) -> int:
-    """Final hidden states of the reference, of this micro-batch and of the next one, which is packed ahead."""
+    """Return the reference's final hidden states of this micro-batch and of the next one, which is packed ahead."""
     return 2 * rank.width * micro_batch.responses * shape.hidden_size
 
 
 def _head(
     trainer: TrainerConfig, rank: Rank, shape: ModelShape, micro_batch: MicroBatch, recomputed: Recomputed
 ) -> int:
-    """What the language head's backward pass needs: logits, and the gradient of its weight unless that is frozen."""
+    """Return what the head's backward pass needs: logits, and its weight's gradient unless the weight is frozen."""
     logits = rank.width * shape.vocabulary * micro_batch.responses
     chunk = min(LOGITS_CHUNK, logits)
     gradient = rank.width * shape.vocabulary * shape.hidden_size if trainer.lora is None else 0
@@ -306,11 +308,11 @@ def _head(
 
 
 def _largest_micro_batch(trainer: TrainerConfig, config: TrainConfig) -> MicroBatch:
-    """The largest that there can be: no row is cut, so one that is longer than the budget is one of its own."""
+    """Return the largest possible micro-batch: a row is never cut, so a row beyond the budget is one by itself."""
     tokens = max(1, largest(trainer.micro_batch_tokens))
     if isinstance(trainer, SftConfig):
         tokens = max(tokens, trainer.max_tokens)
-        return MicroBatch(tokens, responses=tokens)  # any token may be a response's
+        return MicroBatch(tokens, responses=tokens)  # all of its tokens may be response tokens
     prompt, response = config.data.max_prompt_tokens, config.rollout.max_response_tokens
     if prompt + response > tokens:
         return MicroBatch(prompt + response, responses=response)
@@ -320,7 +322,7 @@ def _largest_micro_batch(trainer: TrainerConfig, config: TrainConfig) -> MicroBa
 
 
 def _buckets(trained: int, stage: int, rank: Rank) -> int:
-    """Gradients on their way to the ranks that sum them up, and ZeRO-3's gathered parameters."""
+    """Return the buffers of gradients on their way to other ranks, and of ZeRO-3's gathered parameters."""
     if stage == 0 or (stage == 1 and rank.width == 2):
         return 0  # in bfloat16 stage 1 is DeepSpeed's other optimizer, which adds each gradient at once
     elements = REDUCE_BUCKET if rank.device == "cuda" else min(REDUCE_BUCKET, trained)
@@ -329,9 +331,10 @@ def _buckets(trained: int, stage: int, rank: Rank) -> int:
 
 
 def _start(config: TrainConfig, rank: Rank, trained: Mapping[str, TrainerConfig]) -> Parts:
-    """Models are loaded one after another. The last one's parameters move into DeepSpeed's flat buffer.
+    """Return what the start needs at its fullest moment.
 
-    For that moment they are there twice, and its optimizer's state is not yet.
+    Models are loaded one after another. While the last one's parameters move into DeepSpeed's flat buffer they are
+    there twice, but its optimizer's state is not there yet.
     """
     if not trained:
         return _rest(config, rank, trained)
@@ -343,7 +346,7 @@ def _start(config: TrainConfig, rank: Rank, trained: Mapping[str, TrainerConfig]
 
 
 def _forward(config: TrainConfig, rank: Rank) -> int:
-    """One block at a time, nothing kept for later."""
+    """Return what a forward pass needs: one block at a time, nothing kept for a backward pass."""
     computation, asked = Computation(rank.width, rank.device), _largest_micro_batch(config.actor, config)
     tokens: dict[Role, int] = {"reference": asked.tokens, "reward": scored_tokens(config)}
     return max(

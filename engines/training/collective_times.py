@@ -3,12 +3,12 @@
 Every collective of DeepSpeed and of this code goes through `torch.distributed`, or through what DeepSpeed's backend
 keeps of it. For the time of an update these functions are wrapped: a CUDA event before the call and one after it, on
 the stream that communicates (DeepSpeed reduces on a stream of its own). That is a few microseconds per collective, so
-it can be on in every step; a profiler would slow down what it looks at, and DeepSpeed's own communication log waits
+it can be on in every step; a profiler would slow down what it measures, and DeepSpeed's own communication log waits
 for each collective. On a CPU a clock takes the place of the events.
 
 The result is the time in which at least one collective was under way: from when its input was ready to its end, or to
-where DeepSpeed waits for it. It contains waiting for slower ranks, and what runs beside computation: it is what
-overlap has to hide, not what is left to see.
+where DeepSpeed waits for it. It contains waits for slower ranks and transfers that run beside computation: it is the
+time that overlap has to hide, not the time that is left after overlap.
 """
 
 from __future__ import annotations

@@ -25,7 +25,7 @@ PREFIX = "mismatch/"
 def correct_batch(batch: PackedBatch, inputs: PolicyLossInputs, correction: Correction) -> Corrected:
     """Weigh and reject the tokens of a micro-batch.
 
-    Where the ratio is to the rollout's own log-probs, what they part from is the current policy.
+    Where the ratio is to the rollout's own log-probs, their divergence is measured from the current policy.
     """
     old_T = inputs.old_logprobs_T if correction.proximal == "recomputed" else inputs.logprobs_T.detach()
     mean = batch.columns.get("weight_mean", 1.0)
@@ -40,7 +40,7 @@ def named_sums(corrected: Corrected) -> dict[str, torch.Tensor]:
 def with_weight_mean(rows: Rows, index_B: np.ndarray, correction: Correction) -> Rows:
     """Add the column `weight_mean`, the same number for every token: the mean weight of the mini-batch.
 
-    Every rank sees the whole mini-batch here, so neither the split nor the number of ranks has a say.
+    Every rank sees the whole mini-batch here, so neither the split nor the number of ranks changes the mean.
     """
     names = ("logprobs_old", "logprobs_rollout")
     mask = rows.mask.take(index_B)
@@ -56,7 +56,7 @@ def with_mismatch(
 ) -> dict[str, float]:
     """Make figures of an update's sums, and of the largest difference of probabilities in each of its micro-batches.
 
-    Every rank calls it: the largest of all ranks is asked for.
+    Every rank calls it, since the largest difference is that of all ranks.
     """
     sums = {name.removeprefix(PREFIX): value for name, value in metrics.items() if name.startswith(PREFIX)}
     if not sums:  # no token counted, on any rank

@@ -50,9 +50,9 @@ VECTOR_FUNCTIONS = (
 def settle_vector_functions() -> None:
     """Call MKL's vector functions on one element each, before several threads do so at once.
 
-    MKL picks the code of a function at its first call. Where threads make that call side by side, one may be left with
-    code of four digits (https://github.com/pytorch/pytorch/issues/188792): here in one process of sixty, for `cos`,
-    and then for as long as the process lived.
+    MKL picks the code of a function at its first call. Where several threads make that call at once, one may be left
+    with code that computes four digits (https://github.com/pytorch/pytorch/issues/188792). It was seen for `cos` in one
+    process of sixty, and lasted as long as the process.
     """
     for dtype in (torch.float32, torch.float64):
         one = torch.ones(1, dtype=dtype)

@@ -1,7 +1,8 @@
 """State files of a checkpoint, read without executing them: a pickle can name any function, and a folder any author.
 
-Of all classes only tensors, plain values and the few that DeepSpeed's states hold come to life; whatever else a file
-asks for refuses it. DeepSpeed itself would load it all (`weights_only=False`), so its engines get this reader.
+Tensors, plain values and the few classes that DeepSpeed's states hold are the only ones that come to life; a file that
+names anything else is refused. DeepSpeed itself would load it all (`weights_only=False`), so its engines get this
+reader.
 
 Left out: whether the files are those that were written (penstock/state/manifest.py).
 """
@@ -44,7 +45,7 @@ def read_state(path: str | Path, map_location: Any = "cpu", mmap: bool = False) 
 
 
 def _reason(error: Exception) -> str:
-    """The sentence of torch's message that names what was asked for; the others advise to trust the file."""
+    """Return the sentence of torch's message that names the class; the other sentences advise to trust the file."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     told = next((line for line in lines if "Unpickler error:" in line), lines[0] if lines else type(error).__name__)
     return told.partition("Unpickler error: ")[2].partition(". ")[0] or told

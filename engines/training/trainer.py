@@ -41,7 +41,7 @@ REMEDY = (
     "go on from an earlier checkpoint: penstock train --resume RUN --from ITERATION"
 )
 
-SKIPPED_IN_A_ROW = 3  # optimizer steps: one odd batch may be passed over, but nothing is learnt from such batches alone
+SKIPPED_IN_A_ROW = 3  # optimizer steps; a single odd batch may be passed over, several in a row end the training
 
 _log = logging.getLogger(__name__)
 
@@ -92,7 +92,7 @@ class Trainer:
             config=deepspeed_config(config, dtype),
             dist_init_required=False,
         )
-        self.engine.checkpoint_engine.load = read_state  # its own executes what a file asks for
+        self.engine.checkpoint_engine.load = read_state  # DeepSpeed's own reader executes whatever a file names
         sum_in_products(module, self._optimizer)
         if self.device.type == "cuda" and gated_mlp.usable():
             gate_in_products(module)
@@ -139,7 +139,7 @@ class Trainer:
         return StepResult(reduce_sums(totals, self.device), grad_norm, rate)
 
     def _count_skipped(self, grad_norm: float) -> None:
-        """Count a step that DeepSpeed skipped; an error ends several in a row. Every rank has the same norm."""
+        """Count a step that DeepSpeed skipped; raise after several in a row. Every rank has the same norm."""
         if math.isfinite(grad_norm):
             self._skipped_in_a_row = 0
             return
@@ -197,7 +197,7 @@ class Trainer:
 
         Raises:
             UserError: the frozen weights beside the trained ones are not those that it was written with, its flat
-                buffers hold the parameters in another order, or a file asks for more than a state needs.
+                buffers hold the parameters in another order, or a file names what no state needs.
         """
         with self.states_on_device():
             _, client = self.engine.load_checkpoint(str(folder), tag="state", custom_load_fn=_load_trained)
@@ -233,10 +233,10 @@ def _drop_frozen(module: nn.Module, state: dict[str, Any], prefix: str, _: Any) 
 
 
 def _load_trained(src: dict[str, Any], dst: nn.Module) -> None:
-    """Load a state that may lack frozen weights, and nothing else.
+    """Load a state that may lack frozen weights alone.
 
     Raises:
-        RuntimeError: it lacks others, or has some that the module has not.
+        RuntimeError: it lacks other weights, or has weights that the module does not have.
     """
     missing, unexpected = dst.load_state_dict(src, strict=False)
     if wrong := sorted({*unexpected, *(set(missing) - _frozen_names(dst))}):

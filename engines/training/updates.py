@@ -100,7 +100,7 @@ def _sampled_kl(logprobs_T: torch.Tensor, batch: PackedBatch, estimator: str) ->
 def with_chosen_tokens(rows: Rows, index_B: np.ndarray, choose: Choice) -> Rows:
     """Add the column `chosen`: 1 for the tokens that the loss picks among all counted ones of a mini-batch.
 
-    Every rank sees the whole mini-batch here, so neither the split nor the number of ranks has a say.
+    Every rank sees the whole mini-batch here, so neither the split nor the number of ranks changes the choice.
     """
     inside_B = np.zeros(len(rows), dtype=bool)
     inside_B[index_B] = True
@@ -152,7 +152,7 @@ def _run(
 ) -> dict[str, float]:
     """Take the steps of one iteration; `prepare` sees the rows of each before they are split into micro-batches.
 
-    Figures are means over the steps, without those that were skipped unless all were.
+    Figures are means over the steps that were not skipped, or over all steps if every one was.
     """
     steps = []
     for index_B in mini_batch_rows(len(rows), split):

@@ -5,8 +5,8 @@ ZeRO-3 the trainer's ranks gather each bucket first, while the last one is on it
 keeps its weights in a flat buffer of the same order, so a bucket lands where vLLM reads it; an engine of several ranks
 takes its slices out of a bucket while the next one arrives.
 
-Last come the sender's sums of each bucket. Every receiver compares, and the number of differences goes back to all, so
-that either both sides know the version to be verified or both fail.
+The sender's checksum of each bucket comes last. Every receiver compares it with its own, and the number of differences
+goes back to all, so that either both sides know the version to be verified or both fail.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from engines.weights.slices import shapes_of
 class FlatSource:
     """Buckets of a trainer that holds whole parameters: views of its flat buffer, laid down once.
 
-    Buckets with weights that have an adapter are made anew each time, from the merged ones.
+    A bucket with adapted weights is packed anew each time, from the merged weights.
     """
 
     def __init__(self, lm: nn.Module, buckets: Sequence[tuple[str, ...]]) -> None:
@@ -44,7 +44,7 @@ class FlatSource:
         self._buckets = list(zip(buckets, views, strict=True))
 
     def buckets(self) -> Iterator[torch.Tensor]:
-        """Yield each bucket; where parameters are no neighbours they are packed."""
+        """Yield each bucket; parameters that do not lie next to each other are packed into one."""
         moved = [name for name, address in self._addresses.items() if self._parameters[name].data_ptr() != address]
         if moved:
             raise RuntimeError(f"the actor's parameters moved: {', '.join(moved[:5])}")
@@ -170,7 +170,7 @@ class Receiver:
 
 
 def verdict(joint: Joint, found: Sequence[Differences], like: torch.Tensor) -> None:
-    """Tell all ranks of the joint group how much is wrong here, and raise if anything is anywhere.
+    """Tell all ranks of the joint group how many checks failed here, and raise if one failed on any rank.
 
     Raises:
         RuntimeError: the weights of some rank are not the actor's.

@@ -30,7 +30,10 @@ def numels_of(shapes: Mapping[str, Sequence[int]]) -> dict[str, int]:
 
 
 def one_ahead(items: Iterator[T]) -> Iterator[T]:
-    """Yield each item when the next one has been made: what making an item starts runs while the last one is used."""
+    """Yield each item once the next one has been made.
+
+    So the work that making an item starts on the device runs while the item before it is used.
+    """
     for last in items:
         for item in items:
             yield last

@@ -35,7 +35,7 @@ def range_sums(flat: torch.Tensor, size: int, count: int) -> torch.Tensor:
 def differs(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
     """Return whether any bit of two tensors of one shape differs, as bool without dimensions.
 
-    They are read in the widest words that both allow: the fewer words, the less is written of what differs.
+    They are read in the widest words that both allow, since the comparison writes a result for each word.
     """
     dtype = next(dtype for width, dtype in _WORDS if _reads(one, width) and _reads(other, width))
     return (one.view(dtype) != other.view(dtype)).any()

@@ -92,7 +92,7 @@ class Copies:
 
 @dataclass(frozen=True)
 class Differences:
-    """For each name a flag on the device: what was written is not what it came from."""
+    """A flag on the device for each name: whether what was written differs from its source."""
 
     names: list[str]
     flags: list[torch.Tensor]

@@ -5,8 +5,8 @@ holds a parameter's rows side by side, the all-gather writes them there. Where i
 matrices stacked already), whole parameters land in a bucket first, and the next bucket is gathered while slices of the
 last one are copied.
 
-No second gather proves it: each rank sums its own shard, the sums are exchanged once, and compared with the sums of
-what arrived. Suffixes: `_P` parameters, `_PR` times ranks.
+The proof takes no second gather: each rank sums its own shard, the sums are exchanged once, and compared with the sums
+of what arrived. Suffixes: `_P` parameters, `_PR` times ranks.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ class Shards:
         return Gathering(names, outputs, work, padded)
 
     def look_at(self, gathering: Gathering) -> None:
-        """Sum what arrived, by the shard it should come from."""
+        """Sum what arrived, a sum for each shard that it should come from."""
         for name, output in zip(gathering.names, gathering.outputs, strict=True):
             size = self._parameters[name].ds_tensor.numel()
             self._found[name] = range_sums(output, size, self._ranks)

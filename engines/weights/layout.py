@@ -30,7 +30,7 @@ class FusedParameter:
 
 
 def family_in(model: nn.Module) -> Family:
-    """Return the family of a Hugging Face model, also of a wrapped one; what is usual if it has no configuration."""
+    """Return the family of a Hugging Face model, also of a wrapped one; the usual family without a configuration."""
     types = (getattr(getattr(module, "config", None), "model_type", None) for module in model.modules())
     return family_of(next((model_type for model_type in types if model_type), ""))
 
@@ -65,7 +65,7 @@ def in_plan_order(named: Mapping[str, T], family: Family) -> dict[str, T]:
 
 
 def ordered_parameters(lm: nn.Module) -> list[nn.Parameter]:
-    """Return what is trained in plan order: hand it to the optimizer like this and fused groups lie together."""
+    """Return the trained parameters in plan order: an optimizer that gets them so lays fused groups together."""
     trained = {name: parameter for name, parameter in lm.named_parameters() if parameter.requires_grad}
     return list(in_plan_order(trained, family_in(lm)).values())
 
@@ -85,7 +85,7 @@ def flatten_in_place(parameters: list[nn.Parameter]) -> torch.Tensor:
 def flat_storage(
     shapes: Mapping[str, Sequence[int]], dtype: torch.dtype, device: torch.device
 ) -> dict[str, torch.Tensor]:
-    """Return one zeroed buffer as parameters of these shapes, in plan order: the trainer's flat buffer elsewhere."""
+    """Return parameters of these shapes in one zeroed buffer, in plan order: a copy of the trainer's flat buffer."""
     sizes = [math.prod(shape) for shape in shapes.values()]
     parts = torch.zeros(sum(sizes), dtype=dtype, device=device).split(sizes)
     return {name: part.view(*shape) for (name, shape), part in zip(shapes.items(), parts, strict=True)}

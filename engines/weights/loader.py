@@ -156,7 +156,7 @@ def register_loader(name: str, shapes: Shapes, storage: Mapping[str, torch.Tenso
 def tie_embeddings_as_trained(model_config: Any, tied: bool) -> None:
     """Let vLLM's next model have one matrix for both embeddings, or two, as the trainer's has.
 
-    Newer versions go by the folder's weights, and compare them once they are loaded, which here is later.
+    Newer versions of vLLM decide by comparing the folder's weights once they are loaded; here they come later.
     """
     for config in (model_config.hf_config, model_config.hf_config.get_text_config()):
         config.tie_word_embeddings = tied

@@ -2,8 +2,8 @@
 
 What could be bound to the trainer's storage is current already, which its addresses prove. The rest (this rank's part
 of matrices that an engine of several ranks cuts, vocabularies that vLLM pads) is copied from the trainer's parameters
-on this rank, without communication, and compared bit for bit. A weight with an adapter is merged for it, one at a time:
-the base stays as it is, and the rollout engine's copy is its own.
+on this rank, without communication, and compared bit for bit. Weights with adapters are merged for the copy, one at a
+time: the base stays as it is, and the rollout engine's copy is its own.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class LocalReshard:
         return sum(part.bytes for part in found)
 
     def moved(self) -> list[str]:
-        """Return vLLM's parameters that lie elsewhere, or whose source in the trainer does, than when they were bound.
+        """Return vLLM's parameters that no longer lie where they were bound, or whose source in the trainer moved.
 
         Any part of a fused matrix may have moved alone.
         """

@@ -80,8 +80,8 @@ class LoraLinear(nn.Linear):
 def dithered(exact: torch.Tensor) -> torch.Tensor:
     """Round float32 values to bfloat16, up or down as often as keeps their mean.
 
-    To the nearest, updates below half a weight's last bit, which are all of the first steps', would be lost without
-    exception, since the base lies on the grid: the rollout engine would go on with the base policy. What is added
+    Rounded to the nearest, an update below half a weight's last bit would be lost, since the base lies on the grid. All
+    updates of the first steps are that small, so the rollout engine would go on with the base policy. What is added
     before the cut is a fixed sequence without repetition over the elements (multiples of the golden ratio), so that
     the result depends on nothing but the values, and a value on the grid stays as it is.
     """
@@ -155,10 +155,10 @@ def frozen_sum(module: nn.Module) -> int:
 
 
 def check_frozen(recorded: int, module: nn.Module) -> None:
-    """Compare the frozen weights with what a checkpoint says of them.
+    """Compare the frozen weights with the sum that a checkpoint has of them.
 
     Raises:
-        UserError: they are others, so the trained adapters do not belong to them.
+        UserError: they differ, so the trained adapters do not belong to them.
     """
     if recorded != frozen_sum(module):
         raise UserError(
@@ -214,7 +214,7 @@ def write_adapter(lm: Any, folder: Path) -> None:
     described = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
-        "base_model_name_or_path": Path(lm.name_or_path).name or None,  # whose path it was is nobody else's business
+        "base_model_name_or_path": Path(lm.name_or_path).name or None,  # the path itself is nobody else's business
         "r": config.rank,
         "lora_alpha": config.alpha,
         "lora_dropout": 0.0,

@@ -91,7 +91,8 @@ def _slices(
 ) -> tuple[Slice, ...] | None:
     """Return the slices of one parameter of `layer`; None if the class or a size is not what is known here.
 
-    `shapes`: of its parts.
+    Args:
+        shapes: those of its parts.
     """
     ranges = list(_ranges(layer, fused, list(shapes.values()), family))
     parts = fused.parts * len(ranges) if len(fused.parts) == 1 else fused.parts
@@ -114,9 +115,9 @@ def _slices(
 def _ranges(
     layer: nn.Module, fused: FusedParameter, wholes: list[Sequence[int]], family: Family
 ) -> Iterator[tuple[int, int, int]]:
-    """Yield (dim, first index, length) of each part on this rank, of a single part that is fused of each stretch.
+    """Yield (dim, first index, length) of each part on this rank; a part that is fused already gives several.
 
-    Nothing for a layer class that is not known.
+    A layer class that is not known gives none.
     """
     from vllm.model_executor.layers import linear
     from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
@@ -141,7 +142,7 @@ def _ranges(
 
 
 def _share(layer: Any, whole: int) -> tuple[int, int, int]:
-    """Return (all, first, length) of the rows or columns that this rank holds of `whole` even ones."""
+    """Return (all, first, length) of this rank's rows or columns, where `whole` of them are cut evenly."""
     length = whole // int(layer.tp_size)
     return whole, int(layer.tp_rank) * length, length
 
@@ -159,15 +160,16 @@ def _heads(layer: Any) -> list[tuple[int, int, int]]:
 
 
 def _stacked(fused: FusedParameter, family: Family) -> bool:
-    """Whether the rows of one matrix are in vLLM's order: if it has vLLM's name, or a row of the table says so.
+    """Whether the rows of one matrix are in vLLM's order.
 
-    Under another name a model may have an order of rows of its own.
+    They are if it has vLLM's name, or if a row of the table says so: under another name a model may order them
+    otherwise.
     """
     return fused.name.split(".")[-2] in (family.query_key_value.served, family.gate_up.served)
 
 
 def _stretches(rows: list[int], held: list[tuple[int, int, int]], stacked: bool) -> Iterator[tuple[int, int, int]]:
-    """Yield (dim, first, length) of what a rank holds of matrices that vLLM stacks; nothing if the sizes are others.
+    """Yield (dim, first, length) of a rank's part of each matrix that vLLM stacks; none if the sizes do not fit.
 
     Hugging Face has them apart, or `stacked` as one.
     """

@@ -31,7 +31,7 @@ class Asked:
 
     @property
     def changes(self) -> list[str]:
-        """What a resume is to change. No recipe goes with it, so what stands in its place is the first `key=value`.
+        """What a resume is to change. It takes no recipe, so the argument in a recipe's place is the first `key=value`.
 
         Raises:
             UserError: a recipe stands there, or a folder for a new run is named.
@@ -76,7 +76,7 @@ def _check_folder(config: TrainConfig | PairConfig, run: Path | None) -> None:
 
 
 def how_to_go_on(command: str, folder: Path) -> str:
-    """Return how a run continues; one that was stopped before its engines were up has nothing to resume."""
+    """Return how a run continues; a run that was stopped before its engines were up has nothing to resume."""
     place = quote(short_path(folder))
     if RunFolder(folder).manifest.is_file():
         return f"Continue with: penstock {command} --resume {place}"

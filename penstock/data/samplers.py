@@ -165,9 +165,10 @@ def adaptive(
     """Prompts at random, each weighing what a response to it is expected to teach: E[p (1 - p)], p its success rate.
 
     p (1 - p) is the variance of a reward of success or failure, largest at one half (Foster et al. 2025, arXiv
-    2502.12272). What is known of p is a Beta distribution, from Beta(1, 1) and the successes and failures seen, where a
-    mean reward counts as so many successes; a fading memory, since the policy learns (Qu et al. 2025, arXiv
-    2507.04632). An unseen prompt has 1/6. An iteration takes no prompt twice as long as there are others.
+    2502.12272). The belief about p is a Beta distribution: Beta(1, 1), updated by the successes and failures seen,
+    where a mean reward counts as that share of successes. Older rewards count less, since the policy learns (Qu et al.
+    2025, arXiv 2507.04632). An unseen prompt has weight 1/6. An iteration takes no prompt twice as long as there are
+    others.
 
     Args:
         half_life: iterations after which a reward counts half.

@@ -27,7 +27,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class DataFile:
-    """What was read of a file.
+    """What a file held when it was read.
 
     Attributes:
         rows: as of `penstock.data.rows.read_rows`; several look at them, so nobody changes them.
@@ -38,13 +38,13 @@ class DataFile:
     digest: str
 
 
-_kept: dict[Hashable, Any] = {}  # by resolved path, or by what made-up problems are made from
+_kept: dict[Hashable, Any] = {}  # by resolved path, or by the settings of made-up problems
 _scopes = 0  # of `reading_once`, inside each other
 
 
 @contextmanager
 def reading_once() -> Iterator[None]:
-    """Until the context ends, or `forget`, a file is read at its first use only; scopes may lie inside each other."""
+    """Read each file once, at its first use, until the context ends or `forget` is called. Contexts may be nested."""
     global _scopes
     _scopes += 1
     try:

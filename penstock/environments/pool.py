@@ -39,10 +39,10 @@ class EnvironmentPool:
 
     def __init__(self, config: EnvironmentConfig) -> None:
         self._workers = [_Worker(config) for _ in range(config.workers)]
-        self.stop = [item.stop() for item in self._workers][0]  # of all, so that all have started
+        self.stop = [item.stop() for item in self._workers][0]  # asked of all workers, so that all have started
 
     def ask(self, calls: Sequence[Call]) -> None:
-        """Send calls to the workers of their episodes; of an episode one at a time."""
+        """Send calls to the workers of their episodes, at most one call of an episode at a time."""
         for call in calls:
             self._workers[zlib.crc32(call.episode.encode()) % len(self._workers)].queue.append(call)
         for item in self._workers:

@@ -16,7 +16,7 @@ from penstock.environments.environment import Environment, Step
 from penstock.environments.loading import load_environment, stop_texts
 from penstock.usercode.guard import DeadlineExceeded, begin_worker, reason_of, reward_and_parts, within
 
-HAND_BACK_S = 0.1  # so long other episodes may wait for what is answered already
+HAND_BACK_S = 0.1  # the longest that answers wait here for those of other episodes
 
 
 @dataclass(frozen=True)

@@ -1,8 +1,8 @@
 """Consolidation: what the tasks of an iteration added to its experience becomes one file with it.
 
-That takes as long as writing all columns (penstock/state/experience.py), so it happens in a thread, while the next
-iteration's rollout runs on the GPUs: from the record of an iteration on only people read its experience. The manifest
-waits for it. So the experience of every iteration that is not done again is one file, also after a power cut.
+Consolidation takes as long as writing all columns (penstock/state/experience.py), so it happens in a thread while the
+next iteration's rollout runs on the GPUs: after the record of an iteration only people read its experience. The
+manifest waits for it. So the experience of every iteration that is not repeated is one file, also after a power cut.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class Consolidator:
         self._begun: Future[None] | None = None
 
     def __enter__(self) -> Self:
-        """Consolidate what a killed attempt left in parts: a rollout among them need not be done again."""
+        """Consolidate the files that a killed attempt left in parts, so that a rollout among them is not repeated."""
         self._consolidate_rest()
         return self
 

@@ -31,7 +31,8 @@ from penstock.session.clock import Lap, Span
 from penstock.session.session import Session, Training
 from penstock.state.run_folder import read_metrics
 
-FRAGMENTED_BELOW, FRAGMENTED_GIB = 0.8, 4.0  # and less than this lying idle is nobody's worry
+FRAGMENTED_BELOW = 0.8  # share of the reserved memory that is allocated
+FRAGMENTED_GIB = 4.0  # of reserved memory that is not allocated: less is worth no warning
 
 
 def role_figures(training: Training, role: Role, key: str, work: Mapping[str, float] | None = None) -> dict[str, float]:
@@ -113,8 +114,9 @@ def dtype_on_gpu(config: TrainConfig) -> str:
 def memory(usage: Mapping[str, list[dict[str, float]]]) -> dict[str, float]:
     """Return the peaks of torch's allocator over ranks, by command and at most; nothing on CPU ranks.
 
-    `memory/<command>_gib`: allocated; `memory/gpu_gib`: the most of them; `memory/reserved_gib`: taken from the GPU
-    then; `memory/allocated_share`: allocated of that. (During other commands torch keeps what the fullest one needs.)
+    `memory/<command>_gib`: the most that was allocated during a command; `memory/gpu_gib`: the largest of these;
+    `memory/reserved_gib`: what torch had reserved on the GPU at that peak; `memory/allocated_share`: the share of it
+    that was allocated. (During other commands torch keeps what the fullest one needs.)
     """
     on_gpu = {key.partition("/")[2]: ranks for key, ranks in usage.items() if "allocated_gib" in ranks[0]}
     if not on_gpu:
@@ -145,12 +147,12 @@ def utilisation(training: Training, iteration: int) -> dict[str, float]:
 
 
 def parallel_efficiency(usage: Mapping[str, list[dict[str, float]]]) -> dict[str, float]:
-    """Return `ranks/parallel_efficiency`, 0 to 1: of the ranks' time in an iteration's commands the share of work.
+    """Return `ranks/parallel_efficiency`, 0 to 1: the share of the ranks' time in commands in which they worked.
 
     It is the POP model's (https://pop-coe.eu/node/69): load balance times communication efficiency, which is the work
-    of all ranks over what they would have done without waiting for the slowest and without communicating. Of several
-    commands each counts with its ranks and its time. Collectives are known of updates, and a reshard is one; those
-    inside other commands count as work. Nothing where each command has one rank.
+    of all ranks over what they would have done without waiting for the slowest and without communicating. A command
+    counts with the time of all its ranks. Collectives are measured in updates alone, and a reshard counts as one; those
+    inside other commands count as work. There is no figure where each command has one rank.
     """
     apart = {key: ranks for key, ranks in usage.items() if key.partition("/")[2] != "reshard"}
     if all(len(ranks) == 1 for ranks in apart.values()):
@@ -162,8 +164,9 @@ def parallel_efficiency(usage: Mapping[str, list[dict[str, float]]]) -> dict[str
 def shares(lap: Lap, usage: Mapping[str, list[dict[str, float]]], iteration: int) -> dict[str, float]:
     """Return `share/<task>` of the iteration, 0 to 1, and what is left: `share/other` and `time/other_s`.
 
-    Of tasks side by side counts what their ranks worked, not what they waited for each other; on groups of their own
-    they overlap, and all shares add up to more than 1 by that. Other is Prefect, the channel, files and records.
+    Tasks that run side by side count with the time in which their ranks worked, without waits for each other. On groups
+    of their own they overlap, so all shares then add up to more than 1. Other is Prefect, the channel, files and
+    records.
     """
     seconds: dict[str, float] = {}
     spent = 0.0

@@ -47,8 +47,8 @@ class Kind(Generic[Tree]):
         tree: the class of the configuration.
         check: raises `UserError` for what can be seen before anything waits or starts.
         memory: raises `UserError` where the free memory does not suffice; returns the estimates.
-        first: is done before a new folder has a configuration, which makes it a run.
-        suffix: of the name of a folder that is made because none is given.
+        first: called before a new folder gets its configuration, which makes it a run.
+        suffix: end of the name of a folder that is made because none is given.
     """
 
     name: str
@@ -98,7 +98,7 @@ class Resume:
 
 
 def resume_of(folder: str | None, start: str | None = None, changes: Sequence[str] | None = None) -> Resume | None:
-    """Return what a flow is to go on with, in the words of its form; None: with nothing, its run is new."""
+    """Return what a flow is to go on with, from the fields of its form; None: its run is new."""
     return Resume(Path(folder), start, changes or ()) if folder else None
 
 
@@ -213,7 +213,7 @@ def _changed(kind: Kind[Tree], resume: Resume) -> Tree:
     """Return the configuration of a run with what is to change in it from now on.
 
     Raises:
-        Damaged: it, or the manifest, is not what was written.
+        Damaged: the configuration or the manifest is not what was written.
         UserError: a change is not possible, or nothing is there to go on from.
     """
     run = resume.run

@@ -76,7 +76,7 @@ def open_record(training: Training, recording: Recording) -> Iterator[None]:
 def ending(finish: Callable[[Status], None]) -> Iterator[None]:
     """On the way out, on every path, call `finish` with how the run ended.
 
-    What ended the run is what its caller gets, also where `finish` fails after it: often for the same reason.
+    The caller gets the exception that ended the run, also where `finish` fails after it, often for the same reason.
     """
     try:
         yield
@@ -150,7 +150,8 @@ def close(
 ) -> None:
     """Make the report, end the tracker's run, and write the summary: last if it says that all is done.
 
-    So a kill before is noticed. The tracker is waited for, for a while: what it lacks then is said, and in the folder.
+    So a run that was killed before has no summary that calls it complete. The call waits for the tracker for a while;
+    what the tracker lacks after that is logged, and lies in the folder.
     """
     session, path, done = training.session(), training.run.summary, summary["status"] == "completed"
     text = json.dumps(summary, indent=2) + "\n"

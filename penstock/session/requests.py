@@ -60,8 +60,8 @@ class BegunRollout:
 class Rollout:
     """Handle of a rollout that has begun.
 
-    Flows hold it and hand it to tasks, so it carries no prompt and no response: Prefect would write them down. What it
-    stands for is `Session.rollouts` under its key.
+    Flows hold it and hand it to tasks, so it carries no prompt and no response, which Prefect would write down. The
+    rollout itself is in `Session.rollouts` under its key.
     """
 
     iteration: int

@@ -3,8 +3,8 @@
 Live overrides are a Prefect Variable of the run, there from its start on: a JSON object of dotted keys, empty at first.
 `penstock set RUN key=value` and the Prefect UI change it; null takes one key back. They pass the same validation as a
 recipe; a bad one is reported and changes nothing. They are read when an iteration ends, for the next one, and are part
-of the progress from then on. A run that completes deletes its Variable, one that ended otherwise leaves it for its
-resume, and a new one in the same folder begins with an empty one.
+of the progress from then on. A run that completes deletes its Variable. A run that ends otherwise leaves it for its
+resume, and a new run in the same folder begins with an empty Variable.
 
 The KL coefficient of the next iteration: fixed, or adapted to the divergence just observed.
 """
@@ -86,9 +86,12 @@ def variable_to_set(run: RunFolder) -> str:
 
 
 def offer_overrides(run: RunFolder, overrides: dict[str, Any] | None = None) -> None:
-    """Make the run's Variable with what is in force; without `overrides` the run is new: what is there is another's.
+    """Make the run's Variable with the overrides in force.
 
-    A resume finds what its earlier attempt left there, unless that had another server.
+    A resume keeps the Variable that its earlier attempt left, and makes one where that attempt had another server.
+
+    Args:
+        overrides: those in force; None: the run is new, and a Variable that is there belongs to another run.
     """
     name = variable_name(run)
     if overrides is None or Variable.get(name, default=None) is None:

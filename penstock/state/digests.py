@@ -1,4 +1,4 @@
-"""Digests of what a resume reads: whatever is not, bit for bit, what was written is noticed, named, and not used.
+"""Digests of what a resume reads: a file that is not, bit for bit, what was written is noticed, named, and not used.
 
 One hash, SHA-256, in three places: small JSON files and lines carry it in themselves (`sealed`), a text file in its
 last line (`signed`), and a file that other programs read too has an empty hidden file beside it, named after the hash
@@ -104,7 +104,7 @@ def is_whole(path: Path) -> bool:
     """Whether a file is one that `marked` wrote."""
     try:
         return _mark(path, sha256(path)).exists()
-    except OSError:  # the disk does not give it back
+    except OSError:  # the disk cannot read it
         return False
 
 

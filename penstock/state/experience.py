@@ -46,15 +46,15 @@ class ExperienceRef:
 
 
 # A part's name holds the identity of the file that it belongs to: drawn whenever a file is written, and kept inside it.
-# Who reads opens the file first and takes the parts of its identity alone. So the rename that brings a new rollout, or
-# the consolidated columns, disowns all older parts in the same step: killed before it, the old file has all its parts;
-# after it, what is left of them belongs to nothing and goes with the next writing. Without identities parts would have
-# to go before the rename, and who reads at that moment would join them with the new file, or miss their columns.
-# The name also holds the machine's boot: nobody waits for the disk to have a part, so one from before a restart may be
-# empty, or full of zeros.
+# A reader opens the file first and takes the parts of its identity alone. So the rename that brings a new rollout, or
+# the consolidated columns, disowns all older parts in the same step. Killed before the rename, the old file has all its
+# parts; killed after it, the parts that are left belong to nothing and go with the next writing. Without identities the
+# parts would have to go before the rename, and a reader at that moment would join them with the new file, or miss their
+# columns. The name also holds the machine's boot: nobody waits until a part is on the disk, so a part from before a
+# restart may be empty, or full of zeros.
 #
-# A file is known by its digest (penstock/state/digests.py), and holds that of the part that it was written with: what a
-# resume takes over. Later parts have none, since hashing them would hold up a step, and a resume makes them anew.
+# A file has a digest (penstock/state/digests.py), and holds the digest of the part that it was written with; a resume
+# takes over these two. Later parts have no digest, since hashing them would hold up a step: a resume makes them anew.
 IDENTITY = b"penstock.identity"
 
 ORIGIN = b"penstock.origin"  # JSON of what the rows depend on
@@ -73,7 +73,7 @@ def write_columns(path: Path, columns: Mapping[str, Any]) -> None:
 def write_columns_apart(path: Path, columns: Mapping[str, Any], origin: Mapping[str, Any] | None = None) -> None:
     """Write a new experience file atomically and fast: its lists and texts are a part, as if they were added.
 
-    They survive the process. After a restart of the machine they are missing, and the file is as good as none.
+    The part survives the process. After a restart of the machine it is missing, and the file is of no use without it.
 
     Args:
         origin: what the rows depend on, in types of JSON; `origin_of` gives it back.
@@ -90,7 +90,8 @@ def add_columns(path: Path, columns: Mapping[str, Any]) -> None:
     """Add columns to a file, or replace them, without touching the others: they go to a part of their own, atomically.
 
     A part is an Arrow file: written and read as the arrays lie in memory. It stays hidden, and lasts until the file is
-    written anew or consolidated. It survives the process, but not a restart of the machine: what must, is consolidated.
+    written anew or consolidated. It survives the process, but not a restart of the machine: columns that have to
+    survive that are consolidated.
 
     Raises:
         ValueError: the columns are not as long as those of the file.
@@ -102,7 +103,7 @@ def add_columns(path: Path, columns: Mapping[str, Any]) -> None:
 
 
 def consolidate(path: Path) -> None:
-    """Make one file of a file and its parts, durably; without parts, or without the file, drop what belongs to none."""
+    """Make one file of a file and its parts, durably, and drop parts that belong to no file."""
     if path.exists():
         file = _opened(path)
         if added := _added(path, file):
@@ -113,9 +114,9 @@ def consolidate(path: Path) -> None:
 
 
 def damaged(path: Path) -> Path | None:
-    """Return which of a file and the part that it was written with is not what was written, None if both are.
+    """Return which of a file and the part that it was written with is damaged, None if neither is.
 
-    That of before a restart of the machine is none of its parts any more.
+    A part from before a restart of the machine is no part of the file any more.
     """
     if not is_whole(path):
         return path
@@ -140,14 +141,14 @@ def drop_experience(path: Path) -> None:
 
 
 def drop_parts(path: Path, but: str | None = None) -> None:
-    """Remove the parts beside a file, of all that it has ever been; those of the identity `but` stay."""
+    """Remove the parts beside a file, whichever identity they belong to; those of the identity `but` stay."""
     for part in path.parent.glob(f".{path.name}.*.part"):
         if but is None or not part.name.startswith(f".{path.name}.{but}-"):
             part.unlink(missing_ok=True)
 
 
 def with_parts(folder: Path) -> list[Path]:
-    """Return the files in a folder beside which parts lie, also such as belong to nothing."""
+    """Return the files in a folder beside which parts lie, also parts that belong to nothing."""
     return sorted({part.with_name(part.name[1:].rsplit(".", 3)[0]) for part in folder.glob(".*.part")})
 
 
@@ -192,7 +193,7 @@ def _new_identity() -> str:
 
 
 def _identity(file: pq.ParquetFile) -> str:
-    identity: bytes = (file.schema_arrow.metadata or {}).get(IDENTITY, b"none")  # what something else wrote has none
+    identity: bytes = (file.schema_arrow.metadata or {}).get(IDENTITY, b"none")  # another program's file has none
     return identity.decode()
 
 
@@ -223,7 +224,7 @@ def _part(path: str | Path, identity: str, number: int) -> Path:
 
 @functools.cache
 def _boot() -> str:
-    if not BOOT.exists():  # in some sandboxes: there no restart is noticed
+    if not BOOT.exists():  # in some sandboxes, where a restart goes unnoticed
         return "unknown"
     return BOOT.read_text(encoding="ascii").strip().replace("-", "")
 

@@ -146,10 +146,10 @@ def check_kind(run: RunFolder, kind: str) -> None:
 
 
 def check_resumable(run: RunFolder, kind: str, remedy: str = ANEW) -> None:
-    """Refuse a run that another process trains, that another command made, or that was never far enough to be resumed.
+    """Refuse a run that another process trains, that another command made, or that never got far enough to be resumed.
 
     Args:
-        remedy: what to do with the latter.
+        remedy: what to do with a run that never got far enough.
 
     Raises:
         UserError: says which.
@@ -165,7 +165,7 @@ def check_resumable(run: RunFolder, kind: str, remedy: str = ANEW) -> None:
 def completed(run: RunFolder, iterations: int) -> bool:
     """Whether nothing of `run` is left to do: all iterations done, the model exported, its end recorded.
 
-    The manifest counts iterations with a checkpoint; of a run without any, only its end tells.
+    The manifest counts iterations up to the last checkpoint; a run without checkpoints is complete if its end says so.
     """
     if not ended(run):
         return False
@@ -236,7 +236,7 @@ def verify_hashes(folder: Path, remedy: str = "") -> None:
 def _readable_hash(path: Path) -> str | None:
     try:
         return sha256(path)
-    except OSError:  # the disk does not give it back
+    except OSError:  # the disk cannot read it
         return None
 
 
@@ -257,10 +257,10 @@ def verify_checkpoint(folder: Path, remedy: str = "") -> Manifest:
 
 
 def prune_checkpoints(run: RunFolder, keep: int, named: str | None) -> None:
-    """Delete all but the newest `keep` checkpoints up to the manifest's, `named`, and what a crash left half-written.
+    """Keep the newest `keep` checkpoints up to the manifest's, `named`; delete the others and half-written ones.
 
-    A newer one was sealed by an attempt that was killed before the manifest named it: a resume makes it anew. If the
-    manifest names none, all go.
+    A checkpoint newer than the manifest's was sealed by an attempt that was killed before the manifest named it: a
+    resume makes it anew. If the manifest names none, all are deleted.
     """
     sealed = sorted(run.checkpoints.glob("[0-9]*"))
     kept = [path for path in sealed if named is not None and path.name <= named][-keep:]
@@ -270,6 +270,6 @@ def prune_checkpoints(run: RunFolder, keep: int, named: str | None) -> None:
 
 
 def reopen(run: RunFolder) -> None:
-    """Take back the end of `run`, if it has one: the model is of an earlier attempt, or of fewer iterations."""
+    """Take back the end of `run`, if it has one, since its model is of an earlier attempt or of fewer iterations."""
     run.summary.unlink(missing_ok=True)  # first, so that nothing without its model calls itself complete
     discard(run.model("final"))

@@ -7,8 +7,9 @@
     metrics.jsonl      its whole lines stay
     data/, models/     are tokenized, or made, again
 
-Set aside is a name, `damaged-...`: nothing damaged is deleted. Where no whole state is left the run is refused. Whoever
-calls this holds the run's lock. Left out: taking back what came after the checkpoint (tasks/iteration/checkpoint.py).
+What is set aside is renamed to `damaged-...`; nothing damaged is deleted. Where no whole state is left the run is
+refused. The caller holds the run's lock. Left out: taking back what came after the checkpoint
+(tasks/iteration/checkpoint.py).
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ def checkpoints(run: RunFolder) -> list[str]:
 
 
 def newest_checkpoint(run: RunFolder) -> Path | None:
-    """Return the folder of the checkpoint that a manifest names; of supervised steps where there is no other."""
+    """Return the folder of the checkpoint that a manifest names, else of the newest one of supervised steps."""
     for folder in (run, run.finetuning):
         if folder.manifest.is_file() and (name := read_manifest(folder).checkpoint):
             return folder.checkpoints / name
@@ -60,7 +61,7 @@ def newest_checkpoint(run: RunFolder) -> Path | None:
 
 
 def _beginning(run: RunFolder, kind: str) -> Manifest:
-    """Return the manifest of a run without checkpoints; one of supervised steps knows its kind and links."""
+    """Return the manifest of a run without checkpoints, with kind and links of the one that counts supervised steps."""
     if not run.finetuning.manifest.is_file():
         return Manifest(Progress(), kind=kind)
     return replace(read_manifest(run.finetuning), progress=Progress(), checkpoint=None)
@@ -148,7 +149,7 @@ def _mend_metrics(run: RunFolder) -> list[str]:
 
 
 def _mend_rows(run: RunFolder) -> list[str]:
-    """Set damaged rows aside: they are made again, if what they were made from is known."""
+    """Set damaged rows aside; they are made again if it is known from what they were made."""
     folder = run.prompts("train").parent
     rows = [path for path in _in(folder, "*.parquet") if not is_whole(path)]
     notes = {path: problem for path in _in(folder, "*.json") if (problem := _unreadable(path))}
@@ -177,7 +178,7 @@ def _mend_models(run: RunFolder) -> list[str]:
 
 
 def _mend_experience(run: RunFolder, done: int) -> list[str]:
-    """Drop what is not taken over, and set aside what is damaged of the rest."""
+    """Drop experience that is not taken over, and set aside the damaged files among the rest."""
     drop_lost_experience(run, done)
     said, following = [], run.experience(done + 1)
     for path in sorted({*with_parts(following.parent), *([following] if following.exists() else [])}):

@@ -51,7 +51,7 @@ class RunFolder:
 
     @property
     def metrics(self) -> Path:
-        """A JSON line per recorded iteration, and one more for what is measured after it was recorded."""
+        """A JSON line per recorded iteration, and a further line with figures that are measured after the record."""
         return self.path / "metrics.jsonl"
 
     @property
@@ -91,7 +91,7 @@ class RunFolder:
 
     @property
     def warm_up(self) -> RunFolder:
-        """Figures of the supervised warm-up of `train`, whose steps would be taken for iterations among the others."""
+        """Figures of the supervised warm-up of `train`; among the others its steps would be taken for iterations."""
         return RunFolder(self.path / "warm_up")
 
     def prompts(self, split: str) -> Path:
@@ -252,7 +252,7 @@ def damaged_metrics(run: RunFolder) -> list[int]:
 
 
 def keep_whole_metrics(run: RunFolder) -> Path:
-    """Keep the lines that are whole; return where the file is that had others."""
+    """Keep the whole lines alone; return the path that the file with damaged lines was set aside to."""
     whole, _ = _metrics_lines(run)
     aside = set_aside(run.metrics)
     write_text(run.metrics, "".join(sealed(record) + "\n" for record in whole))
@@ -260,11 +260,11 @@ def keep_whole_metrics(run: RunFolder) -> Path:
 
 
 def _metrics_lines(run: RunFolder) -> tuple[list[dict[str, Any]], list[int]]:
-    """Return the lines that are whole, and the numbers of the others but for one at the end, cut by a crash."""
+    """Return the whole lines and the numbers of damaged ones; a last line that a crash cut is in neither."""
     if not run.metrics.exists():
         return [], []
     *lines, cut = run.metrics.read_bytes().split(b"\n")
-    if cut and _record(cut[:-1]):  # all of it is there, and then its line's end is damaged
+    if cut and _record(cut[:-1]):  # the whole record is there, so only its line's end is damaged
         lines.append(cut[:-1])
     records = [_record(line) for line in lines]
     return [record for record in records if record], [n for n, record in enumerate(records, 1) if not record]
@@ -292,7 +292,7 @@ def drop_partial(run: RunFolder) -> None:
 def drop_lost_experience(run: RunFolder, iteration: int) -> None:
     """Drop experience of policies that a crash has lost.
 
-    That of the iteration after `iteration` comes from the policy that is restored: it stays.
+    The experience of the iteration after `iteration` stays: it comes from the policy that is restored.
     """
     for path in run.experience(0).parent.glob("[0-9]*"):
         if int(path.name.partition(".")[0]) > iteration + 1:

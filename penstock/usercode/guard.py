@@ -24,7 +24,7 @@ _LONGEST_REASON = 300
 
 
 class DeadlineExceeded(BaseException):
-    """Not an Exception, so that the `except Exception` of a user's code does not swallow it."""
+    """A call took too long. It is no `Exception`, so that a user's `except Exception` does not swallow it."""
 
 
 @contextmanager
@@ -90,7 +90,7 @@ def out_of_bounds(number: float) -> str:
 def reward_and_parts(value: object) -> tuple[float, dict[str, float]]:
     """Return the reward that a value stands for, and its named parts: none for a number.
 
-    Of parts the reward is the one named `reward`, else their sum.
+    If there is a part named `reward` it is the reward, else the sum of the parts is.
 
     Raises:
         TypeError: it is neither a number nor a dict of numbers.

@@ -8,8 +8,8 @@ what is found there is called with settings. These modules may be named:
 - those that the environment variable `PENSTOCK_ALLOWED_MODULES` lists (`math_verify,my_package`), with all below. It
   belongs to whoever starts the terminal or the worker.
 
-What is named must be defined in such a module, too: that a module of the user's imports `subprocess.run` for itself
-does not offer it. Every mistake is answered with what to do. Left out: what the object must be able to do (each room
+What is named must be defined in such a module, too: a user's module that imports `subprocess.run` for itself does not
+thereby offer it. Every mistake is answered with what to do. Left out: what the object must be able to do (each room
 checks its own).
 """
 
@@ -55,7 +55,7 @@ def import_named(setting: str, spec: str, kind: str, example: str) -> Callable[.
 
 
 def module_named(setting: str, spec: str, kind: str, example: str) -> ModuleType:
-    """Import the module of `module:name`, as `import_named` does; none runs before it is known that it may be named.
+    """Import the module of `module:name`, as `import_named` does; a module that may not be named is never run.
 
     Raises:
         UserError: the name is malformed, or the module may not be named here or does not import.
@@ -105,13 +105,13 @@ def _allowed_by_operator() -> list[str]:
 
 
 def _lies_in(top: str, folder: Path) -> bool:
-    """Whether `import top` finds it directly in `folder`; what is below may be an environment of installed packages."""
+    """Whether `import top` finds it directly in `folder`: folders below may be environments with installed packages."""
     places = _places(top)
     return bool(places) and all(place.is_absolute() and place.parent.resolve() == folder for place in places)
 
 
 def _places(top: str) -> list[Path]:
-    """Return the file or the folders that `import top` takes, without running them; of a built-in one only its kind."""
+    """Return the file or the folders that `import top` takes, without running them; for a built-in module its kind."""
     loaded = sys.modules.get(top)
     spec = loaded.__spec__ if loaded is not None else importlib.util.find_spec(top)
     if spec is None:

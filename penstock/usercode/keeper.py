@@ -1,4 +1,4 @@
-"""The parent of one process that runs others' code: when either of the two around it ends, nothing is left of that.
+"""The parent of one process that runs users' code: when its own parent or that process ends, nothing of it is left.
 
     python -I -S keeper.py PARENT [session] DESCRIPTOR,... COMMAND
 
@@ -27,7 +27,7 @@ import time
 
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
 BETWEEN = "\x1f"
-PATIENCE_S = 10.0  # with what a driver or another user holds alive
+PATIENCE_S = 10.0  # with processes that a driver or another user keeps alive
 LOOK_S = 0.005
 HEARD = {signal.SIGCHLD, signal.SIGHUP, signal.SIGTERM}
 
@@ -63,7 +63,7 @@ def main() -> None:
 
 
 def reap(kept: int) -> bool:
-    """Collect what has ended and come back; return whether it is the command, which keeps its number until the end."""
+    """Collect the processes that have ended; return whether the command has. Its number is kept until the end."""
     try:
         while status := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT):
             if status.si_pid == kept:
@@ -95,7 +95,7 @@ def leave(kept: int) -> None:
 def end_likewise(code: int) -> None:
     """End with an exit code, or where it is negative by the signal of that number."""
     if code < 0:
-        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # that of the command is enough
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # the command's own core dump is enough
         if -code != signal.SIGKILL:
             signal.signal(-code, signal.SIG_DFL)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {-code})

@@ -1,4 +1,4 @@
-"""Processes that run others' code, each below a keeper of its own, which lets nothing outlive it (keeper.py).
+"""Processes that run users' code, each below a keeper of its own, which lets nothing outlive it (keeper.py).
 
 `Kept` is the `multiprocessing` context of worker processes: their numbers, signals and exit codes are the workers' own,
 and Pebble sees no difference. `start` is what it and the ranks of an engine group are started by.
@@ -52,7 +52,7 @@ def _close(*descriptors: int) -> None:
 
 
 class _Popen(popen_spawn_posix.Popen):
-    """As its base, whose `_launch` it repeats, with the keeper between: `pid` is the worker's."""
+    """A worker started below a keeper: `_launch` is the base's with the keeper between, `pid` is the worker's."""
 
     def _launch(self, process_obj: BaseProcess) -> None:
         tracker, content = resource_tracker.getfd(), io.BytesIO()
@@ -75,7 +75,7 @@ class _Popen(popen_spawn_posix.Popen):
             stream.write(content.getbuffer())
 
     def poll(self, flag: int = os.WNOHANG) -> int | None:
-        """Return the exit code, of the worker as its keeper repeats it, or None."""
+        """Return the worker's exit code, which its keeper repeats; None while it runs."""
         if self.returncode is None:
             try:
                 pid, status = os.waitpid(self._keeper, flag)

@@ -25,12 +25,12 @@ def print_to(path: str) -> None:
 
 
 def errors_too() -> None:
-    """Let standard error, with what libraries and C code write there, follow what is printed."""
+    """Send standard error to the same file, with what libraries and C code write there."""
     os.dup2(1, 2)
 
 
 class PrintLog:
-    """The file, as the training looks at it: says once where it is, and keeps it short. Several threads may look.
+    """The file of prints, as the training sees it: says once where it is, and keeps it short. Several threads may call.
 
     Args:
         path: of the file, to which earlier attempts may have written; its folder is made.
@@ -55,6 +55,6 @@ class PrintLog:
                 os.truncate(self.path, 0)
 
     def close(self) -> None:
-        """Leave no empty file; once the workers have ended."""
+        """Remove the file if it is empty; called once the workers have ended."""
         if self.path.is_file() and not self.path.stat().st_size:
             self.path.unlink()

@@ -100,7 +100,7 @@ class Workers(Generic[Ready]):
             self._pool.stop()
         self._thread.shutdown()
         if self._starting.exception() is None:
-            self._starting.result().cancel()  # Pebble answers nothing any more, and somebody may wait
+            self._starting.result().cancel()  # Pebble gives no answers any more, and a thread may wait for one
         self._pool.join()
 
     def _living_pool(self) -> ProcessPool:
@@ -124,11 +124,11 @@ class Workers(Generic[Ready]):
 
 
 def ready() -> None:
-    """Nothing: its answer says that a worker has started."""
+    """Do nothing: the answer says that a worker has started."""
 
 
 def loss(error: BaseException, process: str, overran: str) -> str:
-    """Return why a call has no answer, in words.
+    """Return in words why a call has no answer.
 
     Args:
         error: of its future.
@@ -139,6 +139,6 @@ def loss(error: BaseException, process: str, overran: str) -> str:
         return overran
     if isinstance(error, ProcessExpired):
         return f"{process} died (exit code {error.exitcode})"
-    if isinstance(error, BrokenProcessPool):  # so soon that Pebble had not yet heard what it was working on
+    if isinstance(error, BrokenProcessPool):  # before Pebble had heard which call it was working on
         return f"{process} died"
     return f"{type(error).__name__}: {error}"

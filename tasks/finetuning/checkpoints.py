@@ -42,7 +42,8 @@ STEPS_PER_COMMAND = 25  # often enough for progress and live learning rates, rar
 def blocks(config: SftConfig, done: int = 0) -> Iterator[tuple[int, int]]:
     """Yield (first step, number of steps) of every command after `done` steps.
 
-    A checkpoint falls between two, and so does a change of a scheduled value: a command has one of each.
+    Checkpoints, and changes of scheduled values, fall between two commands: one learning rate and one token budget hold
+    for all steps of a command.
     """
     first = done
     schedules = [item for item in (config.optimizer.learning_rate, config.micro_batch_tokens) if isinstance(item, dict)]
@@ -69,7 +70,7 @@ def warn_of_skipped(skipped: int, first: int, count: int) -> None:
 
 
 def checkpoint_due(config: SftConfig, done: int) -> bool:
-    """Whether the state after `done` steps is to be saved; after the last one the model itself is."""
+    """Whether the state after `done` steps is to be saved; after the last step the model itself is saved instead."""
     return bool(config.checkpoint_every) and 0 < done < config.steps and done % config.checkpoint_every == 0
 
 
@@ -93,7 +94,7 @@ def restored(training: Training, record: RunFolder) -> int:
     """Bring the ranks, which hold the starting model, to the run's checkpoint; return its step, 0 if it has none.
 
     Args:
-        record: whose figures are of these steps; those of later ones are forgotten.
+        record: the folder with the figures of these steps; figures of later steps are dropped.
     """
     folder = training.run.finetuning
     saved = read_manifest(folder) if folder.manifest.is_file() else Manifest(Progress())

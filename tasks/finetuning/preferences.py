@@ -81,7 +81,7 @@ def _tokenized(config: PairConfig, source: str, tokenizer: Any) -> PreferenceTab
 
 
 def _units(path: Path) -> int:
-    """Two rows each: a pair, or a labelled row with its mismatched one."""
+    """Return how many units a file has, of two rows each: a pair, or a labelled row with its mismatched one."""
     return len(read_columns(path, ["response_tokens"])["response_tokens"]) // 2
 
 

@@ -46,7 +46,7 @@ def advantage(training: Training, settings: Settings, stage: Stage, passes: Sequ
         algorithm = training.config.algorithm
         columns: dict[str, Any] = {}
         for part in passes:
-            if part.columns:  # else it is not for here
+            if part.columns:  # other passes wrote nothing that is taken in here
                 columns |= read_columns(part.path, part.columns)
         if algorithm.ratio_to_rollout:
             columns["logprobs_old"] = read_columns(path, [ROLLOUT_LOGPROBS])[ROLLOUT_LOGPROBS]
@@ -154,7 +154,7 @@ def check_advantages(name: str, inputs: AdvantageInputs, result: object) -> None
 
 
 def check_finite(name: str, inputs: AdvantageInputs, result: Advantages) -> None:
-    """Check that nothing is learnt from what is no number.
+    """Check that advantages and returns are finite before anything is learnt from them.
 
     Raises:
         UserError: an advantage, or a return for the critic, is NaN or infinite.
@@ -205,7 +205,7 @@ def _figures(
 def _explained(
     inputs: AdvantageInputs, values_T: np.ndarray, returns_T: np.ndarray, agents: Sequence[str]
 ) -> dict[str, float]:
-    """How much of the returns the critics explain, and each agent's of its own."""
+    """How much of the returns the critics explain, and how much of an agent's returns its own critic does."""
     figures = {"critic/explained_variance": explained_variance(values_T, returns_T, inputs.mask_T)}
     for number, agent in enumerate(agents):
         own_T = np.repeat(inputs.agents_B == number, lengths(inputs.offsets_B1))

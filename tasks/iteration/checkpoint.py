@@ -58,7 +58,7 @@ def restore(training: Training) -> Progress:
     """Bring the engines to the manifest's checkpoint, which is whole, and forget what was made and recorded after it.
 
     Raises:
-        UserError: a file of the checkpoint asks for more than a state needs.
+        UserError: a file of the checkpoint names what no state needs.
     """
     run, saved = training.run, read_manifest(training.run)
     done, version = saved.progress.iteration, saved.progress.policy_version

@@ -1,8 +1,8 @@
 """Compare log-probs: rollout engine and actor give the same tokens the same log-probs, or the run stops.
 
-What a reshard proves of weights does not say that vLLM computes with them as the actor does. So every rollout engine
-samples a few tokens for a few prompts, and the actor says how likely it finds them. It is done when the engines are up,
-after the first update, and every `rollout.compare_every` iterations; the figure is recorded.
+A reshard proves that the weights are equal, not that vLLM computes with them as the actor does. So every rollout engine
+samples a few tokens for a few prompts, and the actor computes their log-probs. Both are compared when the engines are
+up, after the first update, and every `rollout.compare_every` iterations; the figure is recorded.
 
 Left out: both sides' part on the ranks (engines/ranks/logprob_gap.py).
 """
@@ -65,7 +65,7 @@ def allowed(session: Session) -> float:
 
 
 def logprob_gap(training: Training, iteration: int) -> np.ndarray:
-    """Return by how much the log-probs of vLLM and of the actor differ, of every token that was sampled for it."""
+    """Return the difference between vLLM's and the actor's log-prob of every token that was sampled for this."""
     session, config = training.session(), training.config
     engines = len(session.groups["rollout"].spec.devices) // config.rollout.tensor_parallel
     asked, tokens = _prompts(training, iteration, engines), min(TOKENS, config.rollout.max_response_tokens)

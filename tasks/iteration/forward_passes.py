@@ -38,7 +38,7 @@ class ColumnRef:
 def old_logprobs(training: Training, settings: Settings, experience: ExperienceRef) -> ColumnRef:
     """Log-probs of the responses under the policy that generated them.
 
-    With a KL over the vocabulary in the reward also that KL, for which the reference goes first.
+    Where the reward has a KL over the vocabulary this pass computes it as well, after the reference's own pass.
     """
     algorithm = training.config.algorithm
     if not algorithm.full_kl or algorithm.kl_in_loss:
@@ -52,7 +52,7 @@ def old_logprobs(training: Training, settings: Settings, experience: ExperienceR
 
 @task(task_run_name="reference-logprobs-{settings.iteration:06d}", cache_policy=NO_CACHE)
 def reference_logprobs(training: Training, settings: Settings, experience: ExperienceRef) -> ColumnRef:
-    """Log-probs of the responses under the reference policy; for a KL over the vocabulary its hidden states."""
+    """Compute the responses' log-probs under the reference, or for a KL over the vocabulary its hidden states."""
     if training.config.algorithm.full_kl:
         return _states(training, settings, experience)
     return _logprobs(training, settings, experience, "reference", "logprobs_reference")
@@ -60,7 +60,7 @@ def reference_logprobs(training: Training, settings: Settings, experience: Exper
 
 @task(task_run_name="values-{settings.iteration:06d}", cache_policy=NO_CACHE)
 def values(training: Training, settings: Settings, experience: ExperienceRef) -> ColumnRef:
-    """The critic's values of the state before each response token; of several critics each row's own."""
+    """Compute the critic's value of the state before each response token; with several critics by the row's own."""
     command = Values(experience.path, settings.critic_micro_batch_tokens, tuple(training.config.agents))
     return _column(training, settings, "critic", "values", command)
 
@@ -105,7 +105,7 @@ def _column(
 
 
 def in_row_order(replies: Sequence[TokenValues], path: str | Path) -> Ragged:
-    """Put together what the ranks computed per response token of the file at `path`, each for rows of its own."""
+    """Join the values that the ranks computed per response token of the file at `path`, each for rows of its own."""
     return from_ranks(replies, read_columns(path, ["response_tokens"])["response_tokens"].lengths_B)
 
 

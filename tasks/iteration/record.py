@@ -67,7 +67,7 @@ def _tag_flow_run(flow_run_id: str, labels: list[str]) -> None:
 
 
 def _prefect_url(flow_run_id: str | None, ui_url: str | None) -> str | None:
-    """Return the run's page: on its server, or where `penstock ui` serves that of a temporary server afterwards."""
+    """Return the address of the run's page, on its server or where `penstock ui` shows a temporary server's runs."""
     if flow_run_id is None or (ui_url and ui_url.startswith("http")):
         return ui_url
     return f"http://127.0.0.1:4200/runs/flow-run/{flow_run_id}"
@@ -80,7 +80,7 @@ def record(training: Training, iteration: int, metrics: dict[str, float]) -> Non
     if iteration:
         keep_memory(training, iteration)
     append_record(training, iteration, metrics)
-    if iteration and every and iteration % every == 0:  # a repeated one, too: a kill may have come before them
+    if iteration and every and iteration % every == 0:  # again in a repeated one: a kill may have prevented it
         _record_samples(training, iteration)
     if session.progress is not None and iteration:
         session.progress.advance(iteration, metrics)

@@ -23,7 +23,7 @@ def refresh_reference(training: Training, iteration: int) -> dict[str, float]:
     """Make the reference a copy of the actor after `iteration`: in place, or through a file to another group.
 
     Raises:
-        RuntimeError: on some rank the reference is not the actor's copy afterwards.
+        RuntimeError: the reference of some rank is not a copy of the actor afterwards.
     """
     session, key = training.session(), f"{iteration}/refresh_reference"
     metrics: dict[str, float] = {}

@@ -1,7 +1,7 @@
 """Resample: groups that are refused, above all those of equal rewards, make room for answers to further prompts.
 
-Dynamic sampling of DAPO (Yu et al. 2025, arXiv 2503.14476, equation 11); which groups are refused says
-penstock/session/rollout/refused_groups.py. The batch is full after every rollout: where the further prompts are not
+Dynamic sampling of DAPO (Yu et al. 2025, arXiv 2503.14476, equation 11). penstock/session/rollout/refused_groups.py
+decides which groups are refused. The batch is full after every rollout: where the further prompts are not
 enough, refused groups stay, with advantage 0. Which prompts are drawn follows from the cursor and the rewards alone, so
 a resumed run draws the same.
 """
@@ -72,17 +72,17 @@ def groups_to_replace(training: Training, stage: Stage) -> int:
 
 
 def prompts_to_draw(missing: int, full: int) -> int:
-    """As many as should fill the gaps if further prompts fare as those of the batch did, at most a whole batch."""
+    """Return how many prompts should fill the gaps if as many of their groups are refused; at most a whole batch."""
     useful = full - missing
     return min(full, math.ceil(missing * full / useful)) if useful else full
 
 
 def replaced(present: Columns, further: Columns, refused_G: np.ndarray, samples: int) -> Columns:
-    """Return a batch as large as `present`: of both, the first groups that are not refused, then the first that are.
+    """Return a batch as large as `present`, of groups of both: first those that are not refused, then refused ones.
 
     Groups keep the order in which they were drawn and get new numbers; rows of a group are `samples` neighbours.
-    What belongs to the reward, or to an environment's parts, and one side lacks is empty there. Other columns that
-    `further` lacks are of later tasks, which an earlier attempt of this iteration got to: they are dropped.
+    A column of the reward or of an environment's parts that one side lacks is empty there. Other columns that `further`
+    lacks were added by later tasks of an earlier attempt of this iteration: they are dropped.
 
     Args:
         refused_G: of the groups of `present`, then of `further`.

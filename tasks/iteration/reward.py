@@ -38,7 +38,7 @@ def reward(training: Training, settings: Settings, stage: Stage) -> Stage:
     with timed(training, metrics, "reward"):
         columns = read_columns(path, ["sample_id", "prompt_id", "prompt", "response", *episode_column_names(path)])
         scores = score(training, columns, "train", f"{settings.iteration}/reward")
-        if training.config.reward.overlong is not None:  # tokens take longer to read than all the rest
+        if training.config.reward.overlong is not None:  # reading the tokens takes longer than all the rest
             lengths_B = read_columns(path, ["response_tokens"])["response_tokens"].lengths_B
             scores = punished(training.config, scores, lengths_B)
         rewards = reward_columns(scores)
@@ -89,7 +89,7 @@ def _score_by_source(training: Training, columns: dict[str, Any], split: str, ke
 
 
 def punished(config: TrainConfig, scores: list[Score], lengths_B: np.ndarray) -> list[Score]:
-    """Add the part `overlong` to the rewards of training, if it is configured; a failed reward stays what it is."""
+    """Add the part `overlong` to the rewards of training, if it is configured; failed rewards are not changed."""
     if (overlong := config.reward.overlong) is None:
         return scores
     limit = config.rollout.max_response_tokens

@@ -38,7 +38,7 @@ RESAMPLED = "resample"  # column that says which rollout of the iteration a samp
 def begin_rollout(training: Training, settings: Settings, progress: Progress) -> Rollout:
     """Draw the prompts of the iteration after `progress` and let the engines begin; return the rollout's handle.
 
-    They need not where an interrupted attempt of the iteration left the responses that they would give.
+    They begin nothing where an interrupted attempt of the iteration left the responses that they would give.
     """
     prompts = drawn(training, settings.iteration, progress.prompt_cursor, training.config.rollout.prompts)
     rollout, generation = Rollout(settings.iteration, f"{settings.iteration}/rollout"), None
@@ -162,7 +162,7 @@ def _origin(training: Training, settings: Settings) -> dict[str, Any]:
 
 
 def _left_behind(training: Training, settings: Settings, progress: Progress, prompts: pd.DataFrame) -> bool:
-    """Whether an interrupted attempt left what this rollout would give; if it left something else, why is said."""
+    """Whether an interrupted attempt left this rollout's responses; if it left others, the difference is logged."""
     path = training.run.experience(settings.iteration)
     if not _is_whole(path, progress.policy_version):
         return False
@@ -192,7 +192,7 @@ def _is_whole(path: Path, policy_version: int) -> bool:
     names = column_names(path)
     if "response_tokens" not in names:  # the machine was restarted before they had reached the disk
         return False
-    if RESAMPLED in names:  # how many prompts it took is not in the file: all is done again, alike
+    if RESAMPLED in names:  # the file does not say how many prompts it took: all rollouts are repeated, alike
         return False
     return bool((read_columns(path, ["policy_version"])["policy_version"] == policy_version).all())
 

@@ -43,7 +43,7 @@ def generate(training: Training, request: GenerationRequest) -> Responses:
 
 
 def begin_generation(training: Training, request: GenerationRequest, on_ended: News | None = None) -> BegunGeneration:
-    """Let the engines begin, which share the prompts out among themselves (engines/rollout/prompt_queue.py).
+    """Let the engines begin; they share out the prompts among themselves (engines/rollout/prompt_queue.py).
 
     With an environment a response is an episode: the policy's turns and the observations between them.
 
@@ -105,7 +105,7 @@ def _all_counted(tokens: Ragged) -> Ragged:
 
 
 def rows_in_prompt_order(positions: Sequence[np.ndarray], prompts: int, samples: int) -> np.ndarray:
-    """Return where each response is, in the order of the prompts, among those of all engines one after the other.
+    """Return for each response, in the order of the prompts, its row among the responses of all engines in turn.
 
     Args:
         positions: of each engine, the prompts it answered, with `samples` responses side by side for each.

@@ -1,11 +1,11 @@
 """Rewards of responses that have ended, while others are still generated; used by rollout. Not a task itself.
 
 The engines tell of such responses (engines/rollout/partial_results.py); where several engines work, the reply of the
-first is there before the last has ended. What comes of it is taken by the reward task (penstock/rewards/ahead.py).
+first is there before the last has ended. The reward task takes the scores (penstock/rewards/ahead.py).
 
-Left out: rewards that the engines compute themselves, a reward model's and an environment's. And the user's function
-where the engines are on the CPU: it would take the cores that they generate with (quickstart on two cores: rollouts
-took 0.1 s longer, rewards 0.03 s less).
+Left out: rewards that the engines compute themselves, those of a reward model and of an environment. The user's
+function is left out where the engines are on the CPU: it would take the cores that they generate with (quickstart on
+two cores: rollouts took 0.1 s longer, rewards 0.03 s less).
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def scoring_ahead(training: Training, iteration: int, prompts: pd.DataFrame) -> 
     if config.reward.function is not None and session.groups["rollout"].spec.devices[0].gpu is None:
         return None
     asked = prompts[["prompt_id", "prompt_text"]].astype(str).to_records(index=False)
-    begun: set[tuple[int, int]] = set()  # a reply holds also what its engine told before
+    begun: set[tuple[int, int]] = set()  # a reply repeats the responses that its engine told of before
 
     def sample(ended: ScorableResponse) -> Sample:
         prompt_id, text = asked[ended.position]
@@ -63,7 +63,7 @@ def ended_responses(news: PartialResults | EngineResponses | None, samples: int)
     """Return the responses that an engine tells of.
 
     Args:
-        news: of some responses, with their numbers; or a reply, which has `samples` responses to each prompt, in order;
+        news: some responses with their numbers, or a reply, which has `samples` responses to each prompt, in order;
             None from a rank that leaves the reply to the first of its engine.
     """
     if news is None:
