@@ -42,13 +42,13 @@ from engines.commands.hosts import (
     TellLog,
     TellStacks,
 )
-from engines.commands.message import Command, Reply, decode_reply, encode, name_of
+from engines.commands.message import Command, Reply, WrongMessage, decode_reply, encode, name_of
 from engines.groups import channel, interface
 from engines.groups.environment import inherited
 from engines.groups.host import HostStart
+from engines.groups.processes import start_kept
 from engines.groups.spec import LOCAL, GroupSpec
 from penstock.base.errors import UserError
-from penstock.usercode.kept import command_of, number_from
 
 LOOK_S = 0.2
 COUNTED_PER_LOOK_S = 1.0
@@ -56,6 +56,7 @@ HEARTBEAT_S = 1.0
 HUNG_UP = 2  # heartbeats without a connection; at the next one the host counts as lost
 SILENCE_S = 15.0
 REPLY_S = 30.0  # to a command that takes no time of its own: a host may be busy with ending a group
+LEAVE_S, LEAVING_LOOK_S = 5.0, 0.02  # for hosts to leave once it is over
 KILL_S = 20.0  # longer than a host waits for a process that a driver holds
 _ALIVE = channel.pack({"kind": "alive"})
 
@@ -213,8 +214,8 @@ class Hosts:
         joined = self._joined.get(host)
         return None if joined is None else joined.ends.get((group, epoch, rank))
 
-    def close(self, grace_s: float = 5.0) -> None:
-        """Let every host go, with what is left of its ranks. A second call does nothing."""
+    def close(self) -> None:
+        """Let every host go, with what is left of its ranks, and wait until they have. A second call does nothing."""
         with self._changes:
             if self._closing.is_set():
                 return
@@ -222,7 +223,7 @@ class Hosts:
             self._listener.wake()
         self._thread.join()
         if self._child is not None:
-            _end(self._child, grace_s)
+            _end(self._child, LEAVE_S)
         self._listener.close()
         for asked in self._asked.values():
             if not asked.reply.done():
@@ -246,18 +247,31 @@ class Hosts:
             for identity, message in received:
                 self._take(identity, message)
             self._look_for_losses()
-        for host in self._joined:
-            with suppress(zmq.ZMQError):
-                self._listener.send(host, channel.pack({"kind": "shutdown"}))
+        self._let_go()
+
+    def _let_go(self) -> None:
+        """Tell every host that it is over, and wait until it has hung up: what is sent last is not lost then."""
+        there = [host for host, joined in self._joined.items() if joined.lost is None]
+        for host in there:
+            self._reaches(host, channel.pack({"kind": "shutdown"}))
+        deadline = time.monotonic() + LEAVE_S
+        while (there := [host for host in there if self._reaches(host, _ALIVE)]) and time.monotonic() < deadline:
+            self._listener.receive(LEAVING_LOOK_S)
+
+    def _reaches(self, host: str, body: bytes) -> bool:
+        """Send to a host; return whether it has a connection."""
+        try:
+            self._listener.send(host, body)
+        except zmq.ZMQError:
+            return False
+        return True
 
     def _ask_for_echoes(self) -> None:
         for host, joined in self._joined.items():
-            try:
+            with suppress(zmq.ZMQError):
                 self._listener.send(channel.echo_name(host), _ALIVE)
-                self._listener.send(host, _ALIVE)
-                joined.hung_up = 0
-            except zmq.ZMQError:  # a connection that breaks is made anew in a fraction of a second
-                joined.hung_up += 1
+            # A connection that breaks is made anew in a fraction of a second.
+            joined.hung_up = 0 if self._reaches(host, _ALIVE) else joined.hung_up + 1
 
     def _deliver(self) -> None:
         while not self._waiting.empty():
@@ -304,7 +318,10 @@ class Hosts:
         elif "error" in message:
             asked.reply.set_exception(HostFailed(asked.host, message["error"].strip()))
         else:
-            asked.reply.set_result(decode_reply(asked.kind, message["result"]))
+            try:
+                asked.reply.set_result(decode_reply(asked.kind, message["result"]))
+            except WrongMessage as error:  # of whoever asked, not of the thread that all others need
+                asked.reply.set_exception(error)
 
     def _look_for_losses(self) -> None:
         for host, joined in list(self._joined.items()):
@@ -415,22 +432,8 @@ def start_host(start: HostStart, log: Any) -> subprocess.Popen[bytes]:
     Args:
         log: file or descriptor that gets what it prints.
     """
-    number, told = os.pipe()
-    environment = inherited() | {"PYTHONPATH": os.pathsep.join(entry or str(Path.cwd()) for entry in sys.path)}
-    keeper = subprocess.Popen(
-        command_of([sys.executable, "-P", "-m", "engines.groups.host"], [told], session=True),
-        env=environment,
-        stdin=subprocess.PIPE,
-        stdout=log,
-        stderr=subprocess.STDOUT,
-        start_new_session=True,
-        pass_fds=[told],
-    )
-    os.close(told)
-    assert keeper.stdin is not None
-    with suppress(BrokenPipeError), keeper.stdin as pipe:  # of a host that has ended: it is found lost
-        pipe.write(start.to_json())
-    number_from(number)
+    path = os.pathsep.join(entry or str(Path.cwd()) for entry in sys.path)
+    keeper, _ = start_kept("engines.groups.host", start.to_json(), inherited() | {"PYTHONPATH": path}, log)
     return keeper
 
 

@@ -20,6 +20,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 from engines.groups.channel import Address
 from penstock.usercode.kept import command_of, number_from
@@ -71,22 +72,7 @@ class RankProcess:
         if log_file.exists() and log_file.stat().st_size > ROTATE_ABOVE_BYTES:
             log_file.replace(log_file.with_name(log_file.name + ".1"))
         with log_file.open("ab") as log:
-            number, told = os.pipe()
-            self._keeper = subprocess.Popen(
-                command_of([sys.executable, "-P", "-m", "engines.groups.rank"], [told], session=True),
-                env=environment,
-                cwd=folder,
-                stdin=subprocess.PIPE,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-                pass_fds=[told],
-            )
-        os.close(told)
-        assert self._keeper.stdin is not None
-        with suppress(BrokenPipeError), self._keeper.stdin as pipe:  # of a rank that has ended: `exit_reason` tells
-            pipe.write(start.to_json())
-        self._pid = number_from(number)
+            self._keeper, self._pid = start_kept("engines.groups.rank", start.to_json(), environment, log, folder)
 
     def exit_reason(self) -> str | None:
         """How the rank ended, or None while it runs."""
@@ -121,6 +107,34 @@ class RankProcess:
         with self.log_file.open("rb") as log:
             log.seek(max(since, self.log_size() - _TAIL_BYTES))
             return log.read().decode(errors="replace").strip()
+
+
+def start_kept(
+    module: str, told: bytes, environment: dict[str, str], log: Any, folder: Path | None = None
+) -> tuple[subprocess.Popen[bytes], int]:
+    """Start a module below a keeper, which ends as it does and with this process; return both, the second as a number.
+
+    Args:
+        told: what it reads on its standard input.
+        log: file or descriptor that gets what it prints.
+        folder: its working directory; None: this process's.
+    """
+    number, given = os.pipe()
+    keeper = subprocess.Popen(
+        command_of([sys.executable, "-P", "-m", module], [given], session=True),
+        env=environment,
+        cwd=folder,
+        stdin=subprocess.PIPE,
+        stdout=log,
+        stderr=subprocess.STDOUT,
+        start_new_session=True,
+        pass_fds=[given],
+    )
+    os.close(given)
+    assert keeper.stdin is not None
+    with suppress(BrokenPipeError), keeper.stdin as pipe:  # of one that has ended: who watches it is told
+        pipe.write(told)
+    return keeper, number_from(number)
 
 
 def stacks(processes: Sequence[RankProcess]) -> dict[int, str]:
