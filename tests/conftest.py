@@ -10,7 +10,7 @@ import pytest
 TESTS = Path(__file__).parent
 os.environ["PENSTOCK_ALLOWED_MODULES"] = "tests"  # functions and classes of the tests are named in configurations
 LONGEST_FIRST = {"flows": 0, "hosts": 1, "engines": 2}
-ENGINES_ALONE = {"test_channel.py", "test_group.py"}  # they start groups of their own
+ENGINES_ALONE = {"test_channel.py", "test_group.py", "test_group_ends.py"}  # they start groups of their own
 
 
 @pytest.hookimpl(tryfirst=True)  # before xdist reads the groups

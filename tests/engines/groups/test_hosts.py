@@ -27,7 +27,7 @@ from engines.groups.host import HostStart
 from engines.groups.hosts import HostFailed, Hosts, start_host
 from engines.groups.spec import LOCAL
 from penstock.base.errors import UserError
-from tests.engines.groups.test_group import _pids, _spec
+from tests.engines.groups.small_ranks import pids_of, spec
 from tests.processes import alive
 from tests.waiting import came_true
 
@@ -52,7 +52,7 @@ def two_hosts(folder: Path, **changes: Any) -> Iterator[tuple[Hosts, list[subpro
 def _apart(folder: Path, **changes: Any) -> Any:
     """A group of two ranks on each of two hosts."""
     devices = tuple(RankDevice(None, name) for name in NAMES for _ in range(2))
-    return _spec(folder, devices=devices, **changes)
+    return spec(folder, devices=devices, **changes)
 
 
 def test_a_host_tells_what_its_machine_has(tmp_path: Path) -> None:
@@ -107,7 +107,7 @@ def test_a_lost_host_is_named_and_takes_its_ranks_along(tmp_path: Path, stopped:
     A host that is stopped cannot end its ranks before it goes on: then it finds its flow silent.
     """
     with two_hosts(tmp_path, silence_s=3.0) as (hosts, keepers), EngineGroup(_apart(tmp_path), hosts) as group:
-        pids = _pids(group)
+        pids = pids_of(group)
         assert all(map(alive, pids))
         (host,) = psutil.Process(keepers[1].pid).children()
         threading.Timer(0.3, host.suspend if stopped else host.kill).start()
@@ -123,8 +123,8 @@ def test_a_lost_host_is_named_and_takes_its_ranks_along(tmp_path: Path, stopped:
 
 def test_the_host_of_a_flow_is_named_when_it_is_killed(tmp_path: Path) -> None:
     """The one on the flow's machine, which nobody has to wait for: its process is the flow's child."""
-    with Hosts(tmp_path) as hosts, EngineGroup(_spec(tmp_path), hosts) as group:
-        pids = _pids(group)
+    with Hosts(tmp_path) as hosts, EngineGroup(spec(tmp_path), hosts) as group:
+        pids = pids_of(group)
         (keeper,) = (child for child in psutil.Process().children() if "engines.groups.host" in child.cmdline()[-1])
         keeper.children()[0].kill()
         with pytest.raises(HostLost, match="its host local is lost: its process exited"):
@@ -136,11 +136,11 @@ _FLOW = """
 import sys, time
 from pathlib import Path
 from engines.groups.group import EngineGroup
-from tests.engines.groups.test_group import _pids
+from tests.engines.groups.small_ranks import pids_of
 from tests.engines.groups.test_hosts import _apart, two_hosts
 
 with two_hosts(Path(sys.argv[1])) as (hosts, keepers), EngineGroup(_apart(Path(sys.argv[1])), hosts) as group:
-    print(*_pids(group), flush=True)
+    print(*pids_of(group), flush=True)
     time.sleep(60)
 """
 
@@ -169,11 +169,11 @@ def test_what_a_host_cannot_do_is_told_and_it_lives_on(tmp_path: Path) -> None:
     """A folder of logs that is a file; a GPU that is not there is the user's mistake."""
     (tmp_path / "file").touch()
     with Hosts(tmp_path) as hosts:
-        with EngineGroup(_spec(tmp_path / "file"), hosts) as group, pytest.raises(HostFailed, match="FileExistsError"):
+        with EngineGroup(spec(tmp_path / "file"), hosts) as group, pytest.raises(HostFailed, match="FileExistsError"):
             group.wait_ready()
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
         assert hosts.begin(LOCAL, TellLog("main", 0, 7)).result(REPLY_S) == ""
-    gpu = _spec(tmp_path, devices=(RankDevice(3),))
+    gpu = spec(tmp_path, devices=(RankDevice(3),))
     with EngineGroup(gpu) as group, pytest.raises(UserError, match="asks for GPU 3"):
         group.wait_ready()
 
