@@ -6,6 +6,7 @@ ports. Needs the rights to make network namespaces, which CI has.
 
 from __future__ import annotations
 
+import itertools
 import os
 import subprocess
 import sys
@@ -17,6 +18,7 @@ from pathlib import Path
 import psutil
 
 ROOT = Path(__file__).resolve().parents[2]
+_NUMBERS = itertools.count()
 
 
 def ip(*words: str) -> None:
@@ -73,7 +75,9 @@ class Machine:
 @contextmanager
 def network(count: int) -> Iterator[tuple[str, list[Machine]]]:
     """Make a network of machines; yield the address of this one on it, and the others."""
-    tag, subnet = f"{os.getpid() % 10_000}", f"10.{200 + os.getpid() % 50}.{os.getpid() // 50 % 250}"
+    number = next(_NUMBERS)  # a process has several networks at the same time
+    tag = f"{os.getpid() % 10_000}-{number}"
+    subnet = f"10.{200 + os.getpid() % 50}.{(os.getpid() // 50 + 50 * number) % 250}"
     with ExitStack() as stack:
         bridge = f"br{tag}"
         ip("link", "add", bridge, "type", "bridge")
@@ -81,9 +85,9 @@ def network(count: int) -> Iterator[tuple[str, list[Machine]]]:
         ip("addr", "add", f"{subnet}.1/24", "dev", bridge)
         ip("link", "set", bridge, "up")
         machines = []
-        for number in range(count):
-            name, address = f"node-{number}", f"{subnet}.{number + 2}"
-            machine = Machine(name, address, f"ns{tag}-{number}", f"ve{tag}-{number}")
+        for node in range(count):
+            name, address = f"node-{node}", f"{subnet}.{node + 2}"
+            machine = Machine(name, address, f"ns{tag}-{node}", f"ve{tag}-{node}")
             ip("netns", "add", machine.namespace)
             stack.callback(ip, "netns", "del", machine.namespace)
             ip("link", "add", machine.cable, "type", "veth", "peer", "name", "eth0", "netns", machine.namespace)
