@@ -125,8 +125,9 @@ def test_the_host_of_a_flow_is_named_when_it_is_killed(tmp_path: Path) -> None:
     """The one on the flow's machine, which nobody has to wait for: its process is the flow's child."""
     with Hosts(tmp_path) as hosts, EngineGroup(spec(tmp_path), hosts) as group:
         pids = pids_of(group)
-        (keeper,) = (child for child in psutil.Process().children() if "engines.groups.host" in child.cmdline()[-1])
-        keeper.children()[0].kill()
+        assert hosts._child is not None
+        (host,) = psutil.Process(hosts._child.pid).children()
+        host.kill()
         with pytest.raises(HostLost, match="its host local is lost: its process exited"):
             group.call("ponder_for_ever", key="p")
         assert came_true(lambda: not any(map(alive, pids)), 10)

@@ -7,6 +7,7 @@ that the ranks themselves report.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -46,7 +47,7 @@ def update(ranks: Ranks, path: Path, name: str, correction: dict[str, Any], **ch
         path=str(path),
         version=-1,
         split=split,
-        loss={**loss, "correction": correction},
+        loss={**loss, "correction": asdict(Correction(**correction))},
         learning_rate=0.0,
     )
     assert all(reply == replies[0] for reply in replies)
@@ -177,7 +178,7 @@ def test_vllms_log_probs_are_the_trainers_until_the_weights_move(
     np.testing.assert_allclose(drawn_T, at_07, rtol=0, atol=1e-4)
     assert np.abs(drawn_T - at_1).mean() > 0.05
 
-    loss = {**LOSS, "temperature": 0.7, "correction": {"weights": "token", "cap": 2.0}}
+    loss = {**LOSS, "temperature": 0.7, "correction": asdict(Correction(weights="token", cap=2.0))}
     step = {"path": path, "version": 0, "split": SPLIT, "loss": loss, "learning_rate": 1e-3}
     same, moved = (one_rank.ask("update_actor", **step)[0] for _ in range(2))
     assert same["mismatch/probability_difference_max"] < 1e-4
