@@ -94,7 +94,7 @@ def _replying(config: TrainConfig, engines: int) -> Iterator[tuple[Training, Tra
             start_timeout_s=config.engine.start_timeout_s,
             command_timeout_s=config.engine.command_timeout_s,
             heartbeat_timeout_s=config.engine.heartbeat_timeout_s,
-            worker="benchmarks.replying_rank:ReplyingRank",
+            worker="benchmarks.ranks.replying_rank:ReplyingRank",
         )
         with TrainingProgress() as session.progress, registered(session) as training, session.stack:
             session.say(f"starting {engines} replying ranks")

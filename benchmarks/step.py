@@ -13,6 +13,7 @@ import sys
 import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from benchmarks.reporting.result import BenchResult, medians, new_result, steady
 from benchmarks.session import describe, device_count
@@ -46,6 +47,7 @@ FIGURES = {
     "clock_mhz_min": "gpu/clock_mhz_min",
 }
 
+PROGRAM = "penstock.cli.main"
 DECIDED = ("recomputed", "kv_cache_stays", "attention")  # by what this machine has
 
 
@@ -64,13 +66,7 @@ def measure(recipe: Path, overrides: list[str], command: str, skip: int, keep: P
         config = load_config(recipe, overrides)
         steady(range(config.iterations), skip)
         check_training(config)
-        run = RunFolder(keep or Path(scratch) / "run")
-        arguments = ["train", str(recipe), *overrides, "--run", str(run.path)]
-        ended = subprocess.run([sys.executable, "-m", "penstock.cli.main", *arguments], check=False)
-        if ended.returncode:
-            raise UserError(f"the training ended with exit code {ended.returncode}", "its messages are above")
-        rows = [record["metrics"] for record in read_metrics(run) if record["iteration"] > 0]
-        summary = json.loads(run.summary.read_text(encoding="utf-8"))
+        rows, summary = trained(recipe, overrides, keep or Path(scratch) / "run")
     return new_result(
         "step",
         command,
@@ -78,6 +74,26 @@ def measure(recipe: Path, overrides: list[str], command: str, skip: int, keep: P
         settings={**settings_of(given, skip), **{name: summary[name] for name in DECIDED}},
         details=[{"iteration": number, **row} for number, row in enumerate(rows, start=1)],
     )
+
+
+def trained(
+    recipe: Path, overrides: Sequence[str], folder: Path, program: str = PROGRAM
+) -> tuple[list[Mapping[str, float]], dict[str, Any]]:
+    """Train as a user does, in a run folder; return the figures of every iteration, and the summary.
+
+    Args:
+        program: module of the command line.
+
+    Raises:
+        UserError: the training failed.
+    """
+    arguments = ["train", str(recipe), *overrides, "--run", str(folder)]
+    ended = subprocess.run([sys.executable, "-m", program, *arguments], check=False)
+    if ended.returncode:
+        raise UserError(f"the training ended with exit code {ended.returncode}", "its messages are above")
+    run = RunFolder(folder)
+    rows = [record["metrics"] for record in read_metrics(run) if record["iteration"] > 0]
+    return rows, json.loads(run.summary.read_text(encoding="utf-8"))
 
 
 def figures_of(rows: Sequence[Mapping[str, float]], skip: int, devices: int) -> dict[str, float]:

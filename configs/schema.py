@@ -18,7 +18,9 @@ from typing import Self
 from pydantic import Field, model_validator
 
 from configs.sections.algorithm import ONE_STEP, AlgorithmConfig
+from configs.sections.correction import CorrectionConfig
 from configs.sections.data import DataConfig, check_agents
+from configs.sections.faults import FaultsConfig, check_faults
 from configs.sections.model import ModelConfig
 from configs.sections.reward import RewardConfig
 from configs.sections.rollout import EnvironmentConfig, RolloutConfig
@@ -58,11 +60,12 @@ class TrainConfig(Recipe):
     critic: CriticConfig | None = Field(None, description="training of the value model (ppo only)")
     evaluate: EvaluateConfig = Field(default_factory=EvaluateConfig, description="held-out evaluation")
     checkpoint: CheckpointConfig = Field(default_factory=CheckpointConfig, description="durable state")
+    faults: FaultsConfig = Field(default_factory=FaultsConfig, description="what numerical faults lead to")
     groups: dict[str, GroupConfig] = Field(
         default_factory=dict, description="placement; empty: one group for all roles"
     )
     hosts: HostsConfig | None = Field(None, description="the network between machines; null: there is one machine")
-    engine: EngineConfig = Field(default_factory=EngineConfig, description="deadlines of the engine groups")
+    engine: EngineConfig = Field(default_factory=EngineConfig, description="deadlines and losses of the engine groups")
     record: RecordConfig = Field(default_factory=RecordConfig, description="the tracker and samples")
 
     @model_validator(mode="after")
@@ -80,6 +83,8 @@ class TrainConfig(Recipe):
                 f"'rollout.samples' must be at least 2 with algorithm '{self.algorithm.name}': "
                 "it compares samples of a prompt"
             )
+        if self.rollout.carry is not None:
+            fill(self.algorithm, correction=CorrectionConfig(weights="token"))
         if self.algorithm.correction is not None and (self.rollout.top_p < 1 or self.rollout.top_k):
             raise ValueError(
                 "'algorithm.correction' compares whole distributions, and 'rollout.top_p' and 'rollout.top_k' cut the "
@@ -100,6 +105,7 @@ class TrainConfig(Recipe):
         for name in ("failure_value", "max_failure_share") if self.reward.model and self.environment is None else ():
             if getattr(self.reward, name) != RewardConfig.model_fields[name].default:
                 raise ValueError(f"'reward.{name}' has no effect with 'reward.model': remove it")
+        check_faults(self.faults, self.algorithm, self.checkpoint)
         self._check_reference()
         check_environment(self)
         self._check_placement()

@@ -2,7 +2,8 @@
 
     check -> engines -> preferences -> load the model -> (reference log-probs) -> steps, with checkpoints -> the model
 
-A killed run goes on from its newest checkpoint. Left out: what each step does (tasks/).
+A killed run goes on from its newest checkpoint, and so does one that has lost ranks. Left out: what each step does
+(tasks/).
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from typing import TypeVar
 
 from configs.preference import PairConfig
 from engines.commands.finetuning import PreferenceEnd
+from flows.recovery import despite_losses
 from penstock.session.opening import Kind, opened, resume_of, started
 from penstock.session.session import Training
 from penstock.state.manifest import ended
@@ -32,16 +34,18 @@ Pairs = TypeVar("Pairs", bound=PairConfig)
 
 def train_on_preferences(kind: Kind[Pairs], config: Pairs, run_folder: str | None, resume: str | None) -> str:
     """Train on preferences, a policy or a reward model; return the folder with the result."""
-    with opened(kind, config, run_folder, resume_of(resume)) as (config, run):
+    with opened(kind, config, run_folder, resume_of(config, run_folder, resume)) as (config, run):
         final = run.model("final")
         if ended(run):
             return str(final)
         with started(kind, config, run) as training, recording_preferences(training, kind.name, config):
-            return finetuned(run, "final") if final.exists() else trained(training, config)
+            return despite_losses(training, lambda training: trained(training, config))
 
 
 def trained(training: Training, config: PairConfig) -> str:
     """Take the steps that are left, from the model as it starts; return the folder with the result."""
+    if training.run.model("final").exists():
+        return finetuned(training.run, "final")
     model = starting_model(training)
     counts = load_preferences(training, config, model)
     begin_preferences(training, config, model)

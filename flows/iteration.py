@@ -1,8 +1,8 @@
 """One iteration of reinforcement learning, whole: this page is the dataflow.
 
     rollout -> reward -> [resample | greedy baseline] -> (old log-probs | reference log-probs | values) -> advantage
-            -> (update actor | update critic) -> reshard -> [compare log-probs] -> evaluate -> [refresh reference]
-            -> record -> checkpoint
+            -> (update actor | update critic) -> [fault] -> reshard -> [compare log-probs] -> evaluate
+            -> [refresh reference] -> record -> checkpoint
 
 Steps in brackets run side by side where their engine groups differ, and only if the algorithm needs them. The engines
 begin the next rollout before the record. Each step is a task; the tasks hand on where the experience lies, never the
@@ -13,16 +13,19 @@ from __future__ import annotations
 
 from prefect import flow
 
+from flows.state_before import go_back
+from flows.updates import update
 from penstock.session.figures import alarms, utilisation
 from penstock.session.record import advanced, finite
 from penstock.session.requests import Rollout
 from penstock.session.session import Stage, Training
-from penstock.session.settings import Settings, live_overrides, next_kl_coefficient, next_settings
+from penstock.session.settings import Settings, live_figures, live_overrides, next_kl_coefficient, next_settings
 from penstock.state.manifest import Progress
 from tasks.iteration.advantage import advantage
-from tasks.iteration.checkpoint import checkpoint_due, save_checkpoint
+from tasks.iteration.checkpoint import checkpoint_due, save_checkpoint, snapshot
 from tasks.iteration.compare_logprobs import compare_logprobs, comparison_due
 from tasks.iteration.evaluate import evaluate
+from tasks.iteration.faults import batch_kept, known_after, known_before, meet, tell_of_skipped_steps
 from tasks.iteration.forward_passes import ColumnRef, old_logprobs, reference_logprobs, values
 from tasks.iteration.greedy_baseline import greedy_baseline
 from tasks.iteration.record import record
@@ -31,7 +34,6 @@ from tasks.iteration.resample import groups_to_replace, resample
 from tasks.iteration.reshard import reshard
 from tasks.iteration.reward import reward
 from tasks.iteration.rollout import begin_next_rollout, begin_rollout, rollout
-from tasks.iteration.update import update_actor, update_critic
 
 
 @flow(name="iteration", flow_run_name="iteration-{number:06d}", validate_parameters=False)
@@ -52,7 +54,17 @@ def iteration(
         stage = greedy_baseline(training, settings, stage)
     stage = advantage(training, settings, stage, forward_passes(training, settings, stage))
 
-    metrics = stage.metrics | update(training, settings, stage)
+    metrics = stage.metrics | live_figures(training, progress)
+    fault = known_before(training, metrics)
+    if fault is None:
+        with batch_kept(training, number):
+            metrics |= update(training, settings, stage)
+        tell_of_skipped_steps(training, number, metrics)
+        fault = known_after(training, metrics)
+    if fault is not None:
+        metrics |= meet(training, number, fault, stage, metrics)
+        if fault.action == "rollback":
+            go_back(training, number, fault)
     metrics |= reshard(training, settings, version=number)
     if comparison_due(config, number):
         metrics |= compare_logprobs(training, number)
@@ -68,11 +80,13 @@ def iteration(
         iteration=number,
         policy_version=number,
         prompt_cursor=progress.prompt_cursor + stage.experience.prompts,
+        deferred=stage.experience.deferred,
         kl_coefficient=next_kl_coefficient(training, settings, metrics),
     )
     metrics |= utilisation(training, number)
     metrics |= alarms(training, metrics)
     progress = live_overrides(training, progress)
+    metrics |= snapshot(training, progress)
     following = begin_next_rollout(training, progress)
     record(training, number, finite(metrics))
     if checkpoint_due(config, number):
@@ -104,11 +118,3 @@ def forward_passes(training: Training, settings: Settings, stage: Stage) -> list
         return [wanted[0](training, settings, stage.experience)]
     futures = [step.submit(training, settings, stage.experience) for step in wanted]
     return [future.result() for future in futures]
-
-
-def update(training: Training, settings: Settings, stage: Stage) -> dict[str, float]:
-    """Update the actor, and the critic beside it if there is one."""
-    if not training.config.algorithm.needs_critic:
-        return update_actor(training, settings, stage)
-    critic = update_critic.submit(training, settings, stage)
-    return update_actor(training, settings, stage) | critic.result()

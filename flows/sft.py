@@ -6,6 +6,7 @@ from prefect import flow
 
 from configs.schema import TrainConfig
 from engines.commands.finetuning import SftEnd
+from flows.recovery import despite_losses
 from penstock.session.opening import SFT, opened, resume_of, started
 from penstock.session.progress import show_progress
 from penstock.session.session import Training
@@ -25,11 +26,16 @@ def sft(config: TrainConfig = TrainConfig(), run_folder: str | None = None, resu
         run_folder: where to put the run; default: a new folder under `config.folder`.
         resume: folder of an earlier run to continue; its own configuration is used.
     """
-    with opened(SFT, config, run_folder, resume_of(resume)) as (config, run):
+    with opened(SFT, config, run_folder, resume_of(config, run_folder, resume)) as (config, run):
         if ended(run, "sft"):
             return str(run.model("sft"))
         with started(SFT, config, run) as training, show_progress(training), recording_supervised(training):
-            return supervise(training, starting_model(training), alone=True)
+            return despite_losses(training, supervised)
+
+
+def supervised(training: Training) -> str:
+    """Take the steps that are left, from the model as it starts; return the folder with the result."""
+    return supervise(training, starting_model(training), alone=True)
 
 
 @flow(name="supervised-warm-up", flow_run_name="supervised-warm-up", validate_parameters=False)

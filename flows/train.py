@@ -1,10 +1,11 @@
 """Train: supervised warm-up if asked for, then iterations of reinforcement learning; anew, or from a checkpoint.
 
-    check -> engines -> prompts -> (supervised warm-up) -> load models -> compare log-probs -> evaluate
-          -> iteration 1, 2, ... -> report
+    check -> engines -> prompts -> (supervised warm-up) -> load models -> restore -> compare log-probs -> evaluate
+          -> iteration 1, 2, ... -> export -> report
 
 Each iteration is a child flow (flows/iteration.py). Engines live exactly as long as this flow: they start inside its
-`with` block and end with it, on every path. Left out: restarting engines while the flow runs.
+`with` block and end with it, on every path. Where ranks or hosts are lost meanwhile, they are replaced, and the
+training goes on from what it has kept (flows/recovery.py).
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from prefect import flow, get_run_logger
 
 from configs.schema import TrainConfig
 from flows.iteration import iteration
+from flows.recovery import despite_losses
 from flows.sft import supervise
 from penstock.session.opening import TRAIN, Resume, is_complete, opened, resume_of, started
 from penstock.session.prefect import quick_child_flows
@@ -46,7 +48,7 @@ def train(
         from_checkpoint: of the run to continue, e.g. 000010, with what came after taken back; default: its newest.
         changes: of the run to continue, as key=value, e.g. iterations=200; docs/recipes.md lists what may change.
     """
-    going_on = resume_of(resume, from_checkpoint, changes)
+    going_on = resume_of(config, run_folder, resume, from_checkpoint, changes)
     if going_on is not None and (done := completed_run(going_on)):
         return done
     with (
@@ -55,27 +57,33 @@ def train(
         show_progress(training),
         recording(training),
     ):
-        model = starting_model(training)
-        load_prompts(training, model)
-        if config.sft is not None:
-            model = supervise(training, model)
-        build_engines(training, model)
-
-        progress = restore(training) if resume else Progress()
-        compared = compare_logprobs(training, progress.iteration)
-        if progress.iteration == 0:
-            progress = begin(training, progress, compared)
-        offer_overrides(run, progress.overrides or {})
-        progress = live_overrides(training, progress)
-        show_iterations(training, progress.iteration)
-        training.session().clock.lap()
-        begun = None
-        with quick_child_flows():
-            for number in range(progress.iteration + 1, config.iterations + 1):
-                progress, begun = iteration(training, number, progress, begun)
-        export(training)
+        despite_losses(training, trained)
     forget_overrides(run)  # a run whose end was not recorded repeats it with them
     return str(run.path)
+
+
+def trained(training: Training) -> None:
+    """Train from where the run folder says that the run stands to its end."""
+    config = training.config
+    model = starting_model(training)
+    load_prompts(training, model)
+    if config.sft is not None:
+        model = supervise(training, model)
+    build_engines(training, model)
+
+    progress = restore(training)
+    compared = compare_logprobs(training, progress.iteration)
+    if progress.iteration == 0:
+        progress = begin(training, progress, compared)
+    offer_overrides(training.run, progress.overrides or {})
+    progress = live_overrides(training, progress)
+    show_iterations(training, progress.iteration)
+    training.session().clock.lap()
+    begun = None
+    with quick_child_flows():
+        for number in range(progress.iteration + 1, config.iterations + 1):
+            progress, begun = iteration(training, number, progress, begun)
+    export(training)
 
 
 def completed_run(resume: Resume) -> str | None:

@@ -49,8 +49,13 @@ def starting_model(training: Training) -> str:
 
 @task(task_run_name="prompts", cache_policy=NO_CACHE)
 def load_prompts(training: Training, model_folder: str) -> dict[str, int]:
-    """Tokenize the prompts into the run folder (once per run) and open the source of rewards; return counts."""
+    """Tokenize the prompts into the run folder (once per run) and open the source of rewards; return counts.
+
+    Neither depends on the engines: a recovery from a loss finds both done.
+    """
     session, config, run = training.session(), training.config, training.run
+    if session.prompts:
+        return {split: len(table) for split, table in session.prompts.items()}
     session.model_folder = model_folder
     _tokenize(training, model_folder)
     session.say("reading prompts")

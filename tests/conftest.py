@@ -1,16 +1,41 @@
-"""Spreads the tests over two processes: flows in one, hosts and engines in the other, the rest where there is room."""
+"""Spreads the tests over two processes: flows in one, hosts and engines in the other, the rest where there is room.
+
+Beside this, what tests of several rooms share: a Prefect server.
+"""
 
 from __future__ import annotations
 
+import gc
 import os
+import signal
+from collections.abc import Generator, Iterator
 from pathlib import Path
 
 import pytest
 
+from penstock.base.importing import importing
+
 TESTS = Path(__file__).parent
 os.environ["PENSTOCK_ALLOWED_MODULES"] = "tests"  # functions and classes of the tests are named in configurations
-LONGEST_FIRST = {"flows": 0, "hosts": 1, "engines": 2}
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    # In the background of a shell Ctrl-C is ignored, also by all that is started here: a worker of Prefect that gets a
+    # SIGTERM, which it hands on to itself as a Ctrl-C, would never end.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+LONGEST_FIRST = {"flows": 0, "hosts": 1, "faults": 2, "engines": 3}
 ENGINES_ALONE = {"test_channel.py", "test_group.py", "test_group_ends.py"}  # they start groups of their own
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """Keep the garbage collector from what tests import: a million objects that stay.
+
+    Looking through them again and again takes a quarter of the time in which tests are found, and later most of a
+    second for each pass. What tests make themselves it has as ever.
+    """
+    with importing():
+        found = yield
+        gc.freeze()
+        return found
 
 
 @pytest.hookimpl(tryfirst=True)  # before xdist reads the groups
@@ -18,9 +43,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Give every test the group that one process runs: a file, all flows, or all files on the shared engines.
 
     Flows start whole trainings: two at a time would fight for the cores, so they take turns, and those over several
-    machines, which wait for each other most of the time, are beside them. They take longest and begin first, and beside
-    them the engines. A test elsewhere that starts a training, or engines of its own, says that it belongs to the flows,
-    `pytest.mark.xdist_group("flows")`.
+    machines, which wait for each other most of the time, are beside them. They take longest and begin first; then come
+    trainings that lose what they run on, and the engines. A test elsewhere that starts a training, or engines of its
+    own, says that it belongs to the flows, `pytest.mark.xdist_group("flows")`.
     """
     for item in items:
         if item.get_closest_marker("xdist_group") is None:
@@ -39,3 +64,34 @@ def _group(path: Path) -> str:
     if room in ("flows", "hosts") or (room == "engines" and path.name not in ENGINES_ALONE):
         return room
     return str(path)
+
+
+@pytest.fixture(scope="session")
+def prefect_harness(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """One server for all flows that are called inside a test process.
+
+    Results, memo files and MLflow's store go to folders that pytest removes.
+    Without the heartbeat a flow call costs 0.2 s instead of 1.2 s: its thread sleeps in whole seconds.
+    """
+    from prefect.settings import (
+        PREFECT_FLOWS_HEARTBEAT_FREQUENCY,
+        PREFECT_LOCAL_STORAGE_PATH,
+        PREFECT_SERVER_ANALYTICS_ENABLED,
+        temporary_settings,
+    )
+    from prefect.testing.utilities import prefect_test_harness
+
+    folder = tmp_path_factory.mktemp("prefect")
+    settings = {
+        PREFECT_FLOWS_HEARTBEAT_FREQUENCY: None,
+        PREFECT_LOCAL_STORAGE_PATH: folder / "results",
+        PREFECT_SERVER_ANALYTICS_ENABLED: False,
+    }
+    with pytest.MonkeyPatch.context() as patch, temporary_settings(settings):
+        patch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{folder / 'mlflow.db'}")
+        patch.setenv("MLFLOW_DISABLE_TELEMETRY", "true")
+        patch.setenv("DO_NOT_TRACK", "1")
+        patch.setenv("HF_HUB_OFFLINE", "1")
+        patch.setenv("TOKENIZERS_PARALLELISM", "false")
+        with prefect_test_harness(server_startup_timeout=120):
+            yield

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,7 +10,7 @@ import numpy as np
 import pyarrow as pa
 
 from engines.commands.message import decode, encode
-from engines.commands.rollout import EngineResponses, Generate, Sampling
+from engines.commands.rollout import CarriedResponses, EngineResponses, Generate, Sampling
 from penstock.base.ragged import Ragged
 
 GREEDY = Sampling(samples=1, temperature=0.0, top_p=1.0, top_k=0, max_tokens=2, ignore_eos=False, seed=[0, 1, 0])
@@ -34,11 +34,17 @@ NOTHING = EngineResponses(
 
 @dataclass(eq=False)
 class Echo:
-    """Ranks that answer a prompt with its first token, once for sample 0, twice for sample 1."""
+    """Ranks that answer a prompt with its first token, once for sample 0, twice for sample 1.
+
+    Of a generation with a quota they answer the shortest prompts, which `longest` makes long by their first tokens.
+    Where responses are carried over they have sampled one more token of each of the others, and answer behind those
+    that there are.
+    """
 
     ranks: int
     policy_version: int = 3
     commands: list[dict[str, Any]] = field(default_factory=list)
+    longest: tuple[int, ...] = ()
 
     @property
     def spec(self) -> SimpleNamespace:
@@ -49,7 +55,13 @@ class Echo:
         fields = {name: value for name, value in arguments.items() if name != "on_news"}
         asked = decode(Generate, fields, command)
         taken = np.random.default_rng(self.ranks).permutation(len(asked.prompts))
+        if asked.wanted is not None:
+            late = [int(asked.prompts.row(position)[0]) in self.longest for position in taken]
+            taken = taken[np.argsort(late, kind="stable")][: asked.wanted]
         answers = [self.answer(asked, taken[rank :: self.ranks]) for rank in range(self.ranks)]
+        if asked.carried is not None:
+            others = np.setdiff1d(np.arange(len(asked.prompts)), taken)
+            answers = [self.going_on(asked, answer, others[n :: self.ranks]) for n, answer in enumerate(answers)]
         return [{"reply": encode(answer), "usage": {}} for answer in answers]
 
     def answer(self, asked: Generate, positions: np.ndarray) -> EngineResponses:
@@ -71,3 +83,43 @@ class Echo:
             prompt_tokens=1,
             cached_tokens=0,
         )
+
+    def going_on(self, asked: Generate, answer: EngineResponses, others: np.ndarray) -> EngineResponses:
+        """Return an answer that goes on with what is carried, and what there is of the responses to other prompts."""
+        responses = [answer.responses.row(row).tolist() for row in range(len(answer.responses))]
+        answered = [self.begun(asked, at, sample) for at, sample in self.samples(asked, answer.positions_P)]
+        left = [self.begun(asked, at, sample) for at, sample in self.samples(asked, others)]
+        more = [[int(asked.prompts.row(at)[0])] for at, _ in self.samples(asked, others)]
+        return replace(
+            answer,
+            responses=Ragged.of([old + new for (old, _), new in zip(answered, responses, strict=True)], np.int32),
+            logprobs_T=self.logprobs([old + new for (old, _), new in zip(answered, responses, strict=True)]),
+            versions_T=self.versions(answered, responses),
+            left_P=others,
+            left=CarriedResponses(
+                tokens=Ragged.of([old + new for (old, _), new in zip(left, more, strict=True)], np.int32),
+                logprobs_T=self.logprobs([old + new for (old, _), new in zip(left, more, strict=True)]),
+                versions_T=self.versions(left, more),
+                ended_B=np.zeros(len(left), bool),
+                truncated_B=np.zeros(len(left), bool),
+            ),
+        )
+
+    def samples(self, asked: Generate, positions: np.ndarray) -> list[tuple[int, int]]:
+        return [(at, sample) for at in positions.tolist() for sample in range(asked.sampling.samples)]
+
+    def begun(self, asked: Generate, position: int, sample: int) -> tuple[list[int], list[int]]:
+        """Return the tokens that a response has and their versions."""
+        carried, row = asked.carried, position * asked.sampling.samples + sample
+        if carried is None or row >= len(carried.tokens):
+            return [], []
+        first, end = carried.tokens.offsets_B1[row : row + 2]
+        return carried.tokens.row(row).tolist(), carried.versions_T[first:end].tolist()
+
+    def versions(self, begun: list[tuple[list[int], list[int]]], more: list[list[int]]) -> np.ndarray:
+        rows = [old + [self.policy_version] * len(new) for (_, old), new in zip(begun, more, strict=True)]
+        return Ragged.of(rows, np.int32).values_T
+
+    def logprobs(self, rows: list[list[int]]) -> np.ndarray:
+        """Return what no token has: minus its number."""
+        return -Ragged.of(rows, np.float32).values_T

@@ -13,14 +13,17 @@ from typing import Any
 
 import psutil
 
+FIRST_PAUSE_S = 0.02  # before a second look; most of what tests wait for is a matter of some hundredths
+
 
 def came_true(condition: Callable[[], Any], within_s: float, every_s: float = 0.25) -> bool:
-    """Wait for `condition`; return whether it came true within that time."""
-    deadline = _own_s() + within_s
+    """Wait for `condition`, looked at often in the beginning and then every so often; return whether it came true."""
+    deadline, pause_s = _own_s() + within_s, min(FIRST_PAUSE_S, every_s)
     while not condition():
         if _own_s() >= deadline:
             return bool(condition())
-        time.sleep(every_s)
+        time.sleep(pause_s)
+        pause_s = min(2 * pause_s, every_s)
     return True
 
 

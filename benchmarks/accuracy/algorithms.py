@@ -133,7 +133,7 @@ def measure(plan: Plan, command: str, out: Path | None, say: Callable[[str], Non
         folder = Path(scratch)
         starts = warmed_up(plan, sorted({seed for _, seed in missing}), folder, environment, say)
         failed = _train_all(found, missing, starts, folder, environment, say)
-    _refuse_failures(failed, len(missing))
+    refuse_failures(failed, len(missing))
     return found.result()
 
 
@@ -148,7 +148,12 @@ def _checked(plan: Plan) -> dict[str, str]:
     configs = [load_config(plan.recipe, plan.of(name, plan.seeds[0])) for name in plan.names]
     for config in configs:
         check_training(config)
-    return EAGER if configs[0].model.tiny is not None else {}
+    return variables_of(configs[0])
+
+
+def variables_of(config: TrainConfig) -> dict[str, str]:
+    """Return the variables of a training's process."""
+    return EAGER if config.model.tiny is not None else {}
 
 
 def _train_all(
@@ -195,7 +200,7 @@ def warmed_up(
         for name, seed in zip(runs, seeds, strict=True)
     }
     for ended in side_by_side(commands, plan.lanes, folder, environment):
-        _refuse_failures([ended] if ended.code else [], len(seeds))
+        refuse_failures([ended] if ended.code else [], len(seeds))
         say(f"{ended.name}: {ended.seconds:.0f} s")
     no_source = ["sft=null", "model.tiny=null"]
     models = {seed: RunFolder(runs[f"warm-up-{seed}"]).model("sft") for seed in seeds}
@@ -206,7 +211,12 @@ def _train(plan: Plan, name: str, seed: int, start: Sequence[str], run: Path) ->
     return ["train", str(plan.recipe), *plan.of(name, seed), *start, "--run", str(run)]
 
 
-def _refuse_failures(failed: Sequence[Ended], all_of: int) -> None:
+def refuse_failures(failed: Sequence[Ended], all_of: int) -> None:
+    """Say which of the trainings failed, and how they ended.
+
+    Raises:
+        UserError: one of them did.
+    """
     if failed:
         ends = "\n".join(f"  {item.name} (exit code {item.code}):\n{item.tail}" for item in failed)
         raise UserError(

@@ -77,6 +77,8 @@ def shown(name: str, value: float) -> str:
         return f"{value:.1%}"
     if "gb_per_s" in name:
         return f"{value:,.1f} GB/s"
+    if name.startswith("samples_per_s"):
+        return f"{value:,.2f} /s"
     if "_per_s" in name:
         return f"{value:,.0f} tok/s"
     if name.endswith(("_s", "seconds")):

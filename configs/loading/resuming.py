@@ -1,7 +1,8 @@
-"""What may change when a training is resumed: how long it goes on, deadlines, checkpoints, what is recorded.
+"""What may change when a training is resumed: how long it goes on, deadlines, checkpoints, records, and where it runs.
 
-Anything else would make another run: its first iterations would be of other settings than its last. What may change
-while a training runs has a way of its own (penstock/session/settings.py).
+On another number of ranks, or at another ZeRO stage, sums are taken in another order and nothing else changes. Anything
+else would make another run: its first iterations would be of other settings than its last. What may change while a
+training runs has a way of its own (penstock/session/settings.py).
 """
 
 from __future__ import annotations
@@ -21,16 +22,23 @@ RESUMABLE_KEYS = (
     "evaluate.every",
     "checkpoint.every",
     "checkpoint.keep",
+    "checkpoint.best",
     "record.samples_every",
     "record.samples",
     "engine.start_timeout_s",
     "engine.command_timeout_s",
     "engine.heartbeat_timeout_s",
+    "engine.restarts",
+    "engine.restart_window_s",
     "hosts.address",
     "hosts.port",
     "hosts.interface",
     "hosts.join_timeout_s",
     "hosts.silence_s",
+    "groups",  # and all below it
+    "rollout.tensor_parallel",
+    "faults",  # likewise
+    *("actor.zero_stage", "actor.offload_optimizer", "critic.zero_stage", "critic.offload_optimizer", "sft.zero_stage"),
 )
 
 
@@ -58,7 +66,7 @@ def resumed_config(config: TrainConfig, overrides: Sequence[str], done: int) -> 
 
 def _refuse_others(override: str) -> None:
     key = override.partition("=")[0].strip()
-    if "=" not in override or key in RESUMABLE_KEYS:
+    if "=" not in override or key in RESUMABLE_KEYS or key.startswith(("groups.", "faults.")):
         return
     raise UserError(
         f"'{key}' cannot change in a run: --resume continues it with its own configuration",

@@ -131,7 +131,9 @@ class AlgorithmConfig(Section):
         None, description="replace groups by their rewards, above all those from which nothing is learnt; null: none"
     )
     correction: CorrectionConfig | None = Field(
-        None, description="measure and correct that the rollout engine's policy is not quite the trainer's; null: off"
+        None,
+        description="measure and correct that the rollout engine's policy is not quite the trainer's; null: off, but "
+        "with rollout.carry weights of single tokens",
     )
 
     @field_validator("settings")
@@ -223,6 +225,14 @@ class AlgorithmConfig(Section):
     def ratio_to_rollout(self) -> bool:
         """Whether the rollout's own log-probs are the old ones."""
         return self.correction is not None and self.correction.proximal == "rollout"
+
+    @property
+    def kl_before_update(self) -> bool:
+        """Whether the mean KL to the reference is known before the update, from columns."""
+        if self.kl is None:
+            return False
+        sampled = not self.full_kl and (self.old_logprobs_needed or self.ratio_to_rollout)
+        return self.kl.place == "reward" or sampled
 
     @property
     def on_policy(self) -> bool:

@@ -7,6 +7,7 @@ from typing import Any, Self
 from pydantic import Field, model_validator
 
 from configs.sections.reward_servers import JudgeConfig, ServiceConfig
+from configs.sections.sandbox import SandboxConfig
 from configs.tree.section import PositiveInt, Section, Share
 from penstock.base.bounds import LARGEST_REWARD
 
@@ -33,6 +34,9 @@ class RewardConfig(Section):
     workers: int | None = Field(
         None, ge=1, le=64, description="processes that run the function or read a judge; null: one per 2 cores, 2 to 32"
     )
+    sandbox: SandboxConfig | None = Field(
+        None, description="run the function in a sandbox (bubblewrap); null: with the rights of the training"
+    )
     failure_value: float = Field(
         0.0,
         ge=-LARGEST_REWARD,
@@ -49,7 +53,7 @@ class RewardConfig(Section):
             raise ValueError(f"{' and '.join(map(repr, given))} exclude each other: keep one")
         if self.function is None and self.settings:
             raise ValueError("'settings' has no effect without 'function': remove it")
-        for name in ("timeout_s", "workers") if given and given[0] not in WITH_WORKERS else ():
+        for name in ("timeout_s", "workers", "sandbox") if given and given[0] not in WITH_WORKERS else ():
             if getattr(self, name) != type(self).model_fields[name].default:
                 raise ValueError(f"'{name}' has no effect with '{given[0]}': remove it")
         return self

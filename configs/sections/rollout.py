@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
+import math
+from typing import Any, Self
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
+from configs.sections.sandbox import SandboxConfig
 from configs.tree.schedule import ScheduledAboveZero
 from configs.tree.section import PositiveInt, Section
 
@@ -18,6 +20,29 @@ class EnvironmentConfig(Section):
     max_turns: PositiveInt = Field(4, description="turns of the policy after which an episode is cut")
     timeout_s: float = Field(10.0, gt=0, description="deadline for one call of reset or step, seconds")
     workers: int = Field(2, ge=1, le=64, description="processes of each rollout engine in which episodes live")
+    sandbox: SandboxConfig | None = Field(
+        None, description="run episodes in a sandbox (bubblewrap); null: with the rights of the training"
+    )
+
+
+class TailConfig(Section):
+    """Rollouts end before their longest responses, whose prompts get rounds of their own (docs/asynchrony.md)."""
+
+    extra: float = Field(
+        0.25, gt=0, le=4, description="prompts begun beyond rollout.prompts, as a share of it; the last ones wait"
+    )
+    max_wait: PositiveInt = Field(8, description="iterations after which a prompt that waits is taken in any case")
+
+
+class CarryConfig(Section):
+    """Rollouts end before their longest responses, with which the next policies go on (docs/asynchrony.md)."""
+
+    extra: float = Field(
+        0.25, gt=0, le=1, description="prompts under way beyond rollout.prompts, as a share of it; the last ones go on"
+    )
+    staleness: PositiveInt = Field(
+        2, description="updates that the policy may have had since a token of the batch was sampled, at most"
+    )
 
 
 class RolloutConfig(Section):
@@ -25,6 +50,12 @@ class RolloutConfig(Section):
 
     prompts: PositiveInt = Field(64, description="prompts of one iteration")
     samples: PositiveInt = Field(8, description="responses per prompt")
+    tail: TailConfig | None = Field(
+        None, description="end a rollout before its longest responses, which are put off; null: wait for all"
+    )
+    carry: CarryConfig | None = Field(
+        None, description="end a rollout before its longest responses, with which the next goes on; null: wait for all"
+    )
     max_response_tokens: PositiveInt = Field(
         1024, description="a response is cut here and counted as truncated, tokens"
     )
@@ -58,3 +89,17 @@ class RolloutConfig(Section):
         gt=0,
         description="a larger mean difference of those log-probs stops the run; null: 0.1 in bfloat16, 1e-4 in float32",
     )
+
+    @model_validator(mode="after")
+    def _one_way(self) -> Self:
+        if self.tail is not None and self.carry is not None:
+            raise ValueError(
+                "'tail' and 'carry' exclude each other: what one puts off the other goes on with; remove one"
+            )
+        return self
+
+    @property
+    def prompts_begun(self) -> int:
+        """Prompts that a rollout begins or goes on with, of which `prompts` make the batch."""
+        beyond = self.tail or self.carry
+        return self.prompts if beyond is None else self.prompts + math.ceil(beyond.extra * self.prompts)

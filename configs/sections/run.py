@@ -55,12 +55,28 @@ class CheckpointConfig(Section):
         10, ge=0, description="iterations between checkpoints; the last gets one, too. 0: none, a resume begins anew"
     )
     keep: PositiveInt = Field(2, description="newest checkpoints kept; older ones are deleted")
+    best: str | None = Field(
+        None,
+        description="figure, e.g. heldout/accuracy: the checkpoint with its highest value is kept as well; "
+        "'lowest heldout/kl': that with its lowest",
+    )
 
     @model_validator(mode="after")
     def _keep_something(self) -> Self:
         if not self.every and self.keep != type(self).model_fields["keep"].default:
             raise ValueError("'keep' has no effect where 'every' is 0: remove it")
+        if not self.every and self.best:
+            raise ValueError("'best' has no effect where 'every' is 0: remove it")
         return self
+
+    @model_validator(mode="after")
+    def _best_of_a_figure(self) -> Self:
+        if self.best is None:
+            return self
+        *order, figure = self.best.split() or [""]
+        if order in ([], ["highest"], ["lowest"]) and figure not in ("", "highest", "lowest"):
+            return self
+        raise ValueError(f"'best' is '{self.best}': name a figure, with 'lowest' before it where less is better")
 
 
 class Devices(Section):
@@ -129,11 +145,21 @@ class HostsConfig(Section):
 
 
 class EngineConfig(Section):
-    """Deadlines of the engine groups."""
+    """Deadlines of the engine groups, and how often they may be lost."""
 
     start_timeout_s: float = Field(600.0, gt=0, description="deadline for starting ranks and loading models, seconds")
     command_timeout_s: float = Field(3600.0, gt=0, description="deadline for one command to a group, seconds")
     heartbeat_timeout_s: float = Field(15.0, gt=0, description="a rank silent for longer counts as lost, seconds")
+    restarts: int = Field(
+        3, ge=0, description="losses of a rank or host, within 'restart_window_s', after which a training goes on"
+    )
+    restart_window_s: float = Field(3600.0, gt=0, description="losses longer ago than this count no more, seconds")
+
+    @model_validator(mode="after")
+    def _window(self) -> Self:
+        if not self.restarts and self.restart_window_s != type(self).model_fields["restart_window_s"].default:
+            raise ValueError("'restart_window_s' has no effect where 'restarts' is 0: remove it")
+        return self
 
 
 class RecordConfig(Section):

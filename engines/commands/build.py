@@ -49,6 +49,7 @@ class Build(Command[Built]):
     """
 
     measured: ClassVar[bool] = False
+    changes_state: ClassVar[bool] = True
     config: dict[str, Any]
     folder: str
     roles: tuple[Role, ...]

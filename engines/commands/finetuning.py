@@ -7,7 +7,7 @@ micro-batch.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -30,6 +30,7 @@ class ModelToTrain:
 class SftBegin(Command[None]):
     """Load the model, and the file `rows`, for supervised training."""
 
+    changes_state: ClassVar[bool] = True
     model: ModelToTrain
     rows: str
 
@@ -47,6 +48,7 @@ class SftStepped:
 class SftSteps(Command[SftStepped]):
     """Take one optimizer step per row of `batches`."""
 
+    changes_state: ClassVar[bool] = True
     batches: np.ndarray
     budget: int
     learning_rate: float
@@ -56,6 +58,7 @@ class SftSteps(Command[SftStepped]):
 class SftEnd(Command[None]):
     """Write the model as a Hugging Face folder and free it."""
 
+    changes_state: ClassVar[bool] = True
     folder: str
 
 
@@ -71,6 +74,7 @@ class PreferenceLoss:
 class PreferenceBegin(Command[Kernels]):
     """Load the policy to train on preferences, or with `scores` a reward model made of it."""
 
+    changes_state: ClassVar[bool] = True
     model: ModelToTrain
     scores: bool
 
@@ -87,6 +91,7 @@ class PreferenceStepped:
 class PreferenceSteps(Command[PreferenceStepped]):
     """Take one optimizer step per row of `batches` on the preferences at `path`."""
 
+    changes_state: ClassVar[bool] = True
     path: str
     batches: np.ndarray
     budget: int
@@ -114,4 +119,5 @@ class PreferenceMeasure(Command[PreferenceMeasured]):
 class PreferenceEnd(Command[None]):
     """Write the model as a Hugging Face folder and free it."""
 
+    changes_state: ClassVar[bool] = True
     folder: str

@@ -65,6 +65,18 @@ class StartRanks(Command[MeetingPlace]):
 
 
 @dataclass(frozen=True)
+class KeepReserve(Command[None]):
+    """Start a process beside each of this host's ranks of a group, which imports `module` and waits.
+
+    The group's next ranks here are these, if they live then.
+    """
+
+    group: str
+    epoch: int
+    module: str
+
+
+@dataclass(frozen=True)
 class EndRanks(Command[None]):
     """End this host's ranks of a group: wait for them to leave, then SIGTERM, then SIGKILL with all they started."""
 
@@ -136,6 +148,67 @@ class HostFacts:
 @dataclass(frozen=True)
 class TellFacts(Command[HostFacts]):
     """Reply with what this machine has."""
+
+
+@dataclass(frozen=True)
+class SlotFacts:
+    """A slot of a rank: where it opens it, and of what it holds the state after which number; None: of nothing whole.
+
+    `of` is "iteration", or "step" where nothing is generated.
+    """
+
+    group: str
+    rank: int
+    path: str
+    of: str
+    number: int | None
+
+
+@dataclass(frozen=True)
+class TellSlots(Command[list[SlotFacts]]):
+    """Reply with the slots of all ranks that were ever started here."""
+
+
+@dataclass(frozen=True)
+class WrittenSlot:
+    """A file that a slot was copied to: its name, its SHA-256 and its bytes."""
+
+    name: str
+    sha256: str
+    size: int
+
+
+@dataclass(frozen=True)
+class WriteSlots(Command[list[WrittenSlot]]):
+    """Copy the slots with a snapshot to files in `folder`; the reply comes once the disk has them."""
+
+    of: str
+    number: int
+    folder: str
+
+
+@dataclass(frozen=True)
+class GpuSample:
+    """What a GPU was at one moment.
+
+    Attributes:
+        gpu: its NVML index on its machine.
+        busy: share of the time in which a kernel ran, 0 to 1.
+        memory_gib: in use.
+        clock_mhz: of its multiprocessors.
+    """
+
+    gpu: int
+    busy: float
+    memory_gib: float
+    clock_mhz: float
+
+
+@dataclass(frozen=True)
+class TakeGpuSamples(Command[list[GpuSample]]):
+    """Reply with the samples of the last seconds of all GPUs that this host's ranks hold; each is given once."""
+
+    last_s: float
 
 
 @dataclass(frozen=True)

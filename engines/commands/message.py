@@ -27,6 +27,7 @@ class Command(Generic[Reply]):
     """
 
     measured: ClassVar[bool] = True  # what it used on its ranks belongs to the figures of its iteration
+    changes_state: ClassVar[bool] = False  # it changes what a snapshot copies, and waits for one that is being taken
     news: ClassVar[type] = NoneType  # what its ranks tell ahead of their replies
 
 
@@ -73,7 +74,7 @@ def decode(kind: Any, value: Any, place: str) -> Any:
     if origin in (Union, UnionType):
         (other,) = (argument for argument in arguments if argument is not NoneType)
         return None if value is None else decode(other, value, place)
-    if origin is Literal and value in arguments:
+    if origin is Literal and type(value) in map(type, arguments) and value in arguments:
         return value
     if origin in (list, tuple) and isinstance(value, list | tuple):
         return origin(decode(arguments[0], item, f"{place}[{at}]") for at, item in enumerate(value))
@@ -101,7 +102,7 @@ def _decode_message(kind: type, value: Any, place: str) -> Any:
         raise WrongMessage(f"{place} is to be the fields of {kind.__name__}, not {type(value).__qualname__}")
     types = _field_types(kind)
     if unknown := value.keys() - types.keys():
-        raise WrongMessage(f"{place}: {kind.__name__} has no field {', '.join(sorted(unknown))}")
+        raise WrongMessage(f"{place}: {kind.__name__} has no field {', '.join(sorted(map(str, unknown)))}")
     if missing := types.keys() - value.keys():
         raise WrongMessage(f"{place}: {kind.__name__} lacks {', '.join(sorted(missing))}")
     return kind(**{name: decode(types[name], item, f"{place}.{name}") for name, item in value.items()})

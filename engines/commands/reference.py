@@ -6,6 +6,7 @@ Suffix: `_T` response tokens of this rank's rows, one after the other.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 import numpy as np
 
@@ -51,6 +52,8 @@ class Digests:
 class RefreshReference(Command[Digests]):
     """Make the reference a copy of the actor of the same group; replies with digests of both."""
 
+    changes_state: ClassVar[bool] = True
+
 
 @dataclass(frozen=True)
 class WriteActor(Command[Digests]):
@@ -63,4 +66,5 @@ class WriteActor(Command[Digests]):
 class ReadReference(Command[Digests]):
     """Give the reference the weights at `path`."""
 
+    changes_state: ClassVar[bool] = True
     path: str

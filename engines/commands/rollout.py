@@ -62,6 +62,34 @@ class PartialResults:
     texts: pa.LargeStringArray
 
 
+NO_SEED = -1  # of an episode that has not begun
+
+
+@dataclass(frozen=True)
+class CarriedEpisodes:
+    """What play with an environment adds to carried responses."""
+
+    seeds_B: np.ndarray  # int64: of the environment's `reset`, by which its episode is known, or NO_SEED
+    loss_mask_T: np.ndarray  # uint8: as in `Episodes`
+    turn_ends: Ragged  # int32: how many tokens an episode had at the end of each turn
+    owed_B: np.ndarray  # bool: the environment has not answered the last turn, or `reset`
+    rewards_B: np.ndarray  # float64; these three are those of the turns so far
+    parts_B: list[dict[str, float]]
+    failures_B: list[str | None]
+
+
+@dataclass(frozen=True)
+class CarriedResponses:
+    """What was sampled of responses that a generation left, for another to go on with; of a prompt side by side."""
+
+    tokens: Ragged
+    logprobs_T: np.ndarray  # float32, under the distributions that the tokens were sampled from
+    versions_T: np.ndarray  # int32: the policy version that sampled each token, or that read it, of an observation
+    ended_B: np.ndarray  # bool: no token is missing
+    truncated_B: np.ndarray  # bool: cut at max_tokens
+    episodes: CarriedEpisodes | None = None  # with an environment
+
+
 @dataclass(frozen=True)
 class EngineResponses:
     """What one engine answered: `samples` responses side by side for each of its prompts."""
@@ -79,7 +107,11 @@ class EngineResponses:
     wake_seconds: float
     prompt_tokens: int  # of all requests, a prompt counting once per sample
     cached_tokens: int  # of those, found in the prefix cache
+    unused_tokens: int = 0  # sampled for prompts that are not among these, since enough others were answered
     episodes: Episodes | None = None  # of play with an environment
+    versions_T: np.ndarray | None = None  # int32: the policy version that sampled each token, where responses go on
+    left_P: np.ndarray | None = None  # where they go on: the prompts that this engine has begun and not answered,
+    left: CarriedResponses | None = None  # and what there is of the responses to them
 
 
 @dataclass(frozen=True)
@@ -94,3 +126,6 @@ class Generate(Command[EngineResponses | None]):
     sampling: Sampling
     tokenizer: str  # its folder
     episodes: EpisodeRows | None = None  # for play with an environment
+    wanted: int | None = None  # prompts that all engines have to answer together; None: all
+    required: int = 0  # of those, how many are the first ones, with whose responses the engines go on
+    carried: CarriedResponses | None = None  # of responses to the first prompts; None: what is not answered is dropped

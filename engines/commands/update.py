@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 from algorithms.correction import Correction
 from engines.commands.message import Command
@@ -50,6 +50,7 @@ class UpdateActor(Command[Updated]):
     `states` names the file of the reference's hidden states, for a KL over the vocabulary.
     """
 
+    changes_state: ClassVar[bool] = True
     path: str
     version: int
     split: Split
@@ -62,6 +63,7 @@ class UpdateActor(Command[Updated]):
 class UpdateCritic(Command[Updated]):
     """Train the critic on the experience at `path`; of several each on the rows of its agent."""
 
+    changes_state: ClassVar[bool] = True
     path: str
     split: Split
     clip: float | None

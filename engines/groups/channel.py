@@ -10,17 +10,22 @@ before their keys are checked is bounded: ZeroMQ takes frames up to FRAME_BYTES 
 several; who has not shown a key within HANDSHAKE_MS is dropped; there are descriptors for thousands of them. On the
 loopback interface nobody else can connect at all once all are there; on a network a peer may have to dial anew.
 
+With keys a peer is heard under the names that the listener was made for, and no other. Bytes that are no message come
+as an error in the place of one, so that who reads can tell whose they were.
+
 Left out: commands, deadlines and who asks for an echo (`group.py` and `hosts.py` on the flow's side, `rank.py`
-and `host.py` on the other).
+and `host.py` on the other); what messages there are (`said.py`).
 """
 
 from __future__ import annotations
 
 import json
+import logging
 import os
 import resource
 import struct
-from collections.abc import Callable, Sequence
+import threading
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -30,6 +35,7 @@ import pyarrow as pa
 import zmq
 from zmq.auth.thread import ThreadAuthenticator
 
+from engines.commands.message import WrongMessage
 from engines.groups import interface
 
 # A dtype's position is its msgpack ext code. Equality includes the byte order: big-endian arrays are refused.
@@ -43,10 +49,16 @@ FRAME_BYTES = 128 * 1024  # what a stranger can make the flow hold: ZeroMQ has o
 _ENVELOPE_BYTES = 1024  # above what CURVE puts around a frame
 HANDSHAKE_MS = 10_000  # for a rank on a machine that is busy; it takes milliseconds
 DESCRIPTORS = 65_536  # for as many connections as may wait for that
-CONNECTIONS_PER_PEER = 2  # messages and echoes
 FLOW_KEYS, HOST_KEYS = "PENSTOCK_FLOW_KEYS", "PENSTOCK_HOST_KEYS"  # of `penstock host --new-keys`
 _ECHO = ":echo"  # what the second one's identity ends with
 LINGER_MS = 1000  # a rank that leaves waits this long for its last words to be taken
+MOST_AT_ONCE = 1000  # messages that are taken in one look: who floods the flow does not keep it from its deadlines
+
+_log = logging.getLogger(__name__)
+
+
+class Garbled(WrongMessage):
+    """Bytes that are no message."""
 
 
 def pack(message: Any) -> bytes:
@@ -60,8 +72,15 @@ def pack(message: Any) -> bytes:
 
 
 def unpack(body: bytes | memoryview) -> Any:
-    """The message in `body`. Tuples come back as lists; arrays are read-only views of the received bytes."""
-    return msgpack.unpackb(body, ext_hook=_decode, raw=False, strict_map_key=False)
+    """The message in `body`. Tuples come back as lists; arrays are read-only views of the received bytes.
+
+    Raises:
+        Garbled: it holds none.
+    """
+    try:
+        return msgpack.unpackb(body, ext_hook=_decode, raw=False, strict_map_key=False)
+    except Exception as error:  # msgpack, struct, NumPy and Arrow each have their own words for it
+        raise Garbled(f"{len(body)} bytes that are no message: {type(error).__name__}: {error}") from error
 
 
 def _encode(value: Any) -> msgpack.ExtType:
@@ -86,6 +105,8 @@ def _texts_as_bytes(texts: pa.LargeStringArray) -> bytes:
 
 def _texts_from(data: bytes) -> pa.LargeStringArray:
     (rows,) = struct.unpack_from("<q", data)
+    if not 0 <= rows < len(data) // 8:
+        raise ValueError(f"{rows} texts in {len(data)} bytes")
     begins = np.frombuffer(data, np.int64, rows + 1, offset=8)
     text = memoryview(data)[8 * (rows + 2) :]
     # Whether it is UTF-8 is seen when a text is read; outside of the bytes nothing is to be read at all.
@@ -153,21 +174,26 @@ class Address:
 
 
 class Listener:
-    """The flow's end: one ROUTER for all peers, ranks of a group or hosts. For one thread at a time, but for `wake`.
+    """The flow's end: one ROUTER for all peers, ranks of a group or hosts.
+
+    For one thread at a time, but for `wake` and `await_again`.
 
     Args:
-        peers: how many will dial. Ranks reply at the same time, with megabytes each, and a thread deciphers one at a
-            time.
+        peers: the names of those that will dial. They reply at the same time, with megabytes each, and a thread
+            deciphers one at a time.
         listen: address of this machine, and port; 0: any that is free.
         keys: None: new ones.
     """
 
     def __init__(
-        self, peers: int = 1, listen: tuple[str, int] = (interface.LOOPBACK, 0), keys: Keys | None = None
+        self,
+        peers: Collection[str] = ("rank-0",),
+        listen: tuple[str, int] = (interface.LOOPBACK, 0),
+        keys: Keys | None = None,
     ) -> None:
         keys = keys or Keys.new()
         self.host, port = listen
-        self._context = zmq.Context(io_threads=min(peers, MOST_IO_THREADS))
+        self._context = zmq.Context(io_threads=min(len(peers), MOST_IO_THREADS))
         self._authenticator = ThreadAuthenticator(self._context)
         self._authenticator.start()
         self._authenticator.configure_curve_callback(_ZAP_DOMAIN, _OnlyKey(keys.client_public.encode()))
@@ -183,7 +209,8 @@ class Listener:
         self._router.handshake_ivl = HANDSHAKE_MS
         _allow_descriptors()
         self._door = interface.listening_socket(self.host, port)
-        self._awaited, self._heard = CONNECTIONS_PER_PEER * peers, set[str]()
+        self._peers = {name for peer in peers for name in (peer, echo_name(peer))}
+        self._awaited, self._told_of_others, self._entering = set(self._peers), False, threading.Lock()
         endpoint = f"tcp://{self.host}:{self._door.getsockname()[1]}"
         self._router.use_fd = self._door.dup().detach()  # the router's from here on
         self._router.bind(endpoint)
@@ -202,18 +229,39 @@ class Listener:
         self._router.send_multipart([identity.encode(), *_frames(body)], zmq.NOBLOCK, copy=False)
 
     def receive(self, timeout_s: float) -> list[tuple[str, Any]]:
-        """(identity, message) of everything that is there, waiting up to `timeout_s` for the first, or for `wake`."""
+        """(identity, message) of everything that is there, waiting up to `timeout_s` for the first, or for `wake`.
+
+        In the place of a message that could not be read stands a `Garbled`.
+        """
         messages: list[tuple[str, Any]] = []
         if self._bell in dict(self._poller.poll(int(timeout_s * 1000))):
             os.eventfd_read(self._bell)
-        while self._router.poll(0):
+        for _ in range(MOST_AT_ONCE):
+            if not self._router.poll(0):
+                break
             identity, *frames = self._router.recv_multipart(copy=False)
-            messages.append((identity.bytes.decode(), _message(frames)))
-        if len(self._heard) < self._awaited:
-            self._heard |= {identity for identity, _ in messages}
-            if len(self._heard) == self._awaited and interface.is_loopback(self.host):
-                interface.let_nobody_in(self._door)
+            name = identity.bytes.decode(errors="backslashreplace")
+            if name in self._peers:
+                messages.append((name, _message_or_error(frames)))
+            else:
+                self._tell_of_another(name)
+        with self._entering:
+            if self._awaited:
+                self._awaited -= {identity for identity, _ in messages}
+                if not self._awaited and interface.is_loopback(self.host):
+                    interface.let_nobody_in(self._door)
         return messages
+
+    def await_again(self, peer: str) -> None:
+        """Let a peer of that name dial that is another process than before; for any thread."""
+        with self._entering:
+            self._awaited |= {peer, echo_name(peer)}
+            interface.let_in_again(self._door)
+
+    def _tell_of_another(self, name: str) -> None:
+        if not self._told_of_others:
+            self._told_of_others = True
+            _log.warning("somebody with the right keys, whom nobody expects, has dialled: %.100s", name)
 
     def wake(self) -> None:
         """Let `receive`, in another thread, wait no longer."""
@@ -264,7 +312,7 @@ def send(socket: zmq.Socket[bytes], body: bytes) -> None:
 
 
 def receive(socket: zmq.Socket[bytes]) -> Any:
-    """Wait for the flow's next message to this peer and return it."""
+    """Wait for the flow's next message to this peer and return it; raises `Garbled` where it is none."""
     return _message(socket.recv_multipart(copy=False))
 
 
@@ -282,6 +330,13 @@ def _frames(body: bytes) -> list[bytes | memoryview]:
 
 def _message(frames: Sequence[zmq.Frame]) -> Any:
     return unpack(frames[0].buffer if len(frames) == 1 else b"".join(frame.buffer for frame in frames))
+
+
+def _message_or_error(frames: Sequence[zmq.Frame]) -> Any:
+    try:
+        return _message(frames)
+    except Garbled as error:
+        return error
 
 
 def echo(address: Address, identity: str) -> None:

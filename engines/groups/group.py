@@ -7,12 +7,12 @@ command and key. Of the threads that wait, one reads for all.
 Who reads also watches the processes and asks each once a second for an echo, which needs no Python there (channel.py),
 so a dead, stuck or silent rank is named within its deadline. A call that does not return normally kills the whole
 group: after half a command the ranks' collectives are out of step, and a group that cannot be trusted is worth less
-than a restart from the manifest.
+than its next epoch, which begins from what the training has kept.
 
 Time is counted only while a call reads, at most one second per look, and against the oldest unanswered call: later ones
 may have to wait for it. Hence a flow that was idle, stopped or starved does not blame its ranks.
 
-Left out: restarting (the flow's recovery makes a new group with the next epoch) and what commands mean.
+Left out: starting anew (flows/recovery.py makes a group of the next epoch) and what commands mean.
 """
 
 from __future__ import annotations
@@ -29,12 +29,24 @@ from typing import Any, Self
 
 import zmq
 
+from engines.commands.message import WrongMessage
 from engines.groups import channel
 from engines.groups.hosts import Hosts, StartedRanks
+from engines.groups.said import BY_RANKS, checked, error_of
 from engines.groups.spec import LOCAL, START_KEY, GroupSpec, RankDevice
-from penstock.base.errors import UserError
+from penstock.base.stacks import stacks_of_threads
 
-__all__ = ["Call", "EngineError", "EngineGroup", "GroupSpec", "HostLost", "RankDevice", "RankLost"]
+__all__ = [
+    "Call",
+    "EngineError",
+    "EngineGroup",
+    "GroupSpec",
+    "HostLost",
+    "LostTooOften",
+    "RankDevice",
+    "RankLost",
+    "RolloutStalled",
+]
 
 TICK_S = 0.2  # an exited process is noticed this fast
 COUNTED_PER_LOOK_S = 1.0
@@ -63,14 +75,24 @@ class RankLost(RuntimeError):
     """A rank exited, fell silent or missed a deadline. The group has been ended.
 
     `log_tail` is the end of the rank's log; `stacks` are those of all ranks, where a process was still there to ask.
+    `unheard_s` says how long ago the rank, or its host, was last heard, by the clock that counts against it: it has not
+    been lost for longer. `flow_stacks` are those of the flow's threads, where a deadline has passed.
     """
 
     def __init__(
-        self, group: str, rank: int, reason: str, log_file: Path, log_tail: str = "", stacks: str = ""
+        self,
+        group: str,
+        rank: int,
+        reason: str,
+        log_file: Path,
+        log_tail: str = "",
+        stacks: str = "",
+        unheard_s: float = 0.0,
+        flow_stacks: str = "",
     ) -> None:
-        super().__init__(group, rank, reason, log_file, log_tail, stacks)
+        super().__init__(group, rank, reason, log_file, log_tail, stacks, unheard_s, flow_stacks)
         self.group, self.rank, self.reason, self.log_file = group, rank, reason, log_file
-        self.log_tail, self.stacks = log_tail, stacks
+        self.log_tail, self.stacks, self.unheard_s, self.flow_stacks = log_tail, stacks, unheard_s, flow_stacks
 
     def __str__(self) -> str:
         lines = [f"group {self.group!r}, rank {self.rank}: {self.reason}", f"log: {self.log_file}"]
@@ -83,6 +105,14 @@ class RankLost(RuntimeError):
 
 class HostLost(RankLost):
     """The machine of a rank is lost, or its host is. The group has been ended."""
+
+
+class RolloutStalled(RankLost):
+    """The engines have not ended a generation by the deadline of a command, though all are there."""
+
+
+class LostTooOften(RankLost):
+    """Ranks or hosts are lost more often than a training goes on after (`engine.restarts`); this is the last loss."""
 
 
 Hear = Callable[[dict[str, Any]], None]
@@ -161,9 +191,10 @@ class EngineGroup:
         self._own_hosts = Hosts(spec.log_dir) if hosts is None else None
         hosts = hosts or self._own_hosts
         assert hosts is not None
+        self.hosts = hosts
         if LOCAL in spec.hosts:
             hosts.start_local()
-        self._listener = channel.Listener(len(spec.devices), (hosts.listens_on, 0))
+        self._listener = channel.Listener([f"rank-{rank}" for rank in range(len(spec.devices))], (hosts.listens_on, 0))
         self._ranks = StartedRanks(hosts, spec, epoch, self._listener.address)
         atexit.register(self.close)
 
@@ -183,6 +214,10 @@ class EngineGroup:
             RankLost: a rank exited, or was not ready within `start_timeout_s`.
         """
         self.replies(self._start)
+
+    def keep_reserve(self, module: str) -> None:
+        """Have a module imported beside each rank, so that the ranks of the next epoch need not."""
+        self._ranks.keep_reserve(module)
 
     def call(self, command: str, *, key: str, **options: Any) -> list[dict[str, Any]]:
         """Run `command` on every rank and return the replies in rank order: `begin` and `replies`, which see."""
@@ -335,7 +370,8 @@ class EngineGroup:
     def _check_open(self) -> None:
         if isinstance(self._ended, RankLost):
             lost = self._ended
-            raise type(lost)(lost.group, lost.rank, f"ended the group earlier: {lost.reason}", lost.log_file) from lost
+            reason = f"ended the group earlier: {lost.reason}"
+            raise type(lost)(lost.group, lost.rank, reason, lost.log_file, unheard_s=lost.unheard_s) from lost
         if self._ended is not None:
             raise RuntimeError(f"engine group {self.spec.name!r} has ended") from self._ended
 
@@ -380,7 +416,10 @@ class EngineGroup:
             return
         if message["kind"] == "reply":
             call.replies[rank] = message["result"]
-        call.hear(message)
+        try:
+            call.hear(message)
+        except WrongMessage as error:  # whichever call's thread reads: it would not know whose words they were
+            raise self._lost(rank, f"told what is no news of {call.command!r}: {error}") from error
 
     def _settle(self, call: Call) -> None:
         """Take leave of a call that is answered; raise what went wrong with it, if it is time to."""
@@ -389,7 +428,8 @@ class EngineGroup:
         if call.errors:
             raise call.first_error
         if call.missing:
-            raise self._lost(call.missing[0], self._missed(call), ask_stacks=True)
+            flow_stacks = stacks_of_threads()  # before the ranks are asked for theirs
+            raise self._lost(call.missing[0], self._missed(call), ask_stacks=True, flow_stacks=flow_stacks)
         self._calls.remove(call)
         self._ready = True
 
@@ -402,12 +442,19 @@ class EngineGroup:
         received = self._listener.receive(timeout_s)
         counted_s = min(time.monotonic() - began, COUNTED_PER_LOOK_S)
         self._silent_s = [silent_s + counted_s for silent_s in self._silent_s]
-        messages = [(int(channel.name_of(identity).removeprefix("rank-")), message) for identity, message in received]
+        messages = [self._said(identity, message) for identity, message in received]
         for rank, message in messages:
             self._silent_s[rank] = 0.0
             if message["kind"] == "hello":
                 self._greeted.add(rank)
         return messages, counted_s
+
+    def _said(self, identity: str, message: Any) -> tuple[int, dict[str, Any]]:
+        rank = int(channel.name_of(identity).removeprefix("rank-"))
+        try:
+            return rank, checked(message, BY_RANKS)
+        except WrongMessage as error:
+            raise self._lost(rank, f"said what is no message of a rank: {error}") from error
 
     def _ask_for_echoes(self) -> None:
         for rank in range(len(self.spec.devices)):
@@ -415,13 +462,15 @@ class EngineGroup:
                 self._listener.send(channel.echo_name(f"rank-{rank}"), _HEARTBEAT)
 
     def _check_ranks(self, earlier: Exception | None = None) -> None:
-        if not self._ready and (failed := self._ranks.failed()) is not None:
-            raise failed
         for rank in range(len(self.spec.devices)):
             if reason := self._ranks.end_of(rank):
                 raise self._lost(rank, reason) from earlier
             if reason := self._ranks.lost_with(rank):
-                raise HostLost(self.spec.name, rank, reason, self.spec.log_file(rank)) from earlier
+                unheard_s = max(self._silent_s[rank], self._ranks.host_silent_s(rank))
+                log_file = self.spec.log_file(rank)
+                raise HostLost(self.spec.name, rank, reason, log_file, unheard_s=unheard_s) from earlier
+        if not self._ready and (failed := self._ranks.failed()) is not None:
+            raise failed
         if not self._ready:
             return  # a start has a deadline of its own
         for rank in range(len(self.spec.devices)):
@@ -430,13 +479,14 @@ class EngineGroup:
 
     def _error(self, rank: int, command: str, message: dict[str, Any]) -> Exception:
         if message["user"]:
-            return UserError(*message["user"])
+            return error_of(message["user"])
         return EngineError(self.spec.name, rank, command, message["traceback"], self.spec.log_file(rank))
 
-    def _lost(self, rank: int, reason: str, ask_stacks: bool = False) -> RankLost:
+    def _lost(self, rank: int, reason: str, ask_stacks: bool = False, flow_stacks: str = "") -> RankLost:
         tail = self._ranks.log_tail(rank)
         stacks = self._ranks.stacks() if ask_stacks else ""
-        return RankLost(self.spec.name, rank, reason, self.spec.log_file(rank), tail, stacks)
+        unheard_s = self._silent_s[rank]
+        return RankLost(self.spec.name, rank, reason, self.spec.log_file(rank), tail, stacks, unheard_s, flow_stacks)
 
     def _missed(self, call: Call) -> str:
         missing = call.missing

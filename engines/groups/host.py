@@ -26,7 +26,8 @@ import threading
 import time
 import traceback
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -37,23 +38,33 @@ import zmq
 from engines.commands.hosts import (
     EndRanks,
     GpuFacts,
+    GpuSample,
     HostFacts,
+    KeepReserve,
     KillRanks,
     MeetingPlace,
     ProveFolder,
+    SlotFacts,
     StartRanks,
+    TakeGpuSamples,
     TellFacts,
     TellLog,
+    TellSlots,
     TellStacks,
     WriteFile,
+    WriteSlots,
     Written,
+    WrittenSlot,
 )
-from engines.commands.message import Command, decode, encode, name_of
+from engines.commands.message import Command, WrongMessage, decode, encode, name_of
 from engines.groups import channel, interface, machine, processes
 from engines.groups.channel import Address
 from engines.groups.environment import environment_of
 from engines.groups.interface import Interface
-from engines.groups.processes import RankProcess, RankStart
+from engines.groups.machine import GpuSampler
+from engines.groups.processes import Place, RankProcess, RankStart
+from engines.groups.said import TO_HOSTS, checked, mistake_of
+from engines.groups.slots import Slots
 from penstock.base.errors import UserError
 
 TICK_S = 0.1
@@ -130,34 +141,46 @@ class Host:
     def __init__(self, start: HostStart, own: Interface, flow: zmq.Socket[bytes]) -> None:
         self._start, self._own, self._flow = start, own, flow
         self._groups: dict[tuple[str, int], list[RankProcess]] = {}
+        self._reserve: dict[tuple[str, int], RankProcess] = {}  # by group and rank
+        self._slots = Slots()
+        self._threads = ThreadPoolExecutor(thread_name_prefix="host")
+        self._later: dict[int, Future[Any]] = {}  # replies that threads make, by the command's number
         self._told: set[tuple[str, int, int]] = set()  # ranks whose end the flow knows
         self._heard_at, self._heard = time.monotonic(), False
+        self._sampler = GpuSampler()
 
     def serve(self) -> int:
         """Carry out commands until the flow says that it is over, or falls silent. No rank is left then."""
         self._tell({"kind": "hello", "machine": socket.gethostname(), "pid": os.getpid()})
         try:
-            while True:
-                messages = self._messages()
-                for message in messages:
-                    if message["kind"] == "shutdown":
-                        return 0
-                    if message["kind"] == "command":
-                        self._reply(message)
-                self._tell_ends()
-                if not messages and self._flow_is_silent():
-                    return 1
+            with self._sampler:
+                return self._serve()
         finally:
-            for ranks in self._groups.values():
+            for ranks in (*self._groups.values(), list(self._reserve.values())):
                 processes.kill(ranks)
+
+    def _serve(self) -> int:
+        while True:
+            messages = self._messages()
+            for message in messages:
+                if message["kind"] == "shutdown":
+                    return 0
+                if message["kind"] == "command":
+                    self._reply(message)
+            self._tell_ends()
+            self._reply_later()
+            if not messages and self._flow_is_silent():
+                return 1
 
     def _messages(self) -> list[dict[str, Any]]:
         """Return what has come, waiting a tick for the first."""
         messages = []
         if self._flow.poll(int(TICK_S * 1000)):
-            messages.append(channel.receive(self._flow))
             while channel.has_come(self._flow):
-                messages.append(channel.receive(self._flow))
+                try:
+                    messages.append(checked(channel.receive(self._flow), TO_HOSTS))
+                except WrongMessage as error:  # whoever waits for a reply has a deadline
+                    _log.error("the flow said what is no message: %s", error)
             self._heard_at, self._heard = time.monotonic(), True
         return messages
 
@@ -172,16 +195,30 @@ class Host:
         channel.send(self._flow, channel.pack(message))
 
     def _reply(self, message: dict[str, Any]) -> None:
-        """Carry out a command; what goes wrong is the reply, and the host lives on."""
-        reply: dict[str, Any] = {"kind": "reply", "number": message["number"]}
-        kind, handler = HANDLERS[message["command"]]
+        """Carry out a command, or begin it; what goes wrong is the reply, and the host lives on."""
+
+        def carry_out() -> Any:
+            kind, handler = HANDLERS[message["command"]]
+            return handler(self, decode(kind, message["fields"], message["command"]))
+
+        self._tell_result(message["number"], carry_out)
+
+    def _reply_later(self) -> None:
+        """Reply to the commands whose threads have ended."""
+        for number in [number for number, reply in self._later.items() if reply.done()]:
+            self._tell_result(number, self._later.pop(number).result)
+
+    def _tell_result(self, number: int, result: Callable[[], Any]) -> None:
         try:
-            reply["result"] = encode(handler(self, decode(kind, message["fields"], message["command"])))
+            if isinstance(found := result(), Future):
+                self._later[number] = found
+                return
+            self._tell({"kind": "reply", "number": number, "result": encode(found)})
         except UserError as error:
-            reply["mistake"] = [error.problem, error.remedy]
+            self._tell({"kind": "mistake", "number": number, "user": encode(mistake_of(error))})
         except Exception as error:
-            reply["error"] = "".join(traceback.format_exception(error))
-        self._tell(reply)
+            text = "".join(traceback.format_exception(error))
+            self._tell({"kind": "error", "number": number, "traceback": text})
 
     def _tell_ends(self) -> None:
         for (group, epoch), ranks in self._groups.items():
@@ -211,13 +248,32 @@ class Host:
                     worker=command.worker,
                     address=Address(**encode(command.dial)),
                 )
+                self._slots.open(command.group, place.rank)
                 own = shared | {"RANK": str(place.rank), "LOCAL_RANK": str(local)}
                 log_file = log_dir / f"{command.group}-rank{place.rank}.log"
-                ranks.append(RankProcess(start, own, log_file, folder if folder.is_dir() else None))
+                where = Place(place.rank, own, log_file, folder if folder.is_dir() else None)
+                ranks.append(self._started(command.group, start, where))
         except BaseException:
             processes.kill(self._groups.pop((command.group, command.epoch)))
             raise
+        visible = machine.visible_gpus()
+        self._sampler.watch(visible[place.gpu] for place in command.ranks if place.gpu is not None)
         return meet
+
+    def _started(self, group: str, start: RankStart, place: Place) -> RankProcess:
+        """Return a rank that is new, or was in reserve."""
+        reserve = self._reserve.pop((group, start.rank), None)
+        if reserve is None or reserve.exit_reason() is not None:
+            return RankProcess(place, start)
+        reserve.become(start, place.environment)
+        return reserve
+
+    def keep_reserve(self, command: KeepReserve) -> None:
+        """Of a rank that has one already it is kept."""
+        for process in self._groups.get((command.group, command.epoch), []):
+            name = (command.group, process.rank)
+            if name not in self._reserve:
+                self._reserve[name] = RankProcess(replace(process.place, ahead=command.module))
 
     def end_ranks(self, command: EndRanks) -> None:
         """End them; a second time does nothing."""
@@ -239,6 +295,18 @@ class Host:
     def tell_facts(self, _: TellFacts) -> HostFacts:
         """Of this moment."""
         return facts(self._own)
+
+    def tell_slots(self, _: TellSlots) -> list[SlotFacts]:
+        """Of every rank that was ever started here."""
+        return self._slots.facts()
+
+    def write_slots(self, command: WriteSlots) -> Future[list[WrittenSlot]]:
+        """In threads: who watches ranks waits for no disk."""
+        return self._threads.submit(self._slots.write, command.of, command.number, Path(command.folder))
+
+    def take_gpu_samples(self, command: TakeGpuSamples) -> list[GpuSample]:
+        """None on a machine without GPUs."""
+        return self._sampler.take(command.last_s)
 
     def prove_folder(self, command: ProveFolder) -> str:
         """A folder that is not there, or is another one of the same name, has no such file."""
@@ -263,11 +331,15 @@ class Host:
 
 _CARRIED_OUT: tuple[tuple[type[Command[Any]], Callable[[Host, Any], Any]], ...] = (
     (StartRanks, Host.start_ranks),
+    (KeepReserve, Host.keep_reserve),
     (EndRanks, Host.end_ranks),
     (KillRanks, Host.kill_ranks),
     (TellStacks, Host.tell_stacks),
     (TellLog, Host.tell_log),
     (TellFacts, Host.tell_facts),
+    (TellSlots, Host.tell_slots),
+    (WriteSlots, Host.write_slots),
+    (TakeGpuSamples, Host.take_gpu_samples),
     (ProveFolder, Host.prove_folder),
     (WriteFile, Host.write_file),
 )

@@ -34,6 +34,7 @@ from engines.commands.hosts import (
     Dial,
     EndRanks,
     HostFacts,
+    KeepReserve,
     KillRanks,
     MeetingPlace,
     RankPlace,
@@ -47,8 +48,8 @@ from engines.groups import channel, interface
 from engines.groups.environment import inherited
 from engines.groups.host import HostStart
 from engines.groups.processes import start_kept
+from engines.groups.said import BY_HOSTS, checked, error_of
 from engines.groups.spec import LOCAL, GroupSpec
-from penstock.base.errors import UserError
 
 LOOK_S = 0.2
 COUNTED_PER_LOOK_S = 1.0
@@ -56,6 +57,7 @@ HEARTBEAT_S = 1.0
 HUNG_UP = 2  # heartbeats without a connection; at the next one the host counts as lost
 SILENCE_S = 15.0
 REPLY_S = 30.0  # to a command that takes no time of its own: a host may be busy with ending a group
+MOST_ENDS = 10_000  # that a host can tell of: a training starts fewer ranks on a machine
 LEAVE_S, LEAVING_LOOK_S = 5.0, 0.02  # for hosts to leave once it is over
 KILL_S = 20.0  # longer than a host waits for a process that a driver holds
 _ALIVE = channel.pack({"kind": "alive"})
@@ -121,7 +123,7 @@ class Hosts:
         keys: channel.Keys | None = None,
     ) -> None:
         self._log_dir, self._silence_s, self._expected = log_dir, silence_s, set(expected)
-        self._listener = channel.Listener(len(expected) + 1, listen, keys)  # with the one on this machine
+        self._listener = channel.Listener([*expected, LOCAL], listen, keys)
         self._joined: dict[str, Joined] = {}
         self._changes = threading.Condition(threading.RLock())  # of who has joined, and whether this is open
         self._waiting: queue.SimpleQueue[tuple[str, bytes]] = queue.SimpleQueue()
@@ -209,6 +211,22 @@ class Hosts:
             return f"its process exited with code {code} (log: {self._log_dir / 'host.log'})"
         return "these hosts are closed" if self._closing.is_set() else None
 
+    def await_again(self, host: str) -> None:
+        """Let another process take the place of a lost host; the one on this machine is started, others will dial."""
+        with self._changes:
+            self._joined = {name: joined for name, joined in self._joined.items() if name != host}
+            self._undelivered.pop(host, None)  # it was for the lost one
+            child, self._child = self._child, None if host == LOCAL else self._child
+        self._listener.await_again(host)
+        if host == LOCAL and child is not None:
+            _end(child, 0.0)
+            self.start_local()
+
+    def silent_s(self, host: str) -> float:
+        """Return for how many counted seconds a host has not been heard."""
+        joined = self._joined.get(host)
+        return 0.0 if joined is None else joined.silent_s
+
     def end_of(self, host: str, group: str, epoch: int, rank: int) -> str | None:
         """Return how a rank ended, or None where nothing is known of it."""
         joined = self._joined.get(host)
@@ -223,7 +241,7 @@ class Hosts:
             self._listener.wake()
         self._thread.join()
         if self._child is not None:
-            _end(self._child, LEAVE_S)
+            _end(self._child, LEAVE_S if LOCAL in self._joined else 0.0)  # who has not joined has not heard of the end
         self._listener.close()
         for asked in self._asked.values():
             if not asked.reply.done():
@@ -290,16 +308,24 @@ class Hosts:
         except zmq.ZMQError as error:
             self._lose(host, f"unreachable: {error}")
 
-    def _take(self, identity: str, message: dict[str, Any]) -> None:
+    def _take(self, identity: str, said: Any) -> None:
         host = channel.name_of(identity)
         joined = self._joined.get(host)
+        try:
+            message = checked(said, BY_HOSTS)
+        except WrongMessage as error:
+            self._lose(host, f"{joined.machine if joined else host} said what is no message of a host: {error}")
+            return
         if joined is not None:
             joined.silent_s = 0.0
         if message["kind"] == "hello":
             self._welcome(host, message)
         elif message["kind"] == "exit" and joined is not None:
             joined.ends[message["group"], message["epoch"], message["rank"]] = message["reason"]
-        elif message["kind"] == "reply" and (asked := self._asked.pop(message["number"], None)) is not None:
+            if len(joined.ends) > MOST_ENDS:
+                self._lose(host, f"{joined.machine} told of more than {MOST_ENDS} ranks that have ended")
+        elif "number" in message and (asked := self._asked.get(message["number"])) is not None and asked.host == host:
+            del self._asked[message["number"]]
             self._settle(asked, message)
 
     def _welcome(self, host: str, message: dict[str, Any]) -> None:
@@ -313,10 +339,10 @@ class Hosts:
             self._send(host, body)
 
     def _settle(self, asked: _Asked, message: dict[str, Any]) -> None:
-        if "mistake" in message:
-            asked.reply.set_exception(UserError(*message["mistake"]))
-        elif "error" in message:
-            asked.reply.set_exception(HostFailed(asked.host, message["error"].strip()))
+        if message["kind"] == "mistake":
+            asked.reply.set_exception(error_of(message["user"]))
+        elif message["kind"] == "error":
+            asked.reply.set_exception(HostFailed(asked.host, message["traceback"].strip()))
         else:
             try:
                 asked.reply.set_result(decode_reply(asked.kind, message["result"]))
@@ -329,8 +355,9 @@ class Hosts:
                 self._lose(host, f"{joined.machine} is silent for {joined.silent_s:.0f} s")
             if joined.lost is None and joined.hung_up > HUNG_UP:
                 self._lose(host, f"{joined.machine} has hung up: the host there has ended")
-        if self._child is not None and self._child.poll() is not None:
-            self._lose(LOCAL, self.lost(LOCAL) or "")
+        with self._changes:  # nobody starts another one meanwhile
+            if self._child is not None and self._child.poll() is not None:
+                self._lose(LOCAL, self.lost(LOCAL) or "")
 
     def _lose(self, host: str, reason: str) -> None:
         """Let everybody who waits for a host know that it is lost."""
@@ -389,6 +416,10 @@ class StartedRanks:
         host = self._spec.devices[rank].host
         return f"its host {host} is lost: {reason}" if (reason := self._hosts.lost(host)) else None
 
+    def host_silent_s(self, rank: int) -> float:
+        """Return for how many counted seconds the host of a rank has not been heard."""
+        return self._hosts.silent_s(self._spec.devices[rank].host)
+
     def log_tail(self, rank: int) -> str:
         """Return the end of a rank's log, nothing where its host is lost."""
         hosts, command = [self._spec.devices[rank].host], TellLog(self._spec.name, self._epoch, rank)
@@ -402,6 +433,11 @@ class StartedRanks:
             f"rank {rank}:\n{texts.get(rank) or '(no stacks: the process does not react)'}"
             for rank in range(len(self._spec.devices))
         )
+
+    def keep_reserve(self, module: str) -> None:
+        """Let a process beside each rank import a module, and be the next rank there; nobody waits for it."""
+        for host in self._spec.hosts:
+            self._hosts.begin(host, KeepReserve(self._spec.name, self._epoch, module))
 
     def end(self, grace_s: float) -> None:
         """Wait `grace_s` for the ranks to leave, then SIGTERM, then SIGKILL; whatever happens, all are gone after."""
@@ -433,7 +469,7 @@ def start_host(start: HostStart, log: Any) -> subprocess.Popen[bytes]:
         log: file or descriptor that gets what it prints.
     """
     path = os.pathsep.join(entry or str(Path.cwd()) for entry in sys.path)
-    keeper, _ = start_kept("engines.groups.host", start.to_json(), inherited() | {"PYTHONPATH": path}, log)
+    keeper, _ = start_kept(["engines.groups.host"], start.to_json(), inherited() | {"PYTHONPATH": path}, log)
     return keeper
 
 

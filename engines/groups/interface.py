@@ -27,7 +27,7 @@ from penstock.base.errors import UserError
 LOOPBACK = "127.0.0.1"
 ADDRESS_VARIABLE = "PENSTOCK_ADDRESS"  # on which a rank's own sockets listen
 _BACKLOG = 1024  # connections that the kernel keeps until they are accepted
-_SO_ATTACH_FILTER, _RETURN = 26, 6  # of Linux's asm-generic/socket.h and bpf_common.h; Python names neither
+_SO_ATTACH_FILTER, _SO_DETACH_FILTER, _RETURN = 26, 27, 6  # of Linux's asm-generic/socket.h and bpf_common.h
 _DISCARD = 9  # a port that nothing is sent to: a UDP socket that is connected has a route, and sends nothing
 
 
@@ -138,6 +138,12 @@ def let_nobody_in(listener: socket.socket) -> None:
     program = struct.pack("HP", 1, ctypes.addressof(nothing))
     with suppress(OSError):  # sandboxes such as gVisor have no filters: there it is as before
         listener.setsockopt(socket.SOL_SOCKET, _SO_ATTACH_FILTER, program)
+
+
+def let_in_again(listener: socket.socket) -> None:
+    """Take back `let_nobody_in`; without it nothing happens."""
+    with suppress(OSError):
+        listener.setsockopt(socket.SOL_SOCKET, _SO_DETACH_FILTER, 0)
 
 
 def open_store(timeout: timedelta, port: int = 0) -> tuple[Any, int]:

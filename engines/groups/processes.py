@@ -4,7 +4,8 @@ A rank lives in its own session (Ctrl-C in the terminal reaches only the flow), 
 start, and writes to its own log file; it never holds the flow's stdout. Log files are appended to and rotated once, at
 start: above 20 MB the old one becomes `.1`. Python's rotating handlers would miss what C libraries write.
 
-Linux only, like the engines. Left out: their environment (environment.py), and when to do what (host.py).
+Linux only, like the engines. Left out: their environment (environment.py), what one in reserve does (rank.py), and
+when to do what (host.py).
 """
 
 from __future__ import annotations
@@ -18,13 +19,14 @@ import sys
 import time
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from engines.groups.channel import Address
 from penstock.usercode.kept import command_of, number_from
 
+RESERVE = "reserve"  # argument of a rank that is in reserve
 ROTATE_ABOVE_BYTES = 20 * 1024**2
 TERM_GRACE_S = 2.0
 REAP_TIMEOUT_S = 15.0  # longer than a keeper's patience
@@ -48,31 +50,58 @@ class RankStart:
     gpu: int | None
     worker: str
     address: Address
+    environment: dict[str, str] = field(default_factory=dict)  # of one that began in reserve: what is new since then
 
     def to_json(self) -> bytes:
         return json.dumps(asdict(self)).encode() + b"\n"
 
     @classmethod
     def take(cls) -> RankStart:
-        """Read it from the standard input, of which it is the only line."""
+        """Read it from the standard input, of which it is the last line, and put the environment in force."""
         values = json.loads(sys.stdin.buffer.readline())
+        os.environ |= values["environment"]
         return cls(**values | {"address": Address(**values["address"])})
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a rank is to be, and with what around it.
+
+    Attributes:
+        environment: its own.
+        folder: its working directory; None: this process's.
+        ahead: module that one in reserve imports.
+    """
+
+    rank: int
+    environment: dict[str, str]
+    log_file: Path
+    folder: Path | None
+    ahead: str = ""
 
 
 class RankProcess:
     """One spawned rank, below a keeper (penstock/usercode/keeper.py) that ends as it does once nothing of it is left.
 
-    The keeper's exit is observed without reaping it, so that its pid goes to nobody else. `folder` is the rank's
-    working directory; None: this process's.
+    The keeper's exit is observed without reaping it, so that its pid goes to nobody else. Without a `start` it is one
+    in reserve (rank.py), which becomes a rank later.
     """
 
-    def __init__(self, start: RankStart, environment: dict[str, str], log_file: Path, folder: Path | None) -> None:
-        self.rank = start.rank
-        self.log_file = log_file
-        if log_file.exists() and log_file.stat().st_size > ROTATE_ABOVE_BYTES:
-            log_file.replace(log_file.with_name(log_file.name + ".1"))
-        with log_file.open("ab") as log:
-            self._keeper, self._pid = start_kept("engines.groups.rank", start.to_json(), environment, log, folder)
+    def __init__(self, place: Place, start: RankStart | None = None) -> None:
+        self.place, self.rank, self.log_file = place, place.rank, place.log_file
+        if start is not None and self.log_file.exists() and self.log_file.stat().st_size > ROTATE_ABOVE_BYTES:
+            self.log_file.replace(self.log_file.with_name(self.log_file.name + ".1"))
+        program = ["engines.groups.rank", *([RESERVE] if start is None else [])]
+        told = place.ahead.encode() + b"\n" if start is None else start.to_json()
+        with self.log_file.open("ab") as log:
+            self._keeper, self._pid = start_kept(program, told, place.environment, log, place.folder, start is None)
+
+    def become(self, start: RankStart, environment: dict[str, str]) -> None:
+        """Let one in reserve be a rank, in `environment`."""
+        changed = {name: value for name, value in environment.items() if self.place.environment.get(name) != value}
+        assert self._keeper.stdin is not None
+        with suppress(BrokenPipeError), self._keeper.stdin as pipe:  # of one that has ended: who watches it is told
+            pipe.write(replace(start, environment=changed).to_json())
 
     def exit_reason(self) -> str | None:
         """How the rank ended, or None while it runs."""
@@ -110,18 +139,25 @@ class RankProcess:
 
 
 def start_kept(
-    module: str, told: bytes, environment: dict[str, str], log: Any, folder: Path | None = None
+    program: Sequence[str],
+    told: bytes,
+    environment: dict[str, str],
+    log: Any,
+    folder: Path | None = None,
+    waits: bool = False,
 ) -> tuple[subprocess.Popen[bytes], int]:
-    """Start a module below a keeper, which ends as it does and with this process; return both, the second as a number.
+    """Start a program below a keeper, which ends as it does and with this process; return both, the second as a number.
 
     Args:
+        program: a module, and its arguments.
         told: what it reads on its standard input.
         log: file or descriptor that gets what it prints.
         folder: its working directory; None: this process's.
+        waits: whether it is told more later, through the keeper's `stdin`.
     """
     number, given = os.pipe()
     keeper = subprocess.Popen(
-        command_of([sys.executable, "-P", "-m", module], [given], session=True),
+        command_of([sys.executable, "-P", "-m", *program], [given], session=True),
         env=environment,
         cwd=folder,
         stdin=subprocess.PIPE,
@@ -132,8 +168,9 @@ def start_kept(
     )
     os.close(given)
     assert keeper.stdin is not None
-    with suppress(BrokenPipeError), keeper.stdin as pipe:  # of one that has ended: who watches it is told
-        pipe.write(told)
+    with suppress(BrokenPipeError):  # of one that has ended: who watches it is told
+        keeper.stdin.write(told)
+        keeper.stdin.flush() if waits else keeper.stdin.close()
     return keeper, number_from(number)
 
 

@@ -5,6 +5,9 @@ which brings torch. Then it carries out commands, in the order in which they com
 pending: the worker goes on with it in steps, and before each step says which of the commands that have come since begin
 now. The others wait until nothing is pending, and all behind them.
 
+Started with "reserve", beside a rank that lives, it imports ahead what a start needs most of its time for, touches no
+GPU, and waits until it is told that the place is free and which rank it is.
+
 Messages, rank to flow: hello {pid}, news {command, key, result}, reply {command, key, result}, error {command, key,
 traceback, user}; the outcome of building the worker is the reply or error to the command "start". Flow to rank: command
 {command, key, epoch, arguments}, shutdown {}. A heartbeat {} comes from the flow, on a socket of its own, and goes back
@@ -16,6 +19,7 @@ Left out: what commands mean, which is the worker's; that the rank ends with the
 from __future__ import annotations
 
 import faulthandler
+import gc
 import importlib
 import logging
 import os
@@ -25,19 +29,24 @@ import threading
 import time
 import traceback
 from collections import OrderedDict, deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
+from types import ModuleType
 from typing import Any, NamedTuple, NoReturn, Protocol
 
 import zmq
 
+from engines.commands.message import encode
 from engines.groups import channel
 from engines.groups.channel import Tell
-from engines.groups.processes import RankStart
+from engines.groups.processes import RESERVE, RankStart
+from engines.groups.said import mistake_of
 from engines.groups.spec import START_KEY
 from penstock.base.errors import UserError
+from penstock.base.importing import importing
 
 REPLIES_KEPT = 32
+UNUSED = ("mlflow", "sklearn")  # which DeepSpeed and transformers import for what no rank does
 
 _log = logging.getLogger(__name__)
 
@@ -75,8 +84,10 @@ class Worker(Protocol):
 
 
 def main() -> None:
-    start = RankStart.take()
     _guard()
+    if sys.argv[1:] == [RESERVE]:
+        _imported(sys.stdin.buffer.readline().decode().strip())
+    start = RankStart.take()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     _log.info("rank %d of %d, group %s, epoch %d", start.rank, start.world_size, start.group, start.epoch)
     context = zmq.Context()
@@ -104,11 +115,26 @@ def _guard() -> None:
     faulthandler.register(signal.SIGUSR1)
 
 
+def _worker_of(path: str) -> Callable[[int, int, int | None], Worker]:
+    module, _, name = path.partition(":")
+    worker: Callable[[int, int, int | None], Worker] = getattr(_imported(module), name)
+    return worker
+
+
+def _imported(name: str) -> ModuleType:
+    """Import a module, whose million objects stay: no collection looks at them."""
+    with importing(without=UNUSED):
+        module = importlib.import_module(name)
+        gc.freeze()
+    return module
+
+
 def _serve(start: RankStart, socket: zmq.Socket[bytes]) -> None:
     channel.send(socket, channel.pack({"kind": "hello", "pid": os.getpid()}))
+    began = time.perf_counter()
     try:
-        module, _, name = start.worker.partition(":")
-        worker: Worker = getattr(importlib.import_module(module), name)(start.rank, start.world_size, start.gpu)
+        worker = _worker_of(start.worker)(start.rank, start.world_size, start.gpu)
+        _log.info("importing libraries: %.1f s", time.perf_counter() - began)
     except Exception as error:
         channel.send(socket, _error((START_KEY, START_KEY), error))
         socket.recv()  # stay until the group has read this and ends every rank
@@ -225,7 +251,7 @@ def _error(name: tuple[str, str], error: Exception) -> bytes:
     command, key = name
     text = "".join(traceback.format_exception(error))
     _log.error("%s", text)
-    user = [error.problem, error.remedy] if isinstance(error, UserError) else None
+    user = encode(mistake_of(error)) if isinstance(error, UserError) else None
     return channel.pack({"kind": "error", "command": command, "key": key, "traceback": text, "user": user})
 
 

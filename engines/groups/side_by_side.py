@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
+from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from typing import Any
 
-from engines.groups.group import EngineGroup
+from engines.groups.group import EngineError, EngineGroup, RankLost
 
 Replies = list[dict[str, Any]]
+LOSS_S = 2.0  # a rank that has ended is known by then; it explains why others' collectives failed
 
 
 def side_by_side(command: str, key: str, arguments: Mapping[EngineGroup, dict[str, Any]]) -> dict[EngineGroup, Replies]:
@@ -17,7 +18,8 @@ def side_by_side(command: str, key: str, arguments: Mapping[EngineGroup, dict[st
     If one group fails, or the flow is interrupted, the others are ended: they may wait for it in a collective.
 
     Raises:
-        EngineError, RankLost, UserError: what the group that failed first raised.
+        EngineError, RankLost, UserError: what the group that failed first raised; a rank that was lost comes before an
+            exception that its loss explains.
     """
     if len(arguments) == 1:
         ((group, own),) = arguments.items()
@@ -26,14 +28,20 @@ def side_by_side(command: str, key: str, arguments: Mapping[EngineGroup, dict[st
         calls = {pool.submit(group.call, command, key=key, **own): group for group, own in arguments.items()}
         try:
             ended, others = wait(calls, return_when=FIRST_EXCEPTION)
+            if others and any(isinstance(call.exception(), EngineError) for call in ended):
+                ended, others = wait(calls, LOSS_S)
         except BaseException:
             _close(calls.values())
             raise
-        _close(calls[call] for call in others)
         failed = [call for call in calls if call in ended and call.exception() is not None]
+        _close(calls[call] for call in others)
     if failed:
-        failed[0].result()
+        min(failed, key=_is_not_a_loss).result()
     return {group: call.result() for call, group in calls.items()}
+
+
+def _is_not_a_loss(call: Future[Replies]) -> bool:
+    return not isinstance(call.exception(), RankLost)
 
 
 def _close(groups: Any) -> None:

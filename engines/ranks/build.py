@@ -80,7 +80,9 @@ def _build_actor(models: RankModels, command: Build, steps: int) -> tuple[int, i
     trained = sum(parameter.numel() for parameter in ordered_parameters(models.lm))
     with _timed("starting DeepSpeed"):
         policy = PackedPolicy(models.lm, command.keep_logits)
-        models.trainers["actor"] = Trainer(policy, ordered_parameters(models.lm), config, steps)
+        models.trainers["actor"] = Trainer(
+            policy, ordered_parameters(models.lm), config, steps, stops_at=models.config.faults.stops_at
+        )
     if "reference" not in command.roles:
         keep_head(models)
     return parameters, trained

@@ -41,7 +41,9 @@ def build_critics(models: RankModels, folder: str, agents: Sequence[str], steps:
     for name in critic_names(agents):
         torch.manual_seed(models.config.seed)
         critic = PackedCritic(models.causal_lm(folder, config)).to(models.device)
-        models.trainers[name] = Trainer(critic, ordered_parameters(critic), config, steps)
+        models.trainers[name] = Trainer(
+            critic, ordered_parameters(critic), config, steps, stops_at=models.config.faults.stops_at
+        )
 
 
 @carries_out(Values)

@@ -23,6 +23,7 @@ from engines.models.loading import load_causal_lm
 from engines.models.models import compile_blocks
 from engines.rollout.engine import Generator
 from engines.rollout.episodes import EnvironmentHost
+from engines.training.slot_writer import SlotWriter
 from engines.training.trainer import Trainer
 from engines.weights.lora import attach, lay_fused_together
 from engines.weights.strategy import Transfer
@@ -48,6 +49,7 @@ class RankModels:
         generator: the rollout engine.
         generations: of this process, whichever engine made them; the same on all ranks.
         transfer: brings the actor's weights to the rollout engine.
+        slots: copies the trained state to memory of the host, once that was asked for.
         storage: parameters that actor and rollout engine share.
         store: where the groups of actor and rollout meet, if they are two.
         verified_version: policy version of the rollout engine's weights, wherever it is; -1: none.
@@ -72,6 +74,7 @@ class RankModels:
     generations: int = 0
     environments: EnvironmentHost = field(default_factory=EnvironmentHost)
     transfer: Transfer | None = None
+    slots: SlotWriter | None = None
     storage: dict[str, torch.Tensor] = field(default_factory=dict)
     store: Any = None
     verified_version: int = -1
@@ -134,6 +137,11 @@ class RankModels:
         if self.verified_version < 0 or self.updated_since:
             raise RuntimeError("the rollout engine has no verified weights of the actor: a reshard comes first")
         return self.generator
+
+    def await_snapshot(self) -> None:
+        """Wait until the snapshot that is being taken is whole, if there is one: what it copies may change then."""
+        if self.slots is not None:
+            self.slots.wait()
 
     def next_generation(self) -> int:
         """Return a number that no other generation of this process has; the same on all ranks."""

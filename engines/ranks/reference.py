@@ -50,8 +50,6 @@ from engines.weights.lora import without_adapters
 from penstock.base.files import replacing
 from penstock.base.ragged import Ragged
 
-IN_CHECKPOINT = Path("reference") / "model.safetensors"
-
 STORED = {torch.bfloat16: torch.int16, torch.float32: torch.float32}  # numpy has no bfloat16: its bits are stored
 
 
@@ -185,35 +183,36 @@ def write_actor(models: RankModels, command: WriteActor) -> Digests:
 @carries_out(ReadReference)
 def read_reference(models: RankModels, command: ReadReference) -> Digests:
     """Read the reference from that file; return the digest of its weights as they are on the device."""
-    return Digests([digest(_read_reference(models, command.path))])
-
-
-def _read_reference(models: RankModels, path: str) -> dict[str, nn.Parameter]:
     parameters = _parameters(models.frozen["reference"].lm)
-    _read_into(parameters, path)
+    with safe_open(command.path, framework="pt") as file:
+        _copy(file.get_tensor, parameters)
     models.reference_refreshed = True
-    return parameters
+    return Digests([digest(parameters)])
 
 
-def save_reference(models: RankModels, folder: Path) -> None:
-    """Write the reference into a checkpoint unless it is still the starting model; rank 0 writes."""
-    if models.rank == 0 and models.reference_refreshed:
-        (folder / IN_CHECKPOINT).parent.mkdir()
-        parameters = _parameters(models.frozen["reference"].lm)
-        save_file({name: value.data.cpu() for name, value in parameters.items()}, folder / IN_CHECKPOINT)
+def refreshed_reference(models: RankModels) -> dict[str, torch.Tensor]:
+    """Return the reference's weights by name; none where it is elsewhere, or always the starting model.
+
+    Where it is refreshed from time to time they are there from the beginning, so that one can go back to that, too.
+    """
+    kl = models.config.algorithm.kl
+    refreshed = models.reference_refreshed or (kl is not None and kl.refresh_every is not None)
+    if not refreshed or "reference" not in models.frozen:
+        return {}
+    return {name: value.data for name, value in _parameters(models.frozen["reference"].lm).items()}
 
 
-def load_reference(models: RankModels, folder: Path) -> None:
-    """Restore what `save_reference` wrote, and what the actor's group keeps of it."""
-    path = folder / IN_CHECKPOINT
-    if not path.is_file():
+def restore_reference(models: RankModels, saved: Mapping[str, torch.Tensor]) -> None:
+    """Restore what `refreshed_reference` returned, and what the actor's group keeps of it."""
+    if not saved:
         return
     if "reference" in models.frozen:
-        _read_reference(models, str(path))
+        _copy(saved.__getitem__, _parameters(models.frozen["reference"].lm))
+        models.reference_refreshed = True
     elif models.reference_head is not None:
         head = language_head(models.lm).weight
         (name,) = (name for name, parameter in _parameters(models.lm).items() if parameter is head)
-        _read_into({name: models.reference_head}, str(path))
+        _copy(saved.__getitem__, {name: models.reference_head})
 
 
 def digest(parameters: Mapping[str, torch.Tensor]) -> str:
@@ -227,10 +226,9 @@ def _digest(sums: dict[str, torch.Tensor]) -> str:
 
 
 @torch.no_grad()
-def _read_into(parameters: Mapping[str, torch.Tensor], path: str) -> None:
-    with safe_open(path, framework="pt") as file:
-        for name, parameter in parameters.items():
-            parameter.copy_(file.get_tensor(name))
+def _copy(saved: Callable[[str], torch.Tensor], parameters: Mapping[str, torch.Tensor]) -> None:
+    for name, parameter in parameters.items():
+        parameter.copy_(saved(name))
 
 
 def _parameters(lm: Any) -> dict[str, nn.Parameter]:

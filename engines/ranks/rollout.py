@@ -29,7 +29,14 @@ def generate(models: RankModels, command: Generate) -> Later[EngineResponses | N
     sender = PartialResultSender(partial(decode, models.tokenizer(command.tokenizer)), models.tell)
     speaks = not generator.place.rank_in_engine
     generation = generator.generation(
-        command.prompts, command.sampling, models.next_generation(), environments, sender if speaks else None
+        command.prompts,
+        command.sampling,
+        models.next_generation(),
+        environments,
+        sender if speaks else None,
+        wanted=command.wanted,
+        required=command.required,
+        carried=command.carried,
     )
     generator.loop.submit(generation)
     if not speaks:
@@ -55,7 +62,7 @@ def _responses(
         responses=generated.responses,
         logprobs_T=generated.logprobs_T,
         truncated_B=generated.truncated_B,
-        texts=pa.array(sender.texts(generated.responses), pa.large_string()),
+        texts=pa.array(sender.texts(generated.rows_B, generated.responses), pa.large_string()),
         policy_version=began_with.version,
         first_version_B=generated.first_version_B,
         last_version_B=generated.last_version_B,
@@ -64,7 +71,11 @@ def _responses(
         wake_seconds=began_with.wake_seconds,
         prompt_tokens=generated.prompt_tokens,
         cached_tokens=generated.cached_tokens,
+        unused_tokens=generated.unused_tokens,
         episodes=episodes_of(generated) if isinstance(generated, Played) else None,
+        versions_T=generated.versions_T,
+        left_P=None if generated.left is None else generated.left.positions_P,
+        left=None if generated.left is None else generated.left.responses,
     )
 
 

@@ -71,6 +71,8 @@ class Worker:
         """
         handler, models = HANDLERS[command], self.models
         asked, usage = decode(handler.kind, arguments, command), dict[str, float]()
+        if handler.kind.changes_state:
+            models.await_snapshot()
         models.tell, models.usage = lambda news: tell({"news": encode(news)}), usage
         end_usage = begin_usage(models.device)
         sleeps = models.generator is not None and not isinstance(asked, Generate | SampleToCompare)

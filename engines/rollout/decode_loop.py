@@ -19,9 +19,11 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Protocol
 
-from engines.commands.rollout import Sampling
+from engines.commands.rollout import CarriedResponses, Sampling
 from engines.rollout import vllm as versions
 from engines.rollout.prompt_queue import PromptQueue
+from engines.rollout.quota import AllPrompts, Quota
+from engines.rollout.scheduler import Coasting
 from penstock.base.ragged import Ragged
 
 
@@ -36,6 +38,8 @@ class Share:
         queue: which of them the engine answers.
         parameters: vLLM's SamplingParams of one sample; with a seed every request gets its own instead.
         room: sequences of this generation that the engine should hold at a time.
+        quota: how many prompts have to be answered.
+        carried: what there is of responses to the first prompts; None: nothing is kept of unfinished ones.
     """
 
     number: int
@@ -44,6 +48,8 @@ class Share:
     sampling: Sampling
     parameters: Any
     room: int
+    quota: Quota = field(default_factory=AllPrompts)
+    carried: CarriedResponses | None = None
 
     @property
     def own_streams(self) -> bool:
@@ -60,11 +66,22 @@ class Request:
     submitted: float
     tokens: array[int] = field(default_factory=partial(array, "i"))
     logprobs: list[float] = field(default_factory=list)
-    first_version: int = -1  # the policy version that sampled the first token
-    last_version: int = -1  # and the last
-    cached: int = 0  # of the prompt's tokens, found in the prefix cache
+    version: int | None = None  # the policy version that sampled the last token; None before the first of vLLM's
+    versions: list[tuple[int, int]] = field(default_factory=list)  # where another policy goes on: token, its version
+    prompt: int = 0  # tokens that vLLM was given
+    cached: int = 0  # of those, found in the prefix cache
     truncated: bool = False
     seconds: float = 0.0  # from submission to the last token
+
+    @property
+    def first_version(self) -> int:
+        """The policy version that sampled the first token."""
+        return self.versions[0][1]
+
+    @property
+    def last_version(self) -> int:
+        """The policy version that sampled the last token."""
+        return self.versions[-1][1]
 
 
 class Generation(Protocol):
@@ -78,7 +95,14 @@ class Generation(Protocol):
 
     @property
     def ended(self) -> bool:
-        """Whether all is answered."""
+        """Whether all is answered, or enough."""
+
+    def give_up(self, requests: list[Request], tokens: int) -> None:
+        """Take the requests that were under way at the end, and are no more.
+
+        Args:
+            tokens: that were sampled for them, also in a step whose tokens nobody has seen.
+        """
 
 
 class DecodeLoop:
@@ -86,10 +110,11 @@ class DecodeLoop:
 
     Args:
         llm: an idle in-process vLLM engine.
+        coasting: the scheduler of its sequences that coast, if they do.
     """
 
-    def __init__(self, llm: Any) -> None:
-        self.llm = llm
+    def __init__(self, llm: Any, coasting: Coasting | None = None) -> None:
+        self.llm, self._coasting = llm, coasting
         self.version = -1  # the policy version of the weights
         self._generations: list[Generation] = []
         self._ended: list[Generation] = []
@@ -120,8 +145,10 @@ class DecodeLoop:
         ended = self._decode() if self._requests else []
         for generation in self._generations:
             generation.collect([request for request in ended if request.owner is generation])
-        self._ended += [generation for generation in self._generations if generation.ended]
-        self._generations = [generation for generation in self._generations if not generation.ended]
+        for generation in [generation for generation in self._generations if generation.ended]:
+            self._generations.remove(generation)
+            self._ended.append(generation)
+            self._give_up(generation)
 
     def weights_changed(self, version: int) -> None:
         """Go on with the weights of another policy version.
@@ -129,6 +156,7 @@ class DecodeLoop:
         What vLLM keeps of the sequences that are under way is of other weights, so it is computed again from their
         tokens: the next token is the new policy's, as if that had been given all tokens before it.
         """
+        self._hear_unsent()
         self.version = version
         if self._requests:
             versions.compute_again(self.llm)
@@ -163,8 +191,15 @@ class DecodeLoop:
             seeds: of each request; None: they are sampled from the engine's common stream.
         """
         versions.submit(self.llm, list(names), prompt, parameters, seeds)
-        now = time.perf_counter()
-        self._requests.update({name: Request(owner, row, now) for name, row in names.items()})
+        now, given = time.perf_counter(), len(prompt)
+        self._requests.update({name: Request(owner, row, now, prompt=given) for name, row in names.items()})
+
+    def go_on(self, request: Request, name: str, prompt: list[int], parameters: Any, seed: int | None) -> None:
+        """Hand in a request that has tokens already: vLLM is given them behind the prompt."""
+        given = [*prompt, *request.tokens]
+        versions.submit(self.llm, [name], given, parameters, None if seed is None else [seed])
+        request.prompt = len(given)
+        self._requests[name] = request
 
     def has_room(self, unfinished: int, more: int, room: int) -> bool:
         """Whether a generation may hand in more. The same on all ranks of an engine, which step together.
@@ -178,23 +213,40 @@ class DecodeLoop:
             return True
         return unfinished + more <= room and not versions.waiting_sequences(self.llm)
 
+    def _give_up(self, generation: Generation) -> None:
+        """End what is under way of a generation that has ended."""
+        if left := [name for name, request in self._requests.items() if request.owner is generation]:
+            self._hear_unsent()
+            requests = [self._requests.pop(name) for name in left]
+            generation.give_up(requests, versions.give_up(self.llm, left))
+
     def _decode(self) -> list[Request]:
         """Run a step of vLLM and keep its tokens; return the requests that it has ended."""
         ended, requests = [], self._requests
         for output in versions.step(self.llm):
             request = requests[output.request_id]
-            if not request.tokens:
-                request.first_version = self.version
+            if request.version is None:
                 request.cached = versions.cached_prompt_tokens(output)
-            request.tokens.fromlist(output.new_token_ids)
-            request.logprobs += versions.sampled_logprobs(output)
+            self._add(request, output.new_token_ids, versions.sampled_logprobs(output))
             if output.finish_reason is not None:
                 del requests[output.request_id]
                 request.seconds = time.perf_counter() - request.submitted
-                request.last_version = self.version
                 request.truncated = _is_truncated(output)
                 ended.append(request)
         return ended
+
+    def _hear_unsent(self) -> None:
+        """Keep the tokens that are the present policy's and that the engine would send with later ones."""
+        if self._coasting is not None:
+            for name, (tokens, logprobs) in self._coasting.take_unsent().items():
+                self._add(self._requests[name], tokens, logprobs)
+
+    def _add(self, request: Request, tokens: list[int], logprobs: list[float]) -> None:
+        if request.version != self.version:
+            request.version = self.version
+            request.versions.append((len(request.tokens), self.version))
+        request.tokens.fromlist(tokens)
+        request.logprobs += logprobs
 
 
 def _is_truncated(output: Any) -> bool:

@@ -27,7 +27,7 @@ import torch
 from torch import nn
 
 from configs.sections.rollout import RolloutConfig
-from engines.commands.rollout import Sampling
+from engines.commands.rollout import CarriedResponses, Sampling
 from engines.families.served import check_served
 from engines.families.shape import ModelShape, shape_of_weights
 from engines.rollout import vllm as versions
@@ -36,6 +36,7 @@ from engines.rollout.decode_loop import DecodeLoop, Share
 from engines.rollout.episodes import Environments, EpisodeLoop
 from engines.rollout.partial_results import PartialResultSender
 from engines.rollout.prompt_queue import place_of, prompt_queue
+from engines.rollout.quota import quota_of
 from engines.rollout.responses import SingleResponses
 from engines.rollout.scheduler import let_sequences_coast
 from engines.weights.loader import register_loader
@@ -110,8 +111,7 @@ class Generator:
             options = {"cuda": self.cuda, "sleeps": self.sleeps, "logprobs": demand.logprobs}
             arguments = engine_arguments(config, self.max_sequences, length, kv_cache, **options)
             self.llm = _start(served.folder, dtype, arguments)
-        let_sequences_coast(versions.scheduler(self.llm))
-        self.loop = DecodeLoop(self.llm)
+        self.loop = DecodeLoop(self.llm, let_sequences_coast(versions.scheduler(self.llm)))
         self.binding = bound[-1]
         self.model = versions.vllm_model(self.llm)
         self.own_reshard: Callable[[], int] | None = None  # one that this rank's group makes without another group
@@ -135,6 +135,9 @@ class Generator:
         play: Environments | None = None,
         sender: PartialResultSender | None = None,
         reproducible: bool | None = None,
+        wanted: int | None = None,
+        required: int = 0,
+        carried: CarriedResponses | None = None,
     ) -> SingleResponses | EpisodeLoop:
         """Return `sampling.samples` responses to each prompt that falls to this engine, for `loop` to generate.
 
@@ -146,7 +149,11 @@ class Generator:
             play: a response is an episode with these environments.
             sender: gets the responses, unless they are episodes, that end before others.
             reproducible: in place of the recipe's.
+            wanted: prompts that have to be answered by all engines together; None: all.
+            required: how many of those are the first ones.
+            carried: what there is of responses to the first prompts; None: what is not answered is dropped.
         """
+        before = 0 if carried is None else len(carried.tokens) // sampling.samples
         began = time.perf_counter()
         if not self.loop.busy:  # a generation that is under way keeps its KV cache and its random stream
             self.wake()
@@ -158,10 +165,12 @@ class Generator:
         share = Share(
             number,
             prompts,
-            prompt_queue(prompts.lengths_B, self.place, store, number, reproducible),
+            prompt_queue(prompts.lengths_B, self.place, store, number, reproducible, before),
             sampling,
             self._parameters(sampling, reproducible, [] if play is None else play.stop_tokens),
             min(self.max_sequences, most_at_once(len(prompts), sampling.samples, self.place.engines)),
+            quota_of(wanted, self.place, store, number, reproducible, required),
+            carried,
         )
         return SingleResponses(share, sender) if play is None else EpisodeLoop(share, play, in_step=reproducible)
 

@@ -9,43 +9,57 @@ Many episodes are under way. Environments answer in processes of their own (pens
 asks after each step of vLLM what has come. With `in_step` it waits for all answers first: then no timing has a part in
 which sequences are computed together, and a repeated generation is the same to the last bit.
 
+Where episodes are carried over, environments of those that a generation leaves live on and may answer meanwhile. One
+that is gone is played again, until it is as far as its episode.
+
 Suffixes: `_P` prompts, `_B` episodes (of a prompt side by side), `_T` tokens of all episodes.
-Left out: stepping vLLM (engines/rollout/decode_loop.py), single responses (engines/rollout/responses.py), what an
-environment is (penstock/environments/environment.py).
+Left out: an episode by itself (engines/rollout/episode.py), stepping vLLM (engines/rollout/decode_loop.py), single
+responses (engines/rollout/responses.py), what an environment is (penstock/environments/environment.py).
 """
 
 from __future__ import annotations
 
 import copy
+import logging
 import time
 from collections import deque
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from configs.sections.rollout import EnvironmentConfig
+from engines.commands.rollout import NO_SEED
 from engines.rollout.decode_loop import DecodeLoop, Request, Share
 from engines.rollout.detokenize import decode
-from engines.rollout.responses import Generated
+from engines.rollout.episode import Episode, carried_episodes, heard, under_way
+from engines.rollout.responses import Generated, Left
 from penstock.base.errors import UserError
 from penstock.base.ragged import Ragged
 from penstock.data.prompts import PromptTable
 from penstock.environments.pool import EnvironmentPool
 from penstock.environments.worker import Call, Reply
 
+_log = logging.getLogger(__name__)
+
 
 @dataclass(frozen=True)
 class Environments:
-    """Who plays with the policy, and by which rules."""
+    """Who plays with the policy, and by which rules.
+
+    Attributes:
+        live: the seeds of episodes that a generation has left, and what their environments have heard; they are in the
+            pool.
+    """
 
     pool: EnvironmentPool
     rows_P: Sequence[Mapping[str, Any]]  # the data row of every prompt
     tokenizer: Any
     stop_tokens: list[int]  # that end a turn, besides the model's own
     max_turns: int
+    live: dict[int, bytes] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -85,28 +99,6 @@ def stop_tokens(tokenizer: Any, stop: Sequence[str]) -> list[int]:
     return sorted(found | {token for token, text in enumerate(texts) if any(part in text for part in stop)})
 
 
-@dataclass(slots=True)
-class _Episode:
-    row: int  # among the episodes of its engine
-    name: str
-    position: int
-    sample: int
-    prompt: list[int]
-    first_version: int  # the policy version of the first turn's first token; without a turn, that of the beginning
-    last_version: int
-    began: float
-    tokens: list[int] = field(default_factory=list)  # behind the prompt
-    mask: list[int] = field(default_factory=list)
-    logprobs: list[float] = field(default_factory=list)
-    turns: int = 0
-    truncated: bool = False  # by the limit of tokens or of turns
-    rewards: list[Reply] = field(default_factory=list)
-    failure: str | None = None
-    prompt_tokens: int = 0
-    cached_tokens: int = 0
-    seconds: float = 0.0
-
-
 class EpisodeLoop:
     """Plays a share's episodes until each of them has ended; a turn is a request of the decode loop.
 
@@ -117,18 +109,30 @@ class EpisodeLoop:
 
     def __init__(self, share: Share, environments: Environments, in_step: bool) -> None:
         self._share, self._environments, self._in_step = share, environments, in_step
-        self._episodes: list[_Episode] = []
-        self._live: dict[str, _Episode] = {}
+        self._episodes: list[Episode] = []
+        self._live: dict[str, Episode] = {}
         self._untaken: deque[int] = deque()  # prompts taken from the queue whose episodes have not begun
-        self._asked = 0  # calls that environments have not answered
+        self._left: dict[int, int] = {}  # of each prompt's episodes, by its position
+        self._to_ask: list[Call] = []
+        self._asked: set[str] = set()  # episodes whose environments have been asked and have not answered
+        self._ready: list[Episode] = []  # whose next turn may begin
+        self._complete: list[int] = []  # positions of prompts whose episodes have ended since the last step
+        self._counted: set[int] = set()  # positions of prompts that count
+        self._given_up = 0  # tokens of turns that were under way at the end, and are lost
         self._waited_seconds = 0.0
         self._began = time.perf_counter()
         self._seconds = 0.0
+        if self._carries:
+            self._let_others_go()
+
+    @property
+    def _carries(self) -> bool:
+        return self._share.carried is not None
 
     @property
     def ended(self) -> bool:
-        """Whether every episode of the share has ended."""
-        return not self._live and not self._untaken and self._share.queue.exhausted
+        """Whether every episode of the share has ended, or those of enough prompts."""
+        return self._share.quota.reached or not (self._live or self._untaken or not self._share.queue.exhausted)
 
     def feed(self, loop: DecodeLoop) -> None:
         """Begin episodes that there is room for, and hand in the turns whose environments have answered."""
@@ -137,54 +141,143 @@ class EpisodeLoop:
             self._untaken.extend(share.queue.take(max(1, (share.room - len(self._live)) // samples)))
         while self._untaken and self._has_room(loop):
             self._begin(self._untaken.popleft(), loop.version)
-        for name, reply in self._replies(loop):
-            self._answered(loop, self._live[name], reply)
+        self._hear(loop)
+        while self._in_step and self._asked:  # environments that are played again
+            self._hear(loop)
+        ready, self._ready = self._ready, []
+        for episode in sorted(ready, key=_place) if self._in_step else ready:
+            self._next_turn(loop, episode)
 
     def collect(self, ended: list[Request]) -> None:
         """Let the environments answer the turns that have ended."""
         self._seconds = time.perf_counter() - self._began
+        complete, self._complete = sorted(self._complete), []
+        self._counted.update(self._share.quota.count(complete))
         if not ended:
             return
         episodes = [self._episodes[request.row] for request in ended]
         for episode, request in zip(episodes, ended, strict=True):
-            episode.tokens += request.tokens
-            episode.mask += [1] * len(request.tokens)
-            episode.logprobs += request.logprobs
+            episode.sampled(request)
+            episode.turn_ends.append(len(episode.tokens))
             episode.cached_tokens += request.cached
             episode.truncated = request.truncated
-            episode.last_version = request.last_version
-            if episode.turns == 1:
-                episode.first_version = request.first_version
-        texts = decode(self._environments.tokenizer, Ragged.of([request.tokens for request in ended], np.int32))
-        self._ask(
-            [
-                Call(episode.name, text=text, last=self._is_last(episode))
-                for episode, text in zip(episodes, texts, strict=True)
-            ]
-        )
+            episode.owed = True
+        if self._share.quota.reached and not self._carries:
+            return
+        texts = self._texts([episode.turn(episode.turns) for episode in episodes])
+        for episode, text in zip(episodes, texts, strict=True):
+            self._ask(Call(episode.name, text=text, last=self._is_last(episode)))
+        self._send()
+
+    def give_up(self, requests: list[Request], tokens: int) -> None:
+        """Keep what there is, where episodes are carried over; remember how much was sampled in vain."""
+        self._given_up = tokens
+        if self._carries:
+            for request in requests:
+                self._episodes[request.row].sampled(request)
+                self._given_up -= len(request.tokens)
 
     def generated(self) -> Played:
-        """Return all that was played, once every episode has ended."""
-        self._environments.pool.forget()
-        episodes = self._episodes
+        """Return the episodes that count, once the generation has ended."""
+        left = self._leave()
+        episodes = [episode for episode in self._episodes if episode.position in self._counted]
+        unused = [episode for episode in self._episodes if episode.position not in self._counted]
+        versions = [episode.policys_versions for episode in episodes]
         tokens = Ragged.of([episode.tokens for episode in episodes], np.int32)
         logprobs = Ragged.of([episode.logprobs for episode in episodes], np.float32).values_T
         return Played(
             positions_P=np.asarray([episode.position for episode in episodes if episode.sample == 0], np.int64),
+            rows_B=np.asarray([episode.row for episode in episodes], np.int64),
             responses=tokens,
             logprobs_T=logprobs if self._share.sampling.logprobs else None,
             truncated_B=np.asarray([episode.truncated for episode in episodes], bool),
-            first_version_B=np.asarray([episode.first_version for episode in episodes], np.int64),
-            last_version_B=np.asarray([episode.last_version for episode in episodes], np.int64),
+            first_version_B=np.asarray([first for first, _ in versions], np.int64),
+            last_version_B=np.asarray([last for _, last in versions], np.int64),
             seconds_B=np.asarray([episode.seconds for episode in episodes], np.float32),
             prompt_tokens=sum(episode.prompt_tokens for episode in episodes),
             cached_tokens=sum(episode.cached_tokens for episode in episodes),
             seconds=self._seconds,
+            unused_tokens=self._given_up + (0 if self._carries else sum(sum(episode.mask) for episode in unused)),
+            versions_T=self._versions_of(episodes) if self._carries else None,
+            left=left,
             mask_T=Ragged.of([episode.mask for episode in episodes], np.uint8).values_T,
             turns_B=np.asarray([episode.turns for episode in episodes], np.int64),
-            replies=[_total(episode) for episode in episodes],
+            replies=[episode.earned for episode in episodes],
             waited_seconds=self._waited_seconds,
         )
+
+    def _versions_of(self, episodes: list[Episode]) -> np.ndarray:
+        return Ragged.of([episode.versions for episode in episodes], np.int32).values_T
+
+    # ---- episodes that are carried over --------------------------------------------------------------------------
+
+    def _let_others_go(self) -> None:
+        """Abandon what earlier generations have left and this one does not go on with."""
+        wanted, live = under_way(self._share.carried), self._environments.live
+        others = [seed for seed, known in live.items() if wanted.get(seed) != known]
+        self._environments.pool.abandon([str(seed) for seed in others])
+        for seed in others:
+            del live[seed]
+
+    def _go_on(self, episode: Episode, number: int) -> None:
+        """Let an episode be as carried response `number`, and go on from there."""
+        carried = self._share.carried
+        assert carried is not None
+        episode.restore(carried, number)
+        if carried.ended_B[number]:
+            self._over(episode)
+            return
+        self._live[episode.name] = episode
+        if self._environments.live.pop(episode.seed, None) is None:
+            episode.replayed = 0
+            self._reset(episode)
+        elif episode.owed:
+            self._asked.add(episode.name)
+        else:
+            self._ready.append(episode)
+
+    def _play_again(self, episode: Episode, reply: Reply, version: int) -> None:
+        """Tell an environment the next turn if it answered what the policy has read; else the episode begins anew."""
+        turn = episode.replayed
+        assert turn is not None
+        as_before = reply.failure is None and not reply.done
+        if not as_before or self._tokens(reply.observation) != episode.observation(turn):
+            _log.warning(
+                "the environment of an episode that was carried over was played again and answered otherwise after "
+                "%d turns (%s): the episode begins anew",
+                turn,
+                reply.failure or "another observation",
+            )
+            self._begin_anew(episode, version)
+        elif turn == len(episode.turn_ends):
+            episode.replayed = None
+            self._ready.append(episode)
+        else:
+            episode.replayed = turn = turn + 1
+            (text,) = self._texts([episode.turn(turn)])
+            last = turn == len(episode.turn_ends) and episode.owed and self._is_last(episode)
+            self._ask(Call(episode.name, text=text, last=last))
+
+    def _begin_anew(self, episode: Episode, version: int) -> None:
+        fresh = Episode(episode.row, episode.position, episode.sample, episode.prompt, episode.seed, version)
+        self._episodes[episode.row] = self._live[episode.name] = fresh
+        self._reset(fresh)
+
+    def _leave(self) -> Left | None:
+        """Abandon the environments of episodes that have not ended, or let them live where these are carried over."""
+        if not self._carries:
+            self._environments.pool.abandon([*self._live])
+            return None
+        caught_up = [episode for episode in self._live.values() if episode.replayed is None]
+        self._environments.pool.abandon(self._live.keys() - {episode.name for episode in caught_up})
+        known = {episode.seed: heard(episode.tokens, episode.turn_ends) for episode in caught_up}
+        self._environments.live.update(known)
+        positions = [position for position in self._left if position not in self._counted]
+        by_place = {(episode.position, episode.sample): episode for episode in self._episodes}
+        samples = range(self._share.sampling.samples)
+        episodes = [by_place[position, sample] for position in positions for sample in samples]
+        ended = [episode.name not in self._live for episode in episodes]
+        return Left(np.asarray(positions, np.int64), carried_episodes(episodes, ended))
 
     # ---- the environments' turn ----------------------------------------------------------------------------------
 
@@ -192,67 +285,87 @@ class EpisodeLoop:
         return loop.has_room(len(self._live), self._share.sampling.samples, self._share.room)
 
     def _begin(self, position: int, version: int) -> None:
-        """Begin the episodes of a prompt."""
-        share, row = self._share, dict(self._environments.rows_P[position])
-        prompt = share.prompts.row(position).tolist()
-        calls = []
-        for sample in range(share.sampling.samples):
-            name = f"{share.number}-{position}-{sample}"
-            place = (len(self._episodes), name, position, sample)
-            episode = _Episode(*place, prompt, version, version, time.perf_counter())
+        """Begin the episodes of a prompt, or go on with them."""
+        share, samples, carried = self._share, self._share.sampling.samples, self._share.carried
+        prompt, played = share.prompts.row(position).tolist(), None if carried is None else carried.episodes
+        self._left[position] = samples
+        for sample in range(samples):
+            seed, number = turn_seed(share.sampling.seed, position, sample, 0), position * samples + sample
+            episode = Episode(len(self._episodes), position, sample, prompt, seed, version)
             self._episodes.append(episode)
-            self._live[name] = episode
-            calls.append(Call(name, row=row, seed=turn_seed(share.sampling.seed, position, sample, 0)))
-        self._ask(calls)
+            if played is not None and number < len(played.seeds_B) and played.seeds_B[number] != NO_SEED:
+                self._go_on(episode, number)
+            else:
+                self._live[episode.name] = episode
+                self._reset(episode)
 
-    def _ask(self, calls: list[Call]) -> None:
-        self._asked += len(calls)
+    def _reset(self, episode: Episode) -> None:
+        self._ask(Call(episode.name, row=dict(self._environments.rows_P[episode.position]), seed=episode.seed))
+
+    def _ask(self, call: Call) -> None:
+        self._to_ask.append(call)
+        self._asked.add(call.episode)
+
+    def _send(self) -> None:
+        """Send all calls of a step together."""
+        calls, self._to_ask = self._to_ask, []
         self._environments.pool.ask(calls)
 
-    def _replies(self, loop: DecodeLoop) -> list[tuple[str, Reply]]:
-        """Return what environments have answered by an episode's name; wait only if there is nothing else to do."""
+    def _hear(self, loop: DecodeLoop) -> None:
+        """Take in what environments have answered; wait only if there is nothing else to do."""
+        self._send()
         begin = time.perf_counter()
-        replies = self._environments.pool.replies(self._to_wait_for(loop))
+        replies = self._environments.pool.replies(self._to_wait_for(loop), of=self._asked)
         self._waited_seconds += time.perf_counter() - begin
-        self._asked -= len(replies)
-        return [(name, replies[name]) for name in (sorted(replies) if self._in_step else replies)]
+        self._asked -= replies.keys()
+        for name, reply in replies.items():
+            self._answered(self._live[name], reply, loop.version)
+        self._send()
 
     def _to_wait_for(self, loop: DecodeLoop) -> int:
         """Return how many answers have to be there: all in step, else one where no token is decoded meanwhile."""
         if self._in_step:
-            return self._asked
-        if loop.decoding:
+            return len(self._asked)
+        if loop.decoding or self._ready:
             return 0
-        return min(1, self._asked)
+        return min(1, len(self._asked))
 
     # ---- the policy's turn ---------------------------------------------------------------------------------------
 
-    def _answered(self, loop: DecodeLoop, episode: _Episode, reply: Reply) -> None:
-        """Put the observation behind the tokens and let the policy take its next turn, or end the episode."""
-        episode.failure = reply.failure
-        if reply.reward is not None:
-            episode.rewards.append(reply)
-        if reply.failure is None and not reply.done and self._goes_on(episode, reply):
-            self._next_turn(loop, episode)
+    def _answered(self, episode: Episode, reply: Reply, version: int) -> None:
+        """Put the observation behind the tokens, so that the policy may take its next turn, or end the episode."""
+        if episode.replayed is not None:
+            if not (episode.owed and episode.replayed == len(episode.turn_ends)):
+                self._play_again(episode, reply, version)
+                return
+            episode.replayed = None
+        episode.owed = False
+        episode.earn(reply)
+        if reply.failure is None and not reply.done and self._goes_on(episode, reply, version):
+            self._ready.append(episode)
             return
         episode.seconds = time.perf_counter() - episode.began
         del self._live[episode.name]
+        self._over(episode)
 
-    def _is_last(self, episode: _Episode) -> bool:
+    def _over(self, episode: Episode) -> None:
+        self._left[episode.position] -= 1
+        if not self._left[episode.position]:
+            self._complete.append(episode.position)
+
+    def _is_last(self, episode: Episode) -> bool:
         return episode.truncated or episode.turns == self._environments.max_turns
 
-    def _goes_on(self, episode: _Episode, reply: Reply) -> bool:
+    def _goes_on(self, episode: Episode, reply: Reply, version: int) -> bool:
         """Take in the observation, if another turn is allowed and at least one token of it has room."""
         observed = self._tokens(reply.observation)
         if self._is_last(episode) or len(episode.tokens) + len(observed) >= self._share.sampling.max_tokens:
             episode.truncated = True
             if not episode.turns:
-                episode.failure = f"the first observation has {len(observed)} tokens and leaves no room for a turn"
+                said = f"the first observation has {len(observed)} tokens and leaves no room for a turn"
+                episode.earned = replace(episode.earned, failure=said)
             return False
-        episode.tokens += observed
-        episode.mask += [0] * len(observed)
-        if self._share.sampling.logprobs:
-            episode.logprobs += [0.0] * len(observed)
+        episode.observed(observed, version)
         return True
 
     def _tokens(self, observation: str | None) -> list[int]:
@@ -261,9 +374,13 @@ class EpisodeLoop:
         tokens: list[int] = self._environments.tokenizer(observation, add_special_tokens=False)["input_ids"]
         return tokens
 
-    def _next_turn(self, loop: DecodeLoop, episode: _Episode) -> None:
+    def _texts(self, turns: list[list[int]]) -> list[str]:
+        return decode(self._environments.tokenizer, Ragged.of(turns, np.int32))
+
+    def _next_turn(self, loop: DecodeLoop, episode: Episode) -> None:
+        """Hand in the next turn, or the rest of one that an earlier generation has begun."""
         share = self._share
-        episode.turns += 1
+        episode.turns = len(episode.turn_ends) + 1
         parameters = copy.copy(share.parameters)
         parameters.max_tokens = share.sampling.max_tokens - len(episode.tokens)
         seeds = None
@@ -271,26 +388,26 @@ class EpisodeLoop:
             seeds = [turn_seed(share.sampling.seed, episode.position, episode.sample, episode.turns)]
         prompt = episode.prompt + episode.tokens
         episode.prompt_tokens += len(prompt)
-        loop.request(self, {f"{episode.name}-{episode.turns}": episode.row}, prompt, parameters, seeds)
+        name = f"{share.number}-{_place(episode)}-{episode.turns}"
+        loop.request(self, {name: episode.row}, prompt, parameters, seeds)
 
 
-def _total(episode: _Episode) -> Reply:
-    """Add up the rewards of an episode; a turn that gave no part of a name counts 0 for it."""
-    parts: dict[str, float] = {}
-    for reply in episode.rewards:
-        for name, value in reply.parts.items():
-            parts[name] = parts.get(name, 0.0) + value
-    reward = sum(float(reply.reward or 0.0) for reply in episode.rewards) if episode.rewards else None
-    return Reply(reward=reward, parts=parts, failure=episode.failure)
+def _place(episode: Episode) -> str:
+    return f"{episode.position}-{episode.sample}"
 
 
 @dataclass
 class EnvironmentHost:
-    """Starts the worker processes at the first generation; keeps the data rows of the prompts that it has seen."""
+    """Starts the worker processes at the first generation; keeps the data rows of the prompts that it has seen.
+
+    Attributes:
+        live: as in `Environments`.
+    """
 
     pool: EnvironmentPool | None = None
     stop: list[int] = field(default_factory=list)
     rows: dict[str, dict[str, dict[str, Any]]] = field(default_factory=dict)
+    live: dict[int, bytes] = field(default_factory=dict)
 
     def open(self, config: EnvironmentConfig, tokenizer: Any, table: str, prompt_ids: list[str]) -> Environments:
         """Return what plays with the policy from the given prompts of a prompt table.
@@ -299,12 +416,13 @@ class EnvironmentHost:
             UserError: the environment does not load, or ends turns at what is no token.
         """
         if self.pool is None:
-            self.pool = EnvironmentPool(config)
+            self.pool = EnvironmentPool(config, run=Path(table).parent.parent)
             self.stop = stop_tokens(tokenizer, self.pool.stop)
         if table not in self.rows:
             self.rows[table] = PromptTable.load(Path(table)).rows()
         rows = self.rows[table]
-        return Environments(self.pool, [rows[name] for name in prompt_ids], tokenizer, self.stop, config.max_turns)
+        rows_P = [rows[name] for name in prompt_ids]
+        return Environments(self.pool, rows_P, tokenizer, self.stop, config.max_turns, self.live)
 
     def close(self) -> None:
         """End the worker processes."""

@@ -58,8 +58,13 @@ class PartialResultSender:
         self._told = time.perf_counter()
         ended.clear()
 
-    def texts(self, responses: Ragged) -> list[str]:
-        """Return the text of every response of the generation, in order."""
-        left_B = np.asarray([row for row in range(len(responses)) if row not in self._texts], np.int64)
-        self._texts.update(zip(left_B.tolist(), self._decode(responses.take(left_B)), strict=True))
-        return [self._texts[row] for row in range(len(responses))]
+    def texts(self, rows_B: np.ndarray, responses: Ragged) -> list[str]:
+        """Return the text of every response.
+
+        Args:
+            rows_B: theirs among all of the engine.
+        """
+        rows = rows_B.tolist()
+        left_B = np.asarray([place for place, row in enumerate(rows) if row not in self._texts], np.int64)
+        self._texts.update(zip(rows_B[left_B].tolist(), self._decode(responses.take(left_B)), strict=True))
+        return [self._texts[row] for row in rows]

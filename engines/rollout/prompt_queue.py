@@ -90,31 +90,42 @@ class PulledPrompts:
         return positions
 
 
-def pull_order(lengths_P: np.ndarray) -> np.ndarray:
-    """Return positions of prompts, longest first: the one thing known of what a prompt will cost."""
-    return np.argsort(-lengths_P, kind="stable")
+def pull_order(lengths_P: np.ndarray, carried: int = 0) -> np.ndarray:
+    """Return positions of prompts, longest first: the one thing known of what a prompt will cost.
+
+    Args:
+        carried: prompts at the first positions with whose responses a generation goes on: before all others, as they
+            are.
+    """
+    return np.concatenate([np.arange(carried), carried + np.argsort(-lengths_P[carried:], kind="stable")])
 
 
-def prompt_queue(lengths_P: np.ndarray, place: EnginePlace, store: Any, generation: int, fixed: bool) -> PromptQueue:
-    """Return where an engine gets its prompts from; with `fixed`, timing has no part in it."""
+def prompt_queue(
+    lengths_P: np.ndarray, place: EnginePlace, store: Any, generation: int, fixed: bool, carried: int = 0
+) -> PromptQueue:
+    """Return where an engine gets its prompts from; with `fixed`, timing has no part in it.
+
+    Args:
+        carried: as in `pull_order`.
+    """
     if place.engines == 1:
         return FixedShare(np.arange(len(lengths_P)))
-    order_P = pull_order(lengths_P)
+    order_P = pull_order(lengths_P, carried)
     if fixed:
         return FixedShare(order_P[place.engine :: place.engines])
-    return PulledPrompts(order_P, place.engines, store_counter(store, place, generation))
+    return PulledPrompts(order_P, place.engines, store_counter(store, place, str(generation)))
 
 
-def store_counter(store: Any, place: EnginePlace, generation: int) -> Counter:
+def store_counter(store: Any, place: EnginePlace, counted: str) -> Counter:
     """Return a count shared by the engines of a process group, kept in its TCPStore.
 
     The ranks of one engine must submit the same requests: the first one counts and leaves what it got in the store
     for the others, which wait for it. So they have to ask equally often.
 
     Args:
-        generation: number that no other count in this store has.
+        counted: name that no other count in this store has.
     """
-    name, asked = f"rollout/{generation}", 0
+    name, asked = f"rollout/{counted}", 0
 
     def take(number: int) -> int:
         nonlocal asked

@@ -33,21 +33,21 @@ LAST_TOKENS = 3
 LIMITS = ("max_num_scheduled_tokens", "max_num_running_reqs", "max_num_active_reqs")  # of a step; the last since 0.32
 
 
-def let_sequences_coast(scheduler: Any) -> bool:
-    """Let the sequences of a vLLM `Scheduler` coast; return whether they may, else the scheduler is left as it is.
+def let_sequences_coast(scheduler: Any) -> Coasting | None:
+    """Let the sequences of a vLLM `Scheduler` coast; None: they may not, and the scheduler is left as it is.
 
     Sequences that it holds already may be there.
     """
     kinds = scheduler.kv_cache_manager.coordinator.single_type_managers
     if [type(kind).__name__ for kind in kinds] != ["FullAttentionManager"] or scheduler.num_lookahead_tokens:
-        return False
+        return None
     coasting = Coasting(scheduler, kinds[0])
     scheduler.num_lookahead_tokens = coasting.block - 1
     scheduler.schedule = coasting.schedule
     scheduler.update_from_output = coasting.update_from_output
     scheduler.finish_requests = coasting.finish_requests
     scheduler.reset_prefix_cache = coasting.reset_prefix_cache
-    return True
+    return coasting
 
 
 @dataclass(slots=True)
@@ -123,12 +123,26 @@ class Coasting:
     def finish_requests(self, *arguments: Any, **options: Any) -> Any:
         """End requests from outside, with vLLM's records up to date."""
         self._settle_all()
-        return self.vllm_finish(*arguments, **options)
+        ended = self.vllm_finish(*arguments, **options)
+        self.unsent = {name: unsent for name, unsent in self.unsent.items() if name in self.scheduler.requests}
+        return ended
 
     def reset_prefix_cache(self, *arguments: Any, **options: Any) -> Any:
         """Forget what was computed, with vLLM's records up to date: it may be computed again from them."""
         self._settle_all()
         return self.vllm_reset(*arguments, **options)
+
+    def take_unsent(self) -> dict[str, tuple[list[int], list[float]]]:
+        """Return the tokens that are known and were not sent, with their log-probs, by request; they will not be sent.
+
+        Where log-probs are not asked for there are none.
+        """
+        self._settle_all()
+        unsent, self.unsent = self.unsent, {}
+        return {
+            name: (one.tokens, _joined(one.logprobs).logprobs[:, 0].tolist() if one.logprobs else [])
+            for name, one in unsent.items()
+        }
 
     # ---- a step --------------------------------------------------------------------------------------------------
 

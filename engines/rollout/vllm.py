@@ -14,6 +14,8 @@ from typing import Any
 import torch
 from torch.nn import functional
 
+from penstock.base.importing import importing
+
 
 def keep_plain_linear_on_cpu() -> None:
     """Keep vLLM's CPU layers on plain matrix products.
@@ -46,9 +48,12 @@ def vllm_model(llm: Any) -> torch.nn.Module:
 
 
 def prepare_vllm(cuda: bool, architectures: Sequence[str]) -> None:
-    """Apply what vLLM needs before its first engine in this process, which will have one of the `architectures`."""
+    """Import vLLM, and apply what it needs before its first engine in this process, with one of the `architectures`."""
+    with importing():
+        from vllm import LLM as LLM
     if cuda:
         sample_tokens_in_one_pass()
+        compile_no_routers()
     else:
         keep_plain_linear_on_cpu()
         keep_cpu_engines_off_shared_memory()
@@ -70,6 +75,17 @@ def sample_tokens_in_one_pass() -> bool:
     replaced: Any = sampler
     replaced.gumbel_sample = lambda *arguments, **_: sample(*arguments)
     return True
+
+
+def compile_no_routers() -> None:
+    """Let vLLM's start on Hopper compile no routers of mixtures of experts, of four models that are not this one: 14 s.
+
+    A model that does have such a router compiles it when it is first used.
+    """
+    from vllm.model_executor.warmup import kernel_warmup
+
+    replaced: Any = kernel_warmup
+    replaced._warmup_ll_bf16_router_gemm = lambda: None  # what vLLM 0.26 calls; others have none
 
 
 def inspect_in_this_process(architectures: Sequence[str]) -> None:
@@ -140,6 +156,13 @@ def sampled_logprobs(output: Any) -> list[float]:
     """
     logprobs = output.new_logprobs
     return [] if logprobs is None else logprobs.logprobs[: len(output.new_token_ids), 0].tolist()
+
+
+def give_up(llm: Any, names: list[str]) -> int:
+    """End requests of an in-process vLLM engine that are under way; return how many tokens it has sampled for them."""
+    records = [scheduler(llm).requests[name] for name in names]
+    llm.llm_engine.engine_core.abort_requests(names)
+    return sum(record.num_output_tokens for record in records)
 
 
 def compute_again(llm: Any) -> None:

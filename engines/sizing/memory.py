@@ -20,6 +20,7 @@ from configs.sections.trainer import SftConfig, TrainerConfig
 from configs.tree.schedule import largest
 from engines.families.shape import ModelShape
 from engines.groups.placement import reference_is_base, reshard_strategy
+from engines.groups.slots import SLOTS
 from engines.rollout.batch_sizes import max_sequences
 from engines.sizing.activations import (
     Computation,
@@ -46,6 +47,7 @@ LOGITS_CHUNKS = {"cuda": 2, "cpu": 8}  # the chunk and its gradient; where nothi
 REDUCE_BUCKET = 500_000_000
 BUCKETS = {"cuda": 2, "cpu": 1}
 LIVE_PARAMETERS = 1_000_000_000  # that ZeRO-3 holds gathered
+MASTER_AND_MOMENTS = 12  # bytes of a trained parameter's state
 GRADIENT = 4  # bytes: gradients are summed up in float32
 KV_BLOCK = 128  # tokens; vLLM hands out whole blocks
 USEFUL_SEQUENCES = 16  # with room for fewer at a time a rollout takes too long to be worth it
@@ -107,6 +109,29 @@ def rank_memory(
     phases = rank_phases(config, rank, recomputed)
     name = only if only in phases else max(phases, key=lambda phase: sum(phases[phase].values()))
     return RankMemory(name, {part: size for part, size in phases[name].items() if size})
+
+
+def slot_bytes(config: TrainConfig, rank: Rank, on_host: int) -> int:
+    """Return what the slots of a rank take of its host's memory: the trained state, once for each.
+
+    Args:
+        on_host: ranks of the group on its host, which share what each of them holds whole.
+    """
+    states = {}
+    for name, trainer in _trained(config, rank).items():
+        trained = _models(name, config) * _shape(name, rank).trained_parameters(trainer.lora)
+        states[name] = MASTER_AND_MOMENTS * trained // (rank.ranks if trainer.zero_stage else on_host)
+    warm_up, kl = states.pop("sft", 0), config.algorithm.kl
+    state = max(warm_up, sum(states.values()))
+    if kl is not None and kl.refresh_every is not None and "reference" in rank.shapes:
+        state += rank.width * rank.shapes["reference"].parameters
+    return SLOTS * state
+
+
+def offloaded_bytes(config: TrainConfig, rank: Rank) -> int:
+    """Return what a rank on a GPU keeps in its host's memory between updates, in locked pages of powers of two."""
+    offloaded = {name: one for name, one in _trained(config, rank).items() if one.offload_optimizer}
+    return sum(2 * _states(name, one, rank)[f"{name} masters and moments"] for name, one in offloaded.items())
 
 
 def choose_recomputed(config: TrainConfig, rank: Rank, free: int) -> dict[str, Recomputed]:

@@ -14,8 +14,7 @@ import logging
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from pathlib import Path
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 import deepspeed
@@ -23,14 +22,29 @@ import torch
 from deepspeed.runtime.zero.offload_config import OffloadStateTypeEnum
 from torch import nn
 
+from configs.sections.faults import SKIPPED_IN_A_ROW
 from configs.sections.trainer import OptimizerConfig, TrainerConfig
 from engines.kernels import gated_mlp
 from engines.kernels.gated_mlp import gate_in_products
 from engines.kernels.weight_gradients import count_sums, sum_in_products
-from engines.training.state_files import read_state
+from engines.training.state_images import SavedState
+from engines.training.trained_state import (
+    MASTER,
+    MOMENTS,
+    STEP,
+    TrainedState,
+    before_restore,
+    has_optimizer_state,
+    optimizer_state,
+    rebuild_weights,
+    shape_of,
+    shares_of,
+    trained_parameters,
+    trained_state,
+)
 from engines.weights.layout import flatten_in_place
 from engines.weights.lora import FROZEN_SUM, check_frozen, frozen_sum
-from penstock.base.errors import UserError
+from penstock.base.errors import GradientNotFinite
 
 Batch = TypeVar("Batch")  # a micro-batch as the loss wants it
 
@@ -40,8 +54,6 @@ REMEDY = (
     "look for extreme rewards in the newest experience file, lower the learning rate, and resume; if it comes back, "
     "go on from an earlier checkpoint: penstock train --resume RUN --from ITERATION"
 )
-
-SKIPPED_IN_A_ROW = 3  # optimizer steps; a single odd batch may be passed over, several in a row end the training
 
 _log = logging.getLogger(__name__)
 
@@ -64,6 +76,7 @@ class Trainer:
         config: optimizer and ZeRO stage.
         total_steps: optimizer steps of the whole training, the end of a decaying learning rate.
         remedy: what to do where gradients are not finite.
+        stops_at: how many steps in a row without a finite gradient end the training.
 
     Attributes:
         steps: optimizer steps so far, also those that were skipped.
@@ -77,11 +90,13 @@ class Trainer:
         config: TrainerConfig,
         total_steps: int,
         remedy: str = REMEDY,
+        stops_at: int = SKIPPED_IN_A_ROW,
     ) -> None:
         self.config, self.total_steps, self.steps, self._remedy = config, total_steps, 0, remedy
         self.skipped = self._skipped_in_a_row = 0
+        self._stops_at = stops_at
+        self._frozen_sum: int | None = None
         parameters = [parameter for parameter in parameters if parameter.requires_grad]
-        module.register_state_dict_post_hook(_drop_frozen)
         self.device = parameters[0].device
         dtype = parameters[0].dtype
         if config.zero_stage == 0:
@@ -92,7 +107,6 @@ class Trainer:
             config=deepspeed_config(config, dtype),
             dist_init_required=False,
         )
-        self.engine.checkpoint_engine.load = read_state  # DeepSpeed's own reader executes whatever a file names
         sum_in_products(module, self._optimizer)
         if self.device.type == "cuda" and gated_mlp.usable():
             gate_in_products(module)
@@ -113,8 +127,8 @@ class Trainer:
             learning_rate: peak value in force; warm-up and decay are applied to it.
 
         Raises:
-            UserError: the gradient is not finite, in the last of several steps in a row, or at once without ZeRO, which
-                alone would skip the step.
+            GradientNotFinite: in the last of several steps in a row, or at once without ZeRO, which alone would skip
+                the step.
         """
         self.engine.train()
         rate = learning_rate * learning_rate_factor(self.steps, self.total_steps, self.config.optimizer)
@@ -146,12 +160,13 @@ class Trainer:
         self.skipped += 1
         self._skipped_in_a_row += 1
         _log.warning("optimizer step %d was skipped: its gradient is not finite", self.steps)
-        if self._skipped_in_a_row == SKIPPED_IN_A_ROW:
-            raise self._not_finite(f"{SKIPPED_IN_A_ROW} optimizer steps in a row")
+        if self._skipped_in_a_row == self._stops_at:
+            many = "1 optimizer step" if self._stops_at == 1 else f"{self._stops_at} optimizer steps in a row"
+            raise self._not_finite(many)
 
-    def _not_finite(self, where: str) -> UserError:
+    def _not_finite(self, where: str) -> GradientNotFinite:
         wider = ", or train with model.dtype=float32" if self.engine.bfloat16_enabled() else ""
-        return UserError(f"the gradient is not finite (NaN or infinite) in {where}", self._remedy + wider)
+        return GradientNotFinite(f"the gradient is not finite (NaN or infinite) in {where}", self._remedy + wider)
 
     def _plain_grad_norm(self) -> float | None:
         """Norm before clipping where DeepSpeed clips plain gradients and reports none (stage 0 in float32)."""
@@ -181,66 +196,49 @@ class Trainer:
         states = [OffloadStateTypeEnum.hp_params, OffloadStateTypeEnum.optim_states]
         self.engine.offload_states(include=states, pin_memory=True)  # it also gives torch's cache back
 
-    def save(self, folder: Path) -> None:
-        """Write trained weights, optimizer state and step count under `folder`; every rank calls it."""
-        with self.states_on_device():
-            self.engine.save_checkpoint(
-                str(folder),
-                tag="state",
-                client_state={"steps": self.steps, FROZEN_SUM: frozen_sum(self.module)},
-                save_latest=False,
-                exclude_frozen_parameters=True,
-            )
+    def trained_state(self, part: int = 0, parts: int = 1) -> TrainedState:
+        """Return what has to survive this process, as it is on this rank: living tensors.
 
-    def load(self, folder: Path) -> None:
-        """Restore what `save` wrote; parameters keep their addresses.
+        Args:
+            part: of what every rank holds whole (ZeRO stage 0), which of `parts` to return.
+        """
+        shares = shares_of(self.module, self._optimizer)
+        if not has_optimizer_state(self._optimizer, shares):  # no step was taken yet
+            with self.states_on_device():
+                for share in shares:
+                    optimizer_state(self._optimizer, share)
+        state = trained_state(self.module, self._optimizer, part, parts)
+        if self._frozen_sum is None:
+            self._frozen_sum = frozen_sum(self.module)
+        return replace(state, values=state.values | {"steps": self.steps, FROZEN_SUM: self._frozen_sum})
+
+    @torch.no_grad()
+    def restore(self, saved: SavedState) -> None:
+        """Go on from a saved state, of any ZeRO stage and number of ranks; parameters keep their addresses.
+
+        Every rank calls it.
 
         Raises:
-            UserError: the frozen weights beside the trained ones are not those that it was written with, its flat
-                buffers hold the parameters in another order, or a file names what no state needs.
+            UserError: other parameters are trained here, the frozen weights beside them are not those that it was
+                trained with, or a part of it is missing.
         """
+        saved.check_parameters({name: shape_of(one) for name, one in trained_parameters(self.module).items()})
+        check_frozen(saved.frozen_sum, self.module)
         with self.states_on_device():
-            _, client = self.engine.load_checkpoint(str(folder), tag="state", custom_load_fn=_load_trained)
-        if self.config.zero_stage and _names(client["param_shapes"]) != _names(self.engine._get_zero_param_shapes()):
-            raise UserError(
-                f"{folder} holds its parameters in another order: another version of Penstock wrote it",
-                "continue with that version, or begin a new run",
-            )
-        check_frozen(client.get(FROZEN_SUM, 0), self.module)
-        self.steps = client["steps"]
+            before_restore(self._optimizer)
+            for share in shares_of(self.module, self._optimizer):
+                state = optimizer_state(self._optimizer, share)
+                for name, tensor in {MASTER: share.master, **{name: state[name] for name in MOMENTS}}.items():
+                    saved.copy(name, share.slices, tensor.data.view(-1))
+                state[STEP].fill_(saved.optimizer_steps(share))
+            rebuild_weights(self._optimizer)
+        self.steps = saved.steps
 
     def close(self) -> None:
         """Free the engine, its buffers and the model."""
         self.engine.destroy()
         del self.engine, self._optimizer
         gc.collect()
-
-
-def _names(groups: list[dict[str, Any]]) -> list[list[str]]:
-    return [list(shapes) for shapes in groups]
-
-
-def _frozen_names(module: nn.Module) -> set[str]:
-    """Names of frozen parameters, tied ones under each of their names."""
-    named = module.named_parameters(remove_duplicate=False)
-    return {name for name, parameter in named if not parameter.requires_grad}
-
-
-def _drop_frozen(module: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:
-    """Leave frozen weights out of a module's state: they are in the folder that the model came from."""
-    for name in _frozen_names(module):
-        state.pop(prefix + name, None)
-
-
-def _load_trained(src: dict[str, Any], dst: nn.Module) -> None:
-    """Load a state that may lack frozen weights alone.
-
-    Raises:
-        RuntimeError: it lacks other weights, or has weights that the module does not have.
-    """
-    missing, unexpected = dst.load_state_dict(src, strict=False)
-    if wrong := sorted({*unexpected, *(set(missing) - _frozen_names(dst))}):
-        raise RuntimeError(f"the checkpoint does not fit the model: {', '.join(wrong[:5])}")
 
 
 def _adamw(parameters: list[nn.Parameter], config: OptimizerConfig) -> torch.optim.AdamW:

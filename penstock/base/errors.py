@@ -25,6 +25,33 @@ class UserError(Exception):
         return type(self), (self.problem, self.remedy)
 
 
+class RewardTimeout(UserError):
+    """Rewards have not come in time, of more samples than a training goes on without."""
+
+
+class NumericalFault(UserError):
+    """A training's numbers are beyond what it should learn from; what it does then is its configuration's `faults`."""
+
+
+class GradientNotFinite(NumericalFault):
+    """A gradient is NaN or infinite."""
+
+
+class KlExploded(NumericalFault):
+    """The policy has run away from its reference, or from itself within the updates of an iteration."""
+
+
+class EntropyCollapsed(NumericalFault):
+    """The policy has become nearly deterministic."""
+
+
+class RewardCollapsed(NumericalFault):
+    """The mean reward has fallen far below what it was."""
+
+
+NUMERICAL_FAULTS = {kind.__name__: kind for kind in (GradientNotFinite, KlExploded, EntropyCollapsed, RewardCollapsed)}
+
+
 class LogprobGapError(RuntimeError):
     """vLLM and the actor, with the same weights, give the same tokens log-probs that differ by more than rounding.
 

@@ -79,6 +79,15 @@ def empty_beside(final: Path) -> Path:
 
 
 @contextmanager
+def discarded(aside: Path) -> Iterator[None]:
+    """Remove a folder that was not renamed when the block ends: what failed for want of room leaves some."""
+    try:
+        yield
+    finally:
+        shutil.rmtree(aside, ignore_errors=True)
+
+
+@contextmanager
 def filling(final: Path) -> Iterator[Path]:
     """Yield an empty folder to fill; on success it becomes `final` in one step and durably, else it disappears.
 
@@ -116,6 +125,19 @@ def write_text(path: Path, text: str) -> None:
     """Write `text` to `path` atomically and durably."""
     with replacing(path) as aside:
         aside.write_text(text, encoding="utf-8")
+
+
+def append_text(path: Path, text: str) -> None:
+    """Append `text` durably; where the disk does not take all of it, nothing of it stays."""
+    with path.open("ab", buffering=0) as stream:
+        before, left = stream.tell(), memoryview(text.encode("utf-8"))
+        try:
+            while left:
+                left = left[stream.write(left) :]
+            os.fsync(stream.fileno())
+        except OSError:
+            os.ftruncate(stream.fileno(), before)
+            raise
 
 
 def share_weights_of(folder: Path, like: str = "config.json") -> None:

@@ -6,6 +6,7 @@ import os
 import shutil
 import subprocess
 import sys
+from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
@@ -17,9 +18,11 @@ ROOT = Path(__file__).resolve().parents[2]
 def commit() -> str | None:
     """Return the commit of this checkout; PENSTOCK_COMMIT says it where there is no history, or no git."""
     if shutil.which("git"):
-        found = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=False)
-        if found.returncode == 0:
-            return found.stdout.strip()
+        with suppress(subprocess.SubprocessError):
+            asked = ["git", "rev-parse", "HEAD"]
+            return subprocess.run(
+                asked, cwd=ROOT, capture_output=True, text=True, check=True, timeout=10
+            ).stdout.strip()
     return os.environ.get("PENSTOCK_COMMIT") or None
 
 

@@ -24,6 +24,12 @@ class Ragged:
         values = np.concatenate([np.asarray(row, dtype=dtype) for row in rows]) if len(rows) else np.empty(0, dtype)
         return cls(values, offsets_of(lengths))
 
+    @classmethod
+    def concatenated(cls, parts: Sequence[Ragged]) -> Ragged:
+        """Return the rows of all parts, one part after the other; at least one part."""
+        values_T = np.concatenate([part.values_T for part in parts])
+        return cls(values_T, offsets_of(np.concatenate([part.lengths_B for part in parts])))
+
     @property
     def lengths_B(self) -> np.ndarray:
         """Entries per row."""

@@ -6,7 +6,7 @@ What a machine of a pool has is known once its host has joined. Before, its memo
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -26,7 +26,9 @@ from engines.sizing.memory import (
     Recomputed,
     choose_recomputed,
     decide_sleep,
+    offloaded_bytes,
     rank_memory,
+    slot_bytes,
     weight_width,
 )
 from penstock.base.errors import UserError
@@ -47,6 +49,7 @@ class Elsewhere:
 
 
 NOWHERE = Elsewhere()
+SPARED = 0.9  # share of a host's free memory that snapshots and all else may fill: pages of files need some
 
 
 @dataclass(frozen=True)
@@ -60,6 +63,8 @@ class GroupEstimate:
     recomputed: dict[str, Recomputed]  # by trained model
     sleep: bool | None  # of its rollout engine, on GPUs
     free: tuple[int | None, ...]  # bytes that each of its ranks may take; None: its host has not joined
+    slots: int = 0  # bytes of its host's memory that snapshots of a rank take
+    offloaded: int = 0  # that a rank on a GPU keeps there besides
 
 
 def check_memory(config: TrainConfig, elsewhere: Elsewhere = NOWHERE) -> list[GroupEstimate]:
@@ -197,8 +202,33 @@ def estimate_groups(
         decided = decide_sleep(config, rank, recomputed, free)
         memory = rank_memory(decided, rank, recomputed, phase)
         sleep = decided.rollout.sleep
-        estimates.append(GroupEstimate(spec.name, spec.roles, spec.devices, memory, recomputed, sleep, each))
+        slots = slot_bytes(config, rank, max(len(spec.ranks_on(host)) for host in spec.hosts))
+        offloaded = 0 if on == "cpu" else offloaded_bytes(config, rank)
+        placed = (spec.name, spec.roles, spec.devices)
+        estimates.append(GroupEstimate(*placed, memory, recomputed, sleep, each, slots, offloaded))
     return estimates
+
+
+def snapshots_fit(estimates: Sequence[GroupEstimate], elsewhere: Elsewhere = NOWHERE) -> bool:
+    """Whether the hosts have room for snapshots beside all that their ranks need; one that has not joined has."""
+    free = {LOCAL: free_host_bytes()} | {name: facts.free_bytes for name, facts in elsewhere.hosts.items()}
+    left = {host: int(SPARED * size) for host, size in free.items()}
+    for estimate in estimates:
+        for device in estimate.devices:
+            own = estimate.memory.total if device.gpu is None else estimate.offloaded
+            left[device.host] = left.get(device.host, sys.maxsize) - own - estimate.slots
+    return min(left.values()) >= 0
+
+
+def describe_snapshots(estimates: Sequence[GroupEstimate], elsewhere: Elsewhere = NOWHERE) -> str:
+    """Say what snapshots take of the hosts' memory, or that it has no room for them."""
+    needed = sum(len(item.devices) * item.slots for item in estimates) / GIB
+    if snapshots_fit(estimates, elsewhere):
+        return f"snapshots: {needed:.2f} GiB of the hosts' memory; checkpoints are written from them"
+    return (
+        f"snapshots: off, the hosts' memory has no room for {needed:.2f} GiB; a checkpoint holds up the training until "
+        "the ranks have written it, and recovery goes back to the newest one"
+    )
 
 
 def check_gpus_elsewhere(devices: list[RankDevice], elsewhere: Elsewhere) -> None:

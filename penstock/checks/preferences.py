@@ -12,7 +12,7 @@ from penstock.base.errors import UserError
 from penstock.checks.model import check_chat, check_model, check_one_label, check_targets
 from penstock.data.preference import check_columns
 from penstock.data.source import reading_once, rows_of
-from penstock.trackers.table import check_tracker
+from penstock.trackers.table import check_answers, check_tracker
 
 
 @reading_once()
@@ -25,6 +25,7 @@ def check_preferences(config: PairConfig) -> None:
     engines, data, scores = config.engines(), config.data, isinstance(config, RewardModelConfig)
     check_model(engines, scores)
     check_tracker(config.tracker, "tracker")
+    check_answers(config.tracker)
     if scores and config.model.path is not None:
         check_one_label(Path(config.model.path), "model.path")
     check_targets(engines, "trainer")

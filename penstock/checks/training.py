@@ -22,7 +22,8 @@ from penstock.data.source import reading_once
 from penstock.environments.loading import load_environment
 from penstock.evaluators.loading import load_evaluators
 from penstock.rewards.source import check_source
-from penstock.trackers.table import check_tracker
+from penstock.trackers.table import check_answers, check_tracker
+from penstock.usercode.sandbox import check_sandbox
 
 
 def check_training(config: TrainConfig) -> list[GroupEstimate]:
@@ -44,6 +45,7 @@ def check_inputs(config: TrainConfig) -> None:
     """
     check_model(config)
     check_tracker(config.record.tracker)
+    check_answers(config.record.tracker)
     check_rollout_model(config)
     if config.critic is not None and config.critic.path is not None:
         check_model_folder(Path(config.critic.path), "critic.path")
@@ -76,13 +78,16 @@ def check_rollout_model(config: TrainConfig) -> None:
 
 
 def check_environment(config: TrainConfig) -> None:
-    """Check that the environment loads.
+    """Check that the environment loads, and where its ranks are on this machine that its sandbox can be made.
 
     Raises:
-        UserError: it does not.
+        UserError: it does not, or cannot.
     """
-    if config.environment is not None:
-        load_environment(config.environment)
+    if config.environment is None:
+        return
+    load_environment(config.environment)
+    if config.environment.sandbox is not None and not any(group.hosts for group in config.groups.values()):
+        check_sandbox("environment.sandbox")
 
 
 def check_reward(config: TrainConfig, columns: list[str]) -> None:
@@ -112,6 +117,7 @@ def check_supervised(config: TrainConfig) -> None:
     """
     check_model(config)
     check_tracker(config.record.tracker)
+    check_answers(config.record.tracker)
     if config.sft is None:
         raise UserError("there is no 'sft' section", "add one, e.g. sft.steps=400")
     check_targets(config, "sft")

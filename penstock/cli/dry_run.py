@@ -1,4 +1,5 @@
-"""What `penstock train --dry-run` prints: configuration, placement, memory, prompts and one reward.
+"""What `penstock train --dry-run` prints: configuration, placement, memory, prompts and one reward; of a run that is to
+go on also what it would gain if nobody waited for its longest responses.
 
 Left out: the checks, which have passed before (penstock/checks/training.py).
 """
@@ -7,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from statistics import median
 
 from rich.console import Console
 from rich.table import Table
@@ -17,9 +19,11 @@ from configs.schema import TrainConfig
 from engines.groups.placement import describe_strategy, reshard_strategy
 from engines.groups.spec import LOCAL, RankDevice, device_name
 from engines.sizing.memory import GIB
-from penstock.checks.memory import GroupEstimate
+from penstock.checks.memory import GroupEstimate, describe_snapshots
 from penstock.checks.prompts import describe_prompts
 from penstock.checks.trial_call import trial_call
+from penstock.reports.alarms import History
+from penstock.reports.waiting import carry_gain, gains, tail_gain
 
 NOTHING_KNOWN = (
     "free ?: of a host that has not joined nothing is known yet; the start compares once it has, and refuses what does "
@@ -27,13 +31,34 @@ NOTHING_KNOWN = (
 )
 
 
-def print_dry_run(config: TrainConfig, estimates: Sequence[GroupEstimate], console: Console) -> None:
-    """Print a training that could start, and what each rank would need; no engine starts."""
+def print_dry_run(config: TrainConfig, estimates: Sequence[GroupEstimate], history: History, console: Console) -> None:
+    """Print a training that could start, and what each rank would need; no engine starts.
+
+    Args:
+        history: figures of the iterations that it has behind it.
+    """
     console.print(to_yaml(config), highlight=False, markup=False, soft_wrap=True)
     print_placement(estimates, console)
     strategy = f"{reshard_strategy(config)} ({describe_strategy(config)})"
-    for text in (f"reshard: {strategy}", *idle_settings(config), *describe_prompts(config), *trial_call(config)):
+    for text in (
+        f"reshard: {strategy}",
+        describe_snapshots(estimates),
+        *idle_settings(config),
+        *describe_prompts(config),
+        *trial_call(config),
+        *describe_waiting(history),
+    ):
         console.print(text, highlight=False, markup=False, soft_wrap=True)
+
+
+def describe_waiting(history: History) -> list[str]:
+    """Return a sentence about what ways not to wait would gain; nothing where the figures do not say it."""
+    tail, carry = gains(history, tail_gain), gains(history, carry_gain)
+    if not tail:
+        return []
+    expected = f"would make an iteration {median(tail):.2f} times as fast (median of the last {len(tail)})"
+    said = f"waiting: by the run's own figures rollout.tail={{extra: 0.25}} {expected}"
+    return [f"{said}, rollout.carry={{extra: 0.25, staleness: 2}} {median(carry):.2f} times"]
 
 
 def print_placement(estimates: Sequence[GroupEstimate], console: Console) -> None:

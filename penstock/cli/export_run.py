@@ -102,7 +102,7 @@ def _write(run: RunFolder, manifest: Manifest, source: Path, aside: Path, shard_
     from transformers.utils.logging import disable_progress_bar
 
     from engines.models.model_folder import load_folder, prove_same, with_adapters, with_weights, write_folder
-    from engines.training.checkpoint_weights import read_causal_lm_weights, recorded_frozen_sum
+    from engines.training.state_images import read_causal_lm_weights, saved_actor
     from engines.weights.lora import ADAPTER_FOLDER
 
     disable_progress_bar()
@@ -111,12 +111,12 @@ def _write(run: RunFolder, manifest: Manifest, source: Path, aside: Path, shard_
         if (source / ADAPTER_FOLDER).is_dir():
             shutil.copytree(source / ADAPTER_FOLDER, aside / ADAPTER_FOLDER)
     else:
-        tokenizer, trained = _starting_model(manifest), read_causal_lm_weights(source / "actor")
+        tokenizer, state = _starting_model(manifest), saved_actor(source)
+        trained = read_causal_lm_weights(state)
         if (lora := read_config(run).actor.lora) is None:
             lm = with_weights(tokenizer, trained)
         else:
-            base_sum = recorded_frozen_sum(source / "actor")
-            lm = with_adapters(tokenizer, trained, lora, base_sum, aside / ADAPTER_FOLDER)
+            lm = with_adapters(tokenizer, trained, lora, state.frozen_sum, aside / ADAPTER_FOLDER)
     if source == tokenizer and shard_size is None:
         _link(source, aside)
     else:

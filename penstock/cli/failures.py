@@ -21,6 +21,7 @@ MISTAKE, FAILURE = 2, 1  # exit codes
 OF_ENGINES = ("engines.groups.group", "engines.groups.hosts")  # modules of their errors
 LINES = 10  # of a log or a traceback; the log file has all of them
 REFUSED = (errno.EACCES, errno.EPERM, errno.EROFS)
+FULL = (errno.ENOSPC, errno.EDQUOT)
 MISPLACED = (errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.EEXIST, errno.ENAMETOOLONG, errno.ELOOP)
 ROUTINE = re.compile(r"\b(DEBUG|INFO|WARNING)\b|Warning:")
 
@@ -37,6 +38,10 @@ def told(error: Exception, arguments: Sequence[str]) -> tuple[str, int] | None:
     if isinstance(error, LogprobGapError):
         return "\n  ".join([str(error), *notes]), FAILURE
     if isinstance(error, OSError):
+        if error.errno in FULL:
+            where = f"{error.filename}: " if error.filename else ""
+            text = f"{where}{os.strerror(int(error.errno))}; make room, or name a folder on another disk"
+            return "\n  ".join([text, *notes]), FAILURE
         text = file_mistake(error, arguments)
         return ("\n  ".join([text, *notes]), MISTAKE) if text else None
     if type(error).__module__ not in OF_ENGINES:  # not imported to ask: it would delay every other message

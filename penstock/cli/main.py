@@ -32,9 +32,15 @@ COMMANDS: dict[str, dict[str, Callable[..., None]]] = {
         "reward-model": training.reward_model,
         "keys": training.keys,
     },
-    "Prepare the machine": {"doctor": machine.doctor, "deploy": machine.deploy, "host": machine.host},
+    "Prepare the machine": {
+        "doctor": machine.doctor,
+        "deploy": machine.deploy,
+        "host": machine.host,
+        "chaos": machine.chaos,
+    },
     "Follow and compare runs": {
         "compare": runs.compare,
+        "replay": runs.replay,
         "sync": runs.sync,
         "set": runs.set_live,
         "ui": runs.ui,
@@ -100,6 +106,8 @@ def _quiet_libraries() -> None:
         "PREFECT_SERVER_MEMO_STORE_PATH": str(home / "memo_store.toml"),  # Prefect 3.7 looks in ~/.prefect for these
         "PREFECT_RESULTS_LOCAL_STORAGE_PATH": str(home / "storage"),  # two, whatever its home is
         "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
+        # A server that is started anew finds the leases of GPU slots; with those in memory they would stay taken.
+        "PREFECT_SERVER_CONCURRENCY_LEASE_STORAGE": "prefect.server.concurrency.lease_storage.filesystem",
         "PREFECT_SERVER_EPHEMERAL_STARTUP_TIMEOUT_SECONDS": "120",
         "DO_NOT_TRACK": "1",
         "HF_HUB_OFFLINE": "1",

@@ -54,6 +54,9 @@ def print_summary(folder: Path) -> None:
     from penstock.reports import progress
     from penstock.state.run_folder import RunFolder
 
+    if not (folder / "summary.json").is_file():  # the flow has said what else is lacking, and why
+        console.print(f"the model is {short_path(folder)}/models/final", highlight=False, soft_wrap=True)
+        return
     summary = json.loads((folder / "summary.json").read_text(encoding="utf-8"))
     places = {
         "Run folder": str(folder),

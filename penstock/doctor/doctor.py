@@ -20,6 +20,7 @@ from penstock.doctor.doctor_gpus import gpus
 from penstock.doctor.doctor_variables import variables
 from penstock.doctor.environment import OPTIONAL
 from penstock.doctor.machine_facts import MachineFacts, Storage
+from penstock.usercode.sandbox import INSTALL
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -55,6 +56,7 @@ def diagnose(facts: MachineFacts, disk_needed: int | None = None) -> list[Diagno
         *shared_memory(facts),
         *open_files(facts),
         *loopback(facts),
+        *sandbox(facts),
         *(line for storage in facts.storages for line in file_system(storage, facts.variables)),
         *disk(facts, disk_needed),
     ]
@@ -207,6 +209,15 @@ def loopback(facts: MachineFacts) -> Iterator[Diagnosis]:
         yield Diagnosis("loopback", "warning", text, "export NO_PROXY=127.0.0.1,localhost")
     else:
         yield Diagnosis("loopback", "ok", "127.0.0.1 answers")
+
+
+def sandbox(facts: MachineFacts) -> Iterator[Diagnosis]:
+    """Whether the code of rewards and environments can run in a sandbox; a recipe has to ask for one."""
+    if facts.sandbox_obstacle:
+        text = f"none, which matters only where a recipe asks for one: {facts.sandbox_obstacle}"
+        yield Diagnosis("sandbox", "ok", text, INSTALL)
+    else:
+        yield Diagnosis("sandbox", "ok", "bubblewrap works: reward.sandbox and environment.sandbox can be used")
 
 
 # ---- disks ---------------------------------------------------------------------------------------------------------

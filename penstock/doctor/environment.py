@@ -22,6 +22,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+IMPORT_TIMEOUT_S = 600.0  # from a disk of a network that has not read them yet
 OPTIONAL = ("torchvision", "torchaudio", "torchcodec")
 REINSTALL = "Run `make clean install`."
 MEND = "Run `python -m penstock.doctor.environment --mend`: a wheel built for another PyTorch is the usual cause."
@@ -83,7 +84,11 @@ def reason(stderr: str, returncode: int) -> str:
 
 def examine(probe: Probe) -> Finding:
     """Run the probe's statement in a fresh interpreter."""
-    done = subprocess.run([sys.executable, "-c", probe.statement], capture_output=True, text=True, check=False)
+    command = [sys.executable, "-c", probe.statement]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=IMPORT_TIMEOUT_S)
+    except subprocess.TimeoutExpired:
+        return Finding(probe, "", f"still going after {IMPORT_TIMEOUT_S:g} s")
     if done.returncode:
         return Finding(probe, "", reason(done.stderr, done.returncode))
     printed = done.stdout.split()

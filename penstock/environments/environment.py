@@ -9,6 +9,7 @@ Left out: loading a user's class (penstock/environments/loading.py), worker proc
 
 from __future__ import annotations
 
+from collections.abc import Awaitable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -36,18 +37,20 @@ class Environment(Protocol):
     A class is called with `environment.settings` as keyword arguments. Its attribute `stop`, a tuple of texts, names
     what ends a turn besides the end-of-sequence token: the closing of a tool call, for instance. Each has to be a
     single token of the model; a token that contains it ends a turn, too.
+
+    `reset` and `step` may be `async`, either or both: then the calls of a worker's episodes run concurrently.
     """
 
-    def reset(self, row: dict[str, Any], seed: int) -> str | None:
+    def reset(self, row: dict[str, Any], seed: int) -> str | None | Awaitable[str | None]:
         """Begin the episode of a data row; return what the policy sees after the prompt, if anything.
 
         Args:
             row: the columns of the data row that the prompt came from.
             seed: for everything random; another one for each sample of a prompt, the same when an iteration is
-                repeated.
+                repeated. With `rollout.carry` a new engine plays an episode again from it and its turns.
         """
 
-    def step(self, text: str) -> Step:
+    def step(self, text: str) -> Step | Awaitable[Step]:
         """Answer a turn of the policy.
 
         Called for every turn, also for one that was cut at a limit, after which the episode is over whatever this

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -35,6 +36,11 @@ def load_environment(config: EnvironmentConfig) -> Callable[[], Environment]:
             )
     stop_texts(config.type, episode)
     return lambda: make(**config.settings)
+
+
+def is_async(episode: Environment) -> bool:
+    """Return whether calls of an environment run concurrently: its `reset` or its `step` is `async`."""
+    return inspect.iscoroutinefunction(episode.reset) or inspect.iscoroutinefunction(episode.step)
 
 
 def stop_texts(spec: str, episode: Any) -> tuple[str, ...]:

@@ -2,7 +2,8 @@
 
 An episode stays in the process in which it began, since its state is there: so a pool has one process, and an
 episode's name says which. Calls travel in chunks, and a worker hands back what it has after a tenth of a second:
-neither a message per call, nor a long wait behind a slow one.
+neither a message per call, nor a long wait behind a slow one. Calls of an `async` environment go on meanwhile, and the
+worker is asked again; those of another are answered in turn, and those it did not come to are sent again.
 
 Left out: what happens inside (penstock/environments/worker.py), how a process that overruns or dies is replaced
 (penstock/usercode/workers.py), what an episode is made of (engines/rollout/episodes.py).
@@ -12,12 +13,15 @@ from __future__ import annotations
 
 import zlib
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Collection, Iterable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
+from itertools import count
+from pathlib import Path
 
 from configs.sections.rollout import EnvironmentConfig
 from penstock.environments import worker
-from penstock.environments.worker import Call, Reply
+from penstock.environments.worker import Answered, Call, Reply, Started
+from penstock.usercode.sandbox import Sandbox, check_sandbox
 from penstock.usercode.workers import GRACE_S, Workers, loss
 from penstock.usercode.workers import Call as Sent
 
@@ -29,89 +33,142 @@ class EnvironmentPool:
 
     Args:
         config: the section `environment`.
+        run: the run folder, which a sandbox hides.
 
     Attributes:
         stop: the texts that end a turn.
 
     Raises:
-        UserError: the class does not load in a worker process.
+        UserError: the class does not load in a worker process, or this machine has no sandbox for it.
     """
 
-    def __init__(self, config: EnvironmentConfig) -> None:
-        self._workers = [_Worker(config) for _ in range(config.workers)]
-        self.stop = [item.stop() for item in self._workers][0]  # asked of all workers, so that all have started
+    def __init__(self, config: EnvironmentConfig, run: Path | None = None) -> None:
+        if config.sandbox is not None:
+            check_sandbox("environment.sandbox")
+        sandbox = None if config.sandbox is None else config.sandbox.of_run(hidden=run)
+        self._workers = [_Worker(config, sandbox) for _ in range(config.workers)]
+        self._kept: dict[str, Reply] = {}  # that have come, and that nobody has asked for
+        self.stop = [item.started().stop for item in self._workers][0]  # asked of all, so that all have started
+
+    @property
+    def awaited(self) -> int:
+        """Calls that were asked and whose replies have not come, less those of abandoned episodes."""
+        return sum(item.awaited for item in self._workers)
 
     def ask(self, calls: Sequence[Call]) -> None:
         """Send calls to the workers of their episodes, at most one call of an episode at a time."""
         for call in calls:
-            self._workers[zlib.crc32(call.episode.encode()) % len(self._workers)].queue.append(call)
+            self._worker_of(call.episode).queue.append(call)
         for item in self._workers:
             item.send()
 
-    def replies(self, wait_for: int = 0) -> dict[str, Reply]:
-        """Return replies that have come, by episode: at least `wait_for` of them, or as many as were asked for."""
+    def replies(self, wait_for: int = 0, of: Collection[str] | None = None) -> dict[str, Reply]:
+        """Return replies that have come, by episode: at least `wait_for` of them, or as many as are awaited.
+
+        Args:
+            of: the episodes whose replies are asked for; those of others stay here. None: all.
+        """
         found: dict[str, Reply] = {}
         while True:
             for item in self._workers:
-                found |= item.collect()
-            flying = [item.sent.future for item in self._workers if item.sent is not None]
-            if len(found) >= wait_for or not flying:
+                self._kept |= item.collect()
+            found |= {name: self._kept.pop(name) for name in [*self._kept] if of is None or name in of}
+            if len(found) >= wait_for or not self.awaited:
                 return found
+            flying = [item.sent.future for item in self._workers if item.sent is not None]
             wait(flying, timeout=1.0, return_when=FIRST_COMPLETED)
 
-    def forget(self) -> None:
-        """Drop all episodes. No call may be under way."""
+    def abandon(self, episodes: Collection[str]) -> None:
+        """Drop episodes, whatever they are doing; others are not touched. Returns at once.
+
+        Afterwards `replies` returns no reply of theirs and `awaited` does not count their calls. What waits in the
+        queue is not sent any more. What is under way is cancelled where the environment is `async`: its coroutine gets
+        `asyncio.CancelledError` where it waits. Of another environment the call ends by itself, at `timeout_s` at the
+        latest, and holds its worker up until then. A name that was abandoned may begin a new episode at once.
+
+        Args:
+            episodes: their names; those of episodes that are over, or never began, change nothing.
+        """
+        for name in episodes:
+            self._kept.pop(name, None)
         for item in self._workers:
-            item.forget()
+            if names := [name for name in episodes if self._worker_of(name) is item]:
+                item.abandon(names)
 
     def close(self) -> None:
         """End the worker processes."""
         for item in self._workers:
             item.close()
 
+    def _worker_of(self, episode: str) -> _Worker:
+        return self._workers[zlib.crc32(episode.encode()) % len(self._workers)]
+
 
 class _Worker:
-    """One process with a queue of calls, of which one chunk is under way."""
+    """One process with a queue of calls, and at most one message under way, for which a reply is due soon."""
 
-    def __init__(self, config: EnvironmentConfig) -> None:
+    def __init__(self, config: EnvironmentConfig, sandbox: Sandbox | None) -> None:
         self._config = config
         self.queue: deque[Call] = deque()
-        self.sent: Sent[list[Reply]] | None = None
-        self._chunk: list[Call] = []
-        self._workers = Workers(1, worker.start, (config.model_dump(),), worker.stop)
+        self.sent: Sent[Answered] | None = None
+        self._numbers = count()
+        self._open: dict[int, Call] = {}  # that the worker has and has not answered, in the order of their numbers
+        self._deadline_s = config.timeout_s + worker.HAND_BACK_S + GRACE_S
+        self._workers = Workers(1, worker.start, (config.model_dump(),), worker.started, sandbox)
 
-    def stop(self) -> tuple[str, ...]:
+    def started(self) -> Started:
         loads = f"environment.type '{self._config.type}' loads in the flow"
-        return self._workers.started(loads, "in the rank's log")
+        self._started = self._workers.started(loads, "in the rank's log")
+        return self._started
+
+    @property
+    def awaited(self) -> int:
+        return len(self.queue) + len(self._open)
 
     def send(self) -> None:
-        """Send the next chunk, unless one is under way."""
-        if self.sent is not None or not self.queue:
+        """Send the next chunk, or ask after calls that go on, unless a message is under way."""
+        if self.sent is not None or not self.awaited:
             return
-        self._chunk = [self.queue.popleft() for _ in range(min(_LONGEST_CHUNK, len(self.queue)))]
-        deadline_s = self._config.timeout_s + worker.HAND_BACK_S + GRACE_S
-        self.sent = self._workers.call(worker.answer, self._chunk, deadline_s=deadline_s)
+        most = len(self.queue) if self._started.is_async else _LONGEST_CHUNK
+        chunk = {next(self._numbers): self.queue.popleft() for _ in range(min(most, len(self.queue)))}
+        self._open |= chunk
+        self.sent = self._workers.call(worker.answer, chunk, deadline_s=self._deadline_s)
 
     def collect(self) -> dict[str, Reply]:
-        """Return the replies of the chunk under way if it has ended, and send the next."""
+        """Return what the message under way brought if it has ended, and send the next."""
         if self.sent is None or not self._workers.ended([self.sent], 0):
             return {}
-        replies, chunk = self._outcome(self.sent.future), self._chunk
+        replies = self._outcome(self.sent.future)
         self.sent = None
-        self.queue.extendleft(reversed(chunk[len(replies) :]))
+        found = {self._open.pop(number).episode: reply for number, reply in replies.items() if number in self._open}
+        if not self._started.is_async:  # it did not come to them
+            self.queue.extendleft(reversed(self._open.values()))
+            self._open.clear()
         self.send()
-        return {call.episode: reply for call, reply in zip(chunk, replies, strict=False)}
+        return found
 
-    def _outcome(self, future: Future[list[Reply]]) -> list[Reply]:
+    def _outcome(self, future: Future[Answered]) -> dict[int, Reply]:
+        """Return replies by the numbers of their calls; a lost worker is the reply to all that it had."""
         error = future.exception()
-        if error is None:
-            return future.result()
-        limit = self._config.timeout_s
-        overran = f"its worker was killed: a call took over {limit:g} s, in code that could not be interrupted"
-        return [Reply(failure=loss(error, "its worker process", overran))] * len(self._chunk)
+        if error is not None:
+            limit = self._config.timeout_s
+            overran = f"its worker was killed: a call took over {limit:g} s, in code that could not be interrupted"
+            return self._failed(self._open, loss(error, "its worker process", overran))
+        answered = future.result()
+        if not self._started.is_async:
+            return answered.replies
+        unknown = self._open.keys() - answered.replies.keys() - {*answered.under_way}  # to the process that answers now
+        return answered.replies | self._failed(unknown, "its worker process died")
 
-    def forget(self) -> None:
-        self._workers.call(worker.forget)
+    def _failed(self, numbers: Iterable[int], failure: str) -> dict[int, Reply]:
+        return {number: Reply(failure=failure) for number in numbers}
+
+    def abandon(self, episodes: list[str]) -> None:
+        """Drop episodes. The process hears of it before what is sent later."""
+        gone = {*episodes}
+        self.queue = deque(call for call in self.queue if call.episode not in gone)
+        self._open = {number: call for number, call in self._open.items() if call.episode not in gone}
+        self._workers.call(worker.drop, episodes, deadline_s=self._deadline_s)
 
     def close(self) -> None:
         self._workers.close()

@@ -1,20 +1,25 @@
 """What runs inside a worker process: the user's episodes, each call under a deadline, every failure made a value.
 
-A worker keeps the episodes that began in it. Code that no signal interrupts is ended by killing the process from
-outside (penstock/environments/pool.py); its other episodes are lost with it, and their next call says so.
+A worker keeps the episodes that began in it. It answers calls one after the other (`Player`), or, where the
+environment's methods are `async`, all at once (`AsyncPlayer`). Code that no signal interrupts, or that blocks the event
+loop, is ended by killing the process from outside (penstock/environments/pool.py); its other episodes are lost with it,
+and their next call says so.
 """
 
 from __future__ import annotations
 
+import asyncio
+import inspect
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field
 from typing import Any
 
 from configs.sections.rollout import EnvironmentConfig
 from penstock.environments.environment import Environment, Step
-from penstock.environments.loading import load_environment, stop_texts
-from penstock.usercode.guard import DeadlineExceeded, begin_worker, reason_of, reward_and_parts, within
+from penstock.environments.loading import is_async, load_environment, stop_texts
+from penstock.usercode.guard import DeadlineExceeded, begin_worker, reason_of, reward_and_parts, within, within_loop
 
 HAND_BACK_S = 0.1  # the longest that answers wait here for those of other episodes
 
@@ -53,31 +58,48 @@ class Reply:
 
 
 @dataclass(frozen=True)
+class Answered:
+    """What a worker hands back. Calls are known by their numbers, since an episode's name may be used again.
+
+    Attributes:
+        replies: to the calls that have ended.
+        under_way: calls that go on meanwhile.
+    """
+
+    replies: dict[int, Reply]
+    under_way: list[int]
+
+
+@dataclass(frozen=True)
 class Player:
-    """Plays the episodes of one worker; needs the main thread of its process (signals)."""
+    """Plays the episodes of one worker, call by call; needs the main thread of its process (signals)."""
 
     make: Callable[[], Environment]
     timeout_s: float
     episodes: dict[str, Environment] = field(default_factory=dict)
 
-    def answer(self, calls: list[Call]) -> list[Reply]:
+    def answer(self, calls: dict[int, Call]) -> Answered:
         """Answer at least the first call, and the following ones until it is time to hand back."""
         ends = time.monotonic() + HAND_BACK_S
-        replies: list[Reply] = []
-        for call in calls:
+        replies: dict[int, Reply] = {}
+        for number, call in calls.items():
             if replies and time.monotonic() > ends:
                 break
-            replies.append(self._answer(call))
-        return replies
+            replies[number] = self._answer(call)
+        return Answered(replies, [])
+
+    def drop(self, episodes: list[str]) -> Answered:
+        """Drop episodes."""
+        for name in episodes:
+            self.episodes.pop(name, None)
+        return Answered({}, [])
 
     def _answer(self, call: Call) -> Reply:
         try:
             reply = self._reset(call, call.row) if call.row is not None else self._step(call)
-        except DeadlineExceeded:
-            reply = Reply(failure=f"timed out after {self.timeout_s:g} s")
         except BaseException as error:  # sys.exit() in an environment is a failed episode, too
-            reply = Reply(failure=reason_of(error, __file__))
-        if call.last or reply.done or reply.failure is not None:
+            reply = _failed(error, self.timeout_s)
+        if _is_over(call, reply):
             self.episodes.pop(call.episode, None)
         return reply
 
@@ -90,15 +112,121 @@ class Player:
 
     def _step(self, call: Call) -> Reply:
         if call.episode not in self.episodes:
-            return Reply(failure="lost with its worker process, which another episode took down")
+            return _LOST
         with within(self.timeout_s):
             step = self.episodes[call.episode].step(call.text)
-        if not isinstance(step, Step):
-            raise TypeError(f"step returned a {type(step).__name__}, not a Step")
-        reward, parts = (None, {}) if step.reward is None else reward_and_parts(step.reward)
-        if not step.done and not call.last and not step.observation:
-            raise ValueError("step returned neither an observation nor done=True")
-        return Reply(_text(step.observation), bool(step.done), reward, parts)
+        return _of_step(call, step)
+
+
+@dataclass(frozen=True)
+class _UnderWay:
+    call: Call
+    task: asyncio.Task[Reply]
+    began: float
+
+
+class AsyncPlayer:
+    """Plays the episodes of one worker, all calls at a time, on an event loop in a thread of its own.
+
+    So calls go on, and see their deadlines in time, while the flow of messages to this worker stands still; and one
+    loop lasts as long as the worker: clients that the user keeps between calls stay bound to it. What is not `async`
+    runs in the loop, too, and holds it up.
+    """
+
+    def __init__(self, make: Callable[[], Environment], timeout_s: float) -> None:
+        self._make, self._timeout_s = make, timeout_s
+        self._episodes: dict[str, Environment] = {}
+        self._under_way: dict[int, _UnderWay] = {}
+        self._cancelled: set[asyncio.Task[Reply]] = set()  # the loop alone would not keep a task
+        self._loop = asyncio.new_event_loop()
+        threading.Thread(target=self._loop.run_forever, name="environments", daemon=True).start()
+
+    def answer(self, calls: dict[int, Call]) -> Answered:
+        """Begin calls, and return what has ended of all: once nothing is under way, or when it is time to hand back."""
+        return self._in_loop(self._answer(calls))
+
+    def drop(self, episodes: list[str]) -> Answered:
+        """Drop episodes and cancel their calls."""
+        return self._in_loop(self._drop(episodes))
+
+    def _in_loop(self, coroutine: Coroutine[Any, Any, Answered]) -> Answered:
+        """Wait for a coroutine, for as long as user code blocks the loop."""
+        return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result()
+
+    async def _answer(self, calls: dict[int, Call]) -> Answered:
+        began = self._loop.time()
+        for number, call in calls.items():
+            self._under_way[number] = _UnderWay(call, self._loop.create_task(self._play(call)), began)
+        if self._under_way:
+            await asyncio.wait([item.task for item in self._under_way.values()], timeout=HAND_BACK_S)
+        replies: dict[int, Reply] = {}
+        for number, item in [*self._under_way.items()]:
+            if (reply := self._reply(item)) is not None:
+                replies[number] = reply
+                del self._under_way[number]
+        return Answered(replies, [*self._under_way])
+
+    def _reply(self, item: _UnderWay) -> Reply | None:
+        """Return the reply to a call if there is one."""
+        if item.task.done():
+            reply = item.task.result()
+        elif self._loop.time() - item.began > self._timeout_s + HAND_BACK_S:  # it swallowed its deadline
+            self._cancel(item.task)
+            reply = _failed(DeadlineExceeded(), self._timeout_s)
+        else:
+            return None
+        if _is_over(item.call, reply):
+            self._episodes.pop(item.call.episode, None)
+        return reply
+
+    async def _drop(self, episodes: list[str]) -> Answered:
+        gone = {*episodes}
+        for name in gone:
+            self._episodes.pop(name, None)
+        for number in [number for number, item in self._under_way.items() if item.call.episode in gone]:
+            self._cancel(self._under_way.pop(number).task)
+        return Answered({}, [*self._under_way])
+
+    def _cancel(self, task: asyncio.Task[Reply]) -> None:
+        """Cancel a task whose reply nobody wants any more; it may end later."""
+        self._cancelled.add(task)
+        task.add_done_callback(self._cancelled.discard)
+        task.cancel()
+
+    async def _play(self, call: Call) -> Reply:
+        """Answer a call. The episode is there before anything is awaited, and never touched again if it was dropped."""
+        try:
+            async with within_loop(self._timeout_s):
+                if call.row is not None:
+                    episode = self._episodes[call.episode] = self._make()
+                    return Reply(_text(await _value(episode.reset(call.row, call.seed))))
+                if call.episode not in self._episodes:
+                    return _LOST
+                return _of_step(call, await _value(self._episodes[call.episode].step(call.text)))
+        except BaseException as error:
+            return _failed(error, self._timeout_s)
+
+
+_LOST = Reply(failure="lost with its worker process, which another episode took down")
+
+
+def _is_over(call: Call, reply: Reply) -> bool:
+    return call.last or reply.done or reply.failure is not None
+
+
+def _failed(error: BaseException, timeout_s: float) -> Reply:
+    if isinstance(error, DeadlineExceeded):
+        return Reply(failure=f"timed out after {timeout_s:g} s")
+    return Reply(failure=reason_of(error, __file__))
+
+
+def _of_step(call: Call, step: object) -> Reply:
+    if not isinstance(step, Step):
+        raise TypeError(f"step returned a {type(step).__name__}, not a Step")
+    reward, parts = (None, {}) if step.reward is None else reward_and_parts(step.reward)
+    if not step.done and not call.last and not step.observation:
+        raise ValueError("step returned neither an observation nor done=True")
+    return Reply(_text(step.observation), bool(step.done), reward, parts)
 
 
 def _text(observation: object) -> str | None:
@@ -107,31 +235,51 @@ def _text(observation: object) -> str | None:
     return observation or None
 
 
+async def _value(value: object) -> object:
+    return await value if inspect.isawaitable(value) else value
+
+
 # ---- the process ---------------------------------------------------------------------------------------------------
 
-_player: Player
-_stop: tuple[str, ...]
+
+@dataclass(frozen=True)
+class Started:
+    """What a worker says once it has started.
+
+    Attributes:
+        stop: the texts that end a turn.
+        is_async: whether its calls run concurrently.
+    """
+
+    stop: tuple[str, ...]
+    is_async: bool
+
+
+_player: Player | AsyncPlayer
+_started: Started
 
 
 def start(config: dict[str, Any]) -> None:
     """Prepare this worker process; runs once, before its first call."""
-    global _player, _stop
+    global _player, _started
     begin_worker()
     settings = EnvironmentConfig.model_validate(config)
-    _player = Player(load_environment(settings), settings.timeout_s)
-    _stop = stop_texts(settings.type, _player.make())
+    make = load_environment(settings)
+    episode = make()
+    _started = Started(stop_texts(settings.type, episode), is_async(episode))
+    _player = (AsyncPlayer if _started.is_async else Player)(make, settings.timeout_s)
 
 
-def stop() -> tuple[str, ...]:
-    """The texts that end a turn; the answer also says that the worker has started."""
-    return _stop
+def started() -> Started:
+    """What the pool has to know of the environment; the answer also says that the worker has started."""
+    return _started
 
 
-def answer(calls: list[Call]) -> list[Reply]:
-    """`Player.answer` in this worker."""
+def answer(calls: dict[int, Call]) -> Answered:
+    """`answer` of this worker's player."""
     return _player.answer(calls)
 
 
-def forget() -> None:
-    """Drop every episode."""
-    _player.episodes.clear()
+def drop(episodes: list[str]) -> Answered:
+    """`drop` of this worker's player."""
+    return _player.drop(episodes)

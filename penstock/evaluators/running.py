@@ -56,7 +56,8 @@ def figures_of(spec: str, heldout: HeldOut) -> dict[str, float]:
 
 def _run_apart(spec: str, heldout: HeldOut, deadline_s: float) -> dict[str, float]:
     with closing(Workers(1, begin_worker, (), ready)) as workers:
-        return workers.call(figures_of, spec, heldout, deadline_s=deadline_s).future.result()
+        called = workers.call(figures_of, spec, heldout, deadline_s=deadline_s)
+        return called.future.result()
 
 
 def _prefixed(prefix: str, figures: Mapping[str, float]) -> dict[str, float]:

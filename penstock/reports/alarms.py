@@ -16,7 +16,10 @@ from typing import Any
 
 import numpy as np
 
+from penstock.reports.waiting import WAITED, gains, tail_gain
+
 History = Sequence[Mapping[str, float]]
+STALENESS = "rollout/staleness_max"
 
 
 @dataclass(frozen=True)
@@ -106,6 +109,22 @@ def turns(values: np.ndarray, swing: float) -> int:
     return count
 
 
+COLLAPSE_WINDOW = 30  # iterations, of which the first ten are compared with the last ten
+COLLAPSE_PART = 10
+COLLAPSE_FALL = 0.5  # share of the rewards' standard deviation
+COLLAPSE_ERRORS = 4.0  # standard errors of the difference, by how much the reward varies between neighbours
+
+
+def reward_collapses(history: History) -> bool:
+    """Whether the mean reward fell within 30 iterations by half the rewards' standard deviation, and beyond noise."""
+    rewards, spreads = (_last(history, name, COLLAPSE_WINDOW) for name in ("reward/mean", "reward/std"))
+    if len(rewards) < COLLAPSE_WINDOW or not len(spreads):
+        return False
+    fall = float(rewards[:COLLAPSE_PART].mean() - rewards[-COLLAPSE_PART:].mean())
+    noise = float(np.diff(rewards).std()) / np.sqrt(2)  # of one iteration
+    return fall > max(COLLAPSE_FALL * float(np.median(spreads)), COLLAPSE_ERRORS * noise * np.sqrt(2 / COLLAPSE_PART))
+
+
 KL_WINDOW = 3  # iterations in all of which it must be beyond: a mean could come from a single odd token
 KL_LIMIT = {"actor/kl": 1.0, "actor/approx_kl": 0.1}  # nats per token: to the reference, of one iteration's updates
 KL_GROWTH = 10.0  # times the median of the iterations before ...
@@ -184,8 +203,32 @@ MISMATCH_LIMIT = 0.01  # mean difference of probabilities; verl's documentation 
 
 
 def policies_mismatch(history: History) -> bool:
-    """Whether rollout's and trainer's probabilities were 0.01 apart, on the mean, in each of the last 3 iterations."""
+    """Whether rollout's and trainer's probabilities were 0.01 apart, on the mean, in each of the last 3 iterations.
+
+    Not where tokens are carried over: those of older policies have other probabilities.
+    """
+    if any(row.get(STALENESS, 0.0) > 0 for row in history[-MISMATCH_WINDOW:]):
+        return False
     return _all_reach(history, "mismatch/probability_difference_mean", MISMATCH_WINDOW, MISMATCH_LIMIT)
+
+
+WEIGHT_WINDOW = 3
+WEIGHT_LIMIT = 0.5
+
+
+def tokens_too_old(history: History) -> bool:
+    """Whether tokens of older policies weighed less than half of a sample in each of the last 3 iterations."""
+    values = _last(history, "mismatch/effective_sample_share", WEIGHT_WINDOW)
+    return _all_reach(history, STALENESS, WEIGHT_WINDOW, 1.0) and bool((values < WEIGHT_LIMIT).all() and len(values))
+
+
+WAITING_GAIN = 1.5  # times as fast, by what `tail_gain` expects
+
+
+def rollout_waits(history: History) -> bool:
+    """Whether `rollout.tail` would have made each of the last 5 iterations at least 1.5 times as fast."""
+    found = gains(history, tail_gain)
+    return bool(found) and min(found) >= WAITING_GAIN
 
 
 SILENCE_WINDOW = 5
@@ -228,12 +271,21 @@ RULES = (
         "(rollout.prompts), or fewer steps on the same experience (algorithm.epochs, algorithm.mini_batches)",
     ),
     Rule(
+        "reward_collapse",
+        "reward/mean",
+        reward_collapses,
+        "The mean reward falls, by more than half of what rewards differ among each other",
+        "Look at samples of these iterations and at reward/failures; lower actor.optimizer.learning_rate, and go back "
+        "to a checkpoint from before (--resume RUN --from ITERATION); faults.reward acts on a fall by itself",
+    ),
+    Rule(
         "kl_explosion",
         "actor/approx_kl",
         kl_explodes,
         "The policy runs away: its KL to the reference, or to itself before an update, is far beyond the usual",
         "Lower actor.optimizer.learning_rate, raise algorithm.kl.coefficient (or add algorithm.kl), and go back to a "
-        "checkpoint from before; read samples, since a reward can be earned without doing the task",
+        "checkpoint from before (--resume RUN --from ITERATION); read samples, since a reward can be earned without "
+        "doing the task. faults.kl and faults.update_kl act on a limit by themselves",
     ),
     Rule(
         "entropy_collapse",
@@ -269,12 +321,30 @@ RULES = (
         "rounding is the cause, and with several steps on one experience take fewer",
     ),
     Rule(
+        "tokens_too_old",
+        STALENESS,
+        tokens_too_old,
+        "Responses that were carried over are so far from the present policy that their weights leave less than half "
+        "of the sample",
+        "Lower rollout.carry.staleness or rollout.carry.extra, or actor.optimizer.learning_rate",
+    ),
+    Rule(
         "nothing_to_learn",
         "advantage/zero_share",
         nothing_to_learn,
         "Nearly all responses have no advantage: those of a prompt all earn the same, and nothing is learnt from them",
         "The prompts are too hard or too easy, or the reward tells nothing apart: choose others, raise rollout.samples "
         "or rollout.temperature, give partial rewards, or draw others by algorithm.dynamic_sampling",
+    ),
+    Rule(
+        "rollout_waits",
+        WAITED,
+        rollout_waits,
+        "Iterations wait for the prompts whose responses take longest: if they did not, they would be at least 1.5 "
+        "times as fast",
+        "Put them off by rollout.tail, or go on with them by rollout.carry (docs/asynchrony.md says what that does to "
+        "a training), or bound them: lower "
+        "rollout.max_response_tokens, or environment.max_turns and environment.timeout_s",
     ),
     Rule(
         "skipped_steps",

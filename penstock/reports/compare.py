@@ -102,6 +102,18 @@ def compare_runs(tracking_uri: str, experiment: str, run_ids: Sequence[str] | No
     )
 
 
+def recorded_figures(folder: Path, run_id: str) -> dict[tuple[int, str], float]:
+    """Return all figures that MLflow holds of a run, by iteration and name; NaN and infinite ones are left out.
+
+    Args:
+        folder: directory of the run folders.
+    """
+    client = connect(store_of(folder))
+    run = client.get_run(run_id)
+    histories = {name: _Histories(client, run)(name) for name in run.data.metrics}
+    return {(step, name): value for name, history in histories.items() for step, value in history.items()}
+
+
 def write_comparison(comparison: Comparison, folder: Path) -> list[Path]:
     """Write `compare.md`, `results.csv`, `differences.csv`, and `compare.png` where a curve exists."""
     folder.mkdir(parents=True, exist_ok=True)

@@ -196,6 +196,12 @@ def throughput_figure(frame: pd.DataFrame) -> Figure | None:
                 "rollout/response_length_max": "longest",
                 "rollout/response_length_mean": "mean",
             },
+            "Prompts that wait": {"rollout/deferred": "prompts"},
+            "Tokens, share": {"rollout/unused_share": "not used", "rollout/off_policy_share": "of older policies"},
+            "Age of tokens, updates of the policy": {
+                "rollout/staleness_max": "oldest",
+                "rollout/staleness_mean": "mean",
+            },
             "Model FLOPs, share of the GPU's peak": {
                 "actor/mfu": "actor's update",
                 "reference/mfu": "reference",
@@ -285,7 +291,7 @@ def _panels(frame: pd.DataFrame, panels: Mapping[str, Mapping[str, str]]) -> Fig
     axes = canvas(len(found), height=2.5)
     for number, (panel, (title, names)) in enumerate(zip(axes, found.items(), strict=True)):
         for shift, name in enumerate(names):
-            line(panel, frame[name], COLOURS[number + 4 * shift], panels[title][name])
+            line(panel, frame[name], COLOURS[(number + 4 * shift) % len(COLOURS)], panels[title][name])
         panel.set_title(title)
         if len(names) > 1 or len(frame) > _SMOOTH_ABOVE:
             panel.legend(loc="best")

@@ -16,10 +16,14 @@ from pathlib import Path
 from shlex import quote
 from typing import TYPE_CHECKING, Any
 
+from penstock.base.files import write_text
 from penstock.reports.alarms import Alarm, alarms_of
 from penstock.reports.evaluation import Figure, evaluation_figures
+from penstock.reports.faults import Told, faults_of
 from penstock.reports.headline import Headline, headlines
+from penstock.reports.losses import Loss, losses_of
 from penstock.reports.plots import metrics_frame, plot_run, task_times
+from penstock.state.events import read_events
 from penstock.state.run_folder import RunFolder, read_metrics
 
 if TYPE_CHECKING:
@@ -66,6 +70,8 @@ class Report:
     status: str
     headlines: list[Headline]
     alarms: list[Alarm]
+    losses: list[Loss]
+    faults: list[Told]
     evaluation: list[Figure]
     pictures: list[Picture]
     times: list[TaskTime]
@@ -101,8 +107,8 @@ def write_report(
         loader=PackageLoader("penstock.reports"), autoescape=True, trim_blocks=True, lstrip_blocks=True
     )
     page = folder / "index.html"
-    page.write_text(templates.get_template("report.html.j2").render(vars(report)), encoding="utf-8")
-    (folder / "report.md").write_text(_markdown(report), encoding="utf-8")
+    write_text(page, templates.get_template("report.html.j2").render(vars(report)))
+    write_text(folder / "report.md", _markdown(report))
     return page
 
 
@@ -115,12 +121,15 @@ def _gather(
     resume: str,
 ) -> Report:
     records, config = read_metrics(RunFolder(run_folder)), run_folder / "config.yaml"
+    events = read_events(RunFolder(run_folder))
     status = str(summary.get("status", "unfinished")).lower()
     return Report(
         name=run_folder.name,
         status=status,
         headlines=headlines(summary),
         alarms=alarms_of(records),
+        losses=losses_of(events),
+        faults=faults_of(events),
         evaluation=evaluation_figures(records),
         pictures=[Picture(path, _CAPTIONS[path.stem]) for path in plot_run(records, folder)],
         times=mean_task_times(metrics_frame(records)),
@@ -171,6 +180,12 @@ def _markdown(report: Report) -> str:
     if report.alarms:
         lines = [f"- **{alarm.happens}** ({alarm.when}). {alarm.change}." for alarm in report.alarms]
         parts.append("\n".join(["## Alarms", "", *lines]))
+    if report.losses:
+        rows = [f"| {loss.what} | {loss.when} | {loss.why} | {loss.noticed} | {loss.then} |" for loss in report.losses]
+        parts.append("\n".join(["| lost | when | why | noticed | gone on |", "| --- | --- | --- | --- | --- |", *rows]))
+    if report.faults:
+        rows = [f"| {fault.what} | {fault.when} | {fault.why} | {fault.then} |" for fault in report.faults]
+        parts.append("\n".join(["| fault | when | why | then |", "| --- | --- | --- | --- |", *rows]))
     if report.evaluation:
         rows = [f"| {line.label} | {line.first} | {line.last} |" for line in report.evaluation]
         parts.append("\n".join(["| held-out prompts | first | last |", "| --- | --- | --- |", *rows]))

@@ -20,12 +20,13 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, NamedTuple, Self
 
-from penstock.base.errors import UserError
+from penstock.base.errors import RewardTimeout, UserError
 from penstock.rewards import worker
 from penstock.rewards.function import load_reward_function
 from penstock.rewards.server import NOT_ASKED
-from penstock.rewards.types import TIMED_OUT, Row, Sample, Score
+from penstock.rewards.types import NO_REPLY, TIMED_OUT, Row, Sample, Score
 from penstock.usercode.prints import PrintLog
+from penstock.usercode.sandbox import Sandbox
 from penstock.usercode.workers import GRACE_S, Call, Workers, loss, ready
 
 if TYPE_CHECKING:
@@ -66,7 +67,7 @@ class RewardPool:
     Args:
         config: the reward section, with a function.
         columns: names of the columns that the data rows have.
-        log: file for what the function prints; None: the workers' standard error.
+        log: file for what the function prints, in a folder of the run folder; None: the workers' standard error.
 
     Raises:
         UserError: the function cannot be loaded or called with these columns.
@@ -88,8 +89,17 @@ class RewardPool:
     def __enter__(self) -> Self:
         config, log = self._config, None if self._prints is None else str(self._prints.path)
         start = (config.function, config.settings, self._columns, config.timeout_s, config.failure_value, log)
-        self._workers = Workers(self._count, worker.start, start, ready)
+        self._workers = Workers(self._count, worker.start, start, ready, self._sandbox())
         return self
+
+    def _sandbox(self) -> Sandbox | None:
+        if self._config.sandbox is None:
+            return None
+        if self._prints is None:
+            return self._config.sandbox.of_run()
+        log = self._prints.path
+        log.touch()
+        return self._config.sandbox.of_run(hidden=log.absolute().parent.parent, log=log)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -203,29 +213,41 @@ def check_failures(scores: Sequence[Score], samples: Sequence[Sample], config: R
 
     Raises:
         UserError: more than `max_failure_share` of the samples failed; it shows the first of them.
+        RewardTimeout: likewise, and of none was the reason another than time.
     """
     remedy = (
         "Put the function or the data right, or raise reward.timeout_s or reward.max_failure_share."
         if config.function is not None
         else "Look at the server and what it answers, or raise reward.max_failure_share."
     )
-    left = sum(_not_asked(score.failure) for score in scores)
+    left, failures = sum(_not_asked(score.failure) for score in scores), _failures(scores, samples)
+    late = all(TIMED_OUT in line or NO_REPLY in line for line in failures)
     refuse_too_many(
-        _failures(scores, samples),
+        failures,
         len(scores),
         config.max_failure_share,
-        f"{config.source} failed for",
+        f"{config.source} failed{' to answer in time' if late else ''} for",
         "samples" + (f", {left} more were not asked any more" if left else ""),
         remedy,
+        RewardTimeout if late else UserError,
     )
 
 
-def refuse_too_many(failures: Sequence[str], total: int, allowed: float, begin: str, unit: str, remedy: str) -> None:
+def refuse_too_many(
+    failures: Sequence[str],
+    total: int,
+    allowed: float,
+    begin: str,
+    unit: str,
+    remedy: str,
+    error: type[UserError] = UserError,
+) -> None:
     """Stop when more than the share `allowed` of `total` failed.
 
     Args:
         failures: a line for each.
         begin: what the message says before the numbers, and `unit` what was counted.
+        error: what is raised.
 
     Raises:
         UserError: more did; it shows the first of them.
@@ -234,7 +256,7 @@ def refuse_too_many(failures: Sequence[str], total: int, allowed: float, begin: 
         return
     shown = "".join(f"\n    {line}" for line in failures[:_FAILURES_SHOWN])
     more = f"\n    and {len(failures) - _FAILURES_SHOWN} more" if len(failures) > _FAILURES_SHOWN else ""
-    raise UserError(
+    raise error(
         f"{begin} {len(failures)} of {total} {unit}; reward.max_failure_share allows {allowed:.0%}:{shown}{more}",
         remedy,
     )

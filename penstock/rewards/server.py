@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from configs.sections.reward_servers import RewardServer
 from penstock.base.errors import UserError
+from penstock.rewards.types import NO_REPLY
 
 if TYPE_CHECKING:
     from openai import AsyncOpenAI
@@ -169,7 +170,7 @@ async def _reply(request: Awaitable[Any], server: RewardServer, key: str) -> Any
         reason = f"HTTP {error.status_code}: {error.response.text}"
         raise RequestFailed(_short(_without(key, reason)), error.status_code) from None
     except TimeoutError:
-        raise RequestFailed(f"no complete reply within {deadline_s:g} s") from None
+        raise RequestFailed(f"{NO_REPLY} {deadline_s:g} s") from None
     except (OpenAIError, ValueError) as error:  # ValueError: a reply that calls itself JSON and is not
         cause = f" ({error.__cause__})" if error.__cause__ is not None else ""
         raise RequestFailed(_short(_without(key, f"{type(error).__name__}: {error}{cause}"))) from None

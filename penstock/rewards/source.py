@@ -17,6 +17,7 @@ from penstock.rewards.function import check_function
 from penstock.rewards.judge import Judge, check_judge
 from penstock.rewards.pool import RewardPool
 from penstock.rewards.service import RewardService, check_service
+from penstock.usercode.sandbox import check_sandbox
 
 __all__ = ["SOURCES", "Kind", "Scorer", "check_source", "open_scorer"]
 
@@ -50,6 +51,8 @@ def check_source(config: RewardConfig, columns: Sequence[str]) -> None:
     Raises:
         UserError: it cannot be used, or not with these columns.
     """
+    if config.sandbox is not None:
+        check_sandbox("reward.sandbox")
     SOURCES[str(config.kind)].check(config, columns)
 
 

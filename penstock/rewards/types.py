@@ -20,6 +20,7 @@ class Sample:
 Row = dict[str, Any]  # the arguments of one row, by parameter name
 
 TIMED_OUT = "timed out after"  # the reason of a call that took too long begins with it
+NO_REPLY = "no complete reply within"  # likewise, of a request
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from typing import Any
 
 from penstock.rewards.function import RewardFunction, load_reward_function
 from penstock.rewards.types import TIMED_OUT, Row, Score
-from penstock.usercode.guard import DeadlineExceeded, begin_worker, reason_of, reward_and_parts, within
+from penstock.usercode.guard import DeadlineExceeded, begin_worker, reason_of, reward_and_parts, within, within_loop
 from penstock.usercode.prints import errors_too, print_to
 
 
@@ -80,14 +80,8 @@ class ChunkScorer:
             return self.function.callable(**arguments)
 
     async def _await(self, arguments: dict[str, Any]) -> Any:
-        deadline = asyncio.timeout(self.timeout_s)
-        try:
-            async with deadline:
-                return await self.function.callable(**arguments)
-        except TimeoutError:  # ours, or one that the function raised by itself
-            if deadline.expired():
-                raise DeadlineExceeded from None
-            raise
+        async with within_loop(self.timeout_s):
+            return await self.function.callable(**arguments)
 
     def _failed(self, error: BaseException) -> Score:
         if isinstance(error, DeadlineExceeded):

@@ -29,7 +29,7 @@ class Span:
 
 @dataclass(frozen=True)
 class Lap:
-    """An iteration by the clock: how long it took, and the tasks that ran in it."""
+    """An iteration by the clock: how long it took, and the tasks that ran in it, both without what was left out."""
 
     seconds: float
     spans: Sequence[Span]
@@ -40,12 +40,14 @@ class LapClock:
     """The clock of one training.
 
     Attributes:
-        began: when this lap began, moved by what was left out of it.
+        began: when this lap began.
         spans: of this lap so far; several threads may add to it.
+        stops: from when to when the clock stood still in this lap.
     """
 
     began: float = 0.0
     spans: list[Span] = field(default_factory=list)
+    stops: list[tuple[float, float]] = field(default_factory=list)
 
     @contextmanager
     def timed(self, task: str) -> Iterator[Span]:
@@ -60,16 +62,21 @@ class LapClock:
 
     def lap(self) -> Lap:
         """End this lap and begin the next."""
-        now, spans = time.perf_counter(), self.spans
-        lap = Lap(now - self.began, spans)
-        self.began, self.spans = now, []
+        now = time.perf_counter()
+        spans = [Span(span.task, self._shown(span.began), self._shown(span.ended)) for span in self.spans]
+        lap = Lap(self._shown(now) - self._shown(self.began), spans)
+        self.began, self.spans, self.stops = now, [], []
         return lap
 
     @contextmanager
     def stopped(self) -> Iterator[None]:
-        """Leave the block, and the tasks in it, out of the lap."""
+        """Leave the block, and the tasks in it, out of the lap; of a task that goes on meanwhile, this part."""
         begin, spans = time.perf_counter(), self.spans
         self.spans = []
         yield
-        self.began += time.perf_counter() - begin
+        self.stops.append((begin, time.perf_counter()))
         self.spans = spans
+
+    def _shown(self, at: float) -> float:
+        """Return what this clock showed at a time of this lap."""
+        return at - sum(min(at, end) - begin for begin, end in self.stops if begin < at)

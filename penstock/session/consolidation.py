@@ -7,12 +7,16 @@ manifest waits for it. So the experience of every iteration that is not repeated
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from types import TracebackType
 from typing import Self
 
 from penstock.state.experience import consolidate, with_parts
+
+_logger = logging.getLogger(__name__)
 
 
 class Consolidator:
@@ -36,7 +40,10 @@ class Consolidator:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         with self._thread:
-            self.finish()
+            try:
+                self.finish()
+            except OSError as why:  # parts are experience as well, and a resume begins with them
+                _logger.warning("experience stays in parts: %s", why)
 
     def begin(self, path: Path) -> None:
         """Consolidate an experience file in the thread, once the one begun before is done.
@@ -46,6 +53,11 @@ class Consolidator:
         """
         self.wait()
         self._begun = self._thread.submit(consolidate, path)
+
+    def begun(self) -> Callable[[], None]:
+        """Return what waits for that which is under way now, whatever is begun later; raises as `wait`."""
+        begun = self._begun
+        return (lambda: None) if begun is None else begun.result
 
     def wait(self) -> None:
         """Wait for what was begun.

@@ -30,8 +30,8 @@ from engines.groups.spec import RankDevice
 from penstock.base.errors import UserError
 from penstock.base.files import nearest_existing
 from penstock.reports.progress import waiting
-from penstock.session.hosts import LET_GO_S, LOOK_S, folder_mistakes, listening
-from penstock.session.pools import HostRun, Pool, ask_for_hosts, let_go, why_missing
+from penstock.session.hosts import absent_after, folder_mistakes, gathering
+from penstock.session.pools import Pool, ask_for_hosts
 
 LOOKS = 4  # at a clock; the quickest tells the most
 FILE_BYTES, FILE_S = 64 * MIB, 120.0
@@ -96,25 +96,11 @@ def machines_of(pool: Pool, network: HostsConfig, logs: Path) -> Iterator[tuple[
         UserError: this machine cannot listen where it is told to.
     """
     names = [f"{pool.name}/{number}" for number in range(pool.hosts)]
-    hosts, asked = listening(logs, network, names), list[HostRun]()
-    try:
+    with gathering(logs, network, names) as (hosts, asked):
         asked += ask_for_hosts(pool.name, names, hosts.address, network, EXAMINATION)
         with waiting(Console(), f"waiting for hosts: {', '.join(names)}"):
-            missing = _missing(hosts, network.join_timeout_s, asked)
-        yield hosts, missing
-    finally:
-        hosts.close()
-        let_go(asked, LET_GO_S)
-
-
-def _missing(hosts: Hosts, timeout_s: float, asked: Sequence[HostRun]) -> dict[str, str]:
-    """Wait until every host has come or never will; return what is known of those that have not."""
-    deadline = time.monotonic() + timeout_s
-    while not hosts.wait_joined(LOOK_S):
-        reasons = why_missing(asked, hosts.missing())
-        if all(why.ended for why in reasons.values()) or time.monotonic() >= deadline:
-            return {name: why.text for name, why in reasons.items()}
-    return {}
+            absent = absent_after(hosts, network.join_timeout_s, asked, all)
+        yield hosts, {name: why.text for name, why in absent.items()}
 
 
 @contextmanager

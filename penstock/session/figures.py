@@ -1,8 +1,8 @@
 """How well a run uses its machine, and what goes wrong in it: figures of an iteration beyond those of its tasks.
 
 Shares of the iteration, FLOPs against the GPU's peak, memory, GPU samples. Sources: what each command used on its ranks
-(`Session.usage`, gathered by `Session.call`), when each task ran (penstock/session/clock.py), and the GPU sampler. None
-of it is a task: the figures are sums of what is known already.
+(`Session.usage`, gathered by `Session.call`), when each task ran (penstock/session/clock.py), and samples of the hosts.
+None of it is a task: the figures are sums of what is known already.
 
 An alarm is said once, with what to change, and recorded as `alarm/<name>`, 0 or 1; the rules are in
 penstock/reports/alarms.py.
@@ -14,6 +14,7 @@ scaling`). What one run can say of it is `parallel_efficiency`.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 
@@ -22,10 +23,13 @@ from prefect import get_run_logger
 
 from configs.schema import TrainConfig
 from configs.sections.run import Role
+from engines.commands.hosts import GpuSample, TakeGpuSamples
 from engines.families.shape import read_shape
+from engines.groups.hosts import REPLY_S, HostFailed
 from engines.groups.machine import gpu_name, visible_gpus
 from engines.groups.spec import LOCAL
 from engines.sizing.flops import generation_flops, peak_flops
+from engines.sizing.gpu_figures import gpu_figures
 from penstock.reports.alarms import RULES, looked_at, raised
 from penstock.session.clock import Lap, Span
 from penstock.session.session import Session, Training
@@ -139,11 +143,24 @@ def utilisation(training: Training, iteration: int) -> dict[str, float]:
     if "reference" in session.groups:
         figures |= role_figures(training, "reference", f"{iteration}/logprobs_reference")
     figures |= memory(usage) | parallel_efficiency(usage)
-    if session.gpu_sampler is not None:
-        figures |= session.gpu_sampler.take(lap.seconds)
+    figures |= gpu_figures(_gpu_samples(session, lap.seconds))
     _warn_of_fragments(training, figures)
     session.usage.clear()
     return figures
+
+
+def _gpu_samples(session: Session, last_s: float) -> dict[str, list[GpuSample]]:
+    """Return what the hosts of GPU ranks saw; nothing of one that is lost, which the next command finds out."""
+    if session.machines is None:
+        return {}
+    devices = [device for group in session.distinct_groups for device in group.spec.devices]
+    names = sorted({device.host for device in devices if device.gpu is not None})
+    asked = {name: session.machines.hosts.begin(name, TakeGpuSamples(last_s)) for name in names}
+    found = {}
+    for name, reply in asked.items():
+        with suppress(HostFailed):
+            found[name] = reply.result(REPLY_S)
+    return found
 
 
 def parallel_efficiency(usage: Mapping[str, list[dict[str, float]]]) -> dict[str, float]:
@@ -214,10 +231,7 @@ def _warn_of_fragments(training: Training, figures: Mapping[str, float]) -> None
 def alarms(training: Training, metrics: dict[str, float]) -> dict[str, float]:
     """Return the alarms of an iteration with the figures `metrics`; one that was never raised in this run is logged."""
     session = training.session()
-    if not session.history:  # the first iteration of this process; a resumed run has some behind it
-        session.history = [dict(item["metrics"]) for item in read_metrics(training.run) if item["iteration"] > 0]
-        session.alarms_said = {rule.metric for rule in RULES if any(item.get(rule.metric) for item in session.history)}
-    figures = raised([*session.history, metrics])
+    figures = raised([*history(training), metrics])
     if training.config.rollout.ignore_eos:
         figures.pop("alarm/truncation", None)  # every response has the full length, as asked for
     for rule in RULES:
@@ -227,3 +241,12 @@ def alarms(training: Training, metrics: dict[str, float]) -> dict[str, float]:
             get_run_logger().warning("alarm: %s. %s", rule.happens, rule.change)
     session.history = looked_at([*session.history, metrics | figures])
     return figures
+
+
+def history(training: Training) -> list[Mapping[str, float]]:
+    """Return the figures of the iterations before that are looked at, the oldest first."""
+    session = training.session()
+    if not session.history:  # the first iteration of this process; a resumed run has some behind it
+        session.history = [dict(item["metrics"]) for item in read_metrics(training.run) if item["iteration"] > 0]
+        session.alarms_said = {rule.metric for rule in RULES if any(item.get(rule.metric) for item in session.history)}
+    return session.history

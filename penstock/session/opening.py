@@ -16,18 +16,19 @@ from pathlib import Path
 from typing import Generic, TypeVar, cast
 
 from prefect import get_run_logger
+from prefect.runtime import flow_run
 
 from configs.loading.resuming import resumed_config
 from configs.preference import PairConfig, PreferenceConfig, RewardModelConfig
 from configs.schema import TrainConfig
 from penstock.base.errors import UserError
-from penstock.checks.memory import Elsewhere, GroupEstimate, check_finetuning_memory, check_memory
+from penstock.checks.memory import Elsewhere, GroupEstimate, check_finetuning_memory, check_memory, describe_snapshots
 from penstock.checks.preferences import check_preferences
 from penstock.checks.tokenized import check_tokenized
 from penstock.checks.training import check_inputs, check_supervised
 from penstock.data.source import reading_once
 from penstock.session.hosts import hosted
-from penstock.session.prefect import admission
+from penstock.session.prefect import admission, patient_clients, terminations_heard
 from penstock.session.session import Training, open_session, read_config, write_config
 from penstock.session.settings import offer_overrides
 from penstock.state.digests import Damaged
@@ -36,6 +37,7 @@ from penstock.state.mending import mend
 from penstock.state.run_folder import RunFolder, check_free, locked, new_run_folder, open_run_folder
 
 Tree = TypeVar("Tree", bound=TrainConfig | PairConfig)
+RUN_TAG = "run:"  # before the name of its run folder, a tag of a training's flow run
 
 
 @dataclass(frozen=True)
@@ -97,9 +99,30 @@ class Resume:
         return open_run_folder(self.folder)
 
 
-def resume_of(folder: str | None, start: str | None = None, changes: Sequence[str] | None = None) -> Resume | None:
-    """Return what a flow is to go on with, from the fields of its form; None: its run is new."""
-    return Resume(Path(folder), start, changes or ()) if folder else None
+def resume_of(
+    config: TrainConfig | PairConfig,
+    run_folder: str | None,
+    resume: str | None,
+    start: str | None = None,
+    changes: Sequence[str] | None = None,
+) -> Resume | None:
+    """Return what a flow is to go on with, from the fields of its form; None: its run is new.
+
+    A flow run that Prefect runs once more, because it had crashed or somebody asks for a retry, goes on with the run
+    that it has begun.
+    """
+    if (begun := _begun_before(config, run_folder or resume)) is not None:
+        return Resume(begun)
+    return Resume(Path(resume), start, changes or ()) if resume else None
+
+
+def _begun_before(config: TrainConfig | PairConfig, named: str | None) -> Path | None:
+    """Return the folder of the run that an earlier attempt of this flow run has begun, if there is one."""
+    if (flow_run.run_count or 0) <= 1:
+        return None
+    names = [tag.removeprefix(RUN_TAG) for tag in flow_run.tags or () if tag.startswith(RUN_TAG)]
+    places = [Path(named)] if named is not None else [Path(config.folder) / name for name in names]
+    return next((place for place in places if RunFolder(place).manifest.is_file()), None)
 
 
 @contextmanager
@@ -136,12 +159,12 @@ def started(kind: Kind[Tree], config: Tree, run: RunFolder) -> Iterator[Training
         UserError: the training needs more GPUs or memory than there are, or a host does not join.
     """
     engines = config.engines() if isinstance(config, PairConfig) else config
-    with (
-        admission(engines),
-        hosted(engines, run) as (hosts, elsewhere),
-        open_session(engines, run, kind.memory(config, elsewhere), hosts, elsewhere) as training,
-    ):
-        yield training
+    with terminations_heard(), patient_clients(), admission(engines), hosted(engines, run) as machines:
+        memory = kind.memory(config, machines.elsewhere)
+        with open_session(engines, run, memory, machines) as training:
+            if not training.session().snapshots:
+                get_run_logger().warning("%s", describe_snapshots(memory, machines.elsewhere))
+            yield training
 
 
 @contextmanager

@@ -19,6 +19,7 @@ from pydantic import BaseModel
 
 from penstock.base.files import write_text
 from penstock.base.interrupts import interrupts_deferred
+from penstock.session.events import take_up
 from penstock.session.session import Training
 from penstock.state.manifest import Manifest, Progress, Tracked, read_manifest, write_manifest
 from penstock.state.run_folder import append_metrics, drop_partial, read_metrics
@@ -69,6 +70,7 @@ def open_record(training: Training, recording: Recording) -> Iterator[None]:
             begin_run(training, recording)
         _configure(training, recording.config)
         begin_delivery(training, recording.through)
+        take_up(training)
         yield
 
 
@@ -134,7 +136,7 @@ def begin_delivery(training: Training, through: int) -> None:
         through: the iteration or step from which this attempt goes on.
     """
     training.session().outbox = outbox = Outbox(Delivery(_tracker(training)))
-    if read_metrics(training.run) or read_metrics(training.run.warm_up):
+    if read_metrics(training.run) or read_metrics(training.run.warm_up) or training.run.events.exists():
         outbox.put("earlier attempts", partial(outbox.delivery.everything, training.run, through))
 
 
@@ -151,7 +153,8 @@ def close(
     """Make the report, end the tracker's run, and write the summary: last if it says that all is done.
 
     So a run that was killed before has no summary that calls it complete. The call waits for the tracker for a while;
-    what the tracker lacks after that is logged, and lies in the folder.
+    what the tracker lacks after that is logged, and lies in the folder. Where the training is done and the disk takes
+    no more (`at_the_end`), there is no summary either.
     """
     session, path, done = training.session(), training.run.summary, summary["status"] == "completed"
     text = json.dumps(summary, indent=2) + "\n"
@@ -159,14 +162,35 @@ def close(
         write_text(path, text)
     if session.tracked is None:
         return  # it ended before the tracker had a run
-    if report is not None:
+    if report is not None and done:
+        with at_the_end(training, "the report"):
+            report(training, summary)
+    elif report is not None:
         report(training, summary)
     outbox = session.outbox or Outbox(Delivery(_tracker(training)))
     outbox.put("its end", partial(outbox.delivery.end, text, summary["status"], time.time()))
     if lacking := outbox.finish():
         _logger.warning("%s. Deliver it with: penstock sync %s", lacking, training.run.path)
-    if done:
-        write_text(path, text)
+    if done and not session.lacks:
+        with at_the_end(training, path.name):
+            write_text(path, text)
+
+
+@contextmanager
+def at_the_end(training: Training, what: str) -> Iterator[None]:
+    """Write what a training is done without, its model being written: a disk that takes no more costs that alone.
+
+    A resume writes it, since a run without a summary is not complete.
+
+    Args:
+        what: is written in the block, for people.
+    """
+    try:
+        yield
+    except OSError as error:
+        training.session().lacks.append(what)
+        said = "the training is done, but %s could not be written: %s. Once there is room: penstock %s --resume %s"
+        _logger.warning(said, what, error.strerror or error, training.session().kind, training.run.path)
 
 
 def links(training: Training) -> dict[str, str]:

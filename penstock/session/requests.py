@@ -6,12 +6,15 @@ Left out: the asking (penstock/session/rollout/generation.py), and which prompts
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 
+import numpy as np
 import pandas as pd
 
-from engines.commands.rollout import EngineResponses, Sampling
+from engines.commands.rollout import CarriedResponses, EngineResponses, Sampling
+from penstock.state.deferred import Deferred
 
 
 @dataclass(frozen=True)
@@ -23,12 +26,18 @@ class GenerationRequest:
         key: idempotency key of the command.
         sampling: how its tokens are sampled.
         split: prompt table that the prompts come from; environments see its columns.
+        wanted: how many of the prompts have to be answered; None: all.
+        required: of those, how many are the first ones.
+        carried: what there is of responses to the first prompts; None: what is not answered is dropped.
     """
 
     prompts: pd.DataFrame
     key: str
     sampling: Sampling
     split: str = "train"
+    wanted: int | None = None
+    required: int = 0
+    carried: CarriedResponses | None = None
 
 
 @dataclass(frozen=True)
@@ -49,9 +58,49 @@ class BegunGeneration:
 
 
 @dataclass(frozen=True)
+class Round:
+    """The prompts that a rollout begins.
+
+    Attributes:
+        begun: in the order in which the engines get them.
+        drawn: how many of them, the last ones, nobody has drawn before.
+        wanted: how many of them make the batch; None: all.
+        resting: prompts that wait for a later round.
+        required: how many of them, the first ones, make the batch in any case.
+    """
+
+    begun: tuple[Deferred, ...]
+    drawn: int
+    wanted: int | None
+    resting: tuple[Deferred, ...] = ()
+    required: int = 0
+
+    @property
+    def rows_P(self) -> np.ndarray:
+        """Their rows in the table of prompts."""
+        return np.asarray([prompt.row for prompt in self.begun], np.int64)
+
+    @property
+    def begun_before(self) -> tuple[Deferred, ...]:
+        """Those that have been drawn before."""
+        return self.begun[: len(self.begun) - self.drawn]
+
+    def waiting(self, answered: Sequence[int]) -> tuple[Deferred, ...]:
+        """Return the prompts that wait afterwards, those that were drawn first before others.
+
+        Args:
+            answered: positions of the prompts that make the batch.
+        """
+        taken = set(answered)
+        left = [prompt for position, prompt in enumerate(self.begun) if position not in taken]
+        return tuple(sorted((*self.resting, *left), key=lambda prompt: prompt.since))
+
+
+@dataclass(frozen=True)
 class BegunRollout:
     """A rollout with its prompts; without a generation where an earlier attempt left the responses."""
 
+    round: Round
     prompts: pd.DataFrame
     generation: BegunGeneration | None
 

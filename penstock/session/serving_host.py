@@ -14,8 +14,10 @@ import tempfile
 from contextlib import suppress
 from uuid import UUID
 
+import httpx
 from prefect import get_run_logger, runtime
 from prefect.client.orchestration import get_client
+from prefect.states import Cancelled
 
 from engines.groups.host import HostStart
 from engines.groups.hosts import start_host
@@ -48,6 +50,7 @@ def serve_training(host: str, secret: str) -> None:
         said = log.read().decode(errors="replace").strip().splitlines()[-LAST_LINES:]
     for line in said:
         get_run_logger().info("%s", line)
+    _confirm_cancelled()
     if code:
         raise RuntimeError(f"host {host} has ended: {' / '.join(said) or f'exit code {code}'}")
 
@@ -83,7 +86,24 @@ def _watch(keeper: subprocess.Popen[bytes]) -> int:
     return int(keeper.returncode)
 
 
-def _is_over(flow_run_id: UUID) -> bool:
+def _confirm_cancelled() -> None:
+    """End this run if it is being cancelled.
+
+    Its worker would do that, but hears of no cancelling any more once Prefect's server was away for half a minute.
+    """
+    flow_run_id = UUID(str(runtime.flow_run.id))
     with get_client(sync_client=True) as client:
         state = client.read_flow_run(flow_run_id).state
+        if state is not None and state.is_cancelling():
+            client.set_flow_run_state(flow_run_id, Cancelled(message=state.message), force=True)
+
+
+def _is_over(flow_run_id: UUID) -> bool:
+    """Whether the server says so; while it is away the host watches the training by itself, by its silence."""
+    try:
+        with get_client(sync_client=True) as client:
+            state = client.read_flow_run(flow_run_id).state
+    except httpx.TransportError as error:
+        get_run_logger().warning("Prefect's server is not reached: %s", error)
+        return False
     return state is not None and state.is_final()

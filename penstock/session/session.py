@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -25,23 +25,34 @@ from configs.tree.section import Recipe
 from engines.commands.build import Build
 from engines.commands.hosts import HostFacts
 from engines.commands.message import Command, Reply, decode_news, decode_reply, encode, name_of
-from engines.groups.group import EngineGroup
-from engines.groups.hosts import Hosts
+from engines.groups.group import EngineGroup, RankLost
+from engines.groups.hosts import HostFailed
 from engines.groups.machine import visible_gpus
 from engines.groups.placement import place
 from engines.groups.side_by_side import side_by_side
-from engines.groups.spec import LOCAL
-from engines.sizing.gpu_sampler import GpuSampler
+from engines.groups.spec import GroupSpec
 from engines.sizing.memory import Recomputed
 from penstock.base.errors import UserError
 from penstock.base.files import write_text
-from penstock.checks.memory import NOWHERE, Elsewhere, GroupEstimate
+from penstock.checks.memory import NOWHERE, GroupEstimate, snapshots_fit
 from penstock.data.samplers import PromptHistory, Sampler
 from penstock.session.clock import LapClock, Span
 from penstock.session.consolidation import Consolidator
+from penstock.session.hosts import Machines
 from penstock.session.requests import BegunRollout
+from penstock.session.saving.checkpoints import CheckpointWriter, WrittenState, write_snapshot, written_by_ranks
+from penstock.session.saving.snapshots import (
+    KnownSlots,
+    Of,
+    load_commands,
+    newest_whole,
+    slots_of,
+    snapshot_commands,
+    trained_groups,
+)
 from penstock.state.digests import check_signed, signed
 from penstock.state.experience import ExperienceRef
+from penstock.state.manifest import Progress
 from penstock.state.run_folder import RunFolder
 
 if TYPE_CHECKING:
@@ -87,6 +98,17 @@ class Stage:
     metrics: dict[str, float]
 
 
+@dataclass(frozen=True)
+class Recovering:
+    """A loss from which a training is recovering: its number among those of the run, and when it was noticed."""
+
+    number: int
+    began: float  # time.monotonic
+
+
+AHEAD = "engines.ranks.serving.ahead"  # what ranks in reserve import
+
+
 @dataclass
 class Session:
     """Engine groups, the source of rewards, prompts and links of one training."""
@@ -96,6 +118,10 @@ class Session:
     kind: str = "train"  # or "sft", "preference", "reward-model": the command that made the run
     stack: ExitStack = field(default_factory=ExitStack)
     groups: dict[Role, EngineGroup] = field(default_factory=dict)
+    machines: Machines | None = None
+    lost_at: list[float] = field(default_factory=list)  # when ranks or hosts were lost, `time.monotonic`
+    recovering: Recovering | None = None  # from the last of them
+    phase: str = ""  # what is waited for
     prompts: dict[str, PromptTable] = field(default_factory=dict)
     draws: PromptDraws | None = None  # the sampler of prompts and its memory
     prompt_columns: dict[str, dict[str, dict[str, Any]]] = field(default_factory=dict)
@@ -109,11 +135,15 @@ class Session:
     prefect_url: str | None = None
     engine_figures: dict[str, int | str] = field(default_factory=dict)
     usage: dict[str, list[dict[str, float]]] = field(default_factory=dict)  # by a command's key, of each rank
-    gpu_sampler: GpuSampler | None = None  # of this machine
     hosts: Mapping[str, HostFacts] = field(default_factory=dict)  # what other machines have, by host
     consolidator: Consolidator = field(init=False)
+    reached: dict[int, Progress] = field(default_factory=dict)  # at the iterations of the last snapshots
+    snapshots: bool = True  # whether the hosts' memory has room for them
+    slots: KnownSlots = field(default_factory=KnownSlots)  # where they are
+    checkpoints: CheckpointWriter = field(default_factory=CheckpointWriter)
     generating: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1, "generation"))
     rollouts: dict[str, BegunRollout] = field(default_factory=dict)  # begun and not taken, by their handles' keys
+    rolled_back: int = 0  # how often in this process
     warned_of_fragments: bool = False
     history: list[Mapping[str, float]] = field(default_factory=list)  # iterations that alarms look at, oldest first
     alarms_said: set[str] = field(default_factory=set)
@@ -123,6 +153,7 @@ class Session:
     clock: LapClock = field(default_factory=LapClock)
     started: float = field(default_factory=time.monotonic)
     seconds_before: float = 0.0  # of earlier attempts
+    lacks: list[str] = field(default_factory=list)  # what the end of a training that is done could not write
 
     def __post_init__(self) -> None:
         self.consolidator = Consolidator(self.run.experience(0).parent)
@@ -170,7 +201,10 @@ class Session:
         arguments = {group: _arguments(command) for group, command in commands.items()}
         if on_news is not None:
             arguments = {group: {**own, "on_news": _hearing(kind, on_news)} for group, own in arguments.items()}
-        answers = side_by_side(name_of(kind), key, arguments)
+        # After a rollback iterations are repeated: their commands are others, though of the same keys.
+        sent_as = f"{key}/again-{self.rolled_back}" if self.rolled_back else key
+        answers = side_by_side(name_of(kind), sent_as, arguments)
+        self.slots.heard(kind, answers.keys())
         if kind.measured:
             self.usage[key] = [answer["usage"] for ranks in answers.values() for answer in ranks]
         return {group: [decode_reply(kind, answer["reply"]) for answer in ranks] for group, ranks in answers.items()}
@@ -180,6 +214,8 @@ class Session:
         self.recomputed = {name: value for item in memory for name, value in item.recomputed.items()}
         sleeps = [item.sleep for item in memory if "rollout" in item.roles and item.devices[0].gpu is not None]
         self.kv_cache_stays = not sleeps[0] if sleeps else None
+        elsewhere = self.machines.elsewhere if self.machines is not None else NOWHERE
+        self.snapshots = snapshots_fit(memory, elsewhere)
 
     def engine_config(self) -> dict[str, Any]:
         """Return the configuration for the ranks: with what was decided for this machine, which no file keeps."""
@@ -198,8 +234,92 @@ class Session:
         """Whether the actor, or the model of supervised training, keeps its logits for the backward pass."""
         return name in self.recomputed and not self.recomputed[name].logits
 
+    def start_groups(self, specs: Sequence[GroupSpec], epoch: int = 0) -> None:
+        """Start engine groups, each in place of the one with the same roles."""
+        assert self.machines is not None
+        for spec in specs:
+            group = EngineGroup(spec, self.machines.hosts, epoch)
+            self.groups |= {role: group for role in self.config.roles if role in spec.roles}
+
+    def keep_reserve(self) -> None:
+        """Have ranks in reserve where there are GPUs: their start takes longest, and there are cores for it."""
+        if self.config.engine.restarts:
+            for group in self.distinct_groups:
+                if group.spec.devices[0].gpu is not None:
+                    group.keep_reserve(AHEAD)
+
+    def end_groups(self, grace_s: float = 10.0) -> None:
+        """End every engine group that lives."""
+        with ExitStack() as stack:
+            for group in self.distinct_groups:
+                stack.callback(group.close, grace_s)
+
+    def restart_groups(self) -> None:
+        """Replace every engine group by its next epoch, and hosts that are lost; forget what the earlier one was doing.
+
+        What is forgotten is what a process that goes on with the run from its folder would not know either.
+
+        Raises:
+            UserError: a host of another machine does not join again.
+        """
+        assert self.machines is not None
+        ended = self.distinct_groups
+        self.end_groups(grace_s=0.0)
+        begun = [rollout.generation.replies for rollout in self.rollouts.values() if rollout.generation is not None]
+        wait([reply for reply in begun if not reply.cancel()])
+        self.rollouts, self.usage, self.history = {}, {}, []
+        self.engines_awaited = False
+        self.slots.forget()
+        self.machines.replace_lost()
+        self.start_groups([group.spec for group in ended], epoch=ended[0].epoch + 1)
+
+    def take_snapshot(self, of: Of, number: int) -> None:
+        """Have the ranks that train begin to copy their state; what would change it waits for the copy.
+
+        There is none where memory has no room for it, nor where a host is lost: who waits for its ranks next is told.
+        """
+        if not self.snapshots:
+            return
+        try:
+            ranks = self.slots.slots_of(trained_groups(self.config, self.distinct_groups))
+        except HostFailed:
+            return
+        commands = snapshot_commands(ranks, of, number, self.checkpoints.writing)
+        self.call_all(commands, f"{of}-{number}/take_snapshot")
+        self.slots.begun(ranks, commands)
+
+    def written_state(self, of: Of, number: int, folder: Path) -> WrittenState:
+        """Return the files of the trained state in `folder`, which hosts write from a snapshot if there are any.
+
+        Raises:
+            HostFailed: a host is lost.
+            UserError: the snapshot is not finished, or a file cannot be written.
+        """
+        if not self.snapshots:
+            return written_by_ranks(folder)
+        groups, deadline_s = trained_groups(self.config, self.distinct_groups), self.config.engine.command_timeout_s
+        return write_snapshot(groups, of, number, folder, self.checkpoints.hopeless, deadline_s)
+
+    def newest_snapshot(self, of: Of, at_most: int | None = None) -> int | None:
+        """Return the number of the newest snapshot that every rank has finished; None: there is none.
+
+        Raises:
+            HostFailed: a host is lost.
+        """
+        return newest_whole(slots_of(trained_groups(self.config, self.distinct_groups)), of, at_most)
+
+    def load_snapshot(self, of: Of, number: int, version: int) -> None:
+        """Bring the ranks that train to a snapshot that they have all finished.
+
+        Args:
+            version: of the actor's weights then, for a rollout engine of its group; another group needs a reshard.
+        """
+        ranks = slots_of(trained_groups(self.config, self.distinct_groups))
+        self.call_all(load_commands(ranks, of, number, version), f"{of}-{number}/load_snapshot")
+
     def say(self, text: str, detail: str = "") -> None:
         """Show on the terminal what is waited for from now on, and how far it is."""
+        self.phase = text
         if self.progress is not None:
             self.progress.phase(text, detail)
 
@@ -236,7 +356,7 @@ _SESSIONS: dict[str, Session] = {}
 
 @contextmanager
 def open_session(
-    config: TrainConfig, run: RunFolder, memory: Sequence[GroupEstimate], hosts: Hosts, elsewhere: Elsewhere = NOWHERE
+    config: TrainConfig, run: RunFolder, memory: Sequence[GroupEstimate], machines: Machines
 ) -> Iterator[Training]:
     """Start the engine groups of a training and keep its session until the context ends; engines end with it.
 
@@ -244,24 +364,19 @@ def open_session(
 
     Args:
         memory: the estimates that the free memory was checked with; they say what is recomputed, and what sleeps.
-        hosts: those of this machine and of others, which start the ranks.
-        elsewhere: what is known of other machines.
+        machines: this one and others, whose hosts start the ranks.
     """
-    session = Session(config, run)
+    session = Session(config, run, machines=machines)
     with registered(session) as training, session.stack:
         session.stack.enter_context(session.consolidator)
+        session.stack.enter_context(session.checkpoints)
         session.stack.enter_context(session.generating)  # left after the groups: closed, they end what it waits for
         gpus = visible_gpus()
         session.decide(memory)
-        session.hosts = elsewhere.hosts
-        specs = place(config, len(gpus), run.logs, elsewhere.pools)
-        for spec in specs:
-            group = session.stack.enter_context(EngineGroup(spec, hosts))
-            session.groups |= {role: group for role in config.roles if role in spec.roles}
-        if used := sorted(
-            {gpus[item.gpu] for spec in specs for item in spec.devices if item.gpu is not None and item.host == LOCAL}
-        ):
-            session.gpu_sampler = session.stack.enter_context(GpuSampler(used))
+        session.hosts = machines.elsewhere.hosts
+        specs = place(config, len(gpus), run.logs, machines.elsewhere.pools)
+        session.stack.callback(session.end_groups)
+        session.start_groups(specs)
         yield training
 
 
@@ -300,8 +415,11 @@ def read_config(run: RunFolder, kind: Any = TrainConfig) -> Any:
 
 
 def may_help_again(_: Any, __: Any, state: State[Any]) -> bool:
-    """Whether a failed task is worth a retry, Prefect's `retry_condition_fn`: a user's mistake stays one."""
-    return not isinstance(state.data, UserError)
+    """Whether a failed task is worth a retry, Prefect's `retry_condition_fn`.
+
+    A user's mistake stays one, and from a loss the whole training recovers.
+    """
+    return not isinstance(state.data, UserError | RankLost)
 
 
 @contextmanager

@@ -6,13 +6,17 @@ recipe; a bad one is reported and changes nothing. They are read when an iterati
 of the progress from then on. A run that completes deletes its Variable. A run that ends otherwise leaves it for its
 resume, and a new run in the same folder begins with an empty Variable.
 
+Those in force at an iteration are among its figures, as `live/<key>`, so that it can be replayed with them.
+
 The KL coefficient of the next iteration: fixed, or adapted to the divergence just observed.
 """
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import math
+import operator
 import os
 import re
 from collections.abc import Mapping
@@ -41,6 +45,8 @@ LIVE_KEYS = (
     "algorithm.kl.coefficient",
     "rollout.temperature",
 )
+
+LIVE = "live/"  # before a key that was overridden, as the name of a figure
 
 ALGORITHM_SETTINGS = "algorithm.settings."  # before the name of each number in `algorithm.settings`, live as well
 
@@ -133,6 +139,21 @@ def apply_overrides(config: TrainConfig, overrides: dict[str, Any]) -> TrainConf
         if value is not None:
             place[rest[-1]] = value
     return config_from_mapping(tree, "live overrides")
+
+
+def live_figures(training: Training, progress: Progress) -> dict[str, float]:
+    """Return what live overrides set at the iteration after `progress`, schedules resolved, as `live/<key>`."""
+    overrides = {key: value for key, value in (progress.overrides or {}).items() if value is not None}
+    if not overrides:
+        return {}
+    tree: Any = apply_overrides(training.config, overrides).model_dump()
+    values: dict[str, Any] = {key: functools.reduce(operator.getitem, key.split("."), tree) for key in overrides}
+    return {LIVE + key: float(value_at(value, progress.iteration + 1)) for key, value in values.items()}
+
+
+def live_overrides_in(figures: Mapping[str, float]) -> dict[str, float]:
+    """Return the overrides that an iteration with these figures was run with."""
+    return {name.removeprefix(LIVE): value for name, value in figures.items() if name.startswith(LIVE)}
 
 
 @task(task_run_name="live-overrides-{progress.iteration:06d}", cache_policy=NO_CACHE)

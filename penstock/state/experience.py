@@ -28,9 +28,11 @@ import pyarrow.parquet as pq
 
 from penstock.base.files import replacing, sha256
 from penstock.base.ragged import Ragged
+from penstock.state.deferred import Deferred
 from penstock.state.digests import is_whole, marked, remove
 
 AGENT = "agent"  # column with the number of the agent that a row is for, where there are several
+RESAMPLED = "resample"  # column that says which rollout of the iteration a sample is from, once there are several
 
 
 @dataclass(frozen=True)
@@ -43,6 +45,7 @@ class ExperienceRef:
     response_tokens: int
     policy_version: int
     prompts: int = 0  # drawn from the data for it, also those that were replaced
+    deferred: tuple[Deferred, ...] = ()  # prompts that wait once it is made
 
 
 # A part's name holds the identity of the file that it belongs to: drawn whenever a file is written, and kept inside it.
@@ -64,9 +67,13 @@ FIRST_PART = b"penstock.first_part"  # digest of the part that the file was writ
 BOOT = Path("/proc/sys/kernel/random/boot_id")
 
 
-def write_columns(path: Path, columns: Mapping[str, Any]) -> None:
-    """Write a new experience file atomically; values are `Ragged`, arrays (also Arrow's) or lists, an entry per row."""
-    _write_file(path, _to_table(columns), _new_identity())
+def write_columns(path: Path, columns: Mapping[str, Any], origin: Mapping[str, Any] | None = None) -> None:
+    """Write a new experience file atomically; values are `Ragged`, arrays (also Arrow's) or lists, an entry per row.
+
+    Args:
+        origin: as in `write_columns_apart`.
+    """
+    _write_file(path, _to_table(columns), _new_identity(), json.dumps(origin or {}).encode())
     drop_parts(path)
 
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -19,8 +20,9 @@ from pydantic import ConfigDict, TypeAdapter, ValidationError
 
 from penstock.base.errors import UserError
 from penstock.base.files import discard, files_below, for_each_file, settle, sha256, write_text
+from penstock.state.deferred import Deferred
 from penstock.state.digests import DIGEST, Damaged, read_sealed, write_sealed
-from penstock.state.run_folder import RunFolder, locked
+from penstock.state.run_folder import RunFolder, locked, read_metrics
 
 FORMAT = 3
 HASHES = "sha256.json"
@@ -39,6 +41,7 @@ class Progress:
     kl_coefficient: float | None = None  # state of the adaptive controller
     seconds: float = 0.0  # of earlier attempts
     overrides: dict[str, Any] | None = None  # live settings in force
+    deferred: tuple[Deferred, ...] = ()  # prompts that were drawn and wait, those drawn first before others
 
     def advanced(self, **changes: Any) -> Progress:
         """Return a copy with `changes`."""
@@ -193,21 +196,40 @@ def seal_checkpoint(aside: Path, final: Path, run: RunFolder, manifest: Manifest
         The bytes of the engines' state.
     """
     size = sum(path.stat().st_size for path in files_below(aside))
+    accompany(aside, run, manifest)
+    name_checkpoint(aside, final, {})
+    return size
+
+
+def accompany(aside: Path, run: RunFolder, manifest: Manifest) -> None:
+    """Add to a checkpoint what a run needs besides the engines' state, as it is now."""
     write_manifest(RunFolder(aside), manifest)
     for path in (run.config, run.prompt_rewards):
         if path.is_file():
             shutil.copyfile(path, aside / path.name)
-    write_hashes(aside)
+
+
+def name_checkpoint(aside: Path, final: Path, hashes: Mapping[str, str]) -> None:
+    """Hash and fsync what is in a checkpoint's folder, then rename it to `final`.
+
+    Args:
+        hashes: of files that are on the disk already.
+    """
+    write_hashes(aside, hashes)
     settle(aside, final)
-    return size
 
 
-def write_hashes(folder: Path) -> None:
-    """Hash every file under `folder`, side by side, into `sha256.json`: names relative to it."""
-    paths = files_below(folder)
-    names = [str(path.relative_to(folder)) for path in paths]
-    hashes = dict(zip(names, for_each_file(paths, sha256), strict=True))
-    write_text(folder / HASHES, json.dumps(hashes, indent=1))
+def write_hashes(folder: Path, known: Mapping[str, str] | None = None) -> None:
+    """Hash every file under `folder`, side by side, into `sha256.json`: names relative to it.
+
+    Args:
+        known: hashes of files that whoever wrote them has taken.
+    """
+    hashes = dict(known or {})
+    paths = {str(path.relative_to(folder)): path for path in files_below(folder)}
+    others = {name: path for name, path in paths.items() if name not in hashes}
+    hashes |= zip(others, for_each_file(list(others.values()), sha256), strict=True)
+    write_text(folder / HASHES, json.dumps(dict(sorted(hashes.items())), indent=1))
 
 
 def verify_hashes(folder: Path, remedy: str = "") -> None:
@@ -256,17 +278,32 @@ def verify_checkpoint(folder: Path, remedy: str = "") -> Manifest:
     return manifest
 
 
-def prune_checkpoints(run: RunFolder, keep: int, named: str | None) -> None:
-    """Keep the newest `keep` checkpoints up to the manifest's, `named`; delete the others and half-written ones.
+def prune_checkpoints(run: RunFolder, keep: int, named: str | None, best: str | None = None) -> None:
+    """Keep the newest `keep` checkpoints up to the manifest's, `named`, and the one that is `best`.
 
-    A checkpoint newer than the manifest's was sealed by an attempt that was killed before the manifest named it: a
-    resume makes it anew. If the manifest names none, all are deleted.
+    The others are deleted, and half-written ones. A checkpoint newer than the manifest's was sealed by an attempt that
+    was killed before the manifest named it: a resume makes it anew. If the manifest names none, all are deleted.
+
+    Args:
+        best: figure whose highest value is best; after the word 'lowest', its lowest.
     """
     sealed = sorted(run.checkpoints.glob("[0-9]*"))
-    kept = [path for path in sealed if named is not None and path.name <= named][-keep:]
+    possible = [path for path in sealed if named is not None and path.name <= named]
+    kept = [*possible[-keep:], *_best(run, possible, best)]
     for path in [*sealed, *run.checkpoints.glob(".*.partial")]:
         if path not in kept:
             shutil.rmtree(path)
+
+
+def _best(run: RunFolder, checkpoints: Sequence[Path], wanted: str | None) -> list[Path]:
+    """Return the checkpoint whose iteration has the best value of a figure, the newest of several; or none."""
+    if wanted is None:
+        return []
+    *order, figure = wanted.split()
+    sign = -1.0 if order == ["lowest"] else 1.0
+    values = {f"{record['iteration']:06d}": record["metrics"].get(figure) for record in read_metrics(run)}
+    measured = [path for path in checkpoints if values.get(path.name) is not None]
+    return sorted(measured, key=lambda path: (sign * values[path.name], path.name))[-1:]
 
 
 def reopen(run: RunFolder) -> None:

@@ -181,6 +181,9 @@ def _mend_experience(run: RunFolder, done: int) -> list[str]:
     """Drop experience that is not taken over, and set aside the damaged files among the rest."""
     drop_lost_experience(run, done)
     said, following = [], run.experience(done + 1)
+    for path in (run.carried(done), run.carried(done + 1)):
+        if path.exists() and not is_whole(path):
+            said.append(f"{path} is damaged; set aside as {set_aside(path)}, what it holds is generated anew")
     for path in sorted({*with_parts(following.parent), *([following] if following.exists() else [])}):
         if not path.exists():
             drop_parts(path)

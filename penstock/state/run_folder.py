@@ -3,9 +3,12 @@
     config.yaml        resolved configuration          manifest.json   where a resume continues (manifest.py)
     data/              tokenized prompts               metrics.jsonl   lines of iterations
     models/            models made by the run          summary.json    written at the end, also of a failed run
-    experience/        000012.parquet, hidden parts    logs/           of each rank; prints of rewards
+    experience/        000012.parquet, hidden parts;   logs/           of each rank; prints of rewards
+                       000012.carried.parquet
     checkpoints/       000010/                         report/         pictures and pages
-    finetuning/        while it lasts: checkpoint and manifest of offline training
+    events.jsonl       what was lost meanwhile         finetuning/     while it lasts: checkpoint and manifest of
+                                                                       offline training
+    faults/            batches of odd numbers
 
 The folder is the truth; a tracker and Prefect are views of it. Left out: what the files mean to the algorithms.
 """
@@ -13,7 +16,6 @@ The folder is the truth; a tracker and Prefect are views of it. Left out: what t
 from __future__ import annotations
 
 import fcntl
-import os
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -23,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from penstock.base.errors import UserError
-from penstock.base.files import check_possible, write_text
+from penstock.base.files import append_text, check_possible, write_text
 from penstock.state.digests import Damaged, sealed, set_aside, unsealed
 from penstock.state.experience import drop_experience
 
@@ -53,6 +55,11 @@ class RunFolder:
     def metrics(self) -> Path:
         """A JSON line per recorded iteration, and a further line with figures that are measured after the record."""
         return self.path / "metrics.jsonl"
+
+    @property
+    def events(self) -> Path:
+        """A JSON line for what was lost while the run went on, and for how it went on (events.py)."""
+        return self.path / "events.jsonl"
 
     @property
     def prompt_rewards(self) -> Path:
@@ -105,6 +112,14 @@ class RunFolder:
     def experience(self, iteration: int) -> Path:
         """Experience of one iteration."""
         return self.path / "experience" / f"{iteration:06d}.parquet"
+
+    def carried(self, iteration: int) -> Path:
+        """Responses that the rollout of one iteration left unfinished (penstock/session/rollout/carried.py)."""
+        return self.path / "experience" / f"{iteration:06d}.carried.parquet"
+
+    def faulty(self, iteration: int) -> Path:
+        """The experience of an iteration with a numerical fault, kept; beside it, as JSON, what the fault was."""
+        return self.path / "faults" / f"{iteration:06d}.parquet"
 
     def samples(self, iteration: int) -> Path:
         """A table of samples of one iteration, for people (penstock/trackers/tracker.py)."""
@@ -224,10 +239,7 @@ def append_metrics(run: RunFolder, iteration: int, metrics: dict[str, float]) ->
 def append_steps(run: RunFolder, steps: dict[int, dict[str, float]]) -> None:
     """Append a line of each step, or iteration, and make them durable together."""
     lines = "".join(sealed({"iteration": step, "metrics": metrics}) + "\n" for step, metrics in steps.items())
-    with run.metrics.open("a", encoding="utf-8") as stream:
-        stream.write(lines)
-        stream.flush()
-        os.fsync(stream.fileno())
+    append_text(run.metrics, lines)
 
 
 def read_metrics(run: RunFolder) -> list[dict[str, Any]]:

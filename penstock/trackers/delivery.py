@@ -76,6 +76,11 @@ class Delivery:
         self.tracker.artifact(Artifact("report", run.report.parent))
         self.sent += 1
 
+    def events(self, run: RunFolder) -> None:
+        """Log what was lost while the run went on."""
+        self.tracker.artifact(Artifact(run.events.name, run.events))
+        self.sent += 1
+
     def end(self, summary: str, status: Status, at_s: float) -> None:
         """Log the summary and end the run as of a time since the epoch."""
         self.tracker.artifact(Artifact("summary.json", summary))
@@ -99,6 +104,8 @@ class Delivery:
         for table in tables:
             if table.name in lacking:
                 self._table(table)
+        if run.events.is_file() and self.tracker.lacking({run.events.name: run.events}):
+            self.events(run)
         if through is None and run.summary.is_file():
             self._deliver_end(run)
 

@@ -218,6 +218,11 @@ class MlflowTracker:
         return self._client.get_run(self.run)
 
 
+def answers() -> None:
+    """Ask the server of MLFLOW_TRACKING_URI, if it names one, for a sign of life; raises as `check_store`."""
+    check_store(os.environ.get("MLFLOW_TRACKING_URI", ""))
+
+
 def made_for(folder: Path) -> MlflowTracker:
     """Return the tracker of the store for the runs in a directory, and import MLflow; no server is asked."""
     tracker = MlflowTracker(default_tracking_uri(folder))
@@ -303,10 +308,10 @@ def check_store(tracking_uri: str) -> None:
     Raises:
         UserError: it does not answer.
     """
-    from mlflow.exceptions import MlflowException
-
     if not tracking_uri.startswith("http"):
         return
+    from mlflow.exceptions import MlflowException
+
     try:
         connect(tracking_uri).search_experiments(max_results=1)
     except MlflowException as error:

@@ -32,16 +32,18 @@ class Kind:
         withheld: environment variables with its passwords, which ranks do not get.
         at_import: environment variables that its library reads when it is imported, with what they are unless the user
             has set them.
+        answers: raises a `UserError` where its server does not answer; None: who begins a run finds out.
     """
 
     make: Callable[[Path], Tracker]
     pages: Callable[[Path, int], Pages | None] | None = None
     withheld: tuple[str, ...] = ()
     at_import: Mapping[str, str] = field(default_factory=dict)
+    answers: Callable[[], None] | None = None
 
 
 TRACKERS = {
-    "mlflow": Kind(mlflow.made_for, mlflow.pages, mlflow.WITHHELD, mlflow.AT_IMPORT),
+    "mlflow": Kind(mlflow.made_for, mlflow.pages, mlflow.WITHHELD, mlflow.AT_IMPORT, mlflow.answers),
 }
 
 
@@ -77,6 +79,16 @@ def check_tracker(name: str, setting: str = "record.tracker") -> Callable[[Path]
     if lacking := [method for method in METHODS if not callable(getattr(found, method, None))]:
         raise _incomplete(f"{setting} '{name}'", "method", lacking)
     return found
+
+
+def check_answers(name: str) -> None:
+    """Ask the server of a tracker of ours for a sign of life; a user's tracker is asked once its run begins.
+
+    Raises:
+        UserError: it does not answer.
+    """
+    if name in TRACKERS and (answers := TRACKERS[name].answers) is not None:
+        answers()
 
 
 def _incomplete(what: str, kind: str, lacking: list[str]) -> UserError:

@@ -8,13 +8,14 @@ started with it (penstock/usercode/kept.py).
 
 from __future__ import annotations
 
+import asyncio
 import math
 import signal
 import sys
 import time
 import traceback
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import SupportsFloat
 
@@ -45,6 +46,23 @@ def within(seconds: float) -> Iterator[None]:
         signal.setitimer(signal.ITIMER_REAL, 0)
     if time.monotonic() - started > seconds:
         raise DeadlineExceeded
+
+
+@asynccontextmanager
+async def within_loop(seconds: float) -> AsyncIterator[None]:
+    """Run the block of a coroutine under a deadline, for what it awaits; code that blocks the loop outlives it.
+
+    Raises:
+        DeadlineExceeded: the block took longer.
+    """
+    deadline = asyncio.timeout(seconds)
+    try:
+        async with deadline:
+            yield
+    except TimeoutError:  # ours, or one that the code raised by itself
+        if deadline.expired():
+            raise DeadlineExceeded from None
+        raise
 
 
 def _expire(*_: object) -> None:

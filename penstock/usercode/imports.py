@@ -31,6 +31,7 @@ from penstock.base.names import nearest_name
 VARIABLE = "PENSTOCK_ALLOWED_MODULES"
 OURS = (
     "benchmarks.workload.digit_reward",
+    "benchmarks.workload.slow_environment",
     "penstock.environments.calculator",
     "penstock.rewards.builtin",
     "penstock.rewards.judge",

@@ -12,6 +12,7 @@ Workers are spawned, so a script that trains needs the usual `if __name__ == "__
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Collection
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
@@ -22,8 +23,11 @@ from typing import Any, Generic, TypeVar
 from pebble import ProcessExpired, ProcessPool
 
 from penstock.base.errors import UserError
+from penstock.usercode import sandboxed
 from penstock.usercode.kept import Kept
+from penstock.usercode.sandbox import Sandbox
 
+LOOK_S = 0.5
 GRACE_S = 1.0  # beyond the deadlines inside a worker, before it is killed
 
 _START_TIMEOUT_S = 300.0  # importing the user's module may import a framework from a cold disk
@@ -47,11 +51,21 @@ class Workers(Generic[Ready]):
         count: of processes.
         start: runs once in each, before its first call, with `arguments`.
         ready: its answer in the first process says that workers have started.
+        sandbox: in which `start` and all calls run; None: in none. Functions that are called in one say by their
+            annotations what they return.
     """
 
     def __init__(
-        self, count: int, start: Callable[..., None], arguments: tuple[Any, ...], ready: Callable[[], Ready]
+        self,
+        count: int,
+        start: Callable[..., None],
+        arguments: tuple[Any, ...],
+        ready: Callable[[], Ready],
+        sandbox: Sandbox | None = None,
     ) -> None:
+        self._sandboxed = sandbox is not None
+        if sandbox is not None:
+            start, arguments = sandboxed.start, (sandbox, start, arguments)
         self._new_pool = partial(ProcessPool, count, initializer=start, initargs=arguments, context=Kept())
         self._ready = ready
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="workers")
@@ -69,11 +83,28 @@ class Workers(Generic[Ready]):
             UserError: no process starts.
         """
         try:
-            return self._starting.result().result(_START_TIMEOUT_S)
+            return self._starting_answer()
         except (BrokenProcessPool, TimeoutError) as error:
             raise UserError(
                 f"{loads} but not in a worker process.", f"The worker's traceback stands {where}."
             ) from error
+
+    def _starting_answer(self) -> Ready:
+        """Return what the first process answers.
+
+        Raises:
+            BrokenProcessPool: the pool broke. One that breaks in the moment in which it gets a call drops that.
+            CancelledError: the workers were closed.
+            TimeoutError: nothing has answered by the deadline.
+        """
+        call, deadline = self._starting.result(), time.monotonic() + _START_TIMEOUT_S
+        while not call.future.done():  # for `wait` a cancelled one is not done before Pebble has looked at it
+            if not call.pool.active and not self._closed and not call.future.done():
+                raise BrokenProcessPool
+            if time.monotonic() > deadline:
+                raise TimeoutError
+            wait([call.future], LOOK_S)
+        return call.future.result()
 
     def call(self, function: Callable[..., Answer], *arguments: Any, deadline_s: float | None = None) -> Call[Answer]:
         """Have a function called by the next process that is free, which is killed `deadline_s` after it began.
@@ -82,7 +113,7 @@ class Workers(Generic[Ready]):
             RuntimeError: the workers were closed.
         """
         pool = self._living_pool()
-        return Call(pool.schedule(function, args=arguments, timeout=deadline_s), pool)
+        return Call(self._schedule(pool, function, arguments, deadline_s), pool)
 
     def ended(self, calls: Collection[Call[Answer]], patience_s: float) -> list[Call[Answer]]:
         """Return the calls that have ended; wait for the first of them, but no longer than `patience_s`."""
@@ -100,7 +131,7 @@ class Workers(Generic[Ready]):
             self._pool.stop()
         self._thread.shutdown()
         if self._starting.exception() is None:
-            self._starting.result().cancel()  # Pebble gives no answers any more, and a thread may wait for one
+            self._starting.result().future.cancel()  # Pebble gives no answers any more, and a thread may wait for one
         self._pool.join()
 
     def _living_pool(self) -> ProcessPool:
@@ -116,11 +147,22 @@ class Workers(Generic[Ready]):
         self._pool = self._new_pool()
         self._starting = self._thread.submit(self._start, self._pool)
 
-    def _start(self, pool: ProcessPool) -> Future[Ready]:
+    def _start(self, pool: ProcessPool) -> Call[Ready]:
         with self._changing:
             if self._closed:
                 raise RuntimeError("the workers are closed")
-            return pool.schedule(self._ready)
+            return Call(self._schedule(pool, self._ready), pool)
+
+    def _schedule(
+        self,
+        pool: ProcessPool,
+        function: Callable[..., Answer],
+        arguments: tuple[Any, ...] = (),
+        deadline_s: float | None = None,
+    ) -> Future[Answer]:
+        if self._sandboxed:
+            return pool.schedule(sandboxed.call, args=(function, *arguments), timeout=deadline_s)
+        return pool.schedule(function, args=arguments, timeout=deadline_s)
 
 
 def ready() -> None:
@@ -138,6 +180,8 @@ def loss(error: BaseException, process: str, overran: str) -> str:
     if isinstance(error, TimeoutError):
         return overran
     if isinstance(error, ProcessExpired):
+        if error.exitcode in sandboxed.REASONS:
+            return f"{process} {sandboxed.REASONS[error.exitcode]}; it was killed"
         return f"{process} died (exit code {error.exitcode})"
     if isinstance(error, BrokenProcessPool):  # before Pebble had heard which call it was working on
         return f"{process} died"

@@ -22,15 +22,17 @@ from configs.sections.trainer import SftConfig
 from engines.commands.checkpoint import Load, Save
 from engines.commands.finetuning import ModelToTrain, PreferenceEnd, SftEnd
 from engines.commands.message import name_of
-from penstock.base.files import discard, empty_beside, filling
+from penstock.base.files import discard, discarded, empty_beside, filling
+from penstock.session.events import recovered
 from penstock.session.record import elapsed
 from penstock.session.session import Training
 from penstock.state.manifest import (
     Manifest,
     Progress,
+    accompany,
+    name_checkpoint,
     prune_checkpoints,
     read_manifest,
-    seal_checkpoint,
     write_hashes,
     write_manifest,
 )
@@ -77,16 +79,30 @@ def checkpoint_due(config: SftConfig, done: int) -> bool:
 @task(task_run_name="checkpoint-{step:06d}", cache_policy=NO_CACHE)
 def save_step(training: Training, step: int) -> None:
     """Make the state after `step` durable; the one before it is deleted."""
-    folder = training.run.finetuning
+    session, folder = training.session(), training.run.finetuning
     final = folder.checkpoint(step)
+    session.checkpoints.wait()
     aside = empty_beside(final)
-    training.session().call("actor", Save(str(aside)), f"{step}/finetuning_save")
     saved = read_manifest(training.run)
     reached = replace(saved, progress=Progress(iteration=step), checkpoint=final.name)
-    seal_checkpoint(aside, final, training.run, reached)
-    write_manifest(folder, reached)
-    write_manifest(training.run, replace(saved, progress=saved.progress.advanced(seconds=elapsed(training))))
-    prune_checkpoints(folder, 1, final.name)
+    now = replace(saved, progress=saved.progress.advanced(seconds=elapsed(training)))
+    accompany(aside, training.run, reached)
+    if session.snapshots:
+        session.take_snapshot("step", step)
+    else:
+        session.call("actor", Save(str(aside)), f"{step}/finetuning_save")
+
+    def write() -> None:
+        with discarded(aside):
+            name_checkpoint(aside, final, session.written_state("step", step, aside).hashes)
+        write_manifest(folder, reached)
+        write_manifest(training.run, now)
+        prune_checkpoints(folder, 1, final.name)
+
+    if session.snapshots:
+        session.checkpoints.begin(("step", step), write, get_run_logger().warning)
+    else:
+        write()
 
 
 @task(task_run_name="restore", cache_policy=NO_CACHE)
@@ -96,15 +112,16 @@ def restored(training: Training, record: RunFolder) -> int:
     Args:
         record: the folder with the figures of these steps; figures of later steps are dropped.
     """
+    training.session().checkpoints.settle()
     folder = training.run.finetuning
     saved = read_manifest(folder) if folder.manifest.is_file() else Manifest(Progress())
     prune_checkpoints(folder, 1, saved.checkpoint)
     truncate_metrics(record, saved.progress.iteration or -1)  # step 0 is the measurement before the first
-    if saved.checkpoint is None:
-        return 0
-    checkpoint = folder.checkpoints / saved.checkpoint
-    step = saved.progress.iteration
-    training.session().call("actor", Load(str(checkpoint), version=0), f"{step}/finetuning_load")
+    step = saved.progress.iteration if saved.checkpoint is not None else 0
+    if saved.checkpoint is not None:
+        load = Load(str(folder.checkpoints / saved.checkpoint), version=0)
+        training.session().call("actor", load, f"{step}/finetuning_load")
+    recovered(training, f"checkpoint {saved.checkpoint}" if saved.checkpoint else "its beginning")
     return step
 
 
@@ -118,6 +135,7 @@ def steps_done(run: RunFolder, name: str, steps: int) -> int:
 @task(task_run_name="end", cache_policy=NO_CACHE)
 def end_finetuning(training: Training, command: type[SftEnd | PreferenceEnd], model_folder: str, name: str) -> str:
     """Write the trained model with its tokenizer to `models/<name>`, complete or not at all, and free the engines."""
+    training.session().checkpoints.wait()
     final = training.run.model(name)
     with filling(final) as aside:
         training.session().call("actor", command(str(aside)), f"0/{name_of(command)}")

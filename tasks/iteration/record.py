@@ -24,7 +24,8 @@ from prefect.runtime import flow_run
 from penstock.base.files import write_text
 from penstock.reports.evaluation import TEMPERATURE
 from penstock.reports.report import write_report
-from penstock.session.record import Recording, append_record, elapsed, links, open_record, tracked
+from penstock.session.opening import RUN_TAG
+from penstock.session.record import Recording, append_record, at_the_end, elapsed, links, open_record, tracked
 from penstock.session.rollout.draw import keep_memory
 from penstock.session.session import Training
 from penstock.session.settings import page_of_overrides, variable_name
@@ -49,13 +50,14 @@ def recording(training: Training) -> Iterator[None]:
     recording = Recording("train", config, to.tracker, to.experiment, algorithm, done, summarize, _report)
     with open_record(training, recording):
         if session.prefect_flow_run_id:
-            _tag_flow_run(session.prefect_flow_run_id, [f"algorithm:{config.algorithm.name}", f"run:{run.name}"])
+            _tag_flow_run(session.prefect_flow_run_id, [f"algorithm:{config.algorithm.name}", f"{RUN_TAG}{run.name}"])
             if (tracker := session.tracker) is not None and tracker.page:
                 create_link_artifact(tracker.page, link_text=f"{tracker.label} run", key="tracker-run")
             create_markdown_artifact(page_of_overrides(run, config), key="live-values", description=variable_name(run))
         yield
-        session.consolidator.finish()
-    if config.record.experiment and session.prefect_flow_run_id:
+        with at_the_end(training, "the experience of the last iterations as one file each"):
+            session.consolidator.finish()
+    if config.record.experiment and session.prefect_flow_run_id and not session.lacks:
         page = (run.path / "report" / "report.md").read_text(encoding="utf-8")
         create_markdown_artifact(page, key="training-report", description=run.name)
 

@@ -3,7 +3,7 @@
 Dynamic sampling of DAPO (Yu et al. 2025, arXiv 2503.14476, equation 11). penstock/session/rollout/refused_groups.py
 decides which groups are refused. The batch is full after every rollout: where the further prompts are not
 enough, refused groups stay, with advantage 0. Which prompts are drawn follows from the cursor and the rewards alone, so
-a resumed run draws the same.
+a resumed run draws the same. Where responses are carried over, groups that are under way anyway may come first.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from penstock.session.rollout.episodes import PART
 from penstock.session.rollout.refused_groups import judged_columns, refused_groups
 from penstock.session.session import Stage, Training, timed
 from penstock.session.settings import Settings
-from penstock.state.experience import column_names, read_columns, write_columns
+from penstock.state.experience import RESAMPLED, column_names, origin_of, read_columns, write_columns
 from penstock.state.manifest import Progress
 from tasks.iteration.reward import punished, reward_columns, score
-from tasks.iteration.rollout import RESAMPLED, further_rollout
+from tasks.iteration.rollout import further_rollout, waiting_after
 
 Columns = dict[str, Any]
 
@@ -44,9 +44,10 @@ def resample(training: Training, settings: Settings, progress: Progress, stage: 
         present = read_columns(path, column_names(path))
         present.setdefault(RESAMPLED, np.zeros(len(present["group"]), np.int64))
         refused_G = refused_groups(training, present)
-        size = prompts_to_draw(int(refused_G.sum()), training.config.rollout.prompts)
-        cursor = progress.prompt_cursor + stage.experience.prompts
-        further = further_rollout(training, settings, cursor, size, number)
+        missing, cursor = int(refused_G.sum()), progress.prompt_cursor + stage.experience.prompts
+        more = prompts_to_draw(missing, training.config.rollout.prompts)
+        answered = further_rollout(training, settings, stage.experience, cursor, missing, more, number)
+        further, origin = answered.columns, origin_of(path) | answered.origin
         further["response"] = further["response"].to_pylist()
         scores = score(training, further, "train", f"{settings.iteration}/resample-{number}-score")
         further |= reward_columns(punished(training.config, scores, further["response_tokens"].lengths_B))
@@ -54,12 +55,13 @@ def resample(training: Training, settings: Settings, progress: Progress, stage: 
         further[RESAMPLED] = np.full(len(further["group"]), number)
         refused_G = np.concatenate([refused_G, refused_groups(training, further)])
         merged = replaced(present, further, refused_G, training.config.rollout.samples)
-        write_columns(path, merged)
+        write_columns(path, merged, origin)
     experience = dataclasses.replace(
         stage.experience,
         prompt_tokens=int(merged["prompt_tokens"].offsets_B1[-1]),
         response_tokens=int(merged["response_tokens"].offsets_B1[-1]),
-        prompts=stage.experience.prompts + size,
+        prompts=stage.experience.prompts + answered.drawn,
+        deferred=waiting_after(origin),
     )
     metrics["rollout/tokens"] += float(further["response_tokens"].offsets_B1[-1])
     metrics["rollout/prompts_drawn"] = float(experience.prompts)
@@ -101,8 +103,7 @@ def _joined(present: Columns, further: Columns, name: str) -> Any:
     there = present.get(name, further.get(name))
     first, second = (columns.get(name, _empty(there, len(columns["group"]))) for columns in (present, further))
     if isinstance(first, Ragged):
-        offsets_B1 = np.concatenate([first.offsets_B1, first.offsets_B1[-1] + second.offsets_B1[1:]])
-        return Ragged(np.concatenate([first.values_T, second.values_T]), offsets_B1)
+        return Ragged.concatenated([first, second])
     return np.concatenate([first, second]) if isinstance(first, np.ndarray) else [*first, *second]
 
 

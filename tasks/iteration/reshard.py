@@ -19,6 +19,7 @@ def reshard(training: Training, settings: Settings, version: int) -> dict[str, f
     reached a rank of the rollout engine.
     """
     metrics: dict[str, float] = {}
+    training.session().say("reshard")
     with timed(training, metrics, "reshard"):
         replies = bring_weights(training.session(), f"{settings.iteration}/reshard", version)
     return metrics | {

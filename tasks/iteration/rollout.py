@@ -7,6 +7,8 @@ not wait for its record, nor for Prefect to end one child flow and begin another
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,20 +21,37 @@ from engines.commands.rollout import Sampling
 from penstock.base.ragged import Ragged
 from penstock.data.agents import agent_numbers
 from penstock.session.figures import generation_figures
-from penstock.session.requests import BegunGeneration, BegunRollout, GenerationRequest, Rollout
-from penstock.session.rollout.draw import draw
+from penstock.session.requests import BegunGeneration, BegunRollout, GenerationRequest, Rollout, Round
+from penstock.session.rollout.carried import (
+    CARRIED,
+    POLICY_VERSIONS,
+    begun_before,
+    is_kept,
+    keep_carried,
+    staleness_figures,
+)
 from penstock.session.rollout.episodes import episode_column_names, episode_figures
 from penstock.session.rollout.generation import Responses, begin_generation, take_responses
+from penstock.session.rollout.rounds import further_round, next_round, round_figures
 from penstock.session.rollout.score_ahead import sample_id, scoring_ahead
 from penstock.session.session import Stage, Training, timed
 from penstock.session.settings import Settings, next_settings
-from penstock.state.experience import AGENT, ExperienceRef, column_names, origin_of, read_columns, write_columns_apart
+from penstock.state.deferred import Deferred
+from penstock.state.experience import (
+    AGENT,
+    RESAMPLED,
+    ExperienceRef,
+    column_names,
+    origin_of,
+    read_columns,
+    write_columns_apart,
+)
 from penstock.state.manifest import Progress
 from tasks.iteration.checkpoint import checkpoint_due
 
 ROLLOUT_LOGPROBS = "logprobs_rollout"  # column: log-probs under the distributions that tokens were sampled from
+ANSWERED, WAITING, UNUSED = "answered", "waiting", "unused_tokens"  # in the origin of experience that leaves prompts
 DESCRIBING = ("prompt_tokens", "response_tokens", "truncated", "policy_version", "loss_mask")
-RESAMPLED = "resample"  # column that says which rollout of the iteration a sample is from, once there are several
 
 
 def begin_rollout(training: Training, settings: Settings, progress: Progress) -> Rollout:
@@ -40,18 +59,19 @@ def begin_rollout(training: Training, settings: Settings, progress: Progress) ->
 
     They begin nothing where an interrupted attempt of the iteration left the responses that they would give.
     """
-    prompts = drawn(training, settings.iteration, progress.prompt_cursor, training.config.rollout.prompts)
+    this_round = next_round(training, settings.iteration, progress)
+    prompts = _rows(training, this_round.rows_P)
     rollout, generation = Rollout(settings.iteration, f"{settings.iteration}/rollout"), None
-    if not _left_behind(training, settings, progress, prompts):
-        generation = _begin(training, settings, prompts, rollout.key, purpose=0)
-    training.session().rollouts[rollout.key] = BegunRollout(prompts, generation)
+    if not _left_behind(training, settings, progress, BegunRollout(this_round, prompts, None)):
+        generation = _begin(training, settings, this_round, prompts, rollout.key, 0, progress.iteration)
+    training.session().rollouts[rollout.key] = BegunRollout(this_round, prompts, generation)
     return rollout
 
 
 def begin_next_rollout(training: Training, progress: Progress) -> Rollout | None:
-    """Begin the rollout after `progress`, unless a checkpoint comes first, which needs the engines, too."""
+    """Begin the rollout after `progress`, unless a checkpoint comes first that the engines themselves write."""
     config, done = training.config, progress.iteration
-    if done == config.iterations or checkpoint_due(config, done):
+    if done == config.iterations or (checkpoint_due(config, done) and not training.session().snapshots):
         return None
     return begin_rollout(training, next_settings(training, progress), progress)
 
@@ -65,48 +85,95 @@ def rollout(training: Training, settings: Settings, begun: Rollout) -> Stage:
     with timed(training, metrics, "rollout") as span:
         taken = session.rollouts.pop(begun.key)
         if taken.generation is None:
-            columns = read_columns(path, [*DESCRIBING, *episode_column_names(path)])
+            columns, origin = read_columns(path, _describing(path)), origin_of(path)
         else:
             responses = take_responses(training, taken.generation)
             span.began -= responses.metrics["rollout/ahead_s"]
             columns = experience_columns(training, settings, taken.prompts, responses)
-            write_columns_apart(path, columns, _origin(training, settings))
+            origin = _origin(training, settings, taken.round) | _left(training, begun.iteration, taken.round, responses)
+            write_columns_apart(path, columns, origin)
             metrics |= responses.metrics
-        experience, figures = _describe(training, begun.key, path, columns)
+        experience = describe(path, columns, taken.round.drawn, origin)
+        figures = _figures(training, begun.key, columns)
+        unused = origin.get(UNUSED, 0)
+        figures |= round_figures(training.config.rollout, begun.iteration, taken.round, experience, unused)
+        figures |= staleness_figures(experience.policy_version, columns.get(POLICY_VERSIONS), columns["loss_mask"])
     if taken.generation is not None:
         metrics["rollout/tokens_per_s"] = experience.response_tokens / metrics["time/rollout_s"]
     return Stage(experience, metrics | figures)
 
 
-def further_rollout(training: Training, settings: Settings, cursor: int, size: int, number: int) -> dict[str, Any]:
-    """Answer further prompts of an iteration and return their columns.
+@dataclass(frozen=True)
+class FurtherRollout:
+    """Answers to further prompts of an iteration.
+
+    Attributes:
+        columns: of their experience.
+        drawn: prompts that were drawn for it.
+        origin: what changes in the origin of the iteration's experience.
+    """
+
+    columns: dict[str, Any]
+    drawn: int
+    origin: dict[str, Any]
+
+
+def further_rollout(
+    training: Training, settings: Settings, experience: ExperienceRef, cursor: int, missing: int, more: int, number: int
+) -> FurtherRollout:
+    """Answer further prompts of an iteration, to replace groups.
 
     Args:
+        experience: that there is.
         cursor: prompts drawn from the data before.
-        size: prompts to draw.
+        missing: groups to replace.
+        more: prompts that should be enough.
         number: of the rollout within the iteration, from 1 on.
     """
-    prompts = drawn(training, settings.iteration, cursor, size)
-    key = f"{settings.iteration}/resample-{number}"
-    generation = _begin(training, settings, prompts, key, purpose=2 + number)
-    return experience_columns(training, settings, prompts, take_responses(training, generation))
+    this_round = further_round(training, settings.iteration, cursor, missing, more, experience.deferred)
+    prompts, key = _rows(training, this_round.rows_P), f"{settings.iteration}/resample-{number}"
+    generation = _begin(training, settings, this_round, prompts, key, 2 + number, settings.iteration)
+    responses = take_responses(training, generation)
+    columns = experience_columns(training, settings, prompts, responses)
+    left = _left(training, settings.iteration, this_round, responses)
+    return FurtherRollout(columns, this_round.drawn, {name: left[name] for name in (WAITING, CARRIED) if name in left})
 
 
-def drawn(training: Training, iteration: int, cursor: int, size: int) -> pd.DataFrame:
-    """Return the rows of the prompt table that a rollout answers."""
-    return training.session().prompts["train"].frame.iloc[draw(training, iteration, cursor, size)]
+def _rows(training: Training, rows_P: np.ndarray) -> pd.DataFrame:
+    return training.session().prompts["train"].frame.iloc[rows_P]
 
 
-def _begin(training: Training, settings: Settings, prompts: pd.DataFrame, key: str, purpose: int) -> BegunGeneration:
-    request = GenerationRequest(prompts, key, sampling(training, settings, purpose))
+def _begin(
+    training: Training,
+    settings: Settings,
+    this_round: Round,
+    prompts: pd.DataFrame,
+    key: str,
+    purpose: int,
+    left_by: int,
+) -> BegunGeneration:
+    """Let the engines begin a round, which goes on with what the rollouts of iteration `left_by` have left."""
+    request = GenerationRequest(
+        prompts,
+        key,
+        sampling(training, settings, purpose),
+        wanted=this_round.wanted,
+        required=this_round.required,
+        carried=begun_before(training, left_by, this_round.begun_before),
+    )
     return begin_generation(training, request, scoring_ahead(training, settings.iteration, prompts))
 
 
 def experience_columns(
     training: Training, settings: Settings, prompts: pd.DataFrame, responses: Responses
 ) -> dict[str, Any]:
-    """Return the columns of new experience."""
-    config = training.config
+    """Return the columns of new experience.
+
+    Args:
+        prompts: that the engines were given.
+        responses: to all of them, or to some.
+    """
+    config, prompts = training.config, prompts.iloc[responses.answered_P]
     repeats = np.repeat(np.arange(len(prompts)), config.rollout.samples)
     ids = prompts["prompt_id"].to_numpy()[repeats]
     columns = {
@@ -126,6 +193,8 @@ def experience_columns(
         columns[AGENT] = agent_numbers(prompts, config.data.agents, "data.train")[repeats]
     if responses.logprobs is not None:
         columns[ROLLOUT_LOGPROBS] = responses.logprobs
+    if responses.policy_versions is not None:
+        columns[POLICY_VERSIONS] = responses.policy_versions
     return columns
 
 
@@ -149,7 +218,7 @@ def sampling(training: Training, settings: Settings, purpose: int = 0) -> Sampli
     )
 
 
-def _origin(training: Training, settings: Settings) -> dict[str, Any]:
+def _origin(training: Training, settings: Settings, this_round: Round) -> dict[str, Any]:
     """Return what the responses of an iteration's first rollout depend on, besides policy and prompts."""
     environment = training.config.environment
     sampled_with = dataclasses.asdict(sampling(training, settings))
@@ -158,15 +227,32 @@ def _origin(training: Training, settings: Settings) -> dict[str, Any]:
         "seed": training.config.seed,
         **sampled_with,
         "environment": environment.model_dump(mode="json") if environment is not None else None,
+        **({"prompts_begun": len(this_round.begun)} if this_round.wanted is not None else {}),
     }
 
 
-def _left_behind(training: Training, settings: Settings, progress: Progress, prompts: pd.DataFrame) -> bool:
+def _left(training: Training, iteration: int, this_round: Round, responses: Responses) -> dict[str, Any]:
+    """Return which prompts make the batch, which wait, and what was sampled for these, as JSON; nothing of all.
+
+    What there is of responses to those that wait is written for the next rollout.
+    """
+    answered = responses.answered_P.tolist()
+    waiting = this_round.waiting(answered)
+    if this_round.wanted is None and not waiting:
+        return {}
+    rows = [[prompt.row, prompt.since] for prompt in waiting]
+    carried = {}
+    if responses.left is not None:
+        carried[CARRIED] = keep_carried(training.run, iteration, responses.left, waiting)
+    return {ANSWERED: answered, WAITING: rows, UNUSED: responses.unused_tokens, **carried}
+
+
+def _left_behind(training: Training, settings: Settings, progress: Progress, begun: BegunRollout) -> bool:
     """Whether an interrupted attempt left this rollout's responses; if it left others, the difference is logged."""
     path = training.run.experience(settings.iteration)
     if not _is_whole(path, progress.policy_version):
         return False
-    differences = _differences(training, settings, prompts, path)
+    differences = _differences(training, settings, begun, path)
     if differences:
         get_run_logger().warning(
             "iteration %d: responses are generated anew, those of the interrupted attempt were sampled with %s",
@@ -176,13 +262,23 @@ def _left_behind(training: Training, settings: Settings, progress: Progress, pro
     return not differences
 
 
-def _differences(training: Training, settings: Settings, prompts: pd.DataFrame, path: Path) -> list[str]:
+def _differences(training: Training, settings: Settings, begun: BegunRollout, path: Path) -> list[str]:
     """Return in words what the responses in an experience file were sampled with that this rollout's would not be."""
-    was, now = origin_of(path), _origin(training, settings)
-    sampled = [f"{name} {was.get(name)} instead of {now[name]}" for name in now if was.get(name) != now[name]]
-    wanted_ids = list(prompts["prompt_id"].repeat(training.config.rollout.samples))
+    was, now = origin_of(path), _origin(training, settings, begun.round)
+    names = [*now, *({"prompts_begun"} & was.keys() - now.keys())]
+    sampled = [f"{name} {was.get(name)} instead of {now.get(name)}" for name in names if was.get(name) != now.get(name)]
+    if CARRIED in was and not is_kept(training.run, settings.iteration, was[CARRIED]):
+        sampled.append(f"{training.run.carried(settings.iteration)} beside them, which is another now")
+    count = len(begun.prompts)
+    answered = [position for position in was.get(ANSWERED, range(count)) if position < count]
+    wanted_ids = list(begun.prompts["prompt_id"].iloc[answered].repeat(training.config.rollout.samples))
     same_prompts = read_columns(path, ["prompt_id"])["prompt_id"] == wanted_ids
     return sampled if same_prompts else [*sampled, "other prompts"]
+
+
+def _describing(path: Path) -> list[str]:
+    versions = [POLICY_VERSIONS] if POLICY_VERSIONS in column_names(path) else []
+    return [*DESCRIBING, *episode_column_names(path), *versions]
 
 
 def _is_whole(path: Path, policy_version: int) -> bool:
@@ -197,19 +293,33 @@ def _is_whole(path: Path, policy_version: int) -> bool:
     return bool((read_columns(path, ["policy_version"])["policy_version"] == policy_version).all())
 
 
-def _describe(
-    training: Training, key: str, path: Path, columns: dict[str, Any]
-) -> tuple[ExperienceRef, dict[str, float]]:
-    lengths = columns["response_tokens"].lengths_B
-    experience = ExperienceRef(
+def describe(path: Path, columns: dict[str, Any], prompts: int, origin: Mapping[str, Any]) -> ExperienceRef:
+    """Return the handle of an experience file.
+
+    Args:
+        columns: of it, `DESCRIBING` at least.
+        prompts: drawn for it.
+        origin: what it says that its responses depend on.
+    """
+    return ExperienceRef(
         path=str(path),
-        samples=len(lengths),
+        samples=len(columns["truncated"]),
         prompt_tokens=int(columns["prompt_tokens"].offsets_B1[-1]),
         response_tokens=int(columns["response_tokens"].offsets_B1[-1]),
         policy_version=int(columns["policy_version"][0]),
-        prompts=training.config.rollout.prompts,
+        prompts=prompts,
+        deferred=waiting_after(origin),
     )
-    return experience, {
+
+
+def waiting_after(origin: Mapping[str, Any]) -> tuple[Deferred, ...]:
+    """Return the prompts that wait once an experience file of this origin is made."""
+    return tuple(Deferred(row, since) for row, since in origin.get(WAITING, ()))
+
+
+def _figures(training: Training, key: str, columns: dict[str, Any]) -> dict[str, float]:
+    lengths = columns["response_tokens"].lengths_B
+    return {
         "rollout/tokens": float(lengths.sum()),
         "rollout/response_length_mean": float(lengths.mean()),
         "rollout/response_length_max": float(lengths.max()),

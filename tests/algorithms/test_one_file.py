@@ -121,6 +121,7 @@ def commands(folder: Path) -> list[list[str]]:
     ]
 
 
+@pytest.mark.slow
 def test_a_new_estimator_is_one_file(folder: Path) -> None:
     """Its setting is taken, shown and checked, and its rows are on the page; the control is the next test."""
     (folder / "algorithms" / "advantages" / "returns" / "sharpened.py").write_text(FILE, encoding="utf-8")
@@ -154,6 +155,7 @@ def preference_commands(folder: Path) -> list[list[str]]:
     ]
 
 
+@pytest.mark.slow
 def test_a_new_preference_loss_is_one_file(folder: Path) -> None:
     """Its setting is taken, listed and checked beside those of the others, which go on as before.
 
@@ -184,6 +186,7 @@ def test_every_room_of_the_mathematics_takes_one_more_file(folder: Path) -> None
     assert len(crowded(folder, "algorithms")) == 1
 
 
+@pytest.mark.slow
 def test_without_the_file_there_is_no_such_name(folder: Path) -> None:
     """The control, in the same copy."""
     given, preferred, *_, page = outputs(

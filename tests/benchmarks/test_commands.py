@@ -56,6 +56,16 @@ def bench(
 
 @pytest.mark.slow
 @pytest.mark.xdist_group("flows")
+def test_a_state_is_saved_in_every_way(bench: Callable[..., tuple[BenchResult, str]], tmp_path: Path) -> None:
+    """By this project's two, PyTorch's and DeepSpeed's; nothing of them is left."""
+    result, _ = bench("checkpoint", "tiny.yaml", "--rounds", "2", "--skip", "1", "--folder", str(tmp_path / "files"))
+    assert result.bench == "checkpoint"
+    assert {"snapshot_held_s", "write_s", "ranks_held_s", "torch_held_s", "deepspeed_held_s"} <= result.figures.keys()
+    assert not any((tmp_path / "files").iterdir())
+
+
+@pytest.mark.slow
+@pytest.mark.xdist_group("flows")
 def test_updates_on_made_up_experience_change_the_policy(bench: Callable[..., tuple[BenchResult, str]]) -> None:
     """Every step is a real one: same rows, another gradient and entropy, because the weights moved."""
     result, printed = bench("update", "tiny.yaml", "--lengths", "lognormal:9:40")
@@ -182,6 +192,7 @@ def test_collectives_are_measured_at_every_size(bench: Callable[..., tuple[Bench
     assert "all-gather reaches" in printed
 
 
+@pytest.mark.slow
 def test_a_sender_does_not_serve_its_receivers_one_by_one(bench: Callable[..., tuple[BenchResult, str]]) -> None:
     """Receivers hand a bucket on: a sender sends one copy more where they are twice as many.
 

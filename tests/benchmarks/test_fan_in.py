@@ -8,6 +8,7 @@ from benchmarks.fan_in import measure
 from penstock.base.errors import UserError
 
 
+@pytest.mark.slow
 def test_a_command_to_ranks_of_several_hosts_is_measured() -> None:
     """Sixteen ranks are two hosts; every figure is of something that took place."""
     result = measure("command", counts=[2, 16], rounds=3)

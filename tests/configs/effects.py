@@ -16,6 +16,7 @@ SERVER = "penstock/rewards/test_server.py::test_"
 SERVICE = "penstock/rewards/test_service.py::test_"
 JUDGE = "penstock/rewards/test_judge.py::test_"
 SCORING = "penstock/rewards/test_pool.py::test_"
+SANDBOX = "penstock/rewards/test_sandbox.py::test_"
 TRAINER = "engines/training/test_trainer.py::test_"
 CORRECTION = "algorithms/test_correction.py::test_"
 ESTIMATOR = "tasks/iteration/test_advantage_inputs.py::test_settings_reach_the_estimator"
@@ -68,6 +69,11 @@ TRAIN = {
     "reward.model": "engines/ranks/test_worker.py::test_each_rank_scores_its_own_texts_in_order",
     "reward.timeout_s": f"{SCORING}only_the_culprits_fail",
     "reward.workers": f"{SCORING}slow_rows_do_not_cost_a_worker",
+    "reward.sandbox.memory_gib": f"{SANDBOX}what_uses_too_much_fails_alone_and_is_named",
+    "reward.sandbox.processes": f"{SANDBOX}what_uses_too_much_fails_alone_and_is_named",
+    "reward.sandbox.network": f"{SANDBOX}there_is_no_network_unless_it_is_asked_for",
+    "reward.sandbox.read": f"{SANDBOX}of_other_folders_it_sees_what_the_recipe_names_and_nothing_of_the_run",
+    "reward.sandbox.variables": f"{SANDBOX}variables_stay_outside_unless_the_recipe_names_them",
     "reward.failure_value": f"{SCORING}only_the_culprits_fail",
     "reward.max_failure_share": f"{SCORING}past_the_share_the_run_stops",
     "reward.overlong.*": "tasks/iteration/test_advantage_inputs.py::test_long_responses_lose_reward_and_failed_ones_keep_theirs",
@@ -99,6 +105,7 @@ TRAIN = {
     "environment.settings": "penstock/environments/test_loading.py::test_every_episode_gets_an_object_of_its_own",
     "environment.max_turns": "engines/rollout/test_episodes.py::test_how_episodes_end",
     "environment.timeout_s": "penstock/environments/test_pool.py::test_a_failed_call_ends_its_episode_with_the_reason",
+    "environment.sandbox.*": "penstock/environments/test_pool.py::test_episodes_live_in_a_sandbox_where_the_recipe_asks_for_one",
     "environment.workers": "penstock/environments/test_pool.py::test_a_lost_worker_takes_its_episodes_along_and_is_replaced",
     # ---- rollout
     "rollout.sleep": "engines/sizing/test_memory.py::test_a_role_costs_where_it_lives",
@@ -106,6 +113,8 @@ TRAIN = {
     "rollout.samples": f"{TOLD}the_actors_update",
     "rollout.max_response_tokens": f"{TOLD}the_actors_update",
     "rollout.temperature": f"{TOLD}the_actors_update",
+    "rollout.carry.*": "penstock/session/rollout/test_rounds.py::test_what_is_carried_is_taken_once_and_no_older_than_it_may_be",
+    "rollout.tail.*": "penstock/session/rollout/test_rounds.py::test_every_prompt_is_taken_once_and_in_time",
     "rollout.top_p": f"{GENERATOR}nucleus_and_top_k_leave_out_the_tail",
     "rollout.top_k": f"{GENERATOR}nucleus_and_top_k_leave_out_the_tail",
     "rollout.ignore_eos": f"{GENERATOR}stop_tokens_can_be_ignored_for_benchmarks",
@@ -116,6 +125,12 @@ TRAIN = {
     "rollout.compare_every": "engines/ranks/test_logprob_gap.py::test_when_it_is_done",
     "rollout.max_logprob_gap": "engines/ranks/test_logprob_gap.py::test_a_rollout_engine_that_computes_otherwise_ends_the_run",
     "rollout.kv_cache_gib": f"{GENERATOR}the_kv_cache_holds_all_sequences_unless_told_otherwise",
+    # ---- numerical faults
+    "faults.gradient": "configs/sections/test_faults.py::test_by_default_a_gradient_may_be_odd_twice_in_a_row_and_nothing_else_is_looked_at",
+    "faults.kl.*": "tasks/faults/test_faulty_trainings.py::test_a_batch_beyond_the_limit_is_not_learnt_from_and_the_third_in_a_row_ends_the_training",
+    "faults.update_kl.*": "tasks/faults/test_faulty_trainings.py::test_an_update_that_went_too_far_is_undone_and_the_training_goes_on",
+    "faults.entropy.*": "penstock/reports/test_faults.py::test_an_entropy_below_its_limit",
+    "faults.reward.*": "penstock/reports/test_faults.py::test_a_reward_is_compared_with_the_best_of_the_last_iterations",
     # ---- the algorithm
     "algorithm.name": "tasks/iteration/test_advantage_inputs.py::test_remax_reads_the_reward_of_the_greedy_response",
     "algorithm.policy_loss": f"{TOLD}the_actors_update",
@@ -177,6 +192,7 @@ TRAIN = {
     "evaluate.temperature": f"{TOLD}an_evaluation",
     "evaluate.evaluators": "tasks/iteration/test_evaluated.py::test_an_evaluator_that_fails_is_logged_and_counted",
     "checkpoint.every": "flows/test_train_flow.py::test_checkpoints_are_timed_and_sized_in_the_figures",
+    "checkpoint.best": "penstock/state/test_manifest.py::test_the_best_checkpoint_is_kept_as_well",
     "checkpoint.keep": "flows/test_train_flow.py::test_the_run_folder_holds_all_that_was_made",
     "groups.<name>.gpus": "engines/groups/test_placement.py::test_groups_get_the_devices_and_roles_they_name",
     "groups.<name>.roles": "engines/groups/test_placement.py::test_groups_get_the_devices_and_roles_they_name",
@@ -191,6 +207,8 @@ TRAIN = {
     "engine.start_timeout_s": "engines/groups/test_placement.py::test_without_groups_one_group_takes_all_there_is",
     "engine.command_timeout_s": "engines/groups/test_placement.py::test_without_groups_one_group_takes_all_there_is",
     "engine.heartbeat_timeout_s": "engines/groups/test_placement.py::test_without_groups_one_group_takes_all_there_is",
+    "engine.restarts": "penstock/session/test_events.py::test_more_losses_than_allowed_end_the_run",
+    "engine.restart_window_s": "penstock/session/test_events.py::test_more_losses_than_allowed_end_the_run",
     "record.tracker": "penstock/trackers/test_added.py::test_a_new_tracker_gets_a_run_and_its_resume_each_figure_once",
     "record.experiment": "flows/test_train_flow.py::test_mlflow_holds_the_run",
     "record.samples_every": "flows/test_train_flow.py::test_mlflow_holds_the_run",

@@ -58,6 +58,7 @@ def test_every_key_of_the_other_recipes_has_its_test(name: str, tree: type[BaseM
     assert problems(own, EFFECTS[name]) == []
 
 
+@pytest.mark.slow
 def test_a_key_without_a_test_and_a_line_without_a_key_are_noticed() -> None:
     """The control: an invented key, an invented line, a test that is not there, one that does not use the key."""
 

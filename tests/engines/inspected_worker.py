@@ -59,6 +59,7 @@ class InspectedWorker(Worker):
 
     INSPECTIONS = (
         "discard",
+        "imported",
         "parameters",
         "table_of_families",
         "addresses",
@@ -87,6 +88,7 @@ class InspectedWorker(Worker):
         "aborted_while_coasting",
         "coasting_with_a_window",
         "coasting_and_reset",
+        "coasting_and_asked",
         "between_steps",
         "admitted",
         "offloaded",
@@ -132,6 +134,10 @@ class InspectedWorker(Worker):
         self.serving = Serving(self.models)
         gc.collect()
         return {}
+
+    def imported(self, names: list[str]) -> dict[str, Any]:
+        """Which of some libraries this process has."""
+        return {"names": [name for name in names if name in sys.modules]}
 
     def table_of_families(self, with_renamed: bool) -> dict[str, Any]:
         """Let this process know the renamed Llama, and have a row for it or none from now on."""
@@ -304,9 +310,15 @@ class InspectedWorker(Worker):
         """What is left of sequences that are ended from outside."""
         return scheduling.abort(coasting.let_sequences_coast)
 
+    def coasting_and_asked(self, lag: int) -> dict[str, Any]:
+        """Whether answers are right where tokens that were not sent are asked for, and how many those were."""
+        plain = scheduling.generate(lag, 1000, lambda scheduler: None)
+        asked = scheduling.generate(lag, 1000, coasting.let_sequences_coast, take_at=range(10, 80, 7))
+        return {"answers_equal": asked.answers == plain.answers, "misplaced": asked.misplaced, "taken": asked.taken}
+
     def coasting_with_a_window(self) -> dict[str, Any]:
         """Whether the scheduler of a model with a sliding window is changed."""
-        return {"changed": coasting.let_sequences_coast(scheduling.with_a_window())}
+        return {"changed": coasting.let_sequences_coast(scheduling.with_a_window()) is not None}
 
     def coasting_and_reset(self, lag: int, settles: bool) -> dict[str, Any]:
         """Whether answers and keys are right where all is computed again in the middle of a generation."""

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
+import asyncio
+import os
+from dataclasses import replace
+from typing import Any, ClassVar
 
 from penstock.environments.environment import Step
 
@@ -30,3 +33,34 @@ class Playground:
         if self.kind != "endless" and self.heard == self.turns:
             return Step(done=True, reward={"right": 1.0, "reward": 2.0})
         return Step(f"({len(text)}/{self.digit})", reward=0.25)
+
+
+class Gathering(Playground):
+    """The same in coroutines: the first `together` episodes of a worker begin only once all of them are about to."""
+
+    begun: ClassVar[list[int]] = []
+    all_there = asyncio.Event()
+
+    def __init__(self, turns: int = 3, together: int = 1) -> None:
+        super().__init__(turns)
+        self.together = together
+
+    async def reset(self, row: dict[str, Any], seed: int) -> str | None:  # type: ignore[override]
+        self.begun.append(seed)
+        if len(self.begun) == self.together:
+            self.all_there.set()
+        await self.all_there.wait()
+        return super().reset(row, seed)
+
+    async def step(self, text: str) -> Step:  # type: ignore[override]
+        await asyncio.sleep(0)
+        return super().step(text)
+
+
+class Moody(Playground):
+    """Says something else in each process that it is played in."""
+
+    def step(self, text: str) -> Step:
+        """Answer as ever, and name the process."""
+        answer = super().step(text)
+        return replace(answer, observation=f"{os.getpid()}" if answer.observation else None)

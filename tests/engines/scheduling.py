@@ -33,6 +33,7 @@ class Seen:
     answers: dict[str, tuple[list[int], list[float], str]] = field(default_factory=dict)
     looks: list[int] = field(default_factory=list)  # in each step, sequences that vLLM asked its block manager about
     preempted: int = 0
+    taken: int = 0  # tokens that were asked for before they were sent
     misplaced: int = 0  # keys that a step would read and that are another prefix's, or nobody's
 
 
@@ -42,6 +43,7 @@ def generate(
     change: Callable[[Any], object],
     requests: Callable[[], deque[Any]] | None = None,
     reset_at: Collection[int] = (),
+    take_at: Collection[int] = (),
 ) -> Seen:
     """Answer all sequences with a scheduler to which `change` was done.
 
@@ -53,6 +55,7 @@ def generate(
         blocks: of the KV cache; with fewer than the sequences need, vLLM takes some away from the youngest.
         requests: makes them; None: random ones.
         reset_at: steps before which all that runs is to be computed again.
+        take_at: steps before which tokens that were not sent are asked for; `change` has let sequences coast.
     """
     scheduler = _scheduler(lag, blocks)
     looks = Mock(wraps=scheduler.kv_cache_manager.allocate_slots)
@@ -63,6 +66,11 @@ def generate(
     while waiting or in_flight or scheduler.has_requests():
         for request in [waiting.popleft() for _ in range(min(2, len(waiting)))]:
             scheduler.add_request(request)
+        if len(seen.steps) in take_at:
+            for name, (tokens, logprobs) in scheduler.schedule.__self__.take_unsent().items():
+                seen.taken += len(tokens)
+                earlier = seen.answers.get(name, ([], [], ""))
+                seen.answers[name] = (earlier[0] + tokens, earlier[1] + logprobs, "")
         if len(seen.steps) in reset_at:
             scheduler.reset_prefix_cache(reset_running_requests=True)
             model.keys.clear()

@@ -15,6 +15,7 @@ from configs.schema import TrainConfig
 from engines.commands.build import Built
 from engines.commands.message import decode_news, decode_reply, encode
 from engines.groups.group import EngineGroup, GroupSpec, RankDevice
+from engines.groups.hosts import Hosts
 from penstock.data.tokenizer import make_byte_tokenizer
 from tests.engines.plain_commands import KINDS, command_of, figures_of, plain
 
@@ -31,8 +32,8 @@ class Ranks:
     usage: list[dict[str, float]] = field(default_factory=list)  # of each rank, by the last command
 
     @classmethod
-    def start(cls, number: int, log_dir: Path) -> Ranks:
-        """Spawn the ranks and return at once."""
+    def start(cls, number: int, log_dir: Path, hosts: Hosts | None = None) -> Ranks:
+        """Spawn the ranks, on a host of their own or on those of others, and return at once."""
         spec = GroupSpec(
             name="main",
             roles=("actor", "rollout"),
@@ -43,7 +44,7 @@ class Ranks:
             heartbeat_timeout_s=100.0,
             worker="tests.engines.inspected_worker:InspectedWorker",
         )
-        return cls(EngineGroup(spec), number)
+        return cls(EngineGroup(spec, hosts), number)
 
     def ask(self, command: str, **arguments: Any) -> list[Any]:
         """Run a command on every rank; replies in rank order, without what it used.

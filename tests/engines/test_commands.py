@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import pkgutil
-import subprocess
-import sys
 from collections.abc import Iterator
+from concurrent.futures import Future
 from dataclasses import fields, is_dataclass, replace
 from importlib import import_module
 from types import NoneType, UnionType
@@ -18,6 +17,7 @@ import pytest
 from algorithms.correction import Correction
 from engines import commands
 from engines.commands import hosts
+from engines.commands.checkpoint import Export, Save
 from engines.commands.forward import Logprobs, Score, TokenValues
 from engines.commands.message import Command, WrongMessage, decode, encode, name_of, reply_type
 from engines.commands.rollout import EngineResponses, Generate
@@ -190,39 +190,30 @@ def test_a_command_is_named_as_logs_name_it() -> None:
     assert len({name_of(kind) for kind in KINDS}) == len(KINDS)
 
 
-HANDLED = """
-from typing import get_type_hints
-from engines.commands.checkpoint import Export, Save
-from engines.ranks import worker
-from engines.ranks.serving import handlers
-from engines.ranks.serving.handlers import Later
-from engines.ranks.models import RankModels
-from engines.commands.message import reply_type
-from tests.engines.test_commands import OF_RANKS
-assert {item.kind for item in handlers.HANDLERS.values()} == OF_RANKS, "a command without a handler, or the reverse"
-for kind, function, _ in handlers.HANDLERS.values():
-    hints, reply = get_type_hints(function), reply_type(kind)
-    assert hints.pop("return") in (reply, Later[reply]), function
-    assert hints == {"models": RankModels, "command": kind}, function
-print("begun", [name for name, item in handlers.HANDLERS.items() if item.during_generation(RankModels(0, 1, None))])
-def second(models: RankModels, command: Export) -> None: ...
-def wrong(models: RankModels, command: Save) -> None: ...
-for function in (second, wrong):
-    try:
-        handlers.carries_out(Export)(function)
-    except TypeError as error:
-        print(error)
-    handlers.HANDLERS.pop("export", None)
-"""
+def test_every_command_has_one_handler_whose_types_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Controls: a second handler, and a wrong one."""
+    import_module("engines.ranks.worker")  # all handlers, and with them DeepSpeed and vLLM
+    handlers = import_module("engines.ranks.serving.handlers")
+    RankModels = import_module("engines.ranks.models").RankModels
+    assert {item.kind for item in handlers.HANDLERS.values()} == OF_RANKS
+    for kind, function, _ in handlers.HANDLERS.values():
+        hints, reply = get_type_hints(function), reply_type(kind)
+        assert hints.pop("return") in (reply, handlers.Later[reply]), function
+        assert hints == {"models": RankModels, "command": kind}, function
+    begun = [name for name, item in handlers.HANDLERS.items() if item.during_generation(RankModels(0, 1, None))]
+    assert set(begun) == {"reshard", "generate"}, "during a generation, and nothing else"
 
+    def added(takes: type) -> Any:
+        def function(models: Any, command: Any) -> None: ...
 
-def test_every_command_has_one_handler_whose_types_fit() -> None:
-    """In a process of its own, since handlers bring PyTorch and vLLM. Controls: a second handler, and a wrong one."""
-    done = subprocess.run([sys.executable, "-c", HANDLED], capture_output=True, text=True, timeout=300, check=False)
-    assert done.returncode == 0, done.stderr
-    assert "begun ['reshard', 'generate']" in done.stdout, "during a generation, and nothing else"
-    assert "export is carried out by export already" in done.stdout
-    assert "wrong carries out Export, but takes" in done.stdout
+        function.__annotations__ = {"models": RankModels, "command": takes, "return": None}
+        return function
+
+    with pytest.raises(TypeError, match="export is carried out by export already"):
+        handlers.carries_out(Export)(added(Export))
+    monkeypatch.delitem(handlers.HANDLERS, "export")
+    with pytest.raises(TypeError, match="function carries out Export, but takes .*Save"):
+        handlers.carries_out(Export)(added(Save))
 
 
 def test_every_command_to_a_host_has_one_handler_whose_types_fit() -> None:
@@ -230,5 +221,6 @@ def test_every_command_to_a_host_has_one_handler_whose_types_fit() -> None:
     assert {kind for kind, _ in HANDLERS.values()} == OF_HOSTS
     for kind, handler in HANDLERS.values():
         hints = get_type_hints(handler)
-        assert hints.pop("return") == reply_type(kind)
+        reply = reply_type(kind)
+        assert hints.pop("return") in (reply, Future[reply])
         assert list(hints.values()) == [kind]

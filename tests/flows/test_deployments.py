@@ -102,6 +102,11 @@ class Prefect:
         """Return the name of the run's state."""
         return str(self.api.get(f"/flow_runs/{run}").raise_for_status().json()["state"]["name"])
 
+    def heartbeats(self, run: str) -> int:
+        """Return how many signs of life of the run the server knows."""
+        of_run = {"event": {"name": ["prefect.flow-run.heartbeat"]}, "resource": {"id": [f"prefect.flow-run.{run}"]}}
+        return int(self.api.post("/events/filter", json={"filter": of_run}).raise_for_status().json()["total"])
+
     def everything(self) -> dict[str, dict[str, Any]]:
         """Return pools, limits, automations and deployments by id, without times and without who is online."""
         kinds = ("work_pools", "v2/concurrency_limits", "automations", "deployments")
@@ -254,6 +259,7 @@ def lost(prefect: Prefect, tmp_path_factory: pytest.TempPathFactory) -> Lost:
         worker = subprocess.Popen(command, env=prefect.environment, stdout=log, stderr=log, cwd=ROOT)
     try:
         until(lambda: prefect.occupied("gpus") == 1, 90, "the run holds its slot")
+        until(lambda: prefect.heartbeats(run), 30, "the server hears the run, so that it can miss it")
     finally:
         everyone = [psutil.Process(worker.pid), *psutil.Process(worker.pid).children(recursive=True)]
         for process in everyone:
@@ -274,14 +280,11 @@ def _answers(api: httpx.Client) -> bool:
 
 
 def _end(processes: list[subprocess.Popen[bytes]]) -> None:
+    """Kill all: in order a server would take its time to end."""
     everyone = [child for process in processes for child in psutil.Process(process.pid).children(recursive=True)]
-    for process in reversed(processes):  # the worker before its server
-        process.terminate()
-        try:
-            process.wait(20)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait(20)
+    for process in processes:
+        process.kill()
+        process.wait(20)
     for child in everyone:
         if alive(child):
             child.kill()
@@ -368,7 +371,8 @@ def test_the_worker_trains_and_a_second_training_waits_and_is_steered_and_cancel
     """One training completes while the next one queues; that one takes live values up, and ends when cancelled."""
     short = prefect.start(TRAIN, prefect.parameters("short", iterations=2, sft={"steps": 10}))
     until(lambda: prefect.state(short) == "Running", 60, "the worker starts the first run")
-    long = prefect.start(TRAIN, prefect.parameters("long", iterations=100_000, sft=None, checkpoint={"every": 1}))
+    slow = {"iterations": 100_000, "sft": None, "checkpoint": {"every": 1}, "rollout": {"prompts": 512}}
+    long = prefect.start(TRAIN, prefect.parameters("long", **slow))
     until(lambda: prefect.state(long) == "AwaitingConcurrencySlot", 60, "the second run waits")
     assert prefect.state(short) == "Running"
 
@@ -472,11 +476,11 @@ def test_without_a_server_the_command_says_how_to_start_one(prefect: Prefect) ->
     assert "Traceback" not in done.stderr
 
 
-@pytest.mark.parametrize("flow", ["train", "sft", "preference", "reward_model", "compare"])
-def test_entry_points_import_no_engine(flow: str) -> None:
+def test_entry_points_import_no_engine() -> None:
     """Workers and deployments import flows: no torch, vLLM or DeepSpeed comes with them. Control: Prefect does."""
     heavy = ("torch", "vllm", "deepspeed", "transformers", "prefect")
-    code = f"import sys, flows.{flow}; print([name for name in {heavy} if name in sys.modules])"
+    flows = "flows.train, flows.sft, flows.preference, flows.reward_model, flows.compare"
+    code = f"import sys, {flows}; print([name for name in {heavy} if name in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "['prefect']"
 

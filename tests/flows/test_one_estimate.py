@@ -57,7 +57,9 @@ def estimated(monkeypatch: pytest.MonkeyPatch) -> list[list[GroupEstimate]]:
 
 
 @pytest.mark.usefixtures("prefect_harness")
-@pytest.mark.parametrize("kind", ["train", "sft", "preference", "reward-model"])
+@pytest.mark.parametrize(
+    "kind", ["train", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("sft", "preference", "reward-model"))]
+)
 def test_a_start_estimates_once(kind: str, estimated: list[list[GroupEstimate]], tmp_path: Path) -> None:
     """Control: one more check is one more estimate, and another object."""
     pairs = tmp_path / "pairs.jsonl"

@@ -26,6 +26,7 @@ def started(template: dict[str, Any], **given: Any) -> Any:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", list(PoolType))
 def test_a_pool_of_each_type_is_deployed_and_again_changes_nothing(kind: PoolType) -> None:
     """Pool, slots, what the machines have, and the deployment of hosts, whose code is where the workers find it."""

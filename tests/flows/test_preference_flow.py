@@ -53,6 +53,7 @@ steps = finetuning.preference_steps
 def dying(training, config, units, first, count):
     steps(training, config, units, first, count)
     if first:
+        training.session().checkpoints.wait()  # for the first one, which is written meanwhile
         os.kill(os.getpid(), signal.SIGKILL)
 
 finetuning.preference_steps = dying

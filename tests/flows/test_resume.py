@@ -7,6 +7,7 @@ remembers of its prompts), GRPO for the usual case, with a reference that was re
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import shutil
@@ -22,11 +23,15 @@ from pathlib import Path
 import httpx
 import psutil
 import pytest
+from safetensors import safe_open
 
+from penstock.cli.sync import sync
+from penstock.state.events import read_events
 from penstock.state.experience import add_columns, column_names, read_columns
 from penstock.state.manifest import Manifest, read_manifest
 from penstock.state.run_folder import RunFolder, read_metrics
 from penstock.trackers.mlflow import connect
+from tests.comparing import logged, memory, numbers, weights
 from tests.delivering import begun, tracked_run
 from tests.flows.reward_functions import HOLD
 from tests.processes import alive
@@ -56,20 +61,6 @@ PPO = (
 )
 GRPO = ("algorithm={name: grpo, mini_batches: 1, kl: {place: loss, coefficient: 0.05, refresh_every: 2}}",)
 WAIT_S = 400.0  # for what takes seconds on a quiet machine
-# Of the machine, not of the training:
-MEASURED = (
-    "time/",
-    "share/",
-    "memory/",
-    "reshard/rank_s",
-    "rollout/tokens_per_s",
-    "rollout/request_s",
-    "rollout/wake_s",
-    "rollout/ahead_s",
-    "rollout/engine_",
-    "actor/update_s",
-    "critic/update_s",
-)
 
 
 IN_TURN = """
@@ -92,6 +83,7 @@ record = sft.record_warm_up
 def dying(training, first, losses):
     record(training, first, losses)
     if first == 4:
+        training.session().checkpoints.wait()  # for that of step 4, which is written meanwhile
         os.kill(os.getpid(), signal.SIGKILL)
 
 sft.record_warm_up = dying
@@ -239,7 +231,10 @@ def inside_an_iteration(trainings: Trainings) -> Killed:
 
 
 def between_iterations(trainings: Trainings) -> Killed:
-    """Kill GRPO in step 8 of its warm-up, and once more when its checkpoint of iteration 2 is complete."""
+    """Kill GRPO in step 8 of its warm-up, and once more when its checkpoint of iteration 2 is complete.
+
+    The second time it is kept alive: the command that waits beside it takes it up again, and nobody else.
+    """
     run = RunFolder(trainings.folder / "grpo-killed")
     process = trainings.start(run.name, "-c", DIES_IN_WARM_UP, *trainings.new(run.name, *GRPO))
     assert trainings.end(run.name, process) == -signal.SIGKILL, trainings.output(run.name)
@@ -249,11 +244,18 @@ def between_iterations(trainings: Trainings) -> Killed:
     assert not run.model("sft").exists()
     tracked = read_manifest(run).tracked
 
-    trainings.killed(run, *trainings.resumed(run), when=lambda run: iteration_of(run) == 2)
+    process = trainings.start(run.name, "-m", "penstock.cli.main", *trainings.resumed(run), "--keep-alive")
+    until(lambda: iteration_of(run) == 2 or process.poll() is not None, WAIT_S, "iteration 2", 0.01)
+    (keeper,) = psutil.Process(process.pid).children()
+    (flow,) = keeper.children()
+    started = flow.children(recursive=True)
+    assert any("engines.groups.rank" in child.cmdline() for child in started)
+    flow.kill()
     left = what_is_left(run)
+    until(lambda: not any(alive(child) for child in started), 5, "ranks and workers are gone")
     assert left.manifest.tracked == tracked
     assert not run.finetuning.path.exists()
-    trainings.resume(run)
+    trainings.finish(run.name, process)
     return left
 
 
@@ -262,33 +264,19 @@ def what_is_left(run: RunFolder) -> Killed:
     return Killed(run, read_manifest(run), [record["iteration"] for record in read_metrics(run)])
 
 
-def numbers(run: RunFolder) -> list[tuple[int, dict[str, float]]]:
-    """Return what was recorded, without what is measured."""
-    return [
-        (record["iteration"], {k: v for k, v in record["metrics"].items() if not k.startswith(MEASURED)})
-        for record in read_metrics(run)
-    ]
+@pytest.fixture(scope="module")
+def killed_of(trainings: Trainings) -> Callable[[str], Killed]:
+    """The training of an algorithm that was killed and went on, made once."""
+    kill = {"ppo": inside_an_iteration, "grpo": between_iterations}
+    return functools.cache(lambda name: kill[name](trainings))
 
 
-def memory(run: RunFolder) -> bytes:
-    """Return what the sampler remembers; nothing for one that does not."""
-    return run.prompt_rewards.read_bytes() if run.prompt_rewards.exists() else b""
-
-
-def weights(run: RunFolder) -> bytes:
-    """Return the trained model's file."""
-    return (run.model("final") / "model.safetensors").read_bytes()
-
-
-@pytest.mark.parametrize(("name", "killed_and_resumed"), [("ppo", inside_an_iteration), ("grpo", between_iterations)])
+@pytest.mark.parametrize("name", ["ppo", "grpo"])
 def test_a_killed_training_ends_as_one_left_alone(
-    trainings: Trainings,
-    undisturbed: dict[str, RunFolder],
-    name: str,
-    killed_and_resumed: Callable[[Trainings], Killed],
+    trainings: Trainings, undisturbed: dict[str, RunFolder], killed_of: Callable[[str], Killed], name: str
 ) -> None:
     """Weights and figures are equal to the last bit, and every iteration is in the run folder and in MLflow once."""
-    killed, alone = killed_and_resumed(trainings), undisturbed[name]
+    killed, alone = killed_of(name), undisturbed[name]
     assert killed.manifest.progress.iteration == 2
     assert killed.recorded in ([[0, 1, 2, 3]] if name == "ppo" else [[0, 1, 2], [0, 1, 2, 3]])
 
@@ -313,26 +301,52 @@ def test_a_killed_training_ends_as_one_left_alone(
         assert [entry.step for entry in client.get_metric_history(run_id, metric)] == steps
 
 
-def test_from_an_earlier_checkpoint_a_run_ends_as_it_did(
-    trainings: Trainings, undisturbed: dict[str, RunFolder]
+def test_a_training_that_is_kept_alive_goes_on_by_itself(
+    trainings: Trainings, killed_of: Callable[[str], Killed]
 ) -> None:
-    """Its newest damaged, and its manifest; or chosen by a person. What came after is taken back, and made alike.
+    """The command that waits beside it says what happened. Control: of one that a person resumed there is nothing."""
+    kept, resumed = killed_of("grpo").run, killed_of("ppo").run
+    said = "ended by signal 9 (SIGKILL); it is started again"
+    assert " ".join(trainings.output(kept.name).split()).count(said) == 1
+    assert [event["event"] for event in read_events(kept)] == ["FlowLost", "recovered"]
+    assert said not in " ".join(trainings.output(resumed.name).split())
+    assert read_events(resumed) == []
 
-    What is damaged is named and kept.
+
+@pytest.fixture(scope="module")
+def earlier(trainings: Trainings, undisturbed: dict[str, RunFolder]) -> tuple[RunFolder, RunFolder, RunFolder]:
+    """Copies of ended trainings that went on from an earlier checkpoint, one after the other in one process.
+
+    The first since its newest is damaged, and its manifest; the others since a person chose it, the last one on two
+    ranks at another stage.
     """
-    damaged, chosen = (
-        copied(undisturbed[name], f"{name}-{end}") for name, end in (("grpo", "damaged"), ("ppo", "from"))
+    damaged, chosen, moved = (
+        copied(undisturbed[name], f"{name}-{end}")
+        for name, end in (("grpo", "damaged"), ("ppo", "from"), ("ppo", "moved"))
     )
-    for path in (damaged.manifest, max(damaged.checkpoint(ITERATIONS).rglob("*model_states.pt"))):
+    for path in (damaged.manifest, max(damaged.checkpoint(ITERATIONS).glob("state-*.safetensors"))):
         content = bytearray(path.read_bytes())
         content[len(content) // 2] ^= 1
         path.write_bytes(bytes(content))
-    commands = [trainings.resumed(damaged), [*trainings.resumed(chosen), "--from", str(ITERATIONS - 1)]]
+    groups = "groups={main: {roles: [actor, critic, reference, rollout], ranks: 2}}"
+    before = ("--from", str(ITERATIONS - 1))
+    commands = [
+        trainings.resumed(damaged),
+        [*trainings.resumed(chosen), *before],
+        [*trainings.resumed(moved), *before, groups, "actor.zero_stage=3"],
+    ]
     trainings.finish("earlier", trainings.start("earlier", "-c", IN_TURN, json.dumps(commands)))
+    return damaged, chosen, moved
 
+
+def test_from_an_earlier_checkpoint_a_run_ends_as_it_did(
+    trainings: Trainings, undisturbed: dict[str, RunFolder], earlier: tuple[RunFolder, RunFolder, RunFolder]
+) -> None:
+    """What came after it is taken back, and made alike; what is damaged is named and kept."""
+    damaged, chosen, _ = earlier
     said = " ".join(trainings.output("earlier").split())
     aside = damaged.checkpoints / f"damaged-{ITERATIONS:06d}"
-    for part in ("manifest.json is damaged", "model_states.pt is damaged", str(aside)):
+    for part in ("manifest.json is damaged", ".safetensors is damaged", str(aside)):
         assert part in said
     assert aside.is_dir()
     for run, name in ((damaged, "grpo"), (chosen, "ppo")):
@@ -343,6 +357,18 @@ def test_from_an_earlier_checkpoint_a_run_ends_as_it_did(
         assert memory(run) == memory(alone)
         assert run.model("final").stat().st_mtime > run.checkpoint(ITERATIONS - 1).stat().st_mtime
         assert iteration_of(run) == ITERATIONS
+
+
+def test_on_two_ranks_at_stage_3_a_run_goes_on_as_on_one_at_stage_1(
+    undisturbed: dict[str, RunFolder], earlier: tuple[RunFolder, RunFolder, RunFolder]
+) -> None:
+    """With a critic and the responses that are there: the same figures, but for the order of sums."""
+    alone, (_, _, moved) = undisturbed["ppo"], earlier
+    assert iteration_of(moved) == ITERATIONS
+    last, wanted = (read_metrics(run)[-1]["metrics"] for run in (moved, alone))
+    for name in ("actor/loss", "actor/grad_norm", "critic/loss", "critic/grad_norm", "reward/mean"):
+        assert last[name] == pytest.approx(wanted[name], rel=1e-3, abs=1e-5)
+    assert weights(moved) != weights(alone)
 
 
 def copied(run: RunFolder, name: str) -> RunFolder:
@@ -372,7 +398,8 @@ def test_the_trainings_have_a_state_to_lose(undisturbed: dict[str, RunFolder]) -
     divergences = [metrics["actor/kl"] for _, metrics in numbers(run)[1:]]
     assert [value > 0 for value in divergences] == [False, True, False, True, False]  # refreshed after 2 and 4
     assert not any(divergences[::2])
-    assert (run.checkpoint(ITERATIONS) / "reference" / "model.safetensors").is_file()
+    with safe_open(run.checkpoint(ITERATIONS) / "state-main-0.safetensors", framework="np") as image:
+        assert any(name.startswith("reference/") for name in image.keys())  # noqa: SIM118 - it is no mapping
 
 
 @contextmanager
@@ -396,18 +423,8 @@ def mlflow_server(folder: Path, port: int) -> Iterator[None]:
         server.wait(10)
 
 
-def logged(uri: str, run: RunFolder) -> tuple[dict[str, list[tuple[int, float]]], dict[str, str], set[str], str]:
-    """Return what MLflow holds of a run: figures that are not measured, parameters, names of tags, status."""
-    client, run_id = connect(uri), tracked_run(run)
-    found = client.get_run(run_id)
-    names = [name for name in found.data.metrics if not name.startswith(MEASURED)]
-    histories = {name: client.get_metric_history(run_id, name) for name in names}
-    figures = {name: [(entry.step, entry.value) for entry in history] for name, history in histories.items()}
-    return figures, found.data.params, set(found.data.tags), found.info.status
-
-
 def test_a_training_goes_on_when_its_mlflow_server_is_killed(
-    trainings: Trainings, undisturbed: dict[str, RunFolder], tmp_path: Path
+    trainings: Trainings, undisturbed: dict[str, RunFolder], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It ends as one left alone, and says what MLflow lacks; delivered later, MLflow holds what it holds of the other.
 
@@ -425,9 +442,9 @@ def test_a_training_goes_on_when_its_mlflow_server_is_killed(
     assert f"penstock sync {run.path}" in " ".join(away.output(run.name).split())
     assert weights(run) == weights(undisturbed["grpo"])
     with mlflow_server(tmp_path, port):
+        monkeypatch.setenv("MLFLOW_TRACKING_URI", uri)
         for said in ("now holds all of it", "held all of it already"):
-            away.finish("sync", away.start("sync", "-m", "penstock.cli.main", "sync", str(run.path)))
-            assert said in away.output("sync")
+            assert sync(run.path).endswith(said)
             held = logged(uri, run)
             assert held == logged(trainings.environment["MLFLOW_TRACKING_URI"], undisturbed["grpo"])
             assert held[-1] == "FINISHED"

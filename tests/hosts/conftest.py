@@ -10,6 +10,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +35,30 @@ TINY: dict[str, Any] = {
 
 
 @dataclass
+class Server:
+    """The Prefect server, which can be killed and started again at the same address, with what it knew.
+
+    Attributes:
+        begin: starts it.
+        answers: whether it does.
+        process: of this moment.
+    """
+
+    begin: Callable[[], subprocess.Popen[bytes]]
+    answers: Callable[[], bool]
+    process: subprocess.Popen[bytes]
+
+    def kill(self) -> None:
+        """SIGKILL it with all that it has started."""
+        _end([self.process])
+
+    def start(self) -> None:
+        """Start it and wait until it answers."""
+        self.process = self.begin()
+        until(self.answers, 120, "the server answers")
+
+
+@dataclass
 class Cluster:
     """A server, this machine's worker, and the machines of a pool with theirs."""
 
@@ -43,6 +68,7 @@ class Cluster:
     machines: list[Machine]
     home: Path
     workers: dict[str, subprocess.Popen[bytes]]
+    server: Server
 
     def config(self, name: str, **changes: Any) -> dict[str, Any]:
         """Return a training over both machines, one CPU rank on each."""
@@ -90,6 +116,11 @@ class Cluster:
         """Wait until the runs of a training's hosts have ended."""
         until(lambda: all(host["state"]["type"] in ENDS for host in self.hosts_of(run)), within_s, "its hosts end")
 
+    def slots_taken(self) -> int:
+        """Return how many GPU slots of the pool are held."""
+        limit = self.api.get(f"/v2/concurrency_limits/gpus-{POOL}").raise_for_status().json()
+        return int(limit["active_slots"])
+
     def set_state(self, run: str, kind: str) -> None:
         """Ask for a state, as a button of the UI does."""
         wanted = {"state": {"type": kind, "name": kind.capitalize()}}
@@ -115,6 +146,11 @@ class Cluster:
         """Return how many workers of the pool are online."""
         found = self.api.post(f"/work_pools/{POOL}/workers/filter", json={}).raise_for_status().json()
         return sum(worker["status"] == "ONLINE" for worker in found)
+
+    def heartbeat(self, machine: Machine) -> str:
+        """Return when the server last heard of a machine's worker, which stays online for a while after its end."""
+        found = self.api.post(f"/work_pools/{POOL}/workers/filter", json={}).raise_for_status().json()
+        return str(next(worker["last_heartbeat_time"] for worker in found if worker["name"] == machine.name))
 
     def last_words(self) -> str:
         """Return the end of what the workers said."""
@@ -143,6 +179,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
             "PREFECT_API_URL": f"http://{address}:{port}/api",
             "PREFECT_RESULTS_LOCAL_STORAGE_PATH": str(home / "results"),
             "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
+            "PREFECT_SERVER_CONCURRENCY_LEASE_STORAGE": "prefect.server.concurrency.lease_storage.filesystem",
             "PREFECT_WORKER_QUERY_SECONDS": "1",
             "DO_NOT_TRACK": "1",
             "OMP_NUM_THREADS": "1",
@@ -152,7 +189,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
         stack.callback(_end, started)
 
         def begin(name: str, *words: str) -> subprocess.Popen[bytes]:
-            with (home / f"{name}.log").open("wb") as log:
+            with (home / f"{name}.log").open("ab") as log:
                 command = [*PREFECT, *words]
                 one = subprocess.Popen(
                     command, env=environment, stdout=log, stderr=log, cwd=ROOT, start_new_session=True
@@ -163,9 +200,10 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
         api = stack.enter_context(
             httpx.Client(base_url=environment["PREFECT_API_URL"], timeout=30, transport=Patient())
         )
-        begin("server", "server", "start", "--host", address, "--port", str(port))
-        until(lambda: _answers(api), 120, "the server answers")
-        cluster = Cluster(api, environment, address, machines, home, {})
+        serve = partial(begin, "server", "server", "start", "--host", address, "--port", str(port))
+        server = Server(serve, partial(_answers, api), serve())
+        until(server.answers, 120, "the server answers")
+        cluster = Cluster(api, environment, address, machines, home, {}, server)
         stack.callback(lambda: _end(list(cluster.workers.values())))
         for arguments in (("deploy", "--pool", FLOWS), ("deploy", "--pool", POOL, "--hosts", "2")):
             done = cluster.penstock(*arguments)

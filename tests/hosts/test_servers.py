@@ -141,7 +141,7 @@ def servers() -> Iterator[Servers]:
         names.mkdir(parents=True)
         stack.callback(shutil.rmtree, names)
         (names / "hosts").write_text(f"127.0.0.1 localhost {' '.join(services())}\n")
-        made = {name: secrets.token_urlsafe(12) for name in example() if name.endswith("_PASSWORD")}
+        made = {name: secrets.token_hex(12) for name in example() if name.endswith("_PASSWORD")}
         values = example() | made | {"PENSTOCK_ADDRESS": machine.address, "PENSTOCK_RUNS": str(home / "runs")}
         for folder in ("redis", "artifacts", "runs"):
             (home / folder).mkdir()

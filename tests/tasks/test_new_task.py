@@ -14,6 +14,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from prefect.settings import PREFECT_API_URL
 
 from penstock.state.run_folder import RunFolder, read_metrics
 from tests.test_rooms import crowded
@@ -96,7 +97,7 @@ FIGURES = ("rollout/length_spread", "time/length_spread_s", "share/length_spread
 
 
 @pytest.fixture
-def folder(tmp_path: Path) -> Path:
+def folder(prefect_harness: None, tmp_path: Path) -> Path:
     """A copy of the packages with the files of a task, whose line is not on the flow's page yet."""
     for package in ("engines", "flows", "tasks"):
         shutil.copytree(ROOT / package, tmp_path / package, ignore=shutil.ignore_patterns("__pycache__"))
@@ -122,6 +123,7 @@ def train(folder: Path) -> subprocess.CompletedProcess[str]:
     environment |= {
         "PYTHONPATH": f"{folder}{os.pathsep}{ROOT}",
         "PREFECT_HOME": str(folder / "prefect"),
+        "PREFECT_API_URL": str(PREFECT_API_URL.value()),
         "MLFLOW_TRACKING_URI": f"sqlite:///{folder / 'mlflow.db'}",
     }
     return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)

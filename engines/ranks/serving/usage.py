@@ -1,7 +1,7 @@
 """What a command used on its rank: seconds, tokens and FLOPs, and on a GPU the peak of its memory.
 
 Torch counts vLLM's memory pool as allocated even while the engine sleeps and no memory is behind it; that part is
-subtracted here. Left out: what other processes use of the GPU (engines/sizing/gpu_sampler.py sees all of it).
+subtracted here. Left out: what other processes use of the GPU (engines/groups/machine.py sees all of it).
 """
 
 from __future__ import annotations

@@ -5,8 +5,6 @@ Heavy imports stay inside the commands, as in every command.
 
 from __future__ import annotations
 
-import shlex
-import sys
 import tempfile
 from collections.abc import Sequence
 from enum import StrEnum
@@ -17,6 +15,7 @@ import typer
 
 from penstock.base.errors import UserError
 from penstock.cli.places import free_file, free_folder
+from penstock.cli.results import command, write_measured
 
 if TYPE_CHECKING:
     from benchmarks.reporting.result import BenchResult
@@ -52,7 +51,7 @@ def step(
     from benchmarks.step import measure
 
     known = read_peers(peers) if peers else {}
-    result = measure(recipe, overrides or [], _command(), skip, run)
+    result = measure(recipe, overrides or [], command(), skip, run)
     _finish(result.model_copy(update={"peers": known}), out)
 
 
@@ -79,7 +78,7 @@ def update(
     with tempfile.TemporaryDirectory() as folder:
         config = _load(recipe, overrides, folder)
         made_up = lengths_named(lengths, config)
-        result = measure(config, made_up, _command(), steps=steps, skip=skip, critic=critic)
+        result = measure(config, made_up, command(), steps=steps, skip=skip, critic=critic)
     _finish(result, out, ("step", "time/update_actor_s", "actor/loss", "actor/grad_norm", "actor/entropy"))
 
 
@@ -102,7 +101,7 @@ def rollout(
         config = _load(recipe, overrides, folder)
         if beside_vllm:
             vllm_alone.model_folder(config)
-        result, asked = measure(config, _command(), rounds=rounds, skip=skip)
+        result, asked = measure(config, command(), rounds=rounds, skip=skip)
         _finish(result, out)
         if beside_vllm:  # after the result is kept: it may fail
             _finish(result.model_copy(update={"peers": vllm_alone.measure(config, asked, skip)}), out)
@@ -126,13 +125,46 @@ def reshard(
     names, plan = [name.strip() for name in strategies.split(",") if name.strip()], Plan(rounds, skip, update)
     with tempfile.TemporaryDirectory() as folder:
         if names:
-            result = measure_strategies(recipe, overrides or [], _command(), Path(folder), names, plan)
+            result = measure_strategies(recipe, overrides or [], command(), Path(folder), names, plan)
         else:
-            result = measure(_load(recipe, overrides, folder), _command(), plan)
+            result = measure(_load(recipe, overrides, folder), command(), plan)
     _finish(result, out)
     for row in result.details:
         if "left_out" in row:
             _say(f"left out: {row['left_out']}")
+
+
+@app.command()
+def checkpoint(
+    recipe: Recipe,
+    overrides: Overrides = None,
+    out: Out = None,
+    folder: Annotated[Path, typer.Option(help="where files are written, and deleted; its disk is measured")] = Path(
+        "runs"
+    ),
+    rounds: Annotated[int, typer.Option(min=1, help="how often the state is saved in each way")] = 6,
+    skip: Skip = 2,
+) -> None:
+    """What a snapshot and a checkpoint hold up, beside PyTorch's and DeepSpeed's ways of saving the same state."""
+    from benchmarks.checkpoint import measure
+
+    folder.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory() as prompts, tempfile.TemporaryDirectory(dir=folder) as files:
+        result = measure(_load(recipe, overrides, prompts), command(), Path(files), rounds=rounds, skip=skip)
+    _finish(result, out)
+
+
+@app.command()
+def recovery(
+    recipe: Recipe,
+    overrides: Overrides = None,
+    out: Out = None,
+    run: Annotated[Path | None, typer.Option(help="keep the run folder here; default: a temporary one")] = None,
+) -> None:
+    """How long a training stands still when one of its ranks is killed in an update."""
+    from benchmarks.recovery import measure
+
+    _finish(measure(recipe, overrides or [], command(), run), out)
 
 
 @app.command()
@@ -147,7 +179,7 @@ def scheduler(
     """What the processor needs for a decoding step of the rollout engine, without any model."""
     from benchmarks.scheduler import Work, measure
 
-    result = measure(Work(sequences, samples, prompt, response), _command(), rounds)
+    result = measure(Work(sequences, samples, prompt, response), command(), rounds)
     _finish(result, out, ("scheduler", "step_s", "schedule_s", "update_from_output_s", "slow_step_s"))
 
 
@@ -166,8 +198,28 @@ def replies(
     from benchmarks.replies import measure
 
     with tempfile.TemporaryDirectory() as folder:
-        result = measure(_load(recipe, overrides, folder), _command(), counts=engines, rounds=rounds, skip=skip)
+        result = measure(_load(recipe, overrides, folder), command(), counts=engines, rounds=rounds, skip=skip)
     _finish(result, out, ("engines", "responses", "flow_s", "rollout_s", "reward_s", "advantage_s"))
+
+
+@app.command()
+def waiting(
+    recipe: Recipe,
+    overrides: Overrides = None,
+    out: Out = None,
+    skip: Skip = 1,
+    synchronous: Annotated[
+        int | None, typer.Option(min=2, help="iterations of the training that waits; default: the recipe's")
+    ] = None,
+    lognormal: Annotated[
+        bool, typer.Option("--lognormal", help="end responses after log-normal numbers of tokens, 600 on the mean")
+    ] = False,
+) -> None:
+    """What is gained by not waiting for the longest responses (rollout.tail, rollout.carry), beside waiting for all."""
+    from benchmarks.waiting import measure
+
+    result = measure(recipe, overrides or [], command(), skip=skip, synchronous=synchronous, lognormal=lognormal)
+    _finish(result, out, ("mode", "iteration", "time/iteration_s", "time/rollout_s", "rollout/deferred"))
 
 
 @app.command()
@@ -182,7 +234,7 @@ def nccl(
     """Bandwidth of all-gather, broadcast and all-reduce by buffer size, against NVLink's rate."""
     from benchmarks.nccl import measure
 
-    result = measure(_command(), largest_mib=largest, rounds=rounds, ranks=ranks)
+    result = measure(command(), largest_mib=largest, rounds=rounds, ranks=ranks)
     _finish(result, out, ("collective", "bytes", "seconds", "bus_gb_per_s"))
     _say(result.settings["verdict"])
 
@@ -199,7 +251,7 @@ def broadcast(
     """What a bucket of weights costs by the number of receivers: seconds, and on a CPU copies that the sender sends."""
     from benchmarks.broadcast import measure
 
-    result = measure(_command(), receivers=receivers or [1, 2, 4, 8], size_mib=size, rounds=rounds)
+    result = measure(command(), receivers=receivers or [1, 2, 4, 8], size_mib=size, rounds=rounds)
     _finish(result, out, tuple(result.details[0]))
 
 
@@ -214,7 +266,7 @@ def fan_in(
     """What a command to ever more ranks and hosts costs the flow, and watching them; no models."""
     from benchmarks.fan_in import measure
 
-    result = measure(_command(), counts=ranks, rounds=rounds)
+    result = measure(command(), counts=ranks, rounds=rounds)
     _finish(result, out, ("ranks", "hosts", "command_ms", "command_cpu_ms", "watch_cores", "start_s"))
 
 
@@ -232,7 +284,7 @@ def scaling(
     from benchmarks.scaling import COLUMNS, measure, parse_counts
 
     counts = parse_counts(gpus)
-    result = measure(recipe, overrides or [], _command(), counts=counts, what=what.value, skip=skip, one=one)
+    result = measure(recipe, overrides or [], command(), counts=counts, what=what.value, skip=skip, one=one)
     _finish(result, out, ("gpus", *COLUMNS[what.value], "scaling_efficiency"))
 
 
@@ -254,8 +306,28 @@ def algorithms(
 
     own = (*(overrides or []), *([f"iterations={iterations}"] if iterations else []))
     chosen = tuple(name.strip() for name in names.split(",") if name.strip()) or tuple(ALGORITHMS)
-    result = measure(Plan(recipe, chosen, parse_seeds(seeds), parallel, own), _command(), out, _say)
+    result = measure(Plan(recipe, chosen, parse_seeds(seeds), parallel, own), command(), out, _say)
     _finish(result, out, ("name", "seed", "accuracy_before", "accuracy_after", "improved", "seconds"))
+
+
+@app.command()
+def learning(
+    recipe: Recipe,
+    overrides: Overrides = None,
+    mode: Annotated[
+        list[str] | None, typer.Option(help="a setting of the mode, e.g. 'rollout.tail={extra: 0.25}'; several times")
+    ] = None,
+    seeds: Annotated[str, typer.Option(help="two trainings per seed")] = "0,1,2,3,4",
+    parallel: Annotated[int, typer.Option(min=1, help="trainings at a time; they share cores and GPUs")] = 1,
+    out: Out = None,
+) -> None:
+    """What a mode of working learns from as many samples, beside synchronous training: held-out accuracy by seeds."""
+    from benchmarks.accuracy.algorithms import parse_seeds
+    from benchmarks.accuracy.modes import Comparison, measure
+
+    asked = Comparison(recipe, tuple(mode or ()), parse_seeds(seeds), parallel, tuple(overrides or ()))
+    result = measure(asked, command(), _say)
+    _finish(result, out, ("seed", "name", "accuracy_before", "accuracy_after", "iterations"))
 
 
 @app.command()
@@ -325,7 +397,7 @@ def peers(
     if out is not None:
         write_text(out, json.dumps(found, indent=2) + "\n")
     if into is not None and result is not None:
-        joined = {"peers": result.peers | found, "peers_command": _command()}
+        joined = {"peers": result.peers | found, "peers_command": command()}
         write_result(into, result.model_copy(update=joined))
     for name, figures in found.items():
         _say(f"{name}: " + ", ".join(f"{figure} {value:g}" for figure, value in figures.items()))
@@ -380,10 +452,6 @@ def _load(recipe: Path, overrides: list[str] | None, folder: str) -> TrainConfig
     return load_recipe(recipe, overrides or [], Path(folder))
 
 
-def _command() -> str:
-    return shlex.join(["penstock", *sys.argv[1:]])
-
-
 def _say(text: str) -> None:
     from penstock.cli.terminal import console
 
@@ -392,7 +460,6 @@ def _say(text: str) -> None:
 
 def _finish(result: BenchResult, out: Path | None, columns: Sequence[str] = ()) -> None:
     """Print the table (and the details) and write the file."""
-    from benchmarks.reporting.result import write_result
     from benchmarks.reporting.table import details_table, result_table
     from penstock.cli.terminal import console
 
@@ -400,9 +467,5 @@ def _finish(result: BenchResult, out: Path | None, columns: Sequence[str] = ()) 
         console.print(details_table(result, columns))
     console.print(result_table(result))
     if out is not None:
-        try:
-            write_result(out, result)
-        except OSError as error:  # the disk is full, or the place went while this was measured
-            problem = f"{out} cannot be written: {error.strerror}"
-            raise UserError(problem, "the figures are in the table above") from error
+        write_measured(out, result)
         _say(f"result: {out}")

@@ -13,6 +13,7 @@ import typer
 
 from penstock.base.errors import UserError
 from penstock.cli.commands.training import Overrides
+from penstock.cli.places import free_file
 from penstock.cli.prefect.pool_type import PoolType
 from penstock.cli.terminal import console
 
@@ -112,3 +113,28 @@ def deploy(
         return
     commands = "\n  ".join(next_commands(pool))
     console.print(f"Next, a worker and a first run:\n  {commands}", highlight=False, soft_wrap=True)
+
+
+def chaos(
+    recipe: Annotated[Path, typer.Argument(help="YAML recipe, e.g. configs/quickstart.yaml")],
+    overrides: Overrides = None,
+    kills: Annotated[
+        int, typer.Option(min=1, help="how many processes to kill, over as many trainings as it takes")
+    ] = 10,
+    pause: Annotated[float, typer.Option(min=0.0, help="longest pause between recovery and the next kill, s")] = 5.0,
+    seed: Annotated[int, typer.Option(help="of what is killed, and when")] = 0,
+    folder: Annotated[Path, typer.Option(help="new folder for the runs")] = Path("chaos"),
+    out: Annotated[Path | None, typer.Option(help="JSON file for the result", callback=free_file)] = None,
+) -> None:
+    """Train while processes of the run are killed at random; exit code 1 where it ends other than one left alone."""
+    from penstock.chaos.kills import Chaos, unleash
+    from penstock.cli.chaos import is_well, show, tell_time, write
+
+    if folder.exists():
+        raise UserError(f"{folder} exists already", "name a new one with --folder")
+    outcome = unleash(Chaos(recipe, overrides or (), folder, kills, pause, seed), tell_time)
+    show(outcome)
+    if out is not None:
+        write(out, outcome)
+    if not is_well(outcome):
+        raise SystemExit(1)

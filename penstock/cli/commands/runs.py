@@ -36,6 +36,27 @@ def sync(run: Annotated[Path, typer.Argument(help="folder of a run that has ende
     console.print(deliver(run), highlight=False, markup=False, soft_wrap=True)
 
 
+def replay(
+    run: Annotated[Path, typer.Argument(help="folder of a run of 'train'; it is only read")],
+    iteration: Annotated[int, typer.Argument(min=1, help="number of the iteration")],
+    tasks: Annotated[
+        list[str] | None, typer.Argument(help="tasks, e.g. reward or update_actor; default: all that can be compared")
+    ] = None,
+    tolerance: Annotated[
+        float, typer.Option(min=0, help="share of a value that counts as no difference; on GPUs e.g. 1e-3")
+    ] = 0.0,
+    to: Annotated[
+        Path | None,
+        typer.Option(help="folder for what is made again; default: one beside the run, kept on differences"),
+    ] = None,
+) -> None:
+    """Run tasks of an iteration again from what they were given, and compare: exit code 0 equal, 1 different."""
+    from penstock.cli.replaying import replayed
+
+    if not replayed(run, iteration, tasks or [], tolerance, to):
+        raise typer.Exit(1)
+
+
 def set_live(
     run: Annotated[Path, typer.Argument(help="folder of a running training")],
     values: Annotated[

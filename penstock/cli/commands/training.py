@@ -61,6 +61,9 @@ def train(
         bool,
         typer.Option("--dry-run", help="print configuration, placement, memory, prompts and a reward, and leave"),
     ] = False,
+    keep_alive: Annotated[
+        bool, typer.Option("--keep-alive", help="start it again with --resume where its own process is killed")
+    ] = False,
 ) -> None:
     """Train a policy with reinforcement learning."""
     from penstock.checks.memory import Elsewhere
@@ -83,6 +86,8 @@ def train(
             _print_dry_run(config, memory, resume)
             return
         check_server()  # before there is a folder that nothing will be in
+        if keep_alive:
+            raise typer.Exit(_kept_alive(config, asked, start))
         if going_on is not None:
             told = {"resume": str(resume), "from_checkpoint": start, "changes": list(going_on.changes)}
             _run_flow(config, going_on.folder, **told)
@@ -91,12 +96,30 @@ def train(
             _run_flow(config, folder, run_folder=str(folder))
 
 
+def _kept_alive(config: TrainConfig | None, asked: Asked, start: str | None) -> int:
+    """Train in a process of its own, and again where it is killed; return the exit code."""
+    from configs.schema import TrainConfig
+    from penstock.cli.keeping_alive import kept_alive
+
+    overrides = asked.overrides or []
+    if asked.resume is not None:
+        folder, words = asked.resume, ["--resume", str(asked.resume), *asked.changes]
+        words += ["--from", start] if start is not None else []
+    else:
+        folder = new_folder(config, asked.run)
+        words = [str(asked.recipe), *overrides, "--run", str(folder)]
+    engine = (config or TrainConfig()).engine
+    return kept_alive(["train", *words], folder, engine.restarts, engine.restart_window_s)
+
+
 def _print_dry_run(config: TrainConfig | None, memory: list[GroupEstimate] | None, resume: Path | None) -> None:
     from penstock.cli.dry_run import print_dry_run
+    from penstock.state.run_folder import RunFolder, read_metrics
 
     if config is None or memory is None:
         raise UserError(f"{resume} is damaged", "without --dry-run what is damaged is set aside, and it goes on")
-    print_dry_run(config, memory, console)
+    history = [] if resume is None else [dict(record["metrics"]) for record in read_metrics(RunFolder(resume))]
+    print_dry_run(config, memory, history, console)
 
 
 def _is_complete(resume: Resume) -> bool:

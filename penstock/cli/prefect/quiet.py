@@ -14,9 +14,19 @@ from typing import IO, Any, cast
 
 from prefect.logging.handlers import PrefectConsoleHandler
 
+from penstock.base.errors import NUMERICAL_FAULTS
 from penstock.cli.prefect.server import Terminated
 
-TOLD = ("UserError", "RankLost", "HostLost", "HostFailed", "EngineError", "PermissionError")  # by cli/failures.py
+TOLD = (  # by cli/failures.py; a loss after which the training goes on is told by the task that recovers from it
+    "UserError",
+    *NUMERICAL_FAULTS,
+    "RankLost",
+    "HostLost",
+    "LostTooOften",
+    "HostFailed",
+    "EngineError",
+    "PermissionError",
+)
 INTERRUPTED = ("Execution was aborted by an interrupt signal", "Execution was aborted by a termination signal")
 # How Prefect's own words of an end begin.
 ENDS = ("Finished in state", "Encountered exception", "Task run failed with", "Crash detected")

@@ -3,10 +3,10 @@
 Signals often go to all processes of a group: a terminal sends Ctrl-C like that, `timeout` its SIGTERM. A server that
 ends with the flow leaves the flow nobody to tell that it was cancelled: it asks again for minutes, and fails with a
 connection error. So the server has a session of its own. A command that is killed with SIGKILL runs nothing more, so a
-shell beside it waits for that and ends the server. A server that ends before its command, killed by whatever it is, is
-started again with the same settings: the port is this process's own meanwhile, so nobody is refused, and who asks waits
-for seconds. Every user of the machine reaches its port, so it asks for a password that this process and the server
-alone know.
+shell beside it waits for that and ends the server; another shell takes the place of one that is killed. A server that
+ends before its command, killed by whatever it is, is started again with the same settings: the port is this process's
+own meanwhile, so nobody is refused, and who asks waits for seconds. Every user of the machine reaches its port, so it
+asks for a password that this process and the server alone know.
 
 Left out: a command killed in the seconds in which its server starts.
 """
@@ -24,7 +24,7 @@ import socket
 import subprocess
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 from rich.console import Console
@@ -35,7 +35,8 @@ from penstock.reports.progress import waiting
 START_SERVER = "start one with 'prefect server start', or set PREFECT_API_URL to yours"
 RESTARTS = 5  # of a server that ends; one that cannot live is not started for ever
 _log = logging.getLogger(__name__)
-_watching: list[subprocess.Popen[bytes]] = []  # a shell that lost its Popen object would see its standard input end
+SHELL_LOOK_S = 0.5
+_watching: list[threading.Thread] = []  # one for each server that this process has started
 
 
 def check_server(default: str | None = None) -> None:
@@ -112,7 +113,7 @@ def start_server() -> None:
             get_client(sync_client=True) as client,
         ):
             if client.server_type == ServerType.EPHEMERAL and not _watching:
-                _watching.append(end_with_this_process(_server().pid))
+                _watch(_server().pid)
                 _keep_alive()
     finally:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
@@ -171,7 +172,8 @@ def _start_again(leaving: threading.Event) -> None:
     with socket.socket() as listener:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         for number in range(RESTARTS):
-            os.waitid(os.P_PID, _server().pid, os.WEXITED | os.WNOWAIT)  # leaves its end for Prefect to collect
+            with suppress(ChildProcessError):  # Prefect was faster: this process is leaving
+                os.waitid(os.P_PID, _server().pid, os.WEXITED | os.WNOWAIT)  # leaves its end for Prefect to collect
             if leaving.is_set():
                 return
             if not number:
@@ -181,7 +183,34 @@ def _start_again(leaving: threading.Event) -> None:
             command = [*first.command, "--fd", str(listener.fileno())]
             _server().wait()
             server.server_process = _Apart(command, **first.options | {"pass_fds": (listener.fileno(),)})
-            _watching.append(end_with_this_process(_server().pid))
+            _watch(_server().pid)
+
+
+def _watch(server: int) -> None:
+    """Have a server end when this process is gone, however it got away."""
+    _watching.append(threading.Thread(target=_keep_shell, args=(server,), name="prefect-server-shell", daemon=True))
+    _watching[-1].start()
+
+
+def _keep_shell(server: int) -> None:
+    """Keep a shell beside a server as long as that lives: its number may be another process's afterwards."""
+    shell = end_with_this_process(server)
+    while _lives(server):
+        try:
+            shell.wait(SHELL_LOOK_S)
+        except subprocess.TimeoutExpired:
+            continue
+        shell = end_with_this_process(server)
+    shell.kill()
+    shell.wait()
+
+
+def _lives(child: int) -> bool:
+    """Whether a child of this process runs; its end is left for others to collect."""
+    try:
+        return os.waitid(os.P_PID, child, os.WEXITED | os.WNOWAIT | os.WNOHANG) is None
+    except ChildProcessError:  # they have
+        return False
 
 
 def end_with_this_process(pid: int) -> subprocess.Popen[bytes]:

@@ -26,8 +26,8 @@ from urllib.parse import urlsplit
 
 import pynvml
 
-from engines.groups.machine import visible_gpus
-from engines.sizing.gpu_sampler import GIB, GpuSampler
+from engines.commands.hosts import GpuSample
+from engines.groups.machine import GIB, GpuSampler, visible_gpus
 from penstock.base.errors import UserError
 from penstock.cli.serving.serve import QUIET
 from penstock.reports.loadtest import GpuUse, LoadFigures, figures, write_results
@@ -72,9 +72,9 @@ def run_loadtest(url: str, load: Load, tokenizer: Path | None, to: Path | None) 
     folder = tokenizer_folder(served, tokenizer)
     with tempfile.TemporaryDirectory() as scratch, ExitStack() as stack:
         gpus = visible_gpus() if urlsplit(url).hostname in LOOPBACK else []
-        samplers = {gpu: stack.enter_context(GpuSampler([gpu])) for gpu in gpus}
+        sampler = stack.enter_context(GpuSampler()).watch(gpus)
         measured = _measured(url, served, folder, load, Path(scratch))
-        uses = [_use(gpu, most) for gpu, sampler in samplers.items() if (most := sampler.take(float("inf")))]
+        uses = _uses(sampler.take(float("inf")))
     found = figures(measured, load.users, uses)
     results = to or Path("loadtests") / datetime.now().strftime("%Y%m%d-%H%M%S")
     prompts = f"{load.prompts} random tokens" if isinstance(load.prompts, int) else "of a file"
@@ -182,6 +182,12 @@ def _asked(load: Load, scratch: Path) -> Sequence[str]:
     return [*custom, "--skip-chat-template"]
 
 
-def _use(gpu: int, most: dict[str, float]) -> GpuUse:
-    total = float(pynvml.nvmlDeviceGetMemoryInfo(pynvml.nvmlDeviceGetHandleByIndex(gpu)).total) / GIB
-    return GpuUse(gpu, most["gpu/memory_gib"], total)
+def _uses(samples: Sequence[GpuSample]) -> list[GpuUse]:
+    most: dict[int, float] = {}
+    for sample in samples:
+        most[sample.gpu] = max(sample.memory_gib, most.get(sample.gpu, 0.0))
+    return [GpuUse(gpu, gib, _memory_gib(gpu)) for gpu, gib in sorted(most.items())]
+
+
+def _memory_gib(gpu: int) -> float:
+    return float(pynvml.nvmlDeviceGetMemoryInfo(pynvml.nvmlDeviceGetHandleByIndex(gpu)).total) / GIB

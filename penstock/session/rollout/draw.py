@@ -79,6 +79,8 @@ def keep_memory(training: Training, iteration: int) -> None:
 def restore_memory(training: Training, checkpoint: Path | None, iteration: int) -> None:
     """Bring the sampler's memory to the end of `iteration`, of which `checkpoint` is the folder (None before any).
 
+    The run's own folder serves as well, where it was left in this process.
+
     Raises:
         UserError: the checkpoint lacks an iteration.
     """

@@ -14,9 +14,11 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from engines.commands.rollout import EngineResponses, EpisodeRows, Generate, PartialResults
-from penstock.base.ragged import Ragged, offsets_of
+from engines.commands.rollout import CarriedResponses, EngineResponses, EpisodeRows, Generate, PartialResults
+from engines.groups.group import RankLost, RolloutStalled
+from penstock.base.ragged import Ragged
 from penstock.session.requests import BegunGeneration, GenerationRequest, Replies
+from penstock.session.rollout.carried import left_over
 from penstock.session.rollout.episodes import episode_columns, waiting_figures
 from penstock.session.session import Training
 
@@ -25,8 +27,9 @@ News = Callable[[PartialResults | EngineResponses | None], None]  # takes an eng
 
 @dataclass(frozen=True)
 class Responses:
-    """Responses to prompts, `samples` rows per prompt in prompt order."""
+    """Responses to the prompts that were answered, `samples` rows per prompt in prompt order."""
 
+    answered_P: np.ndarray  # positions of those prompts
     tokens: Ragged
     texts: pa.LargeStringArray
     truncated_B: np.ndarray
@@ -35,6 +38,9 @@ class Responses:
     loss_mask: Ragged  # 1 for the policy's own tokens, 0 for observations
     episodes: dict[str, Any]  # columns of episodes; none without an environment
     logprobs: Ragged | None = None  # of the tokens, where they were asked for
+    unused_tokens: int = 0  # sampled for prompts that were not answered
+    policy_versions: Ragged | None = None  # that sampled each token, where responses are carried over,
+    left: CarriedResponses | None = None  # and what there is of responses to the prompts that were not answered
 
 
 def generate(training: Training, request: GenerationRequest) -> Responses:
@@ -59,23 +65,25 @@ def take_responses(training: Training, generation: BegunGeneration) -> Responses
     `rollout/ahead_s` in their metrics says for how long the engines worked before anybody waited.
 
     Raises:
-        RuntimeError: the engines did not answer each prompt exactly once.
+        RolloutStalled: the engines have not answered by the deadline of a command.
+        RuntimeError: they did not answer each prompt exactly once, or not as many as were wanted.
     """
     wanted_at, replies, request = time.perf_counter(), generation.replies.result(), generation.request
     ahead = {"rollout/ahead_s": max(0.0, min(wanted_at, replies.ended) - replies.began)}
     answers = [reply for reply in replies.ranks if reply is not None]  # of an engine of several ranks one replies
     positions = [answer.positions_P for answer in answers]
-    rows_B = rows_in_prompt_order(positions, len(request.prompts), request.sampling.samples)
-    lengths = np.concatenate([answer.responses.lengths_B for answer in answers])
+    rows_B = rows_in_prompt_order(positions, len(request.prompts), request.sampling.samples, request.wanted)
+    responses = Ragged.concatenated([answer.responses for answer in answers])
 
     def in_order(columns: Sequence[np.ndarray | None]) -> Ragged | None:
         """Put a column of all engines' tokens in the order of the prompts; None where there is none."""
         parts = [column for column in columns if column is not None]
-        return Ragged(np.concatenate(parts), offsets_of(lengths)).take(rows_B) if parts else None
+        return Ragged(np.concatenate(parts), responses.offsets_B1).take(rows_B) if parts else None
 
-    tokens = Ragged(np.concatenate([answer.responses.values_T for answer in answers]), offsets_of(lengths)).take(rows_B)
+    tokens = responses.take(rows_B)
     counted = in_order([None if answer.episodes is None else answer.episodes.loss_mask_T for answer in answers])
     return Responses(
+        answered_P=np.sort(np.concatenate(positions)),
         tokens=tokens,
         texts=pa.concat_arrays([answer.texts for answer in answers]).take(pa.array(rows_B)),
         truncated_B=np.concatenate([answer.truncated_B for answer in answers])[rows_B],
@@ -84,7 +92,19 @@ def take_responses(training: Training, generation: BegunGeneration) -> Responses
         loss_mask=_all_counted(tokens) if counted is None else counted,
         episodes=episode_columns(answers, rows_B),
         logprobs=in_order([answer.logprobs_T for answer in answers]),
+        unused_tokens=sum(answer.unused_tokens for answer in answers),
+        policy_versions=in_order([answer.versions_T for answer in answers]),
+        left=_left(request, answers, positions),
     )
+
+
+def _left(
+    request: GenerationRequest, answers: Sequence[EngineResponses], answered: Sequence[np.ndarray]
+) -> CarriedResponses | None:
+    if request.carried is None:
+        return None
+    unanswered_P = np.setdiff1d(np.arange(len(request.prompts)), np.concatenate(answered)).tolist()
+    return left_over(request.carried, answers, unanswered_P, request.sampling.samples)
 
 
 def _ask(training: Training, request: GenerationRequest, on_ended: News | None) -> Replies:
@@ -95,47 +115,100 @@ def _ask(training: Training, request: GenerationRequest, on_ended: News | None) 
         ids = [str(name) for name in prompts["prompt_id"]]
         episodes = EpisodeRows(str(training.run.prompts(request.split)), ids)
     began = time.perf_counter()
-    command = Generate(asked, request.sampling, session.model_folder, episodes)
-    replies = session.call("rollout", command, request.key, on_ended)
+    quota = (request.wanted, request.required, request.carried)
+    command = Generate(asked, request.sampling, session.model_folder, episodes, *quota)
+    heard = _Heard(request, on_ended)
+    try:
+        replies = session.call("rollout", command, request.key, heard.hear)
+    except RankLost as loss:
+        if not loss.flow_stacks:
+            raise  # it is gone, or silent
+        raise heard.stalled(loss) from loss
     return Replies(replies, began, time.perf_counter())
+
+
+class _Heard:
+    """What the engines have told of a generation, so that one that stalls can be told how far it is.
+
+    Args:
+        hand_on: gets what they tell.
+    """
+
+    def __init__(self, request: GenerationRequest, hand_on: News | None) -> None:
+        self._responses = len(request.prompts) * request.sampling.samples
+        self._ended, self._told_at, self._hand_on = 0, time.monotonic(), hand_on
+
+    def hear(self, news: PartialResults | EngineResponses | None) -> None:
+        """Count what an engine tells of ahead of its reply, which repeats it."""
+        self._told_at = time.monotonic()
+        if isinstance(news, PartialResults):
+            self._ended += len(news.positions)
+        if self._hand_on is not None:
+            self._hand_on(news)
+
+    def stalled(self, loss: RankLost) -> RolloutStalled:
+        """Return a missed deadline under its name."""
+        ago_s, how_far = time.monotonic() - self._told_at, f"no response of {self._responses} has ended"
+        if self._ended:
+            how_far = f"{self._ended} of {self._responses} responses had ended, the last news {ago_s:.0f} s ago"
+        return RolloutStalled(
+            loss.group,
+            loss.rank,
+            f"{loss.reason}: {how_far}",
+            loss.log_file,
+            loss.log_tail,
+            loss.stacks,
+            loss.unheard_s,
+            loss.flow_stacks,
+        )
 
 
 def _all_counted(tokens: Ragged) -> Ragged:
     return Ragged(np.ones(len(tokens.values_T), np.uint8), tokens.offsets_B1)
 
 
-def rows_in_prompt_order(positions: Sequence[np.ndarray], prompts: int, samples: int) -> np.ndarray:
+def rows_in_prompt_order(
+    positions: Sequence[np.ndarray], prompts: int, samples: int, wanted: int | None = None
+) -> np.ndarray:
     """Return for each response, in the order of the prompts, its row among the responses of all engines in turn.
 
     Args:
         positions: of each engine, the prompts it answered, with `samples` responses side by side for each.
+        wanted: how many of the prompts are to be answered; None: all.
 
     Raises:
-        RuntimeError: a prompt was answered twice or by no engine.
+        RuntimeError: a prompt was answered twice or by no engine, or another number of them than wanted.
     """
     answered = np.concatenate(positions)
     times = np.bincount(answered, minlength=prompts)
-    if (wrong := np.flatnonzero(times != (np.arange(len(times)) < prompts))).size:
+    usual = np.arange(len(times)) < prompts
+    if (wrong := np.flatnonzero(times != usual if wanted is None else times > usual)).size:
         first = f"number {wrong[0]} came {times[wrong[0]]} times"
         raise RuntimeError(f"{wrong.size} of {prompts} prompts were not answered exactly once ({first})")
+    if wanted is not None and len(answered) != wanted:
+        raise RuntimeError(f"{len(answered)} prompts were answered, and {wanted} were wanted")
     return (np.argsort(answered)[:, None] * samples + np.arange(samples)).ravel()
 
 
 def engine_figures(answers: Sequence[EngineResponses], seconds: float) -> dict[str, float]:
     """Return how long requests took and how evenly the engines worked during a generation of `seconds`.
 
-    A request is one response, from its submission to its last token. An engine is idle from its last token to the end
-    of the generation, and while it wakes up or its responses are decoded.
+    A request is one response, from its submission to its last token, and a prompt takes as long as its longest. An
+    engine is idle from its last token to the end of the generation, and while it wakes up or its responses are decoded.
     """
     waited_B = np.concatenate([answer.request_seconds_B for answer in answers])
+    samples = len(waited_B) // sum(len(answer.positions_P) for answer in answers)
+    waited_P = waited_B.reshape(-1, samples).max(axis=1)
     busy = [answer.engine_seconds for answer in answers]
     tokens = [len(answer.responses.values_T) for answer in answers]
-    prompt_tokens = sum(answer.prompt_tokens for answer in answers)
+    prompt_tokens = max(1, sum(answer.prompt_tokens for answer in answers))  # 0: all had ended before
     return {
         "rollout/request_s_mean": float(waited_B.mean()),
         "rollout/request_s_p50": float(np.quantile(waited_B, 0.5)),
         "rollout/request_s_p95": float(np.quantile(waited_B, 0.95)),
         "rollout/request_s_max": float(waited_B.max()),
+        "rollout/prompt_s_p80": float(np.quantile(waited_P, 0.8)),
+        "rollout/prompt_s_max": float(waited_P.max()),
         "rollout/wake_s": max(answer.wake_seconds for answer in answers),
         "rollout/engine_idle_share": 1 - float(np.mean(busy)) / seconds,
         "rollout/engine_balance": min(busy) / max(busy),

@@ -115,6 +115,7 @@ def _step(ranks: Ranks, folder: Path) -> None:
     ranks.ask("update_actor", path=path, version=0, split=split, loss=LOSS, learning_rate=1e-2)
 
 
+@pytest.mark.slow
 def test_a_new_shape_trains_and_its_weights_reach_vllm_with_a_row_and_is_refused_without(
     one_rank: Ranks, folder: Path
 ) -> None:

@@ -21,6 +21,13 @@ from tests.engines.groups.small_ranks import pids_of, spec
 from tests.processes import alive
 from tests.waiting import came_true
 
+
+def _write(path: Path, text: str = "there") -> None:
+    """Write a file that others wait for: once it is there, so is all of its text."""
+    path.with_suffix(".part").write_text(text)
+    path.with_suffix(".part").rename(path)
+
+
 # ---- commands and replies -------------------------------------------------------------------------------------------
 
 
@@ -101,10 +108,11 @@ def test_a_reply_does_not_wait_for_what_follows_it_and_the_next_command_does(
     """The file that the workers wait for after their reply is written when the reply is there."""
     path = tmp_path / "now"
     assert group.call("tidy_afterwards", key="first", path=str(path)) == [{"tidied": []}] * 2
-    path.write_text("tidied")
+    _write(path, "tidied")
     assert group.call("tidy_afterwards", key="second", path=str(path)) == [{"tidied": ["tidied"]}] * 2
 
 
+@pytest.mark.slow
 def test_what_would_fail_after_an_error_does_not_hide_it(group: EngineGroup) -> None:
     """The other rank still works when the first one has failed, and would fail again after its reply."""
     with pytest.raises(EngineError, match="the loss is not finite"):
@@ -168,11 +176,6 @@ def test_groups_work_side_by_side(shared: EngineGroup, tmp_path: Path) -> None:
 
 
 # ---- commands side by side ------------------------------------------------------------------------------------------
-
-
-def _write(path: Path, text: str = "there") -> None:
-    path.with_suffix(".part").write_text(text)
-    path.with_suffix(".part").rename(path)
 
 
 def test_a_command_that_may_is_answered_while_an_earlier_one_is_pending(shared: EngineGroup, tmp_path: Path) -> None:
@@ -261,6 +264,7 @@ def test_a_failure_reaches_whoever_waits(group: EngineGroup, tmp_path: Path) -> 
             waiting.result(20)
 
 
+@pytest.mark.slow
 def test_the_deadline_of_a_call_does_not_count_while_an_earlier_one_is_unanswered(
     group: EngineGroup, tmp_path: Path
 ) -> None:

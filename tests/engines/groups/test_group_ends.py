@@ -103,7 +103,7 @@ def test_a_rank_that_leaves_is_named(group: EngineGroup) -> None:
 
 def test_a_silent_rank_is_named(tmp_path: Path) -> None:
     """A stopped process still exists and is not at its deadline; only its heartbeat tells."""
-    with EngineGroup(spec(tmp_path, heartbeat_timeout_s=2.5)) as group:
+    with EngineGroup(spec(tmp_path, heartbeat_timeout_s=1.5)) as group:
         pids = pids_of(group)
         os.kill(pids[0], signal.SIGSTOP)
         with pytest.raises(RankLost, match="rank 0: silent for"):
@@ -111,12 +111,14 @@ def test_a_silent_rank_is_named(tmp_path: Path) -> None:
         assert not any(map(alive, pids))
 
 
+@pytest.mark.slow
 def test_a_rank_that_holds_its_interpreter_lock_is_not_silent(tmp_path: Path) -> None:
     """As a library does that compiles, captures or saves: no Python thread of that process runs meanwhile."""
     with EngineGroup(spec(tmp_path, heartbeat_timeout_s=1.5)) as group:
         assert [reply["others_ran"] for reply in group.call("hold_the_lock", key="h", seconds=4)] == [False, False]
 
 
+@pytest.mark.slow
 def test_a_busy_rank_is_not_silent(tmp_path: Path) -> None:
     """Negative control of the heartbeat: ranks that work for longer than it, and idle flows, are let be."""
     with EngineGroup(spec(tmp_path, heartbeat_timeout_s=2.0)) as group:
@@ -127,12 +129,14 @@ def test_a_busy_rank_is_not_silent(tmp_path: Path) -> None:
 
 
 def test_a_missed_deadline_shows_the_stacks(group: EngineGroup) -> None:
-    """The message names the function in which every rank is stuck."""
+    """The message names the function in which every rank is stuck; those of the flow's threads are known, too."""
     pids = pids_of(group)
     with pytest.raises(RankLost, match=r"no reply to 'ponder_for_ever' within 0.5 s \(nor from rank 1\)") as caught:
         group.call("ponder_for_ever", key="p", timeout_s=0.5)
     assert caught.value.stacks.count("in ponder_for_ever") == 2
     assert caught.value.stacks in str(caught.value)
+    assert "thread MainThread:" in caught.value.flow_stacks
+    assert "in test_a_missed_deadline_shows_the_stacks" in caught.value.flow_stacks
     assert not any(map(alive, pids))
 
 

@@ -16,23 +16,32 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import psutil
 import pytest
 
 from engines.commands.hosts import ProveFolder, TellFacts, TellLog, WriteFile
 from engines.groups import channel, interface
+from engines.groups import host as module
+from engines.groups import hosts as flows_side
 from engines.groups.group import EngineGroup, HostLost, RankDevice
-from engines.groups.host import HostStart
+from engines.groups.host import Host, HostStart
 from engines.groups.hosts import HostFailed, Hosts, start_host
 from engines.groups.spec import LOCAL
 from penstock.base.errors import UserError
 from tests.engines.groups.small_ranks import pids_of, spec
 from tests.processes import alive
-from tests.waiting import came_true
+from tests.waiting import came_true, until
 
 REPLY_S = 20.0
 NAMES = ("pool/0", "pool/1")
+
+
+@pytest.fixture(autouse=True)
+def quick_hearts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A connection counts as gone after some beats."""
+    monkeypatch.setattr(flows_side, "HEARTBEAT_S", 0.25)
 
 
 @contextmanager
@@ -64,6 +73,15 @@ def test_a_host_tells_what_its_machine_has(tmp_path: Path) -> None:
     assert (facts.interface, facts.address) == ("lo", "127.0.0.1")
     assert facts.versions["python"] == ".".join(map(str, sys.version_info[:3]))
     assert abs(facts.free_bytes - psutil.virtual_memory().available) < 4 << 30
+
+
+def test_a_host_that_has_not_joined_is_not_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody could tell it that it is over. Who waited for it would wait here for longer than a test may take."""
+    monkeypatch.setattr(flows_side, "LEAVE_S", 600.0)
+    with Hosts(tmp_path) as hosts:
+        hosts.start_local()
+        child = hosts._child
+    assert child is not None and child.returncode is not None
 
 
 def test_a_host_writes_a_file_that_is_read_as_it_was_written(tmp_path: Path) -> None:
@@ -100,7 +118,7 @@ def test_ranks_of_two_hosts_are_one_group(tmp_path: Path) -> None:
     assert not any(map(alive, pids))
 
 
-@pytest.mark.parametrize("stopped", [False, True])
+@pytest.mark.parametrize("stopped", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_a_lost_host_is_named_and_takes_its_ranks_along(tmp_path: Path, stopped: bool) -> None:
     """Killed, or silent as behind a cut cable; the group's ranks on the other host end, too. Control: they were there.
 
@@ -133,6 +151,45 @@ def test_the_host_of_a_flow_is_named_when_it_is_killed(tmp_path: Path) -> None:
         assert came_true(lambda: not any(map(alive, pids)), 10)
 
 
+@pytest.mark.parametrize("stopped", [False, True])
+def test_a_lost_host_of_this_machine_is_started_anew(tmp_path: Path, stopped: bool) -> None:
+    """A later epoch of its group begins on it, and the first has left no rank. Control: the old host stays lost."""
+    with Hosts(tmp_path, silence_s=2.0) as hosts:
+        with EngineGroup(spec(tmp_path), hosts) as group:
+            pids = pids_of(group)
+            assert hosts._child is not None
+            (host,) = psutil.Process(hosts._child.pid).children()
+            host.suspend() if stopped else host.kill()
+            with pytest.raises(HostLost, match="its host local is lost") as caught:
+                group.call("ponder_for_ever", key="p")
+            assert not stopped or caught.value.unheard_s > 2.0
+        with EngineGroup(spec(tmp_path), hosts, epoch=1) as group, pytest.raises(HostLost):
+            group.wait_ready()
+        hosts.await_again(LOCAL)
+        with EngineGroup(spec(tmp_path), hosts, epoch=2) as group:
+            assert pids_of(group) != pids
+            assert not any(map(alive, pids))
+
+
+def test_another_process_takes_the_place_of_a_lost_host(tmp_path: Path) -> None:
+    """One that joins by itself, under the same name; ranks on it and on the other host are one group again."""
+    with two_hosts(tmp_path) as (hosts, keepers):
+        with EngineGroup(_apart(tmp_path), hosts) as group:
+            group.wait_ready()
+            keepers[1].terminate()
+            with pytest.raises(HostLost, match="its host pool/1 is lost"):
+                group.call("ponder_for_ever", key="p")
+        hosts.await_again(NAMES[1])
+        assert hosts.missing() == [NAMES[1]]
+        with (tmp_path / "hosts.log").open("ab") as log:
+            another = start_host(HostStart(NAMES[1], hosts.address, silence_s=5.0), log)
+        assert hosts.wait_joined(REPLY_S)
+        with EngineGroup(_apart(tmp_path), hosts, epoch=1) as group:
+            assert [reply["rank"] for reply in group.call("echo", key="all")] == [0, 1, 2, 3]
+        another.terminate()
+        another.wait()
+
+
 _FLOW = """
 import sys, time
 from pathlib import Path
@@ -146,6 +203,7 @@ with two_hosts(Path(sys.argv[1])) as (hosts, keepers), EngineGroup(_apart(Path(s
 """
 
 
+@pytest.mark.slow
 def test_hosts_of_a_flow_that_is_gone_end_their_ranks(tmp_path: Path) -> None:
     """Those on other machines find it silent. Here their keepers are stopped, so that nothing else ends them."""
     path = os.pathsep.join(entry for entry in sys.path if entry)
@@ -179,7 +237,7 @@ def test_what_a_host_cannot_do_is_told_and_it_lives_on(tmp_path: Path) -> None:
         group.wait_ready()
 
 
-def test_a_host_proves_that_a_folder_is_the_flow_s(tmp_path: Path) -> None:
+def test_a_host_proves_that_a_folder_is_the_flow_s(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It reads what the flow wrote, and writes what the flow reads. Control: a file that is not there."""
     (tmp_path / "theirs").write_text("from the flow")
     with Hosts(tmp_path) as hosts:
@@ -188,9 +246,10 @@ def test_a_host_proves_that_a_folder_is_the_flow_s(tmp_path: Path) -> None:
         command = ProveFolder(str(tmp_path / "theirs"), ours, "from the host")
         assert hosts.begin(LOCAL, command).result(REPLY_S) == "from the flow"
         assert Path(ours).read_text() == "from the host"
-        elsewhere = replace(command, read=str(tmp_path / "nothing"), write=str(tmp_path / "never"))
-        assert hosts.begin(LOCAL, elsewhere).result(REPLY_S) == ""
-        assert not (tmp_path / "never").exists()
+    elsewhere = replace(command, read=str(tmp_path / "nothing"), write=str(tmp_path / "never"))
+    monkeypatch.setattr(module, "FOLDER_WAIT_S", 0.1)  # here, where it is looked at
+    assert Host.prove_folder(Mock(Host), elsewhere) == ""
+    assert not (tmp_path / "never").exists()
 
 
 def test_who_does_not_join_is_told(tmp_path: Path) -> None:
@@ -208,19 +267,23 @@ def test_who_does_not_join_is_told(tmp_path: Path) -> None:
 
 def test_a_host_takes_commands_from_its_flow_alone(tmp_path: Path) -> None:
     """Whoever listens at the flow's address without its secret key is not spoken to. Control: with it, it is."""
-    keys, port = channel.Keys.new(), interface.free_port("127.0.0.1")
-    start = HostStart("pool/0", channel.Listener(1, ("127.0.0.1", 0), keys).address, silence_s=2.0)
-    for impostor in (True, False):
-        theirs = replace(channel.Keys.new(), client_public=keys.client_public) if impostor else keys
-        listener = channel.Listener(1, ("127.0.0.1", port), theirs)
-        address = replace(start.address, endpoint=listener.address.endpoint)
-        with (tmp_path / "log").open("ab") as log:
-            keeper = start_host(replace(start, address=address), log)
-        heard = [message["kind"] for _ in range(15) for _, message in listener.receive(0.2)]
-        assert ("hello" in heard) is not impostor
-        keeper.terminate()
-        keeper.wait()
-        listener.close()
+    keys = channel.Keys.new()
+    impostors = replace(channel.Keys.new(), client_public=keys.client_public)
+    with ExitStack() as stack:
+        log = stack.enter_context((tmp_path / "log").open("ab"))
+        listeners = []
+        for own in (impostors, keys):
+            listener = channel.Listener(["pool/0"], ("127.0.0.1", 0), own)
+            address = keys.address(listener.address.endpoint)
+            keeper = start_host(HostStart("pool/0", address, silence_s=5.0), log)
+            listeners.append(listener)
+            for end in (listener.close, keeper.wait, keeper.terminate):
+                stack.callback(end)
+        impostor, flow = listeners
+        said: list[str] = []
+        until(lambda: said.extend(item["kind"] for _, item in flow.receive(0.2)) or "hello" in said, REPLY_S, "hello")
+        heard = [message for _ in range(5) for message in impostor.receive(0.2)]
+        assert heard == [], "though its host began earlier"
 
 
 def test_an_interface_that_is_not_there_is_named() -> None:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from threading import Barrier, Event
 from typing import Any
 
 import pytest
 
-from engines.groups.group import EngineGroup
+from engines.groups.group import EngineError, EngineGroup, RankLost
 from engines.groups.side_by_side import side_by_side
 
 
@@ -21,6 +22,11 @@ class Group:
         self.meeting.wait(10)
         if self.ends == "fails":
             raise LookupError("the first cause")
+        if self.ends == "raises":
+            raise EngineError("main", 0, command, "Connection closed by peer", Path("log"))
+        if self.ends == "is lost":
+            assert not self.closed.wait(0.5)
+            raise RankLost("rollout", 1, "exited with signal 9 (SIGKILL)", Path("log"))
         if self.ends == "hangs":
             assert self.closed.wait(10)
             raise RuntimeError("closed meanwhile")
@@ -52,3 +58,11 @@ def test_a_failure_ends_the_others_and_is_what_is_told(ends: tuple[str, str]) ->
     with pytest.raises(LookupError, match="the first cause"):
         run()
     assert [group.closed.is_set() for group in groups] == [way == "hangs" for way in ends]
+
+
+def test_a_loss_is_told_before_what_it_did_to_others() -> None:
+    """A rank whose partner in a collective was killed raises first. Control: without a loss its exception is told."""
+    with pytest.raises(RankLost, match="SIGKILL"):
+        _run("raises", "is lost")[1]()
+    with pytest.raises(EngineError, match="closed by peer"):
+        _run("raises", "well")[1]()

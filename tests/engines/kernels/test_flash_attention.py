@@ -153,6 +153,7 @@ def _compile(dynamic: bool, original: Callable[..., None] = nn.Module.compile) -
     return lambda module, **_: original(module, backend="aot_eager", fullgraph=True, dynamic=dynamic)
 
 
+@pytest.mark.slow
 def test_a_micro_batch_of_another_size_is_not_compiled_anew(
     plain_kernels: list[str], folder_of: Callable[[Shape], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:

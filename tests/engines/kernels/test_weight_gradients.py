@@ -133,6 +133,7 @@ def test_layers_of_the_same_input_are_one_product_and_their_gradients_the_same_u
         assert len(widths) == products
 
 
+@pytest.mark.slow
 def test_a_block_is_compiled_in_one_go(folder_of: FolderOf, monkeypatch: pytest.MonkeyPatch) -> None:
     """Control: as the compiler is by itself, it begins anew once it has seen that a norm's epsilon never changes."""
     monkeypatch.setattr(nn.Module, "compile", partialmethod(nn.Module.compile, backend="aot_eager", fullgraph=True))
@@ -150,6 +151,7 @@ def test_a_block_is_compiled_in_one_go(folder_of: FolderOf, monkeypatch: pytest.
     assert anew == [False, True]
 
 
+@pytest.mark.slow
 def test_compiled_products_are_found_on_disk_and_by_their_own_code_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """What another process compiled serves; not where a gradient is computed otherwise. Control: the compiler's way."""
 
@@ -277,7 +279,7 @@ def test_adapters_frozen_layers_and_other_optimizers_keep_the_usual_way(folder_o
 
 
 @pytest.mark.parametrize("clip", [pytest.param(1e9, marks=pytest.mark.slow), 0.05])
-@pytest.mark.parametrize("count", [1, 2])
+@pytest.mark.parametrize("count", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_deepspeed_reduces_measures_clips_and_clears_the_sums(
     count: int, clip: float, request: pytest.FixtureRequest, folder_of: FolderOf, tmp_path: Path
 ) -> None:

@@ -15,7 +15,6 @@ import pytest
 import torch
 
 from engines.batches.packing import Rows
-from engines.training.state_files import read_state
 from penstock.base.ragged import Ragged
 from penstock.state.experience import AGENT, add_columns
 from tests.engines.rows import SPLIT, gathered, random_rows, with_columns, write_rows
@@ -123,6 +122,7 @@ def test_a_resumed_run_has_every_critic(two_ranks: Ranks, folder_of: FolderOf, t
     assert equal(two_ranks.parameters("critic/right"), before)
 
     two_ranks.ask("update_critic", path=path, agents=BOTH, **UPDATE)
+    (tmp_path / "saved").mkdir()
     two_ranks.ask("save", folder=str(tmp_path / "saved"))
     two_ranks.ask("update_critic", path=path, agents=BOTH, **UPDATE)
     went_on = [two_ranks.parameters(f"critic/{agent}") for agent in BOTH]
@@ -143,17 +143,15 @@ def test_query_key_and_value_of_a_critic_lie_side_by_side(stage: int, one_rank: 
     assert one_rank.ask("adjacent", role="critic") == [{"all": 2, "joint": 2}]
 
 
-def test_a_checkpoint_in_another_order_is_refused(one_rank: Ranks, folder_of: FolderOf, tmp_path: Path) -> None:
-    """Its flat buffers would be read as other parameters. Control: as it was written it is restored."""
-    folder = folder_of(Shape("qwen2", tied=True))
-    one_rank.build(folder, ("critic",), algorithm={"name": "ppo"}, critic={"zero_stage": 1})
-    saved = tmp_path / "checkpoint"
-    saved.mkdir()
-    one_rank.ask("save", folder=str(saved))
-    load = {"of": "load", "arguments": {"folder": str(saved), "version": 0}}
+def test_a_checkpoint_of_another_model_is_refused(one_rank: Ranks, folder_of: FolderOf, tmp_path: Path) -> None:
+    """By the name of a parameter that it lacks. Controls: its own is restored, and one without images is refused."""
+    folder, section = folder_of(Shape("qwen2", tied=True)), {"algorithm": {"name": "ppo"}, "critic": {"zero_stage": 1}}
+    one_rank.build(folder, ("critic",), **section)
+    one_rank.ask("save", folder=str(tmp_path))
+    load = {"of": "load", "arguments": {"folder": str(tmp_path), "version": 0}}
     assert one_rank.ask("refusal", **load) == [{"error": ""}]
-    (file,) = saved.glob("critic/state/*model_states.pt")
-    content = read_state(file)
-    content["param_shapes"] = [dict(reversed(shapes.items())) for shapes in content["param_shapes"]]
-    torch.save(content, file)
-    assert "in another order" in one_rank.ask("refusal", **load)[0]["error"]
+    one_rank.build(folder_of(SHAPE), ("critic",), **section)
+    assert "does not fit the model: backbone.layers.0." in one_rank.ask("refusal", **load)[0]["error"]
+    (image,) = tmp_path.glob("state-*.safetensors")
+    image.unlink()
+    assert "holds no trained state of 'critic'" in one_rank.ask("refusal", **load)[0]["error"]

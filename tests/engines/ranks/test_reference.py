@@ -20,6 +20,7 @@ from transformers import AutoModelForCausalLM
 from configs.schema import TrainConfig
 from engines.batches.packing import Rows
 from engines.commands.forward import TokenValues
+from engines.training.state_images import SavedStates, image_paths
 from penstock.evaluators.kl import KL
 from penstock.session import session as module
 from penstock.session.rollout.generation import Responses
@@ -337,7 +338,8 @@ def test_a_restored_training_goes_on_with_the_refreshed_reference_bit_for_bit(
     ranks.ask("refresh_reference")
     _move(ranks, path)
     ranks.ask("save", folder=str(tmp_path / "after"))
-    assert [(tmp_path / name / "reference").exists() for name in ("before", "after")] == [False, True]
+    saved = {name: SavedStates(image_paths(tmp_path / name)).tensors("reference/") for name in ("before", "after")}
+    assert [bool(tensors) for tensors in saved.values()] == [False, True]
 
     def go_on() -> tuple[dict[str, Any], np.ndarray, dict[str, torch.Tensor]]:
         reference_T = _logprobs(ranks, rows, path, "reference")
@@ -366,8 +368,11 @@ def test_the_head_that_an_actor_keeps_of_a_reference_elsewhere_is_restored(
     _move(one_rank, path)
     one_rank.ask("write_actor", path=file)
     two_ranks.ask("read_reference", path=file)
-    for group in (one_rank, two_ranks):
-        group.ask("save", folder=str(tmp_path))
+    (tmp_path / "theirs").mkdir()
+    two_ranks.ask("save", folder=str(tmp_path / "theirs"))
+    for image in image_paths(tmp_path / "theirs"):  # groups of one name here, of two in a training
+        image.rename(tmp_path / image.name.replace("main", "reference"))
+    one_rank.ask("save", folder=str(tmp_path))
 
     def kl() -> float:
         states = _states(two_ranks, path, 64)
@@ -394,7 +399,7 @@ def test_the_held_out_kl_is_zero_before_training_and_grows_with_it(
     sections = {**SMALL, "algorithm": {"kl": {}}, "evaluate": {"samples": 2, "temperature": 0.7}}
     training = _training(tmp_path, sections, monkeypatch, actor=one_rank, reference=one_rank)
     prompts = pd.DataFrame({"prompt_tokens": [rows.prompts.row(row).tolist() for row in range(0, 12, 2)]})
-    responses = Responses(rows.responses, [""] * 12, np.zeros(12, bool), 0, {}, rows.mask, {})
+    responses = Responses(np.arange(6), rows.responses, [""] * 12, np.zeros(12, bool), 0, {}, rows.mask, {})
 
     def measured(iteration: int) -> dict[str, float]:
         write_columns(training.run.evaluation(iteration), {"response_tokens": rows.responses})

@@ -35,7 +35,9 @@ FolderOf = Callable[[Shape], Path]
 def _supplies(engines: int, prompts: int, generation: int = 0) -> list[PulledPrompts]:
     store = HashStore()
     places = [EnginePlace(engine, engines, 0, 1) for engine in range(engines)]
-    return [PulledPrompts(np.arange(prompts), engines, store_counter(store, place, generation)) for place in places]
+    return [
+        PulledPrompts(np.arange(prompts), engines, store_counter(store, place, str(generation))) for place in places
+    ]
 
 
 # ---- which prompts -------------------------------------------------------------------------------------------------
@@ -71,14 +73,14 @@ def test_pulls_are_large_at_first_and_single_at_last() -> None:
 def test_each_generation_counts_anew() -> None:
     """The count of the last one is still in the store."""
     store, place = HashStore(), EnginePlace(0, 2, 0, 1)
-    first, second = (store_counter(store, place, generation) for generation in (1, 2))
+    first, second = (store_counter(store, place, str(generation)) for generation in (1, 2))
     assert [first(3), second(2), first(1), second(1)] == [0, 0, 3, 2]
 
 
 def test_all_ranks_of_an_engine_learn_what_its_first_one_pulled() -> None:
     """Two tensor-parallel engines of two ranks: the others of an engine wait, and count nothing themselves."""
     store = HashStore()
-    counters = [store_counter(store, EnginePlace(engine, 2, rank, 2), 0) for engine in (0, 1) for rank in (0, 1)]
+    counters = [store_counter(store, EnginePlace(engine, 2, rank, 2), "0") for engine in (0, 1) for rank in (0, 1)]
     pulled: list[list[int]] = [[], [], [], []]
     ranks = [Thread(target=lambda n=n: pulled[n].extend(counters[n](1) for _ in range(20))) for n in range(4)]
     for rank in reversed(ranks):

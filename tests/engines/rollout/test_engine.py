@@ -107,6 +107,7 @@ def test_greedy_tokens_are_the_librarys(rollout: Rollout) -> None:
     assert _responses(rollout(samples=2, top_k=1)) == [row for row in expected for _ in range(2)]
 
 
+@pytest.mark.slow
 @torch.no_grad()
 def test_tokens_are_drawn_at_the_temperature_asked_for(rollout: Rollout) -> None:
     """The mean log-prob of samples is minus the mean entropy of what they come from; at other temperatures not."""
@@ -204,6 +205,12 @@ def test_prefixes_cached_under_older_weights_are_forgotten(rollout: Rollout, tmp
 
 
 # ---- settings ------------------------------------------------------------------------------------------------------
+
+
+def test_a_rank_imports_nothing_that_no_rank_needs(rollout: Rollout) -> None:
+    """Libraries of seconds, which others import in passing. Control: those that it trains and generates with."""
+    (found,) = rollout.ranks.ask("imported", names=["mlflow", "sklearn", "deepspeed", "transformers", "vllm"])
+    assert found["names"] == ["deepspeed", "transformers", "vllm"]
 
 
 def test_stop_tokens_come_from_the_generation_settings_and_else_from_the_config() -> None:

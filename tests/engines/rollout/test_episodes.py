@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pandas as pd
 import pytest
 from transformers import AutoTokenizer
 
@@ -18,7 +18,7 @@ from engines.commands.rollout import EngineResponses, Generate
 from engines.rollout.episodes import stop_tokens, turn_seed
 from penstock.base.errors import UserError
 from penstock.base.ragged import Ragged
-from penstock.data.prompts import PromptTable
+from tests.engines.played_prompts import save_prompts
 from tests.engines.playground import Playground
 from tests.engines.rows import LOSS, SPLIT, gathered, with_columns, write_rows
 from tests.engines.shared_ranks import EOS, Ranks, Shape
@@ -57,34 +57,27 @@ class Episode:
 @pytest.fixture(scope="module")
 def table(tmp_path_factory: pytest.TempPathFactory) -> str:
     """The prompts as a prompt table on disk, with the column that the environment reads."""
-    path = tmp_path_factory.mktemp("prompts") / "train.parquet"
-    frame = {
-        "prompt_id": [f"train-{number:06d}" for number in range(len(KINDS))],
-        "prompt_text": ["-"] * len(KINDS),
-        "prompt_tokens": [PROMPTS.row(number) for number in range(len(KINDS))],
-        "kind": KINDS,
-    }
-    PromptTable(pd.DataFrame(frame), 0).save(path)
-    return str(path)
+    return save_prompts(tmp_path_factory.mktemp("prompts") / "train.parquet", PROMPTS, KINDS)
 
 
-def _build(ranks: Ranks, folder: Path, **rollout: Any) -> None:
+def _build(ranks: Ranks, folder: Path, environment: dict[str, Any] = ENVIRONMENT, **rollout: Any) -> None:
     sizes = {"prompts": len(KINDS), "samples": SAMPLES, "max_response_tokens": LIMIT, "max_sequences": 12}
     correction = {"algorithm": {"correction": {}}}  # for log-probs of the rollout
-    ranks.build(folder, ("actor", "rollout"), environment=ENVIRONMENT, rollout={**sizes, **rollout}, **correction)
+    ranks.build(folder, ("actor", "rollout"), environment=environment, rollout={**sizes, **rollout}, **correction)
 
 
-def _request(folder: Path, table: str, **sampling: Any) -> dict[str, Any]:
+def _request(folder: Path, table: str, wanted: int | None = None, **sampling: Any) -> dict[str, Any]:
     defaults = {"samples": SAMPLES, "temperature": 0.8, "top_p": 1.0, "top_k": 0, "max_tokens": LIMIT}
     return {
         "prompts": PROMPTS,
         "sampling": {**defaults, "ignore_eos": False, "seed": [7, 0, 0], "logprobs": True, **sampling},
         "tokenizer": str(folder),
+        "wanted": wanted,
         "episodes": {"table": table, "prompt_ids": [f"train-{number:06d}" for number in range(len(KINDS))]},
     }
 
 
-def _episodes(replies: list[EngineResponses]) -> dict[tuple[int, int], Episode]:
+def _episodes(replies: list[EngineResponses], prompts: int = len(KINDS)) -> dict[tuple[int, int], Episode]:
     """Every episode by its prompt's position and its sample."""
     found: dict[tuple[int, int], Episode] = {}
     for reply in replies:
@@ -104,7 +97,7 @@ def _episodes(replies: list[EngineResponses]) -> dict[tuple[int, int], Episode]:
                 played.failures_B[row],
                 bool(reply.truncated_B[row]),
             )
-    assert len(found) == SAMPLES * len(KINDS)
+    assert len(found) == SAMPLES * prompts
     return found
 
 
@@ -282,6 +275,56 @@ def test_a_generation_depends_on_nothing_but_its_seed(
     assert [len(reply.positions_P) for reply in shared] == [5, 5]
     assert _as_text(shared) == _as_text(alone) == _as_text([watched.reply])
     assert _as_text(one_rank.ask("generate", **_request(folder, table, seed=[8, 0, 0]))) != _as_text(alone)
+
+
+def test_a_quota_ends_a_generation_with_the_episodes_that_ended_first(
+    watched: Watched, two_ranks: Ranks, folder_of: FolderOf, table: str
+) -> None:
+    """They are those of the whole generation, the ones left have taken most turns, and the next is as if none had been.
+
+    Also on two engines, and where nobody waits for environments.
+    """
+    folder, one_rank = watched.folder, watched.ranks
+    (whole,) = one_rank.ask("generate", **_request(folder, table))
+    (first,) = one_rank.ask("generate", **_request(folder, table, wanted=4))
+    (again,) = one_rank.ask("generate", **_request(folder, table))
+    every, taken = _episodes([whole]), _episodes([first], prompts=4)
+    assert {name: repr(episode) for name, episode in taken.items()}.items() <= _as_text([whole]).items()
+    assert _as_text([again]) == _as_text([whole])
+    assert first.unused_tokens > 0 == whole.unused_tokens
+    turns = {name: episode.turns for name, episode in every.items()}
+    left = {position for position, _ in every} - {position for position, _ in taken}
+    assert min(max(turns[at, n] for n in range(SAMPLES)) for at in left) >= max(turns[name] for name in taken) - 1
+
+    for reproducible in (True, False):
+        _build(two_ranks, folder, reproducible=reproducible)
+        for _ in range(2):
+            _episodes(two_ranks.ask("generate", **_request(folder, table, wanted=4)), prompts=4)
+
+
+def test_calls_that_wait_for_each_other_play_the_same_episodes(
+    watched: Watched, folder_of: FolderOf, table: str
+) -> None:
+    """An `async` environment, of whose one worker as many calls wait at a time as episodes are under way.
+
+    It plays them bit for bit as the plain one does, log-probs too. Control: with one call more to wait for than there
+    are, all episodes that began time out.
+    """
+    folder, ranks = watched.folder, watched.ranks
+    _build(ranks, folder)
+    plain = ranks.ask("generate", **_request(folder, table))[0]
+    settings = {"turns": 3, "together": 12}
+    environment = {**ENVIRONMENT, "type": "tests.engines.playground:Gathering", "settings": settings, "workers": 1}
+    _build(ranks, folder, environment)
+    together = ranks.ask("generate", **_request(folder, table))[0]
+    for one, other in zip(_arrays(plain), _arrays(together), strict=True):
+        np.testing.assert_array_equal(one, other)
+    texts = [re.sub(r"playground.py:\d+", "", repr(_as_text([reply]))) for reply in (plain, together)]
+    assert texts[0] == texts[1], "but for the line that raises"
+    settings["together"] = 13
+    _build(ranks, folder, {**environment, "timeout_s": 0.5})
+    alone = _episodes(ranks.ask("generate", **_request(folder, table))).values()
+    assert [episode.failure for episode in alone][:12] == ["timed out after 0.5 s"] * 12
 
 
 def _arrays(reply: EngineResponses) -> list[np.ndarray]:

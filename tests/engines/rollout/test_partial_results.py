@@ -35,5 +35,5 @@ def test_texts_are_told_once_and_not_made_again(monkeypatch: pytest.MonkeyPatch)
     assert (news.positions.tolist(), news.samples.tolist()) == ([7, 5], [0, 1])
     assert news.texts.to_pylist() == ["[3, 3, 3]", "[2, 2]"]
 
-    assert sender.texts(RESPONSES) == ["[1]", "[2, 2]", "[3, 3, 3]", "[4]"]
+    assert sender.texts(np.arange(4), RESPONSES) == ["[1]", "[2, 2]", "[3, 3, 3]", "[4]"]
     assert decoded == [2, 2]

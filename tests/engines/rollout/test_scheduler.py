@@ -53,6 +53,14 @@ def test_sequences_that_coast_are_computed_again_with_new_weights(one_rank: Rank
     assert not untold["answers_equal"]
 
 
+@pytest.mark.parametrize("lag", [0, 1, 2])
+def test_tokens_that_were_not_sent_are_there_for_the_asking_and_come_once(one_rank: Ranks, lag: int) -> None:
+    """Ten times in a generation, with their log-probs: before weights change, or responses are left for later."""
+    (reply,) = one_rank.ask("coasting_and_asked", lag=lag)
+    assert reply["answers_equal"] and reply["misplaced"] == 0
+    assert reply["taken"] > 100
+
+
 def test_schedulers_of_other_attention_are_left_alone(one_rank: Ranks) -> None:
     """A sliding window gives blocks back in steps between the edges."""
     (reply,) = one_rank.ask("coasting_with_a_window")

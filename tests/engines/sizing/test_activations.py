@@ -68,7 +68,7 @@ def test_the_table_is_what_autograd_keeps(shape: Shape, dtype: torch.dtype, fold
     assert predicted == pytest.approx(_kept(policy, _rows(1)), rel=0.01)
 
 
-@pytest.mark.parametrize("gated", [False, True])
+@pytest.mark.parametrize("gated", [pytest.param(False, marks=pytest.mark.slow), True])
 @pytest.mark.parametrize("shape", SHAPES[:2], ids=lambda shape: shape.architecture)
 def test_the_table_is_what_compiled_blocks_keep(
     shape: Shape, gated: bool, folder_of: FolderOf, monkeypatch: pytest.MonkeyPatch

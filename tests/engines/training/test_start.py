@@ -45,6 +45,7 @@ print(first.keys() == wanted and set(first.values()) == {1})
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("control", "settled"), [(False, True), (True, False)])
 def test_a_ranks_first_call_of_each_vector_function_has_one_element(control: bool, settled: bool) -> None:
     """In a new process, before the rank has built anything. Control: a call of two threads that comes earlier shows.

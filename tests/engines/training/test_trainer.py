@@ -15,7 +15,7 @@ import torch
 
 from configs.sections.trainer import SftConfig
 from engines.batches.packing import Rows
-from engines.training.checkpoint_weights import read_causal_lm_weights
+from engines.training.state_images import read_causal_lm_weights, saved_actor
 from tests.engines.rows import LOSS, SPLIT, random_rows, with_columns, write_rows
 from tests.engines.shared_ranks import Ranks, Shape
 from tests.engines.unpacked import STEADY, PlainStep, load_unpacked, plain_steps, row_logprobs
@@ -95,12 +95,17 @@ def test_the_optimizers_state_is_shared_out_from_stage_1_on(
     assert bool(two_ranks.ask("shards", role="actor")[0]["names"]) == (stage == 3)
 
 
+BESIDE = ((1, 2), (2, 1))  # what other ways of the same test guard as well
+
+
 def _update(ranks: Ranks, path: str, version: int = -1) -> None:
     split = {**SPLIT, "micro_batch_tokens": 64}
     ranks.ask("update_actor", path=path, version=version, split=split, loss=LOSS, learning_rate=1e-2)
 
 
-@pytest.mark.parametrize(("count", "stage"), [(1, 2), (1, 0), (2, 2), (2, 1), (2, 3)])
+@pytest.mark.parametrize(
+    ("count", "stage"), [(1, 0), (2, 2), (2, 3), *(pytest.param(*pair, marks=pytest.mark.slow) for pair in BESIDE)]
+)
 def test_a_restored_trainer_takes_the_same_next_step_bit_for_bit(
     count: int, stage: int, ranks_of: Callable[[int], Ranks], folder_of: FolderOf, tmp_path: Path
 ) -> None:
@@ -119,7 +124,7 @@ def test_a_restored_trainer_takes_the_same_next_step_bit_for_bit(
     ranks.ask("save", folder=str(saved))
     numbers = ranks.ask("random_numbers")
     at_save = ranks.parameters()
-    exported = {f"lm.{name}": value for name, value in read_causal_lm_weights(saved / "actor").items()}
+    exported = {f"lm.{name}": value for name, value in read_causal_lm_weights(saved_actor(saved)).items()}
     assert _same(at_save, exported)  # what `penstock export` reads of it, without an engine
     _update(ranks, path, version=1)
     wanted = ranks.parameters()
@@ -267,6 +272,19 @@ def test_a_step_whose_gradient_is_not_finite_is_skipped_and_said_and_three_in_a_
     error = one_rank.ask("refusal", of="update_actor", arguments={"path": odd, **update})[0]["error"]
     assert "not finite (NaN or infinite) in 3 optimizer steps in a row" in error
     assert ("model.dtype=float32" in error) == (dtype == "bfloat16"), "advice that is followed already"
+    assert _same(before, one_rank.parameters())
+
+
+def test_the_first_such_step_ends_a_training_that_asks_for_that(
+    one_rank: Ranks, folder_of: FolderOf, tmp_path: Path
+) -> None:
+    """Under its own name; the weights stay. Control: by default it is the third (above)."""
+    one_rank.build(folder_of(BIG), faults={"gradient": "stop"})
+    before = one_rank.parameters()
+    arguments = {"path": _odd(tmp_path / "odd.parquet"), "version": -1, "split": SPLIT, "loss": LOSS}
+    asked = {"of": "update_actor", "arguments": {**arguments, "learning_rate": 1e-2}}
+    error = one_rank.ask("refusal", **asked)[0]["error"]
+    assert "not finite (NaN or infinite) in 1 optimizer step\n" in error
     assert _same(before, one_rank.parameters())
 
 

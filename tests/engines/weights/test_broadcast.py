@@ -148,18 +148,23 @@ def test_weights_reach_a_generation_that_is_under_way(
         apart.both("reshard", version=1)
         assert not generating.done()
         replies = [reply for reply in generating.result() if reply is not None]
+    first, last, ended = [], [], []  # gaps of every response's first and last token, and the version that ended it
     for reply in replies:
-        assert (reply.first_version_B == 0).all() and set(reply.last_version_B.tolist()) == {0, 1}
+        assert (reply.first_version_B == 0).all()
         responses = reply.responses
         mask = Ragged(np.ones(len(responses.values_T), np.uint8), responses.offsets_B1)
         rows = Rows(PROMPTS.take(np.repeat(reply.positions_P, 16)), responses, mask, {})
         path = write_rows(tmp_path / "drawn.parquet", rows)
         ours_T = gathered(rows, apart.actor.ask("logprobs", path=path, role="actor", temperature=1.0, budget=10_000))
-        gaps = Ragged(np.abs(reply.logprobs_T - ours_T), responses.offsets_B1)
-        later, earlier = (np.flatnonzero(reply.last_version_B == version) for version in (1, 0))
-        assert max(gaps.row(row)[-1] for row in later) < 1e-4
-        assert np.mean([gaps.row(row)[0] for row in later]) > STALE
-        assert np.mean([gaps.row(row)[-1] for row in earlier]) > STALE
+        gaps_T, ends_B1 = np.abs(reply.logprobs_T - ours_T), responses.offsets_B1
+        first.append(gaps_T[ends_B1[:-1]])
+        last.append(gaps_T[ends_B1[1:] - 1])
+        ended.append(reply.last_version_B)
+    first_B, last_B, ended_B = np.concatenate(first), np.concatenate(last), np.concatenate(ended)
+    assert set(ended_B.tolist()) == {0, 1}  # of all engines: one may have ended all of its own before
+    assert last_B[ended_B == 1].max() < 1e-4
+    assert first_B[ended_B == 1].mean() > STALE
+    assert last_B[ended_B == 0].mean() > STALE
 
 
 @pytest.mark.parametrize("tensor_parallel", [1, 2])

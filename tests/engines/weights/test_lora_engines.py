@@ -19,7 +19,7 @@ from transformers import AutoModelForSequenceClassification
 from configs.sections.trainer import LoraConfig, SftConfig
 from engines.batches.packing import Rows
 from engines.models.model_folder import with_adapters
-from engines.training.checkpoint_weights import read_causal_lm_weights, recorded_frozen_sum
+from engines.training.state_images import read_causal_lm_weights, saved_actor
 from penstock.base.ragged import Ragged
 from tests.engines.rows import LOSS, SPLIT, gathered, random_rows, with_columns, write_rows
 from tests.engines.shared_ranks import SMALL, Ranks, Shape
@@ -130,7 +130,7 @@ def test_a_checkpoint_holds_the_adapters_alone_and_goes_on_bit_for_bit(
     ranks.ask("save", folder=str(saved))
     at_save = ranks.parameters()
     ranks.ask("export", folder=str(tmp_path / "exported"))
-    held = read_causal_lm_weights(saved / "actor")
+    held = read_causal_lm_weights(saved_actor(saved))
     assert _same({f"lm.{name}": value for name, value in held.items()}, _adapters(at_save))
     _step(ranks, tmp_path, 1)
     wanted = ranks.parameters()
@@ -143,7 +143,7 @@ def test_a_checkpoint_holds_the_adapters_alone_and_goes_on_bit_for_bit(
     _step(ranks, tmp_path, 1)
     assert _same(ranks.parameters(), wanted)
 
-    base_sum = recorded_frozen_sum(saved / "actor")
+    base_sum = saved_actor(saved).frozen_sum
     merged = with_adapters(folder, held, LoraConfig(**LORA), base_sum, tmp_path / "adapter").state_dict()
     exported = load_unpacked(tmp_path / "exported").state_dict()
     assert _same(exported, dict(merged))

@@ -31,6 +31,7 @@ def test_on_a_gpu_none_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     checked(SMALL)
 
 
+@pytest.mark.slow
 def test_the_sizes_are_vllms_own() -> None:
     """What is read from its file is what its class says."""
     from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from configs.preference import PreferenceConfig
 from configs.schema import TrainConfig
+from engines.groups.spec import RankDevice
 from penstock.base.errors import UserError
 from penstock.checks import memory
 
@@ -52,3 +54,30 @@ def test_of_training_without_rollout(budget: int, key: str) -> None:
             checked(config)
         assert f"a smaller {section}.{key}, " in refused.value.remedy
         assert f"{section}.zero_stage" in refused.value.remedy
+
+
+def test_snapshots_are_off_where_the_host_has_no_room_for_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Beside all that its ranks need, and with a tenth to spare; it is said. Control: with that room they are on."""
+    config = TrainConfig.model_validate(
+        {"model": TINY, "groups": {"main": {"ranks": 2, "roles": ["actor", "rollout"]}}}
+    )
+    (group,) = memory.estimate_groups(config)
+    assert group.slots == pytest.approx(2 * 12 * memory.shape_of(config).parameters / 2, rel=1e-6)
+    needed = 2 * (group.memory.total + group.slots)
+    for free, fits in ((needed / memory.SPARED + 4, True), (needed / memory.SPARED - 4, False)):
+        monkeypatch.setattr(memory, "free_host_bytes", lambda free=free: int(free))
+        assert memory.snapshots_fit([group]) == fits
+        assert ("snapshots: off" in memory.describe_snapshots([group])) != fits
+
+
+def test_a_rank_on_a_gpu_needs_its_hosts_memory_for_snapshots_and_what_is_offloaded(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Its own memory is elsewhere. Control: of a host that has not joined nothing is known."""
+    monkeypatch.setattr(memory, "free_host_bytes", lambda: 1 << 30)
+    config = TrainConfig.model_validate({"model": TINY})
+    (group,) = memory.estimate_groups(config)
+    on_gpu = replace(group, devices=(RankDevice(0),), slots=1 << 29)
+    assert memory.snapshots_fit([on_gpu])
+    assert not memory.snapshots_fit([replace(on_gpu, offloaded=1 << 29)])
+    assert memory.snapshots_fit([replace(on_gpu, devices=(RankDevice(0, "h200/0"),), slots=1 << 50)])

@@ -1,4 +1,6 @@
-"""The picture of a placement: which rank is on which device of which host, what it needs, and what is free there."""
+"""The picture of a placement: which rank is on which device of which host, what it needs, and what is free there; and
+what a run would gain if nobody waited.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,7 @@ from engines.commands.hosts import GpuFacts, HostFacts
 from engines.sizing.memory import GIB
 from penstock.checks import memory
 from penstock.checks.memory import NOWHERE, Elsewhere
-from penstock.cli.dry_run import print_placement
+from penstock.cli.dry_run import describe_waiting, print_placement
 
 Drawn = Callable[..., list[list[str]]]
 GRPO: dict[str, Any] = {"model": {"tiny": {"max_positions": 1024}}}
@@ -128,3 +130,15 @@ def test_what_the_memory_is_for(drawn: Drawn) -> None:
     words = " ".join(" ".join(line) for line in rows)
     for text in ("update of the", "1.20 libraries", "actor: nothing", "critic: nothing", "activations"):
         assert text in words, text
+
+
+def test_what_a_run_would_gain_if_nobody_waited() -> None:
+    """By its last five iterations. Controls: too few, figures that do not tell, and a run in which nobody waits."""
+    row = {"time/iteration_s": 50.0, "rollout/prompt_s_max": 33.0, "rollout/prompt_s_p80": 8.0}
+    slow = row | {"rollout/prompt_s_p80": 33.0}
+    (said,) = describe_waiting([slow] * 9 + [row] * 3 + [slow] * 2)
+    assert "rollout.tail={extra: 0.25} would make an iteration 1.67 times as fast" in said
+    assert "rollout.carry={extra: 0.25, staleness: 2} 1.79 times" in said
+    assert not describe_waiting([row] * 4)
+    assert not describe_waiting([{"time/iteration_s": 50.0}] * 5)
+    assert not describe_waiting([row | {"rollout/deferred": 3.0}] * 5)

@@ -12,6 +12,8 @@ from transformers import AutoModelForCausalLM
 
 from configs.sections.trainer import LoraConfig
 from engines.models.model_folder import Proof
+from engines.training.state_images import StateImage, write_image
+from engines.training.trained_state import MASTER
 from engines.weights.lora import FROZEN_SUM, adapted_layers, adapter_state, attach, frozen_sum, merged_state
 from penstock.base.errors import UserError
 from penstock.base.ragged import Ragged
@@ -84,16 +86,26 @@ def test_files_at_the_target_are_not_touched(run: RunFolder, tmp_path: Path) -> 
 
 
 def _with_adapters(run: RunFolder, base: Path) -> nn.Module:
-    """Give the run a checkpoint of adapters, as DeepSpeed writes one; the model that it stands for."""
+    """Give the run a checkpoint of adapters, as an engine writes one; the model that it stands for."""
     Shape("qwen2", tied=True).write(base)
     lm = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
     attach(lm, LoraConfig(rank=2, alpha=6.0), seed=0)
     for layer in adapted_layers(lm).values():
         nn.init.normal_(layer.lora_B)
     aside = run.checkpoints / ".000001.partial"
-    (aside / "actor" / "state").mkdir(parents=True)
-    content = {"module": {f"lm.{name}": value for name, value in adapter_state(lm).items()}, FROZEN_SUM: frozen_sum(lm)}
-    torch.save(content, aside / "actor" / "state" / "mp_rank_00_model_states.pt")
+    aside.mkdir(parents=True)
+    trained = {f"lm.{name}": value for name, value in adapter_state(lm).items()}
+    values = {
+        "steps": 1,
+        FROZEN_SUM: frozen_sum(lm),
+        "parameters": {name: list(value.shape) for name, value in trained.items()},
+        "tied": {},
+        "dtype": "float32",
+        "shares": {str(at): [[name, 0, value.numel(), 0]] for at, (name, value) in enumerate(trained.items())},
+    }
+    tensors = {f"actor/{at}/{MASTER}": value for at, value in enumerate(trained.values())}
+    image = StateImage(tensors, {"group": "main", "rank": 0, "trained": {"actor": values}, "generators": {}})
+    write_image(image, aside / "state-main-0.safetensors")
     saved = Manifest(Progress(iteration=1), checkpoint="000001", model=str(base))
     run.config.write_text(signed("name: run\nactor: {lora: {rank: 2, alpha: 6}}\n"))
     seal_checkpoint(aside, run.checkpoints / "000001", run, saved)

@@ -302,6 +302,7 @@ def test_a_place_where_nothing_can_be_made_is_refused(refusal: Callable[..., str
     assert refusal("loadtest", url, "--to", "/proc/x").startswith("the folder /proc/x cannot be made: ")
 
 
+@pytest.mark.slow
 def test_a_server_that_is_not_there_is_said_before_a_run_has_a_folder(refusal: Callable[..., str], here: Path) -> None:
     """By what starts a flow and by what speaks to a running one. Controls: runs without a server; a dry run."""
     with temporary_settings({PREFECT_API_URL: "http://127.0.0.1:9/api"}):

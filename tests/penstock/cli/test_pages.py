@@ -54,6 +54,7 @@ def test_a_server_that_ends_by_itself_is_named() -> None:
         running.wait()
 
 
+@pytest.mark.slow
 def test_no_server_outlives_a_signal_in_its_first_moments(tmp_path: Path) -> None:
     """As from `timeout` or systemd, right after both were started; no password is in their command lines.
 

@@ -75,7 +75,17 @@ def test_a_sound_machine_is_all_ok(facts: MachineFacts) -> None:
     """The negative control of every case below, with and without GPUs; each subject has its line."""
     assert wrong(facts) == []
     subjects = {line.subject for line in diagnose(facts)}
-    common = {"libraries", "driver", "environment", "host memory", "shared memory", "open files", "loopback", "disk"}
+    common = {
+        "libraries",
+        "driver",
+        "environment",
+        "host memory",
+        "shared memory",
+        "open files",
+        "loopback",
+        "sandbox",
+        "disk",
+    }
     assert subjects == common | ({"GPUs", "GPU links", "attention"} if facts.gpus else set())
     assert ("NVLink between all 4 GPUs, 18 links each" in [line.text for line in diagnose(facts)]) == bool(facts.gpus)
 
@@ -261,6 +271,12 @@ def test_other_gpus_have_no_line_on_attention() -> None:
     """Their updates use PyTorch's kernel. Control: on the Hopper GPUs there is one."""
     ampere = replace(GPU, gpus=gpus_with(capability=(8, 0))[:1], pairs=(), gpus_installed=1)
     assert [sum(line.subject == "attention" for line in diagnose(facts)) for facts in (GPU, ampere, CPU)] == [1, 0, 0]
+
+
+def test_a_sandbox_that_cannot_be_made_is_news_and_no_warning() -> None:
+    """Only a recipe that asks for one needs it, and its checks refuse."""
+    (line,) = (line for line in diagnose(replace(CPU, sandbox_obstacle="no bwrap")) if line.subject == "sandbox")
+    assert (line.level, "no bwrap" in line.text, "install bubblewrap" in line.remedy) == ("ok", True, True)
 
 
 def test_every_warning_and_problem_has_a_remedy() -> None:

@@ -8,7 +8,7 @@ import pytest
 
 from configs.sections.rollout import EnvironmentConfig
 from penstock.base.errors import UserError
-from penstock.environments.loading import load_environment, stop_texts
+from penstock.environments.loading import is_async, load_environment, stop_texts
 
 
 @pytest.mark.parametrize(
@@ -25,6 +25,15 @@ def test_refusals(name: str, settings: dict[str, Any], message: str) -> None:
     with pytest.raises(UserError, match=message) as caught:
         load_environment(EnvironmentConfig(type=f"environment_examples:{name}", settings=settings))
     assert "environment.type" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"), [("Misbehaves", False), ("MisbehavesAsync", True), ("HalfAsync", True), ("Waits", True)]
+)
+def test_one_method_that_is_async_is_enough(name: str, expected: bool) -> None:
+    """Also an inherited one."""
+    make = load_environment(EnvironmentConfig(type=f"environment_examples:{name}"))
+    assert is_async(make()) == expected
 
 
 def test_every_episode_gets_an_object_of_its_own() -> None:

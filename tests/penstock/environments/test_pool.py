@@ -1,4 +1,7 @@
-"""The pool: episodes keep their state, the caller need not wait, and every way to fail ends the episode alone."""
+"""The pool: episodes keep their state, the caller need not wait, and every way to fail ends the episode alone.
+
+All of it holds for plain and for `async` environments; what holds for these alone is in test_async.py.
+"""
 
 from __future__ import annotations
 
@@ -14,6 +17,7 @@ import pytest
 from configs.sections.rollout import EnvironmentConfig
 from penstock.environments.pool import EnvironmentPool
 from penstock.environments.worker import Call, Reply
+from penstock.usercode.sandbox import obstacle
 from tests.processes import alive, noted
 
 
@@ -21,9 +25,15 @@ def config_of(**settings: Any) -> EnvironmentConfig:
     return EnvironmentConfig(**{"type": "environment_examples:Misbehaves", "timeout_s": 0.3, "workers": 2, **settings})
 
 
+@pytest.fixture(scope="module", params=["Misbehaves", "MisbehavesAsync"])
+def name(request: pytest.FixtureRequest) -> str:
+    """Of an environment."""
+    return f"environment_examples:{request.param}"
+
+
 @pytest.fixture(scope="module")
-def pool(in_this_folder: None) -> Iterator[EnvironmentPool]:
-    opened = EnvironmentPool(config_of(settings={"factor": 10}))
+def pool(name: str, in_this_folder: None) -> Iterator[EnvironmentPool]:
+    opened = EnvironmentPool(config_of(type=name, settings={"factor": 10}))
     yield opened
     opened.close()
 
@@ -41,14 +51,14 @@ def begin(pool: EnvironmentPool, *names: str, key: str = "k") -> dict[str, Reply
     return ask(pool, *(Call(name, row={"key": key}, seed=number) for number, name in enumerate(names)))
 
 
-def test_every_episode_keeps_its_own_state_over_its_turns(in_this_folder: None) -> None:
+def test_every_episode_keeps_its_own_state_over_its_turns(name: str, in_this_folder: None) -> None:
     """300 episodes on two workers, asked in another order each turn; settings and seeds arrive.
 
     No call here is to time out, so the deadline is the one that a recipe without any has.
     """
     default_s = EnvironmentConfig.model_fields["timeout_s"].default
     names = [f"e{number}" for number in range(300)]
-    with closing(EnvironmentPool(config_of(settings={"factor": 10}, timeout_s=default_s))) as pool:
+    with closing(EnvironmentPool(config_of(type=name, settings={"factor": 10}, timeout_s=default_s))) as pool:
         assert list(begin(pool, *names).values()) == [Reply()] * 300
         for turn in (1, 2, 3):
             replies = ask(pool, *(Call(name, text=f"<{name}>") for name in (names if turn % 2 else names[::-1])))
@@ -122,15 +132,61 @@ def test_the_caller_does_not_wait(pool: EnvironmentPool) -> None:
 
 
 def test_an_episode_is_dropped_when_it_is_over(pool: EnvironmentPool) -> None:
-    """After a last call, after done, and when all are forgotten. Control: before that the next turn is answered."""
+    """After a last call, after done, and when it is abandoned. Control: before that the next turn is answered."""
     begin(pool, "last", "done", "left")
     assert ask(pool, Call("last", text="a", last=True), Call("left", text="a"))["last"].failure is None
     assert ask(pool, Call("done", text="parts"))["done"] == Reply(
         done=True, reward=1.5, parts={"right": 1.0, "polite": 0.5}
     )
-    pool.forget()
+    pool.abandon(["left"])
     replies = ask(pool, *(Call(name, text="b") for name in ("last", "done", "left")))
     assert all(str(reply.failure).startswith("lost") for reply in replies.values())
+
+
+def test_abandoned_episodes_are_silent_and_not_awaited(pool: EnvironmentPool) -> None:
+    """Those whose call is under way, those that wait in the queue, and those that are doing nothing; others go on.
+
+    Controls: before, all are awaited, and an episode that stayed still knows its turns.
+    """
+    names = [f"a{number}" for number in range(12)]
+    begin(pool, *names)
+    pool.ask([Call(name, text="sleep") for name in names[:6]])
+    pool.ask([Call(name, text="on") for name in names[6:10]])
+    assert pool.awaited == 10
+    pool.abandon([*names[:4], *names[6:8], names[10], "nobody"])
+    assert pool.awaited == 4
+    found: dict[str, Reply] = {}
+    while pool.awaited:
+        found |= pool.replies(wait_for=99)
+    assert {name: reply.failure is None for name, reply in found.items()} == {
+        **dict.fromkeys(names[4:6], False),
+        **dict.fromkeys(names[8:10], True),
+    }
+    again = ask(pool, *(Call(name, text="again") for name in names[8:12]))
+    assert [(again[name].observation or "")[:3] for name in names[8:12]] == ["k 2", "k 2", "", "k 1"]
+    assert str(again[names[10]].failure).startswith("lost")
+
+
+def test_the_name_of_an_abandoned_episode_may_begin_another(pool: EnvironmentPool) -> None:
+    """Its call that was under way answers nothing of the new one."""
+    begin(pool, "again")
+    pool.ask([Call("again", text="sleep")])
+    pool.abandon(["again"])
+    assert (pool.awaited, pool.replies(wait_for=1)) == (0, {})
+    assert begin(pool, "again", key="greets anew") == {"again": Reply("greets anew")}
+    assert ask(pool, Call("again", text="x"))["again"] == Reply("greets anew 1 x 0", reward=0.5)
+
+
+def test_replies_of_other_episodes_stay_until_they_are_asked_for(pool: EnvironmentPool) -> None:
+    """Who asks for some is not held up by the others. Controls: an abandoned one's is gone; without names all come."""
+    begin(pool, "mine", "others", "third", "fourth")
+    pool.ask([Call(name, text="quick") for name in ("others", "third", "fourth", "mine")])
+    assert pool.replies(wait_for=1, of={"mine"}).keys() == {"mine"}
+    while pool.awaited:
+        assert pool.replies(of={"mine"}) == {}
+    assert pool.replies(wait_for=1, of={"others"}).keys() == {"others"}
+    pool.abandon(["third"])
+    assert pool.replies().keys() == {"fourth"}
 
 
 def test_what_an_episode_starts_ends_with_its_worker(in_this_folder: None, tmp_path: Path) -> None:
@@ -151,3 +207,21 @@ def test_the_workers_end_with_the_pool(in_this_folder: None) -> None:
     other.close()
     with pytest.raises(ProcessLookupError):
         os.kill(process.pid, 0)
+
+
+@pytest.mark.skipif(bool(obstacle()), reason="no sandbox on this machine")
+@pytest.mark.parametrize("boxed", [True, False])
+def test_episodes_live_in_a_sandbox_where_the_recipe_asks_for_one(
+    boxed: bool, name: str, in_this_folder: None, tmp_path: Path
+) -> None:
+    """They keep their state there; what they write fails them alone. Control: without `sandbox` it is written."""
+    limits = {"memory_gib": 1.0, "processes": 8, "network": False, "variables": []}
+    sandbox = limits | {"read": [str(tmp_path)]} if boxed else None
+    with closing(EnvironmentPool(config_of(type=name, workers=1, timeout_s=20.0, sandbox=sandbox))) as other:
+        assert list(other.stop) == ["!"]
+        begin(other, "one", "two", key=str(tmp_path))
+        reply = ask(other, Call("one", text="leave"))["one"]
+        assert ("Read-only file system" in (reply.failure or "")) == boxed
+        assert bool(noted(tmp_path)) != boxed
+        for turn in (1, 2):
+            assert ask(other, Call("two", text="x"))["two"] == Reply(f"{tmp_path} {turn} x 1", reward=0.5)

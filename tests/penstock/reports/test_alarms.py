@@ -12,6 +12,7 @@ import pytest
 
 from configs.loading.keys import describe_keys
 from penstock.reports.alarms import RULES, alarms_of, looked_at, raised, turns
+from penstock.reports.waiting import carry_gain, tail_gain
 
 Row = dict[str, float]
 ITERATIONS = 60
@@ -37,6 +38,11 @@ def healthy(iterations: int = ITERATIONS, seed: int = 0) -> list[Row]:
                 "mismatch/probability_difference_mean": 0.003 * draw.uniform(0.8, 1.2),
                 "advantage/zero_share": 0.03 + 0.5 * done,
                 "actor/skipped_steps": 0.0,
+                "time/iteration_s": 10.0,
+                "rollout/prompt_s_max": 3.0 * draw.uniform(0.8, 1.2),
+                "rollout/prompt_s_p80": 1.5,
+                "rollout/staleness_max": 0.0,
+                "mismatch/effective_sample_share": draw.uniform(0.8, 1.0),
             }
         )
     return rows
@@ -64,7 +70,7 @@ def test_the_noise_of_small_batches_is_no_oscillation() -> None:
     """Eight prompts per iteration: the mean reward has a standard error of 0.17."""
     draw = np.random.default_rng(2)
     history = [row | {"reward/mean": row["reward/mean"] + draw.normal(0, 0.17)} for row in healthy(200)]
-    assert "reward_oscillation" not in raised_in(history)
+    assert not {"reward_oscillation", "reward_collapse"} & set(raised_in(history))
 
 
 def test_two_single_outliers_are_no_alarm() -> None:
@@ -90,12 +96,18 @@ def swings(number: int) -> Row:
 
 TROUBLES: dict[str, Callable[[int], Row]] = {
     "reward_oscillation": swings,
+    "reward_collapse": lambda number: {"reward/mean": 0.8 - 0.013 * number},
     "kl_explosion": lambda number: {"actor/kl": 0.02 * 1.3 ** max(0, number - 30)},
     "entropy_collapse": lambda number: {"actor/entropy": 0.46 * 0.8**number},
     "truncation": lambda number: {"rollout/truncated_share": 0.01 * number},
     "gradient_spikes": lambda number: {"actor/grad_norm": 9.0 if number > 30 and number % 5 == 0 else 0.7},
     "rollout_mismatch": lambda number: {"mismatch/probability_difference_mean": 0.0005 * number},
+    "tokens_too_old": lambda number: {
+        "rollout/staleness_max": 2.0,
+        "mismatch/effective_sample_share": 1 - 0.015 * number,
+    },
     "nothing_to_learn": lambda number: {"advantage/zero_share": min(1.0, 0.03 * number)},
+    "rollout_waits": lambda number: {"rollout/prompt_s_max": min(8.0, 0.3 * number)},
     "skipped_steps": lambda number: {"actor/skipped_steps": float(number > 30)},
 }
 
@@ -158,7 +170,7 @@ def test_turns_are_counted_by_their_size() -> None:
 
 def test_rules_without_their_figure_do_not_apply() -> None:
     """Then there is no value either, not a 0 that would look like good news."""
-    assert raised([{"reward/mean": 0.5}]) == {"alarm/reward_oscillation": 0.0}
+    assert raised([{"reward/mean": 0.5}]) == {"alarm/reward_oscillation": 0.0, "alarm/reward_collapse": 0.0}
 
 
 def test_alarms_of_a_run_are_listed_with_when_they_were_raised() -> None:
@@ -222,3 +234,31 @@ def test_what_is_looked_at_is_enough(seed: int) -> None:
         kept = looked_at([*kept, row])
         assert len(kept) < 40
     assert differ
+
+
+def test_what_waiting_costs_is_reckoned_from_how_long_prompts_took() -> None:
+    """Four of five iterations end with four fifths of their prompts; an evaluation is not made faster."""
+    row = {
+        "time/iteration_s": 50.0,
+        "time/evaluate_s": 10.0,
+        "rollout/prompt_s_max": 35.0,
+        "rollout/prompt_s_p80": 10.0,
+    }
+    assert tail_gain(row) == 2.0
+    assert tail_gain(row | {"rollout/prompt_s_p80": 35.0}) == 1.0
+
+
+def test_what_is_carried_over_is_complete_as_fast_as_prompts_are_and_the_longest_allow() -> None:
+    """A round takes as long as four fifths of the prompts, and a third of the longest. Control: all alike gain none."""
+    row = {"time/iteration_s": 40.0, "rollout/prompt_s_max": 36.0, "rollout/prompt_s_p80": 10.0}
+    assert carry_gain(row) == 40 / (4 + 12)
+    assert carry_gain(row | {"rollout/prompt_s_p80": 20.0}) == 40 / (4 + 20)
+    assert carry_gain(row | {"rollout/prompt_s_p80": 36.0}) == 1
+
+
+def test_a_training_that_puts_the_longest_off_is_not_told_to() -> None:
+    """Also where its long rounds still take their time. Control: the same figures without."""
+    row = {"time/iteration_s": 10.0, "rollout/prompt_s_max": 9.0, "rollout/prompt_s_p80": 1.0}
+    assert raised([row] * 5)["alarm/rollout_waits"] == 1.0
+    assert raised([row | {"rollout/deferred": 3.0}] * 5)["alarm/rollout_waits"] == 0.0
+    assert raised([row] * 4)["alarm/rollout_waits"] == 0.0

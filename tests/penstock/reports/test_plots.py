@@ -89,6 +89,26 @@ def test_parallel_efficiency_is_drawn_only_where_there_are_several_ranks() -> No
         assert all(list(axes.lines[0].get_ydata()) == [0.875] * 3 for axes in found)
 
 
+def test_what_waits_and_how_old_tokens_are_is_drawn_where_rollouts_do_not_wait() -> None:
+    """Beside all other panels, each with the run's values. Control: a synchronous run has none of them."""
+    all_others = {"actor/mfu": 0.3, "reference/mfu": 0.3, "gpu/utilisation": 0.9, "actor/communication_share": 0.1}
+    all_others |= {"ranks/parallel_efficiency": 0.9, "gpu/memory_gib": 80.0, "memory/gpu_gib": 70.0}
+    all_others |= {"rollout/tokens_per_s": 9.0, "rollout/response_length_max": 9.0, "rollout/response_length_mean": 4.0}
+    carried = {"rollout/deferred": 16.0, "rollout/unused_share": 0.0, "rollout/off_policy_share": 0.5}
+    carried |= {"rollout/staleness_max": 2.0, "rollout/staleness_mean": 0.75}
+    titles = {
+        "Prompts that wait": [16.0],
+        "Tokens, share": [0.0, 0.5],
+        "Age of tokens, updates of the policy": [2.0, 0.75],
+    }
+    for extra, drawn in (carried, titles), ({}, {}):
+        figure = throughput_figure(metrics_frame(_records(3, **all_others, **extra)))
+        assert figure is not None
+        panels = {axes.get_title(): axes for axes in figure.axes}
+        found = {title: [float(line.get_ydata()[0]) for line in axes.lines] for title, axes in panels.items()}
+        assert {title: found[title] for title in titles if title in found} == drawn
+
+
 def test_no_records_give_no_pictures(tmp_path: Path) -> None:
     """Negative control: a run that has recorded nothing draws nothing."""
     assert plot_run([], tmp_path) == []

@@ -14,6 +14,7 @@ from penstock.reports.headline import duration, headlines
 from penstock.reports.plots import metrics_frame
 from penstock.reports.report import mean_task_times, write_report
 from penstock.state.digests import sealed
+from penstock.state.events import FAULT, append_event
 from penstock.state.run_folder import RunFolder, read_metrics
 
 SUMMARY = {
@@ -70,6 +71,42 @@ def test_the_page_holds_figures_pictures_times_links_and_config(run_folder: Path
     assert page.count('src="data:image/png;base64,') == 2
     assert 'href="http://127.0.0.1:5000/#/experiments/1"' in page
     assert "&lt;b&gt;x&lt;/b&gt;" in page
+
+
+def test_losses_are_shown_with_what_came_of_them(run_folder: Path) -> None:
+    """On both pages: one recovered from, one given up, one in which the run ended. Control: without any, no word."""
+    assert "Lost, and gone on" not in write_report(run_folder, {}).read_text()
+    lost = {"event": "HostLost", "after": 3, "during": "update", "group": "main", "rank": 0, "reason": "it is silent"}
+    for number in (1, 2, 3):
+        append_event(RunFolder(run_folder), {**lost, "number": number, "unheard_s": 5.25})
+    over = {"event": "recovered", "number": 1, "recovered_s": 12.0, "place": "checkpoint 000002", "tokens_lost": 6400}
+    append_event(RunFolder(run_folder), over)
+    append_event(RunFolder(run_folder), {"event": "given up", "number": 2})
+    page = write_report(run_folder, {}).read_text()
+    for text in (page, (run_folder / "report" / "report.md").read_text()):
+        for said in (
+            "group main, rank 0 with its host",
+            "after 3, during update",
+            "it is silent",
+            "within 5.2 s",
+            "from checkpoint 000002 after 12 s, 6,400 tokens again",
+            "given up",
+            "the run ended before it had recovered",
+        ):
+            assert said in text
+
+
+def test_faults_are_shown_with_what_followed(run_folder: Path) -> None:
+    """On both pages, and not among the losses. Control: without any, no word."""
+    assert "Numbers that went wrong" not in write_report(run_folder, {}).read_text()
+    for number, action in ((17, "skip"), (18, "rollback"), (19, "stop")):
+        fault = {"event": FAULT, "iteration": number, "name": "kl", "says": f"the KL is {number}.5", "action": action}
+        append_event(RunFolder(run_folder), fault)
+    page = write_report(run_folder, {}).read_text()
+    assert "Lost, and gone on" not in page
+    for text in (page, (run_folder / "report" / "report.md").read_text()):
+        for said in ("iteration 17", "the KL is 18.5", "passed over", "undone", "the training ended"):
+            assert said in text
 
 
 @pytest.mark.parametrize("status", ["completed", "cancelled", "failed", None])

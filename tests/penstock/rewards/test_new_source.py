@@ -162,6 +162,7 @@ def said(folder: Path, *overrides: str) -> tuple[str, str]:
     return done.stdout, done.stderr
 
 
+@pytest.mark.slow
 def test_a_new_source_is_its_file_its_section_and_a_line_of_the_table(folder: Path) -> None:
     """It is checked, opened by the flow, and its key has its test. Control: the next test."""
     edit(folder / "penstock" / "rewards" / "source.py", TABLE)

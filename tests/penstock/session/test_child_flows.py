@@ -1,8 +1,10 @@
-"""Where Prefect's server refuses because two writes met, a child flow is asked for again at once."""
+"""Where Prefect's server refuses because two writes met, a child flow is asked for again at once; an absent server is
+waited for.
+"""
 
 from __future__ import annotations
 
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from typing import Any
 
 import httpx
@@ -10,7 +12,7 @@ import pytest
 from prefect.client import base
 from prefect.settings import PREFECT_CLIENT_MAX_RETRIES, PREFECT_FLOWS_HEARTBEAT_FREQUENCY
 
-from penstock.session.prefect import quick_child_flows
+from penstock.session.prefect import patient_clients, quick_child_flows
 
 
 def waits(refusals: int, monkeypatch: pytest.MonkeyPatch) -> list[float]:
@@ -41,3 +43,29 @@ def test_everything_is_as_before_afterwards() -> None:
         assert PREFECT_FLOWS_HEARTBEAT_FREQUENCY.value() is None
         raise RuntimeError
     assert (base.clamped_poisson_interval, PREFECT_CLIENT_MAX_RETRIES.value()) == before
+
+
+@pytest.mark.parametrize("patient", [True, False])
+def test_a_new_client_waits_for_a_server_that_is_away(patient: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Prefect makes one for each child flow. Control: by itself it gives up at once."""
+    slept: list[float] = []
+    monkeypatch.setattr(base.time, "sleep", slept.append)
+    away = iter([True] * 3)
+
+    def answer(request: httpx.Request) -> httpx.Response:
+        if next(away, False):
+            raise httpx.ConnectError("nobody listens", request=request)
+        return httpx.Response(200, request=request)
+
+    settings: dict[str, Any] = {"base_url": "http://server", "transport": httpx.MockTransport(answer)}
+    with ExitStack() as stack:
+        with patient_clients() if patient else nullcontext():
+            client = stack.enter_context(base.PrefectHttpxSyncClient(**settings, enable_csrf_support=False))
+            if not patient:
+                with pytest.raises(httpx.ConnectError):
+                    client.post("/flow_runs/")
+                return
+            assert client.post("/flow_runs/").status_code == 200
+        assert len(slept) == 3
+        assert client._has_connected is True, "afterwards it goes by what it has seen itself"
+        assert base.PrefectHttpxSyncClient(**settings)._has_connected is False

@@ -45,6 +45,28 @@ def test_a_lap_holds_the_tasks_that_ended_in_it_but_those_left_out(now: list[flo
     assert [(span.task, span.seconds) for span in clock.lap().spans] == [("checkpoint", 9.0)]
 
 
+def test_of_a_task_that_goes_on_while_the_clock_stands_the_lap_holds_the_rest(now: list[float]) -> None:
+    """The next rollout generates while a checkpoint is written: its share of the lap is at most 1.
+
+    Control: its own seconds, which are recorded as the rollout's, are all 8.
+    """
+    clock = LapClock()
+    clock.lap()
+    now[0] += 1.0
+    began = now[0]
+    now[0] += 0.5
+    with clock.stopped():
+        now[0] += 6.0
+    now[0] += 0.5
+    with clock.timed("rollout") as span:
+        now[0] += 1.0
+        span.began = began
+    assert span.seconds == 8.0
+    lap = clock.lap()
+    assert [(span.task, span.seconds) for span in lap.spans] == [("rollout", 2.0)]
+    assert lap.seconds == 3.0
+
+
 def test_a_task_that_fails_is_in_no_lap(now: list[float]) -> None:
     """What it was done for did not happen; a retry counts by itself."""
     clock = LapClock()

@@ -16,6 +16,7 @@ from configs.schema import TrainConfig
 from engines.groups.hosts import Hosts
 from penstock.session import consolidation, session
 from penstock.session.consolidation import Consolidator
+from penstock.session.hosts import Machines
 from penstock.session.session import Training, open_session
 from penstock.state import experience
 from penstock.state.experience import add_columns, column_names, consolidate, with_parts, write_columns
@@ -110,7 +111,7 @@ def test_a_session_leaves_no_parts_however_it_ends(run: RunFolder, error: type[B
     """Those being consolidated, those of an iteration that failed; the error stays the one that ended it."""
     caught = None
     try:
-        with Hosts(run.logs) as hosts, open_session(TrainConfig(), run, [], hosts) as training:
+        with Hosts(run.logs) as hosts, open_session(TrainConfig(), run, [], Machines(hosts)) as training:
             in_parts(run, 1, 2)
             training.session().consolidator.begin(run.experience(1))
             if error:
@@ -129,7 +130,7 @@ def test_a_session_that_ends_well_fails_if_an_experience_is_damaged(run: RunFold
     with (
         Hosts(run.logs) as hosts,
         pytest.raises(pa.ArrowInvalid, match="Not an Arrow file"),
-        open_session(TrainConfig(), run, [], hosts),
+        open_session(TrainConfig(), run, [], Machines(hosts)),
     ):
         in_parts(run, 1)
         damage(run, 1)
@@ -145,7 +146,7 @@ def test_parts_of_an_earlier_attempt_are_taken_over_when_a_session_opens(
         in_parts(run, 1)
         damage(run, 1)
     in_parts(run, 2)
-    with Hosts(run.logs) as hosts, open_session(TrainConfig(), run, [], hosts):
+    with Hosts(run.logs) as hosts, open_session(TrainConfig(), run, [], Machines(hosts)):
         assert with_parts(run.experience(0).parent) == []
     assert [column_names(run.experience(number)) for number in (1, 2)] == [["prompt"], ["prompt", "reward"]]
     assert rewards(run, 2) == [2.0, 0.5]
@@ -165,6 +166,7 @@ def test_the_manifest_waits_until_its_iteration_is_one_file(
     monkeypatch.setattr(consolidation, "consolidate", behind)
     monkeypatch.setattr(checkpoint, "append_record", lambda *_: None)
     monkeypatch.setattr(checkpoint, "write_manifest", lambda *_: done.append("manifest"))
+    training.session().snapshots = False
     with training.session().consolidator:
         if slow:
             training.session().consolidator.begin(training.run.experience(1))

@@ -12,13 +12,16 @@ from typing import Any
 import pytest
 
 from configs.schema import TrainConfig
+from configs.sections.run import HostsConfig
 from engines.commands.hosts import GpuFacts, HostFacts
 from engines.groups import interface
 from engines.groups.channel import FLOW_KEYS, Keys
 from engines.groups.host import HostStart
 from engines.groups.hosts import start_host
 from penstock.base.errors import UserError
-from penstock.session.hosts import check_alike, check_one_folder, hosted
+from penstock.session import hosts as session_hosts
+from penstock.session.hosts import absent_after, check_alike, check_one_folder, gathering, hosted
+from penstock.session.pools import Missing
 from penstock.state.run_folder import RunFolder
 from tests.processes import alive
 
@@ -50,8 +53,8 @@ def test_a_training_has_its_hosts_and_lets_them_go(tmp_path: Path, monkeypatch: 
     """What their machines have is known, nothing is left in the run folder, and they end as the training does."""
     run = RunFolder(tmp_path)
     with joining(tmp_path, monkeypatch, 2) as (port, keepers):
-        with hosted(_config(port), run) as (hosts, elsewhere):
-            assert sorted(hosts.joined()) == sorted(elsewhere.hosts) == ["hosts/0", "hosts/1"]
+        with hosted(_config(port), run) as machines:
+            assert sorted(machines.hosts.joined()) == sorted(machines.elsewhere.hosts) == ["hosts/0", "hosts/1"]
             assert all(alive(keeper.pid) for keeper in keepers)
             assert [path for path in tmp_path.iterdir() if path.name.startswith(".shared")] == []
         assert [keeper.wait(10) for keeper in keepers] == [0, 0]
@@ -70,17 +73,45 @@ def test_who_has_not_joined_in_time_is_told_and_the_others_are_let_go(
         assert keepers[0].wait(10) == 0
 
 
+def test_one_that_never_comes_ends_the_wait_of_a_training_and_not_of_an_examination(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A training needs all, an examination takes those that come. Control: once all have ended, both waits have."""
+    ended, waiting = Missing("its run has failed", True), Missing("it has not begun", False)
+    network, looks = HostsConfig(port=interface.free_port("127.0.0.1")), list[int]()
+
+    def told(states: dict[str, Missing]) -> None:
+        def why(_: object, __: object) -> dict[str, Missing]:
+            looks.append(1)
+            return states
+
+        monkeypatch.setattr(session_hosts, "why_missing", why)
+
+    monkeypatch.setenv(FLOW_KEYS, Keys.new().to_text())
+    monkeypatch.setattr(session_hosts, "LOOK_S", 0.01)
+    with gathering(tmp_path, network, ["pool/0", "pool/1"]) as (hosts, asked):
+        told({"pool/0": ended, "pool/1": waiting})
+        assert absent_after(hosts, 600.0, asked, any)["pool/0"] == ended
+        assert len(looks) == 1
+        assert absent_after(hosts, 0.1, asked, all)["pool/1"] == waiting
+        assert len(looks) > 2
+        told({"pool/0": ended, "pool/1": ended})
+        assert absent_after(hosts, 600.0, asked, all) == {"pool/0": ended, "pool/1": ended}
+
+
 def test_a_folder_that_is_another_one_on_a_host_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A host whose machine has no such folder, or an older one of that name. Control: the same folder."""
-    with joining(tmp_path, monkeypatch, 2) as (port, _), hosted(_config(port), RunFolder(tmp_path)) as (hosts, _):
+    """A host whose machine has an older one of that name. (Or none: tests/engines/groups.) Control: the same folder."""
+    with joining(tmp_path, monkeypatch, 2) as (port, _), hosted(_config(port), RunFolder(tmp_path)) as machines:
+        hosts = machines.hosts
         run = RunFolder(tmp_path / "shared")
         run.path.mkdir()
         check_one_folder(hosts, run, ["hosts/0"])
         begin = hosts.begin
 
         def elsewhere(name: str, command: Any) -> Any:
-            return begin(name, replace(command, read=command.read + "-on-another-disk"))
+            return begin(name, replace(command, read=str(tmp_path / "older")))
 
+        (tmp_path / "older").write_text("of an earlier training")
         monkeypatch.setattr(hosts, "begin", elsewhere)
         with pytest.raises(UserError, match="is another folder on host hosts/1, or none"):
             check_one_folder(hosts, run, ["hosts/1"])

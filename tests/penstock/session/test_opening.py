@@ -6,6 +6,7 @@ import json
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from prefect.logging import disable_run_logger
@@ -15,7 +16,7 @@ from penstock.base.errors import UserError
 from penstock.checks import model
 from penstock.data.source import rows_of
 from penstock.session import opening
-from penstock.session.opening import SFT, TRAIN, Resume, is_complete, looked_at, opened
+from penstock.session.opening import SFT, TRAIN, Resume, is_complete, looked_at, opened, resume_of
 from penstock.session.session import read_config, write_config
 from penstock.state.manifest import Manifest, Progress, read_manifest, write_manifest
 from penstock.state.run_folder import RunFolder, locked
@@ -81,6 +82,14 @@ def test_a_damaged_run_is_whole_before_anything_of_it_is_believed(run: RunFolder
     assert files(run) == before
     assert go_on(run, start, "iterations=3").iterations == 3
     assert read_manifest(run).progress.iteration == (1 if start else 2)
+
+
+def test_a_run_may_go_on_elsewhere(run: RunFolder) -> None:
+    """On other ranks, in other groups, at another ZeRO stage. Control: the test below."""
+    groups = "groups={main: {roles: [actor, rollout], ranks: 2}}"
+    changed = go_on(run, None, groups, "actor.zero_stage=3")
+    assert (changed.groups["main"].ranks, changed.actor.zero_stage) == (2, 3)
+    assert go_on(run, None, "groups.main.ranks=4").groups["main"].ranks == 4
 
 
 @pytest.mark.parametrize(
@@ -188,3 +197,21 @@ def test_the_rows_that_a_check_read_are_kept_while_a_run_is_opened(tmp_path: Pat
         path.write_text('{"prompt": "1+1="}\n' * 2, encoding="utf-8")
         assert len(rows_of(path)) == 1
     assert len(rows_of(path)) == 2
+
+
+@pytest.mark.parametrize("named", [True, False])
+def test_a_flow_run_that_is_run_again_goes_on_with_its_run(
+    run: RunFolder, monkeypatch: pytest.MonkeyPatch, named: bool
+) -> None:
+    """By the folder of its form, else by the tag that its first attempt left. Controls: the first attempt; no run."""
+    config, folder = TrainConfig(folder=str(run.path.parent)), str(run.path) if named else None
+    monkeypatch.setattr(opening, "flow_run", SimpleNamespace(run_count=1, tags=["algorithm:grpo", f"run:{run.name}"]))
+    assert resume_of(config, folder, None) is None
+    assert resume_of(config, None, str(run.path), "000001", ["iterations=9"]) == Resume(
+        run.path, "000001", ["iterations=9"]
+    )
+    monkeypatch.setattr(opening.flow_run, "run_count", 2)
+    assert resume_of(config, folder, None) == Resume(run.path)
+    assert resume_of(config, None, str(run.path), "000001") == Resume(run.path)  # and does not go back once more
+    run.manifest.unlink()
+    assert resume_of(config, folder, None) is None

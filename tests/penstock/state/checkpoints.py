@@ -21,8 +21,7 @@ def write_checkpoint(run: RunFolder, manifest: Manifest) -> Path:
     if not run.prompt_rewards.exists():
         run.prompt_rewards.write_text('{"iteration": 1, "rollouts": []}\n', encoding="utf-8")
     aside = empty_beside(final)
-    (aside / "actor").mkdir()
-    (aside / "actor" / "weights.pt").write_bytes(bytes(range(64)))
-    (aside / "random-main-0.pt").write_bytes(b"state")
+    (aside / "state-main-0.safetensors").write_bytes(bytes(range(64)))
+    (aside / "state-main-1.safetensors").write_bytes(b"state")
     seal_checkpoint(aside, final, run, manifest)
     return final

@@ -173,7 +173,7 @@ def test_of_a_damaged_record_the_whole_lines_stay(run: RunFolder) -> None:
 def test_flipped_bits_and_cuts_of_a_checkpoint_are_noticed(run: RunFolder) -> None:
     """Of its weights, its manifest, its configuration, and of the hashes themselves."""
     folder = write_checkpoint(run, MANIFEST)
-    for file in ("actor/weights.pt", "manifest.json", "config.yaml", "prompts.jsonl"):
+    for file in ("state-main-0.safetensors", "manifest.json", "config.yaml", "prompts.jsonl"):
         all_refused(folder / file, lambda: verify_checkpoint(folder), SOME)
     for damage in (flips, cuts):
         for place in damage(folder / "sha256.json", 2 * SOME):
@@ -208,7 +208,7 @@ def test_hashes_of_other_files_than_those_there_are_refused(run: RunFolder, hash
         verify_checkpoint(folder)
     path.write_text(json.dumps(listed))
     verify_checkpoint(folder)
-    (folder / "actor" / "more.pt").touch()
+    (folder / "more.pt").touch()
     with pytest.raises(Damaged, match=r"more\.pt is none of the files"):
         verify_checkpoint(folder)
 

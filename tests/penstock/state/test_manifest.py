@@ -25,7 +25,7 @@ from penstock.state.manifest import (
     verify_checkpoint,
     write_manifest,
 )
-from penstock.state.run_folder import RunFolder
+from penstock.state.run_folder import RunFolder, append_metrics
 
 MANIFEST = Manifest(
     progress=Progress(iteration=12, policy_version=12, prompt_cursor=768, kl_coefficient=0.02, overrides={"a.b": 1}),
@@ -49,9 +49,9 @@ def _write_aside(run: RunFolder, name: str = "000012") -> Path:
 
 
 def _fill(aside: Path) -> Path:
-    (aside / "actor").mkdir(parents=True)
-    (aside / "actor" / "weights.pt").write_bytes(bytes(range(256)))
-    (aside / "random-main-0.pt").write_bytes(b"state")
+    aside.mkdir(parents=True, exist_ok=True)
+    (aside / "state-main-0.safetensors").write_bytes(bytes(range(256)))
+    (aside / "state-main-1.safetensors").write_bytes(b"state")
     return aside
 
 
@@ -141,7 +141,7 @@ def test_a_checkpoint_gets_its_name_only_when_it_is_hashed_and_complete(
 
     def crash(*_: object) -> None:
         hashed = set(json.loads((aside / "sha256.json").read_text()))
-        assert hashed == {"actor/weights.pt", "random-main-0.pt", "manifest.json"}
+        assert hashed == {"state-main-0.safetensors", "state-main-1.safetensors", "manifest.json"}
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
@@ -172,19 +172,19 @@ def test_a_flipped_byte_is_refused(position: int, run: RunFolder) -> None:
     """Any single byte of any file; the message names the file. Control: untouched it passes."""
     final = _sealed(run)
     verify_checkpoint(final)
-    weights = final / "actor" / "weights.pt"
+    weights = final / "state-main-0.safetensors"
     content = bytearray(weights.read_bytes())
     content[position] ^= 1
     weights.write_bytes(bytes(content))
-    with pytest.raises(UserError, match=r"weights\.pt is damaged"):
+    with pytest.raises(UserError, match=r"state-main-0\.safetensors is damaged"):
         verify_checkpoint(final)
 
 
 def test_a_missing_file_or_missing_hashes_are_refused(run: RunFolder) -> None:
     """Half a checkpoint is none."""
     final = _sealed(run)
-    (final / "random-main-0.pt").unlink()
-    with pytest.raises(UserError, match=r"random-main-0\.pt is missing"):
+    (final / "state-main-1.safetensors").unlink()
+    with pytest.raises(UserError, match=r"state-main-1\.safetensors is missing"):
         verify_checkpoint(final)
     (final / "sha256.json").unlink()
     with pytest.raises(UserError, match="incomplete"):
@@ -231,3 +231,25 @@ def test_a_run_that_is_opened_again_has_no_end_until_it_makes_one(run: RunFolder
     assert not list(run.model("final").parent.iterdir())
     assert not run.summary.exists()
     reopen(run)
+
+
+@pytest.mark.parametrize(
+    ("best", "kept"),
+    [
+        ("heldout/accuracy", ["000003", "000005"]),
+        ("highest heldout/accuracy", ["000003", "000005"]),
+        ("lowest heldout/accuracy", ["000004", "000005"]),
+        ("heldout/other", ["000005"]),
+        (None, ["000005"]),
+    ],
+)
+def test_the_best_checkpoint_is_kept_as_well(run: RunFolder, best: str | None, kept: list[str]) -> None:
+    """By the figure of its iteration, the newest of equal ones; also when figures of others are missing.
+
+    Control: without a name, and by a figure that there is not, the newest alone are kept.
+    """
+    for number, accuracy in ((1, 0.2), (2, 0.7), (3, 0.7), (4, 0.1), (5, None)):
+        _sealed(run, f"{number:06d}")
+        append_metrics(run, number, {} if accuracy is None else {"heldout/accuracy": accuracy})
+    prune_checkpoints(run, 1, "000005", best=best)
+    assert [path.name for path in sorted(run.checkpoints.iterdir())] == kept

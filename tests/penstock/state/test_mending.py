@@ -12,7 +12,7 @@ import pytest
 from penstock.base.errors import UserError
 from penstock.base.ragged import Ragged
 from penstock.state.digests import Damaged, marked, read_sealed, signed, write_sealed
-from penstock.state.experience import add_columns, column_names, damaged, write_columns_apart
+from penstock.state.experience import add_columns, column_names, damaged, write_columns, write_columns_apart
 from penstock.state.manifest import (
     Manifest,
     Progress,
@@ -75,13 +75,13 @@ def test_a_whole_run_is_left_as_it_is(run: RunFolder) -> None:
 
 def test_the_checkpoint_before_a_damaged_one_is_taken(run: RunFolder) -> None:
     """Its progress, and the links that the run has now. Damaged twice over, the one before that."""
-    flip(run.checkpoint(12) / "actor" / "weights.pt")
+    flip(run.checkpoint(12) / "state-main-0.safetensors")
     first, then = mend(run, "train")
-    assert "weights.pt is damaged; set aside as " in first
+    assert "state-main-0.safetensors is damaged; set aside as " in first
     assert first.endswith("checkpoints/damaged-000012")
     assert then == f"{run.path} goes on from checkpoint 000008"
     assert read_manifest(run) == dataclasses.replace(standing("000008"), tracked=Tracked("mlflow", "newer"))
-    assert (run.checkpoints / "damaged-000012" / "actor" / "weights.pt").exists()
+    assert (run.checkpoints / "damaged-000012" / "state-main-0.safetensors").exists()
     halve(run.checkpoint(8) / "sha256.json")
     assert len(mend(run, "train")) == 2
     assert read_manifest(run).progress == standing("000004").progress
@@ -128,12 +128,12 @@ def test_without_a_checkpoint_a_lost_manifest_is_that_of_the_beginning(tmp_path:
 def test_where_nothing_whole_is_left_nothing_happens(run: RunFolder, also: str) -> None:
     """One message names what is damaged."""
     for name in NAMES:
-        flip(run.checkpoints / name / "actor" / "weights.pt")
+        flip(run.checkpoints / name / "state-main-0.safetensors")
     if also == "manifest":
         flip(run.manifest)
     before = tree(run.path)
     with pytest.raises(
-        UserError, match=r"000012/actor/weights\.pt is damaged, and no whole checkpoint is left"
+        UserError, match=r"000012/state-main-0\.safetensors is damaged, and no whole checkpoint is left"
     ) as caught:
         mend(run, "train")
     assert not isinstance(caught.value, Damaged)
@@ -159,9 +159,9 @@ def test_a_chosen_checkpoint_must_be_there_and_whole(run: RunFolder) -> None:
                 mend(run, "train", start)
             assert caught.value.remedy == "there are 000004, 000008, 000012"
     assert tree(run.path) == before
-    flip(run.checkpoint(8) / "actor" / "weights.pt")
+    flip(run.checkpoint(8) / "state-main-0.safetensors")
     before = tree(run.path)
-    with pytest.raises(UserError, match=r"weights\.pt is damaged(.|\n)*--from 000004 or 000012"):
+    with pytest.raises(UserError, match=r"state-main-0\.safetensors is damaged(.|\n)*--from 000004 or 000012"):
         mend(run, "train", "8")
     assert tree(run.path) == before
 
@@ -243,6 +243,24 @@ def test_a_damaged_experience_is_done_again(run: RunFolder, which: str, damage: 
     assert mend(run, "train") == []
 
 
+@pytest.mark.parametrize("damage", [flip, halve])
+@pytest.mark.parametrize("number", [12, 13])
+def test_damaged_responses_that_wait_are_done_without(
+    run: RunFolder, number: int, damage: Callable[[Path], None]
+) -> None:
+    """Those of the last iteration and of the one to come; older ones nobody goes on with. Control: whole, they stay."""
+    for each in (11, 12, 13, 14):
+        write_columns(run.carried(each), {"tokens": Ragged.of([[1], [2, 3]], np.int32)})
+    assert mend(run, "train") == []
+    assert [run.carried(each).exists() for each in (11, 12, 13, 14)] == [True, True, True, False]
+    damage(run.carried(11))
+    damage(run.carried(number))
+    (said,) = mend(run, "train")
+    assert said.startswith(f"{run.carried(number)} is damaged; set aside as")
+    assert not run.carried(number).exists() and run.carried(11).exists()
+    assert mend(run, "train") == []
+
+
 def test_experience_of_later_iterations_goes(run: RunFolder) -> None:
     """They are of policies that are lost; also damaged, they hold nothing up."""
     for number in (9, 10, 13):
@@ -269,6 +287,6 @@ def test_the_checkpoint_of_supervised_steps_mends_its_run(tmp_path: Path) -> Non
         mend(run, "train")
         assert (read_manifest(run), read_manifest(run.finetuning)) == (linked, saved)
     assert verify_checkpoint(run.finetuning.checkpoint(8)) == saved
-    flip(run.finetuning.checkpoint(8) / "actor" / "weights.pt")
+    flip(run.finetuning.checkpoint(8) / "state-main-0.safetensors")
     with pytest.raises(UserError, match="no whole checkpoint is left"):
         mend(run, "sft")

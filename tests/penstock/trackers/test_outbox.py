@@ -16,6 +16,7 @@ from mlflow import MlflowClient
 from penstock.base.errors import UserError
 from penstock.base.files import write_text
 from penstock.cli.sync import sync
+from penstock.state.events import append_event
 from penstock.state.manifest import Manifest, Progress, Tracked, write_manifest
 from penstock.state.run_folder import RunFolder, append_metrics, append_steps, locked
 from penstock.trackers import outbox as module
@@ -151,6 +152,7 @@ def with_end(run: RunFolder, status: str = "completed") -> None:
     append_steps(run.warm_up, {1: {"loss": 3.0}, 2: {"loss": 2.0}})
     run.report.parent.mkdir()
     run.report.write_text("<p>")
+    append_event(run, {"event": "RankLost", "number": 1})
     write_text(run.summary, json.dumps({"status": status}))
 
 
@@ -177,6 +179,7 @@ def test_a_run_is_delivered_later_and_once(run: RunFolder, came: int) -> None:
         assert abs(found.info.end_time / 1000 - run.summary.stat().st_mtime) < 1
         assert files(delivery, "samples") == {"samples/000002.json"}
         assert files(delivery, "report") == {"report/index.html"}
+        assert "events.jsonl" in files(delivery, "")
         assert "samples/000002.json" in found.data.tags["mlflow.loggedArtifacts"]
         if not again:
             assert sync(run.path).endswith("held all of it already")

@@ -19,7 +19,7 @@ import pytest
 
 from penstock.base.errors import UserError
 from penstock.usercode.guard import begin_worker
-from penstock.usercode.workers import Call, Workers, loss, ready
+from penstock.usercode.workers import LOOK_S, Call, Workers, loss, ready
 from tests.waiting import came_true
 
 
@@ -57,6 +57,21 @@ def test_a_process_that_dies_before_anyone_knows_its_call_has_died_as_well() -> 
     assert loss(BrokenProcessPool("All workers expired"), "it", "too long") == "it died"
 
 
+def test_a_pool_that_breaks_as_it_gets_its_first_call_says_so_at_once() -> None:
+    """Pebble drops a call that comes in that moment. Control: as long as the pool lives the answer is waited for."""
+    with closing(Workers(1, begin_worker, (), ready)) as workers, ThreadPoolExecutor(1) as thread:
+        pool = workers.call(os.getpid).pool
+        workers.started("it loads here", "there")
+        workers._starting = Future()
+        workers._starting.set_result(Call(Future(), pool))  # one that nobody answers
+        waiting = thread.submit(workers.started, "it loads here", "there")
+        time.sleep(3 * LOOK_S)
+        assert not waiting.done()
+        pool.stop()
+        with pytest.raises(UserError, match="it loads here but not in a worker process"):
+            waiting.result(20)
+
+
 def test_a_broken_pool_is_replaced_and_what_it_had_not_taken_on_ends(workers: Workers[None]) -> None:
     """The out-of-memory killer may take an idle worker. Control: while the pool lives the call is under way."""
     before, old = process_of(workers), workers._pool
@@ -78,9 +93,14 @@ def test_a_start_that_fails_is_the_users_error() -> None:
         broken.started("x loads here", "above")
 
 
-def test_who_waits_for_a_start_is_released_when_the_workers_are_closed() -> None:
-    """A module may import for minutes. Control: until then it waits."""
+@pytest.mark.parametrize("taken_on", [True, False])
+def test_who_waits_for_a_start_is_released_when_the_workers_are_closed(taken_on: bool) -> None:
+    """A module may import for minutes, and Pebble may not have looked at the call. Control: until then it waits."""
     slow = Workers(1, time.sleep, (250,), ready)
+    if not taken_on:
+        pool = slow._starting.result().pool
+        slow._starting = Future()
+        slow._starting.set_result(Call(Future(), pool))
     with ThreadPoolExecutor(1) as thread:
         waiting = thread.submit(slow.started, "x loads here", "above")
         assert not came_true(waiting.done, 0.5)

@@ -14,7 +14,7 @@ from penstock.session.session import Training
 from penstock.state.manifest import Manifest, Progress, read_manifest, write_manifest
 from penstock.state.run_folder import RunFolder, append_metrics, read_metrics, truncate_metrics
 from tasks.finetuning.checkpoints import restored, save_step
-from tasks.iteration.checkpoint import restore
+from tasks.iteration.checkpoint import newest_kept, restore
 from tests.penstock.state.checkpoints import write_checkpoint
 
 MakeTraining = Callable[[TrainConfig], Training]
@@ -84,6 +84,38 @@ def test_a_checkpoint_before_those_that_are_kept_goes(training_with: MakeTrainin
         assert sorted(path.name for path in run.checkpoints.iterdir()) == left
 
 
+@pytest.mark.parametrize(
+    ("held", "named", "goes_on_from"),
+    [
+        ({2, 3}, 2, 3),  # the newest that is recorded
+        ({3, 4}, 2, 3),  # iteration 4 was being recorded
+        ({2}, 2, 2),  # memory is faster than files
+        ({1}, 2, None),  # of before the checkpoint
+        (set(), 2, None),  # the host is new
+        ({5, 6}, 4, 5),  # the checkpoint of 6 was being written
+        ({5, 6}, 6, 6),
+    ],
+)
+def test_a_training_goes_on_from_its_newest_snapshot(
+    training_with: MakeTraining, monkeypatch: pytest.MonkeyPatch, held: set[int], named: int, goes_on_from: int | None
+) -> None:
+    """One of which nothing is missing: neither its figures nor its checkpoint. Control: those that are missing."""
+    training = training_with(TrainConfig.model_validate({"checkpoint": {"every": 2}}))
+    session = training.session()
+    for number in range(4 if named == 2 else 7):
+        append_metrics(training.run, number, {})
+
+    def newest(_: object, __: str, at_most: int) -> int | None:
+        return max((number for number in held if number <= at_most), default=None)
+
+    monkeypatch.setattr(type(session), "newest_snapshot", newest)
+    saved = Manifest(Progress(iteration=named), checkpoint=f"{named:06d}")
+    assert newest_kept(training, saved) is None  # of another process
+    session.reached = {number: Progress(iteration=number) for number in held}
+    kept = newest_kept(training, saved)
+    assert (None if kept is None else kept.iteration) == goes_on_from
+
+
 def test_steps_after_those_of_the_manifest_go_as_well(training_with: MakeTraining) -> None:
     """Of offline training: the first checkpoint was sealed, and no manifest ever named it.
 
@@ -112,6 +144,7 @@ def test_seconds_of_an_attempt_without_rollout_are_kept(
     session, run = training.session(), training.run
     write_manifest(run, Manifest(Progress(), kind="sft"))
     session.seconds_before = 1000.0
+    session.snapshots = False
     monkeypatch.setattr(type(session), "call", lambda _, role, command, key: (Path(command.folder) / "state").touch())
     save_step.fn(training, 7)
     saved = read_manifest(run)

@@ -29,7 +29,8 @@ def two_of_two(training: Training) -> tuple[dict[str, list[str]], Responses, lis
     training.session().prompts["heldout"] = PromptTable(frame, 0)
     columns = {"prompt_id": ["a", "a", "b", "b"], "prompt": ["x", "x", "y", "y"], "response": ["1", "2", "3", "4"]}
     tokens = Ragged.of([[1], [2, 2], [3], [4]], np.int32)
-    responses = Responses(tokens, columns["response"], np.asarray([False, True, False, False]), 0, {}, tokens, {})
+    truncated_B = np.asarray([False, True, False, False])
+    responses = Responses(np.arange(2), tokens, columns["response"], truncated_B, 0, {}, tokens, {})
     return columns, responses, [Score(float(value), {}, None) for value in (0, 1, 1, 1)]
 
 

@@ -21,11 +21,11 @@ from penstock.data.prompts import PromptTable
 from penstock.rewards.pool import Score
 from penstock.session.session import Stage, Training
 from penstock.session.settings import settings_at
-from penstock.state.experience import ExperienceRef, read_columns, write_columns
+from penstock.state.experience import RESAMPLED, ExperienceRef, read_columns, write_columns
 from penstock.state.manifest import Progress
 from tasks.iteration import resample as module
 from tasks.iteration.resample import groups_to_replace, prompts_to_draw, replaced, resample
-from tasks.iteration.rollout import RESAMPLED, _is_whole
+from tasks.iteration.rollout import FurtherRollout, _is_whole
 
 
 def columns_of(rewards: list[list[float]], name: str, resample_number: int = 0) -> dict[str, Any]:
@@ -134,13 +134,15 @@ def test_resampling_draws_on_from_the_cursor_and_a_resumed_run_starts_over(
     del first[RESAMPLED]
     write_columns(path, first)
     assert _is_whole(path, 6)
-    drawn: list[tuple[int, int, int]] = []
+    drawn: list[tuple[int, int, int, int]] = []
     answers = [columns_of([[1, 1], [0, 1], [2, 2], [3, 3]], "b"), columns_of([[0, 1], [0, 1]], "c")]
 
-    def further_rollout(_: Training, __: Any, cursor: int, size: int, number: int) -> dict[str, Any]:
-        drawn.append((cursor, size, number))
+    def further_rollout(
+        _: Training, __: Any, ___: ExperienceRef, cursor: int, missing: int, more: int, number: int
+    ) -> FurtherRollout:
+        drawn.append((cursor, missing, more, number))
         columns = answers[len(drawn) - 1]
-        return {**columns, "response": pa.array(columns["response"], pa.large_string())}
+        return FurtherRollout({**columns, "response": pa.array(columns["response"], pa.large_string())}, more, {})
 
     def score(_: Training, columns: dict[str, Any], *__: str) -> list[Score]:
         return [Score(reward, {}, None) for reward in columns.pop("reward").tolist()]
@@ -155,7 +157,7 @@ def test_resampling_draws_on_from_the_cursor_and_a_resumed_run_starts_over(
     assert groups_to_replace(training, stage) == 1
     stage = resample.fn(training, settings, progress, stage, 2)
     assert groups_to_replace(training, stage) == 0
-    assert drawn == [(44, 4, 1), (48, 2, 2)]
+    assert drawn == [(44, 2, 4, 1), (48, 1, 2, 2)]
     assert read_columns(path, ["prompt_id"])["prompt_id"][::2] == ["a0", "a3", "b1", "c0"]
     assert stage.experience.prompts == stage.metrics["rollout/prompts_drawn"] == 10
     assert stage.metrics["rollout/tokens"] == 8 + 8 + 4

@@ -51,7 +51,8 @@ def test_a_judges_parts_and_words_are_columns_in_held_out_evaluation_too(
 ) -> None:
     """Each part and the judge's text; accuracy counts rewards of at least 1."""
     tokens = Ragged.of([np.array([5, 6]), np.array([5])], np.int32)
-    responses = Responses(tokens, pa.array(["2", "4"], pa.large_string()), np.array([False, False]), 3, {}, tokens, {})
+    texts, truncated_B = pa.array(["2", "4"], pa.large_string()), np.array([False, False])
+    responses = Responses(np.arange(2), tokens, texts, truncated_B, 3, {}, tokens, {})
     monkeypatch.setattr(evaluation, "generate", lambda *_, **__: responses)
     reading = {"parser": "tests.penstock.rewards.reward_examples:judge_parser", "settings": {"bonus": 0.25}}
     with scripted(lambda body: chat_reply(body["messages"][0]["content"])) as seen:

@@ -17,12 +17,15 @@ import pytest
 from configs.loading.load import config_from_mapping
 from configs.schema import TrainConfig
 from engines.commands.rollout import EngineResponses, Generate
+from penstock.session.rollout.carried import begun_before
+from penstock.session.rollout.draw import draw
 from penstock.session.session import Stage, Training
 from penstock.session.settings import next_settings
 from penstock.state import experience
+from penstock.state.deferred import Deferred
 from penstock.state.experience import consolidate, origin_of, read_columns
 from penstock.state.manifest import Progress
-from tasks.iteration.rollout import begin_next_rollout, begin_rollout, rollout
+from tasks.iteration.rollout import begin_next_rollout, begin_rollout, further_rollout, rollout
 from tests.echo import Echo
 
 PROMPTS, SAMPLES = 3, 2
@@ -134,8 +137,12 @@ def test_its_seconds_are_those_that_the_engines_worked_and_not_those_they_waited
 def test_it_does_not_begin_where_it_would_be_in_the_way_or_in_vain(
     prepared: Callable[..., tuple[Training, Engines]],
 ) -> None:
-    """Before a checkpoint, after the last iteration, and where an earlier attempt left this policy's experience."""
+    """Before a checkpoint that ranks write, after the last iteration, and where an earlier attempt left experience.
+
+    Control: before one that hosts write from a snapshot it begins.
+    """
     training, engines = prepared(checkpoint={"every": 2})
+    training.session().snapshots = False
     engines.may_answer.set()
     rolled_out(training, at(3))
     before = len(engines.commands)
@@ -144,8 +151,10 @@ def test_it_does_not_begin_where_it_would_be_in_the_way_or_in_vain(
     assert len(engines.commands) == before
     begin_next_rollout(training, Progress(iteration=3, policy_version=7))  # another policy's: not to be used
     begin_next_rollout(training, at(1))
+    training.session().snapshots = True
+    begin_next_rollout(training, at(2))
     begun = training.session().rollouts
-    assert [key for key, rollout in begun.items() if rollout.generation] == ["4/rollout", "2/rollout"]
+    assert [key for key, rollout in begun.items() if rollout.generation] == ["4/rollout", "2/rollout", "3/rollout"]
 
 
 @pytest.mark.parametrize("restarted", [True, False])
@@ -198,6 +207,150 @@ def test_responses_drawn_otherwise_are_not_taken_over(
     config = training.config.rollout
     assert (experience.prompts, experience.samples) == (config.prompts, config.prompts * config.samples)
     assert (said in caplog.text) if said else not caplog.text
+
+
+TAIL = {"rollout": {"prompts": PROMPTS, "samples": SAMPLES, "tail": {"extra": 0.5, "max_wait": 9}}}
+
+
+def test_what_a_rollout_leaves_waits_for_a_round_of_its_own(prepared: Callable[..., tuple[Training, Engines]]) -> None:
+    """Five prompts are begun, three make the batch, two wait; with four that wait the next round is theirs.
+
+    The file says which wait, so that an interrupted iteration that is taken over leaves the same.
+    """
+    training, engines = prepared(**TAIL)
+    engines.may_answer.set()
+    table = training.session().prompts["train"].frame
+    first = draw(training, 1, 0, 5)
+    engines.longest = tuple(int(table["prompt_tokens"].iloc[row][0]) for row in first[1:3])
+    stage = rolled_out(training, Progress())
+    assert [command["wanted"] for command in engines.commands] == [PROMPTS]
+    assert stage.experience.deferred == tuple(Deferred(int(row), 1) for row in first[1:3])
+    assert (stage.experience.samples, stage.experience.prompts) == (PROMPTS * SAMPLES, 5)
+    asked = table["prompt_id"].iloc[first[[0, 3, 4]]].repeat(SAMPLES)
+    assert read_columns(training.run.experience(1), ["prompt_id"])["prompt_id"] == list(asked)
+    assert stage.metrics["rollout/deferred_share"] == 0.4
+
+    again = rolled_out(training, Progress())
+    assert len(engines.commands) == 1, "the responses of the interrupted attempt are taken over"
+    assert again.experience == stage.experience
+
+    waiting = (*stage.experience.deferred, Deferred(0, 2), Deferred(1, 2))
+    progress = Progress(iteration=2, policy_version=2, prompt_cursor=10, deferred=waiting)
+    stage = rolled_out(training, progress)
+    assert stage.experience.deferred == waiting[3:]
+    assert (stage.experience.samples, stage.experience.prompts) == (PROMPTS * SAMPLES, 0)
+    assert engines.commands[-1]["wanted"] is None
+
+
+def test_responses_of_a_rollout_that_put_others_off_are_taken_over_by_its_like(
+    prepared: Callable[..., tuple[Training, Engines]], caplog: pytest.LogCaptureFixture
+) -> None:
+    """Which prompts wait would be another answer otherwise. Control: one that puts off none takes none over."""
+    training, engines = prepared(**TAIL)
+    engines.may_answer.set()
+    rolled_out(training, Progress())
+    training, engines = prepared()
+    engines.may_answer.set()
+    assert rolled_out(training, Progress()).experience.deferred == ()
+    assert len(engines.commands) == 1
+    assert "prompts_begun 5 instead of None" in caplog.text
+
+
+CARRY = {"rollout": {"prompts": PROMPTS, "samples": SAMPLES, "carry": {"extra": 0.5, "staleness": 2}}}
+
+
+def test_a_rollout_goes_on_with_what_the_one_before_has_left(
+    prepared: Callable[..., tuple[Training, Engines]], caplog: pytest.LogCaptureFixture
+) -> None:
+    """Five prompts are under way, three make the batch; two go on in the next, and are waited for in the one after.
+
+    Each token has the version of the policy that sampled it. An interrupted iteration is taken over with what it has
+    left. Control: if that is another, the responses are generated anew.
+    """
+    training, engines = prepared(**CARRY)
+    engines.may_answer.set()
+    table = training.session().prompts["train"].frame
+    first = draw(training, 1, 0, 5)
+    slow = first[1:3]
+    engines.longest = tuple(int(table["prompt_tokens"].iloc[row][0]) for row in slow)
+    progress, required, stages = Progress(), [], []
+    for iteration in (1, 2, 3):
+        stages.append(rolled_out(training, progress))
+        required.append(engines.commands[-1]["required"])
+        progress = at(iteration).advanced(
+            prompt_cursor=5 + 3 * (iteration - 1), deferred=stages[-1].experience.deferred
+        )
+        if iteration == 2:
+            engines.longest = ()
+    assert required == [0, 0, 2]
+    assert [stage.experience.prompts for stage in stages] == [5, 3, 3]
+    assert all(stage.experience.deferred == tuple(Deferred(int(row), 1) for row in slow) for stage in stages[:2])
+    assert [stage.metrics["rollout/unused_share"] for stage in stages] == [0, 0, 0]
+
+    def by_prompt(iteration: int) -> dict[str, list[tuple[list[int], list[int]]]]:
+        names = ["prompt_id", "response_tokens", "policy_versions"]
+        ids, *columns = read_columns(training.run.experience(iteration), names).values()
+        rows: dict[str, list[tuple[list[int], list[int]]]] = {}
+        for row, name in enumerate(ids):
+            tokens, versions = (column.row(row).tolist() for column in columns)
+            rows.setdefault(name, []).append((tokens, versions))
+        return rows
+
+    (kept,) = (command["carried"] for command in engines.commands[1:2])
+    assert kept["versions_T"].tolist() == [0] * 4
+    third = by_prompt(3)
+    for row in slow:
+        name, token = table["prompt_id"].iloc[row], int(table["prompt_tokens"].iloc[row][0])
+        assert third[name] == [([token] * 3, [0, 1, 2]), ([token] * 4, [0, 1, 2, 2])]
+    assert all(set(versions) == {0} for rows in by_prompt(1).values() for _, versions in rows)
+    assert stages[2].metrics["rollout/staleness_max"] == 2.0
+    assert stages[0].metrics["rollout/off_policy_share"] == 0.0
+
+    before, asked = Progress(), len(engines.commands)
+    again = rolled_out(training, before)
+    assert len(engines.commands) == asked, "the responses of the interrupted attempt are taken over"
+    assert again.experience == stages[0].experience
+    training.run.carried(2).rename(training.run.carried(1))
+    rolled_out(training, before)
+    assert len(engines.commands) == asked + 1
+    assert "000001.carried.parquet beside them, which is another now" in caplog.text
+
+
+def test_what_is_under_way_anyway_replaces_refused_groups(prepared: Callable[..., tuple[Training, Engines]]) -> None:
+    """Of a rollout that left two prompts one is complete first: it comes, and as many wait as before.
+
+    What they have of responses is kept for the next iteration. Control: where nothing is carried over as many prompts
+    are drawn as should be enough, and all of them are waited for.
+    """
+    training, engines = prepared(**CARRY)
+    engines.may_answer.set()
+    table = training.session().prompts["train"].frame
+    rows = draw(training, 1, 0, 6)
+    tokens = [int(table["prompt_tokens"].iloc[row][0]) for row in rows]
+    engines.longest = tuple(tokens[1:3])
+    settings, experience = next_settings(training, Progress()), rolled_out(training, Progress()).experience
+    engines.longest = (tokens[1], tokens[5])
+    further = further_rollout(training, settings, experience, cursor=5, missing=1, more=2, number=1)
+    asked = engines.commands[-1]
+    assert (asked["wanted"], asked["required"], len(asked["prompts"]["offsets_B1"])) == (1, 0, 1 + 3)
+    assert further.drawn == 1
+    assert set(further.columns["prompt_id"]) == {table["prompt_id"].iloc[rows[2]]}
+    waiting = [[int(rows[1]), 1], [int(rows[5]), 1]]
+    assert further.origin.keys() == {"waiting", "carried"} and further.origin["waiting"] == waiting
+    left = begun_before(training, 1, [Deferred(*prompt) for prompt in waiting])
+    assert left is not None
+    assert [left.tokens.row(row).tolist() for row in range(4)] == [
+        [tokens[1]] * 2,
+        [tokens[1]] * 2,
+        [tokens[5]],
+        [tokens[5]],
+    ]
+
+    training, engines = prepared()
+    engines.may_answer.set()
+    further = further_rollout(training, settings, experience, cursor=5, missing=1, more=2, number=1)
+    assert (engines.commands[-1]["wanted"], engines.commands[-1]["carried"], further.drawn) == (None, None, 2)
+    assert further.origin == {} and len(further.columns["prompt_id"]) == 2 * SAMPLES
 
 
 def test_what_ends_the_engines_ends_the_rollout(prepared: Callable[..., tuple[Training, Engines]]) -> None:

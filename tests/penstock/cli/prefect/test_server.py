@@ -19,12 +19,13 @@ from prefect.settings import PREFECT_API_URL, PREFECT_HOME, temporary_settings
 from configs.schema import TrainConfig
 from penstock.base.errors import UserError
 from penstock.cli import terminal
+from penstock.cli.prefect import server
 from penstock.cli.prefect.server import _make_home, check_server
 from penstock.session.session import write_config
 from penstock.state.run_folder import RunFolder
 from tests.processes import alive
 from tests.sockets import doors, open_to_others
-from tests.waiting import came_true
+from tests.waiting import came_true, until
 
 ROOT = Path(__file__).resolve().parents[4]
 COMMAND = """
@@ -143,6 +144,17 @@ def test_a_child_that_is_watched_ends_with_its_parent(number: signal.Signals) ->
     assert came_true(lambda: not alive(child), 10)
 
 
+def test_the_end_of_a_server_that_was_collected_is_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    """At the end of a command Prefect ends its server and waits for it, and may be faster than who watches it."""
+    ended, leaving = subprocess.Popen([sys.executable, "-S", "-c", ""]), threading.Event()
+    ended.wait(10)
+    leaving.set()
+    monkeypatch.setattr(server, "_server", lambda: ended)
+    server._start_again(leaving)
+    with pytest.raises(ChildProcessError):  # what the watch meets
+        os.waitid(os.P_PID, ended.pid, os.WEXITED | os.WNOWAIT)
+
+
 def test_a_child_that_is_not_watched_stays() -> None:
     """The control: nothing else in these tests ends an orphan."""
     parent, child = start(PARENT, "alone")
@@ -203,7 +215,8 @@ def test_the_temporary_server_answers_nobody_else_and_outlives_no_killed_command
     """Without its password nothing is read and nothing written; with it, all is. It is in no command line.
 
     A value set by another command of the same user arrives all the same. Control: the health that Prefect asks for at
-    the start is anybody's. Then SIGKILL of the command, in a folder of which not even the parent was.
+    the start is anybody's. Then SIGKILL of the shell that watches, and of the command once there is another shell: none
+    of them can do anything about it. All in a folder of which not even the parent was.
     """
     settings = with_server(tmp_path / "missing" / "home")
     run = RunFolder(tmp_path / "run")
@@ -233,10 +246,17 @@ def test_the_temporary_server_answers_nobody_else_and_outlives_no_killed_command
             (there,) = mine.post("/variables/filter", json={}).json()
             assert there["value"] == {"rollout.temperature": 0.5}
         assert alive(server)
+        (shell,) = shells_of(command.pid)
+        shell.kill()
+        until(lambda: set(shells_of(command.pid)) - {shell}, 10, "another shell watches")
     finally:
         command.kill()
         command.wait(10)
     assert came_true(lambda: not alive(server), 20)
+
+
+def shells_of(pid: int) -> list[psutil.Process]:
+    return [child for child in psutil.Process(pid).children() if child.name() == "sh"]
 
 
 @pytest.mark.parametrize("configured", [True, False])

@@ -4,17 +4,27 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import asdict, replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pandas as pd
+import pyarrow as pa
 import pytest
 
 from configs.schema import TrainConfig
-from engines.commands.rollout import EngineResponses
+from engines.commands.message import encode
+from engines.commands.rollout import EngineResponses, PartialResults
+from engines.groups.group import RankLost, RolloutStalled
 from penstock.base.ragged import Ragged
 from penstock.session.requests import GenerationRequest
-from penstock.session.rollout.generation import engine_figures, generate, rows_in_prompt_order
+from penstock.session.rollout.generation import (
+    begin_generation,
+    engine_figures,
+    generate,
+    rows_in_prompt_order,
+    take_responses,
+)
 from penstock.session.session import Training
 from tests.echo import GREEDY, NOTHING, Echo
 
@@ -57,6 +67,38 @@ def test_one_rank_replies_for_an_engine_of_several(training_with: Callable[[Trai
     assert responses.texts.to_pylist() == ["10", "10", "20", "20", "30", "30"]
 
 
+def test_a_generation_that_misses_its_deadline_says_how_far_it_was(
+    training_with: Callable[[TrainConfig], Training],
+) -> None:
+    """Under a name of its own, which is a loss as well. Controls: a rank that is gone keeps its name; news go on."""
+    training, heard = training_with(TrainConfig()), list[int]()
+    late = RankLost("rollout", 1, "no reply to 'generate' within 5 s", Path("log"), flow_stacks="thread MainThread:")
+    gone = RankLost("rollout", 1, "exited with code 1", Path("log"))
+
+    def lost(loss: RankLost, told: int) -> RankLost:
+        class Stalls(Echo):
+            def call(self, command: str, key: str, **arguments: Any) -> list[dict[str, Any]]:
+                for row in range(told):
+                    news = PartialResults(np.array([row]), np.array([0]), pa.array(["1"], pa.large_string()))
+                    arguments["on_news"]({"news": encode(news)})
+                raise loss
+
+        training.session().groups["rollout"] = Stalls(2)  # type: ignore[assignment]
+        prompts = pd.DataFrame({"prompt_tokens": [[10], [20], [30]]})
+        request = GenerationRequest(prompts, "1/rollout", replace(GREEDY, samples=SAMPLES))
+        with pytest.raises(RankLost) as caught:
+            take_responses(training, begin_generation(training, request, lambda news: heard.append(1)))
+        return caught.value
+
+    assert lost(gone, told=0) is gone
+    stalled = lost(late, told=0)
+    assert isinstance(stalled, RolloutStalled)
+    assert stalled.reason == "no reply to 'generate' within 5 s: no response of 6 has ended"
+    assert (stalled.group, stalled.rank, stalled.flow_stacks) == ("rollout", 1, "thread MainThread:")
+    assert "2 of 6 responses had ended, the last news 0 s ago" in lost(late, told=2).reason
+    assert len(heard) == 2
+
+
 def test_a_prompt_that_is_lost_or_doubled_is_noticed() -> None:
     """The control: each exactly once is put in order, rows of a prompt side by side."""
     assert rows_in_prompt_order([np.array([2, 0]), np.array([1])], 3, 2).tolist() == [2, 3, 4, 5, 0, 1]
@@ -68,6 +110,7 @@ def test_a_prompt_that_is_lost_or_doubled_is_noticed() -> None:
 def answer_of(request_seconds_B: np.ndarray, seconds: float, wake_seconds: float, tokens: int) -> EngineResponses:
     return replace(
         NOTHING,
+        positions_P=np.arange(2),
         responses=Ragged(np.zeros(tokens, np.int32), np.array([0, tokens])),
         request_seconds_B=request_seconds_B,
         engine_seconds=seconds,
@@ -89,6 +132,8 @@ def test_figures_tell_how_long_requests_took_and_how_evenly_the_engines_worked()
             "rollout/request_s_p50": 4.5,
             "rollout/request_s_p95": 7.65,
             "rollout/request_s_max": 8.0,
+            "rollout/prompt_s_p80": 6.8,  # of the four prompts, two samples of each
+            "rollout/prompt_s_max": 8.0,
             "rollout/wake_s": 0.5,  # all wait for the last
             "rollout/engine_idle_share": 0.4,
             "rollout/engine_balance": 0.5,

@@ -1,0 +1,132 @@
+"""Seconds from the end of a rank in an update until the training has taken up its work again.
+
+A training as a user starts it. In the midst of its third update of the actor a rank is killed: a snapshot of the second
+iteration is there, and whatever the first ones compile. Figures, all from the kill on:
+
+    noticed_s       the training says that a rank is lost
+    recovered_s     new ranks hold the state that was snapshotted, and the responses of the iteration
+    update_s        the iteration that was struck is recorded: its update was done again
+    next_s          the iteration after it is recorded, with a rollout of the new engines
+
+`undisturbed_s` is a later iteration that nothing happened to. `in_ranks` of the settings is what the new ranks say in
+their logs of how they started. Left out: whether runs end equal, and other processes (`penstock chaos`).
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping
+from datetime import UTC, datetime
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from benchmarks.reporting.result import BenchResult, new_result
+from benchmarks.session import describe
+from benchmarks.step import PROGRAM
+from benchmarks.workload.prompts import with_prompts
+from configs.loading.load import load_config
+from penstock.base.errors import UserError
+from penstock.checks.training import check_training
+from penstock.state.events import RECOVERED, losses, read_events
+from penstock.state.experience import column_names
+from penstock.state.run_folder import RunFolder, read_metrics
+
+LOOK_S = 0.02
+EPOCH = ", epoch "  # in the line with which a rank begins its log
+STRUCK = 3  # iteration in whose update the rank is killed
+NEEDED = STRUCK + 2  # one with a rollout of the new engines, and one that nothing happened to
+TIMED = re.compile(r" INFO [\w.]+: (?P<what>[^:]+): (?P<seconds>\d+\.\d) s")
+
+
+def measure(recipe: Path, overrides: list[str], command: str, keep: Path | None) -> BenchResult:
+    """Train, kill, and return what the training recorded.
+
+    Args:
+        keep: run folder to leave behind; None: a temporary one.
+
+    Raises:
+        UserError: the recipe is wrong, has too few iterations, or the training did not go on.
+    """
+    with tempfile.TemporaryDirectory(prefix="penstock-bench-") as scratch:
+        overrides = [*overrides, *with_prompts(load_config(recipe, overrides), Path(scratch))]
+        config = load_config(recipe, overrides)
+        if config.iterations < NEEDED:
+            raise UserError(f"{recipe} has {config.iterations} iterations", f"give iterations={NEEDED} or more")
+        check_training(config)
+        run = RunFolder((keep or Path(scratch) / "run").absolute())
+        words = ["train", str(recipe), *overrides, "--run", str(run.path)]
+        training = psutil.Popen([sys.executable, "-m", PROGRAM, *words])
+        try:
+            at, seconds = _struck(training, run)
+        finally:
+            training.terminate()
+            training.wait()
+        ended = [event for event in read_events(run) if event["event"] == RECOVERED]
+        if len(losses(run)) != 1 or len(ended) != 1:
+            raise UserError("the training did not recover", "its messages are above")
+        figures = {"noticed_s": _since(at, losses(run)[0]), "recovered_s": _since(at, ended[0]), **seconds}
+        figures["undisturbed_s"] = _recorded(run)[NEEDED]["time/iteration_s"]
+        settings = {"goes_on_from": ended[0]["place"], "in_ranks": _in_ranks(run)} | describe(config)
+    return new_result("recovery", command, figures, settings=settings)
+
+
+def _struck(training: psutil.Popen, run: RunFolder) -> tuple[datetime, dict[str, float]]:
+    """Kill a rank in the update; return when, and the seconds until the iteration and the next one were recorded."""
+    _until(training, lambda: _updates(run, STRUCK))
+    time.sleep(_recorded(run)[STRUCK - 1]["time/update_actor_s"] / 2)
+    ranks = [child for child in training.children(recursive=True) if child.cmdline()[-1:] == ["engines.groups.rank"]]
+    at, began = datetime.now(UTC), time.monotonic()
+    ranks[0].kill()
+    seconds = {}
+    for name, number in (("update_s", STRUCK), ("next_s", STRUCK + 1)):
+        _until(training, partial(_is_recorded, run, number))
+        seconds[name] = time.monotonic() - began
+    _until(training, partial(_is_recorded, run, NEEDED))
+    return at, seconds
+
+
+def _is_recorded(run: RunFolder, number: int) -> bool:
+    return number in _recorded(run)
+
+
+def _recorded(run: RunFolder) -> dict[int, Mapping[str, float]]:
+    """Return the figures of every iteration."""
+    return {record["iteration"]: record["metrics"] for record in read_metrics(run)}
+
+
+def _updates(run: RunFolder, number: int) -> bool:
+    """Whether the iteration is at its update: all that it is made from is there."""
+    path = run.experience(number)
+    return path.exists() and "advantages" in column_names(path)
+
+
+def _in_ranks(run: RunFolder) -> dict[str, float]:
+    """Return what the rank that took the place of the killed one says of how it started, in seconds."""
+    logs = sorted(run.logs.glob("*-rank*.log"))
+    newest = max(
+        (log.read_text(encoding="utf-8", errors="replace") for log in logs), key=lambda text: text.count(EPOCH)
+    )
+    found = TIMED.finditer(newest.rpartition(EPOCH)[2])
+    return {match["what"]: float(match["seconds"]) for match in found}
+
+
+def _until(training: psutil.Popen, condition: Callable[[], bool]) -> None:
+    """Wait until it holds.
+
+    Raises:
+        UserError: the training ends before.
+    """
+    while not condition():
+        if training.poll() is not None:
+            raise UserError(f"the training ended with exit code {training.poll()}", "its messages are above")
+        time.sleep(LOOK_S)
+
+
+def _since(at: datetime, event: Mapping[str, Any]) -> float:
+    return (datetime.fromisoformat(event["at"]) - at).total_seconds()

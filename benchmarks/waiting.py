@@ -1,0 +1,97 @@
+"""Samples per second of a recipe whose rollouts do not wait for their longest responses, beside its synchronous twin.
+
+Two trainings as a user starts them (benchmarks/step.py), of the same work: the recipe, and the recipe without
+`rollout.tail` or `rollout.carry`. What counts is the time of all iterations after the first few, not a median, because
+rounds differ: of those that put prompts off some pay for the others. Left out: what is learned meanwhile.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from benchmarks.reporting.result import BenchResult, new_result, steady
+from benchmarks.session import describe
+from benchmarks.step import PROGRAM, trained
+from benchmarks.workload.prompts import with_prompts
+from configs.loading.load import load_config
+from penstock.base.errors import UserError
+
+MODES = ("tail", "carry")  # keys of `rollout`
+UNEVEN = "benchmarks.ranks.uneven_training"
+FIGURES = {
+    "deferred_share": "rollout/deferred_share",
+    "unused_share": "rollout/unused_share",
+    "staleness_mean": "rollout/staleness_mean",
+    "off_policy_share": "rollout/off_policy_share",
+    "engine_wait_share": "rollout/engine_wait_share",
+    "response_length_mean": "rollout/response_length_mean",
+    "response_length_max": "rollout/response_length_max",
+}
+
+
+def measure(
+    recipe: Path, overrides: list[str], command: str, *, skip: int, synchronous: int | None, lognormal: bool
+) -> BenchResult:
+    """Train both ways; return samples per second after the first `skip` iterations, and their ratio.
+
+    Args:
+        synchronous: iterations of the synchronous training; None: as many as the recipe has.
+        lognormal: whether responses end as those of a reasoning model (benchmarks/ranks/uneven_rank.py).
+
+    Raises:
+        UserError: the recipe is wrong or waits for all, too few iterations are asked for, or a training failed.
+    """
+    config = load_config(recipe, overrides)
+    waits = [f"rollout.{mode}=null" for mode in MODES if getattr(config.rollout, mode) is not None]
+    if not waits:
+        raise UserError(f"{recipe} waits for all responses", "give rollout.tail, e.g. rollout.tail.extra=0.25")
+    if lognormal and not config.rollout.ignore_eos:
+        raise UserError(f"in {recipe} a response may end by itself", "give rollout.ignore_eos=true")
+    program = UNEVEN if lognormal else PROGRAM
+    fewer = [] if synchronous is None else [f"iterations={synchronous}"]
+    for count in (config.iterations, synchronous or config.iterations):
+        steady(range(count), skip)
+    with tempfile.TemporaryDirectory(prefix="penstock-bench-") as scratch:
+        overrides = [*overrides, *with_prompts(config, Path(scratch))]
+        rows, _ = trained(recipe, overrides, Path(scratch) / "recipe", program)
+        others, _ = trained(recipe, [*overrides, *waits, *fewer], Path(scratch) / "synchronous", program)
+    samples = config.rollout.prompts * config.rollout.samples
+    figures, peer = figures_of(rows, skip, samples), figures_of(others, skip, samples)
+    return new_result(
+        "waiting",
+        command,
+        {**figures, "speedup": figures["samples_per_s"] / peer["samples_per_s"]},
+        peers={"synchronous": peer},
+        peers_command=command,
+        settings={
+            "iterations": len(rows),
+            "synchronous_iterations": len(others),
+            "skipped": skip,
+            "lengths": "log-normal" if lognormal else "the model's",
+            **describe(config),
+        },
+        details=[
+            {"mode": mode, "iteration": number, **row}
+            for mode, found in (("recipe", rows), ("synchronous", others))
+            for number, row in enumerate(found, start=1)
+        ],
+    )
+
+
+def figures_of(rows: Sequence[Mapping[str, float]], skip: int, samples: int) -> dict[str, float]:
+    """Return samples per second of the iterations after the first `skip`, and how long they took.
+
+    Args:
+        samples: of an iteration.
+    """
+    counted = steady(rows, skip)
+    steps = [row["time/iteration_s"] - row.get("time/evaluate_s", 0.0) for row in counted]
+    means = {name: sum(row.get(key, 0.0) for row in counted) / len(counted) for name, key in FIGURES.items()}
+    return {
+        "samples_per_s": samples * len(counted) / sum(steps),
+        "iteration_s_mean": sum(steps) / len(steps),
+        "iteration_s_max": max(steps),
+        **means,
+    }

@@ -1,0 +1,94 @@
+"""Events of a training: each is a line in its run folder, and goes to Prefect and the tracker.
+
+They are losses, which together have a bound: what died, when that was noticed, how long the training then took to stand
+where it goes on from, and how many tokens are generated a second time. And numerical faults. Left out: replacing what
+was lost (tasks/recover.py), what a fault is (tasks/iteration/faults.py).
+"""
+
+from __future__ import annotations
+
+import time
+from datetime import UTC, datetime
+from functools import partial
+from typing import Any
+
+from prefect import get_run_logger
+from prefect.events import emit_event
+
+from engines.groups.group import LostTooOften, RankLost
+from penstock.session.session import Recovering, Training
+from penstock.state.events import GIVEN_UP, RECOVERED, append_event, next_number, open_loss
+from penstock.state.run_folder import read_metrics
+
+
+def noted(training: Training, loss: RankLost) -> None:
+    """Note a loss, after which the training goes on.
+
+    Raises:
+        LostTooOften: with this one it was more within `engine.restart_window_s` than `engine.restarts`.
+    """
+    session, engine, now = training.session(), training.config.engine, time.monotonic()
+    session.lost_at = [at for at in session.lost_at if now - at <= engine.restart_window_s] + [now]
+    number = next_number(training.run)
+    if loss.flow_stacks:
+        get_run_logger().warning("%s\nstacks of the flow:\n%s", loss.reason, loss.flow_stacks)
+    session.recovering = Recovering(number, now)
+    records = read_metrics(training.run)
+    tell(
+        training,
+        type(loss).__name__,
+        number=number,
+        after=records[-1]["iteration"] if records else 0,
+        during=session.phase,
+        group=loss.group,
+        rank=loss.rank,
+        reason=loss.reason,
+        unheard_s=round(loss.unheard_s, 3),
+    )
+    if len(session.lost_at) > engine.restarts:
+        tell(training, GIVEN_UP, number=number)
+        raise too_often(loss, len(session.lost_at), engine.restarts, engine.restart_window_s)
+    said = "group %s, rank %d: %s (during %s; log: %s). The training goes on"
+    get_run_logger().warning(said, loss.group, loss.rank, loss.reason, session.phase, loss.log_file)
+
+
+def too_often(loss: RankLost, times: int, allowed: int, window_s: float) -> RankLost:
+    """Return what ends a training: the loss itself where none is allowed."""
+    if not allowed:
+        return loss
+    reason = f"{loss.reason}; of {times} losses within {window_s:g} s engine.restarts allows {allowed}"
+    return LostTooOften(loss.group, loss.rank, reason, loss.log_file, loss.log_tail, loss.stacks, loss.unheard_s)
+
+
+def take_up(training: Training) -> None:
+    """Go on with the recovery from a loss that an earlier process of the run has noted, or that ended it."""
+    if (lost := open_loss(training.run)) is not None:
+        before_s = datetime.now(UTC).timestamp() - datetime.fromisoformat(lost["at"]).timestamp()
+        training.session().recovering = Recovering(lost["number"], time.monotonic() - max(0.0, before_s))
+
+
+def recovered(training: Training, place: str, tokens: int = 0) -> None:
+    """Note that the ranks are where the training goes on from, if they had been lost.
+
+    Args:
+        place: what was restored, in words.
+        tokens: of responses that are generated a second time.
+    """
+    session, recovering = training.session(), training.session().recovering
+    if recovering is None:
+        return
+    session.recovering, seconds = None, time.monotonic() - recovering.began
+    number, rounded_s = recovering.number, round(seconds, 3)
+    tell(training, RECOVERED, number=number, recovered_s=rounded_s, place=place, tokens_lost=tokens)
+    get_run_logger().warning("recovered after %.1f s: the training goes on from %s", seconds, place)
+
+
+def tell(training: Training, what: str, **details: Any) -> None:
+    """Write an event into the run folder, and let tracker and Prefect have it."""
+    session, run = training.session(), training.run
+    event = {"event": what, "at": datetime.now(UTC).isoformat(timespec="milliseconds")} | details
+    append_event(run, event)
+    if session.outbox is not None:
+        session.outbox.put(f"the event '{what}'", partial(session.outbox.delivery.events, run))
+    resource = {"prefect.resource.id": f"penstock.run.{run.name}", "prefect.resource.name": run.name}
+    emit_event(f"penstock.{what.replace(' ', '-')}", resource, payload=event)

@@ -1,0 +1,114 @@
+"""Rounds: which prompts a rollout begins, and which of them wait after it (`rollout.tail`, `rollout.carry`).
+
+Tail: a short round begins more prompts than an iteration takes. The first to have all their responses make the batch,
+and the others wait, so nobody waits for the longest. A long round begins those that have waited, the longest first,
+and takes all of them; it is due once they fill a batch, or one of them has waited for as long as it may. So every
+prompt has its turn, and all tokens that are trained on are the present policy's (tail batching of RollPacker, Gao et
+al. 2025, arXiv 2509.21009, without its choice among the responses of a prompt).
+
+What was sampled for prompts that then wait is lost: at staleness 0 the next policy has no use for it.
+
+Carry: every round goes on with what the one before has left, and begins as many prompts as that has taken. The
+first to have all their responses make the batch; so do, in any case, those that were begun as many updates ago as
+staleness may be. Nothing is lost, and tokens are of several policies (partial rollouts of Kimi k1.5, Kimi team 2025,
+arXiv 2501.12599; with whole groups only).
+
+Left out: the engines' part (engines/rollout/quota.py), what is kept of responses (carried.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from configs.sections.rollout import RolloutConfig
+from penstock.session.requests import Round
+from penstock.session.rollout.draw import draw
+from penstock.session.session import Training
+from penstock.state.deferred import Deferred
+from penstock.state.experience import ExperienceRef
+from penstock.state.manifest import Progress
+
+
+def next_round(training: Training, iteration: int, progress: Progress) -> Round:
+    """Return the first round of the iteration after `progress`.
+
+    Raises:
+        UserError: as `penstock.session.rollout.draw.draw`.
+    """
+    config, waiting = training.config.rollout, progress.deferred
+    if config.carry is not None:
+        return _round_that_goes_on(training, iteration, progress, config.carry.staleness)
+    old: tuple[Deferred, ...] = ()
+    more, wanted = config.prompts_begun, None
+    if config.tail is not None and _is_long(config.prompts, config.tail.max_wait, iteration, waiting):
+        old = waiting[: config.prompts]
+        more = config.prompts - len(old)
+    elif config.tail is not None:
+        wanted = config.prompts
+    new = _new(training, iteration, progress.prompt_cursor, more)
+    return Round((*old, *new), more, wanted, waiting[len(old) :])
+
+
+def further_round(
+    training: Training, iteration: int, cursor: int, missing: int, more: int, waiting: tuple[Deferred, ...]
+) -> Round:
+    """Return a further round of an iteration, which is to replace groups.
+
+    Where responses are carried over it goes on with those that wait, begins as many prompts as groups are missing, and
+    ends when as many are complete: what is under way anyway is as good as what is begun for it. As many wait afterwards
+    as before, and none is complete in vain.
+
+    Args:
+        cursor: prompts drawn before.
+        missing: groups to replace.
+        more: prompts that should be enough to replace them, if some are refused again and none is kept for later.
+        waiting: what the iteration's rounds before have left.
+
+    Raises:
+        UserError: as `penstock.session.rollout.draw.draw`.
+    """
+    if training.config.rollout.carry is None:
+        return Round(tuple(_new(training, iteration, cursor, more)), more, None)
+    return Round((*waiting, *_new(training, iteration, cursor, missing)), missing, missing)
+
+
+def _round_that_goes_on(training: Training, iteration: int, progress: Progress, staleness: int) -> Round:
+    config, old = training.config.rollout, progress.deferred
+    more = config.prompts_begun - len(old)
+    begun = (*old, *_new(training, iteration, progress.prompt_cursor, more))
+    required = sum(iteration - prompt.since >= staleness for prompt in old)
+    return Round(begun, more, config.prompts, required=required)
+
+
+def _new(training: Training, iteration: int, cursor: int, count: int) -> list[Deferred]:
+    rows = draw(training, iteration, cursor, count) if count else np.empty(0, np.int64)
+    return [Deferred(int(row), iteration) for row in rows]
+
+
+def _is_long(prompts: int, max_wait: int, iteration: int, waiting: Sequence[Deferred]) -> bool:
+    """Whether those who wait have their turn: they fill a batch, or one of them has waited for long enough."""
+    return len(waiting) >= prompts or any(iteration - prompt.since >= max_wait for prompt in waiting)
+
+
+def round_figures(
+    config: RolloutConfig, iteration: int, this_round: Round, experience: ExperienceRef, unused_tokens: int
+) -> dict[str, float]:
+    """Return what a round has put off; nothing where rounds put nothing off.
+
+    Args:
+        experience: that was made of it.
+        unused_tokens: sampled for prompts that wait.
+    """
+    if config.tail is None and config.carry is None:
+        return {}
+    begun, waiting = len(this_round.begun), experience.deferred
+    long = {} if config.tail is None else {"rollout/long_round": float(this_round.wanted is None)}
+    return long | {
+        "rollout/prompts_drawn": float(this_round.drawn),
+        "rollout/deferred": float(len(waiting)),
+        "rollout/deferred_share": 1 - (this_round.wanted or begun) / begun,
+        "rollout/deferred_age_max": float(max((iteration - prompt.since for prompt in waiting), default=0)),
+        "rollout/unused_share": unused_tokens / (unused_tokens + experience.response_tokens),
+    }

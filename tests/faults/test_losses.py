@@ -1,0 +1,363 @@
+"""A training whose ranks or hosts are lost goes on by itself, and ends as one that was left alone, bit for bit.
+
+Real processes are killed, or stopped, at every stage of a training. What has to be equal: weights, figures, tables of
+samples, what the sampler remembers, experience, and what MLflow holds. Each loss is an event in the run folder and in
+MLflow.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+import psutil
+import pytest
+
+from configs.loading.load import load_config
+from engines.groups.group import LostTooOften, RankLost
+from flows.train import train
+from penstock.base.errors import UserError
+from penstock.base.ragged import Ragged
+from penstock.session.rollout.carried import POLICY_VERSIONS
+from penstock.session.session import AHEAD, Session
+from penstock.state.events import read_events
+from penstock.state.experience import column_names, read_columns
+from penstock.state.manifest import Progress, ended, read_manifest
+from penstock.state.run_folder import RunFolder, read_metrics
+from tests.comparing import logged, memory, numbers, weights
+from tests.faults.blows import HOST, Blow, blows_falling
+from tests.waiting import until
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600), pytest.mark.xdist_group("faults")]
+
+ROOT = Path(__file__).resolve().parents[2]
+ITERATIONS = 4
+SMALL = (
+    f"iterations={ITERATIONS}",
+    "data.arithmetic={digits: 2, sft: 256, train: 40, heldout: 16}",
+    "reward.function=tests.flows.reward_functions:low_digit",
+    "rollout={prompts: 8, samples: 4, max_response_tokens: 6, max_sequences: 32}",
+    "evaluate={every: 2, temperature: 1.0}",
+    "checkpoint.every=2",
+    "record.samples_every=1",
+    "engine={restarts: 10, heartbeat_timeout_s: 3}",
+)
+RECIPES = {
+    "grpo": (
+        "sft.steps=10",
+        "sft.batch=32",
+        "sft.checkpoint_every=4",
+        "algorithm={name: grpo, mini_batches: 2, kl: {place: loss, coefficient: 0.05, refresh_every: 2}, "
+        "dynamic_sampling: {max_rollouts: 2}}",
+    ),
+    "tail": (
+        "sft.steps=10",
+        "sft.batch=32",
+        "rollout.tail={extra: 0.5, max_wait: 3}",  # two short rounds, then a long one
+        "algorithm.mini_batches=2",
+    ),
+    "tail of ppo": (
+        "sft=null",
+        "rollout.tail={extra: 0.5, max_wait: 3}",
+        "algorithm={name: ppo, mini_batches: 2, "
+        "kl: {place: reward, estimator: k1, coefficient: 0.05, target: 0.01, horizon: 100}}",
+    ),
+    "tail of lora": (
+        "sft=null",
+        "rollout.tail={extra: 0.5, max_wait: 3}",
+        "actor.lora={rank: 4, alpha: 8}",
+    ),
+    "tail of episodes": (
+        "sft.steps=10",
+        "sft.batch=32",
+        "rollout.tail={extra: 0.5, max_wait: 3}",
+        "rollout.max_response_tokens=20",
+        "data.arithmetic={calls: 0.4, mistakes: 0}",
+        "environment={type: penstock.environments.calculator:Calculator, max_turns: 2}",
+    ),
+    "carry": (
+        "sft.steps=10",
+        "sft.batch=32",
+        "rollout.max_response_tokens=20",
+        "rollout.carry={extra: 0.5, staleness: 2}",
+        "algorithm={name: grpo, mini_batches: 2, dynamic_sampling: {max_rollouts: 2}}",
+    ),
+    "carry of ppo": (
+        "sft=null",
+        "rollout.max_response_tokens=20",
+        "rollout.carry={extra: 0.5, staleness: 1}",
+        "algorithm={name: ppo, mini_batches: 2, "
+        "kl: {place: reward, estimator: k1, coefficient: 0.05, target: 0.01, horizon: 100}}",
+    ),
+    "carry of lora": (
+        "sft=null",
+        "rollout.max_response_tokens=20",
+        "rollout.carry={extra: 0.5, staleness: 2}",
+        "algorithm.correction={proximal: rollout}",
+        "actor.lora={rank: 4, alpha: 8}",
+    ),
+    "carry of episodes": (
+        "sft.steps=10",
+        "sft.batch=32",
+        "rollout.carry={extra: 0.5, staleness: 2}",
+        "rollout.max_response_tokens=20",
+        "data.arithmetic={calls: 0.4, mistakes: 0}",
+        "environment={type: penstock.environments.calculator:Calculator, max_turns: 2}",
+    ),
+    "ppo": (
+        "sft=null",
+        "groups={main: {ranks: 1, roles: [actor, rollout, reference]}, critic: {ranks: 1, roles: [critic]}}",
+        "algorithm={name: ppo, mini_batches: 2, "
+        "kl: {place: reward, estimator: k1, coefficient: 0.05, target: 0.01, horizon: 100}}",
+        "data.sampler={name: adaptive, half_life: 5}",
+    ),
+}
+
+
+@dataclass(frozen=True)
+class Struck:
+    """A training that is struck, and from where it goes on each time.
+
+    Attributes:
+        recipe: which one.
+        blows: in the order in which they fall.
+        places: what it goes on from.
+    """
+
+    recipe: str
+    blows: Sequence[Blow]
+    places: Sequence[str]
+
+
+SILENCE = signal.SIGSTOP
+NONE, STEPS, SAVED = "its beginning", "checkpoint 000004", "checkpoint 000002"  # memory ends with its host
+STRUCK = {
+    "at its start": Struck(
+        "grpo", [Blow("make_tiny"), Blow("sft_steps", "4/", written=True), Blow("build")], [NONE, STEPS, NONE]
+    ),
+    "in an iteration": Struck(
+        "grpo",
+        [
+            Blow("generate", "1/rollout"),
+            Blow("tasks.iteration.reward.score", "2"),
+            Blow("update_actor", "3/", number=SILENCE),
+            Blow("reshard", "4/", times=2),
+            Blow("export"),
+        ],
+        [NONE, *(f"snapshot 00000{number}" for number in (1, 2, 3, 3, 4))],
+    ),
+    "in its host": Struck(
+        "grpo",
+        [
+            Blow("update_actor", "2/", HOST),
+            Blow("penstock.session.session.write_snapshot", "3", HOST),  # after two of the warm-up
+            Blow("update_actor", "4/", HOST),
+        ],
+        [NONE, NONE, SAVED],
+    ),
+    "while prompts wait": Struck(
+        "tail",
+        [Blow("tasks.iteration.reward.score", "2"), Blow("update_actor", "3/"), Blow("update_actor", "4/", HOST)],
+        ["snapshot 000001", "snapshot 000002", SAVED],
+    ),
+    "while responses go on": Struck(
+        "carry",
+        [Blow("tasks.iteration.reward.score", "2"), Blow("update_actor", "3/"), Blow("update_actor", "4/", HOST)],
+        ["snapshot 000001", "snapshot 000002", SAVED],
+    ),
+    "in a group beside the actor's": Struck(
+        "ppo",
+        [Blow("update_critic", "2/", "critic"), Blow("update_actor", "3/"), Blow("values", "4/", "critic")],
+        [f"snapshot 00000{number}" for number in (1, 2, 3)],
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def run_of(prefect_harness: None, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., RunFolder]:
+    """Trains in this process, in a folder of a name."""
+    folder = tmp_path_factory.mktemp("runs")
+
+    def run(name: str, recipe: str, *changes: str, blows: Sequence[Blow] = ()) -> RunFolder:
+        with pytest.MonkeyPatch.context() as patch, blows_falling(blows):
+            patch.chdir(ROOT)
+            config = load_config(ROOT / "configs" / "quickstart.yaml", [*SMALL, *RECIPES[recipe], *changes])
+            train(config, run_folder=str(folder / name))
+        return RunFolder(folder / name)
+
+    return run
+
+
+@pytest.fixture(scope="module")
+def undisturbed(run_of: Callable[..., RunFolder]) -> Callable[[str], RunFolder]:
+    """The training of a recipe that nobody disturbs, run once."""
+    done: dict[str, RunFolder] = {}
+
+    def alone(recipe: str) -> RunFolder:
+        if recipe not in done:
+            done[recipe] = run_of(f"{recipe}-alone", recipe)
+            assert read_events(done[recipe]) == []
+        return done[recipe]
+
+    return alone
+
+
+@pytest.mark.parametrize("where", STRUCK)
+def test_a_training_that_is_struck_ends_as_one_left_alone(
+    where: str, run_of: Callable[..., RunFolder], undisturbed: Callable[[str], RunFolder]
+) -> None:
+    """It says what was lost, and goes on from where it has to."""
+    struck = STRUCK[where]
+    run, alone = run_of(where, struck.recipe, blows=struck.blows), undisturbed(struck.recipe)
+    assert_equal(run, alone)
+    store = os.environ["MLFLOW_TRACKING_URI"]
+    assert logged(store, run) == logged(store, alone)
+    events = read_events(run)
+    hits = [blow for blow in struck.blows for _ in range(blow.times)]
+    assert [event["number"] for event in events] == [n for n in range(1, len(hits) + 1) for _ in range(2)]
+    for blow, place, lost, recovered in zip(hits, struck.places, events[::2], events[1::2], strict=True):
+        assert lost["event"] == ("HostLost" if blow.to == HOST else "RankLost")
+        assert (lost["group"], lost["rank"]) == ("main" if blow.to == HOST else blow.to, blow.rank)
+        assert ("silent" in lost["reason"]) == (blow.number == SILENCE)
+        assert (recovered["event"], recovered["place"]) == ("recovered", place)
+        assert 0 < recovered["recovered_s"] < 300
+
+
+def test_a_rank_that_was_in_reserve_trains_on_likewise(
+    run_of: Callable[..., RunFolder], undisturbed: Callable[[str], RunFolder], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on GPUs: its libraries are imported in another order, and before its epoch began.
+
+    Control: once the training has recovered no other rank lives than the one that was in reserve.
+    """
+    ranks, reserve = list[set[int]](), list[set[int]]()
+
+    def kept_everywhere(session: Session) -> None:
+        ranks.append(below())
+        for group in session.distinct_groups:
+            group.keep_reserve(AHEAD)
+        until(lambda: below() != ranks[-1], 20, "there is one in reserve")
+        reserve.append(below() - ranks[-1])
+
+    def below() -> set[int]:
+        found = psutil.Process().children(recursive=True)
+        return {process.pid for process in found if "engines.groups.rank" in process.cmdline()}
+
+    monkeypatch.setattr(Session, "keep_reserve", kept_everywhere)
+    run = run_of("reserve", "grpo", blows=[Blow("update_actor", "3/")])
+    (first, second), (waiting, _) = ranks, reserve
+    assert len(first) == len(waiting) == 1
+    assert second == waiting
+    assert_equal(run, undisturbed("grpo"))
+    assert read_events(run)[-1]["place"] == "snapshot 000002"
+
+
+def assert_equal(run: RunFolder, alone: RunFolder) -> None:
+    """Assert that two trainings have the same result, record and history."""
+    assert ended(run)
+    assert numbers(run) == numbers(alone)
+    assert read_metrics(run.warm_up) == read_metrics(alone.warm_up)
+    assert weights(run) == weights(alone)
+    assert memory(run) == memory(alone)
+    assert [progress(one) for one in (run, alone)] == [replace(progress(run), iteration=ITERATIONS)] * 2
+    assert not [*run.path.rglob("*.partial"), *run.path.rglob("*.part")]
+    for number in range(1, ITERATIONS + 1):
+        assert run.samples(number).read_bytes() == alone.samples(number).read_bytes()
+        files = [one.experience(number) for one in (run, alone)]
+        assert column_names(files[0]) == column_names(files[1])
+        ids = [read_columns(path, ["sample_id", "response"]) for path in files]
+        assert ids[0] == ids[1]
+        assert carried(run, number) == carried(alone, number)
+
+
+def carried(run: RunFolder, number: int) -> list[object]:
+    """Return what the rollout of an iteration left unfinished, and which policies sampled its batch, if it says so."""
+    found: list[object] = []
+    for path, of_all in ((run.carried(number), True), (run.experience(number), False)):
+        names = column_names(path) if path.exists() else []
+        for name in names if of_all else {POLICY_VERSIONS} & set(names):
+            column = read_columns(path, [name])[name]
+            parts = (column.values_T, column.offsets_B1) if isinstance(column, Ragged) else (np.asarray(column),)
+            found += [(path.name, name, *(repr(part.tolist()) for part in parts))]  # a NaN is not equal to itself
+    return found
+
+
+def progress(run: RunFolder) -> Progress:
+    """Return where a run stands, without what the machine took for it."""
+    return replace(read_manifest(run).progress, seconds=0.0)
+
+
+def test_more_losses_than_allowed_end_the_training_and_a_resume_ends_it_alike(
+    run_of: Callable[..., RunFolder], undisturbed: Callable[[str], RunFolder]
+) -> None:
+    """The name of the end says so. Control: the loss before was recovered from."""
+    alone = undisturbed("grpo")
+    with pytest.raises(LostTooOften, match="of 2 losses within 3600 s engine.restarts allows 1"):
+        run_of("too-often", "grpo", "engine.restarts=1", blows=[Blow("update_actor", "3/", times=2)])
+    run = RunFolder(alone.path.with_name("too-often"))
+    assert [event["event"] for event in read_events(run)] == ["RankLost", "recovered", "RankLost", "given up"]
+    assert read_manifest(run).progress.iteration == 2
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(ROOT)
+        train(resume=str(run.path))
+    assert_equal(run, alone)
+
+
+@pytest.mark.parametrize("recipe", ["tail of ppo", "tail of lora", "tail of episodes"])
+def test_prompts_that_wait_outlast_a_training_that_ends_and_is_resumed(
+    recipe: str, run_of: Callable[..., RunFolder], undisturbed: Callable[[str], RunFolder]
+) -> None:
+    """In the update of the round that takes those of two others. Control: prompts did wait, and had their turn."""
+    alone = undisturbed(recipe)
+    rounds = [record["metrics"] for record in read_metrics(alone)[1:]]
+    assert [figures["rollout/deferred"] for figures in rounds] == [4, 8, 0, 4]
+    taken = [set(read_columns(alone.experience(number), ["prompt_id"])["prompt_id"]) for number in range(1, 5)]
+    assert [len(prompts) for prompts in taken] == [8] * 4
+    assert len(set.union(*taken)) == 32
+    with pytest.raises(RankLost):
+        run_of(f"{recipe}, ended", recipe, "engine.restarts=0", blows=[Blow("update_actor", "3/")])
+    run = RunFolder(alone.path.with_name(f"{recipe}, ended"))
+    assert len(read_manifest(run).progress.deferred) == 8
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(ROOT)
+        train(resume=str(run.path))
+    assert_equal(run, alone)
+
+
+@pytest.mark.parametrize(("recipe", "staleness"), [("carry of ppo", 1), ("carry of lora", 2), ("carry of episodes", 2)])
+def test_responses_that_go_on_outlast_a_training_that_ends_and_is_resumed(
+    recipe: str, staleness: int, run_of: Callable[..., RunFolder], undisturbed: Callable[[str], RunFolder]
+) -> None:
+    """In the update of the third iteration, of responses that the first and the second have begun.
+
+    Control: there are responses of several policies, and none older than it may be.
+    """
+    alone = undisturbed(recipe)
+    columns = [read_columns(alone.experience(number), [POLICY_VERSIONS])[POLICY_VERSIONS] for number in range(1, 5)]
+    of_several = [sum(len(set(rows.row(row).tolist())) > 1 for row in range(len(rows))) for rows in columns]
+    assert of_several[0] == 0 and sum(of_several) > 3
+    ages = [record["metrics"]["rollout/staleness_max"] for record in read_metrics(alone)[1:]]
+    assert max(ages) <= staleness
+    with pytest.raises(RankLost):
+        run_of(f"{recipe}, ended", recipe, "engine.restarts=0", blows=[Blow("update_actor", "3/")])
+    run = RunFolder(alone.path.with_name(f"{recipe}, ended"))
+    assert len(read_manifest(run).progress.deferred) == 4
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(ROOT)
+        train(resume=str(run.path))
+    assert_equal(run, alone)
+
+
+def test_a_mistake_is_not_recovered_from(run_of: Callable[..., RunFolder], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The other control: it would come again. No engine begins a second epoch."""
+
+    def mistaken(*_: object) -> None:
+        raise UserError("the data are wrong", "put them right")
+
+    monkeypatch.setattr("flows.iteration.forward_passes", mistaken)
+    with pytest.raises(UserError, match="the data are wrong"):
+        run_of("mistaken", "ppo")
