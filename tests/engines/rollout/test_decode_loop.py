@@ -161,7 +161,7 @@ def test_two_engines_pull_all_prompts_once(one_rank: Ranks, two_ranks: Ranks, fo
     replies = _ask(two_ranks, folder, samples=2)
     answers = _by_prompt(replies, 2)
     assert sorted(answers) == list(range(len(PROMPTS)))
-    assert len({len(row) for rows in answers.values() for row in rows}) > 10, "responses of uneven length"
+    assert len({len(row) for rows in answers.values() for row in rows}) > 5, "responses of uneven length"
     assert min(len(reply.positions_P) for reply in replies) > 2, "more than an engine could hold at first"
     for reply in replies:
         assert (reply.request_seconds_B > 0).all()
