@@ -102,7 +102,7 @@ def _engine(work: Work, folder: Path, device: str) -> Any:
         work.sequences,
         length,
         KV_CACHE_BYTES,
-        cuda=cuda,
+        gpu=0 if cuda else None,
         sleeps=False,
         logprobs=False,
     )

@@ -108,7 +108,8 @@ class Generator:
             length = demand.max_prompt_tokens + config.max_response_tokens
             shape = shape_of_weights(settings, shapes)
             kv_cache = kv_cache_bytes(config, self.max_sequences, shape, length, dtype, self.cuda)
-            options = {"cuda": self.cuda, "sleeps": self.sleeps, "logprobs": demand.logprobs}
+            gpu = torch.cuda.current_device() if self.cuda else None
+            options = {"gpu": gpu, "sleeps": self.sleeps, "logprobs": demand.logprobs}
             arguments = engine_arguments(config, self.max_sequences, length, kv_cache, **options)
             self.llm = _start(served.folder, dtype, arguments)
         self.loop = DecodeLoop(self.llm, let_sequences_coast(versions.scheduler(self.llm)))
@@ -250,7 +251,14 @@ def _start(folder: Path, dtype: torch.dtype, arguments: dict[str, Any]) -> Any:
 
 
 def engine_arguments(
-    config: RolloutConfig, sequences: int, max_length: int, kv_cache: int, *, cuda: bool, sleeps: bool, logprobs: bool
+    config: RolloutConfig,
+    sequences: int,
+    max_length: int,
+    kv_cache: int,
+    *,
+    gpu: int | None,
+    sleeps: bool,
+    logprobs: bool,
 ) -> dict[str, Any]:
     """Return what vLLM is started with, apart from the model.
 
@@ -258,11 +266,11 @@ def engine_arguments(
         sequences: decoded at a time.
         max_length: tokens of the longest prompt with its response.
         kv_cache: its size, bytes.
-        cuda: on a GPU.
+        gpu: number of this rank's GPU among those that it sees; None: on the CPU.
         sleeps: whether the KV cache's memory is given back between rollouts.
         logprobs: whether log-probs of the tokens may be asked for.
     """
-    graphs = cuda and config.cuda_graphs
+    graphs = gpu is not None and config.cuda_graphs
     return {
         "load_format": "penstock",
         "distributed_executor_backend": "external_launcher",
@@ -275,12 +283,15 @@ def engine_arguments(
         "enforce_eager": not graphs,
         "enable_sleep_mode": sleeps,
         "enable_prefix_caching": True,
-        "enable_chunked_prefill": None if cuda else False,  # a request with its own stream would stop vLLM on the CPU
+        "enable_chunked_prefill": False if gpu is None else None,  # a request with its own stream stops vLLM on the CPU
         "skip_tokenizer_init": True,
         # Processed log-probs belong to the distribution that is sampled from, temperature included. Without log-probs
         # vLLM may use a faster kernel for top-p.
         "logprobs_mode": "processed_logprobs" if logprobs else "raw_logprobs",
         "disable_log_stats": True,
+        # vLLM keeps compiled code by its settings and the rank, but the code names the GPU: the same rank elsewhere,
+        # which sees its GPU under another number, would load it in vain.
+        "additional_config": {"gpu": gpu},
         "seed": 0,
     }
 

@@ -251,15 +251,26 @@ def test_the_kv_cache_holds_all_sequences_unless_told_otherwise() -> None:
 def test_an_engine_is_started_as_the_recipe_says() -> None:
     """CUDA graphs of every size on a GPU unless refused, and never on a CPU; the GPUs of an engine."""
 
-    def started(cuda: bool, **settings: Any) -> dict[str, Any]:
-        return engine_arguments(RolloutConfig(**settings), 12, 99, GIB, cuda=cuda, sleeps=False, logprobs=False)
+    def started(gpu: int | None, **settings: Any) -> dict[str, Any]:
+        return engine_arguments(RolloutConfig(**settings), 12, 99, GIB, gpu=gpu, sleeps=False, logprobs=False)
 
-    assert started(True)["cudagraph_capture_sizes"][-1] == 24
-    assert not started(True)["enforce_eager"]
-    for without in (started(True, cuda_graphs=False), started(False)):
+    assert started(0)["cudagraph_capture_sizes"][-1] == 24
+    assert not started(0)["enforce_eager"]
+    for without in (started(0, cuda_graphs=False), started(None)):
         assert without["enforce_eager"]
         assert without["cudagraph_capture_sizes"] is None
-    assert [started(True, tensor_parallel=ranks)["tensor_parallel_size"] for ranks in (1, 2)] == [1, 2]
+    assert [started(0, tensor_parallel=ranks)["tensor_parallel_size"] for ranks in (1, 2)] == [1, 2]
+
+
+def test_compiled_code_of_another_gpu_is_another_engines() -> None:
+    """vLLM finds compiled code by a hash of its settings. Control: of the same GPU it is the same."""
+    from vllm.config import VllmConfig
+
+    def found_by(gpu: int | None) -> str:
+        started = engine_arguments(RolloutConfig(), 12, 99, GIB, gpu=gpu, sleeps=False, logprobs=False)
+        return VllmConfig(additional_config=started["additional_config"]).compute_hash()
+
+    assert len({found_by(gpu) for gpu in (None, 0, 1, 1)}) == 3
 
 
 @pytest.mark.parametrize("emptied", [True, False])
