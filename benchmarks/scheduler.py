@@ -35,12 +35,13 @@ VOCABULARY, TOKEN = 64, 5
 
 @dataclass(frozen=True)
 class Work:
-    """`sequences` at a time, `samples` to a prompt of `prompt` tokens, `response` tokens each."""
+    """`sequences` at a time, `samples` to a prompt of `prompt` tokens, `response` tokens each, with `logprobs` or not."""
 
     sequences: int
     samples: int
     prompt: int
     response: int
+    logprobs: bool = False
 
 
 @dataclass
@@ -71,7 +72,7 @@ def measure(work: Work, command: str, rounds: int) -> BenchResult:
     with tempfile.TemporaryDirectory(prefix="penstock-bench-") as scratch:
         llm = _engine(work, Path(scratch), device)
         clock = _Clock()
-        core = _answer_at_once(llm, clock)
+        core = _answer_at_once(llm, clock, work.logprobs)
         with _clocked(core.scheduler, clock):
             plain = [_round(llm, work, clock, number) for number in range(rounds)]
         let_sequences_coast(core.scheduler)
@@ -104,15 +105,15 @@ def _engine(work: Work, folder: Path, device: str) -> Any:
         KV_CACHE_BYTES,
         gpu=0 if cuda else None,
         sleeps=False,
-        logprobs=False,
+        logprobs=work.logprobs,
     )
     arguments |= {"load_format": "dummy", "distributed_executor_backend": "uni", "block_size": BLOCKS[device]}
     return vllm.LLM(model=str(folder), dtype="bfloat16" if cuda else "float32", **arguments)
 
 
-def _answer_at_once(llm: Any, clock: _Clock) -> Any:
+def _answer_at_once(llm: Any, clock: _Clock, logprobs: bool) -> Any:
     """Put made-up tokens in the place of the model's; return vLLM's engine core."""
-    from vllm.v1.outputs import ModelRunnerOutput
+    from vllm.v1.outputs import LogprobsLists, ModelRunnerOutput
 
     from engines.rollout.vllm import engine_core
 
@@ -128,7 +129,10 @@ def _answer_at_once(llm: Any, clock: _Clock) -> Any:
         names = list(scheduled.pop().num_scheduled_tokens)
         tokens = [[] if core.scheduler.requests[name].is_prefill_chunk else [TOKEN] for name in names]
         places = {name: place for place, name in enumerate(names)}
-        return _given(ModelRunnerOutput(names, places, tokens, prompt_logprobs_dict={}), non_block)
+        column = (len(names), 1)
+        made_up = LogprobsLists(np.full(column, TOKEN), np.full(column, -1.0, np.float32), np.ones(len(names)))
+        lists = made_up if logprobs else None
+        return _given(ModelRunnerOutput(names, places, tokens, logprobs=lists, prompt_logprobs_dict={}), non_block)
 
     core.model_executor.execute_model, core.model_executor.sample_tokens = execute_model, sample_tokens
     return core
@@ -165,8 +169,9 @@ def _round(llm: Any, work: Work, clock: _Clock, number: int) -> dict[str, float]
 
     count = work.sequences // work.samples
     prompts = np.random.default_rng(number).integers(2, VOCABULARY, count * work.prompt).astype(np.int32)
-    sampling = Sampling(work.samples, 1.0, 1.0, 0, work.response, True, [0, number, 0])
-    parameters = SamplingParams(max_tokens=work.response, ignore_eos=True, detokenize=False)
+    sampling = Sampling(work.samples, 1.0, 1.0, 0, work.response, True, [0, number, 0], work.logprobs)
+    kept = 0 if work.logprobs else None
+    parameters = SamplingParams(max_tokens=work.response, ignore_eos=True, detokenize=False, logprobs=kept)
     clock.seconds.clear()
     clock.began.clear()
     began = time.perf_counter()

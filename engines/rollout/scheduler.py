@@ -63,7 +63,7 @@ class _Sequence:
     computed: int  # tokens whose keys are computed, minus the step's number
     sampled: int  # tokens of the response, minus the step's number
     tokens: list[int] = field(default_factory=list)  # since then
-    logprobs: list[Any] = field(default_factory=list)  # of those, in vLLM's form, where they are asked for
+    logprobs: list[float] = field(default_factory=list)  # of those, where they are asked for
 
 
 @dataclass(slots=True)
@@ -71,7 +71,7 @@ class _Unsent:
     """What a sequence's next output begins with."""
 
     tokens: list[int] = field(default_factory=list)
-    logprobs: list[Any] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
 
 
 class Coasting:
@@ -139,10 +139,7 @@ class Coasting:
         """
         self._settle_all()
         unsent, self.unsent = self.unsent, {}
-        return {
-            name: (one.tokens, _joined(one.logprobs).logprobs[:, 0].tolist() if one.logprobs else [])
-            for name, one in unsent.items()
-        }
+        return {name: (one.tokens, one.logprobs) for name, one in unsent.items()}
 
     # ---- a step --------------------------------------------------------------------------------------------------
 
@@ -185,7 +182,8 @@ class Coasting:
 
     def _learn(self, scheduled: dict[str, int], output: Any) -> dict[str, int]:
         """Keep the tokens of sequences that coast; return the others as vLLM scheduled them, with those that stop."""
-        places, tokens, logprobs = output.req_id_to_index, output.sampled_token_ids, output.logprobs
+        places, tokens = output.req_id_to_index, output.sampled_token_ids
+        logprobs = None if output.logprobs is None else output.logprobs.logprobs[:, 0].tolist()
         awake = {}
         for name, count in scheduled.items():
             sequence = self.sequences.get(name)
@@ -200,7 +198,7 @@ class Coasting:
                 continue
             sequence.tokens.append(token)
             if logprobs is not None:
-                sequence.logprobs.append(logprobs.slice_request(place, 1))
+                sequence.logprobs.append(logprobs[place])
         return awake
 
     def _send(self, output: Any) -> None:
@@ -210,7 +208,7 @@ class Coasting:
             return
         output.new_token_ids = unsent.tokens + output.new_token_ids
         if output.new_logprobs is not None:
-            output.new_logprobs = _joined([*unsent.logprobs, output.new_logprobs])
+            output.new_logprobs = _after(unsent, output.new_logprobs)
 
     # ---- a sequence ----------------------------------------------------------------------------------------------
 
@@ -261,7 +259,11 @@ class Coasting:
             self._settle(sequence)
 
 
-def _joined(logprobs: list[Any]) -> Any:
-    """Return vLLM's `LogprobsLists` of several steps as one."""
-    token_ids, values, ranks, _ = zip(*logprobs, strict=True)
-    return type(logprobs[0])(np.concatenate(token_ids), np.concatenate(values), np.concatenate(ranks))
+def _after(unsent: _Unsent, logprobs: Any) -> Any:
+    """Return vLLM's `LogprobsLists` with those of the unsent tokens before it. Their ranks are not kept: 0."""
+    token_ids, values, ranks, _ = logprobs
+    return type(logprobs)(
+        np.concatenate([np.asarray(unsent.tokens, token_ids.dtype)[:, None], token_ids[:, :1]]),
+        np.concatenate([np.asarray(unsent.logprobs, values.dtype)[:, None], values[:, :1]]),
+        np.concatenate([np.zeros(len(unsent.tokens), ranks.dtype), ranks]),
+    )

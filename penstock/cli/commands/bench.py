@@ -174,12 +174,13 @@ def scheduler(
     prompt: Annotated[int, typer.Option(min=1, help="tokens of a prompt")] = 256,
     response: Annotated[int, typer.Option(min=1, help="tokens of a response")] = 512,
     rounds: Annotated[int, typer.Option(min=1, help="generations")] = 3,
+    logprobs: Annotated[bool, typer.Option("--logprobs", help="of the tokens, as rollout.carry asks for")] = False,
     out: Out = None,
 ) -> None:
     """What the processor needs for a decoding step of the rollout engine, without any model."""
     from benchmarks.scheduler import Work, measure
 
-    result = measure(Work(sequences, samples, prompt, response), command(), rounds)
+    result = measure(Work(sequences, samples, prompt, response, logprobs), command(), rounds)
     _finish(result, out, ("scheduler", "step_s", "schedule_s", "update_from_output_s", "slow_step_s"))
 
 
