@@ -1,9 +1,10 @@
-"""Samples a token from each row of logits on a GPU, reading them once.
+"""Samples a token from each row of logits on a GPU, with its log-prob, reading them once.
 
 vLLM's kernel adds noise to every logit and takes the largest: a random number for each of 150,000 entries. Here one
 number per row picks the token, by the running sum of the probabilities, in two kernels: sums of blocks, then the block
 in which the number falls and the place in it. The distribution is the same, softmax of the logits. Weights are float32,
-as softmax's are; they are added up, and compared with the number, in double precision.
+as softmax's are; they are added up, and compared with the number, in double precision. What they add up to is what the
+token's log-prob needs beside its logit, so that costs nothing: vLLM reads the logits three times more for it.
 
 The token depends on a request's seed, on its position and on its logits alone, as vLLM's does: on no other
 row, nor on how many there are.
@@ -28,8 +29,10 @@ def sample(
     temperatures_R: torch.Tensor,
     seeds_R: torch.Tensor,
     positions_B: torch.Tensor,
-) -> torch.Tensor:
-    """Return a token per row, int64: sampled from softmax(logits), the likeliest where the temperature is 0.
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return a token per row and its log-prob in softmax(logits), int64 and float32, each of shape (rows,).
+
+    The token is sampled from softmax(logits), or the likeliest where the temperature is 0.
 
     Args:
         logits_BV: any floating type, rows contiguous; divided by the temperature already.
@@ -43,6 +46,7 @@ def sample(
     most_BK = torch.empty(rows, blocks, dtype=torch.float32, device=logits_BV.device)
     sums_BK = torch.empty_like(most_BK)
     tokens_B = torch.empty(rows, dtype=torch.int64, device=logits_BV.device)
+    logprobs_B = torch.empty(rows, dtype=torch.float32, device=logits_BV.device)
     _sum_blocks[(rows, blocks)](logits_BV, logits_BV.stride(0), most_BK, sums_BK, vocabulary, blocks, BLOCK=BLOCK)
     _pick[(rows,)](
         logits_BV,
@@ -54,12 +58,13 @@ def sample(
         seeds_R,
         positions_B.contiguous(),
         tokens_B,
+        logprobs_B,
         vocabulary,
         blocks,
         BLOCK=BLOCK,
         BLOCKS=triton.next_power_of_2(blocks),
     )
-    return tokens_B
+    return tokens_B, logprobs_B
 
 
 @triton.jit
@@ -86,6 +91,7 @@ def _pick(  # type: ignore[no-untyped-def]
     seeds_R,
     positions_B,
     tokens_B,
+    logprobs_B,
     vocabulary,
     blocks,
     BLOCK: tl.constexpr,
@@ -103,7 +109,8 @@ def _pick(  # type: ignore[no-untyped-def]
     top, likeliest = tl.max(most, axis=0, return_indices=True)
     weights = tl.where(sums > 0.0, sums.to(tl.float64) * tl.exp((most - top).to(tl.float64)), 0.0)
     seed, position = tl.load(seeds_R + request, mask=known, other=0), tl.load(positions_B + row)
-    target = _uniform(seed, position) * tl.sum(weights, axis=0)
+    total = tl.sum(weights, axis=0)
+    target = _uniform(seed, position) * total
     passed = tl.sum((tl.cumsum(weights, axis=0) <= target).to(tl.int32), axis=0)
     block = tl.where(temperature == 0.0, likeliest, tl.minimum(passed, blocks - 1))
 
@@ -117,7 +124,10 @@ def _pick(  # type: ignore[no-untyped-def]
     sampled = tl.sum((tl.cumsum(inside.to(tl.float64), axis=0) <= rest).to(tl.int32), axis=0)
     last = tl.max(tl.where(inside > 0.0, places, 0), axis=0)  # rounding may leave a rest behind the last one
     greedy = tl.argmax(found, axis=0)
-    tl.store(tokens_B + row, block * BLOCK + tl.where(temperature == 0.0, greedy, tl.minimum(sampled, last)))
+    place = tl.where(temperature == 0.0, greedy, tl.minimum(sampled, last))
+    logit = tl.sum(tl.where(places == place, found, 0.0), axis=0)
+    tl.store(tokens_B + row, block * BLOCK + place)
+    tl.store(logprobs_B + row, ((logit - top).to(tl.float64) - tl.log(total)).to(tl.float32))
 
 
 @triton.jit

@@ -108,9 +108,15 @@ class Generator:
             length = demand.max_prompt_tokens + config.max_response_tokens
             shape = shape_of_weights(settings, shapes)
             kv_cache = kv_cache_bytes(config, self.max_sequences, shape, length, dtype, self.cuda)
-            gpu = torch.cuda.current_device() if self.cuda else None
-            options = {"gpu": gpu, "sleeps": self.sleeps, "logprobs": demand.logprobs}
-            arguments = engine_arguments(config, self.max_sequences, length, kv_cache, **options)
+            arguments = engine_arguments(
+                config,
+                self.max_sequences,
+                length,
+                kv_cache,
+                gpu=torch.cuda.current_device() if self.cuda else None,
+                sleeps=self.sleeps,
+                logprobs=demand.logprobs,
+            )
             self.llm = _start(served.folder, dtype, arguments)
         self.loop = DecodeLoop(self.llm, let_sequences_coast(versions.scheduler(self.llm)))
         self.binding = bound[-1]

@@ -63,18 +63,60 @@ def prepare_vllm(cuda: bool, architectures: Sequence[str]) -> None:
 def sample_tokens_in_one_pass() -> bool:
     """Let vLLM's sampler on GPUs sample with `engines.kernels.sample_token`; return whether it does.
 
-    A vLLM whose own function takes something else keeps it.
+    A sampled token's log-prob comes from there, too, where no others are asked for. A vLLM whose own functions take
+    something else keeps them.
     """
     from vllm.v1.worker.gpu.sample import sampler
 
-    known = ("logits", "expanded_idx_mapping", "temperature", "seed", "pos", "apply_temperature")
-    if tuple(inspect.signature(sampler.gumbel_sample).parameters)[: len(known)] != known:
+    known = {
+        "gumbel_sample": ("logits", "expanded_idx_mapping", "temperature", "seed", "pos", "apply_temperature"),
+        "compute_topk_scores": ("logits", "num_logprobs", "sampled_token_ids", "cu_num_logits"),
+    }
+    if any(_first_parameters(getattr(sampler, name), len(first)) != first for name, first in known.items()):
         return False
-    from engines.kernels.sample_token import sample
-
     replaced: Any = sampler
-    replaced.gumbel_sample = lambda *arguments, **_: sample(*arguments)
+    one_pass = OnePass(sampler.compute_topk_scores)
+    replaced.gumbel_sample, replaced.compute_topk_scores = one_pass.sample, one_pass.scores
     return True
+
+
+def _first_parameters(function: Any, count: int) -> tuple[str, ...]:
+    return tuple(inspect.signature(function).parameters)[:count]
+
+
+class OnePass:
+    """The two calls that vLLM's sampler makes in a step: for tokens, and for their log-probs if those are asked for."""
+
+    def __init__(self, vllm_scores: Any) -> None:
+        self.vllm_scores = vllm_scores
+        self.tokens_B: torch.Tensor | None = None  # of the last call, as are the next two
+        self.logprobs_B: torch.Tensor | None = None
+        self.logits_at = 0  # their address: the logits themselves are not held until the next step
+
+    def sample(self, logits: torch.Tensor, *arguments: Any, **_: Any) -> torch.Tensor:
+        from engines.kernels.sample_token import sample
+
+        tokens_B, self.logprobs_B = sample(logits, *arguments)
+        self.tokens_B, self.logits_at = tokens_B, logits.data_ptr()
+        return tokens_B
+
+    def scores(
+        self,
+        logits: torch.Tensor,
+        num_logprobs: int,
+        sampled_token_ids: torch.Tensor,
+        cu_num_logits: Any = None,
+        **others: Any,
+    ) -> Any:
+        """Return vLLM's `LogprobsTensors`; of the sampled tokens alone their ranks are not counted: 0."""
+        known = sampled_token_ids is self.tokens_B and logits.data_ptr() == self.logits_at
+        if not known or num_logprobs or others.get("max_per_req_token_ids") or others.get("logits_mode"):
+            return self.vllm_scores(logits, num_logprobs, sampled_token_ids, cu_num_logits, **others)
+        from vllm.v1.outputs import LogprobsTensors
+
+        assert self.logprobs_B is not None
+        tokens_B1, logprobs_B1 = sampled_token_ids[:, None], self.logprobs_B[:, None]
+        return LogprobsTensors(tokens_B1, logprobs_B1, torch.zeros_like(sampled_token_ids), cu_num_logits)
 
 
 def compile_no_routers() -> None:

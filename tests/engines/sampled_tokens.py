@@ -15,6 +15,7 @@ import triton
 from triton import language as tl
 
 from engines.kernels import sample_token
+from engines.rollout.vllm import OnePass
 
 sample_token.BLOCK = 64  # so that a small vocabulary has several
 ROWS, VOCABULARY = 60, 3 * 64 + 9
@@ -24,6 +25,22 @@ ROWS, VOCABULARY = 60, 3 * 64 + 9
 def _uniforms(seeds, positions, out):  # type: ignore[no-untyped-def]
     row = tl.program_id(0)
     tl.store(out + row, sample_token._uniform(tl.load(seeds + row), tl.load(positions + row)))
+
+
+def _scores(*sampled: torch.Tensor) -> dict[str, torch.Tensor]:
+    """What vLLM's sampler is given for a step, and whether its own function was asked for it and for three others."""
+    logits = sampled[0]
+    asked: list[int] = []
+    one_pass = OnePass(lambda *_, **__: asked.append(1))
+    tokens = one_pass.sample(*sampled)
+    scores = one_pass.scores(logits, 0, tokens, None, max_per_req_token_ids=0, logits_mode=False)
+    left = [bool(asked)]
+    for others in ((logits, 0, tokens.clone()), (logits.clone(), 0, tokens), (logits, 2, tokens)):
+        asked.clear()
+        one_pass.scores(*others, None)
+        left.append(bool(asked))
+    given = {"scores": scores.logprobs[:, 0], "scored_tokens": scores.logprob_token_ids[:, 0]}
+    return given | {"left_to_vllm": torch.tensor(left)}
 
 
 def main(out: str) -> None:
@@ -44,14 +61,15 @@ def main(out: str) -> None:
     requests = order.to(device, torch.int32)
     requests[17] = -1  # a row that belongs to no request
 
-    tokens = sample_token.sample(logits, requests, temperatures, seeds, positions)
+    tokens, logprobs = sample_token.sample(logits, requests, temperatures, seeds, positions)
     some = torch.tensor([44, 3, 20], device=device)
-    alone = sample_token.sample(logits[some], requests[some], temperatures, seeds, positions[some])
-    later = sample_token.sample(logits, requests, temperatures, seeds, positions + 1)
+    alone, _ = sample_token.sample(logits[some], requests[some], temperatures, seeds, positions[some])
+    later, _ = sample_token.sample(logits, requests, temperatures, seeds, positions + 1)
     uniforms = torch.empty(ROWS, dtype=torch.float64, device=device)
     _uniforms[(ROWS,)](seeds[order.to(device)], positions, uniforms)
     found = {"tokens": tokens, "alone": alone, "later": later, "uniforms": uniforms, "some": some}
-    found |= {"logits": logits.double(), "temperatures": temperatures[order.to(device)]}
+    found |= {"logprobs": logprobs, "logits": logits.double(), "temperatures": temperatures[order.to(device)]}
+    found |= _scores(logits, requests, temperatures, seeds, positions)
     found["nobody"] = requests < 0
     np.savez(out, **{name: tensor.cpu().numpy() for name, tensor in found.items()})
 

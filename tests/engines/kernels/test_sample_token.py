@@ -52,6 +52,15 @@ def test_without_temperature_the_likeliest_token_is_taken(found: Found) -> None:
     np.testing.assert_array_equal(found["tokens"][greedy_B], found["logits"].argmax(axis=1)[greedy_B])
 
 
+def test_log_probs_are_those_of_the_tokens(found: Found) -> None:
+    """Of greedy rows, too, and 0 where one token is left. Control: they are no other token's."""
+    logits_BV, rows = found["logits"], np.arange(len(found["tokens"]))
+    logprobs_BV = logits_BV - np.log(np.exp(logits_BV).sum(axis=1, keepdims=True))
+    np.testing.assert_allclose(found["logprobs"], logprobs_BV[rows, found["tokens"]], atol=1e-6)
+    assert found["logprobs"][5] == 0
+    assert np.abs(found["logprobs"] - logprobs_BV[rows, (found["tokens"] + 1) % 60])[rows != 5].min() > 1e-4
+
+
 def test_a_row_is_sampled_alike_whatever_else_is_in_the_step(found: Found) -> None:
     """By its request's seed and the token's position: at the next position it is sampled anew."""
     np.testing.assert_array_equal(found["alone"], found["tokens"][found["some"]])
@@ -68,19 +77,31 @@ def test_random_numbers_are_spread_over_the_whole_range(found: Found) -> None:
     assert np.histogram(uniforms, bins=4, range=(0, 1))[0].min() > 5
 
 
-def test_vllm_has_the_function_that_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its sampler calls it by this name with these arguments; one that takes others keeps its own."""
+def test_vllm_has_the_functions_that_are_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its sampler calls them by these names with these arguments; one that takes others keeps its own."""
     from vllm.v1.worker.gpu.sample import sampler
 
     from engines.rollout import vllm as versions
 
-    own = sampler.gumbel_sample
-    monkeypatch.setattr(sampler, "gumbel_sample", own)
+    own = (sampler.gumbel_sample, sampler.compute_topk_scores)
+    monkeypatch.setattr(sampler, "gumbel_sample", own[0])
+    monkeypatch.setattr(sampler, "compute_topk_scores", own[1])
     assert versions.sample_tokens_in_one_pass()
-    assert sampler.gumbel_sample is not own
+    assert sampler.gumbel_sample is not own[0]
+    assert sampler.compute_topk_scores is not own[1]
 
     def other(logits: object, seeds: object) -> None: ...
 
-    monkeypatch.setattr(sampler, "gumbel_sample", other)
-    assert not versions.sample_tokens_in_one_pass()
-    assert sampler.gumbel_sample is other
+    for name in ("gumbel_sample", "compute_topk_scores"):
+        monkeypatch.setattr(sampler, "gumbel_sample", own[0])
+        monkeypatch.setattr(sampler, "compute_topk_scores", own[1])
+        monkeypatch.setattr(sampler, name, other)
+        assert not versions.sample_tokens_in_one_pass()
+        assert {own[0], own[1], other} > {sampler.gumbel_sample, sampler.compute_topk_scores}
+
+
+def test_vllms_sampler_gets_the_log_probs_that_come_with_the_tokens(found: Found) -> None:
+    """Controls: for other tokens or logits, or where the likeliest are asked for, vLLM computes them."""
+    assert found["scores"].tolist() == found["logprobs"].tolist()
+    assert found["scored_tokens"].tolist() == found["tokens"].tolist()
+    assert found["left_to_vllm"].tolist() == [False, True, True, True]
