@@ -35,7 +35,7 @@ VOCABULARY, TOKEN = 64, 5
 
 @dataclass(frozen=True)
 class Work:
-    """`sequences` at a time, `samples` to a prompt of `prompt` tokens, `response` tokens each; with log-probs or not."""
+    """`sequences` at a time, `samples` to a prompt of `prompt` tokens, `response` tokens; with log-probs or not."""
 
     sequences: int
     samples: int
