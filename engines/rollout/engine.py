@@ -1,7 +1,7 @@
 """Rollout with vLLM inside the rank's process: token ids in, token ids out, weights as a reshard brings them.
 
-The engine does not detokenise, and gives log-probs only where they are compared with the trainer's, since they cost up
-to 40 or 50 % of its speed; all other log-probs are the trainer's. On a GPU that it shares with training the
+The engine does not detokenise, and gives log-probs only where they are compared with the trainer's; all other log-probs
+are the trainer's. On a GPU that it shares with training the
 engine sleeps between rollouts, unless memory suffices for both (engines/sizing/memory.py): its KV cache goes back to
 training, shared weights stay where they are, copies are dropped and made again when it wakes.
 
