@@ -52,7 +52,7 @@ def test_an_update_reports_its_work_and_the_time_of_its_collectives(
 def test_every_kind_of_collective_is_timed(two_ranks: Ranks, folder_of: FolderOf) -> None:
     """A synchronous one until it returns, an asynchronous one until it is waited for, one of DeepSpeed's own."""
     two_ranks.build(folder_of(Shape("qwen3", tied=True)))
-    (first, second) = two_ranks.ask("timed_collectives_of", pause_s=0.3)
+    (first, second) = two_ranks.ask("timed_collectives_of", pause_s=0.6)
     # Rank 1 comes late to each of three collectives: rank 0 waits in them, rank 1 does not.
-    assert first["seconds"] > 0.8
-    assert second["seconds"] < 0.3
+    assert first["seconds"] > 1.7
+    assert second["seconds"] < 0.9

@@ -125,10 +125,10 @@ def test_its_seconds_are_those_that_the_engines_worked_and_not_those_they_waited
     generation = training.session().rollouts[begun.key].generation
     assert generation is not None
     generation.replies.result()
-    time.sleep(0.5)
+    time.sleep(2.0)
     training.session().clock.lap()
     metrics = rollout.fn(training, next_settings(training, at(2)), begun).metrics
-    assert 0 < metrics["rollout/ahead_s"] < metrics["time/rollout_s"] < 0.4
+    assert 0 < metrics["rollout/ahead_s"] < metrics["time/rollout_s"] < 1.9
     (span,) = training.session().clock.lap().spans
     assert span.seconds == metrics["time/rollout_s"]
     assert begin_next_rollout(training, at(5)) is None
