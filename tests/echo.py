@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
 from typing import Any
@@ -10,7 +11,14 @@ import numpy as np
 import pyarrow as pa
 
 from engines.commands.message import decode, encode
-from engines.commands.rollout import CarriedResponses, EngineResponses, Generate, Sampling
+from engines.commands.rollout import (
+    CarriedResponses,
+    EndedResponses,
+    EngineResponses,
+    Generate,
+    PartialResults,
+    Sampling,
+)
 from penstock.base.ragged import Ragged
 
 GREEDY = Sampling(samples=1, temperature=0.0, top_p=1.0, top_k=0, max_tokens=2, ignore_eos=False, seed=[0, 1, 0])
@@ -32,6 +40,20 @@ NOTHING = EngineResponses(
 )
 
 
+def ended_responses(positions: Sequence[int], samples: Sequence[int], tokens: Ragged, version: int) -> EndedResponses:
+    """Responses of one policy that have ended, none of them cut."""
+    logprobs_T, versions_T = -0.5 * tokens.values_T.astype(np.float32), np.full(len(tokens.values_T), version, np.int32)
+    ended_B, truncated_B = np.ones(len(positions), bool), np.zeros(len(positions), bool)
+    responses = CarriedResponses(tokens, logprobs_T, versions_T, ended_B, truncated_B)
+    return EndedResponses(np.asarray(positions, np.int64), np.asarray(samples, np.int64), responses)
+
+
+def partial_results(positions: Sequence[int], samples: Sequence[int], texts: pa.LargeStringArray) -> PartialResults:
+    """News of responses of a token each."""
+    tokens = Ragged.of([[7]] * len(positions), np.int32)
+    return PartialResults(ended_responses(positions, samples, tokens, 3), texts)
+
+
 @dataclass(eq=False)
 class Echo:
     """Ranks that answer a prompt with its first token, once for sample 0, twice for sample 1.
@@ -48,7 +70,7 @@ class Echo:
 
     @property
     def spec(self) -> SimpleNamespace:
-        return SimpleNamespace(devices=(None,) * self.ranks)
+        return SimpleNamespace(devices=(SimpleNamespace(gpu=None),) * self.ranks)
 
     def call(self, command: str, key: str, **arguments: Any) -> list[dict[str, Any]]:
         self.commands.append({"command": command, "key": key, **arguments})

@@ -53,15 +53,6 @@ class Episodes:
     waited_seconds: float  # in which vLLM stood still because environments had not answered
 
 
-@dataclass(frozen=True)
-class PartialResults:
-    """News: responses that have ended before others; entry by entry the prompt's position, sample and text."""
-
-    positions: np.ndarray
-    samples: np.ndarray
-    texts: pa.LargeStringArray
-
-
 NO_SEED = -1  # of an episode that has not begun
 
 
@@ -88,6 +79,23 @@ class CarriedResponses:
     ended_B: np.ndarray  # bool: no token is missing
     truncated_B: np.ndarray  # bool: cut at max_tokens
     episodes: CarriedEpisodes | None = None  # with an environment
+
+
+@dataclass(frozen=True)
+class EndedResponses:
+    """Responses that have ended, to whichever prompts of a generation; entry by entry the prompt's position, sample."""
+
+    positions: np.ndarray  # int64
+    samples: np.ndarray  # int64
+    responses: CarriedResponses
+
+
+@dataclass(frozen=True)
+class PartialResults:
+    """News: responses that have ended before others, and the text of each."""
+
+    ended: EndedResponses
+    texts: pa.LargeStringArray
 
 
 @dataclass(frozen=True)
@@ -129,3 +137,4 @@ class Generate(Command[EngineResponses | None]):
     wanted: int | None = None  # prompts that all engines have to answer together; None: all
     required: int = 0  # of those, how many are the first ones, with whose responses the engines go on
     carried: CarriedResponses | None = None  # of responses to the first prompts; None: what is not answered is dropped
+    ended: EndedResponses | None = None  # that are there already, of a generation that was cut off

@@ -37,6 +37,7 @@ def generate(models: RankModels, command: Generate) -> Later[EngineResponses | N
         wanted=command.wanted,
         required=command.required,
         carried=command.carried,
+        ended=command.ended,
     )
     generator.loop.submit(generation)
     if not speaks:

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Protocol
 
-from engines.commands.rollout import CarriedResponses, Sampling
+from engines.commands.rollout import CarriedResponses, EndedResponses, Sampling
 from engines.rollout import vllm as versions
 from engines.rollout.prompt_queue import PromptQueue
 from engines.rollout.quota import AllPrompts, Quota
@@ -40,6 +40,7 @@ class Share:
         room: sequences of this generation that the engine should hold at a time.
         quota: how many prompts have to be answered.
         carried: what there is of responses to the first prompts; None: nothing is kept of unfinished ones.
+        ended: responses that are there already.
     """
 
     number: int
@@ -50,6 +51,7 @@ class Share:
     room: int
     quota: Quota = field(default_factory=AllPrompts)
     carried: CarriedResponses | None = None
+    ended: EndedResponses | None = None
 
     @property
     def own_streams(self) -> bool:

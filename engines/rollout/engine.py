@@ -27,7 +27,7 @@ import torch
 from torch import nn
 
 from configs.sections.rollout import RolloutConfig
-from engines.commands.rollout import CarriedResponses, Sampling
+from engines.commands.rollout import CarriedResponses, EndedResponses, Sampling
 from engines.families.served import check_served
 from engines.families.shape import ModelShape, shape_of_weights
 from engines.rollout import vllm as versions
@@ -145,6 +145,7 @@ class Generator:
         wanted: int | None = None,
         required: int = 0,
         carried: CarriedResponses | None = None,
+        ended: EndedResponses | None = None,
     ) -> SingleResponses | EpisodeLoop:
         """Return `sampling.samples` responses to each prompt that falls to this engine, for `loop` to generate.
 
@@ -159,6 +160,7 @@ class Generator:
             wanted: prompts that have to be answered by all engines together; None: all.
             required: how many of those are the first ones.
             carried: what there is of responses to the first prompts; None: what is not answered is dropped.
+            ended: responses that are there already, of single turns.
         """
         before = 0 if carried is None else len(carried.tokens) // sampling.samples
         began = time.perf_counter()
@@ -178,6 +180,7 @@ class Generator:
             min(self.max_sequences, most_at_once(len(prompts), sampling.samples, self.place.engines)),
             quota_of(wanted, self.place, store, number, reproducible, required),
             carried,
+            ended,
         )
         return SingleResponses(share, sender) if play is None else EpisodeLoop(share, play, in_step=reproducible)
 

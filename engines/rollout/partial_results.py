@@ -1,19 +1,22 @@
-"""Responses that have ended are told to the flow while others are still generated, so that their rewards can begin.
+"""Responses that have ended are told to the flow while others are still generated.
 
-A few times a second, all that has ended since: the text of each, decoded once, also for the reply. Left out: what the
+So their rewards can begin, and nobody has to generate them again if the generation is cut off. A few times a second,
+all that has ended since, and the text of each, decoded once, also for the reply. Left out: what the
 flow does with them (penstock/session/rollout/score_ahead.py); what ends last, which the reply brings.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
 import pyarrow as pa
 
-from engines.commands.rollout import PartialResults
+from engines.commands.rollout import EndedResponses, PartialResults
+from engines.rollout.carried import carried_of
+from engines.rollout.decode_loop import Request
 from penstock.base.ragged import Ragged
 
 PERIOD_S = 0.1
@@ -21,12 +24,11 @@ PERIOD_S = 0.1
 
 @dataclass(frozen=True)
 class EndedResponse:
-    """A response that has ended: `row` among its engine's, `sample` among those of the prompt at `position`."""
+    """A response that has ended, `sample` among those of the prompt at `position`."""
 
-    row: int
     position: int
     sample: int
-    tokens: Sequence[int]
+    request: Request
 
 
 class PartialResultSender:
@@ -46,15 +48,12 @@ class PartialResultSender:
         """Tell what has ended, and empty the list, if it is time to."""
         if not ended or time.perf_counter() < self._told + PERIOD_S:
             return
-        texts = self._decode(Ragged.of([item.tokens for item in ended], np.int32))
-        self._texts.update(zip((item.row for item in ended), texts, strict=True))
-        self._tell(
-            PartialResults(
-                positions=np.asarray([item.position for item in ended]),
-                samples=np.asarray([item.sample for item in ended]),
-                texts=pa.array(texts, pa.large_string()),
-            )
-        )
+        responses = carried_of([item.request for item in ended], [True] * len(ended))
+        positions, samples = zip(*((item.position, item.sample) for item in ended), strict=True)
+        texts = self._decode(responses.tokens)
+        self._texts.update(zip((item.request.row for item in ended), texts, strict=True))
+        told = EndedResponses(np.asarray(positions, np.int64), np.asarray(samples, np.int64), responses)
+        self._tell(PartialResults(told, pa.array(texts, pa.large_string())))
         self._told = time.perf_counter()
         ended.clear()
 

@@ -59,6 +59,14 @@ def sample_seeds(seed: Sequence[int], position: int, samples: int) -> list[int]:
     return [int(word) >> 1 for word in state]
 
 
+def _places(share: Share) -> dict[tuple[int, int], int]:
+    """Return where the responses are that are there already, by prompt and sample."""
+    if share.ended is None:
+        return {}
+    entries = zip(share.ended.positions.tolist(), share.ended.samples.tolist(), strict=True)
+    return {entry: place for place, entry in enumerate(entries)}
+
+
 class SingleResponses:
     """Responses of one turn each.
 
@@ -73,6 +81,7 @@ class SingleResponses:
         self._answered: list[int] = []  # prompts that count, by their number among those taken
         self._responses: dict[int, Request] = {}  # that have ended, by row
         self._ended_before: list[Request] = []  # in an earlier generation
+        self._there_before = _places(share)
         self._open: list[Request] = []  # that were under way at the end
         self._given_up = 0  # tokens
         self._handed_in = 0
@@ -95,29 +104,46 @@ class SingleResponses:
         if share.queue.exhausted or not loop.has_room(self._unfinished, samples, share.room):
             return
         for position in share.queue.take(max(1, (share.room - self._unfinished) // samples)):
-            seeds = sample_seeds(share.sampling.seed, position, samples) if share.own_streams else None
-            names = {f"{share.number}-{position}-{sample}": self._handed_in + sample for sample in range(samples)}
-            if share.carried is not None and position * samples < len(share.carried.tokens):
-                self._go_on(loop, position, names, seeds)
-            else:
-                loop.request(self, names, share.prompts.row(position).tolist(), share.parameters, seeds)
+            self._hand_in(loop, position)
             self._handed_in += samples
             self._positions.append(position)
             self._left.append(samples)
 
+    def _hand_in(self, loop: DecodeLoop, position: int) -> None:
+        """Hand in the responses to a prompt, but for those that are there already."""
+        share, samples = self._share, self._share.sampling.samples
+        missing = [sample for sample in range(samples) if not self._take_over(position, sample)]
+        seeds = None
+        if share.own_streams:
+            of_all = sample_seeds(share.sampling.seed, position, samples)
+            seeds = [of_all[sample] for sample in missing]
+        names = {f"{share.number}-{position}-{sample}": self._handed_in + sample for sample in missing}
+        if share.carried is not None and position * samples < len(share.carried.tokens):
+            self._go_on(loop, position, names, seeds)
+        elif names:
+            loop.request(self, names, share.prompts.row(position).tolist(), share.parameters, seeds)
+
+    def _take_over(self, position: int, sample: int) -> bool:
+        """Keep a response that is there already; return whether it is."""
+        place = self._there_before.get((position, sample))
+        if place is None or self._share.ended is None:
+            return False
+        self._ended_before.append(request_of(self._share.ended.responses, place, self, self._handed_in + sample))
+        return True
+
     def _go_on(self, loop: DecodeLoop, position: int, names: dict[str, int], seeds: list[int] | None) -> None:
         """Hand in what is missing of a prompt's responses."""
-        share, carried = self._share, self._share.carried
+        share, carried, samples = self._share, self._share.carried, self._share.sampling.samples
         assert carried is not None
-        for sample, (name, row) in enumerate(names.items()):
-            number = position * len(names) + sample
+        own: list[int | None] = [None] * len(names) if seeds is None else [*seeds]
+        for (name, row), seed in zip(names.items(), own, strict=True):
+            number = position * samples + row - self._handed_in
             request = request_of(carried, number, self, row)
             if carried.ended_B[number]:
                 self._ended_before.append(request)
                 continue
             parameters = copy.copy(share.parameters)
             parameters.max_tokens = share.sampling.max_tokens - len(request.tokens)
-            seed = None if seeds is None else seeds[sample]
             loop.go_on(request, name, share.prompts.row(position).tolist(), parameters, seed)
 
     def collect(self, ended: list[Request]) -> None:
@@ -165,7 +191,7 @@ class SingleResponses:
 
     def _ended(self, request: Request) -> EndedResponse:
         prompt, sample = divmod(request.row, self._share.sampling.samples)
-        return EndedResponse(request.row, self._positions[prompt], sample, request.tokens)
+        return EndedResponse(self._positions[prompt], sample, request)
 
     def generated(self) -> Generated:
         """Return all responses that count, once the generation has ended."""

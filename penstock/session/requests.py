@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 import pandas as pd
 
-from engines.commands.rollout import CarriedResponses, EngineResponses, Sampling
+from engines.commands.rollout import CarriedResponses, EndedResponses, EngineResponses, Sampling
 from penstock.state.deferred import Deferred
 
 
@@ -29,6 +29,7 @@ class GenerationRequest:
         wanted: how many of the prompts have to be answered; None: all.
         required: of those, how many are the first ones.
         carried: what there is of responses to the first prompts; None: what is not answered is dropped.
+        ended: responses that are there already.
     """
 
     prompts: pd.DataFrame
@@ -38,6 +39,7 @@ class GenerationRequest:
     wanted: int | None = None
     required: int = 0
     carried: CarriedResponses | None = None
+    ended: EndedResponses | None = None
 
 
 @dataclass(frozen=True)

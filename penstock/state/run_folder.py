@@ -4,7 +4,8 @@
     data/              tokenized prompts               metrics.jsonl   lines of iterations
     models/            models made by the run          summary.json    written at the end, also of a failed run
     experience/        000012.parquet, hidden parts;   logs/           of each rank; prints of rewards
-                       000012.carried.parquet
+                       000012.carried.parquet,
+                       while it rolls out 000012.ended.arrows
     checkpoints/       000010/                         report/         pictures and pages
     events.jsonl       what was lost meanwhile         finetuning/     while it lasts: checkpoint and manifest of
                                                                        offline training
@@ -116,6 +117,10 @@ class RunFolder:
     def carried(self, iteration: int) -> Path:
         """Responses that the rollout of one iteration left unfinished (penstock/session/rollout/carried.py)."""
         return self.path / "experience" / f"{iteration:06d}.carried.parquet"
+
+    def ended(self, iteration: int) -> Path:
+        """Responses that have ended while the rollout of one iteration goes on (penstock/session/rollout/ended.py)."""
+        return self.path / "experience" / f"{iteration:06d}.ended.arrows"
 
     def faulty(self, iteration: int) -> Path:
         """The experience of an iteration with a numerical fault, kept; beside it, as JSON, what the fault was."""

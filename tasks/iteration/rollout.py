@@ -30,6 +30,7 @@ from penstock.session.rollout.carried import (
     keep_carried,
     staleness_figures,
 )
+from penstock.session.rollout.ended import EndedFile, keeps_ended, origin_of_ended, other_streams
 from penstock.session.rollout.episodes import episode_column_names, episode_figures
 from penstock.session.rollout.generation import Responses, begin_generation, take_responses
 from penstock.session.rollout.rounds import further_round, next_round, round_figures
@@ -63,7 +64,7 @@ def begin_rollout(training: Training, settings: Settings, progress: Progress) ->
     prompts = _rows(training, this_round.rows_P)
     rollout, generation = Rollout(settings.iteration, f"{settings.iteration}/rollout"), None
     if not _left_behind(training, settings, progress, BegunRollout(this_round, prompts, None)):
-        generation = _begin(training, settings, this_round, prompts, rollout.key, 0, progress.iteration)
+        generation = _begin(training, settings, this_round, prompts, rollout.key, progress)
     training.session().rollouts[rollout.key] = BegunRollout(this_round, prompts, generation)
     return rollout
 
@@ -98,6 +99,9 @@ def rollout(training: Training, settings: Settings, begun: Rollout) -> Stage:
         unused = origin.get(UNUSED, 0)
         figures |= round_figures(training.config.rollout, begun.iteration, taken.round, experience, unused)
         figures |= staleness_figures(experience.policy_version, columns.get(POLICY_VERSIONS), columns["loss_mask"])
+    training.run.ended(begun.iteration).unlink(missing_ok=True)
+    if taken.generation is not None and (ended := taken.generation.request.ended) is not None:
+        metrics["rollout/taken_over"] = float(len(ended.positions))
     if taken.generation is not None:
         metrics["rollout/tokens_per_s"] = experience.response_tokens / metrics["time/rollout_s"]
     return Stage(experience, metrics | figures)
@@ -132,7 +136,8 @@ def further_rollout(
     """
     this_round = further_round(training, settings.iteration, cursor, missing, more, experience.deferred)
     prompts, key = _rows(training, this_round.rows_P), f"{settings.iteration}/resample-{number}"
-    generation = _begin(training, settings, this_round, prompts, key, 2 + number, settings.iteration)
+    request = _request(training, settings, this_round, prompts, key, 2 + number, settings.iteration)
+    generation = begin_generation(training, request, scoring_ahead(training, settings.iteration, prompts))
     responses = take_responses(training, generation)
     columns = experience_columns(training, settings, prompts, responses)
     left = _left(training, settings.iteration, this_round, responses)
@@ -144,6 +149,25 @@ def _rows(training: Training, rows_P: np.ndarray) -> pd.DataFrame:
 
 
 def _begin(
+    training: Training, settings: Settings, this_round: Round, prompts: pd.DataFrame, key: str, progress: Progress
+) -> BegunGeneration:
+    """Let the engines begin an iteration's first round, but for what had ended when it was begun before and cut off."""
+    request = _request(training, settings, this_round, prompts, key, 0, progress.iteration)
+    scoring = scoring_ahead(training, settings.iteration, prompts)
+    if not keeps_ended(training):
+        return begin_generation(training, request, scoring)
+    sampled_with = _origin(training, settings, this_round)
+    origin = origin_of_ended(sampled_with, progress.policy_version, prompts, request.carried)
+    kept = EndedFile(training.run.ended(settings.iteration), origin)
+    if (ended := kept.read()) is not None:
+        count = len(ended.positions)
+        said = "iteration %d: %d responses had ended when the rollout was cut off, and are not generated again"
+        get_run_logger().info(said, settings.iteration, count)
+        request = dataclasses.replace(request, ended=ended, sampling=other_streams(request.sampling, count))
+    return begin_generation(training, request, scoring, kept)
+
+
+def _request(
     training: Training,
     settings: Settings,
     this_round: Round,
@@ -151,9 +175,9 @@ def _begin(
     key: str,
     purpose: int,
     left_by: int,
-) -> BegunGeneration:
-    """Let the engines begin a round, which goes on with what the rollouts of iteration `left_by` have left."""
-    request = GenerationRequest(
+) -> GenerationRequest:
+    """Return what the engines are asked for in a round, which goes on with what iteration `left_by` has left."""
+    return GenerationRequest(
         prompts,
         key,
         sampling(training, settings, purpose),
@@ -161,7 +185,6 @@ def _begin(
         required=this_round.required,
         carried=begun_before(training, left_by, this_round.begun_before),
     )
-    return begin_generation(training, request, scoring_ahead(training, settings.iteration, prompts))
 
 
 def experience_columns(

@@ -124,6 +124,7 @@ def generation(training_with: MakeTraining, monkeypatch: pytest.MonkeyPatch) -> 
         training = training_with(config_from_mapping(values, "test"))
         frame = pd.DataFrame({"prompt_id": [f"{number:03d}" for number in range(200)]})
         training.session().prompts |= {"train": PromptTable(frame, 0), "heldout": PromptTable(frame, 0)}
+        training.session().groups |= {"rollout": Listener()}  # type: ignore[dict-item]
         with pytest.raises(Asked) as asked:
             if evaluation:
                 evaluate.fn(training, 3)

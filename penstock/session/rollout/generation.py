@@ -19,6 +19,7 @@ from engines.groups.group import RankLost, RolloutStalled
 from penstock.base.ragged import Ragged
 from penstock.session.requests import BegunGeneration, GenerationRequest, Replies
 from penstock.session.rollout.carried import left_over
+from penstock.session.rollout.ended import EndedFile
 from penstock.session.rollout.episodes import episode_columns, waiting_figures
 from penstock.session.session import Training
 
@@ -48,15 +49,18 @@ def generate(training: Training, request: GenerationRequest) -> Responses:
     return take_responses(training, begin_generation(training, request))
 
 
-def begin_generation(training: Training, request: GenerationRequest, on_ended: News | None = None) -> BegunGeneration:
+def begin_generation(
+    training: Training, request: GenerationRequest, on_ended: News | None = None, kept: EndedFile | None = None
+) -> BegunGeneration:
     """Let the engines begin; they share out the prompts among themselves (engines/rollout/prompt_queue.py).
 
     With an environment a response is an episode: the policy's turns and the observations between them.
 
     Args:
         on_ended: gets responses that have ended before others: an engine's news, or its reply.
+        kept: gets them, too, and is closed at the end.
     """
-    return BegunGeneration(request, training.session().generating.submit(_ask, training, request, on_ended))
+    return BegunGeneration(request, training.session().generating.submit(_ask, training, request, on_ended, kept))
 
 
 def take_responses(training: Training, generation: BegunGeneration) -> Responses:
@@ -107,7 +111,9 @@ def _left(
     return left_over(request.carried, answers, unanswered_P, request.sampling.samples)
 
 
-def _ask(training: Training, request: GenerationRequest, on_ended: News | None) -> Replies:
+def _ask(
+    training: Training, request: GenerationRequest, on_ended: News | None, kept: EndedFile | None = None
+) -> Replies:
     session, prompts = training.session(), request.prompts
     asked = Ragged.of(list(prompts["prompt_tokens"]), np.int32)
     episodes = None
@@ -116,14 +122,17 @@ def _ask(training: Training, request: GenerationRequest, on_ended: News | None) 
         episodes = EpisodeRows(str(training.run.prompts(request.split)), ids)
     began = time.perf_counter()
     quota = (request.wanted, request.required, request.carried)
-    command = Generate(asked, request.sampling, session.model_folder, episodes, *quota)
-    heard = _Heard(request, on_ended)
+    command = Generate(asked, request.sampling, session.model_folder, episodes, *quota, request.ended)
+    heard = _Heard(request, on_ended, kept)
     try:
         replies = session.call("rollout", command, request.key, heard.hear)
     except RankLost as loss:
         if not loss.flow_stacks:
             raise  # it is gone, or silent
         raise heard.stalled(loss) from loss
+    finally:
+        if kept is not None:
+            kept.close()
     return Replies(replies, began, time.perf_counter())
 
 
@@ -132,17 +141,20 @@ class _Heard:
 
     Args:
         hand_on: gets what they tell.
+        kept: keeps the responses that have ended.
     """
 
-    def __init__(self, request: GenerationRequest, hand_on: News | None) -> None:
+    def __init__(self, request: GenerationRequest, hand_on: News | None, kept: EndedFile | None) -> None:
         self._responses = len(request.prompts) * request.sampling.samples
-        self._ended, self._told_at, self._hand_on = 0, time.monotonic(), hand_on
+        self._ended, self._told_at, self._hand_on, self._kept = 0, time.monotonic(), hand_on, kept
 
     def hear(self, news: PartialResults | EngineResponses | None) -> None:
         """Count what an engine tells of ahead of its reply, which repeats it."""
         self._told_at = time.monotonic()
         if isinstance(news, PartialResults):
-            self._ended += len(news.positions)
+            self._ended += len(news.ended.positions)
+            if self._kept is not None:
+                self._kept.add(news.ended)
         if self._hand_on is not None:
             self._hand_on(news)
 

@@ -69,7 +69,7 @@ def ended_responses(news: PartialResults | EngineResponses | None, samples: int)
     if news is None:
         return []
     if isinstance(news, PartialResults):
-        positions, numbers = news.positions, news.samples
+        positions, numbers = news.ended.positions, news.ended.samples
     else:
         positions = np.repeat(news.positions_P, samples)
         numbers = np.tile(np.arange(samples), len(news.positions_P))

@@ -182,7 +182,7 @@ def test_responses_that_end_early_are_told_at_once(two_ranks: Ranks, folder_of: 
         ((position, sample), text)
         for news in heard
         for position, sample, text in zip(
-            news.positions.tolist(), news.samples.tolist(), news.texts.to_pylist(), strict=True
+            news.ended.positions.tolist(), news.ended.samples.tolist(), news.texts.to_pylist(), strict=True
         )
     ]
     texts = {

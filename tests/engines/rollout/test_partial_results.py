@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+from array import array
+
 import numpy as np
 import pytest
 
 from engines.rollout import partial_results
+from engines.rollout.decode_loop import Request
 from engines.rollout.partial_results import EndedResponse, PartialResultSender
 from penstock.base.ragged import Ragged
 
 RESPONSES = Ragged.of([[1], [2, 2], [3, 3, 3], [4]], np.int32)
+
+
+def _request(row: int, tokens: list[int]) -> Request:
+    return Request(None, row, 0.0, array("i", tokens), versions=[(0, 4)])  # type: ignore[arg-type]
 
 
 def test_texts_are_told_once_and_not_made_again(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -22,17 +29,20 @@ def test_texts_are_told_once_and_not_made_again(monkeypatch: pytest.MonkeyPatch)
         return [str(rows.row(number).tolist()) for number in range(len(rows))]
 
     sender = PartialResultSender(decode, told.append)
-    ended = [EndedResponse(2, 7, 0, [3, 3, 3])]
+    ended = [EndedResponse(7, 0, _request(2, [3, 3, 3]))]
     sender.send(ended)
     assert (told, len(ended)) == ([], 1), "too early"
 
     clock[0] += partial_results.PERIOD_S
-    ended.append(EndedResponse(1, 5, 1, [2, 2]))
+    ended.append(EndedResponse(5, 1, _request(1, [2, 2])))
     sender.send(ended)
     sender.send(ended)
     assert ended == []
     (news,) = told
-    assert (news.positions.tolist(), news.samples.tolist()) == ([7, 5], [0, 1])
+    assert (news.ended.positions.tolist(), news.ended.samples.tolist()) == ([7, 5], [0, 1])
+    responses = news.ended.responses
+    assert responses.tokens.values_T.tolist() == [3, 3, 3, 2, 2]
+    assert (responses.versions_T.tolist(), responses.ended_B.tolist()) == ([4] * 5, [True, True])
     assert news.texts.to_pylist() == ["[3, 3, 3]", "[2, 2]"]
 
     assert sender.texts(np.arange(4), RESPONSES) == ["[1]", "[2, 2]", "[3, 3, 3]", "[4]"]

@@ -170,7 +170,7 @@ def test_the_batch_is_what_ends_first_and_the_rest_leaves_no_trace(one_rank: Ran
     sampled = sum(min(len(row), last) for rows in left for row in rows)
     assert reply.unused_tokens == sampled
     assert whole.unused_tokens == again.unused_tokens == 0
-    told = {position for news in heard for position in news.positions.tolist()}
+    told = {position for news in heard for position in news.ended.positions.tolist()}
     assert told and told <= set(first), "rewards are not computed for what waits"
 
 

@@ -146,7 +146,7 @@ def test_weights_reach_a_generation_that_is_under_way(
     asked["sampling"] |= {"samples": samples, "temperature": 1.0, "max_tokens": 400, "logprobs": True}
 
     def hear(news: PartialResults) -> None:
-        ended.extend(news.positions)
+        ended.extend(news.ended.positions)
         if len(ended) > 16:
             under_way.set()
 

@@ -14,7 +14,7 @@ import pytest
 
 from configs.schema import TrainConfig
 from engines.commands.message import encode
-from engines.commands.rollout import EngineResponses, PartialResults
+from engines.commands.rollout import EngineResponses
 from engines.groups.group import RankLost, RolloutStalled
 from penstock.base.ragged import Ragged
 from penstock.session.requests import GenerationRequest
@@ -26,7 +26,7 @@ from penstock.session.rollout.generation import (
     take_responses,
 )
 from penstock.session.session import Training
-from tests.echo import GREEDY, NOTHING, Echo
+from tests.echo import GREEDY, NOTHING, Echo, partial_results
 
 SAMPLES = 2
 
@@ -79,7 +79,7 @@ def test_a_generation_that_misses_its_deadline_says_how_far_it_was(
         class Stalls(Echo):
             def call(self, command: str, key: str, **arguments: Any) -> list[dict[str, Any]]:
                 for row in range(told):
-                    news = PartialResults(np.array([row]), np.array([0]), pa.array(["1"], pa.large_string()))
+                    news = partial_results([row], [0], pa.array(["1"], pa.large_string()))
                     arguments["on_news"]({"news": encode(news)})
                 raise loss
 

@@ -16,7 +16,7 @@ import pytest
 from configs.loading.load import config_from_mapping
 from configs.schema import TrainConfig
 from engines.commands.message import encode
-from engines.commands.rollout import Generate, PartialResults
+from engines.commands.rollout import Generate
 from engines.groups.spec import RankDevice
 from penstock.base.ragged import Ragged
 from penstock.data.prompts import PromptTable
@@ -29,7 +29,7 @@ from penstock.session.settings import next_settings
 from penstock.state.manifest import Progress
 from tasks.iteration.reward import reward
 from tasks.iteration.rollout import begin_rollout, rollout
-from tests.echo import GREEDY, Echo
+from tests.echo import GREEDY, Echo, partial_results
 
 SAMPLES = 2
 
@@ -42,7 +42,7 @@ class Talking(Echo):
         first = replies[0]["reply"]
         for sample in reversed(range(SAMPLES)):
             texts = first["texts"][sample : sample + 1]
-            on_news({"news": encode(PartialResults(first["positions_P"][:1], np.array([sample]), texts))})
+            on_news({"news": encode(partial_results(first["positions_P"][:1], [sample], texts))})
         on_news(replies[0])
         on_news({"reply": None, "usage": {}})  # of a rank that leaves the reply to the first of its engine
         return replies
@@ -127,6 +127,6 @@ def test_a_reply_names_its_responses_by_their_order() -> None:
         *((4, 0, "a"), (4, 1, "b")),
         *((1, 0, "c"), (1, 1, "d")),
     ]
-    news = PartialResults(np.array([4, 1]), np.array([1, 0]), texts[:2])
+    news = partial_results([4, 1], [1, 0], texts[:2])
     assert ended_responses(news, 2) == [ScorableResponse(4, 1, "a"), ScorableResponse(1, 0, "b")]
     assert ended_responses(None, 2) == []

@@ -1,0 +1,174 @@
+"""Ended responses: a rollout that was cut off and is begun again does not generate again what had ended.
+
+A file `experience/000012.ended.arrows` gets a batch for each piece of news from the engines, a row per response. It
+outlives ranks and flow, and is gone once the experience is written. The rollout that is begun again takes over what is
+whole in it, if that depends on the same policy, prompts and settings, and generates the rest.
+
+The rest comes from other random streams. Where they have to be the same (`rollout.reproducible`, so on a CPU) nothing
+is kept: the whole rollout is generated again, and comes out the same to the last bit.
+
+Left out: what engines make of it (engines/rollout/responses.py), rounds that replace refused groups, and play with
+environments, whose episodes are known by their environments (engines/rollout/episodes.py).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import zlib
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pyarrow as pa
+
+from engines.commands.rollout import CarriedResponses, EndedResponses, Sampling
+from penstock.base.ragged import Ragged
+from penstock.session.session import Training
+
+ORIGIN, CHECK = b"origin", b"crc32"
+FURTHER_STREAMS = 1 << 16  # purposes of random streams from here on are those of rollouts that are begun again
+SCHEMA = pa.schema(
+    {
+        "position": pa.int64(),
+        "sample": pa.int64(),
+        "tokens": pa.large_list(pa.int32()),
+        "logprobs": pa.large_list(pa.float32()),
+        "versions": pa.large_list(pa.int32()),
+        "truncated": pa.bool_(),
+    }
+)
+
+
+def keeps_ended(training: Training) -> bool:
+    """Whether ended responses of a rollout are kept for one that is begun again."""
+    config = training.config
+    if config.environment is not None:
+        return False
+    if config.rollout.reproducible is not None:
+        return not config.rollout.reproducible
+    return training.session().groups["rollout"].spec.devices[0].gpu is not None
+
+
+def origin_of_ended(
+    origin: dict[str, Any], policy_version: int, prompts: pd.DataFrame, carried: CarriedResponses | None
+) -> str:
+    """Return what ended responses depend on.
+
+    Args:
+        origin: the sampling's part of it.
+        carried: what the rollout goes on with.
+    """
+    ids = json.dumps([str(name) for name in prompts["prompt_id"]])
+    begun_before = b"" if carried is None else carried.tokens.values_T.tobytes() + carried.versions_T.tobytes()
+    digest = hashlib.sha256(ids.encode() + begun_before).hexdigest()
+    return json.dumps({**origin, "policy_version": policy_version, "prompts": digest}, sort_keys=True)
+
+
+def other_streams(sampling: Sampling, ended: int) -> Sampling:
+    """Return how the rest is sampled where some responses have ended: from streams that none of these came from."""
+    seed, iteration, _ = sampling.seed
+    return replace(sampling, seed=[seed, iteration, FURTHER_STREAMS + ended])
+
+
+class EndedFile:
+    """The file of a rollout's ended responses.
+
+    Args:
+        origin: what they depend on.
+    """
+
+    def __init__(self, path: Path, origin: str) -> None:
+        self._path, self._origin = path, origin
+        self._known: set[tuple[int, int]] = set()
+        self._before: EndedResponses | None = None
+        self._sink: Any = None
+        self._writer: Any = None
+
+    def read(self) -> EndedResponses | None:
+        """Return what an interrupted attempt has left; None: nothing that is of use."""
+        batches = list(_whole_batches(self._path, self._origin)) if self._path.exists() else []
+        if not batches:
+            return None
+        self._before = _responses_in(pa.Table.from_batches(batches).combine_chunks())
+        return self._before
+
+    def add(self, ended: EndedResponses) -> None:
+        """Write what has ended; a response that is there already is not written again."""
+        if self._writer is None:
+            self._begin()
+        entries = list(zip(ended.positions.tolist(), ended.samples.tolist(), strict=True))
+        if new := [place for place, entry in enumerate(entries) if entry not in self._known]:
+            self._known.update(entries)
+            batch = _batch(ended).take(pa.array(new))
+            self._writer.write_batch(batch, custom_metadata={CHECK: str(_checked(batch)).encode()})
+
+    def _begin(self) -> None:
+        """Begin the file anew, with what was read of it; until that is written the old one stays."""
+        partial = self._path.with_name(f"{self._path.name}.partial")
+        partial.parent.mkdir(parents=True, exist_ok=True)
+        self._sink = pa.OSFile(str(partial), "wb")
+        self._writer = pa.ipc.new_stream(self._sink, SCHEMA.with_metadata({ORIGIN: self._origin.encode()}))
+        if self._before is not None:
+            self.add(self._before)
+        partial.replace(self._path)
+
+    def close(self) -> None:
+        """Close the file, if it was begun."""
+        if self._writer is not None:
+            self._writer.close()
+            self._sink.close()
+
+
+def _batch(ended: EndedResponses) -> pa.RecordBatch:
+    responses = ended.responses
+    offsets = pa.array(responses.tokens.offsets_B1.astype(np.int64))
+
+    def lists(values_T: np.ndarray) -> pa.Array:
+        of_each = offsets if len(values_T) else pa.array(np.zeros(len(offsets), np.int64))  # log-probs nobody asked for
+        return pa.LargeListArray.from_arrays(of_each, pa.array(values_T))
+
+    tokens, logprobs = lists(responses.tokens.values_T), lists(responses.logprobs_T.astype(np.float32))
+    versions, truncated = lists(responses.versions_T.astype(np.int32)), pa.array(responses.truncated_B)
+    columns = [pa.array(ended.positions), pa.array(ended.samples), tokens, logprobs, versions, truncated]
+    return pa.RecordBatch.from_arrays(columns, schema=SCHEMA)
+
+
+def _whole_batches(path: Path, origin: str) -> Iterator[pa.RecordBatch]:
+    """Yield the batches of a file with this origin, up to the first that a crash has left half-written."""
+    try:
+        with pa.OSFile(str(path), "rb") as source, pa.ipc.open_stream(source) as reader:
+            if (reader.schema.metadata or {}).get(ORIGIN) != origin.encode():
+                return
+            while True:
+                batch, said = reader.read_next_batch_with_custom_metadata()
+                if said is None or said.get(CHECK) != str(_checked(batch)).encode():
+                    return
+                yield batch
+    except (StopIteration, pa.ArrowInvalid, OSError):  # its end, or what was being written
+        return
+
+
+def _checked(batch: pa.RecordBatch) -> int:
+    """Return a checksum of all values: after a restart of the machine a file may have holes."""
+    check = 0
+    for column in batch.columns:
+        values = column.flatten() if pa.types.is_large_list(column.type) else column
+        check = zlib.crc32(values.to_numpy(zero_copy_only=False).tobytes(), check)
+    return zlib.crc32(batch.column("tokens").value_lengths().to_numpy().tobytes(), check)
+
+
+def _responses_in(table: pa.Table) -> EndedResponses:
+    def lists(name: str) -> np.ndarray:
+        values: np.ndarray = table[name].combine_chunks().flatten().to_numpy()
+        return values
+
+    lengths_B = table["tokens"].combine_chunks().value_lengths().to_numpy()
+    tokens = Ragged(lists("tokens"), np.concatenate([[0], np.cumsum(lengths_B)]))
+    truncated_B = table["truncated"].to_numpy().astype(bool)
+    ended_B = np.ones(len(lengths_B), bool)
+    responses = CarriedResponses(tokens, lists("logprobs"), lists("versions"), ended_B, truncated_B)
+    return EndedResponses(table["position"].to_numpy(), table["sample"].to_numpy(), responses)
