@@ -45,9 +45,9 @@ def _request_unevenly(
     parameters: Any,
     seeds: list[int] | None,
 ) -> None:
-    lengths = lengths_of(prompt, len(names), parameters.max_tokens)
     for number, (name, row) in enumerate(names.items()):
-        own = _as_long(parameters, lengths[number])
+        sample = int(name.rpartition("-")[2])
+        own = _as_long(parameters, lengths_of(prompt, sample + 1, parameters.max_tokens)[sample])
         _request(loop, owner, {name: row}, prompt, own, None if seeds is None else seeds[number : number + 1])
 
 

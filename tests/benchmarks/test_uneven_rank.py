@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from array import array
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -31,7 +31,7 @@ def test_lengths_are_log_normal_and_cut() -> None:
 
 
 def test_vllm_is_told_where_each_response_ends(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One request after the other, each with a length of its own, the recipe's own parameters left as they are.
+    """One request after the other, each with its sample's length, the recipe's own parameters left as they are.
 
     One that goes on ends where it would have ended. Control: without the tokens that it has it would be longer.
     """
@@ -41,11 +41,15 @@ def test_vllm_is_told_where_each_response_ends(monkeypatch: pytest.MonkeyPatch) 
         asked.append((names, parameters.max_tokens, seeds))
 
     monkeypatch.setattr("engines.rollout.vllm.submit", submit)
-    parameters, loop, owner = SimpleNamespace(max_tokens=8192), DecodeLoop(None), SingleResponses(None)  # type: ignore[arg-type]
-    names = {"0-5-0": 0, "0-5-1": 1, "0-5-2": 2}
-    uneven_rank._request_unevenly(loop, owner, names, [1, 2], parameters, [7, 8, 9])
+    parameters, loop, owner = (
+        SimpleNamespace(max_tokens=8192),
+        DecodeLoop(None),
+        cast(SingleResponses, SimpleNamespace()),
+    )
+    names = {"0-5-0": 0, "0-5-2": 2}
+    uneven_rank._request_unevenly(loop, owner, names, [1, 2], parameters, [7, 9])
     lengths = lengths_of([1, 2], 3, 8192)
-    assert asked == [(["0-5-0"], lengths[0], [7]), (["0-5-1"], lengths[1], [8]), (["0-5-2"], lengths[2], [9])]
+    assert asked == [(["0-5-0"], lengths[0], [7]), (["0-5-2"], lengths[2], [9])]
     assert parameters.max_tokens == 8192
 
     request = Request(owner, 1, 0.0, tokens=array("i", range(40)))
