@@ -1,9 +1,9 @@
 """Rollout with vLLM inside the rank's process: token ids in, token ids out, weights as a reshard brings them.
 
 The engine does not detokenise, and gives log-probs only where they are compared with the trainer's; all other log-probs
-are the trainer's. On a GPU that it shares with training the
-engine sleeps between rollouts, unless memory suffices for both (engines/sizing/memory.py): its KV cache goes back to
-training, shared weights stay where they are, copies are dropped and made again when it wakes.
+are the trainer's. On a GPU that it shares with training the engine sleeps between rollouts, unless memory suffices for
+both (engines/sizing/memory.py): its KV cache goes back to training, shared weights stay where they are, copies are
+dropped and made again when it wakes.
 
 Randomness: every generation seeds the generators from (seed, iteration, purpose, engine), or each request from its
 prompt's position instead of the engine (`rollout.reproducible`), so nothing of a generator's state needs saving.

@@ -170,7 +170,7 @@ def read_columns(path: str | Path, names: Sequence[str]) -> dict[str, Any]:
     if missing := [name for name in names if name not in added and name not in present]:
         raise KeyError(f"{path} has no column {', '.join(missing)}: the task that writes it has not run")
     table = file.read(columns=[name for name in names if name not in added])
-    return {name: _from_arrow(added[name] if name in added else table.column(name)) for name in names}
+    return {name: from_arrow(added[name] if name in added else table.column(name)) for name in names}
 
 
 def column_names(path: str | Path) -> list[str]:
@@ -186,10 +186,11 @@ def origin_of(path: str | Path) -> dict[str, Any]:
 
 
 def _to_table(columns: Mapping[str, Any]) -> pa.Table:
-    return pa.table({name: _to_arrow(column) for name, column in columns.items()})
+    return pa.table({name: to_arrow(column) for name, column in columns.items()})
 
 
-def _to_arrow(column: Any) -> pa.Array:
+def to_arrow(column: Any) -> pa.Array:
+    """Return a column as Arrow has it: lists of a `Ragged`, arrays and lists as they are."""
     if isinstance(column, Ragged):
         return pa.LargeListArray.from_arrays(pa.array(column.offsets_B1, pa.int64()), pa.array(column.values_T))
     return column if isinstance(column, pa.Array) else pa.array(column)
@@ -248,7 +249,8 @@ def _added(path: str | Path, file: pq.ParquetFile) -> dict[str, pa.ChunkedArray]
     return {name: table.column(name) for table in tables for name in table.column_names}
 
 
-def _from_arrow(column: pa.ChunkedArray) -> Any:
+def from_arrow(column: pa.ChunkedArray) -> Any:
+    """Return a column as `read_columns` does."""
     array = column.combine_chunks()
     if isinstance(array, pa.ChunkedArray):
         array = pa.concat_arrays(array.chunks)

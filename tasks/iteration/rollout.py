@@ -100,10 +100,10 @@ def rollout(training: Training, settings: Settings, begun: Rollout) -> Stage:
         figures |= round_figures(training.config.rollout, begun.iteration, taken.round, experience, unused)
         figures |= staleness_figures(experience.policy_version, columns.get(POLICY_VERSIONS), columns["loss_mask"])
     training.run.ended(begun.iteration).unlink(missing_ok=True)
-    if taken.generation is not None and (ended := taken.generation.request.ended) is not None:
-        metrics["rollout/taken_over"] = float(len(ended.positions))
     if taken.generation is not None:
         metrics["rollout/tokens_per_s"] = experience.response_tokens / metrics["time/rollout_s"]
+        if (ended := taken.generation.request.ended) is not None:
+            metrics["rollout/taken_over"] = float(len(ended.positions))
     return Stage(experience, metrics | figures)
 
 

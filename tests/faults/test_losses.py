@@ -286,6 +286,13 @@ def carried(run: RunFolder, number: int) -> list[object]:
     return found
 
 
+def resume(run: RunFolder) -> None:
+    """Resume a training in this process."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(ROOT)
+        train(resume=str(run.path))
+
+
 def progress(run: RunFolder) -> Progress:
     """Return where a run stands, without what the machine took for it."""
     return replace(read_manifest(run).progress, seconds=0.0)
@@ -301,9 +308,7 @@ def test_more_losses_than_allowed_end_the_training_and_a_resume_ends_it_alike(
     run = RunFolder(alone.path.with_name("too-often"))
     assert [event["event"] for event in read_events(run)] == ["RankLost", "recovered", "RankLost", "given up"]
     assert read_manifest(run).progress.iteration == 2
-    with pytest.MonkeyPatch.context() as patch:
-        patch.chdir(ROOT)
-        train(resume=str(run.path))
+    resume(run)
     assert_equal(run, alone)
 
 
@@ -322,9 +327,7 @@ def test_prompts_that_wait_outlast_a_training_that_ends_and_is_resumed(
         run_of(f"{recipe}, ended", recipe, "engine.restarts=0", blows=[Blow("update_actor", "3/")])
     run = RunFolder(alone.path.with_name(f"{recipe}, ended"))
     assert len(read_manifest(run).progress.deferred) == 8
-    with pytest.MonkeyPatch.context() as patch:
-        patch.chdir(ROOT)
-        train(resume=str(run.path))
+    resume(run)
     assert_equal(run, alone)
 
 
@@ -346,9 +349,7 @@ def test_responses_that_go_on_outlast_a_training_that_ends_and_is_resumed(
         run_of(f"{recipe}, ended", recipe, "engine.restarts=0", blows=[Blow("update_actor", "3/")])
     run = RunFolder(alone.path.with_name(f"{recipe}, ended"))
     assert len(read_manifest(run).progress.deferred) == 4
-    with pytest.MonkeyPatch.context() as patch:
-        patch.chdir(ROOT)
-        train(resume=str(run.path))
+    resume(run)
     assert_equal(run, alone)
 
 

@@ -28,6 +28,7 @@ import pyarrow as pa
 from engines.commands.rollout import CarriedResponses, EndedResponses, Sampling
 from penstock.base.ragged import Ragged
 from penstock.session.session import Training
+from penstock.state.experience import from_arrow, to_arrow
 
 ORIGIN, CHECK = b"origin", b"crc32"
 FURTHER_STREAMS = 1 << 16  # purposes of random streams from here on are those of rollouts that are begun again
@@ -93,7 +94,7 @@ class EndedFile:
         batches = list(_whole_batches(self._path, self._origin)) if self._path.exists() else []
         if not batches:
             return None
-        self._before = _responses_in(pa.Table.from_batches(batches).combine_chunks())
+        self._before = _responses_in(pa.Table.from_batches(batches))
         return self._before
 
     def add(self, ended: EndedResponses) -> None:
@@ -125,16 +126,17 @@ class EndedFile:
 
 def _batch(ended: EndedResponses) -> pa.RecordBatch:
     responses = ended.responses
-    offsets = pa.array(responses.tokens.offsets_B1.astype(np.int64))
-
-    def lists(values_T: np.ndarray) -> pa.Array:
-        of_each = offsets if len(values_T) else pa.array(np.zeros(len(offsets), np.int64))  # log-probs nobody asked for
-        return pa.LargeListArray.from_arrays(of_each, pa.array(values_T))
-
-    tokens, logprobs = lists(responses.tokens.values_T), lists(responses.logprobs_T.astype(np.float32))
-    versions, truncated = lists(responses.versions_T.astype(np.int32)), pa.array(responses.truncated_B)
-    columns = [pa.array(ended.positions), pa.array(ended.samples), tokens, logprobs, versions, truncated]
-    return pa.RecordBatch.from_arrays(columns, schema=SCHEMA)
+    offsets_B1 = responses.tokens.offsets_B1
+    of_none = np.zeros_like(offsets_B1)  # log-probs that nobody asked for
+    columns = {
+        "position": ended.positions,
+        "sample": ended.samples,
+        "tokens": responses.tokens,
+        "logprobs": Ragged(responses.logprobs_T, offsets_B1 if len(responses.logprobs_T) else of_none),
+        "versions": Ragged(responses.versions_T, offsets_B1),
+        "truncated": responses.truncated_B,
+    }
+    return pa.RecordBatch.from_arrays([to_arrow(columns[name]) for name in SCHEMA.names], schema=SCHEMA)
 
 
 def _whole_batches(path: Path, origin: str) -> Iterator[pa.RecordBatch]:
@@ -162,13 +164,12 @@ def _checked(batch: pa.RecordBatch) -> int:
 
 
 def _responses_in(table: pa.Table) -> EndedResponses:
-    def lists(name: str) -> np.ndarray:
-        values: np.ndarray = table[name].combine_chunks().flatten().to_numpy()
-        return values
-
-    lengths_B = table["tokens"].combine_chunks().value_lengths().to_numpy()
-    tokens = Ragged(lists("tokens"), np.concatenate([[0], np.cumsum(lengths_B)]))
-    truncated_B = table["truncated"].to_numpy().astype(bool)
-    ended_B = np.ones(len(lengths_B), bool)
-    responses = CarriedResponses(tokens, lists("logprobs"), lists("versions"), ended_B, truncated_B)
-    return EndedResponses(table["position"].to_numpy(), table["sample"].to_numpy(), responses)
+    columns = {name: from_arrow(table[name]) for name in SCHEMA.names}
+    responses = CarriedResponses(
+        tokens=columns["tokens"],
+        logprobs_T=columns["logprobs"].values_T,
+        versions_T=columns["versions"].values_T,
+        ended_B=np.ones(len(table), bool),
+        truncated_B=np.asarray(columns["truncated"]),
+    )
+    return EndedResponses(columns["position"], columns["sample"], responses)

@@ -111,9 +111,7 @@ def _left(
     return left_over(request.carried, answers, unanswered_P, request.sampling.samples)
 
 
-def _ask(
-    training: Training, request: GenerationRequest, on_ended: News | None, kept: EndedFile | None = None
-) -> Replies:
+def _ask(training: Training, request: GenerationRequest, on_ended: News | None, kept: EndedFile | None) -> Replies:
     session, prompts = training.session(), request.prompts
     asked = Ragged.of(list(prompts["prompt_tokens"]), np.int32)
     episodes = None

@@ -109,28 +109,13 @@ def test_they_count_for_a_quota_and_take_the_place_of_what_was_carried(one_rank:
     one_rank.build(folder, ("actor", "rollout"), rollout=rollout, algorithm={"correction": {}})
     (first,) = _ask(one_rank, folder, 200, wanted=5, carried=NOTHING)
     assert first.left is not None and first.left_P is not None
-    left = np.sort(first.left_P)
-    of = np.argsort(first.left_P)
-    assert len(left) == 19
-    carried = _taken(first.left, (of[:, None] * SAMPLES + np.arange(SAMPLES)).ravel())
-    prompts = PROMPTS.take(np.concatenate([left, np.setdiff1d(np.arange(24), left)]))
+    assert len(first.left_P) == 19
+    prompts = PROMPTS.take(np.concatenate([first.left_P, np.setdiff1d(np.arange(24), first.left_P)]))
     done = {
         (position, sample): ([9, 8, 7], [-1.0] * 3, 0) for position in (0, 2, 5, 20, 22) for sample in range(SAMPLES)
     }
-    (reply,) = _ask(one_rank, folder, 200, prompts=prompts, wanted=5, carried=carried, ended=_ended(done))
+    (reply,) = _ask(one_rank, folder, 200, prompts=prompts, wanted=5, carried=first.left, ended=_ended(done))
     assert sorted(reply.positions_P.tolist()) == [0, 2, 5, 20, 22]
     assert reply.responses.values_T.tolist() == [9, 8, 7] * 5 * SAMPLES
     assert reply.versions_T is not None
     assert set(reply.versions_T.tolist()) == {VERSION}
-
-
-def _taken(carried: CarriedResponses, rows_B: np.ndarray) -> CarriedResponses:
-    offsets_B1 = carried.tokens.offsets_B1
-    logprobs, versions = Ragged(carried.logprobs_T, offsets_B1), Ragged(carried.versions_T, offsets_B1)
-    return CarriedResponses(
-        carried.tokens.take(rows_B),
-        logprobs.take(rows_B).values_T,
-        versions.take(rows_B).values_T,
-        carried.ended_B[rows_B],
-        carried.truncated_B[rows_B],
-    )

@@ -270,7 +270,7 @@ def test_consolidated_is_as_if_every_step_had_written_all_columns(path: Path, tm
         add_columns(path, columns)
         table = pq.read_table(whole)
         for name, column in columns.items():
-            array = experience._to_arrow(column)
+            array = experience.to_arrow(column)
             place = table.column_names.index(name) if name in table.column_names else table.num_columns
             table = table.remove_column(place) if name in table.column_names else table
             table = table.add_column(place, name, array)
