@@ -45,7 +45,8 @@ from prefect.client.orchestration import get_client
 from prefect.server.api.server import SubprocessASGIServer
 try:
     print(SubprocessASGIServer().server_process.pid, flush=True)  # the signal may come at once
-    time.sleep(600)
+    while True:
+        time.sleep(0.1)  # one that comes just before a sleep is heard after it
 finally:
     with get_client(sync_client=True) as client:
         print("nobody there" if client.api_healthcheck() else "told", flush=True)
