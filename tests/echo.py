@@ -115,12 +115,12 @@ class Echo:
         return replace(
             answer,
             responses=Ragged.of([old + new for (old, _), new in zip(answered, responses, strict=True)], np.int32),
-            logprobs_T=self.logprobs([old + new for (old, _), new in zip(answered, responses, strict=True)]),
+            logprobs_T=self.logprobs(asked, answered, responses) if asked.sampling.logprobs else None,
             versions_T=self.versions(answered, responses),
             left_P=others,
             left=CarriedResponses(
                 tokens=Ragged.of([old + new for (old, _), new in zip(left, more, strict=True)], np.int32),
-                logprobs_T=self.logprobs([old + new for (old, _), new in zip(left, more, strict=True)]),
+                logprobs_T=self.logprobs(asked, left, more),
                 versions_T=self.versions(left, more),
                 ended_B=np.zeros(len(left), bool),
                 truncated_B=np.zeros(len(left), bool),
@@ -142,6 +142,7 @@ class Echo:
         rows = [old + [self.policy_version] * len(new) for (_, old), new in zip(begun, more, strict=True)]
         return Ragged.of(rows, np.int32).values_T
 
-    def logprobs(self, rows: list[list[int]]) -> np.ndarray:
-        """Return what no token has: minus its number."""
+    def logprobs(self, asked: Generate, begun: list[tuple[list[int], list[int]]], more: list[list[int]]) -> np.ndarray:
+        """Return what no token has: minus its number; nothing unless it is asked for."""
+        rows = [old + new for (old, _), new in zip(begun, more, strict=True)] if asked.sampling.logprobs else []
         return -Ragged.of(rows, np.float32).values_T

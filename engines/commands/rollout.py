@@ -74,7 +74,7 @@ class CarriedResponses:
     """What was sampled of responses that a generation left, for another to go on with; of a prompt side by side."""
 
     tokens: Ragged
-    logprobs_T: np.ndarray  # float32, under the distributions that the tokens were sampled from
+    logprobs_T: np.ndarray  # float32, under the distributions that the tokens were sampled from; empty: not asked for
     versions_T: np.ndarray  # int32: the policy version that sampled each token, or that read it, of an observation
     ended_B: np.ndarray  # bool: no token is missing
     truncated_B: np.ndarray  # bool: cut at max_tokens

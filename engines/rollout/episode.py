@@ -143,12 +143,17 @@ def under_way(carried: CarriedResponses | None) -> dict[int, bytes]:
     return {int(seeds_B[row]): heard(carried.tokens.row(row).tolist(), ends.row(row).tolist()) for row in rows}
 
 
-def carried_episodes(episodes: Sequence[Episode], ended: Sequence[bool]) -> CarriedResponses:
-    """Return what there is of episodes, for a later generation to go on with."""
+def carried_episodes(episodes: Sequence[Episode], ended: Sequence[bool], logprobs: bool) -> CarriedResponses:
+    """Return what there is of episodes, for a later generation to go on with.
+
+    Args:
+        logprobs: whether they were asked for.
+    """
+    known = [episode.logprobs for episode in episodes] if logprobs else []
     rewards = [np.nan if episode.earned.reward is None else episode.earned.reward for episode in episodes]
     return CarriedResponses(
         tokens=Ragged.of([episode.tokens for episode in episodes], np.int32),
-        logprobs_T=Ragged.of([episode.logprobs for episode in episodes], np.float32).values_T,
+        logprobs_T=Ragged.of(known, np.float32).values_T,
         versions_T=Ragged.of([episode.versions for episode in episodes], np.int32).values_T,
         ended_B=np.asarray(ended, bool),
         truncated_B=np.asarray([episode.truncated for episode in episodes], bool),

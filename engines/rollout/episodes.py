@@ -277,7 +277,7 @@ class EpisodeLoop:
         samples = range(self._share.sampling.samples)
         episodes = [by_place[position, sample] for position in positions for sample in samples]
         ended = [episode.name not in self._live for episode in episodes]
-        return Left(np.asarray(positions, np.int64), carried_episodes(episodes, ended))
+        return Left(np.asarray(positions, np.int64), carried_episodes(episodes, ended, self._share.sampling.logprobs))
 
     # ---- the environments' turn ----------------------------------------------------------------------------------
 

@@ -69,6 +69,8 @@ class Round:
         wanted: how many of them make the batch; None: all.
         resting: prompts that wait for a later round.
         required: how many of them, the first ones, make the batch in any case.
+        goes_on: whether a later round goes on with what there is of responses to the others, as this one does with
+            what an earlier one has left.
     """
 
     begun: tuple[Deferred, ...]
@@ -76,6 +78,7 @@ class Round:
     wanted: int | None
     resting: tuple[Deferred, ...] = ()
     required: int = 0
+    goes_on: bool = False
 
     @property
     def rows_P(self) -> np.ndarray:
@@ -87,15 +90,18 @@ class Round:
         """Those that have been drawn before."""
         return self.begun[: len(self.begun) - self.drawn]
 
-    def waiting(self, answered: Sequence[int]) -> tuple[Deferred, ...]:
-        """Return the prompts that wait afterwards, those that were drawn first before others.
+    def left(self, answered: Sequence[int]) -> tuple[Deferred, ...]:
+        """Return the prompts that were begun and wait afterwards, in the order of the engines.
 
         Args:
             answered: positions of the prompts that make the batch.
         """
         taken = set(answered)
-        left = [prompt for position, prompt in enumerate(self.begun) if position not in taken]
-        return tuple(sorted((*self.resting, *left), key=lambda prompt: prompt.since))
+        return tuple(prompt for position, prompt in enumerate(self.begun) if position not in taken)
+
+    def waiting(self, answered: Sequence[int]) -> tuple[Deferred, ...]:
+        """Return all prompts that wait afterwards, those that were drawn first before others."""
+        return tuple(sorted((*self.resting, *self.left(answered)), key=lambda prompt: prompt.since))
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,8 @@
 Dynamic sampling of DAPO (Yu et al. 2025, arXiv 2503.14476, equation 11). penstock/session/rollout/refused_groups.py
 decides which groups are refused. The batch is full after every rollout: where the further prompts are not
 enough, refused groups stay, with advantage 0. Which prompts are drawn follows from the cursor and the rewards alone, so
-a resumed run draws the same. Where responses are carried over, groups that are under way anyway may come first.
+a resumed run draws the same. Where a rollout ends before its longest responses, groups that are under way anyway may
+come first.
 """
 
 from __future__ import annotations
@@ -21,12 +22,13 @@ from penstock.base.ragged import Ragged
 from penstock.session.rollout.draw import remember
 from penstock.session.rollout.episodes import PART
 from penstock.session.rollout.refused_groups import judged_columns, refused_groups
+from penstock.session.rollout.rounds import waiting_figures
 from penstock.session.session import Stage, Training, timed
 from penstock.session.settings import Settings
 from penstock.state.experience import RESAMPLED, column_names, origin_of, read_columns, write_columns
 from penstock.state.manifest import Progress
 from tasks.iteration.reward import punished, reward_columns, score
-from tasks.iteration.rollout import further_rollout, waiting_after
+from tasks.iteration.rollout import UNUSED, further_rollout, waiting_after
 
 Columns = dict[str, Any]
 
@@ -47,7 +49,9 @@ def resample(training: Training, settings: Settings, progress: Progress, stage: 
         missing, cursor = int(refused_G.sum()), progress.prompt_cursor + stage.experience.prompts
         more = prompts_to_draw(missing, training.config.rollout.prompts)
         answered = further_rollout(training, settings, stage.experience, cursor, missing, more, number)
-        further, origin = answered.columns, origin_of(path) | answered.origin
+        before = origin_of(path)
+        further, unused = answered.columns, before.get(UNUSED, 0) + answered.unused_tokens
+        origin = before | answered.origin | ({UNUSED: unused} if UNUSED in before else {})
         further["response"] = further["response"].to_pylist()
         scores = score(training, further, "train", f"{settings.iteration}/resample-{number}-score")
         further |= reward_columns(punished(training.config, scores, further["response_tokens"].lengths_B))
@@ -65,6 +69,8 @@ def resample(training: Training, settings: Settings, progress: Progress, stage: 
     )
     metrics["rollout/tokens"] += float(further["response_tokens"].offsets_B1[-1])
     metrics["rollout/prompts_drawn"] = float(experience.prompts)
+    if UNUSED in origin:
+        metrics |= waiting_figures(settings.iteration, experience, unused)
     return Stage(experience, metrics)
 
 

@@ -17,7 +17,7 @@ import pandas as pd
 from prefect import get_run_logger, task
 from prefect.cache_policies import NO_CACHE
 
-from engines.commands.rollout import Sampling
+from engines.commands.rollout import CarriedResponses, Sampling
 from penstock.base.ragged import Ragged
 from penstock.data.agents import agent_numbers
 from penstock.session.figures import generation_figures
@@ -114,11 +114,13 @@ class FurtherRollout:
     Attributes:
         columns: of their experience.
         drawn: prompts that were drawn for it.
+        unused_tokens: sampled in vain beyond those before; negative if what seemed so is used now.
         origin: what changes in the origin of the iteration's experience.
     """
 
     columns: dict[str, Any]
     drawn: int
+    unused_tokens: int
     origin: dict[str, Any]
 
 
@@ -141,7 +143,9 @@ def further_rollout(
     responses = take_responses(training, generation)
     columns = experience_columns(training, settings, prompts, responses)
     left = _left(training, settings.iteration, this_round, responses)
-    return FurtherRollout(columns, this_round.drawn, {name: left[name] for name in (WAITING, CARRIED) if name in left})
+    unused = left.get(UNUSED, 0) - _lost_if_left(training, request.carried)
+    changed = {name: left[name] for name in (WAITING, CARRIED) if name in left}
+    return FurtherRollout(columns, this_round.drawn, unused, changed)
 
 
 def _rows(training: Training, rows_P: np.ndarray) -> pd.DataFrame:
@@ -176,14 +180,14 @@ def _request(
     purpose: int,
     left_by: int,
 ) -> GenerationRequest:
-    """Return what the engines are asked for in a round, which goes on with what iteration `left_by` has left."""
+    """Return what the engines are asked for in a round, which may go on with what iteration `left_by` has left."""
     return GenerationRequest(
         prompts,
         key,
         sampling(training, settings, purpose),
         wanted=this_round.wanted,
         required=this_round.required,
-        carried=begun_before(training, left_by, this_round.begun_before),
+        carried=begun_before(training, left_by, this_round.begun_before) if this_round.goes_on else None,
     )
 
 
@@ -216,7 +220,7 @@ def experience_columns(
         columns[AGENT] = agent_numbers(prompts, config.data.agents, "data.train")[repeats]
     if responses.logprobs is not None:
         columns[ROLLOUT_LOGPROBS] = responses.logprobs
-    if responses.policy_versions is not None:
+    if responses.policy_versions is not None and config.rollout.carry is not None:
         columns[POLICY_VERSIONS] = responses.policy_versions
     return columns
 
@@ -257,7 +261,7 @@ def _origin(training: Training, settings: Settings, this_round: Round) -> dict[s
 def _left(training: Training, iteration: int, this_round: Round, responses: Responses) -> dict[str, Any]:
     """Return which prompts make the batch, which wait, and what was sampled for these, as JSON; nothing of all.
 
-    What there is of responses to those that wait is written for the next rollout.
+    What there is of responses to those that were begun is written for the next rollout that goes on with it.
     """
     answered = responses.answered_P.tolist()
     waiting = this_round.waiting(answered)
@@ -266,8 +270,14 @@ def _left(training: Training, iteration: int, this_round: Round, responses: Resp
     rows = [[prompt.row, prompt.since] for prompt in waiting]
     carried = {}
     if responses.left is not None:
-        carried[CARRIED] = keep_carried(training.run, iteration, responses.left, waiting)
-    return {ANSWERED: answered, WAITING: rows, UNUSED: responses.unused_tokens, **carried}
+        carried[CARRIED] = keep_carried(training.run, iteration, responses.left, this_round.left(answered))
+    unused = responses.unused_tokens + _lost_if_left(training, responses.left)
+    return {ANSWERED: answered, WAITING: rows, UNUSED: unused, **carried}
+
+
+def _lost_if_left(training: Training, left: CarriedResponses | None) -> int:
+    """Return how many tokens an iteration loses with what it leaves: none where the next one goes on with it."""
+    return 0 if left is None or training.config.rollout.carry is not None else len(left.tokens.values_T)
 
 
 def _left_behind(training: Training, settings: Settings, progress: Progress, begun: BegunRollout) -> bool:

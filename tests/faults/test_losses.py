@@ -60,6 +60,13 @@ RECIPES = {
         "rollout.tail={extra: 0.5, max_wait: 3}",  # two short rounds, then a long one
         "algorithm.mini_batches=2",
     ),
+    "tail with dynamic sampling": (
+        "sft.steps=10",
+        "sft.batch=32",
+        "rollout.max_response_tokens=20",
+        "rollout.tail={extra: 0.5, max_wait: 3}",
+        "algorithm={name: grpo, mini_batches: 2, dynamic_sampling: {max_rollouts: 3}}",
+    ),
     "tail of ppo": (
         "sft=null",
         "rollout.tail={extra: 0.5, max_wait: 3}",
@@ -163,6 +170,16 @@ STRUCK = {
         "tail",
         [Blow("tasks.iteration.reward.score", "2"), Blow("update_actor", "3/"), Blow("update_actor", "4/", HOST)],
         ["snapshot 000001", "snapshot 000002", SAVED],
+    ),
+    "while refused groups are replaced by what is under way": Struck(
+        "tail with dynamic sampling",
+        [
+            Blow("generate", "1/resample-1"),
+            Blow("tasks.iteration.resample.score", "3"),
+            Blow("update_actor", "3/"),
+            Blow("generate", "4/resample-1", HOST),
+        ],
+        [NONE, "snapshot 000001", "snapshot 000002", SAVED],
     ),
     "while responses go on": Struck(
         "carry",

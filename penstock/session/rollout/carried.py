@@ -49,13 +49,11 @@ NO_EPISODE = CarriedEpisodes(
 )
 
 
-def begun_before(training: Training, iteration: int, waiting: Sequence[Deferred]) -> CarriedResponses | None:
-    """Return what the rollout of `iteration` has left of responses to the prompts that wait; None without carrying.
+def begun_before(training: Training, iteration: int, waiting: Sequence[Deferred]) -> CarriedResponses:
+    """Return what the rollouts of `iteration` have left of responses to prompts that wait.
 
     It is empty where that is not known any more.
     """
-    if training.config.rollout.carry is None:
-        return None
     path, samples = training.run.carried(iteration), training.config.rollout.samples
     nothing = not_begun(len(waiting) * samples, training.config.environment is not None)
     if not waiting:
@@ -110,7 +108,7 @@ def _columns(left: CarriedResponses) -> dict[str, Any]:
     offsets_B1 = left.tokens.offsets_B1
     columns = {
         "tokens": left.tokens,
-        "logprobs": Ragged(left.logprobs_T, offsets_B1),
+        "logprobs": logprobs_of(left),
         POLICY_VERSIONS: Ragged(left.versions_T, offsets_B1),
         "ended": left.ended_B.astype(np.uint8),
         "truncated": left.truncated_B.astype(np.uint8),
@@ -126,6 +124,12 @@ def _columns(left: CarriedResponses) -> dict[str, Any]:
         "reward_parts": [json.dumps(parts) for parts in left.episodes.parts_B],
         "failure": left.episodes.failures_B,
     }
+
+
+def logprobs_of(responses: CarriedResponses) -> Ragged:
+    """Return the tokens' log-probs row by row; empty rows where nobody asked for them."""
+    offsets_B1 = responses.tokens.offsets_B1
+    return Ragged(responses.logprobs_T, offsets_B1 if len(responses.logprobs_T) else np.zeros_like(offsets_B1))
 
 
 def digest_of(left: CarriedResponses) -> str:
@@ -180,7 +184,8 @@ def _taken(parts: Sequence[CarriedResponses], rows_B: np.ndarray) -> CarriedResp
     tokens = Ragged.concatenated([part.tokens for part in parts])
 
     def of_tokens(values: Sequence[np.ndarray]) -> np.ndarray:
-        return Ragged(np.concatenate(values), tokens.offsets_B1).take(rows_B).values_T
+        of_all_T = np.concatenate(values)
+        return Ragged(of_all_T, tokens.offsets_B1).take(rows_B).values_T if len(of_all_T) else of_all_T
 
     played = [part.episodes for part in parts if part.episodes is not None]
     return CarriedResponses(

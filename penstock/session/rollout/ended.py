@@ -27,6 +27,7 @@ import pyarrow as pa
 
 from engines.commands.rollout import CarriedResponses, EndedResponses, Sampling
 from penstock.base.ragged import Ragged
+from penstock.session.rollout.carried import logprobs_of
 from penstock.session.session import Training
 from penstock.state.experience import from_arrow, to_arrow
 
@@ -126,14 +127,12 @@ class EndedFile:
 
 def _batch(ended: EndedResponses) -> pa.RecordBatch:
     responses = ended.responses
-    offsets_B1 = responses.tokens.offsets_B1
-    of_none = np.zeros_like(offsets_B1)  # log-probs that nobody asked for
     columns = {
         "position": ended.positions,
         "sample": ended.samples,
         "tokens": responses.tokens,
-        "logprobs": Ragged(responses.logprobs_T, offsets_B1 if len(responses.logprobs_T) else of_none),
-        "versions": Ragged(responses.versions_T, offsets_B1),
+        "logprobs": logprobs_of(responses),
+        "versions": Ragged(responses.versions_T, responses.tokens.offsets_B1),
         "truncated": responses.truncated_B,
     }
     return pa.RecordBatch.from_arrays([to_arrow(columns[name]) for name in SCHEMA.names], schema=SCHEMA)

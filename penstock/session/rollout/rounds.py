@@ -6,7 +6,8 @@ and takes all of them; it is due once they fill a batch, or one of them has wait
 prompt has its turn, and all tokens that are trained on are the present policy's (tail batching of RollPacker, Gao et
 al. 2025, arXiv 2509.21009, without its choice among the responses of a prompt).
 
-What was sampled for prompts that then wait is lost: at staleness 0 the next policy has no use for it.
+What was sampled for prompts that then wait is lost: at staleness 0 the next policy has no use for it. Within the
+iteration it has: where refused groups are to be replaced, a further round goes on with it.
 
 Carry: every round goes on with what the one before has left, and begins as many prompts as that has taken. The
 first to have all their responses make the batch; so do, in any case, those that were begun as many updates ago as
@@ -41,14 +42,14 @@ def next_round(training: Training, iteration: int, progress: Progress) -> Round:
     if config.carry is not None:
         return _round_that_goes_on(training, iteration, progress, config.carry.staleness)
     old: tuple[Deferred, ...] = ()
-    more, wanted = config.prompts_begun, None
+    more, wanted, goes_on = config.prompts_begun, None, False
     if config.tail is not None and _is_long(config.prompts, config.tail.max_wait, iteration, waiting):
         old = waiting[: config.prompts]
         more = config.prompts - len(old)
     elif config.tail is not None:
-        wanted = config.prompts
+        wanted, goes_on = config.prompts, training.config.algorithm.dynamic_sampling is not None
     new = _new(training, iteration, progress.prompt_cursor, more)
-    return Round((*old, *new), more, wanted, waiting[len(old) :])
+    return Round((*old, *new), more, wanted, waiting[len(old) :], goes_on=goes_on)
 
 
 def further_round(
@@ -56,9 +57,10 @@ def further_round(
 ) -> Round:
     """Return a further round of an iteration, which is to replace groups.
 
-    Where responses are carried over it goes on with those that wait, begins as many prompts as groups are missing, and
-    ends when as many are complete: what is under way anyway is as good as what is begun for it. As many wait afterwards
-    as before, and none is complete in vain.
+    It goes on with what is under way, begins as many prompts as groups are missing, and ends when as many are complete:
+    what is under way anyway is as good as what is begun for it. As many wait afterwards as before, and none is complete
+    in vain. Under way is, where responses are carried over, all that waits; with a tail, what this policy has begun.
+    Where nothing is, as many prompts are begun as should be enough, and all of them are waited for.
 
     Args:
         cursor: prompts drawn before.
@@ -69,9 +71,14 @@ def further_round(
     Raises:
         UserError: as `penstock.session.rollout.draw.draw`.
     """
-    if training.config.rollout.carry is None:
-        return Round(tuple(_new(training, iteration, cursor, more)), more, None)
-    return Round((*waiting, *_new(training, iteration, cursor, missing)), missing, missing)
+    if training.config.rollout.carry is not None:
+        begun, resting = waiting, tuple[Deferred, ...]()
+    else:
+        begun = tuple(prompt for prompt in waiting if prompt.since == iteration)
+        resting = tuple(prompt for prompt in waiting if prompt.since < iteration)
+        if not begun:
+            return Round(tuple(_new(training, iteration, cursor, more)), more, None, resting)
+    return Round((*begun, *_new(training, iteration, cursor, missing)), missing, missing, resting, goes_on=True)
 
 
 def _round_that_goes_on(training: Training, iteration: int, progress: Progress, staleness: int) -> Round:
@@ -79,7 +86,7 @@ def _round_that_goes_on(training: Training, iteration: int, progress: Progress, 
     more = config.prompts_begun - len(old)
     begun = (*old, *_new(training, iteration, progress.prompt_cursor, more))
     required = sum(iteration - prompt.since >= staleness for prompt in old)
-    return Round(begun, more, config.prompts, required=required)
+    return Round(begun, more, config.prompts, required=required, goes_on=True)
 
 
 def _new(training: Training, iteration: int, cursor: int, count: int) -> list[Deferred]:
@@ -103,12 +110,20 @@ def round_figures(
     """
     if config.tail is None and config.carry is None:
         return {}
-    begun, waiting = len(this_round.begun), experience.deferred
+    begun = len(this_round.begun)
     long = {} if config.tail is None else {"rollout/long_round": float(this_round.wanted is None)}
     return long | {
         "rollout/prompts_drawn": float(this_round.drawn),
-        "rollout/deferred": float(len(waiting)),
         "rollout/deferred_share": 1 - (this_round.wanted or begun) / begun,
+        **waiting_figures(iteration, experience, unused_tokens),
+    }
+
+
+def waiting_figures(iteration: int, experience: ExperienceRef, unused_tokens: int) -> dict[str, float]:
+    """Return how many prompts wait after rounds of an iteration, since when, and what was sampled in vain."""
+    waiting = experience.deferred
+    return {
+        "rollout/deferred": float(len(waiting)),
         "rollout/deferred_age_max": float(max((iteration - prompt.since for prompt in waiting), default=0)),
         "rollout/unused_share": unused_tokens / (unused_tokens + experience.response_tokens),
     }

@@ -175,6 +175,24 @@ def test_a_repeated_generation_goes_on_with_the_same_tokens(rank: Ranks, folder_
     assert not np.array_equal(replies[0].left.tokens.values_T, replies[2].left.tokens.values_T)
 
 
+def test_it_goes_on_without_log_probs(rank: Ranks, folder_of: FolderOf) -> None:
+    """With the same tokens, where nobody asks for them. Control: where somebody does, each token has one."""
+    folder, left = folder_of(SHAPE), []
+    for logprobs in (True, False):
+        asked = _asked(folder, 1, wanted=WANTED)
+        asked["sampling"] |= {"logprobs": logprobs}
+        (first,) = rank.ask("generate", **asked)
+        further = _asked(folder, 2, PROMPTS.take(first.left_P), wanted=3, carried=first.left)
+        further["sampling"] |= {"logprobs": logprobs}
+        (second,) = rank.ask("generate", **further)
+        assert (second.logprobs_T is None) != logprobs
+        left += [first.left, second.left]
+    for with_them, without in ((left[0], left[2]), (left[1], left[3])):
+        assert len(with_them.logprobs_T) == len(with_them.tokens.values_T) > 0 == len(without.logprobs_T)
+        assert np.array_equal(with_them.tokens.values_T, without.tokens.values_T)
+        assert np.array_equal(with_them.versions_T, without.versions_T)
+
+
 @pytest.mark.parametrize("sizes", [{}, {"tensor_parallel": 2}, {"reproducible": False}])
 def test_engines_end_together_and_leave_each_prompt_once(
     two_ranks: Ranks, folder_of: FolderOf, sizes: dict[str, Any]

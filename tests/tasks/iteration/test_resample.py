@@ -142,7 +142,8 @@ def test_resampling_draws_on_from_the_cursor_and_a_resumed_run_starts_over(
     ) -> FurtherRollout:
         drawn.append((cursor, missing, more, number))
         columns = answers[len(drawn) - 1]
-        return FurtherRollout({**columns, "response": pa.array(columns["response"], pa.large_string())}, more, {})
+        columns["response"] = pa.array(columns["response"], pa.large_string())
+        return FurtherRollout(columns, more, 0, {})
 
     def score(_: Training, columns: dict[str, Any], *__: str) -> list[Score]:
         return [Score(reward, {}, None) for reward in columns.pop("reward").tolist()]

@@ -7,6 +7,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,13 +18,13 @@ import pytest
 from configs.loading.load import config_from_mapping
 from configs.schema import TrainConfig
 from engines.commands.rollout import EngineResponses, Generate
-from penstock.session.rollout.carried import begun_before
+from penstock.session.rollout.carried import POLICY_VERSIONS, begun_before
 from penstock.session.rollout.draw import draw
 from penstock.session.session import Stage, Training
 from penstock.session.settings import next_settings
 from penstock.state import experience
 from penstock.state.deferred import Deferred
-from penstock.state.experience import consolidate, origin_of, read_columns
+from penstock.state.experience import ExperienceRef, column_names, consolidate, origin_of, read_columns
 from penstock.state.manifest import Progress
 from tasks.iteration.rollout import begin_next_rollout, begin_rollout, further_rollout, rollout
 from tests.echo import Echo
@@ -51,7 +52,8 @@ def prepared(
 ) -> Callable[..., tuple[Training, Engines]]:
     """Make a training of five iterations with a table of seven prompts."""
     monkeypatch.setattr("tasks.iteration.rollout.generation_figures", lambda *_: {})  # of a GPU
-    monkeypatch.setattr("tasks.iteration.rollout.get_run_logger", lambda: logging.getLogger("rollout"))
+    for module in ("tasks.iteration.rollout", "penstock.session.rollout.carried"):
+        monkeypatch.setattr(f"{module}.get_run_logger", lambda: logging.getLogger("rollout"))
 
     def make(**sections: Any) -> tuple[Training, Engines]:
         changes = {"iterations": 5, "rollout": {"prompts": PROMPTS, "samples": SAMPLES}, "checkpoint": {"every": 0}}
@@ -316,24 +318,37 @@ def test_a_rollout_goes_on_with_what_the_one_before_has_left(
     assert "000001.carried.parquet beside them, which is another now" in caplog.text
 
 
-def test_what_is_under_way_anyway_replaces_refused_groups(prepared: Callable[..., tuple[Training, Engines]]) -> None:
+DYNAMIC = {"algorithm": {"dynamic_sampling": {}}}
+
+
+@pytest.mark.parametrize("way", [CARRY, TAIL])
+def test_what_is_under_way_anyway_replaces_refused_groups(
+    prepared: Callable[..., tuple[Training, Engines]], way: dict[str, Any]
+) -> None:
     """Of a rollout that left two prompts one is complete first: it comes, and as many wait as before.
 
-    What they have of responses is kept for the next iteration. Control: where nothing is carried over as many prompts
-    are drawn as should be enough, and all of them are waited for.
+    What they have of responses is kept: for the next iteration, or with a tail for the next rollout of this one. Then
+    only what is left in the end was sampled in vain, and all tokens are of one policy. Control: where nothing is put
+    off as many prompts are drawn as should be enough, and all of them are waited for.
     """
-    training, engines = prepared(**CARRY)
+    training, engines = prepared(**way, **DYNAMIC)
     engines.may_answer.set()
     table = training.session().prompts["train"].frame
     rows = draw(training, 1, 0, 6)
     tokens = [int(table["prompt_tokens"].iloc[row][0]) for row in rows]
     engines.longest = tuple(tokens[1:3])
-    settings, experience = next_settings(training, Progress()), rolled_out(training, Progress()).experience
+    settings, stage = next_settings(training, Progress()), rolled_out(training, Progress())
+    experience, path = stage.experience, training.run.experience(1)
+    lost = 2 * SAMPLES if way is TAIL else 0  # a token of each response that is put off
+    assert stage.metrics["rollout/unused_share"] == lost / (lost + experience.response_tokens)
+    assert (POLICY_VERSIONS in column_names(path)) == (way is CARRY)
     engines.longest = (tokens[1], tokens[5])
     further = further_rollout(training, settings, experience, cursor=5, missing=1, more=2, number=1)
     asked = engines.commands[-1]
     assert (asked["wanted"], asked["required"], len(asked["prompts"]["offsets_B1"])) == (1, 0, 1 + 3)
     assert further.drawn == 1
+    assert further.unused_tokens == (SAMPLES if way is TAIL else 0)  # one prompt has a second token, another its first
+    assert further.columns["response_tokens"].lengths_B.tolist() == [2, 3], "it went on from a token"
     assert set(further.columns["prompt_id"]) == {table["prompt_id"].iloc[rows[2]]}
     waiting = [[int(rows[1]), 1], [int(rows[5]), 1]]
     assert further.origin.keys() == {"waiting", "carried"} and further.origin["waiting"] == waiting
@@ -348,9 +363,33 @@ def test_what_is_under_way_anyway_replaces_refused_groups(prepared: Callable[...
 
     training, engines = prepared()
     engines.may_answer.set()
-    further = further_rollout(training, settings, experience, cursor=5, missing=1, more=2, number=1)
+    nobody_waits = replace(experience, deferred=())
+    further = further_rollout(training, settings, nobody_waits, cursor=5, missing=1, more=2, number=1)
     assert (engines.commands[-1]["wanted"], engines.commands[-1]["carried"], further.drawn) == (None, None, 2)
     assert further.origin == {} and len(further.columns["prompt_id"]) == 2 * SAMPLES
+
+
+def test_prompts_that_wait_for_a_later_round_replace_no_group(
+    prepared: Callable[..., tuple[Training, Engines]],
+) -> None:
+    """Nothing is under way of them: those of earlier policies, and after a long round there is nobody else.
+
+    They wait on. Control: what this iteration has begun goes on.
+    """
+    training, engines = prepared(**TAIL, **DYNAMIC)
+    engines.may_answer.set()
+    settings, earlier = next_settings(training, at(2)), Deferred(6, 1)
+    experience = ExperienceRef("", 6, 6, 6, 2, prompts=5, deferred=(earlier, Deferred(0, 3), Deferred(1, 3)))
+    further = further_rollout(training, settings, experience, cursor=12, missing=1, more=2, number=1)
+    asked = engines.commands[-1]
+    assert (asked["wanted"], len(asked["prompts"]["offsets_B1"])) == (1, 1 + 3)
+    assert further.origin["waiting"][0] == [earlier.row, earlier.since] and len(further.origin["waiting"]) == 3
+
+    alone = ExperienceRef("", 6, 6, 6, 2, prompts=5, deferred=(earlier,))
+    further = further_rollout(training, settings, alone, cursor=12, missing=1, more=2, number=1)
+    asked = engines.commands[-1]
+    assert (asked["wanted"], asked["carried"], further.drawn) == (None, None, 2)
+    assert further.origin["waiting"] == [[earlier.row, earlier.since]]
 
 
 def test_what_ends_the_engines_ends_the_rollout(prepared: Callable[..., tuple[Training, Engines]]) -> None:

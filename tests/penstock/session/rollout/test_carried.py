@@ -90,6 +90,17 @@ def test_what_was_kept_is_there_for_those_that_wait(training: Training, caplog: 
     assert is_kept(training.run, 3, digest) and not is_kept(training.run, 4, digest)
 
 
+def test_log_probs_that_nobody_asked_for_are_not_kept(training: Training) -> None:
+    """All else is. Control: they are part of the digest."""
+    left = replace(LEFT, logprobs_T=np.empty(0, np.float32))
+    digest = keep_carried(training.run, 3, left, WAITING)
+    found = begun_before(training, 3, WAITING)
+    assert columns(found) == columns(left) and is_kept(training.run, 3, digest) and digest != digest_of(LEFT)
+    second = replace(NOTHING, left_P=np.asarray([1]), left=left)
+    after = left_over(not_begun(2, environment=False), [second], [0, 1, 2], samples=2)
+    assert not len(after.logprobs_T) and after.tokens.lengths_B.tolist() == [0, 0, 3, 0, 0, 0]
+
+
 def test_what_was_kept_of_episodes_is_there(training: Training) -> None:
     """As it was, in the same types; nothing of those that have not begun. Control: of responses there are none."""
     left = replace(LEFT, episodes=EPISODES)
