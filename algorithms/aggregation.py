@@ -49,6 +49,22 @@ class Denominators:
             raise ValueError(f"{self} cannot divide a loss: a mini-batch without a counted token has to be skipped")
 
 
+def weight_of_sums(mode: str, denominators: Denominators) -> float:
+    """What shares of a loss weigh that were taken before the counts were known, with 1 token and 1 sequence in place.
+
+    Raises:
+        ValueError: as `aggregate`.
+    """
+    match mode:
+        case "token-mean":
+            return 1 / denominators.tokens
+        case "token-sum":
+            return 1.0
+        case "seq-mean-token-sum" | "seq-mean-token-mean" | "seq-mean-token-sum-norm":
+            return 1 / denominators.sequences
+    raise ValueError(f"unknown aggregation {mode!r}; there are {', '.join(AGGREGATIONS)}")
+
+
 def aggregate(loss_T: Tensor, mask_T: Tensor, offsets_B1: Tensor, mode: str, denominators: Denominators) -> Tensor:
     """This micro-batch's share of the loss, a scalar; the shares of a mini-batch add up to its loss.
 

@@ -60,6 +60,32 @@ class UpdateActor(Command[Updated]):
 
 
 @dataclass(frozen=True)
+class SumGradient(Command[None]):
+    """Add a portion of an iteration to the gradient of the actor, which the verified policy `version` generated.
+
+    The iteration has one optimizer step, `StepActor`. What the loss is divided by is counted over all portions.
+    """
+
+    path: str
+    version: int
+    split: Split
+    loss: ActorLoss
+    first: bool  # the portion is the iteration's first: what is summed of another is forgotten
+    last: bool
+    groups: list[int] | None = None  # of the experience at `path`; None: all
+
+
+@dataclass(frozen=True)
+class StepActor(Command[Updated]):
+    """Take the actor's step on the gradient that was summed of all portions of an iteration."""
+
+    changes_state: ClassVar[bool] = True
+    aggregation: str
+    max_response_tokens: int
+    learning_rate: float
+
+
+@dataclass(frozen=True)
 class UpdateCritic(Command[Updated]):
     """Train the critic on the experience at `path`; of several each on the rows of its agent."""
 

@@ -23,6 +23,7 @@ from engines.models.loading import load_causal_lm
 from engines.models.models import compile_blocks
 from engines.rollout.engine import Generator
 from engines.rollout.episodes import EnvironmentHost
+from engines.training.portions import Portions
 from engines.training.slot_writer import SlotWriter
 from engines.training.trainer import Trainer
 from engines.weights.lora import attach, lay_fused_together
@@ -54,6 +55,7 @@ class RankModels:
         store: where the groups of actor and rollout meet, if they are two.
         verified_version: policy version of the rollout engine's weights, wherever it is; -1: none.
         updated_since: the actor of this group has stepped since.
+        portions: of an iteration, whose gradient the actor's trainer has summed.
         reference_refreshed: the reference is no longer the starting model.
         reference_head: language head of a reference in another group (engines/ranks/reference.py).
         tell: takes what the newest command tells ahead of its reply.
@@ -79,6 +81,7 @@ class RankModels:
     store: Any = None
     verified_version: int = -1
     updated_since: bool = False
+    portions: Portions = field(default_factory=Portions)
     reference_refreshed: bool = False
     reference_head: torch.Tensor | None = None
     tell: Callable[[PartialResults], None] = _unheard

@@ -1,5 +1,7 @@
 """One trained model on DeepSpeed: packed micro-batches in, one optimizer step out.
 
+A gradient may come in portions, from one command after the other; the step is taken on their sum.
+
 DeepSpeed shards, reduces and clips; the learning rate is set by us before each step, so
 nothing of a scheduler needs saving. Losses come as shares of the whole mini-batch's loss (algorithms/aggregation.py):
 they add up over micro-batches and ranks, so neither the split nor the number of ranks changes the gradient.
@@ -27,6 +29,7 @@ from configs.sections.trainer import OptimizerConfig, TrainerConfig
 from engines.kernels import gated_mlp
 from engines.kernels.gated_mlp import gate_in_products
 from engines.kernels.weight_gradients import count_sums, sum_in_products
+from engines.training.gradient_sums import forget_gradient, summed_gradient
 from engines.training.state_images import SavedState
 from engines.training.trained_state import (
     MASTER,
@@ -94,6 +97,7 @@ class Trainer:
     ) -> None:
         self.config, self.total_steps, self.steps, self._remedy = config, total_steps, 0, remedy
         self.skipped = self._skipped_in_a_row = 0
+        self._totals: dict[str, torch.Tensor] = {}  # of the micro-batches whose gradients are summed
         self._stops_at = stops_at
         self._frozen_sum: int | None = None
         parameters = [parameter for parameter in parameters if parameter.requires_grad]
@@ -130,18 +134,49 @@ class Trainer:
             GradientNotFinite: in the last of several steps in a row, or at once without ZeRO, which alone would skip
                 the step.
         """
+        self.forget_gradient()
+        self.add_gradient(batches, loss_function, last=True)
+        return self.step_on_sum(learning_rate)
+
+    def add_gradient(self, batches: Sequence[Batch], loss_function: LossFunction[Batch], last: bool) -> None:
+        """Add the gradients of micro-batches to the sum; every rank calls it with the same number of them.
+
+        Args:
+            last: the step comes next; only then is the sum complete.
+        """
         self.engine.train()
-        rate = learning_rate * learning_rate_factor(self.steps, self.total_steps, self.config.optimizer)
-        for group in self._optimizer.param_groups:
-            group["lr"] = rate
         world = torch.distributed.get_world_size()
-        totals: dict[str, torch.Tensor] = {}
+        totals = self._totals
         for number, batch in enumerate(batches, start=1):
-            self.engine.set_gradient_accumulation_boundary(number == len(batches))
+            self.engine.set_gradient_accumulation_boundary(last and number == len(batches))
             loss, sums = loss_function(self.engine, batch)
             self.engine.backward(loss * world)  # DeepSpeed averages over ranks; shares must add up instead
             for name, value in {"loss": loss.detach(), **sums}.items():
                 totals[name] = totals[name] + value if name in totals else value
+
+    def forget_gradient(self) -> None:
+        """Begin a new sum, where one is left that no step was taken on."""
+        if self._totals:
+            forget_gradient(self.module, self._optimizer)
+            self._totals = {}
+
+    def step_on_sum(self, learning_rate: float, weight: float = 1.0) -> StepResult:
+        """Take one optimizer step on the gradient that is summed.
+
+        Args:
+            learning_rate: as in `step`.
+            weight: factor on the gradient and on the loss that is reported.
+
+        Raises:
+            GradientNotFinite: as `step`.
+        """
+        rate = learning_rate * learning_rate_factor(self.steps, self.total_steps, self.config.optimizer)
+        for group in self._optimizer.param_groups:
+            group["lr"] = rate
+        totals, self._totals = self._totals, {}
+        if weight != 1.0:
+            torch._foreach_mul_(summed_gradient(self.module, self._optimizer), weight)
+            totals["loss"] = totals["loss"] * weight
         plain_norm = self._plain_grad_norm()
         if plain_norm is not None and not math.isfinite(plain_norm):
             raise self._not_finite("1 optimizer step")

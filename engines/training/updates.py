@@ -31,6 +31,7 @@ from engines.training.trainer import Trainer
 from penstock.base.ragged import Ragged
 
 Sums = dict[str, torch.Tensor]
+BatchLoss = Callable[[nn.Module, PackedBatch, Denominators], tuple[torch.Tensor, Sums]]
 
 
 def update_actor(
@@ -46,11 +47,30 @@ def update_actor(
     Without a column of old log-probs the update is on-policy: the old ones are the current ones, and the ratio is
     exactly 1. With the reference's language head and a column of its hidden states the KL is over the vocabulary.
     """
-    correction = loss.correction
-    policy_loss, choose = policy_loss_named(loss.policy_loss), choice_named(loss.policy_loss)
+    correction, choose = loss.correction, choice_named(loss.policy_loss)
     differences: list[torch.Tensor] = []
 
-    def actor_loss(policy: nn.Module, batch: PackedBatch, denominators: Denominators) -> tuple[torch.Tensor, Sums]:
+    def prepare(rows: Rows, index_B: np.ndarray) -> Rows:
+        if correction is not None and correction.normalize:
+            rows = with_weight_mean(rows, index_B, correction)
+        return rows if choose is None else with_chosen_tokens(rows, index_B, partial(choose, **loss.choice_settings))
+
+    of_batch = actor_loss(loss, split.aggregation, reference_VH, differences)
+    metrics = _run(trainer, rows, split, of_batch, learning_rate, prepare)
+    return metrics if correction is None else with_mismatch(metrics, differences, trainer.device)
+
+
+def actor_loss(
+    loss: ActorLoss, aggregation: str, reference_VH: torch.Tensor | None, differences: list[torch.Tensor]
+) -> BatchLoss:
+    """Return the actor's loss of a micro-batch.
+
+    Args:
+        differences: gets each micro-batch's largest difference of log-probs, where they are corrected.
+    """
+    correction, policy_loss = loss.correction, policy_loss_named(loss.policy_loss)
+
+    def of_batch(policy: nn.Module, batch: PackedBatch, denominators: Denominators) -> tuple[torch.Tensor, Sums]:
         reference = None if reference_VH is None else reference_of(batch, reference_VH)
         logprobs_T, entropies_T, *full_kl_T = policy(batch, loss.temperature, reference)
         inputs = PolicyLossInputs(
@@ -81,15 +101,9 @@ def update_actor(
             loss_T = loss_T * corrected.kept_T
             sums |= named_sums(corrected)
             differences.append(corrected.largest_difference)
-        return aggregate(loss_T, batch.mask_T, batch.offsets_B1, split.aggregation, denominators), sums
+        return aggregate(loss_T, batch.mask_T, batch.offsets_B1, aggregation, denominators), sums
 
-    def prepare(rows: Rows, index_B: np.ndarray) -> Rows:
-        if correction is not None and correction.normalize:
-            rows = with_weight_mean(rows, index_B, correction)
-        return rows if choose is None else with_chosen_tokens(rows, index_B, partial(choose, **loss.choice_settings))
-
-    metrics = _run(trainer, rows, split, actor_loss, learning_rate, prepare)
-    return metrics if correction is None else with_mismatch(metrics, differences, trainer.device)
+    return of_batch
 
 
 def _sampled_kl(logprobs_T: torch.Tensor, batch: PackedBatch, estimator: str) -> torch.Tensor:
@@ -137,9 +151,6 @@ def update_supervised(
 
     metrics = _step(trainer, rows, index_B, budget, 1, cross_entropy, learning_rate)
     return metrics or {}
-
-
-BatchLoss = Callable[[nn.Module, PackedBatch, Denominators], tuple[torch.Tensor, Sums]]
 
 
 def _run(
