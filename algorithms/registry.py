@@ -4,8 +4,8 @@ Importing this does not import torch, so the flow and the configs may. Settings 
 signatures and hence cannot disagree with them.
 
 A name with a colon, `module:function`, is a user's own. Its module says what it needs as a file of ours does: with
-``NEEDS``, ``RATIO`` and, for a policy loss, a second function ``choose``; for a preference loss with ``LABELLED`` and
-``REFERENCE``.
+``NEEDS``, ``SEPARABLE``, ``RATIO`` and, for a policy loss, a second function ``choose``; for a preference loss with
+``LABELLED`` and ``REFERENCE``.
 """
 
 from __future__ import annotations
@@ -38,6 +38,7 @@ __all__ = [
     "has_ratio",
     "is_labelled",
     "is_own",
+    "is_separable",
     "needs",
     "needs_reference",
     "policy_loss_named",
@@ -175,6 +176,18 @@ def needs(advantage: str, policy_loss: str) -> frozenset[Need]:
             f"it is a tuple of: {', '.join(get_args(Need))}",
         )
     return found
+
+
+def is_separable(advantage: str, values: Mapping[str, Any]) -> bool:
+    """Whether an estimator may be given the groups of a batch in portions: each by itself, it makes the same of them.
+
+    A file says so with ``SEPARABLE = True``, or with the name of the setting that has to be off.
+
+    Args:
+        values: of its settings.
+    """
+    declared = getattr(_module(_ADVANTAGE, advantage, advantages.MODULES), "SEPARABLE", False)
+    return not values.get(declared, True) if isinstance(declared, str) else bool(declared)
 
 
 def has_ratio(policy_loss: str) -> bool:

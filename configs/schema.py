@@ -109,6 +109,8 @@ class TrainConfig(Recipe):
         self._check_reference()
         check_environment(self)
         self._check_placement()
+        if self.rollout.stream is not None:
+            check_stream(self)
         return self
 
     def _check_reference(self) -> None:
@@ -175,6 +177,39 @@ class TrainConfig(Recipe):
     def old_logprobs_needed(self) -> bool:
         """Whether log-probs of the generating policy are needed: off-policy steps, KL in the reward, the algorithm."""
         return self.algorithm.old_logprobs_needed
+
+
+def check_stream(config: TrainConfig) -> None:
+    """Refuse what needs the whole batch before anything is learnt from it, where portions of it are learnt from.
+
+    Raises:
+        ValueError: names what does not go together.
+    """
+    algorithm = config.algorithm
+    of_both = [name for name, group in config.groups.items() if {"actor", "rollout"} <= set(group.roles)]
+    if of_both or not config.groups:
+        raise ValueError(
+            "'rollout.stream' needs a group for 'rollout' beside that of 'actor', which learns meanwhile: give 'groups'"
+        )
+    if not algorithm.on_policy:
+        raise ValueError(
+            "'rollout.stream' sums one gradient: 'algorithm.mini_batches' and 'algorithm.epochs' must be 1"
+        )
+    if not algorithm.separable:
+        advantage, loss = algorithm.functions
+        raise ValueError(
+            f"'rollout.stream' learns from a few groups at a time, and advantage '{advantage}', policy loss '{loss}' "
+            "or 'algorithm.correction.normalize' looks at the whole batch: use e.g. algorithm 'grpo' (with 'ppo' "
+            "'algorithm.settings.whiten: false')"
+        )
+    for name, given in (
+        ("algorithm.dynamic_sampling", algorithm.dynamic_sampling is not None),
+        ("algorithm.kl.estimator: full", algorithm.full_kl),
+        ("environment", config.environment is not None),
+        (f"algorithm '{algorithm.name}'", bool({"greedy", "agent"} & algorithm.needs)),
+    ):
+        if given:
+            raise ValueError(f"'rollout.stream' does not go with {name}: remove one of them")
 
 
 def check_environment(config: TrainConfig) -> None:

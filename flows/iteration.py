@@ -5,7 +5,8 @@
             -> [refresh reference] -> record -> checkpoint
 
 Steps in brackets run side by side where their engine groups differ, and only if the algorithm needs them. The engines
-begin the next rollout before the record. Each step is a task; the tasks hand on where the experience lies, never the
+begin the next rollout before the record. With `rollout.stream` all up to the update is done group by group
+(flows/stream.py). Each step is a task; the tasks hand on where the experience lies, never the
 experience. Left out: what each step does (tasks/).
 """
 
@@ -13,7 +14,9 @@ from __future__ import annotations
 
 from prefect import flow
 
+from flows.passes import forward_passes
 from flows.state_before import go_back
+from flows.stream import streamed
 from flows.updates import update
 from penstock.session.figures import alarms, utilisation
 from penstock.session.record import advanced, finite
@@ -26,7 +29,6 @@ from tasks.iteration.checkpoint import checkpoint_due, save_checkpoint, snapshot
 from tasks.iteration.compare_logprobs import compare_logprobs, comparison_due
 from tasks.iteration.evaluate import evaluate
 from tasks.iteration.faults import batch_kept, known_after, known_before, meet, tell_of_skipped_steps
-from tasks.iteration.forward_passes import ColumnRef, old_logprobs, reference_logprobs, values
 from tasks.iteration.greedy_baseline import greedy_baseline
 from tasks.iteration.record import record
 from tasks.iteration.refresh_reference import refresh_due, refresh_reference
@@ -47,12 +49,16 @@ def iteration(
     config = training.config
     settings = next_settings(training, progress)
 
-    stage = rollout(training, settings, begun or begin_rollout(training, settings, progress))
-    stage = reward(training, settings, stage)
-    stage = resampled(training, settings, progress, stage)
-    if "greedy" in config.algorithm.needs:
-        stage = greedy_baseline(training, settings, stage)
-    stage = advantage(training, settings, stage, forward_passes(training, settings, stage))
+    begun = begun or begin_rollout(training, settings, progress)
+    if config.rollout.stream is not None:
+        stage = streamed(training, settings, begun)
+    else:
+        stage = rollout(training, settings, begun)
+        stage = reward(training, settings, stage)
+        stage = resampled(training, settings, progress, stage)
+        if "greedy" in config.algorithm.needs:
+            stage = greedy_baseline(training, settings, stage)
+        stage = advantage(training, settings, stage, forward_passes(training, settings, stage))
 
     metrics = stage.metrics | live_figures(training, progress)
     fault = known_before(training, metrics)
@@ -103,18 +109,3 @@ def resampled(training: Training, settings: Settings, progress: Progress, stage:
             break
         stage = resample(training, settings, progress, stage, number)
     return stage
-
-
-def forward_passes(training: Training, settings: Settings, stage: Stage) -> list[ColumnRef]:
-    """Run the passes that this algorithm needs, side by side; an on-policy update needs no old log-probs."""
-    config, wanted = training.config, []
-    if config.old_logprobs_needed:
-        wanted.append(old_logprobs)
-    if config.algorithm.reference_pass:
-        wanted.append(reference_logprobs)
-    if config.algorithm.needs_critic:
-        wanted.append(values)
-    if len(wanted) == 1:
-        return [wanted[0](training, settings, stage.experience)]
-    futures = [step.submit(training, settings, stage.experience) for step in wanted]
-    return [future.result() for future in futures]

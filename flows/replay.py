@@ -18,7 +18,7 @@ from typing import Any
 
 from prefect import flow
 
-from flows.state_before import bring_before, reference_states
+from flows.state_before import bring_before, inputs_of_update
 from penstock.session.opening import TRAIN, started
 from penstock.session.rollout.draw import restore_memory
 from penstock.session.session import Session, Stage, Training, registered
@@ -122,7 +122,7 @@ def _again(task: str, training: Training, plan: Plan, settings: Settings, progre
         before = column_names(stage.experience.path)
         return _written(STAGE_TASKS[task](training, settings, stage), before)
     if task == "update_actor":
-        reference_states(training, settings, stage)
+        inputs_of_update(training, settings, stage)
         return {}, update_actor(training, settings, stage)
     return {}, update_critic(training, settings, stage)
 

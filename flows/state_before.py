@@ -23,6 +23,7 @@ from tasks.iteration.faults import ERRORS, remedy
 from tasks.iteration.forward_passes import reference_logprobs
 from tasks.iteration.refresh_reference import refresh_due, refresh_reference
 from tasks.iteration.reshard import reshard
+from tasks.iteration.stream import sum_again
 from tasks.replay.inputs import Plan, following, planned, stored
 
 Told = Callable[[int, dict[str, float]], None]
@@ -52,18 +53,24 @@ def _again(training: Training, plan: Plan, settings: Settings, experience: Calla
     number = settings.iteration
     if not plan.undone(number):
         stage = experience(number)
-        reference_states(training, settings, stage)
+        inputs_of_update(training, settings, stage)
         told(number, update(training, settings, stage))
     reshard(training, settings, version=number)
     if refresh_due(plan.config, number):
         refresh_reference(training, number)
 
 
-def reference_states(training: Training, settings: Settings, stage: Stage) -> None:
-    """Let the reference write the hidden states that a loss with a KL over the vocabulary reads, and deletes."""
+def inputs_of_update(training: Training, settings: Settings, stage: Stage) -> None:
+    """Make again what an update uses up, of experience that has all its columns.
+
+    The hidden states of the reference that a loss with a KL over the vocabulary reads, and deletes; a gradient that was
+    summed while others generated.
+    """
     algorithm = training.config.algorithm
     if algorithm.full_kl and algorithm.kl_in_loss:
         reference_logprobs(training, settings, stage.experience)
+    if training.config.rollout.stream is not None:
+        sum_again(training, settings, stage)
 
 
 def go_back(training: Training, number: int, fault: Fault) -> None:

@@ -21,9 +21,11 @@ from algorithms.policy_losses import POLICY_LOSSES
 from algorithms.registry import (
     ALGORITHMS,
     advantage_named,
+    choice_named,
     every_setting,
     has_ratio,
     is_own,
+    is_separable,
     needs,
     policy_loss_named,
     settings_of,
@@ -238,6 +240,13 @@ class AlgorithmConfig(Section):
     def on_policy(self) -> bool:
         """Whether every gradient is taken at the policy that generated the experience (one step per iteration)."""
         return self.mini_batches == 1 and self.epochs == 1
+
+    @property
+    def separable(self) -> bool:
+        """Whether advantages and loss of some groups need nothing of the others but their numbers of tokens."""
+        advantage, loss = self.functions
+        batchwide = choice_named(loss) is not None or (self.correction is not None and bool(self.correction.normalize))
+        return is_separable(advantage, self.settings) and not batchwide
 
     @property
     def old_logprobs_needed(self) -> bool:

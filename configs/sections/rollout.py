@@ -45,6 +45,14 @@ class CarryConfig(Section):
     )
 
 
+class StreamConfig(Section):
+    """The actor's gradient is summed while others are still generated, group by group (docs/asynchrony.md)."""
+
+    portions: int = Field(
+        8, ge=2, description="parts of the batch, in the order in which prompts have all their responses"
+    )
+
+
 class RolloutConfig(Section):
     """How experience is generated with vLLM."""
 
@@ -55,6 +63,11 @@ class RolloutConfig(Section):
     )
     carry: CarryConfig | None = Field(
         None, description="end a rollout before its longest responses, with which the next goes on; null: wait for all"
+    )
+    stream: StreamConfig | None = Field(
+        None,
+        description="sum the gradient of what is complete while the rest is generated, on other GPUs; null: update "
+        "when all is complete",
     )
     max_response_tokens: PositiveInt = Field(
         1024, description="a response is cut here and counted as truncated, tokens"
@@ -92,9 +105,16 @@ class RolloutConfig(Section):
 
     @model_validator(mode="after")
     def _one_way(self) -> Self:
-        if self.tail is not None and self.carry is not None:
+        ways = [name for name in ("tail", "carry", "stream") if getattr(self, name) is not None]
+        if len(ways) > 1:
             raise ValueError(
-                "'tail' and 'carry' exclude each other: what one puts off the other goes on with; remove one"
+                f"'{ways[0]}' and '{ways[1]}' exclude each other: each is a way of its own with the longest responses; "
+                "remove one"
+            )
+        if self.stream is not None and self.stream.portions > self.prompts:
+            raise ValueError(
+                f"'stream.portions' ({self.stream.portions}) must not exceed 'prompts' ({self.prompts}): a portion has "
+                "whole groups"
             )
         return self
 

@@ -92,8 +92,9 @@ class EndedResponses:
 
 @dataclass(frozen=True)
 class PartialResults:
-    """News: responses that have ended before others, and the text of each."""
+    """News: responses that have ended, in that order, and the text of each."""
 
+    engine: int  # that generated them
     ended: EndedResponses
     texts: pa.LargeStringArray
 
@@ -138,3 +139,4 @@ class Generate(Command[EngineResponses | None]):
     required: int = 0  # of those, how many are the first ones, with whose responses the engines go on
     carried: CarriedResponses | None = None  # of responses to the first prompts; None: what is not answered is dropped
     ended: EndedResponses | None = None  # that are there already, of a generation that was cut off
+    tell_all: bool = False  # also of responses that end last, which the reply brings all the same

@@ -26,7 +26,8 @@ def _may_share(models: RankModels) -> bool:
 def generate(models: RankModels, command: Generate) -> Later[EngineResponses | None]:
     """Begin a generation. The first rank of an engine replies, and tells of responses that end before others."""
     generator, environments = models.rollout_engine(), _environments(models, command)
-    sender = PartialResultSender(partial(decode, models.tokenizer(command.tokenizer)), models.tell)
+    of_text = partial(decode, models.tokenizer(command.tokenizer))
+    sender = PartialResultSender(of_text, models.tell, generator.place.engine, command.tell_all)
     speaks = not generator.place.rank_in_engine
     generation = generator.generation(
         command.prompts,

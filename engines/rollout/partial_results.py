@@ -2,7 +2,7 @@
 
 So their rewards can begin, and nobody has to generate them again if the generation is cut off. A few times a second,
 all that has ended since, and the text of each, decoded once, also for the reply. Left out: what the
-flow does with them (penstock/session/rollout/score_ahead.py); what ends last, which the reply brings.
+flow does with them (penstock/session/rollout/score_ahead.py, portions.py).
 """
 
 from __future__ import annotations
@@ -37,23 +37,31 @@ class PartialResultSender:
     Args:
         decode: returns the text of each row.
         tell: takes what has ended.
+        engine: number of the engine that generates.
+        tells_all: whether it tells of those that end last, too.
     """
 
-    def __init__(self, decode: Callable[[Ragged], list[str]], tell: Callable[[PartialResults], None]) -> None:
-        self._decode, self._tell = decode, tell
+    def __init__(
+        self,
+        decode: Callable[[Ragged], list[str]],
+        tell: Callable[[PartialResults], None],
+        engine: int = 0,
+        tells_all: bool = False,
+    ) -> None:
+        self._decode, self._tell, self._engine, self.tells_all = decode, tell, engine, tells_all
         self._texts: dict[int, str] = {}
         self._told = time.perf_counter()
 
-    def send(self, ended: list[EndedResponse]) -> None:
+    def send(self, ended: list[EndedResponse], at_once: bool = False) -> None:
         """Tell what has ended, and empty the list, if it is time to."""
-        if not ended or time.perf_counter() < self._told + PERIOD_S:
+        if not ended or (time.perf_counter() < self._told + PERIOD_S and not at_once):
             return
         responses = carried_of([item.request for item in ended], [True] * len(ended))
         positions, samples = zip(*((item.position, item.sample) for item in ended), strict=True)
         texts = self._decode(responses.tokens)
         self._texts.update(zip((item.request.row for item in ended), texts, strict=True))
         told = EndedResponses(np.asarray(positions, np.int64), np.asarray(samples, np.int64), responses)
-        self._tell(PartialResults(told, pa.array(texts, pa.large_string())))
+        self._tell(PartialResults(self._engine, told, pa.array(texts, pa.large_string())))
         self._told = time.perf_counter()
         ended.clear()
 

@@ -152,9 +152,10 @@ class SingleResponses:
         self._responses.update((request.row, request) for request in ended)
         self._seconds = time.perf_counter() - self._began
         counted = self._count(ended)
-        if self._sender is not None and self._unfinished:
-            self._untold += map(self._ended, ended if self._all_count else self._responses_to(counted))
-            self._sender.send(self._untold)
+        if self._sender is None or not (self._unfinished or self._sender.tells_all):
+            return
+        self._untold += map(self._ended, ended if self._all_count else self._responses_to(counted))
+        self._sender.send(self._untold, at_once=not self._unfinished)
 
     def give_up(self, requests: list[Request], tokens: int) -> None:
         """Keep what there is, where responses are carried over; remember how much was sampled in vain."""

@@ -188,7 +188,9 @@ def shares(lap: Lap, usage: Mapping[str, list[dict[str, float]]], iteration: int
     seconds: dict[str, float] = {}
     spent = 0.0
     for together in side_by_side(lap.spans):
-        own = {span.task: span.seconds for span in together}
+        own: dict[str, float] = {}
+        for span in together:
+            own[span.task] = own.get(span.task, 0.0) + span.seconds
         if len(together) > 1:
             own |= {task: slowest(usage[key]) for task in own if (key := f"{iteration}/{task}") in usage}
         lasted = max(span.ended for span in together) - min(span.began for span in together)

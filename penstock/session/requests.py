@@ -30,6 +30,7 @@ class GenerationRequest:
         required: of those, how many are the first ones.
         carried: what there is of responses to the first prompts; None: what is not answered is dropped.
         ended: responses that are there already.
+        tell_all: whether engines tell of all responses that end, also of the last.
     """
 
     prompts: pd.DataFrame
@@ -40,6 +41,7 @@ class GenerationRequest:
     required: int = 0
     carried: CarriedResponses | None = None
     ended: EndedResponses | None = None
+    tell_all: bool = False
 
 
 @dataclass(frozen=True)

@@ -163,6 +163,13 @@ class Session:
         """Every engine group once, in role order."""
         return list(dict.fromkeys(self.groups.values()))
 
+    @property
+    def reproducible(self) -> bool:
+        """Whether timing has no part in which tokens are sampled (`rollout.reproducible`)."""
+        if (chosen := self.config.rollout.reproducible) is not None:
+            return chosen
+        return self.groups["rollout"].spec.devices[0].gpu is None
+
     def call(
         self,
         role: Role,
@@ -186,7 +193,8 @@ class Session:
 
         Args:
             commands: of each group the same for all its ranks, or one for each rank.
-            key: names the call; repeated, the stored replies come back and nothing runs.
+            key: names the call; repeated, the stored replies come back and nothing runs. With a third part it is one
+                call of several, of which the usage is added up under the first two.
             on_news: gets what a rank tells ahead of its reply (`Generate`: `PartialResults`), and a reply while others
                 are awaited; should be quick.
 
@@ -206,7 +214,9 @@ class Session:
         answers = side_by_side(name_of(kind), sent_as, arguments)
         self.slots.heard(kind, answers.keys())
         if kind.measured:
-            self.usage[key] = [answer["usage"] for ranks in answers.values() for answer in ranks]
+            name = "/".join(key.split("/")[:2])
+            used = [answer["usage"] for ranks in answers.values() for answer in ranks]
+            self.usage[name] = used if name == key or name not in self.usage else _added(self.usage[name], used)
         return {group: [decode_reply(kind, answer["reply"]) for answer in ranks] for group, ranks in answers.items()}
 
     def decide(self, memory: Sequence[GroupEstimate]) -> None:
@@ -412,6 +422,18 @@ def read_config(run: RunFolder, kind: Any = TrainConfig) -> Any:
     """
     check_signed(run.config, f"'--resume {run.path}' sets it aside; what may change is given to it, as key=value")
     return load_saved(run.config, kind)
+
+
+def _added(before: list[dict[str, float]], more: list[dict[str, float]]) -> list[dict[str, float]]:
+    """Add up what calls used on the same ranks: seconds and work; of memory the fuller call's."""
+    return [
+        {
+            name: (fuller.get(name, 0.0) if name.endswith("_gib") else one.get(name, 0.0) + other.get(name, 0.0))
+            for name in one | other
+        }
+        for one, other in zip(before, more, strict=True)
+        for fuller in [max(one, other, key=lambda usage: usage.get("allocated_gib", 0.0))]
+    ]
 
 
 def may_help_again(_: Any, __: Any, state: State[Any]) -> bool:

@@ -46,6 +46,11 @@ class ExperienceRef:
     policy_version: int
     prompts: int = 0  # drawn from the data for it, also those that were replaced
     deferred: tuple[Deferred, ...] = ()  # prompts that wait once it is made
+    portion: int | None = None  # of the iteration's experience; None: all of it
+
+    def key(self, iteration: int, task: str) -> str:
+        """Return the idempotency key of a call about this experience."""
+        return f"{iteration}/{task}" if self.portion is None else f"{iteration}/{task}/{self.portion}"
 
 
 # A part's name holds the identity of the file that it belongs to: drawn whenever a file is written, and kept inside it.

@@ -189,6 +189,16 @@ def _as_columns(result: Advantages, offsets_B1: np.ndarray) -> dict[str, Any]:
     return columns
 
 
+def advantage_figures(training: Training, settings: Settings, path: Path) -> dict[str, float]:
+    """Return the figures of experience that has its advantages, and the columns of the forward passes."""
+    algorithm, present = training.config.algorithm, column_names(path)
+    names = ("values", "logprobs_old", "logprobs_reference", "advantages", "returns")
+    columns = read_columns(path, [name for name in names if name in present])
+    returns = columns["returns"].values_T if "returns" in columns else None
+    inputs = _inputs(path, columns, algorithm, settings.kl_coefficient)
+    return _figures(inputs, Advantages(columns["advantages"].values_T, returns), columns, training.config.agents)
+
+
 def _figures(
     inputs: AdvantageInputs, result: Advantages, columns: dict[str, Any], agents: Sequence[str]
 ) -> dict[str, float]:

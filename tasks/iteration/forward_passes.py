@@ -45,7 +45,7 @@ def old_logprobs(training: Training, settings: Settings, experience: ExperienceR
         return _logprobs(training, settings, experience, "actor", "logprobs_old")
     states = _states(training, settings, experience)
     command = LogprobsAndKl(experience.path, settings.temperature, settings.micro_batch_tokens, states.path)
-    column = _column(training, settings, "actor", "logprobs_old", command)
+    column = _column(training, experience.key(settings.iteration, "logprobs_old"), "actor", "logprobs_old", command)
     Path(states.path).unlink()
     return column
 
@@ -62,14 +62,14 @@ def reference_logprobs(training: Training, settings: Settings, experience: Exper
 def values(training: Training, settings: Settings, experience: ExperienceRef) -> ColumnRef:
     """Compute the critic's value of the state before each response token; with several critics by the row's own."""
     command = Values(experience.path, settings.critic_micro_batch_tokens, tuple(training.config.agents))
-    return _column(training, settings, "critic", "values", command)
+    return _column(training, experience.key(settings.iteration, "values"), "critic", "values", command)
 
 
 def _logprobs(
     training: Training, settings: Settings, experience: ExperienceRef, role: Literal["actor", "reference"], name: str
 ) -> ColumnRef:
     command = Logprobs(experience.path, role, settings.temperature, settings.micro_batch_tokens)
-    return _column(training, settings, role, name, command)
+    return _column(training, experience.key(settings.iteration, name), role, name, command)
 
 
 def states_path(experience: ExperienceRef) -> Path:
@@ -82,14 +82,14 @@ def _states(training: Training, settings: Settings, experience: ExperienceRef) -
     training.session().say("log-probs")
     command = ReferenceStates(experience.path, settings.micro_batch_tokens, str(path))
     with timed(training, {}, name) as span:
-        training.session().call("reference", command, f"{settings.iteration}/{name}")
+        training.session().call("reference", command, experience.key(settings.iteration, name))
     return ColumnRef(name, str(path), span.seconds, columns=())
 
 
 def _column(
-    training: Training, settings: Settings, role: Role, name: str, command: Logprobs | LogprobsAndKl | Values
+    training: Training, key: str, role: Role, name: str, command: Logprobs | LogprobsAndKl | Values
 ) -> ColumnRef:
-    session, key = training.session(), f"{settings.iteration}/{name}"
+    session = training.session()
     session.say("values" if isinstance(command, Values) else "log-probs")
     path, columns = Path(command.path).with_suffix(f".{name}.parquet"), {}
     with timed(training, {}, name) as span:

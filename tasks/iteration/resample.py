@@ -12,25 +12,22 @@ from __future__ import annotations
 import dataclasses
 import math
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from prefect import task
 from prefect.cache_policies import NO_CACHE
 
-from penstock.base.ragged import Ragged
 from penstock.session.rollout.draw import remember
 from penstock.session.rollout.episodes import PART
 from penstock.session.rollout.refused_groups import judged_columns, refused_groups
 from penstock.session.rollout.rounds import waiting_figures
 from penstock.session.session import Stage, Training, timed
 from penstock.session.settings import Settings
+from penstock.state.columns import Columns, joined, taken
 from penstock.state.experience import RESAMPLED, column_names, origin_of, read_columns, write_columns
 from penstock.state.manifest import Progress
 from tasks.iteration.reward import punished, reward_columns, score
 from tasks.iteration.rollout import UNUSED, further_rollout, waiting_after
-
-Columns = dict[str, Any]
 
 
 @task(task_run_name="resample-{settings.iteration:06d}-{number}", cache_policy=NO_CACHE)
@@ -96,28 +93,8 @@ def replaced(present: Columns, further: Columns, refused_G: np.ndarray, samples:
         refused_G: of the groups of `present`, then of `further`.
     """
     names = [name for name in present | further if name in further or name.startswith(("reward", PART))]
-    both = {name: _joined(present, further, name) for name in names}
+    both = joined([present, further], names)
     size = len(present["group"]) // samples
     kept_G = np.sort(np.argsort(refused_G, kind="stable")[:size])
     rows_B = (kept_G[:, None] * samples + np.arange(samples)).reshape(-1)
-    return {name: _taken(column, rows_B) for name, column in both.items()} | {
-        "group": np.repeat(np.arange(size), samples)
-    }
-
-
-def _joined(present: Columns, further: Columns, name: str) -> Any:
-    there = present.get(name, further.get(name))
-    first, second = (columns.get(name, _empty(there, len(columns["group"]))) for columns in (present, further))
-    if isinstance(first, Ragged):
-        return Ragged.concatenated([first, second])
-    return np.concatenate([first, second]) if isinstance(first, np.ndarray) else [*first, *second]
-
-
-def _empty(there: Any, rows: int) -> Any:
-    return [None] * rows if isinstance(there, list) else np.full(rows, np.nan)
-
-
-def _taken(column: Any, rows_B: np.ndarray) -> Any:
-    if isinstance(column, Ragged):
-        return column.take(rows_B)
-    return column[rows_B] if isinstance(column, np.ndarray) else [column[row] for row in rows_B]
+    return taken(both, rows_B) | {"group": np.repeat(np.arange(size), samples)}

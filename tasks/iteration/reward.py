@@ -25,6 +25,7 @@ from penstock.state.experience import add_columns, read_columns
 from penstock.usercode.guard import out_of_bounds
 
 OVERLONG = "overlong"  # the part that `reward.overlong` adds
+AHEAD_SHARE = "reward/ahead_share"
 
 
 @task(
@@ -37,12 +38,12 @@ def reward(training: Training, settings: Settings, stage: Stage) -> Stage:
     training.session().say("reward")
     with timed(training, metrics, "reward"):
         columns = read_columns(path, ["sample_id", "prompt_id", "prompt", "response", *episode_column_names(path)])
-        scores = score(training, columns, "train", f"{settings.iteration}/reward")
+        scores = score(training, columns, "train", stage.experience.key(settings.iteration, "reward"))
         if training.config.reward.overlong is not None:  # reading the tokens takes longer than all the rest
             lengths_B = read_columns(path, ["response_tokens"])["response_tokens"].lengths_B
             scores = punished(training.config, scores, lengths_B)
         rewards = reward_columns(scores)
-        remember(training, settings.iteration, 0, columns["prompt_id"], rewards["reward"])
+        remember(training, settings.iteration, stage.experience.portion or 0, columns["prompt_id"], rewards["reward"])
         add_columns(path, rewards)
     return Stage(stage.experience, metrics | reward_metrics(scores) | _ahead(training))
 
@@ -50,7 +51,7 @@ def reward(training: Training, settings: Settings, stage: Stage) -> Stage:
 def _ahead(training: Training) -> dict[str, float]:
     """Return the share of the responses whose score was begun while others were generated."""
     scorer = training.session().scorer
-    return {} if scorer is None else {"reward/ahead_share": scorer.ahead_share}
+    return {} if scorer is None else {AHEAD_SHARE: scorer.ahead_share}
 
 
 def score(training: Training, columns: dict[str, Any], split: str, key: str) -> list[Score]:
@@ -137,16 +138,18 @@ def _judged(scores: list[Score]) -> bool:
 
 def reward_metrics(scores: list[Score]) -> dict[str, float]:
     """Return mean, spread, extremes, failures and the mean of every part."""
-    rewards = np.asarray([score.reward for score in scores])
-    parts = sorted({name for score in scores for name in score.parts})
-    means = {
-        f"reward/{name}_mean": float(np.mean([s.parts[name] for s in scores if name in s.parts])) for name in parts
-    }
+    return reward_figures(reward_columns(scores))
+
+
+def reward_figures(columns: dict[str, Any]) -> dict[str, float]:
+    """Return `reward_metrics` of the columns that scores have become."""
+    rewards_B = columns["reward"]
+    parts = {name: column[~np.isnan(column)] for name, column in columns.items() if name.startswith("reward/")}
     return {
-        "reward/mean": float(rewards.mean()),
-        "reward/std": float(rewards.std()),
-        "reward/min": float(rewards.min()),
-        "reward/max": float(rewards.max()),
-        "reward/failures": float(sum(score.failure is not None for score in scores)),
-        **means,
+        "reward/mean": float(rewards_B.mean()),
+        "reward/std": float(rewards_B.std()),
+        "reward/min": float(rewards_B.min()),
+        "reward/max": float(rewards_B.max()),
+        "reward/failures": float(sum(failure is not None for failure in columns["reward_failure"])),
+        **{f"{name}_mean": float(values.mean()) for name, values in parts.items()},
     }

@@ -7,7 +7,7 @@ not wait for its record, nor for Prefect to end one child flow and begin another
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -32,7 +32,8 @@ from penstock.session.rollout.carried import (
 )
 from penstock.session.rollout.ended import EndedFile, keeps_ended, origin_of_ended, other_streams
 from penstock.session.rollout.episodes import episode_column_names, episode_figures
-from penstock.session.rollout.generation import Responses, begin_generation, take_responses
+from penstock.session.rollout.generation import News, Responses, begin_generation, take_responses
+from penstock.session.rollout.portions import Portions, StreamedRollout
 from penstock.session.rollout.rounds import further_round, next_round, round_figures
 from penstock.session.rollout.score_ahead import sample_id, scoring_ahead
 from penstock.session.session import Stage, Training, timed
@@ -63,9 +64,15 @@ def begin_rollout(training: Training, settings: Settings, progress: Progress) ->
     this_round = next_round(training, settings.iteration, progress)
     prompts = _rows(training, this_round.rows_P)
     rollout, generation = Rollout(settings.iteration, f"{settings.iteration}/rollout"), None
+    portions = _portions(training, len(prompts))
     if not _left_behind(training, settings, progress, BegunRollout(this_round, prompts, None)):
-        generation = _begin(training, settings, this_round, prompts, rollout.key, progress)
-    training.session().rollouts[rollout.key] = BegunRollout(this_round, prompts, generation)
+        request = _request(training, settings, this_round, prompts, rollout.key, 0, progress.iteration)
+        told = () if portions is None else (portions.hear,)
+        generation = _begin(training, settings, this_round, request, progress.policy_version, told)
+    begun = BegunRollout(this_round, prompts, generation)
+    if portions is not None:
+        begun = StreamedRollout(this_round, prompts, generation, portions)
+    training.session().rollouts[rollout.key] = begun
     return rollout
 
 
@@ -91,11 +98,12 @@ def rollout(training: Training, settings: Settings, begun: Rollout) -> Stage:
             responses = take_responses(training, taken.generation)
             span.began -= responses.metrics["rollout/ahead_s"]
             columns = experience_columns(training, settings, taken.prompts, responses)
-            origin = _origin(training, settings, taken.round) | _left(training, begun.iteration, taken.round, responses)
+            origin = sampled_with(training, settings, taken.round)
+            origin |= _left(training, begun.iteration, taken.round, responses)
             write_columns_apart(path, columns, origin)
             metrics |= responses.metrics
         experience = describe(path, columns, taken.round.drawn, origin)
-        figures = _figures(training, begun.key, columns)
+        figures = length_figures(training, begun.key, columns)
         unused = origin.get(UNUSED, 0)
         figures |= round_figures(training.config.rollout, begun.iteration, taken.round, experience, unused)
         figures |= staleness_figures(experience.policy_version, columns.get(POLICY_VERSIONS), columns["loss_mask"])
@@ -153,22 +161,26 @@ def _rows(training: Training, rows_P: np.ndarray) -> pd.DataFrame:
 
 
 def _begin(
-    training: Training, settings: Settings, this_round: Round, prompts: pd.DataFrame, key: str, progress: Progress
+    training: Training,
+    settings: Settings,
+    this_round: Round,
+    request: GenerationRequest,
+    policy_version: int,
+    told: Sequence[News],
 ) -> BegunGeneration:
     """Let the engines begin an iteration's first round, but for what had ended when it was begun before and cut off."""
-    request = _request(training, settings, this_round, prompts, key, 0, progress.iteration)
-    scoring = scoring_ahead(training, settings.iteration, prompts)
+    hearers = (*scoring_ahead(training, settings.iteration, request.prompts), *told)
     if not keeps_ended(training):
-        return begin_generation(training, request, scoring)
-    sampled_with = _origin(training, settings, this_round)
-    origin = origin_of_ended(sampled_with, progress.policy_version, prompts, request.carried)
+        return begin_generation(training, request, hearers)
+    dependent = sampled_with(training, settings, this_round)
+    origin = origin_of_ended(dependent, policy_version, request.prompts, request.carried)
     kept = EndedFile(training.run.ended(settings.iteration), origin)
     if (ended := kept.read()) is not None:
         count = len(ended.positions)
         said = "iteration %d: %d responses had ended when the rollout was cut off, and are not generated again"
         get_run_logger().info(said, settings.iteration, count)
         request = dataclasses.replace(request, ended=ended, sampling=other_streams(request.sampling, count))
-    return begin_generation(training, request, scoring, kept)
+    return begin_generation(training, request, hearers, kept)
 
 
 def _request(
@@ -188,7 +200,17 @@ def _request(
         wanted=this_round.wanted,
         required=this_round.required,
         carried=begun_before(training, left_by, this_round.begun_before) if this_round.goes_on else None,
+        tell_all=training.config.rollout.stream is not None,
     )
+
+
+def _portions(training: Training, prompts: int) -> Portions | None:
+    """Return what will hear of the responses, where the gradient is summed while others are generated."""
+    config, session = training.config.rollout, training.session()
+    if config.stream is None:
+        return None
+    engines = len(session.groups["rollout"].spec.devices) // config.tensor_parallel if session.reproducible else 1
+    return Portions(prompts, config.samples, config.stream.portions, engines)
 
 
 def experience_columns(
@@ -245,7 +267,7 @@ def sampling(training: Training, settings: Settings, purpose: int = 0) -> Sampli
     )
 
 
-def _origin(training: Training, settings: Settings, this_round: Round) -> dict[str, Any]:
+def sampled_with(training: Training, settings: Settings, this_round: Round) -> dict[str, Any]:
     """Return what the responses of an iteration's first rollout depend on, besides policy and prompts."""
     environment = training.config.environment
     sampled_with = dataclasses.asdict(sampling(training, settings))
@@ -297,7 +319,7 @@ def _left_behind(training: Training, settings: Settings, progress: Progress, beg
 
 def _differences(training: Training, settings: Settings, begun: BegunRollout, path: Path) -> list[str]:
     """Return in words what the responses in an experience file were sampled with that this rollout's would not be."""
-    was, now = origin_of(path), _origin(training, settings, begun.round)
+    was, now = origin_of(path), sampled_with(training, settings, begun.round)
     names = [*now, *({"prompts_begun"} & was.keys() - now.keys())]
     sampled = [f"{name} {was.get(name)} instead of {now.get(name)}" for name in names if was.get(name) != now.get(name)]
     if CARRIED in was and not is_kept(training.run, settings.iteration, was[CARRIED]):
@@ -350,7 +372,7 @@ def waiting_after(origin: Mapping[str, Any]) -> tuple[Deferred, ...]:
     return tuple(Deferred(row, since) for row, since in origin.get(WAITING, ()))
 
 
-def _figures(training: Training, key: str, columns: dict[str, Any]) -> dict[str, float]:
+def length_figures(training: Training, key: str, columns: dict[str, Any]) -> dict[str, float]:
     lengths = columns["response_tokens"].lengths_B
     return {
         "rollout/tokens": float(lengths.sum()),

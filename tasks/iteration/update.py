@@ -10,7 +10,7 @@ from prefect.cache_policies import NO_CACHE
 from algorithms.declarations.settings import arguments
 from algorithms.registry import choice_named, policy_loss_named
 from configs.sections.algorithm import AlgorithmConfig
-from engines.commands.update import ActorLoss, Split, UpdateActor, UpdateCritic
+from engines.commands.update import ActorLoss, Split, StepActor, UpdateActor, UpdateCritic
 from penstock.session.figures import role_figures, slowest
 from penstock.session.session import Stage, Training, timed
 from penstock.session.settings import Settings
@@ -19,8 +19,10 @@ from tasks.iteration.forward_passes import states_path
 
 @task(task_run_name="update-actor-{settings.iteration:06d}", cache_policy=NO_CACHE)
 def update_actor(training: Training, settings: Settings, stage: Stage) -> dict[str, float]:
-    """Train the actor; return its metrics."""
+    """Train the actor; return its metrics. Where its gradient is summed already (stream.py), take the step."""
     algorithm = training.config.algorithm
+    if training.config.rollout.stream is not None:
+        return updated(training, "actor", _step(training, settings), f"{settings.iteration}/update_actor/step")
     states = states_path(stage.experience) if algorithm.full_kl and algorithm.kl_in_loss else None
     command = UpdateActor(
         path=stage.experience.path,
@@ -34,6 +36,12 @@ def update_actor(training: Training, settings: Settings, stage: Stage) -> dict[s
     if states is not None:
         states.unlink()
     return metrics
+
+
+def _step(training: Training, settings: Settings) -> StepActor:
+    aggregation = training.config.algorithm.aggregation
+    assert aggregation is not None
+    return StepActor(aggregation, training.config.rollout.max_response_tokens, settings.learning_rate)
 
 
 def actor_loss(algorithm: AlgorithmConfig, settings: Settings) -> ActorLoss:
@@ -59,17 +67,17 @@ def actor_loss(algorithm: AlgorithmConfig, settings: Settings) -> ActorLoss:
 
 
 def updated(
-    training: Training, role: Literal["actor", "critic"], command: UpdateActor | UpdateCritic, key: str
+    training: Training, role: Literal["actor", "critic"], command: UpdateActor | StepActor | UpdateCritic, key: str
 ) -> dict[str, float]:
     """Train the model of `role` on the experience; return its metrics."""
     metrics: dict[str, float] = {}
-    session = training.session()
+    session, used = training.session(), "/".join(key.split("/")[:2])
     session.say("update")
     with timed(training, metrics, f"update_{role}"):
         replies = session.call(role, command, key)
     # The task's seconds hold the wait for the other update too, where actor and critic share a group.
-    metrics[f"{role}/update_s"] = slowest(session.usage[key])
-    return metrics | named(role, replies[0].metrics) | role_figures(training, role, key)
+    metrics[f"{role}/update_s"] = slowest(session.usage[used])
+    return metrics | named(role, replies[0].metrics) | role_figures(training, role, used)
 
 
 def split(training: Training, iteration: int, micro_batch_tokens: int) -> Split:

@@ -28,6 +28,7 @@ from penstock.state.mending import checkpoints
 from penstock.state.run_folder import RunFolder, open_run_folder, read_metrics
 from tasks.iteration.greedy_baseline import GREEDY_REWARD
 from tasks.iteration.rollout import DESCRIBING, describe, waiting_after
+from tasks.iteration.stream import PORTIONS
 
 PASSES = ("logprobs_old", "logprobs_reference", "values", "kl")
 
@@ -286,7 +287,8 @@ def laid_out(training: Training, plan: Plan, iteration: int, task: str) -> Stage
     """Write the experience of an iteration into the folder of the replay as it was before `task`; return its handle."""
     stored, path = plan.run.experience(iteration), training.run.experience(iteration)
     path.parent.mkdir(exist_ok=True)
-    write_columns(path, read_columns(stored, inputs_of(column_names(stored), task)))
+    portions = {name: value for name, value in origin_of(stored).items() if name == PORTIONS}
+    write_columns(path, read_columns(stored, inputs_of(column_names(stored), task)), portions)
     return _handle(plan, iteration, path)
 
 

@@ -25,9 +25,10 @@ from penstock.base.ragged import Ragged
 from penstock.session.rollout.carried import POLICY_VERSIONS
 from penstock.session.session import AHEAD, Session
 from penstock.state.events import read_events
-from penstock.state.experience import column_names, read_columns
+from penstock.state.experience import column_names, origin_of, read_columns
 from penstock.state.manifest import Progress, ended, read_manifest
 from penstock.state.run_folder import RunFolder, read_metrics
+from tasks.iteration.stream import PORTIONS
 from tests.comparing import logged, memory, numbers, weights
 from tests.faults.blows import HOST, Blow, blows_falling
 from tests.waiting import until
@@ -85,6 +86,31 @@ RECIPES = {
         "rollout.max_response_tokens=20",
         "data.arithmetic={calls: 0.4, mistakes: 0}",
         "environment={type: penstock.environments.calculator:Calculator, max_turns: 2}",
+    ),
+    "stream": (
+        "sft.steps=10",
+        "sft.batch=32",
+        "rollout.max_response_tokens=20",
+        "rollout.stream.portions=4",
+        "groups={main: {ranks: 1, roles: [actor, reference]}, generating: {ranks: 1, roles: [rollout]}}",
+        "algorithm={name: grpo, mini_batches: 1, kl: {place: loss, coefficient: 0.05, refresh_every: 2}}",
+        "data.sampler={name: adaptive, half_life: 5}",
+    ),
+    "stream of ppo": (
+        "sft=null",
+        "rollout.max_response_tokens=20",
+        "rollout.stream.portions=3",  # of 8 prompts
+        "groups={main: {ranks: 1, roles: [actor, critic, reference]}, generating: {ranks: 1, roles: [rollout]}}",
+        "algorithm={name: ppo, mini_batches: 1, settings: {whiten: false}, "
+        "kl: {place: reward, estimator: k1, coefficient: 0.05, target: 0.01, horizon: 100}}",
+    ),
+    "stream of lora": (
+        "sft=null",
+        "rollout.max_response_tokens=20",
+        "rollout.stream.portions=4",
+        "groups={main: {ranks: 1, roles: [actor]}, generating: {ranks: 2, roles: [rollout]}}",
+        "algorithm={mini_batches: 1, correction: {weights: token}}",
+        "actor.lora={rank: 4, alpha: 8}",
     ),
     "carry": (
         "sft.steps=10",
@@ -185,6 +211,16 @@ STRUCK = {
         "carry",
         [Blow("tasks.iteration.reward.score", "2"), Blow("update_actor", "3/"), Blow("update_actor", "4/", HOST)],
         ["snapshot 000001", "snapshot 000002", SAVED],
+    ),
+    "while the gradient is summed": Struck(
+        "stream",
+        [
+            Blow("sum_gradient", "2/update_actor/1"),
+            Blow("generate", "3/rollout", "generating"),
+            Blow("step_actor", "3/"),
+            Blow("sum_gradient", "4/update_actor/3", HOST),
+        ],
+        [*(f"snapshot 00000{number}" for number in (1, 2, 2)), SAVED],
     ),
     "in a group beside the actor's": Struck(
         "ppo",
@@ -367,6 +403,31 @@ def test_responses_that_go_on_outlast_a_training_that_ends_and_is_resumed(
     run = RunFolder(alone.path.with_name(f"{recipe}, ended"))
     assert len(read_manifest(run).progress.deferred) == 4
     resume(run)
+    assert_equal(run, alone)
+
+
+@pytest.mark.parametrize("recipe", ["stream of ppo", "stream of lora"])
+def test_a_sum_that_is_cut_off_is_made_again_by_a_resume(
+    recipe: str, run_of: Callable[..., RunFolder], undisturbed: Callable[[str], RunFolder]
+) -> None:
+    """In the middle of the third iteration's, and then before its step, of experience that is whole.
+
+    The second time nothing is generated again, and the portions are the same. Control: there are several of them.
+    """
+    alone = undisturbed(recipe)
+    portions = origin_of(alone.experience(3))[PORTIONS]
+    assert sorted(group for portion in portions for group in portion) == list(range(8))
+    assert len(portions) == (3 if recipe == "stream of ppo" else 4)
+    name = f"{recipe}, ended"
+    with pytest.raises(RankLost):
+        run_of(name, recipe, "engine.restarts=0", blows=[Blow("sum_gradient", "3/update_actor/1")])
+    run = RunFolder(alone.path.with_name(name))
+    assert not run.experience(3).exists()
+    with pytest.raises(RankLost), blows_falling([Blow("step_actor", "3/")]):
+        resume(run)
+    assert origin_of(run.experience(3))[PORTIONS] == portions
+    resume(run)
+    assert "rollout/tokens_per_s" not in read_metrics(run)[3]["metrics"], "of that nothing was generated again"
     assert_equal(run, alone)
 
 

@@ -20,6 +20,8 @@ from algorithms.segments import discounted_sums
 
 NEEDS: tuple[Need, ...] = ("critic",)
 
+SEPARABLE = "whiten"  # as long as this setting is off
+
 ALGORITHMS = (
     Algorithm(
         name="ppo",

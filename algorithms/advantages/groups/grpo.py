@@ -16,6 +16,8 @@ STD_EPSILON = 1e-6
 
 NEEDS: tuple[Need, ...] = ("group",)
 
+SEPARABLE = True
+
 ALGORITHMS = (
     Algorithm(
         name="grpo",

@@ -15,6 +15,8 @@ from algorithms.segments import segment_sum
 
 NEEDS: tuple[Need, ...] = ("group",)
 
+SEPARABLE = True
+
 ALGORITHMS = (
     Algorithm(
         name="opo",

@@ -18,6 +18,8 @@ from algorithms.segments import discounted_sums, lengths, rows_of_tokens
 
 NEEDS: tuple[Need, ...] = ("group", "old_logprobs")
 
+SEPARABLE = True
+
 ALGORITHMS = (
     Algorithm(
         name="otb",

@@ -16,6 +16,8 @@ from algorithms.normalization import group_statistics
 
 NEEDS: tuple[Need, ...] = ("group",)
 
+SEPARABLE = True
+
 ALGORITHMS = (
     Algorithm(
         name="pass_at_k",

@@ -15,6 +15,8 @@ from algorithms.normalization import group_statistics
 
 NEEDS: tuple[Need, ...] = ("group",)
 
+SEPARABLE = True
+
 ALGORITHMS = (
     Algorithm(
         name="rloo",

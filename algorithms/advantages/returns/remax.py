@@ -13,6 +13,8 @@ from algorithms.segments import discounted_sums, rows_of_tokens
 
 NEEDS: tuple[Need, ...] = ("greedy",)
 
+SEPARABLE = True
+
 ALGORITHMS = (
     Algorithm(
         name="remax",

@@ -17,6 +17,8 @@ from algorithms.declarations.algorithm import Algorithm
 from algorithms.normalization import whitened
 from algorithms.segments import discounted_sums
 
+SEPARABLE = "whiten"  # as long as this setting is off
+
 ALGORITHMS = (
     Algorithm(
         name="reinforce",

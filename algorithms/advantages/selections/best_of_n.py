@@ -17,6 +17,8 @@ from algorithms.declarations.algorithm import Algorithm, Need
 
 NEEDS: tuple[Need, ...] = ("group", "whole_rewards")
 
+SEPARABLE = True
+
 ALGORITHMS = (
     Algorithm(
         name="best_of_n",

@@ -12,6 +12,8 @@ from algorithms.declarations.algorithm import Algorithm, Need
 
 NEEDS: tuple[Need, ...] = ("whole_rewards",)
 
+SEPARABLE = True
+
 ALGORITHMS = (
     Algorithm(
         name="rft",

@@ -47,12 +47,7 @@ SCHEMA = pa.schema(
 
 def keeps_ended(training: Training) -> bool:
     """Whether ended responses of a rollout are kept for one that is begun again."""
-    config = training.config
-    if config.environment is not None:
-        return False
-    if config.rollout.reproducible is not None:
-        return not config.rollout.reproducible
-    return training.session().groups["rollout"].spec.devices[0].gpu is not None
+    return training.config.environment is None and not training.session().reproducible
 
 
 def origin_of_ended(

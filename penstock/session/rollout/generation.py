@@ -50,29 +50,33 @@ def generate(training: Training, request: GenerationRequest) -> Responses:
 
 
 def begin_generation(
-    training: Training, request: GenerationRequest, on_ended: News | None = None, kept: EndedFile | None = None
+    training: Training, request: GenerationRequest, hearers: Sequence[News] = (), kept: EndedFile | None = None
 ) -> BegunGeneration:
     """Let the engines begin; they share out the prompts among themselves (engines/rollout/prompt_queue.py).
 
     With an environment a response is an episode: the policy's turns and the observations between them.
 
     Args:
-        on_ended: gets responses that have ended before others: an engine's news, or its reply.
+        hearers: get responses that have ended before others: an engine's news, or its reply.
         kept: gets them, too, and is closed at the end.
     """
-    return BegunGeneration(request, training.session().generating.submit(_ask, training, request, on_ended, kept))
+    return BegunGeneration(request, training.session().generating.submit(_ask, training, request, hearers, kept))
 
 
-def take_responses(training: Training, generation: BegunGeneration) -> Responses:
+def take_responses(training: Training, generation: BegunGeneration, wanted_at: float | None = None) -> Responses:
     """Wait for a generation and return its responses.
 
     `rollout/ahead_s` in their metrics says for how long the engines worked before anybody waited.
+
+    Args:
+        wanted_at: since when somebody does, `time.perf_counter`; None: from now on.
 
     Raises:
         RolloutStalled: the engines have not answered by the deadline of a command.
         RuntimeError: they did not answer each prompt exactly once, or not as many as were wanted.
     """
-    wanted_at, replies, request = time.perf_counter(), generation.replies.result(), generation.request
+    wanted_at = time.perf_counter() if wanted_at is None else wanted_at
+    replies, request = generation.replies.result(), generation.request
     ahead = {"rollout/ahead_s": max(0.0, min(wanted_at, replies.ended) - replies.began)}
     answers = [reply for reply in replies.ranks if reply is not None]  # of an engine of several ranks one replies
     positions = [answer.positions_P for answer in answers]
@@ -93,7 +97,7 @@ def take_responses(training: Training, generation: BegunGeneration) -> Responses
         truncated_B=np.concatenate([answer.truncated_B for answer in answers])[rows_B],
         policy_version=answers[0].policy_version,
         metrics=engine_figures(answers, replies.ended - replies.began) | waiting_figures(answers) | ahead,
-        loss_mask=_all_counted(tokens) if counted is None else counted,
+        loss_mask=all_counted(tokens) if counted is None else counted,
         episodes=episode_columns(answers, rows_B),
         logprobs=in_order([answer.logprobs_T for answer in answers]),
         unused_tokens=sum(answer.unused_tokens for answer in answers),
@@ -111,7 +115,7 @@ def _left(
     return left_over(request.carried, answers, unanswered_P, request.sampling.samples)
 
 
-def _ask(training: Training, request: GenerationRequest, on_ended: News | None, kept: EndedFile | None) -> Replies:
+def _ask(training: Training, request: GenerationRequest, hearers: Sequence[News], kept: EndedFile | None) -> Replies:
     session, prompts = training.session(), request.prompts
     asked = Ragged.of(list(prompts["prompt_tokens"]), np.int32)
     episodes = None
@@ -120,8 +124,8 @@ def _ask(training: Training, request: GenerationRequest, on_ended: News | None, 
         episodes = EpisodeRows(str(training.run.prompts(request.split)), ids)
     began = time.perf_counter()
     quota = (request.wanted, request.required, request.carried)
-    command = Generate(asked, request.sampling, session.model_folder, episodes, *quota, request.ended)
-    heard = _Heard(request, on_ended, kept)
+    command = Generate(asked, request.sampling, session.model_folder, episodes, *quota, request.ended, request.tell_all)
+    heard = _Heard(request, hearers, kept)
     try:
         replies = session.call("rollout", command, request.key, heard.hear)
     except RankLost as loss:
@@ -138,13 +142,13 @@ class _Heard:
     """What the engines have told of a generation, so that one that stalls can be told how far it is.
 
     Args:
-        hand_on: gets what they tell.
+        hearers: get what they tell.
         kept: keeps the responses that have ended.
     """
 
-    def __init__(self, request: GenerationRequest, hand_on: News | None, kept: EndedFile | None) -> None:
+    def __init__(self, request: GenerationRequest, hearers: Sequence[News], kept: EndedFile | None) -> None:
         self._responses = len(request.prompts) * request.sampling.samples
-        self._ended, self._told_at, self._hand_on, self._kept = 0, time.monotonic(), hand_on, kept
+        self._ended, self._told_at, self._hearers, self._kept = 0, time.monotonic(), hearers, kept
 
     def hear(self, news: PartialResults | EngineResponses | None) -> None:
         """Count what an engine tells of ahead of its reply, which repeats it."""
@@ -153,8 +157,8 @@ class _Heard:
             self._ended += len(news.ended.positions)
             if self._kept is not None:
                 self._kept.add(news.ended)
-        if self._hand_on is not None:
-            self._hand_on(news)
+        for hear in self._hearers:
+            hear(news)
 
     def stalled(self, loss: RankLost) -> RolloutStalled:
         """Return a missed deadline under its name."""
@@ -173,7 +177,8 @@ class _Heard:
         )
 
 
-def _all_counted(tokens: Ragged) -> Ragged:
+def all_counted(tokens: Ragged) -> Ragged:
+    """Return the loss mask of responses whose every token is the policy's."""
     return Ragged(np.ones(len(tokens.values_T), np.uint8), tokens.offsets_B1)
 
 

@@ -26,14 +26,14 @@ def sample_id(iteration: int, prompt_id: str, number: int) -> str:
     return f"{iteration:06d}/{prompt_id}/{number}"
 
 
-def scoring_ahead(training: Training, iteration: int, prompts: pd.DataFrame) -> News | None:
-    """Return what takes the engines' news of a rollout of `prompts`; None where no response is scored by itself."""
+def scoring_ahead(training: Training, iteration: int, prompts: pd.DataFrame) -> tuple[News, ...]:
+    """Return what takes the engines' news of a rollout of `prompts`; nothing where no response is scored by itself."""
     session, config = training.session(), training.config
     scorer, samples = session.scorer, config.rollout.samples
     if scorer is None or config.environment is not None:
-        return None
+        return ()
     if config.reward.function is not None and session.groups["rollout"].spec.devices[0].gpu is None:
-        return None
+        return ()
     asked = prompts[["prompt_id", "prompt_text"]].astype(str).to_records(index=False)
     begun: set[tuple[int, int]] = set()  # a reply repeats the responses that its engine told of before
 
@@ -47,7 +47,7 @@ def scoring_ahead(training: Training, iteration: int, prompts: pd.DataFrame) -> 
         begun.update((ended.position, ended.number) for ended in new)
         scorer.begin([sample(ended) for ended in new])
 
-    return begin
+    return (begin,)
 
 
 @dataclass(frozen=True)
