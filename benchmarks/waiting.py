@@ -1,8 +1,8 @@
 """Samples per second of a recipe whose rollouts do not wait for their longest responses, beside its synchronous twin.
 
 Two trainings as a user starts them (benchmarks/step.py), of the same work: the recipe, and the recipe without
-`rollout.tail` or `rollout.carry`. What counts is the time of all iterations after the first few, not a median, because
-rounds differ: of those that put prompts off some pay for the others. Left out: what is learned meanwhile.
+`rollout.tail`, `rollout.carry` or `rollout.stream`. What counts is the time of all iterations after the first few, not
+a median, because rounds differ: of those that put prompts off some pay for the others. Left out: what is learned.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from benchmarks.workload.prompts import with_prompts
 from configs.loading.load import load_config
 from penstock.base.errors import UserError
 
-MODES = ("tail", "carry")  # keys of `rollout`
+MODES = ("tail", "carry", "stream")  # keys of `rollout`
 UNEVEN = "benchmarks.ranks.uneven_training"
 FIGURES = {
     "deferred_share": "rollout/deferred_share",
@@ -26,6 +26,10 @@ FIGURES = {
     "staleness_mean": "rollout/staleness_mean",
     "off_policy_share": "rollout/off_policy_share",
     "engine_wait_share": "rollout/engine_wait_share",
+    "rollout_s": "time/rollout_s",
+    "update_actor_s": "time/update_actor_s",
+    "portion_wait_s": "rollout/portion_wait_s",
+    "portion_after_s": "rollout/portion_after_s",
     "response_length_mean": "rollout/response_length_mean",
     "response_length_max": "rollout/response_length_max",
 }

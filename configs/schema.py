@@ -174,6 +174,11 @@ class TrainConfig(Recipe):
         return (*roles, "rollout")
 
     @property
+    def rollout_apart(self) -> bool:
+        """Whether the rollout has a group beside that of the actor."""
+        return bool(self.groups) and not any({"actor", "rollout"} <= set(group.roles) for group in self.groups.values())
+
+    @property
     def old_logprobs_needed(self) -> bool:
         """Whether log-probs of the generating policy are needed: off-policy steps, KL in the reward, the algorithm."""
         return self.algorithm.old_logprobs_needed
@@ -186,8 +191,7 @@ def check_stream(config: TrainConfig) -> None:
         ValueError: names what does not go together.
     """
     algorithm = config.algorithm
-    of_both = [name for name, group in config.groups.items() if {"actor", "rollout"} <= set(group.roles)]
-    if of_both or not config.groups:
+    if not config.rollout_apart:
         raise ValueError(
             "'rollout.stream' needs a group for 'rollout' beside that of 'actor', which learns meanwhile: give 'groups'"
         )

@@ -51,7 +51,7 @@ def ended_responses(positions: Sequence[int], samples: Sequence[int], tokens: Ra
 def partial_results(positions: Sequence[int], samples: Sequence[int], texts: pa.LargeStringArray) -> PartialResults:
     """News of responses of a token each."""
     tokens = Ragged.of([[7]] * len(positions), np.int32)
-    return PartialResults(ended_responses(positions, samples, tokens, 3), texts)
+    return PartialResults(0, ended_responses(positions, samples, tokens, 3), texts)
 
 
 @dataclass(eq=False)

@@ -23,7 +23,7 @@ from penstock.checks.memory import GroupEstimate, describe_snapshots
 from penstock.checks.prompts import describe_prompts
 from penstock.checks.trial_call import trial_call
 from penstock.reports.alarms import History
-from penstock.reports.waiting import carry_gain, gains, tail_gain
+from penstock.reports.waiting import carry_gain, gains, stream_gain, tail_gain
 
 NOTHING_KNOWN = (
     "free ?: of a host that has not joined nothing is known yet; the start compares once it has, and refuses what does "
@@ -46,19 +46,24 @@ def print_dry_run(config: TrainConfig, estimates: Sequence[GroupEstimate], histo
         *idle_settings(config),
         *describe_prompts(config),
         *trial_call(config),
-        *describe_waiting(history),
+        *describe_waiting(history, config.rollout_apart),
     ):
         console.print(text, highlight=False, markup=False, soft_wrap=True)
 
 
-def describe_waiting(history: History) -> list[str]:
-    """Return a sentence about what ways not to wait would gain; nothing where the figures do not say it."""
+def describe_waiting(history: History, apart: bool = False) -> list[str]:
+    """Return a sentence about what ways not to wait would gain; nothing where the figures do not say it.
+
+    Args:
+        apart: whether the actor has GPUs of its own, on which it could learn meanwhile.
+    """
     tail, carry = gains(history, tail_gain), gains(history, carry_gain)
     if not tail:
         return []
     expected = f"would make an iteration {median(tail):.2f} times as fast (median of the last {len(tail)})"
     said = f"waiting: by the run's own figures rollout.tail={{extra: 0.25}} {expected}"
-    return [f"{said}, rollout.carry={{extra: 0.25, staleness: 2}} {median(carry):.2f} times"]
+    said = f"{said}, rollout.carry={{extra: 0.25, staleness: 2}} {median(carry):.2f} times"
+    return [f"{said}, rollout.stream={{}} {median(gains(history, stream_gain)):.2f} times" if apart else said]
 
 
 def print_placement(estimates: Sequence[GroupEstimate], console: Console) -> None:

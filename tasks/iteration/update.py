@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Literal
 
 from prefect import task
@@ -16,13 +18,16 @@ from penstock.session.session import Stage, Training, timed
 from penstock.session.settings import Settings
 from tasks.iteration.forward_passes import states_path
 
+NOTHING: Mapping[str, float] = MappingProxyType({})
+
 
 @task(task_run_name="update-actor-{settings.iteration:06d}", cache_policy=NO_CACHE)
 def update_actor(training: Training, settings: Settings, stage: Stage) -> dict[str, float]:
     """Train the actor; return its metrics. Where its gradient is summed already (stream.py), take the step."""
     algorithm = training.config.algorithm
     if training.config.rollout.stream is not None:
-        return updated(training, "actor", _step(training, settings), f"{settings.iteration}/update_actor/step")
+        before = {name: stage.metrics[name] for name in ("time/update_actor_s",) if name in stage.metrics}
+        return updated(training, "actor", _step(training, settings), f"{settings.iteration}/update_actor/step", before)
     states = states_path(stage.experience) if algorithm.full_kl and algorithm.kl_in_loss else None
     command = UpdateActor(
         path=stage.experience.path,
@@ -67,10 +72,18 @@ def actor_loss(algorithm: AlgorithmConfig, settings: Settings) -> ActorLoss:
 
 
 def updated(
-    training: Training, role: Literal["actor", "critic"], command: UpdateActor | StepActor | UpdateCritic, key: str
+    training: Training,
+    role: Literal["actor", "critic"],
+    command: UpdateActor | StepActor | UpdateCritic,
+    key: str,
+    before: Mapping[str, float] = NOTHING,
 ) -> dict[str, float]:
-    """Train the model of `role` on the experience; return its metrics."""
-    metrics: dict[str, float] = {}
+    """Train the model of `role` on the experience; return its metrics.
+
+    Args:
+        before: the seconds that the update has taken so far.
+    """
+    metrics = dict(before)
     session, used = training.session(), "/".join(key.split("/")[:2])
     session.say("update")
     with timed(training, metrics, f"update_{role}"):

@@ -10,7 +10,7 @@ import itertools
 import pytest
 import torch
 
-from algorithms.aggregation import AGGREGATIONS, Denominators, aggregate
+from algorithms.aggregation import AGGREGATIONS, Denominators, aggregate, weight_of_sums
 
 # Rows of 2, 0, 3 and 1 tokens. The third is multi-turn, the fourth is fully masked.
 LOSS_T = torch.tensor([1.0, 3.0, 4.0, 100.0, 6.0, 50.0], dtype=torch.float64)
@@ -130,6 +130,15 @@ def test_masked_tokens_and_fully_masked_rows_change_nothing(mode: str) -> None:
 def test_gradcheck(mode: str) -> None:
     leaf_T = LOSS_T.clone().requires_grad_()
     assert torch.autograd.gradcheck(lambda x: aggregate(x, MASK_T, OFFSETS_B1, mode, COUNTS), (leaf_T,))
+
+
+@pytest.mark.parametrize("mode", AGGREGATIONS)
+def test_shares_may_be_taken_before_the_counts_are_known(mode: str) -> None:
+    """Weighed with them afterwards they are the loss. Control: without the weight most are not."""
+    loss_T, mask_T, offsets_B1, counts = mini_batch()
+    early = aggregate(loss_T, mask_T, offsets_B1, mode, Denominators(1, 1, counts.max_tokens)).item()
+    assert early * weight_of_sums(mode, counts) == pytest.approx(looped(mode))
+    assert (early == pytest.approx(looped(mode))) == (mode == "token-sum")
 
 
 def test_an_unknown_mode_is_refused() -> None:

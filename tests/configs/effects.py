@@ -114,6 +114,7 @@ TRAIN = {
     "rollout.max_response_tokens": f"{TOLD}the_actors_update",
     "rollout.temperature": f"{TOLD}the_actors_update",
     "rollout.carry.*": "penstock/session/rollout/test_rounds.py::test_what_is_carried_is_taken_once_and_no_older_than_it_may_be",
+    "rollout.stream.portions": "penstock/session/rollout/test_portions.py::test_groups_come_in_the_order_in_which_their_last_responses_end",
     "rollout.tail.*": "penstock/session/rollout/test_rounds.py::test_every_prompt_is_taken_once_and_in_time",
     "rollout.top_p": f"{GENERATOR}nucleus_and_top_k_leave_out_the_tail",
     "rollout.top_k": f"{GENERATOR}nucleus_and_top_k_leave_out_the_tail",

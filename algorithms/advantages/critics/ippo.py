@@ -23,6 +23,8 @@ from algorithms.segments import lengths
 
 NEEDS: tuple[Need, ...] = ("critic", "agent")
 
+SEPARABLE = "whiten"  # as long as this setting is off
+
 ALGORITHMS = (
     Algorithm(
         name="ippo",

@@ -45,5 +45,10 @@ def test_texts_are_told_once_and_not_made_again(monkeypatch: pytest.MonkeyPatch)
     assert (responses.versions_T.tolist(), responses.ended_B.tolist()) == ([4] * 5, [True, True])
     assert news.texts.to_pylist() == ["[3, 3, 3]", "[2, 2]"]
 
+    sender.send(last := [EndedResponse(9, 0, _request(3, [4]))], at_once=True)
+    assert last == [] and told.pop().ended.positions.tolist() == [9], "whatever the time"
+    decoded.pop()
+    sender._texts.pop(3)
+
     assert sender.texts(np.arange(4), RESPONSES) == ["[1]", "[2, 2]", "[3, 3, 3]", "[4]"]
     assert decoded == [2, 2]

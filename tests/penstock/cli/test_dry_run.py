@@ -135,10 +135,15 @@ def test_what_the_memory_is_for(drawn: Drawn) -> None:
 def test_what_a_run_would_gain_if_nobody_waited() -> None:
     """By its last five iterations. Controls: too few, figures that do not tell, and a run in which nobody waits."""
     row = {"time/iteration_s": 50.0, "rollout/prompt_s_max": 33.0, "rollout/prompt_s_p80": 8.0}
+    row["time/update_actor_s"] = 15.0
     slow = row | {"rollout/prompt_s_p80": 33.0}
     (said,) = describe_waiting([slow] * 9 + [row] * 3 + [slow] * 2)
     assert "rollout.tail={extra: 0.25} would make an iteration 1.67 times as fast" in said
     assert "rollout.carry={extra: 0.25, staleness: 2} 1.79 times" in said
+    assert "stream" not in said
+    (said,) = describe_waiting([row] * 5, apart=True)
+    assert said.endswith("rollout.stream={} 1.32 times")
+    assert not describe_waiting([row | {"rollout/portion_wait_s": 1.0}] * 5, apart=True)
     assert not describe_waiting([row] * 4)
     assert not describe_waiting([{"time/iteration_s": 50.0}] * 5)
     assert not describe_waiting([row | {"rollout/deferred": 3.0}] * 5)

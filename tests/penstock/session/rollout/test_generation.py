@@ -87,7 +87,7 @@ def test_a_generation_that_misses_its_deadline_says_how_far_it_was(
         prompts = pd.DataFrame({"prompt_tokens": [[10], [20], [30]]})
         request = GenerationRequest(prompts, "1/rollout", replace(GREEDY, samples=SAMPLES))
         with pytest.raises(RankLost) as caught:
-            take_responses(training, begin_generation(training, request, lambda news: heard.append(1)))
+            take_responses(training, begin_generation(training, request, [lambda news: heard.append(1)]))
         return caught.value
 
     assert lost(gone, told=0) is gone

@@ -113,7 +113,7 @@ def test_a_source_is_told_if_it_takes_single_responses_and_no_engines_cores(
     session.scorer = Scorer(Source()) if sections else None
     session.groups["rollout"] = SimpleNamespace(spec=SimpleNamespace(devices=(RankDevice(gpu),)))  # type: ignore[assignment]
     prompts = pd.DataFrame({"prompt_id": ["p"], "prompt_text": ["?"]})
-    assert (scoring_ahead(training, 1, prompts) is not None) == told
+    assert bool(scoring_ahead(training, 1, prompts)) == told
 
 
 def test_a_reply_names_its_responses_by_their_order() -> None:
