@@ -209,7 +209,6 @@ def check_stream(config: TrainConfig) -> None:
     for name, given in (
         ("algorithm.dynamic_sampling", algorithm.dynamic_sampling is not None),
         ("algorithm.kl.estimator: full", algorithm.full_kl),
-        ("environment", config.environment is not None),
         (f"algorithm '{algorithm.name}'", bool({"greedy", "agent"} & algorithm.needs)),
     ):
         if given:

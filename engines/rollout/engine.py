@@ -155,7 +155,7 @@ class Generator:
             prompts: all prompts of the generation, the same on every rank.
             number: the same on every rank, and no other generation's.
             play: a response is an episode with these environments.
-            sender: gets the responses, unless they are episodes, that end before others.
+            sender: gets the responses that end before others, of episodes only if it wants all.
             reproducible: in place of the recipe's.
             wanted: prompts that have to be answered by all engines together; None: all.
             required: how many of those are the first ones.
@@ -182,7 +182,10 @@ class Generator:
             carried,
             ended,
         )
-        return SingleResponses(share, sender) if play is None else EpisodeLoop(share, play, in_step=reproducible)
+        if play is None:
+            return SingleResponses(share, sender)
+        told = sender if sender is not None and sender.tells_all else None
+        return EpisodeLoop(share, play, in_step=reproducible, sender=told)
 
     def _parameters(self, sampling: Sampling, own_streams: bool, stop: list[int]) -> Any:
         from vllm import SamplingParams

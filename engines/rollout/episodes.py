@@ -25,16 +25,18 @@ import time
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from configs.sections.rollout import EnvironmentConfig
-from engines.commands.rollout import NO_SEED
+from engines.commands.rollout import NO_SEED, CarriedResponses
 from engines.rollout.decode_loop import DecodeLoop, Request, Share
 from engines.rollout.detokenize import decode
 from engines.rollout.episode import Episode, carried_episodes, heard, under_way
+from engines.rollout.partial_results import EndedResponse, PartialResultSender
 from engines.rollout.responses import Generated, Left
 from penstock.base.errors import UserError
 from penstock.base.ragged import Ragged
@@ -99,15 +101,22 @@ def stop_tokens(tokenizer: Any, stop: Sequence[str]) -> list[int]:
     return sorted(found | {token for token, text in enumerate(texts) if any(part in text for part in stop)})
 
 
+def _of_episodes(logprobs: bool, ended: Sequence[Episode]) -> CarriedResponses:
+    return carried_episodes(ended, [True] * len(ended), logprobs)
+
+
 class EpisodeLoop:
     """Plays a share's episodes until each of them has ended; a turn is a request of the decode loop.
 
     Args:
         share: its `sampling.max_tokens` bounds all tokens of an episode, observations included.
         in_step: wait for all environments before each step of vLLM.
+        sender: gets the episodes that end; None: nobody wants them before the others.
     """
 
-    def __init__(self, share: Share, environments: Environments, in_step: bool) -> None:
+    def __init__(
+        self, share: Share, environments: Environments, in_step: bool, sender: PartialResultSender | None = None
+    ) -> None:
         self._share, self._environments, self._in_step = share, environments, in_step
         self._episodes: list[Episode] = []
         self._live: dict[str, Episode] = {}
@@ -118,6 +127,7 @@ class EpisodeLoop:
         self._ready: list[Episode] = []  # whose next turn may begin
         self._complete: list[int] = []  # positions of prompts whose episodes have ended since the last step
         self._counted: set[int] = set()  # positions of prompts that count
+        self._sender, self._untold = sender, list[EndedResponse]()
         self._given_up = 0  # tokens of turns that were under way at the end, and are lost
         self._waited_seconds = 0.0
         self._began = time.perf_counter()
@@ -153,6 +163,9 @@ class EpisodeLoop:
         self._seconds = time.perf_counter() - self._began
         complete, self._complete = sorted(self._complete), []
         self._counted.update(self._share.quota.count(complete))
+        if self._sender is not None:
+            gather = partial(_of_episodes, self._share.sampling.logprobs)
+            self._sender.send(self._untold, at_once=self.ended, gather=gather)
         if not ended:
             return
         episodes = [self._episodes[request.row] for request in ended]
@@ -349,6 +362,8 @@ class EpisodeLoop:
         self._over(episode)
 
     def _over(self, episode: Episode) -> None:
+        if self._sender is not None:
+            self._untold.append(EndedResponse(episode.position, episode.sample, episode))
         self._left[episode.position] -= 1
         if not self._left[episode.position]:
             self._complete.append(episode.position)

@@ -8,27 +8,39 @@ flow does with them (penstock/session/rollout/score_ahead.py, portions.py).
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
 
-from engines.commands.rollout import EndedResponses, PartialResults
+from engines.commands.rollout import CarriedResponses, EndedResponses, PartialResults
 from engines.rollout.carried import carried_of
 from engines.rollout.decode_loop import Request
+from engines.rollout.episode import Episode
 from penstock.base.ragged import Ragged
 
 PERIOD_S = 0.1
+Gather = Callable[[Sequence[Any]], CarriedResponses]
 
 
 @dataclass(frozen=True)
 class EndedResponse:
-    """A response that has ended, `sample` among those of the prompt at `position`."""
+    """A response, or an episode, that has ended, `sample` among those of the prompt at `position`."""
 
     position: int
     sample: int
-    request: Request
+    request: Request | Episode
+
+    @property
+    def row(self) -> int:
+        """Its row among all of the engine."""
+        return self.request.row
+
+
+def _of_requests(ended: Sequence[Request]) -> CarriedResponses:
+    return carried_of(ended, [True] * len(ended))
 
 
 class PartialResultSender:
@@ -52,14 +64,18 @@ class PartialResultSender:
         self._texts: dict[int, str] = {}
         self._told = time.perf_counter()
 
-    def send(self, ended: list[EndedResponse], at_once: bool = False) -> None:
-        """Tell what has ended, and empty the list, if it is time to."""
+    def send(self, ended: list[EndedResponse], at_once: bool = False, gather: Gather = _of_requests) -> None:
+        """Tell what has ended, and empty the list, if it is time to.
+
+        Args:
+            gather: makes one of the responses, or of the episodes.
+        """
         if not ended or (time.perf_counter() < self._told + PERIOD_S and not at_once):
             return
-        responses = carried_of([item.request for item in ended], [True] * len(ended))
+        responses = gather([item.request for item in ended])
         positions, samples = zip(*((item.position, item.sample) for item in ended), strict=True)
         texts = self._decode(responses.tokens)
-        self._texts.update(zip((item.request.row for item in ended), texts, strict=True))
+        self._texts.update(zip((item.row for item in ended), texts, strict=True))
         told = EndedResponses(np.asarray(positions, np.int64), np.asarray(samples, np.int64), responses)
         self._tell(PartialResults(self._engine, told, pa.array(texts, pa.large_string())))
         self._told = time.perf_counter()

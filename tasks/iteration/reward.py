@@ -18,7 +18,7 @@ from penstock.base.errors import UserError
 from penstock.rewards.pool import Score, check_failures, log_failures
 from penstock.rewards.types import Sample
 from penstock.session.rollout.draw import remember
-from penstock.session.rollout.episodes import episode_column_names, with_environment
+from penstock.session.rollout.episodes import FAILURE, check_episodes, episode_column_names, with_environment
 from penstock.session.session import Stage, Training, may_help_again, prompt_columns, timed
 from penstock.session.settings import Settings
 from penstock.state.experience import add_columns, read_columns
@@ -38,7 +38,8 @@ def reward(training: Training, settings: Settings, stage: Stage) -> Stage:
     training.session().say("reward")
     with timed(training, metrics, "reward"):
         columns = read_columns(path, ["sample_id", "prompt_id", "prompt", "response", *episode_column_names(path)])
-        scores = score(training, columns, "train", stage.experience.key(settings.iteration, "reward"))
+        key, judged = stage.experience.key(settings.iteration, "reward"), stage.experience.portion is None
+        scores = score(training, columns, "train", key, judged)
         if training.config.reward.overlong is not None:  # reading the tokens takes longer than all the rest
             lengths_B = read_columns(path, ["response_tokens"])["response_tokens"].lengths_B
             scores = punished(training.config, scores, lengths_B)
@@ -54,24 +55,45 @@ def _ahead(training: Training) -> dict[str, float]:
     return {} if scorer is None else {AHEAD_SHARE: scorer.ahead_share}
 
 
-def score(training: Training, columns: dict[str, Any], split: str, key: str) -> list[Score]:
+def score(training: Training, columns: dict[str, Any], split: str, key: str, judged: bool = True) -> list[Score]:
     """Score responses by the configured source, and episodes by their environment, or by both.
 
     Args:
         columns: sample_id, prompt_id, prompt and response, one entry per row; with an environment those of episodes.
         split: prompt table that the prompts come from; functions see its columns.
+        judged: whether it is looked at how many failed: not in a portion of a batch, which may be small.
 
     Raises:
         UserError: more calls failed than `reward.max_failure_share` allows.
     """
     config = training.config
     if config.environment is None:
-        return _score_by_source(training, columns, split, key)
-    scores = _score_by_source(training, columns, split, key) if config.reward.kind is not None else None
-    return with_environment(config, columns, scores)
+        return _score_by_source(training, columns, split, key, judged)
+    scores = _score_by_source(training, columns, split, key, judged) if config.reward.kind is not None else None
+    return with_environment(config, columns, scores, judged)
 
 
-def _score_by_source(training: Training, columns: dict[str, Any], split: str, key: str) -> list[Score]:
+def judge(training: Training, columns: dict[str, Any]) -> None:
+    """Look at how many of a batch failed that was scored in portions; `columns` are all that experience then has.
+
+    Raises:
+        UserError: more than `reward.max_failure_share` allows.
+    """
+    config = training.config
+    if config.environment is not None:
+        check_episodes(config, columns)
+    if config.reward.kind is None or config.reward.model is not None:
+        return
+    failures = columns["reward_failure"]
+    if config.environment is not None:  # those are judged already
+        failures = [None if of_play else failure for failure, of_play in zip(failures, columns[FAILURE], strict=True)]
+    scores = [Score(0.0, {}, failure) for failure in failures]
+    named = zip(columns["sample_id"], columns["prompt_id"], columns["prompt"], columns["response"], strict=True)
+    samples = [Sample(name, prompt_id, prompt, response, {}) for name, prompt_id, prompt, response in named]
+    check_failures(scores, samples, config.reward)
+
+
+def _score_by_source(training: Training, columns: dict[str, Any], split: str, key: str, judged: bool) -> list[Score]:
     if training.config.reward.model is not None:
         return _score_by_model(training, columns, key)
     scorer = training.session().scorer
@@ -84,7 +106,8 @@ def _score_by_source(training: Training, columns: dict[str, Any], split: str, ke
         )
     ]
     scores = scorer.score(samples)
-    check_failures(scores, samples, training.config.reward)
+    if judged:
+        check_failures(scores, samples, training.config.reward)
     log_failures(scores, samples)
     return scores
 

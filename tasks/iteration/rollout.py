@@ -64,7 +64,7 @@ def begin_rollout(training: Training, settings: Settings, progress: Progress) ->
     this_round = next_round(training, settings.iteration, progress)
     prompts = _rows(training, this_round.rows_P)
     rollout, generation = Rollout(settings.iteration, f"{settings.iteration}/rollout"), None
-    portions = _portions(training, len(prompts))
+    portions = _portions(training, len(prompts), progress.policy_version)
     if not _left_behind(training, settings, progress, BegunRollout(this_round, prompts, None)):
         request = _request(training, settings, this_round, prompts, rollout.key, 0, progress.iteration)
         told = () if portions is None else (portions.hear,)
@@ -204,13 +204,13 @@ def _request(
     )
 
 
-def _portions(training: Training, prompts: int) -> Portions | None:
+def _portions(training: Training, prompts: int, policy_version: int) -> Portions | None:
     """Return what will hear of the responses, where the gradient is summed while others are generated."""
     config, session = training.config.rollout, training.session()
     if config.stream is None:
         return None
     engines = len(session.groups["rollout"].spec.devices) // config.tensor_parallel if session.reproducible else 1
-    return Portions(prompts, config.samples, config.stream.portions, engines)
+    return Portions(prompts, config.samples, config.stream.portions, engines, policy_version)
 
 
 def experience_columns(

@@ -20,6 +20,7 @@ from prefect.cache_policies import NO_CACHE
 
 from engines.commands.update import SumGradient
 from penstock.session.requests import BegunRollout, Rollout
+from penstock.session.rollout.episodes import episode_column_names
 from penstock.session.rollout.generation import take_responses
 from penstock.session.rollout.portions import StreamedRollout
 from penstock.session.session import Stage, Training, timed
@@ -34,7 +35,7 @@ from penstock.state.experience import (
     write_columns_apart,
 )
 from tasks.iteration.advantage import advantage_figures
-from tasks.iteration.reward import AHEAD_SHARE, reward_figures
+from tasks.iteration.reward import AHEAD_SHARE, judge, reward_figures
 from tasks.iteration.rollout import ROLLOUT_LOGPROBS, describe, experience_columns, length_figures, sampled_with
 from tasks.iteration.update import actor_loss, split
 
@@ -104,6 +105,7 @@ def join(training: Training, settings: Settings, begun: Rollout, stages: Sequenc
     parts = [read_columns(one, column_names(one)) for one in paths]
     columns = _in_order(parts, groups, training.config.rollout.samples)
     write_columns_apart(path, columns, sampled_with(training, settings, rollout.round) | {PORTIONS: groups})
+    judge(training, columns)
     for one in paths:
         drop_experience(one)
     training.run.ended(begun.iteration).unlink(missing_ok=True)
@@ -124,7 +126,7 @@ def _left_behind(path: Path, number: int) -> tuple[Columns, list[int]]:
     """Return the rollout's columns of a portion of experience that an interrupted attempt has left, and its groups."""
     groups: list[int] = origin_of(path)[PORTIONS][number]
     present = column_names(path)
-    columns = read_columns(path, [name for name in ROLLED_OUT if name in present])
+    columns = read_columns(path, [*(name for name in ROLLED_OUT if name in present), *episode_column_names(path)])
     samples = int((columns["group"] == 0).sum())
     rows_B = (np.asarray(groups)[:, None] * samples + np.arange(samples)).ravel()
     return taken(columns, rows_B) | {"group": np.repeat(np.arange(len(groups)), samples)}, groups

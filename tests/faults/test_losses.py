@@ -104,6 +104,16 @@ RECIPES = {
         "algorithm={name: ppo, mini_batches: 1, settings: {whiten: false}, "
         "kl: {place: reward, estimator: k1, coefficient: 0.05, target: 0.01, horizon: 100}}",
     ),
+    "stream of episodes": (
+        "sft.steps=10",
+        "sft.batch=32",
+        "rollout.stream.portions=4",
+        "rollout.max_response_tokens=20",
+        "groups={main: {ranks: 1, roles: [actor]}, generating: {ranks: 1, roles: [rollout]}}",
+        "algorithm.mini_batches=1",
+        "data.arithmetic={calls: 0.4, mistakes: 0}",
+        "environment={type: penstock.environments.calculator:Calculator, max_turns: 2}",
+    ),
     "stream of lora": (
         "sft=null",
         "rollout.max_response_tokens=20",
@@ -406,7 +416,7 @@ def test_responses_that_go_on_outlast_a_training_that_ends_and_is_resumed(
     assert_equal(run, alone)
 
 
-@pytest.mark.parametrize("recipe", ["stream of ppo", "stream of lora"])
+@pytest.mark.parametrize("recipe", ["stream of ppo", "stream of lora", "stream of episodes"])
 def test_a_sum_that_is_cut_off_is_made_again_by_a_resume(
     recipe: str, run_of: Callable[..., RunFolder], undisturbed: Callable[[str], RunFolder]
 ) -> None:

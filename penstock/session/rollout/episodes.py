@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from configs.schema import TrainConfig
-from engines.commands.rollout import EngineResponses
+from engines.commands.rollout import EngineResponses, Episodes
 from penstock.base.errors import UserError
 from penstock.rewards.pool import Score, log_first, refuse_too_many
 from penstock.state.experience import column_names
@@ -22,9 +22,8 @@ TURNS, REWARD, FAILURE = "turns", "environment_reward", "environment_failure"
 PART = "environment/"  # columns of the named parts that an environment gave
 
 
-def episode_columns(answers: Sequence[EngineResponses], rows_B: np.ndarray) -> dict[str, Any]:
-    """Return the columns of episodes from the replies of all engines, rows in the order `rows_B`; none without them."""
-    played = [answer.episodes for answer in answers if answer.episodes is not None]
+def episode_columns(played: Sequence[Episodes], rows_B: np.ndarray) -> dict[str, Any]:
+    """Return the columns of episodes that all engines have played, rows in the order `rows_B`; none without them."""
     if not played:
         return {}
     parts = [part for episodes in played for part in episodes.parts_B]
@@ -64,12 +63,15 @@ def waiting_figures(answers: Sequence[EngineResponses]) -> dict[str, float]:
     return {"rollout/engine_wait_share": float(waited / sum(answer.engine_seconds for answer in answers))}
 
 
-def with_environment(config: TrainConfig, columns: Mapping[str, Any], scores: list[Score] | None) -> list[Score]:
+def with_environment(
+    config: TrainConfig, columns: Mapping[str, Any], scores: list[Score] | None, judged: bool = True
+) -> list[Score]:
     """Return the rewards of episodes: the environment's, and those of the reward source where there is one.
 
     Args:
         columns: those of episodes, and `sample_id`.
         scores: of the reward source.
+        judged: whether it is looked at how many failed.
 
     Raises:
         UserError: more episodes failed than `reward.max_failure_share` allows, or nothing gave any reward.
@@ -79,7 +81,8 @@ def with_environment(config: TrainConfig, columns: Mapping[str, Any], scores: li
         {name.removeprefix(PART): float(columns[name][row]) for name in names if not np.isnan(columns[name][row])}
         for row in range(len(columns[REWARD]))
     ]
-    _check_failures(config, columns)
+    if judged:
+        check_episodes(config, columns)
     if scores is None and np.isnan(columns[REWARD]).all() and not all(columns[FAILURE]):
         raise UserError(
             f"{_name(config)} gave no reward in any of {len(parts)} episodes, and there is no other reward",
@@ -104,7 +107,12 @@ def _sum(score: Score | None, reward: float, parts: dict[str, float]) -> Score:
     return dataclasses.replace(score, reward=score.reward + given, parts={**others, **own})
 
 
-def _check_failures(config: TrainConfig, columns: Mapping[str, Any]) -> None:
+def check_episodes(config: TrainConfig, columns: Mapping[str, Any]) -> None:
+    """Stop when too many episodes failed.
+
+    Raises:
+        UserError: more than `reward.max_failure_share` allows.
+    """
     failed = [
         f"sample {name}: {reason}"
         for name, reason in zip(columns["sample_id"], columns[FAILURE], strict=True)

@@ -98,7 +98,7 @@ def take_responses(training: Training, generation: BegunGeneration, wanted_at: f
         policy_version=answers[0].policy_version,
         metrics=engine_figures(answers, replies.ended - replies.began) | waiting_figures(answers) | ahead,
         loss_mask=all_counted(tokens) if counted is None else counted,
-        episodes=episode_columns(answers, rows_B),
+        episodes=episode_columns([answer.episodes for answer in answers if answer.episodes is not None], rows_B),
         logprobs=in_order([answer.logprobs_T for answer in answers]),
         unused_tokens=sum(answer.unused_tokens for answer in answers),
         policy_versions=in_order([answer.versions_T for answer in answers]),

@@ -5,7 +5,7 @@ decides in which order numbers are added, so timing has no part in it where it h
 (`rollout.reproducible`): every engine then has prompts of its own, and of each portion its share. Otherwise whatever is
 complete first is in the first portion.
 
-Left out: what is made of a portion (tasks/iteration/stream.py), episodes, which engines do not tell of.
+Left out: what is made of a portion (tasks/iteration/stream.py).
 """
 
 from __future__ import annotations
@@ -18,9 +18,10 @@ from dataclasses import dataclass
 import numpy as np
 import pyarrow as pa
 
-from engines.commands.rollout import CarriedResponses, EngineResponses, PartialResults
+from engines.commands.rollout import CarriedEpisodes, CarriedResponses, EngineResponses, Episodes, PartialResults
 from penstock.base.ragged import Ragged
 from penstock.session.requests import BegunRollout, Replies
+from penstock.session.rollout.episodes import episode_columns
 from penstock.session.rollout.generation import Responses, all_counted
 
 LOOK_S = 0.5  # how long a generation may have failed before who waits for a portion is told
@@ -34,10 +35,11 @@ class Portions:
         samples: responses to each.
         count: portions.
         engines: whose prompts are fixed from the start; 1 where engines take them as they can.
+        policy_version: with which they generate.
     """
 
-    def __init__(self, prompts: int, samples: int, count: int, engines: int) -> None:
-        self.count, self._samples, self._engines = count, samples, engines
+    def __init__(self, prompts: int, samples: int, count: int, engines: int, policy_version: int) -> None:
+        self.count, self._samples, self._engines, self._policy_version = count, samples, engines, policy_version
         self._left = np.full(prompts, samples)
         self._complete: list[list[int]] = [[] for _ in range(engines)]  # positions, in the order of their ends
         self._places: dict[tuple[int, int], tuple[int, int]] = {}  # by position, sample: of the news, and in it
@@ -87,17 +89,17 @@ class Portions:
         parts: list[CarriedResponses] = [one.ended.responses for one in news]
         every = Ragged.concatenated([part.tokens for part in parts])
         logprobs_T = np.concatenate([part.logprobs_T for part in parts])
-        versions_T = Ragged(np.concatenate([part.versions_T for part in parts]), every.offsets_B1).take(rows_B).values_T
-        tokens = every.take(rows_B)
+        tokens, played = every.take(rows_B), [part.episodes for part in parts if part.episodes is not None]
+        mask_T = np.concatenate([episodes.loss_mask_T for episodes in played]) if played else None
         return Responses(
             answered_P=np.asarray(positions, np.int64),
             tokens=tokens,
             texts=pa.concat_arrays([one.texts for one in news]).take(pa.array(rows_B)),
             truncated_B=np.concatenate([part.truncated_B for part in parts])[rows_B],
-            policy_version=int(versions_T[0]),
+            policy_version=self._policy_version,
             metrics={},
-            loss_mask=all_counted(tokens),
-            episodes={},
+            loss_mask=all_counted(tokens) if mask_T is None else Ragged(mask_T, every.offsets_B1).take(rows_B),
+            episodes=episode_columns([_played(episodes) for episodes in played], rows_B),
             logprobs=Ragged(logprobs_T, every.offsets_B1).take(rows_B) if len(logprobs_T) else None,
         )
 
@@ -108,6 +110,18 @@ class Portions:
         if any(place >= len(sequence) for sequence, place in found):
             return None
         return sorted(sequence[place] for sequence, place in found)
+
+
+def _played(episodes: CarriedEpisodes) -> Episodes:
+    """Return what episodes that have ended add to responses."""
+    return Episodes(
+        loss_mask_T=episodes.loss_mask_T,
+        turns_B=episodes.turn_ends.lengths_B,
+        rewards_B=episodes.rewards_B,
+        parts_B=episodes.parts_B,
+        failures_B=episodes.failures_B,
+        waited_seconds=0.0,
+    )
 
 
 @dataclass(frozen=True)

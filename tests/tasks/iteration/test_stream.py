@@ -51,7 +51,7 @@ def begin(training: Training, generated: bool) -> None:
     names = [f"p{n}" for n in range(PROMPTS)]
     tokens = [np.array([10 * n + 1, 5], np.int32) for n in range(PROMPTS)]
     prompts = pd.DataFrame({"prompt_id": names, "prompt_text": names, "prompt_tokens": tokens})
-    told, generation = Portions(PROMPTS, SAMPLES, COUNT, engines=1), None
+    told, generation = Portions(PROMPTS, SAMPLES, COUNT, engines=1, policy_version=0), None
     if generated:
         for position in ORDER:
             rows = Ragged.of([[position] * (sample + 1) for sample in range(SAMPLES)], np.int32)

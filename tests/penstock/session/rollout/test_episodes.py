@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -14,7 +13,6 @@ from penstock.base.errors import UserError
 from penstock.base.ragged import Ragged
 from penstock.rewards.pool import Score
 from penstock.session.rollout.episodes import episode_columns, episode_figures, with_environment
-from tests.echo import NOTHING
 
 NONE = float("nan")
 
@@ -83,13 +81,13 @@ def test_columns_of_all_engines_come_in_the_order_of_the_rows() -> None:
         Episodes(mask_T, np.array([1, 2]), np.array([1.0, 2.0]), [{"right": 1.0}, {}], [None, "late"], 0.0),
         Episodes(mask_T, np.array([3]), np.array([3.0]), [{"kind": 3.0}], [None], 0.0),
     ]
-    columns = episode_columns([replace(NOTHING, episodes=episodes) for episodes in played], np.array([2, 0, 1]))
+    columns = episode_columns(played, np.array([2, 0, 1]))
     assert columns["turns"].tolist() == [3, 1, 2]
     assert columns["environment_reward"].tolist() == [3.0, 1.0, 2.0]
     assert columns["environment_failure"] == [None, None, "late"]
     np.testing.assert_array_equal(columns["environment/right"], [NONE, 1.0, NONE])
     np.testing.assert_array_equal(columns["environment/kind"], [3.0, NONE, NONE])
-    assert episode_columns([NOTHING], np.array([0])) == {}
+    assert episode_columns([], np.array([0])) == {}
 
     mask = Ragged.of([[1, 0], [1, 1], [0, 1, 1, 1]], np.uint8)
     assert episode_figures({**columns, "loss_mask": mask}) == {

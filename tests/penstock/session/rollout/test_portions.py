@@ -43,7 +43,7 @@ def waiting() -> Future[Replies]:
 
 def test_groups_come_in_the_order_in_which_their_last_responses_end() -> None:
     """Of seven prompts three portions of whole groups, as even as can be, each once. Within one the order is theirs."""
-    portions = Portions(7, SAMPLES, 3, engines=1)
+    portions = Portions(7, SAMPLES, 3, engines=1, policy_version=3)
     portions.hear(news(0, [(5, 0), (2, 0), (0, 0), (2, 1), (0, 1), (6, 1)]))
     assert portions.wait(0, waiting()) == [0, 2]
     portions.hear(news(0, [(6, 0), (5, 1), (1, 1), (1, 0), (3, 0), (4, 0), (4, 1), (3, 1)]))
@@ -53,7 +53,7 @@ def test_groups_come_in_the_order_in_which_their_last_responses_end() -> None:
 
 def test_responses_are_those_of_the_portion() -> None:
     """However many pieces of news they came in: in the order of prompts and samples, with all that belongs to them."""
-    portions = Portions(3, SAMPLES, 1, engines=1)
+    portions = Portions(3, SAMPLES, 1, engines=1, policy_version=3)
     portions.hear(news(0, [(2, 1), (0, 0)]))
     portions.hear(news(0, [(0, 1), (1, 0), (1, 1), (2, 0)]))
     found = portions.responses([0, 2])
@@ -76,7 +76,7 @@ def test_where_engines_have_prompts_of_their_own_timing_decides_nothing(prompts:
     for seed in range(20):
         turns = random.Random(seed).sample([engine for engine in own for _ in own[engine]], prompts)
         left = {engine: iter(positions) for engine, positions in of_each.items()}
-        exact, any_order = Portions(prompts, SAMPLES, count, engines), Portions(prompts, SAMPLES, count, 1)
+        exact, any_order = Portions(prompts, SAMPLES, count, engines, 3), Portions(prompts, SAMPLES, count, 1, 3)
         for engine in turns:
             position = next(left[engine])
             told(exact, engine, [position])
@@ -90,7 +90,7 @@ def test_where_engines_have_prompts_of_their_own_timing_decides_nothing(prompts:
 
 def test_who_waits_goes_on_as_soon_as_the_portion_is_whole() -> None:
     """Not before: with one response missing it waits on."""
-    portions, found = Portions(2, SAMPLES, 2, engines=1), list[list[int]]()
+    portions, found = Portions(2, SAMPLES, 2, engines=1, policy_version=3), list[list[int]]()
     thread = threading.Thread(target=lambda: found.append(portions.wait(0, waiting())), daemon=True)
     portions.hear(news(0, [(1, 0), (0, 0)]))
     thread.start()
@@ -103,7 +103,7 @@ def test_who_waits_goes_on_as_soon_as_the_portion_is_whole() -> None:
 
 def test_what_ends_the_generation_ends_the_wait() -> None:
     """Also while somebody waits; and engines that reply without having told of all are not waited for."""
-    portions, replies = Portions(2, SAMPLES, 2, engines=1), waiting()
+    portions, replies = Portions(2, SAMPLES, 2, engines=1, policy_version=3), waiting()
     threading.Timer(0.1, replies.set_exception, [OSError("rank 0 is lost")]).start()
     with pytest.raises(OSError, match="rank 0 is lost"):
         portions.wait(0, replies)
@@ -117,7 +117,7 @@ def test_what_ends_the_generation_ends_the_wait() -> None:
 
 def test_a_reply_repeats_what_was_told() -> None:
     """It adds nothing, nor do ranks that leave it to the first of their engine."""
-    portions = Portions(1, SAMPLES, 1, engines=1)
+    portions = Portions(1, SAMPLES, 1, engines=1, policy_version=3)
     told(portions, 0, [0])
     portions.hear(NOTHING)
     portions.hear(None)
