@@ -119,6 +119,11 @@ class RolloutConfig(Section):
         return self
 
     @property
+    def prompts_under_way(self) -> int:
+        """Prompts whose responses are generated at a time."""
+        return self.prompts if self.carry is None else self.prompts_begun
+
+    @property
     def prompts_begun(self) -> int:
         """Prompts that a rollout begins or goes on with, of which `prompts` make the batch."""
         beyond = self.tail or self.carry

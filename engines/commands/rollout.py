@@ -139,4 +139,5 @@ class Generate(Command[EngineResponses | None]):
     required: int = 0  # of those, how many are the first ones, with whose responses the engines go on
     carried: CarriedResponses | None = None  # of responses to the first prompts; None: what is not answered is dropped
     ended: EndedResponses | None = None  # that are there already, of a generation that was cut off
+    together: int | None = None  # prompts under way at a time on all engines; None: as many as there is room for
     tell_all: bool = False  # also of responses that end last, which the reply brings all the same

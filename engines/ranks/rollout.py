@@ -39,6 +39,7 @@ def generate(models: RankModels, command: Generate) -> Later[EngineResponses | N
         required=command.required,
         carried=command.carried,
         ended=command.ended,
+        together=command.together,
     )
     generator.loop.submit(generation)
     if not speaks:

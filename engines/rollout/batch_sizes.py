@@ -20,7 +20,7 @@ def max_sequences(config: RolloutConfig, engines: int) -> int:
     """Return `rollout.max_sequences`, or what fits the engine's share of an iteration where it is not given."""
     if config.max_sequences is not None:
         return config.max_sequences
-    return min(max(most_at_once(config.prompts_begun, config.samples, engines), LEAST), MOST)
+    return min(max(most_at_once(config.prompts_under_way, config.samples, engines), LEAST), MOST)
 
 
 def most_at_once(prompts: int, samples: int, engines: int) -> int:

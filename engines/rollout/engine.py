@@ -146,6 +146,7 @@ class Generator:
         required: int = 0,
         carried: CarriedResponses | None = None,
         ended: EndedResponses | None = None,
+        together: int | None = None,
     ) -> SingleResponses | EpisodeLoop:
         """Return `sampling.samples` responses to each prompt that falls to this engine, for `loop` to generate.
 
@@ -161,6 +162,7 @@ class Generator:
             required: how many of those are the first ones.
             carried: what there is of responses to the first prompts; None: what is not answered is dropped.
             ended: responses that are there already, of single turns.
+            together: prompts that may be under way at a time on all engines; None: as many as there is room for.
         """
         before = 0 if carried is None else len(carried.tokens) // sampling.samples
         began = time.perf_counter()
@@ -174,10 +176,10 @@ class Generator:
         share = Share(
             number,
             prompts,
-            prompt_queue(prompts.lengths_B, self.place, store, number, reproducible, before),
+            prompt_queue(prompts.lengths_B, self.place, store, number, reproducible, before, together is None),
             sampling,
             self._parameters(sampling, reproducible, [] if play is None else play.stop_tokens),
-            min(self.max_sequences, most_at_once(len(prompts), sampling.samples, self.place.engines)),
+            min(self.max_sequences, most_at_once(together or len(prompts), sampling.samples, self.place.engines)),
             quota_of(wanted, self.place, store, number, reproducible, required),
             carried,
             ended,

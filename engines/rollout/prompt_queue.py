@@ -47,10 +47,16 @@ class PromptQueue(Protocol):
 
 
 class FixedShare:
-    """Prompts that are this engine's from the start. It takes all of them at once."""
+    """Prompts that are this engine's from the start.
 
-    def __init__(self, positions_P: np.ndarray) -> None:
+    Args:
+        at_once: it takes all of them in the beginning, and what has no room waits inside vLLM; else what there is room
+            for.
+    """
+
+    def __init__(self, positions_P: np.ndarray, at_once: bool = True) -> None:
         self._positions: list[int] = positions_P.tolist()
+        self._at_once = at_once
 
     @property
     def exhausted(self) -> bool:
@@ -58,8 +64,9 @@ class FixedShare:
         return not self._positions
 
     def take(self, room: int) -> Sequence[int]:
-        """Return all positions; what has no room waits inside vLLM."""
-        taken, self._positions = self._positions, []
+        """Return the next positions."""
+        count = len(self._positions) if self._at_once else room
+        taken, self._positions = self._positions[:count], self._positions[count:]
         return taken
 
 
@@ -101,18 +108,25 @@ def pull_order(lengths_P: np.ndarray, carried: int = 0) -> np.ndarray:
 
 
 def prompt_queue(
-    lengths_P: np.ndarray, place: EnginePlace, store: Any, generation: int, fixed: bool, carried: int = 0
+    lengths_P: np.ndarray,
+    place: EnginePlace,
+    store: Any,
+    generation: int,
+    fixed: bool,
+    carried: int = 0,
+    at_once: bool = True,
 ) -> PromptQueue:
     """Return where an engine gets its prompts from; with `fixed`, timing has no part in it.
 
     Args:
         carried: as in `pull_order`.
+        at_once: as in `FixedShare`.
     """
     if place.engines == 1:
-        return FixedShare(np.arange(len(lengths_P)))
+        return FixedShare(np.arange(len(lengths_P)), at_once)
     order_P = pull_order(lengths_P, carried)
     if fixed:
-        return FixedShare(order_P[place.engine :: place.engines])
+        return FixedShare(order_P[place.engine :: place.engines], at_once)
     return PulledPrompts(order_P, place.engines, store_counter(store, place, str(generation)))
 
 

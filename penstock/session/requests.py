@@ -30,6 +30,7 @@ class GenerationRequest:
         required: of those, how many are the first ones.
         carried: what there is of responses to the first prompts; None: what is not answered is dropped.
         ended: responses that are there already.
+        together: prompts that are under way at a time; None: as many as there is room for.
         tell_all: whether engines tell of all responses that end, also of the last.
     """
 
@@ -41,6 +42,7 @@ class GenerationRequest:
     required: int = 0
     carried: CarriedResponses | None = None
     ended: EndedResponses | None = None
+    together: int | None = None
     tell_all: bool = False
 
 
@@ -73,6 +75,7 @@ class Round:
         required: how many of them, the first ones, make the batch in any case.
         goes_on: whether a later round goes on with what there is of responses to the others, as this one does with
             what an earlier one has left.
+        together: how many of them are under way at a time; None: as many as there is room for.
     """
 
     begun: tuple[Deferred, ...]
@@ -81,6 +84,7 @@ class Round:
     resting: tuple[Deferred, ...] = ()
     required: int = 0
     goes_on: bool = False
+    together: int | None = None
 
     @property
     def rows_P(self) -> np.ndarray:

@@ -200,6 +200,7 @@ def _request(
         wanted=this_round.wanted,
         required=this_round.required,
         carried=begun_before(training, left_by, this_round.begun_before) if this_round.goes_on else None,
+        together=this_round.together,
         tell_all=training.config.rollout.stream is not None,
     )
 

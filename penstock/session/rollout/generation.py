@@ -124,7 +124,8 @@ def _ask(training: Training, request: GenerationRequest, hearers: Sequence[News]
         episodes = EpisodeRows(str(training.run.prompts(request.split)), ids)
     began = time.perf_counter()
     quota = (request.wanted, request.required, request.carried)
-    command = Generate(asked, request.sampling, session.model_folder, episodes, *quota, request.ended, request.tell_all)
+    rest = (request.ended, request.together, request.tell_all)
+    command = Generate(asked, request.sampling, session.model_folder, episodes, *quota, *rest)
     heard = _Heard(request, hearers, kept)
     try:
         replies = session.call("rollout", command, request.key, heard.hear)

@@ -1,10 +1,11 @@
 """Rounds: which prompts a rollout begins, and which of them wait after it (`rollout.tail`, `rollout.carry`).
 
 Tail: a short round begins more prompts than an iteration takes. The first to have all their responses make the batch,
-and the others wait, so nobody waits for the longest. A long round begins those that have waited, the longest first,
-and takes all of them; it is due once they fill a batch, or one of them has waited for as long as it may. So every
-prompt has its turn, and all tokens that are trained on are the present policy's (tail batching of RollPacker, Gao et
-al. 2025, arXiv 2509.21009, without its choice among the responses of a prompt).
+and the others wait, so nobody waits for the longest. As many are under way as make a batch; the others begin as there
+is room, which comes soon where lengths differ, and where they do not nothing is sampled in vain. A long round begins
+those that have waited, the longest first, and takes all of them; it is due once they fill a batch, or one of them has
+waited for as long as it may. So every prompt has its turn, and all tokens that are trained on are the present policy's
+(tail batching of RollPacker, Gao et al. 2025, arXiv 2509.21009, without its choice among the responses of a prompt).
 
 What was sampled for prompts that then wait is lost: at staleness 0 the next policy has no use for it. Within the
 iteration it has: where refused groups are to be replaced, a further round goes on with it.
@@ -49,7 +50,7 @@ def next_round(training: Training, iteration: int, progress: Progress) -> Round:
     elif config.tail is not None:
         wanted, goes_on = config.prompts, training.config.algorithm.dynamic_sampling is not None
     new = _new(training, iteration, progress.prompt_cursor, more)
-    return Round((*old, *new), more, wanted, waiting[len(old) :], goes_on=goes_on)
+    return Round((*old, *new), more, wanted, waiting[len(old) :], goes_on=goes_on, together=wanted)
 
 
 def further_round(

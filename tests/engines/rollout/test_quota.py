@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from torch.distributed import HashStore
 
+from engines.commands.rollout import PartialResults
 from engines.rollout.prompt_queue import EnginePlace, prompt_queue
 from engines.rollout.quota import LOOK_EVERY, AllPrompts, OwnQuota, SharedQuota, quota_of
 from penstock.base.ragged import Ragged
@@ -121,13 +122,23 @@ def test_all_ranks_of_an_engine_end_in_the_same_step() -> None:
 # ---- real engines ----------------------------------------------------------------------------------------------------
 
 
-def _ask(ranks: Ranks, folder: Path, wanted: int | None, on_news: Callable[[Any], None] | None = None) -> list[Any]:
+def _ask(
+    ranks: Ranks,
+    folder: Path,
+    wanted: int | None,
+    on_news: Callable[[Any], None] | None = None,
+    together: int | None = None,
+    ignore_eos: bool = False,
+    tell_all: bool = False,
+) -> list[Any]:
     sampling = {"samples": SAMPLES, "temperature": 1.0, "top_p": 1.0, "top_k": 0, "max_tokens": LONGEST}
     asked = {
         "prompts": PROMPTS,
-        "sampling": {**sampling, "ignore_eos": False, "seed": [7, 0, 0]},
+        "sampling": {**sampling, "ignore_eos": ignore_eos, "seed": [7, 0, 0]},
         "tokenizer": str(folder),
         "wanted": wanted,
+        "together": together,
+        "tell_all": tell_all,
     }
     return ranks.ask_each("generate", [asked] * ranks.count, on_news)
 
@@ -172,6 +183,51 @@ def test_the_batch_is_what_ends_first_and_the_rest_leaves_no_trace(one_rank: Ran
     assert whole.unused_tokens == again.unused_tokens == 0
     told = {position for news in heard for position in news.ended.positions.tolist()}
     assert told and told <= set(first), "rewards are not computed for what waits"
+
+
+@pytest.mark.parametrize("sizes", [{}, {"reproducible": False}])
+def test_engines_tell_of_all_responses_where_that_is_asked_for(
+    two_ranks: Ranks, folder_of: FolderOf, sizes: dict[str, Any]
+) -> None:
+    """Each once, with its tokens, by the engine that generated it. Control: else the last come with the reply alone."""
+    folder = folder_of(SHAPE)
+    _build(two_ranks, folder, **sizes)
+    for everything in (True, False):
+        heard: list[Any] = []
+        replies = _ask(two_ranks, folder, None, heard.append, tell_all=everything)
+        news = [one for one in heard if isinstance(one, PartialResults)]
+        told = [
+            (one.engine, position, sample, one.ended.responses.tokens.row(row).tolist())
+            for one in news
+            for row, (position, sample) in enumerate(zip(one.ended.positions, one.ended.samples, strict=True))
+        ]
+        answered = [
+            (engine, position, sample, tokens)
+            for engine, reply in enumerate(replies)
+            for position, rows in _responses(reply).items()
+            for sample, tokens in enumerate(rows)
+        ]
+        assert len(told) == len({entry[1:3] for entry in told}) and all(entry in answered for entry in told)
+        assert (len(told) == len(answered)) == everything
+
+
+@pytest.mark.parametrize("sizes", [{}, {"tensor_parallel": 2}])
+def test_equal_lengths_are_sampled_in_vain_by_nobody(
+    two_ranks: Ranks, folder_of: FolderOf, sizes: dict[str, Any]
+) -> None:
+    """As many prompts are under way as make the batch: where all end together no other has begun.
+
+    Controls: begun at once the others cost as many tokens; where lengths differ others begin and come first.
+    """
+    folder = folder_of(SHAPE)
+    _build(two_ranks, folder, **sizes)
+    wanted = len(PROMPTS) // 2
+    for together in (wanted, None):
+        replies = _ask(two_ranks, folder, wanted, together=together, ignore_eos=True)
+        lost = sum(reply.unused_tokens for reply in replies if reply is not None)
+        assert lost == (0 if together else (len(PROMPTS) - wanted) * SAMPLES * LONGEST)
+    uneven = [reply for reply in _ask(two_ranks, folder, wanted, together=wanted) if reply is not None]
+    assert any(position >= wanted for reply in uneven for position in reply.positions_P.tolist())
 
 
 @pytest.mark.parametrize("sizes", [{}, {"tensor_parallel": 2}, {"reproducible": False}])

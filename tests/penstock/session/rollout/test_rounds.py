@@ -66,6 +66,7 @@ def test_every_prompt_is_taken_once_and_in_time(
         slow = sorted(positions, key=lambda at: (this_round.begun[at].row % 7 == 0, chance.random()))
         answered = slow if this_round.wanted is None else slow[: this_round.wanted]
         assert len(answered) == PROMPTS
+        assert this_round.together == this_round.wanted, "as many are under way as make a batch"
         for position in answered:
             prompt = this_round.begun[position]
             assert iteration - prompt.since <= max_wait
