@@ -79,17 +79,22 @@ class Scorer:
         if self._source.calls_ahead and samples:
             self._begun.append(self._call(samples, self._max_failure_share * len(samples)))
 
-    def score(self, samples: Sequence[Sample]) -> list[Score]:
+    def score(self, samples: Sequence[Sample], portion_of: int | None = None) -> list[Score]:
         """Score every sample, in order; a failure is a value.
 
         Three sources: the calls begun earlier that are under way or done, one call now for all others, and one more at
         the end for what the begun calls failed to score. Begun calls that still wait in the queue are withdrawn.
 
+        Args:
+            portion_of: samples of a batch of which these are a portion, and others follow: what was begun of those
+                goes on. None: nothing follows.
+
         Raises:
             UserError: the source cannot be used.
         """
-        tolerated = self._max_failure_share * len(samples)
-        running = self._withdraw_waiting()
+        tolerated = self._max_failure_share * (portion_of or len(samples))
+        wanted = None if portion_of is None else {_identity(sample) for sample in samples}
+        running = self._withdraw_waiting(wanted)
         awaited = {_identity(sample) for call in running for sample in call.samples}
 
         asked = self._scored([sample for sample in samples if _identity(sample) not in awaited], tolerated)
@@ -100,10 +105,24 @@ class Scorer:
         scores |= self._scored([sample for sample in samples if _identity(sample) not in scores], tolerated - failed)
         return [scores[_identity(sample)] for sample in samples]
 
-    def _withdraw_waiting(self) -> list[_Call]:
-        """Return the calls begun since the last `score` that a thread has taken; the others are not made any more."""
+    def _withdraw_waiting(self, wanted: set[_Identity] | None) -> list[_Call]:
+        """Return the calls begun since the last `score` that a thread has taken; the others are not made any more.
+
+        Args:
+            wanted: samples whose calls are meant; of a call that has others, too, these are kept, or begun anew.
+        """
         begun, self._begun = self._begun, []
-        return [call for call in begun if not call.scores.cancel()]
+        running = []
+        for call in begun:
+            others = [] if wanted is None else [one for one in call.samples if _identity(one) not in wanted]
+            if len(others) == len(call.samples):
+                self._begun.append(call)
+            elif call.scores.cancel():
+                self.begin(others)
+            else:
+                running.append(call)
+                self._begun += [call] if others else []
+        return running
 
     def _scored(self, samples: list[Sample], tolerated: float) -> dict[_Identity, Score]:
         if not samples:

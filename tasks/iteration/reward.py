@@ -38,8 +38,8 @@ def reward(training: Training, settings: Settings, stage: Stage) -> Stage:
     training.session().say("reward")
     with timed(training, metrics, "reward"):
         columns = read_columns(path, ["sample_id", "prompt_id", "prompt", "response", *episode_column_names(path)])
-        key, judged = stage.experience.key(settings.iteration, "reward"), stage.experience.portion is None
-        scores = score(training, columns, "train", key, judged)
+        key = stage.experience.key(settings.iteration, "reward")
+        scores = score(training, columns, "train", key, stage.experience.portion)
         if training.config.reward.overlong is not None:  # reading the tokens takes longer than all the rest
             lengths_B = read_columns(path, ["response_tokens"])["response_tokens"].lengths_B
             scores = punished(training.config, scores, lengths_B)
@@ -55,22 +55,23 @@ def _ahead(training: Training) -> dict[str, float]:
     return {} if scorer is None else {AHEAD_SHARE: scorer.ahead_share}
 
 
-def score(training: Training, columns: dict[str, Any], split: str, key: str, judged: bool = True) -> list[Score]:
+def score(training: Training, columns: dict[str, Any], split: str, key: str, portion: int | None = None) -> list[Score]:
     """Score responses by the configured source, and episodes by their environment, or by both.
 
     Args:
         columns: sample_id, prompt_id, prompt and response, one entry per row; with an environment those of episodes.
         split: prompt table that the prompts come from; functions see its columns.
-        judged: whether it is looked at how many failed: not in a portion of a batch, which may be small.
+        portion: number of the portion of the iteration's batch, of which it is not looked at how many failed: it may be
+            small. None: it is no portion.
 
     Raises:
         UserError: more calls failed than `reward.max_failure_share` allows.
     """
     config = training.config
     if config.environment is None:
-        return _score_by_source(training, columns, split, key, judged)
-    scores = _score_by_source(training, columns, split, key, judged) if config.reward.kind is not None else None
-    return with_environment(config, columns, scores, judged)
+        return _score_by_source(training, columns, split, key, portion)
+    scores = _score_by_source(training, columns, split, key, portion) if config.reward.kind is not None else None
+    return with_environment(config, columns, scores, judged=portion is None)
 
 
 def judge(training: Training, columns: dict[str, Any]) -> None:
@@ -93,7 +94,9 @@ def judge(training: Training, columns: dict[str, Any]) -> None:
     check_failures(scores, samples, config.reward)
 
 
-def _score_by_source(training: Training, columns: dict[str, Any], split: str, key: str, judged: bool) -> list[Score]:
+def _score_by_source(
+    training: Training, columns: dict[str, Any], split: str, key: str, portion: int | None
+) -> list[Score]:
     if training.config.reward.model is not None:
         return _score_by_model(training, columns, key)
     scorer = training.session().scorer
@@ -105,11 +108,19 @@ def _score_by_source(training: Training, columns: dict[str, Any], split: str, ke
             columns["sample_id"], columns["prompt_id"], columns["prompt"], columns["response"], strict=True
         )
     ]
-    scores = scorer.score(samples)
-    if judged:
+    scores = scorer.score(samples, _portion_of(training.config, portion))
+    if portion is None:
         check_failures(scores, samples, training.config.reward)
     log_failures(scores, samples)
     return scores
+
+
+def _portion_of(config: TrainConfig, portion: int | None) -> int | None:
+    """Return how many samples the batch of a portion has that others follow."""
+    stream = config.rollout.stream
+    if portion is None or stream is None or portion == stream.portions - 1:
+        return None
+    return config.rollout.prompts * config.rollout.samples
 
 
 def punished(config: TrainConfig, scores: list[Score], lengths_B: np.ndarray) -> list[Score]:

@@ -278,6 +278,7 @@ def sampled_with(training: Training, settings: Settings, this_round: Round) -> d
         **sampled_with,
         "environment": environment.model_dump(mode="json") if environment is not None else None,
         **({"prompts_begun": len(this_round.begun)} if this_round.wanted is not None else {}),
+        **({"portion_count": stream.portions} if (stream := training.config.rollout.stream) is not None else {}),
     }
 
 

@@ -129,6 +129,28 @@ def test_failures_are_tolerated_as_a_share_of_all_samples() -> None:
     assert source.tolerated == [1.0, 2.0, 1.0]
 
 
+def test_what_was_begun_for_later_portions_goes_on() -> None:
+    """Each response is scored once, also where a call has some of two portions, under way or waiting for a thread.
+
+    What may fail is a share of the whole batch. Control: without portions to come what waits is withdrawn.
+    """
+    source, samples = Lengths(), samples_of("a", "bb", "ccc", "dddd", "eeeee", "ffffff")
+    first, second = [samples[at] for at in (0, 1, 4)], [samples[at] for at in (2, 3, 5)]
+    with Scorer(source, 0.5) as scorer:
+        scorer.begin([samples[0], samples[2]])
+        scorer.begin([samples[1]])
+        _wait_for(source, calls=2)
+        scorer.begin([samples[3]])
+        scorer.begin([samples[4], samples[5]])
+        threading.Timer(0.2, source.gate.set).start()
+        assert [score.reward for score in scorer.score(first, portion_of=6)] == [1, 2, 5]
+        assert scorer.ahead_share == 2 / 3
+        assert [score.reward for score in scorer.score(second)] == [3, 4, 6]
+        assert scorer._begun == []
+    assert sorted(response for call in source.calls for response in call) == [sample.response for sample in samples]
+    assert source.tolerated[source.calls.index(["eeeee"])] == 3.0
+
+
 def test_what_has_not_started_is_asked_for_together() -> None:
     """Two calls run; the third waits for a thread and is given up when everything is there."""
     source, samples = Lengths(), samples_of("a", "bb", "ccc", "dddd")

@@ -5,16 +5,19 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from configs.schema import TrainConfig
+from engines.commands.update import ActorLoss, Split, SumGradient
 from engines.groups.spec import RankDevice
 from engines.sizing.flops import peak_flops
 from penstock.session import figures as module
 from penstock.session.clock import Lap, Span
 from penstock.session.figures import memory, parallel_efficiency, role_figures, shares, speed, utilisation
 from penstock.session.session import Training
+from tests.echo import Echo
 
 H200 = ("NVIDIA H200", "bfloat16")
 SERIAL = {"rollout": 5.0, "reward": 1.0, "advantage": 0.5, "reshard": 0.1}
@@ -96,6 +99,41 @@ def test_steps_on_groups_of_their_own_overlap() -> None:
     result = shares(lap_of(10.0, {"update_critic": 2.0, "update_actor": 3.0}), usage, 1)
     assert result["time/other_s"] == pytest.approx(10 - 6.6 - 3)
     assert total(result) == pytest.approx(1.2)
+
+
+def test_portions_of_a_task_beside_a_long_one_add_up() -> None:
+    """A rollout of 6 s, beside it two portions of an update, of 1 and 2 s: the update has 3, and the whole is 6."""
+    spans = [Span("update_actor", 1.0, 2.0), Span("update_actor", 3.0, 5.0), Span("rollout", 0.0, 6.0)]
+    result = shares(Lap(8.0, spans), {}, 1)
+    assert result["share/update_actor"] == pytest.approx(3 / 8)
+    assert result["share/rollout"] == pytest.approx(6 / 8)
+    assert result["time/other_s"] == pytest.approx(2.0)
+
+
+def test_calls_of_one_name_are_one_in_the_figures(
+    training_with: Callable[[TrainConfig], Training], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Seconds and work of the portions add up rank by rank, and the fuller one's memory counts."""
+    session = training_with(TrainConfig()).session()
+    group, told = Echo(ranks=2), [{"seconds": 1.0, "tokens": 8.0, "allocated_gib": 4.0, "reserved_gib": 5.0}] * 2
+    used = iter([told, [{"seconds": 2.0, "tokens": 4.0, "allocated_gib": 3.0, "reserved_gib": 9.0}] * 2, told, told])
+
+    def side_by_side(name: str, key: str, arguments: Any) -> Any:
+        return {group: [{"reply": None, "usage": usage} for usage in next(used)]}
+
+    monkeypatch.setattr("penstock.session.session.side_by_side", side_by_side)
+    session.groups["actor"] = group  # type: ignore[assignment]
+    loss = ActorLoss("ppo_clip", {}, 1.0, 0.0, None, 0.0)
+    command = SumGradient("", 0, Split(1, 1, 2, 32, 8, "token-mean", 0), loss, first=True, last=False)
+    for key in ("1/update_actor/0", "1/update_actor/1", "1/values"):
+        session.call("actor", command, key)
+    assert (
+        session.usage["1/update_actor"]
+        == [{"seconds": 3.0, "tokens": 12.0, "allocated_gib": 4.0, "reserved_gib": 5.0}] * 2
+    )
+    assert session.usage["1/values"] == told
+    session.call("actor", command, "1/values")
+    assert session.usage["1/values"] == told, "asked again it is the same call"
 
 
 def test_what_ranks_did_not_work_is_other() -> None:

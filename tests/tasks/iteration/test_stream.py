@@ -17,6 +17,7 @@ from configs.loading.load import config_from_mapping
 from configs.schema import TrainConfig
 from engines.commands.rollout import PartialResults
 from engines.commands.update import SumGradient
+from penstock.base.errors import UserError
 from penstock.base.ragged import Ragged
 from penstock.session.requests import BegunGeneration, Rollout, Round
 from penstock.session.rollout.portions import Portions, StreamedRollout
@@ -26,6 +27,7 @@ from penstock.state.deferred import Deferred
 from penstock.state.experience import add_columns, origin_of, read_columns
 from penstock.state.manifest import Progress
 from tasks.iteration import stream as module
+from tasks.iteration.rollout import sampled_with
 from tasks.iteration.stream import PORTIONS, join, portion, sum_again, sum_gradient
 from tests.echo import ended_responses
 
@@ -40,7 +42,8 @@ def training(training_with: Callable[[TrainConfig], Training], monkeypatch: pyte
     """One whose engines have answered all prompts, the last first."""
     monkeypatch.setattr("tasks.iteration.rollout.generation_figures", lambda *_: {})  # of a GPU
     rollout = {"prompts": PROMPTS, "samples": SAMPLES, "stream": {"portions": COUNT}}
-    made = training_with(config_from_mapping({"rollout": rollout, "groups": APART}, "test"))
+    reward = {"function": "tests.flows.reward_functions:low_digit", "max_failure_share": 0.1}
+    made = training_with(config_from_mapping({"rollout": rollout, "groups": APART, "reward": reward}, "test"))
     made.run.experience(1).parent.mkdir(parents=True)
     begin(made, generated=True)
     return made
@@ -124,6 +127,32 @@ def test_what_an_earlier_attempt_left_comes_in_the_same_portions(
         values = [getattr(one, "values_T", one) for one in (column, after[name])]
         assert list(values[0]) == list(values[1]), name
     assert origin_of(second.experience.path)[PORTIONS] == [[3], [1, 4], [0, 2]]
+
+
+def test_a_stream_takes_over_no_more_than_its_like(training: Training) -> None:
+    """Experience in other portions, or in none, would be summed in another order: it says in how many it was made."""
+    this_round = training.session().rollouts[BEGUN.key].round
+    origin = sampled_with(training, next_settings(training, Progress()), this_round)
+    assert origin["portion_count"] == COUNT
+    alone = training.config.rollout.model_copy(update={"stream": None})
+    object.__setattr__(training.session(), "config", training.config.model_copy(update={"rollout": alone}))
+    assert "portion_count" not in sampled_with(training, next_settings(training, Progress()), this_round)
+
+
+def test_failures_are_those_of_the_whole_batch(training: Training, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two of ten are more than a tenth, and none of a portion is looked at before; one is not. The step never comes."""
+    for count, refused in ((1, False), (2, True)):
+        begin(training, generated=True)
+        stages = learnt(training)
+        path = Path(stages[1].experience.path)
+        failures = [f"late {n}" if n < count else None for n in range(4)]
+        add_columns(path, {"reward_failure": failures})
+        if not refused:
+            joined(training, stages, monkeypatch)
+            continue
+        with pytest.raises(UserError, match="failed for 2 of 10 samples") as caught:
+            joined(training, stages, monkeypatch)
+        assert "sample 000001/p1/0: late 0" in str(caught.value)
 
 
 def test_the_gradient_is_summed_in_the_order_of_the_portions(
