@@ -327,7 +327,7 @@ def assert_equal(run: RunFolder, alone: RunFolder) -> None:
     assert weights(run) == weights(alone)
     assert memory(run) == memory(alone)
     assert [progress(one) for one in (run, alone)] == [replace(progress(run), iteration=ITERATIONS)] * 2
-    assert not [*run.path.rglob("*.partial"), *run.path.rglob("*.part")]
+    assert not [file for left in ("*.partial", "*.part", "*portion-*") for file in run.path.rglob(left)]
     for number in range(1, ITERATIONS + 1):
         assert run.samples(number).read_bytes() == alone.samples(number).read_bytes()
         files = [one.experience(number) for one in (run, alone)]

@@ -10,10 +10,11 @@ waited for as long as it may. So every prompt has its turn, and all tokens that 
 What was sampled for prompts that then wait is lost: at staleness 0 the next policy has no use for it. Within the
 iteration it has: where refused groups are to be replaced, a further round goes on with it.
 
-Carry: every round goes on with what the one before has left, and begins as many prompts as that has taken. The
-first to have all their responses make the batch; so do, in any case, those that were begun as many updates ago as
-staleness may be. Nothing is lost, and tokens are of several policies (partial rollouts of Kimi k1.5, Kimi team 2025,
-arXiv 2501.12599; with whole groups only).
+Carry: every round goes on with what the one before has left, and has as many new prompts as that has taken. As many
+are under way as make a batch, and with an environment, whose answers take time, all. The first to have all their
+responses make the batch; so do, in any case, those that were begun as many updates ago as staleness may be. Nothing is
+lost, and tokens are of several policies (partial rollouts of Kimi k1.5, Kimi team 2025, arXiv 2501.12599; with whole
+groups only).
 
 Left out: the engines' part (engines/rollout/quota.py), what is kept of responses (carried.py).
 """
@@ -87,7 +88,8 @@ def _round_that_goes_on(training: Training, iteration: int, progress: Progress, 
     more = config.prompts_begun - len(old)
     begun = (*old, *_new(training, iteration, progress.prompt_cursor, more))
     required = sum(iteration - prompt.since >= staleness for prompt in old)
-    return Round(begun, more, config.prompts, required=required, goes_on=True)
+    together = config.prompts if training.config.environment is None else None  # environments take their time
+    return Round(begun, more, config.prompts, required=required, goes_on=True, together=together)
 
 
 def _new(training: Training, iteration: int, cursor: int, count: int) -> list[Deferred]:

@@ -96,6 +96,7 @@ def test_what_is_carried_is_taken_once_and_no_older_than_it_may_be(
         for iteration in range(1, 61):
             this_round = next_round(training, iteration, progress)
             required = this_round.required if obeys else 0
+            assert this_round.together == PROMPTS
             slow = sorted(
                 range(len(this_round.begun)),
                 key=lambda at: (at >= required, this_round.begun[at].row % 7 == 0, chance.random()),
