@@ -23,8 +23,8 @@ from tasks.iteration.faults import ERRORS, remedy
 from tasks.iteration.forward_passes import reference_logprobs
 from tasks.iteration.refresh_reference import refresh_due, refresh_reference
 from tasks.iteration.reshard import reshard
-from tasks.iteration.stream import sum_again
 from tasks.replay.inputs import Plan, following, planned, stored
+from tasks.stream.sum_gradient import sum_again
 
 Told = Callable[[int, dict[str, float]], None]
 

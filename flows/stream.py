@@ -16,7 +16,9 @@ from penstock.session.session import Stage, Training
 from penstock.session.settings import Settings
 from tasks.iteration.advantage import advantage
 from tasks.iteration.reward import reward
-from tasks.iteration.stream import join, portion, sum_gradient
+from tasks.stream.join import join
+from tasks.stream.portion import portion
+from tasks.stream.sum_gradient import sum_gradient
 
 
 def streamed(training: Training, settings: Settings, begun: Rollout) -> Stage:

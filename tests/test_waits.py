@@ -76,7 +76,7 @@ ENDS = {
     "penstock/session/pools.py: block.get": "no wait: the content of a Secret",
     "penstock/session/rollout/generation.py: generation.replies.result": GROUP,
     "penstock/session/rollout/portions.py: replies.result": "it is done",
-    "tasks/iteration/stream.py: rollout.generation.replies.result": "all portions have come, so it is about to be",
+    "tasks/stream/join.py: rollout.generation.replies.result": "all portions have come, so it is about to be",
     "penstock/session/saving/checkpoints.py: begun.result": DISK,
     "penstock/session/saving/checkpoints.py: self.wait": DISK,
     "penstock/session/session.py: wait": GROUP,

@@ -23,7 +23,7 @@ NOTHING: Mapping[str, float] = MappingProxyType({})
 
 @task(task_run_name="update-actor-{settings.iteration:06d}", cache_policy=NO_CACHE)
 def update_actor(training: Training, settings: Settings, stage: Stage) -> dict[str, float]:
-    """Train the actor; return its metrics. Where its gradient is summed already (stream.py), take the step."""
+    """Train the actor; return its metrics. Where its gradient is summed already (tasks/stream), take the step."""
     algorithm = training.config.algorithm
     if training.config.rollout.stream is not None:
         before = {name: stage.metrics[name] for name in ("time/update_actor_s",) if name in stage.metrics}

@@ -28,7 +28,7 @@ from penstock.state.mending import checkpoints
 from penstock.state.run_folder import RunFolder, open_run_folder, read_metrics
 from tasks.iteration.greedy_baseline import GREEDY_REWARD
 from tasks.iteration.rollout import DESCRIBING, describe, waiting_after
-from tasks.iteration.stream import PORTIONS
+from tasks.stream.portion import PORTIONS
 
 PASSES = ("logprobs_old", "logprobs_reference", "values", "kl")
 

@@ -28,7 +28,7 @@ from penstock.state.events import read_events
 from penstock.state.experience import column_names, origin_of, read_columns
 from penstock.state.manifest import Progress, ended, read_manifest
 from penstock.state.run_folder import RunFolder, read_metrics
-from tasks.iteration.stream import PORTIONS
+from tasks.stream.portion import PORTIONS
 from tests.comparing import logged, memory, numbers, weights
 from tests.faults.blows import HOST, Blow, blows_falling
 from tests.waiting import until

@@ -16,7 +16,7 @@ from flows.replay import replay
 from flows.train import train
 from penstock.state.experience import column_names, origin_of, read_columns
 from penstock.state.run_folder import RunFolder, read_metrics
-from tasks.iteration.stream import PORTIONS
+from tasks.stream.portion import PORTIONS
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 

@@ -5,7 +5,7 @@ decides in which order numbers are added, so timing has no part in it where it h
 (`rollout.reproducible`): every engine then has prompts of its own, and of each portion its share. Otherwise whatever is
 complete first is in the first portion.
 
-Left out: what is made of a portion (tasks/iteration/stream.py).
+Left out: what is made of a portion (tasks/stream).
 """
 
 from __future__ import annotations

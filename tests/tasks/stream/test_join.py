@@ -26,9 +26,11 @@ from penstock.session.settings import next_settings
 from penstock.state.deferred import Deferred
 from penstock.state.experience import add_columns, origin_of, read_columns
 from penstock.state.manifest import Progress
-from tasks.iteration import stream as module
 from tasks.iteration.rollout import sampled_with
-from tasks.iteration.stream import PORTIONS, join, portion, sum_again, sum_gradient
+from tasks.stream import join as module
+from tasks.stream.join import join
+from tasks.stream.portion import PORTIONS, portion
+from tasks.stream.sum_gradient import sum_again, sum_gradient
 from tests.echo import ended_responses
 
 PROMPTS, SAMPLES, COUNT = 5, 2, 3
