@@ -213,7 +213,7 @@ STRUCK = {
             Blow("generate", "1/resample-1"),
             Blow("tasks.iteration.resample.score", "3"),
             Blow("update_actor", "3/"),
-            Blow("generate", "4/resample-1", HOST),
+            Blow("update_actor", "4/", HOST),
         ],
         [NONE, "snapshot 000001", "snapshot 000002", SAVED],
     ),
