@@ -26,6 +26,11 @@ def values_of(name: str, **given: Any) -> Mapping[str, Any]:
     return {name: setting.default for name, setting in settings(ADVANTAGES[name]).items()} | given
 
 
+def ways(name: str) -> list[dict[str, bool]]:
+    """Return the settings with which an estimator may look at the whole batch, or not; one where it has none."""
+    return [{"whiten": True}, {"whiten": False}] if "whiten" in settings(ADVANTAGES[name]) else [{}]
+
+
 def estimated(name: str, inputs: AdvantageInputs, values: Mapping[str, Any]) -> list[np.ndarray]:
     """Return advantages of the tokens, returns if there are any, and which rows are accepted if some are not."""
     result = ADVANTAGES[name](inputs, **values)
@@ -33,14 +38,10 @@ def estimated(name: str, inputs: AdvantageInputs, values: Mapping[str, Any]) -> 
     return [np.asarray(column, np.float64) for column in columns if column is not None]
 
 
-@pytest.mark.parametrize("name", sorted(ADVANTAGES))
-@pytest.mark.parametrize("whiten", [True, False])
-def test_what_is_separable_is_the_same_in_portions(name: str, whiten: bool) -> None:
+@pytest.mark.parametrize(("name", "given"), [(name, given) for name in sorted(ADVANTAGES) for given in ways(name)])
+def test_what_is_separable_is_the_same_in_portions(name: str, given: dict[str, bool]) -> None:
     """To rounding. The control are those that are not: what they make of a portion alone is something else."""
-    known = settings(ADVANTAGES[name])
-    if "whiten" not in known and not whiten:
-        pytest.skip("it has no such setting")
-    values = values_of(name, **({"whiten": whiten} if "whiten" in known else {}))
+    values = values_of(name, **given)
     batch = without_token_rewards(ragged_batch())
     row_T, group_B = rows_of_tokens(batch.offsets_B1), batch.groups_B
     whole = estimated(name, batch, values)
