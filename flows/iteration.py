@@ -5,9 +5,9 @@
             -> [refresh reference] -> record -> checkpoint
 
 Steps in brackets run side by side where their engine groups differ, and only if the algorithm needs them. The engines
-begin the next rollout before the record. With `rollout.stream` all up to the update is done group by group
-(flows/stream.py). Each step is a task; the tasks hand on where the experience lies, never the
-experience. Left out: what each step does (tasks/).
+begin the next rollout before the record. With `rollout.stream` all up to the update is done portion by portion
+(flows/stream.py). Each step is a task; the tasks hand on where the experience lies, never the experience. Left out:
+what each step does (tasks/).
 """
 
 from __future__ import annotations

@@ -28,6 +28,12 @@ def taken(columns: Mapping[str, Any], rows_B: np.ndarray) -> Columns:
     return {name: _taken(column, rows_B) for name, column in columns.items()}
 
 
+def groups_taken(columns: Mapping[str, Any], groups_G: np.ndarray, samples: int) -> Columns:
+    """Return the rows of some groups, of `samples` neighbours each, with numbers from 0 on."""
+    rows_B = (groups_G[:, None] * samples + np.arange(samples)).ravel()
+    return taken(columns, rows_B) | {"group": np.repeat(np.arange(len(groups_G)), samples)}
+
+
 def _joined(parts: Sequence[Mapping[str, Any]], name: str) -> Any:
     there = next(part[name] for part in parts if name in part)
     columns = [part[name] if name in part else _empty(there, len(part["group"])) for part in parts]

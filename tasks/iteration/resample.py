@@ -23,7 +23,7 @@ from penstock.session.rollout.refused_groups import judged_columns, refused_grou
 from penstock.session.rollout.rounds import waiting_figures
 from penstock.session.session import Stage, Training, timed
 from penstock.session.settings import Settings
-from penstock.state.columns import Columns, joined, taken
+from penstock.state.columns import Columns, groups_taken, joined
 from penstock.state.experience import RESAMPLED, column_names, origin_of, read_columns, write_columns
 from penstock.state.manifest import Progress
 from tasks.iteration.reward import punished, reward_columns, score
@@ -96,5 +96,4 @@ def replaced(present: Columns, further: Columns, refused_G: np.ndarray, samples:
     both = joined([present, further], names)
     size = len(present["group"]) // samples
     kept_G = np.sort(np.argsort(refused_G, kind="stable")[:size])
-    rows_B = (kept_G[:, None] * samples + np.arange(samples)).reshape(-1)
-    return taken(both, rows_B) | {"group": np.repeat(np.arange(size), samples)}
+    return groups_taken(both, kept_G, samples)

@@ -18,7 +18,7 @@ from penstock.session.requests import BegunRollout, Rollout
 from penstock.session.rollout.generation import take_responses
 from penstock.session.session import Stage, Training
 from penstock.session.settings import Settings
-from penstock.state.columns import Columns, joined, taken
+from penstock.state.columns import Columns, groups_taken, joined
 from penstock.state.experience import column_names, drop_experience, origin_of, read_columns, write_columns_apart
 from tasks.iteration.advantage import advantage_figures
 from tasks.iteration.reward import AHEAD_SHARE, judge, reward_figures
@@ -50,9 +50,7 @@ def _in_order(parts: Sequence[Columns], groups: Sequence[Sequence[int]], samples
     """Return the columns of all portions as one, group by group as the engines got them."""
     names = dict.fromkeys(name for part in parts for name in part)
     first_G = np.argsort(np.concatenate([np.asarray(some) for some in groups]))
-    rows_B = (first_G[:, None] * samples + np.arange(samples)).ravel()
-    columns = taken(joined(parts, names), rows_B)
-    return columns | {"group": np.repeat(np.arange(len(first_G)), samples)}
+    return groups_taken(joined(parts, names), first_G, samples)
 
 
 def _summed(metrics: Sequence[dict[str, float]]) -> dict[str, float]:

@@ -19,7 +19,7 @@ from penstock.session.rollout.episodes import episode_column_names
 from penstock.session.rollout.portions import StreamedRollout
 from penstock.session.session import Stage, Training
 from penstock.session.settings import Settings
-from penstock.state.columns import Columns, taken
+from penstock.state.columns import Columns, groups_taken
 from penstock.state.experience import AGENT, column_names, origin_of, read_columns, write_columns_apart
 from tasks.iteration.rollout import ROLLOUT_LOGPROBS, describe, experience_columns
 
@@ -39,7 +39,8 @@ def portion(training: Training, settings: Settings, begun: Rollout, number: int)
     began = time.perf_counter()
     session.say("rollout", f"portion {number + 1} of {streamed.portions.count}")
     if streamed.generation is None:
-        columns, groups = _left_behind(training.run.experience(begun.iteration), number)
+        path_of_all, samples = training.run.experience(begun.iteration), training.config.rollout.samples
+        columns, groups = _left_behind(path_of_all, number, samples)
     else:
         groups = streamed.portions.wait(number, streamed.generation.replies)
         responses = streamed.portions.responses(groups)
@@ -55,11 +56,9 @@ def portion_path(training: Training, iteration: int, number: int) -> Path:
     return whole.with_name(f".{whole.stem}.portion-{number}{whole.suffix}")
 
 
-def _left_behind(path: Path, number: int) -> tuple[Columns, list[int]]:
+def _left_behind(path: Path, number: int, samples: int) -> tuple[Columns, list[int]]:
     """Return the rollout's columns of a portion of experience that an interrupted attempt has left, and its groups."""
     groups: list[int] = origin_of(path)[PORTIONS][number]
     present = column_names(path)
     columns = read_columns(path, [*(name for name in ROLLED_OUT if name in present), *episode_column_names(path)])
-    samples = int((columns["group"] == 0).sum())
-    rows_B = (np.asarray(groups)[:, None] * samples + np.arange(samples)).ravel()
-    return taken(columns, rows_B) | {"group": np.repeat(np.arange(len(groups)), samples)}, groups
+    return groups_taken(columns, np.asarray(groups), samples), groups
