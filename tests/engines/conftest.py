@@ -26,6 +26,12 @@ def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
     ranks.group.close(grace_s=1.0)  # many engines have collected in it; nothing of them is needed any more
 
 
+@pytest.fixture
+def ranks_of(request: pytest.FixtureRequest) -> Callable[[int], Ranks]:
+    """The shared group with so many ranks."""
+    return lambda count: request.getfixturevalue("one_rank" if count == 1 else "two_ranks")
+
+
 @pytest.fixture(scope="session")
 def folder_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Shape], Path]:
     """Makes the folder of a tiny model, once per shape."""

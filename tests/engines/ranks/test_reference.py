@@ -55,12 +55,6 @@ FULL_LOSS = {
 FolderOf = Callable[[Shape], Path]
 
 
-@pytest.fixture
-def ranks_of(request: pytest.FixtureRequest) -> Callable[[int], Ranks]:
-    """The shared group with so many ranks."""
-    return lambda count: request.getfixturevalue("one_rank" if count == 1 else "two_ranks")
-
-
 def _trainer(stage: int) -> dict[str, Any]:
     return {"zero_stage": stage, "optimizer": {**STEADY, "max_grad_norm": UNCLIPPED}}
 

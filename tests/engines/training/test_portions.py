@@ -30,12 +30,6 @@ PORTIONS = ((4, 1), (0, 5), (3,), (2,))  # groups, in the order in which they ar
 FolderOf = Callable[[Shape], Path]
 
 
-@pytest.fixture
-def ranks_of(request: pytest.FixtureRequest) -> Callable[[int], Ranks]:
-    """The shared group with so many ranks."""
-    return lambda count: request.getfixturevalue("one_rank" if count == 1 else "two_ranks")
-
-
 @pytest.fixture(scope="module")
 def rows() -> Rows:
     """Six groups of two ragged rows, with log-probs of the rollout."""

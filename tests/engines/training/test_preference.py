@@ -101,12 +101,6 @@ def assert_same(
         torch.testing.assert_close(value, expected_after[name.removeprefix(prefix)].detach(), rtol=0, atol=2e-5)
 
 
-@pytest.fixture
-def ranks_of(request: pytest.FixtureRequest) -> Callable[[int], Ranks]:
-    """The shared group with so many ranks."""
-    return lambda count: request.getfixturevalue("one_rank" if count == 1 else "two_ranks")
-
-
 def test_a_unit_that_only_fills_a_place_counts_nothing_not_even_a_nan(
     two_ranks: Ranks, folder_of: FolderOf, tmp_path: Path
 ) -> None:

@@ -30,12 +30,6 @@ EVERY_STAGE = [(count, stage) for count in (1, 2) for stage in (0, 1, 2, 3)]
 FolderOf = Callable[[Shape], Path]
 
 
-@pytest.fixture
-def ranks_of(request: pytest.FixtureRequest) -> Callable[[int], Ranks]:
-    """The shared group with so many ranks."""
-    return lambda count: request.getfixturevalue("one_rank" if count == 1 else "two_ranks")
-
-
 def _begin(ranks: Ranks, folder: Path, path: str, stage: int, dtype: str = "float32") -> None:
     optimizer = {**STEADY, "max_grad_norm": CLIP, "warmup_steps": 2, "decay": "linear"}
     config = SftConfig(zero_stage=stage, steps=len(STEPS), optimizer=optimizer)

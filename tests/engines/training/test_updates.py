@@ -31,12 +31,6 @@ FULL_LOSS = {**LOSS, "entropy_coefficient": 0.01, "kl_estimator": "k3", "kl_coef
 FolderOf = Callable[[Shape], Path]
 
 
-@pytest.fixture
-def ranks_of(request: pytest.FixtureRequest) -> Callable[[int], Ranks]:
-    """The shared group with so many ranks."""
-    return lambda count: request.getfixturevalue("one_rank" if count == 1 else "two_ranks")
-
-
 @pytest.fixture(scope="module")
 def rows(folder_of: FolderOf) -> Rows:
     """Twelve ragged rows whose old and reference log-probs lie around the starting model's, and old values around 0."""

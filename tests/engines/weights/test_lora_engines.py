@@ -35,12 +35,6 @@ SHAPE = Shape("qwen2", tied=True)
 PROMPTS = Ragged.of([np.arange(3, 3 + length) for length in (1, 4, 7, 2)], np.int32)
 
 
-@pytest.fixture
-def ranks_of(request: pytest.FixtureRequest) -> Callable[[int], Ranks]:
-    """The shared group with so many ranks."""
-    return lambda count: request.getfixturevalue("one_rank" if count == 1 else "two_ranks")
-
-
 def _gap(ranks: Ranks) -> float:
     """Mean difference between vLLM's and the trainer's log-probs of what vLLM sampled, on the worst rank."""
     replies = ranks.ask("rollout_logprobs", prompts=PROMPTS.values_T, offsets=PROMPTS.offsets_B1, tokens=12)
