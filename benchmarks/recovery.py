@@ -1,14 +1,16 @@
 """Seconds from the end of a rank in an update until the training has taken up its work again.
 
 A training as a user starts it. In the midst of its third update of the actor a rank is killed: a snapshot of the second
-iteration is there, and whatever the first ones compile. Figures, all from the kill on:
+iteration is there, and whatever the first ones compile. An update may be over before the blow falls: the rank is halted
+first and killed only if the training then waits for it, otherwise it is struck in the next iteration's update. Figures,
+all from the kill on:
 
     noticed_s       the training says that a rank is lost
     recovered_s     new ranks hold the state that was snapshotted, and the responses of the iteration
     update_s        the iteration that was struck is recorded: its update was done again
     next_s          the iteration after it is recorded, with a rollout of the new engines
 
-`undisturbed_s` is a later iteration that nothing happened to. `in_ranks` of the settings is what the new ranks say in
+`undisturbed_s` is the last iteration, that nothing happened to. `in_ranks` of the settings is what the new ranks say in
 their logs of how they started. Left out: whether runs end equal, and other processes (`penstock chaos`).
 """
 
@@ -39,8 +41,10 @@ from penstock.state.run_folder import RunFolder, read_metrics
 
 LOOK_S = 0.02
 EPOCH = ", epoch "  # in the line with which a rank begins its log
-STRUCK = 3  # iteration in whose update the rank is killed
-NEEDED = STRUCK + 2  # one with a rollout of the new engines, and one that nothing happened to
+SETTLED_S = 1.0  # in which a training records an iteration whose update is over, without its rank
+FIRST = 3  # iteration in whose update the rank is killed, if that update lasts until the blow falls
+AFTER = 2  # iterations that follow: one with a rollout of the new engines, and one that nothing happened to
+NEEDED = FIRST + AFTER
 TIMED = re.compile(r" INFO [\w.]+: (?P<what>[^:]+): (?P<seconds>\d+\.\d) s")
 
 
@@ -63,7 +67,7 @@ def measure(recipe: Path, overrides: list[str], command: str, keep: Path | None)
         words = ["train", str(recipe), *overrides, "--run", str(run.path)]
         training = psutil.Popen([sys.executable, "-m", PROGRAM, *words])
         try:
-            at, seconds = _struck(training, run)
+            struck, at, seconds = _struck(training, run, config.iterations - AFTER)
         finally:
             training.terminate()
             training.wait()
@@ -71,24 +75,50 @@ def measure(recipe: Path, overrides: list[str], command: str, keep: Path | None)
         if len(losses(run)) != 1 or len(ended) != 1:
             raise UserError("the training did not recover", "its messages are above")
         figures = {"noticed_s": _since(at, losses(run)[0]), "recovered_s": _since(at, ended[0]), **seconds}
-        figures["undisturbed_s"] = _recorded(run)[NEEDED]["time/iteration_s"]
-        settings = {"goes_on_from": ended[0]["place"], "in_ranks": _in_ranks(run)} | describe(config)
+        figures["undisturbed_s"] = _recorded(run)[struck + AFTER]["time/iteration_s"]
+        settings = {"struck": struck, "goes_on_from": ended[0]["place"], "in_ranks": _in_ranks(run)} | describe(config)
     return new_result("recovery", command, figures, settings=settings)
 
 
-def _struck(training: psutil.Popen, run: RunFolder) -> tuple[datetime, dict[str, float]]:
-    """Kill a rank in the update; return when, and the seconds until the iteration and the next one were recorded."""
-    _until(training, lambda: _updates(run, STRUCK))
-    time.sleep(_recorded(run)[STRUCK - 1]["time/update_actor_s"] / 2)
-    ranks = [child for child in training.children(recursive=True) if child.cmdline()[-1:] == ["engines.groups.rank"]]
+def _struck(training: psutil.Popen, run: RunFolder, last: int) -> tuple[int, datetime, dict[str, float]]:
+    """Kill a rank in an update.
+
+    Returns:
+        the iteration that was struck, when, and the seconds until it and the next one were recorded.
+    """
+    rank, struck = _halted(training, run, last)
     at, began = datetime.now(UTC), time.monotonic()
-    ranks[0].kill()
+    rank.kill()
     seconds = {}
-    for name, number in (("update_s", STRUCK), ("next_s", STRUCK + 1)):
+    for name, number in (("update_s", struck), ("next_s", struck + 1)):
         _until(training, partial(_is_recorded, run, number))
         seconds[name] = time.monotonic() - began
-    _until(training, partial(_is_recorded, run, NEEDED))
-    return at, seconds
+    _until(training, partial(_is_recorded, run, struck + AFTER))
+    return struck, at, seconds
+
+
+def _halted(training: psutil.Popen, run: RunFolder, last: int) -> tuple[psutil.Process, int]:
+    """Halt a rank in the midst of an update; return it and the iteration.
+
+    Raises:
+        UserError: each update was over before the rank was halted.
+    """
+    for number in range(FIRST, last + 1):
+        _until(training, partial(_is_recorded, run, number - 1))
+        rank = _rank(training)
+        half = _recorded(run)[number - 1]["time/update_actor_s"] / 2
+        _until(training, partial(_updates, run, number))
+        time.sleep(half)
+        rank.suspend()
+        time.sleep(SETTLED_S)
+        if not _is_recorded(run, number):
+            return rank, number
+        rank.resume()
+    raise UserError("every update was over before its rank could be killed", "give more iterations")
+
+
+def _rank(training: psutil.Popen) -> psutil.Process:
+    return next(child for child in training.children(recursive=True) if child.cmdline()[-1:] == ["engines.groups.rank"])
 
 
 def _is_recorded(run: RunFolder, number: int) -> bool:

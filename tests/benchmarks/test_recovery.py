@@ -40,9 +40,9 @@ def test_too_few_iterations_are_refused_before_anything_starts() -> None:
 def test_a_killed_rank_is_noticed_replaced_and_made_up_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """In this order. Control: what the training recorded as the place that it went on from."""
     monkeypatch.chdir(tmp_path)
-    changes = ["sft=null", f"iterations={NEEDED}", "rollout.prompts=8", "data.arithmetic.heldout=8"]
+    changes = ["sft=null", f"iterations={NEEDED + 4}", "rollout.prompts=8", "data.arithmetic.heldout=8"]
     result = measure(ROOT / "configs" / "quickstart.yaml", changes, "penstock bench recovery", tmp_path / "run")
     figures = result.figures
     assert 0 < figures["noticed_s"] < figures["recovered_s"] < figures["update_s"] < figures["next_s"]
-    assert result.settings["goes_on_from"] == "snapshot 000002"
+    assert result.settings["goes_on_from"] == f"snapshot {result.settings['struck'] - 1:06d}"
     assert "starting the rollout engine" in result.settings["in_ranks"]
