@@ -83,7 +83,7 @@ class TrainConfig(Recipe):
                 f"'rollout.samples' must be at least 2 with algorithm '{self.algorithm.name}': "
                 "it compares samples of a prompt"
             )
-        if self.rollout.carry is not None:
+        if self.rollout.goes_on:
             fill(self.algorithm, correction=CorrectionConfig(weights="token"))
         if self.algorithm.correction is not None and (self.rollout.top_p < 1 or self.rollout.top_k):
             raise ValueError(
@@ -185,26 +185,37 @@ class TrainConfig(Recipe):
 
 
 def check_stream(config: TrainConfig) -> None:
+    """Refuse what stands in the way of a rollout beside an update.
+
+    Raises:
+        ValueError: names what does not go together.
+    """
+    if not any(group.roles == ["rollout"] for group in config.groups.values()):
+        raise ValueError(
+            "'rollout.stream' needs a group for 'rollout' alone, since all others work meanwhile: give 'groups'"
+        )
+    if config.rollout.in_portions:
+        check_portions(config)
+
+
+def check_portions(config: TrainConfig) -> None:
     """Refuse what needs the whole batch before anything is learnt from it, where portions of it are learnt from.
 
     Raises:
         ValueError: names what does not go together.
     """
     algorithm = config.algorithm
-    if not config.rollout_apart:
-        raise ValueError(
-            "'rollout.stream' needs a group for 'rollout' beside that of 'actor', which learns meanwhile: give 'groups'"
-        )
     if not algorithm.on_policy:
         raise ValueError(
-            "'rollout.stream' sums one gradient: 'algorithm.mini_batches' and 'algorithm.epochs' must be 1"
+            "'rollout.stream' at staleness 0 sums one gradient: 'algorithm.mini_batches' and 'algorithm.epochs' must "
+            "be 1"
         )
     if not algorithm.separable:
         advantage, loss = algorithm.functions
         raise ValueError(
-            f"'rollout.stream' learns from a few groups at a time, and advantage '{advantage}', policy loss '{loss}' "
-            "or 'algorithm.correction.normalize' looks at the whole batch: use e.g. algorithm 'grpo' (with 'ppo' "
-            "'algorithm.settings.whiten: false')"
+            f"'rollout.stream' at staleness 0 learns from a few groups at a time, and advantage '{advantage}', policy "
+            f"loss '{loss}' or 'algorithm.correction.normalize' looks at the whole batch: use e.g. algorithm 'grpo' "
+            "(with 'ppo' 'algorithm.settings.whiten: false')"
         )
     for name, given in (
         ("algorithm.dynamic_sampling", algorithm.dynamic_sampling is not None),
@@ -212,7 +223,7 @@ def check_stream(config: TrainConfig) -> None:
         (f"algorithm '{algorithm.name}'", bool({"greedy", "agent"} & algorithm.needs)),
     ):
         if given:
-            raise ValueError(f"'rollout.stream' does not go with {name}: remove one of them")
+            raise ValueError(f"'rollout.stream' at staleness 0 does not go with {name}: remove one of them")
 
 
 def check_environment(config: TrainConfig) -> None:

@@ -5,9 +5,10 @@
             -> [refresh reference] -> record -> checkpoint
 
 Steps in brackets run side by side where their engine groups differ, and only if the algorithm needs them. The engines
-begin the next rollout before the record. With `rollout.stream` all up to the update is done portion by portion
-(flows/stream.py). Each step is a task; the tasks hand on where the experience lies, never the experience. Left out:
-what each step does (tasks/).
+begin the next rollout before the record. With `rollout.stream` nobody waits for the update: at staleness 0 all up to it
+is done portion by portion (flows/stream.py), above the next rollout begins before it and gets the new weights on the
+way. Each step is a task; the tasks hand on where the experience lies, never the experience. Left out: what each step
+does (tasks/).
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ from tasks.iteration.refresh_reference import refresh_due, refresh_reference
 from tasks.iteration.resample import groups_to_replace, resample
 from tasks.iteration.reshard import reshard
 from tasks.iteration.reward import reward
-from tasks.iteration.rollout import begin_next_rollout, begin_rollout, rollout
+from tasks.iteration.rollout import begin_next_rollout, begin_rollout, begin_rollout_ahead, rollout
 
 
 @flow(name="iteration", flow_run_name="iteration-{number:06d}", validate_parameters=False)
@@ -50,14 +51,17 @@ def iteration(
     settings = next_settings(training, progress)
 
     begun = begun or begin_rollout(training, settings, progress)
-    if config.rollout.stream is not None:
+    following = None
+    if config.rollout.in_portions:
         stage = streamed(training, settings, begun)
     else:
         stage = rollout(training, settings, begun)
+        following = begin_rollout_ahead(training, progress, stage, scored=False)
         stage = reward(training, settings, stage)
         stage = resampled(training, settings, progress, stage)
         if "greedy" in config.algorithm.needs:
             stage = greedy_baseline(training, settings, stage)
+        following = following or begin_rollout_ahead(training, progress, stage, scored=True)
         stage = advantage(training, settings, stage, forward_passes(training, settings, stage))
 
     metrics = stage.metrics | live_figures(training, progress)
@@ -93,7 +97,7 @@ def iteration(
     metrics |= alarms(training, metrics)
     progress = live_overrides(training, progress)
     metrics |= snapshot(training, progress)
-    following = begin_next_rollout(training, progress)
+    following = following or begin_next_rollout(training, progress)
     record(training, number, finite(metrics))
     if checkpoint_due(config, number):
         with training.session().clock.stopped():

@@ -69,7 +69,7 @@ def inputs_of_update(training: Training, settings: Settings, stage: Stage) -> No
     algorithm = training.config.algorithm
     if algorithm.full_kl and algorithm.kl_in_loss:
         reference_logprobs(training, settings, stage.experience)
-    if training.config.rollout.stream is not None:
+    if training.config.rollout.in_portions:
         sum_again(training, settings, stage)
 
 

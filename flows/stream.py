@@ -1,11 +1,11 @@
-"""The first half of an iteration where the actor learns while others generate: `rollout.stream`.
+"""The first half of an iteration where the actor learns from a batch that is being generated: `rollout.stream`.
 
     as groups are complete: portion -> reward -> (old log-probs | reference log-probs | values) -> advantage
                                     -> sum gradient
     then: join
 
 Rollout and actor are engine groups of their own. The policy stays what it is until all is summed, so nothing is
-off-policy.
+off-policy. Left out: a rollout that begins before the update on the one before (flows/iteration.py).
 """
 
 from __future__ import annotations
@@ -23,9 +23,8 @@ from tasks.stream.sum_gradient import sum_gradient
 
 def streamed(training: Training, settings: Settings, begun: Rollout) -> Stage:
     """Sum the gradient of a rollout that has begun, portion by portion; return its experience."""
-    stream, stages = training.config.rollout.stream, []
-    assert stream is not None
-    for number in range(stream.portions):
+    stages = []
+    for number in range(training.config.rollout.portions):
         stage = portion(training, settings, begun, number)
         stage = reward(training, settings, stage)
         stage = advantage(training, settings, stage, forward_passes(training, settings, stage))

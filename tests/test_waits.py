@@ -94,6 +94,7 @@ ENDS = {
     "tasks/iteration/checkpoint.py: session.checkpoints.wait": DISK,
     "tasks/iteration/faults.py: training.session().consolidator.wait": DISK,
     "tasks/iteration/checkpoint.py: training.session().consolidator.wait": DISK,
+    "tasks/iteration/rollout.py: generation.replies.result": "its responses have been taken",
 }
 
 CLOCK = {

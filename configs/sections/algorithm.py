@@ -135,7 +135,7 @@ class AlgorithmConfig(Section):
     correction: CorrectionConfig | None = Field(
         None,
         description="measure and correct that the rollout engine's policy is not quite the trainer's; null: off, but "
-        "with rollout.carry weights of single tokens",
+        "with rollout.carry, and rollout.stream from staleness 1 on, weights of single tokens",
     )
 
     @field_validator("settings")

@@ -9,7 +9,7 @@ from pydantic import Field, model_validator
 
 from configs.sections.sandbox import SandboxConfig
 from configs.tree.schedule import ScheduledAboveZero
-from configs.tree.section import PositiveInt, Section
+from configs.tree.section import PositiveInt, Section, fill
 
 
 class EnvironmentConfig(Section):
@@ -46,11 +46,48 @@ class CarryConfig(Section):
 
 
 class StreamConfig(Section):
-    """The actor's gradient is summed while others are still generated, group by group (docs/asynchrony.md)."""
+    """The actor learns while others generate, on GPUs of their own (docs/asynchrony.md).
 
-    portions: int = Field(
-        8, ge=2, description="parts of the batch, in the order in which prompts have all their responses"
+    At staleness 0 the gradient is summed group by group as they are complete; from 1 on the next rollout begins as soon
+    as the batch is complete, and gets new weights between two of its decoding steps.
+    """
+
+    staleness: int = Field(
+        0, ge=0, description="updates that the policy may have had since a token of the batch was sampled, at most"
     )
+    portions: int | None = Field(
+        None,
+        ge=2,
+        description="with staleness 0: parts of the batch, in the order in which prompts have all their responses; "
+        "null: 8",
+    )
+    extra: float | None = Field(
+        None,
+        ge=0,
+        le=1,
+        description="with staleness 2 or more: prompts under way beyond rollout.prompts, as a share of it; the last "
+        "ones go on under the next policies; null: 0.25",
+    )
+
+    keep_kv_cache: bool = Field(
+        False,
+        description="with staleness: keep keys and values of older weights for responses that go on; false: compute "
+        "them again with the new ones",
+    )
+
+    @model_validator(mode="after")
+    def _in_force(self) -> Self:
+        if self.staleness and self.portions is not None:
+            raise ValueError("'portions' has no effect with 'staleness', where a batch is complete: remove it")
+        if self.staleness < 2 and self.extra is not None:
+            raise ValueError("'extra' has no effect with 'staleness' below 2, where no prompt goes on: remove it")
+        if not self.staleness:
+            if self.keep_kv_cache:
+                raise ValueError("'keep_kv_cache' has no effect at 'staleness' 0, where no weights change: remove it")
+            fill(self, portions=8)
+        elif self.staleness > 1:
+            fill(self, extra=0.25)
+        return self
 
 
 class RolloutConfig(Section):
@@ -66,8 +103,7 @@ class RolloutConfig(Section):
     )
     stream: StreamConfig | None = Field(
         None,
-        description="sum the gradient of what is complete while the rest is generated, on other GPUs; null: update "
-        "when all is complete",
+        description="update the actor while responses are generated on other GPUs; null: one after the other",
     )
     max_response_tokens: PositiveInt = Field(
         1024, description="a response is cut here and counted as truncated, tokens"
@@ -111,20 +147,56 @@ class RolloutConfig(Section):
                 f"'{ways[0]}' and '{ways[1]}' exclude each other: each is a way of its own with the longest responses; "
                 "remove one"
             )
-        if self.stream is not None and self.stream.portions > self.prompts:
+        if self.portions > self.prompts:
             raise ValueError(
-                f"'stream.portions' ({self.stream.portions}) must not exceed 'prompts' ({self.prompts}): a portion has "
+                f"'stream.portions' ({self.portions}) must not exceed 'prompts' ({self.prompts}): a portion has "
                 "whole groups"
             )
         return self
 
     @property
+    def in_portions(self) -> bool:
+        """Whether the gradient is summed of what is complete while the rest is generated."""
+        return self.stream is not None and not self.stream.staleness
+
+    @property
+    def portions(self) -> int:
+        """Parts of the batch whose gradients are summed; 1: it is updated on as a whole."""
+        return (self.stream.portions if self.stream is not None else None) or 1
+
+    @property
+    def begins_ahead(self) -> bool:
+        """Whether a rollout begins before the update on the one before, and has its weights changed on the way."""
+        return self.stream is not None and self.stream.staleness > 0
+
+    @property
+    def keeps_kv_cache(self) -> bool:
+        """Whether responses that go on keep keys and values of older weights."""
+        return self.stream is not None and self.stream.keep_kv_cache
+
+    @property
+    def goes_on(self) -> bool:
+        """Whether responses go on under the next policies."""
+        return self.carry is not None or self.begins_ahead
+
+    @property
+    def rounds_under_way(self) -> int:
+        """Rollouts after its first in which a prompt may be under way; it is waited for in the last of them.
+
+        One that begins ahead may sample with a policy that is an update older already.
+        """
+        if self.stream is not None:
+            return max(0, self.stream.staleness - 1)
+        return 0 if self.carry is None else self.carry.staleness
+
+    @property
     def prompts_under_way(self) -> int:
         """Prompts whose responses are generated at a time."""
-        return self.prompts if self.carry is None else self.prompts_begun
+        return self.prompts if self.tail is not None else self.prompts_begun
 
     @property
     def prompts_begun(self) -> int:
         """Prompts that a rollout begins or goes on with, of which `prompts` make the batch."""
-        beyond = self.tail or self.carry
-        return self.prompts if beyond is None else self.prompts + math.ceil(beyond.extra * self.prompts)
+        beyond = self.tail or self.carry or self.stream
+        extra = None if beyond is None else beyond.extra
+        return self.prompts + math.ceil((extra or 0.0) * self.prompts)

@@ -18,7 +18,7 @@ from engines.models.loading import write_model
 from engines.ranks.models import RankModels
 from engines.ranks.reference import refreshed_reference, restore_reference
 from engines.ranks.reshard import bring_weights
-from engines.ranks.serving.handlers import carries_out
+from engines.ranks.serving.handlers import carries_out, trains_nothing
 from engines.training.slot_writer import SlotWriter
 from engines.training.start import generator_states, restore_generators
 from engines.training.state_images import SavedStates, StateImage, image_paths, write_image
@@ -32,7 +32,7 @@ REFERENCE = "reference/"
 LOCAL_RANK, NEIGHBOURS = int(os.environ.get("LOCAL_RANK", "0")), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
 
 
-@carries_out(Save)
+@carries_out(Save, during_generation=trains_nothing)
 def save(models: RankModels, command: Save) -> None:
     """Write this rank's share of the models, and its generators; every rank does."""
     name = image_name(os.environ["PENSTOCK_GROUP"], models.rank)
@@ -61,7 +61,7 @@ def state_image(models: RankModels, **values: Any) -> StateImage:
     return StateImage(tensors, own | values | {"trained": trained})
 
 
-@carries_out(Load)
+@carries_out(Load, during_generation=trains_nothing)
 def load(models: RankModels, command: Load) -> None:
     """Go on from a checkpoint; a rollout engine in a group of its own gets its weights by a reshard afterwards."""
     restore(models, SavedStates(image_paths(Path(command.folder))), command.version)

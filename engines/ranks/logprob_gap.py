@@ -4,7 +4,7 @@ A reshard proves that the rollout engine holds the actor's weights; this shows t
 Every engine samples a few tokens, step by step as in a rollout, and so through the cache and the graphs that rollouts
 use.
 No random stream of a training moves by it: requests have streams of their own, and the process's generators are
-restored.
+restored, where no other generation is under way.
 
 Left out: which prompts, and how large a gap the dtype explains (tasks/iteration/compare_logprobs.py).
 """
@@ -20,14 +20,14 @@ from engines.commands.logprob_gap import LogprobsToCompare, SampledTokens, Sampl
 from engines.commands.rollout import Sampling
 from engines.ranks.forward import per_token
 from engines.ranks.models import RankModels
-from engines.ranks.serving.handlers import carries_out
+from engines.ranks.serving.handlers import Later, begins, carries_out, single_turns
 from engines.training.start import generator_states, restore_generators
 from penstock.base.ragged import Ragged
 
 
-@carries_out(SampleToCompare)
-def sample_to_compare(models: RankModels, command: SampleToCompare) -> SampledTokens | None:
-    """Sample at temperature 1; of an engine's ranks the first replies.
+@begins(SampleToCompare, during_generation=single_turns)
+def sample_to_compare(models: RankModels, command: SampleToCompare) -> Later[SampledTokens | None]:
+    """Begin to sample at temperature 1; of an engine's ranks the first replies.
 
     Raises:
         RuntimeError: the engine has no verified weights.
@@ -43,15 +43,20 @@ def sample_to_compare(models: RankModels, command: SampleToCompare) -> SampledTo
         seed=command.seed,
         logprobs=True,
     )
-    states = generator_states()
+    states = None if generator.loop.busy else generator_states()
     generation = generator.generation(command.prompts, sampling, models.next_generation(), reproducible=True)
-    generator.loop.run(generation)
-    restore_generators(states)
-    if generator.place.rank_in_engine:
-        return None
-    generated = generation.generated()
-    assert generated.logprobs_T is not None
-    return SampledTokens(generated.positions_P, generated.responses, generated.logprobs_T)
+    generator.loop.submit(generation)
+
+    def reply() -> SampledTokens | None:
+        if states is not None:
+            restore_generators(states)
+        if generator.place.rank_in_engine:
+            return None
+        generated = generation.generated()
+        assert generated.logprobs_T is not None
+        return SampledTokens(generated.positions_P, generated.responses, generated.logprobs_T)
+
+    return Later(generation, reply)
 
 
 @carries_out(LogprobsToCompare)

@@ -10,19 +10,14 @@ import pyarrow as pa
 
 from engines.commands.rollout import EngineResponses, Episodes, Generate
 from engines.ranks.models import RankModels
-from engines.ranks.serving.handlers import Later, begins
+from engines.ranks.serving.handlers import Later, begins, single_turns
 from engines.rollout.detokenize import decode
 from engines.rollout.episodes import Environments, EpisodeLoop, Played
 from engines.rollout.partial_results import PartialResultSender
 from engines.rollout.responses import SingleResponses
 
 
-def _may_share(models: RankModels) -> bool:
-    """Whether several generations may be under way: with an environment there may be one, its workers know no more."""
-    return models.config.environment is None
-
-
-@begins(Generate, during_generation=_may_share)
+@begins(Generate, during_generation=single_turns)
 def generate(models: RankModels, command: Generate) -> Later[EngineResponses | None]:
     """Begin a generation. The first rank of an engine replies, and tells of responses that end before others."""
     generator, environments = models.rollout_engine(), _environments(models, command)

@@ -70,6 +70,8 @@ class Request:
     logprobs: list[float] = field(default_factory=list)
     version: int | None = None  # the policy version that sampled the last token; None before the first of vLLM's
     versions: list[tuple[int, int]] = field(default_factory=list)  # where another policy goes on: token, its version
+    late: int = 0  # tokens of a step that had begun when weights changed, and
+    late_version: int = -1  # the policy version that samples them
     prompt: int = 0  # tokens that vLLM was given
     cached: int = 0  # of those, found in the prefix cache
     truncated: bool = False
@@ -113,11 +115,13 @@ class DecodeLoop:
     Args:
         llm: an idle in-process vLLM engine.
         coasting: the scheduler of its sequences that coast, if they do.
+        keeps_keys: whether sequences under way keep keys and values of older weights when these change.
     """
 
-    def __init__(self, llm: Any, coasting: Coasting | None = None) -> None:
-        self.llm, self._coasting = llm, coasting
+    def __init__(self, llm: Any, coasting: Coasting | None = None, keeps_keys: bool = False) -> None:
+        self.llm, self._coasting, self._keeps_keys = llm, coasting, keeps_keys
         self.version = -1  # the policy version of the weights
+        self.keys_of: int | None = None  # the version whose keys and values are kept; None: maybe of several
         self._generations: list[Generation] = []
         self._ended: list[Generation] = []
         self._requests: dict[str, Request] = {}  # that vLLM has not ended, by name
@@ -156,12 +160,22 @@ class DecodeLoop:
         """Go on with the weights of another policy version.
 
         What vLLM keeps of the sequences that are under way is of other weights, so it is computed again from their
-        tokens: the next token is the new policy's, as if that had been given all tokens before it.
+        tokens: the next token is the new policy's, as if that had been given all tokens before it. Where keys are kept
+        the next token is the new policy's with the older ones' keys, and no other sequence finds these.
         """
         self._hear_unsent()
-        self.version = version
-        if self._requests:
+        if self._keeps_keys:
+            for name, request in self._requests.items():
+                request.late, request.late_version = versions.tokens_under_way(self.llm, name), self.version
+        elif self._requests:
             versions.compute_again(self.llm)
+            self.keys_of = version
+        self.version = version
+
+    @property
+    def holds_keys(self) -> bool:
+        """Whether the prefixes that vLLM keeps are of the present weights, or of those that they may be of."""
+        return self._keeps_keys or self.keys_of == self.version
 
     def take(self) -> list[Generation]:
         """Return the generations that have ended since the last call."""
@@ -192,14 +206,15 @@ class DecodeLoop:
             names: the rows of the requests by their names, which no other request of this process has.
             seeds: of each request; None: they are sampled from the engine's common stream.
         """
-        versions.submit(self.llm, list(names), prompt, parameters, seeds)
+        versions.submit(self.llm, list(names), prompt, parameters, seeds, self._salt(self.version))
         now, given = time.perf_counter(), len(prompt)
         self._requests.update({name: Request(owner, row, now, prompt=given) for name, row in names.items()})
 
     def go_on(self, request: Request, name: str, prompt: list[int], parameters: Any, seed: int | None) -> None:
         """Hand in a request that has tokens already: vLLM is given them behind the prompt."""
         given = [*prompt, *request.tokens]
-        versions.submit(self.llm, [name], given, parameters, None if seed is None else [seed])
+        salt = self._salt(request.first_version if request.versions else self.version)
+        versions.submit(self.llm, [name], given, parameters, None if seed is None else [seed], salt)
         request.prompt = len(given)
         self._requests[name] = request
 
@@ -214,6 +229,10 @@ class DecodeLoop:
         if not unfinished and not self._requests:
             return True
         return unfinished + more <= room and not versions.waiting_sequences(self.llm)
+
+    def _salt(self, version: int) -> str:
+        """Return what keeps prefixes apart, where those of several policies are kept: the version that began them."""
+        return str(version) if self._keeps_keys else ""
 
     def _give_up(self, generation: Generation) -> None:
         """End what is under way of a generation that has ended."""
@@ -244,11 +263,22 @@ class DecodeLoop:
                 self._add(self._requests[name], tokens, logprobs)
 
     def _add(self, request: Request, tokens: list[int], logprobs: list[float]) -> None:
-        if request.version != self.version:
-            request.version = self.version
-            request.versions.append((len(request.tokens), self.version))
-        request.tokens.fromlist(tokens)
-        request.logprobs += logprobs
+        if request.late:
+            late = min(request.late, len(tokens))
+            request.late -= late
+            _append(request, tokens[:late], logprobs[:late], request.late_version)
+            tokens, logprobs = tokens[late:], logprobs[late:]
+            if not tokens:
+                return
+        _append(request, tokens, logprobs, self.version)
+
+
+def _append(request: Request, tokens: list[int], logprobs: list[float], version: int) -> None:
+    if request.version != version:
+        request.version = version
+        request.versions.append((len(request.tokens), version))
+    request.tokens.fromlist(tokens)
+    request.logprobs += logprobs
 
 
 def _is_truncated(output: Any) -> bool:

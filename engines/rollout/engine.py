@@ -118,7 +118,7 @@ class Generator:
                 logprobs=demand.logprobs,
             )
             self.llm = _start(served.folder, dtype, arguments)
-        self.loop = DecodeLoop(self.llm, let_sequences_coast(versions.scheduler(self.llm)))
+        self.loop = DecodeLoop(self.llm, let_sequences_coast(versions.scheduler(self.llm)), config.keeps_kv_cache)
         self.binding = bound[-1]
         self.model = versions.vllm_model(self.llm)
         self.own_reshard: Callable[[], int] | None = None  # one that this rank's group makes without another group
@@ -167,7 +167,8 @@ class Generator:
         before = 0 if carried is None else len(carried.tokens) // sampling.samples
         began = time.perf_counter()
         if not self.loop.busy:  # a generation that is under way keeps its KV cache and its random stream
-            self.wake()
+            if not (self.config.begins_ahead and self.loop.holds_keys):
+                self.wake()
             _seed_everything(engine_seed(sampling.seed, self.place.engine))
         self.wake_seconds = time.perf_counter() - began
         if reproducible is None:
@@ -216,6 +217,7 @@ class Generator:
         self._wake("kv_cache")
         if self.llm.reset_prefix_cache() is False:
             raise RuntimeError("vLLM did not empty its prefix cache: responses would build on older weights")
+        self.loop.keys_of = self.loop.version
 
     def _wake(self, tag: str) -> None:
         if tag in self.asleep:

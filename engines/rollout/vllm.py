@@ -164,15 +164,19 @@ def scheduler(llm: Any) -> Any:
     return engine_core(llm).scheduler
 
 
-def submit(llm: Any, names: list[str], prompt: list[int], parameters: Any, seeds: list[int] | None) -> None:
+def submit(
+    llm: Any, names: list[str], prompt: list[int], parameters: Any, seeds: list[int] | None, salt: str = ""
+) -> None:
     """Give an in-process vLLM engine one request per name, all with the same prompt.
 
-    `seeds`, one per name, replace the seed in `parameters`: that must be set then, since vLLM has looked at it.
+    `seeds`, one per name, replace the seed in `parameters`: that must be set then, since vLLM has looked at it. In its
+    cache requests find prefixes of those with the same `salt` alone.
     """
     engine = llm.llm_engine
+    given = {"type": "token", "prompt_token_ids": prompt}
     checked = engine.input_processor.process_inputs(
         names[0],
-        {"type": "token", "prompt_token_ids": prompt},
+        {**given, "cache_salt": salt} if salt else given,
         parameters,
         supported_tasks=engine.get_supported_tasks(),
     )
@@ -213,6 +217,12 @@ def compute_again(llm: Any) -> None:
     Tokens of steps that are still under way are dropped and sampled again.
     """
     scheduler(llm).reset_prefix_cache(reset_running_requests=True)
+
+
+def tokens_under_way(llm: Any, name: str) -> int:
+    """Return how many tokens of a request steps will bring that an in-process vLLM engine has begun already."""
+    begun: int = scheduler(llm).requests[name].num_output_placeholders
+    return begun
 
 
 def least_of_ranks(number: int) -> int:

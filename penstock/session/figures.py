@@ -145,7 +145,8 @@ def utilisation(training: Training, iteration: int) -> dict[str, float]:
     figures |= memory(usage) | parallel_efficiency(usage)
     figures |= gpu_figures(_gpu_samples(session, lap.seconds))
     _warn_of_fragments(training, figures)
-    session.usage.clear()
+    for key in session.usage.keys() - _of_iteration(session.usage, str(iteration + 1)).keys():
+        del session.usage[key]  # but not that of a rollout that began ahead and has ended
     return figures
 
 

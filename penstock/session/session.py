@@ -141,8 +141,11 @@ class Session:
     snapshots: bool = True  # whether the hosts' memory has room for them
     slots: KnownSlots = field(default_factory=KnownSlots)  # where they are
     checkpoints: CheckpointWriter = field(default_factory=CheckpointWriter)
-    generating: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1, "generation"))
+    generating: ThreadPoolExecutor = field(  # a rollout and, beside it, an evaluation
+        default_factory=lambda: ThreadPoolExecutor(2, "generation")
+    )
     rollouts: dict[str, BegunRollout] = field(default_factory=dict)  # begun and not taken, by their handles' keys
+    rollout_ended: float | None = None  # when the engines ended the last one that was taken, `time.perf_counter`
     rolled_back: int = 0  # how often in this process
     warned_of_fragments: bool = False
     history: list[Mapping[str, float]] = field(default_factory=list)  # iterations that alarms look at, oldest first
@@ -277,7 +280,7 @@ class Session:
         self.end_groups(grace_s=0.0)
         begun = [rollout.generation.replies for rollout in self.rollouts.values() if rollout.generation is not None]
         wait([reply for reply in begun if not reply.cancel()])
-        self.rollouts, self.usage, self.history = {}, {}, []
+        self.rollouts, self.usage, self.history, self.rollout_ended = {}, {}, [], None
         self.engines_awaited = False
         self.slots.forget()
         self.machines.replace_lost()

@@ -9,7 +9,7 @@ from __future__ import annotations
 _BEGINNINGS = (
     *("time/", "share/", "memory/", "gpu/", "system/", "ranks/", "reshard/rank_s"),
     *("rollout/request_s", "rollout/prompt_s", "rollout/wake_s", "rollout/ahead_s"),
-    *("rollout/portion_", "rollout/engine_"),
+    *("rollout/portion_", "rollout/engine_", "rollout/batch_wait_s"),
     "alarm/rollout_waits",
 )
 _ENDS = ("/update_s", "/mfu", "/tokens_per_s", "/tokens_per_s_per_gpu", "/communication_share", "/ahead_share")

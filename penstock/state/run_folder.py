@@ -309,8 +309,9 @@ def drop_partial(run: RunFolder) -> None:
 def drop_lost_experience(run: RunFolder, iteration: int) -> None:
     """Drop experience of policies that a crash has lost.
 
-    The experience of the iteration after `iteration` stays: it comes from the policy that is restored.
+    The experience of the iteration after `iteration` stays: it comes from the policy that is restored. So do responses
+    that have ended of the rollout after that, which may have begun before the update; it looks at their policies.
     """
     for path in run.experience(0).parent.glob("[0-9]*"):
-        if int(path.name.partition(".")[0]) > iteration + 1:
+        if int(path.name.partition(".")[0]) > iteration + 1 and path != run.ended(iteration + 2):
             drop_experience(path)

@@ -12,6 +12,7 @@ from prefect.cache_policies import NO_CACHE
 
 from algorithms.overlong import overlong_penalty
 from configs.schema import TrainConfig
+from configs.sections.rollout import RolloutConfig
 from engines.commands.forward import Score as ScoreTexts
 from engines.sizing.memory import scored_tokens
 from penstock.base.errors import UserError
@@ -108,19 +109,21 @@ def _score_by_source(
             columns["sample_id"], columns["prompt_id"], columns["prompt"], columns["response"], strict=True
         )
     ]
-    scores = scorer.score(samples, _portion_of(training.config, portion))
+    scores = scorer.score(samples, _portion_of(training.config.rollout, len(samples), portion))
     if portion is None:
         check_failures(scores, samples, training.config.reward)
     log_failures(scores, samples)
     return scores
 
 
-def _portion_of(config: TrainConfig, portion: int | None) -> int | None:
-    """Return how many samples the batch of a portion has that others follow."""
-    stream = config.rollout.stream
-    if portion is None or stream is None or portion == stream.portions - 1:
-        return None
-    return config.rollout.prompts * config.rollout.samples
+def _portion_of(config: RolloutConfig, samples: int, portion: int | None) -> int | None:
+    """Return how many samples make what these are a part of; None: nothing that was begun beside them goes on.
+
+    That is the batch of a portion that others follow. A batch whose next rollout has begun stands for itself.
+    """
+    if portion is not None:
+        return config.prompts * config.samples if portion < config.portions - 1 else None
+    return samples if config.begins_ahead else None
 
 
 def punished(config: TrainConfig, scores: list[Score], lengths_B: np.ndarray) -> list[Score]:

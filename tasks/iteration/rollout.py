@@ -7,6 +7,7 @@ not wait for its record, nor for Prefect to end one child flow and begin another
 from __future__ import annotations
 
 import dataclasses
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +18,7 @@ import pandas as pd
 from prefect import get_run_logger, task
 from prefect.cache_policies import NO_CACHE
 
+from configs.sections.algorithm import AlgorithmConfig
 from engines.commands.rollout import CarriedResponses, Sampling
 from penstock.base.ragged import Ragged
 from penstock.data.agents import agent_numbers
@@ -30,6 +32,7 @@ from penstock.session.rollout.carried import (
     keep_carried,
     staleness_figures,
 )
+from penstock.session.rollout.draw import draws_by_rewards
 from penstock.session.rollout.ended import EndedFile, keeps_ended, origin_of_ended, other_streams
 from penstock.session.rollout.episodes import episode_column_names, episode_figures
 from penstock.session.rollout.generation import News, Responses, begin_generation, take_responses
@@ -56,11 +59,18 @@ ANSWERED, WAITING, UNUSED = "answered", "waiting", "unused_tokens"  # in the ori
 DESCRIBING = ("prompt_tokens", "response_tokens", "truncated", "policy_version", "loss_mask")
 
 
-def begin_rollout(training: Training, settings: Settings, progress: Progress) -> Rollout:
+def begin_rollout(
+    training: Training, settings: Settings, progress: Progress, engine_version: int | None = None
+) -> Rollout:
     """Draw the prompts of the iteration after `progress` and let the engines begin; return the rollout's handle.
 
     They begin nothing where an interrupted attempt of the iteration left the responses that they would give.
+
+    Args:
+        engine_version: policy version of the engines' weights; None: that of `progress`.
     """
+    if not training.config.rollout.begins_ahead:  # the rollout after this one had begun, with a policy that is lost
+        training.run.ended(settings.iteration + 1).unlink(missing_ok=True)
     this_round = next_round(training, settings.iteration, progress)
     prompts = _rows(training, this_round.rows_P)
     rollout, generation = Rollout(settings.iteration, f"{settings.iteration}/rollout"), None
@@ -68,12 +78,39 @@ def begin_rollout(training: Training, settings: Settings, progress: Progress) ->
     if not _left_behind(training, settings, progress, BegunRollout(this_round, prompts, None)):
         request = _request(training, settings, this_round, prompts, rollout.key, 0, progress.iteration)
         told = () if portions is None else (portions.hear,)
-        generation = _begin(training, settings, this_round, request, progress.policy_version, told)
+        newest = progress.policy_version if engine_version is None else engine_version
+        generation = _begin(training, settings, this_round, request, newest, told)
     begun = BegunRollout(this_round, prompts, generation)
     if portions is not None:
         begun = StreamedRollout(this_round, prompts, generation, portions)
     training.session().rollouts[rollout.key] = begun
     return rollout
+
+
+def begin_rollout_ahead(training: Training, progress: Progress, stage: Stage, *, scored: bool) -> Rollout | None:
+    """Begin the rollout after the one that `stage` was made of, before the update, if the recipe says so.
+
+    Its engines get the new weights when they are there, between two decoding steps. It begins once the batch before is
+    complete, so no token is trained on that is older than `rollout.stream.staleness` updates: one for the update that
+    is to come, and one for each round that its prompt has been under way.
+
+    Args:
+        scored: whether the batch has its rewards and nothing more is generated for it. Before, a rollout begins only
+            where that decides neither what it has to wait for nor which prompts it gets.
+    """
+    done, experience = progress.iteration + 1, stage.experience
+    if not training.config.rollout.begins_ahead or done == training.config.iterations:
+        return None
+    if not scored and (more_is_generated(training.config.algorithm) or draws_by_rewards(training)):
+        return None
+    cursor = progress.prompt_cursor + experience.prompts
+    ahead = progress.advanced(iteration=done, policy_version=done, prompt_cursor=cursor, deferred=experience.deferred)
+    return begin_rollout(training, next_settings(training, ahead), ahead, progress.policy_version)
+
+
+def more_is_generated(algorithm: AlgorithmConfig) -> bool:
+    """Whether an iteration generates more once its batch is there: further prompts, or greedy responses."""
+    return algorithm.dynamic_sampling is not None or "greedy" in algorithm.needs
 
 
 def begin_next_rollout(training: Training, progress: Progress) -> Rollout | None:
@@ -88,7 +125,7 @@ def begin_next_rollout(training: Training, progress: Progress) -> Rollout | None
 def rollout(training: Training, settings: Settings, begun: Rollout) -> Stage:
     """Wait for the responses of a rollout that has begun, and make the experience of them."""
     session, path = training.session(), training.run.experience(begun.iteration)
-    metrics: dict[str, float] = {}
+    metrics, wanted_at = dict[str, float](), time.perf_counter()
     session.say("rollout")
     with timed(training, metrics, "rollout") as span:
         taken = session.rollouts.pop(begun.key)
@@ -101,7 +138,7 @@ def rollout(training: Training, settings: Settings, begun: Rollout) -> Stage:
             origin = sampled_with(training, settings, taken.round)
             origin |= _left(training, begun.iteration, taken.round, responses)
             write_columns_apart(path, columns, origin)
-            metrics |= responses.metrics
+            metrics |= responses.metrics | _ahead_figures(training, taken.generation, wanted_at)
         experience = describe(path, columns, taken.round.drawn, origin)
         figures = length_figures(training, begun.key, columns)
         unused = origin.get(UNUSED, 0)
@@ -113,6 +150,20 @@ def rollout(training: Training, settings: Settings, begun: Rollout) -> Stage:
         if (ended := taken.generation.request.ended) is not None:
             metrics["rollout/taken_over"] = float(len(ended.positions))
     return Stage(experience, metrics | figures)
+
+
+def _ahead_figures(training: Training, generation: BegunGeneration, wanted_at: float) -> dict[str, float]:
+    """Return who waited for whom where rollouts begin ahead: the update for the batch, the engines for the update.
+
+    Args:
+        wanted_at: when nothing was left to do but to wait, `time.perf_counter`.
+    """
+    session, replies = training.session(), generation.replies.result()
+    before, session.rollout_ended = session.rollout_ended, replies.ended
+    if not training.config.rollout.begins_ahead:
+        return {}
+    pause = {} if before is None else {"rollout/engine_pause_s": replies.began - before}
+    return pause | {"rollout/batch_wait_s": max(0.0, replies.ended - wanted_at)}
 
 
 @dataclass(frozen=True)
@@ -173,9 +224,10 @@ def _begin(
     if not keeps_ended(training):
         return begin_generation(training, request, hearers)
     dependent = sampled_with(training, settings, this_round)
-    origin = origin_of_ended(dependent, policy_version, request.prompts, request.carried)
+    sampled_all = None if training.config.rollout.begins_ahead else policy_version
+    origin = origin_of_ended(dependent, sampled_all, request.prompts, request.carried)
     kept = EndedFile(training.run.ended(settings.iteration), origin)
-    if (ended := kept.read()) is not None:
+    if (ended := kept.read(policy_version)) is not None:
         count = len(ended.positions)
         said = "iteration %d: %d responses had ended when the rollout was cut off, and are not generated again"
         get_run_logger().info(said, settings.iteration, count)
@@ -201,17 +253,17 @@ def _request(
         required=this_round.required,
         carried=begun_before(training, left_by, this_round.begun_before) if this_round.goes_on else None,
         together=this_round.together,
-        tell_all=training.config.rollout.stream is not None,
+        tell_all=training.config.rollout.in_portions,
     )
 
 
 def _portions(training: Training, prompts: int, policy_version: int) -> Portions | None:
     """Return what will hear of the responses, where the gradient is summed while others are generated."""
     config, session = training.config.rollout, training.session()
-    if config.stream is None:
+    if not config.in_portions:
         return None
     engines = len(session.groups["rollout"].spec.devices) // config.tensor_parallel if session.reproducible else 1
-    return Portions(prompts, config.samples, config.stream.portions, engines, policy_version)
+    return Portions(prompts, config.samples, config.portions, engines, policy_version)
 
 
 def experience_columns(
@@ -224,6 +276,7 @@ def experience_columns(
         responses: to all of them, or to some.
     """
     config, prompts = training.config, prompts.iloc[responses.answered_P]
+    version = settings.iteration - 1 if config.rollout.begins_ahead else responses.policy_version
     repeats = np.repeat(np.arange(len(prompts)), config.rollout.samples)
     ids = prompts["prompt_id"].to_numpy()[repeats]
     columns = {
@@ -236,14 +289,14 @@ def experience_columns(
         "response_tokens": responses.tokens,
         "loss_mask": responses.loss_mask,
         "truncated": responses.truncated_B,
-        "policy_version": np.full(len(ids), responses.policy_version),
+        "policy_version": np.full(len(ids), version),
         **responses.episodes,
     }
     if config.data.agents is not None:
         columns[AGENT] = agent_numbers(prompts, config.data.agents, "data.train")[repeats]
     if responses.logprobs is not None:
         columns[ROLLOUT_LOGPROBS] = responses.logprobs
-    if responses.policy_versions is not None and config.rollout.carry is not None:
+    if responses.policy_versions is not None and config.rollout.goes_on:
         columns[POLICY_VERSIONS] = responses.policy_versions
     return columns
 
@@ -278,7 +331,7 @@ def sampled_with(training: Training, settings: Settings, this_round: Round) -> d
         **sampled_with,
         "environment": environment.model_dump(mode="json") if environment is not None else None,
         **({"prompts_begun": len(this_round.begun)} if this_round.wanted is not None else {}),
-        **({"portion_count": stream.portions} if (stream := training.config.rollout.stream) is not None else {}),
+        **({"portion_count": config.portions} if (config := training.config.rollout).in_portions else {}),
     }
 
 
@@ -301,7 +354,7 @@ def _left(training: Training, iteration: int, this_round: Round, responses: Resp
 
 def _lost_if_left(training: Training, left: CarriedResponses | None) -> int:
     """Return how many tokens an iteration loses with what it leaves: none where the next one goes on with it."""
-    return 0 if left is None or training.config.rollout.carry is not None else len(left.tokens.values_T)
+    return 0 if left is None or training.config.rollout.goes_on else len(left.tokens.values_T)
 
 
 def _left_behind(training: Training, settings: Settings, progress: Progress, begun: BegunRollout) -> bool:

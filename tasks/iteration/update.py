@@ -25,7 +25,7 @@ NOTHING: Mapping[str, float] = MappingProxyType({})
 def update_actor(training: Training, settings: Settings, stage: Stage) -> dict[str, float]:
     """Train the actor; return its metrics. Where its gradient is summed already (tasks/stream), take the step."""
     algorithm = training.config.algorithm
-    if training.config.rollout.stream is not None:
+    if training.config.rollout.in_portions:
         before = {name: stage.metrics[name] for name in ("time/update_actor_s",) if name in stage.metrics}
         return updated(training, "actor", _step(training, settings), f"{settings.iteration}/update_actor/step", before)
     states = states_path(stage.experience) if algorithm.full_kl and algorithm.kl_in_loss else None

@@ -25,18 +25,17 @@ def sum_gradient(training: Training, settings: Settings, stage: Stage, number: i
 
 def sum_of_groups(training: Training, settings: Settings, stage: Stage, number: int, groups: list[int] | None) -> Stage:
     """Add the gradient of some groups to the actor's, as portion `number`; None: of all in the experience."""
-    stream, metrics = training.config.rollout.stream, dict(stage.metrics)
-    assert stream is not None
+    portions, metrics = training.config.rollout.portions, dict(stage.metrics)
     command = SumGradient(
         path=stage.experience.path,
         version=stage.experience.policy_version,
         split=split(training, settings.iteration, settings.micro_batch_tokens),
         loss=actor_loss(training.config.algorithm, settings),
         first=number == 0,
-        last=number == stream.portions - 1,
+        last=number == portions - 1,
         groups=groups,
     )
-    training.session().say("update", f"portion {number + 1} of {stream.portions}")
+    training.session().say("update", f"portion {number + 1} of {portions}")
     with timed(training, metrics, "update_actor"):
         training.session().call("actor", command, f"{settings.iteration}/update_actor/{number}")
     return Stage(stage.experience, metrics)

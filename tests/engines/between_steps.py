@@ -12,7 +12,6 @@ from unittest.mock import patch
 import torch
 
 from engines.commands.message import encode
-from engines.rollout import vllm as versions
 from tests.engines.plain_commands import command_of
 
 
@@ -22,7 +21,7 @@ def generate(
     after: int,
     shift: float = 0.0,
     other: dict[str, Any] | None = None,
-    keep_keys: bool = False,
+    salt: bool = True,
 ) -> dict[str, Any]:
     """Generate; return the reply, and where `other` is given, that of a second generation and which ended first.
 
@@ -30,23 +29,24 @@ def generate(
         after: steps of the first generation before something happens.
         shift: then change the actor's weights by that much, and reshard them as policy version 1.
         other: then begin another generation.
-        keep_keys: do not let vLLM compute again what it keeps of older weights.
+        salt: whether prefixes of several versions are kept apart, where they are kept.
     """
-    pending = [_begin(worker, "generate", arguments)]
-    for _ in range(after):
-        worker.serving.step()
-    if shift:
-        before = [parameter.detach().clone() for parameter in worker.models.lm.parameters()]
-        _shift(worker.models.lm, shift)
-        nothing = (lambda llm: None) if keep_keys else versions.compute_again
-        with patch.object(versions, "compute_again", nothing):
+    loop = worker.models.generator.loop
+    salted = loop._salt if salt else (lambda version: "")
+    with patch.object(loop, "_salt", salted):
+        pending = [_begin(worker, "generate", arguments)]
+        for _ in range(after):
+            worker.serving.step()
+        if shift:
+            before = [parameter.detach().clone() for parameter in worker.models.lm.parameters()]
+            _shift(worker.models.lm, shift)
             _begin(worker, "reshard", {"version": 1})
-    if other is not None:
-        pending.append(_begin(worker, "generate", other))
-    ended: list[int] = []
-    while len(ended) < len(pending):
-        worker.serving.step()
-        ended += [n for n, item in enumerate(pending) if item.result is not None and n not in ended]
+        if other is not None:
+            pending.append(_begin(worker, "generate", other))
+        ended: list[int] = []
+        while len(ended) < len(pending):
+            worker.serving.step()
+            ended += [n for n, item in enumerate(pending) if item.result is not None and n not in ended]
     if shift:
         with torch.no_grad():
             for parameter, value in zip(worker.models.lm.parameters(), before, strict=True):

@@ -21,6 +21,7 @@ import deepspeed
 import numpy as np
 import torch
 
+from configs.sections.rollout import RolloutConfig
 from engines.batches.packing import Rows, pack
 from engines.commands.message import encode
 from engines.commands.update import Split
@@ -490,11 +491,16 @@ class InspectedWorker(Worker):
         ):
             return self.refusal("build", arguments)
 
-    def bind_without_sharing(self, folder: str) -> dict[str, Any]:
-        """Replace the rollout engine by one with weights of its own, copied now."""
+    def bind_without_sharing(self, folder: str, stream: dict[str, Any] | None = None) -> dict[str, Any]:
+        """Replace the rollout engine by one with weights of its own, copied now.
+
+        Args:
+            stream: `rollout.stream` of its recipe.
+        """
         self.retired.append(self.models.generator)
         models, limit = self.models, self.models.config.data.max_prompt_tokens
-        generator = Generator(Served(Path(folder), models.lm, models.dtype, {}), Demand(models.config.rollout, limit))
+        config = RolloutConfig.model_validate(models.config.rollout.model_dump() | {"stream": stream})
+        generator = Generator(Served(Path(folder), models.lm, models.dtype, {}), Demand(config, limit))
         models.generator = generator
         models.transfer = LocalReshard(generator.model, generator.binding, models.lm)
         bring_weights(models, models.verified_version)

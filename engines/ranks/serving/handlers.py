@@ -50,6 +50,16 @@ def always(models: RankModels) -> bool:
     return True
 
 
+def single_turns(models: RankModels) -> bool:
+    """Whether generations may be under way together: with an environment one may, its workers know no more."""
+    return models.config.environment is None
+
+
+def trains_nothing(models: RankModels) -> bool:
+    """Whether this rank's group has no model that is trained: what others do with theirs concerns it little."""
+    return not models.trainers
+
+
 def carries_out(
     kind: type[Command[Reply]], during_generation: When = never
 ) -> Callable[[Callable[[RankModels, C], Reply]], Callable[[RankModels, C], Reply]]:

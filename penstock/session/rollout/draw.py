@@ -50,6 +50,11 @@ def draw(training: Training, iteration: int, cursor: int, count: int) -> np.ndar
     return rows
 
 
+def draws_by_rewards(training: Training) -> bool:
+    """Whether the sampler wants to know what earlier prompts have earned."""
+    return _draws(training).sampler.remembers
+
+
 def remember(training: Training, iteration: int, rollout: int, prompt_ids: list[str], rewards_B: np.ndarray) -> None:
     """Keep what the prompts of a rollout earned, if the sampler wants to know; done again, it replaces itself.
 

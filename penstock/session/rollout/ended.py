@@ -24,6 +24,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 import pyarrow as pa
+import pyarrow.compute as pc
 
 from engines.commands.rollout import CarriedResponses, EndedResponses, Sampling
 from penstock.base.ragged import Ragged
@@ -46,17 +47,23 @@ SCHEMA = pa.schema(
 
 
 def keeps_ended(training: Training) -> bool:
-    """Whether ended responses of a rollout are kept for one that is begun again."""
-    return training.config.environment is None and not training.session().reproducible
+    """Whether ended responses of a rollout are kept for one that is begun again.
+
+    When weights change on the way is another moment each time, so such a rollout is never the same twice.
+    """
+    if training.config.environment is not None:
+        return False
+    return training.config.rollout.begins_ahead or not training.session().reproducible
 
 
 def origin_of_ended(
-    origin: dict[str, Any], policy_version: int, prompts: pd.DataFrame, carried: CarriedResponses | None
+    origin: dict[str, Any], policy_version: int | None, prompts: pd.DataFrame, carried: CarriedResponses | None
 ) -> str:
     """Return what ended responses depend on.
 
     Args:
         origin: the sampling's part of it.
+        policy_version: that sampled all of them; None: several.
         carried: what the rollout goes on with.
     """
     ids = json.dumps([str(name) for name in prompts["prompt_id"]])
@@ -85,12 +92,18 @@ class EndedFile:
         self._sink: Any = None
         self._writer: Any = None
 
-    def read(self) -> EndedResponses | None:
-        """Return what an interrupted attempt has left; None: nothing that is of use."""
+    def read(self, newest: int) -> EndedResponses | None:
+        """Return what an interrupted attempt has left; None: nothing that is of use.
+
+        Args:
+            newest: policy version of the engines. A response with tokens of a later one is of a policy that is lost.
+        """
         batches = list(_whole_batches(self._path, self._origin)) if self._path.exists() else []
-        if not batches:
-            return None
-        self._before = _responses_in(pa.Table.from_batches(batches))
+        table = pa.Table.from_batches(batches, SCHEMA)
+        versions = table["versions"].combine_chunks()
+        lost = pc.unique(pc.list_parent_indices(versions).filter(pc.greater(pc.list_flatten(versions), newest)))
+        table = table.filter(pc.invert(pc.is_in(pa.array(range(len(table)), lost.type), lost)))
+        self._before = _responses_in(table) if len(table) else None
         return self._before
 
     def add(self, ended: EndedResponses) -> None:

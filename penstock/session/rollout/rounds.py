@@ -1,4 +1,4 @@
-"""Rounds: which prompts a rollout begins, and which of them wait after it (`rollout.tail`, `rollout.carry`).
+"""Rounds: which prompts a rollout begins, and which of them wait after it (`rollout.tail`, `carry`, `stream`).
 
 Tail: a short round begins more prompts than an iteration takes. The first to have all their responses make the batch,
 and the others wait, so nobody waits for the longest. As many are under way as make a batch; the others begin as there
@@ -14,7 +14,8 @@ Carry: every round goes on with what the one before has left, and has as many ne
 are under way as make a batch, and with an environment, whose answers take time, all. The first to have all their
 responses make the batch; so do, in any case, those that were begun as many updates ago as staleness may be. Nothing is
 lost, and tokens are of several policies (partial rollouts of Kimi k1.5, Kimi team 2025, arXiv 2501.12599; with whole
-groups only).
+groups only). A rollout that begins before the update on the one before (`rollout.stream.staleness`) is such a round,
+whose first tokens are one update older.
 
 Left out: the engines' part (engines/rollout/quota.py), what is kept of responses (carried.py).
 """
@@ -41,8 +42,8 @@ def next_round(training: Training, iteration: int, progress: Progress) -> Round:
         UserError: as `penstock.session.rollout.draw.draw`.
     """
     config, waiting = training.config.rollout, progress.deferred
-    if config.carry is not None:
-        return _round_that_goes_on(training, iteration, progress, config.carry.staleness)
+    if config.goes_on:
+        return _round_that_goes_on(training, iteration, progress)
     old: tuple[Deferred, ...] = ()
     more, wanted, goes_on = config.prompts_begun, None, False
     if config.tail is not None and _is_long(config.prompts, config.tail.max_wait, iteration, waiting):
@@ -73,7 +74,7 @@ def further_round(
     Raises:
         UserError: as `penstock.session.rollout.draw.draw`.
     """
-    if training.config.rollout.carry is not None:
+    if training.config.rollout.goes_on:
         begun, resting = waiting, tuple[Deferred, ...]()
     else:
         begun = tuple(prompt for prompt in waiting if prompt.since == iteration)
@@ -83,11 +84,11 @@ def further_round(
     return Round((*begun, *_new(training, iteration, cursor, missing)), missing, missing, resting, goes_on=True)
 
 
-def _round_that_goes_on(training: Training, iteration: int, progress: Progress, staleness: int) -> Round:
+def _round_that_goes_on(training: Training, iteration: int, progress: Progress) -> Round:
     config, old = training.config.rollout, progress.deferred
     more = config.prompts_begun - len(old)
     begun = (*old, *_new(training, iteration, progress.prompt_cursor, more))
-    required = sum(iteration - prompt.since >= staleness for prompt in old)
+    required = sum(iteration - prompt.since >= config.rounds_under_way for prompt in old)
     together = config.prompts if training.config.environment is None else None  # environments take their time
     return Round(begun, more, config.prompts, required=required, goes_on=True, together=together)
 
@@ -111,7 +112,7 @@ def round_figures(
         experience: that was made of it.
         unused_tokens: sampled for prompts that wait.
     """
-    if config.tail is None and config.carry is None:
+    if config.tail is None and not config.goes_on:
         return {}
     begun = len(this_round.begun)
     long = {} if config.tail is None else {"rollout/long_round": float(this_round.wanted is None)}

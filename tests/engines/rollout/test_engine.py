@@ -279,8 +279,10 @@ def test_a_prefix_cache_that_keeps_older_prefixes_ends_the_generation(emptied: b
     generator = Generator.__new__(Generator)
     generator.asleep, generator.dropped, generator.own_reshard = set(), False, None
     generator.llm = SimpleNamespace(reset_prefix_cache=lambda: emptied)
+    generator.loop = SimpleNamespace(version=7, keys_of=None)  # type: ignore[assignment]
     if emptied:
         generator.wake()
+        assert generator.loop.keys_of == 7
         return
     with pytest.raises(RuntimeError, match="build on older weights"):
         generator.wake()

@@ -50,7 +50,9 @@ def act(response: str, place: str = "", secret: str = "PENSTOCK_TEST_SECRET") ->
         case "fork":
             return many_children(int(argument))
         case "leave":
-            subprocess.Popen(SLEEP, start_new_session=True)
+            child = subprocess.Popen(SLEEP, start_new_session=True)
+            while _command(Path("/proc") / str(child.pid)) != SLEEP:  # it begins a moment after it was started
+                time.sleep(0.001)
             return 1.0
         case "count":
             return float(len(children_without_end()))

@@ -18,18 +18,30 @@ import pytest
 from configs.loading.load import config_from_mapping
 from configs.schema import TrainConfig
 from engines.commands.rollout import EngineResponses, Generate
-from penstock.session.rollout.carried import POLICY_VERSIONS, begun_before
+from penstock.base.ragged import Ragged
+from penstock.session.requests import BegunRollout, Rollout
+from penstock.session.rollout.carried import POLICY_VERSIONS, begun_before, not_begun
 from penstock.session.rollout.draw import draw
+from penstock.session.rollout.ended import EndedFile, origin_of_ended
 from penstock.session.session import Stage, Training
 from penstock.session.settings import next_settings
 from penstock.state import experience
 from penstock.state.deferred import Deferred
 from penstock.state.experience import ExperienceRef, column_names, consolidate, origin_of, read_columns
 from penstock.state.manifest import Progress
-from tasks.iteration.rollout import begin_next_rollout, begin_rollout, further_rollout, rollout
-from tests.echo import Echo
+from penstock.state.run_folder import drop_lost_experience
+from tasks.iteration.rollout import (
+    begin_next_rollout,
+    begin_rollout,
+    begin_rollout_ahead,
+    further_rollout,
+    rollout,
+    sampled_with,
+)
+from tests.echo import Echo, ended_responses
 
 PROMPTS, SAMPLES = 3, 2
+NOTHING_CARRIED = not_begun(0, environment=False)
 
 
 class Engines(Echo):
@@ -38,11 +50,12 @@ class Engines(Echo):
     def __init__(self) -> None:
         super().__init__(ranks=1)
         self.may_answer = threading.Event()
+        self.behind = 0  # updates that the policy has not had
 
     def answer(self, asked: Generate, positions: np.ndarray) -> EngineResponses:
         """Answer as a rank whose policy is that of the iteration before."""
         assert self.may_answer.wait(10)
-        self.policy_version = asked.sampling.seed[1] - 1
+        self.policy_version = asked.sampling.seed[1] - 1 - self.behind
         return super().answer(asked, positions)
 
 
@@ -56,7 +69,9 @@ def prepared(
         monkeypatch.setattr(f"{module}.get_run_logger", lambda: logging.getLogger("rollout"))
 
     def make(**sections: Any) -> tuple[Training, Engines]:
+        apart = {"training": {"roles": ["actor"]}, "generating": {"roles": ["rollout"]}}
         changes = {"iterations": 5, "rollout": {"prompts": PROMPTS, "samples": SAMPLES}, "checkpoint": {"every": 0}}
+        changes |= {"groups": apart} if "stream" in sections.get("rollout", {}) else {}
         training, engines = training_with(config_from_mapping(changes | sections, "test")), Engines()
         training.run.experience(1).parent.mkdir(parents=True, exist_ok=True)
         names = [f"p{n}" for n in range(7)]
@@ -404,3 +419,114 @@ def test_what_ends_the_engines_ends_the_rollout(prepared: Callable[..., tuple[Tr
     assert begun is not None
     with pytest.raises(RuntimeError, match="rank 0 exited"):
         rollout.fn(training, next_settings(training, at(2)), begun)
+
+
+# ---- ahead of the update -------------------------------------------------------------------------------------------
+
+
+def ahead_of(training: Training, progress: Progress, stage: Stage, scored: bool = False) -> BegunRollout | None:
+    """Begin the rollout after the one of `stage`, while `progress` is before its update."""
+    begun = begin_rollout_ahead(training, progress, stage, scored=scored)
+    return None if begun is None else training.session().rollouts[begun.key]
+
+
+def test_a_rollout_begins_before_the_update_on_the_one_before(
+    prepared: Callable[..., tuple[Training, Engines]],
+) -> None:
+    """With the prompts that follow those of the batch, carried ones first, and as experience of the next update.
+
+    A resume between the two asks for the same. Control: where the recipe waits, and after the last iteration, none.
+    """
+    training, engines = prepared(rollout={"prompts": PROMPTS, "samples": SAMPLES, "stream": {"staleness": 2}})
+    engines.may_answer.set()
+    stage = rolled_out(training, at(2))
+    assert len(stage.experience.deferred) == 1
+    engines.behind = 1
+    ahead = ahead_of(training, at(2), stage)
+    assert ahead is not None and ahead.generation is not None
+    responses = ahead.generation.replies.result().ranks[0]
+    assert responses is not None and responses.policy_version == 2
+    assert ahead.round.begun[0] == stage.experience.deferred[0]
+    assert ahead.round.drawn == PROMPTS and ahead.round.required == 1
+    after = at(2).advanced(
+        iteration=3,
+        policy_version=3,
+        prompt_cursor=at(2).prompt_cursor + stage.experience.prompts,
+        deferred=stage.experience.deferred,
+    )
+    settings = next_settings(training, after)
+    made = rollout.fn(training, settings, Rollout(4, "4/rollout"))
+    assert made.experience.policy_version == 3
+    assert made.metrics["rollout/staleness_max"] >= 1
+    assert made.metrics["rollout/engine_pause_s"] >= 0 and made.metrics["rollout/batch_wait_s"] >= 0
+    asked = engines.commands[-1]
+    training.run.experience(4).unlink()
+    begin_rollout(training, settings, after)
+    training.session().rollouts["4/rollout"].generation.replies.result()  # type: ignore[union-attr]
+    again = engines.commands[-1]
+    assert again["key"] == asked["key"] == "4/rollout" and again["sampling"] == asked["sampling"]
+    assert np.array_equal(again["prompts"]["values_T"], asked["prompts"]["values_T"])
+
+    last = at(4)
+    assert ahead_of(training, last, replace(stage, experience=replace(stage.experience, policy_version=4))) is None
+    waiting, engines = prepared()
+    engines.may_answer.set()
+    assert ahead_of(waiting, at(2), rolled_out(waiting, at(2)), scored=True) is None
+
+
+@pytest.mark.parametrize(
+    "sections",
+    [
+        {"algorithm": {"name": "grpo", "dynamic_sampling": {}}},
+        {"algorithm": {"name": "remax"}},
+        {"data": {"sampler": {"name": "adaptive"}}},
+    ],
+)
+def test_it_does_not_begin_before_rewards_that_matter_to_it(
+    prepared: Callable[..., tuple[Training, Engines]], sections: dict[str, Any]
+) -> None:
+    """Where more prompts may be needed, greedy responses come first, or rewards decide what is drawn. Then it begins.
+
+    Control: the test above, where it does before.
+    """
+    stream = {"prompts": PROMPTS, "samples": SAMPLES, "stream": {"staleness": 1}}
+    training, engines = prepared(rollout=stream, **sections)
+    engines.may_answer.set()
+    stage = rolled_out(training, at(2))
+    assert ahead_of(training, at(2), stage) is None
+    assert ahead_of(training, at(2), stage, scored=True) is not None
+
+
+def test_what_had_ended_of_a_rollout_ahead_is_found_by_the_next_attempt(
+    prepared: Callable[..., tuple[Training, Engines]],
+) -> None:
+    """Killed during the update: its engines have the weights of before again, and what these had sampled is taken over.
+
+    What was sampled with the weights after that update, which is lost, is not. Control: where rollouts wait for the
+    update, what a later one had ended is of a policy that is lost.
+    """
+    training, engines = prepared(rollout={"prompts": PROMPTS, "samples": SAMPLES, "stream": {"staleness": 1}}, seed=3)
+    engines.may_answer.set()
+    stage = rolled_out(training, at(2))
+    ahead = ahead_of(training, at(2), stage)
+    assert ahead is not None and ahead.generation is not None
+    ahead.generation.replies.result()
+    settings = next_settings(training, at(3))
+    origin = origin_of_ended(sampled_with(training, settings, ahead.round), None, ahead.prompts, NOTHING_CARRIED)
+    kept = EndedFile(training.run.ended(4), origin)
+    kept.add(ended_responses([0], [1], Ragged.of([[7, 8]], np.int32), version=2))
+    kept.add(ended_responses([1], [0], Ragged.of([[9]], np.int32), version=3))
+    kept.close()
+    drop_lost_experience(training.run, 2)
+    assert training.run.ended(4).exists() and training.run.experience(3).exists()
+    again = ahead_of(training, at(2), stage)
+    assert again is not None and again.generation is not None and again.generation.request.ended is not None
+    assert again.generation.request.ended.positions.tolist() == [0]
+    assert again.generation.request.ended.responses.versions_T.tolist() == [2, 2]
+
+    again.generation.replies.result()
+    waiting, engines = prepared()
+    engines.may_answer.set()
+    waiting.run.ended(4).touch()
+    begin_rollout(waiting, next_settings(waiting, at(2)), at(2))
+    assert not waiting.run.ended(4).exists()

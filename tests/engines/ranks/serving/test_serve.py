@@ -63,11 +63,11 @@ def _rows(reply: EngineResponses) -> list[list[int]]:
 
 
 @torch.no_grad()
-def _likeliest(lm: Any, reply: EngineResponses) -> list[list[int]]:
+def _likeliest(lm: Any, reply: EngineResponses, prompts: Ragged = PROMPTS) -> list[list[int]]:
     """For each response the tokens that a model finds likeliest, after the prompt and the response's own tokens."""
     found = []
     for position, row in zip(reply.positions_P.tolist(), _rows(reply), strict=True):
-        prompt = PROMPTS.row(position).tolist()
+        prompt = prompts.row(position).tolist()
         logits = lm(input_ids=torch.tensor([prompt + row])).logits[0, len(prompt) - 1 : -1]
         found.append(logits.argmax(-1).tolist())
     return found
@@ -80,7 +80,7 @@ def test_tokens_after_a_reshard_are_the_new_policys(rank: Ranks, folder_of: Fold
     """Each response says which version began and which ended it, and its tokens are those of one and of the other.
 
     The new policy is given all tokens before, as if it had drawn them. Controls: without a reshard all tokens are the
-    first policy's; with what vLLM keeps of the older weights they are another policy's than either.
+    first policy's; where keys of the older weights are kept they are another policy's than either.
     """
     folder = folder_of(SHAPE)
     old, new = load_unpacked(folder), shifted(load_unpacked(folder), SHIFT)
@@ -96,8 +96,11 @@ def test_tokens_after_a_reshard_are_the_new_policys(rank: Ranks, folder_of: Fold
     (alone,), _ = _between(rank, folder)
     assert _rows(alone) == _likeliest(old, alone)
     assert (alone.first_version_B == 0).all() and (alone.last_version_B == 0).all()
-    (stale,), _ = _between(rank, folder, shift=SHIFT, keep_keys=True)
+    rank.ask("bind_without_sharing", folder=str(folder), stream={"staleness": 1, "keep_kv_cache": True})
+    (stale,), _ = _between(rank, folder, shift=SHIFT)
+    rank.ask("bind_without_sharing", folder=str(folder))
     assert [row[AFTER:] for row in _rows(stale)] != [row[AFTER:] for row in _likeliest(new, stale)]
+    assert stale.versions_T is not None and stale.versions_T.tolist() == reply.versions_T.tolist()
 
 
 def test_a_response_that_begins_after_a_reshard_is_the_new_policys_alone(rank: Ranks, folder_of: FolderOf) -> None:
@@ -109,6 +112,29 @@ def test_a_response_that_begins_after_a_reshard_is_the_new_policys_alone(rank: R
     assert (second.first_version_B == 1).all() and (second.last_version_B == 1).all()
     assert second.policy_version == 1
     assert _rows(second) == _likeliest(new, second), "no prefix that is cached is of the older weights"
+
+
+@pytest.mark.parametrize("keep_kv_cache", [False, True])
+def test_no_prefix_of_older_weights_is_found(rank: Ranks, folder_of: FolderOf, keep_kv_cache: bool) -> None:
+    """By prompts that fill blocks of the cache, which older weights have filled; those may still be in use.
+
+    Control: where they are kept and not told apart, they are found.
+    """
+    folder = folder_of(SHAPE)
+    rank.build(folder, ("actor", "rollout"), data={"max_prompt_tokens": 300})
+    stream = {"staleness": 1, "keep_kv_cache": keep_kv_cache}
+    rank.ask("bind_without_sharing", folder=str(folder), stream=stream)
+    new, prompts = shifted(load_unpacked(folder), SHIFT), Ragged.of([np.arange(300) % 50 + 4], np.int32)
+    asked, other = ({**_asked(folder, max_tokens=tokens), "prompts": prompts} for tokens in (TOKENS, 8))
+    what = {"after": AFTER, "shift": SHIFT, "other": other}
+    rows = {}
+    for salt in (True, False):
+        (seen,) = rank.ask("between_steps", arguments=asked, salt=salt, **what)
+        rank.ask("reshard", version=0)
+        second = _reply(seen["replies"][1])
+        rows[salt] = _rows(second) == _likeliest(new, second, prompts)
+        assert (second.cached_tokens > 0) == (not keep_kv_cache or not salt)
+    assert rows == {True: True, False: not keep_kv_cache}
 
 
 # ---- requests ------------------------------------------------------------------------------------------------------
@@ -199,14 +225,16 @@ def test_ranks_of_one_engine_begin_a_command_before_the_same_step(two_ranks: Ran
             assert first == [3, 13]
 
 
-def test_a_comparison_does_not_join_a_generation(rank: Ranks, folder_of: FolderOf) -> None:
-    """It puts random generators back, and would take the other's steps. (On a rank it waits until nothing is left.)"""
+def test_a_comparison_does_not_disturb_a_generation(rank: Ranks, folder_of: FolderOf) -> None:
+    """It ends before the generation does, and both have the tokens that they have alone."""
     folder = folder_of(SHAPE)
     comparison = {"prompts": PROMPTS, "tokens": 2, "seed": [1, 2, 3]}
-    asking = Asking(rank)
-    generation = asking.begin("generate", **_asked(folder, max_tokens=38))
+    asking, asked = Asking(rank), _asked(folder, max_tokens=200, temperature=1.0, samples=4)
+    generation = asking.begin("generate", **asked)
     compared = asking.begin("sample_to_compare", **comparison)
     (sampled,) = asking.replies(compared)
-    assert generation.answered
+    assert not generation.answered
+    (generated,) = asking.replies(generation)
+    assert _rows(generated) == _rows(rank.ask("generate", **asked)[0])
     alone = rank.ask("sample_to_compare", **comparison)[0]
     np.testing.assert_array_equal(sampled.responses.values_T, alone.responses.values_T)

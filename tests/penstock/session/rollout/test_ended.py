@@ -48,9 +48,9 @@ def test_what_was_told_is_there_after_a_kill(tmp_path: Path) -> None:
     """Without an end of the file, which a process that is killed does not write."""
     path = tmp_path / "experience" / "000003.ended.arrows"
     file = _written(path, FIRST, SECOND, whole=False)
-    assert _rows(EndedFile(path, "it").read()) == _rows(FIRST) | _rows(SECOND)
+    assert _rows(EndedFile(path, "it").read(4)) == _rows(FIRST) | _rows(SECOND)
     file.close()
-    assert _rows(EndedFile(path, "it").read()) == _rows(FIRST) | _rows(SECOND)
+    assert _rows(EndedFile(path, "it").read(4)) == _rows(FIRST) | _rows(SECOND)
 
 
 def test_log_probs_that_nobody_asked_for_are_none(tmp_path: Path) -> None:
@@ -58,7 +58,7 @@ def test_log_probs_that_nobody_asked_for_are_none(tmp_path: Path) -> None:
         FIRST, responses=dataclasses.replace(FIRST.responses, logprobs_T=np.empty(0, np.float32))
     )
     _written(tmp_path / "ended", bare)
-    found = EndedFile(tmp_path / "ended", "it").read()
+    found = EndedFile(tmp_path / "ended", "it").read(4)
     assert found is not None
     assert found.responses.logprobs_T.dtype == np.float32
     assert _rows(found) == _rows(bare)
@@ -68,10 +68,10 @@ def test_another_attempt_keeps_what_it_takes_over(tmp_path: Path) -> None:
     """Also when it hears of it again, and is cut off as well."""
     _written(tmp_path / "ended", FIRST)
     file = EndedFile(tmp_path / "ended", "it")
-    assert _rows(file.read()) == _rows(FIRST)
+    assert _rows(file.read(4)) == _rows(FIRST)
     file.add(FIRST)
     file.add(SECOND)
-    again = EndedFile(tmp_path / "ended", "it").read()
+    again = EndedFile(tmp_path / "ended", "it").read(4)
     assert again is not None
     assert len(again.positions) == 4
     assert _rows(again) == _rows(FIRST) | _rows(SECOND)
@@ -84,7 +84,7 @@ def test_what_a_crash_leaves_half_written_is_left_out(tmp_path: Path, cut: int) 
     file = _written(tmp_path / "ended", FIRST, SECOND, whole=False)
     data = (tmp_path / "ended").read_bytes()
     (tmp_path / "ended").write_bytes(data[:-cut])
-    assert _rows(EndedFile(tmp_path / "ended", "it").read()) == _rows(FIRST)
+    assert _rows(EndedFile(tmp_path / "ended", "it").read(4)) == _rows(FIRST)
     file.close()
 
 
@@ -95,15 +95,15 @@ def test_a_hole_is_left_out(tmp_path: Path) -> None:
     tokens = np.asarray([6, 6, 6], np.int32).tobytes()
     assert data.count(tokens) == 1
     (tmp_path / "ended").write_bytes(data.replace(tokens, bytes(len(tokens))))
-    assert _rows(EndedFile(tmp_path / "ended", "it").read()) == _rows(FIRST)
+    assert _rows(EndedFile(tmp_path / "ended", "it").read(4)) == _rows(FIRST)
 
 
 def test_nothing_is_taken_over_from_another_rollout_or_from_none(tmp_path: Path) -> None:
     _written(tmp_path / "ended", FIRST)
-    assert EndedFile(tmp_path / "ended", "other").read() is None
-    assert EndedFile(tmp_path / "none", "it").read() is None
+    assert EndedFile(tmp_path / "ended", "other").read(4) is None
+    assert EndedFile(tmp_path / "none", "it").read(4) is None
     (tmp_path / "empty").touch()
-    assert EndedFile(tmp_path / "empty", "it").read() is None
+    assert EndedFile(tmp_path / "empty", "it").read(4) is None
 
 
 def test_the_origin_tells_policies_prompts_and_settings_apart() -> None:
@@ -130,3 +130,16 @@ def test_the_rest_comes_from_streams_that_nothing_came_from() -> None:
     assert len(seeds) == 99
     assert min(purpose for *_, purpose in seeds) > 1000
     assert {seed[:2] for seed in seeds} == {tuple(GREEDY.seed[:2])}
+
+
+def test_responses_of_a_policy_that_is_lost_are_left(tmp_path: Path) -> None:
+    """A response with one token of a later policy than the engines', at its beginning or its end; the others stay."""
+    tokens = Ragged.of([[5], [6, 6, 6], [7, 7]], np.int32)
+    told = ended_responses([4, 2, 1], [0, 1, 1], tokens, version=3)
+    mixed = np.array([3, 3, 3, 4, 4, 3], np.int32)
+    told = dataclasses.replace(told, responses=dataclasses.replace(told.responses, versions_T=mixed))
+    _written(tmp_path / "ended", FIRST, told)
+    assert len(_rows(EndedFile(tmp_path / "ended", "it").read(4))) == 5
+    found = _rows(EndedFile(tmp_path / "ended", "it").read(3))
+    assert found == _rows(FIRST) | {(4, 0): _rows(told)[(4, 0)]}
+    assert EndedFile(tmp_path / "ended", "it").read(2) is None

@@ -34,7 +34,9 @@ def training_of(training_with: Callable[[TrainConfig], Training]) -> Callable[..
     """Make a training with a table of 50 prompts."""
 
     def make(**rollout: object) -> Training:
-        config = config_from_mapping({"rollout": {"prompts": PROMPTS, **rollout}}, "test")
+        apart = {"training": {"roles": ["actor"]}, "generating": {"roles": ["rollout"]}}
+        groups = {"groups": apart} if "stream" in rollout else {}
+        config = config_from_mapping({"rollout": {"prompts": PROMPTS, **rollout}, **groups}, "test")
         training = training_with(config)
         names = [f"p{number}" for number in range(50)]
         training.session().prompts["train"] = SimpleNamespace(frame=pd.DataFrame({"prompt_id": names}))  # type: ignore[assignment]
@@ -81,17 +83,21 @@ def test_every_prompt_is_taken_once_and_in_time(
     assert 3 < long < 57
 
 
-@pytest.mark.parametrize(("extra", "staleness"), [(0.25, 2), (0.5, 1), (1.0, 3)])
+@pytest.mark.parametrize(
+    ("mode", "extra", "staleness", "rounds"),
+    [("carry", 0.25, 2, 2), ("carry", 0.5, 1, 1), ("carry", 1.0, 3, 3), ("stream", 0.25, 2, 1), ("stream", 1.0, 4, 3)],
+)
 def test_what_is_carried_is_taken_once_and_no_older_than_it_may_be(
-    training_of: Callable[..., Training], extra: float, staleness: int
+    training_of: Callable[..., Training], mode: str, extra: float, staleness: int, rounds: int
 ) -> None:
     """Over 60 iterations in which the same prompts tend to be the last. Rounds are equally large, every batch is full.
 
-    Control: without the requirement a prompt would be older.
+    One that begins ahead is an update older from its first token on. Control: without the requirement a prompt would be
+    older.
     """
     oldest = {}
     for obeys in (True, False):
-        training, chance = training_of(carry={"extra": extra, "staleness": staleness}), random.Random(1)
+        training, chance = training_of(**{mode: {"extra": extra, "staleness": staleness}}), random.Random(1)
         progress, taken, ages = Progress(), Counter[int](), [0]
         for iteration in range(1, 61):
             this_round = next_round(training, iteration, progress)
@@ -112,7 +118,15 @@ def test_what_is_carried_is_taken_once_and_no_older_than_it_may_be(
         drawn = Counter(draw(training, 1, 0, progress.prompt_cursor).tolist())
         assert taken + waiting == drawn
         oldest[obeys] = max([*ages, *(60 - prompt.since for prompt in progress.deferred)])
-    assert oldest[True] == staleness < oldest[False]
+    assert oldest[True] == rounds < oldest[False]
+
+
+def test_a_rollout_ahead_at_staleness_1_leaves_nothing(training_of: Callable[..., Training]) -> None:
+    """Its tokens are an update old when their batch is complete: all of its prompts are waited for."""
+    training = training_of(stream={"staleness": 1})
+    this_round = next_round(training, 3, Progress(iteration=2, prompt_cursor=12))
+    assert this_round.rows_P.tolist() == draw(training, 3, 12, PROMPTS).tolist()
+    assert (this_round.wanted, this_round.drawn, this_round.goes_on) == (PROMPTS, PROMPTS, True)
 
 
 def test_without_a_tail_a_round_is_the_iteration_s_prompts(training_of: Callable[..., Training]) -> None:
