@@ -97,6 +97,7 @@ class PartialResults:
     engine: int  # that generated them
     ended: EndedResponses
     texts: pa.LargeStringArray
+    counted: list[int] | None = None  # with a quota: positions of prompts that make the batch, as of now; None: all do
 
 
 @dataclass(frozen=True)

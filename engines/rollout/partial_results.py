@@ -64,11 +64,18 @@ class PartialResultSender:
         self._texts: dict[int, str] = {}
         self._told = time.perf_counter()
 
-    def send(self, ended: list[EndedResponse], at_once: bool = False, gather: Gather = _of_requests) -> None:
-        """Tell what has ended, and empty the list, if it is time to.
+    def send(
+        self,
+        ended: list[EndedResponse],
+        at_once: bool = False,
+        gather: Gather = _of_requests,
+        counted: list[int] | None = None,
+    ) -> None:
+        """Tell what has ended, and empty the lists, if it is time to.
 
         Args:
             gather: makes one of the responses, or of the episodes.
+            counted: positions of prompts that have been found to make the batch; None: all do.
         """
         if not ended or (time.perf_counter() < self._told + PERIOD_S and not at_once):
             return
@@ -77,9 +84,12 @@ class PartialResultSender:
         texts = self._decode(responses.tokens)
         self._texts.update(zip((item.row for item in ended), texts, strict=True))
         told = EndedResponses(np.asarray(positions, np.int64), np.asarray(samples, np.int64), responses)
-        self._tell(PartialResults(self._engine, told, pa.array(texts, pa.large_string())))
+        now_counted = None if counted is None else [*counted]
+        self._tell(PartialResults(self._engine, told, pa.array(texts, pa.large_string()), now_counted))
         self._told = time.perf_counter()
         ended.clear()
+        if counted is not None:
+            counted.clear()
 
     def texts(self, rows_B: np.ndarray, responses: Ragged) -> list[str]:
         """Return the text of every response.

@@ -86,6 +86,7 @@ class SingleResponses:
         self._given_up = 0  # tokens
         self._handed_in = 0
         self._untold: list[EndedResponse] = []
+        self._untold_counted: list[int] | None = None if self._all_count else []
         self._began = time.perf_counter()
         self._seconds = 0.0
 
@@ -152,10 +153,12 @@ class SingleResponses:
         self._responses.update((request.row, request) for request in ended)
         self._seconds = time.perf_counter() - self._began
         counted = self._count(ended)
-        if self._sender is None or not (self._unfinished or self._sender.tells_all):
+        if self._sender is None or (self.ended and not self._sender.tells_all):
             return
-        self._untold += map(self._ended, ended if self._all_count else self._responses_to(counted))
-        self._sender.send(self._untold, at_once=not self._unfinished)
+        self._untold += map(self._ended, ended)
+        if self._untold_counted is not None:
+            self._untold_counted += [self._positions[prompt] for prompt in counted]
+        self._sender.send(self._untold, at_once=self.ended, counted=self._untold_counted)
 
     def give_up(self, requests: list[Request], tokens: int) -> None:
         """Keep what there is, where responses are carried over; remember how much was sampled in vain."""
@@ -172,10 +175,6 @@ class SingleResponses:
     @property
     def _all_count(self) -> bool:
         return isinstance(self._share.quota, AllPrompts)
-
-    def _responses_to(self, prompts: list[int]) -> list[Request]:
-        samples = self._share.sampling.samples
-        return [self._responses[prompt * samples + sample] for prompt in prompts for sample in range(samples)]
 
     def _count(self, ended: list[Request]) -> list[int]:
         """Count the prompts of which the last responses have ended; return those that count."""

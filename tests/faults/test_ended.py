@@ -1,6 +1,7 @@
-"""Where sampling need not be the same again, as on GPUs, no response that had ended before a kill is generated again.
+"""Where sampling need not be the same again, no response that had ended before a kill is generated again.
 
-Left out: that a rollout whose sampling has to be the same comes out the same (test_losses.py).
+So on GPUs, and wherever a rollout begins before the update on the one before: when its weights change is another moment
+each time. Left out: that a rollout whose sampling has to be the same comes out the same (test_losses.py).
 """
 
 from __future__ import annotations
@@ -8,13 +9,15 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import numpy as np
 import psutil
 import pyarrow as pa
 import pytest
 
+from penstock.session.rollout.carried import POLICY_VERSIONS
 from penstock.state.events import read_events
 from penstock.state.experience import read_columns
 from penstock.state.manifest import read_manifest
@@ -28,25 +31,35 @@ ROOT = Path(__file__).resolve().parents[2]
 SAMPLES = 4
 RECIPE = (
     "configs/quickstart.yaml",
-    "iterations=2",
     "sft=null",
     "data.arithmetic={digits: 2, sft: 256, train: 64, heldout: 16}",
     f"rollout={{prompts: 32, samples: {SAMPLES}, max_response_tokens: 50, max_sequences: 8, ignore_eos: true}}",
-    "rollout.reproducible=false",
     "evaluate={every: 0, prompts: 1}",
     "checkpoint.every=1",
 )
+AHEAD = (
+    "iterations=3",
+    "data.arithmetic.train=128",
+    "reward.function=tests.flows.reward_functions:low_digits",
+    "actor.optimizer={learning_rate: 3e-3, warmup_steps: 0}",
+    "algorithm={name: grpo, mini_batches: 2}",  # so that the log-probs of the policy before the update are kept
+    "rollout.stream.staleness=1",
+    "groups={main: {ranks: 1, roles: [actor]}, generating: {ranks: 1, roles: [rollout]}}",
+)
 
 
-def _told(path: Path) -> dict[int, list[int]]:
-    """The responses in a file that is being written, by their number in the rollout."""
+COLUMNS = ("prompt_id", "response_tokens", "logprobs_rollout", "logprobs_old", POLICY_VERSIONS)
+
+
+def _told(path: Path, newest: int) -> dict[int, list[int]]:
+    """The responses of policies up to `newest` in a file that is being written, by their number in the rollout."""
     found: dict[int, list[int]] = {}
     if not path.exists():
         return found
     try:
         with pa.OSFile(str(path), "rb") as source:
             for batch in pa.ipc.open_stream(source):
-                for row in batch.to_pylist():
+                for row in (row for row in batch.to_pylist() if max(row["versions"]) <= newest):
                     found[SAMPLES * row["position"] + row["sample"]] = row["tokens"]
     except pa.ArrowInvalid:  # its last batch is not whole yet
         pass
@@ -57,24 +70,32 @@ def _below(process: subprocess.Popen[bytes]) -> Iterator[psutil.Process]:
     yield from psutil.Process(process.pid).children(recursive=True)
 
 
-@pytest.mark.parametrize("killed", ["rank", "flow"])
-def test_what_had_ended_is_in_the_experience(killed: str, tmp_path: Path) -> None:
-    """A killed rank costs the flow nothing but the rest, and neither does a killed flow that is resumed."""
-    run, said = RunFolder(tmp_path / "run"), tmp_path / "said"
+def _starting(said: Path) -> Callable[..., subprocess.Popen[bytes]]:
+    """What starts a training that says what it has to say into a file."""
     program = [sys.executable, "-m", "penstock.cli.main", "train"]
 
     def start(*arguments: str) -> subprocess.Popen[bytes]:
         with said.open("ab") as output:
             return subprocess.Popen([*program, *arguments], cwd=ROOT, stdout=output, stderr=output, env=os.environ)
 
-    training = start(*RECIPE, "--run", str(run.path))
+    return start
+
+
+@pytest.mark.parametrize("killed", ["rank", "flow"])
+def test_what_had_ended_is_in_the_experience(killed: str, tmp_path: Path) -> None:
+    """A killed rank costs the flow nothing but the rest, and neither does a killed flow that is resumed."""
+    run, said = RunFolder(tmp_path / "run"), tmp_path / "said"
+    start = _starting(said)
+    training = start(*RECIPE, "iterations=2", "rollout.reproducible=false", "--run", str(run.path))
 
     def in_the_second() -> bool:
         """Whether the first iteration will not be done again, and the second has had some responses."""
-        return run.manifest.is_file() and read_manifest(run).progress.iteration == 1 and len(_told(run.ended(2))) >= 16
+        return (
+            run.manifest.is_file() and read_manifest(run).progress.iteration == 1 and len(_told(run.ended(2), 1)) >= 16
+        )
 
     until(lambda: in_the_second() or training.poll() is not None, 300, "some responses", 0.01)
-    told, started = _told(run.ended(2)), list(_below(training))
+    told, started = _told(run.ended(2), 1), list(_below(training))
     if killed == "flow":
         training.kill()
         until(lambda: not any(map(alive, started)), 20, "all that the flow started is gone")
@@ -92,3 +113,52 @@ def test_what_had_ended_is_in_the_experience(killed: str, tmp_path: Path) -> Non
     assert taken_over[0] == 0 and len(told) <= taken_over[1] < 32 * SAMPLES
     assert [event["event"] for event in read_events(run)] == ([] if killed == "flow" else ["RankLost", "recovered"])
     assert not run.ended(1).exists() and not run.ended(2).exists()
+
+
+@pytest.mark.parametrize("killed", ["main", "generating", "flow"])
+def test_what_had_ended_of_a_rollout_ahead_is_in_its_experience(killed: str, tmp_path: Path) -> None:
+    """Killed while the actor learns from the batch before: that is not generated again either.
+
+    No prompt is lost or comes twice, and each token is of the policy that it says: what the policy before the update
+    has sampled has its log-probs. Control: tokens of the policy before that have others.
+    """
+    run, said = RunFolder(tmp_path / "run"), tmp_path / "said"
+    start = _starting(said)
+    training = start(*RECIPE, *AHEAD, "--run", str(run.path))
+
+    def in_the_update() -> bool:
+        """Whether the second batch is complete, and the third has had some responses."""
+        return run.experience(2).exists() and len(_told(run.ended(3), 1)) >= 16
+
+    until(lambda: in_the_update() or training.poll() is not None, 300, "some responses", 0.01)
+    told, started = _told(run.ended(3), 1), list(_below(training))
+    second = read_columns(run.experience(2), ["prompt_id", "response_tokens"])
+    if killed == "flow":
+        training.kill()
+        until(lambda: not any(map(alive, started)), 20, "all that the flow started is gone")
+        training.wait()
+        training = start("--resume", str(run.path))
+    else:
+        ranks = [process for process in started if process.cmdline()[-1:] == ["engines.groups.rank"]]
+        (rank,) = [process for process in ranks if process.environ()["PENSTOCK_GROUP"] == killed]
+        rank.kill()
+    assert training.wait(300) == 0, said.read_text(encoding="utf-8")
+    assert 16 <= len(told) < 32 * SAMPLES
+    batches = [read_columns(run.experience(number), COLUMNS) for number in (1, 2, 3)]
+    assert batches[1]["prompt_id"] == second["prompt_id"]
+    assert np.array_equal(batches[1]["response_tokens"].values_T, second["response_tokens"].values_T)
+    responses = batches[2]["response_tokens"]
+    assert {number: responses.row(number).tolist() for number in told} == told
+    drawn = [name for batch in batches for name in batch["prompt_id"][::SAMPLES]]
+    assert len(set(drawn)) == len(drawn) == 3 * 32
+    of_update, of_before = list[float](), list[float]()
+    for number, batch in enumerate(batches, start=1):
+        versions_T, sampled_with_T = batch[POLICY_VERSIONS].values_T, batch["logprobs_rollout"].values_T
+        gap_T = np.abs(batch["logprobs_old"].values_T - sampled_with_T)
+        assert set(versions_T.tolist()) <= {number - 2, number - 1}
+        of_update += gap_T[versions_T == number - 1].tolist()
+        of_before += gap_T[versions_T == number - 2].tolist()
+    assert max(of_update) < 1e-3 < max(of_before)
+    figures = [record["metrics"] for record in read_metrics(run) if "rollout/tokens" in record["metrics"]]
+    assert max(of.get("rollout/taken_over", 0) for of in figures) >= len(told)
+    assert not [*run.path.rglob("*.ended.arrows*")]

@@ -90,7 +90,8 @@ def _round_that_goes_on(training: Training, iteration: int, progress: Progress) 
     begun = (*old, *_new(training, iteration, progress.prompt_cursor, more))
     required = sum(iteration - prompt.since >= config.rounds_under_way for prompt in old)
     together = config.prompts if training.config.environment is None else None  # environments take their time
-    return Round(begun, more, config.prompts, required=required, goes_on=True, together=together)
+    wanted = config.prompts if len(begun) > config.prompts else None
+    return Round(begun, more, wanted, required=required, goes_on=True, together=together)
 
 
 def _new(training: Training, iteration: int, cursor: int, count: int) -> list[Deferred]:

@@ -36,14 +36,23 @@ def scoring_ahead(training: Training, iteration: int, prompts: pd.DataFrame) -> 
         return ()
     asked = prompts[["prompt_id", "prompt_text"]].astype(str).to_records(index=False)
     begun: set[tuple[int, int]] = set()  # a reply repeats the responses that its engine told of before
+    uncounted: dict[int, list[ScorableResponse]] = {}  # of prompts that may not make the batch, by position
 
     def sample(ended: ScorableResponse) -> Sample:
         prompt_id, text = asked[ended.position]
         row = prompt_columns(training, "train")[prompt_id]
         return Sample(sample_id(iteration, prompt_id, ended.number), prompt_id, text, ended.text, row)
 
+    def counted(news: PartialResults | EngineResponses | None) -> list[ScorableResponse]:
+        told = ended_responses(news, samples)
+        if not isinstance(news, PartialResults) or news.counted is None:
+            return told
+        for ended in told:
+            uncounted.setdefault(ended.position, []).append(ended)
+        return [ended for position in news.counted for ended in uncounted.pop(position)]
+
     def begin(news: PartialResults | EngineResponses | None) -> None:
-        new = [ended for ended in ended_responses(news, samples) if (ended.position, ended.number) not in begun]
+        new = [ended for ended in counted(news) if (ended.position, ended.number) not in begun]
         begun.update((ended.position, ended.number) for ended in new)
         scorer.begin([sample(ended) for ended in new])
 

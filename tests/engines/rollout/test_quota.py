@@ -181,8 +181,15 @@ def test_the_batch_is_what_ends_first_and_the_rest_leaves_no_trace(one_rank: Ran
     sampled = sum(min(len(row), last) for rows in left for row in rows)
     assert reply.unused_tokens == sampled
     assert whole.unused_tokens == again.unused_tokens == 0
-    told = {position for news in heard for position in news.ended.positions.tolist()}
-    assert told and told <= set(first), "rewards are not computed for what waits"
+    told = [entry for news in heard for entry in zip(news.ended.positions, news.ended.samples, strict=True)]
+    assert len(set(told)) == len(told) and {position for position, _ in told} - set(first), "also of what waits"
+    counted, known = list[int](), set[tuple[int, int]]()
+    for news in heard:
+        known |= set(zip(news.ended.positions.tolist(), news.ended.samples.tolist(), strict=True))
+        counted += news.counted
+        assert {(position, sample) for position in news.counted for sample in range(SAMPLES)} <= known
+    assert counted and len(set(counted)) == len(counted)
+    assert set(counted) <= set(first), "rewards are not computed for what waits"
 
 
 @pytest.mark.parametrize("sizes", [{}, {"reproducible": False}])

@@ -126,7 +126,7 @@ def test_a_rollout_ahead_at_staleness_1_leaves_nothing(training_of: Callable[...
     training = training_of(stream={"staleness": 1})
     this_round = next_round(training, 3, Progress(iteration=2, prompt_cursor=12))
     assert this_round.rows_P.tolist() == draw(training, 3, 12, PROMPTS).tolist()
-    assert (this_round.wanted, this_round.drawn, this_round.goes_on) == (PROMPTS, PROMPTS, True)
+    assert (this_round.wanted, this_round.drawn, this_round.goes_on) == (None, PROMPTS, True)
 
 
 def test_without_a_tail_a_round_is_the_iteration_s_prompts(training_of: Callable[..., Training]) -> None:

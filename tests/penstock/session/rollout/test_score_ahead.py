@@ -130,3 +130,23 @@ def test_a_reply_names_its_responses_by_their_order() -> None:
     news = partial_results([4, 1], [1, 0], texts[:2])
     assert ended_responses(news, 2) == [ScorableResponse(4, 1, "a"), ScorableResponse(1, 0, "b")]
     assert ended_responses(None, 2) == []
+
+
+def test_with_a_quota_rewards_begin_once_a_prompt_makes_the_batch(
+    training_with: Callable[[TrainConfig], Training],
+) -> None:
+    """Its responses that were told of before then come, too. Control: those of a prompt that does not never do."""
+    training = training_with(config_from_mapping(JUDGE | {"rollout": {"samples": SAMPLES}}, "test"))
+    session, source = training.session(), Source()
+    session.groups["rollout"] = SimpleNamespace(spec=SimpleNamespace(devices=(RankDevice(None),)))  # type: ignore[assignment]
+    session.prompt_columns["train"] = {name: {} for name in "pq"}
+    prompts = pd.DataFrame({"prompt_id": ["p", "q"], "prompt_text": ["?", "?"]})
+    texts = pa.array(["a", "b"], pa.large_string())
+    with Scorer(source) as scorer:
+        session.scorer = scorer
+        (hear,) = scoring_ahead(training, 1, prompts)
+        hear(replace(partial_results([0, 1], [0, 1], texts), counted=[]))
+        assert not scorer._begun
+        hear(replace(partial_results([0], [1], texts[1:]), counted=[0]))
+        (begun,) = scorer._begun
+        assert [(sample.prompt_id, sample.response) for sample in begun.samples] == [("p", "a"), ("p", "b")]
