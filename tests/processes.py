@@ -24,6 +24,30 @@ def alive(process: psutil.Process | int) -> bool:
         return False
 
 
+def words_of(process: psutil.Process) -> list[str]:
+    """Return the command line of a process; none if it has ended since it was found, or is a zombie."""
+    try:
+        return process.cmdline()
+    except psutil.NoSuchProcess:
+        return []
+
+
+def environment_of(process: psutil.Process) -> dict[str, str]:
+    """Return the environment of a process; none if it has ended since it was found."""
+    try:
+        return process.environ()
+    except psutil.NoSuchProcess:
+        return {}
+
+
+def name_of(process: psutil.Process) -> str:
+    """Return the name of a process's program; none if it has ended since it was found."""
+    try:
+        return process.name()
+    except psutil.NoSuchProcess:
+        return ""
+
+
 def leave_children(folder: str | Path) -> None:
     """Start a child in each way there is to get away from this process, note their numbers, and wait for none."""
     sleep = [sys.executable, "-S", "-c", "import time; time.sleep(600)"]

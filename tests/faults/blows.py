@@ -19,6 +19,7 @@ import pytest
 
 from engines.groups.group import Call, EngineGroup
 from penstock.session.saving.checkpoints import CheckpointWriter
+from tests.processes import alive, environment_of, words_of
 
 HOST = "host"
 
@@ -64,16 +65,13 @@ def target(to: str, rank: int) -> psutil.Process:
     found = [process for process in below if _runs(process, module)]
     if to != HOST:
         wanted = {"PENSTOCK_GROUP": to, "RANK": str(rank)}
-        found = [process for process in found if wanted.items() <= process.environ().items()]
+        found = [process for process in found if wanted.items() <= environment_of(process).items()]
     (process,) = found
     return process
 
 
 def _runs(process: psutil.Process, module: str) -> bool:
-    try:
-        return process.status() != psutil.STATUS_ZOMBIE and process.cmdline()[-1:] == [module]
-    except psutil.NoSuchProcess:
-        return False
+    return alive(process) and words_of(process)[-1:] == [module]
 
 
 @contextmanager

@@ -22,7 +22,7 @@ from penstock.state.events import read_events
 from penstock.state.experience import read_columns
 from penstock.state.manifest import read_manifest
 from penstock.state.run_folder import RunFolder, read_metrics
-from tests.processes import alive
+from tests.processes import alive, environment_of, words_of
 from tests.waiting import until
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
@@ -102,7 +102,7 @@ def test_what_had_ended_is_in_the_experience(killed: str, tmp_path: Path) -> Non
         training.wait()
         training = start("--resume", str(run.path))
     else:
-        (rank,) = [process for process in started if process.cmdline()[-1:] == ["engines.groups.rank"]]
+        (rank,) = [process for process in started if words_of(process)[-1:] == ["engines.groups.rank"]]
         rank.kill()
     assert training.wait(300) == 0, said.read_text(encoding="utf-8")
     assert 16 <= len(told) < 32 * SAMPLES
@@ -139,8 +139,8 @@ def test_what_had_ended_of_a_rollout_ahead_is_in_its_experience(killed: str, tmp
         training.wait()
         training = start("--resume", str(run.path))
     else:
-        ranks = [process for process in started if process.cmdline()[-1:] == ["engines.groups.rank"]]
-        (rank,) = [process for process in ranks if process.environ()["PENSTOCK_GROUP"] == killed]
+        ranks = [process for process in started if words_of(process)[-1:] == ["engines.groups.rank"]]
+        (rank,) = [process for process in ranks if environment_of(process).get("PENSTOCK_GROUP") == killed]
         rank.kill()
     assert training.wait(300) == 0, said.read_text(encoding="utf-8")
     assert 16 <= len(told) < 32 * SAMPLES

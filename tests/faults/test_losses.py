@@ -31,6 +31,7 @@ from penstock.state.run_folder import RunFolder, read_metrics
 from tasks.stream.portion import PORTIONS
 from tests.comparing import logged, memory, numbers, weights
 from tests.faults.blows import HOST, Blow, blows_falling
+from tests.processes import words_of
 from tests.waiting import until
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600), pytest.mark.xdist_group("faults")]
@@ -308,7 +309,7 @@ def test_a_rank_that_was_in_reserve_trains_on_likewise(
 
     def below() -> set[int]:
         found = psutil.Process().children(recursive=True)
-        return {process.pid for process in found if "engines.groups.rank" in process.cmdline()}
+        return {process.pid for process in found if "engines.groups.rank" in words_of(process)}
 
     monkeypatch.setattr(Session, "keep_reserve", kept_everywhere)
     run = run_of("reserve", "grpo", blows=[Blow("update_actor", "3/")])

@@ -32,7 +32,7 @@ from configs.schema import TrainConfig
 from penstock.cli.prefect.deploy import ensure_pool, zombie_automation
 from penstock.session.settings import variable_name
 from penstock.state.run_folder import RunFolder
-from tests.processes import alive
+from tests.processes import alive, words_of
 from tests.waiting import until
 
 pytestmark = pytest.mark.slow
@@ -121,7 +121,7 @@ class Prefect:
 
     def flow_process(self) -> psutil.Process:
         """Return the process of the one flow run that the worker executes now."""
-        (process,) = [child for child in self.worker.children() if "prefect.engine" in child.cmdline()]
+        (process,) = [child for child in self.worker.children() if "prefect.engine" in words_of(child)]
         return process
 
     def variable(self, name: str) -> Any:
@@ -173,10 +173,7 @@ def _timeless(value: Any) -> Any:
 
 
 def _is_rank(process: psutil.Process) -> bool:
-    try:
-        return "engines.groups.rank" in process.cmdline()
-    except psutil.NoSuchProcess:
-        return False
+    return "engines.groups.rank" in words_of(process)
 
 
 def penstock(environment: dict[str, str], *arguments: str) -> subprocess.CompletedProcess[str]:

@@ -34,7 +34,7 @@ from penstock.trackers.mlflow import connect
 from tests.comparing import logged, memory, numbers, weights
 from tests.delivering import begun, tracked_run
 from tests.flows.reward_functions import HOLD
-from tests.processes import alive
+from tests.processes import alive, words_of
 from tests.waiting import until
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]  # the first test waits for four trainings
@@ -122,7 +122,7 @@ class Trainings:
         process = self.start(name, "-m", "penstock.cli.main", *command, hold=hold)
         until(lambda: when(run) or process.poll() is not None, WAIT_S, f"the moment to kill {name}", 0.01)
         started = psutil.Process(process.pid).children(recursive=True)
-        assert any("engines.groups.rank" in child.cmdline() for child in started)
+        assert any("engines.groups.rank" in words_of(child) for child in started)
         process.kill()
         assert process.wait(10) == -signal.SIGKILL, self.output(name)
         until(lambda: not any(alive(child) for child in started), 5, f"ranks and workers of {name} are gone")
@@ -249,7 +249,7 @@ def between_iterations(trainings: Trainings) -> Killed:
     (keeper,) = psutil.Process(process.pid).children()
     (flow,) = keeper.children()
     started = flow.children(recursive=True)
-    assert any("engines.groups.rank" in child.cmdline() for child in started)
+    assert any("engines.groups.rank" in words_of(child) for child in started)
     flow.kill()
     left = what_is_left(run)
     until(lambda: not any(alive(child) for child in started), 5, "ranks and workers are gone")

@@ -36,6 +36,7 @@ from penstock.state.run_folder import RunFolder, read_metrics
 from penstock.trackers.mlflow import connect, default_tracking_uri
 from tests.delivering import tracked_run
 from tests.flows.reward_functions import BREAK, low_digit
+from tests.processes import words_of
 from tests.sockets import Door, noted_doors, open_to_others
 
 pytestmark = pytest.mark.slow
@@ -142,7 +143,7 @@ def test_other_machines_reach_no_socket_of_a_training(learned: RunFolder) -> Non
 
 def ranks() -> list[psutil.Process]:
     """Return the rank processes below this one; other tests may have engines of their own."""
-    return [child for child in psutil.Process().children(recursive=True) if "engines.groups.rank" in child.cmdline()]
+    return [child for child in psutil.Process().children(recursive=True) if "engines.groups.rank" in words_of(child)]
 
 
 def attempts(run: RunFolder, name: str) -> int:

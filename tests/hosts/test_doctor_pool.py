@@ -12,6 +12,7 @@ import yaml
 
 from tests.hosts.conftest import FLOWS, POOL, Cluster
 from tests.hosts.machines import ip
+from tests.processes import words_of
 from tests.waiting import came_true
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
@@ -100,7 +101,7 @@ def test_a_folder_of_each_machine_alone_is_a_problem(cluster: Cluster) -> None:
     runs, lonely = cluster.home / "runs", cluster.machines[1]
     runs.mkdir(exist_ok=True)
     worker = cluster.workers[lonely.name]
-    (prefect,) = [one for one in lonely.processes("worker") if "start" in one.cmdline()][:1]
+    (prefect,) = [one for one in lonely.processes("worker") if "start" in words_of(one)][:1]
     enter = ["nsenter", "--target", str(prefect.pid), "--mount"]
     subprocess.run([*enter, "mount", "-t", "tmpfs", "tmpfs", str(runs)], check=True)
     try:

@@ -20,6 +20,7 @@ from penstock.state.events import read_events
 from penstock.state.manifest import read_manifest
 from penstock.state.run_folder import RunFolder, read_metrics
 from tests.hosts.conftest import FLOWS, POOL, TINY, Cluster
+from tests.processes import words_of
 from tests.waiting import came_true, until
 
 NO_RESTART = {"engine": {"restarts": 0}}
@@ -69,8 +70,8 @@ def ended(cluster: Cluster) -> Ended:
     blocks = cluster.api.post("/block_documents/filter", json={"include_secrets": True}).raise_for_status().json()
     starts = [block["data"]["value"] for block in blocks if block["name"].startswith("penstock-host-")]
     everyone = [process for machine in cluster.machines for process in machine.processes()]
-    told = [" ".join(process.cmdline()) for process in everyone]
-    told += [json.dumps(process.environ()) for process in everyone if "engines.groups" in " ".join(process.cmdline())]
+    told = [" ".join(words_of(process)) for process in everyone]
+    told += [json.dumps(process.environ()) for process in everyone if "engines.groups" in " ".join(words_of(process))]
     assert cluster.ends(run) == "Completed", cluster.last_words()
     assert came_true(lambda: not cluster.ranks(), 10)
     return Ended(run, cluster.home / "runs" / "two", environments, starts, told)
@@ -183,7 +184,7 @@ def test_the_end_of_a_worker_leaves_no_rank(cluster: Cluster, number: signal.Sig
     run = cluster.start(config, folder)
     trains(cluster, run, folder)
     worker = cluster.workers[machine.name]
-    (prefect,) = [one for one in machine.processes("worker") if "start" in one.cmdline()][:1]
+    (prefect,) = [one for one in machine.processes("worker") if "start" in words_of(one)][:1]
     os.kill(prefect.pid, number)
     try:
         if number == signal.SIGKILL:
@@ -296,7 +297,4 @@ def test_hosts_of_a_killed_flow_end_their_ranks(cluster: Cluster) -> None:
 
 
 def is_flow(process: psutil.Process) -> bool:
-    try:
-        return any(word.startswith(("prefect.flow_engine", "prefect.engine")) for word in process.cmdline())
-    except psutil.NoSuchProcess:
-        return False
+    return any(word.startswith(("prefect.flow_engine", "prefect.engine")) for word in words_of(process))

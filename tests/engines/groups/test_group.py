@@ -18,7 +18,7 @@ import pytest
 from engines.groups.environment import WITHHELD_VARIABLES
 from engines.groups.group import EngineError, EngineGroup, RankLost
 from tests.engines.groups.small_ranks import pids_of, spec
-from tests.processes import alive
+from tests.processes import alive, words_of
 from tests.waiting import came_true
 
 
@@ -157,7 +157,7 @@ def test_no_secret_is_in_what_a_process_is_started_with(tmp_path: Path, monkeypa
         group.wait_ready()
         host = psutil.Process(group._own_hosts._child.pid)
         processes = host.children(recursive=True)
-        assert sum("engines.groups.rank" in process.cmdline() for process in processes) == 2
+        assert sum("engines.groups.rank" in words_of(process) for process in processes) == 2
         for process in [host, *processes]:
             told = b"".join(Path(f"/proc/{process.pid}/{name}").read_bytes() for name in ("environ", "cmdline"))
             if b"engines.groups.rank" in told:

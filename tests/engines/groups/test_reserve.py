@@ -11,7 +11,7 @@ from engines.groups.group import EngineGroup, RankLost
 from engines.groups.hosts import Hosts
 from engines.groups.processes import RESERVE
 from tests.engines.groups.small_ranks import pids_of, spec
-from tests.processes import alive
+from tests.processes import alive, words_of
 from tests.waiting import until
 
 AHEAD = "tests.engines.groups.small_ranks"
@@ -21,7 +21,7 @@ NAMES = ["RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"]
 def reserve_of(hosts: list[psutil.Process]) -> set[int]:
     """Return the processes in reserve below some processes that have imported what they are to import."""
     below = [child for host in hosts for child in host.children(recursive=True)]
-    return {child.pid for child in below if child.cmdline()[-2:] == ["engines.groups.rank", RESERVE]}
+    return {child.pid for child in below if words_of(child)[-2:] == ["engines.groups.rank", RESERVE]}
 
 
 def ranks_of_next_epoch(folder: Path, hosts: Hosts, told: bool) -> tuple[set[int], EngineGroup]:

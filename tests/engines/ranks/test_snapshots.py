@@ -25,6 +25,7 @@ from penstock.session.session import Session
 from penstock.state.run_folder import RunFolder
 from tests.engines.rows import LOSS, SPLIT, random_rows, write_rows
 from tests.engines.shared_ranks import Ranks, Shape
+from tests.processes import words_of
 from tests.waiting import until
 
 SHAPE = Shape("qwen3", tied=True, intermediate=1024)
@@ -199,7 +200,7 @@ def _ranks_of(path: str) -> list[int]:
     """Return the processes of ranks below the host that owns a slot."""
     below = psutil.Process(int(Path(path).parts[2])).children(recursive=True)
     return [
-        one.pid for one in below if one.cmdline()[-1] == "engines.groups.rank" and "keeper" not in str(one.cmdline())
+        one.pid for one in below if words_of(one)[-1:] == ["engines.groups.rank"] and "keeper" not in str(words_of(one))
     ]
 
 

@@ -23,7 +23,7 @@ from penstock.cli.prefect import server
 from penstock.cli.prefect.server import _make_home, check_server
 from penstock.session.session import write_config
 from penstock.state.run_folder import RunFolder
-from tests.processes import alive
+from tests.processes import alive, name_of
 from tests.sockets import doors, open_to_others
 from tests.waiting import came_true, until
 
@@ -257,7 +257,7 @@ def test_the_temporary_server_answers_nobody_else_and_outlives_no_killed_command
 
 
 def shells_of(pid: int) -> list[psutil.Process]:
-    return [child for child in psutil.Process(pid).children() if child.name() == "sh"]
+    return [child for child in psutil.Process(pid).children() if name_of(child) == "sh"]
 
 
 @pytest.mark.parametrize("configured", [True, False])

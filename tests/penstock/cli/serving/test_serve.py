@@ -16,6 +16,7 @@ import pytest
 
 from penstock.base.errors import UserError
 from penstock.cli.serving.serve import model_folder, serve, server_command
+from tests.processes import words_of
 
 ROOT = Path(__file__).resolve().parents[4]
 STAND_IN = """
@@ -132,7 +133,7 @@ def test_the_server_ends_with_its_command(tmp_path: Path, number: signal.Signals
         assert command.poll() is None
     below = psutil.Process(command.pid).children(recursive=True)
     assert len(below) == 3  # the server, its engine, and the shell that watches
-    engine = [process for process in below if "time.sleep(600)" in " ".join(process.cmdline())]
+    engine = [process for process in below if "time.sleep(600)" in " ".join(words_of(process))]
     assert len(engine) == 1
     command.send_signal(number)
     assert command.wait(20) == code
