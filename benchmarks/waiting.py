@@ -30,6 +30,9 @@ FIGURES = {
     "update_actor_s": "time/update_actor_s",
     "portion_wait_s": "rollout/portion_wait_s",
     "portion_after_s": "rollout/portion_after_s",
+    "batch_wait_s": "rollout/batch_wait_s",
+    "engine_pause_s": "rollout/engine_pause_s",
+    "reshard_s": "time/reshard_s",
     "response_length_mean": "rollout/response_length_mean",
     "response_length_max": "rollout/response_length_max",
 }

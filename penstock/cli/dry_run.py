@@ -23,7 +23,7 @@ from penstock.checks.memory import GroupEstimate, describe_snapshots
 from penstock.checks.prompts import describe_prompts
 from penstock.checks.trial_call import trial_call
 from penstock.reports.alarms import History
-from penstock.reports.waiting import carry_gain, gains, stream_gain, tail_gain
+from penstock.reports.waiting import ahead_gain, carry_gain, gains, stream_gain, tail_gain
 
 NOTHING_KNOWN = (
     "free ?: of a host that has not joined nothing is known yet; the start compares once it has, and refuses what does "
@@ -63,7 +63,10 @@ def describe_waiting(history: History, apart: bool = False) -> list[str]:
     expected = f"would make an iteration {median(tail):.2f} times as fast (median of the last {len(tail)})"
     said = f"waiting: by the run's own figures rollout.tail={{extra: 0.25}} {expected}"
     said = f"{said}, rollout.carry={{extra: 0.25, staleness: 2}} {median(carry):.2f} times"
-    return [f"{said}, rollout.stream={{}} {median(gains(history, stream_gain)):.2f} times" if apart else said]
+    if not apart:
+        return [said]
+    stream, ahead = (median(gains(history, gain)) for gain in (stream_gain, ahead_gain))
+    return [f"{said}, rollout.stream={{}} {stream:.2f} times, rollout.stream={{staleness: 1}} {ahead:.2f} times"]
 
 
 def print_placement(estimates: Sequence[GroupEstimate], console: Console) -> None:

@@ -324,9 +324,9 @@ RULES = (
         "tokens_too_old",
         STALENESS,
         tokens_too_old,
-        "Responses that were carried over are so far from the present policy that their weights leave less than half "
+        "Responses of older policies are so far from the present policy that their weights leave less than half "
         "of the sample",
-        "Lower rollout.carry.staleness or rollout.carry.extra, or actor.optimizer.learning_rate",
+        "Lower staleness or extra of rollout.carry or rollout.stream, or actor.optimizer.learning_rate",
     ),
     Rule(
         "nothing_to_learn",

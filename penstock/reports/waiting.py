@@ -1,7 +1,7 @@
 """What a training would gain if its rollouts did not wait for their longest responses, by its own figures.
 
-A small model of each way not to wait. Both leave out what the further prompts cost the engines, and `carry_gain` also
-what log-probs of the rollout cost, which a correction needs. Left out: what it does to learning (docs/asynchrony.md).
+A small model of each way not to wait. All leave out what further prompts cost the engines, and what log-probs of the
+rollout cost, which a correction needs. Left out: what it does to learning (docs/asynchrony.md).
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 Figures = Mapping[str, float]
 WAITED, MOST = "rollout/prompt_s_max", "rollout/prompt_s_p80"
-TAKEN = {"rollout/deferred", "rollout/portion_wait_s"}  # figures of the ways that there are
+TAKEN = {"rollout/deferred", "rollout/portion_wait_s", "rollout/batch_wait_s"}  # figures of the ways that there are
 WINDOW = 5
 
 
@@ -44,6 +44,15 @@ def stream_gain(figures: Figures) -> float:
     seconds = seconds_of(figures)
     hidden = min(4 / 5 * figures["time/update_actor_s"], figures[WAITED] - figures[MOST])
     return seconds / (seconds - hidden)
+
+
+def ahead_gain(figures: Figures) -> float:
+    """Return how many times as fast an iteration would be with `rollout.stream.staleness` 1, with GPUs for each.
+
+    A rollout runs beside all the rest of the iteration before, so an iteration takes as long as the longer of the two.
+    """
+    seconds = seconds_of(figures)
+    return seconds / max(figures[WAITED], seconds - figures[WAITED])
 
 
 def seconds_of(figures: Figures) -> float:

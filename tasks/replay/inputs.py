@@ -171,6 +171,8 @@ def _tasks(config: TrainConfig, wanted: Sequence[str]) -> tuple[str, ...]:
 
 
 def _reproducible(config: TrainConfig) -> bool:
+    if config.rollout.begins_ahead:  # weights change on the way, at another moment each time
+        return False
     chosen = config.rollout.reproducible
     return not visible_gpus() if chosen is None else chosen
 

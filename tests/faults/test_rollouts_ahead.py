@@ -18,6 +18,7 @@ import pytest
 
 from configs.loading.load import load_config
 from engines.groups.group import RankLost
+from flows.replay import replay
 from flows.train import train
 from penstock.session.rollout.carried import POLICY_VERSIONS
 from penstock.state.events import read_events
@@ -137,9 +138,9 @@ def test_whatever_is_lost_no_prompt_is(recipe: str, trained: Callable[..., None]
 
 @pytest.mark.parametrize("recipe", ["ppo", "episodes"])
 def test_a_training_that_ends_with_a_rollout_ahead_is_resumed(
-    recipe: str, trained: Callable[..., None], tmp_path: Path
+    recipe: str, trained: Callable[..., None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Twice in the same update: its batch, which was complete, is the same afterwards."""
+    """Twice in the same update: its batch, which was complete, is the same afterwards. A replay has that update again."""
     run, blow = RunFolder(tmp_path / "run"), partial(Blow, "update_actor", "3/", "learning")
     with pytest.raises(RankLost):
         trained(run, recipe, "engine.restarts=0", blows=[blow()])
@@ -151,3 +152,7 @@ def test_a_training_that_ends_with_a_rollout_ahead_is_resumed(
     again = read_columns(run.experience(3), names)
     assert batch["prompt_id"] == again["prompt_id"] and batch["response"] == again["response"]
     assert_whole(run, recipe)
+    monkeypatch.chdir(ROOT)
+    replayed = replay(str(run.path), 3)
+    assert replayed.equal, [row for row in replayed.rows if not row.equal]
+    assert {row.task for row in replayed.rows} >= {"reward", "advantage", "update_actor"}

@@ -142,8 +142,9 @@ def test_what_a_run_would_gain_if_nobody_waited() -> None:
     assert "rollout.carry={extra: 0.25, staleness: 2} 1.79 times" in said
     assert "stream" not in said
     (said,) = describe_waiting([row] * 5, apart=True)
-    assert said.endswith("rollout.stream={} 1.32 times")
-    assert not describe_waiting([row | {"rollout/portion_wait_s": 1.0}] * 5, apart=True)
+    assert said.endswith("rollout.stream={} 1.32 times, rollout.stream={staleness: 1} 1.52 times")
+    for taken in ("portion_wait_s", "batch_wait_s"):
+        assert not describe_waiting([row | {f"rollout/{taken}": 1.0}] * 5, apart=True)
     assert not describe_waiting([row] * 4)
     assert not describe_waiting([{"time/iteration_s": 50.0}] * 5)
     assert not describe_waiting([row | {"rollout/deferred": 3.0}] * 5)

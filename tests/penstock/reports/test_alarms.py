@@ -12,7 +12,7 @@ import pytest
 
 from configs.loading.keys import describe_keys
 from penstock.reports.alarms import RULES, alarms_of, looked_at, raised, turns
-from penstock.reports.waiting import carry_gain, tail_gain
+from penstock.reports.waiting import ahead_gain, carry_gain, tail_gain
 
 Row = dict[str, float]
 ITERATIONS = 60
@@ -254,6 +254,12 @@ def test_what_is_carried_over_is_complete_as_fast_as_prompts_are_and_the_longest
     assert carry_gain(row) == 40 / (4 + 12)
     assert carry_gain(row | {"rollout/prompt_s_p80": 20.0}) == 40 / (4 + 20)
     assert carry_gain(row | {"rollout/prompt_s_p80": 36.0}) == 1
+
+
+@pytest.mark.parametrize(("rollout_s", "gain"), [(20.0, 2.0), (30.0, 4 / 3), (10.0, 4 / 3), (40.0, 1.0)])
+def test_a_rollout_ahead_hides_the_shorter_half(rollout_s: float, gain: float) -> None:
+    """Of an iteration of 40 s: the rollout behind all the rest, or the rest behind the rollout."""
+    assert ahead_gain({"time/iteration_s": 40.0, "rollout/prompt_s_max": rollout_s}) == pytest.approx(gain)
 
 
 def test_a_training_that_puts_the_longest_off_is_not_told_to() -> None:

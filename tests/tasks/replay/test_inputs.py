@@ -131,6 +131,10 @@ def test_the_tasks_are_those_of_the_algorithm() -> None:
     assert tasks_of(config()) == ["rollout", "reward", "advantage", "update_actor"]
     ppo = config(algorithm={"name": "ppo", "mini_batches": 2})
     assert {"old_logprobs", "values", "update_critic"} <= set(tasks_of(ppo))
+    apart = {"learning": {"roles": ["actor"]}, "generating": {"roles": ["rollout"]}}
+    for staleness, first in ((0, "rollout"), (1, "reward")):  # whose weights change on the way comes out otherwise
+        stream = config(rollout={"stream": {"staleness": staleness}}, groups=apart)
+        assert tasks_of(stream)[0] == first
 
 
 def test_live_overrides_come_back_from_the_figures(
