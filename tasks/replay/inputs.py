@@ -146,7 +146,7 @@ def tasks_of(config: TrainConfig) -> list[str]:
     """Return the tasks of a training's iterations that leave something to compare, in their order."""
     algorithm = config.algorithm
     there = {
-        "rollout": True,
+        "rollout": not config.rollout.begins_ahead,  # weights change on the way, at another moment each time
         "reward": True,
         "greedy_baseline": "greedy" in algorithm.needs,
         "old_logprobs": config.old_logprobs_needed,
@@ -171,8 +171,6 @@ def _tasks(config: TrainConfig, wanted: Sequence[str]) -> tuple[str, ...]:
 
 
 def _reproducible(config: TrainConfig) -> bool:
-    if config.rollout.begins_ahead:  # weights change on the way, at another moment each time
-        return False
     chosen = config.rollout.reproducible
     return not visible_gpus() if chosen is None else chosen
 

@@ -200,8 +200,10 @@ def test_every_command_has_one_handler_whose_types_fit(monkeypatch: pytest.Monke
         hints, reply = get_type_hints(function), reply_type(kind)
         assert hints.pop("return") in (reply, handlers.Later[reply]), function
         assert hints == {"models": RankModels, "command": kind}, function
-    begun = [name for name, item in handlers.HANDLERS.items() if item.during_generation(RankModels(0, 1, None))]
-    assert set(begun) == {"reshard", "generate"}, "during a generation, and nothing else"
+    for trainers, others in (({"actor": None}, set()), ({}, {"save", "load"})):  # of ranks that train nothing
+        models = RankModels(0, 1, None, trainers=trainers)
+        begun = [name for name, item in handlers.HANDLERS.items() if item.during_generation(models)]
+        assert set(begun) == {"reshard", "generate", "sample_to_compare"} | others, "during a generation, and no more"
 
     def added(takes: type) -> Any:
         def function(models: Any, command: Any) -> None: ...

@@ -140,7 +140,7 @@ def test_whatever_is_lost_no_prompt_is(recipe: str, trained: Callable[..., None]
 def test_a_training_that_ends_with_a_rollout_ahead_is_resumed(
     recipe: str, trained: Callable[..., None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Twice in the same update: its batch, which was complete, is the same afterwards. A replay has that update again."""
+    """Twice in the same update: its batch, which was complete, is the same. A replay has that update again."""
     run, blow = RunFolder(tmp_path / "run"), partial(Blow, "update_actor", "3/", "learning")
     with pytest.raises(RankLost):
         trained(run, recipe, "engine.restarts=0", blows=[blow()])
