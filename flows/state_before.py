@@ -15,6 +15,7 @@ from flows.updates import update
 from penstock.base.errors import UserError
 from penstock.reports.faults import UNDONE, Fault
 from penstock.session.record import append_record
+from penstock.session.rollout.generation import await_rollouts
 from penstock.session.session import Stage, Training
 from penstock.session.settings import Settings, next_settings
 from penstock.state.manifest import Progress
@@ -89,6 +90,7 @@ def go_back(training: Training, number: int, fault: Fault) -> None:
     if plan.checkpoint is None:
         raise _no_way_back(training, number, fault, f"there is no checkpoint before iteration {first}")
     training.session().rolled_back += 1
+    await_rollouts(training)  # one that is ahead ends with the weights that it has, which are newer than those to come
     bring_before(training, plan, lambda earlier: stored(plan, earlier))
     for undone in range(first, number):
         append_record(training, undone, {UNDONE: float(number)})

@@ -29,8 +29,12 @@ class Span:
 
 @dataclass(frozen=True)
 class Lap:
-    """An iteration by the clock: how long it took, and the tasks that ran in it, both without what was left out."""
+    """An iteration by the clock: how long it took, and the tasks that ran in it, both without what was left out.
 
+    A task may have begun before it: a rollout that was ahead.
+    """
+
+    began: float
     seconds: float
     spans: Sequence[Span]
 
@@ -68,7 +72,7 @@ class LapClock:
         """End this lap and begin the next."""
         now = time.perf_counter()
         spans = [Span(span.task, self._shown(span.began), self._shown(span.ended)) for span in self.spans]
-        lap = Lap(self._shown(now) - self._shown(self.began), spans)
+        lap = Lap(self._shown(self.began), self._shown(now) - self._shown(self.began), spans)
         self.began, self.spans, self.stops = now, [], []
         return lap
 

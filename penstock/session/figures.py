@@ -183,8 +183,8 @@ def shares(lap: Lap, usage: Mapping[str, list[dict[str, float]]], iteration: int
     """Return `share/<task>` of the iteration, 0 to 1, and what is left: `share/other` and `time/other_s`.
 
     Tasks that run side by side count with the time in which their ranks worked, without waits for each other. On groups
-    of their own they overlap, so all shares then add up to more than 1. Other is Prefect, the channel, files and
-    records.
+    of their own they overlap, so all shares then add up to more than 1; a rollout that began before the iteration
+    counts whole. Other is Prefect, the channel, files and records.
     """
     seconds: dict[str, float] = {}
     spent = 0.0
@@ -194,7 +194,7 @@ def shares(lap: Lap, usage: Mapping[str, list[dict[str, float]]], iteration: int
             own[span.task] = own.get(span.task, 0.0) + span.seconds
         if len(together) > 1:
             own |= {task: slowest(usage[key]) for task in own if (key := f"{iteration}/{task}") in usage}
-        lasted = max(span.ended for span in together) - min(span.began for span in together)
+        lasted = max(span.ended for span in together) - max(lap.began, min(span.began for span in together))
         spent += min(sum(own.values()), lasted)
         for task, worked in own.items():
             seconds[task] = seconds.get(task, 0.0) + worked

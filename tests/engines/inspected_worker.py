@@ -315,7 +315,13 @@ class InspectedWorker(Worker):
         """Whether answers are right where tokens that were not sent are asked for, and how many those were."""
         plain = scheduling.generate(lag, 1000, lambda scheduler: None)
         asked = scheduling.generate(lag, 1000, coasting.let_sequences_coast, take_at=range(10, 80, 7))
-        return {"answers_equal": asked.answers == plain.answers, "misplaced": asked.misplaced, "taken": asked.taken}
+        return {
+            "answers_equal": asked.answers == plain.answers,
+            "misplaced": asked.misplaced,
+            "taken": asked.taken,
+            "late_as_reckoned": all(reckoned == came for reckoned, came in asked.late),
+            "late": sum(came for _, came in asked.late),
+        }
 
     def coasting_with_a_window(self) -> dict[str, Any]:
         """Whether the scheduler of a model with a sliding window is changed."""

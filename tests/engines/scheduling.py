@@ -13,6 +13,7 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import Mock
 
@@ -20,6 +21,7 @@ import numpy as np
 
 from configs.sections.model import TinyModel
 from engines.models.tiny import make_tiny_model
+from engines.rollout.vllm import tokens_under_way
 
 BLOCK, LENGTH, VOCABULARY, STOP = 16, 220, 64, 1
 SEQUENCES, TOGETHER, PROMPTS = 48, 8, 12
@@ -34,6 +36,7 @@ class Seen:
     looks: list[int] = field(default_factory=list)  # in each step, sequences that vLLM asked its block manager about
     preempted: int = 0
     taken: int = 0  # tokens that were asked for before they were sent
+    late: list[tuple[int, int]] = field(default_factory=list)  # tokens of begun steps: as reckoned, and as they come
     misplaced: int = 0  # keys that a step would read and that are another prefix's, or nobody's
 
 
@@ -55,7 +58,8 @@ def generate(
         blocks: of the KV cache; with fewer than the sequences need, vLLM takes some away from the youngest.
         requests: makes them; None: random ones.
         reset_at: steps before which all that runs is to be computed again.
-        take_at: steps before which tokens that were not sent are asked for; `change` has let sequences coast.
+        take_at: steps before which tokens that were not sent are asked for, and how many those that have begun will
+            bring; `change` has let sequences coast.
     """
     scheduler = _scheduler(lag, blocks)
     looks = Mock(wraps=scheduler.kv_cache_manager.allocate_slots)
@@ -71,6 +75,10 @@ def generate(
                 seen.taken += len(tokens)
                 earlier = seen.answers.get(name, ([], [], ""))
                 seen.answers[name] = (earlier[0] + tokens, earlier[1] + logprobs, "")
+            seen.late += [
+                (tokens_under_way(_engine_of(scheduler), name), sum(_drawn_of(output, name) for _, output in in_flight))
+                for name in scheduler.requests
+            ]
         if len(seen.steps) in reset_at:
             scheduler.reset_prefix_cache(reset_running_requests=True)
             model.keys.clear()
@@ -186,6 +194,18 @@ class _Model:
 def _token(name: str, place: int) -> int:
     """Return the token that the model draws for a place of a sequence."""
     return random.Random(f"{name} {place}").choice((STOP, *range(2, VOCABULARY)))
+
+
+def _engine_of(scheduler: Any) -> Any:
+    """Return a vLLM engine of which there is the scheduler alone."""
+    core = SimpleNamespace(engine_core=SimpleNamespace(scheduler=scheduler))
+    return SimpleNamespace(llm_engine=SimpleNamespace(engine_core=core))
+
+
+def _drawn_of(output: Any, name: str) -> int:
+    """Return how many tokens of a sequence are in a step's output."""
+    place = output.req_id_to_index.get(name)
+    return 0 if place is None else len(output.sampled_token_ids[place])
 
 
 def _outputs(made: dict[int, Any]) -> list[Any]:

@@ -63,6 +63,13 @@ def begin_generation(
     return BegunGeneration(request, training.session().generating.submit(_ask, training, request, hearers, kept))
 
 
+def await_rollouts(training: Training) -> None:
+    """Wait until the engines have ended all that they have begun."""
+    for begun in training.session().rollouts.values():
+        if begun.generation is not None:
+            begun.generation.replies.result()
+
+
 def take_responses(training: Training, generation: BegunGeneration, wanted_at: float | None = None) -> Responses:
     """Wait for a generation and return its responses.
 

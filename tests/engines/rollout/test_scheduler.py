@@ -55,10 +55,14 @@ def test_sequences_that_coast_are_computed_again_with_new_weights(one_rank: Rank
 
 @pytest.mark.parametrize("lag", [0, 1, 2])
 def test_tokens_that_were_not_sent_are_there_for_the_asking_and_come_once(one_rank: Ranks, lag: int) -> None:
-    """Ten times in a generation, with their log-probs: before weights change, or responses are left for later."""
+    """Ten times in a generation, with their log-probs: before weights change, or responses are left for later.
+
+    Steps that have begun bring more, which are the older weights' as well: it is known how many of each sequence.
+    """
     (reply,) = one_rank.ask("coasting_and_asked", lag=lag)
     assert reply["answers_equal"] and reply["misplaced"] == 0
     assert reply["taken"] > 100
+    assert reply["late_as_reckoned"] and (reply["late"] > 50) == (lag > 0)
 
 
 def test_schedulers_of_other_attention_are_left_alone(one_rank: Ranks) -> None:

@@ -47,7 +47,7 @@ def lap_of(seconds: float, *side_by_side: dict[str, float]) -> Lap:
     for together in side_by_side:
         spans += [Span(task, now, now + lasted) for task, lasted in together.items()]
         now += max(together.values())
-    return Lap(seconds, spans)
+    return Lap(0.0, seconds, spans)
 
 
 def total(figures: dict[str, float]) -> float:
@@ -104,10 +104,19 @@ def test_steps_on_groups_of_their_own_overlap() -> None:
 def test_portions_of_a_task_beside_a_long_one_add_up() -> None:
     """A rollout of 6 s, beside it two portions of an update, of 1 and 2 s: the update has 3, and the whole is 6."""
     spans = [Span("update_actor", 1.0, 2.0), Span("update_actor", 3.0, 5.0), Span("rollout", 0.0, 6.0)]
-    result = shares(Lap(8.0, spans), {}, 1)
+    result = shares(Lap(0.0, 8.0, spans), {}, 1)
     assert result["share/update_actor"] == pytest.approx(3 / 8)
     assert result["share/rollout"] == pytest.approx(6 / 8)
     assert result["time/other_s"] == pytest.approx(2.0)
+
+
+def test_a_rollout_that_was_ahead_takes_nothing_of_the_iteration_before() -> None:
+    """Of 8 s 5 are known: the rollout's last second, and 4 of an update. Control: one that began with the iteration."""
+    for began, other in ((-5.0, 3.0), (0.0, 3.0)):
+        spans = [Span("rollout", began, 1.0), Span("update_actor", 1.0, 5.0)]
+        result = shares(Lap(0.0, 8.0, spans), {}, 1)
+        assert result["time/other_s"] == pytest.approx(other)
+        assert result["share/rollout"] == pytest.approx((1.0 - began) / 8)
 
 
 def test_calls_of_one_name_are_one_in_the_figures(

@@ -23,6 +23,7 @@ from penstock.session.requests import BegunRollout, Rollout
 from penstock.session.rollout.carried import POLICY_VERSIONS, begun_before, not_begun
 from penstock.session.rollout.draw import draw
 from penstock.session.rollout.ended import EndedFile, origin_of_ended
+from penstock.session.rollout.generation import await_rollouts
 from penstock.session.session import Stage, Training
 from penstock.session.settings import next_settings
 from penstock.state import experience
@@ -472,6 +473,25 @@ def test_a_rollout_begins_before_the_update_on_the_one_before(
     waiting, engines = prepared()
     engines.may_answer.set()
     assert ahead_of(waiting, at(2), rolled_out(waiting, at(2)), scored=True) is None
+
+
+def test_a_rollout_ahead_is_awaited_before_older_weights_come(
+    prepared: Callable[..., tuple[Training, Engines]],
+) -> None:
+    """A rollback brings them; its tokens would be of policies in no order, and older than they may be."""
+    training, engines = prepared(rollout={"prompts": PROMPTS, "samples": SAMPLES, "stream": {"staleness": 1}})
+    engines.may_answer.set()
+    stage = rolled_out(training, at(2))
+    engines.may_answer.clear()
+    ahead = ahead_of(training, at(2), stage)
+    assert ahead is not None and ahead.generation is not None
+    waiting = threading.Thread(target=await_rollouts, args=(training,))
+    waiting.start()
+    waiting.join(0.2)
+    assert waiting.is_alive() and not ahead.generation.replies.done()
+    engines.may_answer.set()
+    waiting.join(10)
+    assert ahead.generation.replies.done() and "4/rollout" in training.session().rollouts
 
 
 @pytest.mark.parametrize(
