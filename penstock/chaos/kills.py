@@ -20,6 +20,7 @@ from random import Random
 
 import psutil
 
+from configs.loading.load import load_config
 from penstock.base.errors import UserError
 from penstock.chaos.comparison import differences
 from penstock.chaos.processes import Found, Kind
@@ -85,8 +86,15 @@ def unleash(chaos: Chaos, tell: Callable[[str], None]) -> Outcome:
         tell: gets a sentence on everything that happens.
 
     Raises:
-        UserError: the recipe cannot be trained undisturbed, or has too few iterations to be killed in.
+        UserError: the recipe cannot be trained undisturbed, has too few iterations to be killed in, or is never the
+            same twice.
     """
+    if load_config(chaos.recipe, chaos.overrides).rollout.begins_ahead:
+        raise UserError(
+            "with rollout.stream.staleness no two trainings are equal, killed or not: weights change in the middle of a "
+            "rollout, at another moment each time",
+            "give rollout.stream=null",
+        )
     chaos.folder.mkdir(parents=True)
     alone = _left_alone(chaos, tell)
     random, kills, found, orphans = Random(chaos.seed), list[Kill](), dict[str, list[str]](), list[str]()
