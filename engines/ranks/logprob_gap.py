@@ -17,7 +17,7 @@ import torch
 from engines.batches.packing import Rows
 from engines.commands.forward import TokenValues
 from engines.commands.logprob_gap import LogprobsToCompare, SampledTokens, SampleToCompare
-from engines.commands.rollout import Sampling
+from engines.commands.rollout import Generate, Sampling
 from engines.ranks.forward import per_token
 from engines.ranks.models import RankModels
 from engines.ranks.serving.handlers import Later, begins, carries_out, single_turns
@@ -44,7 +44,8 @@ def sample_to_compare(models: RankModels, command: SampleToCompare) -> Later[Sam
         logprobs=True,
     )
     states = None if generator.loop.busy else generator_states()
-    generation = generator.generation(command.prompts, sampling, models.next_generation(), reproducible=True)
+    asked = Generate(command.prompts, sampling, tokenizer="")  # no text is made
+    generation = generator.generation(asked, models.next_generation(), reproducible=True)
     generator.loop.submit(generation)
 
     def reply() -> SampledTokens | None:

@@ -27,7 +27,7 @@ import torch
 from torch import nn
 
 from configs.sections.rollout import RolloutConfig
-from engines.commands.rollout import CarriedResponses, EndedResponses, Sampling
+from engines.commands.rollout import Generate, Sampling
 from engines.families.served import check_served
 from engines.families.shape import ModelShape, shape_of_weights
 from engines.rollout import vllm as versions
@@ -41,7 +41,6 @@ from engines.rollout.responses import SingleResponses
 from engines.rollout.scheduler import let_sequences_coast
 from engines.weights.loader import register_loader
 from engines.weights.slices import shapes_of
-from penstock.base.ragged import Ragged
 
 GIB = 1 << 30
 CPU_KV_CACHE_LIMIT = 1 * GIB
@@ -136,34 +135,24 @@ class Generator:
 
     def generation(
         self,
-        prompts: Ragged,
-        sampling: Sampling,
+        asked: Generate,
         number: int,
         play: Environments | None = None,
         sender: PartialResultSender | None = None,
         reproducible: bool | None = None,
-        wanted: int | None = None,
-        required: int = 0,
-        carried: CarriedResponses | None = None,
-        ended: EndedResponses | None = None,
-        together: int | None = None,
     ) -> SingleResponses | EpisodeLoop:
-        """Return `sampling.samples` responses to each prompt that falls to this engine, for `loop` to generate.
+        """Return the responses to each prompt that falls to this engine, for `loop` to generate.
 
         A stop token ends a response and is its last token. The engine is awake afterwards.
 
         Args:
-            prompts: all prompts of the generation, the same on every rank.
+            asked: the same on every rank.
             number: the same on every rank, and no other generation's.
             play: a response is an episode with these environments.
             sender: gets the responses that end before others, of episodes only if it wants all.
             reproducible: in place of the recipe's.
-            wanted: prompts that have to be answered by all engines together; None: all.
-            required: how many of those are the first ones.
-            carried: what there is of responses to the first prompts; None: what is not answered is dropped.
-            ended: responses that are there already, of single turns.
-            together: prompts that may be under way at a time on all engines; None: as many as there is room for.
         """
+        prompts, sampling, carried = asked.prompts, asked.sampling, asked.carried
         before = 0 if carried is None else len(carried.tokens) // sampling.samples
         began = time.perf_counter()
         if not self.loop.busy:  # a generation that is under way keeps its KV cache and its random stream
@@ -177,13 +166,13 @@ class Generator:
         share = Share(
             number,
             prompts,
-            prompt_queue(prompts.lengths_B, self.place, store, number, reproducible, before, together is None),
+            prompt_queue(prompts.lengths_B, self.place, store, number, reproducible, before, asked.together is None),
             sampling,
             self._parameters(sampling, reproducible, [] if play is None else play.stop_tokens),
-            min(self.max_sequences, most_at_once(together or len(prompts), sampling.samples, self.place.engines)),
-            quota_of(wanted, self.place, store, number, reproducible, required),
+            min(self.max_sequences, most_at_once(asked.together or len(prompts), sampling.samples, self.place.engines)),
+            quota_of(asked.wanted, self.place, store, number, reproducible, asked.required),
             carried,
-            ended,
+            asked.ended,
         )
         if play is None:
             return SingleResponses(share, sender)

@@ -91,8 +91,8 @@ def unleash(chaos: Chaos, tell: Callable[[str], None]) -> Outcome:
     """
     if load_config(chaos.recipe, chaos.overrides).rollout.begins_ahead:
         raise UserError(
-            "with rollout.stream.staleness no two trainings are equal, killed or not: weights change in the middle of a "
-            "rollout, at another moment each time",
+            "with rollout.stream.staleness no two trainings are equal, killed or not: weights change in the middle of "
+            "a rollout, at another moment each time",
             "give rollout.stream=null",
         )
     chaos.folder.mkdir(parents=True)
