@@ -17,6 +17,7 @@ from penstock.base.importing import importing
 
 TESTS = Path(__file__).parent
 os.environ["PENSTOCK_ALLOWED_MODULES"] = "tests"  # functions and classes of the tests are named in configurations
+os.environ["PREFECT_SERVER_EPHEMERAL_STARTUP_TIMEOUT_SECONDS"] = "120"  # of tests without the server below
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     # In the background of a shell Ctrl-C is ignored, also by all that is started here: a worker of Prefect that gets a
     # SIGTERM, which it hands on to itself as a Ctrl-C, would never end.
