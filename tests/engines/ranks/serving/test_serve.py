@@ -228,8 +228,9 @@ def test_ranks_of_one_engine_begin_a_command_before_the_same_step(two_ranks: Ran
 def test_a_comparison_does_not_disturb_a_generation(rank: Ranks, folder_of: FolderOf) -> None:
     """It ends before the generation does, and both have the tokens that they have alone."""
     folder = folder_of(SHAPE)
+    rank.build(folder, ("actor", "rollout"), rollout={"prompts": 8, "samples": 4, "max_response_tokens": 400})
     comparison = {"prompts": PROMPTS, "tokens": 2, "seed": [1, 2, 3]}
-    asking, asked = Asking(rank), _asked(folder, max_tokens=200, temperature=1.0, samples=4)
+    asking, asked = Asking(rank), _asked(folder, max_tokens=400, temperature=1.0, samples=16)  # takes seconds
     generation = asking.begin("generate", **asked)
     compared = asking.begin("sample_to_compare", **comparison)
     (sampled,) = asking.replies(compared)
