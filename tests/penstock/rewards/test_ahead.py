@@ -176,8 +176,8 @@ MODULE = """
 import os, time
 
 def slow(response):
-    if response == "slow":
-        time.sleep(1.0)
+    while response == "slow" and not os.path.exists("released"):
+        time.sleep(0.01)
     open("seen.txt", "a").write(response + "\\n")
     return float(len(response))
 
@@ -206,6 +206,7 @@ def test_reward_functions_are_called_ahead_once_per_response(tmp_path: Path, mon
         for begun in scorer._begun[1:]:
             begun.scores.result(30)
         assert not scorer._begun[0].scores.done(), "the control: the slow one is still running"
+        (tmp_path / "released").touch()
         assert rewards_of(scorer, samples) == [4, 1, 2, 3, 4]
         assert scorer.ahead_share == 0.8
     assert sorted((tmp_path / "seen.txt").read_text().split()) == ["a", "bb", "ccc", "dddd", "slow"]
