@@ -121,7 +121,7 @@ class DecodeLoop:
     def __init__(self, llm: Any, coasting: Coasting | None = None, keeps_keys: bool = False) -> None:
         self.llm, self._coasting, self._keeps_keys = llm, coasting, keeps_keys
         self.version = -1  # the policy version of the weights
-        self.keys_of: int | None = None  # the version whose keys and values are kept; None: maybe of several
+        self.keys_of: int | None = None  # the version whose keys vLLM's prefix cache holds; None: of none, or several
         self._generations: list[Generation] = []
         self._ended: list[Generation] = []
         self._requests: dict[str, Request] = {}  # that vLLM has not ended, by name
@@ -174,7 +174,7 @@ class DecodeLoop:
 
     @property
     def holds_keys(self) -> bool:
-        """Whether the prefixes that vLLM keeps are of the present weights, or of those that they may be of."""
+        """Whether vLLM's prefix cache may be used: it is of the present weights, or told apart by them."""
         return self._keeps_keys or self.keys_of == self.version
 
     def take(self) -> list[Generation]:
