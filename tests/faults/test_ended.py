@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -66,8 +66,9 @@ def _told(path: Path, newest: int) -> dict[int, list[int]]:
     return found
 
 
-def _below(process: subprocess.Popen[bytes]) -> Iterator[psutil.Process]:
-    yield from psutil.Process(process.pid).children(recursive=True)
+def _saved(run: RunFolder) -> int:
+    """The iteration from whose checkpoint a resume goes on."""
+    return read_manifest(run).progress.iteration if run.manifest.is_file() else 0
 
 
 def _starting(said: Path) -> Callable[..., subprocess.Popen[bytes]]:
@@ -81,7 +82,23 @@ def _starting(said: Path) -> Callable[..., subprocess.Popen[bytes]]:
     return start
 
 
-@pytest.mark.parametrize("killed", ["rank", "flow"])
+def _struck(
+    training: subprocess.Popen[bytes], killed: str, resume: Callable[[], subprocess.Popen[bytes]]
+) -> subprocess.Popen[bytes]:
+    """Kill the one rank of a group, or the flow, which is then resumed; return the training that goes on."""
+    started = psutil.Process(training.pid).children(recursive=True)
+    if killed == "flow":
+        training.kill()
+        until(lambda: not any(map(alive, started)), 20, "all that the flow started is gone")
+        training.wait()
+        return resume()
+    ranks = [process for process in started if words_of(process)[-1:] == ["engines.groups.rank"]]
+    (rank,) = [process for process in ranks if environment_of(process).get("PENSTOCK_GROUP") == killed]
+    rank.kill()
+    return training
+
+
+@pytest.mark.parametrize("killed", ["main", "flow"])
 def test_what_had_ended_is_in_the_experience(killed: str, tmp_path: Path) -> None:
     """A killed rank costs the flow nothing but the rest, and neither does a killed flow that is resumed."""
     run, said = RunFolder(tmp_path / "run"), tmp_path / "said"
@@ -90,20 +107,11 @@ def test_what_had_ended_is_in_the_experience(killed: str, tmp_path: Path) -> Non
 
     def in_the_second() -> bool:
         """Whether the first iteration will not be done again, and the second has had some responses."""
-        return (
-            run.manifest.is_file() and read_manifest(run).progress.iteration == 1 and len(_told(run.ended(2), 1)) >= 16
-        )
+        return _saved(run) == 1 and len(_told(run.ended(2), 1)) >= 16
 
     until(lambda: in_the_second() or training.poll() is not None, 300, "some responses", 0.01)
-    told, started = _told(run.ended(2), 1), list(_below(training))
-    if killed == "flow":
-        training.kill()
-        until(lambda: not any(map(alive, started)), 20, "all that the flow started is gone")
-        training.wait()
-        training = start("--resume", str(run.path))
-    else:
-        (rank,) = [process for process in started if words_of(process)[-1:] == ["engines.groups.rank"]]
-        rank.kill()
+    told = _told(run.ended(2), 1)
+    training = _struck(training, killed, lambda: start("--resume", str(run.path)))
     assert training.wait(300) == 0, said.read_text(encoding="utf-8")
     assert 16 <= len(told) < 32 * SAMPLES
     responses = read_columns(run.experience(2), ["response_tokens"])["response_tokens"]
@@ -127,21 +135,13 @@ def test_what_had_ended_of_a_rollout_ahead_is_in_its_experience(killed: str, tmp
     training = start(*RECIPE, *AHEAD, "--run", str(run.path))
 
     def in_the_update() -> bool:
-        """Whether the second batch is complete, and the third has had some responses."""
-        return run.experience(2).exists() and len(_told(run.ended(3), 1)) >= 8
+        """Whether the first iteration will not be done again, the second batch is complete, the third has begun."""
+        return _saved(run) == 1 and run.experience(2).exists() and len(_told(run.ended(3), 1)) >= 8
 
     until(lambda: in_the_update() or training.poll() is not None, 300, "some responses", 0.01)
-    told, started = _told(run.ended(3), 1), list(_below(training))
+    told = _told(run.ended(3), 1)
     second = read_columns(run.experience(2), ["prompt_id", "response_tokens"])
-    if killed == "flow":
-        training.kill()
-        until(lambda: not any(map(alive, started)), 20, "all that the flow started is gone")
-        training.wait()
-        training = start("--resume", str(run.path))
-    else:
-        ranks = [process for process in started if words_of(process)[-1:] == ["engines.groups.rank"]]
-        (rank,) = [process for process in ranks if environment_of(process).get("PENSTOCK_GROUP") == killed]
-        rank.kill()
+    training = _struck(training, killed, lambda: start("--resume", str(run.path)))
     assert training.wait(300) == 0, said.read_text(encoding="utf-8")
     assert 8 <= len(told) < 32 * SAMPLES
     batches = [read_columns(run.experience(number), COLUMNS) for number in (1, 2, 3)]
