@@ -118,7 +118,14 @@ def _halted(training: psutil.Popen, run: RunFolder, last: int) -> tuple[psutil.P
 
 
 def _rank(training: psutil.Popen) -> psutil.Process:
-    return next(child for child in training.children(recursive=True) if child.cmdline()[-1:] == ["engines.groups.rank"])
+    return next(child for child in training.children(recursive=True) if _is_rank(child))
+
+
+def _is_rank(process: psutil.Process) -> bool:
+    try:
+        return process.cmdline()[-1:] == ["engines.groups.rank"]
+    except psutil.NoSuchProcess:  # it has ended since it was listed
+        return False
 
 
 def _is_recorded(run: RunFolder, number: int) -> bool:

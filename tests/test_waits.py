@@ -94,7 +94,7 @@ ENDS = {
     "tasks/iteration/checkpoint.py: session.checkpoints.wait": DISK,
     "tasks/iteration/faults.py: training.session().consolidator.wait": DISK,
     "tasks/iteration/checkpoint.py: training.session().consolidator.wait": DISK,
-    "penstock/session/rollout/generation.py: begun.generation.replies.result": GROUP,
+    "penstock/session/rollout/generation.py: replies.result": GROUP,
     "tasks/iteration/rollout.py: generation.replies.result": "its responses have been taken",
 }
 

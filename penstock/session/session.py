@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor, wait
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -39,7 +39,7 @@ from penstock.data.samplers import PromptHistory, Sampler
 from penstock.session.clock import LapClock, Span
 from penstock.session.consolidation import Consolidator
 from penstock.session.hosts import Machines
-from penstock.session.requests import BegunRollout
+from penstock.session.requests import BegunRollout, Replies
 from penstock.session.saving.checkpoints import CheckpointWriter, WrittenState, write_snapshot, written_by_ranks
 from penstock.session.saving.snapshots import (
     KnownSlots,
@@ -167,6 +167,11 @@ class Session:
         return list(dict.fromkeys(self.groups.values()))
 
     @property
+    def awaited_replies(self) -> list[Future[Replies]]:
+        """Those of the rollouts that the engines have begun and nobody has taken."""
+        return [begun.generation.replies for begun in self.rollouts.values() if begun.generation is not None]
+
+    @property
     def reproducible(self) -> bool:
         """Whether timing has no part in which tokens are sampled (`rollout.reproducible`)."""
         if (chosen := self.config.rollout.reproducible) is not None:
@@ -278,8 +283,7 @@ class Session:
         assert self.machines is not None
         ended = self.distinct_groups
         self.end_groups(grace_s=0.0)
-        begun = [rollout.generation.replies for rollout in self.rollouts.values() if rollout.generation is not None]
-        wait([reply for reply in begun if not reply.cancel()])
+        wait([replies for replies in self.awaited_replies if not replies.cancel()])
         self.rollouts, self.usage, self.history, self.rollout_ended = {}, {}, [], None
         self.engines_awaited = False
         self.slots.forget()

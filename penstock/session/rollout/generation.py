@@ -65,9 +65,8 @@ def begin_generation(
 
 def await_rollouts(training: Training) -> None:
     """Wait until the engines have ended all that they have begun."""
-    for begun in training.session().rollouts.values():
-        if begun.generation is not None:
-            begun.generation.replies.result()
+    for replies in training.session().awaited_replies:
+        replies.result()
 
 
 def take_responses(training: Training, generation: BegunGeneration, wanted_at: float | None = None) -> Responses:
