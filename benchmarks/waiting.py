@@ -10,7 +10,9 @@ from __future__ import annotations
 import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
+from benchmarks.reporting.machine import machine
 from benchmarks.reporting.result import BenchResult, new_result, steady
 from benchmarks.session import describe
 from benchmarks.step import PROGRAM, trained
@@ -39,16 +41,25 @@ FIGURES = {
 
 
 def measure(
-    recipe: Path, overrides: list[str], command: str, *, skip: int, synchronous: int | None, lognormal: bool
+    recipe: Path,
+    overrides: list[str],
+    command: str,
+    *,
+    skip: int,
+    synchronous: int | None,
+    lognormal: bool,
+    against: BenchResult | None = None,
 ) -> BenchResult:
     """Train both ways; return samples per second after the first `skip` iterations, and their ratio.
 
     Args:
         synchronous: iterations of the synchronous training; None: as many as the recipe has.
         lognormal: whether responses end as those of a reasoning model (benchmarks/ranks/uneven_rank.py).
+        against: a result of this benchmark whose synchronous training is not repeated.
 
     Raises:
-        UserError: the recipe is wrong or waits for all, too few iterations are asked for, or a training failed.
+        UserError: the recipe is wrong or waits for all, too few iterations are asked for, a training failed, or
+            `against` is of other work or another machine.
     """
     config = load_config(recipe, overrides)
     waits = [f"rollout.{mode}=null" for mode in MODES if getattr(config.rollout, mode) is not None]
@@ -56,6 +67,9 @@ def measure(
         raise UserError(f"{recipe} waits for all responses", "give rollout.tail, e.g. rollout.tail.extra=0.25")
     if lognormal and not config.rollout.ignore_eos:
         raise UserError(f"in {recipe} a response may end by itself", "give rollout.ignore_eos=true")
+    work = {"lengths": "log-normal" if lognormal else "the model's", **describe(config)}
+    if against is not None:
+        _check_same(against, work)
     program = UNEVEN if lognormal else PROGRAM
     fewer = [] if synchronous is None else [f"iterations={synchronous}"]
     for count in (config.iterations, synchronous or config.iterations):
@@ -63,7 +77,11 @@ def measure(
     with tempfile.TemporaryDirectory(prefix="penstock-bench-") as scratch:
         overrides = [*overrides, *with_prompts(config, Path(scratch))]
         rows, _ = trained(recipe, overrides, Path(scratch) / "recipe", program)
-        others, _ = trained(recipe, [*overrides, *waits, *fewer], Path(scratch) / "synchronous", program)
+        others = (
+            trained(recipe, [*overrides, *waits, *fewer], Path(scratch) / "synchronous", program)[0]
+            if against is None
+            else [row for row in against.details if row["mode"] == "synchronous"]
+        )
     samples = config.rollout.prompts * config.rollout.samples
     figures, peer = figures_of(rows, skip, samples), figures_of(others, skip, samples)
     return new_result(
@@ -71,20 +89,30 @@ def measure(
         command,
         {**figures, "speedup": figures["samples_per_s"] / peer["samples_per_s"]},
         peers={"synchronous": peer},
-        peers_command=command,
+        peers_command=command if against is None else against.peers_command,
         settings={
             "iterations": len(rows),
             "synchronous_iterations": len(others),
             "skipped": skip,
-            "lengths": "log-normal" if lognormal else "the model's",
-            **describe(config),
+            **work,
         },
         details=[
-            {"mode": mode, "iteration": number, **row}
+            {**row, "mode": mode, "iteration": number}
             for mode, found in (("recipe", rows), ("synchronous", others))
             for number, row in enumerate(found, start=1)
         ],
     )
+
+
+def _check_same(against: BenchResult, work: Mapping[str, Any]) -> None:
+    """Raise UserError unless a result is of the same work on such a machine, whichever way it did not wait."""
+    if against.bench != "waiting" or against.machine != machine():
+        raise UserError("the result to compare with is not of this benchmark and machine", "leave out --against")
+    waiting: dict[str, Any] = dict.fromkeys(MODES)
+    asked, measured = ({**of, "rollout": {**of["rollout"], **waiting}} for of in (work, against.settings))
+    names = asked.keys() | measured.keys() - {"iterations", "synchronous_iterations", "skipped"}
+    if differing := sorted(name for name in names if asked.get(name) != measured.get(name)):
+        raise UserError(f"the result to compare with differs in {', '.join(differing)}", "leave out --against")
 
 
 def figures_of(rows: Sequence[Mapping[str, float]], skip: int, samples: int) -> dict[str, float]:

@@ -49,6 +49,13 @@ def test_both_trainings_are_of_the_same_work(monkeypatch: pytest.MonkeyPatch) ->
     assert asked[2:] == [CARRIED, [*CARRIED, "rollout.carry=null"]]
     assert result.figures["speedup"] == 2.0
     assert result.peers["synchronous"]["samples_per_s"] == 512 / 8.0
+    more = ["seed=3", "rollout.tail.extra=0.5"]
+    again = measure(RECIPE, more, "later", skip=1, synchronous=None, lognormal=False, against=result)
+    assert asked[4:] == [more]
+    assert (again.peers, again.peers_command) == (result.peers, "penstock bench waiting")
+    assert again.figures["speedup"] == again.figures["samples_per_s"] / (512 / 8.0)
+    with pytest.raises(UserError, match="differs in seed"):
+        measure(RECIPE, [], "later", skip=1, synchronous=None, lognormal=False, against=result)
     with pytest.raises(UserError, match="may end by itself"):
         measure(RECIPE, [], "penstock bench waiting", skip=1, synchronous=None, lognormal=True)
     with pytest.raises(UserError, match="waits for all responses"):

@@ -215,11 +215,23 @@ def waiting(
     lognormal: Annotated[
         bool, typer.Option("--lognormal", help="end responses after log-normal numbers of tokens, 600 on the mean")
     ] = False,
+    against: Annotated[
+        Path | None, typer.Option(help="a result of this benchmark whose synchronous training is not repeated")
+    ] = None,
 ) -> None:
-    """What is gained by not waiting for the longest responses (rollout.tail, rollout.carry), beside waiting for all."""
+    """What is gained by not waiting for the longest responses, beside waiting for all."""
+    from benchmarks.reporting.result import read_result
     from benchmarks.waiting import measure
 
-    result = measure(recipe, overrides or [], command(), skip=skip, synchronous=synchronous, lognormal=lognormal)
+    result = measure(
+        recipe,
+        overrides or [],
+        command(),
+        skip=skip,
+        synchronous=synchronous,
+        lognormal=lognormal,
+        against=None if against is None else read_result(against),
+    )
     _finish(result, out, ("mode", "iteration", "time/iteration_s", "time/rollout_s", "rollout/deferred"))
 
 
