@@ -140,8 +140,11 @@ class TrainConfig(Recipe):
             return
         held = [role for group in self.groups.values() for role in group.roles]
         needed = self.roles
-        if twice := sorted({role for role in held if held.count(role) > 1}):
+        if twice := sorted({role for role in held if held.count(role) > 1 and role != "rollout"}):
             raise ValueError(f"'groups' places {', '.join(twice)} twice: one group must hold it")
+        generating = [group.roles for group in self.groups.values() if "rollout" in group.roles]
+        if len(generating) > 1 and any(roles != ["rollout"] for roles in generating):
+            raise ValueError("'groups' places rollout in several groups: each of them must hold it alone")
         if missing := sorted(set(needed) - set(held)):
             raise ValueError(f"'groups' places no {', '.join(missing)}: add it to a group's roles")
         if idle := sorted(set(held) - set(needed)):

@@ -45,7 +45,8 @@ class Built:
 class Build(Command[Built]):
     """Load the models of `roles` from the actor's starting folder; `config` is a `TrainConfig` as plain data.
 
-    `keep_logits`: the actor's updates hold a micro-batch's logits for the backward pass.
+    `keep_logits`: the actor's updates hold a micro-batch's logits for the backward pass. `engines`: of all rollout
+    groups, which share the prompts.
     """
 
     measured: ClassVar[bool] = False
@@ -54,3 +55,4 @@ class Build(Command[Built]):
     folder: str
     roles: tuple[Role, ...]
     keep_logits: bool = False
+    engines: int | None = None

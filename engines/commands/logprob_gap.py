@@ -26,6 +26,7 @@ class SampleToCompare(Command[SampledTokens | None]):
     """Sample `tokens` tokens at temperature 1 for an engine's share of the prompts; its first rank replies."""
 
     measured: ClassVar[bool] = False
+    number: int  # that no other generation of these engines has
     prompts: Ragged
     tokens: int
     seed: list[int]

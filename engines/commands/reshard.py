@@ -10,7 +10,7 @@ from engines.commands.message import Command
 
 @dataclass(frozen=True)
 class Store:
-    """Where the ranks of actor and rollout meet: a store on the machine of the actor's first rank."""
+    """Where the ranks of actor and rollouts meet: a store on the machine of the actor's first rank."""
 
     address: str
     port: int
@@ -18,18 +18,19 @@ class Store:
 
 @dataclass(frozen=True)
 class Listen(Command[Store | None]):
-    """Open the store in which actor and rollout groups of different devices meet; the first rank replies."""
+    """Open the store in which groups of actor and rollouts meet; the first rank replies."""
 
     measured: ClassVar[bool] = False
 
 
 @dataclass(frozen=True)
 class Connect(Command[None]):
-    """Join the actor's first rank with all rollout ranks; both groups get this side by side."""
+    """Join the actor's first rank with the ranks of all rollout groups, which get this side by side."""
 
     measured: ClassVar[bool] = False
     store: Store
     rollout_ranks: int
+    before: int = 0  # rollout ranks of the groups that come before this one
 
 
 @dataclass(frozen=True)

@@ -126,12 +126,13 @@ class EngineResponses:
 
 @dataclass(frozen=True)
 class Generate(Command[EngineResponses | None]):
-    """Generate responses to those of the group's prompts that fall to this rank's engine.
+    """Generate responses to those of the prompts that fall to this rank's engine.
 
     Of an engine's ranks the first replies, and tells of responses that end before others (`PartialResults`).
     """
 
     news: ClassVar[type] = PartialResults
+    number: int  # that no other generation of these engines has
     prompts: Ragged
     sampling: Sampling
     tokenizer: str  # its folder

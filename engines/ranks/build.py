@@ -65,7 +65,7 @@ def build(models: RankModels, command: Build) -> Built:
         models.frozen["reward"] = _freeze(PackedRewardModel(reward_model), models.device)
     if "rollout" in roles:
         with _timed("starting the rollout engine"):
-            _build_rollout(models, Path(folder), alone=roles == ("rollout",))
+            _build_rollout(models, command)
     strategy = reshard_strategy(config) if "rollout" in roles else None
     kernels = kernels_on(models.device.type)
     return Built(parameters, trained, *shared_and_copied(models), strategy, kernels)
@@ -88,15 +88,16 @@ def _build_actor(models: RankModels, command: Build, steps: int) -> tuple[int, i
     return parameters, trained
 
 
-def _build_rollout(models: RankModels, folder: Path, alone: bool) -> None:
+def _build_rollout(models: RankModels, command: Build) -> None:
     """Start the rollout engine, on the actor's weights if they are in this group."""
-    config, rollout = models.config, models.config.rollout
+    config, rollout, folder = models.config, models.config.rollout, Path(command.folder)
     strategy = reshard_strategy(config)
     if strategy == "broadcast":
         models.lm = causal_lm_shapes(folder, models.dtype)
     models.storage = shared_storage(strategy, models.lm, rollout.tensor_parallel, models.dtype, models.device)
     correction = config.algorithm.correction is not None
-    demand = Demand(rollout, config.data.max_prompt_tokens, sleeps=not alone, logprobs=correction)
+    sleeps = command.roles != ("rollout",)
+    demand = Demand(rollout, config.data.max_prompt_tokens, command.engines, sleeps, correction)
     generator = Generator(Served(folder, models.lm, models.dtype, models.storage), demand)
     models.generator = generator
     if strategy == "broadcast":

@@ -44,8 +44,8 @@ def sample_to_compare(models: RankModels, command: SampleToCompare) -> Later[Sam
         logprobs=True,
     )
     states = None if generator.loop.busy else generator_states()
-    asked = Generate(command.prompts, sampling, tokenizer="")  # no text is made
-    generation = generator.generation(asked, models.next_generation(), reproducible=True)
+    asked = Generate(command.number, command.prompts, sampling, tokenizer="")  # no text is made
+    generation = generator.generation(asked, reproducible=True)
     generator.loop.submit(generation)
 
     def reply() -> SampledTokens | None:

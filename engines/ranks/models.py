@@ -48,7 +48,6 @@ class RankModels:
         frozen: the others, by role.
         lm: the model inside the actor's trainer; in a rollout group of its own its shapes alone.
         generator: the rollout engine.
-        generations: of this process, whichever engine made them; the same on all ranks.
         transfer: brings the actor's weights to the rollout engine.
         slots: copies the trained state to memory of the host, once that was asked for.
         storage: parameters that actor and rollout engine share.
@@ -73,7 +72,6 @@ class RankModels:
     sft_rows: Rows | None = None
     tokenizers: dict[str, Any] = field(default_factory=dict)
     generator: Generator | None = None
-    generations: int = 0
     environments: EnvironmentHost = field(default_factory=EnvironmentHost)
     transfer: Transfer | None = None
     slots: SlotWriter | None = None
@@ -145,11 +143,6 @@ class RankModels:
         """Wait until the snapshot that is being taken is whole, if there is one: what it copies may change then."""
         if self.slots is not None:
             self.slots.wait()
-
-    def next_generation(self) -> int:
-        """Return a number that no other generation of this process has; the same on all ranks."""
-        self.generations += 1
-        return self.generations
 
     def use(self, work: Mapping[str, float]) -> None:
         """Add to what the newest command did."""

@@ -25,7 +25,10 @@ def listen(models: RankModels, command: Listen) -> Store | None:
 
 @carries_out(Connect)
 def connect(models: RankModels, command: Connect) -> None:
-    """Join the groups: the actor's first rank will send, all rollout ranks receive, the actor's others take no part."""
+    """Join the groups: the actor's first rank will send, all rollout ranks receive, the actor's others take no part.
+
+    The rollout ranks share prompts from then on, whichever group they are of.
+    """
     engine, size = models.config.engine, command.rollout_ranks + 1
     place = (size, models.device, models.lm, engine.command_timeout_s)
     if models.generator is None:
@@ -33,8 +36,10 @@ def connect(models: RankModels, command: Connect) -> None:
         return
     met, timeout = command.store, timedelta(seconds=engine.start_timeout_s)
     store = interface.connect_store(met.address, met.port, timeout)
-    joint = join(store, models.rank + 1, *place)
-    models.transfer = Receiver(models.generator.model, models.generator.binding, models.lm, models.storage, joint)
+    number, generator = command.before + models.rank, models.generator
+    joint = join(store, number + 1, *place)
+    models.transfer = Receiver(generator.model, generator.binding, models.lm, models.storage, joint)
+    generator.share_with(number, command.rollout_ranks, store)
 
 
 @carries_out(Reshard, during_generation=always)

@@ -24,8 +24,7 @@ def generate(models: RankModels, command: Generate) -> Later[EngineResponses | N
     of_text = partial(decode, models.tokenizer(command.tokenizer))
     sender = PartialResultSender(of_text, models.tell, generator.place.engine, command.tell_all)
     speaks = not generator.place.rank_in_engine
-    number = models.next_generation()
-    generation = generator.generation(command, number, environments, sender if speaks else None)
+    generation = generator.generation(command, environments, sender if speaks else None)
     generator.loop.submit(generation)
     if not speaks:
         return Later(generation, lambda: None)

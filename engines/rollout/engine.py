@@ -67,12 +67,14 @@ class Demand:
     """What an engine will be asked for.
 
     Attributes:
+        engines: that share the prompts out among themselves; None: those of this process group.
         sleeps: whether something else needs this GPU's memory between rollouts.
         logprobs: whether log-probs of the tokens that it samples may be asked for.
     """
 
     config: RolloutConfig
     max_prompt_tokens: int
+    engines: int | None = None
     sleeps: bool = True
     logprobs: bool = False
 
@@ -95,7 +97,8 @@ class Generator:
         self.sleeps = demand.sleeps and config.sleep is not False and self.cuda
         ranks = torch.distributed.get_world_size()
         self.place = place_of(torch.distributed.get_rank(), ranks, config.tensor_parallel)
-        self.max_sequences = max_sequences(config, self.place.engines)
+        self.store = torch.distributed.distributed_c10d._get_default_store()
+        self.max_sequences = max_sequences(config, demand.engines or self.place.engines)
         self.stop_token_ids = stop_token_ids(lm)
         described: Any = lm.config
         settings, shapes = described.to_dict(), shapes_of(lm)
@@ -126,6 +129,14 @@ class Generator:
         self.wake_seconds = 0.0  # what the last generation waited for the engine's memory
         self.dropped = False
 
+    def share_with(self, rank: int, ranks: int, store: Any) -> None:
+        """Share prompts from now on with the engines of all rollout groups, which count in one store.
+
+        Args:
+            rank: this one's number among the `ranks` of all groups.
+        """
+        self.place, self.store = place_of(rank, ranks, self.config.tensor_parallel), store
+
     def reshard(self, transfer: Callable[[], int]) -> int:
         """Let `transfer` bring and verify weights; return the bytes it moved."""
         if self.binding.copied:
@@ -136,7 +147,6 @@ class Generator:
     def generation(
         self,
         asked: Generate,
-        number: int,
         play: Environments | None = None,
         sender: PartialResultSender | None = None,
         reproducible: bool | None = None,
@@ -147,7 +157,6 @@ class Generator:
 
         Args:
             asked: the same on every rank.
-            number: the same on every rank, and no other generation's.
             play: a response is an episode with these environments.
             sender: gets the responses that end before others, of episodes only if it wants all.
             reproducible: in place of the recipe's.
@@ -162,7 +171,7 @@ class Generator:
         self.wake_seconds = time.perf_counter() - began
         if reproducible is None:
             reproducible = not self.cuda if self.config.reproducible is None else self.config.reproducible
-        store = torch.distributed.distributed_c10d._get_default_store()
+        number, store = asked.number, self.store
         share = Share(
             number,
             prompts,

@@ -67,6 +67,7 @@ class Rank:
     width: int  # bytes of a weight
     scores: bool = False  # what is trained offline has a score in place of its language head
     gated_mlp: bool = False  # its GPU has the kernels of engines/kernels/gated_mlp.py
+    rollout_ranks: int | None = None  # of all groups that generate; None: this group's
 
 
 @dataclass(frozen=True)
@@ -396,7 +397,7 @@ def kv_cache_bytes(config: TrainConfig, rank: Rank) -> int:
     shape, parallel = rank.shapes["rollout"], config.rollout.tensor_parallel
     length = config.data.max_prompt_tokens + config.rollout.max_response_tokens
     blocks = -(-length // KV_BLOCK) * KV_BLOCK
-    most = max_sequences(config.rollout, rank.ranks // parallel)
+    most = max_sequences(config.rollout, (rank.rollout_ranks or rank.ranks) // parallel)
     wanted = most + 1 if rank.device == "cuda" and _stays(config) else min(USEFUL_SEQUENCES, most)
     return shape.kv_numbers(parallel) * rank.width * blocks * wanted
 

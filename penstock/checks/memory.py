@@ -190,6 +190,7 @@ def estimate_groups(
     specs = place(config, len(gpus), Path(), elsewhere.pools)
     everywhere = [device for spec in specs for device in spec.devices]
     check_gpus_elsewhere(everywhere, elsewhere)
+    generating = sum(len(spec.devices) for spec in specs if "rollout" in spec.roles)
     estimates = []
     for spec in specs:
         each = tuple(_free(device, everywhere, gpus, elsewhere) for device in spec.devices)
@@ -197,7 +198,7 @@ def estimate_groups(
         on = "cpu" if spec.devices[0].gpu is None else "cuda"
         shapes = {role: shape_of(config, role) for role in config.roles if role in spec.roles}
         gated = on == "cuda" and all(_has_gated_mlp(device, gpus, elsewhere) for device in spec.devices)
-        rank = Rank(shapes, len(spec.devices), on, weight_width(config, on), scores, gated)
+        rank = Rank(shapes, len(spec.devices), on, weight_width(config, on), scores, gated, generating)
         recomputed = choose_recomputed(config, rank, free)
         decided = decide_sleep(config, rank, recomputed, free)
         memory = rank_memory(decided, rank, recomputed, phase)

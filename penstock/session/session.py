@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, overload
 
@@ -117,7 +118,8 @@ class Session:
     run: RunFolder
     kind: str = "train"  # or "sft", "preference", "reward-model": the command that made the run
     stack: ExitStack = field(default_factory=ExitStack)
-    groups: dict[Role, EngineGroup] = field(default_factory=dict)
+    groups: dict[Role, EngineGroup] = field(default_factory=dict)  # by role; for the rollout the first that holds it
+    rollouts_apart: dict[str, EngineGroup] = field(default_factory=dict)  # groups of the rollout alone, by name
     machines: Machines | None = None
     lost_at: list[float] = field(default_factory=list)  # when ranks or hosts were lost, `time.monotonic`
     recovering: Recovering | None = None  # from the last of them
@@ -153,6 +155,7 @@ class Session:
     recomputed: dict[str, Recomputed] = field(default_factory=dict)  # by trained model, as decided for this machine
     kv_cache_stays: bool | None = None  # between rollouts, likewise; None: on no GPU, or there is no rollout
     engines_awaited: bool = False
+    generations: Iterator[int] = field(default_factory=lambda: count(1))  # numbers for commands that generate
     clock: LapClock = field(default_factory=LapClock)
     started: float = field(default_factory=time.monotonic)
     seconds_before: float = 0.0  # of earlier attempts
@@ -164,7 +167,20 @@ class Session:
     @property
     def distinct_groups(self) -> list[EngineGroup]:
         """Every engine group once, in role order."""
-        return list(dict.fromkeys(self.groups.values()))
+        return list(dict.fromkeys((*self.groups.values(), *self.rollout_groups)))
+
+    @property
+    def rollout_groups(self) -> list[EngineGroup]:
+        """The groups whose engines share the prompts of a generation; none where there is no rollout."""
+        if self.rollouts_apart:
+            return list(self.rollouts_apart.values())
+        return [self.groups["rollout"]] if "rollout" in self.groups else []
+
+    @property
+    def rollout_engines(self) -> int:
+        """How many engines share the prompts of a generation."""
+        ranks = sum(len(group.spec.devices) for group in self.rollout_groups)
+        return ranks // self.config.rollout.tensor_parallel
 
     @property
     def awaited_replies(self) -> list[Future[Replies]]:
@@ -185,9 +201,10 @@ class Session:
         key: str,
         on_news: Callable[[Any], None] | None = None,
     ) -> list[Reply]:
-        """Send a command to the group that holds `role`; return the replies in rank order. See `call_all`."""
-        group = self.groups[role]
-        return self.call_all({group: command}, key, on_news)[group]
+        """Send a command to the groups that hold `role`; return the replies in rank order. See `call_all`."""
+        groups = self.rollout_groups if role == "rollout" else [self.groups[role]]
+        replies = self.call_all(dict.fromkeys(groups, command), key, on_news)
+        return [reply for group in groups for reply in replies[group]]
 
     def call_all(
         self,
@@ -246,18 +263,20 @@ class Session:
 
     def build(self, roles: Sequence[Role]) -> Build:
         """Return the command to build the models of some roles."""
-        return Build(self.engine_config(), self.model_folder, tuple(roles), self.keeps_logits("actor"))
+        engines = self.rollout_engines if "rollout" in roles else None
+        return Build(self.engine_config(), self.model_folder, tuple(roles), self.keeps_logits("actor"), engines)
 
     def keeps_logits(self, name: str) -> bool:
         """Whether the actor, or the model of supervised training, keeps its logits for the backward pass."""
         return name in self.recomputed and not self.recomputed[name].logits
 
     def start_groups(self, specs: Sequence[GroupSpec], epoch: int = 0) -> None:
-        """Start engine groups, each in place of the one with the same roles."""
+        """Start engine groups, each in place of the one of the same name."""
         assert self.machines is not None
-        for spec in specs:
-            group = EngineGroup(spec, self.machines.hosts, epoch)
-            self.groups |= {role: group for role in self.config.roles if role in spec.roles}
+        groups = [EngineGroup(spec, self.machines.hosts, epoch) for spec in specs]
+        self.rollouts_apart |= {group.spec.name: group for group in groups if group.spec.roles == ("rollout",)}
+        held = [(role, group) for role in self.config.roles for group in groups if role in group.spec.roles]
+        self.groups |= dict(reversed(held))  # of several groups the first
 
     def keep_reserve(self) -> None:
         """Have ranks in reserve where there are GPUs: their start takes longest, and there are cores for it."""

@@ -67,9 +67,8 @@ def allowed(session: Session) -> float:
 def logprob_gap(training: Training, iteration: int) -> np.ndarray:
     """Return the difference between vLLM's and the actor's log-prob of every token that was sampled for this."""
     session, config = training.session(), training.config
-    engines = len(session.groups["rollout"].spec.devices) // config.rollout.tensor_parallel
-    asked, tokens = _prompts(training, iteration, engines), min(TOKENS, config.rollout.max_response_tokens)
-    sample = SampleToCompare(asked, tokens, [config.seed, iteration, COMPARING])
+    asked, tokens = _prompts(training, iteration), min(TOKENS, config.rollout.max_response_tokens)
+    sample = SampleToCompare(next(session.generations), asked, tokens, [config.seed, iteration, COMPARING])
     replies = session.call("rollout", sample, f"{iteration}/sample_to_compare")
     answers = [reply for reply in replies if reply is not None]  # of an engine of several ranks one replies
     lengths_B = np.concatenate([answer.responses.lengths_B for answer in answers])
@@ -83,7 +82,8 @@ def logprob_gap(training: Training, iteration: int) -> np.ndarray:
     return np.abs(np.concatenate([answer.logprobs_T for answer in answers]) - ours.values_T)
 
 
-def _prompts(training: Training, iteration: int, engines: int) -> Ragged:
+def _prompts(training: Training, iteration: int) -> Ragged:
     """Return the prompts of a comparison: others each time."""
-    tokens, count = training.session().prompts["train"].frame["prompt_tokens"], PROMPTS * engines
+    session = training.session()
+    tokens, count = session.prompts["train"].frame["prompt_tokens"], PROMPTS * session.rollout_engines
     return Ragged.of([tokens.iloc[(iteration * count + row) % len(tokens)] for row in range(count)], np.int32)

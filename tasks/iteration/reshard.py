@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import accumulate
+
 from prefect import task
 from prefect.cache_policies import NO_CACHE
 
@@ -29,21 +31,23 @@ def reshard(training: Training, settings: Settings, version: int) -> dict[str, f
 
 
 def bring_weights(session: Session, key: str, version: int) -> list[Resharded]:
-    """Reshard on every rank that takes part; return the replies of the rollout engine's ranks."""
+    """Reshard on every rank that takes part; return the replies of the rollout engines' ranks."""
     replies = session.call_all(dict.fromkeys(_groups(session), Reshard(version)), key)
-    return replies[session.groups["rollout"]]
+    return [reply for group in session.rollout_groups for reply in replies[group]]
 
 
 def connect_groups(session: Session) -> None:
-    """Let actor and rollout group find each other, if they are two; before their first reshard."""
-    groups = _groups(session)
-    if len(groups) == 1:
+    """Let the groups of actor and rollouts find each other, if they are not one; before their first reshard."""
+    if len(_groups(session)) == 1:
         return
     store = session.call("actor", Listen(), "0/listen")[0]
     assert store is not None
-    connect = Connect(store, rollout_ranks=len(session.groups["rollout"].spec.devices))
-    session.call_all(dict.fromkeys(groups, connect), "0/connect")
+    sizes = [len(group.spec.devices) for group in session.rollout_groups]
+    commands = {session.groups["actor"]: Connect(store, sum(sizes))}
+    for group, before in zip(session.rollout_groups, accumulate(sizes, initial=0), strict=False):
+        commands[group] = Connect(store, sum(sizes), before)
+    session.call_all(commands, "0/connect")
 
 
 def _groups(session: Session) -> list[EngineGroup]:
-    return list(dict.fromkeys((session.groups["actor"], session.groups["rollout"])))
+    return list(dict.fromkeys((session.groups["actor"], *session.rollout_groups)))

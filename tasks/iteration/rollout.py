@@ -262,7 +262,7 @@ def _portions(training: Training, prompts: int, policy_version: int) -> Portions
     config, session = training.config.rollout, training.session()
     if not config.in_portions:
         return None
-    engines = len(session.groups["rollout"].spec.devices) // config.tensor_parallel if session.reproducible else 1
+    engines = session.rollout_engines if session.reproducible else 1
     return Portions(prompts, config.samples, config.portions, engines, policy_version)
 
 

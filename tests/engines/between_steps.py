@@ -12,7 +12,7 @@ from unittest.mock import patch
 import torch
 
 from engines.commands.message import encode
-from tests.engines.plain_commands import command_of
+from tests.engines.plain_commands import INSIDE, command_of, numbered
 
 
 def generate(
@@ -55,7 +55,8 @@ def generate(
 
 
 def _begin(worker: Any, command: str, arguments: dict[str, Any]) -> Any:
-    return worker.handle(command, encode(command_of(command, arguments)), lambda news: None)
+    asked = command_of(command, numbered(command, arguments, INSIDE))
+    return worker.handle(command, encode(asked), lambda news: None)
 
 
 @torch.no_grad()

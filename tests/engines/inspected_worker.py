@@ -50,7 +50,7 @@ from penstock.base.errors import UserError
 from penstock.base.ragged import Ragged
 from tests.engines import between_steps, scheduling
 from tests.engines.families import renamed
-from tests.engines.plain_commands import command_of
+from tests.engines.plain_commands import INSIDE, command_of, numbered
 
 buckets.BUCKET_BYTES = 200_000  # so that a tiny model takes several
 
@@ -111,7 +111,8 @@ class InspectedWorker(Worker):
         """Carry out a command in the middle of an inspection; return its reply, or figures, as they travel."""
         if command in self.INSPECTIONS:
             return getattr(self, command)(**arguments)
-        result = self.handle(command, encode(command_of(command, arguments)), _unheard)
+        asked = command_of(command, numbered(command, arguments, INSIDE))
+        result = self.handle(command, encode(asked), _unheard)
         if isinstance(result, PendingReply):
             while result.result is None:
                 result.step()
@@ -129,9 +130,9 @@ class InspectedWorker(Worker):
         for trainer in self.models.trainers.values():
             trainer.close()
         self.models.environments.close()
-        tokenizers, generations = self.models.tokenizers, self.models.generations
+        tokenizers = self.models.tokenizers
         self.models = RankModels(self.models.rank, self.models.world_size, self.models.device)
-        self.models.tokenizers, self.models.generations = tokenizers, generations
+        self.models.tokenizers = tokenizers
         self.serving = Serving(self.models)
         gc.collect()
         return {}

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import MISSING, fields, is_dataclass
+from itertools import count
 from typing import Any, get_type_hints
 
 from engines.commands import (
@@ -28,6 +29,15 @@ KINDS: dict[str, type[Command[Any]]] = {
     for kind in vars(module).values()
     if isinstance(kind, type) and issubclass(kind, Command) and kind is not Command
 }
+
+
+NUMBERED = ("generate", "sample_to_compare")
+ASKED, INSIDE = count(1), count(1_000_000)  # numbers of generations that tests ask for, and of those of inspections
+
+
+def numbered(name: str, arguments: Mapping[str, Any], numbers: Iterator[int] = ASKED) -> Mapping[str, Any]:
+    """Return a command's arguments, of a generation with a number."""
+    return {"number": next(numbers), **arguments} if name in NUMBERED else arguments
 
 
 def command_of(name: str, arguments: Mapping[str, Any]) -> Command[Any]:

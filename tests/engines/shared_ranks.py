@@ -17,7 +17,7 @@ from engines.commands.message import decode_news, decode_reply, encode
 from engines.groups.group import EngineGroup, GroupSpec, RankDevice
 from engines.groups.hosts import Hosts
 from penstock.data.tokenizer import make_byte_tokenizer
-from tests.engines.plain_commands import KINDS, command_of, figures_of, plain
+from tests.engines.plain_commands import KINDS, command_of, figures_of, numbered, plain
 
 VOCABULARY, EOS, PAD = 64, 1, 0
 
@@ -57,6 +57,7 @@ class Ranks:
         self, command: str, per_rank: list[dict[str, Any]], on_news: Callable[[Any], None] | None = None, **common: Any
     ) -> list[Any]:
         """Run a command with arguments of each rank's own."""
+        common = {**numbered(command, common)}
         arguments = [plain(common | own) for own in per_rank]
         if (kind := KINDS.get(command)) is not None:
             arguments = [encode(command_of(command, own)) for own in arguments]

@@ -129,9 +129,19 @@ def _ask(training: Training, request: GenerationRequest, hearers: Sequence[News]
         ids = [str(name) for name in prompts["prompt_id"]]
         episodes = EpisodeRows(str(training.run.prompts(request.split)), ids)
     began = time.perf_counter()
-    quota = (request.wanted, request.required, request.carried)
-    rest = (request.ended, request.together, request.tell_all)
-    command = Generate(asked, request.sampling, session.model_folder, episodes, *quota, *rest)
+    command = Generate(
+        next(session.generations),
+        asked,
+        request.sampling,
+        session.model_folder,
+        episodes,
+        request.wanted,
+        request.required,
+        request.carried,
+        request.ended,
+        request.together,
+        request.tell_all,
+    )
     heard = _Heard(request, hearers, kept)
     try:
         replies = session.call("rollout", command, request.key, heard.hear)

@@ -20,7 +20,7 @@ from engines.commands.rollout import EngineResponses, Generate
 from penstock.base.ragged import Ragged
 from penstock.session.rollout.carried import not_begun
 from tests.engines.between_steps import shifted
-from tests.engines.plain_commands import KINDS, command_of
+from tests.engines.plain_commands import KINDS, command_of, numbered
 from tests.engines.shared_ranks import Ranks, Shape
 from tests.engines.unpacked import load_unpacked
 
@@ -163,7 +163,7 @@ class Asking:
         self.ranks = ranks
 
     def begin(self, command: str, on_news: Any = None, **arguments: Any) -> Any:
-        asked = encode(command_of(command, arguments)) if command in KINDS else arguments
+        asked = encode(command_of(command, numbered(command, arguments))) if command in KINDS else arguments
         return self.ranks.group.begin(command, key=f"asked {next(self.ranks.keys)}", on_news=on_news, **asked)
 
     def replies(self, call: Any) -> list[Any]:

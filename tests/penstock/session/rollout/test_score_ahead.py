@@ -120,7 +120,7 @@ def test_a_reply_names_its_responses_by_their_order() -> None:
     """`samples` of each prompt side by side; news names them one by one, and a rank that leaves it to another none."""
     texts = pa.array(["a", "b", "c", "d"], pa.large_string())
     prompts = Ragged.of([[number] for number in range(5)], np.int32)
-    asked = Generate(prompts, replace(GREEDY, samples=2), "model")
+    asked = Generate(1, prompts, replace(GREEDY, samples=2), "model")
     answer = Echo(1).answer(asked, np.array([4, 1]))
     reply = ended_responses(replace(answer, texts=texts), 2)
     assert [(ended.position, ended.number, ended.text) for ended in reply] == [
