@@ -26,7 +26,7 @@ from penstock.rewards.source import open_scorer
 from penstock.session.session import Training
 from penstock.state.experience import read_columns, write_columns
 from penstock.state.manifest import write_hashes
-from tasks.iteration.reshard import bring_weights, connect_groups
+from tasks.iteration.reshard import bring_weights
 
 
 @task(task_run_name="starting-model", cache_policy=NO_CACHE)
@@ -127,10 +127,11 @@ def build_engines(training: Training, model_folder: str) -> dict[str, int | str]
     session.await_engines()
     session.say("loading models into DeepSpeed and vLLM")
     replies = session.call_all({group: session.build(group.spec.roles) for group in session.distinct_groups}, "0/build")
+    if session.elastic is not None:
+        session.elastic.begin()
     strategy, built = reshard_strategy(session.config), [reply for ranks in replies.values() for reply in ranks]
     engines: list[Built | Resharded] = [*built]
     if strategy == "broadcast":
-        connect_groups(session)
         engines += bring_weights(session, "0/reshard", version=0)
     figures: dict[str, int | str] = {
         "parameters": max(reply.parameters for reply in built),

@@ -115,6 +115,17 @@ class GroupConfig(Devices):
     """One engine group: rank processes that hold the models of some roles."""
 
     roles: list[Role] = Field(min_length=1, description="models this group holds")
+    elastic: bool = Field(
+        False,
+        description="comes and goes while the training runs: nobody waits for its machines, others answer its prompts "
+        "when it is lost, and it joins again; for groups of the rollout alone, beside one that stays",
+    )
+
+    @model_validator(mode="after")
+    def _elastic(self) -> Self:
+        if self.elastic and self.roles != ["rollout"]:
+            raise ValueError("'elastic' is for groups that hold the rollout alone: remove it, or the other roles")
+        return self
 
 
 class HostsConfig(Section):

@@ -9,6 +9,7 @@ import numpy as np
 
 from engines.commands.forward import TokenValues
 from engines.commands.message import Command
+from engines.commands.rollout import Sharing
 from penstock.base.ragged import Ragged
 
 
@@ -30,6 +31,7 @@ class SampleToCompare(Command[SampledTokens | None]):
     prompts: Ragged
     tokens: int
     seed: list[int]
+    sharing: Sharing | None = None  # None: this group's ranks alone
 
 
 @dataclass(frozen=True)

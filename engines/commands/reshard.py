@@ -29,8 +29,9 @@ class Connect(Command[None]):
 
     measured: ClassVar[bool] = False
     store: Store
+    number: int  # of this meeting in this store
     rollout_ranks: int
-    before: int = 0  # rollout ranks of the groups that come before this one
+    before: int = 0  # of those, the ones of the groups before this one
 
 
 @dataclass(frozen=True)

@@ -34,6 +34,14 @@ class Sampling:
 
 
 @dataclass(frozen=True)
+class Sharing:
+    """Which ranks share the prompts of a generation: those of all groups that generate, one group after the other."""
+
+    ranks: int
+    before: int  # of them, those of the groups before this one
+
+
+@dataclass(frozen=True)
 class EpisodeRows:
     """The data rows that environments see: prompts of a table, by id, in the order of the prompts."""
 
@@ -143,3 +151,4 @@ class Generate(Command[EngineResponses | None]):
     ended: EndedResponses | None = None  # that are there already, of a generation that was cut off
     together: int | None = None  # prompts under way at a time on all engines; None: as many as there is room for
     tell_all: bool = False  # also of responses that end last, which the reply brings all the same
+    sharing: Sharing | None = None  # None: this group's ranks alone

@@ -215,6 +215,17 @@ class EngineGroup:
         """
         self.replies(self._start)
 
+    def loss(self) -> RankLost | None:
+        """Return how the group was lost, as far as that is known without a call that finds it out; None: it is not."""
+        if isinstance(self._ended, RankLost):
+            return self._ended
+        self._check_open()
+        try:
+            self._check_ranks()
+        except RankLost as lost:
+            return lost
+        return None
+
     def keep_reserve(self, module: str) -> None:
         """Have a module imported beside each rank, so that the ranks of the next epoch need not."""
         self._ranks.keep_reserve(module)

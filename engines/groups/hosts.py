@@ -20,7 +20,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
@@ -167,14 +167,14 @@ class Hosts:
         with self._changes:
             return dict(self._joined)
 
-    def missing(self) -> list[str]:
-        """Return the expected hosts that have not dialled."""
-        return sorted(self._expected - self.joined().keys())
+    def missing(self, of: Collection[str] | None = None) -> list[str]:
+        """Return the hosts that have not dialled, among some; None: among all that are expected."""
+        return sorted(set(self._expected if of is None else of) - self.joined().keys())
 
-    def wait_joined(self, timeout_s: float) -> bool:
-        """Wait until every expected host has dialled; return whether all have."""
+    def wait_joined(self, timeout_s: float, of: Collection[str] | None = None) -> bool:
+        """Wait until every host has dialled, or every one of some; return whether all have."""
         with self._changes:
-            return self._changes.wait_for(lambda: not self.missing(), timeout_s)
+            return self._changes.wait_for(lambda: not self.missing(of), timeout_s)
 
     def begin(self, host: str, command: Command[Reply]) -> Future[Reply]:
         """Give a host a command; the future gets its reply. One that has not dialled yet gets it when it does.

@@ -90,6 +90,7 @@ def place(
                 start_timeout_s=config.engine.start_timeout_s,
                 command_timeout_s=config.engine.command_timeout_s,
                 heartbeat_timeout_s=config.engine.heartbeat_timeout_s,
+                elastic=group.elastic,
             )
         )
     _check_apart(specs)

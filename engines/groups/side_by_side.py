@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from typing import Any
 
@@ -12,10 +12,18 @@ Replies = list[dict[str, Any]]
 LOSS_S = 2.0  # a rank that has ended is known by then; it explains why others' collectives failed
 
 
-def side_by_side(command: str, key: str, arguments: Mapping[EngineGroup, dict[str, Any]]) -> dict[EngineGroup, Replies]:
+def side_by_side(
+    command: str,
+    key: str,
+    arguments: Mapping[EngineGroup, dict[str, Any]],
+    dispensable: Container[EngineGroup] = (),
+) -> dict[EngineGroup, Replies]:
     """Run a command on every group with its own arguments; return each group's replies in rank order.
 
     If one group fails, or the flow is interrupted, the others are ended: they may wait for it in a collective.
+
+    Args:
+        dispensable: groups whose loss does not concern the others; there are no replies of one that is lost.
 
     Raises:
         EngineError, RankLost, UserError: what the group that failed first raised; a rank that was lost comes before an
@@ -24,8 +32,17 @@ def side_by_side(command: str, key: str, arguments: Mapping[EngineGroup, dict[st
     if len(arguments) == 1:
         ((group, own),) = arguments.items()
         return {group: group.call(command, key=key, **own)}
+
+    def replies(group: EngineGroup, own: dict[str, Any]) -> Replies | None:
+        try:
+            return group.call(command, key=key, **own)
+        except RankLost:
+            if group in dispensable:
+                return None
+            raise
+
     with ThreadPoolExecutor(len(arguments), thread_name_prefix=command) as pool:
-        calls = {pool.submit(group.call, command, key=key, **own): group for group, own in arguments.items()}
+        calls = {pool.submit(replies, group, own): group for group, own in arguments.items()}
         try:
             ended, others = wait(calls, return_when=FIRST_EXCEPTION)
             if others and any(isinstance(call.exception(), EngineError) for call in ended):
@@ -37,10 +54,10 @@ def side_by_side(command: str, key: str, arguments: Mapping[EngineGroup, dict[st
         _close(calls[call] for call in others)
     if failed:
         min(failed, key=_is_not_a_loss).result()
-    return {group: call.result() for call, group in calls.items()}
+    return {group: found for call, group in calls.items() if (found := call.result()) is not None}
 
 
-def _is_not_a_loss(call: Future[Replies]) -> bool:
+def _is_not_a_loss(call: Future[Replies | None]) -> bool:
     return not isinstance(call.exception(), RankLost)
 
 

@@ -34,7 +34,7 @@ class GroupSpec:
     """What an engine group is: one rank per device, their log folder and their deadlines (seconds).
 
     Ranks of one host are neighbours. `worker` names the class that holds the models, as "module:Class"; see
-    `engines.groups.rank.Worker` for its shape.
+    `engines.groups.rank.Worker` for its shape. An `elastic` group comes and goes while the training runs.
     """
 
     name: str
@@ -45,6 +45,7 @@ class GroupSpec:
     command_timeout_s: float
     heartbeat_timeout_s: float
     worker: str = "engines.ranks.worker:Worker"
+    elastic: bool = False
 
     def __post_init__(self) -> None:
         if len({device.gpu is None for device in self.devices}) != 1:

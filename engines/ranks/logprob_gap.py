@@ -44,7 +44,7 @@ def sample_to_compare(models: RankModels, command: SampleToCompare) -> Later[Sam
         logprobs=True,
     )
     states = None if generator.loop.busy else generator_states()
-    asked = Generate(command.number, command.prompts, sampling, tokenizer="")  # no text is made
+    asked = Generate(command.number, command.prompts, sampling, tokenizer="", sharing=command.sharing)  # without text
     generation = generator.generation(asked, reproducible=True)
     generator.loop.submit(generation)
 

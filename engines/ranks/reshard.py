@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import time
 from datetime import timedelta
+from typing import Any
+
+import torch
 
 from engines.commands.reshard import Connect, Listen, Reshard, Resharded, Store
 from engines.groups import interface
@@ -23,23 +26,28 @@ def listen(models: RankModels, command: Listen) -> Store | None:
     return Store(interface.own_address(), port)
 
 
-@carries_out(Connect)
+@carries_out(Connect, during_generation=always)
 def connect(models: RankModels, command: Connect) -> None:
     """Join the groups: the actor's first rank will send, all rollout ranks receive, the actor's others take no part.
 
-    The rollout ranks share prompts from then on, whichever group they are of.
+    The rollout engines count in the actor's store from then on, whichever group they are of.
     """
     engine, size = models.config.engine, command.rollout_ranks + 1
     place = (size, models.device, models.lm, engine.command_timeout_s)
     if models.generator is None:
-        models.transfer = Sender(models.lm, None if models.rank else join(models.store, 0, *place))
+        joint = None if models.rank else join(_meeting(models.store, command), 0, *place)
+        models.transfer = Sender(models.lm, joint)
         return
     met, timeout = command.store, timedelta(seconds=engine.start_timeout_s)
     store = interface.connect_store(met.address, met.port, timeout)
-    number, generator = command.before + models.rank, models.generator
-    joint = join(store, number + 1, *place)
+    joint, generator = join(_meeting(store, command), command.before + models.rank + 1, *place), models.generator
     models.transfer = Receiver(generator.model, generator.binding, models.lm, models.storage, joint)
-    generator.share_with(number, command.rollout_ranks, store)
+    generator.store = store
+
+
+def _meeting(store: Any, command: Connect) -> Any:
+    """Return the part of a store that no other meeting uses."""
+    return torch.distributed.PrefixStore(f"meeting/{command.number}", store)
 
 
 @carries_out(Reshard, during_generation=always)

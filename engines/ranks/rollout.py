@@ -22,7 +22,8 @@ def generate(models: RankModels, command: Generate) -> Later[EngineResponses | N
     """Begin a generation. The first rank of an engine replies, and tells of responses that end before others."""
     generator, environments = models.rollout_engine(), _environments(models, command)
     of_text = partial(decode, models.tokenizer(command.tokenizer))
-    sender = PartialResultSender(of_text, models.tell, generator.place.engine, command.tell_all)
+    engine = generator.place_among(command.sharing).engine
+    sender = PartialResultSender(of_text, models.tell, engine, command.tell_all)
     speaks = not generator.place.rank_in_engine
     generation = generator.generation(command, environments, sender if speaks else None)
     generator.loop.submit(generation)

@@ -27,7 +27,7 @@ import torch
 from torch import nn
 
 from configs.sections.rollout import RolloutConfig
-from engines.commands.rollout import Generate, Sampling
+from engines.commands.rollout import Generate, Sampling, Sharing
 from engines.families.served import check_served
 from engines.families.shape import ModelShape, shape_of_weights
 from engines.rollout import vllm as versions
@@ -35,7 +35,7 @@ from engines.rollout.batch_sizes import capture_sizes, max_sequences, most_at_on
 from engines.rollout.decode_loop import DecodeLoop, Share
 from engines.rollout.episodes import Environments, EpisodeLoop
 from engines.rollout.partial_results import PartialResultSender
-from engines.rollout.prompt_queue import place_of, prompt_queue
+from engines.rollout.prompt_queue import EnginePlace, place_of, prompt_queue
 from engines.rollout.quota import quota_of
 from engines.rollout.responses import SingleResponses
 from engines.rollout.scheduler import let_sequences_coast
@@ -97,7 +97,7 @@ class Generator:
         self.sleeps = demand.sleeps and config.sleep is not False and self.cuda
         ranks = torch.distributed.get_world_size()
         self.place = place_of(torch.distributed.get_rank(), ranks, config.tensor_parallel)
-        self.store = torch.distributed.distributed_c10d._get_default_store()
+        self.store = torch.distributed.distributed_c10d._get_default_store()  # in which engines count
         self.max_sequences = max_sequences(config, demand.engines or self.place.engines)
         self.stop_token_ids = stop_token_ids(lm)
         described: Any = lm.config
@@ -129,13 +129,12 @@ class Generator:
         self.wake_seconds = 0.0  # what the last generation waited for the engine's memory
         self.dropped = False
 
-    def share_with(self, rank: int, ranks: int, store: Any) -> None:
-        """Share prompts from now on with the engines of all rollout groups, which count in one store.
-
-        Args:
-            rank: this one's number among the `ranks` of all groups.
-        """
-        self.place, self.store = place_of(rank, ranks, self.config.tensor_parallel), store
+    def place_among(self, sharing: Sharing | None) -> EnginePlace:
+        """Return this rank's place among the engines that share the prompts of a generation."""
+        if sharing is None:
+            return self.place
+        rank = sharing.before + torch.distributed.get_rank()
+        return place_of(rank, sharing.ranks, self.config.tensor_parallel)
 
     def reshard(self, transfer: Callable[[], int]) -> int:
         """Let `transfer` bring and verify weights; return the bytes it moved."""
@@ -162,24 +161,24 @@ class Generator:
             reproducible: in place of the recipe's.
         """
         prompts, sampling, carried = asked.prompts, asked.sampling, asked.carried
+        number, store, place = asked.number, self.store, self.place_among(asked.sharing)
         before = 0 if carried is None else len(carried.tokens) // sampling.samples
         began = time.perf_counter()
         if not self.loop.busy:  # a generation that is under way keeps its KV cache and its random stream
             if not (self.config.begins_ahead and self.loop.holds_keys):
                 self.wake()
-            _seed_everything(engine_seed(sampling.seed, self.place.engine))
+            _seed_everything(engine_seed(sampling.seed, place.engine))
         self.wake_seconds = time.perf_counter() - began
         if reproducible is None:
             reproducible = not self.cuda if self.config.reproducible is None else self.config.reproducible
-        number, store = asked.number, self.store
         share = Share(
             number,
             prompts,
-            prompt_queue(prompts.lengths_B, self.place, store, number, reproducible, before, asked.together is None),
+            prompt_queue(prompts.lengths_B, place, store, number, reproducible, before, asked.together is None),
             sampling,
             self._parameters(sampling, reproducible, [] if play is None else play.stop_tokens),
-            min(self.max_sequences, most_at_once(asked.together or len(prompts), sampling.samples, self.place.engines)),
-            quota_of(asked.wanted, self.place, store, number, reproducible, asked.required),
+            min(self.max_sequences, most_at_once(asked.together or len(prompts), sampling.samples, place.engines)),
+            quota_of(asked.wanted, place, store, number, reproducible, asked.required),
             carried,
             asked.ended,
         )

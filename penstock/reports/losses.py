@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from penstock.reports.headline import duration
-from penstock.state.events import GIVEN_UP, RECOVERED, is_loss
+from penstock.state.events import GIVEN_UP, JOINED, LEFT, RECOVERED, is_loss
 
 
 @dataclass(frozen=True)
@@ -22,9 +22,28 @@ class Loss:
 
 
 def losses_of(events: Sequence[Mapping[str, Any]]) -> list[Loss]:
-    """Return the losses among the events of a run, the oldest first."""
+    """Return the losses among the events of a run, the oldest first, elastic groups that are gone among them."""
     ends = {event["number"]: event for event in events if event["event"] in (RECOVERED, GIVEN_UP)}
-    return [_loss(event, ends.get(event["number"])) for event in events if is_loss(event)]
+    found = []
+    for place, event in enumerate(events):
+        if event["event"] == LEFT:
+            found.append(_gone(event, events[place + 1 :]))
+        elif is_loss(event):
+            found.append(_loss(event, ends.get(event["number"])))
+    return found
+
+
+def _gone(event: Mapping[str, Any], later: Sequence[Mapping[str, Any]]) -> Loss:
+    """Return the loss of an elastic group, which holds nothing up."""
+    joined = (other for other in later if other["event"] == JOINED and other["group"] == event["group"])
+    again = next((f"joined again after {other['after']}" for other in joined), "has not joined again")
+    return Loss(
+        what=f"elastic group {event['group']}",
+        when=f"after {event['after'] - 1}" if event["after"] else "at its start",
+        why=event["reason"],
+        noticed="at once",
+        then=f"others answered its prompts; it {'stays away' if event['for_good'] else again}",
+    )
 
 
 def _loss(lost: Mapping[str, Any], end: Mapping[str, Any] | None) -> Loss:

@@ -1,7 +1,8 @@
 """Events of a training: each is a line in its run folder, and goes to Prefect and the tracker.
 
 They are losses, which together have a bound: what died, when that was noticed, how long the training then took to stand
-where it goes on from, and how many tokens are generated a second time. And numerical faults. Left out: replacing what
+where it goes on from, and how many tokens are generated a second time. And numerical faults, and elastic groups that
+join or go. Left out: replacing what
 was lost (tasks/recover.py), what a fault is (tasks/iteration/faults.py).
 """
 
@@ -16,8 +17,9 @@ from prefect import get_run_logger
 from prefect.events import emit_event
 
 from engines.groups.group import LostTooOften, RankLost
+from penstock.session.elastic import Joined
 from penstock.session.session import Recovering, Training
-from penstock.state.events import GIVEN_UP, RECOVERED, append_event, next_number, open_loss
+from penstock.state.events import GIVEN_UP, JOINED, LEFT, RECOVERED, append_event, next_number, open_loss
 from penstock.state.run_folder import read_metrics
 
 
@@ -58,6 +60,20 @@ def too_often(loss: RankLost, times: int, allowed: int, window_s: float) -> Rank
         return loss
     reason = f"{loss.reason}; of {times} losses within {window_s:g} s engine.restarts allows {allowed}"
     return LostTooOften(loss.group, loss.rank, reason, loss.log_file, loss.log_tail, loss.stacks, loss.unheard_s)
+
+
+def tell_of_elastic(training: Training, iteration: int) -> None:
+    """Note which elastic groups have joined or gone since this was last done."""
+    elastic = training.session().elastic
+    for news in elastic.news() if elastic is not None else ():
+        if isinstance(news, Joined):
+            tell(training, JOINED, group=news.group, after=iteration)
+            get_run_logger().info("group %s has joined, and gets prompts from now on", news.group)
+            continue
+        tell(training, LEFT, group=news.group, after=iteration, reason=news.reason, for_good=news.for_good)
+        then = "It stays away" if news.for_good else "It is brought again"
+        said = "group %s is gone: %s. Others answer its prompts. %s"
+        get_run_logger().warning(said, news.group, news.reason, then)
 
 
 def take_up(training: Training) -> None:

@@ -12,11 +12,12 @@ Left out: waiting for machines that others use (penstock/session/prefect.py), ho
 from __future__ import annotations
 
 import secrets
+import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from rich.console import Console
@@ -25,14 +26,25 @@ from configs.schema import TrainConfig
 from configs.sections.run import HostsConfig
 from engines.commands.hosts import HostFacts, ProveFolder
 from engines.groups.channel import keys_of_environment
+from engines.groups.group import RankLost
 from engines.groups.hosts import REPLY_S, HostFailed, Hosts
 from engines.groups.machine import visible_gpus
-from engines.groups.placement import hosts_of, place
-from engines.groups.spec import LOCAL
+from engines.groups.placement import JOINING, hosts_of, place
+from engines.groups.spec import LOCAL, GroupSpec
 from penstock.base.errors import UserError
 from penstock.checks.memory import NOWHERE, Elsewhere
 from penstock.reports.progress import waiting
-from penstock.session.pools import HostRun, Missing, ask_for_hosts, check_pool, gpus_of_pools, let_go, why_missing
+from penstock.session.pools import (
+    HostRun,
+    Missing,
+    ask_for_hosts,
+    cancelled,
+    check_pool,
+    gpus_of_pools,
+    let_go,
+    why_missing,
+)
+from penstock.session.prefect import held_once_free, slots_on
 from penstock.state.run_folder import RunFolder
 
 BY_THEMSELVES = Missing("nobody has started it by 'penstock host', or it does not reach this machine", False)
@@ -74,7 +86,7 @@ class Machines:
             if pool is not None and (ask := [name for name in names if name in wanted]):
                 self.asked += ask_for_hosts(pool, ask, self.hosts.address, self.network, self.training)
         with waiting(Console(), f"waiting for hosts: {', '.join(wanted)}"):
-            join(self.hosts, self.network.join_timeout_s, self.asked)
+            join(self.hosts, self.network.join_timeout_s, self.asked, wanted)
         check_one_folder(self.hosts, self.run, wanted)
         facts = self.hosts.facts()
         check_alike(facts)
@@ -99,6 +111,68 @@ class Machines:
             self.bring(away)
         return lost
 
+    @contextmanager
+    def lent(self, spec: GroupSpec, stop: threading.Event) -> Iterator[None]:
+        """Have the machines of an elastic group for as long as the context lasts, waiting for them without end.
+
+        Raises:
+            Stopped: `stop` is set before they have joined.
+            Dismissed: the run of one in Prefect was cancelled; it also takes the place of what that leads to.
+            HostFailed: one that was asked for has ended.
+            UserError: one has another run folder or other versions.
+        """
+        names = [host for host in spec.hosts if host != LOCAL]
+        if not names:
+            yield
+            return
+        assert self.network is not None and self.run is not None
+        pool = names[0].rpartition("/")[0]
+        with ExitStack() as stack:
+            asked: list[HostRun] = []
+            for limit, needed in slots_on(spec.devices).items():
+                if not stack.enter_context(held_once_free(limit, needed, stop)):
+                    raise Stopped
+            stack.callback(lambda: let_go(asked, 0.0))
+            for name in names:
+                self.hosts.await_again(name)
+            if pool != JOINING:
+                asked += ask_for_hosts(pool, names, self.hosts.address, self.network, self.training)
+            while not self.hosts.wait_joined(LOOK_S, names):
+                if stop.is_set():
+                    raise Stopped
+                _check_coming(asked, self.hosts.missing(names))
+            check_one_folder(self.hosts, self.run, names)
+            facts = self.hosts.facts()
+            check_alike(facts)
+            self.elsewhere = replace(self.elsewhere, hosts=facts)
+            try:
+                yield
+            except (RankLost, HostFailed):
+                _check_wanted(asked)
+                raise
+            _check_wanted(asked)
+
+
+class Stopped(Exception):
+    """Nobody waits any more."""
+
+
+class Dismissed(Exception):
+    """Somebody has cancelled the run of a host in Prefect."""
+
+
+def _check_coming(asked: Sequence[HostRun], missing: Sequence[str]) -> None:
+    """Raise Dismissed or HostFailed where a host that was asked for will never come."""
+    _check_wanted(asked)
+    for name, why in why_missing(asked, missing).items():
+        if why.ended:
+            raise HostFailed(name, why.text)
+
+
+def _check_wanted(asked: Sequence[HostRun]) -> None:
+    if names := cancelled(asked):
+        raise Dismissed(f"the run of host {names[0]} was cancelled in Prefect")
+
 
 @contextmanager
 def hosted(config: TrainConfig, run: RunFolder) -> Iterator[Machines]:
@@ -114,11 +188,12 @@ def hosted(config: TrainConfig, run: RunFolder) -> Iterator[Machines]:
             yield Machines(hosts)
         return
     pools = gpus_of_pools(config)
-    needed = hosts_of(place(config, len(visible_gpus()), Path(), pools))
+    specs = place(config, len(visible_gpus()), Path(), pools)
+    every, needed = hosts_of(specs), hosts_of([spec for spec in specs if not spec.elastic])
     expected = [host for names in needed.values() for host in names]
-    for pool in filter(None, needed):
+    for pool in filter(None, every):
         check_pool(pool)
-    with gathering(run.logs, network, expected) as (hosts, asked):
+    with gathering(run.logs, network, [host for names in every.values() for host in names]) as (hosts, asked):
         machines = Machines(hosts, NOWHERE, config.name, run, network, needed, asked)
         machines.elsewhere = Elsewhere(pools, machines.bring(expected))
         yield machines
@@ -150,13 +225,13 @@ def _listening(logs: Path, network: HostsConfig, expected: Sequence[str]) -> Hos
         ) from error
 
 
-def join(hosts: Hosts, timeout_s: float, asked: Sequence[HostRun]) -> None:
-    """Wait until every host has joined.
+def join(hosts: Hosts, timeout_s: float, asked: Sequence[HostRun], wanted: Sequence[str]) -> None:
+    """Wait until the hosts that are wanted have joined.
 
     Raises:
         UserError: one has not in time, or its run in Prefect has ended before.
     """
-    absent = absent_after(hosts, timeout_s, asked, any)
+    absent = absent_after(hosts, timeout_s, asked, any, wanted)
     if not absent:
         return
     told = "\n".join(f"  {name}: {why.text}" for name, why in absent.items())
@@ -170,16 +245,21 @@ def join(hosts: Hosts, timeout_s: float, asked: Sequence[HostRun]) -> None:
 
 
 def absent_after(
-    hosts: Hosts, timeout_s: float, asked: Sequence[HostRun], hopeless: Callable[[Iterable[bool]], bool]
+    hosts: Hosts,
+    timeout_s: float,
+    asked: Sequence[HostRun],
+    hopeless: Callable[[Iterable[bool]], bool],
+    wanted: Sequence[str] | None = None,
 ) -> dict[str, Missing]:
     """Wait until every host has joined; return what is known of those that have not.
 
     Args:
         hopeless: `any` ends the wait once one of the absent will never come, `all` once none of them will.
+        wanted: those that are waited for; None: all.
     """
     deadline = time.monotonic() + timeout_s
-    while not hosts.wait_joined(LOOK_S):
-        names = hosts.missing()
+    while not hosts.wait_joined(LOOK_S, wanted):
+        names = hosts.missing(wanted)
         absent = dict.fromkeys(names, BY_THEMSELVES) | why_missing(asked, names)
         if hopeless(why.ended for why in absent.values()) or time.monotonic() >= deadline:
             return absent

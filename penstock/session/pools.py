@@ -178,6 +178,8 @@ def why_missing(asked: Sequence[HostRun], names: Sequence[str]) -> dict[str, Mis
 def _flow_runs(runs: Sequence[HostRun]) -> list[FlowRun]:
     """Read the flow runs of hosts, as many as a server gives at once."""
     ids = [run.flow_run_id for run in runs]
+    if not ids:
+        return []
     with get_client(sync_client=True) as client:
         return [
             flow_run
@@ -197,6 +199,13 @@ def _missing(run: HostRun, flow_run: FlowRun) -> Missing:
     if state.is_final():
         return Missing(f"its run '{flow_run.name}' is {state.name}{said}", True)
     return Missing(f"its run '{flow_run.name}' is {state.name}, and has not reached this machine", False)
+
+
+def cancelled(asked: Sequence[HostRun]) -> list[str]:
+    """Return the hosts whose runs somebody has cancelled, before the training lets them go."""
+    states = {flow_run.id: flow_run.state for flow_run in _flow_runs(asked)}
+    found = [(run.name, states.get(run.flow_run_id)) for run in asked]
+    return [name for name, state in found if state is not None and (state.is_cancelled() or state.is_cancelling())]
 
 
 def let_go(asked: Sequence[HostRun], within_s: float) -> None:

@@ -29,7 +29,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from types import FrameType
@@ -46,7 +46,7 @@ from rich.console import Console
 from configs.schema import TrainConfig
 from engines.groups.machine import visible_gpus
 from engines.groups.placement import JOINING, place
-from engines.groups.spec import LOCAL
+from engines.groups.spec import LOCAL, RankDevice
 from penstock.base.errors import UserError
 from penstock.reports.progress import waiting
 from penstock.session.pools import gpus_of_pools
@@ -93,11 +93,33 @@ def held(limit: str, needed: int) -> Iterator[None]:
         yield
 
 
+@contextmanager
+def held_once_free(limit: str, needed: int, stop: threading.Event) -> Iterator[bool]:
+    """Hold slots of a limit once they are free; yields False, without them, if `stop` is set before.
+
+    On a server that has no such limit there is nothing to wait for.
+    """
+    with ExitStack() as stack:
+        while slots_of(limit) is not None and not stop.is_set():
+            try:
+                held_slots = concurrency(limit, occupy=needed, timeout_seconds=PATIENCE_S, lease_duration=LEASE_S)
+                stack.enter_context(held_slots)
+            except TimeoutError:
+                continue
+            break
+        yield not stop.is_set()
+
+
 def slots_needed(config: TrainConfig) -> dict[str, int]:
     """Return how many slots of which limit the engine groups take: one per GPU, one for a pool's machine without."""
     specs = place(config, len(visible_gpus()), Path(), gpus_of_pools(config))
+    return slots_on(device for spec in specs for device in spec.devices if device.host == LOCAL or not spec.elastic)
+
+
+def slots_on(devices: Iterable[RankDevice]) -> dict[str, int]:
+    """Return how many slots of which limit some devices take."""
     taken: dict[str, set[int | None]] = {}
-    for device in (device for spec in specs for device in spec.devices):
+    for device in devices:
         taken.setdefault(device.host, set()).add(device.gpu)
     needed: dict[str, int] = {}
     for host, gpus in taken.items():

@@ -10,8 +10,8 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
-from itertools import count
+from dataclasses import dataclass, field, replace
+from itertools import accumulate, count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, overload
 
@@ -23,9 +23,12 @@ from configs.loading.load import load_saved, to_yaml
 from configs.schema import TrainConfig
 from configs.sections.run import Role
 from configs.tree.section import Recipe
-from engines.commands.build import Build
+from engines.commands.build import Build, Built
 from engines.commands.hosts import HostFacts
+from engines.commands.logprob_gap import SampleToCompare
 from engines.commands.message import Command, Reply, decode_news, decode_reply, encode, name_of
+from engines.commands.reshard import Store
+from engines.commands.rollout import Generate, Sharing
 from engines.groups.group import EngineGroup, RankLost
 from engines.groups.hosts import HostFailed
 from engines.groups.machine import visible_gpus
@@ -39,6 +42,7 @@ from penstock.checks.memory import NOWHERE, GroupEstimate, snapshots_fit
 from penstock.data.samplers import PromptHistory, Sampler
 from penstock.session.clock import LapClock, Span
 from penstock.session.consolidation import Consolidator
+from penstock.session.elastic import ElasticGroups
 from penstock.session.hosts import Machines
 from penstock.session.requests import BegunRollout, Replies
 from penstock.session.saving.checkpoints import CheckpointWriter, WrittenState, write_snapshot, written_by_ranks
@@ -100,6 +104,21 @@ class Stage:
 
 
 @dataclass(frozen=True)
+class Meeting:
+    """Where actor and rollouts meet.
+
+    Attributes:
+        store: on the machine of the actor's first rank.
+        groups: that have met there last.
+        number: of times that some have.
+    """
+
+    store: Store
+    groups: tuple[EngineGroup, ...] = ()
+    number: int = 0
+
+
+@dataclass(frozen=True)
 class Recovering:
     """A loss from which a training is recovering: its number among those of the run, and when it was noticed."""
 
@@ -120,6 +139,8 @@ class Session:
     stack: ExitStack = field(default_factory=ExitStack)
     groups: dict[Role, EngineGroup] = field(default_factory=dict)  # by role; for the rollout the first that holds it
     rollouts_apart: dict[str, EngineGroup] = field(default_factory=dict)  # groups of the rollout alone, by name
+    elastic: ElasticGroups | None = None  # those that come and go; None: there is none
+    meeting: Meeting | None = None  # where groups of actor and rollouts have met last; None: not yet, or they are one
     machines: Machines | None = None
     lost_at: list[float] = field(default_factory=list)  # when ranks or hosts were lost, `time.monotonic`
     recovering: Recovering | None = None  # from the last of them
@@ -166,14 +187,15 @@ class Session:
 
     @property
     def distinct_groups(self) -> list[EngineGroup]:
-        """Every engine group once, in role order."""
-        return list(dict.fromkeys((*self.groups.values(), *self.rollout_groups)))
+        """Every engine group that stays, once, in role order."""
+        return list(dict.fromkeys((*self.groups.values(), *self.rollouts_apart.values())))
 
     @property
     def rollout_groups(self) -> list[EngineGroup]:
         """The groups whose engines share the prompts of a generation; none where there is no rollout."""
         if self.rollouts_apart:
-            return list(self.rollouts_apart.values())
+            members = self.elastic.members if self.elastic is not None else []
+            return [*self.rollouts_apart.values(), *members]
         return [self.groups["rollout"]] if "rollout" in self.groups else []
 
     @property
@@ -202,15 +224,35 @@ class Session:
         on_news: Callable[[Any], None] | None = None,
     ) -> list[Reply]:
         """Send a command to the groups that hold `role`; return the replies in rank order. See `call_all`."""
-        groups = self.rollout_groups if role == "rollout" else [self.groups[role]]
-        replies = self.call_all(dict.fromkeys(groups, command), key, on_news)
-        return [reply for group in groups for reply in replies[group]]
+        group = self.groups[role]
+        return self.call_all({group: command}, key, on_news)[group]
+
+    def generate(
+        self, command: Generate | SampleToCompare, key: str, on_news: Callable[[Any], None] | None = None
+    ) -> tuple[list[Any], bool]:
+        """Send a command to all groups that generate, whose engines share its prompts. See `call_all`.
+
+        Returns the replies of those that are there to the end, in rank order, and whether these are all.
+        """
+        groups = self.rollout_groups
+        elastic = [group for group in groups if group.spec.elastic]
+        sizes = [len(group.spec.devices) for group in groups]
+        commands: dict[EngineGroup, Command[Any]] = {
+            group: replace(command, sharing=Sharing(sum(sizes), before))
+            for group, before in zip(groups, accumulate(sizes, initial=0), strict=False)
+        }
+        replies = self.call_all(commands, key, on_news, dispensable=elastic)
+        for group in elastic:
+            if group not in replies and self.elastic is not None:
+                self.elastic.leave(group)
+        return [reply for group in groups for reply in replies.get(group, ())], len(replies) == len(groups)
 
     def call_all(
         self,
         commands: Mapping[EngineGroup, Command[Reply] | Sequence[Command[Reply]]],
         key: str,
         on_news: Callable[[Any], None] | None = None,
+        dispensable: Sequence[EngineGroup] = (),
     ) -> dict[EngineGroup, list[Reply]]:
         """Send commands of one type to several groups side by side: the only way from flow and tasks to a rank.
 
@@ -222,6 +264,7 @@ class Session:
                 call of several, of which the usage is added up under the first two.
             on_news: gets what a rank tells ahead of its reply (`Generate`: `PartialResults`), and a reply while others
                 are awaited; should be quick.
+            dispensable: groups that may be lost; of one that is there are no replies.
 
         Raises:
             EngineError, RankLost, UserError: what the group that failed first raised. The others are ended.
@@ -236,7 +279,7 @@ class Session:
             arguments = {group: {**own, "on_news": _hearing(kind, on_news)} for group, own in arguments.items()}
         # After a rollback iterations are repeated: their commands are others, though of the same keys.
         sent_as = f"{key}/again-{self.rolled_back}" if self.rolled_back else key
-        answers = side_by_side(name_of(kind), sent_as, arguments)
+        answers = side_by_side(name_of(kind), sent_as, arguments, dispensable)
         self.slots.heard(kind, answers.keys())
         if kind.measured:
             name = "/".join(key.split("/")[:2])
@@ -266,6 +309,10 @@ class Session:
         engines = self.rollout_engines if "rollout" in roles else None
         return Build(self.engine_config(), self.model_folder, tuple(roles), self.keeps_logits("actor"), engines)
 
+    def build_group(self, group: EngineGroup) -> list[Built]:
+        """Have a group load the models of its roles."""
+        return self.call_all({group: self.build(group.spec.roles)}, "0/build")[group]
+
     def keeps_logits(self, name: str) -> bool:
         """Whether the actor, or the model of supervised training, keeps its logits for the backward pass."""
         return name in self.recomputed and not self.recomputed[name].logits
@@ -287,6 +334,8 @@ class Session:
 
     def end_groups(self, grace_s: float = 10.0) -> None:
         """End every engine group that lives."""
+        if self.elastic is not None:
+            self.elastic.end_all()
         with ExitStack() as stack:
             for group in self.distinct_groups:
                 stack.callback(group.close, grace_s)
@@ -304,7 +353,7 @@ class Session:
         self.end_groups(grace_s=0.0)
         wait([replies for replies in self.awaited_replies if not replies.cancel()])
         self.rollouts, self.usage, self.history, self.rollout_ended = {}, {}, [], None
-        self.engines_awaited = False
+        self.engines_awaited, self.meeting = False, None
         self.slots.forget()
         self.machines.replace_lost()
         self.start_groups([group.spec for group in ended], epoch=ended[0].epoch + 1)
@@ -412,7 +461,11 @@ def open_session(
         session.hosts = machines.elsewhere.hosts
         specs = place(config, len(gpus), run.logs, machines.elsewhere.pools)
         session.stack.callback(session.end_groups)
-        session.start_groups(specs)
+        session.start_groups([spec for spec in specs if not spec.elastic])
+        if coming := [spec for spec in specs if spec.elastic]:
+            engine, build = config.engine, session.build_group
+            groups = ElasticGroups(coming, machines, build, engine.restarts, engine.restart_window_s)
+            session.elastic = session.stack.enter_context(groups)
         yield training
 
 

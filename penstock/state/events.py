@@ -16,6 +16,8 @@ from penstock.state.run_folder import RunFolder
 
 RECOVERED, GIVEN_UP = "recovered", "given up"  # how a loss ends; its own event is named after the exception
 FAULT = "numerical fault"
+JOINED, LEFT = "group joined", "group left"  # an elastic group, without which the training goes on
+_NO_LOSS = (RECOVERED, GIVEN_UP, FAULT, JOINED, LEFT)
 
 
 def append_event(run: RunFolder, event: Mapping[str, Any]) -> None:
@@ -47,8 +49,8 @@ def losses(run: RunFolder) -> list[dict[str, Any]]:
 
 
 def is_loss(event: Mapping[str, Any]) -> bool:
-    """Whether an event is a loss, not how one ended nor a fault of the numbers."""
-    return event["event"] not in (RECOVERED, GIVEN_UP, FAULT)
+    """Whether an event is a loss that the training recovers from, and nothing else."""
+    return event["event"] not in _NO_LOSS
 
 
 def next_number(run: RunFolder) -> int:
@@ -58,7 +60,7 @@ def next_number(run: RunFolder) -> int:
 
 def open_loss(run: RunFolder) -> dict[str, Any] | None:
     """Return the last loss of a run, if nothing says how it ended."""
-    last = [event for event in read_events(run) if event["event"] != FAULT][-1:]
+    last = [event for event in read_events(run) if event["event"] not in (FAULT, JOINED, LEFT)][-1:]
     return last[0] if last and is_loss(last[0]) else None
 
 

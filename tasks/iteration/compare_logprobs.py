@@ -69,7 +69,7 @@ def logprob_gap(training: Training, iteration: int) -> np.ndarray:
     session, config = training.session(), training.config
     asked, tokens = _prompts(training, iteration), min(TOKENS, config.rollout.max_response_tokens)
     sample = SampleToCompare(next(session.generations), asked, tokens, [config.seed, iteration, COMPARING])
-    replies = session.call("rollout", sample, f"{iteration}/sample_to_compare")
+    replies, _ = session.generate(sample, f"{iteration}/sample_to_compare")
     answers = [reply for reply in replies if reply is not None]  # of an engine of several ranks one replies
     lengths_B = np.concatenate([answer.responses.lengths_B for answer in answers])
     tokens_T = np.concatenate([answer.responses.values_T for answer in answers])

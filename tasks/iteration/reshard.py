@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
 from itertools import accumulate
 
 from prefect import task
@@ -9,7 +11,8 @@ from prefect.cache_policies import NO_CACHE
 
 from engines.commands.reshard import Connect, Listen, Reshard, Resharded
 from engines.groups.group import EngineGroup
-from penstock.session.session import Session, Training, timed
+from penstock.session.events import tell_of_elastic
+from penstock.session.session import Meeting, Session, Training, timed
 from penstock.session.settings import Settings
 
 
@@ -24,6 +27,7 @@ def reshard(training: Training, settings: Settings, version: int) -> dict[str, f
     training.session().say("reshard")
     with timed(training, metrics, "reshard"):
         replies = bring_weights(training.session(), f"{settings.iteration}/reshard", version)
+    tell_of_elastic(training, settings.iteration)
     return metrics | {
         "reshard/rank_s": max(reply.transfer_s for reply in replies),
         "reshard/bytes": float(max(reply.bytes for reply in replies)),
@@ -31,23 +35,33 @@ def reshard(training: Training, settings: Settings, version: int) -> dict[str, f
 
 
 def bring_weights(session: Session, key: str, version: int) -> list[Resharded]:
-    """Reshard on every rank that takes part; return the replies of the rollout engines' ranks."""
-    replies = session.call_all(dict.fromkeys(_groups(session), Reshard(version)), key)
-    return [reply for group in session.rollout_groups for reply in replies[group]]
+    """Reshard on every rank that takes part; return the replies of the rollout engines' ranks.
+
+    Elastic groups that are ready join before, and get their first prompts after it.
+    """
+    coming = session.elastic.ready() if session.elastic is not None else []
+    groups = [*session.rollout_groups, *coming]
+    taking_part = list(dict.fromkeys((session.groups["actor"], *groups)))
+    if len(taking_part) > 1:
+        _connect(session, groups)
+    replies = session.call_all(dict.fromkeys(taking_part, Reshard(version)), key)
+    if session.elastic is not None:
+        session.elastic.join(coming)
+    return [reply for group in groups for reply in replies[group]]
 
 
-def connect_groups(session: Session) -> None:
-    """Let the groups of actor and rollouts find each other, if they are not one; before their first reshard."""
-    if len(_groups(session)) == 1:
+def _connect(session: Session, groups: Sequence[EngineGroup]) -> None:
+    """Let the groups of actor and rollouts find each other, where they are others than those that have last."""
+    if session.meeting is None:
+        store = session.call("actor", Listen(), "0/listen")[0]
+        assert store is not None
+        session.meeting = Meeting(store)
+    meeting = session.meeting
+    if meeting.groups == tuple(groups):
         return
-    store = session.call("actor", Listen(), "0/listen")[0]
-    assert store is not None
-    sizes = [len(group.spec.devices) for group in session.rollout_groups]
-    commands = {session.groups["actor"]: Connect(store, sum(sizes))}
-    for group, before in zip(session.rollout_groups, accumulate(sizes, initial=0), strict=False):
-        commands[group] = Connect(store, sum(sizes), before)
-    session.call_all(commands, "0/connect")
-
-
-def _groups(session: Session) -> list[EngineGroup]:
-    return list(dict.fromkeys((session.groups["actor"], *session.rollout_groups)))
+    sizes = [len(group.spec.devices) for group in groups]
+    commands = {session.groups["actor"]: Connect(meeting.store, meeting.number, sum(sizes))}
+    for group, before in zip(groups, accumulate(sizes, initial=0), strict=False):
+        commands[group] = Connect(meeting.store, meeting.number, sum(sizes), before)
+    session.call_all(commands, f"{meeting.number}/connect")
+    session.meeting = replace(meeting, groups=tuple(groups), number=meeting.number + 1)

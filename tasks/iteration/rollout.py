@@ -262,7 +262,8 @@ def _portions(training: Training, prompts: int, policy_version: int) -> Portions
     config, session = training.config.rollout, training.session()
     if not config.in_portions:
         return None
-    engines = session.rollout_engines if session.reproducible else 1
+    fixed = session.reproducible and session.elastic is None
+    engines = session.rollout_engines if fixed else 1
     return Portions(prompts, config.samples, config.portions, engines, policy_version)
 
 

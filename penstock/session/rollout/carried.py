@@ -166,7 +166,7 @@ def left_over(
             rows += len(answer.left.tokens)
             parts.append(answer.left)
     wanted = [first_rows[at] + sample if at in first_rows else 0 for at in unanswered_P for sample in range(samples)]
-    return _taken(parts, np.asarray(wanted, np.int64))
+    return taken(parts, np.asarray(wanted, np.int64))
 
 
 def not_begun(responses: int, environment: bool) -> CarriedResponses:
@@ -176,10 +176,10 @@ def not_begun(responses: int, environment: bool) -> CarriedResponses:
         environment: whether they will be episodes.
     """
     one = replace(NOT_BEGUN, episodes=NO_EPISODE) if environment else NOT_BEGUN
-    return _taken([one], np.zeros(responses, np.int64))
+    return taken([one], np.zeros(responses, np.int64))
 
 
-def _taken(parts: Sequence[CarriedResponses], rows_B: np.ndarray) -> CarriedResponses:
+def taken(parts: Sequence[CarriedResponses], rows_B: np.ndarray) -> CarriedResponses:
     """Return the responses at some rows of all parts together."""
     tokens = Ragged.concatenated([part.tokens for part in parts])
 

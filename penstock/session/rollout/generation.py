@@ -6,24 +6,24 @@ beside the record of the iteration before. Not a task; rollout, resample, greedy
 
 from __future__ import annotations
 
+import dataclasses
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
 
-from engines.commands.rollout import CarriedResponses, EngineResponses, EpisodeRows, Generate, PartialResults
-from engines.groups.group import RankLost, RolloutStalled
+from engines.commands.rollout import CarriedResponses, EndedResponses, EngineResponses, EpisodeRows, Generate
+from engines.groups.group import RankLost
 from penstock.base.ragged import Ragged
 from penstock.session.requests import BegunGeneration, GenerationRequest, Replies
 from penstock.session.rollout.carried import left_over
-from penstock.session.rollout.ended import EndedFile
+from penstock.session.rollout.ended import EndedFile, other_streams
 from penstock.session.rollout.episodes import episode_columns, waiting_figures
+from penstock.session.rollout.told import News, Told
 from penstock.session.session import Training
-
-News = Callable[[PartialResults | EngineResponses | None], None]  # takes an engine's news, or its reply
 
 
 @dataclass(frozen=True)
@@ -85,6 +85,7 @@ def take_responses(training: Training, generation: BegunGeneration, wanted_at: f
     replies, request = generation.replies.result(), generation.request
     ahead = {"rollout/ahead_s": max(0.0, min(wanted_at, replies.ended) - replies.began)}
     answers = [reply for reply in replies.ranks if reply is not None]  # of an engine of several ranks one replies
+    engines = {} if training.session().elastic is None else {"rollout/engines": float(len(answers))}
     positions = [answer.positions_P for answer in answers]
     rows_B = rows_in_prompt_order(positions, len(request.prompts), request.sampling.samples, request.wanted)
     responses = Ragged.concatenated([answer.responses for answer in answers])
@@ -102,7 +103,7 @@ def take_responses(training: Training, generation: BegunGeneration, wanted_at: f
         texts=pa.concat_arrays([answer.texts for answer in answers]).take(pa.array(rows_B)),
         truncated_B=np.concatenate([answer.truncated_B for answer in answers])[rows_B],
         policy_version=answers[0].policy_version,
-        metrics=engine_figures(answers, replies.ended - replies.began) | waiting_figures(answers) | ahead,
+        metrics=engine_figures(answers, replies.ended - replies.began) | waiting_figures(answers) | ahead | engines,
         loss_mask=all_counted(tokens) if counted is None else counted,
         episodes=episode_columns([answer.episodes for answer in answers if answer.episodes is not None], rows_B),
         logprobs=in_order([answer.logprobs_T for answer in answers]),
@@ -122,6 +123,7 @@ def _left(
 
 
 def _ask(training: Training, request: GenerationRequest, hearers: Sequence[News], kept: EndedFile | None) -> Replies:
+    """Have the engines answer; when an elastic group is lost, have the others answer what it has not."""
     session, prompts = training.session(), request.prompts
     asked = Ragged.of(list(prompts["prompt_tokens"]), np.int32)
     episodes = None
@@ -142,56 +144,28 @@ def _ask(training: Training, request: GenerationRequest, hearers: Sequence[News]
         request.together,
         request.tell_all,
     )
-    heard = _Heard(request, hearers, kept)
+    told = Told(request, hearers, kept, remembers=session.elastic is not None and episodes is None)
     try:
-        replies = session.call("rollout", command, request.key, heard.hear)
+        replies, complete = session.generate(command, request.key, told.hear)
+        while not complete:
+            command = _rest(command, told.ended(replies), next(session.generations), session.reproducible)
+            replies, complete = session.generate(command, f"{request.key}-{command.number}", told.hear)
     except RankLost as loss:
         if not loss.flow_stacks:
             raise  # it is gone, or silent
-        raise heard.stalled(loss) from loss
+        raise told.stalled(loss) from loss
     finally:
         if kept is not None:
             kept.close()
     return Replies(replies, began, time.perf_counter())
 
 
-class _Heard:
-    """What the engines have told of a generation, so that one that stalls can be told how far it is.
-
-    Args:
-        hearers: get what they tell.
-        kept: keeps the responses that have ended.
-    """
-
-    def __init__(self, request: GenerationRequest, hearers: Sequence[News], kept: EndedFile | None) -> None:
-        self._responses = len(request.prompts) * request.sampling.samples
-        self._ended, self._told_at, self._hearers, self._kept = 0, time.monotonic(), hearers, kept
-
-    def hear(self, news: PartialResults | EngineResponses | None) -> None:
-        """Count what an engine tells of ahead of its reply, which repeats it."""
-        self._told_at = time.monotonic()
-        if isinstance(news, PartialResults):
-            self._ended += len(news.ended.positions)
-            if self._kept is not None:
-                self._kept.add(news.ended)
-        for hear in self._hearers:
-            hear(news)
-
-    def stalled(self, loss: RankLost) -> RolloutStalled:
-        """Return a missed deadline under its name."""
-        ago_s, how_far = time.monotonic() - self._told_at, f"no response of {self._responses} has ended"
-        if self._ended:
-            how_far = f"{self._ended} of {self._responses} responses had ended, the last news {ago_s:.0f} s ago"
-        return RolloutStalled(
-            loss.group,
-            loss.rank,
-            f"{loss.reason}: {how_far}",
-            loss.log_file,
-            loss.log_tail,
-            loss.stacks,
-            loss.unheard_s,
-            loss.flow_stacks,
-        )
+def _rest(command: Generate, ended: EndedResponses | None, number: int, reproducible: bool) -> Generate:
+    """Return the command for what has not ended; without any that has, for all."""
+    sampling = command.sampling
+    if ended is not None and not reproducible:
+        sampling = other_streams(sampling, len(ended.positions))
+    return dataclasses.replace(command, number=number, ended=ended, sampling=sampling)
 
 
 def all_counted(tokens: Ragged) -> Ragged:

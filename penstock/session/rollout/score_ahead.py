@@ -49,7 +49,7 @@ def scoring_ahead(training: Training, iteration: int, prompts: pd.DataFrame) -> 
             return told
         for ended in told:
             uncounted.setdefault(ended.position, []).append(ended)
-        return [ended for position in news.counted for ended in uncounted.pop(position)]
+        return [ended for position in news.counted for ended in uncounted.pop(position, ())]
 
     def begin(news: PartialResults | EngineResponses | None) -> None:
         new = [ended for ended in counted(news) if (ended.position, ended.number) not in begun]
