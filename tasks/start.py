@@ -128,7 +128,7 @@ def build_engines(training: Training, model_folder: str) -> dict[str, int | str]
     session.say("loading models into DeepSpeed and vLLM")
     replies = session.call_all({group: session.build(group.spec.roles) for group in session.distinct_groups}, "0/build")
     if session.elastic is not None:
-        session.elastic.begin()
+        session.elastic.model_is_there()
     strategy, built = reshard_strategy(session.config), [reply for ranks in replies.values() for reply in ranks]
     engines: list[Built | Resharded] = [*built]
     if strategy == "broadcast":

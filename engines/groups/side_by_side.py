@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from typing import Any
 
@@ -16,14 +16,14 @@ def side_by_side(
     command: str,
     key: str,
     arguments: Mapping[EngineGroup, dict[str, Any]],
-    dispensable: Container[EngineGroup] = (),
+    outlived: Callable[[EngineGroup], bool] = lambda _: False,
 ) -> dict[EngineGroup, Replies]:
     """Run a command on every group with its own arguments; return each group's replies in rank order.
 
     If one group fails, or the flow is interrupted, the others are ended: they may wait for it in a collective.
 
     Args:
-        dispensable: groups whose loss does not concern the others; there are no replies of one that is lost.
+        outlived: asked as soon as a group is lost: whether the others go on without it; then it has no replies.
 
     Raises:
         EngineError, RankLost, UserError: what the group that failed first raised; a rank that was lost comes before an
@@ -37,7 +37,7 @@ def side_by_side(
         try:
             return group.call(command, key=key, **own)
         except RankLost:
-            if group in dispensable:
+            if outlived(group):
                 return None
             raise
 

@@ -17,7 +17,8 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from contextvars import copy_context
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import count
 from types import TracebackType
 from typing import Self
 
@@ -47,7 +48,7 @@ class Gone:
 
 
 class ElasticGroups:
-    """The elastic groups of a training, from `begin` until the end of the `with` block.
+    """The elastic groups of a training, which are brought as long as the `with` block lasts.
 
     Args:
         build: loads the models of a group that has started.
@@ -62,16 +63,23 @@ class ElasticGroups:
         restarts: int,
         window_s: float,
     ) -> None:
-        self._specs, self._machines, self._build = specs, machines, build
+        self._machines, self._build = machines, build
         self._restarts, self._window_s = restarts, window_s
         self._ready: queue.SimpleQueue[EngineGroup] = queue.SimpleQueue()
         self._news: queue.SimpleQueue[Joined | Gone] = queue.SimpleQueue()
         self._closing, self._changes = threading.Event(), threading.Lock()
-        self._alive: dict[str, EngineGroup] = {}  # started, by name
+        self._started: set[EngineGroup] = set()
+        self._ended: set[EngineGroup] = set()  # by this training, not lost
         self._members: list[EngineGroup] = []
-        self._threads: list[threading.Thread] = []
+        self._model_is_there = threading.Event()
+        self._threads = [
+            threading.Thread(target=copy_context().run, args=(self._bring_again, spec), name=spec.name, daemon=True)
+            for spec in specs
+        ]
 
     def __enter__(self) -> Self:
+        for thread in self._threads:
+            thread.start()
         return self
 
     def __exit__(
@@ -79,6 +87,7 @@ class ElasticGroups:
     ) -> None:
         self._closing.set()
         self.end_all()
+        self._model_is_there.set()
         for thread in self._threads:
             thread.join()
 
@@ -88,16 +97,9 @@ class ElasticGroups:
         with self._changes:
             return list(self._members)
 
-    def begin(self) -> None:
-        """Begin to bring all of them, once the model is there that they load. A second call does nothing."""
-        if self._threads:
-            return
-        self._threads = [
-            threading.Thread(target=copy_context().run, args=(self._bring_again, spec), name=spec.name, daemon=True)
-            for spec in self._specs
-        ]
-        for thread in self._threads:
-            thread.start()
+    def model_is_there(self) -> None:
+        """Let groups that have started load the model, from now on."""
+        self._model_is_there.set()
 
     def ready(self) -> list[EngineGroup]:
         """Return the groups that can join; each once."""
@@ -114,7 +116,7 @@ class ElasticGroups:
             self._news.put(Joined(group.spec.name))
 
     def leave(self, group: EngineGroup) -> None:
-        """Let a lost group be no member any more."""
+        """Let a group that is lost be no member any more."""
         with self._changes:
             self._members = [member for member in self._members if member is not group]
 
@@ -128,63 +130,65 @@ class ElasticGroups:
     def end_all(self) -> None:
         """End all that have started; they are brought again, unless the training is over."""
         with self._changes:
-            alive, self._members = list(self._alive.values()), []
-        for group in alive:
+            self._ended |= (started := set(self._started))
+            self._members = []
+        for group in started:
             group.close(grace_s=0.0)
 
     def _bring_again(self, spec: GroupSpec) -> None:
-        """Bring a group as often as it may be lost; ends with the training, or when the group stays away."""
-        failed_at: list[float] = []
-        epoch = 0
-        while not self._closing.is_set():
-            why, for_good = self._bring(spec, epoch)
+        """Bring a group as often as it may be lost; returns with the training, or when the group stays away."""
+        lost_at: list[float] = []
+        for epoch in count():
+            gone = self._had(spec, epoch)
             if self._closing.is_set():
                 return
-            epoch += 1
-            if why is None:
-                continue
+            if gone is None:
+                continue  # ended to begin anew
             now = time.monotonic()
-            failed_at = [at for at in failed_at if now - at <= self._window_s] + [now]
-            for_good = for_good or len(failed_at) > self._restarts
-            self._news.put(Gone(spec.name, why, for_good))
-            if for_good:
+            lost_at = [at for at in lost_at if now - at <= self._window_s] + [now]
+            gone = replace(gone, for_good=gone.for_good or len(lost_at) > self._restarts)
+            self._news.put(gone)
+            if gone.for_good:
                 return
 
-    def _bring(self, spec: GroupSpec, epoch: int) -> tuple[str | None, bool]:
-        """Have a group until it is lost; return why it is, None where it was ended, and whether it stays away."""
+    def _had(self, spec: GroupSpec, epoch: int) -> Gone | None:
+        """Bring a group, have it until it is gone, and return why it is; None where it was ended."""
         try:
             with self._machines.lent(spec, self._closing):
-                group = EngineGroup(spec, self._machines.hosts, epoch)
-                with self._changes:
-                    self._alive[spec.name] = group
-                try:
-                    if self._closing.is_set():
-                        return None, True
-                    group.wait_ready()
-                    self._build(group)
-                    self._ready.put(group)
-                    return self._await_loss(group), False
-                finally:
-                    self.leave(group)
-                    with self._changes:
-                        del self._alive[spec.name]
-                    group.close(grace_s=0.0)
+                why = self._live(EngineGroup(spec, self._machines.hosts, epoch))
+            return None if why is None else Gone(spec.name, why, for_good=False)
         except Stopped:
-            return None, True
-        except Dismissed as dismissed:
-            return str(dismissed), True
+            return None
         except (RankLost, HostFailed) as loss:
-            return loss.reason, False
-        except (UserError, EngineError) as error:
-            return str(error), True
-        except RuntimeError:  # ended meanwhile, with the training or to begin anew
-            return None, False
+            return Gone(spec.name, loss.reason, for_good=False)
+        except (Dismissed, UserError, EngineError) as error:  # which would come again
+            return Gone(spec.name, str(error), for_good=True)
 
-    def _await_loss(self, group: EngineGroup) -> str | None:
-        while not self._closing.wait(LOOK_S):
-            if (loss := _loss(group)) is not None:
-                return loss
-        return None
+    def _live(self, group: EngineGroup) -> str | None:
+        """Let a group load the model and be ready, until it is lost; return why it was, None where it was ended.
+
+        Raises:
+            EngineError, RankLost, UserError: it could not start.
+        """
+        with self._changes:
+            self._started.add(group)
+        try:
+            group.wait_ready()
+            self._model_is_there.wait()
+            self._build(group)
+            self._ready.put(group)
+            while (loss := _loss(group)) is None:
+                self._closing.wait(LOOK_S)
+            return loss
+        except RuntimeError:
+            if group not in self._ended:
+                raise
+            return None
+        finally:
+            self.leave(group)
+            with self._changes:
+                self._started.remove(group)
+            group.close(grace_s=0.0)
 
 
 def _loss(group: EngineGroup) -> str | None:

@@ -235,24 +235,27 @@ class Session:
         Returns the replies of those that are there to the end, in rank order, and whether these are all.
         """
         groups = self.rollout_groups
-        elastic = [group for group in groups if group.spec.elastic]
         sizes = [len(group.spec.devices) for group in groups]
         commands: dict[EngineGroup, Command[Any]] = {
             group: replace(command, sharing=Sharing(sum(sizes), before))
             for group, before in zip(groups, accumulate(sizes, initial=0), strict=False)
         }
-        replies = self.call_all(commands, key, on_news, dispensable=elastic)
-        for group in elastic:
-            if group not in replies and self.elastic is not None:
-                self.elastic.leave(group)
+        replies = self.call_all(commands, key, on_news, self._outlived)
         return [reply for group in groups for reply in replies.get(group, ())], len(replies) == len(groups)
+
+    def _outlived(self, group: EngineGroup) -> bool:
+        """Whether a generation goes on without a group that is lost, which then gets no more prompts."""
+        if self.elastic is None or not group.spec.elastic:
+            return False
+        self.elastic.leave(group)
+        return True
 
     def call_all(
         self,
         commands: Mapping[EngineGroup, Command[Reply] | Sequence[Command[Reply]]],
         key: str,
         on_news: Callable[[Any], None] | None = None,
-        dispensable: Sequence[EngineGroup] = (),
+        outlived: Callable[[EngineGroup], bool] = lambda _: False,
     ) -> dict[EngineGroup, list[Reply]]:
         """Send commands of one type to several groups side by side: the only way from flow and tasks to a rank.
 
@@ -264,7 +267,7 @@ class Session:
                 call of several, of which the usage is added up under the first two.
             on_news: gets what a rank tells ahead of its reply (`Generate`: `PartialResults`), and a reply while others
                 are awaited; should be quick.
-            dispensable: groups that may be lost; of one that is there are no replies.
+            outlived: asked as soon as a group is lost: whether the others go on without it; then it has no replies.
 
         Raises:
             EngineError, RankLost, UserError: what the group that failed first raised. The others are ended.
@@ -279,7 +282,7 @@ class Session:
             arguments = {group: {**own, "on_news": _hearing(kind, on_news)} for group, own in arguments.items()}
         # After a rollback iterations are repeated: their commands are others, though of the same keys.
         sent_as = f"{key}/again-{self.rolled_back}" if self.rolled_back else key
-        answers = side_by_side(name_of(kind), sent_as, arguments, dispensable)
+        answers = side_by_side(name_of(kind), sent_as, arguments, outlived)
         self.slots.heard(kind, answers.keys())
         if kind.measured:
             name = "/".join(key.split("/")[:2])
