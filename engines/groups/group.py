@@ -226,6 +226,22 @@ class EngineGroup:
             return lost
         return None
 
+    def answers(self, within_s: float) -> bool:
+        """Whether every rank is heard now: each is asked for an echo, which it gives whatever it is doing.
+
+        Raises:
+            RankLost: one is lost.
+        """
+        with self._turn_to_send():
+            self._check_open()
+            self._ask_for_echoes()
+            asked = time.monotonic()
+            while (passed_s := time.monotonic() - asked) < within_s:
+                self._look(TICK_S)
+                if all(silent_s < passed_s for silent_s in self._silent_s):
+                    return True
+        return False
+
     def keep_reserve(self, module: str) -> None:
         """Have a module imported beside each rank, so that the ranks of the next epoch need not."""
         self._ranks.keep_reserve(module)

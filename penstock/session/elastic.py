@@ -29,6 +29,7 @@ from penstock.base.errors import UserError
 from penstock.session.hosts import Dismissed, Machines, Stopped
 
 LOOK_S = 0.5
+ANSWER_S = 2.0  # an echo takes milliseconds
 
 
 @dataclass(frozen=True)
@@ -70,6 +71,7 @@ class ElasticGroups:
         self._closing, self._changes = threading.Event(), threading.Lock()
         self._started: set[EngineGroup] = set()
         self._ended: set[EngineGroup] = set()  # by this training, not lost
+        self._silent: set[EngineGroup] = set()
         self._members: list[EngineGroup] = []
         self._model_is_there = threading.Event()
         self._threads = [
@@ -106,7 +108,22 @@ class ElasticGroups:
         found = []
         while not self._ready.empty():
             found.append(self._ready.get())
-        return [group for group in found if _loss(group) is None]
+        return [group for group in found if self._answers(group)]
+
+    def leave_out_silent(self) -> None:
+        """Let members be none that are not heard now: what all members do together would wait for them."""
+        for group in self.members:
+            self._answers(group)
+
+    def _answers(self, group: EngineGroup) -> bool:
+        try:
+            if group.answers(ANSWER_S):
+                return True
+            self._silent.add(group)
+        except RuntimeError:  # it is lost, or was ended: its thread knows why
+            pass
+        self.leave(group)
+        return False
 
     def join(self, groups: Sequence[EngineGroup]) -> None:
         """Let groups that have the newest weights be members."""
@@ -177,7 +194,7 @@ class ElasticGroups:
             self._model_is_there.wait()
             self._build(group)
             self._ready.put(group)
-            while (loss := _loss(group)) is None:
+            while (loss := self._loss(group)) is None:
                 self._closing.wait(LOOK_S)
             return loss
         except RuntimeError:
@@ -190,12 +207,9 @@ class ElasticGroups:
                 self._started.remove(group)
             group.close(grace_s=0.0)
 
-
-def _loss(group: EngineGroup) -> str | None:
-    """Return why a group is lost; None: it is not.
-
-    Raises:
-        RuntimeError: it was ended.
-    """
-    loss = group.loss()
-    return None if loss is None else loss.reason
+    def _loss(self, group: EngineGroup) -> str | None:
+        """Return why a group is lost; None: it is not. Raises RuntimeError if it was ended."""
+        if group in self._silent:
+            return f"it did not answer within {ANSWER_S:g} s at a reshard"
+        loss = group.loss()
+        return None if loss is None else loss.reason

@@ -37,9 +37,12 @@ def reshard(training: Training, settings: Settings, version: int) -> dict[str, f
 def bring_weights(session: Session, key: str, version: int) -> list[Resharded]:
     """Reshard on every rank that takes part; return the replies of the rollout engines' ranks.
 
-    Elastic groups that are ready join before, and get their first prompts after it.
+    Elastic groups that are ready join before, and get their first prompts after it; one that is silent is left out.
     """
-    coming = session.elastic.ready() if session.elastic is not None else []
+    coming = []
+    if session.elastic is not None:
+        session.elastic.leave_out_silent()
+        coming = session.elastic.ready()
     groups = [*session.rollout_groups, *coming]
     taking_part = list(dict.fromkeys((session.groups["actor"], *groups)))
     if len(taking_part) > 1:
