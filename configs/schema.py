@@ -145,14 +145,14 @@ class TrainConfig(Recipe):
         generating = [group.roles for group in self.groups.values() if "rollout" in group.roles]
         if len(generating) > 1 and any(roles != ["rollout"] for roles in generating):
             raise ValueError("'groups' places rollout in several groups: each of them must hold it alone")
-        if all(group.elastic for group in self.groups.values() if "rollout" in group.roles):
-            raise ValueError("'groups' has the rollout in elastic groups alone: one of them must stay")
         if missing := sorted(set(needed) - set(held)):
             raise ValueError(f"'groups' places no {', '.join(missing)}: add it to a group's roles")
         if idle := sorted(set(held) - set(needed)):
             raise ValueError(
                 f"'groups' places {', '.join(idle)}, which this algorithm and reward do not use: remove it"
             )
+        if all(group.elastic for group in self.groups.values() if "rollout" in group.roles):
+            raise ValueError("'groups' has the rollout in elastic groups alone: one of them must stay")
         indices = [index for group in self.groups.values() if not group.hosts for index in group.gpus or []]
         if len(set(indices)) != len(indices):
             raise ValueError("'groups' gives a GPU to two groups: each GPU belongs to one")

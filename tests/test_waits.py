@@ -94,6 +94,10 @@ ENDS = {
     "tasks/iteration/checkpoint.py: session.checkpoints.wait": DISK,
     "tasks/iteration/faults.py: training.session().consolidator.wait": DISK,
     "tasks/iteration/checkpoint.py: training.session().consolidator.wait": DISK,
+    "penstock/session/rollout/elastic.py: thread.join": THREAD,
+    "penstock/session/rollout/elastic.py: self._model_is_there.wait": "the end of the training sets it",
+    "penstock/session/rollout/elastic.py: self._ready.get": "it is not empty",
+    "penstock/session/rollout/elastic.py: self._news.get": "it is not empty",
     "penstock/session/rollout/generation.py: replies.result": GROUP,
     "tasks/iteration/rollout.py: generation.replies.result": "its responses have been taken",
 }

@@ -202,6 +202,7 @@ TRAIN = {
     "groups.<name>.roles": "engines/groups/test_placement.py::test_groups_get_the_devices_and_roles_they_name",
     "groups.<name>.ranks": "engines/groups/test_placement.py::test_cpu_ranks_are_counted",
     "groups.<name>.pool": f"{PLACED}a_group_of_a_pool_has_its_gpus_on_each_of_its_machines",
+    "groups.<name>.elastic": "penstock/session/test_admission.py::test_slots_of_an_elastic_group_of_a_pool_are_not_waited_for",
     "groups.<name>.hosts": f"{PLACED}a_group_of_a_pool_has_its_gpus_on_each_of_its_machines",
     "hosts.address": f"{HOSTS}an_address_that_is_not_this_machine_s_is_named",
     "hosts.port": f"{HOSTS}a_training_has_its_hosts_and_lets_them_go",

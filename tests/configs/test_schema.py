@@ -55,6 +55,15 @@ RECIPES = sorted((Path(__file__).parents[2] / "configs").glob("*.yaml"))
         ({"rollout": {"prompts": 3}, "algorithm": {"mini_batches": 2}}, "must be a multiple"),
         ({"groups": {"a": {"roles": ["actor", "rollout", "critic"]}}}, "places critic, which"),
         ({"groups": {"a": {"roles": ["actor"]}}}, "places no rollout"),
+        (
+            {"groups": {"a": {"roles": ["actor", "rollout"]}, "b": {"roles": ["rollout"]}}},
+            "places rollout in several groups: each of them must hold it alone",
+        ),
+        (
+            {"groups": {"a": {"roles": ["actor"]}, "b": {"roles": ["rollout"], "elastic": True}}},
+            "has the rollout in elastic groups alone",
+        ),
+        ({"groups": {"a": {"roles": ["actor", "rollout"], "elastic": True}}}, "that hold the rollout alone"),
         ({"groups": {"a": {"roles": ["actor", "rollout"], "gpus": [0], "ranks": 1}}}, "exclude each other"),
         ({"evaluate": {"samples": 4}}, "greedy responses to a prompt are all the same"),
         ({"evaluate": {"evaluators": ["reward"]}}, "has 'reward': name one of rewards, diversity, length"),

@@ -41,6 +41,31 @@ def test_an_exception_names_its_rank_and_ends_the_group(group: EngineGroup) -> N
         group.call("echo", key="after")
 
 
+def test_a_loss_is_known_without_a_call(group: EngineGroup) -> None:
+    """From its host, which looks at its ranks. Control: before there is none, and one that was closed has none."""
+    pids = pids_of(group)
+    assert group.loss() is None
+    os.kill(pids[1], signal.SIGKILL)
+    assert came_true(lambda: group.loss() is not None, 20)
+    loss = group.loss()
+    assert loss is not None and (loss.rank, loss.reason) == (1, "exited with signal 9 (SIGKILL)")
+    group.close()
+    with pytest.raises(RuntimeError, match="has ended"):
+        group.loss()
+
+
+def test_a_rank_that_stands_still_gives_no_echo(group: EngineGroup) -> None:
+    """Though its process is there. Control: it does before and afterwards."""
+    assert group.answers(20.0)
+    stopped = psutil.Process(pids_of(group)[0])
+    stopped.suspend()
+    try:
+        assert not group.answers(0.5)
+    finally:
+        stopped.resume()
+    assert group.answers(20.0)
+
+
 def test_a_user_error_arrives_as_itself(group: EngineGroup) -> None:
     """A user's mistake found in a rank keeps its problem and remedy, and loses its traceback."""
     with pytest.raises(UserError) as caught:

@@ -36,11 +36,11 @@ class Group:
         self.closed.set()
 
 
-def _run(*ends: str) -> tuple[list[Group], Any]:
+def _run(*ends: str, **options: Any) -> tuple[list[Group], Any]:
     meeting = Barrier(len(ends))
     groups = [Group(meeting, way) for way in ends]
     arguments: Any = {group: {"number": number} for number, group in enumerate(groups)}
-    return groups, lambda: side_by_side("reshard", "3", arguments)
+    return groups, lambda: side_by_side("reshard", "3", arguments, **options)
 
 
 def test_all_groups_work_at_once_on_arguments_of_their_own() -> None:
@@ -49,6 +49,21 @@ def test_all_groups_work_at_once_on_arguments_of_their_own() -> None:
     replies: dict[EngineGroup, Any] = run()
     assert [replies[group] for group in groups] == [[{"said": f"reshard 3 {number}"}] for number in (0, 1)]  # type: ignore[index]
     assert not any(group.closed.is_set() for group in groups)
+
+
+def test_a_loss_that_the_others_outlive_is_told_at_once_and_ends_nobody() -> None:
+    """It has no replies. Controls: an error of a rank is none, and one that is not outlived ends the others."""
+    told: list[Any] = []
+    groups, run = _run("is lost", "well", outlived=lambda group: told.append(group) or True)
+    assert list(run()) == [groups[1]]
+    assert told == [groups[0]] and not groups[1].closed.is_set()
+    groups, run = _run("raises", "hangs", outlived=lambda group: True)
+    with pytest.raises(EngineError):
+        run()
+    assert groups[1].closed.is_set()
+    _, run = _run("is lost", "well", outlived=lambda group: False)
+    with pytest.raises(RankLost):
+        run()
 
 
 @pytest.mark.parametrize("ends", [("fails", "hangs"), ("hangs", "fails")])

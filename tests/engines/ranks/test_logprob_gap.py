@@ -96,7 +96,7 @@ def test_two_groups_are_compared_likewise(
     one_rank.build(folder, ("actor",), groups=groups)
     two_ranks.build(folder, ("rollout",), groups=groups)
     apart = Apart(one_rank, two_ranks, folder, tmp_path)
-    apart.both("connect", store=one_rank.ask("listen")[0], rollout_ranks=2)
+    apart.both("connect", store=one_rank.ask("listen")[0], number=0, rollout_ranks=2)
     apart.both("reshard", version=0)
     assert _compare(one_rank, two_ranks)["rollout/logprob_gap"] < 1e-5
     _step(one_rank, tmp_path, 0)

@@ -52,7 +52,7 @@ class Apart:
         self.actor.build(self.model, ("actor",), **sections)
         self.rollout.build(self.model, ("rollout",), **sections)
         store = self.actor.ask("listen")[0]
-        self.both("connect", store=store, rollout_ranks=self.rollout.count)
+        self.both("connect", store=store, number=0, rollout_ranks=self.rollout.count)
 
     def step(self, version: int, learning_rate: float = 1e-2) -> None:
         """Train on random experience, hard enough to change every weight."""
@@ -110,6 +110,8 @@ def test_weights_reach_the_other_group(
     apart.both("reshard", version=1)
     assert apart.gap() < EQUAL
     assert {reply.policy_version for reply in apart.rollout.ask("generate", **_request(apart)) if reply} == {1}
+    store = apart.actor.ask("listen")[0]
+    apart.both("connect", store=store, number=1, rollout_ranks=apart.rollout.count)  # as when a group has come or gone
     apart.step(1)  # refused if the actor's side did not know that version 1 is verified
     errors = [
         reply["error"]
@@ -199,7 +201,7 @@ def test_groups_of_different_models_are_refused(one_rank: Ranks, two_ranks: Rank
     groups = {"train": {"roles": ["actor"]}, "generate": {"roles": ["rollout"]}}
     one_rank.build(folder_of(Shape("qwen2", tied=False)), ("actor",), groups=groups)
     two_ranks.build(folder_of(Shape("qwen2", tied=True)), ("rollout",), groups=groups)
-    arguments = {"store": one_rank.ask("listen")[0], "rollout_ranks": 2}
+    arguments = {"store": one_rank.ask("listen")[0], "number": 0, "rollout_ranks": 2}
     errors = [reply["error"] for reply in apart.both("refusal", of="connect", arguments=arguments)]
     assert all("different parameters, shapes or dtypes" in error for error in errors)
 

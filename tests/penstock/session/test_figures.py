@@ -127,7 +127,7 @@ def test_calls_of_one_name_are_one_in_the_figures(
     group, told = Echo(ranks=2), [{"seconds": 1.0, "tokens": 8.0, "allocated_gib": 4.0, "reserved_gib": 5.0}] * 2
     used = iter([told, [{"seconds": 2.0, "tokens": 4.0, "allocated_gib": 3.0, "reserved_gib": 9.0}] * 2, told, told])
 
-    def side_by_side(name: str, key: str, arguments: Any) -> Any:
+    def side_by_side(name: str, key: str, arguments: Any, outlived: Any) -> Any:
         return {group: [{"reply": None, "usage": usage} for usage in next(used)]}
 
     monkeypatch.setattr("penstock.session.session.side_by_side", side_by_side)
