@@ -25,7 +25,7 @@ from engines.groups.placement import place
 from penstock.checks.memory import GroupEstimate, check_memory, estimate_groups
 from penstock.checks.model import check_model
 from penstock.reports.progress import TrainingProgress
-from penstock.session.hosts import Machines
+from penstock.session.machines.hosts import Machines
 from penstock.session.session import Training, open_session
 from penstock.session.settings import Settings, settings_at
 from penstock.state.manifest import Progress

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from prefect import flow
 
-from penstock.session.serving_host import serve_training
+from penstock.session.machines.serving_host import serve_training
 
 
 @flow(name="engine-host", flow_run_name="{host}")

@@ -20,8 +20,8 @@ from penstock.session.examination import (
     measure_links,
     scratch_folder,
 )
-from penstock.session.pools import read_pool
-from penstock.session.prefect import held, limit_of
+from penstock.session.machines.admission import held, limit_of
+from penstock.session.machines.pools import read_pool
 
 
 @flow(name="examine-pool", flow_run_name="examine-{pool}")

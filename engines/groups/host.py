@@ -8,7 +8,7 @@ A host that the flow has started ends with the flow. One on another machine, or 
 where it has not heard the flow for `silence_s` it ends.
 
 Imports no PyTorch, so that it is there in a fraction of a second. Left out: commands to ranks, which dial the flow
-themselves; who decides that a machine gets a host (penstock/session/hosts.py).
+themselves; who decides that a machine gets a host (penstock/session/machines/hosts.py).
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@ A thread reads for all and asks each host once a second for an echo, which needs
 for longer than it may be, or whose connection is gone and does not come back, is lost, and with it all its ranks. Time
 is counted as for ranks: at most one second per look, so that a flow that was stopped blames nobody.
 
-Left out: which machines there are, and who starts hosts on them (penstock/session/hosts.py).
+Left out: which machines there are, and who starts hosts on them (penstock/session/machines/hosts.py).
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Which engine groups a training needs and on which devices: a pure function of the configuration and the machines.
 
 Left out: starting them (engines/groups/group.py), the number of GPUs that exist (engines/groups/machine.py), which
-machines of a pool come (penstock/session/hosts.py).
+machines of a pool come (penstock/session/machines/hosts.py).
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from penstock.base.errors import UserError
 from penstock.doctor.diagnosis import Diagnosis, Level
 from penstock.session.examination import Machine, PoolFound
-from penstock.session.hosts import ALIKE, check_alike
+from penstock.session.machines.hosts import ALIKE, check_alike
 
 if TYPE_CHECKING:
     from rich.table import Table

@@ -17,7 +17,7 @@ from prefect import get_run_logger
 from prefect.events import emit_event
 
 from engines.groups.group import LostTooOften, RankLost
-from penstock.session.rollout.elastic import Joined
+from penstock.session.machines.elastic import Joined
 from penstock.session.session import Recovering, Training
 from penstock.state.events import GIVEN_UP, JOINED, LEFT, RECOVERED, append_event, next_number, open_loss
 from penstock.state.run_folder import read_metrics

@@ -30,8 +30,8 @@ from engines.groups.spec import RankDevice
 from penstock.base.errors import UserError
 from penstock.base.files import nearest_existing
 from penstock.reports.progress import waiting
-from penstock.session.hosts import absent_after, folder_mistakes, gathering
-from penstock.session.pools import Pool, ask_for_hosts
+from penstock.session.machines.hosts import absent_after, folder_mistakes, gathering
+from penstock.session.machines.pools import Pool, ask_for_hosts
 
 LOOKS = 4  # at a clock; the quickest tells the most
 FILE_BYTES, FILE_S = 64 * MIB, 120.0

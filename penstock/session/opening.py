@@ -27,8 +27,9 @@ from penstock.checks.preferences import check_preferences
 from penstock.checks.tokenized import check_tokenized
 from penstock.checks.training import check_inputs, check_supervised
 from penstock.data.source import reading_once
-from penstock.session.hosts import hosted
-from penstock.session.prefect import admission, patient_clients, terminations_heard
+from penstock.session.machines.admission import admission
+from penstock.session.machines.hosts import hosted
+from penstock.session.prefect import patient_clients, terminations_heard
 from penstock.session.session import Training, open_session, read_config, write_config
 from penstock.session.settings import offer_overrides
 from penstock.state.digests import Damaged

@@ -42,9 +42,9 @@ from penstock.checks.memory import NOWHERE, GroupEstimate, snapshots_fit
 from penstock.data.samplers import PromptHistory, Sampler
 from penstock.session.clock import LapClock, Span
 from penstock.session.consolidation import Consolidator
-from penstock.session.hosts import Machines
+from penstock.session.machines.elastic import ElasticGroups
+from penstock.session.machines.hosts import Machines
 from penstock.session.requests import BegunRollout, Replies
-from penstock.session.rollout.elastic import ElasticGroups
 from penstock.session.saving.checkpoints import CheckpointWriter, WrittenState, write_snapshot, written_by_ranks
 from penstock.session.saving.snapshots import (
     KnownSlots,

@@ -25,7 +25,7 @@ DATA_FILES = "penstock/cli/test_main.py::test_wrong_data_is_named_by_its_line"
 PAIR_FILES = "penstock/cli/test_main.py::test_pairs_for_the_warm_up_are_read_where_the_recipe_says"
 PROBLEMS = "penstock/data/test_arithmetic.py::test_answers_are_sums_of_fixed_width"
 PLACED = "engines/groups/test_placement.py::test_"
-HOSTS = "penstock/session/test_hosts.py::test_"
+HOSTS = "penstock/session/machines/test_hosts.py::test_"
 GENERATOR = "engines/rollout/test_engine.py::test_"
 
 TRAIN = {
@@ -202,7 +202,7 @@ TRAIN = {
     "groups.<name>.roles": "engines/groups/test_placement.py::test_groups_get_the_devices_and_roles_they_name",
     "groups.<name>.ranks": "engines/groups/test_placement.py::test_cpu_ranks_are_counted",
     "groups.<name>.pool": f"{PLACED}a_group_of_a_pool_has_its_gpus_on_each_of_its_machines",
-    "groups.<name>.elastic": "penstock/session/test_admission.py::test_slots_of_an_elastic_group_of_a_pool_are_not_waited_for",
+    "groups.<name>.elastic": "penstock/session/machines/test_admission.py::test_slots_of_an_elastic_group_of_a_pool_are_not_waited_for",
     "groups.<name>.hosts": f"{PLACED}a_group_of_a_pool_has_its_gpus_on_each_of_its_machines",
     "hosts.address": f"{HOSTS}an_address_that_is_not_this_machine_s_is_named",
     "hosts.port": f"{HOSTS}a_training_has_its_hosts_and_lets_them_go",

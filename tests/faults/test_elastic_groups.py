@@ -18,7 +18,7 @@ import pytest
 from configs.loading.load import load_config
 from engines.groups.group import EngineGroup
 from flows.train import train
-from penstock.session.rollout.elastic import ElasticGroups
+from penstock.session.machines.elastic import ElasticGroups
 from penstock.state.events import read_events
 from penstock.state.experience import read_columns
 from penstock.state.manifest import ended, read_manifest

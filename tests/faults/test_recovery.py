@@ -22,7 +22,7 @@ from engines.groups.hosts import Hosts
 from flows import recovery
 from flows.recovery import despite_losses
 from penstock.session import events
-from penstock.session.hosts import Machines
+from penstock.session.machines.hosts import Machines
 from penstock.session.session import Session as LivingSession
 from penstock.session.session import Training, registered
 from penstock.state.events import read_events

@@ -7,7 +7,7 @@ import threading
 from prefect import flow
 
 from configs.schema import TrainConfig
-from penstock.session import prefect as admission
+from penstock.session.machines import admission
 
 LEASE_S = 60.0  # the shortest that Prefect takes
 

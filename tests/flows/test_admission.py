@@ -14,8 +14,8 @@ from prefect.client.schemas.actions import GlobalConcurrencyLimitCreate
 
 from configs.schema import TrainConfig
 from penstock.base.errors import UserError
-from penstock.session import prefect as module
-from penstock.session.prefect import GPU_SLOTS, admission
+from penstock.session.machines import admission as module
+from penstock.session.machines.admission import GPU_SLOTS, admission
 from tests.waiting import until
 
 pytestmark = pytest.mark.usefixtures("prefect_harness")

@@ -22,7 +22,7 @@ from engines.commands.checkpoint import Load, Save
 from engines.groups.hosts import Hosts
 from flows.iteration import iteration
 from penstock.checks.memory import estimate_groups
-from penstock.session.hosts import Machines
+from penstock.session.machines.hosts import Machines
 from penstock.session.requests import Rollout
 from penstock.session.session import Training, open_session, write_config
 from penstock.state.manifest import Progress

@@ -12,7 +12,7 @@ from prefect.variables import Variable
 from penstock.base.errors import UserError
 from penstock.cli.prefect.pool_type import PoolType
 from penstock.cli.prefect.pools import check_sizes, deploy_pool, template_of
-from penstock.session.pools import machines_variable
+from penstock.session.machines.pools import machines_variable
 
 pytestmark = pytest.mark.usefixtures("prefect_harness")
 

@@ -70,8 +70,8 @@ def train(
     from penstock.cli.prefect.server import check_server
     from penstock.cli.starting import Asked, config_to_resume, new_config
     from penstock.data.source import reading_once
+    from penstock.session.machines.pools import gpus_of_pools
     from penstock.session.opening import TRAIN, Resume
-    from penstock.session.pools import gpus_of_pools
 
     if resume is None and start is not None:
         raise UserError("--from names a checkpoint of a run to continue", "say which with --resume RUN")

@@ -25,7 +25,7 @@ from engines.groups.machine import visible_gpus
 from penstock.base.addresses import public_address
 from penstock.base.errors import UserError
 from penstock.cli.prefect.server import check_server
-from penstock.session.prefect import GPU_SLOTS
+from penstock.session.machines.admission import GPU_SLOTS
 
 if TYPE_CHECKING:
     from prefect.automations import AutomationCore
@@ -99,7 +99,7 @@ def ensure_pool(
 def zombie_automation(silence: timedelta = SILENCE) -> AutomationCore:
     """A run that gave signs of life and fell silent is Crashed: its machine died, and nobody else says so.
 
-    Its slots do not wait for this: they come back when its leases end (penstock/session/prefect.py).
+    Its slots do not wait for this: they come back when its leases end (penstock/session/machines/admission.py).
     """
     from prefect.automations import AutomationCore, EventTrigger, Posture
     from prefect.client.schemas.objects import StateType

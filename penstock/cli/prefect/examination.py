@@ -19,7 +19,7 @@ from penstock.cli.terminal import console
 from penstock.doctor.diagnosis import Diagnosis
 from penstock.doctor.doctor import table
 from penstock.doctor.pool import diagnose_pool, machine_table
-from penstock.session.pools import read_pool
+from penstock.session.machines.pools import read_pool
 
 JOIN_S = 60.0  # nobody waits for a training here: workers look for work every ten seconds
 

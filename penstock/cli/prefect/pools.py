@@ -28,8 +28,8 @@ from penstock.cli.prefect.deploy import (
 )
 from penstock.cli.prefect.pool_type import PoolType
 from penstock.cli.prefect.server import check_server
-from penstock.session.pools import DEPLOYMENT, Pool, machines_variable
-from penstock.session.prefect import limit_of
+from penstock.session.machines.admission import limit_of
+from penstock.session.machines.pools import DEPLOYMENT, Pool, machines_variable
 
 ENTRYPOINT = "flows/engine_host.py:engine_host"
 IN_IMAGE = Path("/penstock")  # this repository in the image (Dockerfile)

@@ -13,7 +13,7 @@ from engines.commands.hosts import GpuFacts, HostFacts
 from penstock.base.errors import UserError
 from penstock.doctor.pool import diagnose_pool, machine_table
 from penstock.session.examination import FolderFound, LinksFound, Machine, PoolFound
-from penstock.session.pools import Pool
+from penstock.session.machines.pools import Pool
 
 GIB = 1 << 30
 VERSIONS = {"python": "3.12.4", "torch": "2.11.0", "vllm": "0.26.1", "msgpack": "1.1.0"}

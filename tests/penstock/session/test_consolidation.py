@@ -16,7 +16,7 @@ from configs.schema import TrainConfig
 from engines.groups.hosts import Hosts
 from penstock.session import consolidation, session
 from penstock.session.consolidation import Consolidator
-from penstock.session.hosts import Machines
+from penstock.session.machines.hosts import Machines
 from penstock.session.session import Training, open_session
 from penstock.state import experience
 from penstock.state.experience import add_columns, column_names, consolidate, with_parts, write_columns

@@ -19,9 +19,9 @@ from engines.groups.channel import FLOW_KEYS, Keys
 from engines.groups.host import HostStart
 from engines.groups.hosts import start_host
 from penstock.base.errors import UserError
-from penstock.session import hosts as session_hosts
-from penstock.session.hosts import absent_after, check_alike, check_one_folder, gathering, hosted
-from penstock.session.pools import Missing
+from penstock.session.machines import hosts as session_hosts
+from penstock.session.machines.hosts import absent_after, check_alike, check_one_folder, gathering, hosted
+from penstock.session.machines.pools import Missing
 from penstock.state.run_folder import RunFolder
 from tests.processes import alive
 
@@ -151,7 +151,7 @@ def test_an_end_while_hosts_are_awaited_leaves_none(tmp_path: Path, monkeypatch:
     def interrupted(*_: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("penstock.session.hosts.check_one_folder", interrupted)
+    monkeypatch.setattr("penstock.session.machines.hosts.check_one_folder", interrupted)
     with joining(tmp_path, monkeypatch, 2) as (port, keepers):
         with pytest.raises(KeyboardInterrupt):
             hosted(_config(port), RunFolder(tmp_path)).__enter__()

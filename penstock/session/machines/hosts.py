@@ -5,8 +5,8 @@
 All or none: where one is not there in time, those that are there are let go, and the message says who is missing and
 what is known of it. However the training ends, no host is left. One that is lost meanwhile is replaced, likewise.
 
-Left out: waiting for machines that others use (penstock/session/prefect.py), how Prefect's workers start a host
-(penstock/session/pools.py).
+Left out: waiting for machines that others use (penstock/session/machines/admission.py), how Prefect's workers start a host
+(penstock/session/machines/pools.py).
 """
 
 from __future__ import annotations
@@ -34,7 +34,8 @@ from engines.groups.spec import LOCAL, GroupSpec
 from penstock.base.errors import UserError
 from penstock.checks.memory import NOWHERE, Elsewhere
 from penstock.reports.progress import waiting
-from penstock.session.pools import (
+from penstock.session.machines.admission import held_once_free, slots_on
+from penstock.session.machines.pools import (
     HostRun,
     Missing,
     ask_for_hosts,
@@ -44,7 +45,6 @@ from penstock.session.pools import (
     let_go,
     why_missing,
 )
-from penstock.session.prefect import held_once_free, slots_on
 from penstock.state.run_folder import RunFolder
 
 BY_THEMSELVES = Missing("nobody has started it by 'penstock host', or it does not reach this machine", False)

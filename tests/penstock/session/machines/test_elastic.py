@@ -14,9 +14,9 @@ from engines.groups.group import EngineError, RankLost
 from engines.groups.hosts import HostFailed
 from engines.groups.spec import GroupSpec, RankDevice
 from penstock.base.errors import UserError
-from penstock.session.hosts import Dismissed
-from penstock.session.rollout import elastic as module
-from penstock.session.rollout.elastic import ElasticGroups, Gone, Joined
+from penstock.session.machines import elastic as module
+from penstock.session.machines.elastic import ElasticGroups, Gone, Joined
+from penstock.session.machines.hosts import Dismissed
 from tests.waiting import until
 
 SPEC = GroupSpec("spare", ("rollout",), (RankDevice(None),), Path("logs"), 1.0, 1.0, 1.0, elastic=True)

@@ -11,8 +11,8 @@ import pytest
 
 from configs.schema import TrainConfig
 from engines.groups.spec import RankDevice
-from penstock.session import prefect as module
-from penstock.session.prefect import held_once_free, slots_needed, slots_on
+from penstock.session.machines import admission as module
+from penstock.session.machines.admission import held_once_free, slots_needed, slots_on
 
 GROUPS = {
     "learning": {"pool": "h200", "gpus": [0, 1], "roles": ["actor"]},

@@ -23,7 +23,7 @@ from engines.groups.host import HostStart
 from engines.groups.hosts import start_host
 from engines.groups.interface import Interface, named, towards
 from engines.groups.machine import visible_gpus
-from penstock.session.pools import start_of
+from penstock.session.machines.pools import start_of
 
 LOOK_S = 3.0
 LAST_LINES = 5

@@ -7,7 +7,7 @@ next reshard, with whose weights it begins. A member that is lost is left out at
 in Prefect was cancelled: so one takes a machine away for good.
 
 Left out: what becomes of the prompts that a lost group has begun (penstock/session/rollout/generation.py), how groups
-meet (tasks/iteration/reshard.py), how a pool's machine is had (penstock/session/hosts.py).
+meet (tasks/iteration/reshard.py), how a pool's machine is had (penstock/session/machines/hosts.py).
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from engines.groups.group import EngineError, EngineGroup, RankLost
 from engines.groups.hosts import HostFailed
 from engines.groups.spec import GroupSpec
 from penstock.base.errors import UserError
-from penstock.session.hosts import Dismissed, Machines, Stopped
+from penstock.session.machines.hosts import Dismissed, Machines, Stopped
 
 LOOK_S = 0.5
 ANSWER_S = 2.0  # an echo takes milliseconds

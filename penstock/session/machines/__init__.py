@@ -1,0 +1,1 @@
+"""The machines of a training: admitted, brought together, lent, let go."""

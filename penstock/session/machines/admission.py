@@ -1,0 +1,128 @@
+"""Admission: a whole training waits until its GPUs are free, before any engine starts.
+
+The slots are global concurrency limits of the Prefect server that `penstock deploy` creates, one slot per GPU: a limit
+for the machine that trains, one for each pool of others. A training holds all of its slots at once: two that each held
+a part would wait for each other for ever. It holds them by a lease, which it renews: those of one that was killed come
+back when the lease ends. Left out: which GPU is whose (`groups`); a limit counts, it does not place.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+from prefect.client.orchestration import get_client
+from prefect.concurrency.sync import concurrency
+from prefect.exceptions import ObjectNotFound
+from rich.console import Console
+
+from configs.schema import TrainConfig
+from engines.groups.machine import visible_gpus
+from engines.groups.placement import JOINING, place
+from engines.groups.spec import LOCAL, RankDevice
+from penstock.base.errors import UserError
+from penstock.reports.progress import waiting
+from penstock.session.machines.pools import gpus_of_pools
+
+LOOK_S = 5.0
+
+GPU_SLOTS = "gpus"
+
+LEASE_S = 300.0  # renewed when three quarters are over, so a server may be away for a minute
+
+
+@contextmanager
+def admission(config: TrainConfig) -> Iterator[None]:
+    """Hold the slots of all GPUs of this training; free on CPU ranks of this machine, and where there is no such limit.
+
+    Limits are waited for in the order of their names: two trainings never each hold what the other waits for.
+
+    Raises:
+        UserError: the training needs more GPUs than there are slots.
+    """
+    with ExitStack() as stack:
+        for limit, needed in sorted(slots_needed(config).items()):
+            stack.enter_context(held(limit, needed))
+        yield
+
+
+@contextmanager
+def held(limit: str, needed: int) -> Iterator[None]:
+    """Hold slots of a limit, once they are free; nothing where the server has no such limit.
+
+    Raises:
+        UserError: the limit has fewer.
+    """
+    slots = slots_of(limit)
+    if slots is None:
+        yield
+        return
+    if needed > slots:
+        raise UserError(
+            f"this training needs {needed} GPUs, the concurrency limit '{limit}' is {slots}",
+            f"{_remedy(limit)}, or 'prefect gcl update {limit} --limit {needed}'",
+        )
+    with ExitStack() as stack:
+        with waiting(Console(), f"waiting for {needed} of {slots} GPU slots (concurrency limit '{limit}')"):
+            stack.enter_context(concurrency(limit, occupy=needed, lease_duration=LEASE_S))
+        yield
+
+
+@contextmanager
+def held_once_free(limit: str, needed: int, stop: threading.Event) -> Iterator[bool]:
+    """Hold slots of a limit once they are free; yields False, without them, if `stop` is set before.
+
+    On a server that has no such limit there is nothing to wait for.
+    """
+    with ExitStack() as stack:
+        while slots_of(limit) is not None and not stop.is_set():
+            try:
+                held_slots = concurrency(limit, occupy=needed, timeout_seconds=LOOK_S, lease_duration=LEASE_S)
+                stack.enter_context(held_slots)
+            except TimeoutError:
+                continue
+            break
+        yield not stop.is_set()
+
+
+def slots_needed(config: TrainConfig) -> dict[str, int]:
+    """Return how many slots of which limit the engine groups take: one per GPU, one for a pool's machine without."""
+    specs = place(config, len(visible_gpus()), Path(), gpus_of_pools(config))
+    return slots_on(device for spec in specs for device in spec.devices if device.host == LOCAL or not spec.elastic)
+
+
+def slots_on(devices: Iterable[RankDevice]) -> dict[str, int]:
+    """Return how many slots of which limit some devices take."""
+    taken: dict[str, set[int | None]] = {}
+    for device in devices:
+        taken.setdefault(device.host, set()).add(device.gpu)
+    needed: dict[str, int] = {}
+    for host, gpus in taken.items():
+        pool = host.rpartition("/")[0]
+        if pool == JOINING or (host == LOCAL and None in gpus):
+            continue  # nobody counts these
+        limit = GPU_SLOTS if host == LOCAL else limit_of(pool)
+        needed[limit] = needed.get(limit, 0) + len(gpus)
+    return needed
+
+
+def limit_of(pool: str) -> str:
+    """Return the name of the concurrency limit of a pool's GPUs."""
+    return f"{GPU_SLOTS}-{pool}"
+
+
+def _remedy(limit: str) -> str:
+    if limit == GPU_SLOTS:
+        return "run 'penstock deploy' on the GPU machine"
+    return f"run 'penstock deploy --pool {limit.removeprefix(limit_of(''))} --hosts N --gpus M'"
+
+
+def slots_of(limit: str) -> int | None:
+    """Return the slots of a limit of the server, or None where it has no such limit."""
+    with get_client(sync_client=True) as client:
+        try:
+            return client.read_global_concurrency_limit_by_name(limit).limit
+        except ObjectNotFound:
+            return None
