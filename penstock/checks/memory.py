@@ -65,6 +65,7 @@ class GroupEstimate:
     free: tuple[int | None, ...]  # bytes that each of its ranks may take; None: its host has not joined
     slots: int = 0  # bytes of its host's memory that snapshots of a rank take
     offloaded: int = 0  # that a rank on a GPU keeps there besides
+    elastic: bool = False
 
 
 def check_memory(config: TrainConfig, elsewhere: Elsewhere = NOWHERE) -> list[GroupEstimate]:
@@ -206,7 +207,7 @@ def estimate_groups(
         slots = slot_bytes(config, rank, max(len(spec.ranks_on(host)) for host in spec.hosts))
         offloaded = 0 if on == "cpu" else offloaded_bytes(config, rank)
         placed = (spec.name, spec.roles, spec.devices)
-        estimates.append(GroupEstimate(*placed, memory, recomputed, sleep, each, slots, offloaded))
+        estimates.append(GroupEstimate(*placed, memory, recomputed, sleep, each, slots, offloaded, spec.elastic))
     return estimates
 
 

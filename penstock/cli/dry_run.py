@@ -92,6 +92,7 @@ def _ranks(estimates: Sequence[GroupEstimate]) -> Table:
         for seat in sorted((seat for seat in seats if seat.device.host == host), key=_Seat.place):
             free = "?" if seat.free is None else _gib(seat.free)
             roles, needs = ", ".join(seat.of.roles), _gib(seat.of.memory.total)
+            roles = f"{roles} (elastic)" if seat.of.elastic else roles
             table.add_row(name, device_name(seat.device), seat.rank, roles, needs, free)
             name = ""
         table.add_section()

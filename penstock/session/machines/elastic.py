@@ -22,6 +22,8 @@ from itertools import count
 from types import TracebackType
 from typing import Self
 
+import httpx
+
 from engines.groups.group import EngineError, EngineGroup, RankLost
 from engines.groups.hosts import HostFailed
 from engines.groups.spec import GroupSpec
@@ -178,6 +180,8 @@ class ElasticGroups:
             return None
         except (RankLost, HostFailed) as loss:
             return Gone(spec.name, loss.reason, for_good=False)
+        except httpx.HTTPError as error:
+            return Gone(spec.name, f"Prefect's server does not answer: {error}", for_good=False)
         except (Dismissed, UserError, EngineError) as error:  # which would come again
             return Gone(spec.name, str(error), for_good=True)
 
@@ -189,7 +193,11 @@ class ElasticGroups:
         """
         with self._changes:
             self._started.add(group)
+            if self._closing.is_set():
+                self._ended.add(group)
         try:
+            if group in self._ended:
+                return None
             group.wait_ready()
             self._model_is_there.wait()
             self._build(group)

@@ -5,8 +5,7 @@
 All or none: where one is not there in time, those that are there are let go, and the message says who is missing and
 what is known of it. However the training ends, no host is left. One that is lost meanwhile is replaced, likewise.
 
-Left out: waiting for machines that others use (penstock/session/machines/admission.py), how Prefect's workers start a host
-(penstock/session/machines/pools.py).
+Left out: waiting for machines that others use (admission.py), how Prefect's workers start a host (pools.py).
 """
 
 from __future__ import annotations

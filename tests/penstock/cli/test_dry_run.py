@@ -72,6 +72,14 @@ def test_one_machine(drawn: Drawn) -> None:
     ]
 
 
+def test_a_group_that_comes_and_goes_is_called_so(drawn: Drawn) -> None:
+    """Control: the one that stays is not."""
+    one = {"ranks": 1, "roles": ["rollout"]}
+    groups = {"learning": {"ranks": 1, "roles": ["actor"]}, "staying": one, "spare": {**one, "elastic": True}}
+    found = [line[2:4] for line in places(drawn(groups, 0, tree=GRPO))]
+    assert found[1:] == [["staying 0", "rollout"], ["spare 0", "rollout (elastic)"]]
+
+
 def test_a_split_placement(drawn: Drawn) -> None:
     """GPU by GPU, whatever the order of the groups and of their GPUs."""
     groups = {
