@@ -131,9 +131,10 @@ class Machines:
             for limit, needed in slots_on(spec.devices).items():
                 if not stack.enter_context(held_once_free(limit, needed, stop)):
                     raise Stopped
-            stack.callback(lambda: let_go(asked, 0.0))
+            stack.callback(self._give_back, asked, stop)
             for name in names:
-                self.hosts.await_again(name)
+                if pool != JOINING or self.hosts.lost(name):
+                    self.hosts.await_again(name)
             if pool != JOINING:
                 asked += ask_for_hosts(pool, names, self.hosts.address, self.network, self.training)
             while not self.hosts.wait_joined(LOOK_S, names):
@@ -150,6 +151,13 @@ class Machines:
                 _check_wanted(asked)
                 raise
             _check_wanted(asked)
+
+    def _give_back(self, asked: Sequence[HostRun], stop: threading.Event) -> None:
+        """Let hosts go; at the end of the training with all others, whose runs complete then."""
+        if stop.is_set():
+            self.asked += asked
+        else:
+            let_go(asked, 0.0)
 
 
 class Stopped(Exception):
@@ -191,10 +199,10 @@ def hosted(config: TrainConfig, run: RunFolder) -> Iterator[Machines]:
     every, needed = hosts_of(specs), hosts_of([spec for spec in specs if not spec.elastic])
     expected = [host for names in needed.values() for host in names]
     for pool in filter(None, every):
-        check_pool(pool)
+        check_pool(pool, has_worker=pool in needed)
     with gathering(run.logs, network, [host for names in every.values() for host in names]) as (hosts, asked):
         machines = Machines(hosts, NOWHERE, config.name, run, network, needed, asked)
-        machines.elsewhere = Elsewhere(pools, machines.bring(expected))
+        machines.elsewhere = Elsewhere(pools, machines.bring(expected) if expected else {})
         yield machines
 
 

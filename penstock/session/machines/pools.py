@@ -117,8 +117,11 @@ def read_pool(name: str) -> Pool:
     return Pool(name, int(told["hosts"]), int(told["gpus"]), server)
 
 
-def check_pool(pool: str) -> None:
+def check_pool(pool: str, has_worker: bool = True) -> None:
     """Check that a pool can start a host.
+
+    Args:
+        has_worker: whether a worker must be online by now.
 
     Raises:
         UserError: it does not exist, has no deployment of hosts, or no worker that is online.
@@ -135,7 +138,7 @@ def check_pool(pool: str) -> None:
         except ObjectNotFound:
             raise UserError(f"work pool '{pool}' has no deployment '{DEPLOYMENT}/{pool}'", remedy) from None
         workers = client.read_workers_for_work_pool(pool)
-    if not any(worker.status == "ONLINE" for worker in workers):
+    if has_worker and not any(worker.status == "ONLINE" for worker in workers):
         raise UserError(
             f"work pool '{pool}' has no worker that is online",
             f"on each of its machines: prefect worker start --pool {pool} --limit 1",
