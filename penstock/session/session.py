@@ -325,8 +325,9 @@ class Session:
         assert self.machines is not None
         groups = [EngineGroup(spec, self.machines.hosts, epoch) for spec in specs]
         self.rollouts_apart |= {group.spec.name: group for group in groups if group.spec.roles == ("rollout",)}
-        held = [(role, group) for role in self.config.roles for group in groups if role in group.spec.roles]
-        self.groups |= dict(reversed(held))  # of several groups the first
+        for role in self.config.roles:
+            if holding := [group for group in groups if role in group.spec.roles]:
+                self.groups[role] = holding[0]
 
     def keep_reserve(self) -> None:
         """Have ranks in reserve where there are GPUs: their start takes longest, and there are cores for it."""
