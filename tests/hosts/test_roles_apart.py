@@ -20,7 +20,7 @@ from penstock.data.tokenizer import make_byte_tokenizer
 from penstock.state.run_folder import RunFolder, read_metrics
 from tests.hosts.conftest import TINY
 from tests.hosts.machines import ROOT
-from tests.penstock.session.test_hosts import joining
+from tests.penstock.session.machines.test_hosts import joining
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
