@@ -203,7 +203,8 @@ def test_every_command_has_one_handler_whose_types_fit(monkeypatch: pytest.Monke
     for trainers, others in (({"actor": None}, set()), ({}, {"save", "load"})):  # of ranks that train nothing
         models = RankModels(0, 1, None, trainers=trainers)
         begun = [name for name, item in handlers.HANDLERS.items() if item.during_generation(models)]
-        assert set(begun) == {"reshard", "generate", "sample_to_compare"} | others, "during a generation, and no more"
+        expected = {"connect", "reshard", "generate", "sample_to_compare"} | others
+        assert set(begun) == expected, "during a generation, and no more"
 
     def added(takes: type) -> Any:
         def function(models: Any, command: Any) -> None: ...
