@@ -9,6 +9,7 @@ Left out: who asks again (generation.py), responses that outlive all engines (en
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -42,18 +43,20 @@ class Told:
         self._known: set[tuple[int, int]] = set()
         self._responses = len(request.prompts) * request.sampling.samples
         self._ended, self._told_at, self._hearers, self._kept = 0, time.monotonic(), hearers, kept
+        self._hearing = threading.Lock()  # each group has a thread that reads
 
     def hear(self, news: PartialResults | EngineResponses | None) -> None:
-        """Count what an engine tells of ahead of its reply, which repeats it."""
-        self._told_at = time.monotonic()
-        if isinstance(news, PartialResults) and self._remembers:
-            news = self._new_in(news)
-        if isinstance(news, PartialResults):
-            self._ended += len(news.ended.positions)
-            if self._kept is not None:
-                self._kept.add(news.ended)
-        for hear in self._hearers:
-            hear(news)
+        """Count what an engine tells of ahead of its reply, which repeats it; of several groups one at a time."""
+        with self._hearing:
+            self._told_at = time.monotonic()
+            if isinstance(news, PartialResults) and self._remembers:
+                news = self._new_in(news)
+            if isinstance(news, PartialResults):
+                self._ended += len(news.ended.positions)
+                if self._kept is not None:
+                    self._kept.add(news.ended)
+            for hear in self._hearers:
+                hear(news)
 
     def _new_in(self, news: PartialResults) -> PartialResults:
         """Return news without what an engine that is lost has told before; remember the rest."""

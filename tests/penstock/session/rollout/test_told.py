@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from threading import Barrier, BrokenBarrierError
 from typing import Any
 
 import numpy as np
@@ -50,6 +53,30 @@ def test_of_each_response_is_heard_once() -> None:
     told.hear(news((0, 0)))
     told.hear(news((0, 0)))
     assert len(every) == 2 and told.ended([]) is None
+
+
+def test_engines_of_several_groups_are_heard_one_at_a_time() -> None:
+    """Each group has a thread that reads, and who hears keeps files and lists. Control: else two would overlap."""
+    met: list[bool] = []
+
+    def meeting(within_s: float) -> Callable[[Any], None]:
+        both = Barrier(2)
+
+        def meet(_: Any) -> None:
+            try:
+                both.wait(within_s)
+                met.append(True)
+            except BrokenBarrierError:
+                met.append(False)
+
+        return meet
+
+    told = Told(REQUEST, [meeting(0.2)], None, remembers=True)
+    with ThreadPoolExecutor(2) as pool:
+        list(pool.map(told.hear, [news((0, 0)), news((1, 0))]))
+        assert met == [False, False]
+        list(pool.map(meeting(20.0), range(2)))
+    assert met[2:] == [True, True]
 
 
 def test_all_that_has_ended_goes_to_the_engines_that_are_left() -> None:
