@@ -96,8 +96,7 @@ ENDS = {
     "tasks/iteration/checkpoint.py: training.session().consolidator.wait": DISK,
     "penstock/session/machines/elastic.py: thread.join": THREAD,
     "penstock/session/machines/elastic.py: self._model_is_there.wait": "the end of the training sets it",
-    "penstock/session/machines/elastic.py: self._ready.get": "it is not empty",
-    "penstock/session/machines/elastic.py: self._news.get": "it is not empty",
+    "penstock/session/machines/elastic.py: waiting.get": "it is not empty",
     "penstock/session/rollout/generation.py: replies.result": GROUP,
     "tasks/iteration/rollout.py: generation.replies.result": "its responses have been taken",
 }

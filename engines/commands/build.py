@@ -46,7 +46,7 @@ class Build(Command[Built]):
     """Load the models of `roles` from the actor's starting folder; `config` is a `TrainConfig` as plain data.
 
     `keep_logits`: the actor's updates hold a micro-batch's logits for the backward pass. `engines`: of all rollout
-    groups, which share the prompts.
+    groups that stay, which share the prompts when no other is there.
     """
 
     measured: ClassVar[bool] = False

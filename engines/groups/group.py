@@ -234,13 +234,13 @@ class EngineGroup:
         """
         with self._turn_to_send():
             self._check_open()
+            self._look(0.0)  # echoes of what was asked before do not count
             self._ask_for_echoes()
-            asked = time.monotonic()
-            while (passed_s := time.monotonic() - asked) < within_s:
+            asked, heard = time.monotonic(), set[int]()
+            while len(heard) < len(self.spec.devices) and time.monotonic() - asked < within_s:
                 self._look(TICK_S)
-                if all(silent_s < passed_s for silent_s in self._silent_s):
-                    return True
-        return False
+                heard |= {rank for rank, silent_s in enumerate(self._silent_s) if not silent_s}
+        return len(heard) == len(self.spec.devices)
 
     def keep_reserve(self, module: str) -> None:
         """Have a module imported beside each rank, so that the ranks of the next epoch need not."""

@@ -67,7 +67,7 @@ class Rank:
     width: int  # bytes of a weight
     scores: bool = False  # what is trained offline has a score in place of its language head
     gated_mlp: bool = False  # its GPU has the kernels of engines/kernels/gated_mlp.py
-    rollout_ranks: int | None = None  # of all groups that generate; None: this group's
+    rollout_ranks: int | None = None  # of all groups that generate and stay; None: this group's
 
 
 @dataclass(frozen=True)

@@ -191,7 +191,7 @@ def estimate_groups(
     specs = place(config, len(gpus), Path(), elsewhere.pools)
     everywhere = [device for spec in specs for device in spec.devices]
     check_gpus_elsewhere(everywhere, elsewhere)
-    generating = sum(len(spec.devices) for spec in specs if "rollout" in spec.roles)
+    generating = sum(len(spec.devices) for spec in specs if "rollout" in spec.roles and not spec.elastic)
     estimates = []
     for spec in specs:
         each = tuple(_free(device, everywhere, gpus, elsewhere) for device in spec.devices)

@@ -2,8 +2,7 @@
 
 They are losses, which together have a bound: what died, when that was noticed, how long the training then took to stand
 where it goes on from, and how many tokens are generated a second time. And numerical faults, and elastic groups that
-join or go. Left out: replacing what
-was lost (tasks/recover.py), what a fault is (tasks/iteration/faults.py).
+join or go. Left out: replacing what was lost (tasks/recover.py), what a fault is (tasks/iteration/faults.py).
 """
 
 from __future__ import annotations

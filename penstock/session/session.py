@@ -223,7 +223,7 @@ class Session:
         key: str,
         on_news: Callable[[Any], None] | None = None,
     ) -> list[Reply]:
-        """Send a command to the groups that hold `role`; return the replies in rank order. See `call_all`."""
+        """Send a command to the group that holds `role`; return the replies in rank order. See `call_all`."""
         group = self.groups[role]
         return self.call_all({group: command}, key, on_news)[group]
 
@@ -235,10 +235,8 @@ class Session:
         Returns the replies of those that are there to the end, in rank order, and whether these are all.
         """
         groups = self.rollout_groups
-        sizes = [len(group.spec.devices) for group in groups]
         commands: dict[EngineGroup, Command[Any]] = {
-            group: replace(command, sharing=Sharing(sum(sizes), before))
-            for group, before in zip(groups, accumulate(sizes, initial=0), strict=False)
+            group: replace(command, sharing=sharing) for group, sharing in shared_by(groups).items()
         }
         replies = self.call_all(commands, key, on_news, self._outlived)
         return [reply for group in groups for reply in replies.get(group, ())], len(replies) == len(groups)
@@ -309,7 +307,8 @@ class Session:
 
     def build(self, roles: Sequence[Role]) -> Build:
         """Return the command to build the models of some roles."""
-        engines = self.rollout_engines if "rollout" in roles else None
+        staying = sum(len(group.spec.devices) for group in self.rollout_groups if not group.spec.elastic)
+        engines = staying // self.config.rollout.tensor_parallel if "rollout" in roles else None
         return Build(self.engine_config(), self.model_folder, tuple(roles), self.keeps_logits("actor"), engines)
 
     def build_group(self, group: EngineGroup) -> list[Built]:
@@ -423,6 +422,14 @@ class Session:
         for group in self.distinct_groups:
             group.wait_ready()
         self.engines_awaited = True
+
+
+def shared_by(groups: Sequence[EngineGroup]) -> dict[EngineGroup, Sharing]:
+    """Return the place of each group's ranks among those of all groups, one after the other."""
+    sizes = [len(group.spec.devices) for group in groups]
+    return {
+        group: Sharing(sum(sizes), before) for group, before in zip(groups, accumulate(sizes, initial=0), strict=False)
+    }
 
 
 def _arguments(command: Command[Any] | Sequence[Command[Any]]) -> dict[str, Any]:

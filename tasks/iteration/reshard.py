@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from itertools import accumulate
 
 from prefect import task
 from prefect.cache_policies import NO_CACHE
@@ -12,7 +11,7 @@ from prefect.cache_policies import NO_CACHE
 from engines.commands.reshard import Connect, Listen, Reshard, Resharded
 from engines.groups.group import EngineGroup
 from penstock.session.events import tell_of_elastic
-from penstock.session.session import Meeting, Session, Training, timed
+from penstock.session.session import Meeting, Session, Training, shared_by, timed
 from penstock.session.settings import Settings
 
 
@@ -62,9 +61,9 @@ def _connect(session: Session, groups: Sequence[EngineGroup]) -> None:
     meeting = session.meeting
     if meeting.groups == tuple(groups):
         return
-    sizes = [len(group.spec.devices) for group in groups]
-    commands = {session.groups["actor"]: Connect(meeting.store, meeting.number, sum(sizes))}
-    for group, before in zip(groups, accumulate(sizes, initial=0), strict=False):
-        commands[group] = Connect(meeting.store, meeting.number, sum(sizes), before)
+    ranks = sum(len(group.spec.devices) for group in groups)
+    commands = {session.groups["actor"]: Connect(meeting.store, meeting.number, ranks)}
+    for group, sharing in shared_by(groups).items():
+        commands[group] = Connect(meeting.store, meeting.number, ranks, sharing.before)
     session.call_all(commands, f"{meeting.number}/connect")
     session.meeting = replace(meeting, groups=tuple(groups), number=meeting.number + 1)

@@ -35,10 +35,11 @@ from penstock.session.rollout.carried import (
 from penstock.session.rollout.draw import draws_by_rewards
 from penstock.session.rollout.ended import EndedFile, keeps_ended, origin_of_ended, other_streams
 from penstock.session.rollout.episodes import episode_column_names, episode_figures
-from penstock.session.rollout.generation import News, Responses, begin_generation, take_responses
+from penstock.session.rollout.generation import Responses, begin_generation, take_responses
 from penstock.session.rollout.portions import Portions, StreamedRollout
 from penstock.session.rollout.rounds import further_round, next_round, round_figures
 from penstock.session.rollout.score_ahead import sample_id, scoring_ahead
+from penstock.session.rollout.told import News
 from penstock.session.session import Stage, Training, timed
 from penstock.session.settings import Settings, next_settings
 from penstock.state.deferred import Deferred

@@ -26,10 +26,8 @@ from penstock.base.errors import UserError
 from penstock.reports.progress import waiting
 from penstock.session.machines.pools import gpus_of_pools
 
-LOOK_S = 5.0
-
 GPU_SLOTS = "gpus"
-
+LOOK_S = 5.0  # between two looks at whether anybody still waits
 LEASE_S = 300.0  # renewed when three quarters are over, so a server may be away for a minute
 
 

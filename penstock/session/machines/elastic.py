@@ -20,7 +20,7 @@ from contextvars import copy_context
 from dataclasses import dataclass, replace
 from itertools import count
 from types import TracebackType
-from typing import Self
+from typing import Self, TypeVar
 
 import httpx
 
@@ -29,6 +29,8 @@ from engines.groups.hosts import HostFailed
 from engines.groups.spec import GroupSpec
 from penstock.base.errors import UserError
 from penstock.session.machines.hosts import Dismissed, Machines, Stopped
+
+Item = TypeVar("Item")
 
 LOOK_S = 0.5
 ANSWER_S = 2.0  # an echo takes milliseconds
@@ -107,10 +109,7 @@ class ElasticGroups:
 
     def ready(self) -> list[EngineGroup]:
         """Return the groups that can join; each once."""
-        found = []
-        while not self._ready.empty():
-            found.append(self._ready.get())
-        return [group for group in found if self._answers(group)]
+        return [group for group in _taken(self._ready) if self._answers(group)]
 
     def leave_out_silent(self) -> None:
         """Let members be none that are not heard now: what all members do together would wait for them."""
@@ -141,10 +140,7 @@ class ElasticGroups:
 
     def news(self) -> list[Joined | Gone]:
         """Return which groups have joined and gone since this was last asked."""
-        found = []
-        while not self._news.empty():
-            found.append(self._news.get())
-        return found
+        return _taken(self._news)
 
     def end_all(self) -> None:
         """End all that have started; they are brought again, unless the training is over."""
@@ -221,3 +217,11 @@ class ElasticGroups:
             return f"it did not answer within {ANSWER_S:g} s at a reshard"
         loss = group.loss()
         return None if loss is None else loss.reason
+
+
+def _taken(waiting: queue.SimpleQueue[Item]) -> list[Item]:
+    """Take all that is in a queue, which one thread alone takes from."""
+    found = []
+    while not waiting.empty():
+        found.append(waiting.get())
+    return found

@@ -80,13 +80,18 @@ class Machines:
         Raises:
             UserError: one does not join, has another run folder or other versions.
         """
-        assert self.network is not None and self.run is not None
+        assert self.network is not None
         for pool, names in self.needed.items():
             if pool is not None and (ask := [name for name in names if name in wanted]):
                 self.asked += ask_for_hosts(pool, ask, self.hosts.address, self.network, self.training)
         with waiting(Console(), f"waiting for hosts: {', '.join(wanted)}"):
             join(self.hosts, self.network.join_timeout_s, self.asked, wanted)
-        check_one_folder(self.hosts, self.run, wanted)
+        return self._checked(wanted)
+
+    def _checked(self, joined: Sequence[str]) -> Mapping[str, HostFacts]:
+        """Check hosts that have joined; return what all machines have."""
+        assert self.run is not None
+        check_one_folder(self.hosts, self.run, joined)
         facts = self.hosts.facts()
         check_alike(facts)
         return facts
@@ -124,7 +129,7 @@ class Machines:
         if not names:
             yield
             return
-        assert self.network is not None and self.run is not None
+        assert self.network is not None
         pool = names[0].rpartition("/")[0]
         with ExitStack() as stack:
             asked: list[HostRun] = []
@@ -141,10 +146,7 @@ class Machines:
                 if stop.is_set():
                     raise Stopped
                 _check_coming(asked, self.hosts.missing(names))
-            check_one_folder(self.hosts, self.run, names)
-            facts = self.hosts.facts()
-            check_alike(facts)
-            self.elsewhere = replace(self.elsewhere, hosts=facts)
+            self.elsewhere = replace(self.elsewhere, hosts=self._checked(names))
             try:
                 yield
             except (RankLost, HostFailed):
@@ -170,9 +172,9 @@ class Dismissed(Exception):
 
 def _check_coming(asked: Sequence[HostRun], missing: Sequence[str]) -> None:
     """Raise Dismissed or HostFailed where a host that was asked for will never come."""
-    _check_wanted(asked)
     for name, why in why_missing(asked, missing).items():
         if why.ended:
+            _check_wanted(asked)
             raise HostFailed(name, why.text)
 
 

@@ -17,7 +17,7 @@ import pandas as pd
 
 from engines.commands.rollout import EngineResponses, PartialResults
 from penstock.rewards.types import Sample
-from penstock.session.rollout.generation import News
+from penstock.session.rollout.told import News
 from penstock.session.session import Training, prompt_columns
 
 

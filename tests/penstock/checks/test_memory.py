@@ -81,3 +81,19 @@ def test_a_rank_on_a_gpu_needs_its_hosts_memory_for_snapshots_and_what_is_offloa
     assert memory.snapshots_fit([on_gpu])
     assert not memory.snapshots_fit([replace(on_gpu, offloaded=1 << 29)])
     assert memory.snapshots_fit([replace(on_gpu, devices=(RankDevice(0, "h200/0"),), slots=1 << 50)])
+
+
+def test_a_group_that_may_be_absent_spares_the_others_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The engines that stay must hold all sequences. Control: beside one that stays each needs a smaller KV cache."""
+    monkeypatch.setattr(memory, "visible_gpus", lambda: [0, 1, 2])
+    monkeypatch.setattr(memory, "free_gpu_bytes", lambda index: 1 << 36)
+    monkeypatch.setattr(memory, "has_gated_mlp", lambda index: False)
+
+    def needs(**more: Any) -> int:
+        groups = {"learning": {"gpus": [0], "roles": ["actor"]}, "staying": {"gpus": [1], "roles": ["rollout"]}, **more}
+        tree = {"model": TINY, "groups": groups, "rollout": {"prompts": 400, "samples": 2, "sleep": False}}
+        return memory.estimate_groups(TrainConfig.model_validate(tree))[1].memory.total
+
+    spare = {"gpus": [2], "roles": ["rollout"]}
+    assert needs(spare={**spare, "elastic": True}) == needs()
+    assert needs(spare=spare) < needs()
