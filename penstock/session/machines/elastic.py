@@ -32,7 +32,7 @@ from penstock.session.machines.hosts import Dismissed, Machines, Stopped
 
 Item = TypeVar("Item")
 
-LOOK_S = 0.5
+LOOK_S, AGAIN_S = 0.5, 2.0
 ANSWER_S = 2.0  # an echo takes milliseconds
 
 
@@ -168,18 +168,19 @@ class ElasticGroups:
 
     def _had(self, spec: GroupSpec, epoch: int) -> Gone | None:
         """Bring a group, have it until it is gone, and return why it is; None where it was ended."""
+        why = None
         try:
             with self._machines.lent(spec, self._closing):
                 why = self._live(EngineGroup(spec, self._machines.hosts, epoch))
-            return None if why is None else Gone(spec.name, why, for_good=False)
         except Stopped:
             return None
         except (RankLost, HostFailed) as loss:
             return Gone(spec.name, loss.reason, for_good=False)
-        except httpx.HTTPError as error:
-            return Gone(spec.name, f"Prefect's server does not answer: {error}", for_good=False)
+        except httpx.HTTPError:  # Prefect's server is busy, or away: it is asked again
+            self._closing.wait(AGAIN_S)
         except (Dismissed, UserError, EngineError) as error:  # which would come again
             return Gone(spec.name, str(error), for_good=True)
+        return None if why is None else Gone(spec.name, why, for_good=False)
 
     def _live(self, group: EngineGroup) -> str | None:
         """Let a group load the model and be ready, until it is lost; return why it was, None where it was ended.
