@@ -50,7 +50,7 @@ def ending_in_words(command: str, folder: Path) -> Iterator[None]:
 
 def print_summary(folder: Path) -> None:
     """Print what a run has come to, and where its report, model and pages are."""
-    from penstock.cli.pages import pages_of_run
+    from penstock.cli.runs.pages import pages_of_run
     from penstock.reports import progress
     from penstock.state.run_folder import RunFolder
 

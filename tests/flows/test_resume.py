@@ -25,7 +25,7 @@ import psutil
 import pytest
 from safetensors import safe_open
 
-from penstock.cli.sync import sync
+from penstock.cli.runs.sync import sync
 from penstock.state.events import read_events
 from penstock.state.experience import add_columns, column_names, read_columns
 from penstock.state.manifest import Manifest, read_manifest

@@ -26,7 +26,7 @@ from engines.models import model_folder
 from engines.models.model_folder import write_folder
 from flows.train import train
 from penstock.base.errors import UserError
-from penstock.cli.export_run import export_run
+from penstock.cli.runs.export_run import export_run
 from penstock.reports.alarms import RULES
 from penstock.session.settings import forget_overrides, variable_name
 from penstock.state.digests import is_whole

@@ -18,7 +18,7 @@ import httpx
 import psutil
 import pytest
 
-from tests.flows.test_deployments import Patient
+from tests.flows.deployments.test_deployments import Patient
 from tests.hosts.machines import PREFECT, ROOT, Machine, network
 from tests.waiting import came_true, until
 

@@ -26,7 +26,7 @@ def export(
     ] = None,
 ) -> None:
     """Write a run's model as a Hugging Face folder with a card, compare it with its source, tell its tracker of it."""
-    from penstock.cli.export_run import export_run
+    from penstock.cli.runs.export_run import export_run
     from penstock.state.manifest import ANEW
     from penstock.state.run_folder import open_run_folder
 

@@ -31,7 +31,7 @@ def compare(
 
 def sync(run: Annotated[Path, typer.Argument(help="folder of a run that has ended")]) -> None:
     """Give a run's tracker what it lacks because its server was away."""
-    from penstock.cli.sync import sync as deliver
+    from penstock.cli.runs.sync import sync as deliver
 
     console.print(deliver(run), highlight=False, markup=False, soft_wrap=True)
 
@@ -51,7 +51,7 @@ def replay(
     ] = None,
 ) -> None:
     """Run tasks of an iteration again from what they were given, and compare: exit code 0 equal, 1 different."""
-    from penstock.cli.replaying import replayed
+    from penstock.cli.runs.replaying import replayed
 
     if not replayed(run, iteration, tasks or [], tolerance, to):
         raise typer.Exit(1)
@@ -85,6 +85,6 @@ def ui(
     prefect_port: Annotated[int, typer.Option(min=1, max=65535, help="port of Prefect's pages")] = 4200,
 ) -> None:
     """Serve the tracker's and Prefect's pages of past runs until Ctrl-C (loopback only)."""
-    from penstock.cli.pages import serve_pages
+    from penstock.cli.runs.pages import serve_pages
 
     serve_pages(folder, tracker_port, prefect_port, console)

@@ -1,6 +1,6 @@
 """`penstock doctor --pool`: runs the examination of a work pool in this process, and shows what it found.
 
-Left out: what is looked at (flows/examine_pool.py), and the judgements (penstock/doctor/pool.py).
+Left out: what is looked at (flows/machines/examine_pool.py), and the judgements (penstock/doctor/pool.py).
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from configs.loading.load import load_config
 from configs.sections.run import HostsConfig
 from engines.groups.host import versions
 from engines.groups.interface import towards
-from flows.examine_pool import examine_pool
+from flows.machines.examine_pool import examine_pool
 from penstock.cli.prefect.quiet import quiet_terminal
 from penstock.cli.prefect.server import check_server
 from penstock.cli.terminal import console

@@ -31,7 +31,7 @@ from penstock.cli.prefect.server import check_server
 from penstock.session.machines.admission import limit_of
 from penstock.session.machines.pools import DEPLOYMENT, Pool, machines_variable
 
-ENTRYPOINT = "flows/engine_host.py:engine_host"
+ENTRYPOINT = "flows/machines/engine_host.py:engine_host"
 IN_IMAGE = Path("/penstock")  # this repository in the image (Dockerfile)
 
 

@@ -3,7 +3,7 @@
 The keys that let a host in lie in a Secret block of this training, which its runs are told the name of; it is deleted
 when the training ends. A run that has not ended then is cancelled, so that Prefect's worker ends what it started.
 
-Left out: the flow that such a run is (flows/engine_host.py), and making pools (penstock/cli/prefect/pools.py).
+Left out: the flow that such a run is (flows/machines/engine_host.py), and making pools (penstock/cli/prefect/pools.py).
 """
 
 from __future__ import annotations

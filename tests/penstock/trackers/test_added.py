@@ -20,7 +20,7 @@ from configs.schema import TrainConfig
 from penstock.base.errors import UserError
 from penstock.checks.training import check_supervised
 from penstock.cli.main import _quiet_libraries
-from penstock.cli.sync import sync
+from penstock.cli.runs.sync import sync
 from penstock.session import session
 from penstock.session.record import append_record
 from penstock.session.session import Session, Training, write_config

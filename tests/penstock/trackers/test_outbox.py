@@ -15,7 +15,7 @@ from mlflow import MlflowClient
 
 from penstock.base.errors import UserError
 from penstock.base.files import write_text
-from penstock.cli.sync import sync
+from penstock.cli.runs.sync import sync
 from penstock.state.events import append_event
 from penstock.state.manifest import Manifest, Progress, Tracked, write_manifest
 from penstock.state.run_folder import RunFolder, append_metrics, append_steps, locked

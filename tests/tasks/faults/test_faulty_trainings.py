@@ -20,7 +20,7 @@ from configs.loading.load import load_config
 from flows.replay import replay
 from flows.train import train
 from penstock.base.errors import GradientNotFinite, KlExploded
-from penstock.cli.export_run import export_run
+from penstock.cli.runs.export_run import export_run
 from penstock.state.events import FAULT, read_events
 from penstock.state.experience import read_columns
 from penstock.state.manifest import read_manifest, write_manifest

@@ -37,7 +37,7 @@ from tests.waiting import until
 
 pytestmark = pytest.mark.slow
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 TRAIN, SFT, PREFERENCE = "train/quickstart", "sft/quickstart", "preference/dpo"
 MOVING = ("created", "updated", "last_polled", "status")
 NAMES = {TRAIN, "train/grpo-gsm8k", "train/ppo-gsm8k", SFT, PREFERENCE, "reward-model/pairs", "compare/runs"}
@@ -238,7 +238,7 @@ def lost(prefect: Prefect, tmp_path_factory: pytest.TempPathFactory) -> Lost:
 
     An automation like the deployed one watches this run alone, and loses its patience sooner.
     """
-    limit = {"name": "lost", "entrypoint": "tests/flows/holding.py:hold", "concurrency_limit": 1}
+    limit = {"name": "lost", "entrypoint": "tests/flows/deployments/holding.py:hold", "concurrency_limit": 1}
     place = {"prefect.deployments.steps.set_working_directory": {"directory": str(ROOT)}}
     server = temporary_settings({PREFECT_API_URL: prefect.environment["PREFECT_API_URL"]})
     with server, get_client(sync_client=True) as client:

@@ -17,7 +17,7 @@ from engines.training.trained_state import MASTER
 from engines.weights.lora import FROZEN_SUM, adapted_layers, adapter_state, attach, frozen_sum, merged_state
 from penstock.base.errors import UserError
 from penstock.base.ragged import Ragged
-from penstock.cli.export_run import _facts, export_run
+from penstock.cli.runs.export_run import _facts, export_run
 from penstock.state.digests import signed
 from penstock.state.experience import write_columns
 from penstock.state.manifest import Manifest, Progress, seal_checkpoint, write_manifest

@@ -17,8 +17,8 @@ from prefect.settings import PREFECT_API_URL, PREFECT_UI_URL, temporary_settings
 from rich.console import Console
 
 from penstock.base.errors import UserError
-from penstock.cli import pages
-from penstock.cli.pages import check_port, pages_of_run, serve_pages, wait_for
+from penstock.cli.runs import pages
+from penstock.cli.runs.pages import check_port, pages_of_run, serve_pages, wait_for
 from tests.processes import alive
 from tests.waiting import came_true
 

@@ -1,0 +1,1 @@
+"""The flows that run on machines of work pools."""

@@ -1,0 +1,1 @@
+"""What commands do with runs that are there."""
