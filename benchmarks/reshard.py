@@ -37,6 +37,7 @@ from tasks.iteration.reshard import reshard
 from tasks.iteration.rollout import sampling
 from tasks.iteration.update import update_actor
 
+OF_TRAININGS = tuple(name for name in STRATEGIES if name != "folder")  # that one is of engines that train nothing
 FIGURES = {
     "reshard_s": "time/reshard_s",
     "reshard_rank_s": "reshard/rank_s",
@@ -75,7 +76,7 @@ def measure_strategies(
 
     Args:
         folder: where prompts may be written.
-        strategies: names of `engines.groups.placement.STRATEGIES`; those that need more devices are left out.
+        strategies: names of `OF_TRAININGS`; those that need more devices are left out.
 
     Raises:
         UserError: the recipe or a strategy is wrong, or no strategy fits the devices.
@@ -154,8 +155,8 @@ def missing_devices(strategy: str, devices: int) -> str | None:
     Raises:
         UserError: there is no such strategy.
     """
-    if strategy not in STRATEGIES:
-        raise UserError(f"there is no reshard strategy '{strategy}'", f"choose among {', '.join(STRATEGIES)}")
+    if strategy not in OF_TRAININGS:
+        raise UserError(f"there is no reshard strategy '{strategy}'", f"choose among {', '.join(OF_TRAININGS)}")
     if strategy == "shared" or devices >= 2:
         return None
     return f"{strategy} takes two devices or more, this machine has {devices}"

@@ -113,7 +113,7 @@ def difference(models: RankModels, path: Path, stale: bool = False) -> float:
 
 def train(models: RankModels, path: Path, step: int) -> None:
     """Take one large optimizer step, so that a stale weight could not hide."""
-    split = Split(1, 1, 1, 4096, RESPONSE_TOKENS, "token-mean", seed=step)
+    split = Split(1, 1, 1, 1, 4096, RESPONSE_TOKENS, "token-mean", seed=step)
     loss = ActorLoss("ppo_clip", {}, 1.0, entropy_coefficient=0.0, kl_estimator=None, kl_coefficient=0.0)
     update_actor(models, UpdateActor(str(path), step - 1, split, loss, 1e-4))
 

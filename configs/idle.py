@@ -13,7 +13,9 @@ from collections.abc import Iterator
 
 from pydantic import BaseModel
 
+from configs.preference import PairConfig
 from configs.schema import TrainConfig
+from configs.sections.trainer import SftConfig
 
 # Keys that say how often: of iterations, the last of which is evaluated and saved anyway.
 OFTEN = (("evaluate", "every"), ("checkpoint", "every"), ("record", "samples_every"))
@@ -32,13 +34,20 @@ def idle_settings(config: TrainConfig) -> list[str]:
         if name in config.algorithm.scheduled and isinstance(value, dict)
     }
     found = [_sentence(key, values, f"the training has {length} iterations") for key, values in late.items() if values]
-    if sft is not None:
-        late = {"sft.checkpoint_every": _beyond(sft, "checkpoint_every", sft.steps)}
-        late |= {key: _steps_beyond(steps, sft.steps - 1) for key, steps in _schedules(sft, "sft.")}
-        found += [
-            _sentence(key, values, f"the warm-up has {sft.steps} steps") for key, values in late.items() if values
-        ]
-    return found
+    return found + (_idle_steps(sft, "sft", "warm-up") if sft is not None else [])
+
+
+def idle_steps(config: TrainConfig | PairConfig) -> list[str]:
+    """Return the same of a training that takes steps alone."""
+    if isinstance(config, PairConfig):
+        return _idle_steps(config.trainer, "trainer", "training")
+    return _idle_steps(config.sft, "sft", "training") if config.sft is not None else []
+
+
+def _idle_steps(section: SftConfig, name: str, what: str) -> list[str]:
+    late = {f"{name}.checkpoint_every": _beyond(section, "checkpoint_every", section.steps)}
+    late |= {key: _steps_beyond(steps, section.steps - 1) for key, steps in _schedules(section, f"{name}.")}
+    return [_sentence(key, values, f"the {what} has {section.steps} steps") for key, values in late.items() if values]
 
 
 def _beyond(section: BaseModel, name: str, last: int) -> str:

@@ -19,7 +19,7 @@ from configs.schema import TrainConfig
 from configs.sections.data import DataConfig, check_chat_arguments
 from configs.sections.function_settings import FunctionSettings, own_function
 from configs.sections.model import ModelConfig
-from configs.sections.run import Devices, EngineConfig, GroupConfig, HostsConfig
+from configs.sections.run import ABOUT_TRACKERS, Devices, EngineConfig, GroupConfig, HostsConfig, Trackers
 from configs.sections.trainer import SftConfig
 from configs.tree.annotations import Knows
 from configs.tree.section import PositiveInt, Recipe, Section, fill, refuse
@@ -139,8 +139,8 @@ class PairConfig(Recipe):
     devices: Devices = Field(default_factory=Devices, description="where it runs")
     hosts: HostsConfig | None = Field(None, description="the network between machines; null: there is one machine")
     engine: EngineConfig = Field(default_factory=EngineConfig, description="deadlines of the ranks")
-    tracker: str = Field("mlflow", description="where runs are recorded besides their folder; 'module:Class' of yours")
-    experiment: str = Field("penstock", description="the tracker's name for runs that are compared with each other")
+    tracker: Trackers = Field("mlflow", description=ABOUT_TRACKERS)
+    experiment: str = Field("penstock", description="the trackers' name for runs that are compared with each other")
     data: PairData = Field(default_factory=PairData, description="pairs or labelled rows")
 
     @model_validator(mode="after")

@@ -66,7 +66,7 @@ class TrainConfig(Recipe):
     )
     hosts: HostsConfig | None = Field(None, description="the network between machines; null: there is one machine")
     engine: EngineConfig = Field(default_factory=EngineConfig, description="deadlines and losses of the engine groups")
-    record: RecordConfig = Field(default_factory=RecordConfig, description="the tracker and samples")
+    record: RecordConfig = Field(default_factory=RecordConfig, description="trackers and samples")
 
     @model_validator(mode="after")
     def _together(self) -> Self:
@@ -95,11 +95,7 @@ class TrainConfig(Recipe):
                 f"'reward.overlong.buffer_tokens' ({overlong.buffer_tokens}) must not exceed "
                 f"'rollout.max_response_tokens' ({self.rollout.max_response_tokens})"
             )
-        if self.rollout.prompts % self.algorithm.mini_batches:
-            raise ValueError(
-                f"'rollout.prompts' ({self.rollout.prompts}) must be a multiple of "
-                f"'algorithm.mini_batches' ({self.algorithm.mini_batches})"
-            )
+        self._check_mini_batches()
         if self.sft is None and (self.data.sft or self.data.response):
             raise ValueError("'data.sft' and 'data.response' have no effect without an 'sft' section: remove them")
         for name in ("failure_value", "max_failure_share") if self.reward.model and self.environment is None else ():
@@ -112,6 +108,16 @@ class TrainConfig(Recipe):
         if self.rollout.stream is not None:
             check_stream(self)
         return self
+
+    def _check_mini_batches(self) -> None:
+        """Refuse mini-batches of unequal sizes."""
+        of_prompts = self.algorithm.mini_batch_of == "prompts"
+        what = "'rollout.prompts'" if of_prompts else "'rollout.prompts' times 'rollout.samples'"
+        count = self.rollout.prompts * (1 if of_prompts else self.rollout.samples)
+        if count % self.algorithm.mini_batches:
+            raise ValueError(
+                f"{what} ({count}) must be a multiple of 'algorithm.mini_batches' ({self.algorithm.mini_batches})"
+            )
 
     def _check_reference(self) -> None:
         kl = self.algorithm.kl
@@ -177,6 +183,11 @@ class TrainConfig(Recipe):
         if self.reward.model is not None:
             roles.append("reward")
         return (*roles, "rollout")
+
+    @property
+    def trains(self) -> bool:
+        """Whether engines train the policy; those of an evaluation only load models (configs/evaluation.py)."""
+        return True
 
     @property
     def rollout_apart(self) -> bool:

@@ -6,19 +6,19 @@
 
 Steps in brackets run side by side where their engine groups differ, and only if the algorithm needs them. The engines
 begin the next rollout before the record. With `rollout.stream` nobody waits for the update: at staleness 0 all up to it
-is done portion by portion (flows/stream.py), above the next rollout begins before it and gets the new weights on the
-way. Each step is a task; the tasks hand on where the experience lies, never the experience. Left out: what each step
-does (tasks/).
+is done portion by portion (flows/parts/stream.py), above, the next rollout begins before it and gets the new weights on
+the way. Each step is a task; the tasks hand on where the experience lies, never the experience. Left out: what each
+step does (tasks/).
 """
 
 from __future__ import annotations
 
 from prefect import flow
 
-from flows.passes import forward_passes
-from flows.state_before import go_back
-from flows.stream import streamed
-from flows.updates import update
+from flows.parts.passes import forward_passes
+from flows.parts.state_before import go_back
+from flows.parts.stream import streamed
+from flows.parts.updates import update
 from penstock.session.figures import alarms, utilisation
 from penstock.session.record import advanced, finite
 from penstock.session.requests import Rollout

@@ -18,7 +18,7 @@ from typing import Any
 
 from prefect import flow
 
-from flows.state_before import bring_before, inputs_of_update
+from flows.parts.state_before import bring_before, inputs_of_update
 from penstock.session.opening import TRAIN, started
 from penstock.session.rollout.draw import restore_memory
 from penstock.session.session import Session, Stage, Training, registered

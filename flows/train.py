@@ -5,18 +5,22 @@
 
 Each iteration is a child flow (flows/iteration.py). Engines live exactly as long as this flow: they start inside its
 `with` block and end with it, on every path. Where ranks or hosts are lost meanwhile, they are replaced, and the
-training goes on from what it has kept (flows/recovery.py).
+training goes on from what it has kept (flows/parts/recovery.py).
 """
 
 from __future__ import annotations
 
-from prefect import flow, get_run_logger
+from prefect import flow
 
+from configs.loading import fields as form
+from configs.loading.form import config_from_form
 from configs.schema import TrainConfig
 from flows.iteration import iteration
-from flows.recovery import despite_losses
+from flows.parts.recovery import despite_losses
 from flows.sft import supervise
-from penstock.session.opening import TRAIN, Resume, is_complete, opened, resume_of, started
+from penstock.session.flow_runs.failures import ends_in_words
+from penstock.session.flow_runs.naming import run_name
+from penstock.session.opening import TRAIN, left_as_it_is, opened, resume_of, started
 from penstock.session.prefect import quick_child_flows
 from penstock.session.progress import show_iterations, show_progress
 from penstock.session.record import finite
@@ -31,26 +35,43 @@ from tasks.iteration.record import record, recording
 from tasks.start import build_engines, load_prompts, starting_model
 
 
-@flow(name="train", flow_run_name="train-{config.name}")
+@flow(name="train", flow_run_name=run_name)
+@ends_in_words
 def train(
-    config: TrainConfig = TrainConfig(),  # noqa: B008
-    run_folder: str | None = None,
-    resume: str | None = None,
-    from_checkpoint: str | None = None,
-    changes: list[str] | None = None,
+    config: form.Advanced[TrainConfig] = None,
+    recipe: form.RecipeFile = None,
+    name: form.Name = None,
+    model: form.Model = None,
+    data: form.Data = None,
+    iterations: form.Iterations = None,
+    learning_rate: form.LearningRate = None,
+    prompts: form.Prompts = None,
+    samples: form.Samples = None,
+    seed: form.Seed = None,
+    overrides: form.Overrides = None,
+    run_folder: form.RunFolder = None,
+    resume: form.ResumedRun = None,
+    from_checkpoint: form.Checkpoint = None,
+    changes: form.Changes = None,
 ) -> str:
-    """Train a policy; return the run folder.
+    """Train a policy with reinforcement learning; return the run folder.
 
-    Args:
-        config: the whole configuration; `base` may name a recipe that fills what is not given.
-        run_folder: where to put the run; default: a new folder under `config.folder`.
-        resume: folder of an earlier run to continue; its own configuration is used.
-        from_checkpoint: of the run to continue, e.g. 000010, with what came after taken back; default: its newest.
-        changes: of the run to continue, as key=value, e.g. iterations=200; docs/recipes.md lists what may change.
+    A new run is of a recipe and what is given beside it, or of a whole `config`, as the command line gives it.
     """
+    fields = {
+        "name": name,
+        "model.path": model,
+        "data.train": data,
+        "iterations": iterations,
+        "actor.optimizer.learning_rate": learning_rate,
+        "rollout.prompts": prompts,
+        "rollout.samples": samples,
+        "seed": seed,
+    }
+    config = config_from_form(TrainConfig, recipe, fields, overrides, config, resume)
     going_on = resume_of(config, run_folder, resume, from_checkpoint, changes)
-    if going_on is not None and (done := completed_run(going_on)):
-        return done
+    if done := left_as_it_is(TRAIN, going_on):
+        return str(done.path)
     with (
         opened(TRAIN, config, run_folder, going_on) as (config, run),
         started(TRAIN, config, run) as training,
@@ -84,15 +105,6 @@ def trained(training: Training) -> None:
         for number in range(progress.iteration + 1, config.iterations + 1):
             progress, begun = iteration(training, number, progress, begun)
     export(training)
-
-
-def completed_run(resume: Resume) -> str | None:
-    """Return the run folder if nothing is left to do in it, and say so: no engine starts, nothing is written."""
-    if not is_complete(resume):
-        return None
-    run = resume.run
-    get_run_logger().info("%s is complete: nothing is left to do; its report is %s", run.path, run.report)
-    return str(run.path)
 
 
 def begin(training: Training, progress: Progress, compared: dict[str, float]) -> Progress:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from prefect import get_run_logger, task
@@ -21,7 +20,7 @@ from penstock.checks.tokenized import note_tokenized
 from penstock.data.prompts import RESERVED, PromptTable, tokenize_prompts
 from penstock.data.sft import tokenize_pairs
 from penstock.data.source import forget, split_of
-from penstock.data.tokenizer import make_byte_tokenizer
+from penstock.data.tokenizer import load_tokenizer, make_byte_tokenizer
 from penstock.rewards.source import open_scorer
 from penstock.session.session import Training
 from penstock.state.experience import read_columns, write_columns
@@ -164,11 +163,3 @@ def attention_of(kernels: Kernels) -> str:
     for obstacle in kernels.slower:
         get_run_logger().warning("updates are slower than this GPU can be, %s", obstacle)
     return kernels.attention
-
-
-def load_tokenizer(model_folder: str) -> Any:
-    """Load the tokenizer of a model folder."""
-    with interrupts_deferred():
-        from transformers import AutoTokenizer
-
-    return AutoTokenizer.from_pretrained(model_folder, local_files_only=True, trust_remote_code=False)

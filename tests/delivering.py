@@ -42,30 +42,29 @@ def log_iteration(tracker: Tracker, iteration: int, values: Mapping[str, float])
 
 
 def tracked_run(run: RunFolder) -> str:
-    """Return what the tracker calls a run."""
-    tracked = read_manifest(run).tracked
-    assert tracked is not None
-    return tracked.run
+    """Return what its tracker, or the first of several, calls a run."""
+    return read_manifest(run).tracked[0].run
 
 
 def in_mlflow(training: Training, uri: str) -> MlflowTracker:
     """Begin the MLflow run of a training."""
     session, tracker = training.session(), begun(uri)
-    session.tracker, session.tracked = tracker, Tracked("mlflow", tracker.run)
+    session.trackers, session.tracked = [tracker], (Tracked("mlflow", tracker.run),)
     return tracker
 
 
 def with_outbox(training: Training) -> Training:
-    """Begin to deliver what the training records, to its tracker's run."""
+    """Begin to deliver what the training records, to its trackers' runs."""
     session = training.session()
-    assert session.tracker is not None
-    session.outbox = Outbox(Delivery(session.tracker))
+    session.outboxes = [Outbox(Delivery(tracker)) for tracker in session.trackers]
     return training
 
 
 def await_delivery(training: Training) -> None:
-    """Wait until the tracker has all that was recorded."""
-    outbox, done = training.session().outbox, threading.Event()
-    assert outbox is not None
-    outbox.put("nothing more", done.set)
-    assert done.wait(60)
+    """Wait until every tracker has all that was recorded."""
+    outboxes = training.session().outboxes
+    assert outboxes
+    for outbox in outboxes:
+        done = threading.Event()
+        outbox.put("nothing more", done.set)
+        assert done.wait(60)

@@ -46,7 +46,7 @@ KNOW_MLFLOW = {  # files of other rooms, and why
     "penstock/doctor/doctor.py": "says how to move MLflow's database off a network disk",
     "penstock/doctor/machine_facts.py": "lists the variables that a report of the machine shows",
 }
-NOT_IMPORTED = {"vllm_load", "vllm_server"}  # programs: vLLM's own load test and server
+NOT_IMPORTED = {"vllm_harness", "vllm_load", "vllm_server"}  # programs on vLLM: a harness, its load test and server
 IMPORT = "import importlib, sys; [importlib.import_module(name) for name in sys.argv[1:]]; print([*sys.modules])"
 
 

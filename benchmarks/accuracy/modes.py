@@ -16,18 +16,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from scipy.stats import t as student
-
 from benchmarks.accuracy.algorithms import UNRECORDED, Plan, refuse_failures, settings_of, variables_of, warmed_up
 from benchmarks.accuracy.side_by_side import side_by_side
 from benchmarks.reporting.result import BenchResult, new_result
 from configs.loading.load import load_config
 from penstock.base.errors import UserError
 from penstock.checks.training import check_training
+from penstock.reports.comparing.statistics import interval
 from penstock.state.run_folder import RunFolder, read_metrics
 
 SYNCHRONOUS, MODE = "synchronous", "mode"
-CONFIDENCE = 0.95
 
 
 @dataclass(frozen=True)
@@ -134,10 +132,3 @@ def figures_of(rows: Iterable[Mapping[str, Any]]) -> dict[str, float]:
         "difference_high": most,
         "within_synchronous": float(low <= accuracy <= high),
     }
-
-
-def interval(values: Sequence[float]) -> tuple[float, float]:
-    """Return the 95 % interval of the mean of at least two values."""
-    reach = student.ppf((1 + CONFIDENCE) / 2, len(values) - 1) * statistics.stdev(values) / len(values) ** 0.5
-    mean = statistics.mean(values)
-    return mean - float(reach), mean + float(reach)

@@ -1,4 +1,4 @@
-"""The quickstart's reward in parts, for algorithms that normalise each part by itself (GDPO)."""
+"""The reward of configs/careless.yaml in parts, for algorithms that normalise each part by itself (GDPO)."""
 
 from __future__ import annotations
 

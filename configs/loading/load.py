@@ -14,7 +14,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, overload
 
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
@@ -56,10 +56,21 @@ def load_tree(path: Path, overrides: Sequence[str], kind: type[Tree]) -> Tree:
     Raises:
         UserError: a file, an override or a value is wrong.
     """
-    tree = read_tree(path)
-    for override in overrides:
-        tree = recipes.merge(tree, parse_override(override, kind))
-    return _validated(tree, str(path), kind)
+    return tree_of(read_tree(path), [parse_override(override, kind) for override in overrides], str(path), kind)
+
+
+def tree_of(lower: Mapping[str, Any], upper: Sequence[Mapping[str, Any]], source: str, kind: type[Tree]) -> Tree:
+    """Return the configuration of a tree with others laid over it, one after the other.
+
+    Args:
+        source: what to call the first in an error.
+
+    Raises:
+        UserError: lists every wrong key.
+    """
+    for tree in upper:
+        lower = recipes.merge(lower, tree)
+    return _validated(lower, source, kind)
 
 
 def load_saved(path: Path, kind: type[Tree]) -> Tree:
@@ -71,17 +82,26 @@ def load_saved(path: Path, kind: type[Tree]) -> Tree:
     return _validated(recipes.read_mapping(path), str(path), kind)
 
 
-def config_from_mapping(values: Mapping[str, Any], source: str) -> TrainConfig:
+@overload
+def config_from_mapping(values: Mapping[str, Any], source: str) -> TrainConfig: ...
+
+
+@overload
+def config_from_mapping(values: Mapping[str, Any], source: str, kind: type[Tree]) -> Tree: ...
+
+
+def config_from_mapping(values: Mapping[str, Any], source: str, kind: type[Recipe] = TrainConfig) -> Recipe:
     """Return the configuration a tree describes; a `base` in it is looked for in the working directory.
 
     Args:
         values: keys as in a recipe; schedule keys may be text, as JSON leaves them.
         source: what to call the tree in an error.
+        kind: the class of the configuration.
 
     Raises:
         UserError: lists every wrong key.
     """
-    return _validated(values, source, TrainConfig)
+    return _validated(values, source, kind)
 
 
 def _validated(values: Mapping[str, Any], source: str, kind: type[Tree]) -> Tree:

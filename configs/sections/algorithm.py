@@ -117,6 +117,11 @@ class AlgorithmConfig(Section):
         "schedules",
     )
     mini_batches: PositiveInt = Field(1, description="optimizer steps per pass over the experience")
+    mini_batch_of: Literal["samples", "prompts"] | None = Field(
+        None,
+        description="what several mini-batches are drawn from: samples one by one, or prompts with all their samples; "
+        "null: prompts",
+    )
     epochs: PositiveInt = Field(1, description="passes over the experience of one iteration")
     aggregation: (
         Literal["token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
@@ -152,6 +157,10 @@ class AlgorithmConfig(Section):
         named = ALGORITHMS[self.name]
         fill(self, advantage=named.advantage, policy_loss=named.policy_loss, aggregation=named.aggregation)
         self._refuse_idle_bounds()
+        if self.mini_batches == 1:
+            refuse(self, ("mini_batch_of",), "with one mini-batch, which holds all samples")
+        else:
+            fill(self, mini_batch_of="prompts")
         if self.dynamic_sampling is not None:
             self.dynamic_sampling.check(self.functions[0], compares="group" in self.needs)
         if self.ratio_to_rollout and not has_ratio(self.functions[1]):

@@ -44,6 +44,9 @@ class ArithmeticData(Section):
     digits: int = Field(2, ge=1, le=4, description="digits of each summand")
     sft: PositiveInt = Field(4000, description="problems for the supervised warm-up")
     mistakes: Share = Field(0.0, description="share of the warm-up's answers with one wrong digit: a careless teacher")
+    forgotten_carries: Share = Field(
+        0.0, description="share of the warm-up's answers that are added digit by digit, without any carry"
+    )
     calls: Share = Field(
         0.0, description="share of the warm-up's answers before which the teacher asks penstock.environments.calculator"
     )
@@ -52,8 +55,9 @@ class ArithmeticData(Section):
 
     @model_validator(mode="after")
     def _teacher(self) -> Self:
-        if self.calls and self.mistakes:
-            raise ValueError("'mistakes' has no effect with 'calls', where the calculator answers: remove one")
+        given = [name for name in ("calls", "mistakes", "forgotten_carries") if getattr(self, name)]
+        if len(given) > 1:
+            raise ValueError(f"'{given[0]}' and '{given[1]}' are different teachers: remove one")
         return self
 
 

@@ -33,7 +33,14 @@ class ModelConfig(Section):
     """Which causal language model the actor starts from."""
 
     path: str | None = Field(
-        None, description="Hugging Face model folder on this machine (config, safetensors, tokenizer)"
+        None,
+        description="Hugging Face model folder on this machine (config, safetensors, tokenizer); or a registered "
+        "model, models:/NAME@latest, models:/NAME@best or models:/NAME/3, which becomes its folder when a run begins",
+    )
+    version: str | None = Field(
+        None,
+        pattern=r"^models:/[^/@:]+/\d+$",
+        description="registered model that 'path' is of: a run notes it here, and in the version that it registers",
     )
     tiny: TinyModel | None = Field(None, description="make a tiny random model instead of loading one")
     dtype: Literal["auto", "bfloat16", "float32"] = Field(
@@ -44,4 +51,6 @@ class ModelConfig(Section):
     def _one_source(self) -> Self:
         if self.path is not None and self.tiny is not None:
             raise ValueError("'path' and 'tiny' exclude each other: remove one")
+        if self.path is None and self.version is not None:
+            raise ValueError("'version' has no effect without 'path': remove it")
         return self

@@ -3,15 +3,36 @@
 from __future__ import annotations
 
 from ipaddress import IPv4Address
-from typing import Literal, Self
+from typing import Annotated, Literal, Self
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import AfterValidator, Field, field_validator, model_validator
 
 from configs.tree.section import PositiveInt, Section, fill
 
 Role = Literal["actor", "rollout", "critic", "reference", "reward"]
 
 BUILT_IN_EVALUATORS = ("rewards", "diversity", "length", "kl")
+
+
+def names_of_trackers(tracker: str | list[str]) -> list[str]:
+    """Return the names that a `tracker` key holds, the main one first."""
+    return [tracker] if isinstance(tracker, str) else tracker
+
+
+def _each_once(tracker: str | list[str]) -> str | list[str]:
+    names = names_of_trackers(tracker)
+    if not names:
+        raise ValueError("it is empty: name at least one tracker, or leave the key out")
+    if twice := sorted({name for name in names if names.count(name) > 1}):
+        raise ValueError(f"it has '{twice[0]}' twice: remove one")
+    return tracker
+
+
+Trackers = Annotated[str | list[str], AfterValidator(_each_once)]
+ABOUT_TRACKERS = (
+    "where runs are recorded besides their folder: mlflow, tensorboard, wandb, prometheus, or 'module:Class' of yours; "
+    "one, or a list with the main one first"
+)
 
 
 class EvaluateConfig(Section):
@@ -21,6 +42,9 @@ class EvaluateConfig(Section):
     prompts: int = Field(0, ge=0, description="held-out prompts used, the first of the file; 0: all")
     temperature: float = Field(0.0, ge=0, description="sampling temperature; 0: greedy")
     samples: PositiveInt = Field(1, description="responses per prompt")
+    greedy: bool = Field(
+        False, description="a greedy response per prompt as well, unless all are: heldout/greedy_accuracy"
+    )
     evaluators: list[str] | None = Field(
         None,
         description="what is measured beside accuracy and mean reward: rewards, diversity, length, kl (to the "
@@ -176,10 +200,16 @@ class EngineConfig(Section):
 class RecordConfig(Section):
     """What is recorded where."""
 
-    tracker: str = Field("mlflow", description="where runs are recorded besides their folder; 'module:Class' of yours")
-    experiment: str = Field("penstock", description="the tracker's name for runs that are compared with each other")
-    samples_every: int = Field(10, ge=0, description="iterations between tables of samples in the tracker; 0: never")
+    tracker: Trackers = Field("mlflow", description=ABOUT_TRACKERS)
+    experiment: str = Field("penstock", description="the trackers' name for runs that are compared with each other")
+    samples_every: int = Field(10, ge=0, description="iterations between tables of samples in the trackers; 0: never")
     samples: PositiveInt = Field(16, description="rows of a table of samples")
+    registered_model: str | None = Field(
+        None,
+        pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$",
+        description="name in the tracker's registry of models under which the trained model gets a version, by "
+        "reference; null: none",
+    )
 
     @model_validator(mode="after")
     def _some_table(self) -> Self:

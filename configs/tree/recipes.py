@@ -128,12 +128,13 @@ def read_mapping(path: Path) -> dict[str, Any]:
     return tree
 
 
-def compose(values: Mapping[str, Any], folder: Path) -> dict[str, Any]:
+def compose(values: Mapping[str, Any], folder: Path, source: str = "base") -> dict[str, Any]:
     """Lay `values` over the recipes its `base` names, the later over the earlier; the result has no `base`.
 
     Args:
         values: a tree, with or without `base` (a path or a list of paths).
         folder: where those paths are looked for first; then in the working directory.
+        source: what to call the tree in an error.
 
     Raises:
         UserError: as for `read_tree`, or a recipe lies elsewhere than in this folder, the working directory, ours, or
@@ -141,7 +142,7 @@ def compose(values: Mapping[str, Any], folder: Path) -> dict[str, Any]:
     """
     theirs = [Path(entry) for entry in os.environ.get(FOLDERS_VARIABLE, "").split(os.pathsep) if entry]
     within = tuple(place.resolve() for place in (folder, Path(), Path(__file__).parents[1], *theirs))
-    return _compose(values, folder, "base", (), within)
+    return _compose(values, folder, source, (), within)
 
 
 def _compose(
@@ -165,16 +166,16 @@ def _find(name: str, folder: Path, source: str, within: tuple[Path, ...] | None)
     places = [place for place in (folder / name, Path(name)) if within is None or _lies_in(place.resolve(), within)]
     if not places:
         raise UserError(
-            f"{source}: the base recipe '{name}' is not in a folder that recipes are read from",
+            f"{source}: the recipe '{name}' is not in a folder that recipes are read from",
             f"put it into {Path.cwd()}, or list its folder where the worker is started: {FOLDERS_VARIABLE}=FOLDER",
         )
     for place in places:
         if place.suffix not in SUFFIXES or place.resolve().suffix not in SUFFIXES:
-            raise UserError(f"{source}: the base recipe '{name}' is no .yaml or .yml file", "give the path of a recipe")
+            raise UserError(f"{source}: the recipe '{name}' is no .yaml or .yml file", "give the path of a recipe")
         if place.is_file():
             return place
     raise UserError(
-        f"{source}: the base recipe '{name}' does not exist in {folder.resolve()} or in {Path.cwd()}",
+        f"{source}: the recipe '{name}' does not exist in {folder.resolve()} or in {Path.cwd()}",
         "give its path relative to the recipe that names it, or to the working directory",
     )
 

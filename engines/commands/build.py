@@ -56,3 +56,18 @@ class Build(Command[Built]):
     roles: tuple[Role, ...]
     keep_logits: bool = False
     engines: int | None = None
+
+
+@dataclass(frozen=True)
+class BuildFrozen(Command[Built]):
+    """Load the models of `roles` for a use that trains none; `config` is an `EvaluationConfig` as plain data.
+
+    `folder` holds the policy, `config.reference` the model that it is compared with. `engines`: as in `Build`.
+    """
+
+    measured: ClassVar[bool] = False
+    changes_state: ClassVar[bool] = True
+    config: dict[str, Any]
+    folder: str
+    roles: tuple[Role, ...]
+    engines: int | None = None

@@ -36,19 +36,25 @@ class SftBegin(Command[None]):
 
 
 @dataclass(frozen=True)
-class SftStepped:
-    """The loss of each optimizer step, the last one's gradient norm, and how many steps were skipped."""
+class Step:
+    """The figures of an optimizer step: loss, tokens and tokens per second, whether it was skipped, and its own."""
 
-    losses: list[float]
-    grad_norm: float
-    skipped_steps: int
+    figures: dict[str, float]
 
 
 @dataclass(frozen=True)
-class SftSteps(Command[SftStepped]):
-    """Take one optimizer step per row of `batches`."""
+class Stepped:
+    """The figures of each optimizer step of a command."""
+
+    steps: list[dict[str, float]]
+
+
+@dataclass(frozen=True)
+class SftSteps(Command[Stepped]):
+    """Take one optimizer step per row of `batches`; the first rank tells of each."""
 
     changes_state: ClassVar[bool] = True
+    news: ClassVar[type] = Step
     batches: np.ndarray
     budget: int
     learning_rate: float
@@ -80,18 +86,11 @@ class PreferenceBegin(Command[Kernels]):
 
 
 @dataclass(frozen=True)
-class PreferenceStepped:
-    """The figures of each optimizer step, and how many steps were skipped."""
-
-    steps: list[dict[str, float]]
-    skipped_steps: int
-
-
-@dataclass(frozen=True)
-class PreferenceSteps(Command[PreferenceStepped]):
-    """Take one optimizer step per row of `batches` on the preferences at `path`."""
+class PreferenceSteps(Command[Stepped]):
+    """Take one optimizer step per row of `batches` on the preferences at `path`; the first rank tells of each."""
 
     changes_state: ClassVar[bool] = True
+    news: ClassVar[type] = Step
     path: str
     batches: np.ndarray
     budget: int

@@ -15,7 +15,8 @@ class Split:
 
     mini_batches: int
     epochs: int
-    samples: int  # rows per prompt: a mini-batch holds whole groups
+    samples: int  # rows per prompt
+    together: int  # rows in a row that are in the same mini-batch: 1, or all of a prompt
     micro_batch_tokens: int
     max_response_tokens: int
     aggregation: str

@@ -12,7 +12,7 @@ than its next epoch, which begins from what the training has kept.
 Time is counted only while a call reads, at most one second per look, and against the oldest unanswered call: later ones
 may have to wait for it. Hence a flow that was idle, stopped or starved does not blame its ranks.
 
-Left out: starting anew (flows/recovery.py makes a group of the next epoch) and what commands mean.
+Left out: starting anew (flows/parts/recovery.py makes a group of the next epoch) and what commands mean.
 """
 
 from __future__ import annotations

@@ -19,12 +19,13 @@ from penstock.base.errors import UserError
 
 NO_POOLS: Mapping[str, int] = MappingProxyType({})
 JOINING = "hosts"  # stands for a pool where machines join by themselves
-Strategy = Literal["shared", "local", "gather", "broadcast"]
+Strategy = Literal["shared", "local", "gather", "broadcast", "folder"]
 STRATEGIES: dict[Strategy, str] = {
     "shared": "the rollout engine reads the actor's own weights",
     "local": "each rank copies its slices of the weights it holds",
     "gather": "the ranks gather ZeRO-3's shards into the rollout engine",
     "broadcast": "the actor's group sends its weights to the rollout group",
+    "folder": "each rank reads its slices of a model folder",
 }
 
 
@@ -38,8 +39,12 @@ def reshard_strategy(config: TrainConfig) -> Strategy:
     | one group | 3 | any | gather |
     | two groups | any | any | broadcast |
 
+    Where nothing is trained there is no actor to share with, and weights are read from the model's `folder`.
+
     Single parameters may need a copy where others are shared (a vocabulary that vLLM pads): `parameters_copied`.
     """
+    if not config.trains:
+        return "folder"
     together = not config.groups or any({"actor", "rollout"} <= set(group.roles) for group in config.groups.values())
     if not together:
         return "broadcast"

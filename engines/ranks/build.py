@@ -6,13 +6,15 @@ import logging
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 import torch
 from torch import nn
 
+from configs.evaluation import EvaluationConfig
 from configs.schema import TrainConfig
-from engines.commands.build import Build, Built, MakeTiny
+from engines.commands.build import Build, BuildFrozen, Built, MakeTiny
 from engines.families.shape import read_shape
 from engines.groups.placement import reference_is_base, reshard_strategy
 from engines.kernels.attention_kernel import kernels_on
@@ -26,6 +28,7 @@ from engines.ranks.reshard import bring_weights, shared_and_copied
 from engines.ranks.serving.handlers import carries_out
 from engines.rollout.engine import Demand, Generator, Served
 from engines.training.trainer import Trainer
+from engines.weights.folder import FolderLoad
 from engines.weights.layout import ordered_parameters
 from engines.weights.strategy import shared_storage, transfer_within_group
 
@@ -58,8 +61,27 @@ def build(models: RankModels, command: Build) -> Built:
     if "critic" in roles and config.critic is not None:
         build_critics(models, critic_folder, config.agents, steps)
     if "reference" in roles and not reference_is_base(config, roles):
-        policy = PackedPolicy(models.compiled(load_causal_lm(folder, models.dtype, False)))
-        models.frozen["reference"] = _freeze(policy, models.device)
+        models.frozen["reference"] = _frozen_policy(models, folder)
+    return _build_rest(models, command, parameters, trained)
+
+
+@carries_out(BuildFrozen)
+def build_frozen(models: RankModels, command: BuildFrozen) -> Built:
+    """Load the models one after the other, none of them to be trained; the rollout engine comes last."""
+    config, roles = EvaluationConfig.model_validate(command.config), command.roles
+    models.config = config
+    models.shapes = {"actor": read_shape(Path(command.folder))}
+    if "actor" in roles:
+        models.frozen["actor"] = _frozen_policy(models, command.folder)
+    if "reference" in roles:
+        models.shapes["reference"] = read_shape(Path(str(config.reference)))
+        models.frozen["reference"] = _frozen_policy(models, str(config.reference))
+    return _build_rest(models, command, models.shapes["actor"].parameters, 0)
+
+
+def _build_rest(models: RankModels, command: Build | BuildFrozen, parameters: int, trained: int) -> Built:
+    """Load what is never trained, a rollout engine last."""
+    config, roles = models.config, command.roles
     if "reward" in roles:
         reward_model = models.compiled(load_reward_model(str(config.reward.model), models.dtype))
         models.frozen["reward"] = _freeze(PackedRewardModel(reward_model), models.device)
@@ -69,6 +91,11 @@ def build(models: RankModels, command: Build) -> Built:
     strategy = reshard_strategy(config) if "rollout" in roles else None
     kernels = kernels_on(models.device.type)
     return Built(parameters, trained, *shared_and_copied(models), strategy, kernels)
+
+
+def _frozen_policy(models: RankModels, folder: str) -> nn.Module:
+    """Load a language model for forward passes alone."""
+    return _freeze(PackedPolicy(models.compiled(load_causal_lm(folder, models.dtype, False))), models.device)
 
 
 def _build_actor(models: RankModels, command: Build, steps: int) -> tuple[int, int]:
@@ -88,11 +115,11 @@ def _build_actor(models: RankModels, command: Build, steps: int) -> tuple[int, i
     return parameters, trained
 
 
-def _build_rollout(models: RankModels, command: Build) -> None:
+def _build_rollout(models: RankModels, command: Build | BuildFrozen) -> None:
     """Start the rollout engine, on the actor's weights if they are in this group."""
     config, rollout, folder = models.config, models.config.rollout, Path(command.folder)
     strategy = reshard_strategy(config)
-    if strategy == "broadcast":
+    if strategy in ("broadcast", "folder"):
         models.lm = causal_lm_shapes(folder, models.dtype)
     models.storage = shared_storage(strategy, models.lm, rollout.tensor_parallel, models.dtype, models.device)
     correction = config.algorithm.correction is not None
@@ -102,8 +129,12 @@ def _build_rollout(models: RankModels, command: Build) -> None:
     models.generator = generator
     if strategy == "broadcast":
         return
-    models.transfer = transfer_within_group(strategy, generator.model, generator.binding, models.lm)
-    generator.own_reshard = models.transfer
+    if strategy == "folder":  # not made again when the engine wakes: it keeps its weights in the host's memory
+        read = partial(load_causal_lm, folder, models.dtype, False)
+        models.transfer = FolderLoad(generator.model, generator.binding, read, models.storage)
+    else:
+        models.transfer = transfer_within_group(strategy, generator.model, generator.binding, models.lm)
+        generator.own_reshard = models.transfer
     bring_weights(models, 0)
     generator.sleep()
 

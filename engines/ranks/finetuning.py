@@ -9,9 +9,12 @@ Left out: what a step is (engines/training/updates.py, engines/training/preferen
 from __future__ import annotations
 
 import gc
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Literal
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -25,12 +28,12 @@ from engines.commands.finetuning import (
     PreferenceEnd,
     PreferenceMeasure,
     PreferenceMeasured,
-    PreferenceStepped,
     PreferenceSteps,
     SftBegin,
     SftEnd,
-    SftStepped,
     SftSteps,
+    Step,
+    Stepped,
 )
 from engines.families.shape import read_shape
 from engines.kernels.attention_kernel import kernels_on
@@ -38,7 +41,13 @@ from engines.models.loading import start_reward_model, write_model
 from engines.models.models import PackedPolicy, PackedRewardModel
 from engines.ranks.models import RankModels
 from engines.ranks.serving.handlers import carries_out
-from engines.training.preference import measure_preferences, read_preferences, update_on_preferences
+from engines.training.preference import (
+    measure_preferences,
+    read_preferences,
+    rows_of_units,
+    rows_together,
+    update_on_preferences,
+)
 from engines.training.trainer import Trainer
 from engines.training.updates import update_supervised
 from engines.weights.layout import ordered_parameters
@@ -69,16 +78,16 @@ def sft_begin(models: RankModels, command: SftBegin) -> None:
 
 
 @carries_out(SftSteps)
-def sft_steps(models: RankModels, command: SftSteps) -> SftStepped:
+def sft_steps(models: RankModels, command: SftSteps) -> Stepped:
     """Take the steps one after the other."""
     rows, trainer = models.sft_rows, models.trainers["sft"]
     assert rows is not None
-    before = trainer.skipped
-    metrics = [
-        update_supervised(trainer, rows, index_B, command.budget, command.learning_rate) for index_B in command.batches
-    ]
-    losses = [step["loss"] for step in metrics]
-    return SftStepped(losses, metrics[-1]["grad_norm"], trainer.skipped - before)
+
+    def step(index_B: np.ndarray) -> dict[str, float]:
+        figures = update_supervised(trainer, rows, index_B, command.budget, command.learning_rate)
+        return {name: figures[name] for name in ("loss", "grad_norm", "learning_rate")}
+
+    return _stepped(models, trainer, command.batches, step, rows)
 
 
 @carries_out(SftEnd)
@@ -105,15 +114,39 @@ def preference_begin(models: RankModels, command: PreferenceBegin) -> Kernels:
 
 
 @carries_out(PreferenceSteps)
-def preference_steps(models: RankModels, command: PreferenceSteps) -> PreferenceStepped:
+def preference_steps(models: RankModels, command: PreferenceSteps) -> Stepped:
     """Take the steps one after the other."""
     data, trainer = read_preferences(command.path), models.trainers["preference"]
-    before = trainer.skipped
-    steps = [
-        update_on_preferences(trainer, data, index_U, command.budget, command.loss, command.learning_rate)
-        for index_U in command.batches
-    ]
-    return PreferenceStepped(steps, trainer.skipped - before)
+
+    def step(index_U: np.ndarray) -> dict[str, float]:
+        return update_on_preferences(trainer, data, index_U, command.budget, command.loss, command.learning_rate)
+
+    return _stepped(models, trainer, command.batches, step, data.rows, rows_together(command.loss))
+
+
+def _stepped(
+    models: RankModels,
+    trainer: Trainer,
+    batches: np.ndarray,
+    step: Callable[[np.ndarray], dict[str, float]],
+    rows: Rows,
+    together: int = 1,
+) -> Stepped:
+    """Take a step for each batch and tell of it, since a command of many steps may take minutes.
+
+    Args:
+        together: rows of a unit, of which the batches hold numbers.
+    """
+    taken, lengths_B = list[dict[str, float]](), rows.lengths_B
+    for index_U in batches:
+        skipped, began_s = trainer.skipped, time.perf_counter()
+        figures = step(index_U)
+        seconds, tokens = time.perf_counter() - began_s, float(lengths_B[rows_of_units(index_U, together)].sum())
+        skips = float(trainer.skipped - skipped)
+        taken.append(figures | {"tokens": tokens, "tokens_per_s": tokens / seconds, "skipped_steps": skips})
+        if models.rank == 0:
+            models.tell(Step(taken[-1]))
+    return Stepped(taken)
 
 
 @carries_out(PreferenceMeasure)

@@ -17,6 +17,7 @@ from transformers import AutoTokenizer
 from configs.schema import TrainConfig
 from configs.sections.trainer import TrainerConfig
 from engines.batches.packing import Rows
+from engines.commands.finetuning import Step
 from engines.commands.rollout import PartialResults
 from engines.families.shape import ModelShape
 from engines.models.loading import load_causal_lm
@@ -33,7 +34,7 @@ CountedModel = Literal["actor", "critic", "reference", "preference"]  # those wh
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 
 
-def _unheard(_: PartialResults) -> None:
+def _unheard(_: PartialResults | Step) -> None:
     """Take news that nobody waits for."""
 
 
@@ -82,7 +83,7 @@ class RankModels:
     portions: Portions = field(default_factory=Portions)
     reference_refreshed: bool = False
     reference_head: torch.Tensor | None = None
-    tell: Callable[[PartialResults], None] = _unheard
+    tell: Callable[[PartialResults | Step], None] = _unheard
     usage: dict[str, float] = field(default_factory=dict)
 
     @property

@@ -84,6 +84,6 @@ def shared_and_copied(models: RankModels) -> tuple[int, int]:
     if models.generator is None:
         return 0, 0
     shared, copied = len(models.generator.binding.shared), len(models.generator.binding.copied)
-    if reshard_strategy(models.config) == "broadcast":  # shared with this rank's buffer of what the actor sends
+    if reshard_strategy(models.config) in ("broadcast", "folder"):  # shared with this rank's own buffer
         return 0, shared + copied
     return shared, copied

@@ -216,6 +216,8 @@ def _asleep(rest: Parts) -> Parts:
 
 
 def _trained(config: TrainConfig, rank: Rank) -> dict[str, TrainerConfig]:
+    if not config.trains:
+        return {}
     named = {
         "actor": config.actor if "actor" in rank.shapes else None,
         "critic": config.critic if "critic" in rank.shapes else None,
@@ -255,7 +257,8 @@ def _rest(config: TrainConfig, rank: Rank, trained: Mapping[str, TrainerConfig])
         if trainer.offload_optimizer:
             del states[f"{name} masters and moments"]
         parts |= states
-    for role in ("reference", "reward"):
+    frozen: tuple[Role, ...] = ("reference", "reward") if config.trains else ("actor", "reference", "reward")
+    for role in frozen:
         if role in rank.shapes and not (role == "reference" and reference_is_base(config, rank.shapes)):
             parts[role] = rank.width * rank.shapes[role].parameters
     if "actor" in rank.shapes and "reference" not in rank.shapes and config.algorithm.full_kl:

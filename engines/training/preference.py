@@ -68,6 +68,11 @@ def rows_together(loss: PreferenceLoss) -> int:
     return 1 if loss.name != "bradley_terry" and is_labelled(loss.name) else 2
 
 
+def rows_of_units(index_U: np.ndarray, together: int) -> np.ndarray:
+    """Return the numbers of the rows of units that have `together` adjacent rows each."""
+    return (index_U[:, None] * together + np.arange(together)).ravel()
+
+
 def read_preferences(path: str) -> PreferenceRows:
     """Read a preference file with the columns that it has."""
     names = column_names(path)
@@ -191,7 +196,7 @@ def _batches(
     data: PreferenceRows, index_U: np.ndarray, budget: int, together: int, device: torch.device
 ) -> PackedInTurn[UnitBatch]:
     """This rank's micro-batches, whole units each; every rank gets the same number of them."""
-    index_B = (index_U[:, None] * together + np.arange(together)).ravel()
+    index_B = rows_of_units(index_U, together)
     rank, world = torch.distributed.get_rank(), torch.distributed.get_world_size()
     plan = plan_micro_batches(data.rows, world, budget, index_B, together)[rank]
     return PackedInTurn(plan, lambda micro: _batch(data, micro, together, device))

@@ -210,8 +210,8 @@ def _step(
 
 
 def mini_batch_rows(count: int, split: Split) -> Iterator[np.ndarray]:
-    """Yield the rows of each optimizer step: whole prompt groups, in a new seeded order every epoch."""
-    groups = np.arange(count).reshape(-1, split.samples)
+    """Yield the rows of each optimizer step, drawn anew every epoch: rows one by one, or a prompt's together."""
+    groups = np.arange(count).reshape(-1, split.together)
     for epoch in range(split.epochs):
         order = np.random.default_rng([split.seed, epoch]).permutation(len(groups))
         for part in np.split(groups[order], split.mini_batches):

@@ -27,7 +27,7 @@ def shared_storage(
     """
     if strategy in ("shared", "local"):
         return {name: parameter.data for name, parameter in resting_parameters(lm).items()}
-    if strategy == "broadcast" and tensor_parallel == 1:
+    if strategy in ("broadcast", "folder") and tensor_parallel == 1:
         return flat_storage(shapes_of(lm), dtype, device)
     return {}
 

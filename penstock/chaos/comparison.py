@@ -14,7 +14,7 @@ import numpy as np
 
 from penstock.base.files import files_below, sha256
 from penstock.base.ragged import Ragged
-from penstock.reports.compare import recorded_figures
+from penstock.reports.comparing.recorded import recorded_figures
 from penstock.state.experience import column_names, read_columns
 from penstock.state.manifest import read_manifest
 from penstock.state.measured import is_measured
@@ -66,9 +66,9 @@ def _figures(run: RunFolder) -> dict[tuple[int, str], float]:
 
 
 def _tracked(run: RunFolder) -> dict[tuple[int, str], float]:
-    """Return what MLflow holds; nothing of a run that another tracker records."""
-    tracked = read_manifest(run).tracked
-    if tracked is None or tracked.tracker != "mlflow":
+    """Return what MLflow holds; nothing of a run that others record."""
+    tracked = next((item for item in read_manifest(run).tracked if item.tracker == "mlflow"), None)
+    if tracked is None:
         return {}
     figures = recorded_figures(run.path.parent, tracked.run)
     return {key: value for key, value in figures.items() if not is_measured(key[1])}

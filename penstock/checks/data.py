@@ -52,6 +52,22 @@ def check_prompts(config: TrainConfig, frames: Mapping[str, pd.DataFrame]) -> li
     return ["prompt_id", *columns]
 
 
+def check_heldout(config: TrainConfig) -> list[str]:
+    """Check the held-out rows, where nothing is trained; return the columns that reward functions can ask for.
+
+    Raises:
+        UserError: there are none, one has no prompt, or a column is missing.
+    """
+    data = config.data
+    if data.arithmetic is not None:
+        return list(ARITHMETIC_COLUMNS)
+    if data.heldout is None:
+        raise UserError(
+            "no held-out prompts: 'data.heldout' is not set", "add data.heldout=FILE, a JSONL or Parquet file"
+        )
+    return ["prompt_id", *_columns(data, split_of(config, "heldout"), data.heldout)]
+
+
 def check_agents(config: TrainConfig, frame: pd.DataFrame) -> None:
     """Check that every training row is for one of the agents.
 

@@ -92,7 +92,7 @@ def check_memory(config: TrainConfig, elsewhere: Elsewhere = NOWHERE) -> list[Gr
         ("critic", config.critic, "critic"),
         ("sft", config.sft, "actor"),
     )
-    for section, trainer, role in trained:
+    for section, trainer, role in trained if config.trains else ():
         check_zero_stage(config, estimates, section, trainer, role)
     _require_all(config, estimates, elsewhere)
     return estimates
@@ -283,6 +283,18 @@ def disk_bytes(config: TrainConfig) -> int:
     return checkpoints * (trained * (width + 12) + reference) + weights
 
 
+def checkpoint_bytes(config: TrainConfig) -> int:
+    """Return about how many bytes a checkpoint of supervised steps takes: weights and AdamW's float32 state."""
+    assert config.sft is not None
+    width = weight_width(config, "cuda" if visible_gpus() else "cpu")
+    return shape_of(config).trained_parameters(config.sft.lora) * (width + 12)
+
+
+def model_bytes(config: TrainConfig) -> int:
+    """Return about how many bytes the weights of the trained model take on disk."""
+    return shape_of(config).parameters * weight_width(config, "cuda" if visible_gpus() else "cpu")
+
+
 def _require(config: TrainConfig, estimate: GroupEstimate, free: int, place_name: str, section: str | None) -> None:
     memory = estimate.memory
     if memory.total <= free:
@@ -295,6 +307,8 @@ def _require(config: TrainConfig, estimate: GroupEstimate, free: int, place_name
         f"{section}.gradient_checkpointing=true where it is false, or end what else uses the memory"
     )
     caching = "lower rollout.kv_cache_gib or rollout.max_sequences, remove rollout.sleep=false where it is given, or "
+    if not config.trains:
+        training = "use a higher rollout.tensor_parallel or more ranks, or end what else uses the memory"
     raise UserError(
         f"group '{estimate.group}' needs about {memory.total / GIB:.1f} GiB per rank ({memory.phase}), "
         f"{place_name} has {free / GIB:.1f} GiB free "

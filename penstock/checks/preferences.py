@@ -8,11 +8,12 @@ from __future__ import annotations
 from pathlib import Path
 
 from configs.preference import PairConfig, RewardModelConfig
+from configs.sections.run import names_of_trackers
 from penstock.base.errors import UserError
 from penstock.checks.model import check_chat, check_model, check_one_label, check_targets
 from penstock.data.preference import check_columns
 from penstock.data.source import reading_once, rows_of
-from penstock.trackers.table import check_answers, check_tracker
+from penstock.trackers.table import check_trackers
 
 
 @reading_once()
@@ -24,8 +25,7 @@ def check_preferences(config: PairConfig) -> None:
     """
     engines, data, scores = config.engines(), config.data, isinstance(config, RewardModelConfig)
     check_model(engines, scores)
-    check_tracker(config.tracker, "tracker")
-    check_answers(config.tracker)
+    check_trackers(names_of_trackers(config.tracker), "tracker")
     if scores and config.model.path is not None:
         check_one_label(Path(config.model.path), "model.path")
     check_targets(engines, "trainer")

@@ -30,7 +30,12 @@ CONTENT = "content of "  # before a key that names a file
 
 def note_tokenized(run: RunFolder, name: str, config: TrainConfig | PairConfig) -> None:
     """Keep what makes the rows that are about to be tokenized: `name` is "prompts", "sft" or "preferences"."""
-    write_sealed(_note(run, name), _makes(config, name))
+    write_sealed(_note(run, name), made_with(config, name))
+
+
+def noted(run: RunFolder, name: str) -> dict[str, Any]:
+    """Return what was kept of a run's rows."""
+    return read_sealed(_note(run, name))
 
 
 def check_tokenized(run: RunFolder, config: TrainConfig | PairConfig) -> None:
@@ -42,7 +47,7 @@ def check_tokenized(run: RunFolder, config: TrainConfig | PairConfig) -> None:
     for name in _names(config):
         if not _note(run, name).is_file():
             continue
-        was, now = read_sealed(_note(run, name)), _makes(config, name)
+        was, now = noted(run, name), made_with(config, name)
         changed = [key for key in now if now[key] != was.get(key, now[key])]  # a file may be added
         if changed and changed[0].startswith(CONTENT):
             raise UserError(
@@ -67,7 +72,7 @@ def _names(config: TrainConfig | PairConfig) -> tuple[str, ...]:
     return ("prompts",) if config.sft is None else ("prompts", "sft")
 
 
-def _makes(config: TrainConfig | PairConfig, name: str) -> dict[str, Any]:
+def made_with(config: TrainConfig | PairConfig, name: str) -> dict[str, Any]:
     """Return what decides which rows there are and their tokens, by dotted key."""
     tree: dict[str, dict[str, Any]] = config.model_dump(mode="json")
     places = {key: key.split(".") for key in KEYS[name] + FILES[name]}

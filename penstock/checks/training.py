@@ -11,6 +11,7 @@ from pathlib import Path
 
 from configs.schema import TrainConfig
 from configs.sections.reward import REWARD_SOURCES
+from configs.sections.run import names_of_trackers
 from engines.families.served import check_served
 from engines.families.shape import weight_shapes
 from penstock.base.errors import UserError
@@ -18,11 +19,12 @@ from penstock.checks.data import check_agents, check_pairs, check_prompt_selecti
 from penstock.checks.memory import GroupEstimate, check_memory
 from penstock.checks.model import check_chat, check_head_size, check_model, check_model_folder, check_targets
 from penstock.checks.prompts import check_prompt_lengths, read_prompts
+from penstock.checks.registered import check_registering
 from penstock.data.source import reading_once
 from penstock.environments.loading import load_environment
 from penstock.evaluators.loading import load_evaluators
 from penstock.rewards.source import check_source
-from penstock.trackers.table import check_answers, check_tracker
+from penstock.trackers.table import check_trackers
 from penstock.usercode.sandbox import check_sandbox
 
 
@@ -44,8 +46,8 @@ def check_inputs(config: TrainConfig) -> None:
         UserError: the first mistake found.
     """
     check_model(config)
-    check_tracker(config.record.tracker)
-    check_answers(config.record.tracker)
+    check_trackers(names_of_trackers(config.record.tracker))
+    check_registering(config)
     check_rollout_model(config)
     if config.critic is not None and config.critic.path is not None:
         check_model_folder(Path(config.critic.path), "critic.path")
@@ -116,8 +118,7 @@ def check_supervised(config: TrainConfig) -> None:
         UserError: the first mistake found.
     """
     check_model(config)
-    check_tracker(config.record.tracker)
-    check_answers(config.record.tracker)
+    check_trackers(names_of_trackers(config.record.tracker))
     if config.sft is None:
         raise UserError("there is no 'sft' section", "add one, e.g. sft.steps=400")
     check_targets(config, "sft")

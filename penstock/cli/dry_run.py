@@ -1,29 +1,32 @@
-"""What `penstock train --dry-run` prints: configuration, placement, memory, prompts and one reward; of a run that is to
-go on also what it would gain if nobody waited for its longest responses.
+"""What `--dry-run` prints: configuration, placement and memory; of `train` prompts and one reward, and of a run that is
+to go on also what it would gain if nobody waited for its longest responses; of what trains in steps the data and disk.
 
-Left out: the checks, which have passed before (penstock/checks/training.py).
+Left out: the checks, which have passed before (penstock/checks/training.py, penstock/checks/preferences.py).
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import median
 
 from rich.console import Console
 from rich.table import Table
 
-from configs.idle import idle_settings
+from configs.idle import idle_settings, idle_steps
 from configs.loading.load import to_yaml
+from configs.preference import PairConfig
 from configs.schema import TrainConfig
 from engines.groups.placement import describe_strategy, reshard_strategy
 from engines.groups.spec import LOCAL, RankDevice, device_name
 from engines.sizing.memory import GIB
 from penstock.checks.memory import GroupEstimate, describe_snapshots
 from penstock.checks.prompts import describe_prompts
+from penstock.checks.steps import describe_disk, describe_model, describe_steps
 from penstock.checks.trial_call import trial_call
 from penstock.reports.alarms import History
 from penstock.reports.waiting import ahead_gain, carry_gain, gains, stream_gain, tail_gain
+from penstock.state.run_folder import RunFolder
 
 NOTHING_KNOWN = (
     "free ?: of a host that has not joined nothing is known yet; the start compares once it has, and refuses what does "
@@ -49,6 +52,33 @@ def print_dry_run(config: TrainConfig, estimates: Sequence[GroupEstimate], histo
         *describe_waiting(history, config.rollout_apart),
     ):
         console.print(text, highlight=False, markup=False, soft_wrap=True)
+
+
+def print_dry_run_of_steps(
+    config: TrainConfig | PairConfig, estimates: Sequence[GroupEstimate], going_on: RunFolder | None, console: Console
+) -> None:
+    """Print an offline training that could start, as above.
+
+    Args:
+        going_on: the run, where one is to go on.
+    """
+    console.print(to_yaml(config), highlight=False, markup=False, soft_wrap=True)
+    print_placement([_of_steps(item) for item in estimates if "actor" in item.roles], console)
+    for text in (
+        describe_snapshots(estimates),
+        *idle_steps(config),
+        *describe_model(config),
+        *describe_steps(config, going_on),
+        describe_disk(config),
+    ):
+        console.print(text, highlight=False, markup=False, soft_wrap=True)
+
+
+def _of_steps(estimate: GroupEstimate) -> GroupEstimate:
+    """Return the estimate of the only model that steps train, which the engines call the actor's warm-up."""
+    parts = {name.removeprefix("sft "): size for name, size in estimate.memory.parts.items()}
+    memory = replace(estimate.memory, phase="the steps", parts=parts)
+    return replace(estimate, roles=("actor",), memory=memory, recomputed={"model": estimate.recomputed["sft"]})
 
 
 def describe_waiting(history: History, apart: bool = False) -> list[str]:

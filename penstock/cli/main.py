@@ -1,7 +1,7 @@
 """The command `penstock`: its commands, and errors as sentences.
 
 A user's mistake ends with its message and exit code 2, without a traceback, before any engine starts. Left out: the
-commands themselves (penstock/cli/commands), and what is said of an error (penstock/cli/failures.py).
+commands themselves (penstock/cli/commands), and what is said of an error (penstock/session/flow_runs/failures.py).
 """
 
 from __future__ import annotations
@@ -15,18 +15,22 @@ from typing import Annotated, NoReturn
 import typer
 
 from penstock import __version__
-from penstock.cli.commands import bench, machine, models, runs, training
-from penstock.cli.failures import MISTAKE, told
+from penstock.cli.commands import bench, machine, models, runs, sweeps, training
+from penstock.cli.resume_option import ResumesNewest
 from penstock.cli.terminal import console, errors, escaped
+from penstock.session.flow_runs.failures import MISTAKE, told
 from penstock.trackers.table import read_at_import
 
 ABOUT = "Post-train language models with reinforcement learning, as a Prefect workflow."
 
 FIRST = "A first run: penstock train configs/quickstart.yaml. What a recipe may say: penstock keys."
 
+TRAIN = "Train"
+
 COMMANDS: dict[str, dict[str, Callable[..., None]]] = {
-    "Train": {
+    TRAIN: {
         "train": training.train,
+        "sweep": sweeps.sweep,
         "sft": training.sft,
         "preference": training.preference,
         "reward-model": training.reward_model,
@@ -39,20 +43,27 @@ COMMANDS: dict[str, dict[str, Callable[..., None]]] = {
         "chaos": machine.chaos,
     },
     "Follow and compare runs": {
+        "samples": runs.samples,
         "compare": runs.compare,
         "replay": runs.replay,
         "sync": runs.sync,
         "set": runs.set_live,
         "ui": runs.ui,
     },
-    "Use a trained model": {"export": models.export, "serve": models.serve, "loadtest": models.loadtest},
+    "Use a trained model": {
+        "evaluate": models.evaluate,
+        "export": models.export,
+        "promote": models.promote,
+        "serve": models.serve,
+        "loadtest": models.loadtest,
+    },
 }
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, help=ABOUT, epilog=FIRST)
 
 for panel, commands in COMMANDS.items():
     for name, command in commands.items():
-        app.command(name, rich_help_panel=panel)(command)
+        app.command(name, cls=ResumesNewest if panel == TRAIN else None, rich_help_panel=panel)(command)
 
 app.add_typer(bench.app, name="bench", rich_help_panel="Prepare the machine")
 

@@ -14,6 +14,7 @@ from configs.loading.load import load_tree
 from configs.preference import PairConfig
 from configs.schema import TrainConfig
 from penstock.base.errors import UserError
+from penstock.checks.registered import with_registered_model
 from penstock.cli.terminal import console, short_path
 from penstock.reports.progress import waiting
 from penstock.session.opening import Kind, Resume, Tree, looked_at
@@ -38,7 +39,8 @@ class Asked:
         """
         first = [] if self.recipe is None else [str(self.recipe)]
         if self.run is not None or any("=" not in given for given in first):
-            raise UserError("--resume continues a run with its own configuration", "remove the recipe and --run")
+            what = "remove the recipe and --run; --resume without a path takes the newest run of a recipe's name"
+            raise UserError("--resume continues a run with its own configuration", what)
         return [*first, *(self.overrides or ())]
 
 
@@ -56,6 +58,7 @@ def new_config(kind: Kind[Tree], asked: Asked, example: str) -> Tree:
     config = load_tree(asked.recipe, asked.overrides or (), kind.tree)
     with waiting(console, "checking the recipe"):
         _check_folder(config, asked.run)
+        config = with_registered_model(config)
         kind.check(config)
     return config
 

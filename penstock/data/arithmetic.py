@@ -2,7 +2,9 @@
 
 Summands and sum are padded with zeros, so every problem has the same length; the full stop closes the answer, so a
 response that goes on is wrong. The examples for supervised training may come from a careless teacher: a share of them
-has one wrong digit. Imitation learns the carelessness too; the reward does not. Held-out problems never occur
+has one wrong digit, or has forgotten every carry (`58+67=` is `015.`). Imitation learns the carelessness too; the
+reward does not. Wrong digits are all different, so greedy responses avoid them; where most carries are forgotten greedy
+responses forget them too. Held-out problems never occur
 in training, as ordered pairs: `12+34` may be held out while `34+12` is trained on.
 
 The teacher may also use a tool: before a share of its answers it asks the calculator of
@@ -46,9 +48,21 @@ def make_problems(config: ArithmeticData, seed: int) -> dict[str, pd.DataFrame]:
     frames = {split: _frame(chosen, config.digits) for split, chosen in splits.items()}
     if config.calls:
         frames["sft"]["response"] = _with_calls(frames["sft"], config.calls, seed)
+    elif config.forgotten_carries:
+        frames["sft"]["response"] = _without_carries(frames["sft"], config.forgotten_carries, seed)
     else:
         frames["sft"]["response"] = _with_mistakes(frames["sft"]["answer"], config.mistakes, seed)
     return frames
+
+
+def _without_carries(problems: pd.DataFrame, share: float, seed: int) -> list[str]:
+    """Return the teacher's responses: in a random `share` of them each place holds the sum of its own digits alone."""
+    responses = [f"{answer}." for answer in problems["answer"]]
+    for row in epoch_order(len(responses), seed, epoch=1, shuffle=True)[: round(share * len(responses))]:
+        left, right = problems["prompt"].iloc[row].removesuffix("=").split("+")
+        places = (str((int(one) + int(other)) % 10) for one, other in zip(left, right, strict=True))
+        responses[row] = f"0{''.join(places)}."
+    return responses
 
 
 def _with_calls(problems: pd.DataFrame, share: float, seed: int) -> list[list[str]]:

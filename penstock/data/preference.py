@@ -16,7 +16,14 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pandas as pd
 
-from configs.preference import PairData, PreferenceData, RewardModelData
+from configs.preference import (
+    PairConfig,
+    PairData,
+    PreferenceConfig,
+    PreferenceData,
+    RewardModelConfig,
+    RewardModelData,
+)
 from penstock.base.errors import UserError
 from penstock.base.ragged import Ragged
 from penstock.data.prompts import encode_prompts, encode_texts
@@ -78,6 +85,16 @@ def check_columns(frame: pd.DataFrame, data: PairData, source: str) -> None:
         _labels(frame, numbers["label"], source)
     if numbers["margin"] is not None:
         _margins(frame, numbers["margin"], source)
+
+
+def tokenize_rows(
+    frame: pd.DataFrame, config: PairConfig, tokenizer: PreTrainedTokenizerBase, source: str
+) -> PreferenceTable:
+    """Return the rows of a file as a training takes them; raises as the two below, one of which it is."""
+    if isinstance(config, PreferenceConfig):
+        return tokenize_preferences(frame, config.data, config.loss, tokenizer, config.trainer.max_tokens, source)
+    assert isinstance(config, RewardModelConfig)
+    return tokenize_scored(frame, config.data, tokenizer, config.trainer.max_tokens, source)
 
 
 def tokenize_preferences(

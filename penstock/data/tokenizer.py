@@ -1,13 +1,16 @@
-"""A tokenizer with one token per character, saved as a Hugging Face folder: for tiny models and for tests.
+"""The tokenizer of a model folder; and one with one token per character, which tiny models and tests get.
 
-It is a byte-level BPE without merges. A word-level model would be simpler, but transformers may rebuild the tokenizer
-of a Qwen3 folder as `Qwen2Tokenizer` from the vocabulary and the merges alone, whatever class the folder names; a
-word-level vocabulary then encodes every text to nothing. This one stays the same under either class.
+That one is a byte-level BPE without merges. A word-level model would be simpler, but transformers may rebuild the
+tokenizer of a Qwen3 folder as `Qwen2Tokenizer` from the vocabulary and the merges alone, whatever class the folder
+names; a word-level vocabulary then encodes every text to nothing. This one stays the same under either class.
 """
 
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
+
+from penstock.base.interrupts import interrupts_deferred
 
 PAD, EOS, UNKNOWN = "<pad>", "<eos>", "<unk>"
 PADDING_MULTIPLE = 64
@@ -38,3 +41,11 @@ def make_byte_tokenizer(folder: Path, characters: str = DEFAULT_CHARACTERS) -> i
     )
     fast.save_pretrained(folder)
     return len(tokens)
+
+
+def load_tokenizer(model_folder: str) -> Any:
+    """Load the tokenizer of a model folder."""
+    with interrupts_deferred():
+        from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(model_folder, local_files_only=True, trust_remote_code=False)

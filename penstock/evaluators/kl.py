@@ -20,7 +20,15 @@ class KL:
     name = "kl"
 
     def evaluate(self, heldout: HeldOut) -> dict[str, float]:
-        """Return the figures; a prompt's is the mean over all counted tokens of its responses.
+        """Return the figures.
+
+        Raises:
+            ValueError: the responses have no log-probs.
+        """
+        return with_intervals(self.per_prompt(heldout))
+
+    def per_prompt(self, heldout: HeldOut) -> dict[str, np.ndarray]:
+        """Return for each prompt the mean over all counted tokens of its responses.
 
         Raises:
             ValueError: the responses have no log-probs.
@@ -36,4 +44,4 @@ class KL:
         for name, estimator in (("kl", "k3"), ("kl_k1", "k1")):
             sums_B = segment_sum(kl_estimate(actor_T, reference_T, estimator) * counted_T, offsets_B1)
             figures[name] = heldout.per_prompt(sums_B).sum(axis=1) / np.maximum(tokens_P, 1)
-        return with_intervals(figures)
+        return figures

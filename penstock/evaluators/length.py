@@ -17,7 +17,11 @@ class Length:
         """Return the figures over all responses."""
         lengths_B = heldout.tokens.lengths_B
         return {
-            **with_intervals({"response_length_mean": heldout.per_prompt(lengths_B).mean(axis=1)}),
+            **with_intervals(self.per_prompt(heldout)),
             "response_length_p95": float(np.quantile(lengths_B, 0.95)),
             "truncated_share": float(np.mean(heldout.truncated_B)),
         }
+
+    def per_prompt(self, heldout: HeldOut) -> dict[str, np.ndarray]:
+        """Return the mean length of each prompt's responses."""
+        return {"response_length_mean": heldout.per_prompt(heldout.tokens.lengths_B).mean(axis=1)}

@@ -1,9 +1,9 @@
 """What the responses earned: accuracy and reward with intervals, and for several responses per prompt what the best,
 the worst and the majority of them earn.
 
-With rewards of 0 and 1, best_at_n is pass@n with exactly n samples (Chen et al. 2021, arXiv:2107.03374), and
-majority_at_n is self-consistency (Wang et al. 2022, arXiv:2203.11171). `_at_` stands for the usual @, which MLflow
-does not accept in a name.
+pass_at_k counts responses with the full reward; with rewards of 0 and 1 best_at_n is pass_at_n, and majority_at_n is
+self-consistency (Wang et al. 2022, arXiv:2203.11171). `_at_` stands for the usual @, which MLflow does not accept in a
+name.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections import Counter
 
 import numpy as np
+from scipy.special import comb
 
 from penstock.evaluators.bootstrap import with_intervals
 from penstock.evaluators.heldout import HeldOut
@@ -21,12 +22,18 @@ _BOX = "\\boxed{"
 
 
 class Rewards:
-    """`accuracy`, `reward`; with n > 1 `mean_at_n`, `best_at_n`, `worst_at_n`, `majority_at_n`; all with intervals."""
+    """`accuracy`, `reward`; with n > 1 `mean_at_n`, `best_at_n`, `worst_at_n`, `majority_at_n` and `pass_at_k` for k of
+    2, 4, 8, ... up to n; all with intervals."""
 
     name = "rewards"
 
     def evaluate(self, heldout: HeldOut) -> dict[str, float]:
-        """Return means over prompts; of n responses the mean, the highest, the lowest and the majority's reward."""
+        """Return means over prompts."""
+        return with_intervals(self.per_prompt(heldout))
+
+    def per_prompt(self, heldout: HeldOut) -> dict[str, np.ndarray]:
+        """Return of each prompt's n responses the mean, the highest, the lowest and the majority's reward, and what
+        share of draws of k of them has a right one."""
         rewards_PN = heldout.per_prompt(np.asarray(heldout.rewards_B, np.float64))
         figures = {"accuracy": (rewards_PN >= FULL_REWARD).mean(axis=1), "reward": rewards_PN.mean(axis=1)}
         if (n := heldout.samples) > 1:
@@ -36,7 +43,23 @@ class Rewards:
                 f"worst_at_{n}": rewards_PN.min(axis=1),
                 f"majority_at_{n}": majority_rewards(heldout.texts, rewards_PN),
             }
-        return with_intervals(figures)
+            right_P = (rewards_PN >= FULL_REWARD).sum(axis=1)
+            figures |= {f"pass_at_{k}": pass_at(k, n, right_P) for k in powers_of_two(n)}
+        return figures
+
+
+def pass_at(k: int, n: int, right_P: np.ndarray) -> np.ndarray:
+    """Return the probability that k of a prompt's n responses, drawn without replacement, have a right one.
+
+    1 - C(n - right, k) / C(n, k), which is unbiased for what k new responses would have (Chen et al. 2021,
+    arXiv:2107.03374).
+    """
+    return 1 - comb(n - right_P, k) / comb(n, k)
+
+
+def powers_of_two(most: int) -> list[int]:
+    """Return 2, 4, 8, ... up to `most`."""
+    return [1 << exponent for exponent in range(1, most.bit_length())]
 
 
 def majority_rewards(texts: list[str], rewards_PN: np.ndarray) -> np.ndarray:

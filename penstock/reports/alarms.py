@@ -1,6 +1,7 @@
 """Alarms over the figures of a training: rules that say in plain words what goes wrong, and what to change.
 
-A rule looks at the last iterations of a history: one mapping of figures per iteration, the oldest first. It needs a
+A rule looks at the last iterations of a history: one mapping of figures per iteration, the oldest first; where nothing
+is generated, at steps likewise. It needs a
 run of them, never a single outlier, and is silent while there are too few; but a step that was lost is said at once.
 Thresholds are the constants beside each rule; they are set so that a training that learns stays silent, also one whose
 entropy falls to a quarter as it becomes sure of right answers.
@@ -12,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -57,15 +59,15 @@ class Alarm:
         return f"iterations {self.first} to {self.last}, raised in {self.iterations}"
 
 
-def raised(history: History) -> dict[str, float]:
+def raised(history: History, rules: Sequence[Rule] | None = None) -> dict[str, float]:
     """Return `alarm/<name>`, 1.0 or 0.0, after the last iteration of `history`, of the rules that apply to it."""
-    return {rule.metric: float(rule.holds(history)) for rule in RULES if rule.needs in history[-1]}
+    return {rule.metric: float(rule.holds(history)) for rule in rules or RULES if rule.needs in history[-1]}
 
 
 def alarms_of(records: Sequence[Mapping[str, Any]]) -> list[Alarm]:
     """Return the alarms that the records `{"iteration": 12, "metrics": {...}}` of a run hold, the earliest first."""
     found = []
-    for rule in RULES:
+    for rule in (*RULES, *STEP_RULES):
         if when := [int(record["iteration"]) for record in records if record["metrics"].get(rule.metric)]:
             found.append(Alarm(rule.name, rule.happens, rule.change, when[0], when[-1], len(when)))
     return sorted(found, key=lambda alarm: alarm.first)
@@ -190,9 +192,9 @@ GRADIENT_TIMES = 5.0
 GRADIENT_SPIKES = 2
 
 
-def gradient_spikes(history: History) -> bool:
+def gradient_spikes(history: History, name: str = "actor/grad_norm") -> bool:
     """Whether in 2 of the last 10 iterations the gradient's norm was more than 5 times the median of the last 30."""
-    norms = _last(history, "actor/grad_norm", GRADIENT_WINDOW)
+    norms = _last(history, name, GRADIENT_WINDOW)
     if len(norms) < 2 * GRADIENT_RECENT or not (usual := float(np.median(norms))):
         return False
     return int((norms[-GRADIENT_RECENT:] > GRADIENT_TIMES * usual).sum()) >= GRADIENT_SPIKES
@@ -245,6 +247,26 @@ def nothing_to_learn(history: History) -> bool:
 def steps_skipped(history: History) -> bool:
     """Whether the last iteration's updates skipped an optimizer step: its gradient was not finite."""
     return any(history[-1].get(f"{role}/skipped_steps", 0.0) > 0 for role in ("actor", "critic"))
+
+
+LOSS_WINDOW = 20  # steps whose mean counts, against that of the first 5
+LOSS_RISE = 0.05  # share of the start's loss
+LOSS_ERRORS = 4.0  # standard errors of the difference, by how much the loss varies between neighbours
+
+
+def loss_rises(history: History) -> bool:
+    """Whether the mean loss of the last 20 steps is above that of the first 5, by a twentieth and beyond noise."""
+    start, recent = _values(history[:ENTROPY_WINDOW], "loss"), _last(history, "loss", LOSS_WINDOW)
+    if len(history) < ENTROPY_WINDOW + LOSS_WINDOW or not len(start) or len(recent) < LOSS_WINDOW:
+        return False
+    noise = float(np.diff(recent).std()) / np.sqrt(2) * np.sqrt(1 / len(start) + 1 / LOSS_WINDOW)
+    return float(recent.mean() - start.mean()) > max(LOSS_RISE * abs(float(start.mean())), LOSS_ERRORS * noise)
+
+
+def heldout_loss_rose(history: History) -> bool:
+    """Whether the held-out loss is higher than when it was first measured."""
+    losses = _values(history, "heldout/loss")
+    return len(losses) > 1 and bool(losses[-1] > losses[0])
 
 
 def _all_reach(history: History, name: str, window: int, limit: float) -> bool:
@@ -354,5 +376,40 @@ RULES = (
         "from its responses",
         "Look for extreme rewards in the experience of this iteration, lower actor.optimizer.learning_rate or "
         "algorithm.settings.clip_high, or train with model.dtype=float32; several in a row end the training",
+    ),
+)
+
+STEP_RULES = (
+    Rule(
+        "loss_rises",
+        "loss",
+        loss_rises,
+        "The loss is higher than it was in the first steps",
+        "Lower optimizer.learning_rate, lengthen optimizer.warmup_steps, and look for rows of another kind late in "
+        "the data where they are taken in their order",
+    ),
+    Rule(
+        "gradient_jumps",
+        "grad_norm",
+        partial(gradient_spikes, name="grad_norm"),
+        "The gradient is again and again more than five times its usual size",
+        "Lower optimizer.learning_rate or optimizer.max_grad_norm, lengthen optimizer.warmup_steps, and look for odd "
+        "rows in the data",
+    ),
+    Rule(
+        "steps_skipped",
+        "skipped_steps",
+        lambda history: history[-1].get("skipped_steps", 0.0) > 0,
+        "An optimizer step was skipped, since its gradient was NaN or infinite: nothing was learnt from its rows",
+        "Look for odd rows in the data, lower optimizer.learning_rate, or train with model.dtype=float32; several in a "
+        "row end the training",
+    ),
+    Rule(
+        "overfitting",
+        "heldout/loss",
+        heldout_loss_rose,
+        "The held-out loss is higher than before the training",
+        "Take fewer steps, lower optimizer.learning_rate, or give more data: the model learns the rows by heart. An "
+        "accuracy that has risen all the same says that it is more sure of itself than it is right",
     ),
 )

@@ -14,6 +14,7 @@ from typing import Any
 
 _LABELS = {
     "heldout/accuracy": "accuracy",
+    "heldout/greedy_accuracy": "accuracy of greedy responses",
     "heldout/reward": "mean reward",
     "heldout/response_length_mean": "response length, tokens",
     "heldout/truncated_share": "truncated, share",
@@ -24,7 +25,7 @@ _LABELS = {
     "heldout/evaluator_failures": "evaluators that failed",
 }
 TEMPERATURE = "heldout/temperature"
-_OF_SEVERAL = re.compile(r"heldout/(mean|best|worst|majority)_at_(\d+)")
+_OF_SEVERAL = re.compile(r"heldout/(mean|best|worst|majority|pass)_at_(\d+)")
 
 
 @dataclass(frozen=True)
@@ -52,6 +53,12 @@ def how_sampled(metrics: Mapping[str, float]) -> str:
     return sampled_at(metrics.get(TEMPERATURE))
 
 
+def greedy_accuracy(metrics: Mapping[str, float]) -> float | None:
+    """Return the accuracy of greedy responses, asked for beside sampled ones or instead of them."""
+    instead = "heldout/accuracy" if how_sampled(metrics) == "greedy" else ""
+    return metrics.get("heldout/greedy_accuracy", metrics.get(instead))
+
+
 def sampled_at(temperature: float | None) -> str:
     """Return how responses of a temperature were sampled, as `how_sampled` does; None: nobody knows the temperature."""
     if temperature is None:
@@ -65,7 +72,7 @@ def shown(names: Iterable[str]) -> dict[str, str]:
     The figures of a user's own evaluators (`heldout/<evaluator>/<figure>`) are among them.
     """
     present = list(names)
-    head, tail = list(_LABELS)[:2], list(_LABELS)[2:]
+    head, tail = list(_LABELS)[:3], list(_LABELS)[3:]
     several = {name: f"{found[1]}@{found[2]}" for name in present if (found := _OF_SEVERAL.fullmatch(name))}
     own = {
         name: name.removeprefix("heldout/")

@@ -27,22 +27,45 @@ class Headline:
 def headlines(summary: Mapping[str, Any]) -> list[Headline]:
     """Return the figures that `summary` holds, the most important first."""
     found = [
+        *_accuracies(summary),
         _change(
             "Held-out accuracy",
-            summary.get("accuracy_before"),
-            summary.get("accuracy_after"),
+            summary.get("heldout_accuracy_before"),
+            summary.get("heldout_accuracy"),
             percent=True,
-            how=sampled_at(summary.get("heldout_temperature")),
         ),
+        _loss(summary.get("loss_first"), summary.get("loss_last")),
         _change("Mean reward", summary.get("reward_first"), summary.get("reward_last"), percent=False),
         _plain("Iterations", summary.get("iterations"), "{:,}"),
+        _plain("Steps", summary.get("steps"), "{:,}"),
         Headline("Duration", duration(summary["seconds"])) if summary.get("seconds") is not None else None,
-        _plain("Tokens per second", summary.get("tokens_per_second"), "{:,.0f}", "generated, over whole iterations"),
+        _plain(
+            "Tokens per second",
+            summary.get("tokens_per_second"),
+            "{:,.0f}",
+            "trained on" if "steps" in summary else "generated, over whole iterations",
+        ),
         _shares(summary.get("time_shares")),
         _plain("Actor's MFU", summary.get("actor_mfu"), "{:.1%}"),
         _weights(summary.get("parameters_shared"), summary.get("parameters_copied"), summary.get("reshard_strategy")),
     ]
     return [headline for headline in found if headline]
+
+
+def _accuracies(summary: Mapping[str, Any]) -> list[Headline | None]:
+    """Held-out accuracy of greedy responses and of sampled ones, as far as there are such."""
+    temperature = summary.get("heldout_temperature")
+    of = {"accuracy": 0.0} if temperature == 0.0 else {"greedy": 0.0, "accuracy": temperature}
+    return [
+        _change(
+            "Held-out accuracy",
+            summary.get(f"{name}_before"),
+            summary.get(f"{name}_after"),
+            percent=True,
+            how=sampled_at(how),
+        )
+        for name, how in of.items()
+    ]
 
 
 def duration(seconds: float) -> str:
@@ -66,6 +89,12 @@ def _change(label: str, before: float | None, after: float | None, *, percent: b
     trend: Literal["up", "down", ""] = "up" if rise > 0 else "down" if rise < 0 else ""
     note += f", {how}" if how else ""
     return Headline(label, f"{shape.format(before)} → {shape.format(after)}", note, trend)
+
+
+def _loss(first: float | None, last: float | None) -> Headline | None:
+    if first is None or last is None:
+        return None
+    return Headline("Loss", f"{first:.3f} → {last:.3f}", f"{last - first:+.3f}", "up" if last < first else "down")
 
 
 def _plain(label: str, value: float | None, shape: str, note: str = "") -> Headline | None:

@@ -87,6 +87,9 @@ def plot_run(records: Sequence[Mapping[str, Any]], folder: Path) -> list[Path]:
     """Write the figures whose metrics `records` hold into `folder`; return their paths, in reading order."""
     frame = metrics_frame(records)
     figures: dict[str, Callable[[pd.DataFrame], Figure | None]] = {
+        "loss": loss_figure,
+        "preferences": preferences_figure,
+        "optimizer": optimizer_figure,
         "reward": reward_figure,
         "policy": policy_figure,
         "critic": critic_figure,
@@ -115,7 +118,8 @@ def save(plot: Callable[[Any], Figure | None], data: Any, path: Path) -> Path | 
 
 def reward_figure(frame: pd.DataFrame) -> Figure | None:
     """Mean reward with a band of one standard deviation (min to max without it); held-out accuracy and its interval."""
-    has_reward, has_accuracy = "reward/mean" in frame, "heldout/accuracy" in frame
+    has_reward = "reward/mean" in frame
+    has_accuracy = "heldout/accuracy" in frame and "accuracy" not in frame  # of preferences, which have a figure
     if not has_reward and not has_accuracy:
         return None
     rewards = [name for name in ("reward/mean", "reward/min", "reward/max") if name in frame]
@@ -186,6 +190,47 @@ def critic_figure(frame: pd.DataFrame) -> Figure | None:
     )
 
 
+def loss_figure(frame: pd.DataFrame) -> Figure | None:
+    """The loss of every step of an offline training, and that of held-out rows before and after."""
+    if "loss" not in frame:
+        return None
+    (axes,) = canvas(1, height=3.3, unit="step")
+    line(axes, frame["loss"], COLOURS[0], "loss")
+    if "heldout/loss" in frame:
+        heldout = frame["heldout/loss"].dropna()
+        axes.plot(heldout.index, heldout, "o--", color=COLOURS[1], linewidth=1.1, label="held-out loss")
+    axes.set_title("Loss")
+    axes.legend(loc="best")
+    return _figure([axes])
+
+
+def preferences_figure(frame: pd.DataFrame) -> Figure | None:
+    """How preferences are told apart: accuracy, margin, and the log-probs or scores of both sides."""
+    return _panels(
+        frame,
+        {
+            "Accuracy, share of pairs": {"accuracy": "accuracy"},
+            "Margin": {"margin": "margin"},
+            "Log-probs": {"logprobs_chosen": "preferred", "logprobs_rejected": "the other"},
+            "Scores": {"score_chosen": "preferred", "score_rejected": "the other"},
+        },
+        unit="step",
+    )
+
+
+def optimizer_figure(frame: pd.DataFrame) -> Figure | None:
+    """The optimizer of an offline training: gradient norm, learning rate, speed."""
+    return _panels(
+        frame,
+        {
+            "Gradient norm": {"grad_norm": "norm"},
+            "Learning rate": {"learning_rate": "rate"},
+            "Tokens per second": {"tokens_per_s": "speed"},
+        },
+        unit="step",
+    )
+
+
 def throughput_figure(frame: pd.DataFrame) -> Figure | None:
     """Rollout speed and response length, and how well the GPUs, and of several ranks their time, are used."""
     return _panels(
@@ -252,7 +297,7 @@ def time_figure(frame: pd.DataFrame) -> Figure | None:
     return _figure([axes])
 
 
-def canvas(panels: int, height: float) -> list[Axes]:
+def canvas(panels: int, height: float, unit: str = "iteration") -> list[Axes]:
     """Return the axes of an 8.8 inch wide figure: one panel across the page, or two per row of `height` inches."""
     from matplotlib.figure import Figure
     from matplotlib.layout_engine import ConstrainedLayoutEngine
@@ -266,7 +311,7 @@ def canvas(panels: int, height: float) -> list[Axes]:
     for panel in axes:
         panel.xaxis.set_major_locator(MaxNLocator(nbins=8, steps=[1, 2, 5, 10], integer=True, min_n_ticks=1))
         panel.yaxis.set_major_locator(MaxNLocator(nbins=5, steps=[1, 2, 2.5, 5, 10]))
-        panel.set_xlabel("iteration")
+        panel.set_xlabel(unit)
     return axes
 
 
@@ -282,13 +327,13 @@ def line(axes: Axes, series: pd.Series[float], colour: str, label: str) -> None:
     axes.plot(series.index, smooth, color=colour, label=f"{label} (rolling mean of {window})")
 
 
-def _panels(frame: pd.DataFrame, panels: Mapping[str, Mapping[str, str]]) -> Figure | None:
+def _panels(frame: pd.DataFrame, panels: Mapping[str, Mapping[str, str]], unit: str = "iteration") -> Figure | None:
     """One small panel per title with the curves of its metrics (name to label) that exist."""
     found = {title: [name for name in names if name in frame] for title, names in panels.items()}
     found = {title: names for title, names in found.items() if names}
     if not found:
         return None
-    axes = canvas(len(found), height=2.5)
+    axes = canvas(len(found), height=2.5, unit=unit)
     for number, (panel, (title, names)) in enumerate(zip(axes, found.items(), strict=True)):
         for shift, name in enumerate(names):
             line(panel, frame[name], COLOURS[(number + 4 * shift) % len(COLOURS)], panels[title][name])

@@ -1,5 +1,7 @@
 """A training as the terminal shows it: one live line, or plain lines where no terminal listens, and the last panel.
 
+What counts is an iteration, or a step where nothing is generated.
+
 Why plain lines: a log file, a CI job and the Prefect worker's output get readable text instead of control codes.
 
 Left out: the log of the engines (their files are in the run folder's `logs/`).
@@ -40,7 +42,7 @@ WIDE = 110  # columns
 
 
 class TrainingProgress:
-    """Context manager: `phase` says what is waited for, `start` begins the iterations, `advance` ends one.
+    """Context manager: `phase` says what is waited for, `start` begins the iterations or steps, `advance` ends one.
 
     Args:
         console: where to write; default: standard output.
@@ -59,6 +61,7 @@ class TrainingProgress:
         )
         self._task = self._bar.add_task("starting", total=None, metrics="")
         self._total = self._first = self._done = 0
+        self._unit = "iteration"
         self._began_s = time.monotonic()
         self._written_s = -float("inf")
         self._held_back = self._phase = ""
@@ -95,28 +98,32 @@ class TrainingProgress:
         if not self._live:
             self._write(shown)
 
-    def start(self, total: int, completed: int = 0) -> None:
-        """Begin the iterations; `completed` of them were done before this process (a resumed run)."""
-        self._total, self._first, self._done = total, completed, completed
+    def start(self, total: int, completed: int = 0, unit: str = "iteration", what: str = "training") -> None:
+        """Begin the iterations or steps; `completed` of them were done before this process (a resumed run)."""
+        self._total, self._first, self._done, self._unit = total, completed, completed, unit
         self._began_s = time.monotonic()
         self._bar.columns = _columns_with_figures(wide=self._console.width >= WIDE)
-        self._bar.reset(self._task, total=total, completed=completed, description="training")
+        self._bar.reset(self._task, total=total, completed=completed, description=what)
 
-    def advance(self, iteration: int, metrics: Mapping[str, float]) -> None:
-        """Show that `iteration` (counted from 1) has ended with `metrics`; those that are absent are left out."""
+    def advance(self, number: int, metrics: Mapping[str, float], told: bool = True) -> None:
+        """Show that an iteration or step (counted from 1) has ended with `metrics`; absent ones are left out.
+
+        Args:
+            told: whether those who look on elsewhere hear of it; of many quick steps they hear of some.
+        """
         first = self._done == self._first
-        self._done, self._phase = iteration, ""
-        self._tell(
-            ", ".join([f"iteration {iteration}/{self._total}", *_metric_texts(metrics), *_result_texts(metrics)])
-        )
+        self._done, self._phase = number, ""
+        where = f"{self._unit} {number}/{self._total}"
+        if told:
+            self._tell(", ".join([where, *_metric_texts(metrics), *_result_texts(metrics)]))
         text = " ".join(_metric_texts(metrics))
-        # 80 columns have no room for the word; a wider terminal and the lines of a log have it.
-        shown = text if self._console.width >= WIDE else text.replace("rollout ", "")
-        self._bar.update(self._task, completed=iteration, metrics=shown)
+        # 80 columns have no room for the words; a wider terminal and the lines of a log have them.
+        shown = text if self._console.width >= WIDE else text.replace("rollout ", "").replace("accuracy ", "")
+        self._bar.update(self._task, completed=number, metrics=shown)
         if self._live:
             return
-        plain = "  ".join(part for part in (f"iteration {iteration}/{self._total}", text, self._pace()) if part)
-        if first or iteration == self._total or time.monotonic() - self._written_s >= self._every_s:
+        plain = "  ".join(part for part in (where, text, self._pace()) if part)
+        if first or number == self._total or time.monotonic() - self._written_s >= self._every_s:
             self._write(plain)
         else:
             self._held_back = plain
@@ -195,10 +202,11 @@ def _columns_with_figures(*, wide: bool) -> tuple[ProgressColumn, ...]:
 
 
 def _metric_texts(metrics: Mapping[str, float]) -> list[str]:
-    """Return an iteration's figures: KL is that to the reference, step KL that of the update where there is any."""
+    """Return the figures of an iteration or a step; KL is that to the reference, step KL that of the update, if any."""
     shapes = {"reward/mean": "reward {:.3f}", "actor/kl": "KL {:.2g}", "rollout/tokens_per_s": "rollout {:,.0f} tok/s"}
     if "actor/kl" not in metrics and metrics.get("actor/approx_kl"):  # one step per iteration leaves it at 0
         shapes = {"reward/mean": shapes.pop("reward/mean"), "actor/approx_kl": "step KL {:.2g}", **shapes}
+    shapes |= {"loss": "loss {:.3f}", "accuracy": "accuracy {:.0%}", "tokens_per_s": "{:,.0f} tok/s"}
     return [shape.format(metrics[name]) for name, shape in shapes.items() if name in metrics]
 
 

@@ -3,7 +3,7 @@
 The run may still be going or may have been killed: what its folder holds is shown. Everything a model or a user wrote
 is escaped by the template.
 
-Left out: comparing runs (penstock/reports/compare.py), interactive charts (MLflow has them).
+Left out: comparing runs (penstock/reports/comparing/), interactive charts (MLflow has them).
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from penstock.reports.faults import Told, faults_of
 from penstock.reports.headline import Headline, headlines
 from penstock.reports.losses import Loss, losses_of
 from penstock.reports.plots import metrics_frame, plot_run, task_times
+from penstock.reports.samples.page import SAMPLES_PAGE
 from penstock.state.events import read_events
 from penstock.state.run_folder import RunFolder, read_metrics
 
@@ -33,6 +34,9 @@ Samples = Path | Sequence[Mapping[str, Any]]
 
 _SAMPLES_SHOWN = 12
 _CAPTIONS = {
+    "loss": "What each step learns from its rows, and what the model gives away on rows that it never trains on.",
+    "preferences": "How well the preferred response is told from the other, and what moves apart.",
+    "optimizer": "How hard each step moves the weights, and how fast.",
     "reward": "What the policy earns on training prompts, and what it gets right on prompts it never trains on.",
     "policy": "How far and how hard each update moves the policy.",
     "critic": "How well the value model predicts returns.",
@@ -76,6 +80,7 @@ class Report:
     pictures: list[Picture]
     times: list[TaskTime]
     samples: list[dict[str, Any]]
+    samples_page: str
     config: str
     links: Mapping[str, str]
     commands: Mapping[str, str]
@@ -134,21 +139,28 @@ def _gather(
         pictures=[Picture(path, _CAPTIONS[path.stem]) for path in plot_run(records, folder)],
         times=mean_task_times(metrics_frame(records)),
         samples=_rows(samples)[-_SAMPLES_SHOWN:],
+        samples_page=SAMPLES_PAGE if (folder / SAMPLES_PAGE).is_file() else "",
         config=config.read_text(encoding="utf-8") if config.exists() else "",
         links=links,
-        commands=_commands(run_folder, status, links, resume),
+        commands=_commands(run_folder, summary, status, links, resume),
     )
 
 
-def _commands(run_folder: Path, status: str, links: Mapping[str, str], resume: str) -> dict[str, str]:
+def _commands(
+    run_folder: Path, summary: Mapping[str, Any], status: str, links: Mapping[str, str], resume: str
+) -> dict[str, str]:
     """Return what can be done with this run, by label: an unfinished one is resumed, a complete one has its model."""
     found = {}
     if any(address.startswith("http://127.0.0.1:") for address in links.values()):
         found["Serve these pages"] = f"penstock ui {quote(str(run_folder.parent))}"
     if status != "completed":
         return found | ({"Resume this run": resume} if resume else {})
-    place = quote(str(run_folder))
-    return found | {"Export the model": f"penstock export {place}", "Serve the model": f"penstock serve {place}"}
+    place, command = quote(str(run_folder)), summary.get("command", "train")
+    if command == "train":  # the others leave a model folder already
+        found["Export the model"] = f"penstock export {place}"
+    if command == "reward-model":
+        found["Train with it"] = f"reward.model={run_folder / 'models' / 'final'}"
+    return found | {"Serve the model": f"penstock serve {place}"}
 
 
 def mean_task_times(frame: pd.DataFrame) -> list[TaskTime]:
@@ -193,6 +205,8 @@ def _markdown(report: Report) -> str:
     if report.times:
         rows = [f"| {time.task} | {time.seconds:.3f} | {time.share:.0%} |" for time in report.times]
         parts.append("\n".join(["| task | mean seconds when it ran | share |", "| --- | ---: | ---: |", *rows]))
+    if report.samples_page:
+        parts.append(f"[Samples]({report.samples_page}): prompts, responses, rewards, and advantages token by token")
     if report.links:
         parts.append("\n".join(f"- {label}: `{address}`" for label, address in report.links.items()))
     if report.commands:

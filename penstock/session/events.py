@@ -1,25 +1,32 @@
-"""Events of a training: each is a line in its run folder, and goes to Prefect and the tracker.
+"""Events of a training: each is a line in its run folder, and goes to Prefect and the trackers.
 
 They are losses, which together have a bound: what died, when that was noticed, how long the training then took to stand
 where it goes on from, and how many tokens are generated a second time. And numerical faults, and elastic groups that
-join or go. Left out: replacing what was lost (tasks/recover.py), what a fault is (tasks/iteration/faults.py).
+join or go. Alarms are told to Prefect alone: the metrics have them.
+
+Left out: replacing what was lost (tasks/recover.py), what a fault is (tasks/iteration/faults.py).
 """
 
 from __future__ import annotations
 
 import time
 from datetime import UTC, datetime
-from functools import partial
 from typing import Any
+from uuid import UUID
 
 from prefect import get_run_logger
+from prefect.client.orchestration import get_client
 from prefect.events import emit_event
+from prefect.runtime import flow_run
 
 from engines.groups.group import LostTooOften, RankLost
 from penstock.session.machines.elastic import Joined
 from penstock.session.session import Recovering, Training
 from penstock.state.events import GIVEN_UP, JOINED, LEFT, RECOVERED, append_event, next_number, open_loss
 from penstock.state.run_folder import read_metrics
+from penstock.trackers.delivery import Delivery
+
+FLOW = "penstock.flow"
 
 
 def noted(training: Training, loss: RankLost) -> None:
@@ -99,11 +106,32 @@ def recovered(training: Training, place: str, tokens: int = 0) -> None:
 
 
 def tell(training: Training, what: str, **details: Any) -> None:
-    """Write an event into the run folder, and let tracker and Prefect have it."""
+    """Write an event into the run folder, and let trackers and Prefect have it."""
     session, run = training.session(), training.run
     event = {"event": what, "at": datetime.now(UTC).isoformat(timespec="milliseconds")} | details
     append_event(run, event)
-    if session.outbox is not None:
-        session.outbox.put(f"the event '{what}'", partial(session.outbox.delivery.events, run))
-    resource = {"prefect.resource.id": f"penstock.run.{run.name}", "prefect.resource.name": run.name}
-    emit_event(f"penstock.{what.replace(' ', '-')}", resource, payload=event)
+    session.deliver(f"the event '{what}'", Delivery.events, run)
+    announce(training, what.replace(" ", "-"), event)
+
+
+def announce(training: Training, name: str, payload: dict[str, Any]) -> None:
+    """Let Prefect have an event of the run, `penstock.<name>`, for automations.
+
+    Its label `penstock.flow` names the flow that was asked for, so that what `retrain` does starts no `retrain`.
+    """
+    session, run = training.session(), training.run
+    resource = {
+        "prefect.resource.id": f"penstock.run.{run.name}",
+        "prefect.resource.name": run.name,
+        FLOW: session.asked_for or session.kind,
+    }
+    emit_event(f"penstock.{name}", resource, payload=payload)
+
+
+def flow_asked_for() -> str:
+    """Return the name of the flow that a person, schedule or trigger has asked for: this one, or one far above it."""
+    root = flow_run.root_flow_run_id
+    if root is None or root == flow_run.id:
+        return str(flow_run.flow_name or "")
+    with get_client(sync_client=True) as client:
+        return str(client.read_flow(client.read_flow_run(UUID(root)).flow_id).name)

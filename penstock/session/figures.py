@@ -30,8 +30,9 @@ from engines.groups.machine import gpu_name, visible_gpus
 from engines.groups.spec import LOCAL
 from engines.sizing.flops import generation_flops, peak_flops
 from engines.sizing.gpu_figures import gpu_figures
-from penstock.reports.alarms import RULES, looked_at, raised
+from penstock.reports.alarms import RULES, STEP_RULES, Rule, looked_at, raised
 from penstock.session.clock import Lap, Span
+from penstock.session.events import announce
 from penstock.session.session import Session, Training
 from penstock.state.run_folder import read_metrics
 
@@ -233,17 +234,39 @@ def _warn_of_fragments(training: Training, figures: Mapping[str, float]) -> None
 
 def alarms(training: Training, metrics: dict[str, float]) -> dict[str, float]:
     """Return the alarms of an iteration with the figures `metrics`; one that was never raised in this run is logged."""
-    session = training.session()
     figures = raised([*history(training), metrics])
     if training.config.rollout.ignore_eos:
         figures.pop("alarm/truncation", None)  # every response has the full length, as asked for
-    for rule in RULES:
-        metric = rule.metric
-        if figures.get(metric) and metric not in session.alarms_said:
-            session.alarms_said.add(metric)
-            get_run_logger().warning("alarm: %s. %s", rule.happens, rule.change)
-    session.history = looked_at([*session.history, metrics | figures])
+    _remember(training, metrics, figures, RULES)
     return figures
+
+
+def step_alarms(training: Training, metrics: dict[str, float]) -> dict[str, float]:
+    """Return the alarms of a step of an offline training; as `alarms` otherwise."""
+    figures = raised([*history(training), metrics], STEP_RULES)
+    _remember(training, metrics, figures, STEP_RULES)
+    return figures
+
+
+def heldout_alarms(training: Training, metrics: dict[str, float]) -> dict[str, float]:
+    """Return the alarms of a held-out measurement of an offline training, against the one before its first step."""
+    before = [item["metrics"] for item in read_metrics(training.run) if item["iteration"] == 0]
+    figures = raised([*before, metrics], STEP_RULES)
+    _say(training, figures, STEP_RULES)
+    return figures
+
+
+def _remember(training: Training, metrics: dict[str, float], figures: dict[str, float], rules: Sequence[Rule]) -> None:
+    _say(training, figures, rules)
+    training.session().history = looked_at([*training.session().history, metrics | figures])
+
+
+def _say(training: Training, figures: dict[str, float], rules: Sequence[Rule]) -> None:
+    for rule in rules:
+        if figures.get(rule.metric) and rule.metric not in training.session().alarms_said:
+            training.session().alarms_said.add(rule.metric)
+            get_run_logger().warning("alarm: %s. %s", rule.happens, rule.change)
+            announce(training, f"alarm.{rule.name}", {"happens": rule.happens, "change": rule.change})
 
 
 def history(training: Training) -> list[Mapping[str, float]]:
@@ -251,5 +274,7 @@ def history(training: Training) -> list[Mapping[str, float]]:
     session = training.session()
     if not session.history:  # the first iteration of this process; a resumed run has some behind it
         session.history = [dict(item["metrics"]) for item in read_metrics(training.run) if item["iteration"] > 0]
-        session.alarms_said = {rule.metric for rule in RULES if any(item.get(rule.metric) for item in session.history)}
+        session.alarms_said = {
+            rule.metric for rule in (*RULES, *STEP_RULES) if any(item.get(rule.metric) for item in session.history)
+        }
     return session.history

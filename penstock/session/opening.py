@@ -13,32 +13,34 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Generic, TypeVar, cast
+from shlex import quote
+from typing import Generic, TypeVar
 
 from prefect import get_run_logger
-from prefect.runtime import flow_run
+from prefect.runtime import deployment, flow_run
 
-from configs.loading.resuming import resumed_config
+from configs.loading.resuming import OF_PAIRS, OF_SFT, OF_TRAIN, Resumable, course_changes, resumed_config
 from configs.preference import PairConfig, PreferenceConfig, RewardModelConfig
 from configs.schema import TrainConfig
 from penstock.base.errors import UserError
 from penstock.checks.memory import Elsewhere, GroupEstimate, check_finetuning_memory, check_memory, describe_snapshots
 from penstock.checks.preferences import check_preferences
+from penstock.checks.registered import with_registered_model
 from penstock.checks.tokenized import check_tokenized
 from penstock.checks.training import check_inputs, check_supervised
 from penstock.data.source import reading_once
+from penstock.session.flow_run import RUN_TAG
 from penstock.session.machines.admission import admission
 from penstock.session.machines.hosts import hosted
 from penstock.session.prefect import patient_clients, terminations_heard
 from penstock.session.session import Training, open_session, read_config, write_config
 from penstock.session.settings import offer_overrides
 from penstock.state.digests import Damaged
-from penstock.state.manifest import ANEW, check_kind, check_resumable, completed, ended, read_manifest
+from penstock.state.manifest import ANEW, check_kind, check_resumable, completed, ended, read_progress
 from penstock.state.mending import mend
 from penstock.state.run_folder import RunFolder, check_free, locked, new_run_folder, open_run_folder
 
 Tree = TypeVar("Tree", bound=TrainConfig | PairConfig)
-RUN_TAG = "run:"  # before the name of its run folder, a tag of a training's flow run
 
 
 @dataclass(frozen=True)
@@ -50,6 +52,9 @@ class Kind(Generic[Tree]):
         tree: the class of the configuration.
         check: raises `UserError` for what can be seen before anything waits or starts.
         memory: raises `UserError` where the free memory does not suffice; returns the estimates.
+        resumable: what may change when a run goes on.
+        model: what its runs leave, by its name under `models/`.
+        in_steps: a run counts optimizer steps, in `finetuning/`, and no iterations.
         first: called before a new folder gets its configuration, which makes it a run.
         suffix: end of the name of a folder that is made because none is given.
     """
@@ -58,8 +63,15 @@ class Kind(Generic[Tree]):
     tree: type[Tree]
     check: Callable[[Tree], object]
     memory: Callable[[Tree, Elsewhere], list[GroupEstimate]]
+    resumable: Resumable
+    model: str = "final"
+    in_steps: bool = True
     first: Callable[[RunFolder], object] = lambda _: None
     suffix: str = ""
+
+    def counted(self, run: RunFolder) -> RunFolder:
+        """Return the folder whose manifest says how far a run is."""
+        return run.finetuning if self.in_steps else run
 
 
 def _memory_of_pairs(config: PairConfig, elsewhere: Elsewhere) -> list[GroupEstimate]:
@@ -70,10 +82,10 @@ def _memory_of_sft(config: TrainConfig, elsewhere: Elsewhere) -> list[GroupEstim
     return check_finetuning_memory(config, "sft", elsewhere=elsewhere)
 
 
-TRAIN = Kind("train", TrainConfig, check_inputs, check_memory, first=offer_overrides)
-SFT = Kind("sft", TrainConfig, check_supervised, _memory_of_sft, suffix="-sft")
-PREFERENCE = Kind("preference", PreferenceConfig, check_preferences, _memory_of_pairs)
-REWARD_MODEL = Kind("reward-model", RewardModelConfig, check_preferences, _memory_of_pairs)
+TRAIN = Kind("train", TrainConfig, check_inputs, check_memory, OF_TRAIN, in_steps=False, first=offer_overrides)
+SFT = Kind("sft", TrainConfig, check_supervised, _memory_of_sft, OF_SFT, model="sft", suffix="-sft")
+PREFERENCE = Kind("preference", PreferenceConfig, check_preferences, _memory_of_pairs, OF_PAIRS)
+REWARD_MODEL = Kind("reward-model", RewardModelConfig, check_preferences, _memory_of_pairs, OF_PAIRS)
 
 
 @dataclass(frozen=True)
@@ -111,7 +123,14 @@ def resume_of(
 
     A flow run that Prefect runs once more, because it had crashed or somebody asks for a retry, goes on with the run
     that it has begun.
+
+    Raises:
+        UserError: a field is for the other of the two.
     """
+    if resume is None and (start is not None or changes):
+        raise UserError("a checkpoint and changes are of a run to continue", "say which by 'resume'")
+    if resume is not None and run_folder is not None:
+        raise UserError(f"{resume} goes on where it is", "take 'run_folder' back")
     if (begun := _begun_before(config, run_folder or resume)) is not None:
         return Resume(begun)
     return Resume(Path(resume), start, changes or ()) if resume else None
@@ -145,11 +164,29 @@ def opened(
     """
     with reading_once():
         if resume is not None:
-            with _resumed(kind, resume) as (config, run):
+            with _resumed(kind, resume) as (config, run), _how_to_go_on(kind, run):
                 yield config, run
             return
-        with _begun(kind, config, folder) as run:
+        config = with_registered_model(config)
+        with _begun(kind, config, folder) as run, _how_to_go_on(kind, run):
             yield config, run
+
+
+def engines_of(config: TrainConfig | PairConfig) -> TrainConfig:
+    """Return what placing and starting of engines look at."""
+    return config.engines() if isinstance(config, PairConfig) else config
+
+
+@contextmanager
+def _how_to_go_on(kind: Kind[Tree], run: RunFolder) -> Iterator[None]:
+    """Add to what ends a deployment's flow run how the training goes on; the command line says it itself."""
+    try:
+        yield
+    except Exception as error:
+        if deployment.id and run.manifest.is_file():
+            here = f"penstock {kind.name} --resume {quote(str(run.path))}"
+            error.add_note(f"It goes on with: {here}, or this deployment with 'resume' {run.path}")
+        raise
 
 
 @contextmanager
@@ -159,7 +196,7 @@ def started(kind: Kind[Tree], config: Tree, run: RunFolder) -> Iterator[Training
     Raises:
         UserError: the training needs more GPUs or memory than there are, or a host does not join.
     """
-    engines = config.engines() if isinstance(config, PairConfig) else config
+    engines = engines_of(config)
     with terminations_heard(), patient_clients(), admission(engines), hosted(engines, run) as machines:
         memory = kind.memory(config, machines.elsewhere)
         with open_session(engines, run, memory, machines) as training:
@@ -188,8 +225,11 @@ def _resumed(kind: Kind[Tree], resume: Resume) -> Iterator[tuple[Tree, RunFolder
         for sentence in mend(run, kind.name, resume.start):
             get_run_logger().warning("%s", sentence)
         check_kind(run, kind.name)
-        config = _checked(kind, resume)
-        if config != read_config(run, kind.tree):
+        config, before = _checked(kind, resume), read_config(run, kind.tree)
+        if config != before:
+            begun = read_progress(kind.counted(run)).progress.iteration > 0
+            for sentence in course_changes(before, config, kind.resumable) if begun else ():
+                get_run_logger().warning("%s", sentence)
             write_config(run, config)
         yield config, run
 
@@ -213,16 +253,26 @@ def looked_at(kind: Kind[Tree], resume: Resume, remedy: str = ANEW) -> Tree | No
         return None
 
 
-def is_complete(resume: Resume) -> bool:
-    """Whether nothing of a training is left to do; a damaged folder never says so."""
+def is_complete(kind: Kind[Tree], resume: Resume) -> bool:
+    """Whether nothing of a run is left to do; a damaged folder never says so."""
     if resume.start is not None:
         return False
     run = resume.run
-    check_kind(run, TRAIN.name)
+    check_kind(run, kind.name)
     try:
-        return completed(run, _changed(TRAIN, resume).iterations)
+        length = kind.resumable.length(_changed(kind, resume))
+        return completed(run, length, kind.counted(run), kind.model)
     except Damaged:
         return False
+
+
+def left_as_it_is(kind: Kind[Tree], resume: Resume | None) -> RunFolder | None:
+    """Return the run of a flow if nothing is left to do in it, and say so: no engine starts, nothing is written."""
+    if resume is None or not is_complete(kind, resume):
+        return None
+    run = resume.run
+    get_run_logger().info("%s is complete: nothing is left to do; its report is %s", run.path, run.report)
+    return run
 
 
 def _checked(kind: Kind[Tree], resume: Resume) -> Tree:
@@ -242,9 +292,9 @@ def _changed(kind: Kind[Tree], resume: Resume) -> Tree:
     """
     run = resume.run
     config = read_config(run, kind.tree)
-    if not resume.changes or not isinstance(config, TrainConfig):
+    if not resume.changes:
         return config
-    saved = read_manifest(run)
-    if saved.checkpoint is None and ended(run):
+    saved = read_progress(kind.counted(run))
+    if saved.checkpoint is None and ended(run, kind.model):
         raise UserError(f"{run.path} is complete and has no checkpoint to go on from", "start a new run")
-    return cast(Tree, resumed_config(config, resume.changes, saved.progress.iteration))
+    return resumed_config(config, resume.changes, saved.progress.iteration, kind.resumable)

@@ -11,22 +11,24 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 from prefect import get_run_logger
-from pydantic import BaseModel
 
+from configs.preference import PairConfig
+from configs.schema import TrainConfig
 from penstock.base.files import write_text
 from penstock.base.interrupts import interrupts_deferred
 from penstock.session.events import take_up
+from penstock.session.flow_run import know_flow_run
 from penstock.session.session import Training
 from penstock.state.manifest import Manifest, Progress, Tracked, read_manifest, write_manifest
 from penstock.state.run_folder import append_metrics, drop_partial, read_metrics
+from penstock.state.sweep import sweep_of
 from penstock.trackers.delivery import Delivery
-from penstock.trackers.outbox import Outbox
+from penstock.trackers.outbox import Outbox, finish_all
 from penstock.trackers.table import make_tracker
-from penstock.trackers.tracker import Artifact, NewRun, Status, Tracker, flatten
+from penstock.trackers.tracker import PARENT, Artifact, NewRun, Status, Tracker, flatten
 
 _logger = logging.getLogger(__name__)
 
@@ -37,18 +39,18 @@ class Recording:
 
     Attributes:
         kind: the command that made the run, as `penstock.state.manifest.check_kind` wants it.
-        config: the tree that a user gave, which becomes the settings of the tracker's run.
-        tracker: as a recipe names it.
-        experiment: the tracker's name for the runs that this one is compared with.
+        config: the tree that a user gave, which becomes the settings of the trackers' runs.
+        trackers: as a recipe names them, the main one first.
+        experiment: the trackers' name for the runs that this one is compared with.
         algorithm: the run's tag of that name.
         through: the iteration or step from which this attempt goes on.
         summary: returns the content of `summary.json` of a run that ended with a status.
-        report: makes pages of it, also for the tracker.
+        report: makes pages of it, also for the trackers.
     """
 
     kind: str
-    config: BaseModel
-    tracker: str
+    config: TrainConfig | PairConfig
+    trackers: list[str]
     experiment: str
     algorithm: str
     through: int
@@ -58,17 +60,17 @@ class Recording:
 
 @contextmanager
 def open_record(training: Training, recording: Recording) -> Iterator[None]:
-    """Keep the tracker's run of any training open, that of an earlier attempt if there is one; end it on every path."""
+    """Keep the trackers' runs of any training open, those of an earlier attempt if they are there; end them always."""
     session, run = training.session(), training.run
     session.kind = recording.kind
+    know_flow_run(training, recording.config, recording.algorithm)
     session.seconds_before = read_manifest(run).progress.seconds if run.manifest.is_file() else 0.0
     drop_partial(run)
     with interrupts_deferred():
-        session.tracker = make_tracker(recording.tracker, run.path.parent)  # which imports what it needs
+        made = [make_tracker(name, run.path.parent) for name in recording.trackers]  # which import what they need
     with ending(lambda status: close(training, recording.summary(training, status), recording.report)):
-        if not reopened(training):
-            begin_run(training, recording)
-        _configure(training, recording.config)
+        for name, tracker in zip(recording.trackers, made, strict=True):
+            open_run(training, recording, name, tracker)
         begin_delivery(training, recording.through)
         take_up(training)
         yield
@@ -92,84 +94,97 @@ def ending(finish: Callable[[Status], None]) -> Iterator[None]:
     finish("completed")
 
 
-def begin_run(training: Training, recording: Recording) -> None:
-    """Begin a tracker's run; from here on the training can be resumed, and the next attempt goes on in this one."""
+def open_run(training: Training, recording: Recording, name: str, tracker: Tracker) -> None:
+    """Go on in a tracker's run of an earlier attempt, or begin one; from here on the training can be resumed."""
+    session, run = training.session(), training.run
+    earlier = reopened(training, name, tracker)
+    tracked = earlier or _begun(training, recording, name, tracker)
+    session.trackers.append(tracker)
+    session.tracked += (tracked,)
+    if earlier is not None:
+        tracker.resume()
+    saved = read_manifest(run) if run.manifest.is_file() else Manifest(Progress())
+    opened = {item.tracker for item in session.tracked}
+    later = tuple(item for item in saved.tracked if item.tracker in {*recording.trackers} - opened)
+    write_manifest(run, dataclasses.replace(saved, tracked=session.tracked + later, kind=session.kind))
+    _configure(training, recording.config, tracker)
+
+
+def _begun(training: Training, recording: Recording, name: str, tracker: Tracker) -> Tracked:
     session, run = training.session(), training.run
     tags = {"penstock.run": str(run.path), "algorithm": recording.algorithm}
     if session.prefect_flow_run_id:
         tags |= {"prefect.flow_run_id": session.prefect_flow_run_id, "prefect.flow_run_url": str(session.prefect_url)}
         if deployment := os.environ.get("PREFECT__DEPLOYMENT_ID"):
             tags["prefect.deployment"] = deployment
-    begun = _tracker(training).open(NewRun(run.name, recording.experiment, tags))
-    session.tracked = Tracked(recording.tracker, begun)
-    saved = read_manifest(run) if run.manifest.is_file() else Manifest(Progress())
-    write_manifest(run, dataclasses.replace(saved, tracked=session.tracked, kind=session.kind))
+    sweep = sweep_of(run)
+    if sweep is not None and sweep.tracked is not None and sweep.tracked.tracker == name:
+        tags[PARENT] = sweep.tracked.run
+    return Tracked(name, tracker.open(NewRun(run.name, recording.experiment, tags)))
 
 
-def _configure(training: Training, config: BaseModel) -> None:
-    """Give the tracker's run the configuration, also where a resume goes on with another."""
-    tracker, file = _tracker(training), training.run.config
+def _configure(training: Training, config: TrainConfig | PairConfig, tracker: Tracker) -> None:
+    """Give a tracker's run the configuration, also where a resume goes on with another."""
+    file = training.run.config
     if tracker.configure(flatten(config.model_dump(mode="json"))):
         tracker.artifact(Artifact(file.name, file))
 
 
-def reopened(training: Training) -> bool:
-    """Go on in the tracker's run of an earlier attempt, if there is one; return whether."""
-    session, run = training.session(), training.run
-    earlier = read_manifest(run).tracked if run.manifest.is_file() else None
+def reopened(training: Training, name: str, tracker: Tracker) -> Tracked | None:
+    """Return a tracker's run of an earlier attempt, if there is one that it holds."""
+    run = training.run
+    tracked = read_manifest(run).tracked if run.manifest.is_file() else ()
+    earlier = next((item for item in tracked if item.tracker == name), None)
     if earlier is None:
-        return False
-    found = _tracker(training)
-    if not found.find(earlier.run):
+        return None
+    if not tracker.find(earlier.run):
         lost = "%s (%s) does not hold the run %s that this folder was recorded in: a new one gets its figures"
-        get_run_logger().warning(lost, found.label, found.address, earlier.run)
-        return False
-    session.tracked = earlier
-    found.resume()
-    return True
+        get_run_logger().warning(lost, tracker.label, tracker.address, earlier.run)
+        return None
+    return earlier
 
 
 def begin_delivery(training: Training, through: int) -> None:
-    """Begin to give the tracker what is recorded, first what it lacks of earlier attempts: all, if its run is new.
+    """Begin to give trackers what is recorded, first what each lacks of earlier attempts: all, if its run is new.
 
     Args:
         through: the iteration or step from which this attempt goes on.
     """
-    training.session().outbox = outbox = Outbox(Delivery(_tracker(training)))
-    if read_metrics(training.run) or read_metrics(training.run.warm_up) or training.run.events.exists():
-        outbox.put("earlier attempts", partial(outbox.delivery.everything, training.run, through))
+    session, run = training.session(), training.run
+    session.outboxes = [Outbox(Delivery(tracker)) for tracker in session.trackers]
+    if read_metrics(run) or read_metrics(run.warm_up) or run.events.exists():
+        session.deliver("earlier attempts", Delivery.everything, run, through)
 
 
 def append_record(training: Training, number: int, metrics: dict[str, float]) -> None:
-    """Record an iteration or step, or more figures of it; the tracker gets each once, also if a resume repeats it."""
+    """Record an iteration or step, or more figures of it; a tracker gets each once, also if a resume repeats it."""
     append_metrics(training.run, number, finite(metrics))
-    if (outbox := training.session().outbox) is not None:
-        outbox.put(f"iteration {number}", partial(outbox.delivery.figures, number, metrics))
+    training.session().deliver(f"iteration {number}", Delivery.figures, number, metrics)
 
 
 def close(
     training: Training, summary: dict[str, Any], report: Callable[[Training, dict[str, Any]], None] | None = None
 ) -> None:
-    """Make the report, end the tracker's run, and write the summary: last if it says that all is done.
+    """Make the report, end the trackers' runs, and write the summary: last if it says that all is done.
 
-    So a run that was killed before has no summary that calls it complete. The call waits for the tracker for a while;
-    what the tracker lacks after that is logged, and lies in the folder. Where the training is done and the disk takes
+    So a run that was killed before has no summary that calls it complete. The call waits for trackers for a while;
+    what they lack after that is logged, and lies in the folder. Where the training is done and the disk takes
     no more (`at_the_end`), there is no summary either.
     """
     session, path, done = training.session(), training.run.summary, summary["status"] == "completed"
     text = json.dumps(summary, indent=2) + "\n"
     if not done:
         write_text(path, text)
-    if session.tracked is None:
-        return  # it ended before the tracker had a run
+    if not session.tracked:
+        return  # it ended before a tracker had a run
     if report is not None and done:
         with at_the_end(training, "the report"):
             report(training, summary)
     elif report is not None:
         report(training, summary)
-    outbox = session.outbox or Outbox(Delivery(_tracker(training)))
-    outbox.put("its end", partial(outbox.delivery.end, text, summary["status"], time.time()))
-    if lacking := outbox.finish():
+    session.outboxes = session.outboxes or [Outbox(Delivery(tracker)) for tracker in session.trackers]
+    session.deliver("its end", Delivery.end, text, summary["status"], time.time())
+    for lacking in finish_all(session.outboxes):
         _logger.warning("%s. Deliver it with: penstock sync %s", lacking, training.run.path)
     if done and not session.lacks:
         with at_the_end(training, path.name):
@@ -195,24 +210,19 @@ def at_the_end(training: Training, what: str) -> Iterator[None]:
 
 def links(training: Training) -> dict[str, str]:
     """Return where a run can be looked at."""
-    tracker, url = _tracker(training), training.session().prefect_url
-    found = {"Run folder": str(training.run.path), f"{tracker.label} run": tracker.page, "Prefect flow run": url}
+    session = training.session()
+    pages = {f"{tracker.label} run": tracker.page for tracker in session.trackers}
+    found = {"Run folder": str(training.run.path), **pages, "Prefect flow run": session.prefect_url}
     return {label: address for label, address in found.items() if address}
 
 
-def tracked(training: Training) -> dict[str, str] | None:
-    """Return in which run of which tracker a training is recorded, for its summary; None: none was begun."""
+def tracked(training: Training) -> list[dict[str, str]]:
+    """Return in which runs of which trackers a training is recorded, for its summary; empty: none was begun."""
     session = training.session()
-    if session.tracked is None:
-        return None
-    tracker = _tracker(training)
-    return dataclasses.asdict(session.tracked) | {"label": tracker.label, "address": tracker.address}
-
-
-def _tracker(training: Training) -> Tracker:
-    tracker = training.session().tracker
-    assert tracker is not None
-    return tracker
+    return [
+        dataclasses.asdict(run) | {"label": tracker.label, "address": tracker.address}
+        for run, tracker in zip(session.tracked, session.trackers, strict=True)
+    ]
 
 
 def elapsed(training: Training) -> float:

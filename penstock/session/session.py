@@ -11,9 +11,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import accumulate, count
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar, overload
+from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar, overload
 
 import numpy as np
 import pandas as pd
@@ -66,12 +67,15 @@ if TYPE_CHECKING:
     from penstock.data.prompts import PromptTable
     from penstock.reports.progress import TrainingProgress
     from penstock.rewards.source import Scorer
+    from penstock.session.flow_runs.page import Page
     from penstock.state.manifest import Tracked
+    from penstock.trackers.delivery import Delivery
     from penstock.trackers.outbox import Outbox
     from penstock.trackers.tracker import Tracker
 
 
 Tree = TypeVar("Tree", bound=Recipe)
+Given = ParamSpec("Given")
 
 
 @dataclass(frozen=True)
@@ -151,11 +155,13 @@ class Session:
     scorer: Scorer | None = None  # None: a reward model in the engine groups
     progress: TrainingProgress | None = None
     model_folder: str = ""
-    tracker: Tracker | None = None
-    tracked: Tracked | None = None  # the tracker's run; None: there is none yet
-    outbox: Outbox | None = None  # what the tracker gets
+    trackers: list[Tracker] = field(default_factory=list)  # as the recipe orders them: the main one first
+    tracked: tuple[Tracked, ...] = ()  # the runs of the first of them, or of all; none: none is begun yet
+    outboxes: list[Outbox] = field(default_factory=list)  # what each of them gets
     prefect_flow_run_id: str | None = None
     prefect_url: str | None = None
+    page: Page | None = None  # of the flow run in Prefect
+    asked_for: str = ""  # name of the outermost flow, where that is not of this kind
     engine_figures: dict[str, int | str] = field(default_factory=dict)
     usage: dict[str, list[dict[str, float]]] = field(default_factory=dict)  # by a command's key, of each rank
     hosts: Mapping[str, HostFacts] = field(default_factory=dict)  # what other machines have, by host
@@ -215,6 +221,22 @@ class Session:
         if (chosen := self.config.rollout.reproducible) is not None:
             return chosen
         return self.groups["rollout"].spec.devices[0].gpu is None
+
+    def deliver(
+        self,
+        label: str,
+        what: Callable[Concatenate[Delivery, Given], None],
+        *given: Given.args,
+        **named: Given.kwargs,
+    ) -> None:
+        """Have every tracker get something, each on a thread of its own, and return at once.
+
+        Args:
+            label: what it is, for people.
+            what: the method of `Delivery` that takes what is given.
+        """
+        for outbox in self.outboxes:
+            outbox.put(label, partial(what, outbox.delivery, *given, **named))
 
     def call(
         self,

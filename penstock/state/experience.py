@@ -178,6 +178,30 @@ def read_columns(path: str | Path, names: Sequence[str]) -> dict[str, Any]:
     return {name: from_arrow(added[name] if name in added else table.column(name)) for name in names}
 
 
+def read_rows(path: str | Path, names: Sequence[str], rows_N: np.ndarray) -> dict[str, Any]:
+    """Read some rows of columns, in the order of `rows_N`: only the columns and row groups that hold them are decoded.
+
+    Returns:
+        What `read_columns` does.
+
+    Raises:
+        KeyError: a column is absent.
+    """
+    file = _opened(path)
+    added, present = _added(path, file), set(file.schema_arrow.names)
+    if missing := [name for name in names if name not in added and name not in present]:
+        raise KeyError(f"{path} has no column {', '.join(missing)}")
+    sizes = [file.metadata.row_group(number).num_rows for number in range(file.metadata.num_row_groups)]
+    begins = np.concatenate([[0], np.cumsum(sizes, dtype=np.int64)])
+    groups, inside = np.unique(np.searchsorted(begins, rows_N, side="right") - 1, return_inverse=True)
+    before = np.concatenate([[0], np.cumsum(np.diff(begins)[groups])])[:-1]  # rows read before each group that is read
+    table = file.read_row_groups(groups.tolist(), columns=[name for name in names if name not in added])
+    local_N = pa.array(rows_N - begins[groups][inside] + before[inside])
+    taken = {name: column.take(pa.array(rows_N)) for name, column in added.items() if name in names}
+    taken |= {name: table.column(name).take(local_N) for name in table.column_names}
+    return {name: from_arrow(taken[name]) for name in names}
+
+
 def column_names(path: str | Path) -> list[str]:
     """Return the columns present in an experience file and its parts."""
     file = _opened(path)

@@ -14,9 +14,9 @@ import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
-from pydantic import ConfigDict, TypeAdapter, ValidationError
+from pydantic import BeforeValidator, ConfigDict, TypeAdapter, ValidationError
 
 from penstock.base.errors import UserError
 from penstock.base.files import discard, files_below, for_each_file, settle, sha256, write_text
@@ -63,6 +63,13 @@ class Tracked:
     run: str
 
 
+def _all_of_them(tracked: Any) -> Any:
+    """Runs that were begun when there was one tracker say which it was, or null; also in their checkpoints."""
+    if tracked is None:
+        return ()
+    return (tracked,) if isinstance(tracked, dict) else tracked
+
+
 @dataclass(frozen=True)
 class Manifest:
     """A run's progress, its checkpoint and its links."""
@@ -72,7 +79,7 @@ class Manifest:
     progress: Progress
     checkpoint: str | None = None  # folder name under checkpoints/
     model: str | None = None  # folder with the architecture and tokenizer that the actor started from
-    tracked: Tracked | None = None
+    tracked: Annotated[tuple[Tracked, ...], BeforeValidator(_all_of_them)] = ()  # the main tracker's first
     prefect_flow_run_id: str | None = None
     kind: str | None = None  # the command that made the run, e.g. "sft"; None: of a version that did not say
     trained_with: dict[str, int | str] | None = None  # of a training on preferences (tasks/finetuning/record.py)
@@ -128,6 +135,14 @@ def _of_another_format(path: Path, found: Any) -> UserError:
     return UserError(f"{path} has format {found}, this version reads {FORMAT}", "resume with the version that wrote it")
 
 
+def read_kind(run: RunFolder) -> str | None:
+    """Return the command that made a run; None: it has no manifest that says so, or a damaged one."""
+    try:
+        return read_manifest(run).kind if run.manifest.is_file() else None
+    except Damaged:
+        return None
+
+
 def check_kind(run: RunFolder, kind: str) -> None:
     """Refuse a run that another command made; one without a manifest is of no kind yet.
 
@@ -137,10 +152,7 @@ def check_kind(run: RunFolder, kind: str) -> None:
     Raises:
         UserError: it is another's.
     """
-    try:
-        made = read_manifest(run).kind if run.manifest.is_file() else None
-    except Damaged:
-        return  # a resume finds out from its checkpoints, once the run is its own
+    made = read_kind(run)  # of a damaged one a resume finds out from its checkpoints, once the run is its own
     if made not in (None, kind):
         raise UserError(
             f"{run.path} is a run of 'penstock {made}', not of 'penstock {kind}'",
@@ -165,15 +177,25 @@ def check_resumable(run: RunFolder, kind: str, remedy: str = ANEW) -> None:
         raise _never_began(run, remedy)
 
 
-def completed(run: RunFolder, iterations: int) -> bool:
-    """Whether nothing of `run` is left to do: all iterations done, the model exported, its end recorded.
+def read_progress(counted: RunFolder) -> Manifest:
+    """Return the manifest that says how far a run is; where there is none yet, that of its beginning."""
+    return read_manifest(counted) if counted.manifest.is_file() else Manifest(Progress())
 
-    The manifest counts iterations up to the last checkpoint; a run without checkpoints is complete if its end says so.
+
+def completed(run: RunFolder, length: int, counted: RunFolder | None = None, model: str = "final") -> bool:
+    """Whether nothing of `run` is left to do: all iterations or steps done, the model written, its end recorded.
+
+    A manifest counts up to the last checkpoint; a run without checkpoints is complete if its end says so.
+
+    Args:
+        length: iterations or steps asked for.
+        counted: the folder whose manifest counts; None: that of the run.
+        model: what the run leaves, under `models/`.
     """
-    if not ended(run):
+    if not ended(run, model):
         return False
-    saved = read_manifest(run)
-    return saved.checkpoint is None or saved.progress.iteration >= iterations
+    saved = read_progress(counted or run)
+    return saved.checkpoint is None or saved.progress.iteration >= length
 
 
 def ended(run: RunFolder, model: str = "final") -> bool:
@@ -306,7 +328,7 @@ def _best(run: RunFolder, checkpoints: Sequence[Path], wanted: str | None) -> li
     return sorted(measured, key=lambda path: (sign * values[path.name], path.name))[-1:]
 
 
-def reopen(run: RunFolder) -> None:
-    """Take back the end of `run`, if it has one, since its model is of an earlier attempt or of fewer iterations."""
+def reopen(run: RunFolder, model: str = "final") -> None:
+    """Take back the end of `run`, if it has one: its model is of an earlier attempt or of a shorter training."""
     run.summary.unlink(missing_ok=True)  # first, so that nothing without its model calls itself complete
-    discard(run.model("final"))
+    discard(run.model(model))

@@ -10,7 +10,7 @@ _BEGINNINGS = (
     *("time/", "share/", "memory/", "gpu/", "system/", "ranks/", "reshard/rank_s"),
     *("rollout/request_s", "rollout/prompt_s", "rollout/wake_s", "rollout/ahead_s"),
     *("rollout/portion_", "rollout/engine_", "rollout/batch_wait_s"),
-    "alarm/rollout_waits",
+    *("alarm/rollout_waits", "tokens_per_s"),
 )
 _ENDS = ("/update_s", "/mfu", "/tokens_per_s", "/tokens_per_s_per_gpu", "/communication_share", "/ahead_share")
 

@@ -7,7 +7,7 @@
                        000012.carried.parquet,
                        while it rolls out 000012.ended.arrows
     checkpoints/       000010/                         report/         pictures and pages
-    events.jsonl       what was lost meanwhile         finetuning/     while it lasts: checkpoint and manifest of
+    events.jsonl       what was lost meanwhile         finetuning/     newest checkpoint and manifest of
                                                                        offline training
     faults/            batches of odd numbers
 

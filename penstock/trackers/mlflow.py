@@ -6,11 +6,14 @@ run per thread. A tracker here names the store and the run it means, and may be 
 Why not `MlflowClient.log_table`: it appends to a table that exists (a redone iteration would double its rows), and it
 lists every table in one tag of at most 8000 characters, so that about the 160th call of a run fails.
 
-Why an exported model is a logged model marked as external, whose tag says in which folder its weights lie, and not a
-registered version with the folder as its source: a tracking server refuses local folders there.
+Why an exported model is a logged model marked as external, whose tag says in which folder its weights lie, and a
+registered version has the source `runs:/RUN/NAME` and the same tag: as the source of a version a tracking server
+refuses a local folder, and a database without a server does not find a logged model (`models:/m-...`), for which MLflow
+3.17 asks the store of the environment. Nothing lies at the source; the tags say where the weights are. `latest` is
+reserved there for the newest version.
 
-Left out: registering checkpoints as models (the run folder keeps them), system metrics, starting a tracking server,
-stages and aliases of models, copies of weights.
+Left out: registering checkpoints as models (the run folder keeps them; an export of one is registered), system metrics,
+starting a tracking server, stages of models, copies of weights.
 """
 
 from __future__ import annotations
@@ -23,27 +26,38 @@ import math
 import os
 import re
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import islice
 from pathlib import Path
 from posixpath import dirname, normpath
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 from urllib.parse import unquote, urlsplit
 
 from penstock.base.addresses import public_address
 from penstock.base.errors import UserError
-from penstock.trackers.tracker import ITERATION, PAGES_PORT, Artifact, Figures, Model, NewRun, Pages, Status, Table
+from penstock.state.sweep import is_sweep
+from penstock.trackers.registry import FOLDER, NewVersion, Version
+from penstock.trackers.tracker import (
+    ITERATION,
+    PAGES_PORT,
+    PARENT,
+    Artifact,
+    Figures,
+    Model,
+    NewRun,
+    Pages,
+    Status,
+    Table,
+)
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient
     from mlflow.entities import Run
+    from mlflow.entities.model_registry import ModelVersion
 
 CHANGED = "penstock.changed"
 """Tag with the configuration keys that a resume changed."""
-
-FOLDER = "penstock.folder"
-"""Tag of a model with the folder that its weights lie in."""
 
 METRICS_PER_CALL = 1000  # that MLflow takes
 AT_IMPORT = {"MLFLOW_DISABLE_TELEMETRY": "true"}  # it does not count DO_NOT_TRACK=1
@@ -55,7 +69,11 @@ _TAG_CHARACTERS = 5000
 _NAME_CHARACTERS = 250
 _PARAMS_PER_CALL = 100
 _TABLES_LISTED = 100
+_MODELS_PER_CALL = 200
+_NOTE_TAG = "mlflow.note.content"
+"""The description of a run, in Markdown."""
 _TABLES_TAG = "mlflow.loggedArtifacts"
+_PARENT = "mlflow.parentRunId"
 _FOR_TRAINING = "?workflowType=machine_learning"
 """Opens MLflow's pages for training; its default are those for applications, without metrics and without runs."""
 
@@ -94,7 +112,12 @@ class MlflowTracker:
         """
         check_store(self.uri)
         self._experiment = _experiment_id(self._client, self.uri, new.experiment)
-        begun = self._client.create_run(self._experiment, tags=dict(new.tags), run_name=new.name)
+        tags = dict(new.tags)
+        if page := tags.get("prefect.flow_run_url"):
+            tags[_NOTE_TAG] = f"[The flow run in Prefect]({page})"  # a tag's value is no link on MLflow's pages
+        if PARENT in tags:
+            tags[_PARENT] = tags[PARENT]
+        begun = self._client.create_run(self._experiment, tags=tags, run_name=new.name)
         self.run = str(begun.info.run_id)
         return self.run
 
@@ -198,7 +221,7 @@ class MlflowTracker:
 
         logged = self._client.create_logged_model(
             self._experiment,
-            name=re.sub(r"[^\w-]+", "-", model.name),  # MLflow refuses slashes, colons, dots, quotes and per cent signs
+            name=_model_name(model.name),
             source_run_id=self.run,
             tags={FOLDER: str(model.folder), MLFLOW_MODEL_IS_EXTERNAL: "true"},
             params=dict(model.params),
@@ -218,6 +241,86 @@ class MlflowTracker:
         return self._client.get_run(self.run)
 
 
+class MlflowRegistry:
+    """The registered models of a store.
+
+    Args:
+        tracking_uri: of the store, a server or a database.
+    """
+
+    def __init__(self, tracking_uri: str) -> None:
+        self.uri = tracking_uri
+
+    @property
+    def where(self) -> str:
+        return f"{MlflowTracker.label} ({public_address(self.uri)})"
+
+    @property
+    def _client(self) -> MlflowClient:
+        return connect(self.uri)
+
+    def names(self) -> list[str]:
+        return [model.name for model in _all_pages(self._client.search_registered_models, None)]
+
+    def versions(self, name: str) -> list[Version]:
+        if "'" in name:  # of which a filter has no way to speak
+            return []
+        found = _all_pages(self._client.search_model_versions, f"name='{name}'")
+        return sorted(map(_version, found), key=lambda version: -version.number)
+
+    def aliases(self, name: str) -> dict[str, int]:
+        return {alias: int(number) for alias, number in self._client.get_registered_model(name).aliases.items()}
+
+    def add(self, new: NewVersion) -> Version:
+        from mlflow.exceptions import MlflowException
+
+        try:
+            self._client.create_registered_model(new.name)
+        except MlflowException as error:
+            if error.error_code != "RESOURCE_ALREADY_EXISTS":
+                raise
+        source = f"runs:/{new.tracked}/{_model_name(new.name)}"
+        tags = {name: value[:_TAG_CHARACTERS] for name, value in new.tags.items()}
+        return _version(self._client.create_model_version(new.name, source, run_id=new.tracked, tags=tags))
+
+    def point(self, alias: str, version: Version) -> None:
+        self._client.set_registered_model_alias(version.name, alias, str(version.number))
+
+    def tag(self, version: Version, tags: Mapping[str, str]) -> None:
+        for name, value in tags.items():
+            self._client.set_model_version_tag(version.name, str(version.number), name, value[:_TAG_CHARACTERS])
+
+
+def _version(found: ModelVersion) -> Version:
+    return Version(found.name, int(found.version), dict(found.tags))
+
+
+def _all_pages(search: Callable[..., Any], wanted: str | None) -> list[Any]:
+    page = search(filter_string=wanted, max_results=_MODELS_PER_CALL)
+    found = list(page)
+    while page.token:
+        page = search(filter_string=wanted, max_results=_MODELS_PER_CALL, page_token=page.token)
+        found += page
+    return found
+
+
+def _model_name(name: str) -> str:
+    return re.sub(r"[^\w-]+", "-", name)  # MLflow refuses slashes, colons, dots, quotes and per cent signs
+
+
+def registry(folder: Path) -> MlflowRegistry | None:
+    """Return the registry of the store for the runs in a directory; None: there is no store yet, and none is made.
+
+    Raises:
+        UserError: the server does not answer.
+    """
+    uri = default_tracking_uri(folder)
+    if (database := _database(uri)) is not None and not database.is_file():
+        return None
+    check_store(uri)
+    return MlflowRegistry(uri)
+
+
 def answers() -> None:
     """Ask the server of MLFLOW_TRACKING_URI, if it names one, for a sign of life; raises as `check_store`."""
     check_store(os.environ.get("MLFLOW_TRACKING_URI", ""))
@@ -231,13 +334,19 @@ def made_for(folder: Path) -> MlflowTracker:
 
 
 def default_tracking_uri(folder: Path) -> str:
-    """Return MLFLOW_TRACKING_URI if it is set, else a database in `folder`, the directory of the run folders."""
-    return os.environ.get("MLFLOW_TRACKING_URI") or f"sqlite:///{folder.resolve() / 'mlflow.db'}"
+    """Return MLFLOW_TRACKING_URI if it is set, else a database in `folder`, the directory of the run folders.
+
+    Runs of a sweep are with the others: in the directory that the sweep's folder is in.
+    """
+    place = folder.resolve()
+    place = place.parent if is_sweep(place) else place
+    return os.environ.get("MLFLOW_TRACKING_URI") or f"sqlite:///{place / 'mlflow.db'}"
 
 
 def pages(folder: Path, port: int) -> Pages | None:
     """Return MLflow's pages of the runs in a directory, at the experiment of the newest; None without a database."""
-    if not (folder / "mlflow.db").is_file():
+    place = folder.parent if is_sweep(folder) else folder
+    if not (place / "mlflow.db").is_file():
         return None
     uri = default_tracking_uri(folder)
     environment = {

@@ -1,17 +1,18 @@
 """The outbox: what a tracker gets is delivered in the order in which it came about, on a thread of its own.
 
 The run folder is the truth and a tracker a view of it. So no iteration waits for one: a task leaves what it has
-recorded in the `Outbox`, and a server that goes away is asked again now and then, while the training goes on. What it
-lacks at the end is in the run folder, from which it is delivered later (`penstock sync`, and each resume). Left out:
-what is delivered, and that it is so once (penstock/trackers/delivery.py).
+recorded in the `Outbox` of each tracker, and a server that goes away is asked again now and then, while the training
+goes on and other trackers get theirs. What it lacks at the end is in the run folder, from which it is delivered later
+(`penstock sync`, and each resume). Left out: what is delivered, and that it is so once (penstock/trackers/delivery.py).
 """
 
 from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 from penstock.trackers.delivery import Delivery
 
@@ -30,7 +31,7 @@ class Outbox:
 
     def __init__(self, delivery: Delivery) -> None:
         self.delivery = delivery
-        self._waiting: deque[tuple[str, Callable[[], None]]] = deque()
+        self._waiting: deque[tuple[str, Callable[[], object]]] = deque()
         self._changed = threading.Condition()
         self._finishing = self._left = False
         self._reason = ""
@@ -38,7 +39,7 @@ class Outbox:
         self._thread = threading.Thread(target=self._deliver, name="tracker", daemon=True)
         self._thread.start()
 
-    def put(self, label: str, deliver: Callable[[], None]) -> None:
+    def put(self, label: str, deliver: Callable[[], object]) -> None:
         """Have something delivered after all that was put before, and return at once.
 
         Args:
@@ -77,7 +78,7 @@ class Outbox:
             self._left = True
             self._changed.notify_all()
 
-    def _attempts(self) -> Iterator[tuple[str, Callable[[], None], bool]]:
+    def _attempts(self) -> Iterator[tuple[str, Callable[[], object], bool]]:
         while True:
             with self._changed:
                 self._changed.wait_for(lambda: self._waiting or self._finishing)
@@ -103,6 +104,13 @@ class Outbox:
             self._reason = _short(error)
             self._left = self._left or last
             self._changed.wait_for(lambda: self._finishing, RETRY_S)
+
+
+def finish_all(outboxes: Sequence[Outbox], patience_s: float = PATIENCE_S) -> list[str]:
+    """Finish every outbox within one patience, in which they go on side by side; return what is not delivered."""
+    deadline = time.monotonic() + patience_s
+    said = [outbox.finish(max(0.0, deadline - time.monotonic())) for outbox in outboxes]
+    return [lacking for lacking in said if lacking]
 
 
 def _short(error: Exception) -> str:

@@ -5,7 +5,7 @@ tracker gets and asks what it holds. So a tracker keeps and answers, and remembe
 
 A tracker of ours is a file here and a line in penstock/trackers/table.py; one of the user's is a class that
 `record.tracker` names as `module:Class`, made with the directory of the run folders. Left out: comparing runs
-(penstock/reports/compare.py).
+(penstock/reports/comparing/).
 """
 
 from __future__ import annotations
@@ -21,6 +21,10 @@ Status = Literal["completed", "failed", "cancelled"]
 
 ITERATION = "iteration"
 """The figure that comes with the first figures of each iteration: a tracker that holds it holds the iteration."""
+
+
+PARENT = "penstock.parent"
+"""Tag with what the store calls the run that another one is a part of, as a training is of its sweep."""
 
 
 @dataclass(frozen=True)
@@ -81,7 +85,7 @@ class Model:
 
 
 PAGES_PORT = 5000
-"""Where `penstock ui` serves a tracker's pages unless another port is named."""
+"""Where `penstock ui` serves a tracker's pages unless another port is named; those of a further one at the next."""
 
 
 @dataclass(frozen=True)

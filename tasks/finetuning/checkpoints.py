@@ -2,7 +2,7 @@
 
 Steps go to the ranks in blocks. Every `checkpoint_every` steps the ranks write their state into the folder
 `finetuning` of the run, whose manifest counts steps; a resume goes on after them, and ends as if nothing had happened.
-When the model is written the folder has served its purpose and is deleted.
+That of the last step stays: from it a run goes on for longer. A warm-up has none, and its folder is deleted.
 
 Left out: the steps (tasks/finetuning/supervised.py, tasks/finetuning/preferences.py), checkpoints of iterations
 (tasks/iteration/checkpoint.py).
@@ -20,19 +20,21 @@ from prefect.cache_policies import NO_CACHE
 
 from configs.sections.trainer import SftConfig
 from engines.commands.checkpoint import Load, Save
-from engines.commands.finetuning import ModelToTrain, PreferenceEnd, SftEnd
+from engines.commands.finetuning import ModelToTrain, PreferenceEnd, PreferenceSteps, SftEnd, SftSteps
 from engines.commands.message import name_of
 from penstock.base.files import discard, discarded, empty_beside, filling
 from penstock.session.events import recovered
+from penstock.session.progress import step_shown
 from penstock.session.record import elapsed
 from penstock.session.session import Training
 from penstock.state.manifest import (
-    Manifest,
     Progress,
     accompany,
     name_checkpoint,
     prune_checkpoints,
     read_manifest,
+    read_progress,
+    reopen,
     write_hashes,
     write_manifest,
 )
@@ -64,16 +66,30 @@ def model_to_train(training: Training, dtype: str, seed: int, model_folder: str)
     return ModelToTrain(model_folder, dtype, session.engine_config()["sft"], seed, session.keeps_logits("sft"))
 
 
-def warn_of_skipped(skipped: int, first: int, count: int) -> None:
-    """Say in the flow's log that optimizer steps of a command left the weights as they were."""
-    if skipped:
+def taken(
+    training: Training, steps: SftSteps | PreferenceSteps, name: str, first: int, count: int
+) -> list[dict[str, float]]:
+    """Have the ranks take `count` steps from step `first` on, and show each; return their figures.
+
+    The log says which of them left the weights as they were.
+    """
+    shown = step_shown(training, first, count)
+    figures = training.session().call("actor", steps, f"{first}/{name}", shown)[0].steps
+    if skipped := sum(int(step["skipped_steps"]) for step in figures):
         message = "%d of the optimizer steps %d to %d skipped: the gradient is not finite (NaN or infinite)"
         get_run_logger().warning(message, skipped, first + 1, first + count)
+    return figures
 
 
-def checkpoint_due(config: SftConfig, done: int) -> bool:
-    """Whether the state after `done` steps is to be saved; after the last step the model itself is saved instead."""
-    return bool(config.checkpoint_every) and 0 < done < config.steps and done % config.checkpoint_every == 0
+def checkpoint_due(config: SftConfig, done: int, alone: bool = True) -> bool:
+    """Whether the state after `done` steps is to be saved.
+
+    Args:
+        alone: the run is of these steps alone and may go on after the last one; after a warm-up `train` goes on.
+    """
+    if not config.checkpoint_every or done >= config.steps:
+        return bool(config.checkpoint_every) and alone
+    return done % config.checkpoint_every == 0
 
 
 @task(task_run_name="checkpoint-{step:06d}", cache_policy=NO_CACHE)
@@ -106,15 +122,17 @@ def save_step(training: Training, step: int) -> None:
 
 
 @task(task_run_name="restore", cache_policy=NO_CACHE)
-def restored(training: Training, record: RunFolder) -> int:
+def restored(training: Training, record: RunFolder, name: str) -> int:
     """Bring the ranks, which hold the starting model, to the run's checkpoint; return its step, 0 if it has none.
 
     Args:
         record: the folder with the figures of these steps; figures of later steps are dropped.
+        name: of the model, under `models/`; one that is there is of fewer steps, and goes.
     """
     training.session().checkpoints.settle()
     folder = training.run.finetuning
-    saved = read_manifest(folder) if folder.manifest.is_file() else Manifest(Progress())
+    saved = read_progress(folder)
+    reopen(training.run, name)
     prune_checkpoints(folder, 1, saved.checkpoint)
     truncate_metrics(record, saved.progress.iteration or -1)  # step 0 is the measurement before the first
     step = saved.progress.iteration if saved.checkpoint is not None else 0
@@ -125,28 +143,36 @@ def restored(training: Training, record: RunFolder) -> int:
     return step
 
 
+def is_written(run: RunFolder, name: str, steps: int) -> bool:
+    """Whether `models/<name>` is there and of all `steps`: its checkpoint tells of one that is of fewer."""
+    saved = read_progress(run.finetuning)
+    return run.model(name).exists() and (saved.checkpoint is None or saved.progress.iteration >= steps)
+
+
 def steps_done(run: RunFolder, name: str, steps: int) -> int:
     """Return the step from which a resume of `run` goes on: all `steps` where `models/<name>` is written."""
-    if run.model(name).exists():
-        return steps
-    return read_manifest(run.finetuning).progress.iteration if run.finetuning.manifest.is_file() else 0
+    return steps if is_written(run, name, steps) else read_progress(run.finetuning).progress.iteration
 
 
 @task(task_run_name="end", cache_policy=NO_CACHE)
-def end_finetuning(training: Training, command: type[SftEnd | PreferenceEnd], model_folder: str, name: str) -> str:
+def end_finetuning(
+    training: Training, command: type[SftEnd | PreferenceEnd], model_folder: str, name: str, steps: int
+) -> str:
     """Write the trained model with its tokenizer to `models/<name>`, complete or not at all, and free the engines."""
     training.session().checkpoints.wait()
+    training.session().say("writing the trained model")
     final = training.run.model(name)
     with filling(final) as aside:
         training.session().call("actor", command(str(aside)), f"0/{name_of(command)}")
         copy_tokenizer(Path(model_folder), aside)
         write_hashes(aside)
-    return finetuned(training.run, name)
+    return finetuned(training.run, name, steps)
 
 
-def finetuned(run: RunFolder, name: str) -> str:
-    """Return the folder of a model that is written; the checkpoints on the way to it have served and are deleted."""
-    discard(run.finetuning.path)
+def finetuned(run: RunFolder, name: str, steps: int) -> str:
+    """Return the folder of a model that is written; a checkpoint on the way to it has served and is deleted."""
+    if read_progress(run.finetuning).progress.iteration < steps:
+        discard(run.finetuning.path)
     return str(run.model(name))
 
 

@@ -9,7 +9,6 @@ folder step by step and to the tracker (tasks/iteration/record.py). Left out: th
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 from prefect import get_run_logger, task
 from prefect.cache_policies import NO_CACHE
@@ -20,14 +19,16 @@ from engines.commands.finetuning import PreferenceBegin, PreferenceLoss, Prefere
 from engines.commands.forward import Logprobs
 from penstock.checks.tokenized import note_tokenized
 from penstock.data.order import take
-from penstock.data.preference import PreferenceTable, tokenize_preferences, tokenize_scored
+from penstock.data.preference import tokenize_rows
 from penstock.data.source import forget, rows_of
+from penstock.data.tokenizer import load_tokenizer
+from penstock.session.figures import heldout_alarms, step_alarms
 from penstock.session.record import append_record
 from penstock.session.session import Training
 from penstock.state.experience import column_names, read_columns, write_columns
-from tasks.finetuning.checkpoints import model_to_train, warn_of_skipped
+from tasks.finetuning.checkpoints import model_to_train, taken
 from tasks.iteration.forward_passes import in_row_order
-from tasks.start import attention_of, load_tokenizer
+from tasks.start import attention_of
 
 REFERENCE = "logprobs_reference"
 RUN_FOLDER_NAMES = {"train": "preferences", "heldout": "preferences-heldout"}
@@ -58,26 +59,19 @@ def preferences_file(training: Training, split: str) -> Path:
 @task(task_run_name="preferences", cache_policy=NO_CACHE)
 def load_preferences(training: Training, config: PairConfig, model_folder: str) -> dict[str, int]:
     """Tokenise the preferences into the run folder (once per run); return how many units each split has."""
-    tokenizer = load_tokenizer(model_folder)
-    for split in splits(config):
-        if preferences_file(training, split).exists():
-            continue
+    missing = [split for split in splits(config) if not preferences_file(training, split).exists()]
+    if missing:
+        training.session().say("tokenizing preferences")
+        tokenizer = load_tokenizer(model_folder)
+    for split in missing:
         note_tokenized(training.run, "preferences", config)
         source = str(getattr(config.data, split))
-        table = _tokenized(config, source, tokenizer)
+        table = tokenize_rows(rows_of(Path(source)), config, tokenizer, source)
         write_columns(preferences_file(training, split), table.columns())
         if table.dropped:
             get_run_logger().warning("%s: %d dropped, longer than trainer.max_tokens", source, table.dropped)
     forget()
     return {split: _units(preferences_file(training, split)) for split in splits(config)}
-
-
-def _tokenized(config: PairConfig, source: str, tokenizer: Any) -> PreferenceTable:
-    frame, limit = rows_of(Path(source)), config.trainer.max_tokens
-    if isinstance(config, PreferenceConfig):
-        return tokenize_preferences(frame, config.data, config.loss, tokenizer, limit, source)
-    assert isinstance(config, RewardModelConfig)
-    return tokenize_scored(frame, config.data, tokenizer, limit, source)
 
 
 def _units(path: Path) -> int:
@@ -89,6 +83,8 @@ def _units(path: Path) -> int:
 def begin_preferences(training: Training, config: PairConfig, model_folder: str) -> None:
     """Load the model on the ranks."""
     session = training.session()
+    session.await_engines()
+    session.say("loading the model")
     model = model_to_train(training, config.model.dtype, config.seed, model_folder)
     begin = PreferenceBegin(model, scores=isinstance(config, RewardModelConfig))
     replies = session.call("actor", begin, "0/preference_begin")
@@ -101,6 +97,7 @@ def reference_pass(training: Training, config: PairConfig, split: str) -> None:
     path, budget = preferences_file(training, split), value_at(config.trainer.micro_batch_tokens, 0)
     if REFERENCE in (present := column_names(path)):
         return
+    training.session().say("log-probs of the reference", split)
     asked = Logprobs(str(path), "preference", 1.0, budget)
     replies = training.session().call("actor", asked, f"0/reference-{split}")
     write_columns(path, {**read_columns(path, present), REFERENCE: in_row_order(replies, path)})
@@ -118,15 +115,14 @@ def preference_steps(training: Training, config: PairConfig, units: int, first: 
         loss=loss_of(config),
         learning_rate=float(value_at(trainer.optimizer.learning_rate, first)),
     )
-    reply = training.session().call("actor", steps, f"{first}/preference_steps")[0]
-    warn_of_skipped(reply.skipped_steps, first, count)
-    for step, metrics in enumerate(reply.steps, start=first + 1):
-        append_record(training, step, metrics)
+    for step, metrics in enumerate(taken(training, steps, "preference_steps", first, count), start=first + 1):
+        append_record(training, step, metrics | step_alarms(training, metrics))
 
 
 @task(task_run_name="measure-{step:06d}", cache_policy=NO_CACHE)
 def measure_heldout(training: Training, config: PairConfig, step: int) -> None:
     """Record the figures of the held-out preferences after `step` as `heldout/...`; step 0 is before the first."""
+    training.session().say("measuring held-out preferences")
     measure = PreferenceMeasure(
         path=str(preferences_file(training, "heldout")),
         budget=value_at(config.trainer.micro_batch_tokens, step),
@@ -134,4 +130,4 @@ def measure_heldout(training: Training, config: PairConfig, step: int) -> None:
     )
     reply = training.session().call("actor", measure, f"{step}/preference_measure")[0]
     metrics = {f"heldout/{name}": value for name, value in reply.metrics.items()}
-    append_record(training, step, metrics)
+    append_record(training, step, metrics | (heldout_alarms(training, metrics) if step else {}))

@@ -13,7 +13,7 @@ from engines.commands.finetuning import SftBegin, SftSteps
 from penstock.data.order import take
 from penstock.session.session import Training
 from penstock.state.manifest import Progress
-from tasks.finetuning.checkpoints import model_to_train, warn_of_skipped
+from tasks.finetuning.checkpoints import model_to_train, taken
 from tasks.iteration.checkpoint import begin_manifest
 
 
@@ -29,12 +29,11 @@ def begin_supervised(training: Training, model_folder: str) -> None:
     training.session().say("loading the model for supervised training")
     model = model_to_train(training, config.model.dtype, config.seed, model_folder)
     training.session().call("actor", SftBegin(model, str(training.run.prompts("sft"))), "0/sft_begin")
-    training.session().say("supervised training", f"{config.sft.steps} steps")
 
 
 @task(task_run_name="steps-{first:06d}", cache_policy=NO_CACHE)
-def supervised_steps(training: Training, pairs: int, first: int, count: int) -> list[float]:
-    """Take `count` optimizer steps from step `first` on, over `pairs` pairs; return their losses."""
+def supervised_steps(training: Training, pairs: int, first: int, count: int) -> list[dict[str, float]]:
+    """Take `count` optimizer steps from step `first` on, over `pairs` pairs; return the figures of each."""
     config = training.config
     assert config.sft is not None
     batch, shuffle = config.sft.batch, config.data.sampler.name != "sequential"
@@ -44,8 +43,4 @@ def supervised_steps(training: Training, pairs: int, first: int, count: int) -> 
         budget=value_at(config.sft.micro_batch_tokens, first),
         learning_rate=float(value_at(config.sft.optimizer.learning_rate, first)),
     )
-    reply = training.session().call("actor", steps, f"{first}/sft_steps")[0]
-    warn_of_skipped(reply.skipped_steps, first, count)
-    losses = reply.losses
-    training.session().say("supervised training", f"step {first + count}/{config.sft.steps}, loss {losses[-1]:.3f}")
-    return losses
+    return taken(training, steps, "sft_steps", first, count)

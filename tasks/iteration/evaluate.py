@@ -35,16 +35,17 @@ def evaluate(training: Training, iteration: int) -> dict[str, float]:
     """Return held-out accuracy, mean reward and what the evaluators found after `iteration` (0: before training).
 
     Accuracy is the share of responses with a reward of at least 1, the full reward of the built-in functions; how they
-    were sampled is the metric `heldout/temperature`, so that no accuracy is shown without it.
+    were sampled is the metric `heldout/temperature`, so that no accuracy is shown without it. With `evaluate.greedy`
+    the prompts are answered once more, greedily; of those responses accuracy alone is kept.
     """
     config, table = training.config, training.session().prompts["heldout"]
-    samples = config.evaluate.samples
     prompts = table.frame.head(config.evaluate.prompts or len(table))
     metrics: dict[str, float] = {}
-    training.session().say("evaluation" if iteration else "evaluating the model before training")
+    before = config.trains and not iteration
+    training.session().say("evaluating the model before training" if before else "evaluation")
     with timed(training, metrics, "evaluate"):
         sampling = Sampling(
-            samples=samples,
+            samples=config.evaluate.samples,
             temperature=config.evaluate.temperature,
             top_p=1.0,
             top_k=0,
@@ -52,28 +53,43 @@ def evaluate(training: Training, iteration: int) -> dict[str, float]:
             ignore_eos=False,
             seed=[config.seed, iteration, 1],
         )
-        responses = generate(training, GenerationRequest(prompts, f"{iteration}/evaluate", sampling, "heldout"))
-        ids = [name for name in prompts["prompt_id"] for _ in range(samples)]
-        columns = {
-            "sample_id": [f"evaluation-{iteration:06d}/{name}" for name in numbered(ids, samples)],
-            "prompt_id": ids,
-            "prompt": [text for text in prompts["prompt_text"] for _ in range(samples)],
-            "response": responses.texts.to_pylist(),
-            **responses.episodes,
-        }
-        scores = score(training, columns, "heldout", f"{iteration}/evaluate-score")
-        rewards = np.asarray([item.reward for item in scores])
+        columns, responses, scores = answered(training, prompts, sampling, f"{iteration}/evaluate", iteration)
         generated = {"response_tokens": responses.tokens, "truncated": responses.truncated_B}
         write_columns(training.run.evaluation(iteration), {**columns, **generated, **reward_columns(scores)})
         heldout = held_out(training, columns, responses, scores)
         if "kl" in (config.evaluate.evaluators or ()):
             heldout = with_logprobs(training, iteration, prompts, responses, heldout)
         metrics |= evaluated(training, heldout)
+        if config.evaluate.greedy and sampling.temperature:
+            best = replace(sampling, samples=1, temperature=0.0)
+            *_, greedy = answered(training, prompts, best, f"{iteration}/evaluate-greedy", iteration)
+            metrics["heldout/greedy_accuracy"] = accuracy(greedy)
     return metrics | {
-        "heldout/accuracy": float((rewards >= FULL_REWARD).mean()),
-        "heldout/reward": float(rewards.mean()),
+        "heldout/accuracy": accuracy(scores),
+        "heldout/reward": float(heldout.rewards_B.mean()),
         "heldout/temperature": config.evaluate.temperature,
     }
+
+
+def answered(
+    training: Training, prompts: pd.DataFrame, sampling: Sampling, key: str, iteration: int
+) -> tuple[dict[str, list[str]], Responses, list[Score]]:
+    """Let the policy answer held-out prompts; return the columns of its responses, these, and what they earned."""
+    responses = generate(training, GenerationRequest(prompts, key, sampling, "heldout"))
+    ids = [name for name in prompts["prompt_id"] for _ in range(sampling.samples)]
+    columns = {
+        "sample_id": [f"evaluation-{iteration:06d}/{name}" for name in numbered(ids, sampling.samples)],
+        "prompt_id": ids,
+        "prompt": [text for text in prompts["prompt_text"] for _ in range(sampling.samples)],
+        "response": responses.texts.to_pylist(),
+        **responses.episodes,
+    }
+    return columns, responses, score(training, columns, "heldout", f"{key}-score")
+
+
+def accuracy(scores: list[Score]) -> float:
+    """Return the share of responses with the full reward."""
+    return float(np.mean([item.reward >= FULL_REWARD for item in scores]))
 
 
 def numbered(ids: list[str], samples: int) -> list[str]:

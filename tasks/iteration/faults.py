@@ -1,7 +1,8 @@
 """Faults: an iteration whose numbers say that nothing should be learnt from its batch.
 
 The batch is kept, whatever follows: in `faults/` of the run folder, under the number of the iteration, with what was
-wrong as JSON beside it. Left out: the decision (penstock/reports/faults.py), and the way back (flows/state_before.py).
+wrong as JSON beside it. Left out: the decision (penstock/reports/faults.py); the way back
+(flows/parts/state_before.py).
 """
 
 from __future__ import annotations

@@ -36,7 +36,7 @@ class ColumnRef:
 
 @task(task_run_name="old-logprobs-{settings.iteration:06d}", cache_policy=NO_CACHE)
 def old_logprobs(training: Training, settings: Settings, experience: ExperienceRef) -> ColumnRef:
-    """Log-probs of the responses under the policy that generated them.
+    """Compute the log-probs of the responses under the policy that generated them.
 
     Where the reward has a KL over the vocabulary this pass computes it as well, after the reference's own pass.
     """

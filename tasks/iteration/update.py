@@ -27,7 +27,8 @@ def update_actor(training: Training, settings: Settings, stage: Stage) -> dict[s
     algorithm = training.config.algorithm
     if training.config.rollout.in_portions:
         before = {name: stage.metrics[name] for name in ("time/update_actor_s",) if name in stage.metrics}
-        return updated(training, "actor", _step(training, settings), f"{settings.iteration}/update_actor/step", before)
+        key = f"{settings.iteration}/update_actor/step"
+        return updated(training, "actor", _step(training, settings), key, before) | trained_tokens(training, stage)
     states = states_path(stage.experience) if algorithm.full_kl and algorithm.kl_in_loss else None
     command = UpdateActor(
         path=stage.experience.path,
@@ -40,7 +41,12 @@ def update_actor(training: Training, settings: Settings, stage: Stage) -> dict[s
     metrics = updated(training, "actor", command, f"{settings.iteration}/update_actor")
     if states is not None:
         states.unlink()
-    return metrics
+    return metrics | trained_tokens(training, stage)
+
+
+def trained_tokens(training: Training, stage: Stage) -> dict[str, float]:
+    """Return how many response tokens the actor's update was over, each as often as it was passed."""
+    return {"actor/tokens": float(stage.experience.response_tokens * training.config.algorithm.epochs)}
 
 
 def _step(training: Training, settings: Settings) -> StepActor:
@@ -101,6 +107,7 @@ def split(training: Training, iteration: int, micro_batch_tokens: int) -> Split:
         mini_batches=config.algorithm.mini_batches,
         epochs=config.algorithm.epochs,
         samples=config.rollout.samples,
+        together=config.rollout.samples if config.algorithm.mini_batch_of == "prompts" else 1,
         micro_batch_tokens=micro_batch_tokens,
         max_response_tokens=config.rollout.max_response_tokens,
         aggregation=config.algorithm.aggregation,

@@ -12,14 +12,14 @@ from benchmarks.nccl import LOOKS_LIKE_PCIE, verdict
 from benchmarks.reporting.chart import REST, STAGES, WHOLE, parts, plot, step_figure
 from benchmarks.reporting.result import BenchResult, new_result, write_result
 from benchmarks.reporting.table import result_table, shown
-from benchmarks.reshard import devices_for, missing_devices, overrides_of
+from benchmarks.reshard import OF_TRAININGS, devices_for, missing_devices, overrides_of
 from benchmarks.scaling import efficiency, parse_counts, placement
 from benchmarks.session import describe
 from benchmarks.step import figures_of
 from configs.loading.load import load_config
 from configs.schema import TrainConfig
 from engines.groups.links import MIB, bus_bandwidth
-from engines.groups.placement import STRATEGIES, place, reshard_strategy
+from engines.groups.placement import place, reshard_strategy
 from penstock.base.errors import UserError
 from penstock.reports.plots import save
 
@@ -107,7 +107,7 @@ def test_counts_of_gpus_are_a_rising_list(monkeypatch: pytest.MonkeyPatch) -> No
             parse_counts(wrong)
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("strategy", OF_TRAININGS)
 def test_every_strategy_is_placed_so_that_the_reshard_takes_it(strategy: str, tmp_path: Path) -> None:
     """Over a recipe that places something else; every device that the strategy can use is used, none twice."""
     recipe = tmp_path / "recipe.yaml"

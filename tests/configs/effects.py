@@ -37,6 +37,7 @@ TRAIN = {
     "iterations": "flows/test_train_flow.py::test_the_run_folder_holds_all_that_was_made",
     # ---- the model
     "model.path": "penstock/cli/test_main.py::test_a_damaged_model_folder_is_refused",
+    "model.version": "penstock/session/registry/test_judgement.py::test_a_version_says_where_it_comes_from",
     "model.tiny.*": "penstock/checks/test_tiny_shape.py::test_the_assumed_sizes_are_the_real_ones",
     "model.dtype": f"{TOLD}the_model_to_train",
     # ---- data
@@ -47,6 +48,7 @@ TRAIN = {
     "data.arithmetic.sft": PROBLEMS,
     "data.arithmetic.train": PROBLEMS,
     "data.arithmetic.heldout": PROBLEMS,
+    "data.arithmetic.forgotten_carries": "penstock/data/test_arithmetic.py::test_a_teacher_forgets_carries_in_a_share_of_its_answers",
     "data.arithmetic.mistakes": "penstock/data/test_arithmetic.py::test_a_careless_teacher_errs_in_one_digit_of_a_share_of_its_answers",
     "data.prompt": "penstock/data/test_prompts.py::test_plain_text_keeps_its_columns",
     "data.response": PAIR_FILES,
@@ -139,6 +141,7 @@ TRAIN = {
     "algorithm.name": "tasks/iteration/test_advantage_inputs.py::test_remax_reads_the_reward_of_the_greedy_response",
     "algorithm.policy_loss": f"{TOLD}the_actors_update",
     "algorithm.mini_batches": f"{TOLD}the_actors_update",
+    "algorithm.mini_batch_of": f"{TOLD}the_actors_update",
     "algorithm.epochs": f"{TOLD}the_actors_update",
     "algorithm.aggregation": f"{TOLD}the_actors_update",
     "algorithm.entropy_coefficient": f"{TOLD}the_actors_update",
@@ -194,6 +197,7 @@ TRAIN = {
     "evaluate.prompts": f"{TOLD}an_evaluation",
     "evaluate.samples": f"{TOLD}an_evaluation",
     "evaluate.temperature": f"{TOLD}an_evaluation",
+    "evaluate.greedy": "tasks/test_what_ranks_are_told.py::test_a_greedy_evaluation_is_asked_for_beside_the_other",
     "evaluate.evaluators": "tasks/iteration/test_evaluated.py::test_an_evaluator_that_fails_is_logged_and_counted",
     "checkpoint.every": "flows/test_train_flow.py::test_checkpoints_are_timed_and_sized_in_the_figures",
     "checkpoint.best": "penstock/state/test_manifest.py::test_the_best_checkpoint_is_kept_as_well",
@@ -218,6 +222,7 @@ TRAIN = {
     "record.experiment": "flows/test_train_flow.py::test_mlflow_holds_the_run",
     "record.samples_every": "flows/test_train_flow.py::test_mlflow_holds_the_run",
     "record.samples": "flows/test_train_flow.py::test_mlflow_holds_the_run",
+    "record.registered_model": "penstock/session/registry/test_judgement.py::test_a_version_says_where_it_comes_from",
 }
 
 PAIRS_AND_LABELS = "penstock/data/test_preference.py::test_a_pair_is_two_adjacent_rows_that_end"

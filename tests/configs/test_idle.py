@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 
 from configs.idle import idle_settings
-from configs.loading.form import form_values
 from configs.schema import TrainConfig
 
 LONG: dict[str, Any] = {
@@ -50,12 +49,3 @@ def test_the_last_iteration_is_not_beyond_the_end(key: str) -> None:
 def test_of_defaults_nothing_is_said() -> None:
     """Whoever tries a recipe with two iterations did not ask for a checkpoint every ten."""
     assert idle_settings(TrainConfig.model_validate({"iterations": 2, "sft": {"steps": 3}, "record": {}})) == []
-
-
-def test_a_form_that_sends_every_key_is_taken(tmp_path: Any) -> None:
-    """A deployment's parameters hold all defaults: none of them is refused, whatever the run's length."""
-    values = form_values(
-        {"iterations": 2, "record": {"samples_every": 0}, "checkpoint": {"every": 0}}, TrainConfig, tmp_path
-    )
-    config = TrainConfig.model_validate(values)
-    assert idle_settings(config) == ["'evaluate.every' (10) has no effect: the training has 2 iterations"]

@@ -18,6 +18,7 @@ SPLIT: dict[str, Any] = {
     "mini_batches": 1,
     "epochs": 1,
     "samples": 2,
+    "together": 2,
     "micro_batch_tokens": 10_000,
     "max_response_tokens": 20,
     "aggregation": "token-mean",

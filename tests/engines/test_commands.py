@@ -33,7 +33,7 @@ OURS = (kind for kind in Command.__subclasses__() if kind.__module__.startswith(
 KINDS = sorted(OURS, key=name_of)
 OF_HOSTS = {kind for kind in KINDS if kind.__module__ == hosts.__name__}
 OF_RANKS = set(KINDS) - OF_HOSTS
-SPLIT = Split(1, 2, 3, 4, 5, "token-mean", 6)
+SPLIT = Split(1, 2, 3, 1, 4, 5, "token-mean", 6)
 LOSS = ActorLoss("ppo_clip", {"clip_low": 0.2}, 1.0, 0.0, None, 0.0)
 UPDATE = UpdateActor("experience.parquet", 3, SPLIT, LOSS, 1e-3)
 

@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 
 from configs.schema import TrainConfig
-from penstock.cli.failures import told
 from penstock.session import record as session_record
+from penstock.session.flow_runs.failures import told
 from penstock.session.record import at_the_end, close
 from penstock.session.session import Training
 from penstock.state.manifest import Manifest, Progress, Tracked, write_manifest
@@ -80,7 +80,7 @@ def finished(training_with: MakeTraining, tmp_path: Path) -> Training:
     """A training that has done all its iterations and is recorded in MLflow."""
     training = training_with(TrainConfig(iterations=1))
     append_metrics(training.run, 1, {"reward/mean": 0.5})
-    write_manifest(training.run, Manifest(Progress(iteration=1), tracked=Tracked("mlflow", "r")))
+    write_manifest(training.run, Manifest(Progress(iteration=1), tracked=(Tracked("mlflow", "r"),)))
     in_mlflow(training, f"sqlite:///{tmp_path / 'mlflow.db'}")
     return with_outbox(training)
 

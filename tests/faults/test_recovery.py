@@ -19,8 +19,8 @@ from prefect.logging import disable_run_logger
 from configs.schema import TrainConfig
 from engines.groups.group import EngineError, LostTooOften
 from engines.groups.hosts import Hosts
-from flows import recovery
-from flows.recovery import despite_losses
+from flows.parts import recovery
+from flows.parts.recovery import despite_losses
 from penstock.session import events
 from penstock.session.machines.hosts import Machines
 from penstock.session.session import Session as LivingSession

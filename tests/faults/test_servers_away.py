@@ -13,7 +13,7 @@ from configs.schema import TrainConfig
 from penstock.base.errors import UserError
 from penstock.checks.preferences import check_preferences
 from penstock.checks.training import check_inputs, check_supervised
-from penstock.trackers.table import check_answers
+from penstock.trackers.table import check_ready
 
 TINY = {"model": {"tiny": {"max_positions": 32}}}  # and no data: that is the other mistake
 CHECKS: dict[str, tuple[Callable[[Any], object], Callable[[], Any]]] = {
@@ -44,6 +44,6 @@ def test_an_mlflow_server_that_does_not_answer_is_noticed_before_anything_starts
 def test_a_trackers_server_is_asked_only_if_it_is_ours(monkeypatch: pytest.MonkeyPatch) -> None:
     """A user's class is asked once its run begins. Control: the same address, of MLflow."""
     monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://127.0.0.1:9")
-    check_answers("my_tracker:Lines")
+    check_ready("my_tracker:Lines")
     with pytest.raises(UserError, match="no MLflow server answers"):
-        check_answers("mlflow")
+        check_ready("mlflow")

@@ -10,6 +10,7 @@ import pytest
 
 from penstock.cli import main as cli
 from penstock.cli.prefect import server
+from penstock.state.run_folder import RunFolder
 
 pytestmark = pytest.mark.slow
 
@@ -37,7 +38,7 @@ def test_a_command_ends_well_and_names_its_model(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """With the accuracy on held-out pairs; prompts with responses have none, which is the control."""
+    """With a panel, as `train`: the accuracy on held-out pairs; prompts with responses have none, the control."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [*sys.path])
     monkeypatch.setattr(sys, "argv", ["penstock", command, "recipe.yaml", "--run", "run"])
@@ -47,6 +48,18 @@ def test_a_command_ends_well_and_names_its_model(
     (tmp_path / "recipe.yaml").write_text(f"{MODEL}\n{RECIPES[command]}", encoding="utf-8")
     cli.main()
     said = capsys.readouterr().out
-    assert f"model: {tmp_path / 'run' / 'models' / model}\n" in said
+    for label, path in {
+        "Model": tmp_path / "run" / "models" / model,
+        "Report": RunFolder(tmp_path / "run").report,
+    }.items():
+        assert f"{label} " in said
+        assert f" {path}\n" in said
+        assert path.exists()
+    assert "training completed" in said
+    assert "step 2/2  loss " in said
+    assert "Loss" in said
+    page = RunFolder(tmp_path / "run").report.read_text(encoding="utf-8")
+    assert f"penstock {command}" not in page, "nothing is left to resume"
+    assert page.count("<img ") == (2 if command == "sft" else 3)
     assert (tmp_path / "run" / "models" / model / "config.json").is_file()
-    assert ("held-out accuracy: " in said) == measured
+    assert ("Held-out accuracy" in said) == measured

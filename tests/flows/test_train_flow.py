@@ -6,6 +6,7 @@ One training on two ranks learns, another imitates, a third earns a constant and
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -17,7 +18,14 @@ import psutil
 import pytest
 import torch
 from prefect.client.orchestration import get_client
-from prefect.client.schemas.filters import FlowRunFilter, FlowRunFilterId, FlowRunFilterParentFlowRunId
+from prefect.client.schemas.filters import (
+    ArtifactFilter,
+    ArtifactFilterFlowRunId,
+    FlowRunFilter,
+    FlowRunFilterId,
+    FlowRunFilterParentFlowRunId,
+)
+from prefect.client.schemas.objects import Artifact
 from prefect.variables import Variable
 from safetensors.torch import load_file
 
@@ -26,14 +34,18 @@ from engines.models import model_folder
 from engines.models.model_folder import write_folder
 from flows.train import train
 from penstock.base.errors import UserError
-from penstock.cli.runs.export_run import export_run
 from penstock.reports.alarms import RULES
+from penstock.reports.samples.fallen import compared
+from penstock.reports.samples.page import SAMPLES_PAGE
+from penstock.reports.samples.reading import rows_of, samples_of
+from penstock.reports.samples.tokens import load_tokenizer, pieces
 from penstock.session.settings import forget_overrides, variable_name
 from penstock.state.digests import is_whole
 from penstock.state.experience import column_names, read_columns
 from penstock.state.manifest import ended, read_manifest, write_manifest
 from penstock.state.run_folder import RunFolder, read_metrics
 from penstock.trackers.mlflow import connect, default_tracking_uri
+from tasks.export_run import export_run
 from tests.delivering import tracked_run
 from tests.flows.reward_functions import BREAK, low_digit
 from tests.processes import words_of
@@ -226,8 +238,11 @@ def test_the_summary_agrees_with_what_was_recorded(learned: RunFolder) -> None:
         "accuracy_before": records[0]["heldout/accuracy"],
         "accuracy_after": records[-1]["heldout/accuracy"],
         "heldout_temperature": records[-1]["heldout/temperature"],
+        "greedy_before": records[0]["heldout/greedy_accuracy"],
+        "greedy_after": records[-1]["heldout/greedy_accuracy"],
         "reward_first": records[1]["reward/mean"],
         "reward_last": records[-1]["reward/mean"],
+        "gpus": 0,
         "actor_mfu": None,  # a CPU has no peak to compare with
         "parameters": 338_784,
         "parameters_shared": 26,
@@ -236,12 +251,14 @@ def test_the_summary_agrees_with_what_was_recorded(learned: RunFolder) -> None:
         "attention": "PyTorch's, of rows side by side",
         "recomputed": {"actor": "nothing", "sft": "nothing"},
         "kv_cache_stays": None,  # a CPU's is never given back
-        "tracked": {
-            "tracker": "mlflow",
-            "run": tracked_run(learned),
-            "label": "MLflow",
-            "address": default_tracking_uri(learned.path.parent),
-        },
+        "tracked": [
+            {
+                "tracker": "mlflow",
+                "run": tracked_run(learned),
+                "label": "MLflow",
+                "address": default_tracking_uri(learned.path.parent),
+            }
+        ],
         "prefect_flow_run_id": manifest.prefect_flow_run_id,
     }
     assert heldout(learned, ITERATIONS) == records[-1]["heldout/accuracy"]
@@ -352,6 +369,8 @@ def test_mlflow_holds_the_run(learned: RunFolder) -> None:
     recorded = {item["iteration"]: item["metrics"]["reward/mean"] for item in read_metrics(learned)[1:]}
     assert logged == recorded
     assert {item.path for item in client.list_artifacts(run_id)} >= {"config.yaml", "summary.json", "report", "samples"}
+    assert f"]({run.data.tags['prefect.flow_run_url']})" in run.data.tags["mlflow.note.content"]
+    assert "report/samples.html" in {item.path for item in client.list_artifacts(run_id, "report")}
     tables = [item.path for item in client.list_artifacts(run_id, "samples")]
     assert tables == [f"samples/{number:06d}.json" for number in (4, 8, 12)]
     assert len(client.load_table(run.info.experiment_id, tables[0], run_ids=[run_id])) == 3
@@ -399,7 +418,7 @@ def test_an_export_links_the_weights_and_is_registered_by_reference(learned: Run
     assert f"→ {accuracy:.1%}" in card
     assert "| Algorithm | grpo |" in card
     uri, run_id = default_tracking_uri(learned.path.parent), tracked_run(learned)
-    model = connect(uri).get_logged_model(str(exported.model))
+    model = connect(uri).get_logged_model(str(exported.models["MLflow"]))
     assert (model.source_run_id, model.tags["penstock.folder"]) == (run_id, str(exported.folder))
     with pytest.raises(UserError, match="not an empty folder"):
         export_run(learned, tmp_path / "out", None)
@@ -463,13 +482,63 @@ def test_prefect_shows_every_iteration_as_a_flow_of_named_tasks(learned: RunFold
         second = [child.id for child in children if child.name == "iteration-000002"]
         tasks = client.read_task_runs(flow_run_filter=FlowRunFilter(id=FlowRunFilterId(any_=second)))
     assert flow.name == "train-quickstart"
-    assert {"algorithm:grpo", "run:learned"} <= set(flow.tags)
+    assert {"recipe:quickstart", "algorithm:grpo", "model:tiny", "run:learned"} <= set(flow.tags)
     iterations = [f"iteration-{number:06d}" for number in range(1, ITERATIONS + 1)]
     assert sorted(child.name for child in children) == [*iterations, "supervised-warm-up"]
     steps = ("rollout", "reward", "old-logprobs", "advantage", "update-actor", "reshard", "live-overrides", "record")
     assert sorted(task.name for task in tasks) == sorted(f"{step}-000002" for step in steps)
     states = [flow.state, *(child.state for child in children), *(task.state for task in tasks)]
     assert all(state is not None and state.is_completed() for state in states)
+
+
+def test_its_page_in_prefect_tells_how_it_went(learned: RunFolder, broken: Broken) -> None:
+    """Progress, a table for each evaluation, samples, a link to the tracker. Control: a training that broke."""
+    assert {key: len(found) for key, found in artifacts(learned).items()} == {
+        **{"progress": 1, "held-out": 3, "samples": 3},
+        **{"tracker-run": 1, "live-values": 1, "training-report": 1},
+    }
+    (progress,) = artifacts(learned)["progress"]
+    reward = read_metrics(learned)[-1]["metrics"]["reward/mean"]
+    assert str(progress.description).startswith(f"**Iteration 12 of 12** · reward {reward:.3f} · held-out accuracy ")
+    (progress,) = artifacts(broken.run)["progress"]
+    assert str(progress.description).startswith("**Ended after iteration 2 of 5** · reward 0.500")
+    assert float(str(progress.data)) == 40.0
+
+
+def artifacts(run: RunFolder) -> dict[str, list[Artifact]]:
+    """Return what a training's flow run has made for its page, by key."""
+    name = UUID(json.loads(run.summary.read_text(encoding="utf-8"))["prefect_flow_run_id"])
+    with get_client(sync_client=True) as client:
+        found = client.read_artifacts(artifact_filter=ArtifactFilter(flow_run_id=ArtifactFilterFlowRunId(any_=[name])))
+    keys = {str(item.key) for item in found}
+    return {key: [item for item in found if item.key == key] for key in keys}
+
+
+def test_its_samples_can_be_looked_at(learned: RunFolder, broken: Broken) -> None:
+    """Each response is its tokens, and of a prompt those that earn more have the higher advantages; the page has the
+    last iteration and those of the tables. Control: the training that learned nothing has no advantages."""
+    tokenizer, samples = load_tokenizer(learned), samples_of(learned, None)
+    assert samples.iteration == ITERATIONS
+    best, *_, worst = samples.at(rows_of(samples, "reward", False, len(samples)), tokens=True)
+    assert best.reward > worst.reward
+    assert best.advantage >= 0 >= worst.advantage
+    for response in (best, worst):
+        assert "".join(piece.text for piece in pieces(tokenizer, response)).removesuffix("<eos>") == response.response
+    page = (learned.path / "report" / SAMPLES_PAGE).read_text(encoding="utf-8")
+    assert re.findall(r"Iteration (\d+)</h2>", page) == ["12", "8", "4", "1"]
+    assert 'href="samples.html"' in learned.report.read_text(encoding="utf-8")
+    silent = samples_of(broken.run, 2)
+    assert not silent.values("advantage").any()
+
+
+def test_prompts_that_lost_most_are_found(learned: RunFolder) -> None:
+    """Between the first and the last evaluation nearly all gained, and those shown are the others."""
+    found = compared(learned, *(samples_of(learned, number, heldout=True) for number in (0, ITERATIONS)), 100)
+    assert found.prompts == 256
+    assert found.gained > 10 * found.lost
+    assert len(found.fallen) == found.lost
+    figures = {figure.name: figure.change for figure in found.figures}
+    assert figures["reward"] == pytest.approx(heldout(learned, ITERATIONS) - heldout(learned, 0))
 
 
 def test_a_broken_reward_function_fails_the_run_in_the_open(broken: Broken) -> None:
@@ -483,10 +552,11 @@ def test_a_broken_reward_function_fails_the_run_in_the_open(broken: Broken) -> N
     assert summary["iterations"] == 2
     assert "failed" in (broken.run.path / "report" / "report.md").read_text(encoding="utf-8")
     uri = default_tracking_uri(broken.run.path.parent)
-    assert connect(uri).get_run(summary["tracked"]["run"]).info.status == "FAILED"
+    assert connect(uri).get_run(summary["tracked"][0]["run"]).info.status == "FAILED"
     with get_client(sync_client=True) as client:
         state = client.read_flow_run(UUID(summary["prefect_flow_run_id"])).state
     assert state is not None
     assert state.is_failed()
+    assert state.message == str(broken.error), "the sentence of the terminal, with what to do"
     assert read_manifest(broken.run).progress.iteration == 2
     assert not broken.run.model("final").exists()

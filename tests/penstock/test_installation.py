@@ -91,9 +91,13 @@ def test_the_image_is_of_any_user() -> None:
 
 
 def test_the_image_has_what_its_commands_need() -> None:
-    """A training's libraries are those of every command; it is the image of the servers, too. Left out: developers'."""
+    """A training's libraries are those of every command; it is the image of the servers, too.
+
+    Left out: developers', and what has to be asked for by name (further trackers, tasks of lm-evaluation-harness).
+    """
     assert re.findall(r'--editable "\.\[(.+)\]"', DOCKERFILE) == ["$DEVICE,servers"]
-    assert project()["project"]["optional-dependencies"].keys() == {"cpu", "gpu", "servers", "dev"}
+    extras = {"cpu", "gpu", "servers", "trackers", "tasks", "dev"}
+    assert project()["project"]["optional-dependencies"].keys() == extras
 
 
 def test_vllm_is_of_the_versions_that_were_seen() -> None:

@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import pandas as pd
+import pyarrow as pa
 import pytest
 from prefect.logging import disable_run_logger
 
@@ -26,13 +27,16 @@ from configs.preference import PreferenceConfig
 from configs.schema import TrainConfig
 from configs.sections.run import Role
 from engines.commands.message import WrongMessage
+from engines.commands.rollout import Sampling
 from engines.groups.spec import RankDevice
 from engines.sizing.memory import RankMemory, Recomputed
 from penstock.base.ragged import Ragged
 from penstock.checks.memory import GroupEstimate
 from penstock.data.prompts import PromptTable
+from penstock.rewards.pool import Score
 from penstock.session import session as module
 from penstock.session.requests import GenerationRequest
+from penstock.session.rollout.generation import Responses
 from penstock.session.session import Session, Stage, Training
 from penstock.session.settings import settings_at
 from penstock.state.experience import ExperienceRef, write_columns
@@ -57,8 +61,8 @@ MakeTraining = Callable[[TrainConfig], Training]
 REPLIES: dict[str, Any] = {
     "preference_begin": {"attention": "some", "slower": []},
     "preference_measure": {"metrics": {}},
-    "preference_steps": {"steps": [], "skipped_steps": 0},
-    "sft_steps": {"losses": [0.0], "grad_norm": 0.0, "skipped_steps": 0},
+    "preference_steps": {"steps": []},
+    "sft_steps": {"steps": []},
     "update_actor": {"metrics": {}},
     "update_critic": {"metrics": {}},
 }
@@ -177,6 +181,42 @@ def test_of_an_evaluation(key: str, value: Any, place: str, generation: Callable
     assert generation(tree("rollout.temperature", 0.5, base), True) == before
 
 
+SAMPLED = {"temperature": 0.5, "samples": 2}
+
+
+def test_a_greedy_evaluation_is_asked_for_beside_the_other(
+    training_with: MakeTraining, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One greedy response per prompt, whose accuracy is a figure of its own.
+
+    Controls: without the key nothing more is asked, nor where all responses are greedy anyway.
+    """
+    asked: list[tuple[str, int, float]] = []
+
+    def answer(training: Training, prompts: pd.DataFrame, sampling: Sampling, key: str, *_: Any) -> Any:
+        asked.append((key, sampling.samples, sampling.temperature))
+        count = len(prompts) * sampling.samples
+        empty = Ragged.of([[1]] * count, np.int32)
+        responses = Responses(np.arange(2), empty, pa.array(["x"] * count), np.zeros(count, bool), 0, {}, empty, {})
+        columns = {"prompt_id": ["a"] * count, "prompt": ["x"] * count, "response": ["1"] * count}
+        return columns, responses, [Score(1.0 - sampling.temperature, {}, None)] * count
+
+    monkeypatch.setattr("tasks.iteration.evaluate.answered", answer)
+    row = {"prompt_id": ["a"], "prompt_text": ["x"], "prompt_tokens": [[1]]}
+    for greedy, sampling in ((False, SAMPLED), (True, SAMPLED), (True, {})):
+        asked.clear()
+        values = {"evaluate": {**sampling, "greedy": greedy, "evaluators": []}}
+        training = training_with(config_from_mapping(values, "test"))
+        training.session().prompts["heldout"] = PromptTable(pd.DataFrame(row), 0)
+        metrics = evaluate.fn(training, 3)
+        if sampling:
+            assert asked == [("3/evaluate", 2, 0.5), ("3/evaluate-greedy", 1, 0.0)][: 1 + greedy]
+            assert metrics.get("heldout/greedy_accuracy") == (1.0 if greedy else None)
+            assert metrics["heldout/accuracy"] == 0.0
+        else:
+            assert asked == [("3/evaluate", 1, 0.0)]
+
+
 SEVERAL = {"mini_batches": 2}  # steps per iteration: with one every ratio is 1, and what acts on ratios is refused
 KL = {"kl": {"coefficient": 0.5}}
 BOUNDED = {"policy_loss": "tests.own_algorithm:bounded", "advantage": "rloo"}
@@ -188,7 +228,8 @@ BOUNDED = {"policy_loss": "tests.own_algorithm:bounded", "advantage": "rloo"}
         ("actor.optimizer.learning_rate", 0.5, "learning_rate", {}),
         ("actor.micro_batch_tokens", 77, "split.micro_batch_tokens", {}),
         ("rollout.temperature", 0.5, "loss.temperature", {}),
-        ("rollout.samples", 3, "split.samples", {}),
+        ("rollout.samples", 3, "split.together", {**SEVERAL, "mini_batch_of": "prompts"}),
+        ("algorithm.mini_batch_of", "samples", "split.together", {**SEVERAL, "mini_batch_of": "prompts"}),
         ("rollout.max_response_tokens", 77, "split.max_response_tokens", {}),
         ("algorithm.mini_batches", 2, "split.mini_batches", {}),
         ("algorithm.epochs", 2, "split.epochs", {}),
@@ -219,11 +260,11 @@ BOUNDED = {"policy_loss": "tests.own_algorithm:bounded", "advantage": "rloo"}
 def test_of_the_actors_update(
     key: str, value: Any, place: str, algorithm: dict[str, Any], training_with: MakeTraining
 ) -> None:
-    """The value itself, but for a KL in the reward, which takes its estimator from the loss, and for the seed."""
+    """The value itself, but for a KL in the reward, which takes its estimator from the loss, a seed, and words."""
     before = update(training_with, {"algorithm": algorithm}, "actor")
     after = update(training_with, tree(key, value, {"algorithm": algorithm}), "actor")
     assert at(before, place) != at(after, place)
-    if key not in ("algorithm.kl.place", "seed"):
+    if key not in ("algorithm.kl.place", "algorithm.mini_batch_of", "seed"):
         assert at(after, place) == value
 
 

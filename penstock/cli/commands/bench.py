@@ -307,7 +307,7 @@ def algorithms(
     names: Annotated[str, typer.Option(help="e.g. grpo,ppo; default: all")] = "",
     seeds: Annotated[str, typer.Option(help="one training of each algorithm per seed")] = "0,1,2",
     iterations: Annotated[int | None, typer.Option(min=1, help="default: the recipe's")] = None,
-    recipe: Annotated[Path, typer.Option(help="YAML recipe")] = Path("configs/quickstart.yaml"),
+    recipe: Annotated[Path, typer.Option(help="YAML recipe")] = Path("configs/careless.yaml"),
     parallel: Annotated[int, typer.Option(min=1, help="trainings at a time; they share cores and GPUs")] = 1,
     out: Annotated[
         Path | None, typer.Option(help="JSON file for the result; what it holds is not run again", callback=free_file)

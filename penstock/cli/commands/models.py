@@ -1,4 +1,4 @@
-"""Commands that use a trained model: write it down, serve it, put load on its server.
+"""Commands that use a trained model: evaluate it, write it down, serve it, put load on its server.
 
 Heavy imports stay inside the commands: `penstock --help` answers at once.
 """
@@ -15,56 +15,106 @@ from penstock.base.errors import UserError
 from penstock.cli.places import free_folder
 from penstock.cli.terminal import console, short_path
 
+RunsOption = Annotated[
+    Path, typer.Option("--runs", help="directory of the run folders, for models:/...: the registry is in its store")
+]
+
+
+def evaluate(
+    models: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="MODEL_OR_RUN... [RECIPE] [KEY=VALUE]...",
+            help="Hugging Face folders, runs or checkpoints of runs; a YAML recipe, default that of the first run; "
+            "changes of it, e.g. evaluate.samples=4",
+        ),
+    ],
+    tasks: Annotated[
+        str | None, typer.Option(help="tasks of lm-evaluation-harness, with commas: arc_easy,gsm8k")
+    ] = None,
+    include_path: Annotated[Path | None, typer.Option(help="folder with YAML files of tasks of your own")] = None,
+    to: Annotated[
+        Path | None, typer.Option(help="folder for tables and responses; default: one in evaluations, beside the runs")
+    ] = None,
+) -> None:
+    """Evaluate models on the same held-out prompts or tasks: figures with intervals, and paired differences."""
+    from penstock.cli.runs.evaluating import evaluated
+
+    evaluated(models, tasks, include_path, to)
+
 
 def export(
     run: Annotated[
-        Path, typer.Argument(help="folder of a run; of one that has not ended its newest checkpoint counts")
+        Path,
+        typer.Argument(
+            help="folder of a run, of one that has not ended its newest checkpoint counts; or models:/NAME@best"
+        ),
     ],
-    to: Annotated[Path | None, typer.Option(help="folder to write; default: models/export of the run")] = None,
+    to: Annotated[
+        Path | None,
+        typer.Option(help="folder to write; default: models/export of the run; a registered model needs one"),
+    ] = None,
+    checkpoint: Annotated[
+        str | None, typer.Option(help="checkpoint to export, e.g. 000010; default: the final model, else the newest")
+    ] = None,
     max_shard_size: Annotated[
         str | None, typer.Option(help="most bytes of a weights file, e.g. 2GB; default: as they are, else 5GB")
     ] = None,
+    folder: RunsOption = Path("runs"),
 ) -> None:
-    """Write a run's model as a Hugging Face folder with a card, compare it with its source, tell its tracker of it."""
-    from penstock.cli.runs.export_run import export_run
-    from penstock.state.manifest import ANEW
-    from penstock.state.run_folder import open_run_folder
+    """Write a model as a Hugging Face folder with a card, compare it with its source; its run's trackers are told."""
+    from penstock.checks.registered import registered
+    from tasks.export_run import export_run, export_version, run_to_export
 
-    folder = open_run_folder(run)
-    if not folder.manifest.is_file():
-        raise UserError(f"{run} has no model to export: it ended early", ANEW)
-    done = export_run(folder, to, max_shard_size)
-    proof = done.proof
-    known = f"model {done.model}" if done.model else "not registered: its store keeps no models or lacks the run"
-    lines = [
-        f"model: {done.folder}",
-        f"weights: from {done.source}, {proof.dtype}, all {proof.tensors} tensors equal",
-        f"logits: {proof.prompts} prompts, within {proof.logit_difference:.3g} (tolerance {proof.logit_tolerance:.3g})",
-        *([f"{done.tracker}: {known}"] if done.tracker else []),
-        f"serve it: penstock serve {quote(short_path(done.folder))}",
-    ]
+    if (version := registered(str(run), folder)) is not None:
+        if checkpoint is not None:
+            raise UserError(f"{version} is one model, of no other checkpoint", "remove --checkpoint")
+        done = export_version(version, to, max_shard_size)
+    else:
+        done = export_run(run_to_export(run), to, max_shard_size, checkpoint)
+    lines = [*done.lines(), f"serve it: penstock serve {quote(short_path(done.folder))}"]
     console.print("\n".join(lines), highlight=False, markup=False, soft_wrap=True)
 
 
 def serve(
-    model: Annotated[Path, typer.Argument(help="Hugging Face folder, or the folder of a run with a model")],
+    model: Annotated[
+        Path, typer.Argument(help="Hugging Face folder, the folder of a run with a model, or models:/NAME@best")
+    ],
     port: Annotated[int, typer.Option(min=1, max=65535, help="port on the loopback interface")] = 8000,
     gpu_memory: Annotated[
         float | None, typer.Option(min=0.05, max=0.98, help="share of the GPU's memory for vLLM; default 0.8")
     ] = None,
     name: Annotated[str | None, typer.Option(help="name that requests give the model; default: its folder's")] = None,
+    folder: RunsOption = Path("runs"),
 ) -> None:
     """Serve a language model or a reward model with vLLM's server until Ctrl-C (OpenAI's API, loopback only)."""
+    from penstock.checks.registered import registered
     from penstock.cli.serving.serve import model_folder
     from penstock.cli.serving.serve import serve as serve_folder
 
+    version = registered(str(model), folder)
     serve_folder(
-        model_folder(model),
+        model_folder(model) if version is None else Path(str(version.folder)),
         port,
         gpu_memory,
         lambda text: console.print(text, highlight=False, markup=False, soft_wrap=True),
-        name,
+        name or (None if version is None else version.name),
     )
+
+
+def promote(
+    model: Annotated[
+        str, typer.Argument(help="version of a registered model, e.g. models:/NAME/3 or models:/NAME@latest")
+    ],
+    folder: RunsOption = Path("runs"),
+) -> None:
+    """Let a version be 'best' if it is better on the same held-out prompts: exit code 0 then, else 1."""
+    from penstock.cli.runs.promoting import promoted
+
+    judgement = promoted(model, folder)
+    console.print(str(judgement), highlight=False, markup=False, soft_wrap=True)
+    if not judgement.better:
+        raise typer.Exit(1)
 
 
 def loadtest(

@@ -19,18 +19,27 @@ def compare(
     experiment: Annotated[str, typer.Argument(help="experiment (record.experiment of a recipe) in MLflow")],
     runs: Annotated[list[str] | None, typer.Argument(help="names or ids of runs; default: all of them")] = None,
     folder: Annotated[Path, typer.Option(help="directory of the run folders")] = Path("runs"),
+    against: Annotated[
+        str | None, typer.Option(help="run whose group the others are compared with; default: the oldest")
+    ] = None,
+    samples: Annotated[
+        int, typer.Option(min=0, help="show so many responses of two runs to the same prompts side by side")
+    ] = 0,
 ) -> None:
-    """Show runs side by side: results and the parameters that differ; tables and curves go to FOLDER/comparisons."""
-    from penstock.reports.compare import render
+    """Show runs side by side, with means over seeds and what chance explains; files go to FOLDER/comparisons."""
+    from penstock.reports.comparing.tables import check_samples
+    from penstock.reports.comparing.terminal import render, render_samples
     from tasks.compare import compare_into_folder
 
-    comparison, target = compare_into_folder(experiment, runs, folder)
+    comparison, target = compare_into_folder(experiment, runs, folder, against)
     console.print(render(comparison))
+    if samples:
+        console.print(render_samples(check_samples(comparison), samples))
     console.print(f"files: {target}", highlight=False, soft_wrap=True)
 
 
 def sync(run: Annotated[Path, typer.Argument(help="folder of a run that has ended")]) -> None:
-    """Give a run's tracker what it lacks because its server was away."""
+    """Give a run's trackers what they lack because a server was away."""
     from penstock.cli.runs.sync import sync as deliver
 
     console.print(deliver(run), highlight=False, markup=False, soft_wrap=True)
@@ -57,6 +66,34 @@ def replay(
         raise typer.Exit(1)
 
 
+def samples(
+    run: Annotated[Path, typer.Argument(help="folder of a run of 'train'; it is only read, also while it trains")],
+    iteration: Annotated[int | None, typer.Option(min=0, help="number of the iteration; default: the newest")] = None,
+    evaluation: Annotated[
+        bool, typer.Option("--evaluation", help="held-out responses of the evaluation after it instead")
+    ] = False,
+    sort: Annotated[
+        str | None,
+        typer.Option(help="reward, length, advantage or reward/PART: the highest first; default: spread over all"),
+    ] = None,
+    reverse: Annotated[bool, typer.Option("--reverse", help="the lowest first")] = False,
+    limit: Annotated[
+        int | None, typer.Option(min=1, help="how many to show; default: 8, all of a --prompt, 5 prompts of --against")
+    ] = None,
+    prompt: Annotated[
+        int | None,
+        typer.Option(min=0, help="row of the data file, e.g. 17 of train-000017: its responses, token by token"),
+    ] = None,
+    against: Annotated[
+        int | None, typer.Option(min=0, help="an earlier iteration: what fell since then, prompts that lost most first")
+    ] = None,
+) -> None:
+    """Show prompts, responses, rewards and advantages of an iteration, and what lost against an earlier one."""
+    from penstock.cli.runs.samples import show
+
+    show(run, iteration, evaluation, sort, reverse, limit, prompt, against)
+
+
 def set_live(
     run: Annotated[Path, typer.Argument(help="folder of a running training")],
     values: Annotated[
@@ -81,10 +118,12 @@ def set_live(
 
 def ui(
     folder: Annotated[Path, typer.Argument(help="directory of the run folders")] = Path("runs"),
-    tracker_port: Annotated[int, typer.Option(min=1, max=65535, help="port of the tracker's pages")] = PAGES_PORT,
+    tracker_port: Annotated[
+        int, typer.Option(min=1, max=65535, help="port of the first tracker's pages; a further one's is the next")
+    ] = PAGES_PORT,
     prefect_port: Annotated[int, typer.Option(min=1, max=65535, help="port of Prefect's pages")] = 4200,
 ) -> None:
-    """Serve the tracker's and Prefect's pages of past runs until Ctrl-C (loopback only)."""
+    """Serve the trackers' and Prefect's pages of past runs until Ctrl-C (loopback only)."""
     from penstock.cli.runs.pages import serve_pages
 
     serve_pages(folder, tracker_port, prefect_port, console)

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from penstock.base.errors import UserError
-from penstock.cli.running import ending_in_words, new_folder, print_accuracy, print_summary
+from penstock.cli.running import ending_in_words, new_folder, print_summary
 from penstock.cli.terminal import console, escaped, short_path
 
 if TYPE_CHECKING:
@@ -38,16 +38,21 @@ RunFolderOption = Annotated[
     Path | None, typer.Option("--run", help="folder for this run; default: a new one in the recipe's 'folder', runs")
 ]
 
-ResumeOption = Annotated[Path | None, typer.Option("--resume", help="folder of an interrupted run to continue")]
+RESUME = "folder of a run to continue, without one the newest of the recipe's name; some keys may change, e.g. "
 
-TrainResumeOption = Annotated[
-    Path | None,
-    typer.Option("--resume", help="folder of a run to continue; some keys may change, e.g. iterations=200"),
-]
+ResumeOption = Annotated[Path | None, typer.Option("--resume", help=RESUME + "iterations=200")]
+
+StepsResumeOption = Annotated[Path | None, typer.Option("--resume", help=RESUME + "those of its steps")]
 
 FromOption = Annotated[
     str | None,
     typer.Option("--from", help="checkpoint of the run to continue, e.g. 000010; what came after it is taken back"),
+]
+
+NoFromOption = Annotated[str | None, typer.Option("--from", hidden=True)]  # of steps one checkpoint is kept
+
+StepsDryRunOption = Annotated[
+    bool, typer.Option("--dry-run", help="print configuration, placement, memory, data and disk, and leave")
 ]
 
 
@@ -55,7 +60,7 @@ def train(
     recipe: Recipe = None,
     overrides: Overrides = None,
     run: RunFolderOption = None,
-    resume: TrainResumeOption = None,
+    resume: ResumeOption = None,
     start: FromOption = None,
     dry_run: Annotated[
         bool,
@@ -68,6 +73,7 @@ def train(
     """Train a policy with reinforcement learning."""
     from penstock.checks.memory import Elsewhere
     from penstock.cli.prefect.server import check_server
+    from penstock.cli.runs.newest import with_newest_run
     from penstock.cli.starting import Asked, config_to_resume, new_config
     from penstock.data.source import reading_once
     from penstock.session.machines.pools import gpus_of_pools
@@ -75,21 +81,21 @@ def train(
 
     if resume is None and start is not None:
         raise UserError("--from names a checkpoint of a run to continue", "say which with --resume RUN")
-    asked = Asked(recipe, overrides, run, resume)
-    going_on = None if resume is None else Resume(resume, start, asked.changes)
-    if going_on is not None and _is_complete(going_on):
+    asked = with_newest_run(TRAIN, Asked(recipe, overrides, run, resume))
+    going_on = None if asked.resume is None else Resume(asked.resume, start, asked.changes)
+    if going_on is not None and _is_complete(TRAIN, going_on):
         return
     with reading_once():
         config = new_config(TRAIN, asked, A_RECIPE) if going_on is None else config_to_resume(TRAIN, going_on)
         memory = None if config is None else TRAIN.memory(config, Elsewhere(gpus_of_pools(config)))
         if dry_run:
-            _print_dry_run(config, memory, resume)
+            _print_dry_run(config, memory, asked.resume)
             return
         check_server()  # before there is a folder that nothing will be in
         if keep_alive:
             raise typer.Exit(_kept_alive(config, asked, start))
         if going_on is not None:
-            told = {"resume": str(resume), "from_checkpoint": start, "changes": list(going_on.changes)}
+            told = {"resume": str(asked.resume), "from_checkpoint": start, "changes": list(going_on.changes)}
             _run_flow(config, going_on.folder, **told)
         else:
             folder = new_folder(config, run)
@@ -117,16 +123,20 @@ def _print_dry_run(config: TrainConfig | None, memory: list[GroupEstimate] | Non
     from penstock.state.run_folder import RunFolder, read_metrics
 
     if config is None or memory is None:
-        raise UserError(f"{resume} is damaged", "without --dry-run what is damaged is set aside, and it goes on")
+        raise _damaged(resume)
     history = [] if resume is None else [dict(record["metrics"]) for record in read_metrics(RunFolder(resume))]
     print_dry_run(config, memory, history, console)
 
 
-def _is_complete(resume: Resume) -> bool:
+def _damaged(run: Path | None) -> UserError:
+    return UserError(f"{run} is damaged", "without --dry-run what is damaged is set aside, and it goes on")
+
+
+def _is_complete(kind: Kind[Tree], resume: Resume) -> bool:
     """Say so if nothing of a run is left to do."""
     from penstock.session.opening import is_complete
 
-    done = is_complete(resume)
+    done = is_complete(kind, resume)
     if done:
         console.print(
             f"{short_path(resume.folder)} is complete: nothing is left to do", highlight=False, soft_wrap=True
@@ -135,12 +145,11 @@ def _is_complete(resume: Resume) -> bool:
     return done
 
 
-def _run_flow(config: Any, folder: Path, **arguments: Any) -> None:
-    from configs.schema import TrainConfig
+def _run_flow(config: TrainConfig | None, folder: Path, **arguments: Any) -> None:
     from flows.train import train as train_flow
 
     with ending_in_words("train", folder):
-        train_flow(config or TrainConfig(), **arguments)
+        train_flow(None if "resume" in arguments else config, **arguments)  # a run that goes on has its own
     print_summary(folder.resolve())
 
 
@@ -148,14 +157,16 @@ def sft(
     recipe: Annotated[Path | None, typer.Argument(help="YAML recipe with a section 'sft'; none with --resume")] = None,
     overrides: Overrides = None,
     run: RunFolderOption = None,
-    resume: ResumeOption = None,
+    resume: StepsResumeOption = None,
+    start: NoFromOption = None,
+    dry_run: StepsDryRunOption = False,
 ) -> None:
     """Train a model on prompts and responses alone: the section 'sft' of a recipe for 'train'."""
     from flows.sft import sft as sft_flow
     from penstock.cli.starting import Asked
     from penstock.session.opening import SFT
 
-    _finetune(SFT, sft_flow, Asked(recipe, overrides, run, resume))
+    _finetune(SFT, sft_flow, Asked(recipe, overrides, run, resume), start, dry_run)
 
 
 def preference(
@@ -164,14 +175,16 @@ def preference(
     ] = None,
     overrides: PairOverrides = None,
     run: RunFolderOption = None,
-    resume: ResumeOption = None,
+    resume: StepsResumeOption = None,
+    start: NoFromOption = None,
+    dry_run: StepsDryRunOption = False,
 ) -> None:
     """Train a model on preferences: DPO, cDPO, IPO, ORPO or KTO."""
     from flows.preference import preference as preference_flow
     from penstock.cli.starting import Asked
     from penstock.session.opening import PREFERENCE
 
-    _finetune(PREFERENCE, preference_flow, Asked(recipe, overrides, run, resume))
+    _finetune(PREFERENCE, preference_flow, Asked(recipe, overrides, run, resume), start, dry_run)
 
 
 def reward_model(
@@ -180,39 +193,56 @@ def reward_model(
     ] = None,
     overrides: PairOverrides = None,
     run: RunFolderOption = None,
-    resume: ResumeOption = None,
+    resume: StepsResumeOption = None,
+    start: NoFromOption = None,
+    dry_run: StepsDryRunOption = False,
 ) -> None:
     """Train a reward model on pairs of responses."""
     from flows.reward_model import reward_model as reward_model_flow
     from penstock.cli.starting import Asked
     from penstock.session.opening import REWARD_MODEL
 
-    _finetune(REWARD_MODEL, reward_model_flow, Asked(recipe, overrides, run, resume))
+    _finetune(REWARD_MODEL, reward_model_flow, Asked(recipe, overrides, run, resume), start, dry_run)
 
 
-def _finetune(kind: Kind[Tree], flow: Callable[..., str], asked: Asked) -> None:
-    """Start or resume a flow of its own before reinforcement learning; print where its model is."""
+def _finetune(kind: Kind[Tree], flow: Callable[..., str], asked: Asked, start: str | None, dry_run: bool) -> None:
+    """Start or resume a flow of its own before reinforcement learning; print what it has come to."""
+    from penstock.checks.memory import Elsewhere
+    from penstock.cli.dry_run import print_dry_run_of_steps
     from penstock.cli.prefect.server import check_server
+    from penstock.cli.runs.newest import with_newest_run
     from penstock.cli.starting import config_to_resume, new_config
     from penstock.data.source import reading_once
-    from penstock.session.opening import Resume
+    from penstock.session.machines.pools import gpus_of_pools
+    from penstock.session.opening import Resume, engines_of
 
-    if asked.resume is not None and not (asked.recipe is None and asked.run is None):
-        raise UserError("--resume continues a run with its own configuration", "remove the recipe, overrides and --run")
+    if start is not None:
+        raise UserError(
+            f"'penstock {kind.name}' keeps its newest checkpoint alone: there is none to go back to", "remove --from"
+        )
+    asked = with_newest_run(kind, asked)
+    going_on = None if asked.resume is None else Resume(asked.resume, None, asked.changes)
+    if going_on is not None and _is_complete(kind, going_on):
+        return
     with reading_once():
-        if asked.resume is None:
-            config: Tree | None = new_config(kind, asked, "docs/recipes.md, 'Before reinforcement learning', shows one")
-            check_server()
+        example = "docs/recipes.md, 'Before reinforcement learning', shows one"
+        config = new_config(kind, asked, example) if going_on is None else config_to_resume(kind, going_on)
+        memory = None if config is None else kind.memory(config, Elsewhere(gpus_of_pools(engines_of(config))))
+        if dry_run:
+            if config is None or memory is None:
+                raise _damaged(asked.resume)
+            print_dry_run_of_steps(config, memory, None if going_on is None else going_on.run, console)
+            return
+        check_server()
+        if going_on is None:
             folder = new_folder(config, asked.run, kind.suffix)
-            told = {"run_folder": str(folder)}
+            told: dict[str, Any] = {"run_folder": str(folder)}
         else:
-            going_on = Resume(asked.resume)
-            config, folder = config_to_resume(kind, going_on), going_on.run.path
-            check_server()
-            told = {"resume": str(folder)}
+            folder = going_on.run.path
+            told = {"resume": str(folder), "changes": list(going_on.changes)}
         with ending_in_words(kind.name, folder):
-            console.print(f"model: {flow(config or kind.tree(), **told)}", highlight=False, soft_wrap=True)
-    print_accuracy(folder)
+            flow(config if going_on is None else None, **told)  # a run that goes on has its own
+    print_summary(folder)
 
 
 class RecipeKind(StrEnum):

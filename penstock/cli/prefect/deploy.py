@@ -1,8 +1,8 @@
 """Puts Penstock on a Prefect server: work pool, GPU slots, the end of zombie runs, and the deployments of prefect.yaml.
 
-Every step states what shall be there, so a second deployment changes nothing. Of a deployment that names a recipe every
-key goes to the server (configs/loading/form.py): a recipe that changes later is deployed again. Left out: starting a
-server or workers, which live longer than a command; deleting deployments that prefect.yaml no longer names.
+Every step states what shall be there, so a second deployment changes nothing. Left out: what a deployment's form shows
+(penstock/cli/prefect/form.py); starting a server or workers, which live longer than a command; deleting deployments
+that prefect.yaml no longer names.
 """
 
 from __future__ import annotations
@@ -17,13 +17,10 @@ from typing import TYPE_CHECKING, Any
 
 import yaml
 
-from configs.loading.form import form_values
-from configs.preference import PreferenceConfig, RewardModelConfig
-from configs.schema import TrainConfig
-from configs.tree.section import Recipe
 from engines.groups.machine import visible_gpus
 from penstock.base.addresses import public_address
 from penstock.base.errors import UserError
+from penstock.cli.prefect.form import put_form
 from penstock.cli.prefect.server import check_server
 from penstock.session.machines.admission import GPU_SLOTS
 
@@ -36,12 +33,6 @@ LOCAL_SERVER = "http://127.0.0.1:4200/api"
 ZOMBIES = "penstock: silent runs are crashed"
 # A flow run gives a sign of life every three minutes unless set otherwise; three missing ones are no coincidence.
 SILENCE = timedelta(minutes=10)
-TREES: dict[str, type[Recipe]] = {
-    "train": TrainConfig,
-    "sft": TrainConfig,
-    "preference": PreferenceConfig,
-    "reward-model": RewardModelConfig,
-}
 
 
 def deploy(pool: str) -> list[tuple[str, str, str]]:
@@ -60,7 +51,7 @@ def deploy(pool: str) -> list[tuple[str, str, str]]:
         slots = max(1, len(visible_gpus()))
         client.upsert_global_concurrency_limit_by_name(GPU_SLOTS, slots)
         ensure_automation(client, zombie_automation())
-        deploy_flows(url, pool)
+        deploy_flows(client, url, pool)
         return [
             ("server", public_address(url).removesuffix("/api"), ""),
             ("work pool", pool, "process"),
@@ -133,13 +124,15 @@ def ensure_automation(client: SyncPrefectClient, wanted: AutomationCore) -> None
         client.update_automation(there[0].id, wanted)
 
 
-def deploy_flows(url: str, pool: str) -> None:
-    """Have Prefect read prefect.yaml with its recipes.
+def deploy_flows(client: SyncPrefectClient, url: str, pool: str) -> None:
+    """Have Prefect read prefect.yaml, and give its deployments their forms.
 
     Raises:
         UserError: a recipe cannot be read, or Prefect refuses the file; carries Prefect's last words.
     """
-    prefect_deploy(url, pool, with_recipes(read_deployments()))
+    prefect_deploy(url, pool, read_deployments())
+    for entry in read_deployments()["deployments"]:
+        put_form(client, name_of(entry), HOME)
 
 
 def prefect_deploy(url: str, pool: str, content: dict[str, Any], home: Path = HOME) -> None:
@@ -168,35 +161,17 @@ def read_deployments() -> dict[str, Any]:
     return dict(yaml.safe_load((HOME / "prefect.yaml").read_text(encoding="utf-8")))
 
 
-def with_recipes(content: dict[str, Any]) -> dict[str, Any]:
-    """Return the content of prefect.yaml with every key of the recipes that its deployments and schedules name.
-
-    Raises:
-        UserError: a recipe cannot be read.
-    """
-    return content | {"deployments": [_with_recipe(entry, flow_of(entry)) for entry in content["deployments"]]}
-
-
-def _with_recipe(entry: dict[str, Any], flow: str) -> dict[str, Any]:
-    parameters = dict(entry.get("parameters") or {})
-    if "config" in parameters:
-        parameters["config"] = form_values(parameters["config"], TREES[flow], HOME)
-    whole = entry | {"parameters": parameters}
-    if "schedules" in entry:
-        whole["schedules"] = [_with_recipe(schedule, flow) for schedule in entry["schedules"]]
-    return whole
-
-
-def flow_of(entry: dict[str, Any]) -> str:
-    """Return the name of a deployment's flow: flows are named after their functions."""
-    return str(entry["entrypoint"].rpartition(":")[2].replace("_", "-"))
+def name_of(entry: dict[str, Any]) -> str:
+    """Return `flow/name` of a deployment: flows are named after their functions."""
+    flow = entry["entrypoint"].rpartition(":")[2].replace("_", "-")
+    return f"{flow}/{entry['name']}"
 
 
 def deployments(client: SyncPrefectClient, pool: str) -> list[tuple[str, str, str]]:
     """Return a row for each deployment that prefect.yaml names, as the server has it."""
     rows = []
     for entry in read_deployments()["deployments"]:
-        name = f"{flow_of(entry)}/{entry['name']}"
+        name = name_of(entry)
         found = client.read_deployment_by_name(name)
         states = [f"{item.slug} ({'active' if item.active else 'inactive'})" for item in found.schedules]
         rows.append(("deployment", name, ", ".join(states)))

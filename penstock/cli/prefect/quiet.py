@@ -16,8 +16,9 @@ from prefect.logging.handlers import PrefectConsoleHandler
 
 from penstock.base.errors import NUMERICAL_FAULTS
 from penstock.cli.prefect.server import Terminated
+from penstock.session.flow_runs.failures import SAID
 
-TOLD = (  # by cli/failures.py; a loss after which the training goes on is told by the task that recovers from it
+TOLD = (  # by session/failures.py; a loss after which the training goes on is told by the task that recovers from it
     "UserError",
     *NUMERICAL_FAULTS,
     "RankLost",
@@ -26,13 +27,17 @@ TOLD = (  # by cli/failures.py; a loss after which the training goes on is told 
     "HostFailed",
     "EngineError",
     "PermissionError",
+    "TrainingsFailed",
 )
 INTERRUPTED = ("Execution was aborted by an interrupt signal", "Execution was aborted by a termination signal")
+BY_PREFECT = "encountered an exception"  # in the message of each state that Prefect makes of one
 # How Prefect's own words of an end begin.
 ENDS = ("Finished in state", "Encountered exception", "Task run failed with", "Crash detected")
 
 
 def _is_not_told(record: logging.LogRecord) -> bool:
+    if getattr(record, SAID, False):
+        return False
     said = record.getMessage()
     if not record.name.startswith(("prefect.flow_runs", "prefect.task_runs")):
         return True
@@ -40,6 +45,8 @@ def _is_not_told(record: logging.LogRecord) -> bool:
         return False
     if not said.startswith(ENDS) or " - Retry " in said:
         return True
+    if said.startswith("Finished in state Failed") and BY_PREFECT not in said:
+        return False
     kind = record.exc_info[0].__name__ if record.exc_info and record.exc_info[0] else ""
     return kind not in TOLD and not any(words in said for words in (*TOLD, *INTERRUPTED))
 

@@ -1,4 +1,4 @@
-"""Serves the pages of past runs: the tracker's, and Prefect's on its own database. Loopback only."""
+"""Serves the pages of past runs: the trackers', and Prefect's on its own database. Loopback only."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,22 +19,23 @@ from penstock.base.addresses import public_address
 from penstock.base.errors import UserError
 from penstock.base.interrupts import interrupts_deferred
 from penstock.cli.prefect.server import password_settings
-from penstock.trackers.table import has_pages, pages_in
-from penstock.trackers.tracker import PAGES_PORT
+from penstock.trackers.table import keeps, pages_in, port_of_pages
 
 
 def serve_pages(folder: Path, tracker_port: int, prefect_port: int, console: Console) -> None:
-    """Start both servers and wait until Ctrl-C, SIGTERM or the end of one of them; neither outlives this call.
+    """Start all servers and wait until Ctrl-C, SIGTERM or the end of one of them; neither outlives this call.
 
     Raises:
         UserError: there are no runs in `folder`, a port is taken, or a server ended by itself.
     """
     check_port(tracker_port, "--tracker-port")
     check_port(prefect_port, "--prefect-port")
-    if (runs := pages_in(folder, tracker_port)) is None:
+    if not (runs := pages_in(folder, tracker_port)):
         raise UserError(
             f"{folder} holds no runs of a tracker that has pages", "name the directory that holds the run folders"
         )
+    for port in runs.keys() - {tracker_port}:
+        check_port(port, "--tracker-port, the one before it")
     flows = f"http://127.0.0.1:{prefect_port}"
     prefect = ["prefect", "server", "start", "--port", str(prefect_port), "--host", "127.0.0.1"]
     # Without it the page asks port 4200 for its data, whatever port it is served from.
@@ -44,10 +45,12 @@ def serve_pages(folder: Path, tracker_port: int, prefect_port: int, console: Con
     servers: dict[str, subprocess.Popen[bytes]] = {}
     try:
         with interrupts_deferred():  # or one that has started and is not in the list yet would stay
-            servers[runs.label] = _start(runs.module, runs.environment)
+            for pages in runs.values():
+                servers[pages.label] = _start(pages.module, pages.environment)
             servers["Prefect"] = _start(prefect, about_prefect)
-        asked = f"Prefect  {flows}   password {password}"  # its pages can change a running training
-        console.print(f"{runs.label:<7}  {runs.address}\n{asked}\nCtrl-C ends both.", highlight=False, soft_wrap=True)
+        lines = [f"{pages.label:<7}  {pages.address}" for pages in runs.values()]
+        lines += [f"Prefect  {flows}   password {password}"]  # its pages can change a running training
+        console.print("\n".join([*lines, "Ctrl-C ends them."]), highlight=False, soft_wrap=True)
         wait_for(servers)
     except KeyboardInterrupt:
         console.print("ending")
@@ -84,7 +87,7 @@ def wait_for(servers: Mapping[str, subprocess.Popen[bytes]]) -> None:
 
 
 def pages_of_run(summary: Mapping[str, Any], ui: str) -> dict[str, str]:
-    """Return where tracker and Prefect show a run: on the servers of the environment, else once `ui` has started them.
+    """Return where trackers and Prefect show a run: on the servers of the environment, else once `ui` has started them.
 
     Args:
         summary: the run's.
@@ -94,18 +97,22 @@ def pages_of_run(summary: Mapping[str, Any], ui: str) -> dict[str, str]:
 
     server = PREFECT_UI_URL.value() or (PREFECT_API_URL.value() or "").removesuffix("/api")
     prefect = public_address(server.rstrip("/")) if server else f"{ui}   then http://127.0.0.1:4200"
-    return _in_tracker(summary["tracked"], ui) | {
-        "Prefect": f"{prefect}/runs/flow-run/{summary['prefect_flow_run_id']}",
-    }
+    flow_run = summary.get("prefect_flow_run_id")
+    in_prefect = {"Prefect": f"{prefect}/runs/flow-run/{flow_run}"} if flow_run else {}
+    tracked = summary["tracked"] or []
+    return (
+        _in_trackers([tracked] if isinstance(tracked, dict) else tracked, ui) | in_prefect
+    )  # of a run before: the one
 
 
-def _in_tracker(tracked: Mapping[str, str] | None, ui: str) -> dict[str, str]:
-    if tracked is None:
-        return {}
-    address, run = tracked["address"], tracked["run"]
-    if has_pages(tracked["tracker"]) and not address.startswith("http"):
-        address = f"{ui}   then http://127.0.0.1:{PAGES_PORT}"
-    return {tracked["label"]: f"{address}   run {run}"}
+def _in_trackers(tracked: Sequence[Mapping[str, str]], ui: str) -> dict[str, str]:
+    kept = (item for item in tracked if keeps(item["tracker"]))
+    return {item["label"]: f"{_shown(item, ui)}   run {item['run']}" for item in kept}
+
+
+def _shown(tracked: Mapping[str, str], ui: str) -> str:
+    port, address = port_of_pages(tracked["tracker"]), tracked["address"]
+    return address if port is None or address.startswith("http") else f"{ui}   then http://127.0.0.1:{port}"
 
 
 def _start(module: list[str], settings: Mapping[str, str]) -> subprocess.Popen[bytes]:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import random
-import statistics
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -12,7 +10,7 @@ from typing import Any
 import pytest
 
 from benchmarks.accuracy import algorithms, modes
-from benchmarks.accuracy.modes import MODE, SYNCHRONOUS, Comparison, figures_of, interval, measure
+from benchmarks.accuracy.modes import MODE, SYNCHRONOUS, Comparison, figures_of, measure
 from benchmarks.accuracy.side_by_side import Ended
 from penstock.base.errors import UserError
 
@@ -57,16 +55,6 @@ def test_both_trainings_of_a_seed_differ_in_the_mode_alone(monkeypatch: pytest.M
     ]
     assert result.figures["difference"] == pytest.approx(0.03)
     assert result.settings["mode"] == [TAIL]
-
-
-def test_an_interval_holds_the_mean_nineteen_times_of_twenty() -> None:
-    """Of five values each. Control: twice the standard error alone does so less often."""
-    chance = random.Random(0)
-    samples = [[chance.gauss(0.5, 0.02) for _ in range(5)] for _ in range(4000)]
-    held = [low < 0.5 < high for low, high in map(interval, samples)]
-    assert statistics.mean(held) == pytest.approx(0.95, abs=0.01)
-    narrow = [abs(statistics.mean(values) - 0.5) < 2 * statistics.stdev(values) / 5**0.5 for values in samples]
-    assert statistics.mean(narrow) < 0.91
 
 
 def test_a_mode_that_learns_less_is_outside() -> None:

@@ -24,7 +24,7 @@ ROOT = Path(__file__).resolve().parents[3]
         ({"data": {"arithmetic": {"calls": 0.5}}}, "'data.arithmetic.calls' needs an 'environment'"),
         (
             {"environment": GAME, "data": {"arithmetic": {"calls": 0.5, "mistakes": 0.1}}},
-            "'mistakes' has no effect with 'calls'",
+            "'calls' and 'mistakes' are different teachers",
         ),
         ({"environment": {**GAME, "max_turns": 0}}, "max_turns"),
         ({"environment": {}}, "type"),

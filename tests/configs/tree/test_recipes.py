@@ -87,7 +87,7 @@ def test_a_circle_of_bases_is_refused_but_a_shared_base_is_not(tmp_path: Path) -
         ("seed: 1\nrollout: {prompts: 1\n", r"bad\.yaml, line 3: "),
         ("- 1\n- 2\n", "a recipe is a mapping of keys to values, not a list"),
         ("base: 3\n", "'base' is 3"),
-        ("base: nowhere.yaml\n", "the base recipe 'nowhere.yaml' does not exist"),
+        ("base: nowhere.yaml\n", "the recipe 'nowhere.yaml' does not exist"),
         ("when: 2024-13-45\n", r"bad\.yaml: month must be"),
     ],
 )

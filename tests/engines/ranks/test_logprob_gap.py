@@ -18,8 +18,8 @@ import pytest
 from configs.schema import TrainConfig
 from penstock.base.errors import LogprobGapError
 from penstock.base.ragged import Ragged
-from penstock.cli.failures import FAILURE, told
 from penstock.data.prompts import PromptTable
+from penstock.session.flow_runs.failures import FAILURE, told
 from penstock.session.session import Session
 from penstock.state.run_folder import RunFolder
 from tasks.iteration.compare_logprobs import PROMPTS, TOKENS, compare_logprobs, comparison_due

@@ -212,7 +212,7 @@ def test_the_update_learns_from_drawn_tokens_alone(watched: Watched, tmp_path: P
     def update(name: str, where_T: np.ndarray) -> tuple[float, float]:
         columns = {"advantages": advantages_T + noise_T * where_T, "logprobs_old": old_T + noise_T * where_T}
         path = write_rows(tmp_path / f"{name}.parquet", with_columns(rows, columns))
-        split = {**SPLIT, "samples": SAMPLES, "max_response_tokens": LIMIT}
+        split = {**SPLIT, "samples": SAMPLES, "together": SAMPLES, "max_response_tokens": LIMIT}
         reply = watched.ranks.ask("update_actor", path=path, version=0, split=split, loss=LOSS, learning_rate=0.0)[0]
         return reply["loss"], reply["grad_norm"]
 

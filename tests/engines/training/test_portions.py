@@ -44,7 +44,7 @@ def _build(ranks: Ranks, folder: Path, stage: int, dtype: str = "float32") -> No
 
 
 def _split(aggregation: str) -> dict[str, Any]:
-    return {**SPLIT, "samples": 2, "micro_batch_tokens": 48, "aggregation": aggregation}
+    return {**SPLIT, "micro_batch_tokens": 48, "aggregation": aggregation}
 
 
 def _whole(ranks: Ranks, path: str, aggregation: str, loss: dict[str, Any] = LOSS) -> dict[str, float]:

@@ -18,6 +18,7 @@ from engines.batches.micro_batches import plan_micro_batches
 from engines.batches.packing import Rows
 from penstock.base.ragged import Ragged
 from penstock.state.experience import write_columns
+from penstock.state.measured import is_measured
 from tests.engines.rows import gathered
 from tests.engines.shared_ranks import VOCABULARY, Ranks, Shape
 from tests.engines.unpacked import STEADY, UNCLIPPED, load_unpacked, plain_steps, row_logprobs, row_tokens
@@ -75,9 +76,12 @@ def begin(ranks: Ranks, folder: Path, scores: bool = False, stage: int = 1) -> N
 def two_steps(ranks: Ranks, path: str, budget: int, loss: dict[str, Any]) -> list[dict[str, float]]:
     batches = np.asarray([np.arange(UNITS)] * 2)
     replies = ranks.ask("preference_steps", path=path, batches=batches, budget=budget, loss=loss, learning_rate=RATE)
-    assert all(reply == replies[0] for reply in replies)
-    steps: list[dict[str, float]] = replies[0].steps
-    return steps
+    computed = [
+        [{name: value for name, value in step.items() if not is_measured(name)} for step in reply.steps]
+        for reply in replies
+    ]
+    assert all(steps == computed[0] for steps in computed)
+    return computed[0]
 
 
 def with_reference(ranks: Ranks, path: Path, rows: Rows, **columns: Any) -> torch.Tensor:

@@ -64,8 +64,9 @@ def test_losses_norms_clipping_and_rates_are_torchs_own_at_every_zero_stage(
     _begin(ranks, folder_of(SHAPE), write_rows(tmp_path / "rows.parquet", rows), stage)
     for number, (index, step, rate) in enumerate(zip(STEPS, expected, RATES, strict=True), start=1):
         reply = ranks.ask("sft_steps", batches=np.array([index]), budget=40, learning_rate=PEAK)[0]
-        assert reply.losses == pytest.approx([step.loss], abs=1e-5)
-        assert reply.grad_norm == pytest.approx(step.grad_norm, rel=1e-5)
+        (figures,) = reply.steps
+        assert figures["loss"] == pytest.approx(step.loss, abs=1e-5)
+        assert figures["grad_norm"] == pytest.approx(step.grad_norm, rel=1e-5)
         assert ranks.ask("learning_rate", role="sft")[0] == {"steps": number, "rate": pytest.approx(rate)}
     ranks.ask("sft_end", folder=str(tmp_path / "trained"))
     assert len({path.stat().st_mode for path in (tmp_path / "trained").iterdir()}) == 1  # whoever reads one reads all
@@ -311,13 +312,15 @@ def test_training_without_rollout_counts_skipped_steps_and_speaks_of_its_data(
         one_rank.ask("preference_begin", model=model, scores=False)
         steps = {"path": path, "budget": 400, "loss": {"name": "dpo", "settings": {"beta": 0.1}}, "learning_rate": 1e-2}
         reply = one_rank.ask("preference_steps", batches=np.array([[0, 1], [2, 3]]), **steps)[0]
-        assert reply.skipped_steps == skipped
+        assert sum(step["skipped_steps"] for step in reply.steps) == skipped
     arguments = {"batches": np.array([[0, 1]]), **steps}
     error = one_rank.ask("refusal", of="preference_steps", arguments=arguments)[0]["error"]
     assert "look for odd rows in the data" in error
     assert "experience" not in error
     _begin(one_rank, folder_of(BIG), path, 1)
-    assert one_rank.ask("sft_steps", batches=np.array([[0, 1]]), budget=40, learning_rate=PEAK)[0].skipped_steps == 0
+    reply = one_rank.ask("sft_steps", batches=np.array([[0, 1]]), budget=40, learning_rate=PEAK)[0]
+    assert [step["skipped_steps"] for step in reply.steps] == [0.0]
+    assert reply.steps[0]["tokens"] > 0
 
 
 @pytest.mark.parametrize("count", [1, 2])

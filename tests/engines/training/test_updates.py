@@ -130,7 +130,7 @@ def _update_actor(path: str, budget: int, aggregation: str = "token-mean", sampl
     split = {
         **SPLIT,
         "epochs": 2,
-        "samples": samples,
+        "together": samples,
         "micro_batch_tokens": budget,
         "aggregation": aggregation,
     }
@@ -372,14 +372,15 @@ def test_experience_in_which_no_token_counts_takes_no_step(
     assert all(torch.equal(value, before[name]) for name, value in two_ranks.parameters().items())
 
 
-def test_mini_batches_hold_whole_groups_in_a_new_seeded_order_every_epoch(one_rank: Ranks) -> None:
-    """A group cut in two would be compared with itself; the same seed gives the same order on every rank."""
-    split = {**SPLIT, "mini_batches": 4, "epochs": 2, "samples": 2}
+@pytest.mark.parametrize("together", [1, 2])
+def test_mini_batches_hold_all_rows_in_a_new_seeded_order_every_epoch(one_rank: Ranks, together: int) -> None:
+    """A prompt's samples stay together where that is asked for; the same seed gives the same order on every rank."""
+    split = {**SPLIT, "mini_batches": 4, "epochs": 2, "together": together}
     steps = one_rank.ask("mini_batches", count=16, split=split)[0]["rows"]
     assert [len(rows) for rows in steps] == [4] * 8
     for epoch in (steps[:4], steps[4:]):
         assert sorted(row for rows in epoch for row in rows) == list(range(16))
-    assert all({row ^ 1 for row in rows} == set(rows) for rows in steps)
+    assert all({row ^ 1 for row in rows} == set(rows) for rows in steps) == (together == 2)
     assert steps[:4] != steps[4:]
     assert one_rank.ask("mini_batches", count=16, split=split)[0]["rows"] == steps
     assert one_rank.ask("mini_batches", count=16, split={**split, "seed": 1})[0]["rows"] != steps

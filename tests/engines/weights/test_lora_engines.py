@@ -243,7 +243,8 @@ def test_supervised_training_with_adapters_writes_the_merged_model(
     model = {"trainer": trainer, "folder": str(folder_of(SHAPE)), "dtype": "float32", "seed": 0}
     two_ranks.ask("sft_begin", rows=path, model=model)
     every = np.arange(6)[None].repeat(3, 0)
-    losses = two_ranks.ask("sft_steps", batches=every, budget=40, learning_rate=3e-2)[0].losses
+    stepped = two_ranks.ask("sft_steps", batches=every, budget=40, learning_rate=3e-2)[0]
+    losses = [step["loss"] for step in stepped.steps]
     assert losses[2] < losses[0] - 0.1
     two_ranks.ask("sft_end", folder=str(tmp_path / "trained"))
     trained, start = load_unpacked(tmp_path / "trained"), load_unpacked(folder_of(SHAPE)).state_dict()
@@ -306,7 +307,7 @@ def test_a_few_iterations_with_adapters_earn_more(one_rank: Ranks, folder_of: Fo
         columns = {"advantages": Ragged(advantages_T, responses.offsets_B1)}
         rows = Rows(PROMPTS.take(reply.positions_P.repeat(8)), responses, mask, columns)
         path = write_rows(tmp_path / f"{version}.parquet", rows)
-        split = {**SPLIT, "samples": 8}
+        split = {**SPLIT, "samples": 8, "together": 8}
         one_rank.ask("update_actor", path=path, version=version, split=split, loss=LOSS, learning_rate=1e-2)
         one_rank.ask("reshard", version=version + 1)
     assert rewards[0] < 0.65

@@ -25,11 +25,9 @@ import yaml
 from prefect.client.orchestration import get_client
 from prefect.events.schemas.events import ResourceSpecification
 from prefect.settings import PREFECT_API_URL, temporary_settings
-from pydantic import ValidationError
 
 from configs.loading.load import load_config
-from configs.schema import TrainConfig
-from penstock.cli.prefect.deploy import ensure_pool, zombie_automation
+from penstock.cli.prefect.deploy import ensure_pool, read_deployments, zombie_automation
 from penstock.session.settings import variable_name
 from penstock.state.run_folder import RunFolder
 from tests.processes import alive, words_of
@@ -39,8 +37,11 @@ pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).resolve().parents[3]
 TRAIN, SFT, PREFERENCE = "train/quickstart", "sft/quickstart", "preference/dpo"
+ENDED = ("Completed", "Failed", "Crashed", "Cancelled")
 MOVING = ("created", "updated", "last_polled", "status")
-NAMES = {TRAIN, "train/grpo-gsm8k", "train/ppo-gsm8k", SFT, PREFERENCE, "reward-model/pairs", "compare/runs"}
+EVALUATE, EXPORT, RETRAIN = "evaluate/models", "export/runs", "retrain/weekly"
+OTHERS = {"reward-model/pairs", "compare/runs", "sweep/quickstart", RETRAIN, EVALUATE, EXPORT}
+NAMES = {TRAIN, "train/grpo-gsm8k", "train/ppo-gsm8k", SFT, PREFERENCE, *OTHERS}
 
 
 class Patient(httpx.HTTPTransport):
@@ -66,24 +67,14 @@ class Prefect:
     runs: Path
 
     def parameters(self, name: str, **config: Any) -> dict[str, Any]:
-        """Return what the form sends for a run in the folder `name`."""
-        tree = {"base": "configs/quickstart.yaml", "folder": str(self.runs), "data": {"arithmetic": {"heldout": 50}}}
+        """Return what the form sends for a run in the folder `name`, with keys of its advanced section."""
+        tree = {"folder": str(self.runs), "data": {"arithmetic": {"heldout": 50}}}
         return {"config": {**tree, **config}, "run_folder": str(self.runs / name)}
 
     def trigger(self, deployment: str, parameters: dict[str, Any]) -> httpx.Response:
         """Ask for a run."""
         found = self.api.get(f"/deployments/name/{deployment}").raise_for_status().json()
         return self.api.post(f"/deployments/{found['id']}/create_flow_run", json={"parameters": parameters})
-
-    def form(self, deployment: str) -> dict[str, Any]:
-        """Return what the form sends untouched: all keys of the schema, its defaults under the deployment's values."""
-        found = self.api.get(f"/deployments/name/{deployment}").raise_for_status().json()
-        return overlaid(self.defaults(deployment), found["parameters"])
-
-    def defaults(self, deployment: str) -> dict[str, Any]:
-        """Return what the form shows where the deployment has no value."""
-        found = self.api.get(f"/deployments/name/{deployment}").raise_for_status().json()
-        return defaults_of(found["parameter_openapi_schema"])
 
     def cancel(self, run: str) -> None:
         """Ask for the end of a run, as the button does."""
@@ -102,16 +93,25 @@ class Prefect:
         """Return the name of the run's state."""
         return str(self.api.get(f"/flow_runs/{run}").raise_for_status().json()["state"]["name"])
 
+    def message(self, run: str) -> str:
+        """Return what the run's page says of its state."""
+        return str(self.api.get(f"/flow_runs/{run}").raise_for_status().json()["state"]["message"])
+
     def heartbeats(self, run: str) -> int:
         """Return how many signs of life of the run the server knows."""
         of_run = {"event": {"name": ["prefect.flow-run.heartbeat"]}, "resource": {"id": [f"prefect.flow-run.{run}"]}}
         return int(self.api.post("/events/filter", json={"filter": of_run}).raise_for_status().json()["total"])
 
     def everything(self) -> dict[str, dict[str, Any]]:
-        """Return pools, limits, automations and deployments by id, without times and without who is online."""
-        kinds = ("work_pools", "v2/concurrency_limits", "automations", "deployments")
+        """Return pools, limits, automations and deployments, without times and without who is online.
+
+        By id; automations by name, since Prefect makes those of triggers anew.
+        """
+        kinds = ("work_pools", "v2/concurrency_limits", "deployments")
         lists = [self.api.post(f"/{kind}/filter", json={}).raise_for_status().json() for kind in kinds]
-        return {item["id"]: _timeless(item) for items in lists for item in items}
+        found = {item["id"]: _timeless(item) for items in lists for item in items}
+        automations = self.api.post("/automations/filter", json={}).raise_for_status().json()
+        return found | {item["name"]: _without_ids(_timeless(item)) for item in automations}
 
     def finished_tasks(self, run: str) -> set[str]:
         """Return the names of the tasks that are complete in the child flows of a run."""
@@ -133,34 +133,14 @@ class Prefect:
         """Change a Variable as the page does."""
         self.api.patch(f"/variables/name/{name}", json={"value": value}).raise_for_status()
 
-    def logged(self, text: str) -> bool:
-        """Whether a run has logged an error with such a text."""
-        errors = {"logs": {"level": {"ge_": logging.ERROR}}}
-        return any(text in line["message"] for line in self.api.post("/logs/filter", json=errors).json())
+    def logged(self, text: str, run: str | None = None) -> bool:
+        """Whether a run, or any, has logged an error with such a text."""
+        errors: dict[str, Any] = {"level": {"ge_": logging.ERROR}} | ({"flow_run_id": {"any_": [run]}} if run else {})
+        return any(text in line["message"] for line in self.api.post("/logs/filter", json={"logs": errors}).json())
 
     def ranks(self) -> list[psutil.Process]:
         """Return the rank processes below the worker."""
         return [child for child in self.worker.children(recursive=True) if _is_rank(child)]
-
-
-def defaults_of(schema: dict[str, Any]) -> dict[str, Any]:
-    """Return the defaults of every key of a flow's schema, of sections key by key."""
-    return {name: _default(item, schema["definitions"]) for name, item in schema["properties"].items()}
-
-
-def _default(item: dict[str, Any], definitions: dict[str, Any]) -> Any:
-    references = [item["$ref"]] if "$ref" in item else [part["$ref"] for part in item.get("allOf", [])]
-    section = definitions[references[0].rpartition("/")[2]] if references else {}
-    inside = {name: _default(part, definitions) for name, part in section.get("properties", {}).items()}
-    default = item.get("default")
-    return overlaid(inside, default) if isinstance(default, dict) else inside or default
-
-
-def overlaid(lower: dict[str, Any], upper: dict[str, Any]) -> dict[str, Any]:
-    """Lay `upper` over `lower` key by key, at every depth."""
-    both = {name: (lower[name], upper[name]) for name in lower.keys() & upper.keys()}
-    deeper = {name: overlaid(*pair) for name, pair in both.items() if all(isinstance(item, dict) for item in pair)}
-    return lower | upper | deeper
 
 
 def _timeless(value: Any) -> Any:
@@ -172,6 +152,15 @@ def _timeless(value: Any) -> Any:
     return value
 
 
+def _without_ids(value: Any) -> Any:
+    """Drop what is made anew with each automation."""
+    if isinstance(value, list):
+        return [_without_ids(item) for item in value]
+    if isinstance(value, dict):
+        return {key: _without_ids(item) for key, item in value.items() if key != "id"}
+    return value
+
+
 def _is_rank(process: psutil.Process) -> bool:
     return "engines.groups.rank" in words_of(process)
 
@@ -179,7 +168,7 @@ def _is_rank(process: psutil.Process) -> bool:
 def penstock(environment: dict[str, str], *arguments: str) -> subprocess.CompletedProcess[str]:
     """Run the command line as a person does."""
     command = [sys.executable, "-m", "penstock.cli.main", *arguments]
-    return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False, timeout=120)
+    return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False, timeout=300)
 
 
 @pytest.fixture(scope="module")
@@ -197,6 +186,10 @@ def prefect(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Prefect]:
         "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
         "PREFECT_SERVER_DEPLOYMENTS_CONCURRENCY_SLOT_WAIT_SECONDS": "2",
         "PREFECT_WORKER_QUERY_SECONDS": "2",
+        # Of a short schedule a few runs at a time: a hundred are more than SQLite takes beside a worker that asks.
+        "PREFECT_SERVER_SERVICES_SCHEDULER_MAX_RUNS": "4",
+        "PREFECT_SERVER_SERVICES_SCHEDULER_MIN_RUNS": "1",
+        "PREFECT_SERVER_SERVICES_SCHEDULER_LOOP_SECONDS": "20",
         "DO_NOT_TRACK": "1",
         "OMP_NUM_THREADS": "1",
     }
@@ -294,9 +287,12 @@ def test_deploying_again_changes_nothing(prefect: Prefect) -> None:
     assert again.returncode == 0, again.stderr
     assert prefect.everything() == before
     names = [item["name"] for item in before.values() if not item["name"].startswith("deployment:")]  # Prefect's own
-    assert sorted(names) == sorted(
-        ["penstock", "gpus", "penstock: silent runs are crashed", *(name.partition("/")[2] for name in NAMES)]
-    )
+    (weekly,) = [item for item in read_deployments()["deployments"] if item["name"] == "weekly"]
+    triggers = [trigger["name"] for trigger in weekly["triggers"]]
+    assert len(triggers) == 3
+    assert not any(before[name]["enabled"] for name in triggers)
+    automations = ["penstock: silent runs are crashed", *triggers]
+    assert sorted(names) == sorted(["penstock", "gpus", *automations, *(name.partition("/")[2] for name in NAMES)])
     assert all(name in again.stdout for name in NAMES)
     assert "prefect worker start --pool penstock" in again.stdout
 
@@ -309,27 +305,30 @@ def test_deployments_hold_no_path_of_this_machine_but_the_working_directory(pref
         assert str(ROOT) not in json.dumps(found | {"pull_steps": None})
         assert found["description"]
         assert found["tags"]
-        assert [item["slug"] for item in found["schedules"]] == ["weekly-retraining"] * (name == "train/grpo-gsm8k")
+        assert [item["slug"] for item in found["schedules"]] == ["weekly"] * (name == RETRAIN)
         assert not any(item["active"] for item in found["schedules"])
-        if not name.startswith("compare/"):
+        if not name.startswith(("compare/", "export/")):
             assert found["global_concurrency_limit"]["limit"] == 1
             assert found["concurrency_options"]["collision_strategy"] == "ENQUEUE"
     assert str(ROOT) not in (ROOT / "prefect.yaml").read_text(encoding="utf-8")
 
 
 @pytest.mark.parametrize(
-    ("config", "reason"),
+    ("given", "reason"),
     [
         ({"iterations": 0}, "0 is less than the minimum of 1"),
-        ({"iteratoins": 2}, "'iteratoins' was unexpected"),
-        ({"algorithm": {"name": "grop"}}, "'grop' is not one of"),
+        ({"overrides": ["nonsense"]}, "'nonsense' does not match"),
+        ({"recipe": "configs/dpo.yaml"}, "'configs/dpo.yaml' is not one of"),
+        ({"config": {"iterations": 0}}, "0 is less than the minimum of 1"),
+        ({"config": {"iteratoins": 2}}, "'iteratoins' was unexpected"),
+        ({"config": {"algorithm": {"name": "grop"}}}, "'grop' is not one of"),
     ],
 )
 def test_bad_parameters_are_refused_when_the_run_is_asked_for(
-    prefect: Prefect, config: dict[str, Any], reason: str
+    prefect: Prefect, given: dict[str, Any], reason: str
 ) -> None:
     """The server refuses them with the key and the reason; no run is made. Control: the next test's are accepted."""
-    answer = prefect.trigger(TRAIN, prefect.parameters("refused", **config))
+    answer = prefect.trigger(TRAIN, prefect.parameters("refused") | given)
     assert answer.is_client_error
     assert reason in answer.text
     assert prefect.api.post("/flow_runs/filter", json={}).json() == []
@@ -340,28 +339,52 @@ def test_a_lost_machine_says_nothing(lost: Lost) -> None:
     assert (lost.state, lost.gpus, lost.deployment) == ("Running", 1, 1)
 
 
-@pytest.mark.parametrize(("deployment", "changed"), [(TRAIN, {"iterations": 7}), (SFT, {"sft": {"steps": 9}})])
-def test_the_form_trains_the_recipe_and_a_key_changed_in_it_changes_that_key_alone(
-    prefect: Prefect, deployment: str, changed: dict[str, Any]
+@pytest.mark.parametrize(
+    ("deployment", "changed", "words"),
+    [
+        (TRAIN, {"iterations": 7, "learning_rate": 1e-5}, ["iterations=7", "actor.optimizer.learning_rate=1e-5"]),
+        (SFT, {"steps": 9, "overrides": ["sft.batch=64"]}, ["sft.steps=9", "sft.batch=64"]),
+    ],
+)
+def test_the_form_trains_the_recipe_and_a_field_filled_in_it_changes_that_key_alone(
+    prefect: Prefect, deployment: str, changed: dict[str, Any], words: list[str]
 ) -> None:
-    """Control: a deployment that named the recipe as `base` alone is refused, its defaults would go over the recipe."""
-    form = prefect.form(deployment)
-    recipe = load_config(ROOT / "configs/quickstart.yaml").model_dump()
-    assert _resolved(form["config"]) == recipe
-    named = overlaid(prefect.defaults(deployment), {"config": {"base": "configs/quickstart.yaml"}})["config"]
-    with pytest.raises(ValidationError, match="'settings' has no effect without 'function'"):
-        TrainConfig.model_validate(named)
-
+    """As on the command line. Untouched it sends its recipe alone, which the deployment has from prefect.yaml."""
+    found = prefect.api.get(f"/deployments/name/{deployment}").raise_for_status().json()
+    assert found["parameters"] == {"recipe": "configs/quickstart.yaml"}
     folder = prefect.runs / f"form-{deployment.partition('/')[0]}"
-    run = prefect.start(deployment, overlaid(form, {"config": changed, "run_folder": str(folder)}))
+    run = prefect.start(deployment, {**found["parameters"], **changed, "run_folder": str(folder)})
     until((folder / "config.yaml").is_file, 120, "the run opens its folder")
     prefect.cancel(run)
-    assert load_config(folder / "config.yaml").model_dump() == overlaid(recipe, changed)
+    assert load_config(folder / "config.yaml") == load_config(ROOT / "configs/quickstart.yaml", words)
     until(lambda: prefect.state(run) == "Cancelled", 60, "the run is Cancelled")
 
 
-def _resolved(values: dict[str, Any]) -> dict[str, Any]:
-    return TrainConfig.model_validate(values).model_dump()
+@pytest.mark.parametrize(
+    ("deployment", "given", "words"),
+    [
+        (TRAIN, {"overrides": ["rollout.sampels=4"]}, ["train", "configs/quickstart.yaml", "rollout.sampels=4"]),
+        (SFT, {"model": "absent"}, ["sft", "configs/quickstart.yaml", "model.path=absent"]),
+        (
+            TRAIN,
+            {"overrides": ["model={path: absent, tiny: null}"]},
+            ["train", "configs/quickstart.yaml", "model={path: absent, tiny: null}"],
+        ),
+    ],
+)
+def test_what_only_the_run_can_see_fails_it_in_the_words_of_the_terminal(
+    prefect: Prefect, deployment: str, given: dict[str, Any], words: list[str]
+) -> None:
+    """Neither its state nor its log has a traceback. Control: the terminal refuses with the same words, exit code 2."""
+    run = prefect.start(deployment, {**given, "run_folder": str(prefect.runs / "absent")})
+    refused = penstock(prefect.environment, *words)
+    until(lambda: prefect.state(run) == "Failed", 60, "the run fails")
+    assert refused.returncode == 2
+    assert refused.stderr == f"error: {prefect.message(run)}\n"
+    until(lambda: prefect.logged("exited with status code", run), 60, "its process has ended, and all is logged")
+    assert prefect.logged(prefect.message(run), run)
+    assert not prefect.logged("Traceback", run)
+    assert not (prefect.runs / "absent").exists()
 
 
 def test_the_worker_trains_and_a_second_training_waits_and_is_steered_and_cancelled(prefect: Prefect) -> None:
@@ -412,6 +435,31 @@ def test_the_worker_trains_and_a_second_training_waits_and_is_steered_and_cancel
     assert json.loads((prefect.runs / "long" / "summary.json").read_text(encoding="utf-8"))["status"] == "cancelled"
 
 
+def test_the_worker_evaluates_and_exports_what_it_has_trained(prefect: Prefect) -> None:
+    """Of the run of the test before. What is not there is refused with the command's message, and leaves nothing."""
+    run, before = prefect.runs / "short", sorted(prefect.runs.iterdir())
+    wrong = prefect.start(EVALUATE, {"models": [str(prefect.runs / "shrot")]})
+    until(lambda: prefect.state(wrong) == "Failed", 120, "a model that is not there fails the run")
+    message = prefect.api.get(f"/flow_runs/{wrong}").raise_for_status().json()["state"]["message"]
+    assert f"there is no folder {prefect.runs / 'shrot'}" in message
+    assert sorted(prefect.runs.iterdir()) == before
+    assert prefect.trigger(EXPORT, {"to": "somewhere"}).is_client_error  # of which run?
+
+    to = prefect.runs / "evaluated"
+    asked = {"models": [str(run)], "overrides": ["evaluate.prompts=20"], "to": str(to)}
+    evaluation = prefect.start(EVALUATE, asked)
+    until(lambda: prefect.state(evaluation) in ENDED, 240, "the evaluation ends")
+    assert prefect.state(evaluation) == "Completed"
+    content = json.loads((to / "evaluation.json").read_text(encoding="utf-8"))
+    assert [item["model"] for item in content["models"]] == ["short"]
+    assert "heldout/accuracy/low" in content["figures"]["short"]
+
+    exporting = prefect.start(EXPORT, {"run": str(run), "to": str(prefect.runs / "exported")})
+    until(lambda: prefect.state(exporting) in ENDED, 120, "the export ends")
+    assert prefect.state(exporting) == "Completed"
+    assert (prefect.runs / "exported" / "README.md").is_file()
+
+
 def _progress(manifest: Path) -> dict[str, Any]:
     return dict(json.loads(manifest.read_text(encoding="utf-8"))["progress"])
 
@@ -434,7 +482,6 @@ def test_preferences_are_trained_on_from_the_form(prefect: Prefect, tmp_path: Pa
     row = {"prompt": "1+1=", "chosen": "2.", "rejected": "3."}
     (tmp_path / "pairs.jsonl").write_text(f"{json.dumps(row)}\n" * 8, encoding="utf-8")
     config = {
-        "base": "configs/dpo.yaml",
         "folder": str(prefect.runs),
         "model": {"tiny": {"hidden_size": 32, "layers": 1, "heads": 1, "kv_heads": 1}},
         "data": {"train": str(tmp_path / "pairs.jsonl"), "chat": False},
@@ -476,18 +523,19 @@ def test_without_a_server_the_command_says_how_to_start_one(prefect: Prefect) ->
 def test_entry_points_import_no_engine() -> None:
     """Workers and deployments import flows: no torch, vLLM or DeepSpeed comes with them. Control: Prefect does."""
     heavy = ("torch", "vllm", "deepspeed", "transformers", "prefect")
-    flows = "flows.train, flows.sft, flows.preference, flows.reward_model, flows.compare"
+    flows = "flows.train, flows.retrain, flows.sft, flows.preference, flows.reward_model, flows.compare, flows.evaluate"
+    flows += ", flows.export, flows.sweep"
     code = f"import sys, {flows}; print([name for name in {heavy} if name in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "['prefect']"
 
 
 def test_prefect_yaml_names_recipes_and_flows_that_exist() -> None:
-    """Every entry point is a file of this repository, every `base` a recipe in it."""
+    """Every entry point is a file of this repository, every `recipe` lies in it."""
     entries = yaml.safe_load((ROOT / "prefect.yaml").read_text(encoding="utf-8"))["deployments"]
     flows = [entry["entrypoint"].rpartition(":")[2].replace("_", "-") for entry in entries]
     assert {f"{flow}/{entry['name']}" for flow, entry in zip(flows, entries, strict=True)} == NAMES
-    bases = {entry["parameters"]["config"]["base"] for entry in entries if "config" in entry["parameters"]}
-    assert len(bases) == 5
-    assert all((ROOT / path).is_file() for path in bases)
+    recipes = {parameters["recipe"] for entry in entries if "recipe" in (parameters := entry.get("parameters", {}))}
+    assert len(recipes) == 5
+    assert all((ROOT / path).is_file() for path in recipes)
     assert all((ROOT / entry["entrypoint"].partition(":")[0]).is_file() for entry in entries)

@@ -16,10 +16,10 @@ from penstock.base.errors import UserError
 from penstock.cli import main as cli
 from penstock.cli import running
 from penstock.cli import terminal as cli_terminal
-from penstock.cli.failures import FAILURE, LINES, MISTAKE, told
 from penstock.cli.prefect import server
 from penstock.cli.prefect.quiet import quiet_terminal
 from penstock.cli.prefect.server import Terminated
+from penstock.session.flow_runs.failures import FAILURE, LINES, MISTAKE, told
 
 LOG = Path("runs/mine/logs/main-rank0.log")
 ROUTINE = "2026-01-15 10:15:00,000 INFO __main__: update_actor (7/update_actor): 0.12 s\n"

@@ -67,6 +67,17 @@ def test_a_careless_teacher_errs_in_one_digit_of_a_share_of_its_answers() -> Non
     assert (make_problems(ArithmeticData(), seed=1)["sft"]["response"] == right).all()
 
 
+def test_a_teacher_forgets_carries_in_a_share_of_its_answers() -> None:
+    """Each place then holds its own digits' sum; without a carry nothing is wrong. Control: of no share none is."""
+    sft = make_problems(ArithmeticData(forgotten_carries=0.6), seed=1)["sft"]
+    assert (make_problems(ArithmeticData(), seed=1)["sft"]["response"] == sft["answer"] + ".").all()
+    wrong = sft[sft["response"] != sft["answer"] + "."]
+    assert (wrong["carries"] > 0).all()
+    assert 0.5 < len(wrong) / (sft["carries"] > 0).sum() < 0.7
+    for prompt, said in zip(wrong["prompt"], wrong["response"], strict=True):
+        assert said == f"0{(int(prompt[0]) + int(prompt[3])) % 10}{(int(prompt[1]) + int(prompt[4])) % 10}."
+
+
 def test_the_seed_decides() -> None:
     """Same seed, same problems in the same order; another seed, others."""
     config = ArithmeticData()

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import random
+import re
 from collections import Counter
 from dataclasses import replace
 
@@ -37,6 +39,18 @@ def test_several_responses_per_prompt() -> None:
     assert figures["majority_at_3"] == 0.5
     assert figures["majority_at_3/low"] == 0.0
     assert figures["majority_at_3/high"] == 1.0
+
+
+def test_pass_at_k_is_the_share_of_draws_with_a_right_response() -> None:
+    """Against all draws of k of eight responses; a reward below the full one is not right. Control: best_at_8."""
+    rewards = [1.0, 0.9, 0.0, 1.0, 0.0, 0.9, 0.0, 0.0, *[0.9] * 8, *[1.0] * 8]
+    figures = Rewards().evaluate(heldout(rewards, 8))
+    right = [[value >= 1 for value in rewards[start : start + 8]] for start in (0, 8, 16)]
+    for k in (2, 4, 8):
+        drawn = [[any(draw) for draw in itertools.combinations(row, k)] for row in right]
+        assert figures[f"pass_at_{k}"] == pytest.approx(np.mean([np.mean(draws) for draws in drawn]))
+    assert [name for name in figures if re.fullmatch(r"pass_at_\d+", name)] == ["pass_at_2", "pass_at_4", "pass_at_8"]
+    assert figures["best_at_8"] == pytest.approx(2.9 / 3)
 
 
 def test_of_equally_frequent_answers_the_first_counts_and_rewards_of_one_answer_are_averaged() -> None:

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from configs.loading.keys import describe_keys
-from penstock.reports.alarms import RULES, alarms_of, looked_at, raised, turns
+from penstock.reports.alarms import RULES, STEP_RULES, History, alarms_of, looked_at, raised, turns
 from penstock.reports.waiting import ahead_gain, carry_gain, tail_gain
 
 Row = dict[str, float]
@@ -187,7 +187,7 @@ def test_the_documentation_lists_every_rule() -> None:
     """And none that does not exist."""
     page = (Path(__file__).parents[3] / "docs" / "evaluation.md").read_text(encoding="utf-8")
     _, _, section = page.partition("## Alarms")
-    assert re.findall(r"^\| `(\w+)` \|", section, re.MULTILINE) == [rule.name for rule in RULES]
+    assert re.findall(r"^\| `(\w+)` \|", section, re.MULTILINE) == [rule.name for rule in (*RULES, *STEP_RULES)]
 
 
 def test_the_remedies_name_settings_that_exist() -> None:
@@ -268,3 +268,33 @@ def test_a_training_that_puts_the_longest_off_is_not_told_to() -> None:
     assert raised([row] * 5)["alarm/rollout_waits"] == 1.0
     assert raised([row | {"rollout/deferred": 3.0}] * 5)["alarm/rollout_waits"] == 0.0
     assert raised([row] * 4)["alarm/rollout_waits"] == 0.0
+
+
+def of_losses(values: list[float]) -> History:
+    return [{"loss": value, "grad_norm": 1.0, "skipped_steps": 0.0} for value in values]
+
+
+def test_steps_have_alarms_of_their_own() -> None:
+    """Each is raised by what it is about. Control: a training that learns, noisily, raises none."""
+    noise = np.random.default_rng(0).normal(0, 0.05, 40)
+    learns = of_losses((np.linspace(1.0, 0.2, 40) + noise).tolist())
+    quiet = raised(learns, STEP_RULES)
+    assert quiet == {"alarm/loss_rises": 0.0, "alarm/gradient_jumps": 0.0, "alarm/steps_skipped": 0.0}
+    assert raised(of_losses((np.linspace(0.7, 1.2, 40) + noise).tolist()), STEP_RULES)["alarm/loss_rises"]
+    assert not raised(of_losses([0.7] * 20 + [1.2] * 4), STEP_RULES)["alarm/loss_rises"], "too few steps"
+    jumps = [{**item, "grad_norm": 9.0 if at in (33, 37) else 1.0} for at, item in enumerate(learns)]
+    assert raised(jumps, STEP_RULES)["alarm/gradient_jumps"]
+    assert raised([*learns, {**learns[-1], "skipped_steps": 1.0}], STEP_RULES)["alarm/steps_skipped"]
+    for after, alarm in ((0.8, 1.0), (0.6, 0.0)):
+        assert raised([{"heldout/loss": 0.7}, {"heldout/loss": after}], STEP_RULES) == {"alarm/overfitting": alarm}
+    assert raised([{"heldout/loss": 0.7}], STEP_RULES) == {"alarm/overfitting": 0.0}
+    (told,) = alarms_of([{"iteration": 4, "metrics": {"alarm/overfitting": 1.0}}])
+    assert told.when == "iteration 4"
+
+
+def test_what_is_forgotten_of_steps_changes_no_alarm() -> None:
+    """As above for iterations: the start and the end are what is looked at."""
+    rising = of_losses(np.linspace(0.7, 1.2, 200).tolist())
+    assert len(looked_at(rising)) < len(rising)
+    assert raised(looked_at(rising), STEP_RULES) == raised(rising, STEP_RULES)
+    assert raised(rising, STEP_RULES)["alarm/loss_rises"]

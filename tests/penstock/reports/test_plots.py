@@ -165,3 +165,22 @@ def test_bars_of_a_long_run_keep_the_height_of_the_mean() -> None:
         assert bars[:, 1].max() == pytest.approx(2.0)
         assert bars[:, 0].min() == 0.5
         assert bars[:, 0].max() >= count + 0.5
+
+
+STEPS = [
+    {"iteration": 0, "metrics": {"heldout/loss": 0.7, "heldout/accuracy": 0.0}},
+    *(
+        {"iteration": step, "metrics": {"loss": 0.7 - step / 100, "grad_norm": 1.0, "learning_rate": 1e-5}}
+        for step in range(1, 9)
+    ),
+]
+
+
+def test_steps_have_pictures_of_their_own(tmp_path: Path) -> None:
+    """Of preferences with a margin, too. Control: iterations have none of them."""
+    assert [path.stem for path in plot_run(STEPS[1:], tmp_path)] == ["loss", "optimizer"]
+    last = {"margin": 0.5, "accuracy": 1.0, "heldout/loss": 0.6, "heldout/accuracy": 0.9}
+    preferring = [*STEPS, {"iteration": 9, "metrics": STEPS[-1]["metrics"] | last}]
+    assert [path.stem for path in plot_run(preferring, tmp_path)] == ["loss", "preferences", "optimizer"]
+    iterations = [{"iteration": 1, "metrics": {"reward/mean": 0.5, "heldout/accuracy": 0.5}}]
+    assert [path.stem for path in plot_run(iterations, tmp_path)] == ["reward"]

@@ -115,6 +115,19 @@ def test_the_last_panel_says_what_was_reached_and_where_to_look() -> None:
         assert part in text.getvalue()
 
 
+def test_greedy_accuracy_stands_beside_that_of_sampled_responses() -> None:
+    """Each with how its responses were drawn. Control: where all are greedy there is one line."""
+    console, text = _console()
+    sampled = {"accuracy_before": 0.25, "accuracy_after": 0.5, "heldout_temperature": 1.0}
+    summary = {"status": "completed", "seconds": 61, "greedy_before": 0.3, "greedy_after": 0.9}
+    print_summary(console, summary | sampled, {})
+    assert "30.0% → 90.0%  +60.0 points, greedy" in text.getvalue()
+    assert "25.0% → 50.0%  +25.0 points, sampled at temperature 1" in text.getvalue()
+    console, text = _console()
+    print_summary(console, summary | sampled | {"heldout_temperature": 0.0}, {})
+    assert text.getvalue().count("points") == 1
+
+
 def test_where_to_look_is_never_broken() -> None:
     """A path that is longer than the terminal stays one line, to be copied. Control: the panel above is as wide."""
     console, text = _console(width=40)
@@ -188,3 +201,31 @@ def test_waiting_leaves_nothing_behind() -> None:
     assert "starting a server" in shown.getvalue()
     assert shown.getvalue().endswith("\x1b[2K")
     assert written.getvalue() == ""
+
+
+STEP = {"loss": 0.6931, "accuracy": 0.75, "tokens_per_s": 12345.0, "grad_norm": 1.0}
+
+
+def test_steps_are_counted_as_steps() -> None:
+    """With loss, accuracy and speed, each where it is there. Who looks on elsewhere hears of some. Control: of all."""
+    console, text = _console()
+    told: list[str] = []
+    with TrainingProgress(console, every_s=0, tell=told.append) as progress:
+        progress.start(3, completed=1, unit="step")
+        progress.advance(2, STEP, told=False)
+        progress.advance(3, {"loss": 0.5})
+    lines = text.getvalue().splitlines()
+    assert lines[0].startswith("step 2/3  loss 0.693 accuracy 75% 12,345 tok/s")
+    assert lines[1].startswith("step 3/3  loss 0.500  ")
+    assert told == ["step 3/3, loss 0.500"]
+
+
+def test_a_line_of_steps_fits_80_columns() -> None:
+    """Count, figures and clock of a long training. What was counted before has its own count."""
+    console, text = _console(terminal=True, width=80)
+    with TrainingProgress(console, every_s=0) as progress:
+        progress.start(9)
+        progress.start(10_000, unit="step", what="warm-up")
+        progress.advance(1000, STEP)
+    assert "1000/10000 loss 0.693 75% 12,345 tok/s 0:00:0" in text.getvalue()
+    assert "warm-up" in text.getvalue()

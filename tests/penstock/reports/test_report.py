@@ -192,7 +192,7 @@ def test_a_killed_run_has_a_report(run_folder: Path) -> None:
 def test_a_run_that_recorded_nothing_has_a_report(tmp_path: Path) -> None:
     """Negative control: an empty folder gives a page without pictures, not an error."""
     page = write_report(tmp_path, {}).read_text()
-    assert "No iteration has been recorded yet." in page
+    assert "Nothing has been recorded yet." in page
     assert "<img" not in page
 
 
@@ -237,3 +237,25 @@ def test_a_summary_shows_only_what_it_holds() -> None:
 def test_durations_read_as_people_say_them(seconds: float, text: str) -> None:
     """No 60 s and no 60 min at the edges."""
     assert duration(seconds) == text
+
+
+@pytest.mark.parametrize(
+    ("command", "shown", "hidden"),
+    [
+        ("sft", ["penstock serve"], ["penstock export", "reward.model="]),
+        ("preference", ["penstock serve"], ["penstock export", "reward.model="]),
+        ("reward-model", ["penstock serve", "reward.model="], ["penstock export"]),
+    ],
+)
+def test_a_training_in_steps_says_what_can_be_done_with_its_model(
+    run_folder: Path, command: str, shown: list[str], hidden: list[str]
+) -> None:
+    """Its loss is better where it is lower. Control: of iterations the model is exported."""
+    summary = {"status": "completed", "command": command, "steps": 9, "loss_first": 0.75, "loss_last": 0.5}
+    page = write_report(run_folder, {}, summary=summary).read_text()
+    for text in (*shown, "0.750 → 0.500", "-0.250"):
+        assert text in page
+    for text in hidden:
+        assert text not in page
+    assert [(line.label, line.trend) for line in headlines(summary)] == [("Loss", "up"), ("Steps", "")]
+    assert "penstock export" in write_report(run_folder, {}).read_text()

@@ -133,7 +133,7 @@ def test_calls_of_one_name_are_one_in_the_figures(
     monkeypatch.setattr("penstock.session.session.side_by_side", side_by_side)
     session.groups["actor"] = group  # type: ignore[assignment]
     loss = ActorLoss("ppo_clip", {}, 1.0, 0.0, None, 0.0)
-    command = SumGradient("", 0, Split(1, 1, 2, 32, 8, "token-mean", 0), loss, first=True, last=False)
+    command = SumGradient("", 0, Split(1, 1, 2, 1, 32, 8, "token-mean", 0), loss, first=True, last=False)
     for key in ("1/update_actor/0", "1/update_actor/1", "1/values"):
         session.call("actor", command, key)
     assert (

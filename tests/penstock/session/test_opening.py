@@ -74,11 +74,11 @@ def test_a_damaged_run_is_whole_before_anything_of_it_is_believed(run: RunFolder
     """The command line looks without mending: there the run is not complete, whatever it says."""
     run.model("final").mkdir(parents=True)
     run.summary.write_text(json.dumps({"status": "completed"}), encoding="utf-8")
-    assert is_complete(Resume(run.path, None, ["iterations=2"]))
-    assert not is_complete(Resume(run.path, "1", ["iterations=2"]))
+    assert is_complete(TRAIN, Resume(run.path, None, ["iterations=2"]))
+    assert not is_complete(TRAIN, Resume(run.path, "1", ["iterations=2"]))
     run.manifest.write_bytes(run.manifest.read_bytes()[:100])
     before = files(run)
-    assert not is_complete(Resume(run.path, None, ["iterations=2"]))
+    assert not is_complete(TRAIN, Resume(run.path, None, ["iterations=2"]))
     assert files(run) == before
     assert go_on(run, start, "iterations=3").iterations == 3
     assert read_manifest(run).progress.iteration == (1 if start else 2)
@@ -215,3 +215,22 @@ def test_a_flow_run_that_is_run_again_goes_on_with_its_run(
     assert resume_of(config, None, str(run.path), "000001") == Resume(run.path)  # and does not go back once more
     run.manifest.unlink()
     assert resume_of(config, folder, None) is None
+
+
+@pytest.mark.parametrize(("deployment", "begun"), [("d", True), ("", True), ("d", False)])
+def test_a_deployments_run_that_fails_says_how_it_goes_on(
+    deployment: str, begun: bool, run: RunFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On its page, where no command line adds it; with the folder for both. Controls: a command's run, and one that has
+    nothing to go on from."""
+    monkeypatch.setenv("PREFECT__RUNTIME__DEPLOYMENT__ID", deployment)
+    with pytest.raises(ZeroDivisionError) as caught, disable_run_logger(), opened(KIND, CONFIG, None, Resume(run.path)):
+        if not begun:
+            run.manifest.unlink()
+        raise ZeroDivisionError
+    notes = getattr(caught.value, "__notes__", [])
+    if not (deployment and begun):
+        assert notes == []
+        return
+    (note,) = notes
+    assert note == (f"It goes on with: penstock train --resume {run.path}, or this deployment with 'resume' {run.path}")

@@ -41,7 +41,7 @@ MANIFEST = Manifest(
     Progress(12, 12, prompt_cursor=96, kl_coefficient=0.02, seconds=61.5, overrides={"rollout.temperature": 0.9}),
     checkpoint="000012",
     model="/runs/a/models/initial",
-    tracked=Tracked("mlflow", "0f" * 16),
+    tracked=(Tracked("mlflow", "0f" * 16),),
     kind="train",
 )
 RANDOM = 1000  # flips, and as many cuts, of a large file

@@ -23,6 +23,7 @@ from penstock.state.experience import (
     column_names,
     consolidate,
     read_columns,
+    read_rows,
     with_parts,
     write_columns,
     write_columns_apart,
@@ -419,3 +420,46 @@ def test_a_reader_at_that_moment_does_not_join_two_rollouts(
     else:
         mixed = read_columns(rollout, ["prompt", "reward"])
         assert (mixed["prompt"][0], mixed["reward"][0]) == ("1-0", 2.0)
+
+
+# ---- some rows alone -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("rows", [[0], [9, 0, 4, 4], [2, 3], [], list(range(10))])
+@pytest.mark.parametrize("in_groups_of", [1, 3, 10])
+def test_some_rows_are_those_of_the_whole_columns(tmp_path: Path, rows: list[int], in_groups_of: int) -> None:
+    """In the order asked for, from a file of any row groups and from a part beside it."""
+    path = tmp_path / "000001.parquet"
+    tokens = Ragged.of([[row] * row for row in range(10)], np.int32)
+    write_columns(path, {"reward": np.arange(10.0), "tokens": tokens, "text": [str(row) for row in range(10)]})
+    pq.write_table(pq.ParquetFile(path).read(), path, row_group_size=in_groups_of)
+    add_columns(path, {"advantages": Ragged.of([[row / 2] * row for row in range(10)], np.float32)})
+    names = ["text", "advantages", "tokens", "reward"]
+    whole, some = read_columns(path, names), read_rows(path, names, np.asarray(rows, np.int64))
+    assert list(some) == names
+    assert some["reward"].tolist() == whole["reward"][rows].tolist()
+    assert some["text"] == [whole["text"][row] for row in rows]
+    for name in ("tokens", "advantages"):
+        assert _lists(some[name]) == [whole[name].row(row).tolist() for row in rows]
+
+
+def test_row_groups_without_the_rows_are_not_decoded(tmp_path: Path) -> None:
+    """One is damaged: rows of others come all the same. Control: its own do not."""
+    path = tmp_path / "000001.parquet"
+    write_columns(path, {"text": [chr(97 + row) * 1000 for row in range(4)]})
+    pq.write_table(pq.ParquetFile(path).read(), path, row_group_size=1, compression="none", use_dictionary=False)
+    column = pq.ParquetFile(path).metadata.row_group(2).column(0)
+    content = bytearray(path.read_bytes())
+    content[column.data_page_offset : column.data_page_offset + 40] = b"x" * 40
+    path.write_bytes(content)
+    assert read_rows(path, ["text"], np.array([3, 0]))["text"] == ["d" * 1000, "a" * 1000]
+    with pytest.raises(OSError):
+        read_rows(path, ["text"], np.array([2]))
+
+
+def test_a_row_of_a_column_that_is_absent_says_so(tmp_path: Path) -> None:
+    """Before anything is decoded."""
+    path = tmp_path / "000001.parquet"
+    write_columns(path, {"reward": np.zeros(2)})
+    with pytest.raises(KeyError, match="no column advantages"):
+        read_rows(path, ["reward", "advantages"], np.array([0]))

@@ -31,7 +31,7 @@ MANIFEST = Manifest(
     progress=Progress(iteration=12, policy_version=12, prompt_cursor=768, kl_coefficient=0.02, overrides={"a.b": 1}),
     checkpoint="000012",
     model="models/initial",
-    tracked=Tracked("mlflow", "abc"),
+    tracked=(Tracked("mlflow", "abc"),),
     kind="train",
 )
 

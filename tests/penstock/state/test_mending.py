@@ -33,7 +33,7 @@ def standing(name: str) -> Manifest:
     """The manifest of the checkpoint `name`."""
     done = int(name)
     progress = Progress(done, done, prompt_cursor=8 * done, kl_coefficient=done / 100, seconds=float(done))
-    return Manifest(progress, name, "models/initial", tracked=Tracked("mlflow", "of the checkpoint"), kind="train")
+    return Manifest(progress, name, "models/initial", tracked=(Tracked("mlflow", "of the checkpoint"),), kind="train")
 
 
 @pytest.fixture
@@ -45,7 +45,7 @@ def run(tmp_path: Path) -> RunFolder:
         append_metrics(run, number, {"loss": float(number)})
     for name in NAMES:
         write_checkpoint(run, standing(name))
-    write_manifest(run, dataclasses.replace(standing("000012"), tracked=Tracked("mlflow", "newer")))
+    write_manifest(run, dataclasses.replace(standing("000012"), tracked=(Tracked("mlflow", "newer"),)))
     return run
 
 
@@ -80,7 +80,7 @@ def test_the_checkpoint_before_a_damaged_one_is_taken(run: RunFolder) -> None:
     assert "state-main-0.safetensors is damaged; set aside as " in first
     assert first.endswith("checkpoints/damaged-000012")
     assert then == f"{run.path} goes on from checkpoint 000008"
-    assert read_manifest(run) == dataclasses.replace(standing("000008"), tracked=Tracked("mlflow", "newer"))
+    assert read_manifest(run) == dataclasses.replace(standing("000008"), tracked=(Tracked("mlflow", "newer"),))
     assert (run.checkpoints / "damaged-000012" / "state-main-0.safetensors").exists()
     halve(run.checkpoint(8) / "sha256.json")
     assert len(mend(run, "train")) == 2
@@ -114,7 +114,7 @@ def test_without_a_checkpoint_a_lost_manifest_is_that_of_the_beginning(tmp_path:
     """The configuration is whole. Control: one that is damaged, too, has nothing to be made of."""
     run = RunFolder(tmp_path)
     run.config.write_text(signed(CONFIG), encoding="utf-8")
-    write_manifest(run, Manifest(Progress(), kind="train", tracked=Tracked("mlflow", "m")))
+    write_manifest(run, Manifest(Progress(), kind="train", tracked=(Tracked("mlflow", "m"),)))
     halve(run.manifest)
     said = mend(run, "train")
     assert said[-1] == f"{run.path} goes on from its beginning"
@@ -145,7 +145,7 @@ def test_where_nothing_whole_is_left_nothing_happens(run: RunFolder, also: str) 
 def test_a_person_may_choose_the_checkpoint(run: RunFolder, start: str) -> None:
     """Also with the newest whole. Later ones stay until the engines are at the chosen one."""
     assert mend(run, "train", start) == [f"{run.path} goes on from checkpoint 000004"]
-    assert read_manifest(run) == dataclasses.replace(standing("000004"), tracked=Tracked("mlflow", "newer"))
+    assert read_manifest(run) == dataclasses.replace(standing("000004"), tracked=(Tracked("mlflow", "newer"),))
     mend(run, "train", "12")
     assert read_manifest(run).progress == standing("000012").progress
 
@@ -276,7 +276,7 @@ def test_the_checkpoint_of_supervised_steps_mends_its_run(tmp_path: Path) -> Non
     """Its manifest gives back kind and links; damaged, nothing whole is left."""
     run = RunFolder(tmp_path)
     run.config.write_text(signed(CONFIG), encoding="utf-8")
-    linked = Manifest(Progress(), kind="sft", tracked=Tracked("mlflow", "m"), trained_with={"attention": "flash"})
+    linked = Manifest(Progress(), kind="sft", tracked=(Tracked("mlflow", "m"),), trained_with={"attention": "flash"})
     saved = dataclasses.replace(linked, progress=Progress(iteration=8), checkpoint="000008")
     write_manifest(run, linked)
     write_checkpoint(run.finetuning, saved)

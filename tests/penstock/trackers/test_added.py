@@ -46,8 +46,8 @@ def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], Tra
     return partial(recorded_training, tmp_path, monkeypatch)
 
 
-def recorded_training(folder: Path, patch: pytest.MonkeyPatch, tracker: str) -> Training:
-    """Return a training in `folder` that a tracker records, and whose experience of three iterations is there."""
+def recorded_training(folder: Path, patch: pytest.MonkeyPatch, tracker: str | list[str]) -> Training:
+    """Return a training in `folder` that trackers record, and whose experience of three iterations is there."""
     run = RunFolder(folder / "run")
     patch.delenv("MLFLOW_TRACKING_URI", raising=False)
     patch.setattr(record, "keep_memory", lambda *_: None)
@@ -78,8 +78,7 @@ def attempt(training: Training, *iterations: int, fails: bool = False) -> None:
 
 def held(run: RunFolder) -> list[dict[str, Any]]:
     """Return all lines that the tracker has of a run."""
-    tracked = read_manifest(run).tracked
-    assert tracked is not None
+    (tracked,) = read_manifest(run).tracked
     (file,) = (run.path.parent / "lines").glob("*.jsonl")
     assert file.stem == tracked.run
     return [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
@@ -97,7 +96,9 @@ def test_a_new_tracker_gets_a_run_and_its_resume_each_figure_once(make: Callable
     tracker = f"{THEIRS}Lines"
     training = make(tracker)
     truncate_metrics(training.run.warm_up, -1)  # as restoring does before the first step
-    record_warm_up.fn(training, 0, [3.0, 2.0])  # nothing takes it yet: it comes with the earlier attempts
+    record_warm_up.fn(
+        training, 0, [{"loss": 3.0}, {"loss": 2.0}]
+    )  # nothing takes it yet: it comes with the earlier attempts
     with pytest.raises(ZeroDivisionError):
         attempt(training, 0, 1, 2, fails=True)
     assert steps(held(training.run), "reward/mean") == [0, 1, 2]
@@ -112,7 +113,7 @@ def test_a_new_tracker_gets_a_run_and_its_resume_each_figure_once(make: Callable
     assert [line["settings"]["record.tracker"] for line in lines if "settings" in line] == [tracker]
     assert lines[0]["tags"]["algorithm"] == "grpo"
     summary = json.loads(training.run.summary.read_text(encoding="utf-8"))
-    assert (summary["tracked"]["tracker"], summary["tracked"]["label"]) == (tracker, "Lines")
+    assert (summary["tracked"][0]["tracker"], summary["tracked"][0]["label"]) == (tracker, "Lines")
     assert sync(training.run.path) == f"Lines ({training.run.path.parent / 'lines'}) held all of it already"
 
 
@@ -131,10 +132,10 @@ with pytest.MonkeyPatch.context() as patch:
     print(steps(held(training.run), "reward/mean"))
     print("LINES_PASSWORD" in withheld(), "MLFLOW_TRACKING_PASSWORD" in withheld())
 """
-IMPORT = "from penstock.trackers import mlflow\n"
+IMPORT = "from penstock.trackers import mlflow, prometheus, tensorboard, wandb\n"
 LINE = '    "mlflow": Kind('
 ADDED = (
-    (IMPORT, IMPORT.replace("mlflow", "lines, mlflow")),
+    (IMPORT, IMPORT.replace("import ", "import lines, ")),
     (LINE, f'    "lines": Kind(lines.Lines, withheld=("LINES_PASSWORD",)),\n{LINE}'),
 )
 
@@ -196,8 +197,7 @@ def test_training_on_preferences_is_recorded_where_tracker_says(make: Callable[[
     assert not database.exists()
     lines = held(training.run)
     assert steps(lines, "loss") == [1]
-    tracked = read_manifest(training.run).tracked
-    assert tracked is not None
+    (tracked,) = read_manifest(training.run).tracked
     assert (tracked.tracker, tracked.run) == (config.tracker, "preferring-0")
     begin_manifest(make("mlflow"), Progress())
     with recording_preferences(training, "preference", PreferenceConfig()):

@@ -22,9 +22,10 @@ from mlflow.utils.validation import _validate_batch_log_limits
 
 from penstock.base.errors import UserError
 from penstock.trackers import mlflow as module
-from penstock.trackers.mlflow import CHANGED, FOLDER, MlflowTracker, connect, default_tracking_uri
+from penstock.trackers.mlflow import CHANGED, FOLDER, MlflowTracker, connect, default_tracking_uri, pages
 from penstock.trackers.tracker import (
     ITERATION,
+    PARENT,
     Artifact,
     Figures,
     Model,
@@ -34,6 +35,7 @@ from penstock.trackers.tracker import (
     flatten,
     table_text,
 )
+from tests.delivering import begun
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -437,3 +439,25 @@ def test_the_page_is_that_of_the_newest_runs_experiment(tmp_path: Path, monkeypa
     client.create_run(newer, start_time=2)
     client.create_run(older, start_time=1)
     assert address() == f"http://127.0.0.1:5000/#/experiments/{newer}/runs?workflowType=machine_learning"
+
+
+def test_runs_of_a_sweep_are_with_the_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the database of the directory that the sweep is in. Control: any other folder of runs has its own."""
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    for name in ("sums-sweep", "other"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "sums-sweep" / "sweep.yaml").touch()
+    assert default_tracking_uri(tmp_path / "sums-sweep") == f"sqlite:///{tmp_path / 'mlflow.db'}"
+    assert default_tracking_uri(tmp_path / "other") == f"sqlite:///{tmp_path / 'other' / 'mlflow.db'}"
+    begun(default_tracking_uri(tmp_path))
+    assert pages(tmp_path / "sums-sweep", 5000) is not None
+    assert pages(tmp_path / "other", 5000) is None
+
+
+def test_a_part_of_another_run_is_nested_below_it(tmp_path: Path) -> None:
+    """As MLflow's pages show it. Control: a run that is part of none."""
+    uri = f"sqlite:///{tmp_path / 'mlflow.db'}"
+    whole, part = begun(uri), MlflowTracker(uri)
+    part.open(NewRun("part", "exp", {PARENT: whole.run}))
+    tags = [connect(uri).get_run(tracker.run).data.tags for tracker in (whole, part)]
+    assert [item.get("mlflow.parentRunId") for item in tags] == [None, whole.run]

@@ -36,7 +36,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunFolder:
     run.path.mkdir()
     run.config.write_text("name: x\n")
     tracker = begun(default_tracking_uri(tmp_path))
-    write_manifest(run, Manifest(Progress(), tracked=Tracked("mlflow", tracker.run)))
+    write_manifest(run, Manifest(Progress(), tracked=(Tracked("mlflow", tracker.run),)))
     for number in range(3):
         append_metrics(run, number, {"reward/mean": number / 10})
     append_metrics(run, 1, {"checkpoint/gib": 1.5})

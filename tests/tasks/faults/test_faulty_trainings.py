@@ -20,11 +20,11 @@ from configs.loading.load import load_config
 from flows.replay import replay
 from flows.train import train
 from penstock.base.errors import GradientNotFinite, KlExploded
-from penstock.cli.runs.export_run import export_run
 from penstock.state.events import FAULT, read_events
 from penstock.state.experience import read_columns
 from penstock.state.manifest import read_manifest, write_manifest
 from penstock.state.run_folder import RunFolder, read_metrics
+from tasks.export_run import export_run
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 

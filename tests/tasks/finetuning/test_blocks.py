@@ -18,6 +18,7 @@ def test_blocks_cover_every_step_once(steps: int, checkpoint_every: int) -> None
     assert [step for first, count in cut for step in range(first, first + count)] == list(range(steps))
     assert all(1 <= count <= STEPS_PER_COMMAND for _, count in cut)
     due = {step for step in range(1, steps) if checkpoint_every and step % checkpoint_every == 0}
+    due |= {steps} if checkpoint_every else set()
     ends = {first + count for first, count in cut}
     assert due == {end for end in ends if checkpoint_due(config, end)}
     for done in due:
@@ -25,10 +26,13 @@ def test_blocks_cover_every_step_once(steps: int, checkpoint_every: int) -> None
 
 
 def test_nothing_is_left_after_the_last_step() -> None:
-    """The control; nor is a checkpoint due then, since the model itself is written."""
+    """The control. A checkpoint is due then where the run may go on for longer: not in a warm-up, nor without any."""
     config = SftConfig(steps=50, checkpoint_every=25)
     assert list(blocks(config, 50)) == []
-    assert [done for done in range(51) if checkpoint_due(config, done)] == [25]
+    assert [done for done in range(1, 51) if checkpoint_due(config, done)] == [25, 50]
+    assert [done for done in range(1, 51) if checkpoint_due(config, done, alone=False)] == [25]
+    never = SftConfig(steps=50, checkpoint_every=0)
+    assert not any(checkpoint_due(never, done) for done in range(1, 51))
 
 
 def test_a_block_ends_where_a_scheduled_value_changes() -> None:

@@ -18,6 +18,7 @@ from penstock.trackers.mlflow import MlflowTracker, connect
 from tasks.finetuning.record import record_warm_up
 from tasks.iteration.checkpoint import begin_manifest
 from tests.delivering import await_delivery, in_mlflow, with_outbox
+from tests.tasks.finetuning.test_record import losses
 
 
 @pytest.fixture
@@ -35,7 +36,7 @@ def opened(training: Training) -> None:
 
 
 def tracker_of(training: Training) -> MlflowTracker:
-    tracker = training.session().tracker
+    (tracker,) = training.session().trackers
     assert isinstance(tracker, MlflowTracker)
     return tracker
 
@@ -50,13 +51,13 @@ def logged(training: Training, name: str) -> list[tuple[int, float]]:
 def test_a_step_is_recorded_once_and_is_no_iteration(training: Training) -> None:
     """Also where steps after a checkpoint are taken again. Control: an iteration of the same number is its own."""
     run = training.run
-    record_warm_up.fn(training, 0, [3.0, 2.5])
-    record_warm_up.fn(training, 2, [2.0])
+    record_warm_up.fn(training, 0, losses(3.0, 2.5))
+    record_warm_up.fn(training, 2, losses(2.0))
     assert read_metrics(run) == []
     await_delivery(training)
     assert tracker_of(training).logged_through() == -1, "no iteration counts as logged"
     truncate_metrics(run.warm_up, 2)  # a resume
-    record_warm_up.fn(training, 2, [2.0, 1.5, 1.0])
+    record_warm_up.fn(training, 2, losses(2.0, 1.5, 1.0))
     steps = [(1, 3.0), (2, 2.5), (3, 2.0), (4, 1.5), (5, 1.0)]
     assert [(item["iteration"], item["metrics"]["loss"]) for item in read_metrics(run.warm_up)] == steps
     assert logged(training, LOSS) == steps
@@ -69,7 +70,7 @@ def test_a_step_is_recorded_once_and_is_no_iteration(training: Training) -> None
 def test_a_store_that_lost_the_run_gets_the_warm_up_again(training: Training, monkeypatch: pytest.MonkeyPatch) -> None:
     """In calls of a size that MLflow takes. Control: the iterations that it lost, and no more than there are."""
     monkeypatch.setattr(module, "METRICS_PER_CALL", 2)
-    record_warm_up.fn(training, 0, [3.0, 2.5, 2.0, 1.5, 1.0])
+    record_warm_up.fn(training, 0, losses(3.0, 2.5, 2.0, 1.5, 1.0))
     append_metrics(training.run, 1, {"actor/loss": 0.5})
     begin_manifest(training, Progress())
     opened(training)
@@ -81,7 +82,7 @@ def test_a_store_that_lost_the_run_gets_the_warm_up_again(training: Training, mo
 
 def test_a_loss_that_is_not_finite_is_a_gap(training: Training) -> None:
     """MLflow would store infinity as 1.8e308."""
-    record_warm_up.fn(training, 0, [math.inf, 2.0])
+    record_warm_up.fn(training, 0, losses(math.inf, 2.0))
     (_, first), second = logged(training, LOSS)
     assert math.isnan(first)
     assert second == (2, 2.0)

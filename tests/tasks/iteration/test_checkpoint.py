@@ -123,16 +123,16 @@ def test_steps_after_those_of_the_manifest_go_as_well(training_with: MakeTrainin
     """
     training = training_with(TrainConfig())
     run, folder = training.run, training.run.finetuning
-    assert restored.fn(training, run) == 0
+    assert restored.fn(training, run, "sft") == 0
     sealed(folder, 200)
     for record in (run, run.warm_up):
         truncate_metrics(record, -1)
         append_metrics(record, 1, {"loss": 1.0})
-    assert restored.fn(training, run.warm_up) == 0
+    assert restored.fn(training, run.warm_up, "sft") == 0
     assert not list(folder.checkpoints.iterdir())
     assert read_metrics(run.warm_up) == []
     assert [record["iteration"] for record in read_metrics(run)] == [1]
-    assert restored.fn(training, run) == 0
+    assert restored.fn(training, run, "sft") == 0
     assert read_metrics(run) == []
 
 

@@ -17,6 +17,7 @@ import pytest
 from mlflow.entities import Run
 
 from configs.schema import TrainConfig
+from engines.groups.spec import GroupSpec, RankDevice
 from engines.sizing.memory import Recomputed
 from penstock.session import record as session_record
 from penstock.session.consolidation import Consolidator
@@ -32,7 +33,7 @@ from penstock.trackers.tracker import Figures, Status
 from tasks.finetuning.checkpoints import steps_done
 from tasks.iteration import record
 from tasks.iteration.checkpoint import manifest
-from tasks.iteration.record import sample_rows, summarize
+from tasks.iteration.record import gpus_held, sample_rows, summarize
 from tests.delivering import await_delivery, in_mlflow, log_iteration, tracked_run, with_outbox
 
 MakeTraining = Callable[[TrainConfig], Training]
@@ -72,19 +73,21 @@ def test_a_run_that_mlflow_lost_is_recorded_anew_up_to_where_it_goes_on(
     first = tracker.run
     log_iteration(tracker, 1, {"reward/mean": 0.1})
     write_manifest(run, manifest(training, Progress(iteration=2), None))
-    assert reopened(training)
+    assert reopened(training, "mlflow", tracker)
     connect(uri).delete_run(first)
-    assert not reopened(training)
+    assert not reopened(training, "mlflow", tracker)
     assert first in caplog.text
     write_config(run, training.config)
-    session_record.begin_run(training, recording(training, 2))
+    session = training.session()
+    session.trackers, session.tracked = [], ()
+    session_record.open_run(training, recording(training, 2), "mlflow", tracker)
     assert tracker.run != first
     begin_delivery(training, 2)
     await_delivery(training)
     history = connect(uri).get_metric_history(tracker.run, "reward/mean")
     assert [(entry.step, entry.value) for entry in history] == [(1, 0.1), (2, 0.2)]
     assert not MlflowTracker(uri).find("0" * 32)
-    assert reopened(training), "the next resume goes on in the new one"
+    assert reopened(training, "mlflow", tracker), "the next resume goes on in the new one"
     assert read_manifest(run).progress.iteration == 2
 
 
@@ -112,6 +115,18 @@ def test_a_training_without_rollout_is_replayed_up_to_its_own_steps(
     assert steps_done(run, "final", 12) == step
 
 
+def test_a_summary_counts_the_gpus_that_were_held(training_with: MakeTraining) -> None:
+    """Each once, on all machines. Control: CPU ranks are none."""
+    training = training_with(TrainConfig())
+    first, second = RankDevice(0), RankDevice(1)
+    placed = {"actor": (first, second), "critic": (RankDevice(0, "pool/0"),), "reward": (RankDevice(None),)}
+    for role, devices in placed.items():
+        spec = GroupSpec(role, (role,), devices, Path(), 1.0, 1.0, 1.0)  # type: ignore[arg-type]
+        training.session().groups[role] = type("Placed", (), {"spec": spec})()  # type: ignore[index,assignment]
+    training.session().groups["rollout"] = training.session().groups["actor"]
+    assert gpus_held(training) == 3
+
+
 def test_a_summary_of_a_whole_run(training_with: MakeTraining) -> None:
     """First and last of each figure; tokens per second over the iterations; seconds of all attempts."""
     training = recorded(training_with(TrainConfig()), 0.5, None, 0.6, None)
@@ -119,7 +134,7 @@ def test_a_summary_of_a_whole_run(training_with: MakeTraining) -> None:
     engine = {"parameters": 7, "parameters_shared": 5, "parameters_copied": 2, "reshard_strategy": "shared"}
     engine |= {"attention": "FlashAttention 4"}
     session.engine_figures = dict(engine)
-    session.tracker, session.tracked = MlflowTracker("https://me:sesame@mlflow.corp"), Tracked("mlflow", "run")
+    session.trackers, session.tracked = [MlflowTracker("https://me:sesame@mlflow.corp")], (Tracked("mlflow", "run"),)
     session.prefect_flow_run_id = "flow"
     session.recomputed = {"actor": Recomputed(False, True)}
     session.seconds_before, session.started = 100.0, time.monotonic() - 10
@@ -131,15 +146,18 @@ def test_a_summary_of_a_whole_run(training_with: MakeTraining) -> None:
         "accuracy_before": 0.5,
         "accuracy_after": 0.6,
         "heldout_temperature": 0.7,
+        "greedy_before": None,
+        "greedy_after": None,
         "reward_first": 0.1,
         "reward_last": 0.3,
         "tokens_per_second": 50.0,
+        "gpus": 0,
         "actor_mfu": pytest.approx(0.25),
         "time_shares": pytest.approx({"rollout": 0.6, "other": (0.1 * 1 + 0.2 * 2 + 0.3 * 3) / 6}),
         **engine,
         "recomputed": {"actor": "logits"},
         "kv_cache_stays": None,
-        "tracked": {"tracker": "mlflow", "run": "run", "label": "MLflow", "address": "https://mlflow.corp"},
+        "tracked": [{"tracker": "mlflow", "run": "run", "label": "MLflow", "address": "https://mlflow.corp"}],
         "prefect_flow_run_id": "flow",
     }
 
@@ -174,8 +192,8 @@ def test_a_run_says_how_it_ended_also_where_mlflow_is_gone(
     """In its summary; what MLflow lacks, and the command that delivers it, in one line."""
     training = training_with(TrainConfig())
     session = training.session()
-    session.tracker = MlflowTracker("http://alice:sesame@127.0.0.1:9")
-    session.tracked = Tracked("mlflow", "of this run")
+    session.trackers = [MlflowTracker("http://alice:sesame@127.0.0.1:9")]
+    session.tracked = (Tracked("mlflow", "of this run"),)
 
     def gone(*_: object) -> None:
         raise ConnectionError
@@ -219,7 +237,7 @@ def test_what_ended_a_run_is_told_and_its_summary_and_page_are_there_also_where_
 
 def recording(training: Training, through: int) -> Recording:
     """Return how a training is recorded; its experiment is its own."""
-    return Recording("train", training.config, "mlflow", training.run.name, "grpo", through, summarize)
+    return Recording("train", training.config, ["mlflow"], training.run.name, "grpo", through, summarize)
 
 
 def opened(training: Training, through: int) -> AbstractContextManager[None]:
@@ -267,7 +285,7 @@ def test_no_run_stays_running_in_mlflow_that_was_stopped_while_it_opened(
 
     training = training_with(TrainConfig())
     with opened(training, 0):
-        assert training.session().tracked == Tracked("mlflow", first)
+        assert training.session().tracked == (Tracked("mlflow", first),)
         assert client.get_run(first).info.status == "RUNNING"
     assert client.get_run(first).info.status == "FINISHED"
     assert len(runs_of(training)) == 1

@@ -100,7 +100,7 @@ def test_a_runs_pages_are_on_the_servers_of_the_environment() -> None:
 
     def summary(address: str) -> dict[str, Any]:
         tracked = {"tracker": "mlflow", "run": "m", "label": "MLflow", "address": address}
-        return {"tracked": tracked, "prefect_flow_run_id": "p"}
+        return {"tracked": [tracked], "prefect_flow_run_id": "p"}
 
     with temporary_settings({PREFECT_API_URL: None, PREFECT_UI_URL: None}):
         assert pages_of_run(summary("sqlite:////elsewhere/mlflow.db"), "penstock ui runs") == {
@@ -112,6 +112,6 @@ def test_a_runs_pages_are_on_the_servers_of_the_environment() -> None:
             "MLflow": "https://mlflow.corp   run m",
             "Prefect": "https://prefect.corp/runs/flow-run/p",
         }
-        assert pages_of_run({"tracked": None, "prefect_flow_run_id": "p"}, "penstock ui runs") == {
+        assert pages_of_run({"tracked": [], "prefect_flow_run_id": "p"}, "penstock ui runs") == {
             "Prefect": "https://prefect.corp/runs/flow-run/p",
         }

@@ -1,0 +1,61 @@
+"""Models of the registry where a folder is wanted: `models:/NAME@best` becomes the folder of a version.
+
+It is looked up once, when a run begins; the run keeps the folder and the version in its configuration, so that a resume
+asks no registry, and starts from what it started from.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TypeVar, cast
+
+from configs.preference import PairConfig
+from configs.schema import TrainConfig
+from configs.sections.run import names_of_trackers
+from penstock.base.errors import UserError
+from penstock.trackers.registry import Version, check_weights, find, reference
+from penstock.trackers.table import TRACKERS, has_registry, registry_in
+
+Tree = TypeVar("Tree", bound=TrainConfig | PairConfig)
+
+
+def registered(text: str, folder: Path) -> Version | None:
+    """Return the version that a text names, whose folder is as it was registered; None: it names none.
+
+    Args:
+        folder: directory of the run folders, in whose store the registry is.
+
+    Raises:
+        UserError: there is no such version, or its folder is gone or changed.
+    """
+    if (wanted := reference(text)) is None:
+        return None
+    version = find(registry_in(folder), wanted)
+    check_weights(version)
+    return version
+
+
+def with_registered_model(config: Tree) -> Tree:
+    """Return a configuration in which `model.path` is a folder; that of a version comes with the version's name.
+
+    Raises:
+        UserError: see `registered`.
+    """
+    if config.model.path is None or (version := registered(config.model.path, Path(config.folder))) is None:
+        return config
+    model = config.model.model_copy(update={"path": str(version.folder), "version": str(version)})
+    return cast(Tree, config.model_copy(update={"model": model}))
+
+
+def check_registering(config: TrainConfig) -> None:
+    """Check that the trained model can be registered where the recipe says so.
+
+    Raises:
+        UserError: the tracker has no registry.
+    """
+    names = names_of_trackers(config.record.tracker)
+    if config.record.registered_model is not None and not any(map(has_registry, names)):
+        raise UserError(
+            f"record.registered_model has no effect: no registry of models is in {', '.join(names)}",
+            f"remove it, or use one that has: {', '.join(filter(has_registry, TRACKERS))}",
+        )

@@ -1,0 +1,84 @@
+"""The form of a deployment as a person sees it: its fields empty but for the recipe, and recipes to choose from.
+
+`prefect deploy` makes a form that works, and sends every default of the schema; this is what `penstock deploy` makes of
+it. Recipes are those that lie ready where it runs: one that is added later is offered after the next deployment.
+"""
+
+from __future__ import annotations
+
+import os
+from functools import cache
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from configs.loading.blank import blank
+from configs.loading.form import config_from_form
+from configs.preference import PreferenceConfig, RewardModelConfig
+from configs.schema import TrainConfig
+from configs.tree.recipes import FOLDERS_VARIABLE, SUFFIXES
+from configs.tree.section import Recipe
+from penstock.base.errors import UserError
+
+if TYPE_CHECKING:
+    from prefect.client.orchestration import SyncPrefectClient
+
+TREES: dict[str, type[Recipe]] = {
+    "train": TrainConfig,
+    "retrain": TrainConfig,
+    "sft": TrainConfig,
+    "preference": PreferenceConfig,
+    "reward-model": RewardModelConfig,
+}
+MEASURED = "bench_*"  # recipes of benchmarks, which nobody trains with
+
+
+def put_form(client: SyncPrefectClient, deployment: str, home: Path) -> None:
+    """Give the deployment `flow/name` its form, if it trains by a recipe.
+
+    Args:
+        home: the folder in which its runs begin.
+
+    Raises:
+        UserError: the deployment's recipe is wrong.
+    """
+    from prefect.client.schemas.actions import DeploymentUpdate
+
+    flow = deployment.partition("/")[0]
+    there = client.read_deployment_by_name(deployment)
+    if flow not in TREES or "recipe" not in there.parameters:
+        return
+    recipe = there.parameters["recipe"]
+    check_recipe(flow, home / recipe)
+    schema = blank(there.parameter_openapi_schema or {}, {"recipe": sorted({recipe, *recipes(flow, home)})})
+    client.update_deployment(there.id, DeploymentUpdate.model_validate({"parameter_openapi_schema": schema}))
+
+
+@cache
+def recipes(flow: str, home: Path) -> list[str]:
+    """Return the recipes of a flow, as a form names them: in `configs/`, in `home` and in the operator's folders."""
+    theirs = [Path(entry) for entry in os.environ.get(FOLDERS_VARIABLE, "").split(os.pathsep) if entry]
+    files = [path for folder in (home / "configs", home, *theirs) for path in sorted(folder.glob("*"))]
+    return [
+        str(path.relative_to(home) if path.is_relative_to(home) else path.absolute())
+        for path in files
+        if path.suffix in SUFFIXES and not path.match(MEASURED) and _holds(flow, path)
+    ]
+
+
+def _holds(flow: str, path: Path) -> bool:
+    try:
+        check_recipe(flow, path)
+    except UserError:
+        return False
+    return True
+
+
+def check_recipe(flow: str, path: Path) -> None:
+    """Check that a recipe is one of the flow.
+
+    Raises:
+        UserError: it cannot be read, has a mistake, or is for another flow.
+    """
+    config = config_from_form(TREES[flow], str(path), {}, None, None)
+    if flow == "sft" and isinstance(config, TrainConfig) and config.sft is None:
+        raise UserError(f"{path} has no 'sft' section", "name a recipe that has one")

@@ -1,0 +1,1 @@
+"""What the policy said and what it earned: responses of a run, for people."""

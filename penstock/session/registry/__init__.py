@@ -1,0 +1,1 @@
+"""Models of runs in the tracker's registry: what a version says of its run, and which version is best."""

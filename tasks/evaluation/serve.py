@@ -1,0 +1,88 @@
+"""Serve: a rollout engine with the weights of a model that nobody trains, held-out prompts and the source of rewards.
+
+The engines wait for their GPUs as those of a training do. Left out: recovery; what a lost rank was asked is asked again
+by giving the command again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from prefect import get_run_logger, task
+from prefect.cache_policies import NO_CACHE
+
+from configs.evaluation import EvaluationConfig
+from configs.loading.resuming import Resumable
+from configs.sections.run import Role
+from engines.commands.build import BuildFrozen
+from penstock.checks.evaluation import check_evaluation
+from penstock.checks.memory import check_memory
+from penstock.data.prompts import RESERVED, PromptTable, tokenize_prompts
+from penstock.data.source import split_of
+from penstock.rewards.source import open_scorer
+from penstock.session.opening import Kind, started
+from penstock.session.progress import show_progress
+from penstock.session.session import Session, Training
+from penstock.state.run_folder import RunFolder
+from tasks.evaluation.inputs import Plan, Subject
+from tasks.start import load_tokenizer
+
+NOTHING = Resumable((), (), "", ())  # an evaluation does not go on
+EVALUATION = Kind("evaluate", EvaluationConfig, check_evaluation, check_memory, NOTHING)
+
+
+@contextmanager
+def served(plan: Plan, subject: Subject, weights: Path, run: RunFolder) -> Iterator[Training]:
+    """Start the engines of an evaluation of one model; they end with the context.
+
+    Args:
+        weights: folder of the model.
+        run: where its prompts, responses and logs go.
+
+    Raises:
+        UserError: more GPUs or memory are needed than there are.
+    """
+    with (
+        started(EVALUATION, plan.engines(subject, weights), run) as training,
+        show_progress(training, f"evaluating {subject.label}"),
+    ):
+        load_heldout(training, str(weights))
+        serve(training, str(weights))
+        yield training
+
+
+@task(task_run_name="held-out-prompts", cache_policy=NO_CACHE)
+def load_heldout(training: Training, model_folder: str) -> dict[str, int]:
+    """Tokenize the held-out prompts for a model and open the source of rewards; return counts."""
+    session, config, path = training.session(), training.config, training.run.prompts("heldout")
+    session.say("tokenizing prompts")
+    tokenizer = load_tokenizer(model_folder)
+    tokenize_prompts(split_of(config, "heldout"), config.data, tokenizer, "heldout").save(path)
+    session.prompts["heldout"] = table = PromptTable.load(path)
+    if table.dropped:
+        get_run_logger().warning("heldout: %d prompts dropped, longer than data.max_prompt_tokens", table.dropped)
+    if config.reward.scored_by_flow:
+        columns = ["prompt_id", *(name for name in table.frame.columns if name not in RESERVED)]
+        session.scorer = session.stack.enter_context(
+            open_scorer(config.reward, columns, training.run.logs / "reward.log")
+        )
+    return {"heldout": len(table), "heldout_dropped": table.dropped}
+
+
+@task(task_run_name="serve", cache_policy=NO_CACHE)
+def serve(training: Training, model_folder: str) -> int:
+    """Load the model into the rollout engines, and for `kl` beside its reference; return how many parameters it has."""
+    session = training.session()
+    session.model_folder = model_folder
+    session.await_engines()
+    session.say("loading the model into vLLM")
+    commands = {group: _command(session, group.spec.roles) for group in session.distinct_groups}
+    replies = session.call_all(commands, "0/build")
+    return max(reply.parameters for ranks in replies.values() for reply in ranks)
+
+
+def _command(session: Session, roles: tuple[Role, ...]) -> BuildFrozen:
+    build = session.build(roles)
+    return BuildFrozen(build.config, build.folder, roles, build.engines)

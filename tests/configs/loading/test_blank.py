@@ -1,0 +1,118 @@
+"""The page of a deployment: what it would send untouched, which values the server takes, what is shown first."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from prefect.utilities.callables import parameter_schema
+from prefect.utilities.schema_tools import validate
+
+from configs.loading.blank import CLOSED, OPEN, blank
+from configs.schema import TrainConfig
+from flows.preference import preference
+from flows.reward_model import reward_model
+from flows.sft import sft
+from flows.train import train
+
+RECIPES = ["configs/quickstart.yaml", "configs/grpo_gsm8k.yaml"]
+KEYS = {  # of fields with limits
+    "name": "name",
+    "iterations": "iterations",
+    "learning_rate": "actor.optimizer.learning_rate",
+    "prompts": "rollout.prompts",
+    "samples": "rollout.samples",
+    "seed": "seed",
+}
+ALLOWED: list[dict[str, Any]] = [
+    {},
+    {"iterations": 3, "learning_rate": 1e-6, "overrides": ["rollout.temperature=0.9"], "seed": 0},
+    {"iterations": None, "name": None, "overrides": None, "config": None},
+    {"config": {"environment": {"max_turns": 2}, "sft": None, "data": {"chat": True, "chat_arguments": {"x": 1}}}},
+    {"config": {"algorithm": {"settings": {"gamma": 0.9}, "kl": None}, "groups": {"main": {"gpus": [0]}}}},
+    {"config": {"rollout": {"temperature": {"0": 1.0}, "stream": {"portions": None}}}},
+]
+REFUSED: list[tuple[dict[str, Any], str]] = [
+    ({"iterations": 0}, "0 is less than the minimum of 1"),
+    ({"learning_rate": -1.0}, "-1.0 is less than the minimum of 0"),
+    ({"name": "a/b"}, "does not match"),
+    ({"recipe": "configs/dpo.yaml"}, "'configs/dpo.yaml' is not one of"),
+    ({"overrides": ["nonsense"]}, "'nonsense' does not match '.+=.+'"),
+    ({"config": {"iterations": 0}}, "0 is less than the minimum of 1"),
+    ({"config": {"iteratoins": 2}}, "'iteratoins' was unexpected"),
+    ({"config": {"algorithm": {"name": "grop"}}}, "'grop' is not one of"),
+    ({"config": {"base": "configs/dpo.yaml"}}, "'base' was unexpected"),
+]
+
+
+def form_of(flow: Any) -> dict[str, Any]:
+    """Return a flow's form."""
+    return blank(parameter_schema(flow).model_dump(), {"recipe": RECIPES})
+
+
+def fields(item: Any, name: str = "") -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield everything that a page may show, the options of a choice included."""
+    for key, value in {**item.get("properties", {}), **item.get("definitions", {})}.items():
+        yield from fields(value, f"{name}.{key}")
+    for place, option in enumerate(item.get("anyOf", [])):
+        yield from fields(option, f"{name}[{place}]")
+    yield name, item
+
+
+def sends(item: dict[str, Any]) -> bool:
+    """Whether Prefect's page sends a value of an untouched field."""
+    typed = "$ref" in item or "anyOf" in item or "enum" in item or "type" in item
+    unnamed = item.get("type") == "object" and "properties" not in item
+    return "default" in item or item.get("type") == "boolean" or not typed or unnamed
+
+
+@pytest.mark.parametrize("flow", [train, sft, preference, reward_model])
+def test_an_untouched_form_sends_nothing(flow: Any) -> None:
+    """Of no field at any depth. Control: of the schema as Prefect makes it many do."""
+    assert [name for name, item in fields(form_of(flow)) if sends(item)] == []
+    assert len([name for name, item in fields(parameter_schema(flow).model_dump()) if sends(item)]) > 50
+
+
+@pytest.mark.parametrize("flow", [train, sft, preference, reward_model])
+def test_plain_fields_come_first_and_the_tree_last_and_closed(flow: Any) -> None:
+    """Each with a title and a description; a field is one input, without a choice of types."""
+    shown = sorted(form_of(flow)["properties"].items(), key=lambda entry: entry[1]["position"])
+    names = [name for name, _ in shown]
+    assert names[:4] == ["recipe", "name", "model", "data"]
+    assert names[-1] == "config"
+    assert all(item["title"] != name and item["description"] for name, item in shown)
+    assert all("type" in item for name, item in shown if name != "config")
+    assert [option.get("title") for option in shown[-1][1]["anyOf"]] == [CLOSED, None]
+    tree = shown[-1][1]["anyOf"][1]["$ref"].rpartition("/")[2]
+    assert form_of(flow)["definitions"][tree]["title"] == OPEN
+
+
+def test_limits_of_a_field_are_those_of_its_key() -> None:
+    """So that what the page takes the configuration takes. Control: there are limits."""
+    form = form_of(train)
+    for name, key in KEYS.items():
+        item: dict[str, Any] = TrainConfig.model_json_schema()
+        definitions = item["$defs"]
+        for part in key.split("."):
+            item = item["properties"][part]
+            item = definitions[item["$ref"].rpartition("/")[2]] if "$ref" in item else item
+        item = next((option for option in item.get("anyOf", []) if option["type"] == "number"), item)
+        field = form["properties"][name]
+        for limit in ("minimum", "exclusiveMinimum", "maximum", "pattern", "type"):
+            if name != "learning_rate" or limit == "type":  # its key's limits are a function's
+                assert field.get(limit) == item.get(limit), (name, limit)
+    assert form["properties"]["iterations"]["minimum"] == 1
+
+
+@pytest.mark.parametrize("given", ALLOWED)
+def test_the_server_takes_what_a_form_may_say(given: dict[str, Any]) -> None:
+    """Also nulls, parts of sections, and sections that are free."""
+    validate({"recipe": RECIPES[0], **given}, form_of(train), raise_on_error=True)
+
+
+@pytest.mark.parametrize(("given", "words"), REFUSED)
+def test_the_server_refuses_wrong_values_in_words(given: dict[str, Any], words: str) -> None:
+    """Before there is a run. Control: the values above."""
+    with pytest.raises(Exception, match=words):
+        validate({"recipe": RECIPES[0], **given}, form_of(train), raise_on_error=True)

@@ -1,0 +1,97 @@
+"""The newest file of a pattern, known by its content; and the recipe that follows from it."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+from prefect.logging import disable_run_logger
+
+from configs.loading.load import config_from_mapping
+from configs.schema import TrainConfig
+from penstock.base.errors import UserError
+from penstock.base.files import sha256
+from penstock.trackers.mlflow import MlflowTracker, default_tracking_uri
+from penstock.trackers.registry import DATA, FOLDER, RUN, WEIGHTS, NewVersion, register
+from penstock.trackers.table import registry_in
+from penstock.trackers.tracker import NewRun
+from tasks.retraining.newest_data import NewestData, newest_data
+from tasks.retraining.next_training import next_training
+
+
+def recipe(folder: Path, **more: Any) -> TrainConfig:
+    """Return a recipe with runs in a folder."""
+    tree = {
+        "folder": str(folder / "runs"),
+        "model": {"tiny": {}},
+        "data": {"train": "first.jsonl", "heldout": str(folder / "heldout.jsonl")},
+        "reward": {"function": "penstock.rewards.builtin:exact_match"},
+        "record": {"registered_model": "sums"},
+    }
+    return config_from_mapping(tree | more, "here")
+
+
+@pytest.fixture
+def data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Two files of training data, the later one with the earlier name."""
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    for name, prompt, at in (("b.jsonl", "1+1=", 100), ("a.jsonl", "2+2=", 200), ("heldout.jsonl", "3+3=", 300)):
+        (tmp_path / name).write_text(f'{{"prompt": "{prompt}", "answer": "2."}}\n', encoding="utf-8")
+        os.utime(tmp_path / name, (at, at))
+    return tmp_path
+
+
+def newest(folder: Path, config: TrainConfig) -> NewestData:
+    with disable_run_logger():
+        return newest_data.fn(str(folder / "[ab].jsonl"), config)
+
+
+def learnt(folder: Path, config: TrainConfig, digest: str) -> None:
+    """Register a version that has learnt from a content."""
+    tracked = MlflowTracker(default_tracking_uri(Path(config.folder))).open(NewRun("one", "exp", {}))
+    tags = {FOLDER: str(folder), RUN: str(folder), WEIGHTS: digest, DATA: digest}
+    register(registry_in(Path(config.folder)), NewVersion("sums", tracked, tags))
+
+
+def test_the_newest_file_is_new_until_a_version_has_learnt_from_it(data: Path) -> None:
+    """By content: a file that is touched, or a copy, is nothing new. Controls: before, and other content."""
+    config = recipe(data)
+    found = newest(data, config)
+    assert (found.path, found.sha256, found.learnt_by) == (str(data / "a.jsonl"), sha256(data / "a.jsonl"), None)
+    assert not (data / "runs").exists()  # asking makes no store
+    learnt(data, config, found.sha256)
+    assert str(newest(data, config).learnt_by) == "models:/sums/1"
+    (data / "b.jsonl").write_bytes((data / "a.jsonl").read_bytes())
+    assert newest(data, config).path == str(data / "b.jsonl")
+    assert str(newest(data, config).learnt_by) == "models:/sums/1"
+    (data / "a.jsonl").write_text('{"prompt": "4+4=", "answer": "8."}\n', encoding="utf-8")
+    assert newest(data, config).learnt_by is None
+
+
+def test_what_a_retraining_needs_is_asked_for(data: Path) -> None:
+    """A name in the registry, and a file."""
+    with pytest.raises(UserError, match=r"needs 'record.registered_model'"):
+        newest(data, recipe(data, record={}))
+    with disable_run_logger(), pytest.raises(UserError, match="no file matches"):
+        newest_data.fn(str(data / "absent-*.jsonl"), recipe(data))
+
+
+def test_the_first_training_is_the_recipes_and_the_next_starts_from_the_newest_version(data: Path) -> None:
+    """Nothing else of the recipe changes."""
+    config = recipe(data)
+    with disable_run_logger():
+        first = next_training.fn(config, newest(data, config))
+    assert (first.model, first.data.train) == (config.model, str(data / "a.jsonl"))
+    assert first.model_dump(exclude={"data"}) == config.model_dump(exclude={"data"})
+    with disable_run_logger(), pytest.raises(UserError, match="'arithmetic' makes its own problems"):
+        next_training.fn(recipe(data, data={"arithmetic": {}}), newest(data, config))
+
+
+def test_a_best_version_that_nothing_can_be_compared_with_ends_it_before_the_training(data: Path) -> None:
+    """The version is of no run that is there."""
+    config = recipe(data)
+    learnt(data, config, "other")
+    with disable_run_logger(), pytest.raises(UserError, match=r"models:/sums/1 cannot be compared: its run folder"):
+        next_training.fn(config, newest(data, config))
