@@ -34,6 +34,11 @@ TINY: dict[str, Any] = {
 }
 
 
+def as_asked(tree: dict[str, Any]) -> dict[str, Any]:
+    """Return the parameters of the flow `train` for a tree: its recipe, and in the advanced section the rest."""
+    return {"recipe": tree["base"], "config": {key: value for key, value in tree.items() if key != "base"}}
+
+
 @dataclass
 class Server:
     """The Prefect server, which can be killed and started again at the same address, with what it knew.
@@ -85,7 +90,7 @@ class Cluster:
     def start(self, config: dict[str, Any], folder: str) -> str:
         """Ask for a training as the form does; return the run's id."""
         found = self.api.get("/deployments/name/train/quickstart").raise_for_status().json()
-        parameters = {"config": config, "run_folder": str(self.home / "runs" / folder)}
+        parameters = {**as_asked(config), "run_folder": str(self.home / "runs" / folder)}
         asked = self.api.post(f"/deployments/{found['id']}/create_flow_run", json={"parameters": parameters})
         return str(asked.raise_for_status().json()["id"])
 

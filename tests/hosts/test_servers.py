@@ -25,7 +25,7 @@ import httpx
 import pytest
 
 from tests.hosts.compose import DEPLOY, Service, example, service, services
-from tests.hosts.conftest import ENDS, TINY, _end
+from tests.hosts.conftest import ENDS, TINY, _end, as_asked
 from tests.hosts.machines import ROOT, Machine, network
 from tests.waiting import until
 
@@ -166,7 +166,7 @@ def test_a_training_runs_through_the_servers(servers: Servers) -> None:
     with httpx.Client(base_url=asked["PREFECT_API_URL"], auth=(login[0], login[1]), timeout=30) as api:
         found = api.get("/deployments/name/train/quickstart").raise_for_status().json()
         config = {**TINY, "folder": servers.values["PENSTOCK_RUNS"], "name": "through-servers"}
-        parameters = {"config": config, "run_folder": f"{servers.values['PENSTOCK_RUNS']}/one"}
+        parameters = {**as_asked(config), "run_folder": f"{servers.values['PENSTOCK_RUNS']}/one"}
         begun = api.post(f"/deployments/{found['id']}/create_flow_run", json={"parameters": parameters})
         run = begun.raise_for_status().json()["id"]
 
