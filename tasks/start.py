@@ -52,7 +52,7 @@ def load_prompts(training: Training, model_folder: str) -> dict[str, int]:
 
     Neither depends on the engines: a recovery from a loss finds both done.
     """
-    session, config, run = training.session(), training.config, training.run
+    session, config = training.session(), training.config
     if session.prompts:
         return {split: len(table) for split, table in session.prompts.items()}
     session.model_folder = model_folder
@@ -60,17 +60,28 @@ def load_prompts(training: Training, model_folder: str) -> dict[str, int]:
     session.say("reading prompts")
     counts: dict[str, int] = {}
     for split in ("train", "heldout"):
-        table = PromptTable.load(run.prompts(split))
-        session.prompts[split] = table
-        counts |= {split: len(table), f"{split}_dropped": table.dropped}
-        if table.dropped:
-            get_run_logger().warning("%s: %d prompts dropped, longer than data.max_prompt_tokens", split, table.dropped)
+        counts |= read_split(training, split)
     for text in (*idle_settings(config), *takes_each(config, session.prompts["train"].frame)):
         get_run_logger().warning("%s", text)
-    if config.reward.scored_by_flow:
-        columns = ["prompt_id", *(name for name in session.prompts["train"].frame.columns if name not in RESERVED)]
-        session.scorer = session.stack.enter_context(open_scorer(config.reward, columns, run.logs / "reward.log"))
+    open_rewards(training, "train")
     return counts
+
+
+def read_split(training: Training, split: str) -> dict[str, int]:
+    """Let the session have the prompts of a split, which lie in the run folder; return counts."""
+    table = training.session().prompts[split] = PromptTable.load(training.run.prompts(split))
+    if table.dropped:
+        get_run_logger().warning("%s: %d prompts dropped, longer than data.max_prompt_tokens", split, table.dropped)
+    return {split: len(table), f"{split}_dropped": table.dropped}
+
+
+def open_rewards(training: Training, split: str) -> None:
+    """Open what scores responses, which gets the columns of a split; nothing where an engine group does it."""
+    session, reward = training.session(), training.config.reward
+    if not reward.scored_by_flow:
+        return
+    columns = ["prompt_id", *(name for name in session.prompts[split].frame.columns if name not in RESERVED)]
+    session.scorer = session.stack.enter_context(open_scorer(reward, columns, training.run.logs / "reward.log"))
 
 
 def _tokenize(training: Training, model_folder: str) -> None:

@@ -14,7 +14,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeVar, overload
+from typing import Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
@@ -82,26 +82,17 @@ def load_saved(path: Path, kind: type[Tree]) -> Tree:
     return _validated(recipes.read_mapping(path), str(path), kind)
 
 
-@overload
-def config_from_mapping(values: Mapping[str, Any], source: str) -> TrainConfig: ...
-
-
-@overload
-def config_from_mapping(values: Mapping[str, Any], source: str, kind: type[Tree]) -> Tree: ...
-
-
-def config_from_mapping(values: Mapping[str, Any], source: str, kind: type[Recipe] = TrainConfig) -> Recipe:
+def config_from_mapping(values: Mapping[str, Any], source: str) -> TrainConfig:
     """Return the configuration a tree describes; a `base` in it is looked for in the working directory.
 
     Args:
         values: keys as in a recipe; schedule keys may be text, as JSON leaves them.
         source: what to call the tree in an error.
-        kind: the class of the configuration.
 
     Raises:
         UserError: lists every wrong key.
     """
-    return _validated(values, source, kind)
+    return _validated(values, source, TrainConfig)
 
 
 def _validated(values: Mapping[str, Any], source: str, kind: type[Tree]) -> Tree:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import reduce
 from typing import Any, TypeVar
 
-from configs.loading.load import config_from_mapping, parse_override
+from configs.loading.load import parse_override, tree_of
 from configs.preference import PairConfig
 from configs.schema import TrainConfig
 from configs.tree.recipes import merge
@@ -101,13 +101,11 @@ def resumed_config(config: Tree, overrides: Sequence[str], done: int, may: Resum
         UserError: an override is malformed, its key may not change, a value is not allowed, or less is asked for than
             is done.
     """
-    own = config.model_dump(exclude={"base"})
-    tree = own
+    own, changes = config.model_dump(exclude={"base"}), []
     for override in overrides:
-        values = parse_override(override, type(config))
-        _refuse_others(override, may, own, values)
-        tree = merge(tree, values)
-    resumed = config_from_mapping(tree, "what is to change", type(config))
+        changes.append(parse_override(override, type(config)))
+        _refuse_others(override, may, own, changes[-1])
+    resumed = tree_of(own, changes, "what is to change", type(config))
     if (length := may.length(resumed)) < done:
         raise UserError(f"{may.keys[0]}={length}: the run has done {done} already", f"ask for {done} or more")
     return resumed

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from prefect import get_run_logger, task
+from prefect import task
 from prefect.cache_policies import NO_CACHE
 
 from configs.evaluation import EvaluationConfig
@@ -19,15 +19,15 @@ from configs.sections.run import Role
 from engines.commands.build import BuildFrozen
 from penstock.checks.evaluation import check_evaluation
 from penstock.checks.memory import check_memory
-from penstock.data.prompts import RESERVED, PromptTable, tokenize_prompts
+from penstock.data.prompts import tokenize_prompts
 from penstock.data.source import split_of
-from penstock.rewards.source import open_scorer
+from penstock.data.tokenizer import load_tokenizer
 from penstock.session.opening import Kind, started
 from penstock.session.progress import show_progress
 from penstock.session.session import Session, Training
 from penstock.state.run_folder import RunFolder
 from tasks.evaluation.inputs import Plan, Subject
-from tasks.start import load_tokenizer
+from tasks.start import open_rewards, read_split
 
 NOTHING = Resumable((), (), "", ())  # an evaluation does not go on
 EVALUATION = Kind("evaluate", EvaluationConfig, check_evaluation, check_memory, NOTHING)
@@ -56,19 +56,13 @@ def served(plan: Plan, subject: Subject, weights: Path, run: RunFolder) -> Itera
 @task(task_run_name="held-out-prompts", cache_policy=NO_CACHE)
 def load_heldout(training: Training, model_folder: str) -> dict[str, int]:
     """Tokenize the held-out prompts for a model and open the source of rewards; return counts."""
-    session, config, path = training.session(), training.config, training.run.prompts("heldout")
-    session.say("tokenizing prompts")
+    config, path = training.config, training.run.prompts("heldout")
+    training.session().say("tokenizing prompts")
     tokenizer = load_tokenizer(model_folder)
     tokenize_prompts(split_of(config, "heldout"), config.data, tokenizer, "heldout").save(path)
-    session.prompts["heldout"] = table = PromptTable.load(path)
-    if table.dropped:
-        get_run_logger().warning("heldout: %d prompts dropped, longer than data.max_prompt_tokens", table.dropped)
-    if config.reward.scored_by_flow:
-        columns = ["prompt_id", *(name for name in table.frame.columns if name not in RESERVED)]
-        session.scorer = session.stack.enter_context(
-            open_scorer(config.reward, columns, training.run.logs / "reward.log")
-        )
-    return {"heldout": len(table), "heldout_dropped": table.dropped}
+    counts = read_split(training, "heldout")
+    open_rewards(training, "heldout")
+    return counts
 
 
 @task(task_run_name="serve", cache_policy=NO_CACHE)

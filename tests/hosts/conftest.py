@@ -18,7 +18,7 @@ import httpx
 import psutil
 import pytest
 
-from tests.flows.deployments.test_deployments import Patient
+from tests.flows.deployments.test_deployments import Patient, answers
 from tests.hosts.machines import PREFECT, ROOT, Machine, network
 from tests.waiting import came_true, until
 
@@ -206,7 +206,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
             httpx.Client(base_url=environment["PREFECT_API_URL"], timeout=30, transport=Patient())
         )
         serve = partial(begin, "server", "server", "start", "--host", address, "--port", str(port))
-        server = Server(serve, partial(_answers, api), serve())
+        server = Server(serve, partial(answers, api), serve())
         until(server.answers, 120, "the server answers")
         cluster = Cluster(api, environment, address, machines, home, {}, server)
         stack.callback(lambda: _end(list(cluster.workers.values())))
@@ -218,13 +218,6 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
             cluster.start_worker(machine)
         until(lambda: cluster.online() == 2, 120, "both machines are online")
         yield cluster
-
-
-def _answers(api: httpx.Client) -> bool:
-    try:
-        return api.get("/health").is_success
-    except httpx.TransportError:
-        return False
 
 
 def _end(processes: list[subprocess.Popen[bytes]]) -> None:

@@ -12,10 +12,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from configs.loading.load import config_from_mapping, parse_override
+from configs.loading.load import parse_override, tree_of
 from configs.loading.sweep import Overrides, drawn, grid, parse_axes
 from configs.schema import TrainConfig
-from configs.tree.recipes import compose, dump, merge, read_mapping, read_tree
+from configs.tree.recipes import compose, dump, read_mapping, read_tree
 from penstock.base.errors import UserError
 from penstock.base.files import write_text
 from penstock.checks.memory import Elsewhere
@@ -145,9 +145,8 @@ def config_of(training: Planned, tree: Mapping[str, Any]) -> TrainConfig:
     Raises:
         UserError: a value is wrong.
     """
-    for override in (*training.overrides, f"name={training.name}"):
-        tree = merge(tree, parse_override(override, TrainConfig))
-    return config_from_mapping(tree, "the recipe with it")
+    overrides = [parse_override(text, TrainConfig) for text in (*training.overrides, f"name={training.name}")]
+    return tree_of(tree, overrides, "the recipe with it", TrainConfig)
 
 
 def named(combinations: Sequence[Overrides], varied: Sequence[str]) -> dict[str, Overrides]:

@@ -12,7 +12,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -38,7 +38,7 @@ pytestmark = pytest.mark.slow
 ROOT = Path(__file__).resolve().parents[3]
 TRAIN, SFT, PREFERENCE = "train/quickstart", "sft/quickstart", "preference/dpo"
 ENDED = ("Completed", "Failed", "Crashed", "Cancelled")
-MOVING = ("created", "updated", "last_polled", "status")
+MOVING = ("created", "updated", "last_polled", "status")  # also by a worker that polls
 EVALUATE, EXPORT, RETRAIN = "evaluate/models", "export/runs", "retrain/weekly"
 OTHERS = {"reward-model/pairs", "compare/runs", "sweep/quickstart", RETRAIN, EVALUATE, EXPORT}
 NAMES = {TRAIN, "train/grpo-gsm8k", "train/ppo-gsm8k", SFT, PREFERENCE, *OTHERS}
@@ -109,9 +109,9 @@ class Prefect:
         """
         kinds = ("work_pools", "v2/concurrency_limits", "deployments")
         lists = [self.api.post(f"/{kind}/filter", json={}).raise_for_status().json() for kind in kinds]
-        found = {item["id"]: _timeless(item) for items in lists for item in items}
+        found = {item["id"]: _without(item, MOVING) for items in lists for item in items}
         automations = self.api.post("/automations/filter", json={}).raise_for_status().json()
-        return found | {item["name"]: _without_ids(_timeless(item)) for item in automations}
+        return found | {item["name"]: _without(item, (*MOVING, "id")) for item in automations}
 
     def finished_tasks(self, run: str) -> set[str]:
         """Return the names of the tasks that are complete in the child flows of a run."""
@@ -143,21 +143,12 @@ class Prefect:
         return [child for child in self.worker.children(recursive=True) if _is_rank(child)]
 
 
-def _timeless(value: Any) -> Any:
-    """Drop what moves without a deployment: times, and the states that a polling worker sets."""
+def _without(value: Any, names: Sequence[str]) -> Any:
+    """Drop keys at any depth."""
     if isinstance(value, list):
-        return [_timeless(item) for item in value]
+        return [_without(item, names) for item in value]
     if isinstance(value, dict):
-        return {key: _timeless(item) for key, item in value.items() if key not in MOVING}
-    return value
-
-
-def _without_ids(value: Any) -> Any:
-    """Drop what is made anew with each automation."""
-    if isinstance(value, list):
-        return [_without_ids(item) for item in value]
-    if isinstance(value, dict):
-        return {key: _without_ids(item) for key, item in value.items() if key != "id"}
+        return {key: _without(item, names) for key, item in value.items() if key not in names}
     return value
 
 
@@ -205,7 +196,7 @@ def prefect(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Prefect]:
     try:
         with httpx.Client(base_url=environment["PREFECT_API_URL"], timeout=30, transport=Patient()) as api:
             begin("server", "server", "start", "--host", "127.0.0.1", "--port", str(port))
-            until(lambda: _answers(api), 120, "the server answers")
+            until(lambda: answers(api), 120, "the server answers")
             deployed = penstock(environment, "deploy")
             assert deployed.returncode == 0, deployed.stderr
             worker = begin("worker", "worker", "start", "--pool", "penstock")
@@ -262,7 +253,7 @@ def lost(prefect: Prefect, tmp_path_factory: pytest.TempPathFactory) -> Lost:
     return Lost(run, prefect.state(run), deployment_limit, *held)
 
 
-def _answers(api: httpx.Client) -> bool:
+def answers(api: httpx.Client) -> bool:
     try:
         return api.get("/health").is_success
     except httpx.TransportError:
