@@ -85,7 +85,7 @@ def trained(prefect_harness: None, tmp_path_factory: pytest.TempPathFactory) -> 
             patch.chdir(ROOT)
             patch.setattr(ElasticGroups, "ready", awaited)
             train(
-                load_config(ROOT / "configs" / "quickstart.yaml", [*SMALL, *recipe, groups]), run_folder=str(run.path)
+                load_config(ROOT / "configs" / "careless.yaml", [*SMALL, *recipe, groups]), run_folder=str(run.path)
             )
         return run
 

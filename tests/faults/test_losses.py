@@ -249,7 +249,7 @@ def run_of(prefect_harness: None, tmp_path_factory: pytest.TempPathFactory) -> C
     def run(name: str, recipe: str, *changes: str, blows: Sequence[Blow] = ()) -> RunFolder:
         with pytest.MonkeyPatch.context() as patch, blows_falling(blows):
             patch.chdir(ROOT)
-            config = load_config(ROOT / "configs" / "quickstart.yaml", [*SMALL, *RECIPES[recipe], *changes])
+            config = load_config(ROOT / "configs" / "careless.yaml", [*SMALL, *RECIPES[recipe], *changes])
             train(config, run_folder=str(folder / name))
         return RunFolder(folder / name)
 

@@ -79,7 +79,7 @@ def trained(prefect_harness: None) -> Callable[..., None]:
     def begin(run: RunFolder, recipe: str, *changes: str, blows: Sequence[Blow]) -> None:
         with pytest.MonkeyPatch.context() as patch, blows_falling(blows):
             patch.chdir(ROOT)
-            config = load_config(ROOT / "configs" / "quickstart.yaml", [*SMALL, *RECIPES[recipe], *changes])
+            config = load_config(ROOT / "configs" / "careless.yaml", [*SMALL, *RECIPES[recipe], *changes])
             train(config, run_folder=str(run.path))
 
     return begin
