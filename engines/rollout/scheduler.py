@@ -28,8 +28,8 @@ from typing import Any
 
 import numpy as np
 
-# The last tokens are vLLM's: its asynchronous scheduler runs up to two steps ahead of the tokens that are known.
-LAST_TOKENS = 3
+LAST_TOKENS = 3  # are vLLM's: its asynchronous scheduler runs up to two steps ahead of the tokens that are known
+LAST_IN_TURNS = 1  # where it waits for each step's tokens, only what comes of the last one is
 LIMITS = ("max_num_scheduled_tokens", "max_num_running_reqs", "max_num_active_reqs")  # of a step; the last since 0.32
 
 
@@ -60,6 +60,8 @@ class _Sequence:
 
     request: Any  # vLLM's record of it
     began: int  # the step at which it began to coast
+    ends: int  # steps that will have been scheduled when the last token is sampled; where vLLM schedules ahead: never
+    prompt: int  # tokens that the step before computed besides the last
     computed: int  # tokens whose keys are computed, minus the step's number
     sampled: int  # tokens of the response, minus the step's number
     tokens: list[int] = field(default_factory=list)  # since then
@@ -98,16 +100,16 @@ class Coasting:
             if self.sequences.get(sequence.request.request_id) is sequence:
                 self._settle(sequence)
         running = self.scheduler.running
-        awake = [request for request in running if request.request_id not in self.sequences]
+        awake = self._awake()
         if self.sequences and self._lacks_blocks(awake):
             self._settle_all()  # vLLM may have to take a sequence's blocks away, and any sequence's
             awake = list(running)
         output = self._schedule_awake(awake, arguments, options)
         self._add_coasting(output)
         self.steps += 1
-        for request in awake:
-            if output.num_scheduled_tokens.get(request.request_id) == 1:
-                self._let_coast(request)
+        for request in awake if self.asynchronous else self._awake():
+            if scheduled := output.num_scheduled_tokens.get(request.request_id):
+                self._let_coast(request, scheduled)
         return output
 
     def update_from_output(self, scheduled: Any, output: Any) -> Any:
@@ -142,6 +144,10 @@ class Coasting:
         return {name: (one.tokens, one.logprobs) for name, one in unsent.items()}
 
     # ---- a step --------------------------------------------------------------------------------------------------
+
+    def _awake(self) -> list[Any]:
+        """Return vLLM's records of the sequences that run and do not coast."""
+        return [request for request in self.scheduler.running if request.request_id not in self.sequences]
 
     def _lacks_blocks(self, awake: list[Any]) -> bool:
         """Whether vLLM may have too few for those that run: at most one for the next token and one before its time."""
@@ -192,7 +198,7 @@ class Coasting:
                 continue
             place = places[name]
             (token,) = tokens[place]
-            if token in self.stops:
+            if token in self.stops or self.steps == sequence.ends:
                 self._settle(sequence)
                 awake[name] = count
                 continue
@@ -212,24 +218,28 @@ class Coasting:
 
     # ---- a sequence ----------------------------------------------------------------------------------------------
 
-    def _let_coast(self, request: Any) -> None:
+    def _let_coast(self, request: Any, scheduled: int) -> None:
         """Let a sequence coast that a step was just scheduled for, if its next steps can be told."""
         parameters, computed = request.sampling_params, request.num_computed_tokens
-        ahead, unknown = (1, request.num_output_placeholders) if self.asynchronous else (0, 1)
-        if not request.num_output_tokens or computed + ahead != request.num_tokens + request.num_output_placeholders:
-            return  # it computes its prompt, or what was taken from it
-        if request.num_in_flight_tokens != unknown:
-            return  # a step before this one did
         if request.use_structured_output or parameters.prompt_logprobs is not None:
             return
+        ahead = request.num_output_placeholders
+        if computed + self.asynchronous != request.num_tokens + ahead:
+            return  # it computes its prompt, or what was taken from it, and is not done with that
+        if request.num_in_flight_tokens != (ahead if self.asynchronous else scheduled):
+            return  # a step before this one did
+        if self.asynchronous and (scheduled > 1 or not request.num_output_tokens):
+            return  # nothing of its response is known yet
         end = min(request.num_prompt_tokens + request.max_tokens, self.scheduler.max_model_len)
         room = len(self.blocks[request.request_id]) * self.block
-        steps = min(room - computed, end - LAST_TOKENS - computed, self._longest(request.request_id))
+        left = end - (LAST_TOKENS if self.asynchronous else LAST_IN_TURNS) - computed
+        steps = min(room - computed, left, self._longest(request.request_id))
         if steps <= 0:
             return
         self.stops |= parameters.all_stop_token_ids
-        sampled = request.num_output_tokens + request.num_output_placeholders + (1 - ahead)
-        sequence = _Sequence(request, self.steps, computed - self.steps, sampled - self.steps)
+        ends = -1 if self.asynchronous else self.steps + left
+        sampled = request.num_output_tokens + ahead + (not self.asynchronous)
+        sequence = _Sequence(request, self.steps, ends, scheduled - 1, computed - self.steps, sampled - self.steps)
         self.sequences[request.request_id] = sequence
         self.due.setdefault(self.steps + steps, []).append(sequence)
 
@@ -243,7 +253,7 @@ class Coasting:
         request, grown, known = sequence.request, self.steps - sequence.began, len(sequence.tokens)
         del self.sequences[request.request_id]
         request.num_computed_tokens += grown
-        request.num_in_flight_tokens += grown - known
+        request.num_in_flight_tokens += grown - known - (sequence.prompt if known else 0)
         request.append_output_token_ids(sequence.tokens)
         if self.asynchronous:
             request.num_output_placeholders += grown - known

@@ -38,6 +38,7 @@ COMMANDS: dict[str, dict[str, Callable[..., None]]] = {
     },
     "Prepare the machine": {
         "doctor": machine.doctor,
+        "server": machine.server,
         "deploy": machine.deploy,
         "host": machine.host,
         "chaos": machine.chaos,

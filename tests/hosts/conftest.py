@@ -9,7 +9,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -23,6 +23,7 @@ from tests.hosts.machines import PREFECT, ROOT, Machine, network
 from tests.waiting import came_true, until
 
 POOL, FLOWS = "machines", "flows"
+OWN_SERVER = "penstock.cli.prefect.own_server"
 TINY: dict[str, Any] = {
     "base": "configs/quickstart.yaml",
     "iterations": 2,
@@ -74,6 +75,7 @@ class Cluster:
     home: Path
     workers: dict[str, subprocess.Popen[bytes]]
     server: Server
+    asked_for: list[str] = field(default_factory=list)  # runs
 
     def config(self, name: str, **changes: Any) -> dict[str, Any]:
         """Return a training over both machines, one CPU rank on each."""
@@ -92,7 +94,8 @@ class Cluster:
         found = self.api.get("/deployments/name/train/quickstart").raise_for_status().json()
         parameters = {**as_asked(config), "run_folder": str(self.home / "runs" / folder)}
         asked = self.api.post(f"/deployments/{found['id']}/create_flow_run", json={"parameters": parameters})
-        return str(asked.raise_for_status().json()["id"])
+        self.asked_for.append(str(asked.raise_for_status().json()["id"]))
+        return self.asked_for[-1]
 
     def run(self, run: str) -> dict[str, Any]:
         """Return a flow run as the server has it."""
@@ -184,7 +187,6 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
             "PREFECT_API_URL": f"http://{address}:{port}/api",
             "PREFECT_RESULTS_LOCAL_STORAGE_PATH": str(home / "results"),
             "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
-            "PREFECT_SERVER_CONCURRENCY_LEASE_STORAGE": "prefect.server.concurrency.lease_storage.filesystem",
             "PREFECT_WORKER_QUERY_SECONDS": "1",
             "DO_NOT_TRACK": "1",
             "OMP_NUM_THREADS": "1",
@@ -193,9 +195,9 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
         started: list[subprocess.Popen[bytes]] = []
         stack.callback(_end, started)
 
-        def begin(name: str, *words: str) -> subprocess.Popen[bytes]:
+        def begin(name: str, *words: str, module: str = "prefect") -> subprocess.Popen[bytes]:
             with (home / f"{name}.log").open("ab") as log:
-                command = [*PREFECT, *words]
+                command = [sys.executable, "-m", module, *words]
                 one = subprocess.Popen(
                     command, env=environment, stdout=log, stderr=log, cwd=ROOT, start_new_session=True
                 )
@@ -205,7 +207,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
         api = stack.enter_context(
             httpx.Client(base_url=environment["PREFECT_API_URL"], timeout=30, transport=Patient())
         )
-        serve = partial(begin, "server", "server", "start", "--host", address, "--port", str(port))
+        serve = partial(begin, "server", address, str(port), module=OWN_SERVER)
         server = Server(serve, partial(answers, api), serve())
         until(server.answers, 120, "the server answers")
         cluster = Cluster(api, environment, address, machines, home, {}, server)
@@ -218,6 +220,21 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
             cluster.start_worker(machine)
         until(lambda: cluster.online() == 2, 120, "both machines are online")
         yield cluster
+
+
+@pytest.fixture(autouse=True)
+def _none_goes_on(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Cancel what a test that failed has left running: it would hold the machines that the next one waits for."""
+    yield
+    if "cluster" not in request.fixturenames:
+        return
+    cluster: Cluster = request.getfixturevalue("cluster")
+    left = [run for run in cluster.asked_for if cluster.run(run)["state"]["type"] not in ENDS]
+    for run in left:
+        cluster.set_state(run, "CANCELLING")
+    for run in left:
+        cluster.ends(run)
+    cluster.asked_for.clear()
 
 
 def _end(processes: list[subprocess.Popen[bytes]]) -> None:

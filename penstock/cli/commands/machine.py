@@ -21,6 +21,18 @@ if TYPE_CHECKING:
     from penstock.doctor.diagnosis import Diagnosis
 
 
+def server(
+    host: Annotated[str, typer.Option(help="address to listen on; the default is this machine's own")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=1, max=65535, help="port to listen on")] = 4200,
+) -> None:
+    """Start Prefect's server, which forms, schedules and work pools need, and stay with it until Ctrl-C."""
+    from penstock.cli.prefect.own_server import serve
+    from penstock.cli.runs.pages import check_port
+
+    check_port(port, "--host or --port", host)
+    serve(host, port)
+
+
 def doctor(
     target: Annotated[Path, typer.Argument(help="directory of the run folders, or a recipe to check as well")] = Path(
         "runs"

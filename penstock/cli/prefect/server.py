@@ -32,7 +32,7 @@ from rich.console import Console
 from penstock.base.errors import UserError
 from penstock.reports.progress import waiting
 
-START_SERVER = "start one with 'prefect server start', or set PREFECT_API_URL to yours"
+START_SERVER = "start one with 'penstock server', or set PREFECT_API_URL to yours"
 RESTARTS = 5  # of a server that ends; one that cannot live is not started for ever
 _log = logging.getLogger(__name__)
 SHELL_LOOK_S = 0.5

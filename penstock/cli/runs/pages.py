@@ -37,8 +37,7 @@ def serve_pages(folder: Path, tracker_port: int, prefect_port: int, console: Con
     for port in runs.keys() - {tracker_port}:
         check_port(port, "--tracker-port, the one before it")
     flows = f"http://127.0.0.1:{prefect_port}"
-    prefect = ["prefect", "server", "start", "--port", str(prefect_port), "--host", "127.0.0.1"]
-    # Without it the page asks port 4200 for its data, whatever port it is served from.
+    prefect = ["penstock.cli.prefect.own_server", "127.0.0.1", str(prefect_port)]
     password = os.environ.get("PREFECT_SERVER_API_AUTH_STRING") or secrets.token_urlsafe(12)
     about_prefect = {"PREFECT_UI_API_URL": f"{flows}/api"} | password_settings(password)
     signal.signal(signal.SIGTERM, _interrupt)
@@ -61,16 +60,17 @@ def serve_pages(folder: Path, tracker_port: int, prefect_port: int, console: Con
             server.wait(timeout=30)
 
 
-def check_port(port: int, option: str) -> None:
+def check_port(port: int, option: str, host: str = "127.0.0.1") -> None:
     """Refuse a port on which this process cannot listen.
 
     Raises:
         UserError: names the option for another.
     """
     try:
-        socket.create_server(("127.0.0.1", port)).close()
+        socket.create_server((host, port)).close()
     except OSError as error:
-        raise UserError(f"port {port} cannot be used: {error.strerror}", f"name another with {option}") from error
+        said = f"port {port} of {host} cannot be used: {error.strerror}"
+        raise UserError(said, f"name another with {option}") from error
 
 
 def wait_for(servers: Mapping[str, subprocess.Popen[bytes]]) -> None:

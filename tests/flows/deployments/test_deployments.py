@@ -184,18 +184,18 @@ def prefect(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Prefect]:
         "DO_NOT_TRACK": "1",
         "OMP_NUM_THREADS": "1",
     }
-    prefect = [sys.executable, "-m", "prefect"]
     processes: list[subprocess.Popen[bytes]] = []
 
-    def begin(name: str, *arguments: str) -> subprocess.Popen[bytes]:
+    def begin(name: str, *arguments: str, module: str = "prefect") -> subprocess.Popen[bytes]:
+        command = [sys.executable, "-m", module, *arguments]
         with (home / f"{name}.log").open("wb") as log:
-            started = subprocess.Popen([*prefect, *arguments], env=environment, stdout=log, stderr=log, cwd=home)
+            started = subprocess.Popen(command, env=environment, stdout=log, stderr=log, cwd=home)
         processes.append(started)
         return started
 
     try:
         with httpx.Client(base_url=environment["PREFECT_API_URL"], timeout=30, transport=Patient()) as api:
-            begin("server", "server", "start", "--host", "127.0.0.1", "--port", str(port))
+            begin("server", "127.0.0.1", str(port), module="penstock.cli.prefect.own_server")
             until(lambda: answers(api), 120, "the server answers")
             deployed = penstock(environment, "deploy")
             assert deployed.returncode == 0, deployed.stderr
@@ -507,7 +507,7 @@ def test_without_a_server_the_command_says_how_to_start_one(prefect: Prefect) ->
         silent = f"http://127.0.0.1:{probe.getsockname()[1]}/api"
         done = penstock(prefect.environment | {"PREFECT_API_URL": silent}, "deploy")
     assert done.returncode == 2
-    assert "prefect server start" in done.stderr
+    assert "penstock server" in done.stderr
     assert "Traceback" not in done.stderr
 
 

@@ -308,7 +308,7 @@ def test_a_server_that_is_not_there_is_said_before_a_run_has_a_folder(refusal: C
     with temporary_settings({PREFECT_API_URL: "http://127.0.0.1:9/api"}):
         said = refusal("train", "recipe.yaml")
         assert said.startswith("no Prefect server answers at http://127.0.0.1:9/api (PREFECT_API_URL): ")
-        assert "prefect server start" in said
+        assert "penstock server" in said
         (here / "run").mkdir()
         begun(RunFolder(here / "run"), RECIPE)
         assert "no Prefect server answers" in refusal("train", "--resume", "run")

@@ -1,0 +1,71 @@
+"""Prefect's server on SQLite, without a standstill of a minute now and then.
+
+    python -m penstock.cli.prefect.own_server 127.0.0.1 4200
+
+A statement that fails, as those do that mark deployments ready each time a worker asks for runs, leaves its cursor to
+the garbage collector: SQLAlchemy 2.0 closes cursors of statements that succeed alone. The collector may find it on the
+server's one thread while the connection waits for another one's write. Then that thread waits for this one, the write
+that it waits for needs the thread to go on, and both stand still until SQLite gives up after 60 s; so does every
+training that opens a child flow. Here a cursor is closed where its statement failed.
+
+Its settings are Prefect's, with two defaults of ours.
+
+Left out: databases other than SQLite, which have no such cursors; SQLAlchemy 2.1, which closes them and with which no
+schedule fires; everything else about the server, which is Prefect's.
+"""
+
+from __future__ import annotations
+
+import os
+import sqlite3
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import aiosqlite
+
+EVERY_ADDRESS = ("0.0.0.0", "::")
+
+
+async def execute(cursor: Any, function: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
+    """Run a function of a cursor on its connection's thread, as `aiosqlite.Cursor` does; close it if that fails."""
+
+    def run() -> Any:
+        try:
+            return function(*arguments, **named)
+        except sqlite3.Error:
+            cursor._cursor.close()
+            raise
+
+    return await cursor._conn._execute(run)
+
+
+def serve(host: str, port: int) -> None:
+    """Start the server and stay with it until it ends, which ends this process.
+
+    Args:
+        host: the address that it listens on.
+    """
+    os.environ |= {**defaults(host, port), **os.environ}
+
+    from prefect.cli import app  # reads its settings when it is imported
+
+    aiosqlite.Cursor._execute = execute  # type: ignore[assignment]
+    sys.argv[1:] = ["server", "start", "--host", host, "--port", str(port)]
+    app()
+
+
+def defaults(host: str, port: int) -> dict[str, str]:
+    """Return the settings that a server has unless its environment says otherwise.
+
+    One that is started again finds leases of GPU slots in files. Its page asks port 4200 for its data, whatever port it
+    is served from, unless it is told its address, which a server on every address does not know.
+    """
+    leases = {"PREFECT_SERVER_CONCURRENCY_LEASE_STORAGE": "prefect.server.concurrency.lease_storage.filesystem"}
+    if host in EVERY_ADDRESS:
+        return leases
+    return leases | {"PREFECT_UI_API_URL": f"http://{host}:{port}/api"}
+
+
+if __name__ == "__main__":
+    serve(sys.argv[1], int(sys.argv[2]))
