@@ -69,7 +69,7 @@ def check_port(port: int, option: str, host: str = "127.0.0.1") -> None:
     try:
         socket.create_server((host, port)).close()
     except OSError as error:
-        said = f"port {port} of {host} cannot be used: {error.strerror}"
+        said = f"port {port} cannot be used on {host}: {error.strerror}"
         raise UserError(said, f"name another with {option}") from error
 
 
