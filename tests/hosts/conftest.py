@@ -187,6 +187,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
             "PREFECT_API_URL": f"http://{address}:{port}/api",
             "PREFECT_RESULTS_LOCAL_STORAGE_PATH": str(home / "results"),
             "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
+            "PREFECT_SERVER_CONCURRENCY_LEASE_STORAGE": "prefect.server.concurrency.lease_storage.filesystem",
             "PREFECT_WORKER_QUERY_SECONDS": "1",
             "DO_NOT_TRACK": "1",
             "OMP_NUM_THREADS": "1",

@@ -8,8 +8,6 @@ server's one thread while the connection waits for another one's write. Then tha
 that it waits for needs the thread to go on, and both stand still until SQLite gives up after 60 s; so does every
 training that opens a child flow. Here a cursor is closed where its statement failed.
 
-Its settings are Prefect's, with two defaults of ours.
-
 Left out: databases other than SQLite, which have no such cursors; SQLAlchemy 2.1, which closes them and with which no
 schedule fires; everything else about the server, which is Prefect's.
 """
@@ -46,25 +44,14 @@ def serve(host: str, port: int) -> None:
     Args:
         host: the address that it listens on.
     """
-    os.environ |= {**defaults(host, port), **os.environ}
+    if host not in EVERY_ADDRESS:  # else its page asks port 4200 for its data, whatever port it is served from
+        os.environ.setdefault("PREFECT_UI_API_URL", f"http://{host}:{port}/api")
 
     from prefect.cli import app  # reads its settings when it is imported
 
     aiosqlite.Cursor._execute = execute  # type: ignore[assignment]
     sys.argv[1:] = ["server", "start", "--host", host, "--port", str(port)]
     app()
-
-
-def defaults(host: str, port: int) -> dict[str, str]:
-    """Return the settings that a server has unless its environment says otherwise.
-
-    One that is started again finds leases of GPU slots in files. Its page asks port 4200 for its data, whatever port it
-    is served from, unless it is told its address, which a server on every address does not know.
-    """
-    leases = {"PREFECT_SERVER_CONCURRENCY_LEASE_STORAGE": "prefect.server.concurrency.lease_storage.filesystem"}
-    if host in EVERY_ADDRESS:
-        return leases
-    return leases | {"PREFECT_UI_API_URL": f"http://{host}:{port}/api"}
 
 
 if __name__ == "__main__":

@@ -39,7 +39,7 @@ def serve_pages(folder: Path, tracker_port: int, prefect_port: int, console: Con
     flows = f"http://127.0.0.1:{prefect_port}"
     prefect = ["penstock.cli.prefect.own_server", "127.0.0.1", str(prefect_port)]
     password = os.environ.get("PREFECT_SERVER_API_AUTH_STRING") or secrets.token_urlsafe(12)
-    about_prefect = {"PREFECT_UI_API_URL": f"{flows}/api"} | password_settings(password)
+    about_prefect = password_settings(password)
     signal.signal(signal.SIGTERM, _interrupt)
     servers: dict[str, subprocess.Popen[bytes]] = {}
     try:

@@ -13,7 +13,7 @@ from sqlalchemy import text
 from sqlalchemy.exc import IntegrityError
 from sqlalchemy.ext.asyncio import create_async_engine
 
-from penstock.cli.prefect.own_server import defaults, execute
+from penstock.cli.prefect.own_server import execute
 
 TWICE = "INSERT INTO once VALUES (1)"
 
@@ -61,9 +61,3 @@ def test_a_failed_statement_closes_its_cursor(tmp_path: Path, monkeypatch: pytes
     assert open_after_failing(tmp_path / "as it is")
     monkeypatch.setattr(aiosqlite.Cursor, "_execute", execute)
     assert not open_after_failing(tmp_path / "changed")
-
-
-def test_defaults() -> None:
-    """The page is told where to ask; a server on every address cannot say."""
-    assert defaults("10.0.0.5", 4300)["PREFECT_UI_API_URL"] == "http://10.0.0.5:4300/api"
-    assert list(defaults("0.0.0.0", 4300)) == ["PREFECT_SERVER_CONCURRENCY_LEASE_STORAGE"]
