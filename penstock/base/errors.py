@@ -1,8 +1,8 @@
 """The one exception for a user's mistake: it carries what is wrong and what to do, and never a traceback.
 
 The command line prints it and leaves with exit code 2; a Prefect run fails with the same text. A run that stops itself
-because its rollouts would be wrong says so likewise, with exit code 1, and a sweep of which trainings failed. Anything else that escapes is a defect of ours
-and keeps its traceback.
+because its rollouts would be wrong says so likewise, with exit code 1, and so does a sweep whose trainings failed.
+Anything else that escapes is a defect of ours and keeps its traceback.
 """
 
 from __future__ import annotations

@@ -84,9 +84,7 @@ def trained(prefect_harness: None, tmp_path_factory: pytest.TempPathFactory) -> 
         with pytest.MonkeyPatch.context() as patch, blows_falling(blows):
             patch.chdir(ROOT)
             patch.setattr(ElasticGroups, "ready", awaited)
-            train(
-                load_config(ROOT / "configs" / "careless.yaml", [*SMALL, *recipe, groups]), run_folder=str(run.path)
-            )
+            train(load_config(ROOT / "configs" / "careless.yaml", [*SMALL, *recipe, groups]), run_folder=str(run.path))
         return run
 
     return run_of
