@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from prefect import flow
 
+from penstock.session.flow_runs.failures import ends_in_words
 from tasks.compare import compare_experiment
 
 
 @flow(name="compare", flow_run_name="compare-{experiment}")
+@ends_in_words
 def compare(
     experiment: str = "penstock",
     run_ids: list[str] | None = None,

@@ -14,6 +14,7 @@ from pathlib import Path
 from prefect import flow
 from prefect.runtime import flow_run
 
+from penstock.session.flow_runs.failures import ends_in_words
 from penstock.state.run_folder import RunFolder
 from tasks.evaluation.harness import run_tasks
 from tasks.evaluation.inputs import Plan, Subject, planned, weights_of
@@ -28,6 +29,7 @@ def _name() -> str:
 
 
 @flow(name="evaluate", flow_run_name=_name)
+@ends_in_words
 def evaluate(
     models: list[str],
     recipe: str | None = None,

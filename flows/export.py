@@ -7,6 +7,7 @@ from pathlib import Path
 from prefect import flow
 from prefect.runtime import flow_run
 
+from penstock.session.flow_runs.failures import ends_in_words
 from tasks.export_run import export_from_page
 
 
@@ -15,6 +16,7 @@ def _name() -> str:
 
 
 @flow(name="export", flow_run_name=_name)
+@ends_in_words
 def export(run: str, checkpoint: str | None = None, to: str | None = None, max_shard_size: str | None = None) -> str:
     """Write a run's model, compare it with its source, and tell the run's tracker of it; return the folder.
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 from prefect import flow
 
 from flows.train import train
+from penstock.session.flow_runs.failures import ends_in_words
 from penstock.session.sweeps.plan import BY, Asked, begin_sweep
 from penstock.session.sweeps.running import Swept, TrainingsFailed, left, look, running_sweep
 from tasks.sweep.report_sweep import report_sweep
@@ -18,6 +19,7 @@ from tasks.sweep.start_training import note_ended, start_training
 
 
 @flow(name="sweep", flow_run_name="sweep-{recipe}")
+@ends_in_words
 def sweep(
     recipe: str | None = None,
     settings: list[str] | None = None,

@@ -1,8 +1,8 @@
 """The one exception for a user's mistake: it carries what is wrong and what to do, and never a traceback.
 
 The command line prints it and leaves with exit code 2; a Prefect run fails with the same text. A run that stops itself
-because its rollouts would be wrong says so likewise, with exit code 1. Anything else that escapes is a defect of ours
-and keeps its traceback.
+because its rollouts would be wrong says so likewise, with exit code 1, and so does a sweep whose trainings failed.
+Anything else that escapes is a defect of ours and keeps its traceback.
 """
 
 from __future__ import annotations
@@ -52,7 +52,11 @@ class RewardCollapsed(NumericalFault):
 NUMERICAL_FAULTS = {kind.__name__: kind for kind in (GradientNotFinite, KlExploded, EntropyCollapsed, RewardCollapsed)}
 
 
-class LogprobGapError(RuntimeError):
+class FailedInWords(RuntimeError):
+    """A failure whose message is all there is to say: no traceback, and exit code 1, for no input was wrong."""
+
+
+class LogprobGapError(FailedInWords):
     """vLLM and the actor, with the same weights, give the same tokens log-probs that differ by more than rounding.
 
     Args:

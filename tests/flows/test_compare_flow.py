@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 from pathlib import Path
 
@@ -13,6 +14,7 @@ from flows.compare import compare
 from penstock.base.errors import UserError
 from penstock.cli.main import app
 from penstock.trackers.mlflow import default_tracking_uri
+from tasks.evaluation.results import FIGURES, record_in_tracker
 from tests.delivering import begun, log_iteration
 
 
@@ -68,6 +70,22 @@ def test_the_command_prints_the_table_and_where_the_files_are(folder: Path) -> N
     assert done.exception is None
     for text in ("slow", "fast", "actor.lr = 3e-06", "0.250", str(folder / "comparisons")):
         assert text in done.output
+
+
+@pytest.mark.parametrize("recorded", [True, False], ids=["recorded", "not"])
+def test_an_evaluation_stands_beside_the_trainings(folder: Path, recorded: bool) -> None:
+    """With its figures, as `penstock evaluate` records it. Control: without it its name and figure are not there."""
+    results = folder / "evaluations" / "slow-20260115"
+    (results / "base").mkdir(parents=True)
+    (results / "base" / FIGURES).write_text(json.dumps({"heldout/accuracy": 0.75}), encoding="utf-8")
+    for name in ("evaluation.md", "evaluation.json"):
+        (results / name).write_text("{}", encoding="utf-8")
+    record = {"tracker": "mlflow", "experiment": "my experiment", "parent": str(folder)}
+    if recorded:
+        record_in_tracker.fn(str(results), {"model": "base", "iteration": 0}, record, {})
+    done = CliRunner(env={"COLUMNS": "140"}).invoke(app, ["compare", "my experiment", "--folder", str(folder)])
+    assert done.exception is None
+    assert ("slow-20260115-base" in done.output, "0.750" in done.output) == (recorded, recorded)
 
 
 def test_a_folder_without_runs_stays_as_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -81,7 +81,7 @@ def comparison_of(runs: Sequence[ComparedRun], against: str | None = None) -> Co
         tuple(runs),
         pd.DataFrame.from_dict(rows, orient="index").rename_axis("name"),
         _evaluation(runs),
-        params[params.nunique(axis=1, dropna=False) > 1].fillna("–"),
+        params[params.nunique(axis=1, dropna=False) > 1].astype(object).fillna("–"),
         pd.DataFrame(curves, columns=["run", "group", "metric", "iteration", "value"]),
         tuple(groups),
         tuple(contrasts(groups, base)),

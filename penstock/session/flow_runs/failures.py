@@ -16,7 +16,7 @@ from inspect import signature
 from pathlib import Path
 from typing import TYPE_CHECKING, ParamSpec, TypeVar, cast
 
-from penstock.base.errors import LogprobGapError, UserError
+from penstock.base.errors import FailedInWords, UserError
 
 if TYPE_CHECKING:
     from engines.groups.group import EngineError, RankLost
@@ -75,7 +75,7 @@ def told(error: Exception, arguments: Sequence[str]) -> tuple[str, int] | None:
     notes = getattr(error, "__notes__", ())
     if isinstance(error, UserError):
         return "\n  ".join([str(error), *notes]), MISTAKE
-    if isinstance(error, LogprobGapError):
+    if isinstance(error, FailedInWords):
         return "\n  ".join([str(error), *notes]), FAILURE
     if isinstance(error, OSError):
         if error.errno in FULL:

@@ -19,6 +19,7 @@ from prefect.exceptions import TerminationSignal
 from rich.console import Console
 
 from configs.sections.run import names_of_trackers
+from penstock.base.errors import FailedInWords
 from penstock.session.sweeps.plan import Plan, taken_up
 from penstock.session.sweeps.trainings import LOOK_S, Ended, Processes, processes
 from penstock.state.manifest import Tracked
@@ -63,7 +64,7 @@ class Living:
         return [item for item in self.ended if item.code]
 
 
-class TrainingsFailed(RuntimeError):
+class TrainingsFailed(FailedInWords):
     """Some trainings of a sweep did not come to their end; the others did."""
 
     def __init__(self, folder: SweepFolder, failed: Sequence[Ended]) -> None:

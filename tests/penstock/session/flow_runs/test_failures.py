@@ -14,11 +14,15 @@ from prefect.context import FlowRunContext
 from configs.schema import TrainConfig
 from engines.groups.group import EngineError, RankLost
 from engines.groups.hosts import HostFailed
+from flows.compare import compare
+from flows.evaluate import evaluate
+from flows.export import export
 from flows.preference import preference
 from flows.reward_model import reward_model
 from flows.sft import sft
+from flows.sweep import sweep
 from flows.train import train
-from penstock.base.errors import UserError
+from penstock.base.errors import FailedInWords, UserError
 from penstock.session.flow_runs.failures import SAID, ends_in_words
 
 LOG = Path("runs/mine/logs/main-rank0.log")
@@ -27,6 +31,7 @@ TOLD = [
     (RankLost("main", 0, "exited with signal 9 (SIGKILL)", LOG), f"out of memory?\n  log: {LOG}"),
     (EngineError("main", 1, "update_actor", "Traceback\nValueError: odd", LOG), "'update_actor' raised\n  Traceback"),
     (HostFailed("gpu-7", "it is silent"), "host gpu-7:\n  it is silent"),
+    (FailedInWords("1 of 2 trainings failed"), "1 of 2 trainings failed"),
     (OSError(28, "No space left on device", "/runs/x"), "/runs/x: No space left on device; make room"),
 ]
 
@@ -102,7 +107,34 @@ def test_a_flow_run_that_is_tried_again_is_tried_again() -> None:
     assert fails_once() == 2
 
 
-@pytest.mark.parametrize("told", [train, sft, preference, reward_model], ids=lambda told: told.name)
+@pytest.mark.usefixtures("prefect_harness")
+@pytest.mark.parametrize(
+    ("flow_", "given", "said"),
+    [
+        (evaluate, {"models": ["absent"]}, "name a Hugging Face folder, a run, or a checkpoint of one"),
+        (export, {"run": "absent"}, "absent"),
+        (sweep, {"recipe": "absent.yaml", "settings": ["seed=0,1"]}, "give its path relative to the recipe"),
+        (compare, {"folder": "absent"}, "name the directory that holds the run folders"),
+    ],
+    ids=lambda value: getattr(value, "name", ""),
+)
+def test_a_mistake_in_the_form_of_a_flow_that_trains_nothing_itself_is_told(
+    flow_: Any, given: dict[str, Any], said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In its state, as a sentence with what to do, and nothing is left. Control: the defect above keeps Prefect's."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    state = flow_(**given, return_state=True)
+    assert state.is_failed()
+    assert said in state.message
+    assert "encountered an exception" not in state.message
+    assert not list(tmp_path.iterdir())
+
+
+FLOWS = [train, sft, preference, reward_model, evaluate, export, sweep, compare]
+
+
+@pytest.mark.parametrize("told", FLOWS, ids=lambda told: told.name)
 def test_the_form_of_a_flow_is_that_of_its_function(told: Any) -> None:
     """Parameters, their types and descriptions: as if nothing stood between."""
     inner: Callable[..., Any] = told.fn.__wrapped__
