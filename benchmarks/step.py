@@ -1,7 +1,8 @@
 """Seconds of a whole iteration: `penstock train` as a user starts it, in a process of its own, read from its records.
 
 Held-out evaluation is taken out of the iterations that have one (the last always does), and checkpoints are written
-after an iteration's clock has stopped. Left out: start-up, which `train` itself reports.
+after an iteration's clock has stopped. On a machine without a GPU the memory of all its processes is measured, too.
+Left out: start-up, which `train` itself reports.
 """
 
 from __future__ import annotations
@@ -15,11 +16,13 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.reporting.result import BenchResult, medians, new_result, steady
+from benchmarks.reporting.host_memory import run_measured
+from benchmarks.reporting.result import HELDOUT, BenchResult, medians, new_result, steady
 from benchmarks.session import describe, device_count
 from benchmarks.workload.prompts import with_prompts
 from configs.loading.load import load_config
 from configs.schema import TrainConfig
+from engines.groups.machine import visible_gpus
 from penstock.base.errors import UserError
 from penstock.checks.training import check_training
 from penstock.state.run_folder import RunFolder, read_metrics
@@ -30,6 +33,7 @@ FIGURES = {
     "wake_s": "rollout/wake_s",
     "longest_request_s": "rollout/request_s_max",
     "reward_s": "time/reward_s",
+    "reward_mean": "reward/mean",
     "old_logprobs_s": "time/logprobs_old_s",
     "reference_s": "time/logprobs_reference_s",
     "values_s": "time/values_s",
@@ -70,7 +74,7 @@ def measure(recipe: Path, overrides: list[str], command: str, skip: int, keep: P
     return new_result(
         "step",
         command,
-        figures_of(rows, skip, device_count(config)),
+        figures_of(rows, skip, device_count(config)) | whole_figures(summary),
         settings={**settings_of(given, skip), **{name: summary[name] for name in DECIDED}},
         details=[{"iteration": number, **row} for number, row in enumerate(rows, start=1)],
     )
@@ -84,16 +88,23 @@ def trained(
     Args:
         program: module of the command line.
 
+    Returns:
+        The summary says `host_peak_gib` as well, where there is no GPU.
+
     Raises:
         UserError: the training failed.
     """
     arguments = ["train", str(recipe), *overrides, "--run", str(folder)]
-    ended = subprocess.run([sys.executable, "-m", program, *arguments], check=False)
-    if ended.returncode:
-        raise UserError(f"the training ended with exit code {ended.returncode}", "its messages are above")
+    command, memory = [sys.executable, "-m", program, *arguments], {}
+    if visible_gpus():  # looking at the pages of a process that fills a GPU's machine would hold it up
+        code = subprocess.run(command, check=False).returncode
+    else:
+        code, memory["host_peak_gib"] = run_measured(command)
+    if code:
+        raise UserError(f"the training ended with exit code {code}", "its messages are above")
     run = RunFolder(folder)
     rows = [record["metrics"] for record in read_metrics(run) if record["iteration"] > 0]
-    return rows, json.loads(run.summary.read_text(encoding="utf-8"))
+    return rows, json.loads(run.summary.read_text(encoding="utf-8")) | memory
 
 
 def figures_of(rows: Sequence[Mapping[str, float]], skip: int, devices: int) -> dict[str, float]:
@@ -107,6 +118,12 @@ def figures_of(rows: Sequence[Mapping[str, float]], skip: int, devices: int) -> 
     if peaks := [row["memory/gpu_gib"] for row in rows if "memory/gpu_gib" in row]:
         figures["peak_gib"] = max(peaks)
     return figures
+
+
+def whole_figures(summary: Mapping[str, Any]) -> dict[str, float]:
+    """Return the figures of a training as a whole: its processes' memory, and what it reached on held-out prompts."""
+    names = {"host_peak_gib": "host_peak_gib", **HELDOUT}
+    return {figure: summary[name] for figure, name in names.items() if summary.get(name) is not None}
 
 
 def settings_of(config: TrainConfig, skip: int) -> dict[str, object]:

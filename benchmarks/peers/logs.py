@@ -1,6 +1,7 @@
 """Peers' figures from their own logs: TRL's step lines and verl's console metrics, medians from the second step on.
 
-The first step of every system is cold (compilation, CUDA graphs, allocator). Left out: running the peers.
+The first step of every system is cold (compilation, CUDA graphs, allocator). What TRL says of held-out prompts after
+its training is taken as it stands. Left out: running the peers.
 """
 
 from __future__ import annotations
@@ -12,11 +13,17 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from benchmarks.reporting.result import medians
+from benchmarks.reporting.result import HELDOUT, medians
 from penstock.base.errors import UserError
 
 TRL_LINE = re.compile(r"TRL step (\{[^}]*\})")
-TRL_FIGURES = {"step_s": "wall_s", "peak_gib": "peak_gib"}
+TRL_HELDOUT = re.compile(r"TRL heldout (\{[^}]*\})")
+TRL_FIGURES = {
+    "step_s": "wall_s",
+    "rollout_s": "generation_s",
+    "reward_mean": "reward",
+    "peak_gib": "peak_gib",
+}
 # `step:2` opens the metrics of a step, on one line or one per line; `timing_s/step:61.2` and `global_step:2` do not.
 VERL_TOKEN = re.compile(
     r"(?<![\w/])step:(?P<step>\d+)\b|(?P<name>(?:timing_s|perf)/[\w/]+):(?:np\.\w+\()?(?P<value>[\d.eE+-]+)"
@@ -36,14 +43,18 @@ VERL_FIGURES = {
 
 
 def trl_figures(log: Path) -> dict[str, float]:
-    """Return TRL's figures from lines `TRL step {'wall_s': 48.1, 'peak_gib': 79.0}`.
+    """Return TRL's figures from lines `TRL step {'wall_s': 48.1, 'peak_gib': 79.0}` and `TRL heldout {...}`.
 
     Raises:
         UserError: the log has no second step, or a line that is no such line to its end.
     """
     lines = [line for line, _ in groupby(TRL_LINE.findall(_read(log)))]  # the end of a training repeats its last
     steps = dict(enumerate((_literal(line, log) for line in lines), start=1))
-    return _from_second(steps, TRL_FIGURES, log, "TRL step")
+    heldout = [_literal(line, log) for line in TRL_HELDOUT.findall(_read(log))]
+    figures = _from_second(steps, TRL_FIGURES, log, "TRL step")
+    if peaks := [step["host_peak_gib"] for step in steps.values() if "host_peak_gib" in step]:
+        figures["host_peak_gib"] = max(peaks)
+    return figures | {name: found[its] for found in heldout for name, its in HELDOUT.items() if its in found}
 
 
 def verl_figures(log: Path) -> dict[str, float]:

@@ -19,12 +19,17 @@ from penstock.base.files import write_text
 
 Figures = dict[str, FiniteFloat]
 
+# Shares of held-out prompts that are answered rightly after a training, drawn as it evaluates and greedy: by the names
+# that a training's summary has for them, and a peer's log.
+HELDOUT = {"accuracy_heldout": "accuracy_after", "accuracy_greedy": "greedy_after"}
+
 
 class BenchResult(BaseModel):
     """One result file.
 
     Figures that several benchmarks share: step_s, update_s, reshard_s, overhead_s (seconds), rollout_tokens_per_s,
-    reshard_bytes, peak_gib (GiB of GPU memory), mfu and scaling_efficiency (shares of 1). Medians, unless said.
+    reshard_bytes, peak_gib (GiB of GPU memory), host_peak_gib (GiB that all processes hold together, servers included),
+    mfu and scaling_efficiency (shares of 1). Medians, unless said.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)

@@ -15,7 +15,7 @@ from benchmarks.reporting.table import result_table, shown
 from benchmarks.reshard import OF_TRAININGS, devices_for, missing_devices, overrides_of
 from benchmarks.scaling import efficiency, parse_counts, placement
 from benchmarks.session import describe
-from benchmarks.step import figures_of
+from benchmarks.step import figures_of, whole_figures
 from configs.loading.load import load_config
 from configs.schema import TrainConfig
 from engines.groups.links import MIB, bus_bandwidth
@@ -42,6 +42,13 @@ def test_step_figures_are_medians_of_steady_iterations_without_evaluation() -> N
     assert figures["peak_gib"] == 90.0  # of all iterations, the cold one too
     assert "mfu" not in figures
     assert figures_of(rows, 0, 2)["step_s"] == 7.25  # the control: the cold one moves it
+
+
+def test_a_training_as_a_whole_has_the_figures_of_its_summary() -> None:
+    """Under the names that its peers' have. Control: what a summary lacks, or has nothing to say of, is no figure."""
+    summary = {"accuracy_before": 0.5, "accuracy_after": 0.9, "greedy_after": 0.8, "host_peak_gib": 1.5}
+    assert whole_figures(summary) == {"host_peak_gib": 1.5, "accuracy_heldout": 0.9, "accuracy_greedy": 0.8}
+    assert whole_figures({"accuracy_before": 0.5, "accuracy_after": None}) == {}
 
 
 def test_scaling_compares_throughput_per_gpu_with_the_smallest_count() -> None:

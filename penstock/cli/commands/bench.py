@@ -450,12 +450,34 @@ def model(
 @app.command()
 def prompts(
     file: Annotated[Path, typer.Argument(help="JSONL file for the prompts", callback=free_file)],
-    letters: Annotated[int, typer.Option(min=1, help="length of a prompt, as data.max_prompt_tokens says")] = 256,
+    overrides: Annotated[list[str] | None, typer.Argument(help="of --recipe: section.key=value, e.g. seed=1")] = None,
+    letters: Annotated[
+        int | None, typer.Option(min=1, help="length of a random prompt, as data.max_prompt_tokens says (256)")
+    ] = None,
+    recipe: Annotated[
+        Path | None, typer.Option(help="its problems (data.arithmetic), in the order of its training, with answers")
+    ] = None,
+    heldout: Annotated[
+        Path | None, typer.Option(help="JSONL file for the held-out problems of --recipe", callback=free_file)
+    ] = None,
 ) -> None:
-    """Write the prompts that recipes without data are measured with, for the runs of benchmarks/peers."""
-    from benchmarks.workload.prompts import PROMPTS, prompts, write_rows
+    """Write the prompts that are measured, for the runs of benchmarks/peers: random letters, or a recipe's problems."""
+    from benchmarks.workload.prompts import PROMPT_TOKENS, PROMPTS, as_rows, problems_of, write_rows
+    from benchmarks.workload.prompts import prompts as random_letters
+    from configs.loading.load import load_config
 
-    write_rows(file, prompts(PROMPTS, letters))
+    if recipe is None and (overrides or heldout):
+        raise UserError("overrides and --heldout are for a recipe's problems", "name the recipe with --recipe")
+    if recipe is not None and letters is not None:
+        raise UserError("--letters has no effect on a recipe's problems", "remove it")
+    if recipe is None:
+        write_rows(file, as_rows(random_letters(PROMPTS, letters or PROMPT_TOKENS)))
+    else:
+        problems = problems_of(load_config(recipe, overrides or []))
+        write_rows(file, problems["train"])
+        if heldout is not None:
+            write_rows(heldout, problems["heldout"])
+            _say(f"held-out prompts: {heldout}")
     _say(f"prompts: {file}")
 
 

@@ -21,6 +21,17 @@ TRL step {'wall_s': 48.9, 'peak_gib': 79.2}
 TRL step {'wall_s': 48.9, 'peak_gib': 79.2}
 TRL step {'train_runtime': 1.0}
 """
+# Of run_trl_cpu.py: TRL's own lines lie between, and the peak of the cold step counts as any other's.
+TRL_CPU = """
+TRL heldout {'accuracy_before': 0.564, 'greedy_before': 0.531}
+TRL step {'wall_s': 8.7457, 'generation_s': 1.884, 'reward': 0.58105, 'host_peak_gib': 0.721}
+{'loss': '-0.001764', 'grad_norm': '0.6495', 'learning_rate': '6e-05', 'reward': '0.5371', 'step_time': '0.4132'}
+TRL step {'wall_s': 0.8433, 'generation_s': 0.1911, 'reward': 0.53711, 'host_peak_gib': 0.7}
+TRL step {'wall_s': 0.6911, 'generation_s': 0.1545, 'reward': 0.59473, 'host_peak_gib': 0.7}
+TRL step {'wall_s': 0.6898, 'generation_s': 0.1838, 'reward': 0.68652, 'host_peak_gib': 0.7}
+{'train_runtime': '15.2', 'train_loss': '-0.003285'}
+TRL heldout {'accuracy_after': 0.924, 'greedy_after': 0.964}
+"""
 # One token per line, as the script greps them; a warm-up line before the first step belongs to none.
 VERL_GREPPED = """
 timing_s/testing:1.5
@@ -60,6 +71,13 @@ def log(folder: Path, text: str) -> Path:
 
 def test_trl_lines_give_medians_without_the_first(tmp_path: Path) -> None:
     assert trl_figures(log(tmp_path, TRL)) == {"step_s": 48.1, "peak_gib": 79.0}
+
+
+def test_trl_on_a_cpu_gives_generation_memory_and_what_was_learnt(tmp_path: Path) -> None:
+    """Accuracies are those after the training. Control: a log that was cut off before has none."""
+    figures = {"step_s": 0.6911, "rollout_s": 0.1838, "reward_mean": 0.59473, "host_peak_gib": 0.721}
+    assert trl_figures(log(tmp_path, TRL_CPU)) == {**figures, "accuracy_heldout": 0.924, "accuracy_greedy": 0.964}
+    assert trl_figures(log(tmp_path, TRL_CPU.partition("{'train_runtime'")[0])) == figures
 
 
 def test_verl_lines_give_medians_without_the_first(tmp_path: Path) -> None:
@@ -109,5 +127,7 @@ def test_garbled_lines_are_quoted(tmp_path: Path) -> None:
         trl_figures(log(tmp_path, "TRL step {'wall_s': 48.1, 'peTRL'}\n"))
     with pytest.raises(UserError, match="garbled at '{'wall_s'}'"):  # a set, as Python reads it
         trl_figures(log(tmp_path, "TRL step {'wall_s'}\n" * 2 + "TRL step {'wall_s': 48.1, 'peak_gib': 79.0}\n"))
+    with pytest.raises(UserError, match="garbled at '{'accuracy_after': 0.9TRL'}'"):
+        trl_figures(log(tmp_path, TRL_CPU + "TRL heldout {'accuracy_after': 0.9TRL'}\n"))
     with pytest.raises(UserError, match=r"garbled at '61\.2\.7'"):
         verl_figures(log(tmp_path, "step:2\ntiming_s/step:61.2.7\n"))

@@ -10,14 +10,18 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner
 
-from benchmarks.peers import run_trl, run_verl
+from benchmarks.peers import run_trl, run_trl_cpu, run_verl
 from benchmarks.workload.digit_reward import share_of_digits
 from benchmarks.workload.experience import fixed_lengths, lengths_named, lognormal_lengths, write_experience
-from benchmarks.workload.prompts import prompts, with_prompts, write_prompts
+from benchmarks.workload.prompts import problems_of, prompts, with_prompts, write_prompts
 from configs.loading.load import load_config
 from configs.schema import TrainConfig
+from engines.training.trainer import learning_rate_factor
 from penstock.base.errors import UserError
 from penstock.cli.commands.bench import app as bench
+from penstock.data.order import epoch_order
+from penstock.data.source import split_of
+from penstock.rewards.builtin import exact_match
 from penstock.state.experience import read_columns
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -91,6 +95,70 @@ def test_peers_rewards_are_the_recipes(tmp_path: Path) -> None:
     for text, share in (("a1b2", 0.5), ("abc", 0.0), ("", 0.0)):
         assert run_trl.share_of_digits([text], completion_ids=[[]]) == [share]
         assert run_verl.share_of_digits("letters", text, "", {"index": 0}) == share == share_of_digits(text)
+
+
+def written(path: Path) -> list[dict[str, str]]:
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+
+
+def test_a_recipes_problems_lie_in_the_order_of_its_training(tmp_path: Path) -> None:
+    """A second epoch has an order of its own. Controls: another seed has other problems, and refused options."""
+    recipe, train, heldout = (tmp_path / name for name in ("recipe.yaml", "train.jsonl", "heldout.jsonl"))
+    recipe.write_text(
+        "iterations: 3\nrollout: {prompts: 4}\nevaluate: {prompts: 5}\n"
+        "data: {arithmetic: {sft: 3, train: 7, heldout: 6}}\n",
+        encoding="utf-8",
+    )
+    asked = ["prompts", str(train), "seed=2", "--recipe", str(recipe), "--heldout", str(heldout)]
+    assert CliRunner().invoke(bench, asked).exit_code == 0
+    config = load_config(recipe, ["seed=2"])
+    frame = split_of(config, "train")[["prompt", "answer"]]
+    rows = [*epoch_order(7, 2, 0, shuffle=True), *epoch_order(7, 2, 1, shuffle=True)][:12]
+    assert written(train) == frame.iloc[rows].to_dict("records")
+    assert written(heldout) == split_of(config, "heldout")[["prompt", "answer"]][:5].to_dict("records")
+    assert problems_of(load_config(recipe))["train"] != written(train)
+    for wrong in (["prompts", str(train), "seed=2"], ["prompts", str(train), "--heldout", str(heldout)]):
+        with pytest.raises(UserError, match="name the recipe with --recipe"):
+            CliRunner().invoke(bench, wrong, catch_exceptions=False)
+    with pytest.raises(UserError, match="--letters has no effect"):
+        CliRunner().invoke(bench, [*asked, "--letters", "3"], catch_exceptions=False)
+
+
+@pytest.mark.parametrize(
+    ("sections", "message"),
+    [
+        ({"data": {"train": "own.jsonl"}}, "has no 'data.arithmetic'"),
+        ({"data": {"arithmetic": {}, "sampler": {"name": "adaptive"}}}, "follows from what is sampled"),
+    ],
+)
+def test_problems_that_follow_from_a_training_are_refused(sections: dict[str, object], message: str) -> None:
+    """The control is the recipe above."""
+    with pytest.raises(UserError, match=message):
+        problems_of(TrainConfig.model_validate(sections))
+
+
+@pytest.mark.parametrize("name", ["quickstart", "careless"])
+def test_trl_on_a_cpu_is_told_the_recipes_work(name: str) -> None:
+    """What the program takes from quickstart.yaml, or says by itself, is in force in both recipes."""
+    config = load_config(ROOT / "configs" / f"{name}.yaml")
+    trl, rollout, optimizer = run_trl_cpu.settings(3, 4, 5, "output"), config.rollout, config.actor.optimizer
+    rows = trl["per_device_train_batch_size"] * trl["gradient_accumulation_steps"]
+    assert (rows * config.algorithm.mini_batches, rollout.samples) == (128 * 8, trl["num_generations"])
+    assert trl["steps_per_generation"] == config.algorithm.mini_batches * trl["gradient_accumulation_steps"]
+    assert trl["max_steps"] == 3 * trl["logging_steps"] == 3 * config.algorithm.mini_batches
+    assert (trl["max_completion_length"], trl["temperature"]) == (rollout.max_response_tokens, rollout.temperature)
+    assert (optimizer.betas, optimizer.eps) == (run_trl_cpu.BETAS, run_trl_cpu.EPSILON)
+    assert optimizer.max_grad_norm == trl["max_grad_norm"]
+    assert (optimizer.weight_decay, config.algorithm.kl, config.evaluate.temperature) == (0.0, None, 1.0)
+    assert config.algorithm.settings["clip_low"] == config.algorithm.settings["clip_high"] == trl["epsilon"]
+    assert config.algorithm.aggregation == "token-mean"
+    assert optimizer.learning_rate == float(run_trl_cpu.WORK["actor"]["optimizer"]["learning_rate"])
+    assert config.iterations == run_trl_cpu.WORK["iterations"]
+    for step in (0, 1, 18, 19, 20, 59):  # the control of a schedule that begins at 0 would differ at once
+        assert run_trl_cpu.warm_up(step) == learning_rate_factor(step, 60, optimizer)
+    suffix = config.reward.settings["suffix"]
+    for text in ("046.", "046", "047.", " 046. ", "046.."):
+        assert run_trl_cpu.exact_match([text], answer=["046"], prompts=[""]) == [exact_match(text, "046", suffix)]
 
 
 def test_lognormal_lengths_have_a_tail_that_is_cut() -> None:
