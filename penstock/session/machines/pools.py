@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from typing import Any
 from urllib.parse import urlsplit
@@ -147,22 +148,27 @@ def check_pool(pool: str, has_worker: bool = True) -> None:
 
 def ask_for_hosts(
     pool: str, names: Sequence[str], address: Address, network: HostsConfig, training: str
-) -> list[HostRun]:
-    """Have a pool start hosts, as child runs of this flow run; return what was asked for."""
-    runs = []
+) -> Iterator[HostRun]:
+    """Have a pool start hosts, as child runs of this flow run; yield each that was asked for.
+
+    So those before one that Prefect's server does not take, because it is busy or away, can be let go. That one's keys
+    are deleted here.
+    """
     for name in names:
         start = HostStart(name, address, network.interface, network.silence_s)
         secret = f"penstock-host-{secrets.token_hex(8)}"
-        Secret(value=asdict(start)).save(secret)
-        flow_run: Any = run_deployment(
-            f"{DEPLOYMENT}/{pool}",
-            parameters={"host": name, "secret": secret},
-            flow_run_name=f"{name} of {training}",
-            timeout=0,
-            as_subflow=True,
-        )
-        runs.append(HostRun(name, pool, flow_run.id, secret))
-    return runs
+        with ExitStack() as undone:
+            Secret(value=asdict(start)).save(secret)
+            undone.callback(Secret.delete, secret)
+            flow_run: Any = run_deployment(
+                f"{DEPLOYMENT}/{pool}",
+                parameters={"host": name, "secret": secret},
+                flow_run_name=f"{name} of {training}",
+                timeout=0,
+                as_subflow=True,
+            )
+            undone.pop_all()
+        yield HostRun(name, pool, flow_run.id, secret)
 
 
 def start_of(secret: str) -> HostStart:
@@ -212,17 +218,18 @@ def cancelled(asked: Sequence[HostRun]) -> list[str]:
 
 
 def let_go(asked: Sequence[HostRun], within_s: float) -> None:
-    """Wait until the runs of hosts have ended, cancel those that have not, and delete their keys."""
+    """Wait until the runs of hosts have ended, cancel those that have not, and delete their keys, whatever happens."""
     if not asked:
         return
-    deadline = time.monotonic() + within_s
-    while (left := _running(asked)) and time.monotonic() < deadline:
-        time.sleep(0.25)
-    with get_client(sync_client=True) as client:
-        for flow_run_id in left:
-            client.set_flow_run_state(flow_run_id, Cancelling(message="The training has ended."))
-    for run in asked:
-        Secret.delete(run.secret)
+    with ExitStack() as keys:
+        for run in asked:
+            keys.callback(Secret.delete, run.secret)
+        deadline = time.monotonic() + within_s
+        while (left := _running(asked)) and time.monotonic() < deadline:
+            time.sleep(0.25)
+        with get_client(sync_client=True) as client:
+            for flow_run_id in left:
+                client.set_flow_run_state(flow_run_id, Cancelling(message="The training has ended."))
 
 
 def _running(asked: Sequence[HostRun]) -> list[UUID]:
