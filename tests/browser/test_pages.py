@@ -1,7 +1,7 @@
 """Pages of what runs, in a browser: a training watched as far as its curves, a cancelled one, a schedule, a sweep.
 
-On a real server with a real worker, and MLflow behind a server of its own. Of widths the pages are tried in, the wide
-one is where work is done; then it is made as narrow as a telephone.
+On a real server with a real worker and a real MLflow server. Artifacts, which are ours to write, are tried as wide as a
+laptop and as narrow as a telephone. Left out: the widths of MLflow's own pages.
 """
 
 from __future__ import annotations
@@ -101,6 +101,7 @@ def test_a_training_is_watched_from_the_form_to_its_curves(page: Any, prefect: P
     page.get_by_text(f"iteration-{ITERATIONS:06d}").first.wait_for(timeout=PATIENCE_MS)
     until(lambda: prefect.state(run) == "Completed", PATIENCE_S, "the training ends")
 
+    show(page, prefect, run, "train-watched")
     tab(page, "Artifacts")
     page.get_by_text(f"Iteration {ITERATIONS} of {ITERATIONS}").first.wait_for()
     picture(page, "training")

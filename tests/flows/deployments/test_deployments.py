@@ -208,7 +208,7 @@ def served(home: Path, runs: Path, **variables: str) -> Iterator[Prefect]:
         return started
 
     try:
-        with httpx.Client(base_url=environment["PREFECT_API_URL"], timeout=30, transport=Patient()) as api:
+        with httpx.Client(base_url=environment["PREFECT_API_URL"], timeout=120, transport=Patient()) as api:
             begin("server", "server", "start", "--host", "127.0.0.1", "--port", str(port))
             until(lambda: answers(api), 120, "the server answers")
             deployed = penstock(environment, "deploy")
