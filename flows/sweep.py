@@ -12,13 +12,14 @@ from prefect import flow
 
 from flows.train import train
 from penstock.session.flow_runs.failures import ends_in_words
+from penstock.session.flow_runs.naming import run_name
 from penstock.session.sweeps.plan import BY, Asked, begin_sweep
 from penstock.session.sweeps.running import Swept, TrainingsFailed, left, look, running_sweep
 from tasks.sweep.report_sweep import report_sweep
 from tasks.sweep.start_training import note_ended, start_training
 
 
-@flow(name="sweep", flow_run_name="sweep-{recipe}")
+@flow(name="sweep", flow_run_name=run_name)
 @ends_in_words
 def sweep(
     recipe: str | None = None,

@@ -13,6 +13,7 @@ from prefect import task
 from prefect.artifacts import create_markdown_artifact, create_table_artifact
 from prefect.cache_policies import NO_CACHE
 
+from penstock.session.flow_runs.page import without_files
 from penstock.state.run_folder import new_run_folder
 
 if TYPE_CHECKING:
@@ -55,5 +56,6 @@ def compare_experiment(experiment: str, runs: list[str] | None, folder: str, aga
     rows = comparison.results.reset_index().to_dict("records")
     table = [{str(name): value for name, value in row.items()} for row in rows]
     create_table_artifact(table, key="comparison", description=f"{experiment}: {target}")
-    create_markdown_artifact((target / "compare.md").read_text(encoding="utf-8"), key="comparison-report")
+    page = (target / "compare.md").read_text(encoding="utf-8")
+    create_markdown_artifact(without_files(page), key="comparison-report")
     return str(target)

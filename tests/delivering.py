@@ -1,13 +1,20 @@
-"""A training that is recorded in MLflow, and waiting for what a tracker gets on a thread of its own."""
+"""A training that is recorded in MLflow, a server of it, and waiting for what a tracker gets on a thread of its own."""
 
 from __future__ import annotations
 
 import functools
+import os
 import shutil
+import subprocess
+import sys
 import tempfile
 import threading
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
+
+import httpx
+import psutil
 
 from penstock.session.session import Training
 from penstock.state.manifest import Tracked, read_manifest
@@ -16,6 +23,7 @@ from penstock.trackers.delivery import Delivery
 from penstock.trackers.mlflow import MlflowTracker, connect
 from penstock.trackers.outbox import Outbox
 from penstock.trackers.tracker import ITERATION, Figures, NewRun, Tracker
+from tests.waiting import until
 
 
 @functools.cache
@@ -68,3 +76,29 @@ def await_delivery(training: Training) -> None:
         done = threading.Event()
         outbox.put("nothing more", done.set)
         assert done.wait(60)
+
+
+@contextmanager
+def mlflow_server(folder: Path, port: int) -> Iterator[None]:
+    """Serve the MLflow store of a folder; killed at the end, with all its workers."""
+    store = ["--backend-store-uri", f"sqlite:///{folder / 'served.db'}"]
+    store += ["--artifacts-destination", str(folder / "served")]
+    command = [sys.executable, "-m", "mlflow", "server", "--host", "127.0.0.1", "--port", str(port), "--workers", "1"]
+    environment = os.environ | {"MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false"}  # seven processes that nobody asks
+    with (folder / "mlflow.txt").open("ab") as output:
+        server = subprocess.Popen([*command, *store], env=environment, stdout=output, stderr=output)
+    try:
+        until(lambda: answers(f"http://127.0.0.1:{port}/health"), 120, "MLflow answers")
+        yield
+    finally:
+        for process in [*psutil.Process(server.pid).children(recursive=True), server]:
+            process.kill()
+        server.wait(10)
+
+
+def answers(url: str) -> bool:
+    """Whether a server answers well."""
+    try:
+        return httpx.get(url).is_success
+    except httpx.TransportError:
+        return False

@@ -5,7 +5,6 @@ A run of any command has these. Left out: what `train` alone shows there meanwhi
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 from uuid import UUID
 
@@ -15,9 +14,9 @@ from prefect.runtime import flow_run
 
 from configs.preference import PairConfig
 from configs.schema import TrainConfig
+from penstock.session.flow_runs.page import without_files
 from penstock.session.session import Training
 
-IN_FOLDER = re.compile(r"^!?\[[^\]]*\]\((?!\w+://).*\n+", re.MULTILINE)  # lines about files that Prefect's page lacks
 RUN_TAG, RECIPE_TAG, ALGORITHM_TAG, MODEL_TAG = "run:", "recipe:", "algorithm:", "model:"  # before a flow run's tags
 
 
@@ -59,4 +58,4 @@ def show_report(training: Training) -> None:
     session, run = training.session(), training.run
     if session.prefect_flow_run_id and not session.lacks:
         page = (run.path / "report" / "report.md").read_text(encoding="utf-8")
-        create_markdown_artifact(IN_FOLDER.sub("", page), key="training-report", description=run.name)
+        create_markdown_artifact(without_files(page), key="training-report", description=run.name)

@@ -7,6 +7,7 @@ from prefect.artifacts import create_markdown_artifact
 from prefect.cache_policies import NO_CACHE
 
 from penstock.reports.sweep import write_sweep_report
+from penstock.session.flow_runs.page import without_files
 from penstock.session.sweeps.running import Swept
 
 
@@ -16,4 +17,4 @@ def report_sweep(swept: Swept) -> None:
     folder = swept.folder
     if write_sweep_report(folder, swept.living().plan.sweep):
         page = (folder.report / "compare.md").read_text(encoding="utf-8")
-        create_markdown_artifact(page, key="sweep-report", description=folder.path.name)
+        create_markdown_artifact(without_files(page), key="sweep-report", description=folder.path.name)

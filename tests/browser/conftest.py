@@ -1,4 +1,6 @@
-"""Debian's Chromium, driven by Playwright, and a Prefect server with a worker.
+"""Debian's Chromium, driven by Playwright, and a Prefect server with a worker, whose trainings go to an MLflow server.
+
+All tests of the folder share them, and run in the order of the files.
 
 `PENSTOCK_PICTURES=docs/images python -m pytest -n 0 tests/browser` takes the pictures of the documentation anew.
 """
@@ -7,17 +9,30 @@ from __future__ import annotations
 
 import os
 import shutil
+import socket
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.flows.deployments.test_deployments import prefect
+from tests.delivering import mlflow_server
+from tests.flows.deployments.test_deployments import Prefect, served
 
-__all__ = ["prefect"]
 WIDE, NARROW = (1440, 1300), (400, 900)
 SLOWEST_MS = 60_000
+
+
+@pytest.fixture(scope="session")
+def prefect(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Prefect]:
+    """A Prefect server with a worker, and an MLflow server that the worker's environment names."""
+    home, runs = tmp_path_factory.mktemp("servers"), tmp_path_factory.mktemp("runs")
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    tracking = {"MLFLOW_TRACKING_URI": f"http://127.0.0.1:{port}", "PENSTOCK_ALLOWED_MODULES": "tests"}
+    with mlflow_server(home, port), served(home, runs, **tracking) as prefect:
+        yield prefect
 
 
 @pytest.fixture(scope="session")

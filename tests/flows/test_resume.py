@@ -16,11 +16,9 @@ import socket
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-import httpx
 import psutil
 import pytest
 from safetensors import safe_open
@@ -32,7 +30,7 @@ from penstock.state.manifest import Manifest, read_manifest
 from penstock.state.run_folder import RunFolder, read_metrics
 from penstock.trackers.mlflow import connect
 from tests.comparing import logged, memory, numbers, weights
-from tests.delivering import begun, tracked_run
+from tests.delivering import answers, begun, mlflow_server, tracked_run
 from tests.flows.reward_functions import HOLD
 from tests.processes import alive, words_of
 from tests.waiting import until
@@ -183,13 +181,6 @@ def trainings(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Trainings]:
         for process in [*psutil.Process(server.pid).children(recursive=True), server]:
             process.kill()
         server.wait(10)
-
-
-def answers(url: str) -> bool:
-    try:
-        return httpx.get(url).is_success
-    except httpx.TransportError:
-        return False
 
 
 @dataclass(frozen=True)
@@ -400,27 +391,6 @@ def test_the_trainings_have_a_state_to_lose(undisturbed: dict[str, RunFolder]) -
     assert not any(divergences[::2])
     with safe_open(run.checkpoint(ITERATIONS) / "state-main-0.safetensors", framework="np") as image:
         assert any(name.startswith("reference/") for name in image.keys())  # noqa: SIM118 - it is no mapping
-
-
-@contextmanager
-def mlflow_server(folder: Path, port: int) -> Iterator[None]:
-    """Serve the MLflow store of a folder; killed at the end, with all its workers."""
-    store = [
-        "--backend-store-uri",
-        f"sqlite:///{folder / 'served.db'}",
-        "--artifacts-destination",
-        str(folder / "served"),
-    ]
-    command = [sys.executable, "-m", "mlflow", "server", "--host", "127.0.0.1", "--port", str(port), "--workers", "1"]
-    with (folder / "mlflow.txt").open("ab") as output:
-        server = subprocess.Popen([*command, *store], stdout=output, stderr=output)
-    try:
-        until(lambda: answers(f"http://127.0.0.1:{port}/health"), 120, "MLflow answers")
-        yield
-    finally:
-        for process in [*psutil.Process(server.pid).children(recursive=True), server]:
-            process.kill()
-        server.wait(10)
 
 
 def test_a_training_goes_on_when_its_mlflow_server_is_killed(

@@ -34,6 +34,7 @@ PATIENCE_S = 10.0  # at the end
 PACE = 10  # iterations whose mean is the pace
 PROGRESS, HELDOUT, SAMPLES = "progress", "held-out", "samples"  # keys of artifacts
 
+_OF_FILE = re.compile(r"^!?\[[^\]]*\]\((?!\w+://).*\n+", re.MULTILINE)
 _LINES = re.compile(r"\r\n|[\n\r]")  # the end of a paragraph would end the span
 _logger = logging.getLogger(__name__)
 Work = Callable[[SyncPrefectClient], object]
@@ -160,6 +161,11 @@ def verbatim(text: str) -> str:
         text = f"{text[:CHARACTERS]} [... {len(text) - CHARACTERS:,} characters]"
     fence = "`" * (1 + max(map(len, re.findall("`+", text)), default=0))
     return f"{fence} {_LINES.sub(' ↵ ', text)} {fence}"
+
+
+def without_files(report: str) -> str:
+    """Return a report without its lines that show or link a file beside it: Prefect's pages have no such file."""
+    return _OF_FILE.sub("", report)
 
 
 @contextmanager

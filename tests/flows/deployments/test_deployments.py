@@ -13,6 +13,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -164,8 +165,20 @@ def penstock(environment: dict[str, str], *arguments: str) -> subprocess.Complet
 
 @pytest.fixture(scope="module")
 def prefect(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Prefect]:
-    """A server on a free port, Penstock deployed on it, and a worker; every process is gone afterwards."""
-    home = tmp_path_factory.mktemp("prefect-home")
+    """A server of the module's own, with a worker."""
+    with served(tmp_path_factory.mktemp("prefect-home"), tmp_path_factory.mktemp("runs")) as prefect:
+        yield prefect
+
+
+@contextmanager
+def served(home: Path, runs: Path, **variables: str) -> Iterator[Prefect]:
+    """Start a server on a free port, Penstock deployed on it, and a worker; every process is gone afterwards.
+
+    Args:
+        home: of Prefect, with its database and logs.
+        runs: gets the run folders.
+        variables: of all processes, over those of this one.
+    """
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -183,6 +196,7 @@ def prefect(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Prefect]:
         "PREFECT_SERVER_SERVICES_SCHEDULER_LOOP_SECONDS": "20",
         "DO_NOT_TRACK": "1",
         "OMP_NUM_THREADS": "1",
+        **variables,
     }
     processes: list[subprocess.Popen[bytes]] = []
 
@@ -194,13 +208,13 @@ def prefect(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Prefect]:
         return started
 
     try:
-        with httpx.Client(base_url=environment["PREFECT_API_URL"], timeout=30, transport=Patient()) as api:
+        with httpx.Client(base_url=environment["PREFECT_API_URL"], timeout=120, transport=Patient()) as api:
             begin("server", "127.0.0.1", str(port), module="penstock.cli.prefect.own_server")
             until(lambda: answers(api), 120, "the server answers")
             deployed = penstock(environment, "deploy")
             assert deployed.returncode == 0, deployed.stderr
             worker = begin("worker", "worker", "start", "--pool", "penstock")
-            yield Prefect(api, environment, psutil.Process(worker.pid), tmp_path_factory.mktemp("runs"))
+            yield Prefect(api, environment, psutil.Process(worker.pid), runs)
     finally:
         _end(processes)
 

@@ -18,6 +18,7 @@ from penstock.session.flow_runs.naming import name_of
         ({"config": {"name": "mine"}, "recipe": "configs/quickstart.yaml"}, "mine"),
         ({"config": TrainConfig(name="mine")}, "mine"),
         ({"config": {"rollout": {}}, "recipe": "configs/quickstart.yaml"}, "quickstart"),
+        ({"recipe": "configs/quickstart.yaml", "settings": ["seed=0,1"], "resume": None}, "quickstart"),  # a sweep's
         ({"config": None, "recipe": None}, "run"),
     ],
 )

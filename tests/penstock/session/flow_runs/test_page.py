@@ -18,7 +18,7 @@ from prefect.client.schemas.objects import Artifact
 from prefect.runtime import flow_run
 from prefect.settings import PREFECT_API_URL, PREFECT_CLIENT_MAX_RETRIES, temporary_settings
 
-from penstock.session.flow_runs.page import EVERY_S, HELDOUT, PROGRESS, SAMPLES, Page, page_of, verbatim
+from penstock.session.flow_runs.page import EVERY_S, HELDOUT, PROGRESS, SAMPLES, Page, page_of, verbatim, without_files
 
 EVALUATION = {
     "heldout/accuracy": 0.5,
@@ -147,6 +147,12 @@ def test_what_a_model_wrote_is_no_markdown(text: str) -> None:
 def test_a_long_text_is_cut() -> None:
     """A table is an entry of Prefect's database."""
     assert verbatim("x" * 5000) == f"` {'x' * 1000} [... 4,000 characters] `"
+
+
+def test_a_report_leaves_out_what_lies_in_its_folder() -> None:
+    """A picture and a link to a file beside it; also the last line. Control: a link to a server and a table stay."""
+    report = "# Sums\n\n[Samples](samples.html)\n\n| a |\n| --- |\n\n[MLflow](http://a/b)\n\n![Curves](compare.png)\n"
+    assert without_files(report) == "# Sums\n\n| a |\n| --- |\n\n[MLflow](http://a/b)\n\n"
 
 
 def test_a_server_that_is_away_holds_nobody_up(caplog: pytest.LogCaptureFixture) -> None:
