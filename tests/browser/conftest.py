@@ -21,6 +21,9 @@ from tests.flows.deployments.test_deployments import Prefect, served
 
 WIDE, NARROW = (1440, 1300), (400, 900)
 SLOWEST_MS = 60_000
+# Of tests that start trainings, which take longer than to look at them twice would tell
+on_wide = pytest.mark.parametrize("page", [WIDE], indirect=True, ids=["wide"])
+on_narrow = pytest.mark.parametrize("page", [NARROW], indirect=True, ids=["narrow"])
 
 
 @pytest.fixture(scope="session")

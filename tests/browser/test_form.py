@@ -10,6 +10,7 @@ import httpx
 import pytest
 
 from configs.loading.load import load_config
+from tests.browser.conftest import on_narrow, on_wide
 from tests.flows.deployments.test_deployments import TRAIN, Prefect
 from tests.waiting import until
 
@@ -90,6 +91,7 @@ def test_the_form_is_short_and_untouched_it_sends_its_recipe_alone(
     assert sent.value.post_data_json["parameters"] == {"recipe": str(QUICKSTART)}
 
 
+@on_narrow
 def test_a_run_is_of_what_was_typed(page: Any, prefect: Prefect) -> None:
     """Recipe, fields and other settings, to the last key, and the page of the run shows it. Control: the recipe."""
     width = page.viewport_size["width"]
@@ -126,6 +128,7 @@ def test_a_wrong_value_is_told_on_the_page_and_no_run_is_made(page: Any, prefect
     assert runs(prefect) == before
 
 
+@on_wide
 def test_what_only_the_run_can_see_is_told_on_its_page(page: Any, prefect: Prefect, picture: Picture) -> None:
     """A key that does not exist: the page of the run has the terminal's sentence and no traceback."""
     opened(page, prefect)

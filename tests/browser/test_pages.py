@@ -15,7 +15,7 @@ import pytest
 from configs.sections.data import ArithmeticData
 from penstock.cli.prefect.deploy import prefect_deploy
 from penstock.data.arithmetic import make_problems
-from tests.browser.conftest import NARROW, WIDE
+from tests.browser.conftest import NARROW, WIDE, on_narrow, on_wide
 from tests.browser.test_form import QUICKSTART, Picture, add, fill, opened, submitted
 from tests.flows.deployments.test_deployments import Prefect
 from tests.processes import alive
@@ -23,8 +23,6 @@ from tests.waiting import until
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800), pytest.mark.xdist_group("flows")]
 
-wide = pytest.mark.parametrize("page", [WIDE], indirect=True, ids=["wide"])
-narrow = pytest.mark.parametrize("page", [NARROW], indirect=True, ids=["narrow"])
 PATIENCE_MS = 600_000  # for what takes a minute on a quiet machine
 PATIENCE_S = PATIENCE_MS / 1000
 ITERATIONS = 3
@@ -84,7 +82,7 @@ def show_artifact(page: Any, prefect: Prefect, artifact: str, words: str) -> Non
     fits(page)
 
 
-@wide
+@on_wide
 def test_a_training_is_watched_from_the_form_to_its_curves(page: Any, prefect: Prefect, picture: Picture) -> None:
     """Its iterations come, each of its artifacts fits, a link leads to its run in MLflow, and one from there back.
 
@@ -137,7 +135,7 @@ def test_a_training_is_watched_from_the_form_to_its_curves(page: Any, prefect: P
     opening.value.get_by_text("train-watched").first.wait_for()
 
 
-@narrow
+@on_narrow
 def test_a_training_cancelled_on_its_page_leaves_nothing_running(page: Any, prefect: Prefect) -> None:
     """Its own process, ranks and whatever they started end. Control: all are there while it trains."""
     folder = prefect.runs / "cancelled"
@@ -162,7 +160,7 @@ def test_a_training_cancelled_on_its_page_leaves_nothing_running(page: Any, pref
     assert json.loads((folder / "summary.json").read_text(encoding="utf-8"))["status"] == "cancelled"
 
 
-@wide
+@on_wide
 def test_a_schedule_is_seen_to_fire_and_its_run_to_promote_a_model(page: Any, prefect: Prefect, tmp_path: Path) -> None:
     """Nobody starts it. Control: switched off on its page it plans no further run."""
     problems = make_problems(ArithmeticData(sft=1, train=40, heldout=16), seed=0)
@@ -198,7 +196,7 @@ def scheduled(prefect: Prefect, state: str) -> list[dict[str, Any]]:
     return list(prefect.api.post("/flow_runs/filter", json=wanted).raise_for_status().json())
 
 
-@wide
+@on_wide
 def test_a_sweep_is_a_page_with_its_trainings_and_one_report(page: Any, prefect: Prefect, picture: Picture) -> None:
     """Each training is a run below it; the report fits, and shows no file that Prefect's page lacks."""
     rate = "actor.optimizer.learning_rate"
