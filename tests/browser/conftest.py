@@ -1,6 +1,6 @@
 """Debian's Chromium, driven by Playwright, and a Prefect server with a worker, whose trainings go to an MLflow server.
 
-All tests of the folder share them, and run in the order of the files.
+All tests of a file share them.
 
 `PENSTOCK_PICTURES=docs/images python -m pytest -n 0 tests/browser` takes the pictures of the documentation anew.
 """
@@ -26,7 +26,7 @@ on_wide = pytest.mark.parametrize("page", [WIDE], indirect=True, ids=["wide"])
 on_narrow = pytest.mark.parametrize("page", [NARROW], indirect=True, ids=["narrow"])
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def prefect(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Prefect]:
     """A Prefect server with a worker, and an MLflow server that the worker's environment names."""
     home, runs = tmp_path_factory.mktemp("servers"), tmp_path_factory.mktemp("runs")
@@ -38,7 +38,7 @@ def prefect(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Prefect]:
         yield prefect
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def chromium() -> Iterator[Any]:
     """A browser without a window; skips where there is none."""
     playwright = pytest.importorskip("playwright.sync_api", reason="no playwright: pip install 'penstock[dev]'")
