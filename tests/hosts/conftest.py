@@ -20,6 +20,7 @@ import pytest
 
 from tests.flows.deployments.test_deployments import Patient, answers
 from tests.hosts.machines import PREFECT, ROOT, Machine, network
+from tests.processes import environment_of, words_of
 from tests.waiting import came_true, until
 
 POOL, FLOWS = "machines", "flows"
@@ -225,17 +226,26 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
 
 @pytest.fixture(autouse=True)
 def _none_goes_on(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Cancel what a test that failed has left running: it would hold the machines that the next one waits for."""
+    """End what a test that failed has left running: it would hold the machines that the next one waits for."""
     yield
     if "cluster" not in request.fixturenames:
         return
     cluster: Cluster = request.getfixturevalue("cluster")
-    left = [run for run in cluster.asked_for if cluster.run(run)["state"]["type"] not in ENDS]
-    for run in left:
-        cluster.set_state(run, "CANCELLING")
-    for run in left:
-        cluster.ends(run)
+    for run in cluster.asked_for:
+        for process in flow_of(run):
+            process.kill()
+    until(lambda: not cluster.ranks(), 60, "its hosts end its ranks")
     cluster.asked_for.clear()
+
+
+def flow_of(run: str) -> list[psutil.Process]:
+    """Return the process in which a worker has started a flow run, if there is one."""
+    flows = (process for process in psutil.process_iter() if _is_flow(process))
+    return [process for process in flows if environment_of(process).get("PREFECT__FLOW_RUN_ID") == run]
+
+
+def _is_flow(process: psutil.Process) -> bool:
+    return any(word.startswith(("prefect.flow_engine", "prefect.engine")) for word in words_of(process))
 
 
 def _end(processes: list[subprocess.Popen[bytes]]) -> None:

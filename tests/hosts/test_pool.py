@@ -12,14 +12,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 import yaml
 
 from penstock.state.events import read_events
 from penstock.state.manifest import read_manifest
 from penstock.state.run_folder import RunFolder, read_metrics
-from tests.hosts.conftest import FLOWS, POOL, TINY, Cluster
+from tests.hosts.conftest import FLOWS, POOL, TINY, Cluster, flow_of
 from tests.processes import words_of
 from tests.waiting import came_true, until
 
@@ -286,15 +285,9 @@ def test_hosts_of_a_killed_flow_end_their_ranks(cluster: Cluster) -> None:
     """
     run = cluster.start(cluster.config("killed", iterations=500), "killed")
     trains(cluster, run, "killed")
-    elsewhere = {process.pid for machine in cluster.machines for process in machine.processes()}
-    flows = [process for process in psutil.process_iter() if is_flow(process) and process.pid not in elsewhere]
-    assert len(flows) == 1
+    (flow,) = flow_of(run)
     assert len(cluster.ranks()) == 2
-    flows[0].kill()
+    flow.kill()
     assert came_true(lambda: not cluster.ranks(), 30)
     cluster.until(lambda: cluster.state(run) == "Crashed", 60)
     cluster.hosts_end(run)
-
-
-def is_flow(process: psutil.Process) -> bool:
-    return any(word.startswith(("prefect.flow_engine", "prefect.engine")) for word in words_of(process))
