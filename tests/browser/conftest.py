@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import os
 import shutil
-import socket
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from engines.groups.interface import free_port
 from tests.delivering import mlflow_server
 from tests.flows.deployments.test_deployments import Prefect, served
 
@@ -30,9 +30,7 @@ on_narrow = pytest.mark.parametrize("page", [NARROW], indirect=True, ids=["narro
 def prefect(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Prefect]:
     """A Prefect server with a worker, and an MLflow server that the worker's environment names."""
     home, runs = tmp_path_factory.mktemp("servers"), tmp_path_factory.mktemp("runs")
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port("127.0.0.1")
     tracking = {"MLFLOW_TRACKING_URI": f"http://127.0.0.1:{port}", "PENSTOCK_ALLOWED_MODULES": "tests"}
     with mlflow_server(home, port), served(home, runs, **tracking) as prefect:
         yield prefect

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import socket
 import subprocess
-import sys
-import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from engines.groups.interface import free_port
 from penstock.base.errors import UserError
 from penstock.trackers.mlflow import MlflowRegistry, MlflowTracker, connect, default_tracking_uri
 from penstock.trackers.registry import (
@@ -28,8 +26,7 @@ from penstock.trackers.registry import (
 )
 from penstock.trackers.table import find_registry, registry_in
 from penstock.trackers.tracker import NewRun
-from tests.processes import alive
-from tests.waiting import until
+from tests.delivering import mlflow_server
 
 
 def model(folder: Path, weights: bytes = b"weights") -> Path:
@@ -50,39 +47,9 @@ def new(name: str, tracked: str, folder: Path) -> NewVersion:
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """A real MLflow server."""
-    folder = tmp_path_factory.mktemp("mlflow-server")
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    address = f"http://127.0.0.1:{port}"
-    command = [sys.executable, "-m", "mlflow", "server", "--host", "127.0.0.1", "--port", str(port), "--workers", "1"]
-    command += [
-        "--backend-store-uri",
-        f"sqlite:///{folder}/server.db",
-        "--artifacts-destination",
-        str(folder / "files"),
-    ]
-    with (folder / "server.log").open("wb") as log:
-        process = subprocess.Popen(command, cwd=folder, stdout=log, stderr=log, start_new_session=True)
-    try:
-        until(lambda: _healthy(address), 120, "the server answers")
-        yield address
-    finally:
-        import psutil
-
-        everyone = [psutil.Process(process.pid), *psutil.Process(process.pid).children(recursive=True)]
-        for one in everyone:
-            if alive(one):
-                one.kill()
-        process.wait(20)
-
-
-def _healthy(address: str) -> bool:
-    try:
-        with urllib.request.urlopen(f"{address}/health", timeout=5) as response:
-            return bool(response.status == 200)
-    except OSError:
-        return False
+    port = free_port("127.0.0.1")
+    with mlflow_server(tmp_path_factory.mktemp("mlflow-server"), port):
+        yield f"http://127.0.0.1:{port}"
 
 
 @pytest.fixture(params=["database", pytest.param("server", marks=pytest.mark.slow)])
