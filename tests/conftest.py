@@ -1,6 +1,6 @@
 """Spreads the tests over two processes: flows in one, hosts and engines in the other, the rest where there is room.
 
-Beside this, what tests of several rooms share: a Prefect server.
+Beside this, what tests of several rooms share: a Prefect server, and that modules of a test's folder end with it.
 """
 
 from __future__ import annotations
@@ -8,6 +8,7 @@ from __future__ import annotations
 import gc
 import os
 import signal
+import sys
 from collections.abc import Generator, Iterator
 from pathlib import Path
 
@@ -65,6 +66,17 @@ def _group(path: Path) -> str:
     if room in ("flows", "hosts") or (room == "engines" and path.name not in ENGINES_ALONE):
         return room
     return str(path)
+
+
+@pytest.fixture(autouse=True)
+def _own_modules(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Forget what a test imported from its folder, and the folder: a namesake of another test would not be found."""
+    before, folder = set(sys.modules), str(tmp_path_factory.getbasetemp())
+    yield
+    sys.path[:] = [place for place in sys.path if not place.startswith(folder)]
+    for name in set(sys.modules) - before:
+        if str(vars(sys.modules[name]).get("__file__")).startswith(folder):
+            del sys.modules[name]
 
 
 @pytest.fixture(scope="session")

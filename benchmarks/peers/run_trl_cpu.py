@@ -164,8 +164,10 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0, help="of the samples")
     parser.add_argument("--output", default="trl-output", help="TRL's folder")
     given = parser.parse_args()
-    heldout, tokenizer = read(given.heldout), AutoTokenizer.from_pretrained(given.model)
-    model = AutoModelForCausalLM.from_pretrained(given.model, dtype=torch.float32, attn_implementation="sdpa")
+    heldout, tokenizer = read(given.heldout), AutoTokenizer.from_pretrained(given.model, trust_remote_code=False)
+    model = AutoModelForCausalLM.from_pretrained(
+        given.model, dtype=torch.float32, attn_implementation="sdpa", trust_remote_code=False
+    )
     rate = float(WORK["actor"]["optimizer"]["learning_rate"])
     adamw = torch.optim.AdamW(model.parameters(), rate, BETAS, EPSILON, weight_decay=0.0, fused=True)
     clock = IterationClock()

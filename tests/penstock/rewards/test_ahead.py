@@ -196,7 +196,6 @@ def test_reward_functions_are_called_ahead_once_per_response(tmp_path: Path, mon
     """In real workers. While a slow response keeps one busy, the others' calls end; nothing is called twice."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [*sys.path])
-    monkeypatch.delitem(sys.modules, "called_ahead", raising=False)  # of another folder
     (tmp_path / "called_ahead.py").write_text(MODULE)
     samples = samples_of("slow", "a", "bb", "ccc", "dddd")
     config = RewardConfig(function="called_ahead:slow", workers=2, timeout_s=20)
@@ -219,7 +218,6 @@ def test_a_function_that_hangs_is_given_up_also_where_samples_were_begun(
     """Once the outcome is certain, most samples are never asked for. Control: none were begun."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [*sys.path])
-    monkeypatch.delitem(sys.modules, "called_ahead", raising=False)  # of another folder
     (tmp_path / "called_ahead.py").write_text(MODULE)
     samples = samples_of(*map(str, range(60)))
     config = RewardConfig(function="called_ahead:hang", workers=2, timeout_s=0.5, max_failure_share=0.05)
@@ -239,7 +237,6 @@ def test_closing_does_not_wait_for_a_slow_function(
     """Ctrl-C while rewards are computed: the function would take a minute more, begun ahead or asked for."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [*sys.path])
-    monkeypatch.delitem(sys.modules, "called_ahead", raising=False)  # of another folder
     (tmp_path / "called_ahead.py").write_text(MODULE)
     config = RewardConfig(function="called_ahead:pause", workers=1, timeout_s=90)
     with open_scorer(config, []) as scorer, ThreadPoolExecutor(1) as flow:

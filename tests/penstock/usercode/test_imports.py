@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -29,19 +29,15 @@ NOTES_ITS_IMPORT = "import os\nos.environ['IMPORTED'] = __name__\ndef score(resp
 
 
 @pytest.fixture(autouse=True)
-def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """A working folder of a user, without what the tests allow; its modules are forgotten afterwards."""
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A working folder of a user, without what the tests allow."""
     folder = tmp_path / "work"
     folder.mkdir()
     monkeypatch.chdir(folder)
     monkeypatch.setattr(sys, "path", [*sys.path])
     monkeypatch.delenv("PENSTOCK_ALLOWED_MODULES")
     monkeypatch.delenv("IMPORTED", raising=False)
-    before = set(sys.modules)
-    yield folder
-    for name in set(sys.modules) - before:
-        if str(getattr(sys.modules[name], "__file__", None)).startswith(str(tmp_path)):
-            del sys.modules[name]
+    return folder
 
 
 def named(spec: str) -> Callable[..., object]:
@@ -183,7 +179,6 @@ def test_a_file_that_another_module_hides_is_named_and_not_passed_over(
     here: Path, name: str, owner: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Not answered by what the other module lacks; under a name of its own the file is found."""
-    monkeypatch.delitem(sys.modules, f"my_{name}", raising=False)  # of another test's folder
     (here / f"{name}.py").write_text("def score(response): return 1.0\n")
     with pytest.raises(UserError, match=rf"'{name}' is a module of {owner}, which hides .*/{name}\.py") as caught:
         named(f"{name}:score")
