@@ -120,7 +120,7 @@ class AlgorithmConfig(Section):
     mini_batch_of: Literal["samples", "prompts"] | None = Field(
         None,
         description="what several mini-batches are drawn from: samples one by one, or prompts with all their samples; "
-        "null: prompts",
+        "null: samples",
     )
     epochs: PositiveInt = Field(1, description="passes over the experience of one iteration")
     aggregation: (
@@ -160,7 +160,7 @@ class AlgorithmConfig(Section):
         if self.mini_batches == 1:
             refuse(self, ("mini_batch_of",), "with one mini-batch, which holds all samples")
         else:
-            fill(self, mini_batch_of="prompts")
+            fill(self, mini_batch_of="samples")
         if self.dynamic_sampling is not None:
             self.dynamic_sampling.check(self.functions[0], compares="group" in self.needs)
         if self.ratio_to_rollout and not has_ratio(self.functions[1]):

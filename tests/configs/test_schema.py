@@ -52,7 +52,10 @@ RECIPES = sorted((Path(__file__).parents[2] / "configs").glob("*.yaml"))
         ({"data": {"arithmetic": {}, "prompt": "question"}}, "has columns of its own names"),
         ({"data": {"arithmetic": {"calls": 0.5, "mistakes": 0.1}}}, "'calls' and 'mistakes' are different teachers"),
         ({"rollout": {"samples": 1}}, "at least 2 with algorithm 'grpo'"),
-        ({"rollout": {"prompts": 3}, "algorithm": {"mini_batches": 2}}, "must be a multiple"),
+        (
+            {"rollout": {"prompts": 3}, "algorithm": {"mini_batches": 2, "mini_batch_of": "prompts"}},
+            r"'rollout.prompts' \(3\) must be a multiple",
+        ),
         ({"groups": {"a": {"roles": ["actor", "rollout", "critic"]}}}, "places critic, which"),
         ({"groups": {"a": {"roles": ["actor"]}}}, "places no rollout"),
         (

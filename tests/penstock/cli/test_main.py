@@ -128,7 +128,7 @@ def test_a_right_recipe_starts(penstock: Callable[..., str]) -> None:
         ),
         (
             ["recipe.yaml", "algorithm.mini_batches=3"],
-            "(8) must be a multiple of 'algorithm.mini_batches' (3)",
+            "'rollout.samples' (64) must be a multiple of 'algorithm.mini_batches' (3)",
             "penstock keys",
         ),
         (["recipe.yaml", "model.tiny=null"], "'model.path' is not set", "add model.path=FOLDER"),

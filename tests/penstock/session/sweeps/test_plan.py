@@ -66,7 +66,7 @@ def test_a_run_knows_the_sweep_that_it_is_of(recipe: str) -> None:
     ("settings", "problem"),
     [
         (("rollout.samples=2,0",), "rollout.samples=0: the recipe with it: one setting is wrong"),
-        (("rollout.prompts=4,6", "algorithm.mini_batches=4"), "rollout.prompts=6: "),
+        (("rollout.prompts=4,6", "algorithm={mini_batches: 4, mini_batch_of: prompts}"), "rollout.prompts=6: "),
         (
             (
                 "reward.settings.suffix='.'",
