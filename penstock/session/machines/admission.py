@@ -9,11 +9,13 @@ back when the lease ends. Left out: which GPU is whose (`groups`); a limit count
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 from prefect.client.orchestration import get_client
+from prefect.concurrency.asyncio import ConcurrencySlotAcquisitionError
 from prefect.concurrency.sync import concurrency
 from prefect.exceptions import ObjectNotFound
 from rich.console import Console
@@ -27,6 +29,7 @@ from penstock.reports.progress import waiting
 from penstock.session.machines.pools import gpus_of_pools
 
 GPU_SLOTS = "gpus"
+AGAIN_S, BUSY_TRIES = 2.0, 10  # with a server that is too busy to say whether slots are free
 LOOK_S = 5.0  # between two looks at whether anybody still waits
 LEASE_S = 300.0  # renewed when three quarters are over, so a server may be away for a minute
 
@@ -64,7 +67,10 @@ def held(limit: str, needed: int) -> Iterator[None]:
         )
     with ExitStack() as stack:
         with waiting(Console(), f"waiting for {needed} of {slots} GPU slots (concurrency limit '{limit}')"):
-            stack.enter_context(concurrency(limit, occupy=needed, lease_duration=LEASE_S))
+            tries = 1
+            while not _acquired(stack, limit, needed, tolerates_busy=tries < BUSY_TRIES):
+                time.sleep(AGAIN_S)
+                tries += 1
         yield
 
 
@@ -77,12 +83,31 @@ def held_once_free(limit: str, needed: int, stop: threading.Event) -> Iterator[b
     with ExitStack() as stack:
         while slots_of(limit) is not None and not stop.is_set():
             try:
-                held_slots = concurrency(limit, occupy=needed, timeout_seconds=LOOK_S, lease_duration=LEASE_S)
-                stack.enter_context(held_slots)
+                if _acquired(stack, limit, needed, timeout_seconds=LOOK_S):
+                    break
             except TimeoutError:
                 continue
-            break
+            stop.wait(AGAIN_S)
         yield not stop.is_set()
+
+
+def _acquired(
+    stack: ExitStack, limit: str, needed: int, timeout_seconds: float | None = None, tolerates_busy: bool = True
+) -> bool:
+    """Hold slots from now on, once they are free; False if the server was too busy to give them.
+
+    Raises:
+        TimeoutError: they are not free within the time.
+        ConcurrencySlotAcquisitionError: as for False, where that is not tolerated.
+    """
+    try:
+        slots = concurrency(limit, occupy=needed, timeout_seconds=timeout_seconds, lease_duration=LEASE_S)
+        stack.enter_context(slots)
+    except ConcurrencySlotAcquisitionError:
+        if not tolerates_busy:
+            raise
+        return False
+    return True
 
 
 def slots_needed(config: TrainConfig) -> dict[str, int]:

@@ -8,11 +8,12 @@ from contextlib import contextmanager
 from typing import Any
 
 import pytest
+from prefect.concurrency.asyncio import ConcurrencySlotAcquisitionError
 
 from configs.schema import TrainConfig
 from engines.groups.spec import RankDevice
 from penstock.session.machines import admission as module
-from penstock.session.machines.admission import held_once_free, slots_needed, slots_on
+from penstock.session.machines.admission import held, held_once_free, slots_needed, slots_on
 
 GROUPS = {
     "learning": {"pool": "h200", "gpus": [0, 1], "roles": ["actor"]},
@@ -54,3 +55,30 @@ def test_slots_are_held_once_they_are_free_or_not_at_all(monkeypatch: pytest.Mon
         assert not held and len(tries) == 5
     with held_once_free("gpus-none", 2, threading.Event()) as held:
         assert held and len(tries) == 5
+
+
+def test_a_server_that_is_too_busy_is_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By an elastic group for as long as it is wanted, by a training a number of times. Control: the tries."""
+    tries: list[int] = []
+    busy = 3
+
+    @contextmanager
+    def concurrency(limit: str, occupy: int, **_: Any) -> Iterator[None]:
+        tries.append(occupy)
+        if len(tries) <= busy:
+            raise ConcurrencySlotAcquisitionError("503 Service Unavailable")
+        yield
+
+    monkeypatch.setattr(module, "concurrency", concurrency)
+    monkeypatch.setattr(module, "slots_of", {"gpus": 8}.get)
+    monkeypatch.setattr(module, "AGAIN_S", 0.001)
+    with held_once_free("gpus", 2, threading.Event()) as had:
+        assert had and tries == [2] * 4
+    tries.clear()
+    with held("gpus", 2):
+        assert tries == [2] * 4
+    tries.clear()
+    busy = module.BUSY_TRIES
+    with pytest.raises(ConcurrencySlotAcquisitionError), held("gpus", 2):
+        pass
+    assert len(tries) == module.BUSY_TRIES
