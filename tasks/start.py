@@ -21,6 +21,7 @@ from penstock.data.prompts import RESERVED, PromptTable, tokenize_prompts
 from penstock.data.sft import tokenize_pairs
 from penstock.data.source import forget, split_of
 from penstock.data.tokenizer import load_tokenizer, make_byte_tokenizer
+from penstock.environments.loading import tools_told
 from penstock.rewards.source import open_scorer
 from penstock.session.session import Training
 from penstock.state.experience import read_columns, write_columns
@@ -94,8 +95,9 @@ def _tokenize(training: Training, model_folder: str) -> None:
     session.say("loading the tokenizer")
     tokenizer = load_tokenizer(model_folder)
     session.say("tokenizing prompts")
+    tools = tools_told(config.environment)
     for split in splits:
-        tokenize_prompts(split_of(config, split), config.data, tokenizer, split).save(run.prompts(split))
+        tokenize_prompts(split_of(config, split), config.data, tokenizer, split, tools).save(run.prompts(split))
 
 
 @task(task_run_name="pairs", cache_policy=NO_CACHE)
@@ -121,6 +123,7 @@ def _tokenize_pairs(training: Training, model_folder: str) -> None:
         load_tokenizer(model_folder),
         config.data,
         config.sft.max_tokens,
+        tools_told(config.environment),
     )
     if pairs.dropped:
         get_run_logger().warning("sft: %d pairs dropped, longer than sft.max_tokens", pairs.dropped)

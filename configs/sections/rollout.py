@@ -18,6 +18,11 @@ class EnvironmentConfig(Section):
     type: str = Field(description="'module:Class'; an example is penstock.environments.calculator:Calculator")
     settings: dict[str, Any] = Field(default_factory=dict, description="keyword arguments of the class")
     max_turns: PositiveInt = Field(4, description="turns of the policy after which an episode is cut")
+    tool_parser: str | None = Field(
+        None,
+        description="who finds tool calls in a turn: a parser of vLLM's, by its name there (--tool-call-parser); "
+        "null: hermes, for Qwen2.5, Qwen3 and others that write JSON between <tool_call> and </tool_call>",
+    )
     timeout_s: float = Field(10.0, gt=0, description="deadline for one call of reset or step, seconds")
     workers: int = Field(2, ge=1, le=64, description="processes of each rollout engine in which episodes live")
     sandbox: SandboxConfig | None = Field(

@@ -72,7 +72,8 @@ def _environments(models: RankModels, command: Generate) -> Environments | None:
     if command.episodes is None or models.config.environment is None:
         return None
     tokenizer, asked = models.tokenizer(command.tokenizer), command.episodes
-    return models.environments.open(models.config.environment, tokenizer, asked.table, asked.prompt_ids)
+    chat_arguments = models.config.data.chat_arguments
+    return models.environments.open(models.config.environment, tokenizer, asked.table, asked.prompt_ids, chat_arguments)
 
 
 def episodes_of(played: Played) -> Episodes:

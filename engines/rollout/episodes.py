@@ -5,6 +5,9 @@ were sampled. The environment gets their text, its observation is tokenised by i
 tokens so far are the prompt of the next turn, which vLLM's prefix cache knows already. Text never becomes tokens a
 second time, so what the trainer sees is what the policy saw and sampled; the mask says which tokens it sampled.
 
+Of an environment with tools the turns are those of a chat: what stands between two of them comes from the model's chat
+template (engines/rollout/chat.py).
+
 Many episodes are under way. Environments answer in processes of their own (penstock/environments/pool.py); the loop
 asks after each step of vLLM what has come. With `in_step` it waits for all answers first: then no timing has a part in
 which sequences are computed together, and a repeated generation is the same to the last bit.
@@ -33,6 +36,7 @@ import numpy as np
 
 from configs.sections.rollout import EnvironmentConfig
 from engines.commands.rollout import NO_SEED, CarriedResponses
+from engines.rollout.chat import ChatMarkup
 from engines.rollout.decode_loop import DecodeLoop, Request, Share
 from engines.rollout.detokenize import decode
 from engines.rollout.episode import Episode, carried_episodes, heard, under_way
@@ -44,6 +48,8 @@ from penstock.data.prompts import PromptTable
 from penstock.environments.pool import EnvironmentPool
 from penstock.environments.worker import Call, Reply
 
+NOT_BRIDGED = "a turn with tool calls did not end as the chat template ends turns, so the results cannot follow it"
+
 _log = logging.getLogger(__name__)
 
 
@@ -52,6 +58,7 @@ class Environments:
     """Who plays with the policy, and by which rules.
 
     Attributes:
+        chat: the markup of turns, where the environment has tools.
         live: the seeds of episodes that a generation has left, and what their environments have heard; they are in the
             pool.
     """
@@ -61,6 +68,7 @@ class Environments:
     tokenizer: Any
     stop_tokens: list[int]  # that end a turn, besides the model's own
     max_turns: int
+    chat: ChatMarkup | None = None
     live: dict[int, bytes] = field(default_factory=dict)
 
 
@@ -177,9 +185,9 @@ class EpisodeLoop:
             episode.owed = True
         if self._share.quota.reached and not self._carries:
             return
-        texts = self._texts([episode.turn(episode.turns) for episode in episodes])
-        for episode, text in zip(episodes, texts, strict=True):
-            self._ask(Call(episode.name, text=text, last=self._is_last(episode)))
+        turns = [episode.turn(episode.turns) for episode in episodes]
+        for episode, call in zip(episodes, self._calls(episodes, turns), strict=True):
+            self._ask(replace(call, last=self._is_last(episode)))
         self._send()
 
     def give_up(self, requests: list[Request], tokens: int) -> None:
@@ -254,7 +262,8 @@ class EpisodeLoop:
         turn = episode.replayed
         assert turn is not None
         as_before = reply.failure is None and not reply.done
-        if not as_before or self._tokens(reply.observation) != episode.observation(turn):
+        heard_by_turn = [] if turn == 0 else episode.turn(turn)
+        if not as_before or self._observation(heard_by_turn, reply) != episode.observation(turn):
             _log.warning(
                 "the environment of an episode that was carried over was played again and answered otherwise after "
                 "%d turns (%s): the episode begins anew",
@@ -267,9 +276,9 @@ class EpisodeLoop:
             self._ready.append(episode)
         else:
             episode.replayed = turn = turn + 1
-            (text,) = self._texts([episode.turn(turn)])
+            (call,) = self._calls([episode], [episode.turn(turn)])
             last = turn == len(episode.turn_ends) and episode.owed and self._is_last(episode)
-            self._ask(Call(episode.name, text=text, last=last))
+            self._ask(replace(call, last=last))
 
     def _begin_anew(self, episode: Episode, version: int) -> None:
         fresh = Episode(episode.row, episode.position, episode.sample, episode.prompt, episode.seed, version)
@@ -373,7 +382,10 @@ class EpisodeLoop:
 
     def _goes_on(self, episode: Episode, reply: Reply, version: int) -> bool:
         """Take in the observation, if another turn is allowed and at least one token of it has room."""
-        observed = self._tokens(reply.observation)
+        observed = self._observation(episode.turn(len(episode.turn_ends)) if episode.turn_ends else [], reply)
+        if observed is None:
+            episode.earned = replace(episode.earned, failure=NOT_BRIDGED)
+            return False
         if self._is_last(episode) or len(episode.tokens) + len(observed) >= self._share.sampling.max_tokens:
             episode.truncated = True
             if not episode.turns:
@@ -383,14 +395,23 @@ class EpisodeLoop:
         episode.observed(observed, version)
         return True
 
-    def _tokens(self, observation: str | None) -> list[int]:
-        if not observation:
+    def _observation(self, turn: list[int], reply: Reply) -> list[int] | None:
+        """Return the tokens of what was answered to a turn, or to `reset`; None: they cannot follow the turn's."""
+        chat = self._environments.chat
+        if chat is not None:
+            return chat.bridge(turn, reply.messages) if turn else chat.opening(reply.observation)
+        if not reply.observation:
             return []
-        tokens: list[int] = self._environments.tokenizer(observation, add_special_tokens=False)["input_ids"]
+        tokens: list[int] = self._environments.tokenizer(reply.observation, add_special_tokens=False)["input_ids"]
         return tokens
 
-    def _texts(self, turns: list[list[int]]) -> list[str]:
-        return decode(self._environments.tokenizer, Ragged.of(turns, np.int32))
+    def _calls(self, episodes: list[Episode], turns: list[list[int]]) -> list[Call]:
+        """Return what environments are told of turns."""
+        chat = self._environments.chat
+        texts = decode(self._environments.tokenizer, Ragged.of(turns, np.int32))
+        asked = [[] if chat is None else chat.tool_calls(turn) for turn in turns]
+        told = zip(episodes, texts, asked, strict=True)
+        return [Call(episode.name, text=text, tool_calls=calls) for episode, text, calls in told]
 
     def _next_turn(self, loop: DecodeLoop, episode: Episode) -> None:
         """Hand in the next turn, or the rest of one that an earlier generation has begun."""
@@ -421,10 +442,18 @@ class EnvironmentHost:
 
     pool: EnvironmentPool | None = None
     stop: list[int] = field(default_factory=list)
+    chat: ChatMarkup | None = None
     rows: dict[str, dict[str, dict[str, Any]]] = field(default_factory=dict)
     live: dict[int, bytes] = field(default_factory=dict)
 
-    def open(self, config: EnvironmentConfig, tokenizer: Any, table: str, prompt_ids: list[str]) -> Environments:
+    def open(
+        self,
+        config: EnvironmentConfig,
+        tokenizer: Any,
+        table: str,
+        prompt_ids: list[str],
+        chat_arguments: Mapping[str, Any],
+    ) -> Environments:
         """Return what plays with the policy from the given prompts of a prompt table.
 
         Raises:
@@ -433,11 +462,14 @@ class EnvironmentHost:
         if self.pool is None:
             self.pool = EnvironmentPool(config, run=Path(table).parent.parent)
             self.stop = stop_tokens(tokenizer, self.pool.stop)
+            if self.pool.has_tools:
+                self.chat = ChatMarkup(tokenizer, chat_arguments, config.tool_parser)
+                self.stop = [self.chat.end_of_turn]
         if table not in self.rows:
             self.rows[table] = PromptTable.load(Path(table)).rows()
         rows = self.rows[table]
         rows_P = [rows[name] for name in prompt_ids]
-        return Environments(self.pool, rows_P, tokenizer, self.stop, config.max_turns, self.live)
+        return Environments(self.pool, rows_P, tokenizer, self.stop, config.max_turns, self.chat, self.live)
 
     def close(self) -> None:
         """End the worker processes."""

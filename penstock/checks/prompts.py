@@ -16,9 +16,10 @@ import pandas as pd
 
 from configs.schema import TrainConfig
 from penstock.base.errors import UserError
-from penstock.data.prompts import refuse_chat_arguments
+from penstock.data.prompts import refuse_chat_arguments, refuse_tools
 from penstock.data.source import split_of
 from penstock.data.tokenizer import DEFAULT_CHARACTERS
+from penstock.environments.loading import tools_told
 
 LOOKED_AT = 1000  # rows of a file
 
@@ -38,13 +39,15 @@ def read_prompts(config: TrainConfig) -> dict[str, pd.DataFrame]:
 
 
 def check_prompt_lengths(config: TrainConfig, frames: Mapping[str, pd.DataFrame]) -> None:
-    """Check that some prompts of each split are short enough to be kept, and that a chat template gets its arguments.
+    """Check that some prompts of each split are short enough, and that there is a chat template where one is needed.
 
     Raises:
         UserError: none is short enough, or there is no chat template.
     """
-    limit = config.data.max_prompt_tokens
+    limit, tools = config.data.max_prompt_tokens, tools_told(config.environment)
     for split, frame in frames.items():
+        if tools is not None and not _templated(config, frame):
+            refuse_tools(getattr(config.data, split) or f"the {split} data")
         if config.data.chat_arguments and not _templated(config, frame):
             refuse_chat_arguments(getattr(config.data, split) or f"the {split} data")
         lengths_B = prompt_lengths(config, frame.head(LOOKED_AT))

@@ -27,6 +27,7 @@ from penstock.data.preference import tokenize_rows
 from penstock.data.sft import tokenize_pairs
 from penstock.data.source import rows_of, split_of
 from penstock.data.tokenizer import load_tokenizer, make_byte_tokenizer
+from penstock.environments.loading import tools_told
 from penstock.state.manifest import read_progress
 from penstock.state.run_folder import RunFolder
 
@@ -126,9 +127,9 @@ def _preferences(config: PairConfig, name: str, file: str, tokenizer: Any) -> Sp
 
 def _responses(config: TrainConfig, tokenizer: Any) -> Split:
     data, trainer, frame = config.data, _trainer(config), split_of(config, "sft")
-    response = data.response or "response"
+    response, tools = data.response or "response", tools_told(config.environment)
     table = _of_some(
-        frame, lambda rows: tokenize_pairs(rows, data.prompt, response, tokenizer, data, trainer.max_tokens)
+        frame, lambda rows: tokenize_pairs(rows, data.prompt, response, tokenizer, data, trainer.max_tokens, tools)
     )
     lengths_B = np.array(table.frame["prompt_tokens"].map(len) + table.frame["response_tokens"].map(len))
     source = data.sft or "data.arithmetic"

@@ -14,6 +14,7 @@ from configs.preference import PairConfig
 from configs.schema import TrainConfig
 from penstock.base.errors import UserError
 from penstock.data.source import digest_of
+from penstock.environments.loading import tools_told
 from penstock.state.digests import read_sealed, write_sealed
 from penstock.state.run_folder import RunFolder
 
@@ -77,7 +78,13 @@ def made_with(config: TrainConfig | PairConfig, name: str) -> dict[str, Any]:
     tree: dict[str, dict[str, Any]] = config.model_dump(mode="json")
     places = {key: key.split(".") for key in KEYS[name] + FILES[name]}
     values = {key: tree[section].get(leaf) for key, (section, leaf) in places.items()}
-    made = {key: values[key] for key in KEYS[name]}
+    made = {key: values[key] for key in KEYS[name]} | _told_of_tools(config)
     if values.get("data.arithmetic") is not None:
         return made | {"seed": config.seed}  # it makes the problems
     return made | {CONTENT + key: digest_of(Path(str(values[key]))) for key in FILES[name] if values[key] is not None}
+
+
+def _told_of_tools(config: TrainConfig | PairConfig) -> dict[str, Any]:
+    """Return what the chat template is told of an environment's tools, by a key as of a file's content."""
+    tools = tools_told(config.environment) if isinstance(config, TrainConfig) else None
+    return {} if tools is None else {f"{CONTENT}the tools of environment.type": tools}

@@ -21,7 +21,7 @@ from penstock.checks.model import check_chat, check_head_size, check_model, chec
 from penstock.checks.prompts import check_prompt_lengths, read_prompts
 from penstock.checks.registered import check_registering
 from penstock.data.source import reading_once
-from penstock.environments.loading import load_environment
+from penstock.environments.loading import tools_told
 from penstock.evaluators.loading import load_evaluators
 from penstock.rewards.source import check_source
 from penstock.trackers.table import check_trackers
@@ -87,7 +87,7 @@ def check_environment(config: TrainConfig) -> None:
     """
     if config.environment is None:
         return
-    load_environment(config.environment)
+    tools_told(config.environment)
     if config.environment.sandbox is not None and not any(group.hosts for group in config.groups.values()):
         check_sandbox("environment.sandbox")
 

@@ -8,8 +8,7 @@ Left out: the order in which prompts are taken (penstock/data/order.py).
 
 from __future__ import annotations
 
-import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,6 +20,7 @@ import pyarrow.parquet as pq
 
 from configs.sections.data import DataConfig
 from penstock.base.errors import UserError
+from penstock.data.chat import behind_the_last_message, reads, rendered
 from penstock.data.rows import place, require_columns, require_filled, to_frame
 from penstock.state.digests import marked
 
@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 
 RESERVED = ("prompt_id", "prompt_text", "prompt_tokens")
 DROPPED = b"penstock.dropped"
+Tools = Sequence[Mapping[str, Any]]
 
 
 @dataclass(frozen=True)
@@ -69,15 +70,22 @@ class PromptTable:
 
 
 def tokenize_prompts(
-    frame: pd.DataFrame, config: DataConfig, tokenizer: PreTrainedTokenizerBase, split: str
+    frame: pd.DataFrame,
+    config: DataConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    split: str,
+    tools: Tools | None = None,
 ) -> PromptTable:
     """Return the prompts of a split; those above `config.max_prompt_tokens` are dropped and counted.
+
+    With tools a prompt ends within its last message, to which an environment may add (engines/rollout/chat.py).
 
     Args:
         frame: rows in the order of their file (see `penstock.data.rows.read_rows`).
         config: which column, which template, which limit.
         tokenizer: the actor's.
         split: `train` or `heldout`: the beginning of every prompt id, and the key of the file in `config`.
+        tools: what the chat template is told of tools; None: there are none.
 
     Raises:
         UserError: the column is absent or a prompt is empty, a column has a reserved name, a chat template is needed
@@ -85,7 +93,7 @@ def tokenize_prompts(
     """
     source = getattr(config, split, None) or f"the {split} data"
     refuse_reserved(frame, source)
-    texts, tokens = encode_prompts(frame, config.prompt, config, tokenizer, source)
+    texts, tokens = encode_prompts(frame, config.prompt, config, tokenizer, source, tools, is_open=tools is not None)
     lengths = np.fromiter((len(row) for row in tokens), dtype=np.int64, count=len(tokens))
     kept = lengths <= config.max_prompt_tokens
     if not kept.any():
@@ -114,9 +122,19 @@ def refuse_reserved(frame: pd.DataFrame, source: Path | str) -> None:
 
 
 def encode_prompts(
-    frame: pd.DataFrame, column: str, config: DataConfig, tokenizer: PreTrainedTokenizerBase, source: Path | str
+    frame: pd.DataFrame,
+    column: str,
+    config: DataConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    source: Path | str,
+    tools: Tools | None = None,
+    is_open: bool = False,
 ) -> tuple[list[str], list[np.ndarray]]:
     """Return the exact text and the tokens (int32) of every row's prompt.
+
+    Args:
+        tools: as for `tokenize_prompts`.
+        is_open: leave out what closes the last message and begins the model's.
 
     Raises:
         UserError: as for `tokenize_prompts`.
@@ -130,7 +148,12 @@ def encode_prompts(
     if config.chat and not messages:
         messages = [[{"role": "user", "content": text}] for text in texts]
     if messages:
-        texts = _apply_chat_template(messages, tokenizer, config.chat_arguments, source)
+        arguments = config.chat_arguments if tools is None else {**config.chat_arguments, "tools": [*tools]}
+        texts = _apply_chat_template(messages, tokenizer, arguments, source)
+        if is_open:
+            texts = _opened(texts, behind_the_last_message(tokenizer, config.chat_arguments), source)
+    elif tools is not None:
+        refuse_tools(source)
     elif config.chat_arguments:
         refuse_chat_arguments(source)
     tokens = encode_texts(texts, tokenizer, add_special_tokens=not messages)
@@ -151,6 +174,18 @@ def refuse_chat_arguments(source: Path | str) -> None:
     raise UserError(
         f"'data.chat_arguments' has no effect on the text prompts of {source} without 'data.chat'",
         "add data.chat=true, or remove data.chat_arguments",
+    )
+
+
+def refuse_tools(source: Path | str) -> None:
+    """Say that there is no chat template to tell of tools.
+
+    Raises:
+        UserError: always.
+    """
+    raise UserError(
+        f"the environment has tools, of which a chat template tells the model, and {source} has text prompts",
+        "add data.chat=true, or make the column a list of messages",
     )
 
 
@@ -198,17 +233,21 @@ def _apply_chat_template(
             "the prompts are chat messages, and the model's tokenizer has no chat template",
             "use an instruction-tuned model, or text prompts with data.chat=false and a data.template",
         )
-    template = tokenizer.get_chat_template()
-    if unread := [name for name in arguments if not re.search(rf"\b{re.escape(name)}\b", template)]:
+    if unread := [name for name in arguments if not reads(tokenizer, name)]:
+        if unread[0] == "tools":
+            raise UserError(
+                "the environment has tools, and the model's chat template tells of none",
+                "use a model that was trained with tools, or an environment that reads the model's text",
+            )
         raise UserError(
             f"data.chat_arguments has '{unread[0]}', which the model's chat template does not read",
             "correct its name, or remove it",
         )
-    settings = {**arguments, "add_generation_prompt": True, "tokenize": False}
+    settings = {**arguments, "add_generation_prompt": True}
     texts = []
     for row, chat in enumerate(chats):
         try:
-            texts.append(str(tokenizer.apply_chat_template(chat, **settings)))
+            texts.append(rendered(tokenizer, chat, settings))
         # Templates refuse roles they do not know, or an order they do not expect, and fail on values of another kind.
         except (TemplateError, TypeError, ValueError) as error:
             raise UserError(
@@ -216,3 +255,17 @@ def _apply_chat_template(
                 "correct their roles and order, and give them the keys and values that the template reads",
             ) from None
     return texts
+
+
+def _opened(texts: list[str], closing: str, source: Path | str) -> list[str]:
+    """Return chats without what closes their last message.
+
+    Raises:
+        UserError: the last message of a row is not the user's.
+    """
+    if wrong := [row for row, text in enumerate(texts) if not text.endswith(closing)]:
+        raise UserError(
+            f"{place(source, wrong[0])}: the environment has tools, and the last message is not the user's",
+            "end the messages with one of the user's",
+        )
+    return [text.removesuffix(closing) for text in texts]

@@ -17,7 +17,7 @@ import pandas as pd
 
 from configs.sections.data import DataConfig
 from penstock.base.errors import UserError
-from penstock.data.prompts import encode_prompts, encode_texts
+from penstock.data.prompts import Tools, encode_prompts, encode_texts
 from penstock.data.rows import place, require_columns, require_filled
 
 if TYPE_CHECKING:
@@ -48,6 +48,7 @@ def tokenize_pairs(
     tokenizer: PreTrainedTokenizerBase,
     config: DataConfig,
     max_tokens: int,
+    tools: Tools | None = None,
 ) -> PairTable:
     """Return the pairs; those above `max_tokens` (prompt, response and EOS together) are dropped and counted.
 
@@ -58,6 +59,7 @@ def tokenize_pairs(
         tokenizer: the actor's.
         config: template, chat and the name of the file for errors.
         max_tokens: longest row, tokens.
+        tools: what the chat template is told of tools; None: there are none.
 
     Raises:
         UserError: a column is absent, a value is empty, the tokenizer has no EOS, or every pair is too long.
@@ -69,7 +71,7 @@ def tokenize_pairs(
         raise UserError(
             "the model's tokenizer has no EOS token: a response could not end", "set eos_token in its folder"
         )
-    _, prompts = encode_prompts(frame, prompt_column, config, tokenizer, source)
+    _, prompts = encode_prompts(frame, prompt_column, config, tokenizer, source, tools)
     responses, masks = _encode_turns(turns, tokenizer)
     lengths = np.asarray([len(prompt) + len(response) for prompt, response in zip(prompts, responses, strict=True)])
     kept = lengths <= max_tokens

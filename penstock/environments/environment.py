@@ -4,16 +4,29 @@ One object per episode. It is made in a worker process, lives there as long as i
 tokens the policy sampled, and which of them are trained on, is the rollout engine's business
 (engines/rollout/episodes.py).
 
-Left out: loading a user's class (penstock/environments/loading.py), worker processes (penstock/environments/pool.py).
+Left out: loading a user's class (penstock/environments/loading.py), one whose methods are tools
+(penstock/environments/tools.py), worker processes (penstock/environments/pool.py).
 """
 
 from __future__ import annotations
 
 from collections.abc import Awaitable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 Reward = float | dict[str, float] | None
+
+
+@dataclass(frozen=True)
+class ToolCall:
+    """What the policy asks of a tool.
+
+    Attributes:
+        arguments: by name; None where what it wrote is no JSON object.
+    """
+
+    name: str
+    arguments: dict[str, Any] | None
 
 
 @dataclass(frozen=True)
@@ -22,6 +35,7 @@ class Step:
 
     Attributes:
         observation: text that the policy sees next; needed unless the episode is done.
+        messages: the same as messages of a chat (`role`, `name`, `content`), of an environment with tools.
         done: whether the episode is over.
         reward: what the turn was worth, a number or named parts; an episode's reward is the sum over its turns.
     """
@@ -29,6 +43,7 @@ class Step:
     observation: str | None = None
     done: bool = False
     reward: Reward = None
+    messages: list[dict[str, str]] = field(default_factory=list)
 
 
 class Environment(Protocol):

@@ -1,4 +1,4 @@
-"""From `environment.type` to a class that makes episodes."""
+"""From `environment.type` to a class that makes episodes: an environment, or one whose methods are tools."""
 
 from __future__ import annotations
 
@@ -9,12 +9,13 @@ from typing import Any
 from configs.sections.rollout import EnvironmentConfig
 from penstock.base.errors import UserError
 from penstock.environments.environment import Environment
+from penstock.environments.tools import AsyncToolEnvironment, Tooled, ToolEnvironment, has_tools, schemas_of, with_tools
 from penstock.usercode.imports import import_named
 
 EXAMPLE = "penstock.environments.calculator:Calculator"
 
 
-def load_environment(config: EnvironmentConfig) -> Callable[[], Environment]:
+def load_environment(config: EnvironmentConfig) -> Callable[[], Environment | Tooled]:
     """Import the class and return what makes one episode of it.
 
     Raises:
@@ -28,6 +29,13 @@ def load_environment(config: EnvironmentConfig) -> Callable[[], Environment]:
             f"environment.type '{config.type}' cannot be made: {type(error).__name__}: {error}",
             "It is called with environment.settings as keyword arguments.",
         ) from error
+    if has_tools(episode):
+        return lambda: with_tools(make(**config.settings))
+    if config.tool_parser is not None:
+        raise UserError(
+            f"'environment.tool_parser' has no effect with '{config.type}', which has no tools.",
+            "Remove it; docs/environments.md shows a class with tools.",
+        )
     for name in ("reset", "step"):
         if not callable(getattr(episode, name, None)):
             raise UserError(
@@ -38,8 +46,22 @@ def load_environment(config: EnvironmentConfig) -> Callable[[], Environment]:
     return lambda: make(**config.settings)
 
 
-def is_async(episode: Environment) -> bool:
-    """Return whether calls of an environment run concurrently: its `reset` or its `step` is `async`."""
+def tools_told(config: EnvironmentConfig | None) -> list[dict[str, Any]] | None:
+    """Return what the chat template is told of an environment's tools; None: it has none.
+
+    Raises:
+        UserError: as for `load_environment`, or a tool lacks an annotation or a description.
+    """
+    if config is None:
+        return None
+    episode = load_environment(config)()
+    return schemas_of(config.type, episode) if isinstance(episode, Tooled) else None
+
+
+def is_async(episode: Environment | Tooled) -> bool:
+    """Return whether calls of an environment run concurrently: one of its methods is `async`."""
+    if isinstance(episode, (ToolEnvironment, AsyncToolEnvironment)):
+        return isinstance(episode, AsyncToolEnvironment)
     return inspect.iscoroutinefunction(episode.reset) or inspect.iscoroutinefunction(episode.step)
 
 

@@ -37,6 +37,7 @@ class EnvironmentPool:
 
     Attributes:
         stop: the texts that end a turn.
+        has_tools: whether the environment is played by tools.
 
     Raises:
         UserError: the class does not load in a worker process, or this machine has no sandbox for it.
@@ -48,7 +49,8 @@ class EnvironmentPool:
         sandbox = None if config.sandbox is None else config.sandbox.of_run(hidden=run)
         self._workers = [_Worker(config, sandbox) for _ in range(config.workers)]
         self._kept: dict[str, Reply] = {}  # that have come, and that nobody has asked for
-        self.stop = [item.started().stop for item in self._workers][0]  # asked of all, so that all have started
+        started = [item.started() for item in self._workers][0]  # asked of all, so that all have started
+        self.stop, self.has_tools = started.stop, started.has_tools
 
     @property
     def awaited(self) -> int:

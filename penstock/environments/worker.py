@@ -17,8 +17,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from configs.sections.rollout import EnvironmentConfig
-from penstock.environments.environment import Environment, Step
+from penstock.environments.environment import Environment, Step, ToolCall
 from penstock.environments.loading import is_async, load_environment, stop_texts
+from penstock.environments.tools import Tooled
 from penstock.usercode.guard import DeadlineExceeded, begin_worker, reason_of, reward_and_parts, within, within_loop
 
 HAND_BACK_S = 0.1  # the longest that answers wait here for those of other episodes
@@ -31,6 +32,7 @@ class Call:
     Attributes:
         episode: its name.
         last: whether the episode is over after this call.
+        tool_calls: what the text asks of tools, where the environment has any.
     """
 
     episode: str
@@ -38,6 +40,7 @@ class Call:
     seed: int = 0
     text: str = ""
     last: bool = False
+    tool_calls: list[ToolCall] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -45,6 +48,8 @@ class Reply:
     """How an environment answered a call.
 
     Attributes:
+        observation: text that the policy sees next.
+        messages: the same of an environment with tools, as messages of a chat.
         reward: None if it gave none.
         parts: named parts of the reward; empty if it gave a number.
         failure: why the call failed; None if it did not.
@@ -55,6 +60,7 @@ class Reply:
     reward: float | None = None
     parts: dict[str, float] = field(default_factory=dict)
     failure: str | None = None
+    messages: list[dict[str, str]] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -74,9 +80,9 @@ class Answered:
 class Player:
     """Plays the episodes of one worker, call by call; needs the main thread of its process (signals)."""
 
-    make: Callable[[], Environment]
+    make: Callable[[], Environment | Tooled]
     timeout_s: float
-    episodes: dict[str, Environment] = field(default_factory=dict)
+    episodes: dict[str, Environment | Tooled] = field(default_factory=dict)
 
     def answer(self, calls: dict[int, Call]) -> Answered:
         """Answer at least the first call, and the following ones until it is time to hand back."""
@@ -114,7 +120,7 @@ class Player:
         if call.episode not in self.episodes:
             return _LOST
         with within(self.timeout_s):
-            step = self.episodes[call.episode].step(call.text)
+            step = _turn(self.episodes[call.episode], call)
         return _of_step(call, step)
 
 
@@ -133,9 +139,9 @@ class AsyncPlayer:
     runs in the loop, too, and holds it up.
     """
 
-    def __init__(self, make: Callable[[], Environment], timeout_s: float) -> None:
+    def __init__(self, make: Callable[[], Environment | Tooled], timeout_s: float) -> None:
         self._make, self._timeout_s = make, timeout_s
-        self._episodes: dict[str, Environment] = {}
+        self._episodes: dict[str, Environment | Tooled] = {}
         self._under_way: dict[int, _UnderWay] = {}
         self._cancelled: set[asyncio.Task[Reply]] = set()  # the loop alone would not keep a task
         self._loop = asyncio.new_event_loop()
@@ -202,7 +208,7 @@ class AsyncPlayer:
                     return Reply(_text(await _value(episode.reset(call.row, call.seed))))
                 if call.episode not in self._episodes:
                     return _LOST
-                return _of_step(call, await _value(self._episodes[call.episode].step(call.text)))
+                return _of_step(call, await _value(_turn(self._episodes[call.episode], call)))
         except BaseException as error:
             return _failed(error, self._timeout_s)
 
@@ -224,9 +230,14 @@ def _of_step(call: Call, step: object) -> Reply:
     if not isinstance(step, Step):
         raise TypeError(f"step returned a {type(step).__name__}, not a Step")
     reward, parts = (None, {}) if step.reward is None else reward_and_parts(step.reward)
-    if not step.done and not call.last and not step.observation:
+    if not step.done and not call.last and not step.observation and not step.messages:
         raise ValueError("step returned neither an observation nor done=True")
-    return Reply(_text(step.observation), bool(step.done), reward, parts)
+    return Reply(_text(step.observation), bool(step.done), reward, parts, messages=step.messages)
+
+
+def _turn(episode: Environment | Tooled, call: Call) -> object:
+    """Answer a turn, by tools where the environment has any; what is `async` is still to be awaited."""
+    return episode.answer(call.tool_calls, call.last) if isinstance(episode, Tooled) else episode.step(call.text)
 
 
 def _text(observation: object) -> str | None:
@@ -249,10 +260,12 @@ class Started:
     Attributes:
         stop: the texts that end a turn.
         is_async: whether its calls run concurrently.
+        has_tools: whether it is played by tools.
     """
 
     stop: tuple[str, ...]
     is_async: bool
+    has_tools: bool = False
 
 
 _player: Player | AsyncPlayer
@@ -266,7 +279,8 @@ def start(config: dict[str, Any]) -> None:
     settings = EnvironmentConfig.model_validate(config)
     make = load_environment(settings)
     episode = make()
-    _started = Started(stop_texts(settings.type, episode), is_async(episode))
+    has_tools = isinstance(episode, Tooled)
+    _started = Started(() if has_tools else stop_texts(settings.type, episode), is_async(episode), has_tools)
     _player = (AsyncPlayer if _started.is_async else Player)(make, settings.timeout_s)
 
 

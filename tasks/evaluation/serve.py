@@ -22,6 +22,7 @@ from penstock.checks.memory import check_memory
 from penstock.data.prompts import tokenize_prompts
 from penstock.data.source import split_of
 from penstock.data.tokenizer import load_tokenizer
+from penstock.environments.loading import tools_told
 from penstock.session.opening import Kind, started
 from penstock.session.progress import show_progress
 from penstock.session.session import Session, Training
@@ -58,8 +59,8 @@ def load_heldout(training: Training, model_folder: str) -> dict[str, int]:
     """Tokenize the held-out prompts for a model and open the source of rewards; return counts."""
     config, path = training.config, training.run.prompts("heldout")
     training.session().say("tokenizing prompts")
-    tokenizer = load_tokenizer(model_folder)
-    tokenize_prompts(split_of(config, "heldout"), config.data, tokenizer, "heldout").save(path)
+    tokenizer, tools = load_tokenizer(model_folder), tools_told(config.environment)
+    tokenize_prompts(split_of(config, "heldout"), config.data, tokenizer, "heldout", tools).save(path)
     counts = read_split(training, "heldout")
     open_rewards(training, "heldout")
     return counts

@@ -106,6 +106,7 @@ TRAIN = {
     "environment.type": "penstock/environments/test_loading.py::test_every_episode_gets_an_object_of_its_own",
     "environment.settings": "penstock/environments/test_loading.py::test_every_episode_gets_an_object_of_its_own",
     "environment.max_turns": "engines/rollout/test_episodes.py::test_how_episodes_end",
+    "environment.tool_parser": "engines/rollout/test_chat.py::test_refusals",
     "environment.timeout_s": "penstock/environments/test_pool.py::test_a_failed_call_ends_its_episode_with_the_reason",
     "environment.sandbox.*": "penstock/environments/test_pool.py::test_episodes_live_in_a_sandbox_where_the_recipe_asks_for_one",
     "environment.workers": "penstock/environments/test_pool.py::test_a_lost_worker_takes_its_episodes_along_and_is_replaced",

@@ -15,7 +15,7 @@ from penstock.state.run_folder import RunFolder, read_metrics
 
 pytestmark = pytest.mark.slow
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 ITERATIONS = 6
 SMALL = (
     f"iterations={ITERATIONS}",
