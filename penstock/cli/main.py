@@ -45,6 +45,7 @@ COMMANDS: dict[str, dict[str, Callable[..., None]]] = {
     },
     "Follow and compare runs": {
         "samples": runs.samples,
+        "episodes": runs.episodes,
         "compare": runs.compare,
         "replay": runs.replay,
         "sync": runs.sync,

@@ -55,6 +55,8 @@ def evaluate(training: Training, iteration: int) -> dict[str, float]:
         )
         columns, responses, scores = answered(training, prompts, sampling, f"{iteration}/evaluate", iteration)
         generated = {"response_tokens": responses.tokens, "truncated": responses.truncated_B}
+        if responses.episodes:
+            generated["loss_mask"] = responses.loss_mask
         write_columns(training.run.evaluation(iteration), {**columns, **generated, **reward_columns(scores)})
         heldout = held_out(training, columns, responses, scores)
         if "kl" in (config.evaluate.evaluators or ()):

@@ -94,6 +94,29 @@ def samples(
     show(run, iteration, evaluation, sort, reverse, limit, prompt, against)
 
 
+def episodes(
+    run: Annotated[Path, typer.Argument(help="folder of a run with an environment; it is only read")],
+    iteration: Annotated[int | None, typer.Option(min=0, help="number of the iteration; default: the newest")] = None,
+    evaluation: Annotated[
+        bool, typer.Option("--evaluation", help="held-out episodes of the evaluation after it instead")
+    ] = False,
+    sort: Annotated[
+        str | None,
+        typer.Option(help="reward, turns, length, advantage or reward/PART: highest first; default: spread over all"),
+    ] = None,
+    reverse: Annotated[bool, typer.Option("--reverse", help="the lowest first")] = False,
+    limit: Annotated[int | None, typer.Option(min=1, help="how many to show; default: 8")] = None,
+    prompt: Annotated[
+        int | None, typer.Option(min=0, help="row of the data file, e.g. 17 of train-000017: its episodes alone")
+    ] = None,
+    failed: Annotated[bool, typer.Option("--failed", help="those alone that failed, with the reason")] = False,
+) -> None:
+    """Show episodes turn by turn: what the policy said, what it was told, what that earned."""
+    from penstock.cli.runs.samples import show_episodes
+
+    show_episodes(run, iteration, evaluation, sort, reverse, limit, prompt, failed)
+
+
 def set_live(
     run: Annotated[Path, typer.Argument(help="folder of a running training")],
     values: Annotated[

@@ -26,6 +26,7 @@ from penstock.trackers.tracker import Table
 NEEDED = {"sample_id", "prompt_id", "prompt", "response", "reward"}  # what a file has whose responses are scored
 PART = "reward/"
 LENGTH, ADVANTAGE = "length", "advantage"  # figures of a response that are made of its tokens
+TURNS, FAILURE = "turns", "reward_failure"
 NUMBERED = re.compile(r"(\d{6})\.(parquet|json)")
 _PROMPT, _SAMPLE = re.compile(r"-(\d{6,})$"), re.compile(r"\d+/([^/]+)/\d+")
 
@@ -41,6 +42,7 @@ class Response:
         tokens: ids of the response, the end-of-sequence token included.
         advantages: of each token.
         mask: 1 for the policy's own tokens, 0 for what an environment said.
+        turns: of the policy; None: without an environment.
     """
 
     row: int
@@ -57,6 +59,7 @@ class Response:
     accepted: bool | None
     agent: int | None
     policy_version: int | None
+    turns: int | None
     tokens: np.ndarray | None
     advantages: np.ndarray | None
     mask: np.ndarray | None
@@ -143,7 +146,7 @@ class Samples:
     def sortable(self) -> list[str]:
         """What responses can be sorted by."""
         made = {LENGTH: "response_tokens", ADVANTAGE: "advantages"}
-        plain = [name for name in ("reward", "truncated", "policy_version") if name in self.names]
+        plain = [name for name in ("reward", "truncated", "policy_version", TURNS) if name in self.names]
         return [*plain, *(name for name, of in made.items() if of in self.names), *(PART + name for name in self.parts)]
 
     def __len__(self) -> int:
@@ -165,6 +168,10 @@ class Samples:
         if name == ADVANTAGE:
             return _means(self._column("advantages"), self._column("loss_mask"))
         return np.asarray(self._column(name), np.float64)
+
+    def failures(self) -> list[str | None]:
+        """Return why each response has no reward; None: it has one."""
+        return list(self._column(FAILURE)) if FAILURE in self.names else [None] * len(self)
 
     def prompt_ids(self) -> list[str]:
         """Return the prompt of every response."""
@@ -198,13 +205,14 @@ class Samples:
             response=values["response"],
             reward=float(values["reward"]),
             parts={name: value for name, value in parts.items() if not np.isnan(value)},
-            failure=values.get("reward_failure"),
+            failure=values.get(FAILURE),
             answer=values.get("reward_answer"),
             truncated=bool(values.get("truncated", False)),
             refused=bool(values.get("refused", False)),
             accepted=None if accepted is None else bool(accepted),
             agent=values.get(AGENT),
             policy_version=values.get("policy_version"),
+            turns=values.get(TURNS),
             tokens=values.get("response_tokens"),
             advantages=values.get("advantages"),
             mask=values.get("loss_mask"),
@@ -212,8 +220,8 @@ class Samples:
 
 
 _PLAIN = (
-    *("sample_id", "prompt_id", "prompt", "response", "reward", "reward_failure", "reward_answer"),
-    *("truncated", "refused", "accepted", AGENT, "policy_version"),
+    *("sample_id", "prompt_id", "prompt", "response", "reward", FAILURE, "reward_answer"),
+    *("truncated", "refused", "accepted", AGENT, "policy_version", TURNS),
 )
 _OF_TOKENS = ("response_tokens", "advantages", "loss_mask")
 

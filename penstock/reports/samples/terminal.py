@@ -20,7 +20,7 @@ from rich.text import Text
 
 from penstock.reports.samples.fallen import Comparison
 from penstock.reports.samples.reading import Response, Samples
-from penstock.reports.samples.tokens import Piece, joined, load_tokenizer, pieces, scale_of
+from penstock.reports.samples.tokens import Piece, Segment, joined, load_tokenizer, pieces, scale_of, segments
 from penstock.state.run_folder import RunFolder
 
 LINES, CHARACTERS = 12, 1_500  # of a text in a list; the view of a prompt has all of it
@@ -87,6 +87,39 @@ def of_prompt(
         yield Padding(text, (0, 0, 0, 2))
     yield Rule(style="dim")
     yield _legend(samples, responses, scale, tokenizer is not None, coloured)
+
+
+def turn_by_turn(run: RunFolder, responses: Sequence[Response]) -> Iterator[RenderableType]:
+    """Show episodes: what the policy said, and between its turns, dimmed, what it was told and learns nothing from.
+
+    Args:
+        responses: with their tokens and masks.
+    """
+    tokenizer = load_tokenizer(run)
+    for response in responses:
+        yield _rule(_heading(response))
+        yield _texts({"prompt": _clipped(response.prompt)})
+        if tokenizer is None:
+            yield _texts({"episode": response.response})
+            continue
+        yield _turns(segments(tokenizer, response))
+        if response.truncated:
+            yield Text("✂ cut here", "red")
+    if tokenizer is None:
+        yield Text("the model's folder with the tokenizer is not there: turns cannot be told apart", "yellow")
+
+
+def _turns(found: Sequence[Segment]) -> Table:
+    grid = Table.grid(padding=(0, 2))
+    grid.add_column(no_wrap=True, style="dim")
+    grid.add_column(justify="right", no_wrap=True, style="dim")
+    grid.add_column(overflow="fold")
+    turn = 0
+    for segment in found:
+        turn += segment.own
+        said = Text(shown(segment.text.strip("\n")), "" if segment.own else MASKED)
+        grid.add_row(f"turn {turn}" if segment.own else "told", f"{segment.tokens:,}", said)
+    return grid
 
 
 def of_comparison(found: Comparison, samples: Samples) -> Iterator[RenderableType]:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from itertools import groupby
+from itertools import groupby, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -61,6 +61,25 @@ def load_tokenizer(run: RunFolder) -> Any | None:
 
     loaded = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     return loaded.backend_tokenizer if loaded.is_fast else None
+
+
+@dataclass(frozen=True)
+class Segment:
+    """Neighbouring tokens of an episode that are all the policy's own, or all what it was told."""
+
+    own: bool
+    tokens: int
+    text: str
+
+
+def segments(tokenizer: Any, response: Response) -> list[Segment]:
+    """Return an episode's turns and what is between them, control tokens included."""
+    assert response.tokens is not None
+    mask_T = np.ones(len(response.tokens), np.uint8) if response.mask is None else response.mask
+    cuts = [0, *(np.flatnonzero(np.diff(mask_T)) + 1).tolist(), len(mask_T)]
+    parts = [(first, end) for first, end in pairwise(cuts) if first < end]
+    texts = [tokenizer.decode(response.tokens[first:end], skip_special_tokens=False) for first, end in parts]
+    return [Segment(bool(mask_T[first]), end - first, text) for (first, end), text in zip(parts, texts, strict=True)]
 
 
 def pieces(tokenizer: Any, response: Response, most: int | None = None) -> list[Piece]:

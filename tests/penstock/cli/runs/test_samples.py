@@ -13,10 +13,11 @@ import pytest
 from penstock.cli import main as cli
 from penstock.reports.samples.reading import samples_of
 from penstock.reports.samples.terminal import shown
-from tests.penstock.reports.samples.played import EVIL, played_run
+from tests.penstock.reports.samples.played import EVIL, play_episodes, played_run
 from tests.penstock.reports.samples.test_reading import keep_table
 
 PAGE = Path(__file__).resolve().parents[4] / "docs" / "samples.md"
+EPISODES = re.findall(r"^penstock (episodes [^#\n]+)", PAGE.read_text(encoding="utf-8"), re.MULTILINE)
 COMMANDS = re.findall(r"^penstock (samples [^#\n]+)", PAGE.read_text(encoding="utf-8"), re.MULTILINE)
 
 
@@ -38,7 +39,14 @@ def penstock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Cap
 
 def test_the_page_has_commands() -> None:
     """The control of the next test."""
-    assert len(COMMANDS) >= 8
+    assert len(COMMANDS) >= 8 and len(EPISODES) >= 5
+
+
+@pytest.mark.parametrize("command", EPISODES)
+def test_commands_about_episodes_work(command: str, penstock: Callable[..., str], tmp_path: Path) -> None:
+    """On a run with an environment."""
+    play_episodes(tmp_path / "runs" / "played")
+    assert "turn 1" in penstock(command.replace("runs/sums", "runs/played"))
 
 
 @pytest.mark.parametrize("command", COMMANDS)
@@ -117,3 +125,19 @@ def test_a_folder_without_a_run_is_refused(penstock: Callable[..., str], capsys:
         penstock("samples runs")
     assert ended.value.code == 2
     assert "holds no run" in capsys.readouterr().err
+
+
+def test_episodes_are_shown_turn_by_turn(penstock: Callable[..., str], tmp_path: Path) -> None:
+    """With what was said between the turns, and why one failed. Control: responses without an environment are none."""
+    with pytest.raises(SystemExit):
+        penstock("episodes runs/sums")
+    play_episodes(tmp_path / "runs" / "played")
+    text = penstock("episodes runs/played --sort turns")
+    assert re.findall(r"(turn \d+|told) +(\d+)  (\S+)", text) == [
+        *[("turn 1", "5", "[4+4]"), ("told", "3", "=8"), ("turn 2", "3", "8.<eos>")],
+        *[("told", "2", "9"), ("turn 1", "3", "9.<eos>"), ("turn 1", "3", "1.<eos>")],
+    ]
+    assert "no reward: environment: timed out" in text
+    failed = penstock("episodes runs/played --failed")
+    assert "train-000017/1" in failed and "train-000017/0" not in failed
+    assert "none of these" in penstock("episodes runs/played --failed --prompt 18")

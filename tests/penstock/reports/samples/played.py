@@ -82,3 +82,33 @@ def write(
         }
     path.parent.mkdir(exist_ok=True)
     write_columns(path, columns)
+
+
+def play_episodes(folder: Path) -> None:
+    """Make a run with an environment: an episode of two turns, one that failed, one of another prompt; held out alike."""
+    from tokenizers import Tokenizer
+
+    run = RunFolder(folder)
+    folder.mkdir(parents=True)
+    run.config.write_text(yaml.safe_dump({"name": "played", "model": {"tiny": {}}}))
+    make_byte_tokenizer(run.model("initial"), CHARACTERS)
+    tokenizer = Tokenizer.from_file(str(run.model("initial") / "tokenizer.json"))
+    episodes = [[("[4+4]", 1), ("=8 ", 0), ("8.<eos>", 1)], [("9 ", 0), ("9.<eos>", 1)], [("1.<eos>", 1)]]
+    encoded = [[(tokenizer.encode(text).ids, own) for text, own in episode] for episode in episodes]
+    tokens = [[token for ids, _ in episode for token in ids] for episode in encoded]
+    masks = [[own for ids, own in episode for _ in ids] for episode in encoded]
+    columns: dict[str, Any] = {
+        "sample_id": [f"000001/{name}" for name in ("train-000017/0", "train-000017/1", "train-000018/0")],
+        "prompt_id": ["train-000017", "train-000017", "train-000018"],
+        "prompt": ["4+4="] * 3,
+        "response": ["".join(text for text, _ in episode) for episode in episodes],
+        "response_tokens": Ragged.of(tokens, np.int32),
+        "loss_mask": Ragged.of(masks, np.uint8),
+        "truncated": [False] * 3,
+        "turns": np.asarray([2, 1, 1]),
+        "reward": np.asarray([1.0, 0.0, 0.5]),
+        "reward_failure": [None, "environment: timed out after 10 s", None],
+    }
+    for path in (run.experience(1), run.evaluation(1)):
+        path.parent.mkdir()
+        write_columns(path, columns)
