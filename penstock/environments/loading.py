@@ -9,9 +9,11 @@ from typing import Any
 from configs.sections.rollout import EnvironmentConfig
 from penstock.base.errors import UserError
 from penstock.environments.environment import Environment
-from penstock.environments.tools import AsyncToolEnvironment, Tooled, ToolEnvironment, has_tools, schemas_of, with_tools
+from penstock.environments.mcp import Servers
+from penstock.environments.tools import AsyncToolEnvironment, ToolEnvironment, has_tools, schemas_of, with_tools
 from penstock.usercode.imports import import_named
 
+Tooled = ToolEnvironment | AsyncToolEnvironment | Servers
 EXAMPLE = "penstock.environments.calculator:Calculator"
 
 
@@ -29,6 +31,8 @@ def load_environment(config: EnvironmentConfig) -> Callable[[], Environment | To
             f"environment.type '{config.type}' cannot be made: {type(error).__name__}: {error}",
             "It is called with environment.settings as keyword arguments.",
         ) from error
+    if isinstance(episode, Servers):
+        return lambda: Servers(**config.settings)
     if has_tools(episode):
         return lambda: with_tools(make(**config.settings))
     if config.tool_parser is not None:
@@ -55,13 +59,15 @@ def tools_told(config: EnvironmentConfig | None) -> list[dict[str, Any]] | None:
     if config is None:
         return None
     episode = load_environment(config)()
-    return schemas_of(config.type, episode) if isinstance(episode, Tooled) else None
+    if isinstance(episode, Servers):
+        return episode.schemas()
+    return schemas_of(config.type, episode.played) if isinstance(episode, Tooled) else None
 
 
 def is_async(episode: Environment | Tooled) -> bool:
     """Return whether calls of an environment run concurrently: one of its methods is `async`."""
-    if isinstance(episode, (ToolEnvironment, AsyncToolEnvironment)):
-        return isinstance(episode, AsyncToolEnvironment)
+    if isinstance(episode, Tooled):
+        return not isinstance(episode, ToolEnvironment)
     return inspect.iscoroutinefunction(episode.reset) or inspect.iscoroutinefunction(episode.step)
 
 

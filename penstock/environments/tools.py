@@ -88,9 +88,6 @@ class AsyncToolEnvironment:
         return reward
 
 
-Tooled = ToolEnvironment | AsyncToolEnvironment
-
-
 def has_tools(made: object) -> bool:
     """Whether an object is to be played by its tools: it has no `step`, or its `reset` does not take row and seed."""
     reset = getattr(made, "reset", None)
@@ -105,7 +102,7 @@ def has_tools(made: object) -> bool:
     return False
 
 
-def with_tools(made: object) -> Tooled:
+def with_tools(made: object) -> ToolEnvironment | AsyncToolEnvironment:
     """Return an episode that is played by the tools of `made`."""
     methods = [*tools_of(made).values(), *(getattr(made, name) for name in OTHERS if hasattr(made, name))]
     is_async = any(inspect.iscoroutinefunction(method) for method in methods)
@@ -118,11 +115,12 @@ def tools_of(made: object) -> dict[str, Callable[..., object]]:
     return {name: getattr(made, name) for name, _ in found if not name.startswith("_") and name not in OTHERS}
 
 
-def schemas_of(spec: str, episode: Tooled) -> list[dict[str, Any]]:
+def schemas_of(spec: str, made: object) -> list[dict[str, Any]]:
     """Return what a chat template is told of the tools: an OpenAI function for each, from annotations and docstrings.
 
     Args:
         spec: `module:Class`, for messages.
+        made: an object of the class.
 
     Raises:
         UserError: a tool has no docstring, or an argument no annotation or description.
@@ -130,7 +128,7 @@ def schemas_of(spec: str, episode: Tooled) -> list[dict[str, Any]]:
     from transformers.utils import chat_template_utils as templates
 
     schemas = []
-    for name, tool in tools_of(episode.played).items():
+    for name, tool in tools_of(made).items():
         try:
             schemas.append(templates.get_json_schema(tool))
         except (templates.DocstringParsingException, templates.TypeHintParsingException) as error:

@@ -18,8 +18,7 @@ from typing import Any
 
 from configs.sections.rollout import EnvironmentConfig
 from penstock.environments.environment import Environment, Step, ToolCall
-from penstock.environments.loading import is_async, load_environment, stop_texts
-from penstock.environments.tools import Tooled
+from penstock.environments.loading import Tooled, is_async, load_environment, stop_texts
 from penstock.usercode.guard import DeadlineExceeded, begin_worker, reason_of, reward_and_parts, within, within_loop
 
 HAND_BACK_S = 0.1  # the longest that answers wait here for those of other episodes

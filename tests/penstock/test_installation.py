@@ -93,10 +93,10 @@ def test_the_image_is_of_any_user() -> None:
 def test_the_image_has_what_its_commands_need() -> None:
     """A training's libraries are those of every command; it is the image of the servers, too.
 
-    Left out: developers', and what has to be asked for by name (further trackers, tasks of lm-evaluation-harness).
+    Left out: developers', and what has to be asked for by name (further trackers, tasks of lm-evaluation-harness, MCP).
     """
     assert re.findall(r'--editable "\.\[(.+)\]"', DOCKERFILE) == ["$DEVICE,servers"]
-    extras = {"cpu", "gpu", "servers", "trackers", "tasks", "dev"}
+    extras = {"cpu", "gpu", "servers", "trackers", "tasks", "mcp", "dev"}
     assert project()["project"]["optional-dependencies"].keys() == extras
 
 

@@ -13,9 +13,9 @@ import pytest
 from configs.sections.rollout import EnvironmentConfig
 from penstock.base.errors import UserError
 from penstock.environments.environment import Step, ToolCall
-from penstock.environments.loading import is_async, load_environment, tools_told
+from penstock.environments.loading import Tooled, is_async, load_environment, tools_told
 from penstock.environments.pool import EnvironmentPool
-from penstock.environments.tools import AsyncToolEnvironment, Tooled, ToolEnvironment
+from penstock.environments.tools import AsyncToolEnvironment, ToolEnvironment
 from penstock.environments.worker import Call, Reply
 
 ROW = {"a": 12, "b": 34, "question": "12 + 34?"}

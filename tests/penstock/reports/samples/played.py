@@ -85,7 +85,7 @@ def write(
 
 
 def play_episodes(folder: Path) -> None:
-    """Make a run with an environment: an episode of two turns, one that failed, one of another prompt; held out alike."""
+    """Make a run with episodes: one of two turns, one that failed, one from another prompt; held out the same."""
     from tokenizers import Tokenizer
 
     run = RunFolder(folder)
