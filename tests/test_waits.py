@@ -65,6 +65,7 @@ ENDS = {
     "penstock/doctor/environment.py: subprocess.run": "pip uninstalls, in `make install` alone",
     "penstock/environments/pool.py: future.result": "it is done",
     "penstock/environments/worker.py: asyncio.run_coroutine_threadsafe(coroutine, self._loop).result": USERS,
+    "penstock/environments/code.py: process.wait": "it has been killed",
     "penstock/environments/mcp.py: asyncio.Event().wait": "holds a connection open until its task is cancelled",
     "penstock/environments/worker.py: item.task.result": "it is done",
     "penstock/evaluators/running.py: called.future.result": USERS,

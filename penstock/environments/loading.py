@@ -31,6 +31,11 @@ def load_environment(config: EnvironmentConfig) -> Callable[[], Environment | To
             f"environment.type '{config.type}' cannot be made: {type(error).__name__}: {error}",
             "It is called with environment.settings as keyword arguments.",
         ) from error
+    if getattr(episode, "needs_sandbox", False) and config.sandbox is None:
+        raise UserError(
+            f"environment.type '{config.type}' runs what the model writes, and there is no sandbox",
+            "add environment.sandbox={}; docs/rewards.md says what is in it",
+        )
     if isinstance(episode, Servers):
         return lambda: Servers(**config.settings)
     if has_tools(episode):

@@ -33,6 +33,7 @@ OURS = (
     "benchmarks.workload.digit_reward",
     "benchmarks.workload.slow_environment",
     "penstock.environments.calculator",
+    "penstock.environments.code",
     "penstock.environments.mcp",
     "penstock.rewards.builtin",
     "penstock.rewards.judge",
