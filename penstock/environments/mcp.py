@@ -65,12 +65,15 @@ class Servers:
         return Step(messages=[await self._result(call) for call in calls], done=last or not calls)
 
     def schemas(self) -> list[dict[str, Any]]:
-        """Return what a chat template is told of the tools.
+        """Return what a chat template is told of the tools; the servers are asked once in this process.
 
         Raises:
             UserError: a server does not answer, or two have a tool of one name.
         """
-        return asyncio.run(self._schemas())
+        key = json.dumps(self._servers, sort_keys=True)
+        if key not in _told:
+            _told[key] = asyncio.run(self._schemas())
+        return _told[key]
 
     async def _schemas(self) -> list[dict[str, Any]]:
         found: dict[str, dict[str, Any]] = {}
@@ -114,6 +117,7 @@ class Servers:
         return json.dumps({"error": f"there is no tool '{call.name}'"})
 
 
+_told: dict[str, list[dict[str, Any]]] = {}  # of servers that have been asked, by what the file says of them
 _open: dict[str, asyncio.Future[Connection]] = {}  # of this process, by the server's name
 
 
