@@ -32,8 +32,7 @@ def show(
     Raises:
         UserError: the run has no such responses, or options exclude each other; the message names what there is.
     """
-    if reverse and sort is None:
-        raise UserError("--reverse has no effect without --sort", "name a figure, e.g. --sort reward")
+    _check_order(sort, reverse, "reward")
     if against is not None and (sort is not None or prompt is not None):
         raise UserError("--against shows the prompts that lost most: --sort and --prompt have no effect", "remove them")
     folder = open_run_folder(run)
@@ -75,8 +74,7 @@ def show_episodes(
     Raises:
         UserError: the run has no episodes, or none of that kind; the message names what there is.
     """
-    if reverse and sort is None:
-        raise UserError("--reverse has no effect without --sort", "name a figure, e.g. --sort turns")
+    _check_order(sort, reverse, "turns")
     folder = open_run_folder(run)
     samples = samples_of(folder, iteration, heldout)
     if samples.is_table:
@@ -98,3 +96,8 @@ def show_episodes(
     parts = [*terminal.about(samples), *terminal.turn_by_turn(folder, samples.at(rows[:count], tokens=True))]
     for part in parts if rows else [*terminal.about(samples), "none of these"]:
         console.print(part, highlight=False)
+
+
+def _check_order(sort: str | None, reverse: bool, example: str) -> None:
+    if reverse and sort is None:
+        raise UserError("--reverse has no effect without --sort", f"name a figure, e.g. --sort {example}")
