@@ -28,14 +28,14 @@ REWARD = {"function": "penstock.rewards.builtin:exact_match"}
 NONE = "its beginning"
 STRUCK: dict[str, tuple[list[Blow], list[str]]] = {
     "preference": (
-        [Blow("logprobs", "0/reference"), Blow("preference_steps", "5/"), Blow("preference_end")],
+        [Blow("logprobs", "0/reference"), Blow("preference_steps", "5/", written=True), Blow("preference_end")],
         [NONE, SAVED, f"checkpoint {STEPS:06d}"],  # the state after the last step is kept
     ),
     "reward-model": (
-        [Blow("preference_steps", "5/"), Blow("penstock.session.session.write_snapshot", "2", HOST)],
+        [Blow("preference_steps", "5/", written=True), Blow("penstock.session.session.write_snapshot", "2", HOST)],
         [SAVED, SAVED],
     ),
-    "sft": ([Blow("sft_begin"), Blow("sft_steps", "10/")], [NONE, "checkpoint 000010"]),
+    "sft": ([Blow("sft_begin"), Blow("sft_steps", "10/", written=True)], [NONE, "checkpoint 000010"]),
 }
 
 
