@@ -59,6 +59,8 @@ class Episodes:
     parts_B: list[dict[str, float]]  # of the reward, by name
     failures_B: list[str | None]
     waited_seconds: float  # in which vLLM stood still because environments had not answered
+    prompts: Ragged | None = None  # of each episode, where agents bring them
+    unbridged_B: np.ndarray | None = None  # int64: turns that are not learnt from; where agents ask for them
 
 
 NO_SEED = -1  # of an episode that has not begun

@@ -72,8 +72,10 @@ def _environments(models: RankModels, command: Generate) -> Environments | None:
     if command.episodes is None or models.config.environment is None:
         return None
     tokenizer, asked = models.tokenizer(command.tokenizer), command.episodes
-    chat_arguments = models.config.data.chat_arguments
-    return models.environments.open(models.config.environment, tokenizer, asked.table, asked.prompt_ids, chat_arguments)
+    data, config = models.config.data, models.config.environment
+    return models.environments.open(
+        config, tokenizer, asked.table, asked.prompt_ids, data.chat_arguments, data.max_prompt_tokens
+    )
 
 
 def episodes_of(played: Played) -> Episodes:
@@ -86,4 +88,6 @@ def episodes_of(played: Played) -> Episodes:
         parts_B=[reply.parts for reply in played.replies],
         failures_B=[reply.failure for reply in played.replies],
         waited_seconds=played.waited_seconds,
+        prompts=None if played.asked is None else played.asked.prompts,
+        unbridged_B=None if played.asked is None else played.asked.unbridged_B,
     )

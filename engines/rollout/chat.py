@@ -49,7 +49,7 @@ class ChatMarkup:
         self._markers = _markers(tokenizer)
         self._opening = behind_the_last_message(tokenizer, arguments)
         self.end_of_turn, self._end = self._end_of_turn()
-        self._before: dict[str, str] = {}  # made-up chats up to the results, by the name of the tool
+        self._before: dict[str | None, str] = {}  # made-up chats up to what follows, by the name of the tool
 
     def opening(self, text: str | None) -> list[int]:
         """Return the tokens that close the prompt's last message, behind a text that is added to it."""
@@ -60,25 +60,31 @@ class ChatMarkup:
 
         Args:
             turn: its tokens.
-            messages: what its tools returned. Texts that would become control tokens are taken out of their contents.
+            messages: what its tools returned, or the user said. Texts that would become control tokens are taken out of
+                their contents.
         """
         if not turn or turn[-1] != self.end_of_turn:
             return None
-        name = messages[0]["name"]
+        name = messages[0]["name"] if messages[0]["role"] == "tool" else None
         if name not in self._before:
-            before = self._rendered(_asking(name), more=False)
+            before = self._rendered(_made_up(name), more=False)
             self._before[name] = before[: before.rindex(self._end) + len(self._end)]
         told = [{**message, "content": self._harmless(message["content"])} for message in messages]
-        whole = self._rendered([*_asking(name), *told], more=True)
+        whole = self._rendered([*_made_up(name), *told], more=True)
         if not whole.startswith(self._before[name]):
             return None
         return self._encoded(whole[len(self._before[name]) :])
 
     def tool_calls(self, turn: Sequence[int]) -> list[ToolCall]:
         """Return the calls in a turn, in their order; none where the parser finds none."""
+        _, calls = self.parsed(turn)
+        return [ToolCall(name, _object(arguments)) for name, arguments in calls]
+
+    def parsed(self, turn: Sequence[int]) -> tuple[str, list[tuple[str, str]]]:
+        """Return a turn's text without its calls, and of each call the name and what stands for its arguments."""
         text = self._tokenizer.decode(turn, skip_special_tokens=False).removesuffix(self._end)
         found = self._parser.extract_tool_calls(text, self._request)
-        return [ToolCall(call.function.name, _object(call.function.arguments)) for call in found.tool_calls]
+        return found.content or "", [(call.function.name, call.function.arguments) for call in found.tool_calls]
 
     def _end_of_turn(self) -> tuple[int, str]:
         whole = self._rendered([MADE_UP, {"role": "assistant", "content": SAID}], more=False)
@@ -101,8 +107,10 @@ class ChatMarkup:
         return self._markers.sub("", text) if self._markers else text
 
 
-def _asking(name: str) -> list[dict[str, Any]]:
-    """Return a made-up chat that ends by calling a tool; some templates name it with its results."""
+def _made_up(name: str | None) -> list[dict[str, Any]]:
+    """Return a made-up chat that ends by calling a tool, which some templates name with its results; None: in words."""
+    if name is None:
+        return [MADE_UP, {"role": "assistant", "content": SAID}]
     call = {"type": "function", "function": {"name": name, "arguments": {}}}
     return [MADE_UP, {"role": "assistant", "content": "", "tool_calls": [call]}]
 

@@ -21,6 +21,7 @@ from engines.commands.rollout import NO_SEED, CarriedEpisodes, CarriedResponses
 from engines.rollout.carried import versions_of
 from engines.rollout.decode_loop import Request
 from penstock.base.ragged import Ragged
+from penstock.environments.gateway.asks import Ask
 from penstock.environments.worker import Reply
 
 
@@ -40,6 +41,10 @@ class Episode:
         truncated: by the limit of tokens or of turns.
         earned: its rewards and their parts, added up, and its failure.
         replayed: answers of an environment that is played again; None: it is as far as the episode.
+        ask: what an agent has asked and not got.
+        limited: whether it asked for a shorter turn than there is room for.
+        aside: the tokens of a request that does not follow; None: it follows.
+        unbridged: turns that were taken aside, and are not learnt from.
         seconds: from the beginning in this generation to the end.
     """
 
@@ -60,6 +65,10 @@ class Episode:
     truncated: bool = False
     earned: Reply = field(default_factory=Reply)
     replayed: int | None = None
+    ask: Ask | None = None
+    limited: bool = False
+    aside: list[int] | None = None
+    unbridged: int = 0
     prompt_tokens: int = 0
     cached_tokens: int = 0
     seconds: float = 0.0

@@ -6,7 +6,7 @@ tokens so far are the prompt of the next turn, which vLLM's prefix cache knows a
 second time, so what the trainer sees is what the policy saw and sampled; the mask says which tokens it sampled.
 
 Of an environment with tools the turns are those of a chat: what stands between two of them comes from the model's chat
-template (engines/rollout/chat.py).
+template (engines/rollout/chat.py). An agent asks for turns instead of answering them: what it asks first is the prompt.
 
 Many episodes are under way. Environments answer in processes of their own (penstock/environments/pool.py); the loop
 asks after each step of vLLM what has come. With `in_step` it waits for all answers first: then no timing has a part in
@@ -36,6 +36,7 @@ import numpy as np
 
 from configs.sections.rollout import EnvironmentConfig
 from engines.commands.rollout import NO_SEED, CarriedResponses
+from engines.rollout.agents import Agents, NotServed, agents_of
 from engines.rollout.chat import ChatMarkup
 from engines.rollout.decode_loop import DecodeLoop, Request, Share
 from engines.rollout.detokenize import decode
@@ -45,6 +46,7 @@ from engines.rollout.responses import Generated, Left
 from penstock.base.errors import UserError
 from penstock.base.ragged import Ragged
 from penstock.data.prompts import PromptTable
+from penstock.environments.gateway.asks import Ask, Turn
 from penstock.environments.pool import EnvironmentPool
 from penstock.environments.worker import Call, Reply
 
@@ -59,6 +61,7 @@ class Environments:
 
     Attributes:
         chat: the markup of turns, where the environment has tools.
+        agents: how they are served, where agents ask the policy.
         live: the seeds of episodes that a generation has left, and what their environments have heard; they are in the
             pool.
     """
@@ -70,6 +73,15 @@ class Environments:
     max_turns: int
     chat: ChatMarkup | None = None
     live: dict[int, bytes] = field(default_factory=dict)
+    agents: Agents | None = None
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What agents asked, beside the turns that are learnt from."""
+
+    prompts: Ragged  # of each episode
+    unbridged_B: np.ndarray  # turns that are not learnt from, since they did not follow those before
 
 
 @dataclass(frozen=True)
@@ -80,6 +92,7 @@ class Played(Generated):
     turns_B: np.ndarray
     replies: list[Reply]  # of each episode: its rewards added up, its failure
     waited_seconds: float  # in which vLLM stood still because environments had not answered
+    asked: Asked | None  # of agents
 
 
 def turn_seed(seed: Sequence[int], position: int, sample: int, turn: int) -> int:
@@ -178,17 +191,27 @@ class EpisodeLoop:
             return
         episodes = [self._episodes[request.row] for request in ended]
         for episode, request in zip(episodes, ended, strict=True):
-            episode.sampled(request)
-            episode.turn_ends.append(len(episode.tokens))
-            episode.cached_tokens += request.cached
-            episode.truncated = request.truncated
-            episode.owed = True
+            self._take_turn(episode, request)
         if self._share.quota.reached and not self._carries:
+            return
+        if self._environments.agents is not None:
+            self._tell_agents(self._environments.agents, episodes, ended)
+            self._send()
             return
         turns = [episode.turn(episode.turns) for episode in episodes]
         for episode, call in zip(episodes, self._calls(episodes, turns), strict=True):
             self._ask(replace(call, last=self._is_last(episode)))
         self._send()
+
+    def _take_turn(self, episode: Episode, request: Request) -> None:
+        if episode.aside is None:
+            episode.sampled(request)
+            episode.turn_ends.append(len(episode.tokens))
+        else:
+            episode.unbridged += 1
+        episode.cached_tokens += request.cached
+        episode.truncated = request.truncated and not episode.limited
+        episode.owed = True
 
     def give_up(self, requests: list[Request], tokens: int) -> None:
         """Keep what there is, where episodes are carried over; remember how much was sampled in vain."""
@@ -225,6 +248,7 @@ class EpisodeLoop:
             turns_B=np.asarray([episode.turns for episode in episodes], np.int64),
             replies=[episode.earned for episode in episodes],
             waited_seconds=self._waited_seconds,
+            asked=None if self._environments.agents is None else _asked(episodes),
         )
 
     def _versions_of(self, episodes: list[Episode]) -> np.ndarray:
@@ -362,6 +386,9 @@ class EpisodeLoop:
                 return
             episode.replayed = None
         episode.owed = False
+        if reply.asks is not None and self._environments.agents is not None:
+            self._asked_for(self._environments.agents, episode, reply.asks, version)
+            return
         episode.earn(reply)
         if reply.failure is None and not reply.done and self._goes_on(episode, reply, version):
             self._ready.append(episode)
@@ -413,19 +440,91 @@ class EpisodeLoop:
         told = zip(episodes, texts, asked, strict=True)
         return [Call(episode.name, text=text, tool_calls=calls) for episode, text, calls in told]
 
+    # ---- agents --------------------------------------------------------------------------------------------------
+
+    def _asked_for(self, agents: Agents, episode: Episode, ask: Ask, version: int) -> None:
+        """Let the policy take the turn that an agent asks for, or say why it does not."""
+        episode.ask, episode.aside = ask, None
+        try:
+            self._put_behind(agents, episode, ask, version)
+        except NotServed as error:
+            self._refuse(episode, str(error))
+            return
+        self._ready.append(episode)
+
+    def _put_behind(self, agents: Agents, episode: Episode, ask: Ask, version: int) -> None:
+        """Put the tokens of what an agent asks behind the episode's, or aside where it does not follow.
+
+        Raises:
+            NotServed: they have no room, or there are none.
+        """
+        limit = self._share.sampling.max_tokens
+        if not episode.turn_ends:
+            prompt = agents.whole(ask)
+            if len(prompt) > agents.max_prompt_tokens:
+                said = f"the first request of the episode has {len(prompt)} tokens, more than data.max_prompt_tokens"
+                raise NotServed(f"{said} ({agents.max_prompt_tokens})")
+            episode.prompt = prompt
+            return
+        turn = episode.turn(len(episode.turn_ends))
+        observed = agents.following(ask, episode.prompt + episode.tokens, turn)
+        if observed is None:
+            episode.aside = agents.whole(ask)
+            if len(episode.aside) >= agents.max_prompt_tokens + limit:
+                raise NotServed(f"the request has {len(episode.aside)} tokens and leaves no room for a turn")
+            return
+        if len(episode.tokens) + len(observed) >= limit:
+            episode.truncated = True
+            raise NotServed(f"the episode has used up rollout.max_response_tokens ({limit})")
+        episode.observed(observed, version)
+
+    def _refuse(self, episode: Episode, why: str) -> None:
+        episode.owed = True
+        self._ask(Call(episode.name, turn=Turn(refused=why), last=self._is_last(episode)))
+
+    def _tell_agents(self, agents: Agents, episodes: list[Episode], ended: list[Request]) -> None:
+        turns = [request.tokens.tolist() for request in ended]
+        texts = decode(self._environments.tokenizer, Ragged.of(turns, np.int32))
+        for episode, request, tokens, text in zip(episodes, ended, turns, texts, strict=True):
+            assert episode.ask is not None
+            before = episode.prompt + episode.tokens[: len(episode.tokens) - len(tokens)]
+            told = agents.turn(episode.ask, before if episode.aside is None else episode.aside, tokens, text)
+            told = replace(
+                told,
+                logprobs=request.logprobs,
+                truncated=request.truncated,
+                policy_version=request.last_version,
+                learnt=episode.aside is None,
+            )
+            self._ask(Call(episode.name, turn=told, last=self._is_last(episode)))
+
+    def _room(self, episode: Episode) -> int:
+        """Return how many tokens the next turn may have."""
+        agents, limit = self._environments.agents, self._share.sampling.max_tokens
+        if agents is None or episode.aside is None:
+            return limit - len(episode.tokens)
+        return agents.max_prompt_tokens + limit - len(episode.aside)
+
     def _next_turn(self, loop: DecodeLoop, episode: Episode) -> None:
         """Hand in the next turn, or the rest of one that an earlier generation has begun."""
         share = self._share
-        episode.turns = len(episode.turn_ends) + 1
+        episode.turns = len(episode.turn_ends) + episode.unbridged + 1
         parameters = copy.copy(share.parameters)
-        parameters.max_tokens = share.sampling.max_tokens - len(episode.tokens)
+        room = self._room(episode)
+        wanted = room if episode.ask is None else episode.ask.max_tokens or room
+        parameters.max_tokens, episode.limited = min(room, wanted), wanted < room
         seeds = None
         if share.own_streams:
             seeds = [turn_seed(share.sampling.seed, episode.position, episode.sample, episode.turns)]
-        prompt = episode.prompt + episode.tokens
+        prompt = episode.prompt + episode.tokens if episode.aside is None else episode.aside
         episode.prompt_tokens += len(prompt)
         name = f"{share.number}-{_place(episode)}-{episode.turns}"
         loop.request(self, {name: episode.row}, prompt, parameters, seeds)
+
+
+def _asked(episodes: Sequence[Episode]) -> Asked:
+    prompts = Ragged.of([episode.prompt for episode in episodes], np.int32)
+    return Asked(prompts, np.asarray([episode.unbridged for episode in episodes], np.int64))
 
 
 def _place(episode: Episode) -> str:
@@ -443,6 +542,7 @@ class EnvironmentHost:
     pool: EnvironmentPool | None = None
     stop: list[int] = field(default_factory=list)
     chat: ChatMarkup | None = None
+    agents: Agents | None = None
     rows: dict[str, dict[str, dict[str, Any]]] = field(default_factory=dict)
     live: dict[int, bytes] = field(default_factory=dict)
 
@@ -453,6 +553,7 @@ class EnvironmentHost:
         table: str,
         prompt_ids: list[str],
         chat_arguments: Mapping[str, Any],
+        max_prompt_tokens: int,
     ) -> Environments:
         """Return what plays with the policy from the given prompts of a prompt table.
 
@@ -465,11 +566,17 @@ class EnvironmentHost:
             if self.pool.has_tools:
                 self.chat = ChatMarkup(tokenizer, chat_arguments, config.tool_parser)
                 self.stop = [self.chat.end_of_turn]
+            if self.pool.is_agent:
+                self.agents = agents_of(tokenizer, chat_arguments, config.tool_parser, max_prompt_tokens)
+                if self.agents.chat is not None:
+                    self.stop = sorted({*self.stop, self.agents.chat.end_of_turn})
         if table not in self.rows:
             self.rows[table] = PromptTable.load(Path(table)).rows()
         rows = self.rows[table]
         rows_P = [rows[name] for name in prompt_ids]
-        return Environments(self.pool, rows_P, tokenizer, self.stop, config.max_turns, self.chat, self.live)
+        return Environments(
+            self.pool, rows_P, tokenizer, self.stop, config.max_turns, self.chat, self.live, self.agents
+        )
 
     def close(self) -> None:
         """End the worker processes."""

@@ -14,6 +14,8 @@ from collections.abc import Awaitable
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+from penstock.environments.gateway.asks import Ask
+
 Reward = float | dict[str, float] | None
 
 
@@ -36,6 +38,7 @@ class Step:
     Attributes:
         observation: text that the policy sees next; needed unless the episode is done.
         messages: the same as messages of a chat (`role`, `name`, `content`), of an environment with tools.
+        asks: what an agent asks instead.
         done: whether the episode is over.
         reward: what the turn was worth, a number or named parts; an episode's reward is the sum over its turns.
     """
@@ -44,6 +47,7 @@ class Step:
     done: bool = False
     reward: Reward = None
     messages: list[dict[str, str]] = field(default_factory=list)
+    asks: Ask | None = None
 
 
 class Environment(Protocol):

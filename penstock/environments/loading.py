@@ -1,4 +1,4 @@
-"""From `environment.type` to a class that makes episodes: an environment, or one whose methods are tools."""
+"""From `environment.type` to a class that makes episodes: an environment, one whose methods are tools, or an agent."""
 
 from __future__ import annotations
 
@@ -8,16 +8,18 @@ from typing import Any
 
 from configs.sections.rollout import EnvironmentConfig
 from penstock.base.errors import UserError
+from penstock.environments.agent import AgentEpisode, is_agent
 from penstock.environments.environment import Environment
 from penstock.environments.mcp import Servers
 from penstock.environments.tools import AsyncToolEnvironment, ToolEnvironment, has_tools, schemas_of, with_tools
 from penstock.usercode.imports import import_named
 
 Tooled = ToolEnvironment | AsyncToolEnvironment | Servers
+Played = Environment | Tooled | AgentEpisode
 EXAMPLE = "penstock.environments.calculator:Calculator"
 
 
-def load_environment(config: EnvironmentConfig) -> Callable[[], Environment | Tooled]:
+def load_environment(config: EnvironmentConfig) -> Callable[[], Played]:
     """Import the class and return what makes one episode of it.
 
     Raises:
@@ -38,6 +40,8 @@ def load_environment(config: EnvironmentConfig) -> Callable[[], Environment | To
         )
     if isinstance(episode, Servers):
         return lambda: Servers(**config.settings)
+    if is_agent(episode):
+        return lambda: AgentEpisode(make(**config.settings))
     if has_tools(episode):
         return lambda: with_tools(make(**config.settings))
     if config.tool_parser is not None:
@@ -69,8 +73,10 @@ def tools_told(config: EnvironmentConfig | None) -> list[dict[str, Any]] | None:
     return schemas_of(config.type, episode.played) if isinstance(episode, Tooled) else None
 
 
-def is_async(episode: Environment | Tooled) -> bool:
-    """Return whether calls of an environment run concurrently: one of its methods is `async`."""
+def is_async(episode: Played) -> bool:
+    """Return whether calls of an environment run concurrently: one of its methods is `async`, or it is an agent."""
+    if isinstance(episode, AgentEpisode):
+        return True
     if isinstance(episode, Tooled):
         return not isinstance(episode, ToolEnvironment)
     return inspect.iscoroutinefunction(episode.reset) or inspect.iscoroutinefunction(episode.step)

@@ -38,6 +38,7 @@ class EnvironmentPool:
     Attributes:
         stop: the texts that end a turn.
         has_tools: whether the environment is played by tools.
+        is_agent: whether it asks the policy, instead of answering it.
 
     Raises:
         UserError: the class does not load in a worker process, or this machine has no sandbox for it.
@@ -50,7 +51,7 @@ class EnvironmentPool:
         self._workers = [_Worker(config, sandbox) for _ in range(config.workers)]
         self._kept: dict[str, Reply] = {}  # that have come, and that nobody has asked for
         started = [item.started() for item in self._workers][0]  # asked of all, so that all have started
-        self.stop, self.has_tools = started.stop, started.has_tools
+        self.stop, self.has_tools, self.is_agent = started.stop, started.has_tools, started.is_agent
 
     @property
     def awaited(self) -> int:

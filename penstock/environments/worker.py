@@ -17,8 +17,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from configs.sections.rollout import EnvironmentConfig
-from penstock.environments.environment import Environment, Step, ToolCall
-from penstock.environments.loading import Tooled, is_async, load_environment, stop_texts
+from penstock.environments.agent import AgentEpisode
+from penstock.environments.environment import Step, ToolCall
+from penstock.environments.gateway.asks import Ask, Turn
+from penstock.environments.loading import Played, Tooled, is_async, load_environment, stop_texts
 from penstock.usercode.guard import DeadlineExceeded, begin_worker, reason_of, reward_and_parts, within, within_loop
 
 HAND_BACK_S = 0.1  # the longest that answers wait here for those of other episodes
@@ -32,6 +34,7 @@ class Call:
         episode: its name.
         last: whether the episode is over after this call.
         tool_calls: what the text asks of tools, where the environment has any.
+        turn: instead of both, what an agent has asked for.
     """
 
     episode: str
@@ -40,6 +43,7 @@ class Call:
     text: str = ""
     last: bool = False
     tool_calls: list[ToolCall] = field(default_factory=list)
+    turn: Turn | None = None
 
 
 @dataclass(frozen=True)
@@ -49,6 +53,7 @@ class Reply:
     Attributes:
         observation: text that the policy sees next.
         messages: the same of an environment with tools, as messages of a chat.
+        asks: what an agent asks instead.
         reward: None if it gave none.
         parts: named parts of the reward; empty if it gave a number.
         failure: why the call failed; None if it did not.
@@ -60,6 +65,7 @@ class Reply:
     parts: dict[str, float] = field(default_factory=dict)
     failure: str | None = None
     messages: list[dict[str, str]] = field(default_factory=list)
+    asks: Ask | None = None
 
 
 @dataclass(frozen=True)
@@ -79,9 +85,9 @@ class Answered:
 class Player:
     """Plays the episodes of one worker, call by call; needs the main thread of its process (signals)."""
 
-    make: Callable[[], Environment | Tooled]
+    make: Callable[[], Played]
     timeout_s: float
-    episodes: dict[str, Environment | Tooled] = field(default_factory=dict)
+    episodes: dict[str, Played] = field(default_factory=dict)
 
     def answer(self, calls: dict[int, Call]) -> Answered:
         """Answer at least the first call, and the following ones until it is time to hand back."""
@@ -111,9 +117,9 @@ class Player:
     def _reset(self, call: Call, row: dict[str, Any]) -> Reply:
         with within(self.timeout_s):
             episode = self.make()
-            observation = episode.reset(row, call.seed)
+            begun = episode.reset(row, call.seed)
         self.episodes[call.episode] = episode
-        return Reply(_text(observation))
+        return _of_reset(call, begun)
 
     def _step(self, call: Call) -> Reply:
         if call.episode not in self.episodes:
@@ -138,9 +144,9 @@ class AsyncPlayer:
     runs in the loop, too, and holds it up.
     """
 
-    def __init__(self, make: Callable[[], Environment | Tooled], timeout_s: float) -> None:
+    def __init__(self, make: Callable[[], Played], timeout_s: float) -> None:
         self._make, self._timeout_s = make, timeout_s
-        self._episodes: dict[str, Environment | Tooled] = {}
+        self._episodes: dict[str, Played] = {}
         self._under_way: dict[int, _UnderWay] = {}
         self._cancelled: set[asyncio.Task[Reply]] = set()  # the loop alone would not keep a task
         self._loop = asyncio.new_event_loop()
@@ -181,16 +187,21 @@ class AsyncPlayer:
         else:
             return None
         if _is_over(item.call, reply):
-            self._episodes.pop(item.call.episode, None)
+            self._let_go(item.call.episode)
         return reply
 
     async def _drop(self, episodes: list[str]) -> Answered:
         gone = {*episodes}
         for name in gone:
-            self._episodes.pop(name, None)
+            self._let_go(name)
         for number in [number for number, item in self._under_way.items() if item.call.episode in gone]:
             self._cancel(self._under_way.pop(number).task)
         return Answered({}, [*self._under_way])
+
+    def _let_go(self, name: str) -> None:
+        episode = self._episodes.pop(name, None)
+        if isinstance(episode, AgentEpisode):
+            episode.close()
 
     def _cancel(self, task: asyncio.Task[Reply]) -> None:
         """Cancel a task whose reply nobody wants any more; it may end later."""
@@ -204,7 +215,7 @@ class AsyncPlayer:
             async with within_loop(self._timeout_s):
                 if call.row is not None:
                     episode = self._episodes[call.episode] = self._make()
-                    return Reply(_text(await _value(episode.reset(call.row, call.seed))))
+                    return _of_reset(call, await _value(episode.reset(call.row, call.seed)))
                 if call.episode not in self._episodes:
                     return _LOST
                 return _of_step(call, await _value(_turn(self._episodes[call.episode], call)))
@@ -225,17 +236,24 @@ def _failed(error: BaseException, timeout_s: float) -> Reply:
     return Reply(failure=reason_of(error, __file__))
 
 
+def _of_reset(call: Call, begun: object) -> Reply:
+    return _of_step(call, begun) if isinstance(begun, Step) else Reply(_text(begun))
+
+
 def _of_step(call: Call, step: object) -> Reply:
     if not isinstance(step, Step):
         raise TypeError(f"step returned a {type(step).__name__}, not a Step")
     reward, parts = (None, {}) if step.reward is None else reward_and_parts(step.reward)
-    if not step.done and not call.last and not step.observation and not step.messages:
+    if not step.done and not call.last and not (step.observation or step.messages or step.asks):
         raise ValueError("step returned neither an observation nor done=True")
-    return Reply(_text(step.observation), bool(step.done), reward, parts, messages=step.messages)
+    return Reply(_text(step.observation), bool(step.done), reward, parts, messages=step.messages, asks=step.asks)
 
 
-def _turn(episode: Environment | Tooled, call: Call) -> object:
+def _turn(episode: Played, call: Call) -> object:
     """Answer a turn, by tools where the environment has any; what is `async` is still to be awaited."""
+    if isinstance(episode, AgentEpisode):
+        assert call.turn is not None
+        return episode.go_on(call.turn, call.last)
     return episode.answer(call.tool_calls, call.last) if isinstance(episode, Tooled) else episode.step(call.text)
 
 
@@ -260,11 +278,13 @@ class Started:
         stop: the texts that end a turn.
         is_async: whether its calls run concurrently.
         has_tools: whether it is played by tools.
+        is_agent: whether it asks the policy, instead of answering it.
     """
 
     stop: tuple[str, ...]
     is_async: bool
     has_tools: bool = False
+    is_agent: bool = False
 
 
 _player: Player | AsyncPlayer
@@ -279,7 +299,8 @@ def start(config: dict[str, Any]) -> None:
     make = load_environment(settings)
     episode = make()
     has_tools = isinstance(episode, Tooled)
-    _started = Started(() if has_tools else stop_texts(settings.type, episode), is_async(episode), has_tools)
+    stop = () if has_tools else stop_texts(settings.type, episode)
+    _started = Started(stop, is_async(episode), has_tools, isinstance(episode, AgentEpisode))
     _player = (AsyncPlayer if _started.is_async else Player)(make, settings.timeout_s)
 
 

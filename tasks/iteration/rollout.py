@@ -281,13 +281,14 @@ def experience_columns(
     version = settings.iteration - 1 if config.rollout.begins_ahead else responses.policy_version
     repeats = np.repeat(np.arange(len(prompts)), config.rollout.samples)
     ids = prompts["prompt_id"].to_numpy()[repeats]
+    of_rows = Ragged.of(list(prompts["prompt_tokens"]), np.int32)
     columns = {
         "sample_id": [sample_id(settings.iteration, name, n % config.rollout.samples) for n, name in enumerate(ids)],
         "prompt_id": list(ids),
         "group": repeats,
         "prompt": list(prompts["prompt_text"].to_numpy()[repeats]),
         "response": responses.texts,
-        "prompt_tokens": Ragged.of(list(prompts["prompt_tokens"]), np.int32).take(repeats),
+        "prompt_tokens": of_rows.take(repeats) if responses.prompts is None else responses.prompts,
         "response_tokens": responses.tokens,
         "loss_mask": responses.loss_mask,
         "truncated": responses.truncated_B,

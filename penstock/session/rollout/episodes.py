@@ -19,6 +19,7 @@ from penstock.rewards.pool import Score, log_first, refuse_too_many
 from penstock.state.experience import column_names
 
 TURNS, REWARD, FAILURE = "turns", "environment_reward", "environment_failure"
+UNBRIDGED = "unbridged_turns"  # of agents: that did not follow what was learnt from, and are not
 PART = "environment/"  # columns of the named parts that an environment gave
 
 
@@ -29,7 +30,9 @@ def episode_columns(played: Sequence[Episodes], rows_B: np.ndarray) -> dict[str,
     parts = [part for episodes in played for part in episodes.parts_B]
     failures = [failure for episodes in played for failure in episodes.failures_B]
     names = sorted({name for part in parts for name in part})
+    unbridged = [episodes.unbridged_B for episodes in played if episodes.unbridged_B is not None]
     return {
+        **({UNBRIDGED: np.concatenate(unbridged)[rows_B]} if unbridged else {}),
         TURNS: np.concatenate([episodes.turns_B for episodes in played])[rows_B],
         REWARD: np.concatenate([episodes.rewards_B for episodes in played])[rows_B],
         FAILURE: [failures[row] for row in rows_B],
@@ -39,14 +42,15 @@ def episode_columns(played: Sequence[Episodes], rows_B: np.ndarray) -> dict[str,
 
 def episode_column_names(path: Path) -> list[str]:
     """Return the columns of an experience file that episodes added."""
-    return [name for name in column_names(path) if name in (TURNS, REWARD, FAILURE) or name.startswith(PART)]
+    return [name for name in column_names(path) if name in (TURNS, REWARD, FAILURE, UNBRIDGED) or name.startswith(PART)]
 
 
 def episode_figures(columns: Mapping[str, Any]) -> dict[str, float]:
     """Return figures of experience with the columns of episodes; none without them."""
     if TURNS not in columns:
         return {}
-    return {
+    unbridged = {"rollout/unbridged_turns": float(columns[UNBRIDGED].sum())} if UNBRIDGED in columns else {}
+    return unbridged | {
         "rollout/turns_mean": float(columns[TURNS].mean()),
         "rollout/turns_max": float(columns[TURNS].max()),
         "rollout/observation_share": 1 - float(columns["loss_mask"].values_T.mean()),

@@ -42,6 +42,7 @@ class Responses:
     unused_tokens: int = 0  # sampled for prompts that were not answered
     policy_versions: Ragged | None = None  # that sampled each token, where responses are carried over,
     left: CarriedResponses | None = None  # and what there is of responses to the prompts that were not answered
+    prompts: Ragged | None = None  # of each response, where agents bring them instead of the data
 
 
 def generate(training: Training, request: GenerationRequest) -> Responses:
@@ -96,6 +97,7 @@ def take_responses(training: Training, generation: BegunGeneration, wanted_at: f
         return Ragged(np.concatenate(parts), responses.offsets_B1).take(rows_B) if parts else None
 
     tokens = responses.take(rows_B)
+    brought = [answer.episodes.prompts for answer in answers if answer.episodes and answer.episodes.prompts is not None]
     counted = in_order([None if answer.episodes is None else answer.episodes.loss_mask_T for answer in answers])
     return Responses(
         answered_P=np.sort(np.concatenate(positions)),
@@ -110,6 +112,7 @@ def take_responses(training: Training, generation: BegunGeneration, wanted_at: f
         unused_tokens=sum(answer.unused_tokens for answer in answers),
         policy_versions=in_order([answer.versions_T for answer in answers]),
         left=_left(request, answers, positions),
+        prompts=Ragged.concatenated(brought).take(rows_B) if brought else None,
     )
 
 

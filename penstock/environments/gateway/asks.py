@@ -1,0 +1,62 @@
+"""What an agent asks of the policy and what it gets, between a worker process and the rollout engine of its rank."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Ask:
+    """What an agent asks: the policy's next turn. One of `messages`, `text` and `tokens` says after what.
+
+    Attributes:
+        messages: of a chat.
+        tools: what the chat template is told of, with messages.
+        text: for a text that goes on.
+        tokens: all of them, from the first one on.
+        follows: whether messages or text are only what comes after the turn before; of tokens the engine sees it.
+        max_tokens: of the turn; None: as many as there is room for.
+    """
+
+    messages: list[dict[str, Any]] | None = None
+    tools: list[dict[str, Any]] | None = None
+    text: str | None = None
+    tokens: list[int] | None = None
+    follows: bool = False
+    max_tokens: int | None = None
+
+
+@dataclass(frozen=True)
+class SaidCall:
+    """A tool call in a turn; `arguments` is what the policy wrote, JSON or not."""
+
+    name: str
+    arguments: str
+
+
+@dataclass(frozen=True)
+class Turn:
+    """What an agent gets.
+
+    Attributes:
+        text: the turn, special tokens left out; of a chat with tools without its calls.
+        tool_calls: those.
+        prompt: the tokens that the turn follows.
+        tokens: of the turn.
+        logprobs: of these, under the distribution that they were sampled from; empty: the recipe keeps none.
+        truncated: whether a limit cut it.
+        policy_version: that sampled its last token.
+        learnt: whether it follows what was learnt from before, and is learnt from itself.
+        refused: why there is no turn; all else is empty then.
+    """
+
+    text: str = ""
+    tool_calls: list[SaidCall] = field(default_factory=list)
+    prompt: list[int] = field(default_factory=list)
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    truncated: bool = False
+    policy_version: int = -1
+    learnt: bool = True
+    refused: str | None = None

@@ -1,0 +1,105 @@
+"""What the policy has read and said in an episode, as its agent's requests tell it.
+
+A request brings the whole chat again, and rendering that would bring other tokens than those that were sampled. So it
+is compared with what the last one brought and the turn that answered it: what is new is all that becomes tokens. A
+request whose beginning differs does not follow; its turn is another story, and not learnt from.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from penstock.environments.gateway.asks import Ask
+
+KEPT = ("role", "content", "tool_calls", "tool_call_id", "name")
+TEXT = "text"
+
+
+class Refused(Exception):
+    """A request that the gateway does not serve; its text says why."""
+
+
+class History:
+    """The chat or text up to and with the last turn that is learnt from."""
+
+    def __init__(self) -> None:
+        self._messages: list[dict[str, Any]] = []
+        self._tools: list[dict[str, Any]] | None = None
+        self._text = ""
+
+    def chat(
+        self, messages: Sequence[Mapping[str, Any]], tools: list[dict[str, Any]] | None, max_tokens: int | None
+    ) -> Ask:
+        """Return what a chat asks.
+
+        Raises:
+            Refused: a content is no text.
+        """
+        whole, known = [_plain(message) for message in messages], self._messages
+        told, new = (tools or None), whole[len(known) :]
+        follows = bool(known) and told == self._tools and whole[: len(known)] == known and _may_follow(new)
+        return Ask(_named(whole, new) if follows else whole, tools=told, follows=follows, max_tokens=max_tokens)
+
+    def chat_went_on(
+        self, messages: Sequence[Mapping[str, Any]], tools: list[dict[str, Any]] | None, answer: Mapping[str, Any]
+    ) -> None:
+        """Keep a chat, and the message that answered it."""
+        self._messages = [_plain(message) for message in (*messages, answer)]
+        self._tools = tools or None
+
+    def text(self, prompt: str, max_tokens: int | None) -> Ask:
+        """Return what a text asks."""
+        follows = bool(self._text) and prompt.startswith(self._text) and prompt != self._text
+        return Ask(text=prompt[len(self._text) :] if follows else prompt, follows=follows, max_tokens=max_tokens)
+
+    def text_went_on(self, prompt: str, answer: str) -> None:
+        """Keep a text, and what answered it."""
+        self._text = prompt + answer
+
+
+def _may_follow(messages: Sequence[Mapping[str, Any]]) -> bool:
+    """Whether messages may come between two turns: none is the policy's own, nor of the system."""
+    return bool(messages) and all(message.get("role") in ("user", "tool") for message in messages)
+
+
+def _plain(message: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a message as the chat template gets it, the same for the same: no empty keys, contents as text."""
+    kept = {name: message[name] for name in KEPT if message.get(name)}
+    kept["content"] = _text_of(message.get("content"))
+    if "tool_calls" in kept:
+        kept["tool_calls"] = [_call(call) for call in kept["tool_calls"]]
+    return kept
+
+
+def _text_of(content: object) -> str:
+    if content is None or isinstance(content, str):
+        return content or ""
+    if isinstance(content, list) and all(isinstance(part, Mapping) and part.get("type") == TEXT for part in content):
+        return "".join(str(part.get(TEXT, "")) for part in content)
+    raise Refused("a message's content is not text, and the policy reads nothing else")
+
+
+def _call(call: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a call with its arguments as an object, as templates want them."""
+    function = call.get("function") or {}
+    arguments = function.get("arguments") or "{}"
+    try:
+        read = json.loads(arguments) if isinstance(arguments, str) else arguments
+    except json.JSONDecodeError:
+        read = arguments
+    own = {"name": function.get("name"), "arguments": read}
+    return {"id": call.get("id"), "type": "function", "function": own}
+
+
+def _named(whole: Sequence[Mapping[str, Any]], new: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Return messages with the tools' names, which results tell by the id of their call."""
+    calls = [call for message in whole for call in message.get("tool_calls", ())]
+    names = {call["id"]: call["function"]["name"] for call in calls}
+    return [
+        {**message, "name": message.get("name") or names.get(message.get("tool_call_id"), "")}
+        if message["role"] == "tool"
+        else dict(message)
+        for message in new
+    ]

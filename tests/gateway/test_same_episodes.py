@@ -1,0 +1,54 @@
+"""Agents over HTTP play, and train, as an environment inside the loop does."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from configs.loading.load import load_config
+from flows.train import train
+from penstock.state.experience import read_columns
+from penstock.state.run_folder import RunFolder, read_metrics
+from tests.comparing import numbers, weights
+
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("flows")]
+
+ROOT = Path(__file__).resolve().parents[2]
+SMALL = (
+    "iterations=2",
+    "data.arithmetic={digits: 2, calls: 0.4, sft: 2000, train: 200, heldout: 32}",
+    "sft.steps=120",
+    "sft.batch=64",
+    "rollout={prompts: 16, samples: 8, max_response_tokens: 20, max_sequences: 128}",
+    "evaluate={every: 2, temperature: 1.0}",
+    "algorithm.correction={}",
+)
+COMPARED = ("prompt_tokens", "response_tokens", "loss_mask", "turns", "reward", "advantages", "logprobs_rollout")
+
+
+@pytest.mark.usefixtures("prefect_harness")
+def test_the_calculator_over_http_is_the_calculator(tmp_path: Path) -> None:
+    """Tokens, masks, rewards and trained weights are equal to the last bit. Control: many episodes have two turns."""
+    runs = {}
+    for name, kind in (("inside", None), ("asked", "tests.gateway.agents:CalculatorAgent")):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.chdir(ROOT)
+            other = [] if kind is None else [f"environment.type={kind}"]
+            train(load_config(ROOT / "configs" / "calculator.yaml", [*SMALL, *other]), run_folder=str(tmp_path / name))
+        runs[name] = RunFolder(tmp_path / name)
+    inside, asked = (read_columns(run.experience(2), [*COMPARED]) for run in runs.values())
+    for name in COMPARED:
+        for ours, theirs in zip(
+            *(np.atleast_1d(getattr(c[name], "values_T", c[name])) for c in (inside, asked)), strict=True
+        ):
+            assert ours == theirs, name
+    assert 0.2 < float((asked["turns"] == 2).mean()) < 0.95
+    assert weights(runs["inside"]) == weights(runs["asked"])
+    (figures,) = [item["metrics"] for item in read_metrics(runs["asked"]) if item["iteration"] == 2]
+    assert figures["rollout/unbridged_turns"] == 0 == figures["rollout/environment_failures"]
+    without = [
+        (n, {k: v for k, v in item.items() if not k.endswith("unbridged_turns")}) for n, item in numbers(runs["asked"])
+    ]
+    assert without == numbers(runs["inside"])
