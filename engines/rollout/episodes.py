@@ -390,6 +390,7 @@ class EpisodeLoop:
             self._asked_for(self._environments.agents, episode, reply.asks, version)
             return
         episode.earn(reply)
+        episode.truncated |= reply.cut
         if reply.failure is None and not reply.done and self._goes_on(episode, reply, version):
             self._ready.append(episode)
             return

@@ -21,7 +21,7 @@ from penstock.checks.model import check_chat, check_head_size, check_model, chec
 from penstock.checks.prompts import check_prompt_lengths, read_prompts
 from penstock.checks.registered import check_registering
 from penstock.data.source import reading_once
-from penstock.environments.loading import tools_told
+from penstock.environments.loading import asks_policy, tools_told
 from penstock.evaluators.loading import load_evaluators
 from penstock.rewards.source import check_source
 from penstock.trackers.table import check_trackers
@@ -88,6 +88,12 @@ def check_environment(config: TrainConfig) -> None:
     if config.environment is None:
         return
     tools_told(config.environment)
+    if config.rollout.goes_on and asks_policy(config.environment):
+        raise UserError(
+            f"'{config.environment.type}' asks the policy for its turns, and such an episode cannot go on under the "
+            "next policies: a new engine would not know what it has asked",
+            "remove rollout.carry, or set rollout.stream.staleness=0; rollout.tail waits for no long episode either",
+        )
     if config.environment.sandbox is not None and not any(group.hosts for group in config.groups.values()):
         check_sandbox("environment.sandbox")
 

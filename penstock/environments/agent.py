@@ -111,7 +111,7 @@ class AgentEpisode:
             await asyncio.wait({asked, self._running}, return_when=asyncio.FIRST_COMPLETED)
             if self._running.done():
                 self._session.close()
-                return Step(done=True, reward=self._running.result())
+                return Step(done=True, reward=self._running.result(), cut=self._session.cut)
             return Step(asks=asked.result())
         finally:
             asked.cancel()

@@ -39,6 +39,7 @@ class Step:
         observation: text that the policy sees next; needed unless the episode is done.
         messages: the same as messages of a chat (`role`, `name`, `content`), of an environment with tools.
         asks: what an agent asks instead.
+        cut: whether an agent asked for more than the episode may have.
         done: whether the episode is over.
         reward: what the turn was worth, a number or named parts; an episode's reward is the sum over its turns.
     """
@@ -48,6 +49,7 @@ class Step:
     reward: Reward = None
     messages: list[dict[str, str]] = field(default_factory=list)
     asks: Ask | None = None
+    cut: bool = False
 
 
 class Environment(Protocol):

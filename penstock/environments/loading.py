@@ -73,6 +73,15 @@ def tools_told(config: EnvironmentConfig | None) -> list[dict[str, Any]] | None:
     return schemas_of(config.type, episode.played) if isinstance(episode, Tooled) else None
 
 
+def asks_policy(config: EnvironmentConfig) -> bool:
+    """Return whether the class is an agent, which asks the policy for its turns.
+
+    Raises:
+        UserError: as for `load_environment`.
+    """
+    return isinstance(load_environment(config)(), AgentEpisode)
+
+
 def is_async(episode: Played) -> bool:
     """Return whether calls of an environment run concurrently: one of its methods is `async`, or it is an agent."""
     if isinstance(episode, AgentEpisode):

@@ -54,6 +54,7 @@ class Reply:
         observation: text that the policy sees next.
         messages: the same of an environment with tools, as messages of a chat.
         asks: what an agent asks instead.
+        cut: whether an agent asked for more than the episode may have.
         reward: None if it gave none.
         parts: named parts of the reward; empty if it gave a number.
         failure: why the call failed; None if it did not.
@@ -66,6 +67,7 @@ class Reply:
     failure: str | None = None
     messages: list[dict[str, str]] = field(default_factory=list)
     asks: Ask | None = None
+    cut: bool = False
 
 
 @dataclass(frozen=True)
@@ -246,7 +248,8 @@ def _of_step(call: Call, step: object) -> Reply:
     reward, parts = (None, {}) if step.reward is None else reward_and_parts(step.reward)
     if not step.done and not call.last and not (step.observation or step.messages or step.asks):
         raise ValueError("step returned neither an observation nor done=True")
-    return Reply(_text(step.observation), bool(step.done), reward, parts, messages=step.messages, asks=step.asks)
+    observation, done = _text(step.observation), bool(step.done)
+    return Reply(observation, done, reward, parts, messages=step.messages, asks=step.asks, cut=step.cut)
 
 
 def _turn(episode: Played, call: Call) -> object:

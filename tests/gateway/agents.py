@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import httpx
-from openai import OpenAI
 
 from penstock.environments.agent import Policy
 from penstock.environments.calculator import Calculator
@@ -32,18 +31,8 @@ class CalculatorAgent:
         async with httpx.AsyncClient(timeout=PATIENT_S) as client:
             while (turn := await completed(client, policy, text)) is not None:
                 step = game.step(turn)
-                reward += step.reward or 0.0
+                reward += float(step.reward or 0.0)  # type: ignore[arg-type]
                 text += turn + (step.observation or "")
                 if step.done:
                     break
         return reward
-
-
-class InThreads:
-    """The same question twice, by OpenAI's client, which is not `async`; the second one goes on from the first."""
-
-    def run(self, row: dict[str, Any], seed: int, policy: Policy) -> dict[str, float]:
-        client = OpenAI(base_url=policy.url, api_key="-", max_retries=0)
-        said = client.completions.create(model=policy.model, prompt=row["prompt"], max_tokens=2)
-        more = client.completions.create(model=policy.model, prompt=row["prompt"] + said.choices[0].text + ";")
-        return {"first": len(said.choices[0].text), "second": len(more.choices[0].text)}

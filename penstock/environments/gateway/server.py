@@ -44,7 +44,11 @@ CUT = "the episode is cut: no turn is left, or no room for one"
 
 
 class Session:
-    """What an episode's agent asks and what it gets; of one event loop."""
+    """What an episode's agent asks and what it gets; of one event loop.
+
+    Attributes:
+        cut: whether it asked for more turns than it could have.
+    """
 
     def __init__(self, gateway: Gateway, key: str) -> None:
         self.url = f"{gateway.address}/{key}/v1"
@@ -54,7 +58,7 @@ class Session:
         self._turn: asyncio.Future[Turn] | None = None
         self._one = asyncio.Lock()
         self._waiting = 0
-        self._over = False
+        self._over = self.cut = False
 
     async def asked(self) -> Ask:
         """Wait for what the agent asks next."""
@@ -95,6 +99,7 @@ class Session:
 
     async def _serve(self, request: Request) -> dict[str, Any]:
         if self._over:
+            self.cut = True
             raise Refused(CUT)
         ask = request.ask(self.history)
         self._turn = asyncio.get_running_loop().create_future()

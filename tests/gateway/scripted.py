@@ -1,0 +1,156 @@
+"""Agents that do what the data row's `plan` says, through the clients that people use."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import httpx
+from openai import AsyncOpenAI, BadRequestError, OpenAI
+
+from penstock.environments.agent import Policy
+
+QUESTION = {"role": "user", "content": "2+2?"}
+ADD = {
+    "type": "function",
+    "function": {"name": "add", "description": "Add.", "parameters": {"type": "object", "properties": {}}},
+}
+left: dict[str, Any] = {}
+
+
+class Scripted:
+    """One step of the plan after the other; worth how many were answered, or the parts that a step gives."""
+
+    async def run(self, row: dict[str, Any], seed: int, policy: Policy) -> Any:
+        self.policy, self.client = policy, AsyncOpenAI(base_url=policy.url, api_key="-", max_retries=0)
+        self.messages, self.text_so_far = list[dict[str, Any]](), "a"
+        parts: dict[str, float] = {}
+        try:
+            for step in row["plan"]:
+                found = await getattr(self, step.strip("?").replace(" ", "_"))()
+                parts = found or {**parts, "reward": parts.get("reward", 0.0) + 1.0}
+        except BadRequestError:
+            if not row.get("ends"):
+                raise
+        except asyncio.CancelledError:
+            left["cancelled"] = 1.0
+            raise
+        return parts
+
+    async def chat(self, **others: Any) -> Any:
+        self.messages.append({"role": "user", "content": "and now?"} if self.messages else QUESTION)
+        return await self._chat(self.messages, **others)
+
+    async def _chat(self, messages: list[dict[str, Any]], **others: Any) -> Any:
+        left["url"] = self.policy.url
+        create: Any = self.client.chat.completions.create
+        said = await create(model=self.policy.model, messages=messages, **others)
+        messages.append(said.choices[0].message.model_dump())
+        return None
+
+    async def rewritten(self) -> None:
+        self.messages = [{"role": "user", "content": "In short: 2+2?"}]
+        await self._chat(self.messages)
+        self.messages = [QUESTION, {"role": "assistant", "content": "four"}]
+
+    async def beside(self) -> None:
+        await self._chat([{"role": "user", "content": "something else"}])
+
+    async def tools(self) -> dict[str, float]:
+        create: Any = self.client.chat.completions.create
+        said = (await create(model="policy", messages=[QUESTION], tools=[ADD])).choices[0]
+        (call,) = said.message.tool_calls
+        assert said.finish_reason == "tool_calls"
+        result = {"role": "tool", "tool_call_id": call.id, "content": "1"}
+        messages = [QUESTION, said.message.model_dump(exclude_none=True), result]
+        then = (await create(model="policy", messages=messages, tools=[ADD])).choices[0]
+        return {f"called_{call.function.name}": 1.0, f"said_{then.message.content}": 1.0}
+
+    async def stream(self) -> None:
+        create: Any = self.client.chat.completions.create
+        self.messages.append(QUESTION)
+        text = ""
+        async for chunk in await create(model="policy", messages=self.messages, stream=True):
+            text += chunk.choices[0].delta.content or ""
+        self.messages.append({"role": "assistant", "content": text})
+
+    async def text(self) -> None:
+        said = await self.client.completions.create(model="policy", prompt=self.text_so_far)
+        self.text_so_far += said.choices[0].text + ";"
+
+    async def tokens(self) -> dict[str, float]:
+        url = self.policy.url.removesuffix("/v1") + "/inference/v1/generate"
+        said = await self._posted(url, {"token_ids": [1, 2, 3], "sampling_params": {"max_tokens": 2}})
+        choice = said["choices"][0]
+        known = [item["logprob"] for item in choice["logprobs"]["content"]]
+        return {
+            "tokens": float(sum(choice["token_ids"])),
+            "logprobs": sum(known),
+            "policy_version": float(said["policy_version"]),
+            "prompt": float(sum(said["prompt_token_ids"])),
+        }
+
+    async def _posted(self, url: str, body: Any) -> Any:
+        async with httpx.AsyncClient(timeout=60) as client:
+            answer = await client.post(url, json=body)
+        if answer.is_error:
+            raise ValueError(answer.json()["error"]["message"])
+        return answer.json()
+
+    async def _sent(self, **body: Any) -> None:
+        await self._posted(f"{self.policy.url}/chat/completions", {"messages": [QUESTION], **body})
+
+    async def two(self) -> None:
+        await self._sent(n=2)
+
+    async def ends_at(self) -> None:
+        await self._sent(stop=["."])
+
+    async def warm(self) -> None:
+        await self._sent(temperature=0.3, top_p=0.9, seed=5, user="somebody")
+
+    async def logprobs(self) -> None:
+        await self._sent(logprobs=True)
+
+    async def nothing(self) -> None:
+        await self._sent(messages=[])
+
+    async def gigantic(self) -> None:
+        await self._sent(messages=[{"role": "user", "content": "x" * (17 << 20)}])
+
+    async def image(self) -> None:
+        await self._sent(messages=[{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "a"}}]}])
+
+    async def stranger(self) -> None:
+        address = self.policy.url.removesuffix("/v1").rpartition("/")[0]
+        await self._posted(f"{address}/another-key/v1/chat/completions", {"messages": [QUESTION]})
+
+    async def at_once(self) -> dict[str, float]:
+        asked = [self.client.completions.create(model="policy", prompt="q") for _ in range(3)]
+        return {said.choices[0].text: 1.0 for said in await asyncio.gather(*asked)}
+
+    async def flood(self) -> dict[str, float]:
+        asked = [self.client.completions.create(model="policy", prompt="q") for _ in range(100)]
+        refused = sum(
+            isinstance(said, BadRequestError) for said in await asyncio.gather(*asked, return_exceptions=True)
+        )
+        return {"answered": 100.0 - refused, "refused": float(refused)}
+
+    async def broken(self) -> None:
+        raise LookupError("no such thing")
+
+    async def sleeps(self) -> None:
+        await asyncio.sleep(600)
+
+    async def left(self) -> dict[str, float]:
+        async with httpx.AsyncClient() as client:
+            answer = await client.post(f"{left['url']}/completions", json={"prompt": "q"})
+        return {"cancelled": left["cancelled"], "answers": float(answer.status_code)}
+
+
+class InThreads:
+    """One question by the client that is not `async`."""
+
+    def run(self, row: dict[str, Any], seed: int, policy: Policy) -> dict[str, float]:
+        client = OpenAI(base_url=policy.url, api_key="-", max_retries=0)
+        return {client.completions.create(model=policy.model, prompt=row["question"]).choices[0].text: 1.0}
