@@ -65,6 +65,11 @@ ENDS = {
     "penstock/doctor/environment.py: subprocess.run": "pip uninstalls, in `make install` alone",
     "penstock/environments/pool.py: future.result": "it is done",
     "penstock/environments/worker.py: asyncio.run_coroutine_threadsafe(coroutine, self._loop).result": USERS,
+    "penstock/environments/agent.py: self._running.result": "it is done",
+    "penstock/environments/agent.py: asked.result": "it is done",
+    "penstock/environments/agent.py: asyncio.wait": "the worker's deadline for a call cancels it",
+    "penstock/environments/gateway/server.py: self._asks.get": "the worker's deadline for a call cancels it",
+    "penstock/environments/gateway/server.py: self._serving.result": "it is done",
     "penstock/environments/code.py: process.wait": "it has been killed",
     "penstock/environments/mcp.py: asyncio.Event().wait": "holds a connection open until its task is cancelled",
     "penstock/environments/worker.py: item.task.result": "it is done",
@@ -108,6 +113,7 @@ ENDS = {
 
 CLOCK = {
     "engines/groups/host.py: time.time": "a machine tells its clock, for the comparison of clocks",
+    "penstock/environments/gateway/requests.py: time.time": "when it was answered, for clients",
     "penstock/chaos/kills.py: datetime.now": "when something was killed, to find the event that says so",
     "penstock/cli/chaos.py: datetime.now": "when it happened, for people",
     "penstock/cli/serving/loadtest.py: datetime.now": "a name",

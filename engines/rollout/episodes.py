@@ -476,7 +476,7 @@ class EpisodeLoop:
             return
         if len(episode.tokens) + len(observed) >= limit:
             episode.truncated = True
-            raise NotServed(f"the episode has used up rollout.max_response_tokens ({limit})")
+            raise NotServed(f"the maximum context length is reached: rollout.max_response_tokens is {limit}")
         episode.observed(observed, version)
 
     def _refuse(self, episode: Episode, why: str) -> None:

@@ -52,7 +52,8 @@ class Agent(Protocol):
     def run(self, row: dict[str, Any], seed: int, policy: Policy) -> Any:
         """Play the episode of a data row and return its reward: a number, named parts, or None. It may be `async`.
 
-        An exception fails the episode, whose tokens are then not learnt from as if they had been worth nothing.
+        An exception fails the episode, whose tokens are then not learnt from as if they had been worth nothing. Of an
+        episode that is cut, at its turns or its tokens, a request is refused, and an exception is no failure.
 
         Args:
             row: the columns of the data row that the prompt came from.
@@ -111,7 +112,9 @@ class AgentEpisode:
             await asyncio.wait({asked, self._running}, return_when=asyncio.FIRST_COMPLETED)
             if self._running.done():
                 self._session.close()
-                return Step(done=True, reward=self._running.result(), cut=self._session.cut)
+                cut = self._session.cut
+                gave_up = cut and self._running.exception() is not None  # as clients do that are refused
+                return Step(done=True, reward=None if gave_up else self._running.result(), cut=cut)
             return Step(asks=asked.result())
         finally:
             asked.cancel()

@@ -3,6 +3,8 @@
 The policy writes `[1234+5678]`, the calculator answers `=6912 `, and a turn without a call is the answer, which is
 worth 1 if it is the number in the row's column `answer`, closed by a full stop. The expression is parsed, never
 evaluated as Python.
+
+`CalculatorAgent` is the worked example of an agent: the same rules, played by somebody who asks for each turn.
 """
 
 from __future__ import annotations
@@ -14,6 +16,9 @@ import re
 from collections.abc import Callable
 from typing import Any
 
+import httpx
+
+from penstock.environments.agent import Policy
 from penstock.environments.environment import Step
 
 CALL = re.compile(r"\[([^\[\]]*)\]$")
@@ -54,6 +59,40 @@ class Calculator:
             return Step(done=True, reward=float(is_right(text, self.answer)))
         observation = calculated(call[1])
         return Step(observation, reward=-self.penalty if observation == ERROR else None)
+
+
+class CalculatorAgent:
+    """The same problem: the text goes on with each turn and what the calculator shows.
+
+    Args:
+        penalty: as of `Calculator`.
+    """
+
+    stop = Calculator.stop
+
+    def __init__(self, penalty: float = 0.0) -> None:
+        self.game = Calculator(penalty)
+
+    async def run(self, row: dict[str, Any], seed: int, policy: Policy) -> float:
+        """Ask for turns until one is the answer, or none is left."""
+        text, reward = str(row["prompt"]), 0.0
+        self.game.reset(row, seed)
+        async with httpx.AsyncClient(timeout=None) as client:  # the engine may have other work
+            while (turn := await _completed(client, policy, text)) is not None:
+                step = self.game.step(turn)
+                reward += float(step.reward or 0.0)  # type: ignore[arg-type]
+                text += turn + (step.observation or "")
+                if step.done:
+                    break
+        return reward
+
+
+async def _completed(client: httpx.AsyncClient, policy: Policy, text: str) -> str | None:
+    """Return the policy's turn behind a text; None: the episode is cut."""
+    answer = await client.post(f"{policy.url}/completions", json={"model": policy.model, "prompt": text})
+    if answer.status_code == httpx.codes.BAD_REQUEST:
+        return None
+    return str(answer.raise_for_status().json()["choices"][0]["text"])
 
 
 def calculated(expression: str) -> str:

@@ -32,7 +32,7 @@ COMPARED = ("prompt_tokens", "response_tokens", "loss_mask", "turns", "reward", 
 def test_the_calculator_over_http_is_the_calculator(tmp_path: Path) -> None:
     """Tokens, masks, rewards and trained weights are equal to the last bit. Control: many episodes have two turns."""
     runs = {}
-    for name, kind in (("inside", None), ("asked", "tests.gateway.agents:CalculatorAgent")):
+    for name, kind in (("inside", None), ("asked", "penstock.environments.calculator:CalculatorAgent")):
         with pytest.MonkeyPatch.context() as patch:
             patch.chdir(ROOT)
             other = [] if kind is None else [f"environment.type={kind}"]

@@ -40,7 +40,7 @@ SERVED: dict[str, type[Request]] = {
     "/inference/v1/generate": GenerateRequest,
 }
 LOOPBACK = "127.0.0.1"
-CUT = "the episode is cut: no turn is left, or no room for one"
+CUT = "the episode is cut: it has had all its turns, or its maximum context length"  # harnesses look for the last words
 
 
 class Session:
@@ -71,6 +71,7 @@ class Session:
             last: whether it gets no other.
         """
         self._over = last
+        self.cut |= last and turn.refused is not None
         if self._turn is not None and not self._turn.done():
             self._turn.set_result(turn)
 

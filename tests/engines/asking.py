@@ -1,0 +1,68 @@
+"""An agent that asks a model that talks at random, in the way that the data row's `kind` says."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import httpx
+
+from penstock.environments.agent import Policy
+
+WAIT_S = 600.0
+BEHIND = "(3)"
+
+
+class Asking:
+    """Three turns of text or of tokens, one of them beside the others, or until it is cut; worth 1 for each turn."""
+
+    stop = ("=", "7", "e")
+
+    async def run(self, row: dict[str, Any], seed: int, policy: Policy) -> float:
+        async with httpx.AsyncClient(timeout=WAIT_S) as client:
+            self._post, self._url = client.post, policy.url
+            return float(await getattr(self, row["kind"])())
+
+    async def text(self, turns: int = 3, **others: Any) -> int:
+        text = "go "
+        for _ in range(turns):
+            text += await self._said(text, **others) + BEHIND
+        return turns
+
+    async def short(self) -> int:
+        return await self.text(max_tokens=2)
+
+    async def beside(self) -> int:
+        text = "go "
+        text += await self._said(text) + BEHIND
+        await self._said("another story ")
+        await self._said(text)
+        return 3
+
+    async def tokens(self) -> int:
+        tokens = [4, 5, 6]
+        for _ in range(3):
+            said = await self._posted("/inference/v1/generate", {"token_ids": tokens})
+            tokens = [*tokens, *said["choices"][0]["token_ids"], 9, 8]
+        return 3
+
+    async def endless(self) -> int:
+        return await self.text(100)
+
+    async def long(self) -> int:
+        await self._said("9" * 100)
+        return 1
+
+    async def chat(self) -> int:
+        await self._posted("/v1/chat/completions", {"messages": [{"role": "user", "content": "hello"}]})
+        return 1
+
+    async def _said(self, text: str, **others: Any) -> str:
+        said = await self._posted("/v1/completions", {"prompt": text, **others})
+        return str(said["choices"][0]["text"])
+
+    async def _posted(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
+        answer = await self._post(self._url.removesuffix("/v1") + path, json=body)
+        if answer.is_error:
+            raise ValueError(answer.json()["error"]["message"])
+        found: dict[str, Any] = answer.json()
+        return found

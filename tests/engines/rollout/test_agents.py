@@ -1,0 +1,138 @@
+"""Agents on real engines: what they asked is the prompt, what was drawn is learnt from, what did not follow is not."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pytest
+from transformers import AutoTokenizer
+
+from engines.commands.message import decode_reply
+from engines.commands.rollout import EngineResponses, Generate
+from penstock.base.ragged import Ragged
+from tests.engines.asking import BEHIND
+from tests.engines.played_prompts import save_prompts
+from tests.engines.shared_ranks import Ranks, Shape
+
+SHAPE = Shape("qwen3", tied=False)
+LIMIT, TURNS, SAMPLES, LONGEST = 40, 4, 2, 20
+KINDS = ["text", "tokens", "beside", "short", "endless", "long", "chat", "text", "beside"]
+PROMPTS = Ragged.of([np.arange(4, 6)] * len(KINDS), np.int32)  # of the data: agents bring their own
+FolderOf = Callable[[Shape], Path]
+
+
+@dataclass(frozen=True)
+class Seen:
+    """A generation, and what vLLM saw of it: of each request, by `position-sample-turn`, prompt and drawn tokens."""
+
+    reply: EngineResponses
+    asked: dict[str, list[int]]
+    drawn: dict[str, list[int]]
+    folder: Path
+
+    def rows(self, *kinds: str) -> list[tuple[int, str]]:
+        """The rows of episodes of these kinds, and the beginning of their requests' names."""
+        names = [(position, sample) for position in self.reply.positions_P.tolist() for sample in range(SAMPLES)]
+        return [(row, f"{p}-{sample}-") for row, (p, sample) in enumerate(names) if KINDS[p] in kinds]
+
+
+@pytest.fixture(scope="module")
+def seen(one_rank: Ranks, folder_of: FolderOf, tmp_path_factory: pytest.TempPathFactory) -> Seen:
+    folder = folder_of(SHAPE)
+    table = save_prompts(tmp_path_factory.mktemp("prompts") / "train.parquet", PROMPTS, KINDS)
+    sizes = {"prompts": len(KINDS), "samples": SAMPLES, "max_response_tokens": LIMIT, "max_sequences": 12}
+    environment = {"type": "tests.engines.asking:Asking", "max_turns": TURNS}
+    one_rank.build(
+        folder,
+        ("actor", "rollout"),
+        environment=environment,
+        rollout=sizes,
+        algorithm={"correction": {}},
+        data={"max_prompt_tokens": LONGEST},
+    )
+    sampling = {"samples": SAMPLES, "temperature": 0.8, "top_p": 1.0, "top_k": 0, "max_tokens": LIMIT}
+    request = {
+        "prompts": PROMPTS,
+        "sampling": {**sampling, "ignore_eos": False, "seed": [7, 0, 0], "logprobs": True},
+        "tokenizer": str(folder),
+        "episodes": {"table": table, "prompt_ids": [f"train-{number:06d}" for number in range(len(KINDS))]},
+    }
+    found = one_rank.ask("watched_generate", arguments=request)[0]
+    reply = decode_reply(Generate, found["reply"])
+    assert reply is not None and reply.episodes is not None and reply.episodes.prompts is not None
+    asked, drawn = ({name.partition("-")[2]: tokens for name, tokens in found[of].items()} for of in ("asked", "drawn"))
+    return Seen(reply, asked, drawn, folder)
+
+
+def tokens_and_mask(reply: EngineResponses, row: int) -> tuple[list[int], list[int]]:
+    assert reply.episodes is not None
+    mask = Ragged(reply.episodes.loss_mask_T, reply.responses.offsets_B1)
+    return reply.responses.row(row).tolist(), mask.row(row).tolist()
+
+
+def test_prompt_turns_and_what_is_between_them_are_what_vllm_saw(seen: Seen) -> None:
+    """Of text and of tokens, also of turns that the agent wanted short. Control: drawn tokens alone are masked 1."""
+    between = AutoTokenizer.from_pretrained(seen.folder)(BEHIND, add_special_tokens=False)["input_ids"]
+    rows = seen.rows("text", "tokens", "short")
+    assert len(rows) == 4 * SAMPLES
+    played = seen.reply.episodes
+    assert played is not None and played.prompts is not None
+    for row, name in rows:
+        observed = [9, 8] if (row, name) in seen.rows("tokens") else between
+        prompt = played.prompts.row(row).tolist()
+        behind: list[int] = []
+        mask: list[int] = []
+        for turn in range(1, int(played.turns_B[row]) + 1):
+            assert seen.asked[f"{name}{turn}"] == prompt + behind
+            drawn = seen.drawn[f"{name}{turn}"]
+            behind, mask = [*behind, *drawn, *observed], [*mask, *[1] * len(drawn), *[0] * len(observed)]
+            assert (row, name) not in seen.rows("short") or len(drawn) <= 2
+        whole = len(behind) - len(observed)
+        assert tokens_and_mask(seen.reply, row) == (behind[:whole], mask[:whole])
+        assert seen.reply.truncated_B[row] or played.rewards_B[row] == 3
+    assert played.prompts.row(seen.rows("tokens")[0][0]).tolist() == [4, 5, 6]
+
+
+def test_a_turn_that_does_not_follow_is_answered_and_not_learnt_from(seen: Seen) -> None:
+    """The chain goes on as if it had not been. Control: vLLM did draw it, from its own prompt; it is counted."""
+    played, tokenizer = seen.reply.episodes, AutoTokenizer.from_pretrained(seen.folder)
+    assert played is not None and played.prompts is not None and played.unbridged_B is not None
+    rows = [(row, name) for row, name in seen.rows("beside") if played.turns_B[row] == 3]
+    assert len(rows) > SAMPLES
+    for row, name in rows:
+        tokens, _ = tokens_and_mask(seen.reply, row)
+        first, last = seen.drawn[f"{name}1"], seen.drawn[f"{name}3"]
+        assert seen.asked[f"{name}2"] == tokenizer("another story ")["input_ids"]
+        assert seen.asked[f"{name}3"] == [*played.prompts.row(row).tolist(), *tokens[: len(tokens) - len(last)]]
+        assert tokens[: len(first)] == first and tokens[-len(last) :] == last
+        assert played.unbridged_B[row] == 1
+    others = [row for row, _ in seen.rows("text", "tokens", "short", "endless")]
+    assert not played.unbridged_B[others].any()
+
+
+def test_limits_cut_an_episode_and_say_so(seen: Seen) -> None:
+    """One that wants no end is cut at its turns or tokens, though its agent raises what it reads; a first request that
+    is too long, or a chat without a template, fails with the reason. Control: within the limits nothing is cut.
+    """
+    played = seen.reply.episodes
+    assert played is not None
+    for row, _ in seen.rows("endless"):
+        assert seen.reply.truncated_B[row] and played.failures_B[row] is None
+        assert played.turns_B[row] <= TURNS and len(tokens_and_mask(seen.reply, row)[0]) <= LIMIT
+    for kind, said in (("long", f"more than data.max_prompt_tokens ({LONGEST})"), ("chat", "no chat template")):
+        for row, _ in seen.rows(kind):
+            assert said in str(played.failures_B[row]) and not tokens_and_mask(seen.reply, row)[0]
+    fine = [row for row, _ in seen.rows("short")]
+    assert not seen.reply.truncated_B[fine].any()
+
+
+def test_rewards_are_the_agents(seen: Seen) -> None:
+    """As many as the turns that they had. Control: the failed ones have none."""
+    played = seen.reply.episodes
+    assert played is not None
+    fine = [row for row, _ in seen.rows("short")]
+    assert (played.rewards_B[fine] == 3).all()
+    assert np.isnan(played.rewards_B[[row for row, _ in seen.rows("long", "chat")]]).all()
