@@ -98,7 +98,7 @@ class Taskset:
 
 
 def _interpreter(python: str) -> str:
-    found = shutil.which(Path(python).expanduser())
+    found = shutil.which(python)
     if found is None:
         raise UserError(
             f"there is no interpreter '{python}' for verifiers",
@@ -162,8 +162,9 @@ class _Runner:
             for answer in self.awaited.values():
                 if not answer.done():
                     answer.set_exception(ConnectionError(self.ended))
-            assert self.process.stdin is not None
-            self.process.stdin.close()
+            if self.process.returncode is None:
+                self.process.terminate()
+                await self.process.wait()
 
     def _send(self, request: dict[str, Any]) -> None:
         assert self.process.stdin is not None
