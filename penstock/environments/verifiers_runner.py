@@ -196,7 +196,8 @@ def _outcome(episode: Any, url: str) -> dict[str, Any]:
     mine = [trace for trace in episode.traces if trace.agent.config.client.base_url == url]
     if len(mine) != 1:
         names = ", ".join(trace.agent.name for trace in mine) or "none"
-        return {"failure": f"one run of one agent has to be the policy's, not {len(mine)} ({names})"}
+        needed = "an episode needs one run of one agent that is the policy, others need a client of their own"
+        return {"failure": f"{needed}; here {len(mine)} were the policy's: {names}"}
     (trace,) = mine
     if missing := [name for name, reward in trace.rewards.items() if reward is None]:
         return {"failure": f"there is no reward '{missing[0]}' ({trace.stop_condition})"}

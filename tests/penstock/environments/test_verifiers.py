@@ -295,6 +295,20 @@ def test_what_fails_in_verifiers_fails_the_episode_in_words(
         loop.run(game.run({"task": "first"}, 0, endpoint.policy("adds")))
 
 
+def test_an_episode_has_one_run_that_is_the_policys(
+    verifiers_python: str, loop: asyncio.Runner, endpoint: Endpoint
+) -> None:
+    """Two attempts that verifiers compares would be one episode with two rewards. Control: one attempt."""
+
+    def attempts(n: int) -> Reward:
+        taskset = Taskset(python=verifiers_python, taskset=SUMS, env={"id": "best-of-n", "n": n})
+        return loop.run(taskset.run({"task": 34}, 0, endpoint.policy("adds")))
+
+    assert attempts(1) == {"right": 1.0, "length": 8.0, "best": 1.0, "pass_at_n": 1.0, "reward": 1.0}
+    with pytest.raises(EpisodeError, match="one run of one agent that is the policy.*; here 2 .*: agent, agent"):
+        attempts(2)
+
+
 def test_a_process_that_dies_fails_its_episodes_and_the_next_begins_another(
     verifiers_python: str, loop: asyncio.Runner, endpoint: Endpoint
 ) -> None:
