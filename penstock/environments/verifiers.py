@@ -1,13 +1,15 @@
 """Environments of the package `verifiers` 0.4 (Prime Intellect), which has an interpreter of its own.
 
-    environment:
-      type: penstock.environments.verifiers:Taskset
-      settings: {python: verifiers-env/bin/python, taskset: {id: textarena, game: Hangman-v0}}
+    environment: {type: "penstock.environments.verifiers:Taskset", settings: {name: hangman}}
 
-What verifiers requires does not fit into Penstock's interpreter, so a process of the other one plays
-(verifiers_runner.py, which also says what they tell each other). A worker process has one for each `settings`, which
-its episodes share: it starts with the first and ends with this process. One that dies fails the episodes that were in
-it; the next begins another. verifiers asks the policy at the episode's address, and scores by the taskset's functions.
+    {"hangman": {"python": "verifiers-env/bin/python", "taskset": {"id": "textarena", "game": "Hangman-v0"}}}
+
+The second is `.verifiers.json` in the working folder: a recipe may come from a form, so it names an environment and
+cannot bring what is run. What verifiers requires does not fit into Penstock's interpreter, so a process of the other
+one plays (verifiers_runner.py, which also says what they tell each other). A worker process has one for each entry,
+which its episodes share: it starts with the first and ends with this process. One that dies fails the episodes that
+were in it; the next begins another. verifiers asks the policy at the episode's address, and scores by the taskset's
+functions.
 
     python -m penstock.environments.verifiers PYTHON --tasks '{"id": "textarena", "game": "Hangman-v0"}' --count 100
 
@@ -30,25 +32,15 @@ from pathlib import Path
 from typing import Any
 
 from penstock.base.errors import UserError
+from penstock.base.names import nearest_name
+from penstock.environments.agent import Policy
 from penstock.environments.environment import Reward
 from penstock.usercode.kept import command_of
 
 RUNNER = str(Path(__file__).with_name("verifiers_runner.py"))
+FILE = ".verifiers.json"
 LONGEST_LINE = 2**24
 PACKAGE = "verifiers==0.4.0"
-
-
-@dataclass(frozen=True)
-class Policy:
-    """Where an agent finds the policy: an OpenAI-compatible endpoint of this episode's own.
-
-    Attributes:
-        url: up to `/v1`; it names the episode, so that no key is needed.
-        model: the name to give in requests.
-    """
-
-    url: str
-    model: str
 
 
 class EpisodeError(Exception):
@@ -59,21 +51,18 @@ class Taskset:
     """One episode of a taskset.
 
     Args:
-        python: the interpreter in which verifiers and the taskset are installed.
-        taskset: verifiers' configuration of the taskset, at least its `id`.
-        env: the rest of verifiers' `[env]`, such as {"agent": {"max_turns": 4}}.
+        name: of an entry of `.verifiers.json`. Its `python` is the interpreter in which verifiers and the taskset are
+            installed, `taskset` verifiers' configuration of the taskset, with its `id` at least, and `env`, which may
+            be left out, the rest of verifiers' `[env]`, such as {"agent": {"max_turns": 4}}.
 
     Raises:
-        UserError: there is no such interpreter, or no id.
+        UserError: there is no such file, entry or interpreter, or no id.
     """
 
-    def __init__(self, python: str, taskset: dict[str, Any], env: dict[str, Any] | None = None) -> None:
-        self._python = _interpreter(python)
-        if not isinstance(taskset, dict) or not taskset.get("id"):
-            raise UserError(
-                f"the verifiers taskset {taskset!r} has no id", "write for instance taskset={id: textarena}"
-            )
-        self._settings = {"taskset": taskset, "env": env or {}}
+    def __init__(self, name: str) -> None:
+        entry = _entry(Path(FILE).resolve(), name)
+        self._python = _interpreter(entry["python"])
+        self._settings = {"taskset": entry["taskset"], "env": entry.get("env", {})}
 
     async def run(self, row: dict[str, Any], seed: int, policy: Policy) -> Reward:
         """Play the row's task, and return what the taskset makes of it: the reward and its parts by name.
@@ -95,6 +84,30 @@ class Taskset:
         if told["reward"] is None:
             return None
         return {**told["parts"], "reward": told["reward"]}  # in this name, last, so that no part takes its place
+
+
+def _entry(file: Path, name: str) -> dict[str, Any]:
+    """Return what the file says of a name.
+
+    Raises:
+        UserError: nothing, or not what is needed.
+    """
+    remedy = f'write {{"{name}": {{"python": "...", "taskset": {{"id": "..."}}}}}} into {file}'
+    try:
+        entries = json.loads(file.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise UserError(f"there is no {file}, which says what environments of verifiers there are", remedy) from None
+    except ValueError as error:
+        raise UserError(f"{file} is no JSON: {error}", remedy) from error
+    if name not in entries:
+        near = nearest_name(name, entries)
+        raise UserError(f"{FILE} has no '{name}'" + (f" (did you mean '{near}'?)" if near else ""), remedy)
+    entry: dict[str, Any] = entries[name]
+    if unknown := entry.keys() - {"python", "taskset", "env"}:
+        raise UserError(f"'{name}' in {FILE} has '{min(unknown)}', which is unknown", "remove it, or put it into env")
+    if "python" not in entry or not isinstance(entry.get("taskset"), dict) or not entry["taskset"].get("id"):
+        raise UserError(f"'{name}' in {FILE} needs a python, and a taskset with an id", remedy)
+    return entry
 
 
 def _interpreter(python: str) -> str:
@@ -223,7 +236,7 @@ async def _start(python: str, settings: dict[str, Any], forget: Callable[[], obj
     if told["failure"] is not None:
         raise UserError(
             f"verifiers cannot load the taskset '{settings['taskset']['id']}': {told['failure']}",
-            "correct environment.settings, or install the taskset's package into that interpreter",
+            f"correct its entry in {FILE}, or install the taskset's package into that interpreter",
         )
     return runner
 

@@ -6,6 +6,7 @@ import asyncio
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -23,8 +24,9 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from penstock.base.errors import UserError
+from penstock.environments.agent import Policy
 from penstock.environments.environment import Reward
-from penstock.environments.verifiers import RUNNER, EpisodeError, Policy, Taskset
+from penstock.environments.verifiers import FILE, RUNNER, EpisodeError, Taskset
 from tests.verifiers_interpreter import verifiers_python as verifiers_python
 from tests.waiting import until
 
@@ -132,6 +134,13 @@ def _turns(body: Body) -> int:
     return sum(message["role"] == "assistant" for message in body["messages"])
 
 
+def named(python: str, taskset: Body, name: str = "it", **others: Any) -> Taskset:
+    """An episode of what the file in the working folder says, from now on, under a name."""
+    entry = {"python": python, "taskset": taskset, **{key: value for key, value in others.items() if value is not None}}
+    Path(FILE).write_text(json.dumps({name: entry}))
+    return Taskset(name)
+
+
 @pytest.fixture
 def endpoint() -> Iterator[Endpoint]:
     opened = Endpoint()
@@ -156,8 +165,11 @@ def surroundings(in_this_folder: None, tmp_path_factory: pytest.TempPathFactory)
     for name in ("en", "en-basic"):
         (words / name).write_text("tea\n")
     with pytest.MonkeyPatch.context() as patch:
+        for taskset in Path.cwd().glob("verifiers_*.py"):
+            shutil.copy(taskset, folder)
+        patch.chdir(folder)
         patch.setenv("NLTK_DATA", str(folder))
-        patch.setenv("PYTHONPATH", str(Path.cwd()))
+        patch.setenv("PYTHONPATH", str(folder))
         yield
 
 
@@ -186,7 +198,7 @@ def test_a_taskset_judges_what_the_policy_says(verifiers_python: str, loop: asyn
 
     The policy is told nothing of sampling: that is the training's.
     """
-    taskset = Taskset(python=verifiers_python, taskset=SUMS)
+    taskset = named(verifiers_python, SUMS)
     for task in (34, "3+4"):
         reward = loop.run(taskset.run({"task": task}, 0, endpoint.policy("adds")))
         assert reward == {"right": 1.0, "length": 8.0, "reward": 1.0}
@@ -201,7 +213,7 @@ def test_settings_reach_verifiers_and_infinite_parts_are_left_out(
 ) -> None:
     """A taskset's own setting, a weight, and a metric that is infinite. Control: the weight changes the reward."""
     extra = {"metrics": {"endless": {"fn": "verifiers_sums.endless"}}, "rewards": {"right": {"weight": 0.5}}}
-    taskset = Taskset(python=verifiers_python, taskset={**SUMS, "largest": 99, "task": extra})
+    taskset = named(verifiers_python, {**SUMS, "largest": 99, "task": extra})
     reward = loop.run(taskset.run({"task": 99}, 0, endpoint.policy("adds")))
     assert endpoint.seen[0][1]["messages"][0]["content"] == "What is 0+99?"
     assert reward == {"right": 0.5, "length": 9.0, "reward": 0.5}
@@ -209,7 +221,7 @@ def test_settings_reach_verifiers_and_infinite_parts_are_left_out(
 
 def test_a_game_of_several_turns(verifiers_python: str, loop: asyncio.Runner, endpoint: Endpoint) -> None:
     """TextArena's Hangman, in verifiers' own environment: it answers each guess. Control: a policy that loses."""
-    taskset = Taskset(python=verifiers_python, taskset=HANGMAN)
+    taskset = named(verifiers_python, HANGMAN)
     won = loop.run(taskset.run({"task": 0}, 0, endpoint.policy("spells")))
     assert won == {"game_reward": 1.0, "reward": 1.0}
     roles = [[message["role"] for message in body["messages"]] for _, body in endpoint.seen]
@@ -223,17 +235,17 @@ def test_limits_of_verifiers_end_an_episode_that_still_counts(
     verifiers_python: str, loop: asyncio.Runner, endpoint: Endpoint
 ) -> None:
     """A number of turns, and a conversation that is full: the policy's doing, not failures."""
-    short = Taskset(python=verifiers_python, taskset=HANGMAN, env={"player": {"max_turns": 2}})
+    short = named(verifiers_python, HANGMAN, env={"player": {"max_turns": 2}})
     assert loop.run(short.run({"task": 0}, 0, endpoint.policy("spells"))) == {"game_reward": 0.0, "reward": 0.0}
     assert len(endpoint.seen) == 2
-    sums = Taskset(python=verifiers_python, taskset=SUMS)
+    sums = named(verifiers_python, SUMS)
     full = loop.run(sums.run({"task": 0}, 0, endpoint.policy("is_full")))
     assert full == {"right": 0.0, "length": 0.0, "reward": 0.0}
 
 
 def test_tools_of_a_task(verifiers_python: str, loop: asyncio.Runner, endpoint: Endpoint) -> None:
     """The policy is told of them, and what it calls is answered by the task's server. Control: one that calls none."""
-    taskset = Taskset(python=verifiers_python, taskset=PRODUCTS)
+    taskset = named(verifiers_python, PRODUCTS)
     reward = loop.run(taskset.run({"task": 0}, 0, endpoint.policy("multiplies")))
     assert reward == {"right": 1.0, "results": 1.0, "reward": 1.0}
     (tool,) = endpoint.seen[0][1]["tools"]
@@ -248,7 +260,7 @@ def test_episodes_of_a_process_go_on_concurrently(
     """Eight, none of which is answered before all have asked; each has the reward of its own task, in one process."""
 
     async def play() -> list[Reward]:
-        episodes = [Taskset(python=verifiers_python, taskset=SUMS) for _ in range(8)]
+        episodes = [named(verifiers_python, SUMS) for _ in range(8)]
         policies = [endpoint.policy("guesses"), *(endpoint.policy(f"meets-{number}") for number in range(8))]
         runs = zip([episodes[0], *episodes], policies, strict=True)
         return await asyncio.gather(*(taskset.run({"task": 10 + k}, 0, at) for k, (taskset, at) in enumerate(runs)))
@@ -281,12 +293,12 @@ def test_what_fails_in_verifiers_fails_the_episode_in_words(
     verifiers_python: str, loop: asyncio.Runner, endpoint: Endpoint
 ) -> None:
     """A policy that answers with an error, asked once; a task that is not there. The address is not told."""
-    taskset = Taskset(python=verifiers_python, taskset=SUMS)
+    taskset = named(verifiers_python, SUMS)
     with pytest.raises(EpisodeError, match="ProviderError: upstream 500: .*the engine is out of order") as failed:
         loop.run(taskset.run({"task": 1}, 0, endpoint.policy("breaks")))
     assert len(endpoint.seen) == 1
     assert str(endpoint.port) not in str(failed.value)
-    game = Taskset(python=verifiers_python, taskset=HANGMAN)
+    game = named(verifiers_python, HANGMAN)
     with pytest.raises(EpisodeError, match="the engine is out of order"):
         loop.run(game.run({"task": 0}, 0, endpoint.policy("breaks")))
     with pytest.raises(EpisodeError, match="LookupError: the taskset has no task 100"):
@@ -301,7 +313,7 @@ def test_an_episode_has_one_run_that_is_the_policys(
     """Two attempts that verifiers compares would be one episode with two rewards. Control: one attempt."""
 
     def attempts(n: int) -> Reward:
-        taskset = Taskset(python=verifiers_python, taskset=SUMS, env={"id": "best-of-n", "n": n})
+        taskset = named(verifiers_python, SUMS, env={"id": "best-of-n", "n": n})
         return loop.run(taskset.run({"task": 34}, 0, endpoint.policy("adds")))
 
     assert attempts(1) == {"right": 1.0, "length": 8.0, "best": 1.0, "pass_at_n": 1.0, "reward": 1.0}
@@ -313,7 +325,7 @@ def test_a_process_that_dies_fails_its_episodes_and_the_next_begins_another(
     verifiers_python: str, loop: asyncio.Runner, endpoint: Endpoint
 ) -> None:
     """By SIGKILL, with an episode inside that waits for the policy."""
-    taskset = Taskset(python=verifiers_python, taskset={**SUMS, "largest": 8})
+    taskset = named(verifiers_python, {**SUMS, "largest": 8})
 
     async def killed() -> None:
         before = {process.pid for process in runners()}
@@ -333,7 +345,7 @@ def test_a_cancelled_episode_is_cancelled_in_verifiers(
     verifiers_python: str, loop: asyncio.Runner, endpoint: Endpoint
 ) -> None:
     """It takes back its request to the policy. Control: another one in the process, which waits on and is answered."""
-    taskset = Taskset(python=verifiers_python, taskset=SUMS)
+    taskset = named(verifiers_python, SUMS)
 
     async def cancelled() -> Reward:
         one, other = (
@@ -355,15 +367,17 @@ def test_a_cancelled_episode_is_cancelled_in_verifiers(
 
 DIES = """
 import asyncio, sys
-from penstock.environments.verifiers import Policy, Taskset
-asyncio.run(Taskset(sys.argv[1], {"id": "verifiers_sums"}).run({"task": 0}, 0, Policy(sys.argv[2], "scripted")))
+from penstock.environments.agent import Policy
+from penstock.environments.verifiers import Taskset
+asyncio.run(Taskset(sys.argv[1]).run({"task": 0}, 0, Policy(sys.argv[2], "scripted")))
 """
 
 
 def test_nothing_of_it_outlives_a_worker(verifiers_python: str, endpoint: Endpoint) -> None:
     """A worker that is killed in mid-episode takes verifiers' process with it. Control: it was there before."""
+    named(verifiers_python, SUMS, "sums")
     worker = subprocess.Popen(
-        [sys.executable, "-c", DIES, verifiers_python, endpoint.policy("waits-1").url],
+        [sys.executable, "-c", DIES, "sums", endpoint.policy("waits-1").url],
         env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[3])},
     )
     until(lambda: "waits-1" in endpoint.waiting, 60.0, "the episode to ask the policy")
@@ -377,16 +391,18 @@ def test_mistakes_are_the_users_to_correct(verifiers_python: str, loop: asyncio.
     """Each says what is wrong: before anything runs where that can be known, else with the first episode."""
 
     def first(python: str = verifiers_python, taskset: Body = SUMS, env: Body | None = None) -> None:
-        loop.run(Taskset(python=python, taskset=taskset, env=env).run({"task": 0}, 0, endpoint.policy("adds")))
+        loop.run(named(python, taskset, env=env).run({"task": 0}, 0, endpoint.policy("adds")))
 
     with pytest.raises(UserError, match="there is no interpreter 'nowhere/python' for verifiers"):
-        Taskset(python="nowhere/python", taskset=SUMS)
-    with pytest.raises(UserError, match="has no id"):
-        Taskset(python=verifiers_python, taskset={"game": "Hangman-v0"})
-    with pytest.raises(TypeError, match="unexpected keyword argument 'harness'"):
-        Taskset(python=verifiers_python, taskset=SUMS, harness={})  # type: ignore[call-arg]
+        named("nowhere/python", SUMS)
+    with pytest.raises(UserError, match="needs a python, and a taskset with an id"):
+        named(verifiers_python, {"game": "Hangman-v0"})
+    with pytest.raises(UserError, match="has 'harness', which is unknown"):
+        named(verifiers_python, SUMS, harness={})
+    with pytest.raises(UserError, match="has no 'sum' .did you mean 'sums'"):
+        _ = named(verifiers_python, SUMS, "sums"), Taskset("sum")
     with pytest.raises(UserError, match="no column 'task'"):
-        loop.run(Taskset(python=verifiers_python, taskset=SUMS).run({}, 0, endpoint.policy("adds")))
+        loop.run(named(verifiers_python, SUMS).run({}, 0, endpoint.policy("adds")))
     with pytest.raises(UserError, match="does not start in .*: ModuleNotFoundError: No module named 'verifiers'"):
         first(python=sys.executable)
     with pytest.raises(
