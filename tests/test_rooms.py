@@ -47,6 +47,7 @@ KNOW_MLFLOW = {  # files of other rooms, and why
     "penstock/doctor/machine_facts.py": "lists the variables that a report of the machine shows",
 }
 NOT_IMPORTED = {"vllm_harness", "vllm_load", "vllm_server"}  # programs on vLLM: a harness, its load test and server
+NOT_IMPORTED |= {"verifiers_runner"}  # and one for another interpreter
 IMPORT = "import importlib, sys; [importlib.import_module(name) for name in sys.argv[1:]]; print([*sys.modules])"
 
 

@@ -18,7 +18,7 @@ from penstock.environments.verifiers import FILE
 from penstock.state.experience import read_columns
 from penstock.state.run_folder import RunFolder, read_metrics
 from tests.chat.model import TEMPLATE, make_chat_model
-from tests.verifiers_interpreter import verifiers_python as verifiers_python
+from tests.gateway.verifiers_interpreter import verifiers_python as verifiers_python
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("verifiers"), pytest.mark.timeout(600)]
 

@@ -27,7 +27,7 @@ from penstock.base.errors import UserError
 from penstock.environments.agent import Policy
 from penstock.environments.environment import Reward
 from penstock.environments.verifiers import FILE, RUNNER, EpisodeError, Taskset
-from tests.verifiers_interpreter import verifiers_python as verifiers_python
+from tests.gateway.verifiers_interpreter import verifiers_python as verifiers_python
 from tests.waiting import until
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
