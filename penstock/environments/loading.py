@@ -10,10 +10,11 @@ from configs.sections.rollout import EnvironmentConfig
 from penstock.base.errors import UserError
 from penstock.environments.environment import Environment
 from penstock.environments.mcp import Servers
+from penstock.environments.openenv import Tools
 from penstock.environments.tools import AsyncToolEnvironment, ToolEnvironment, has_tools, schemas_of, with_tools
 from penstock.usercode.imports import import_named
 
-Tooled = ToolEnvironment | AsyncToolEnvironment | Servers
+Tooled = ToolEnvironment | AsyncToolEnvironment | Servers | Tools
 EXAMPLE = "penstock.environments.calculator:Calculator"
 
 
@@ -36,8 +37,8 @@ def load_environment(config: EnvironmentConfig) -> Callable[[], Environment | To
             f"environment.type '{config.type}' runs what the model writes, and there is no sandbox",
             "add environment.sandbox={}; docs/rewards.md says what is in it",
         )
-    if isinstance(episode, Servers):
-        return lambda: Servers(**config.settings)
+    if isinstance(episode, Servers | Tools):
+        return lambda: make(**config.settings)
     if has_tools(episode):
         return lambda: with_tools(make(**config.settings))
     if config.tool_parser is not None:
@@ -64,7 +65,7 @@ def tools_told(config: EnvironmentConfig | None) -> list[dict[str, Any]] | None:
     if config is None:
         return None
     episode = load_environment(config)()
-    if isinstance(episode, Servers):
+    if isinstance(episode, Servers | Tools):
         return episode.schemas()
     return schemas_of(config.type, episode.played) if isinstance(episode, Tooled) else None
 
