@@ -25,6 +25,7 @@ from penstock.environments.environment import Step, ToolCall
 from penstock.environments.openenv_servers import FILE, Refused, Session, begin, entry_of, running, started
 
 SEEDS = 1 << 31  # what generators of random numbers take, NumPy's older one among them
+ASKED_S = 60.0  # for a server to tell of its tools, once it listens
 NOTHING = "(nothing)"  # of a step whose observation is empty
 MISFITS = {"missing", "extra_forbidden"}  # a field that is not the action's: a mistake of the recipe
 
@@ -145,14 +146,15 @@ class Tools:
         if self._name not in _schemas:
             try:
                 _schemas[self._name] = asyncio.run(self._asked())
-            except ConnectionError as error:
-                raise UserError(str(error), f"start it by hand, as {FILE} says, to see what is wrong") from error
+            except (ConnectionError, TimeoutError) as error:
+                problem = str(error) or f"the OpenEnv server '{self._name}' does not answer within {ASKED_S:g} s"
+                raise UserError(problem, f"start it by hand, as {FILE} says, to see what is wrong") from error
         return _schemas[self._name]
 
     async def _asked(self) -> list[dict[str, Any]]:
-        async with started(self._name, self._entry) as server:
+        async with started(self._name, self._entry) as server, asyncio.timeout(ASKED_S):
             _, answer = await begin(self._name, server, "step", {"type": "list_tools"})
-        found = [_schema(tool) for tool in answer["observation"].get("tools", [])]
+        found = [_schema(self._name, tool) for tool in answer["observation"].get("tools", [])]
         if not found:
             raise UserError(
                 f"the OpenEnv server '{self._name}' has no tools",
@@ -176,9 +178,12 @@ def _told(columns: Sequence[str], row: dict[str, Any], seed: int) -> dict[str, A
     return {"seed": seed % SEEDS, **{column: row[column] for column in columns}}
 
 
-def _schema(tool: dict[str, Any]) -> dict[str, Any]:
-    told = {"name": tool["name"], "description": tool.get("description", ""), "parameters": tool["input_schema"]}
-    return {"type": "function", "function": told}
+def _schema(name: str, tool: object) -> dict[str, Any]:
+    match tool:
+        case {"name": str(called), "input_schema": dict(parameters)}:
+            told = {"name": called, "description": tool.get("description", ""), "parameters": parameters}
+            return {"type": "function", "function": told}
+    raise ConnectionError(f"the OpenEnv server '{name}' lists a tool without name or schema: {tool!r:.300}")
 
 
 def _result(observation: dict[str, Any]) -> str:

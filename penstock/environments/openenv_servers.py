@@ -47,6 +47,7 @@ MOST_BYTES = 1 << 20  # of a message of a server
 MOST_SAID = 300  # characters of what a server said that an error repeats
 KEPT_VARIABLES = ("HOME", "LANG", "LOGNAME", "PATH", "SHELL", "TMPDIR", "USER")
 LOOK_S = 0.1
+START_S = 120.0  # for a server to listen, once it was started
 PATIENCE_S = 5.0  # with a server whose sessions are all taken: it may be about to end some
 TOO_BIG = 1009  # WebSocket's code
 
@@ -198,28 +199,37 @@ async def started(name: str, entry: Mapping[str, Any]) -> AsyncIterator[Server]:
     """Have a server within the block: started, or what its `url` says.
 
     Raises:
-        ConnectionError: it ends at once, or others than this machine reach it.
+        ConnectionError: it ends at once, does not listen in time, or others than this machine reach it.
     """
     if "url" in entry:
         yield Server(_websocket(entry["url"]))
         return
-    port, said = _free_port(), bytearray()
-    process = await _start(name, entry, port)
-    reader = asyncio.get_running_loop().create_task(_listen_to(process, said))
-    try:
-        while not _listens(name, process, port):
-            if process.returncode is not None:
-                await reader
-                raise ConnectionError(
-                    f"the OpenEnv server '{name}' ends at its start (exit code {process.returncode}): {_end_of(said)}"
-                )
-            await asyncio.sleep(LOOK_S)
-        yield Server(f"ws://127.0.0.1:{port}", process)
-    finally:
-        with suppress(ProcessLookupError):
-            process.terminate()
-        await process.wait()
-        reader.cancel()
+    said = bytearray()
+    with _port() as port:
+        process = await _start(name, entry, port)
+        reader = asyncio.get_running_loop().create_task(_listen_to(process, said))
+        try:
+            if problem := await _obstacle(name, process, port):
+                raise ConnectionError(f"the OpenEnv server '{name}' {problem}: {_end(said)}")
+            yield Server(f"ws://127.0.0.1:{port}", process)
+        finally:
+            with suppress(ProcessLookupError):
+                process.terminate()
+            await process.wait()
+            reader.cancel()
+
+
+async def _obstacle(name: str, process: asyncio.subprocess.Process, port: int) -> str:
+    """Wait until a server listens; return why it does not, nothing where it does."""
+    loop = asyncio.get_running_loop()
+    until = loop.time() + START_S
+    while not _listens(name, process, port):
+        if process.returncode is not None:
+            return f"ends at its start (exit code {process.returncode})"
+        if loop.time() > until:
+            return f"does not listen on port {port} within {START_S:g} s"
+        await asyncio.sleep(LOOK_S)
+    return ""
 
 
 async def _start(name: str, entry: Mapping[str, Any], port: int) -> asyncio.subprocess.Process:
@@ -229,7 +239,7 @@ async def _start(name: str, entry: Mapping[str, Any], port: int) -> asyncio.subp
     words = [program, *(word.replace(PORT, str(port)) for word in entry.get("args", []))]
     given = {key: value.replace(PORT, str(port)) for key, value in entry.get("env", {}).items()}
     kept = {key: os.environ[key] for key in KEPT_VARIABLES if key in os.environ}
-    with _nobody_listens() as descriptor:
+    with _unread() as descriptor:
         return await asyncio.create_subprocess_exec(
             *command_of(words, [descriptor]),
             env=kept | given,
@@ -241,7 +251,7 @@ async def _start(name: str, entry: Mapping[str, Any], port: int) -> asyncio.subp
 
 
 @contextmanager
-def _nobody_listens() -> Iterator[int]:
+def _unread() -> Iterator[int]:
     """Give a descriptor to which the keeper may write the number of the process, which nobody needs here."""
     descriptor = os.open(os.devnull, os.O_WRONLY)
     try:
@@ -258,7 +268,7 @@ async def _listen_to(process: asyncio.subprocess.Process, said: bytearray) -> No
         del said[:-MOST_SAID]
 
 
-def _end_of(said: bytearray) -> str:
+def _end(said: bytearray) -> str:
     return " ".join(said.decode(errors="replace").split()) or "it said nothing"
 
 
@@ -282,10 +292,13 @@ def _listens(name: str, keeper: asyncio.subprocess.Process, port: int) -> bool:
     return False
 
 
-def _free_port() -> int:
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        return int(found.getsockname()[1])
+@contextmanager
+def _port() -> Iterator[int]:
+    """Give a free port, and keep it from others than a server that may reuse an address, as nearly all do."""
+    with socket.socket() as held:
+        held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        held.bind(("127.0.0.1", 0))
+        yield int(held.getsockname()[1])
 
 
 def _websocket(url: str) -> str:
