@@ -180,10 +180,12 @@ def _told(columns: Sequence[str], row: dict[str, Any], seed: int) -> dict[str, A
 
 def _schema(name: str, tool: object) -> dict[str, Any]:
     match tool:
-        case {"name": str(called), "input_schema": dict(parameters)}:
-            told = {"name": called, "description": tool.get("description", ""), "parameters": parameters}
+        case {"name": str(called), "description": str(description), "input_schema": dict(parameters)}:
+            told = {"name": called, "description": description, "parameters": parameters}
             return {"type": "function", "function": told}
-    raise ConnectionError(f"the OpenEnv server '{name}' lists a tool without name or schema: {tool!r:.300}")
+    raise ConnectionError(
+        f"the OpenEnv server '{name}' lists a tool without a name, a description or a schema: {tool!r:.300}"
+    )
 
 
 def _result(observation: dict[str, Any]) -> str:
