@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import subprocess
 import sys
 import threading
@@ -39,8 +40,6 @@ HERE = Path(__file__).parent
 ECHO = {"server": "echo", "action": "message", "observation": "echoed_message"}
 CODING = {"server": "coding", "action": "code", "observation": ["stdout", "stderr"]}
 SUMS = {"server": "sums", "action": "number", "observation": "stdout"}
-
-real = [pytest.mark.slow, pytest.mark.timeout(900), pytest.mark.xdist_group("openenv")]
 
 
 def config_of(kind: str, settings: dict[str, Any], timeout_s: float = 120) -> EnvironmentConfig:
@@ -122,7 +121,7 @@ def server_of(opened: EnvironmentPool) -> psutil.Process:
 
 
 class TestReal:
-    pytestmark = real
+    pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
     def test_openenvs_own_environment_is_played(self, servers: None) -> None:
         """Observation and reward are the server's, turn by turn; chat markup goes around what it says."""
@@ -329,6 +328,25 @@ def test_a_session_ends_with_its_episode(here: Path) -> None:
             assert ask(opened, "going on", text="large").failure is None
 
 
+class Spoken(openenv.Gym):
+    """As a user's own: the action stands somewhere in the turn."""
+
+    def action_of(self, text: str) -> dict[str, Any]:
+        return {"word": text.rpartition("word:")[2]}
+
+
+def test_a_class_of_ones_own_finds_the_action_in_the_turn(here: Path) -> None:
+    """The control: without it the whole turn is the action."""
+    with misbehaving() as (url, _):
+        describe(here, {"words": {"url": url}})
+        config = config_of("Gym", WORDS, timeout_s=3)
+        own = config.model_copy(update={"type": f"{__name__}:{Spoken.__name__}"})
+        for played, failure in ((own, "answers with no message"), (config, "timed out")):
+            with closing(EnvironmentPool(played)) as opened:
+                ask(opened, row={})
+                assert failure in str(ask(opened, text="I say word:garbage").failure)
+
+
 @pytest.mark.parametrize(
     ("entry", "failure"),
     [
@@ -372,6 +390,22 @@ def test_mistakes_are_said_before_anything_starts(here: Path, name: str, message
             load_environment(config_of(kind, settings))
     with pytest.raises(UserError, match="the OpenEnv server 'echo' does not answer"):
         tools_told(config_of("Tools", {"server": "echo"}))
+
+
+def test_what_tells_of_no_tools_is_said_in_time(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before a training, where nothing else has a deadline: one that never listens, and one that never answers."""
+    monkeypatch.setattr(openenv_servers, "START_S", 0.5)
+    monkeypatch.setattr(openenv, "ASKED_S", 0.5)
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        address = f"ws://127.0.0.1:{silent.getsockname()[1]}"
+        describe(here, {"deaf": {"command": "sleep", "args": ["60", "{port}"]}, "dumb": {"url": address}})
+        for name, message in (
+            ("deaf", "'deaf' does not listen on port"),
+            ("dumb", "'dumb' does not answer within 0.5 s"),
+        ):
+            with pytest.raises(UserError, match=message):
+                tools_told(config_of("Tools", {"server": name}))
+    assert not [child for child in psutil.Process().children(recursive=True) if child.name() == "sleep"]
 
 
 def test_servers_come_from_the_working_folder_alone(here: Path) -> None:
