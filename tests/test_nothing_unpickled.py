@@ -24,6 +24,7 @@ EXCEPTIONS = {
     "penstock/usercode/workers.py: pebble": "likewise; with a sandbox its worker runs none of that code",
     "penstock/usercode/sandboxed.py: multiprocessing": "what goes into a sandbox is pickled, what comes out is JSON",
     "penstock/usercode/sandboxed.py: recv": "within the sandbox, from the worker that has made it",
+    "penstock/environments/openenv_servers.py: recv": "of websockets: text, which is read as JSON",
     "engines/groups/rank.py: recv": "ZeroMQ's: bytes, of which none are read",
 }
 

@@ -11,10 +11,11 @@ from penstock.base.errors import UserError
 from penstock.environments.agent import AgentEpisode, is_agent
 from penstock.environments.environment import Environment
 from penstock.environments.mcp import Servers
+from penstock.environments.openenv import Tools
 from penstock.environments.tools import AsyncToolEnvironment, ToolEnvironment, has_tools, schemas_of, with_tools
 from penstock.usercode.imports import import_named
 
-Tooled = ToolEnvironment | AsyncToolEnvironment | Servers
+Tooled = ToolEnvironment | AsyncToolEnvironment | Servers | Tools
 Played = Environment | Tooled | AgentEpisode
 EXAMPLE = "penstock.environments.calculator:Calculator"
 
@@ -38,8 +39,8 @@ def load_environment(config: EnvironmentConfig) -> Callable[[], Played]:
             f"environment.type '{config.type}' runs what the model writes, and there is no sandbox",
             "add environment.sandbox={}; docs/rewards.md says what is in it",
         )
-    if isinstance(episode, Servers):
-        return lambda: Servers(**config.settings)
+    if isinstance(episode, Servers | Tools):
+        return lambda: make(**config.settings)
     if is_agent(episode):
         return lambda: AgentEpisode(make(**config.settings))
     if has_tools(episode):
@@ -68,7 +69,7 @@ def tools_told(config: EnvironmentConfig | None) -> list[dict[str, Any]] | None:
     if config is None:
         return None
     episode = load_environment(config)()
-    if isinstance(episode, Servers):
+    if isinstance(episode, Servers | Tools):
         return episode.schemas()
     return schemas_of(config.type, episode.played) if isinstance(episode, Tooled) else None
 

@@ -35,6 +35,7 @@ OURS = (
     "penstock.environments.calculator",
     "penstock.environments.code",
     "penstock.environments.mcp",
+    "penstock.environments.openenv",
     "penstock.environments.verifiers",
     "penstock.rewards.builtin",
     "penstock.rewards.judge",

@@ -28,7 +28,7 @@ RECIPE = f"""
 name: sums
 iterations: {ITERATIONS}
 model: {{path: model}}
-data: {{train: train.jsonl, heldout: heldout.jsonl, sft: sft.jsonl, response: response, max_prompt_tokens: 40, chat: true}}
+data: {{train: train.jsonl, heldout: heldout.jsonl, sft: sft.jsonl, response: response, chat: true}}
 sft: {{steps: 300, batch: 64, optimizer: {{learning_rate: 3e-3, warmup_steps: 20, decay: cosine}}}}
 environment: {{type: "penstock.environments.verifiers:Taskset", settings: {{name: sums}}, timeout_s: 120}}
 rollout: {{prompts: 16, samples: 8, max_response_tokens: 8, max_sequences: 128}}
