@@ -3,8 +3,7 @@
     {"mcpServers": {"search": {"command": "my-search-server", "args": ["--quick"], "env": {"REGION": "eu"}},
                     "files": {"url": "http://127.0.0.1:9000/mcp"}}}
 
-A recipe may come from a form, so it names servers and cannot bring any: what they run belongs to whoever owns the
-folder. A worker process has one connection to each, which its episodes share: what a server keeps between calls is not
+A worker process has one connection to each, which its episodes share: what a server keeps between calls is not
 an episode's own. A server that is gone fails the episodes that ask it, and the next episode connects anew.
 
 Left out: resources and prompts of servers, results that are no text.
@@ -13,19 +12,17 @@ Left out: resources and prompts of servers, results that are no text.
 from __future__ import annotations
 
 import asyncio
-import functools
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from penstock.base.errors import UserError
-from penstock.base.names import nearest_name
 from penstock.environments.environment import Step, ToolCall
+from penstock.environments.named import NamedIn
 
 FILE = ".mcp.json"
-KEY = "mcpServers"
+IN = NamedIn(FILE, "mcpServers", "MCP server", '{"command": "...", "args": []}')
 
 
 @dataclass(frozen=True)
@@ -48,8 +45,7 @@ class Servers:
     """
 
     def __init__(self, names: Sequence[str]) -> None:
-        described = _described(Path(FILE).resolve())
-        self._servers = {name: _server(described, name) for name in names}
+        self._servers = {name: _server(name) for name in names}
 
     async def reset(self, row: dict[str, Any], seed: int) -> None:
         """Connect to the servers that this process is not connected to."""
@@ -182,31 +178,8 @@ def _schema(tool: Any) -> dict[str, Any]:
     return {"type": "function", "function": told}
 
 
-@functools.cache
-def _described(file: Path) -> dict[str, Any]:
-    """Return the entries of the file by name.
-
-    Raises:
-        UserError: there is none, or it is not laid out as it has to be.
-    """
-    remedy = f'write {{"{KEY}": {{"NAME": {{"command": "...", "args": []}}}}}} into {file}'
-    try:
-        servers = json.loads(file.read_text(encoding="utf-8"))[KEY]
-    except FileNotFoundError:
-        raise UserError(f"there is no {file}, which says what MCP servers there are", remedy) from None
-    except (ValueError, KeyError, TypeError) as error:
-        raise UserError(f"{file} does not name MCP servers: {type(error).__name__}: {error}", remedy) from error
-    return dict(servers)
-
-
-def _server(described: Mapping[str, Any], name: str) -> dict[str, Any]:
-    if name not in described:
-        near = nearest_name(name, described)
-        raise UserError(
-            f"{FILE} has no MCP server '{name}'" + (f" (did you mean '{near}'?)" if near else ""),
-            f"it has {', '.join(described) or 'none'}",
-        )
-    server: dict[str, Any] = described[name]
+def _server(name: str) -> dict[str, Any]:
+    server = IN.entry(name)
     if ("url" in server) == ("command" in server):
         raise UserError(f"the MCP server '{name}' of {FILE} needs either 'command' or 'url'", "correct its entry")
     return server

@@ -6,7 +6,6 @@
                           "env": {"WORKERS": "1"}},
                  "chess": {"url": "ws://127.0.0.1:8000"}}}
 
-A recipe may come from a form, so it names servers and cannot bring any: what is run belongs to whoever owns the folder.
 A server with a `command` is started once in a process, below a keeper, with which it ends; its port is a free one, put
 where `{port}` stands. It gets few variables of ours, as it may run what a model writes, and has to listen on the
 loopback interface alone. One that has died is started anew for the next episode.
@@ -18,7 +17,6 @@ WebSocket, one answer to each. Left out: its HTTP interface, what a `state` mess
 from __future__ import annotations
 
 import asyncio
-import functools
 import ipaddress
 import json
 import os
@@ -29,7 +27,6 @@ import weakref
 from collections.abc import AsyncIterator, Iterator, Mapping
 from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Literal
 
 import psutil
@@ -37,12 +34,12 @@ from websockets.asyncio.client import ClientConnection, connect
 from websockets.exceptions import ConnectionClosed, WebSocketException
 
 from penstock.base.errors import UserError
-from penstock.base.names import nearest_name
+from penstock.environments.named import NamedIn
 from penstock.usercode.kept import command_of
 
 FILE = ".openenv.json"
-KEY = "servers"
 PORT = "{port}"
+IN = NamedIn(FILE, "servers", "OpenEnv server", f'{{"command": "...", "args": ["--port", "{PORT}"]}}')
 MOST_BYTES = 1 << 20  # of a message of a server
 MOST_SAID = 300  # characters of what a server said that an error repeats
 KEPT_VARIABLES = ("HOME", "LANG", "LOGNAME", "PATH", "SHELL", "TMPDIR", "USER")
@@ -322,14 +319,7 @@ def entry_of(name: str) -> dict[str, Any]:
     Raises:
         UserError: there is no such file or server, or its entry cannot be used.
     """
-    described = _described(Path(FILE).resolve())
-    if name not in described:
-        near = nearest_name(name, described)
-        raise UserError(
-            f"{FILE} has no OpenEnv server '{name}'" + (f" (did you mean '{near}'?)" if near else ""),
-            f"it has {', '.join(described) or 'none'}",
-        )
-    entry: dict[str, Any] = described[name]
+    entry = IN.entry(name)
     if ("url" in entry) == ("command" in entry):
         raise UserError(f"the OpenEnv server '{name}' of {FILE} needs either 'command' or 'url'", "correct its entry")
     if "command" in entry and not any(
@@ -340,15 +330,3 @@ def entry_of(name: str) -> dict[str, Any]:
             f"write {PORT} where the port belongs in its 'args' or 'env', for instance \"--port\", \"{PORT}\"",
         )
     return entry
-
-
-@functools.cache
-def _described(file: Path) -> dict[str, Any]:
-    remedy = f'write {{"{KEY}": {{"NAME": {{"command": "...", "args": ["--port", "{PORT}"]}}}}}} into {file}'
-    try:
-        servers = json.loads(file.read_text(encoding="utf-8"))[KEY]
-    except FileNotFoundError:
-        raise UserError(f"there is no {file}, which says what OpenEnv servers there are", remedy) from None
-    except (ValueError, KeyError, TypeError) as error:
-        raise UserError(f"{file} does not name OpenEnv servers: {type(error).__name__}: {error}", remedy) from error
-    return dict(servers)

@@ -2,14 +2,14 @@
 
     environment: {type: "penstock.environments.verifiers:Taskset", settings: {name: hangman}}
 
-    {"hangman": {"python": "verifiers-env/bin/python", "taskset": {"id": "textarena", "game": "Hangman-v0"}}}
+    {"tasksets": {"hangman": {"python": "verifiers-env/bin/python",
+                              "taskset": {"id": "textarena", "game": "Hangman-v0"}}}}
 
-The second is `.verifiers.json` in the working folder: a recipe may come from a form, so it names an environment and
-cannot bring what is run. What verifiers requires does not fit into Penstock's interpreter, so a process of the other
-one plays (verifiers_runner.py, which also says what they tell each other). A worker process has one for each entry,
-which its episodes share: it starts with the first and ends with this process. One that dies fails the episodes that
-were in it; the next begins another. verifiers asks the policy at the episode's address, and scores by the taskset's
-functions.
+The second is `.verifiers.json` in the working folder. What verifiers requires does not fit into Penstock's interpreter,
+so a process of the other one plays (verifiers_runner.py, which also says what they tell each other). A worker process
+has one for each entry, which its episodes share: it starts with the first and ends with this process. One that dies
+fails the episodes that were in it; the next begins another. verifiers asks the policy at the episode's address, and
+scores by the taskset's functions.
 
     python -m penstock.environments.verifiers PYTHON --tasks '{"id": "textarena", "game": "Hangman-v0"}' --count 100
 
@@ -32,13 +32,14 @@ from pathlib import Path
 from typing import Any
 
 from penstock.base.errors import UserError
-from penstock.base.names import nearest_name
 from penstock.environments.agent import Policy
 from penstock.environments.environment import Reward
+from penstock.environments.named import NamedIn
 from penstock.usercode.kept import command_of
 
 RUNNER = str(Path(__file__).with_name("verifiers_runner.py"))
 FILE = ".verifiers.json"
+IN = NamedIn(FILE, "tasksets", "taskset", '{"python": "...", "taskset": {"id": "..."}}')
 LONGEST_LINE = 2**24
 PACKAGE = "verifiers==0.4.0"
 
@@ -60,7 +61,7 @@ class Taskset:
     """
 
     def __init__(self, name: str) -> None:
-        entry = _entry(Path(FILE).resolve(), name)
+        entry = _entry(name)
         self._python = _interpreter(entry["python"])
         self._settings = {"taskset": entry["taskset"], "env": entry.get("env", {})}
 
@@ -86,27 +87,12 @@ class Taskset:
         return {**told["parts"], "reward": told["reward"]}  # in this name, last, so that no part takes its place
 
 
-def _entry(file: Path, name: str) -> dict[str, Any]:
-    """Return what the file says of a name.
-
-    Raises:
-        UserError: nothing, or not what is needed.
-    """
-    remedy = f'write {{"{name}": {{"python": "...", "taskset": {{"id": "..."}}}}}} into {file}'
-    try:
-        entries = json.loads(file.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise UserError(f"there is no {file}, which says what environments of verifiers there are", remedy) from None
-    except ValueError as error:
-        raise UserError(f"{file} is no JSON: {error}", remedy) from error
-    if name not in entries:
-        near = nearest_name(name, entries)
-        raise UserError(f"{FILE} has no '{name}'" + (f" (did you mean '{near}'?)" if near else ""), remedy)
-    entry: dict[str, Any] = entries[name]
+def _entry(name: str) -> dict[str, Any]:
+    entry = IN.entry(name)
     if unknown := entry.keys() - {"python", "taskset", "env"}:
         raise UserError(f"'{name}' in {FILE} has '{min(unknown)}', which is unknown", "remove it, or put it into env")
     if "python" not in entry or not isinstance(entry.get("taskset"), dict) or not entry["taskset"].get("id"):
-        raise UserError(f"'{name}' in {FILE} needs a python, and a taskset with an id", remedy)
+        raise UserError(f"'{name}' in {FILE} needs a python, and a taskset with an id", f"for instance {IN.example}")
     return entry
 
 

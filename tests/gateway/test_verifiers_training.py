@@ -57,7 +57,9 @@ def learned(prefect_harness: None, verifiers_python: str, tmp_path_factory: pyte
     generator = np.random.default_rng(0)
     shutil.copy(TASKSET, folder)
     (folder / FILE).write_text(
-        json.dumps({"sums": {"python": verifiers_python, "taskset": {"id": TASKSET.stem, "largest": DIGITS - 1}}})
+        json.dumps(
+            {"tasksets": {"sums": {"python": verifiers_python, "taskset": {"id": TASKSET.stem, "largest": DIGITS - 1}}}}
+        )
     )
     pairs = [taught(problem(generator), generator) for _ in range(2000)]
     for name, rows in (

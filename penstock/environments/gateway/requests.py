@@ -158,15 +158,12 @@ class GenerateRequest(_Request):
             "policy_version": turn.policy_version,
         }
 
-    def chunks(self, body: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-        """Not streamed."""
-        yield dict(body)
+
+Streamed = ChatRequest | CompletionRequest
+Request = Streamed | GenerateRequest
 
 
-Request = ChatRequest | CompletionRequest | GenerateRequest
-
-
-def stream_of(request: Request, body: Mapping[str, Any]) -> Iterator[str]:
+def stream_of(request: Streamed, body: Mapping[str, Any]) -> Iterator[str]:
     """Yield an answer as server-sent events."""
     for chunk in request.chunks(body):
         yield f"data: {json.dumps(chunk)}\n\n"

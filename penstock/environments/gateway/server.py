@@ -163,7 +163,7 @@ def _handler(gateway: Gateway, kind: type[Request]) -> Any:
             return _error(400, f"{'.'.join(map(str, first['loc'])) or 'the request'}: {first['msg']}")
         except Refused as error:
             return _error(400, str(error))
-        if asked.stream:
+        if asked.stream and not isinstance(asked, GenerateRequest):  # which refuses it
             return StreamingResponse(stream_of(asked, body), media_type="text/event-stream")
         return JSONResponse(body)
 

@@ -14,7 +14,6 @@ import pytest
 
 from configs.sections.rollout import EnvironmentConfig
 from penstock.base.errors import UserError
-from penstock.environments import mcp
 from penstock.environments.environment import ToolCall
 from penstock.environments.loading import is_async, load_environment, tools_told
 from penstock.environments.pool import EnvironmentPool
@@ -41,7 +40,6 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         "neither": {"args": []},
     }
     (tmp_path / ".mcp.json").write_text(json.dumps({"mcpServers": servers}))
-    mcp._described.cache_clear()
     return tmp_path
 
 
@@ -125,7 +123,6 @@ def test_mistakes_are_said_before_anything_starts(names: list[str], message: str
 def test_servers_come_from_the_working_folder_alone(here: Path) -> None:
     """Without the file there are none, whatever a recipe says."""
     (here / ".mcp.json").unlink()
-    mcp._described.cache_clear()
     with pytest.raises(UserError, match=r"there is no .*\.mcp\.json"):
         load_environment(config_of("sums"))
     own = EnvironmentConfig(

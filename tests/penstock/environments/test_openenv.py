@@ -62,7 +62,6 @@ def ask(opened: EnvironmentPool, episode: str = "1", **call: Any) -> Reply:
 
 def describe(folder: Path, servers: dict[str, Any]) -> None:
     (folder / ".openenv.json").write_text(json.dumps({"servers": servers}))
-    openenv_servers._described.cache_clear()
     openenv._schemas.clear()
 
 
@@ -70,7 +69,6 @@ def describe(folder: Path, servers: dict[str, Any]) -> None:
 def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A working folder."""
     monkeypatch.chdir(tmp_path)
-    openenv_servers._described.cache_clear()
     return tmp_path
 
 

@@ -137,7 +137,7 @@ def _turns(body: Body) -> int:
 def named(python: str, taskset: Body, name: str = "it", **others: Any) -> Taskset:
     """An episode of what the file in the working folder says, from now on, under a name."""
     entry = {"python": python, "taskset": taskset, **{key: value for key, value in others.items() if value is not None}}
-    Path(FILE).write_text(json.dumps({name: entry}))
+    Path(FILE).write_text(json.dumps({"tasksets": {name: entry}}))
     return Taskset(name)
 
 
@@ -399,7 +399,7 @@ def test_mistakes_are_the_users_to_correct(verifiers_python: str, loop: asyncio.
         named(verifiers_python, {"game": "Hangman-v0"})
     with pytest.raises(UserError, match="has 'harness', which is unknown"):
         named(verifiers_python, SUMS, harness={})
-    with pytest.raises(UserError, match="has no 'sum' .did you mean 'sums'"):
+    with pytest.raises(UserError, match="has no taskset 'sum' .did you mean 'sums'"):
         _ = named(verifiers_python, SUMS, "sums"), Taskset("sum")
     with pytest.raises(UserError, match="no column 'task'"):
         loop.run(named(verifiers_python, SUMS).run({}, 0, endpoint.policy("adds")))
