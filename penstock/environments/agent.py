@@ -64,8 +64,8 @@ class Agent(Protocol):
 
 
 def is_agent(made: object) -> bool:
-    """Whether an object plays episodes by asking the policy: it has `run`, and no `step`."""
-    return callable(getattr(made, "run", None)) and not callable(getattr(made, "step", None))
+    """Whether an object plays episodes by asking the policy: it has `run`, and neither `reset` nor `step`."""
+    return callable(getattr(made, "run", None)) and not (hasattr(made, "reset") or hasattr(made, "step"))
 
 
 class AgentEpisode:

@@ -131,6 +131,9 @@ def check_episodes(config: TrainConfig, columns: Mapping[str, Any]) -> None:
         "Put the environment or the data right, or raise environment.timeout_s or reward.max_failure_share.",
     )
     log_first("environment failed", failed, FAILURE)
+    counts = zip(columns["sample_id"], columns.get(UNBRIDGED, ()), strict=False)
+    apart = [f"sample {name}: {count}" for name, count in counts if count]
+    log_first("turns that did not follow those before, and are not learnt from", apart, UNBRIDGED)
 
 
 def _name(config: TrainConfig) -> str:

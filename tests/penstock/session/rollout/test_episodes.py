@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -97,3 +98,17 @@ def test_columns_of_all_engines_come_in_the_order_of_the_rows() -> None:
         "rollout/environment_failures": 1.0,
     }
     assert episode_figures({"loss_mask": mask}) == {}
+
+
+def test_turns_that_did_not_follow_are_counted_and_told(caplog: pytest.LogCaptureFixture) -> None:
+    """Of agents alone: a column, a figure and a line for each episode. Control: other environments have none of them."""
+    mask_T, brought = np.empty(0, np.uint8), Ragged.of([[1], [2], [3]], np.int32)
+    others = Episodes(mask_T, np.array([1, 2, 3]), np.ones(3), [{}] * 3, [None] * 3, 0.0)
+    agents = replace(others, prompts=brought, unbridged_B=np.array([0, 2, 0]))
+    mask = Ragged.of([[1], [1], [1]], np.uint8)
+    for played, counted in ((agents, 2.0), (others, None)):
+        columns = {**columns_of(1.0, 1.0, 1.0), **episode_columns([played], np.array([2, 1, 0]))}
+        assert episode_figures({**columns, "loss_mask": mask}).get("rollout/unbridged_turns") == counted
+        with_environment(config_of(), columns, None)
+    told = "turns that did not follow those before, and are not learnt from: sample s1: 2"
+    assert [record.message for record in caplog.records] == [told]
