@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import chain
+from itertools import chain, groupby, product
 from pathlib import Path
 from typing import Any
 
@@ -28,17 +28,30 @@ EARLIER = 4  # iterations before the last
 LAST, BEFORE = (12, 8), (6, 4)  # prompts of the last iteration and of an earlier one, and responses to each
 TOKENS, CHARACTERS = 400, 3_000  # of a response; of a prompt, or of a response whose tokens are not known
 FALLEN = 8
-BINS = 4  # of rewards, where there are more different ones than that
+BINS = 4  # of rewards and of lengths, where there are more different ones than that
+
+
+@dataclass(frozen=True)
+class Turn:
+    """A turn of an episode; without a number what the policy was told between two, or what the page leaves out."""
+
+    number: int | None
+    pieces: list[Piece]
 
 
 @dataclass(frozen=True)
 class Shown:
-    """A response as the page has it: its text in pieces, and the class of its reward's button."""
+    """A response as the page has it: its text in pieces, and the classes of the buttons that it is there with.
+
+    Attributes:
+        turns: the pieces by turn; a response without an environment has none.
+    """
 
     response: Response
     pieces: list[Piece]
     scale: float
-    bin: int
+    classes: list[str]
+    turns: list[Turn]
 
 
 @dataclass(frozen=True)
@@ -76,10 +89,36 @@ class Iteration:
 
 @dataclass(frozen=True)
 class Bin:
-    """Rewards that one button is about."""
+    """Rewards, or lengths, that one button is about."""
 
     number: int
     label: str
+
+
+@dataclass(frozen=True)
+class Buttons:
+    """What a person may choose by, beside the iteration.
+
+    Attributes:
+        has_cut: whether a response is; likewise `has_failed`.
+    """
+
+    rewards: list[Bin]
+    lengths: list[Bin]
+    has_cut: bool
+    has_failed: bool
+
+    @property
+    def combinations(self) -> list[list[str]]:
+        """The classes of the buttons that may be down together, of each kind one at most."""
+        kinds = [
+            [f"r{item.number}" for item in self.rewards],
+            [f"l{item.number}" for item in self.lengths],
+            ["cut"] * self.has_cut,
+            ["failed"] * self.has_failed,
+        ]
+        chosen = product(*([None, *kind] for kind in kinds))
+        return [[name for name in names if name is not None] for names in chosen if any(names)]
 
 
 def write_page(run: RunFolder, every: int) -> Path | None:
@@ -96,14 +135,18 @@ def write_page(run: RunFolder, every: int) -> Path | None:
     there = [samples_of(run, number) for number in chosen]
     rows = [_rows(samples, *(LAST if samples is there[-1] else BEFORE)) for samples in there]
     read = [samples.at(list(chain(*by.values())), tokens=True) for samples, by in zip(there, rows, strict=True)]
-    edges, bins = binned(np.asarray([response.reward for responses in read for response in responses]))
-    tokenizer = load_tokenizer(run)
+    shown = list(chain(*read))
+    rewards, reward_buttons = binned(np.asarray([response.reward for response in shown]))
+    lengths, length_buttons = quartered(np.asarray([response.length or 0 for response in shown]))
+    has_failed, has_cut = any(item.failure for item in shown), any(item.truncated for item in shown)
+    buttons = Buttons(reward_buttons, length_buttons, has_cut, has_failed)
+    tokenizer, edges = load_tokenizer(run), (rewards, lengths)
     iterations = [_iteration(*parts, edges, tokenizer) for parts in zip(there, rows, read, strict=True)]
     templates = Environment(
         loader=PackageLoader("penstock.reports"), autoescape=True, trim_blocks=True, lstrip_blocks=True
     )
     templates.filters["clipped"] = clipped
-    values = {"name": run.name, "iterations": iterations[::-1], "bins": bins, "comparison": _fallen(run)}
+    values = {"name": run.name, "iterations": iterations[::-1], "buttons": buttons, "comparison": _fallen(run)}
     page = run.report.parent / SAMPLES_PAGE
     page.parent.mkdir(parents=True, exist_ok=True)
     write_text(page, templates.get_template("samples.html.j2").render(values))
@@ -128,6 +171,16 @@ def binned(rewards: np.ndarray) -> tuple[np.ndarray, list[Bin]]:
     return edges[1:], [Bin(place, label) for place, label in enumerate(labels)]
 
 
+def quartered(lengths: np.ndarray) -> tuple[np.ndarray, list[Bin]]:
+    """Return the upper edges of the bins of lengths, and their labels: each has a quarter of the different ones."""
+    different = np.unique(lengths)
+    if len(different) <= BINS:
+        return different, [Bin(place, f"{value:,}") for place, value in enumerate(different.tolist())]
+    quarters = [part.tolist() for part in np.array_split(different, BINS)]
+    bins = [Bin(place, f"{part[0]:,} to {part[-1]:,}") for place, part in enumerate(quarters)]
+    return np.asarray([part[-1] for part in quarters]), bins
+
+
 def _rows(samples: Samples, prompts: int, responses: int) -> dict[str, list[int]]:
     """Return rows by prompt: of prompts from the one that earns least to the one that earns most, spread evenly."""
     frame = pd.DataFrame({"prompt_id": samples.prompt_ids(), "reward": samples.values("reward")})
@@ -148,7 +201,7 @@ def _iteration(
     samples: Samples,
     rows: Mapping[str, Sequence[int]],
     responses: Sequence[Response],
-    edges: np.ndarray,
+    edges: tuple[np.ndarray, np.ndarray],
     tokenizer: Any,
 ) -> Iteration:
     rewards = pd.Series(samples.values("reward")).groupby(pd.Series(samples.prompt_ids())).agg(["mean", "size"])
@@ -163,12 +216,43 @@ def _iteration(
     return Iteration(samples.iteration, len(whole), len(rewards), float(whole.mean()), prompts, scale, told_apart)
 
 
-def _shown(response: Response, edges: np.ndarray, tokenizer: Any, scale: float) -> Shown:
-    number = min(int(np.searchsorted(edges, response.reward - 1e-6)), len(edges) - 1)
+def _shown(response: Response, edges: tuple[np.ndarray, np.ndarray], tokenizer: Any, scale: float) -> Shown:
+    rewards, lengths = edges
+    classes = [f"r{_bin(rewards, response.reward)}", f"l{_bin(lengths, response.length or 0)}"]
+    classes += ["cut"] * response.truncated + ["failed"] * (response.failure is not None)
     if tokenizer is None or response.tokens is None:
-        return Shown(response, [Piece(clipped(response.response), 0.0, 0.0)], 0.0, number)
+        return Shown(response, [Piece(clipped(response.response), 0.0, 0.0)], 0.0, classes, [])
     found = joined(pieces(tokenizer, response, TOKENS), lambda piece: piece.level(scale))
-    return Shown(response, found, scale, number)
+    turns = [] if response.turns is None else by_turn(found, response.turns)
+    return Shown(response, found, scale, classes, turns)
+
+
+def _bin(edges: np.ndarray, figure: float) -> int:
+    return min(int(np.searchsorted(edges, figure - 1e-6)), len(edges) - 1)
+
+
+def by_turn(found: Sequence[Piece], count: int) -> list[Turn]:
+    """Return an episode's pieces by turn; behind a gap turns are counted from the end.
+
+    Args:
+        count: turns of the whole episode.
+    """
+    runs = [(kind, list(run)) for kind, run in groupby(found, _kind)]
+    gap = next((place for place, (kind, _) in enumerate(runs) if kind == "gap"), len(runs))
+    behind = sum(kind == "said" for kind, _ in runs[gap:])
+    turns, number = list[Turn](), 0
+    for place, (kind, run) in enumerate(runs):
+        if place == gap:
+            number = count - behind
+        number += kind == "said"
+        turns.append(Turn(number if kind == "said" else None, run))
+    return turns
+
+
+def _kind(piece: Piece) -> str:
+    if piece.left_out:
+        return "gap"
+    return "told" if piece.low is None else "said"
 
 
 def clipped(text: str) -> str:

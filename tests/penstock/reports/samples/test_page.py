@@ -9,7 +9,9 @@ import numpy as np
 import pytest
 
 from penstock.reports.report import write_report
-from penstock.reports.samples.page import LAST, TOKENS, binned, chosen_iterations, write_page
+from penstock.reports.samples.page import LAST, TOKENS, binned, by_turn, chosen_iterations, quartered, write_page
+from penstock.reports.samples.tokens import Piece
+from penstock.state.experience import column_names, read_columns, write_columns
 from penstock.state.run_folder import RunFolder
 from tests.penstock.reports.samples.played import EVIL, GREEK, played_run, write
 
@@ -56,7 +58,9 @@ def test_buttons_are_about_what_there_is(run: RunFolder) -> None:
     text = page_of(run)
     buttons = set(re.findall(r'name="reward" id="(r\d)"', text))
     assert buttons == set(re.findall(r'class="response (r\d)', text))
-    assert len(re.findall(r'class="response r\d cut"', text)) == 1
+    assert len(re.findall(r'class="response r\d l\d cut"', text)) == 1
+    assert set(re.findall(r'name="length" id="(l\d)"', text)) == set(re.findall(r'class="response r\d (l\d)', text))
+    assert 'id="cut"' in text and 'id="failed"' not in text, "none has failed"
 
 
 def test_few_rewards_have_a_button_each_and_many_share_some() -> None:
@@ -65,6 +69,40 @@ def test_few_rewards_have_a_button_each_and_many_share_some() -> None:
     edges, bins = binned(np.linspace(-1, 1, 50))
     assert [item.label for item in bins] == ["-1 to -0.5", "-0.5 to 0", "0 to 0.5", "0.5 to 1"]
     assert edges[-1] == 1.0
+
+
+def test_lengths_have_a_button_for_each_quarter() -> None:
+    """However far the longest is away: no button is about nothing. Control: few have one each."""
+    edges, bins = quartered(np.array([3, 4, 5, 6, 7, 8, 9, 5000]))
+    assert [item.label for item in bins] == ["3 to 4", "5 to 6", "7 to 8", "9 to 5,000"]
+    assert edges.tolist() == [4, 6, 8, 5000]
+    assert [item.label for item in quartered(np.array([7, 7, 1200]))[1]] == ["7", "1,200"]
+
+
+def test_an_episode_is_told_turn_by_turn() -> None:
+    """What the policy was told stands between its turns; behind a gap turns are counted from the end."""
+    said, told, gap = Piece("a", 0.5, 0.5), Piece("b", None, None), Piece("", None, None, left_out=9)
+    assert [turn.number for turn in by_turn([said, said, told, said], 2)] == [1, None, 2]
+    assert [turn.number for turn in by_turn([told, said, told, gap, told, said], 7)] == [None, 1, None, None, None, 7]
+    assert [turn.pieces for turn in by_turn([said, said, told], 1)] == [[said, said], [told]]
+
+
+def test_an_episode_that_failed_is_found_by_its_button(run: RunFolder) -> None:
+    """Together with others that are down; what it was told is apart. Control: of other responses there is neither."""
+    assert 'class="told"' not in page_of(run) and 'id="failed"' not in page_of(run)
+    path = run.experience(12)
+    columns = read_columns(path, column_names(path))
+    count = len(columns["reward"])
+    columns |= {"turns": np.full(count, 2), "reward_failure": ["environment: it broke", *[None] * (count - 1)]}
+    write_columns(path, columns)
+    text = page_of(run)
+    assert 'id="failed"' in text and len(re.findall(r'class="response r\d l\d(?: cut)? failed"', text)) == 1
+    assert (
+        "main:has(#r0:checked):has(#cut:checked):has(#failed:checked) .card.asked:not(:has(.response.r0.cut.failed))"
+        in text
+    )
+    assert '<div class="told"><small>told</small>' in text and "<span>2 turns</span>" in text
+    assert "no reward: environment: it broke" in text
 
 
 @pytest.mark.parametrize(

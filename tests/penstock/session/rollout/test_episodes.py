@@ -101,7 +101,7 @@ def test_columns_of_all_engines_come_in_the_order_of_the_rows() -> None:
 
 
 def test_turns_that_did_not_follow_are_counted_and_told(caplog: pytest.LogCaptureFixture) -> None:
-    """Of agents alone: a column, a figure and a line for each episode. Control: other environments have none of them."""
+    """Of agents alone: a column, a figure and a line for each episode. Control: other environments have none."""
     mask_T, brought = np.empty(0, np.uint8), Ragged.of([[1], [2], [3]], np.int32)
     others = Episodes(mask_T, np.array([1, 2, 3]), np.ones(3), [{}] * 3, [None] * 3, 0.0)
     agents = replace(others, prompts=brought, unbridged_B=np.array([0, 2, 0]))
