@@ -16,6 +16,7 @@ from typing import Any, Protocol
 
 from penstock.environments.gateway.asks import Ask
 
+TOOL_CALLS, TOOL_ERRORS = "tools/calls", "tools/errors"  # counts beside the parts of a reward, added up like these
 Reward = float | dict[str, float] | None
 
 
@@ -40,6 +41,7 @@ class Step:
         messages: the same as messages of a chat (`role`, `name`, `content`), of an environment with tools.
         asks: what an agent asks instead.
         cut: whether an agent asked for more than the episode may have.
+        failed_calls: how many of the messages are of calls of tools that went wrong.
         done: whether the episode is over.
         reward: what the turn was worth, a number or named parts; an episode's reward is the sum over its turns.
     """
@@ -48,6 +50,7 @@ class Step:
     done: bool = False
     reward: Reward = None
     messages: list[dict[str, str]] = field(default_factory=list)
+    failed_calls: int = 0
     asks: Ask | None = None
     cut: bool = False
 

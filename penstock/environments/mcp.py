@@ -20,6 +20,7 @@ from typing import Any
 from penstock.base.errors import UserError
 from penstock.environments.environment import Step, ToolCall
 from penstock.environments.named import NamedIn
+from penstock.environments.tools import Failed, told
 
 FILE = ".mcp.json"
 IN = NamedIn(FILE, "mcpServers", "MCP server", '{"command": "...", "args": []}')
@@ -58,7 +59,7 @@ class Servers:
         Raises:
             ConnectionError: a server is gone.
         """
-        return Step(messages=[await self._result(call) for call in calls], done=last or not calls)
+        return told(calls, [await self._called(call) for call in calls], last or not calls, None)
 
     def schemas(self) -> list[dict[str, Any]]:
         """Return what a chat template is told of the tools; the servers are asked once in this process.
@@ -92,16 +93,13 @@ class Servers:
     async def _connection(self, name: str) -> Connection:
         return await _connected(name, self._servers[name])
 
-    async def _result(self, call: ToolCall) -> dict[str, str]:
-        return {"role": "tool", "name": call.name, "content": await self._called(call)}
-
-    async def _called(self, call: ToolCall) -> str:
+    async def _called(self, call: ToolCall) -> str | Failed:
         for name in self._servers:
             connection = await self._connection(name)
             if call.name not in connection.tools:
                 continue
             if call.arguments is None:
-                return json.dumps({"error": "the arguments are no JSON object"})
+                return Failed("the arguments are no JSON object")
             try:
                 result = await connection.client.call_tool(call.name, call.arguments)
             except Exception as error:
@@ -109,8 +107,8 @@ class Servers:
                 connection.keeper.cancel()
                 raise ConnectionError(f"the MCP server '{name}' is gone: {_said(error)}") from error
             text = "\n".join(part.text for part in result.content if part.type == "text")
-            return json.dumps({"error": text}) if result.is_error else text
-        return json.dumps({"error": f"there is no tool '{call.name}'"})
+            return Failed(text) if result.is_error else text
+        return Failed(f"there is no tool '{call.name}'")
 
 
 _told: dict[str, list[dict[str, Any]]] = {}  # of servers that have been asked, by what the file says of them

@@ -23,6 +23,7 @@ from typing import Any
 from penstock.base.errors import UserError
 from penstock.environments.environment import Step, ToolCall
 from penstock.environments.openenv_servers import FILE, Refused, Session, begin, entry_of, running, started
+from penstock.environments.tools import Failed, told
 
 SEEDS = 1 << 31  # what generators of random numbers take, NumPy's older one among them
 ASKED_S = 60.0  # for a server to tell of its tools, once it listens
@@ -70,7 +71,7 @@ class Gym:
 
     async def reset(self, row: dict[str, Any], seed: int) -> str | None:
         """Begin a session, with the seed and what is told of the row."""
-        self._session, answer = await _begun(self._name, self._entry, _told(self._columns, row, seed))
+        self._session, answer = await _begun(self._name, self._entry, _reset_arguments(self._columns, row, seed))
         if not self._opening:
             return None
         text = self._text(answer["observation"])
@@ -114,7 +115,7 @@ class Tools:
 
     async def reset(self, row: dict[str, Any], seed: int) -> None:
         """Begin a session, with the seed and what is told of the row."""
-        self._session, _ = await _begun(self._name, self._entry, _told(self._columns, row, seed))
+        self._session, _ = await _begun(self._name, self._entry, _reset_arguments(self._columns, row, seed))
 
     async def answer(self, calls: Sequence[ToolCall], last: bool) -> Step:
         """Call the tools that a turn asks for, one after the other, until the server says that it is over.
@@ -122,20 +123,18 @@ class Tools:
         Raises:
             ConnectionError: the server is gone.
         """
-        messages, rewards, done = [], list[float](), False
+        results, rewards, done = list[str | Failed](), list[float](), False
         for call in calls:
             if call.arguments is None:
-                result = json.dumps({"error": "the arguments are no JSON object"})
-            else:
-                told = {"type": "call_tool", "tool_name": call.name, "arguments": call.arguments}
-                answer = await self._session.ask("step", told)
-                result, done = _result(answer["observation"]), bool(answer.get("done"))
-                rewards += [answer["reward"]] if answer.get("reward") is not None else []
-            messages.append({"role": "tool", "name": call.name, "content": result})
-            if done:
+                results.append(Failed("the arguments are no JSON object"))
+                continue
+            action = {"type": "call_tool", "tool_name": call.name, "arguments": call.arguments}
+            answer = await self._session.ask("step", action)
+            results.append(_result(answer["observation"]))
+            rewards += [answer["reward"]] if answer.get("reward") is not None else []
+            if done := bool(answer.get("done")):
                 break
-        over = done or last or not calls
-        return Step(messages=messages, done=over, reward=math.fsum(rewards) if rewards else None)
+        return told(calls, results, done or last or not calls, math.fsum(rewards) if rewards else None)
 
     def schemas(self) -> list[dict[str, Any]]:
         """Return what a chat template is told of the tools; the server is asked once in this process.
@@ -170,7 +169,7 @@ async def _begun(name: str, entry: dict[str, Any], told: dict[str, Any]) -> tupl
     return await begin(name, await running(name, entry), "reset", told)
 
 
-def _told(columns: Sequence[str], row: dict[str, Any], seed: int) -> dict[str, Any]:
+def _reset_arguments(columns: Sequence[str], row: dict[str, Any], seed: int) -> dict[str, Any]:
     """Return the arguments of the server's `reset`; it leaves out those that its environment does not take."""
     for column in columns:
         if column not in row:
@@ -188,10 +187,10 @@ def _schema(name: str, tool: object) -> dict[str, Any]:
     )
 
 
-def _result(observation: dict[str, Any]) -> str:
+def _result(observation: dict[str, Any]) -> str | Failed:
     """Return what a tool gave: the texts of an MCP result, or whatever else it is."""
     if observation.get("error"):
-        return json.dumps({"error": observation["error"]["message"]}, ensure_ascii=False)
+        return Failed(observation["error"]["message"])
     match observation.get("result"):
         case {"content": list(parts)}:
             return "\n".join(part["text"] for part in parts if part.get("type") == "text")

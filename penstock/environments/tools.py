@@ -29,6 +29,13 @@ LONGEST_ERROR = 500  # characters of an exception that the policy reads
 
 
 @dataclass(frozen=True)
+class Failed:
+    """What a call gave that went wrong, for the policy to read."""
+
+    error: str
+
+
+@dataclass(frozen=True)
 class ToolEnvironment:
     """One episode with an object of such a class, none of whose methods is `async`."""
 
@@ -45,15 +52,15 @@ class ToolEnvironment:
         Args:
             last: whether the episode is over in any case.
         """
-        messages = [_result(call, self._called(call)) for call in calls]
+        results = [self._called(call) for call in calls]
         over = last or not calls
-        return Step(messages=messages, done=over, reward=self._reward() if over else None)
+        return told(calls, results, over, self._reward() if over else None)
 
     def _called(self, call: ToolCall) -> object:
         try:
             return _tool(self.played, call)()
         except Exception as error:
-            return _error(error)
+            return _failed(error)
 
     def _reward(self) -> Reward:
         reward: Reward = self.played.get_reward() if hasattr(self.played, "get_reward") else None
@@ -73,15 +80,15 @@ class AsyncToolEnvironment:
 
     async def answer(self, calls: Sequence[ToolCall], last: bool) -> Step:
         """As `ToolEnvironment.answer`."""
-        messages = [_result(call, await self._called(call)) for call in calls]
+        results = [await self._called(call) for call in calls]
         over = last or not calls
-        return Step(messages=messages, done=over, reward=await self._reward() if over else None)
+        return told(calls, results, over, await self._reward() if over else None)
 
     async def _called(self, call: ToolCall) -> object:
         try:
             return await _value(_tool(self.played, call)())
         except Exception as error:
-            return _error(error)
+            return _failed(error)
 
     async def _reward(self) -> Reward:
         reward: Reward = await _value(self.played.get_reward()) if hasattr(self.played, "get_reward") else None
@@ -156,13 +163,25 @@ def _tool(played: object, call: ToolCall) -> Callable[[], object]:
     return lambda: tool(*bound.args, **bound.kwargs)
 
 
-def _result(call: ToolCall, result: object) -> dict[str, str]:
-    text = result if isinstance(result, str) else json.dumps(result, ensure_ascii=False, default=str)
-    return {"role": "tool", "name": call.name, "content": text}
+def told(calls: Sequence[ToolCall], results: Sequence[object], over: bool, reward: Reward) -> Step:
+    """Return the step that tells the policy what its calls gave: each a `Failed`, a text, or what is shown as JSON.
+
+    Args:
+        results: of the first calls; an environment may be over before the last.
+    """
+    answered = zip(calls, map(_text, results), strict=False)
+    messages = [{"role": "tool", "name": call.name, "content": text} for call, text in answered]
+    failed = sum(isinstance(result, Failed) for result in results)
+    return Step(messages=messages, failed_calls=failed, done=over, reward=reward)
 
 
-def _error(error: Exception) -> dict[str, str]:
-    return {"error": f"{type(error).__name__}: {error}"[:LONGEST_ERROR]}
+def _text(result: object) -> str:
+    shown = {"error": result.error} if isinstance(result, Failed) else result
+    return shown if isinstance(shown, str) else json.dumps(shown, ensure_ascii=False, default=str)
+
+
+def _failed(error: Exception) -> Failed:
+    return Failed(f"{type(error).__name__}: {error}"[:LONGEST_ERROR])
 
 
 def _taken(reset: Callable[..., object], row: dict[str, Any], seed: int) -> dict[str, Any]:

@@ -15,12 +15,14 @@ import numpy as np
 from configs.schema import TrainConfig
 from engines.commands.rollout import EngineResponses, Episodes
 from penstock.base.errors import UserError
+from penstock.environments.environment import TOOL_CALLS, TOOL_ERRORS
 from penstock.rewards.pool import Score, log_first, refuse_too_many
 from penstock.state.experience import column_names
 
 TURNS, REWARD, FAILURE = "turns", "environment_reward", "environment_failure"
 UNBRIDGED = "unbridged_turns"  # of agents: that did not follow what was learnt from, and are not
 PART = "environment/"  # columns of the named parts that an environment gave
+CALLS, ERRORS = f"{PART}{TOOL_CALLS}", f"{PART}{TOOL_ERRORS}"  # which are no parts of its rewards
 
 
 def episode_columns(played: Sequence[Episodes], rows_B: np.ndarray) -> dict[str, Any]:
@@ -49,8 +51,11 @@ def episode_figures(columns: Mapping[str, Any]) -> dict[str, float]:
     """Return figures of experience with the columns of episodes; none without them."""
     if TURNS not in columns:
         return {}
-    unbridged = {"rollout/unbridged_turns": float(columns[UNBRIDGED].sum())} if UNBRIDGED in columns else {}
-    return unbridged | {
+    own = {"rollout/unbridged_turns": float(columns[UNBRIDGED].sum())} if UNBRIDGED in columns else {}
+    if CALLS in columns:
+        calls, errors = float(np.nansum(columns[CALLS])), float(np.nansum(columns[ERRORS]))
+        own |= {"rollout/tool_calls_mean": calls / len(columns[TURNS]), "rollout/tool_error_share": errors / calls}
+    return own | {
         "rollout/turns_mean": float(columns[TURNS].mean()),
         "rollout/turns_max": float(columns[TURNS].max()),
         "rollout/observation_share": 1 - float(columns["loss_mask"].values_T.mean()),
@@ -80,7 +85,7 @@ def with_environment(
     Raises:
         UserError: more episodes failed than `reward.max_failure_share` allows, or nothing gave any reward.
     """
-    names = [name for name in columns if name.startswith(PART)]
+    names = [name for name in columns if name.startswith(PART) and name not in (CALLS, ERRORS)]
     parts = [
         {name.removeprefix(PART): float(columns[name][row]) for name in names if not np.isnan(columns[name][row])}
         for row in range(len(columns[REWARD]))

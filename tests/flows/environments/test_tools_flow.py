@@ -83,6 +83,8 @@ def test_it_learns_to_ask_the_tool(learned: RunFolder) -> None:
         for iteration in (1, ITERATIONS)
     ]
     assert asked[1] > asked[0] + 0.15
+    figures = {record["iteration"]: record["metrics"] for record in read_metrics(learned)}[ITERATIONS]
+    assert figures["rollout/tool_calls_mean"] >= asked[1] and figures["rollout/tool_error_share"] < 0.1
     heldout = {record["iteration"]: record["metrics"].get("heldout/reward") for record in read_metrics(learned)}
     assert heldout[ITERATIONS] > heldout[0] + 0.1
 

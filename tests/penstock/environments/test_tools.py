@@ -141,7 +141,8 @@ def test_episodes_live_in_worker_processes(pool: EnvironmentPool) -> None:
     pool.ask([Call("1", row=ROW, seed=7)])
     assert pool.replies(1)["1"] == Reply()
     pool.ask([Call("1", tool_calls=[RIGHT])])
-    assert pool.replies(1)["1"] == Reply(messages=[{"role": "tool", "name": "add", "content": "46"}])
+    counted = {"tools/calls": 1.0, "tools/errors": 0.0}
+    assert pool.replies(1)["1"] == Reply(messages=[{"role": "tool", "name": "add", "content": "46"}], parts=counted)
     pool.ask([Call("1", text="46")])
     assert pool.replies(1)["1"] == Reply(done=True, reward=1.0)
 

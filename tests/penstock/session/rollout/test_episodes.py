@@ -112,3 +112,16 @@ def test_turns_that_did_not_follow_are_counted_and_told(caplog: pytest.LogCaptur
         with_environment(config_of(), columns, None)
     told = "turns that did not follow those before, and are not learnt from: sample s1: 2"
     assert [record.message for record in caplog.records] == [told]
+
+
+def test_calls_of_tools_are_counted_and_no_parts_of_the_reward() -> None:
+    """Calls of an episode, and the share that went wrong. Control: without tools there are no such figures."""
+    mask = Ragged.of([[1], [1], [1]], np.uint8)
+    parts = {"tools/calls": [3.0, 1.0, NONE], "tools/errors": [1.0, 0.0, NONE], "right": [1.0, 0.0, 1.0]}
+    columns = columns_of(1.0, 0.0, 1.0, **parts)
+    figures = episode_figures({**columns, "loss_mask": mask})
+    assert figures["rollout/tool_calls_mean"] == 4 / 3 and figures["rollout/tool_error_share"] == 0.25
+    assert [score.parts for score in with_environment(config_of(), columns, None)] == [
+        {"right": value} for value in (1.0, 0.0, 1.0)
+    ]
+    assert "rollout/tool_calls_mean" not in episode_figures({**columns_of(1.0, 1.0, 1.0), "loss_mask": mask})
