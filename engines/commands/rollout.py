@@ -50,6 +50,15 @@ class EpisodeRows:
 
 
 @dataclass(frozen=True)
+class Asked:
+    """What agents bring themselves, for each episode."""
+
+    prompts: Ragged  # int32
+    texts_B: list[str]  # of these, control tokens included
+    unbridged_B: np.ndarray  # int64: turns that are not learnt from, since they did not follow those before
+
+
+@dataclass(frozen=True)
 class Episodes:
     """What episodes have beyond responses, for each episode or token of an engine's responses."""
 
@@ -59,8 +68,7 @@ class Episodes:
     parts_B: list[dict[str, float]]  # of the reward, by name
     failures_B: list[str | None]
     waited_seconds: float  # in which vLLM stood still because environments had not answered
-    prompts: Ragged | None = None  # of each episode, where agents bring them
-    unbridged_B: np.ndarray | None = None  # int64: turns that are not learnt from; where agents ask for them
+    asked: Asked | None = None  # where agents ask the policy
 
 
 NO_SEED = -1  # of an episode that has not begun

@@ -88,6 +88,5 @@ def episodes_of(played: Played) -> Episodes:
         parts_B=[reply.parts for reply in played.replies],
         failures_B=[reply.failure for reply in played.replies],
         waited_seconds=played.waited_seconds,
-        prompts=None if played.asked is None else played.asked.prompts,
-        unbridged_B=None if played.asked is None else played.asked.unbridged_B,
+        asked=played.asked,
     )

@@ -15,7 +15,7 @@ which sequences are computed together, and a repeated generation is the same to 
 Where episodes are carried over, environments of those that a generation leaves live on and may answer meanwhile. One
 that is gone is played again, until it is as far as its episode.
 
-Suffixes: `_P` prompts, `_B` episodes (of a prompt side by side), `_T` tokens of all episodes.
+Suffixes: `_P` prompts, `_B` episodes (of a prompt side by side), `_T` tokens of all episodes, `_U` unlike prompts.
 Left out: an episode by itself (engines/rollout/episode.py), stepping vLLM (engines/rollout/decode_loop.py), single
 responses (engines/rollout/responses.py), what an environment is (penstock/environments/environment.py).
 """
@@ -35,7 +35,7 @@ from typing import Any
 import numpy as np
 
 from configs.sections.rollout import EnvironmentConfig
-from engines.commands.rollout import NO_SEED, CarriedResponses
+from engines.commands.rollout import NO_SEED, Asked, CarriedResponses
 from engines.rollout.agents import Agents, NotServed, agents_of
 from engines.rollout.chat import ChatMarkup
 from engines.rollout.decode_loop import DecodeLoop, Request, Share
@@ -74,14 +74,6 @@ class Environments:
     chat: ChatMarkup | None = None
     live: dict[int, bytes] = field(default_factory=dict)
     agents: Agents | None = None
-
-
-@dataclass(frozen=True)
-class Asked:
-    """What agents asked, beside the turns that are learnt from."""
-
-    prompts: Ragged  # of each episode
-    unbridged_B: np.ndarray  # turns that are not learnt from, since they did not follow those before
 
 
 @dataclass(frozen=True)
@@ -248,7 +240,7 @@ class EpisodeLoop:
             turns_B=np.asarray([episode.turns for episode in episodes], np.int64),
             replies=[episode.earned for episode in episodes],
             waited_seconds=self._waited_seconds,
-            asked=None if self._environments.agents is None else _asked(episodes),
+            asked=None if self._environments.agents is None else _asked(episodes, self._environments.tokenizer),
         )
 
     def _versions_of(self, episodes: list[Episode]) -> np.ndarray:
@@ -523,9 +515,12 @@ class EpisodeLoop:
         loop.request(self, {name: episode.row}, prompt, parameters, seeds)
 
 
-def _asked(episodes: Sequence[Episode]) -> Asked:
+def _asked(episodes: Sequence[Episode], tokenizer: Any) -> Asked:
     prompts = Ragged.of([episode.prompt for episode in episodes], np.int32)
-    return Asked(prompts, np.asarray([episode.unbridged for episode in episodes], np.int64))
+    _, first_U, number_B = np.unique(prompts.ids_B, return_index=True, return_inverse=True)
+    texts_U = [tokenizer.decode(prompts.row(row), skip_special_tokens=False) for row in first_U.tolist()]
+    unbridged_B = np.asarray([episode.unbridged for episode in episodes], np.int64)
+    return Asked(prompts, [texts_U[number] for number in number_B.tolist()], unbridged_B)
 
 
 def _place(episode: Episode) -> str:

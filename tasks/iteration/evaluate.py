@@ -16,7 +16,6 @@ from prefect.cache_policies import NO_CACHE
 from configs.tree.schedule import value_at
 from engines.commands.forward import Logprobs
 from engines.commands.rollout import Sampling
-from penstock.base.ragged import Ragged
 from penstock.evaluators.heldout import HeldOut
 from penstock.evaluators.loading import BUILT_IN
 from penstock.evaluators.rewards import FULL_REWARD
@@ -79,10 +78,11 @@ def answered(
     """Let the policy answer held-out prompts; return the columns of its responses, these, and what they earned."""
     responses = generate(training, GenerationRequest(prompts, key, sampling, "heldout"))
     ids = [name for name in prompts["prompt_id"] for _ in range(sampling.samples)]
+    texts, _ = responses.prompts_of(prompts, sampling.samples)
     columns = {
         "sample_id": [f"evaluation-{iteration:06d}/{name}" for name in numbered(ids, sampling.samples)],
         "prompt_id": ids,
-        "prompt": [text for text in prompts["prompt_text"] for _ in range(sampling.samples)],
+        "prompt": texts,
         "response": responses.texts.to_pylist(),
         **responses.episodes,
     }
@@ -122,8 +122,8 @@ def with_logprobs(
     Both are taken at the temperature of the evaluation, for greedy responses at temperature 1.
     """
     config, path = training.config, training.run.evaluation(iteration)
-    repeated = [tokens for tokens in prompts["prompt_tokens"] for _ in range(heldout.samples)]
-    add_columns(path, {"prompt_tokens": Ragged.of(repeated, np.int32), "loss_mask": responses.loss_mask})
+    _, tokens = responses.prompts_of(prompts, heldout.samples)
+    add_columns(path, {"prompt_tokens": tokens, "loss_mask": responses.loss_mask})
     budget = value_at(config.actor.micro_batch_tokens, max(1, iteration))
     temperature = config.evaluate.temperature or 1.0
     passes: dict[Literal["actor", "reference"], str] = {"actor": "logprobs", "reference": "logprobs_reference"}

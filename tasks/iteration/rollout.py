@@ -20,7 +20,6 @@ from prefect.cache_policies import NO_CACHE
 
 from configs.sections.algorithm import AlgorithmConfig
 from engines.commands.rollout import CarriedResponses, Sampling
-from penstock.base.ragged import Ragged
 from penstock.data.agents import agent_numbers
 from penstock.session.figures import generation_figures
 from penstock.session.requests import BegunGeneration, BegunRollout, GenerationRequest, Rollout, Round
@@ -281,14 +280,14 @@ def experience_columns(
     version = settings.iteration - 1 if config.rollout.begins_ahead else responses.policy_version
     repeats = np.repeat(np.arange(len(prompts)), config.rollout.samples)
     ids = prompts["prompt_id"].to_numpy()[repeats]
-    of_rows = Ragged.of(list(prompts["prompt_tokens"]), np.int32)
+    texts, tokens = responses.prompts_of(prompts, config.rollout.samples)
     columns = {
         "sample_id": [sample_id(settings.iteration, name, n % config.rollout.samples) for n, name in enumerate(ids)],
         "prompt_id": list(ids),
         "group": repeats,
-        "prompt": list(prompts["prompt_text"].to_numpy()[repeats]),
+        "prompt": texts,
         "response": responses.texts,
-        "prompt_tokens": of_rows.take(repeats) if responses.prompts is None else responses.prompts,
+        "prompt_tokens": tokens,
         "response_tokens": responses.tokens,
         "loss_mask": responses.loss_mask,
         "truncated": responses.truncated_B,

@@ -32,7 +32,7 @@ def episode_columns(played: Sequence[Episodes], rows_B: np.ndarray) -> dict[str,
     parts = [part for episodes in played for part in episodes.parts_B]
     failures = [failure for episodes in played for failure in episodes.failures_B]
     names = sorted({name for part in parts for name in part})
-    unbridged = [episodes.unbridged_B for episodes in played if episodes.unbridged_B is not None]
+    unbridged = [episodes.asked.unbridged_B for episodes in played if episodes.asked is not None]
     return {
         **({UNBRIDGED: np.concatenate(unbridged)[rows_B]} if unbridged else {}),
         TURNS: np.concatenate([episodes.turns_B for episodes in played])[rows_B],

@@ -13,9 +13,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import pandas as pd
 import pyarrow as pa
 
-from engines.commands.rollout import CarriedResponses, EndedResponses, EngineResponses, EpisodeRows, Generate
+from engines.commands.rollout import Asked, CarriedResponses, EndedResponses, EngineResponses, EpisodeRows, Generate
 from engines.groups.group import RankLost
 from penstock.base.ragged import Ragged
 from penstock.session.requests import BegunGeneration, GenerationRequest, Replies
@@ -42,7 +43,19 @@ class Responses:
     unused_tokens: int = 0  # sampled for prompts that were not answered
     policy_versions: Ragged | None = None  # that sampled each token, where responses are carried over,
     left: CarriedResponses | None = None  # and what there is of responses to the prompts that were not answered
-    prompts: Ragged | None = None  # of each response, where agents bring them instead of the data
+    asked: Asked | None = None  # where agents bring the prompts, instead of the data
+
+    def prompts_of(self, data: pd.DataFrame, samples: int) -> tuple[list[str], Ragged]:
+        """Return text and tokens of the prompt of each response.
+
+        Args:
+            data: the prompts that were answered; of each `samples` responses.
+        """
+        if self.asked is not None:
+            return self.asked.texts_B, self.asked.prompts
+        rows_B = np.repeat(np.arange(len(data)), samples)
+        tokens = Ragged.of(list(data["prompt_tokens"]), np.int32)
+        return list(data["prompt_text"].to_numpy()[rows_B]), tokens.take(rows_B)
 
 
 def generate(training: Training, request: GenerationRequest) -> Responses:
@@ -97,7 +110,7 @@ def take_responses(training: Training, generation: BegunGeneration, wanted_at: f
         return Ragged(np.concatenate(parts), responses.offsets_B1).take(rows_B) if parts else None
 
     tokens = responses.take(rows_B)
-    brought = [answer.episodes.prompts for answer in answers if answer.episodes and answer.episodes.prompts is not None]
+    asked = [answer.episodes.asked for answer in answers if answer.episodes and answer.episodes.asked]
     counted = in_order([None if answer.episodes is None else answer.episodes.loss_mask_T for answer in answers])
     return Responses(
         answered_P=np.sort(np.concatenate(positions)),
@@ -112,8 +125,15 @@ def take_responses(training: Training, generation: BegunGeneration, wanted_at: f
         unused_tokens=sum(answer.unused_tokens for answer in answers),
         policy_versions=in_order([answer.versions_T for answer in answers]),
         left=_left(request, answers, positions),
-        prompts=Ragged.concatenated(brought).take(rows_B) if brought else None,
+        asked=_in_order(asked, rows_B) if asked else None,
     )
+
+
+def _in_order(asked: Sequence[Asked], rows_B: np.ndarray) -> Asked:
+    texts = [text for part in asked for text in part.texts_B]
+    prompts = Ragged.concatenated([part.prompts for part in asked]).take(rows_B)
+    unbridged_B = np.concatenate([part.unbridged_B for part in asked])[rows_B]
+    return Asked(prompts, [texts[row] for row in rows_B.tolist()], unbridged_B)
 
 
 def _left(

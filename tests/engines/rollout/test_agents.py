@@ -62,7 +62,7 @@ def seen(one_rank: Ranks, folder_of: FolderOf, tmp_path_factory: pytest.TempPath
     }
     found = one_rank.ask("watched_generate", arguments=request)[0]
     reply = decode_reply(Generate, found["reply"])
-    assert reply is not None and reply.episodes is not None and reply.episodes.prompts is not None
+    assert reply is not None and reply.episodes is not None and reply.episodes.asked is not None
     asked, drawn = ({name.partition("-")[2]: tokens for name, tokens in found[of].items()} for of in ("asked", "drawn"))
     return Seen(reply, asked, drawn, folder)
 
@@ -75,14 +75,15 @@ def tokens_and_mask(reply: EngineResponses, row: int) -> tuple[list[int], list[i
 
 def test_prompt_turns_and_what_is_between_them_are_what_vllm_saw(seen: Seen) -> None:
     """Of text and of tokens, also of turns that the agent wanted short. Control: drawn tokens alone are masked 1."""
-    between = AutoTokenizer.from_pretrained(seen.folder)(BEHIND, add_special_tokens=False)["input_ids"]
+    tokenizer = AutoTokenizer.from_pretrained(seen.folder)
+    between = tokenizer(BEHIND, add_special_tokens=False)["input_ids"]
     rows = seen.rows("text", "tokens", "short")
     assert len(rows) == 4 * SAMPLES
     played = seen.reply.episodes
-    assert played is not None and played.prompts is not None
+    assert played is not None and played.asked is not None
     for row, name in rows:
         observed = [9, 8] if (row, name) in seen.rows("tokens") else between
-        prompt = played.prompts.row(row).tolist()
+        prompt = played.asked.prompts.row(row).tolist()
         behind: list[int] = []
         mask: list[int] = []
         for turn in range(1, int(played.turns_B[row]) + 1):
@@ -93,24 +94,25 @@ def test_prompt_turns_and_what_is_between_them_are_what_vllm_saw(seen: Seen) -> 
         whole = len(behind) - len(observed)
         assert tokens_and_mask(seen.reply, row) == (behind[:whole], mask[:whole])
         assert seen.reply.truncated_B[row] or played.rewards_B[row] == 3
-    assert played.prompts.row(seen.rows("tokens")[0][0]).tolist() == [4, 5, 6]
+        assert played.asked.texts_B[row] == tokenizer.decode(prompt, skip_special_tokens=False)
+    assert played.asked.prompts.row(seen.rows("tokens")[0][0]).tolist() == [4, 5, 6]
 
 
 def test_a_turn_that_does_not_follow_is_answered_and_not_learnt_from(seen: Seen) -> None:
     """The chain goes on as if it had not been. Control: vLLM did draw it, from its own prompt; it is counted."""
     played, tokenizer = seen.reply.episodes, AutoTokenizer.from_pretrained(seen.folder)
-    assert played is not None and played.prompts is not None and played.unbridged_B is not None
+    assert played is not None and played.asked is not None
     rows = [(row, name) for row, name in seen.rows("beside") if played.turns_B[row] == 3]
     assert len(rows) > SAMPLES
     for row, name in rows:
         tokens, _ = tokens_and_mask(seen.reply, row)
         first, last = seen.drawn[f"{name}1"], seen.drawn[f"{name}3"]
         assert seen.asked[f"{name}2"] == tokenizer("another story ")["input_ids"]
-        assert seen.asked[f"{name}3"] == [*played.prompts.row(row).tolist(), *tokens[: len(tokens) - len(last)]]
+        assert seen.asked[f"{name}3"] == [*played.asked.prompts.row(row).tolist(), *tokens[: len(tokens) - len(last)]]
         assert tokens[: len(first)] == first and tokens[-len(last) :] == last
-        assert played.unbridged_B[row] == 1
+        assert played.asked.unbridged_B[row] == 1
     others = [row for row, _ in seen.rows("text", "tokens", "short", "endless")]
-    assert not played.unbridged_B[others].any()
+    assert not played.asked.unbridged_B[others].any()
 
 
 def test_limits_cut_an_episode_and_say_so(seen: Seen) -> None:

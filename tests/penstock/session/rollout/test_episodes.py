@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from configs.schema import TrainConfig
-from engines.commands.rollout import Episodes
+from engines.commands.rollout import Asked, Episodes
 from penstock.base.errors import UserError
 from penstock.base.ragged import Ragged
 from penstock.rewards.pool import Score
@@ -104,7 +104,7 @@ def test_turns_that_did_not_follow_are_counted_and_told(caplog: pytest.LogCaptur
     """Of agents alone: a column, a figure and a line for each episode. Control: other environments have none."""
     mask_T, brought = np.empty(0, np.uint8), Ragged.of([[1], [2], [3]], np.int32)
     others = Episodes(mask_T, np.array([1, 2, 3]), np.ones(3), [{}] * 3, [None] * 3, 0.0)
-    agents = replace(others, prompts=brought, unbridged_B=np.array([0, 2, 0]))
+    agents = replace(others, asked=Asked(brought, ["x"] * 3, np.array([0, 2, 0])))
     mask = Ragged.of([[1], [1], [1]], np.uint8)
     for played, counted in ((agents, 2.0), (others, None)):
         columns = {**columns_of(1.0, 1.0, 1.0), **episode_columns([played], np.array([2, 1, 0]))}
