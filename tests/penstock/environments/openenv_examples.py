@@ -17,7 +17,7 @@ from openenv.core.env_server.mcp_types import CallToolAction, CallToolObservatio
 from openenv.core.env_server.types import Action, Observation, State
 from openenv.core.tools.local_python_executor import PyExecutor
 
-SESSIONS = 4
+SESSIONS = int(os.environ.get("SESSIONS", "4"))
 
 
 class CodeAction(Action):

@@ -8,12 +8,10 @@ openenv_examples.py has further ones on the same library.
 from __future__ import annotations
 
 import json
-import os
 import socket
 import subprocess
 import sys
 import threading
-import venv
 from collections.abc import Iterator
 from contextlib import closing, contextmanager, suppress
 from pathlib import Path
@@ -31,11 +29,11 @@ from penstock.environments.environment import ToolCall
 from penstock.environments.loading import is_async, load_environment, tools_told
 from penstock.environments.pool import EnvironmentPool
 from penstock.environments.worker import Call, Reply
+from tests.gateway.openenv_interpreter import VARIABLE, uvicorn
+from tests.gateway.openenv_interpreter import openenv_python as openenv_python
 from tests.sockets import doors, open_to_others
 from tests.waiting import until
 
-PACKAGES = ("openenv==0.10.0", "smolagents>=1.22,<2")  # the second is of its executor for Python
-VARIABLE = "PENSTOCK_OPENENV_PYTHON"
 HERE = Path(__file__).parent
 ECHO = {"server": "echo", "action": "message", "observation": "echoed_message"}
 CODING = {"server": "coding", "action": "code", "observation": ["stdout", "stderr"]}
@@ -76,35 +74,24 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.fixture(scope="session")
-def python(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """An interpreter that has OpenEnv."""
-    if given := os.environ.get(VARIABLE):
-        return given
-    folder = tmp_path_factory.mktemp("openenv")
-    venv.create(folder, with_pip=True)
-    subprocess.run([folder / "bin" / "python", "-m", "pip", "install", "-q", *PACKAGES], check=True, timeout=800)
-    return str(folder / "bin" / "python")
-
-
-@pytest.fixture(scope="session")
-def echo(python: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def echo(openenv_python: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of OpenEnv's own environment, as its command writes it: with one session at a time."""
     folder = tmp_path_factory.mktemp("environments")
-    subprocess.run([Path(python).with_name("openenv"), "init", "echo"], cwd=folder, check=True, timeout=120)
+    subprocess.run([Path(openenv_python).with_name("openenv"), "init", "echo"], cwd=folder, check=True, timeout=120)
     return folder
 
 
 @pytest.fixture
-def servers(here: Path, python: str, echo: Path) -> None:
+def servers(here: Path, openenv_python: str, echo: Path) -> None:
     """A working folder that names them."""
 
-    def uvicorn(application: str, folder: Path) -> dict[str, Any]:
-        where = ["--host", "127.0.0.1", "--port", "{port}"]
-        return {"command": python, "args": ["-m", "uvicorn", "--app-dir", str(folder), application, *where]}
-
-    examples = {name: uvicorn(f"openenv_examples:{name}", HERE) for name in ("coding", "sums", "shop")}
-    own = {"command": python, "args": ["-m", "echo.server.app", "--port", "{port}"], "env": {"PYTHONPATH": str(echo)}}
-    describe(here, examples | {"echo": uvicorn("echo.server.app:app", echo), "open": own})
+    examples = {name: uvicorn(openenv_python, f"openenv_examples:{name}", HERE) for name in ("coding", "sums", "shop")}
+    own = {
+        "command": openenv_python,
+        "args": ["-m", "echo.server.app", "--port", "{port}"],
+        "env": {"PYTHONPATH": str(echo)},
+    }
+    describe(here, examples | {"echo": uvicorn(openenv_python, "echo.server.app:app", echo), "open": own})
 
 
 def server_of(opened: EnvironmentPool) -> psutil.Process:
@@ -119,7 +106,7 @@ def server_of(opened: EnvironmentPool) -> psutil.Process:
 
 
 class TestReal:
-    pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+    pytestmark = [pytest.mark.slow, pytest.mark.timeout(900), pytest.mark.xdist_group("openenv")]
 
     def test_openenvs_own_environment_is_played(self, servers: None) -> None:
         """Observation and reward are the server's, turn by turn; chat markup goes around what it says."""

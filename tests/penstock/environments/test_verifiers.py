@@ -30,7 +30,7 @@ from penstock.environments.verifiers import FILE, RUNNER, EpisodeError, Taskset
 from tests.gateway.verifiers_interpreter import verifiers_python as verifiers_python
 from tests.waiting import until
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600), pytest.mark.xdist_group("verifiers")]
 
 SUMS = {"id": "verifiers_sums"}
 HANGMAN = {"id": "textarena", "game": "Hangman-v0"}
