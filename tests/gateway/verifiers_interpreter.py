@@ -22,6 +22,5 @@ def verifiers_python(tmp_path_factory: pytest.TempPathFactory) -> str:
     folder = tmp_path_factory.mktemp("verifiers")
     subprocess.run([sys.executable, "-m", "venv", folder], check=True)
     python = str(folder / "bin" / "python")
-    subprocess.run([python, "-m", "pip", "install", "-q", "--upgrade", "pip"], check=True)
     subprocess.run([python, "-m", "pip", "install", "-q", *PACKAGES], check=True)
     return python
