@@ -53,6 +53,14 @@ class Scripted:
         await self._chat(self.messages)
         self.messages = [QUESTION, {"role": "assistant", "content": "four"}]
 
+    async def trimmed(self) -> None:
+        await self.chat()
+        self.messages[-1]["content"] = self.messages[-1]["content"].strip()
+
+    async def reworded(self) -> None:
+        await self.chat()
+        self.messages[-1]["content"] = "4"
+
     async def beside(self) -> None:
         await self._chat([{"role": "user", "content": "something else"}])
 

@@ -39,7 +39,8 @@ class History:
         """
         whole, known = [_plain(message) for message in messages], self._messages
         told, new = (tools or None), whole[len(known) :]
-        follows = bool(known) and told == self._tools and whole[: len(known)] == known and _may_follow(new)
+        same = len(whole) > len(known) and all(map(_alike, whole, known))
+        follows = bool(known) and told == self._tools and same and _may_follow(new)
         return Ask(_named(whole, new) if follows else whole, tools=told, follows=follows, max_tokens=max_tokens)
 
     def chat_went_on(
@@ -57,6 +58,13 @@ class History:
     def text_went_on(self, prompt: str, answer: str) -> None:
         """Keep a text, and what answered it."""
         self._text = prompt + answer
+
+
+def _alike(told: Mapping[str, Any], known: Mapping[str, Any]) -> bool:
+    """Whether a message is the one that is known; of the policy's own, clients take spaces off the ends."""
+    if told.get("role") != "assistant":
+        return told == known
+    return {**told, "content": told["content"].strip()} == {**known, "content": known["content"].strip()}
 
 
 def _may_follow(messages: Sequence[Mapping[str, Any]]) -> bool:

@@ -58,6 +58,12 @@ def test_a_chat_arrives_and_only_what_is_new_follows(pool: EnvironmentPool) -> N
     assert reply.reward == 4.0 and reply.done and not reply.cut
 
 
+def test_a_turn_may_come_back_without_the_spaces_around_it(pool: EnvironmentPool) -> None:
+    """As clients trim what they show: the tokens stay those that were sampled. Control: other words do not follow."""
+    for plan, follows in ((["trimmed", "chat"], True), (["reworded", "chat"], False)):
+        assert play(pool, says(" four\n"), {"plan": plan})[1][1].follows is follows
+
+
 def test_what_is_taken_aside_changes_nothing_of_what_follows(pool: EnvironmentPool) -> None:
     """A turn that is not learnt from leaves the chat as it was: the next request goes on with it."""
     turns = iter([Turn("four"), Turn("aside", learnt=False), Turn("five")])
