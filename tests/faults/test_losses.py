@@ -75,11 +75,6 @@ RECIPES = {
         "algorithm={name: ppo, mini_batches: 2, "
         "kl: {place: reward, estimator: k1, coefficient: 0.05, target: 0.01, horizon: 100}}",
     ),
-    "tail of lora": (
-        "sft=null",
-        "rollout.tail={extra: 0.5, max_wait: 3}",
-        "actor.lora={rank: 4, alpha: 8}",
-    ),
     "tail of episodes": (
         "sft.steps=10",
         "sft.batch=32",
@@ -97,14 +92,6 @@ RECIPES = {
         "algorithm={name: grpo, mini_batches: 1, kl: {place: loss, coefficient: 0.05, refresh_every: 2}}",
         "data.sampler={name: adaptive, half_life: 5}",
     ),
-    "stream of ppo": (
-        "sft=null",
-        "rollout.max_response_tokens=20",
-        "rollout.stream.portions=3",  # of 8 prompts
-        "groups={main: {ranks: 1, roles: [actor, critic, reference]}, generating: {ranks: 1, roles: [rollout]}}",
-        "algorithm={name: ppo, mini_batches: 1, settings: {whiten: false}, "
-        "kl: {place: reward, estimator: k1, coefficient: 0.05, target: 0.01, horizon: 100}}",
-    ),
     "stream of episodes": (
         "sft.steps=10",
         "sft.batch=32",
@@ -114,14 +101,6 @@ RECIPES = {
         "algorithm.mini_batches=1",
         "data.arithmetic={calls: 0.4, mistakes: 0}",
         "environment={type: penstock.environments.calculator:Calculator, max_turns: 2}",
-    ),
-    "stream of lora": (
-        "sft=null",
-        "rollout.max_response_tokens=20",
-        "rollout.stream.portions=4",
-        "groups={main: {ranks: 1, roles: [actor]}, generating: {ranks: 2, roles: [rollout]}}",
-        "algorithm={mini_batches: 1, correction: {weights: token}}",
-        "actor.lora={rank: 4, alpha: 8}",
     ),
     "carry": (
         "sft.steps=10",
@@ -376,7 +355,7 @@ def test_more_losses_than_allowed_end_the_training_and_a_resume_ends_it_alike(
     assert_equal(run, alone)
 
 
-@pytest.mark.parametrize("recipe", ["tail of ppo", "tail of lora", "tail of episodes"])
+@pytest.mark.parametrize("recipe", ["tail of ppo", "tail of episodes"])
 def test_prompts_that_wait_outlast_a_training_that_ends_and_is_resumed(
     recipe: str, run_of: Callable[..., RunFolder], undisturbed: Callable[[str], RunFolder]
 ) -> None:
@@ -417,7 +396,7 @@ def test_responses_that_go_on_outlast_a_training_that_ends_and_is_resumed(
     assert_equal(run, alone)
 
 
-@pytest.mark.parametrize("recipe", ["stream of ppo", "stream of lora", "stream of episodes"])
+@pytest.mark.parametrize("recipe", ["stream", "stream of episodes"])
 def test_a_sum_that_is_cut_off_is_made_again_by_a_resume(
     recipe: str, run_of: Callable[..., RunFolder], undisturbed: Callable[[str], RunFolder]
 ) -> None:
@@ -428,7 +407,7 @@ def test_a_sum_that_is_cut_off_is_made_again_by_a_resume(
     alone = undisturbed(recipe)
     portions = origin_of(alone.experience(3))[PORTIONS]
     assert sorted(group for portion in portions for group in portion) == list(range(8))
-    assert len(portions) == (3 if recipe == "stream of ppo" else 4)
+    assert len(portions) == 4
     name = f"{recipe}, ended"
     with pytest.raises(RankLost):
         run_of(name, recipe, "engine.restarts=0", blows=[Blow("sum_gradient", "3/update_actor/1")])
