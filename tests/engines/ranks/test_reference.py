@@ -392,7 +392,8 @@ def test_the_held_out_kl_is_zero_before_training_and_grows_with_it(
     one_rank.build(folder_of(SHAPE), ROLES, algorithm={"kl": {}}, actor=_trainer(2))
     sections = {**SMALL, "algorithm": {"kl": {}}, "evaluate": {"samples": 2, "temperature": 0.7}}
     training = _training(tmp_path, sections, monkeypatch, actor=one_rank, reference=one_rank)
-    prompts = pd.DataFrame({"prompt_tokens": [rows.prompts.row(row).tolist() for row in range(0, 12, 2)]})
+    tokens = [rows.prompts.row(row).tolist() for row in range(0, 12, 2)]
+    prompts = pd.DataFrame({"prompt_text": ["-"] * 6, "prompt_tokens": tokens})
     responses = Responses(np.arange(6), rows.responses, [""] * 12, np.zeros(12, bool), 0, {}, rows.mask, {})
 
     def measured(iteration: int) -> dict[str, float]:
