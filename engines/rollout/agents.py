@@ -112,8 +112,9 @@ class Agents:
             raise NotServed(f"the model's chat template refuses the messages: {error}") from error
 
     def _known(self, tokens: list[int]) -> list[int]:
-        if any(not 0 <= token < len(self.tokenizer) for token in tokens):
-            raise NotServed(f"a token is none of the model's {len(self.tokenizer)}")
+        count = len(self.tokenizer)  # asked once: a tokenizer counts its tokens each time
+        if any(not 0 <= token < count for token in tokens):
+            raise NotServed(f"a token is none of the model's {count}")
         return tokens
 
 

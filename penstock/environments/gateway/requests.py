@@ -78,12 +78,12 @@ class ChatRequest(_Request):
         """Return what is asked, after what there was."""
         return history.chat(self.messages, self.tools, self.max_completion_tokens or self.max_tokens)
 
-    def answer(self, turn: Turn, history: History, learnt: bool) -> dict[str, Any]:
+    def answer(self, turn: Turn, history: History) -> dict[str, Any]:
         """Return the body of the answer, which becomes part of the history if it is learnt from."""
         message: dict[str, Any] = {"role": "assistant", "content": turn.text}
         if turn.tool_calls:
             message["tool_calls"] = [_call(call) for call in turn.tool_calls]
-        if learnt:
+        if turn.learnt:
             history.chat_went_on(self.messages, self.tools, message)
         reason = "length" if turn.truncated else "tool_calls" if turn.tool_calls else "stop"
         choice = {"index": 0, "message": message, "finish_reason": reason, "logprobs": _chat_logprobs(self, turn)}
@@ -110,9 +110,9 @@ class CompletionRequest(_Request):
             return history.text(self.prompt, self.max_tokens)
         return Ask(tokens=self.prompt, max_tokens=self.max_tokens)
 
-    def answer(self, turn: Turn, history: History, learnt: bool) -> dict[str, Any]:
+    def answer(self, turn: Turn, history: History) -> dict[str, Any]:
         """Return the body of the answer, which becomes part of the history if it is learnt from."""
-        if learnt and isinstance(self.prompt, str):
+        if turn.learnt and isinstance(self.prompt, str):
             history.text_went_on(self.prompt, turn.text)
         reason = "length" if turn.truncated else "stop"
         choice = {"index": 0, "text": turn.text, "finish_reason": reason, "logprobs": _logprobs(self, turn)}
@@ -141,7 +141,7 @@ class GenerateRequest(_Request):
         """Return what is asked."""
         return Ask(tokens=self.token_ids, max_tokens=self.sampling_params.get("max_tokens"))
 
-    def answer(self, turn: Turn, history: History, learnt: bool) -> dict[str, Any]:
+    def answer(self, turn: Turn, history: History) -> dict[str, Any]:
         """Return the body of the answer."""
         known = [_token(token, value) for token, value in zip(turn.tokens, turn.logprobs, strict=False)]
         choice = {

@@ -40,6 +40,7 @@ SERVED: dict[str, type[Request]] = {
     "/inference/v1/generate": GenerateRequest,
 }
 LOOPBACK = "127.0.0.1"
+GONE = "there is no such episode, or it is over"
 CUT = "the episode is cut: it has had all its turns, or its maximum context length"  # harnesses look for the last words
 
 
@@ -108,7 +109,7 @@ class Session:
         turn = await asyncio.shield(self._turn)  # who hangs up leaves its turn to the history of nobody
         if turn.refused is not None:
             raise Refused(turn.refused)
-        return request.answer(turn, self.history, turn.learnt)
+        return request.answer(turn, self.history)
 
 
 class Gateway:
@@ -146,7 +147,7 @@ class Gateway:
 
     async def _models(self, request: HttpRequest) -> Response:
         if request.path_params["key"] not in self.sessions:
-            return _error(404, "there is no such episode, or it is over")
+            return _error(404, GONE)
         return JSONResponse({"object": "list", "data": [{"id": "policy", "object": "model", "owned_by": "penstock"}]})
 
 
@@ -154,7 +155,7 @@ def _handler(gateway: Gateway, kind: type[Request]) -> Any:
     async def handle(request: HttpRequest) -> Response:
         session = gateway.sessions.get(request.path_params["key"])
         if session is None:
-            return _error(404, "there is no such episode, or it is over")
+            return _error(404, GONE)
         try:
             asked = kind.model_validate_json(await _body(request))
             body = await session.serve(asked)
