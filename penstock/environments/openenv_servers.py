@@ -35,7 +35,7 @@ from websockets.exceptions import ConnectionClosed, WebSocketException
 
 from penstock.base.errors import UserError
 from penstock.environments.named import NamedIn
-from penstock.usercode.kept import command_of
+from penstock.usercode.kept import command_of, unread
 
 FILE = ".openenv.json"
 PORT = "{port}"
@@ -236,7 +236,7 @@ async def _start(name: str, entry: Mapping[str, Any], port: int) -> asyncio.subp
     words = [program, *(word.replace(PORT, str(port)) for word in entry.get("args", []))]
     given = {key: value.replace(PORT, str(port)) for key, value in entry.get("env", {}).items()}
     kept = {key: os.environ[key] for key in KEPT_VARIABLES if key in os.environ}
-    with _unread() as descriptor:
+    with unread() as descriptor:
         return await asyncio.create_subprocess_exec(
             *command_of(words, [descriptor]),
             env=kept | given,
@@ -245,16 +245,6 @@ async def _start(name: str, entry: Mapping[str, Any], port: int) -> asyncio.subp
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
         )
-
-
-@contextmanager
-def _unread() -> Iterator[int]:
-    """Give a descriptor to which the keeper may write the number of the process, which nobody needs here."""
-    descriptor = os.open(os.devnull, os.O_WRONLY)
-    try:
-        yield descriptor
-    finally:
-        os.close(descriptor)
 
 
 async def _listen_to(process: asyncio.subprocess.Process, said: bytearray) -> None:

@@ -35,7 +35,7 @@ from penstock.base.errors import UserError
 from penstock.environments.agent import Policy
 from penstock.environments.environment import Reward
 from penstock.environments.named import NamedIn
-from penstock.usercode.kept import command_of
+from penstock.usercode.kept import command_of, unread
 
 RUNNER = str(Path(__file__).with_name("verifiers_runner.py"))
 FILE = ".verifiers.json"
@@ -200,10 +200,10 @@ async def _running(python: str, settings: dict[str, Any]) -> _Runner:
 
 
 async def _start(python: str, settings: dict[str, Any], forget: Callable[[], object]) -> _Runner:
-    with open(os.devnull, "wb") as nobody:  # noqa: PTH123, ASYNC230 - for its descriptor: nobody asks for the number
+    with unread() as descriptor:
         process = await asyncio.create_subprocess_exec(
-            *command_of([python, "-P", RUNNER], [nobody.fileno()]),
-            pass_fds=[nobody.fileno()],
+            *command_of([python, "-P", RUNNER], [descriptor]),
+            pass_fds=[descriptor],
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.PIPE,

@@ -11,7 +11,8 @@ from __future__ import annotations
 import io
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from multiprocessing import context, popen_spawn_posix, reduction, resource_tracker, spawn, util
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -32,6 +33,16 @@ def command_of(command: Sequence[str | bytes], descriptors: Sequence[int], sessi
     words = BETWEEN.join(os.fsdecode(word) for word in command)
     order = [*(["session"] if session else []), ",".join(map(str, descriptors)), words]
     return [sys.executable, "-I", "-S", _KEEPER, str(os.getpid()), *order]
+
+
+@contextmanager
+def unread() -> Iterator[int]:
+    """Give a descriptor to which a keeper may write the number of the process, for a caller that does not need it."""
+    descriptor = os.open(os.devnull, os.O_WRONLY)
+    try:
+        yield descriptor
+    finally:
+        os.close(descriptor)
 
 
 def number_from(descriptor: int) -> int:
