@@ -94,15 +94,22 @@ def servers(here: Path, openenv_python: str, echo: Path) -> None:
     describe(here, examples | {"echo": uvicorn(openenv_python, "echo.server.app:app", echo), "open": own})
 
 
+def running() -> list[psutil.Process]:
+    """The servers of openenv_examples.py below this process, which may have servers of other kinds."""
+    found = []
+    for process in psutil.Process().children(recursive=True):
+        with suppress(psutil.NoSuchProcess):  # also one that has ended and is not waited for yet
+            if any(word.startswith("openenv_examples:") for word in process.cmdline()):
+                found.append(process)
+    return found
+
+
 def server_of(opened: EnvironmentPool) -> psutil.Process:
-    """The server that a pool's worker has started: what listens below this process."""
+    """The server that a pool's worker has started."""
     ask(opened, "first", row={})
     opened.abandon(["first"])
-    return next(
-        process
-        for process in psutil.Process().children(recursive=True)
-        if "uvicorn" in process.cmdline() and process.net_connections("tcp")
-    )
+    (server,) = running()
+    return server
 
 
 class TestReal:
@@ -174,7 +181,7 @@ class TestReal:
         assert told[0]["function"]["description"].startswith("Look up a price.")
         assert told[0]["function"]["parameters"]["required"] == ["item"]
         assert is_async(load_environment(config_of("Tools", {"server": "shop"}))())
-        assert not [child for child in psutil.Process().children(recursive=True) if "uvicorn" in child.cmdline()]
+        assert not running()
         with pytest.raises(UserError, match="'coding'"):
             tools_told(config_of("Tools", {"server": "coding"}))
 
