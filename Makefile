@@ -23,7 +23,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip -qq --disable-pip-version-check
 STAMP := $(VENV)/.installed-$(DEVICE)-python$(PYTHON_VERSION)
 
-.PHONY: help install quickstart test test-all lint ui clean
+.PHONY: help install quickstart test test-slow test-all lint ui clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' Makefile
@@ -36,7 +36,10 @@ quickstart: $(STAMP) ## Train a tiny model end to end: on the GPU if there is on
 test: $(STAMP) ## Run the tests of a few minutes; ARGS="tests/algorithms -x" narrows them
 	@$(BIN)/python -m pytest -m "not slow" $(ARGS)
 
-test-all: $(STAMP) ## Run the rest of the tests, each of more than about 10 s: whole trainings, servers, compilers
+test-slow: $(STAMP) ## Run tests of more than about 10 s each, one of each kind: whole trainings, servers, compilers
+	@$(BIN)/python -m pytest -m "slow and not exhaustive" $(ARGS)
+
+test-all: $(STAMP) ## Run these and the exhaustive ones, which show the same with other settings
 	@$(BIN)/python -m pytest -m slow $(ARGS)
 
 lint: $(STAMP) ## Check style, formatting, types, and what each room imports

@@ -161,6 +161,7 @@ def test_a_training_cancelled_on_its_page_leaves_nothing_running(page: Any, pref
 
 
 @on_wide
+@pytest.mark.exhaustive
 def test_a_schedule_is_seen_to_fire_and_its_run_to_promote_a_model(page: Any, prefect: Prefect, tmp_path: Path) -> None:
     """Nobody starts it. Control: switched off on its page it plans no further run."""
     problems = make_problems(ArithmeticData(sft=1, train=40, heldout=16), seed=0)
@@ -197,6 +198,7 @@ def scheduled(prefect: Prefect, state: str) -> list[dict[str, Any]]:
 
 
 @on_wide
+@pytest.mark.exhaustive
 def test_a_sweep_is_a_page_with_its_trainings_and_one_report(page: Any, prefect: Prefect, picture: Picture) -> None:
     """Each training is a run below it; the report fits, and shows no file that Prefect's page lacks."""
     rate = "actor.optimizer.learning_rate"

@@ -101,7 +101,7 @@ def alone(trained: Callable[..., RunFolder]) -> Iterator[Callable[[str], RunFold
     yield of
 
 
-@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("recipe", ["grpo", pytest.param("episodes", marks=pytest.mark.exhaustive)])
 def test_a_training_is_the_same_whatever_becomes_of_an_elastic_group(
     recipe: str, trained: Callable[..., RunFolder], alone: Callable[[str], RunFolder]
 ) -> None:
@@ -118,7 +118,14 @@ def test_a_training_is_the_same_whatever_becomes_of_an_elastic_group(
     came_and_went(run)
 
 
-@pytest.mark.parametrize("recipe", BY_TIMING)
+@pytest.mark.parametrize(
+    "recipe",
+    [
+        pytest.param("carry", marks=pytest.mark.exhaustive),
+        pytest.param("portions", marks=pytest.mark.exhaustive),
+        "ahead",
+    ],
+)
 def test_where_timing_decides_no_prompt_is_lost(recipe: str, trained: Callable[..., RunFolder]) -> None:
     """Batches are whole, and what waits in the end is what was drawn besides. Control: as above."""
     run = trained(recipe, BY_TIMING[recipe], BESIDE, struck=True)

@@ -98,7 +98,7 @@ def _struck(
     return training
 
 
-@pytest.mark.parametrize("killed", ["main", "flow"])
+@pytest.mark.parametrize("killed", [pytest.param("main", marks=pytest.mark.exhaustive), "flow"])
 def test_what_had_ended_is_in_the_experience(killed: str, tmp_path: Path) -> None:
     """A killed rank costs the flow nothing but the rest, and neither does a killed flow that is resumed."""
     run, said = RunFolder(tmp_path / "run"), tmp_path / "said"
@@ -123,7 +123,14 @@ def test_what_had_ended_is_in_the_experience(killed: str, tmp_path: Path) -> Non
     assert not run.ended(1).exists() and not run.ended(2).exists()
 
 
-@pytest.mark.parametrize("killed", ["main", "generating", "flow"])
+@pytest.mark.parametrize(
+    "killed",
+    [
+        "main",
+        pytest.param("generating", marks=pytest.mark.exhaustive),
+        pytest.param("flow", marks=pytest.mark.exhaustive),
+    ],
+)
 def test_what_had_ended_of_a_rollout_ahead_is_in_its_experience(killed: str, tmp_path: Path) -> None:
     """Killed while the actor learns from the batch before: that is not generated again either.
 

@@ -149,11 +149,13 @@ class Struck:
         recipe: which one.
         blows: in the order in which they fall.
         places: what it goes on from.
+        marks: of the test.
     """
 
     recipe: str
     blows: Sequence[Blow]
     places: Sequence[str]
+    marks: Sequence[pytest.MarkDecorator] = ()
 
 
 SILENCE = signal.SIGSTOP
@@ -196,11 +198,13 @@ STRUCK = {
             Blow("update_actor", "4/", HOST),
         ],
         [NONE, "snapshot 000001", "snapshot 000002", SAVED],
+        [pytest.mark.exhaustive],
     ),
     "while responses go on": Struck(
         "carry",
         [Blow("tasks.iteration.reward.score", "2"), Blow("update_actor", "3/"), Blow("update_actor", "4/", HOST)],
         ["snapshot 000001", "snapshot 000002", SAVED],
+        [pytest.mark.exhaustive],
     ),
     "while the gradient is summed": Struck(
         "stream",
@@ -249,7 +253,7 @@ def undisturbed(run_of: Callable[..., RunFolder]) -> Callable[[str], RunFolder]:
     return alone
 
 
-@pytest.mark.parametrize("where", STRUCK)
+@pytest.mark.parametrize("where", [pytest.param(where, marks=struck.marks) for where, struck in STRUCK.items()])
 def test_a_training_that_is_struck_ends_as_one_left_alone(
     where: str, run_of: Callable[..., RunFolder], undisturbed: Callable[[str], RunFolder]
 ) -> None:
@@ -355,7 +359,7 @@ def test_more_losses_than_allowed_end_the_training_and_a_resume_ends_it_alike(
     assert_equal(run, alone)
 
 
-@pytest.mark.parametrize("recipe", ["tail of ppo", "tail of episodes"])
+@pytest.mark.parametrize("recipe", [pytest.param("tail of ppo", marks=pytest.mark.exhaustive), "tail of episodes"])
 def test_prompts_that_wait_outlast_a_training_that_ends_and_is_resumed(
     recipe: str, run_of: Callable[..., RunFolder], undisturbed: Callable[[str], RunFolder]
 ) -> None:
@@ -374,7 +378,14 @@ def test_prompts_that_wait_outlast_a_training_that_ends_and_is_resumed(
     assert_equal(run, alone)
 
 
-@pytest.mark.parametrize(("recipe", "staleness"), [("carry of ppo", 1), ("carry of lora", 2), ("carry of episodes", 2)])
+@pytest.mark.parametrize(
+    ("recipe", "staleness"),
+    [
+        pytest.param("carry of ppo", 1, marks=pytest.mark.exhaustive),
+        ("carry of lora", 2),
+        pytest.param("carry of episodes", 2, marks=pytest.mark.exhaustive),
+    ],
+)
 def test_responses_that_go_on_outlast_a_training_that_ends_and_is_resumed(
     recipe: str, staleness: int, run_of: Callable[..., RunFolder], undisturbed: Callable[[str], RunFolder]
 ) -> None:
@@ -396,7 +407,7 @@ def test_responses_that_go_on_outlast_a_training_that_ends_and_is_resumed(
     assert_equal(run, alone)
 
 
-@pytest.mark.parametrize("recipe", ["stream", "stream of episodes"])
+@pytest.mark.parametrize("recipe", ["stream", pytest.param("stream of episodes", marks=pytest.mark.exhaustive)])
 def test_a_sum_that_is_cut_off_is_made_again_by_a_resume(
     recipe: str, run_of: Callable[..., RunFolder], undisturbed: Callable[[str], RunFolder]
 ) -> None:

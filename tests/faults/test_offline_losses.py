@@ -53,7 +53,9 @@ def flow_of(kind: str, folder: Path) -> tuple[Callable[..., Any], Any]:
 
 
 @pytest.mark.usefixtures("prefect_harness")
-@pytest.mark.parametrize("kind", STRUCK)
+@pytest.mark.parametrize(
+    "kind", [kind if kind == "preference" else pytest.param(kind, marks=pytest.mark.exhaustive) for kind in STRUCK]
+)
 def test_an_offline_training_that_is_struck_ends_as_one_left_alone(kind: str, tmp_path: Path) -> None:
     """Weights and figures are equal to the last bit. Control: each loss has an event, and what was restored."""
     flow, config = flow_of(kind, tmp_path)

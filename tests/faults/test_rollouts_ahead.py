@@ -116,7 +116,15 @@ def assert_whole(run: RunFolder, recipe: str) -> None:
     assert all(of["rollout/staleness_max"] <= STALENESS[recipe] for of in figures)
 
 
-@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize(
+    "recipe",
+    [
+        "grpo",
+        pytest.param("ppo", marks=pytest.mark.exhaustive),
+        pytest.param("lora", marks=pytest.mark.exhaustive),
+        pytest.param("episodes", marks=pytest.mark.exhaustive),
+    ],
+)
 def test_whatever_is_lost_no_prompt_is(recipe: str, trained: Callable[..., None], tmp_path: Path) -> None:
     """The rank that generates ahead, the one that learns, and the host of both: each in an update.
 
@@ -136,7 +144,7 @@ def test_whatever_is_lost_no_prompt_is(recipe: str, trained: Callable[..., None]
     assert any(record["metrics"].get("rollout/off_policy_share", 0) > 0 for record in read_metrics(run))
 
 
-@pytest.mark.parametrize("recipe", ["ppo", "episodes"])
+@pytest.mark.parametrize("recipe", [pytest.param("ppo", marks=pytest.mark.exhaustive), "episodes"])
 def test_a_training_that_ends_with_a_rollout_ahead_is_resumed(
     recipe: str, trained: Callable[..., None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

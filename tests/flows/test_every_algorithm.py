@@ -33,7 +33,7 @@ from tasks.start import build_engines, load_prompts, starting_model
 ROOT = Path(__file__).resolve().parents[2]
 ITERATIONS = 3
 SLOW = ("best_of_n", "pass_at_k", "reinforce", "remax")  # few responses, or all alike, say what to do: twice as many
-AT_ONCE = "grpo"  # in `make test`, the others in `make test-all`
+AT_ONCE = "grpo"  # in `make test`, the others in `make test-slow`
 SMALL = (
     "iterations=100000",  # the last one would make a report
     "model.tiny={hidden_size: 96, layers: 1, heads: 3, kv_heads: 3, intermediate_size: 64, max_positions: 64}",

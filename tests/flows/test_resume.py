@@ -262,7 +262,7 @@ def killed_of(trainings: Trainings) -> Callable[[str], Killed]:
     return functools.cache(lambda name: kill[name](trainings))
 
 
-@pytest.mark.parametrize("name", ["ppo", "grpo"])
+@pytest.mark.parametrize("name", ["ppo", pytest.param("grpo", marks=pytest.mark.exhaustive)])
 def test_a_killed_training_ends_as_one_left_alone(
     trainings: Trainings, undisturbed: dict[str, RunFolder], killed_of: Callable[[str], Killed], name: str
 ) -> None:

@@ -6,12 +6,12 @@ A conftest or test module that imports the fixture has it. PENSTOCK_OPENENV_PYTH
 from __future__ import annotations
 
 import os
-import subprocess
-import venv
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+from tests.gateway.installed import interpreter_with
 
 VARIABLE = "PENSTOCK_OPENENV_PYTHON"
 PACKAGES = ("openenv==0.10.0", "smolagents>=1.22,<2")  # the second is of its executor for Python
@@ -22,10 +22,7 @@ def openenv_python(tmp_path_factory: pytest.TempPathFactory) -> str:
     """The path of an interpreter that has OpenEnv."""
     if given := os.environ.get(VARIABLE):
         return given
-    folder = tmp_path_factory.mktemp("openenv")
-    venv.create(folder, with_pip=True)
-    subprocess.run([folder / "bin" / "python", "-m", "pip", "install", "-q", *PACKAGES], check=True, timeout=800)
-    return str(folder / "bin" / "python")
+    return interpreter_with(PACKAGES, tmp_path_factory)
 
 
 def uvicorn(python: str, application: str, folder: Path, **env: str) -> dict[str, Any]:

@@ -6,10 +6,10 @@ A conftest or test module that imports the fixture has it. PENSTOCK_VERIFIERS_PY
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 
 import pytest
+
+from tests.gateway.installed import interpreter_with
 
 PACKAGES = ("verifiers[ta]==0.4.0",)
 
@@ -19,8 +19,4 @@ def verifiers_python(tmp_path_factory: pytest.TempPathFactory) -> str:
     """The path of an interpreter in which verifiers and TextArena are installed."""
     if there := os.environ.get("PENSTOCK_VERIFIERS_PYTHON"):
         return there
-    folder = tmp_path_factory.mktemp("verifiers")
-    subprocess.run([sys.executable, "-m", "venv", folder], check=True)
-    python = str(folder / "bin" / "python")
-    subprocess.run([python, "-m", "pip", "install", "-q", *PACKAGES], check=True)
-    return python
+    return interpreter_with(PACKAGES, tmp_path_factory)

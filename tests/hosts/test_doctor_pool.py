@@ -83,6 +83,7 @@ def an_interface_of_its_own(cluster: Cluster) -> Iterator[str]:
         ip(*inside, "link", "del", "fast0")
 
 
+@pytest.mark.exhaustive
 def test_a_machine_without_the_interface_is_a_problem(cluster: Cluster) -> None:
     """The other machine is examined all the same."""
     with an_interface_of_its_own(cluster) as interface:
@@ -96,6 +97,7 @@ def test_a_machine_without_the_interface_is_a_problem(cluster: Cluster) -> None:
     assert f"{cluster.machines[1].name} has no network interface 'fast0'" in told(done, "machines")
 
 
+@pytest.mark.exhaustive
 def test_a_folder_of_each_machine_alone_is_a_problem(cluster: Cluster) -> None:
     """What one machine hides behind a file system of its own is no run folder."""
     runs, lonely = cluster.home / "runs", cluster.machines[1]

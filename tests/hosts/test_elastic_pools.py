@@ -12,7 +12,7 @@ from penstock.state.run_folder import RunFolder, read_metrics
 from tests.hosts.conftest import POOL, Cluster
 from tests.waiting import came_true
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.slow, pytest.mark.exhaustive, pytest.mark.timeout(900)]
 
 GROUPS = {
     "learning": {"ranks": 1, "roles": ["actor"]},

@@ -228,6 +228,7 @@ def named(machines: list[Machine], names: dict[str, str]) -> Iterator[None]:
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_training_runs_as_the_jobs_say(tmp_path: Path) -> None:
     """Three pods: the training finds its two hosts, ends with exit code 0, and they with it.
 

@@ -145,6 +145,7 @@ def test_a_training_goes_on_with_the_machine_that_its_pool_gives_it_again(cluste
     assert came_true(lambda: not cluster.ranks(), 10)
 
 
+@pytest.mark.exhaustive
 def test_a_machine_that_is_cut_off_is_named(cluster: Cluster) -> None:
     """The training fails with what was seen; both machines end their ranks, the lonely one since it hears nothing."""
     run = cluster.start(cluster.config("cut", iterations=500, **NO_RESTART), "cut")
@@ -174,7 +175,9 @@ def test_cancelling_leaves_nothing_on_any_machine(cluster: Cluster) -> None:
     cluster.hosts_end(run)
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM], ids=["SIGKILL", "SIGTERM"])
+@pytest.mark.parametrize(
+    "number", [pytest.param(signal.SIGKILL, marks=pytest.mark.exhaustive), signal.SIGTERM], ids=["SIGKILL", "SIGTERM"]
+)
 def test_the_end_of_a_worker_leaves_no_rank(cluster: Cluster, number: signal.Signals) -> None:
     """Prefect's worker goes, and what it started goes on (SIGKILL) or ends (SIGTERM): the training with it, or not."""
     machine = cluster.machines[0]
@@ -219,6 +222,7 @@ def test_a_training_outlives_its_prefect_server(cluster: Cluster, ended: Ended) 
     until(lambda: cluster.slots_taken() == 0, 30, "the slots are free")
 
 
+@pytest.mark.exhaustive
 def test_two_trainings_that_want_the_same_machines_queue(cluster: Cluster) -> None:
     """Neither holds a machine that the other waits for: one after the other, both end."""
     runs = [cluster.start(cluster.config(f"queued-{n}"), f"queued-{n}") for n in range(2)]
@@ -255,6 +259,7 @@ def test_a_pool_without_a_worker_is_named(cluster: Cluster) -> None:
     assert "Traceback" not in done.stderr
 
 
+@pytest.mark.exhaustive
 def test_a_host_that_does_not_reach_the_flow_is_named(cluster: Cluster) -> None:
     """The flow listens on its loopback interface, which is another one on every machine."""
     config = cluster.config("unreachable")
@@ -267,6 +272,7 @@ def test_a_host_that_does_not_reach_the_flow_is_named(cluster: Cluster) -> None:
     cluster.hosts_end(run)
 
 
+@pytest.mark.exhaustive
 def test_an_interface_that_a_machine_does_not_have_is_named(cluster: Cluster) -> None:
     """With those that it has, from the state of its host's run; the other host is let go."""
     config = cluster.config("no-interface")

@@ -106,7 +106,7 @@ def test_roles_on_other_machines_than_the_actor_s(
 
 @pytest.mark.parametrize(
     "actor",
-    [{"zero_stage": 3}, {"lora": {"rank": 4, "alpha": 8}}],
+    [{"zero_stage": 3}, pytest.param({"lora": {"rank": 4, "alpha": 8}}, marks=pytest.mark.exhaustive)],
     ids=["zero-3", "lora"],
 )
 def test_a_group_over_two_hosts(actor: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

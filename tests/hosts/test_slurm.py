@@ -266,6 +266,7 @@ def test_a_mistake_in_a_recipe_is_the_job_s(slurm: Slurm) -> None:
     assert came_true(lambda: not slurm.processes(), 10)
 
 
+@pytest.mark.exhaustive
 def test_a_node_that_cannot_be_a_host_ends_the_job(slurm: Slurm) -> None:
     """With what is wrong there, long before the deadline for hosts to join: here only one node has ib0."""
     first = slurm.machines[0].namespace
