@@ -14,10 +14,13 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from engines.families.longest_row import rope_types
 from engines.families.table import family_of
 from penstock.base.errors import UserError
 
 REMEDY = "use another model, e.g. of the Llama, Qwen3 or Gemma 3 family"
+
+CAPPED_ON_GPU = "caps its attention scores, for which there is no packed kernel on a GPU"
 
 
 def check_architecture(
@@ -35,14 +38,15 @@ def check_architecture(
         UserError: it does not.
     """
     family = family_of(settings.get("model_type", ""))
+    known = {*family.score_caps, *family.logit_factors, *family.logit_divisors, *family.logit_caps}
     looked_at = (*family.score_settings, *(family.logit_settings if head else ()))
-    if changed := [name for name in looked_at if settings.get(name) not in (None, 1.0)]:
+    if changed := [name for name in looked_at if name not in known and settings.get(name) not in (None, 1.0)]:
         raise unpackable(where, f"sets '{changed[0]}', which changes scores or logits")
     if others := sorted(set(settings.get("layer_types") or ()).difference(family.layer_types)):
         raise unpackable(where, f"has layers of the type '{others[0]}', which does not keep packed sequences apart")
     if latents := [name for name in family.latent_settings if settings.get(name)]:
         raise unpackable(where, f"compresses keys and values (multi-head latent attention, '{latents[0]}')")
-    if by_length := sorted(_rope_types(settings).intersection(family.positions_by_length)):
+    if by_length := sorted(rope_types(settings).intersection(family.positions_by_length)):
         raise unpackable(where, f"has positions of the type '{by_length[0]}', which follow the longest of the rows")
     for name in weights:
         parts = name.split(".")
@@ -57,13 +61,6 @@ def check_architecture(
 def classifies(settings: Mapping[str, Any]) -> bool:
     """Whether a configuration is that of a sequence classifier, which scores texts instead of continuing them."""
     return any("ForSequenceClassification" in name for name in settings.get("architectures") or ())
-
-
-def _rope_types(settings: Mapping[str, Any]) -> set[str]:
-    """Types of rotary positions, of all layers or by their type, as new and as old files say them."""
-    ropes = [settings.get(name) or {} for name in ("rope_parameters", "rope_scaling")]
-    ropes += [rope for named in ropes for rope in named.values() if isinstance(rope, Mapping)]
-    return {str(rope.get(key)) for rope in ropes for key in ("rope_type", "type")}
 
 
 def unpackable(where: str | Path, what: str) -> UserError:

@@ -1,8 +1,9 @@
 """Which causal LMs the rollout engine serves with the weights that are trained: others are refused before it starts.
 
-vLLM has classes of its own for some architectures, and serves the rest through the Transformers library's, of which
-the reshard knows nothing. Which are its own says a table in one of its files; that is read, since to import vLLM takes
-seconds. Only a model that generates is looked at: critics and reward models need no vLLM.
+vLLM has classes of its own for some architectures, and builds the rest from the Transformers library's, whose linear
+layers it replaces by its own under the names that the table has: a reshard finds both alike. Which are its own says a
+table in one of its files; that is read, since to import vLLM takes seconds. Only a model that generates is looked at:
+critics and reward models need no vLLM.
 
 Left out: what packed training provides (architecture.py); whether every parameter of the engine that was built has a
 counterpart (weights/loader.py).
@@ -25,7 +26,7 @@ TABLE = "_TEXT_GENERATION_MODELS"  # vLLM's, from architecture to the file and t
 
 
 def check_served(settings: Mapping[str, Any], weights: Iterable[str], where: str | Path) -> None:
-    """Check that vLLM serves a model by a class of its own, whose parameters a reshard can write and compare.
+    """Check that vLLM serves a model by parameters that a reshard can write and compare.
 
     Args:
         settings: the model's configuration.
@@ -33,7 +34,7 @@ def check_served(settings: Mapping[str, Any], weights: Iterable[str], where: str
         where: what the message calls it.
 
     Raises:
-        UserError: it is a mixture of experts, or vLLM has no class for it.
+        UserError: it is a mixture of experts.
     """
     family = family_of(settings.get("model_type", ""))
     counted = [name for name in family.expert_settings if (settings.get(name) or 0) > 1]
@@ -41,9 +42,6 @@ def check_served(settings: Mapping[str, Any], weights: Iterable[str], where: str
     if counted or named:
         evidence = f"'{counted[0]}' is {settings[counted[0]]}" if counted else f"it has '{named[0]}'"
         raise unserved(where, f"is a mixture of experts ({evidence}), whose weights no reshard can compare with vLLM's")
-    architectures, native = list(settings.get("architectures") or ()), native_architectures()
-    if native and native.isdisjoint(architectures):
-        raise unserved(where, f"is a {', '.join(architectures) or 'model of no architecture'}, and vLLM has none")
 
 
 def unserved(where: str | Path, what: str) -> UserError:

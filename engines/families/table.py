@@ -41,12 +41,17 @@ class Family:
         gated_mlps: classes of its MLPs that compute down(silu(gate(x)) * up(x)) and nothing else: on a Hopper GPU
             engines/kernels/gated_mlp.py takes their place, and the memory estimate counts on that.
         layer_types: types of layers, as a configuration lists them, that `packed_attention` computes.
-        score_settings: settings that change attention's scores after the product of queries and keys.
-        logit_settings: settings that change logits after the language head.
+        score_settings: settings that change attention's scores after the product of queries and keys, and
+            logit_settings: settings that change logits after the language head; refused but for those that follow.
+        score_caps: settings by which scores are capped.
+        logit_factors, logit_divisors, logit_caps: settings by which logits are multiplied, divided and capped
+            (logits.py).
         latent_settings: settings that compress keys and values.
         positions_by_length: types of rotary positions whose frequencies follow the longest row of a call: a row's
             log-probs would depend on its company, and vLLM, which goes by the longest row that it may meet, would
             generate with others.
+        positions_in_two: types with one table of frequencies up to a length and another one beyond (longest_row.py).
+        disputed_window: whether vLLM's sliding window is one token longer than transformers'.
         state_weights: parts of weights' names in layers that carry a state across sequences: state space, linear
             attention, convolution.
         sink_weights: last parts of weights' names in attention with sinks.
@@ -65,8 +70,14 @@ class Family:
     layer_types: tuple[str, ...] = ("full_attention", WINDOWED)
     score_settings: tuple[str, ...] = ("attn_logit_softcapping",)
     logit_settings: tuple[str, ...] = ("final_logit_softcapping", "logit_scale", "logits_scaling")
+    score_caps: tuple[str, ...] = ()
+    logit_factors: tuple[str, ...] = ()
+    logit_divisors: tuple[str, ...] = ()
+    logit_caps: tuple[str, ...] = ()
     latent_settings: tuple[str, ...] = ("kv_lora_rank",)
-    positions_by_length: tuple[str, ...] = ("dynamic", "longrope", "su")
+    positions_by_length: tuple[str, ...] = ("dynamic",)
+    positions_in_two: tuple[str, ...] = ("longrope", "su")
+    disputed_window: bool = False
     state_weights: tuple[str, ...] = ("A_log", "conv", "conv1d")
     sink_weights: tuple[str, ...] = ("sinks",)
     expert_settings: tuple[str, ...] = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
@@ -95,6 +106,10 @@ FAMILIES: tuple[Family, ...] = (
     Family(("mistral",), gated_mlps=("MistralMLP",)),
     Family(("qwen2",), gated_mlps=("Qwen2MLP",)),
     Family(("qwen3",), gated_mlps=("Qwen3MLP",)),
+    Family(("cohere",), logit_factors=("logit_scale",)),
+    Family(("cohere2",), logit_factors=("logit_scale",), disputed_window=True),
+    Family(("granite",), logit_divisors=("logits_scaling",)),
+    Family(("gemma2", "vaultgemma"), score_caps=("attn_logit_softcapping",), logit_caps=("final_logit_softcapping",)),
 )
 
 

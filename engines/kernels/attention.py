@@ -8,8 +8,8 @@ looks right.
 Where responses share a prompt (engines/batches/packing.py), its keys and values are repeated for each of them; a
 response's queries are the last of their sequence, which is how the causal kernel aligns fewer queries than keys.
 
-Left out: attention sinks, capped scores, and values of a size of their own, for which PyTorch's kernel has no place
-(refused before a model is trained, engines/families/architecture.py, and here).
+Capped scores (Gemma 2) are computed on a CPU alone. Left out: attention sinks, and values of a size of their own, for
+which PyTorch's kernel has no place (refused before a model is trained, engines/families/architecture.py, and here).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
 
 from engines.batches.packing import PackedLayout, SharedPrompts
-from engines.families.architecture import unpackable
+from engines.families.architecture import CAPPED_ON_GPU, unpackable
 from engines.kernels.attention_kernel import causal_varlen_attention
 
 NAME = "packed"
@@ -54,19 +54,24 @@ def packed_attention(
         [1, N, heads, head size], and no attention weights.
 
     Raises:
-        UserError: the model has sinks, a cap, or values of a size of their own, which are left out; or it hands no
-            `packing` on.
+        UserError: the model has sinks, or values of a size of their own, which are left out, or on a GPU a cap; or it
+            hands no `packing` on.
     """
     if packing is None:
         raise unpackable("the model", "does not tell its attention where sequences lie")
-    if s_aux is not None or softcap is not None:
-        raise unpackable("the model", "has attention sinks" if softcap is None else "caps its attention scores")
+    if s_aux is not None:
+        raise unpackable("the model", "has attention sinks")
     if value.shape[-1] != query.shape[-1]:
         raise unpackable("the model", "has values of another size than its queries")
-    attention = causal_varlen_attention if packing.slots_K is None else attention_by_rows
+    if softcap is not None and packing.slots_K is None:
+        raise unpackable("the model", CAPPED_ON_GPU)
     query_N, key_N, value_N = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
     key_K, value_K = (repeat_prompts(tensor_N, packing.shared) for tensor_N in (key_N, value_N))
-    return attention(query_N, key_K, value_K, packing, scaling, sliding_window).unsqueeze(0), None
+    if packing.slots_K is None:
+        out_N = causal_varlen_attention(query_N, key_K, value_K, packing, scaling, sliding_window)
+    else:
+        out_N = attention_by_rows(query_N, key_K, value_K, packing, scaling, sliding_window, softcap)
+    return out_N.unsqueeze(0), None
 
 
 def attention_by_rows(
@@ -76,6 +81,7 @@ def attention_by_rows(
     packing: PackedLayout,
     scale: float | None,
     sliding_window: int | None,
+    softcap: float | None = None,
 ) -> torch.Tensor:
     """Spread packed sequences to rows, compute their attention, and gather it again; [N, heads, head size]."""
     slots_K, shared = packing.slots_K, packing.shared
@@ -83,17 +89,37 @@ def attention_by_rows(
     query_K = query_N if shared is None else query_N.index_select(0, shared.source_K)
     query, key, value = (_spread(tensor, packing, slots_K) for tensor in (query_K, key_K, value_K))
     window = _window(packing.max_keys, sliding_window)
-    out = scaled_dot_product_attention(
-        query,
-        key,
-        value,
-        attn_mask=window,
-        is_causal=window is None,
-        scale=scale,
-        enable_gqa=query.shape[1] != key.shape[1],
-    )
+    if softcap is not None:
+        out = _capped(query, key, value, window, scale, softcap)
+    else:
+        out = scaled_dot_product_attention(
+            query,
+            key,
+            value,
+            attn_mask=window,
+            is_causal=window is None,
+            scale=scale,
+            enable_gqa=query.shape[1] != key.shape[1],
+        )
     wanted_N = slots_K if shared is None else slots_K[shared.own_N]
     return out.transpose(1, 2).reshape(-1, *query_N.shape[1:]).index_select(0, wanted_N)
+
+
+def _capped(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    window: torch.Tensor | None,
+    scale: float | None,
+    cap: float,
+) -> torch.Tensor:
+    """Attention with the scores c tanh(score / c), written out: PyTorch's kernel has no cap."""
+    groups = query.shape[1] // key.shape[1]
+    key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
+    scores = query @ key.transpose(-1, -2) * (query.shape[-1] ** -0.5 if scale is None else scale)
+    seen = torch.ones(scores.shape[-2:], dtype=torch.bool).tril() if window is None else window
+    capped = (cap * (scores / cap).tanh()).masked_fill(~seen, -torch.inf)
+    return capped.softmax(-1, dtype=torch.float32).to(value.dtype) @ value
 
 
 def repeat_prompts(tensor_N: torch.Tensor, shared: SharedPrompts | None) -> torch.Tensor:

@@ -14,6 +14,9 @@ The divergence D from a reference q, over the whole vocabulary, needs the refere
 language head: its logits exist for the same chunk of tokens, and are made again in the backward pass like the model's
 own. That is two matrix products more; a chunk is half as long, so that both models' logits take what one's took.
 
+Some models cap and scale their logits (engines/families/logits.py). A factor is part of the temperature; of a cap
+c the logits are c tanh(raw / c), and the gradient by the raw ones has the factor 1 - tanh(raw / c)^2.
+
 Suffixes: `_T` tokens, `_C` tokens of a chunk, `_H` hidden size, `_V` vocabulary (`_K` blocks of `_B` entries); `raw`
 logits are unscaled.
 Left out: bias of the language head (refused before a model is trained, engines/families/architecture.py).
@@ -30,6 +33,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from engines.families.logits import LogitRule
 from engines.kernels.weight_gradients import add_weight_gradient
 
 LOGITS_CHUNK_BYTES = 1 << 30  # of logits in the weights' dtype at a time: full speed from 2,000 tokens on
@@ -42,6 +46,9 @@ class Reference:
 
     hidden_TH: Tensor
     weight_VH: Tensor
+
+
+NO_RULE = LogitRule()
 
 
 class Statistics(NamedTuple):
@@ -77,6 +84,7 @@ def selected_logprobs(
     temperature: float,
     keep_logits: bool = False,
     sum_VH: Tensor | None = None,
+    rule: LogitRule = NO_RULE,
 ) -> tuple[Tensor, Tensor]:
     """Return the log-probs of `targets_T` and the entropies of their distributions, both float32 and differentiable.
 
@@ -87,12 +95,13 @@ def selected_logprobs(
         temperature: logits are divided by it.
         keep_logits: hold them for the backward pass, if there will be one.
         sum_VH: float32; the head's gradient is added to it, and autograd sees none.
+        rule: what the model does to its logits.
     """
-    scale, kept_TV = _scale(hidden_TH, temperature), None
+    scale, kept_TV = _scale(hidden_TH, temperature, rule), None
     if keep_logits and torch.is_grad_enabled():
         kept_TV = hidden_TH.new_empty(len(hidden_TH), len(weight_VH))
     logprobs_T, entropies_T, _ = _SelectedLogprobs.apply(
-        hidden_TH, weight_VH, targets_T, scale, kept_TV, sum_VH, None, None
+        hidden_TH, weight_VH, targets_T, scale, rule.cap, kept_TV, sum_VH, None, None
     )
     return logprobs_T, entropies_T
 
@@ -104,21 +113,23 @@ def selected_logprobs_and_kl(
     temperature: float,
     reference: Reference,
     sum_VH: Tensor | None = None,
+    rule: LogitRule = NO_RULE,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return what `selected_logprobs` does, and KL(p, q) per token to the reference's distributions, differentiable.
 
-    The reference's logits are divided by the same temperature. Equal states and heads give exactly 0.
+    The reference's logits are divided by the same temperature, and are of the same rule. Equal states and heads give
+    exactly 0.
     """
-    scale = _scale(hidden_TH, temperature)
+    scale = _scale(hidden_TH, temperature, rule)
     logprobs_T, entropies_T, kl_T = _SelectedLogprobs.apply(
-        hidden_TH, weight_VH, targets_T, scale, None, sum_VH, reference.hidden_TH, reference.weight_VH
+        hidden_TH, weight_VH, targets_T, scale, rule.cap, None, sum_VH, reference.hidden_TH, reference.weight_VH
     )
     return logprobs_T, entropies_T, kl_T
 
 
-def _scale(hidden_TH: Tensor, temperature: float) -> Tensor:
+def _scale(hidden_TH: Tensor, temperature: float, rule: LogitRule) -> Tensor:
     dtype = torch.promote_types(hidden_TH.dtype, torch.float32)
-    return torch.full((), 1.0 / temperature, dtype=dtype, device=hidden_TH.device)
+    return torch.full((), rule.factor / temperature, dtype=dtype, device=hidden_TH.device)
 
 
 class _SelectedLogprobs(torch.autograd.Function):
@@ -130,6 +141,7 @@ class _SelectedLogprobs(torch.autograd.Function):
         weight_VH: Tensor,
         targets_T: Tensor,
         scale: Tensor,
+        cap: float | None,
         kept_TV: Tensor | None,
         sum_VH: Tensor | None,
         reference_TH: Tensor | None,
@@ -141,6 +153,7 @@ class _SelectedLogprobs(torch.autograd.Function):
                 _logits(hidden_TH, weight_VH, chunk, _cut(kept_TV, chunk)),  # not held longer than for this call
                 targets_T[chunk],
                 scale,
+                cap,
                 _logits(reference_TH, reference_VH, chunk),
             )
             for chunk in _chunks(hidden_TH, weight_VH, reference_VH)
@@ -148,6 +161,7 @@ class _SelectedLogprobs(torch.autograd.Function):
         chosen_T, known = torch.cat([chosen_C for chosen_C, _ in parts]), _joined([part for _, part in parts])
         ctx.save_for_backward(hidden_TH, weight_VH, targets_T, scale, *known, kept_TV, reference_TH, reference_VH)
         ctx.set_materialize_grads(False)
+        ctx.cap = cap
         ctx.sum_VH = sum_VH  # it is written to, not read: other forward passes may come before the backward pass
         return chosen_T, known.entropy_T, known.kl_T
 
@@ -166,6 +180,7 @@ class _SelectedLogprobs(torch.autograd.Function):
                 _logits(hidden_TH, weight_VH, chunk) if kept_TV is None else _whole_vocabulary(kept_TV[chunk]),
                 targets_T[chunk],
                 scale,
+                ctx.cap,
                 known.cut(chunk),
                 grads.cut(chunk),
                 _logits(reference_TH, reference_VH, chunk),
@@ -176,7 +191,7 @@ class _SelectedLogprobs(torch.autograd.Function):
             if grad_weight_VH is not None:  # beta 0 does not read what the buffer held before the first chunk
                 torch.addmm(grad_weight_VH, grad_CV.t(), hidden_TH[chunk], beta=min(chunk.start, 1), out=grad_weight_VH)
             del grad_CV  # else it would still be there while the next one is made
-        return grad_hidden_TH, grad_weight_VH, *[None] * 6
+        return grad_hidden_TH, grad_weight_VH, *[None] * 7
 
 
 def _chunks(hidden_TH: Tensor, weight_VH: Tensor, reference_VH: Tensor | None) -> list[slice]:
@@ -212,8 +227,9 @@ def _whole_vocabulary(logits_CV: Tensor) -> Tensor:
     return logits_CV
 
 
-def _scaled(logits_CV: Tensor, scale: Tensor) -> Tensor:
-    return logits_CV.to(scale.dtype) * scale
+def _scaled(raw_CV: Tensor, scale: Tensor, cap: float | None) -> Tensor:
+    logits_CV = raw_CV.to(scale.dtype)
+    return (logits_CV if cap is None else cap * (logits_CV / cap).tanh()) * scale
 
 
 def _normalizer(logits_CV: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -240,16 +256,16 @@ def _block(vocabulary: int) -> int:
 
 
 def _statistics(
-    raw_CV: Tensor, targets_C: Tensor, scale: Tensor, raw_reference_CV: Tensor | None
+    raw_CV: Tensor, targets_C: Tensor, scale: Tensor, cap: float | None, raw_reference_CV: Tensor | None
 ) -> tuple[Tensor, Statistics]:
     """Log-prob of the target, and what else is known of the tokens of a chunk."""
-    logits_CV = _scaled(raw_CV, scale)
+    logits_CV = _scaled(raw_CV, scale, cap)
     normalizer_C, sum_C, weighted_C = _normalizer(logits_CV)
     chosen_C = logits_CV.gather(-1, targets_C.unsqueeze(-1)).squeeze(-1)
     logprob_C, entropy_C = chosen_C - normalizer_C, normalizer_C - weighted_C / sum_C
     if raw_reference_CV is None:
         return logprob_C, Statistics(normalizer_C, entropy_C, None, None)
-    reference_CV = _scaled(raw_reference_CV, scale)
+    reference_CV = _scaled(raw_reference_CV, scale, cap)
     reference_normalizer_C, _, _ = _normalizer(reference_CV)
     logprobs_CV = logits_CV - normalizer_C.unsqueeze(-1)
     ratio_CV = logprobs_CV - (reference_CV - reference_normalizer_C.unsqueeze(-1))
@@ -261,6 +277,7 @@ def _logits_gradient(
     raw_CV: Tensor,
     targets_C: Tensor,
     scale: Tensor,
+    cap: float | None,
     known: Statistics,
     grads: Gradients,
     raw_reference_CV: Tensor | None,
@@ -268,7 +285,7 @@ def _logits_gradient(
     """Gradient of the loss by the logits of a chunk, before scaling, in the weights' dtype."""
     normalizer_C, entropies_C, reference_normalizer_C, kl_C = known
     grad_logprobs_C, grad_entropies_C, grad_kl_C = grads
-    logprobs_CV = _scaled(raw_CV, scale) - normalizer_C.unsqueeze(-1)
+    logprobs_CV = _scaled(raw_CV, scale, cap) - normalizer_C.unsqueeze(-1)
     probs_CV = logprobs_CV.exp()
     grad_CV = torch.zeros_like(probs_CV)
     if grad_logprobs_C is not None:
@@ -280,9 +297,11 @@ def _logits_gradient(
         grad_CV = grad_CV - grad_entropies_C.unsqueeze(-1) * probs_CV * spread_CV
     if grad_kl_C is not None and raw_reference_CV is not None:
         assert reference_normalizer_C is not None and kl_C is not None
-        reference_CV = _scaled(raw_reference_CV, scale) - reference_normalizer_C.unsqueeze(-1)
+        reference_CV = _scaled(raw_reference_CV, scale, cap) - reference_normalizer_C.unsqueeze(-1)
         excess_CV = logprobs_CV - reference_CV - kl_C.unsqueeze(-1)
         grad_CV = grad_CV + grad_kl_C.unsqueeze(-1) * probs_CV * excess_CV
+    if cap is not None:
+        grad_CV = grad_CV * (1 - (raw_CV.to(scale.dtype) / cap).tanh().square())
     return (grad_CV * scale).to(raw_CV.dtype)
 
 

@@ -16,9 +16,12 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from engines.batches.packing import PackedBatch
+from engines.families.logits import LogitRule, logit_rule
+from engines.families.longest_row import LongestRow, longest_row
 from engines.kernels.lm_head import Reference, selected_logprobs, selected_logprobs_and_kl
 from engines.models.compile import prepare_compiler
 from engines.weights.layout import blocks, family_in
+from penstock.base.errors import UserError
 
 
 class PackedPolicy(nn.Module):
@@ -26,8 +29,8 @@ class PackedPolicy(nn.Module):
 
     def __init__(self, lm: PreTrainedModel, keep_logits: bool = False) -> None:
         super().__init__()
-        self.lm = lm
-        self.head = LogprobHead(language_head(lm), keep_logits)
+        self.lm, self.longest = lm, longest_row(lm.config.to_dict())
+        self.head = LogprobHead(language_head(lm), keep_logits, logit_rule(lm.config.to_dict()))
 
     def forward(
         self, batch: PackedBatch, temperature: float, reference: Reference | None = None
@@ -41,7 +44,7 @@ class PackedPolicy(nn.Module):
 
     def hidden(self, batch: PackedBatch) -> torch.Tensor:
         """Return the final hidden states_TH of the tokens that predict the response."""
-        return _hidden_states(self.lm.base_model, batch).index_select(0, batch.predict_T)
+        return _hidden_states(self.lm.base_model, batch, self.longest).index_select(0, batch.predict_T)
 
 
 def language_head(lm: nn.Module) -> Any:
@@ -52,9 +55,9 @@ def language_head(lm: nn.Module) -> Any:
 class LogprobHead(nn.Module):
     """The language head as a module of its own, so that ZeRO-3 gathers its weight for both passes."""
 
-    def __init__(self, head: nn.Linear, keep_logits: bool) -> None:
+    def __init__(self, head: nn.Linear, keep_logits: bool, rule: LogitRule) -> None:
         super().__init__()
-        self.weight, self.keep_logits = head.weight, keep_logits
+        self.weight, self.keep_logits, self.rule = head.weight, keep_logits, rule
         self.sum_VH: torch.Tensor | None = None  # the optimizer's float32 sum of its gradients, if it has one
 
     def forward(
@@ -62,8 +65,12 @@ class LogprobHead(nn.Module):
     ) -> tuple[torch.Tensor, ...]:
         """Return log-probs_T and entropies_T of the targets, and KL_T to a reference if there is one."""
         if reference is None:
-            return selected_logprobs(hidden_TH, self.weight, targets_T, temperature, self.keep_logits, self.sum_VH)
-        return selected_logprobs_and_kl(hidden_TH, self.weight, targets_T, temperature, reference, self.sum_VH)
+            return selected_logprobs(
+                hidden_TH, self.weight, targets_T, temperature, self.keep_logits, self.sum_VH, self.rule
+            )
+        return selected_logprobs_and_kl(
+            hidden_TH, self.weight, targets_T, temperature, reference, self.sum_VH, self.rule
+        )
 
 
 class PackedCritic(nn.Module):
@@ -71,14 +78,14 @@ class PackedCritic(nn.Module):
 
     def __init__(self, lm: PreTrainedModel) -> None:
         super().__init__()
-        self.backbone = lm.base_model
+        self.backbone, self.longest = lm.base_model, longest_row(lm.config.to_dict())
         self.head = nn.Linear(lm.config.hidden_size, 1, dtype=lm.dtype)
         nn.init.zeros_(self.head.weight)  # values start at 0: the first advantages are the returns themselves
         nn.init.zeros_(self.head.bias)
 
     def forward(self, batch: PackedBatch) -> torch.Tensor:
         """Return values_T in float32."""
-        hidden_TH = _hidden_states(self.backbone, batch).index_select(0, batch.predict_T)
+        hidden_TH = _hidden_states(self.backbone, batch, self.longest).index_select(0, batch.predict_T)
         return self.head(hidden_TH).squeeze(-1).float()
 
 
@@ -87,17 +94,26 @@ class PackedRewardModel(nn.Module):
 
     def __init__(self, classifier: Any) -> None:
         super().__init__()
-        self.classifier = classifier
+        self.classifier, self.longest = classifier, longest_row(classifier.config.to_dict())
 
     def forward(self, batch: PackedBatch) -> torch.Tensor:
         """Return scores_B in float32."""
-        hidden_BH = _hidden_states(self.classifier.base_model, batch).index_select(0, batch.last_B)
+        hidden_BH = _hidden_states(self.classifier.base_model, batch, self.longest).index_select(0, batch.last_B)
         scores_B: torch.Tensor = self.classifier.score(hidden_BH)
         return scores_B.squeeze(-1).float()
 
 
-def _hidden_states(backbone: nn.Module, batch: PackedBatch) -> torch.Tensor:
-    """Run the transformer blocks on packed tokens; [N, hidden size]."""
+def _hidden_states(backbone: nn.Module, batch: PackedBatch, longest: LongestRow | None) -> torch.Tensor:
+    """Run the transformer blocks on packed tokens; [N, hidden size].
+
+    Raises:
+        UserError: a row is longer than `longest`.
+    """
+    if longest is not None and batch.layout.max_keys > longest.tokens:
+        raise UserError(
+            f"a row has {batch.layout.max_keys} tokens, and beyond {longest.tokens} {longest.beyond}",
+            "use shorter prompts and responses, or another model",
+        )
     output = backbone(
         input_ids=batch.tokens_N.unsqueeze(0),
         position_ids=batch.positions_N.unsqueeze(0),

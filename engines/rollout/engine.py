@@ -39,6 +39,7 @@ from engines.rollout.prompt_queue import EnginePlace, place_of, prompt_queue
 from engines.rollout.quota import quota_of
 from engines.rollout.responses import SingleResponses
 from engines.rollout.scheduler import let_sequences_coast
+from engines.rollout.shared_class import kept_as_it_is
 from engines.weights.loader import register_loader
 from engines.weights.slices import shapes_of
 
@@ -119,7 +120,9 @@ class Generator:
                 sleeps=self.sleeps,
                 logprobs=demand.logprobs,
             )
-            self.llm = _start(served.folder, dtype, arguments)
+            with kept_as_it_is(type(lm.base_model)) as serve:
+                self.llm = _start(served.folder, dtype, arguments)
+                serve(versions.vllm_model(self.llm))
         self.loop = DecodeLoop(self.llm, let_sequences_coast(versions.scheduler(self.llm)), config.keeps_kv_cache)
         self.binding = bound[-1]
         self.model = versions.vllm_model(self.llm)

@@ -76,7 +76,7 @@ def counterparts(vllm_model: nn.Module, shapes: Shapes, family: Family) -> list[
         shapes: whole shapes of the Hugging Face parameters by name.
     """
     theirs, found = dict(vllm_model.named_parameters()), []
-    for fused in plan(shapes, family):
+    for fused in _as_served(plan(shapes, family), theirs):
         if fused.name not in theirs or not all(shapes[part] for part in fused.parts):
             continue
         layer = vllm_model.get_submodule(fused.name.rpartition(".")[0])
@@ -84,6 +84,15 @@ def counterparts(vllm_model: nn.Module, shapes: Shapes, family: Family) -> list[
         if slices is not None:
             found.append(Counterpart(fused.name, slices))
     return found
+
+
+def _as_served(planned: list[FusedParameter], theirs: Mapping[str, Any]) -> Iterator[FusedParameter]:
+    """Yield what vLLM fuses, and the parts one by one where this vLLM leaves a model's layers as they are."""
+    for fused in planned:
+        if fused.name in theirs or not theirs.keys() >= {*fused.parts}:
+            yield fused
+        else:
+            yield from (FusedParameter(part, (part,)) for part in fused.parts)
 
 
 def _slices(

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from configs.schema import TrainConfig
 from configs.sections.run import Role
 from configs.sections.trainer import CriticConfig, TrainerConfig
-from engines.families.architecture import check_architecture, classifies
+from engines.families.architecture import CAPPED_ON_GPU, check_architecture, classifies, unpackable
+from engines.families.longest_row import longest_row
 from engines.families.served import cpu_head_sizes
 from engines.families.shape import ModelShape, layer_names, read_shape, weight_shapes
+from engines.families.table import family_of
 from engines.families.tiny import tiny_shape
 from engines.groups.machine import visible_gpus
 from penstock.base.errors import UserError
@@ -61,6 +65,7 @@ def check_model_folder(folder: Path, key: str, scores: bool = False) -> None:
         ) from None
     settings = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     check_architecture(settings, weight_shapes(folder), f"{key}: {folder}", head=not scores)
+    check_capped_scores(folder, key, settings)
 
 
 def check_one_label(folder: Path, key: str) -> None:
@@ -140,6 +145,33 @@ def check_tensor_parallel(ranks: int, shape: ModelShape) -> None:
             f"rollout.tensor_parallel={ranks}: the model's {sizes} cannot be spread evenly",
             "use a number that divides heads and intermediate_size, and divides kv_heads or is a multiple of them",
         )
+
+
+def check_longest_row(config: TrainConfig, settings: Mapping[str, Any]) -> None:
+    """Check that no row is longer than the trainer and the rollout engine compute it alike.
+
+    Raises:
+        UserError: prompts and responses together may be longer.
+    """
+    prompt, response = config.data.max_prompt_tokens, config.rollout.max_response_tokens
+    longest = longest_row(settings)
+    if longest is not None and prompt + response > longest.tokens:
+        raise UserError(
+            f"model.path: a prompt of {prompt} tokens and a response of {response} have {prompt + response}, and "
+            f"beyond {longest.tokens} {longest.beyond}",
+            "reduce data.max_prompt_tokens or rollout.max_response_tokens",
+        )
+
+
+def check_capped_scores(folder: Path, key: str, settings: Mapping[str, Any]) -> None:
+    """Check that there is a kernel for attention scores that the model caps: on a GPU there is none.
+
+    Raises:
+        UserError: it caps them, and there is a GPU.
+    """
+    family = family_of(settings.get("model_type", ""))
+    if visible_gpus() and any(settings.get(name) is not None for name in family.score_caps):
+        raise unpackable(f"{key}: {folder}", CAPPED_ON_GPU)
 
 
 def check_head_size(config: TrainConfig) -> None:

@@ -17,7 +17,14 @@ from engines.families.shape import weight_shapes
 from penstock.base.errors import UserError
 from penstock.checks.data import check_agents, check_pairs, check_prompt_selection, check_prompts
 from penstock.checks.memory import GroupEstimate, check_memory
-from penstock.checks.model import check_chat, check_head_size, check_model, check_model_folder, check_targets
+from penstock.checks.model import (
+    check_chat,
+    check_head_size,
+    check_longest_row,
+    check_model,
+    check_model_folder,
+    check_targets,
+)
 from penstock.checks.prompts import check_prompt_lengths, read_prompts
 from penstock.checks.registered import check_registering
 from penstock.data.source import reading_once
@@ -70,12 +77,13 @@ def check_rollout_model(config: TrainConfig) -> None:
     """Check that the rollout engine serves the actor, with the weights that are trained.
 
     Raises:
-        UserError: it does not (see `check_head_size` and `engines.families.served`).
+        UserError: it does not (see `check_head_size`, `check_longest_row` and `engines.families.served`).
     """
     if config.model.path is not None:
         folder = Path(config.model.path)
         settings = json.loads((folder / "config.json").read_text(encoding="utf-8"))
         check_served(settings, weight_shapes(folder), f"model.path: {folder}")
+        check_longest_row(config, settings)
     check_head_size(config)
 
 

@@ -23,9 +23,9 @@ STEADY: dict[str, Any] = {"eps": 1.0, "betas": (0.9, 0.95), "weight_decay": 0.01
 UNCLIPPED = 1e9
 
 
-def load_unpacked(folder: Path, kind: Any = AutoModelForCausalLM) -> Any:
-    """The model of a folder with PyTorch's scaled-dot-product attention, in float32."""
-    return kind.from_pretrained(folder, dtype=torch.float32, local_files_only=True, attn_implementation="sdpa")
+def load_unpacked(folder: Path, kind: Any = AutoModelForCausalLM, attention: str = "sdpa") -> Any:
+    """The model of a folder with the library's own attention, by default PyTorch's kernel, in float32."""
+    return kind.from_pretrained(folder, dtype=torch.float32, local_files_only=True, attn_implementation=attention)
 
 
 def row_tokens(rows: Rows, row: int) -> tuple[torch.Tensor, int]:

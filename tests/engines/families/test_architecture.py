@@ -6,19 +6,22 @@ The oracle is `tests.engines.unpacked`. Every model is tiny and random, with wei
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import transformers
 from transformers import AutoModelForCausalLM
 
-from engines.batches.packing import pack
+from engines.batches.packing import Rows, pack
 from engines.kernels.attention import packed_attention
 from engines.models.loading import load_causal_lm, start_reward_model
 from engines.models.models import PackedPolicy, PackedRewardModel
 from penstock.base.errors import UserError
+from penstock.base.ragged import Ragged
 from penstock.checks.model import check_model_folder
 from penstock.data.tokenizer import make_byte_tokenizer
 from tests.engines.rows import random_rows
@@ -49,7 +52,8 @@ LINEAR = {
     "layer_types": ["linear_attention", "full_attention"],
 }
 ROPE = {"rope_theta": 1e4, "original_max_position_embeddings": 20}
-FACTORS = {"long_factor": [4.0] * 4, "short_factor": [1.0] * 4}
+LONG = {**ROPE, "long_factor": [4.0] * 4, "short_factor": [1.0] * 4, "rope_type": "longrope"}
+BY_TURNS = ["sliding_attention", "full_attention"]
 LATENT = {
     "q_lora_rank": 16,
     "kv_lora_rank": 16,
@@ -65,24 +69,45 @@ LATENT = {
     "first_k_dense_replace": 1,
 }
 GOOD: dict[str, dict[str, Any]] = {
-    "Gemma3TextConfig": {**HEADS, "sliding_window": 4, "layer_types": ["sliding_attention", "full_attention"]},
-    "Olmo2Config": {},
-    "GraniteConfig": {"attention_multiplier": 0.3, "residual_multiplier": 0.2, "embedding_multiplier": 12.0},
+    "Gemma3TextConfig": {**HEADS, "sliding_window": 4, "layer_types": BY_TURNS},
+    "Gemma2Config": {**HEADS, "sliding_window": 4, "attn_logit_softcapping": 0.5, "final_logit_softcapping": 3.0},
+    "VaultGemmaConfig": {**HEADS, "sliding_window": 4, "attn_logit_softcapping": 0.5, "final_logit_softcapping": 3.0},
+    "GraniteConfig": {
+        "attention_multiplier": 0.3,
+        "residual_multiplier": 0.2,
+        "embedding_multiplier": 12.0,
+        "logits_scaling": 8.0,
+    },
+    "CohereConfig": {"logit_scale": 0.0625, "use_qk_norm": True},
+    "Cohere2Config": {
+        "logit_scale": 0.25,
+        "sliding_window": 40,
+        "layer_types": BY_TURNS,
+    },
     "LlamaConfig": {"rope_parameters": {**ROPE, "rope_type": "yarn", "factor": 4.0}},
+    "Phi3Config": {"rope_parameters": LONG, "original_max_position_embeddings": 40},
+    "Olmo3Config": {"sliding_window": 4, "layer_types": BY_TURNS},
+    "Exaone4Config": {"sliding_window": 4},
+    **dict.fromkeys(
+        (
+            *("MistralConfig", "Ministral3Config", "OlmoConfig", "Olmo2Config", "SmolLM3Config"),
+            *("Starcoder2Config", "SeedOssConfig", "ArceeConfig", "Ernie4_5Config"),
+        ),
+        {},
+    ),
+    **dict.fromkeys(("GlmConfig", "Glm4Config", "HeliumConfig", "MinistralConfig", "HunYuanDenseV1Config"), HEADS),
 }
+LOUD = {"Gemma2Config", "VaultGemmaConfig"}  # of which the library's own kernel leaves the cap of the scores out
 BAD: dict[str, tuple[dict[str, Any], str]] = {
     "PhiConfig": ({"num_key_value_heads": 4}, "a language head with a bias"),
     "GptOssConfig": ({**HEADS, **EXPERTS, "sliding_window": 128}, "attention sinks"),
     "Lfm2Config": ({"layer_types": ["conv", "full_attention"]}, "layers of the type 'conv'"),
     "Qwen3NextConfig": ({**HEADS, **EXPERTS, **LINEAR}, "layers of the type 'linear_attention'"),
     "FalconH1Config": ({}, "carries a state from token to token"),
-    "Gemma2Config": (HEADS, "sets 'attn_logit_softcapping'"),
-    "Cohere2Config": ({}, "sets 'logit_scale'"),
+    "Qwen3Config": ({**HEADS, "final_logit_softcapping": 30.0}, "sets 'final_logit_softcapping'"),
+    "MistralConfig": ({"attn_logit_softcapping": 30.0}, "sets 'attn_logit_softcapping'"),
+    "OPTConfig": ({"logit_scale": 0.5}, "sets 'logit_scale'"),
     "DeepseekV3Config": (LATENT, "multi-head latent attention"),
-    "Phi3Config": (
-        {"rope_parameters": {**ROPE, **FACTORS, "rope_type": "longrope"}, "original_max_position_embeddings": 20},
-        "positions of the type 'longrope', which follow the longest of the rows",
-    ),
     "Qwen2Config": ({"rope_parameters": {**ROPE, "rope_type": "dynamic", "factor": 4.0}}, "of the type 'dynamic'"),
 }
 
@@ -106,7 +131,8 @@ def test_accepted_families_give_the_log_probs_of_each_row_alone(family: str, tmp
     """Both checks accept them, and company in a micro-batch changes nothing."""
     folder, rows = _write(tmp_path, family, GOOD[family]), random_rows(5, samples=2)
     check_model_folder(folder, "model.path")
-    policy, oracle = PackedPolicy(load_causal_lm(folder, torch.float32, False)).eval(), load_unpacked(folder)
+    policy = PackedPolicy(load_causal_lm(folder, torch.float32, False)).eval()
+    oracle = load_unpacked(folder, attention="eager" if family in LOUD else "sdpa")
     logprobs_T, _ = policy(pack(rows, list(range(len(rows))), torch.device("cpu")), 1.0)
     expected_T = torch.cat([row_logprobs(oracle, rows, row)[0] for row in range(len(rows))])
     torch.testing.assert_close(logprobs_T, expected_T, rtol=1e-5, atol=1e-5)
@@ -126,7 +152,7 @@ def test_families_that_would_train_on_wrong_log_probs_are_refused_before_and_whe
 
 
 def test_a_language_heads_bias_is_no_matter_where_the_head_is_not_used(tmp_path: Path) -> None:
-    """A reward model of Phi has a score in its place. Control: capped attention scores are refused all the same."""
+    """A reward model of Phi has a score in its place. Control: scores that are changed are refused all the same."""
     folder = _write(tmp_path, "PhiConfig", {"num_key_value_heads": 4})
     check_model_folder(folder, "model.path", scores=True)
     model = PackedRewardModel(start_reward_model(folder, torch.float32, False)).eval()
@@ -136,7 +162,7 @@ def test_a_language_heads_bias_is_no_matter_where_the_head_is_not_used(tmp_path:
         together_B = model(pack(rows, [0, 1, 2], torch.device("cpu")))
         alone_B = torch.cat([model(pack(rows, [row], torch.device("cpu"))) for row in range(3)])
     torch.testing.assert_close(together_B, alone_B)
-    capped = _write(tmp_path / "capped", "Gemma2Config", HEADS)
+    capped = _write(tmp_path / "capped", "MistralConfig", {"attn_logit_softcapping": 30.0})
     with pytest.raises(UserError, match="attn_logit_softcapping"):
         check_model_folder(capped, "model.path", scores=True)
 
@@ -158,6 +184,37 @@ def test_what_only_the_forward_pass_shows_is_refused_in_words(tmp_path: Path) ->
         policy(pack(rows, [0, 1], torch.device("cpu")), 1.0)
 
 
+@pytest.mark.parametrize(
+    ("family", "settings", "beyond"),
+    [
+        ("Phi3Config", {"rope_parameters": LONG, "original_max_position_embeddings": 20}, "LongRoPE"),
+        ("Cohere2Config", {"sliding_window": 20, "layer_types": ["sliding_attention"] * 2}, "one token longer"),
+    ],
+)
+@torch.no_grad()
+def test_a_row_beyond_which_others_would_change_is_refused(
+    family: str, settings: dict[str, Any], beyond: str, tmp_path: Path
+) -> None:
+    """Control: rows that are as long as they may be, of the same model, are computed."""
+    folder = _write(tmp_path, family, settings)
+    policy = PackedPolicy(load_causal_lm(folder, torch.float32, False)).eval()
+    ten = Ragged.of([np.full(10, 5)], np.int32)
+    rows = Rows(ten, ten, Ragged.of([np.ones(10)], np.uint8), {})
+    policy(pack(rows, [0], torch.device("cpu")), 1.0)
+    longer = replace(rows, prompts=Ragged.of([np.full(11, 5)], np.int32))
+    with pytest.raises(UserError, match=f"a row has 21 tokens, and beyond 20 .*{beyond}"):
+        policy(pack(longer, [0], torch.device("cpu")), 1.0)
+
+
+def test_capped_scores_are_refused_where_there_is_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before anything starts. Control: without a cap the same family is not."""
+    monkeypatch.setattr("penstock.checks.model.visible_gpus", lambda: ["0"])
+    free = _write(tmp_path / "free", "Gemma2Config", {**HEADS, "attn_logit_softcapping": None})
+    check_model_folder(free, "model.path")
+    with pytest.raises(UserError, match="no packed kernel on a GPU"):
+        check_model_folder(_write(tmp_path / "capped", "Gemma2Config", HEADS), "model.path")
+
+
 def test_an_unknown_layer_type_is_refused_whatever_it_is_called(tmp_path: Path) -> None:
     """Only full and windowed attention are known. Control: the same folder without the entry passes."""
     folder = _write(tmp_path, "Olmo2Config", {})
@@ -172,8 +229,7 @@ def test_an_unknown_layer_type_is_refused_whatever_it_is_called(tmp_path: Path) 
 @pytest.mark.parametrize(
     "entry",
     [
-        {"rope_scaling": {"type": "longrope"}},
-        {"rope_scaling": {"type": "su"}},
+        {"rope_scaling": {"type": "dynamic"}},
         {"rope_parameters": {"full_attention": {"rope_type": "dynamic"}, "sliding_attention": {}}},
     ],
 )
@@ -183,19 +239,19 @@ def test_positions_by_length_are_refused_however_the_file_says_it(entry: dict[st
     check_model_folder(folder, "model.path")
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     (folder / "config.json").write_text(json.dumps(config | entry), encoding="utf-8")
-    with pytest.raises(UserError, match="positions of the type '(longrope|su|dynamic)'"):
+    with pytest.raises(UserError, match="positions of the type 'dynamic'"):
         check_model_folder(folder, "model.path")
 
 
-@pytest.mark.parametrize(
-    ("given", "message"), [({"s_aux": torch.zeros(4)}, "attention sinks"), ({"softcap": 50.0}, "caps its attention")]
-)
-def test_the_attention_itself_refuses_what_it_would_leave_out(given: dict[str, Any], message: str) -> None:
+def test_the_attention_itself_refuses_what_it_would_leave_out() -> None:
     """Whatever a model is called: nothing that changes the scores is passed over in silence."""
     batch = pack(random_rows(3), [0, 1, 2], torch.device("cpu"))
     heads = torch.ones(1, 4, len(batch.tokens_N), 8)
     packed_attention(torch.nn.Identity(), heads, heads, heads, None, packing=batch.layout, s_aux=None, softcap=None)
-    with pytest.raises(UserError, match=message):
-        packed_attention(torch.nn.Identity(), heads, heads, heads, None, packing=batch.layout, **given)
+    with pytest.raises(UserError, match="attention sinks"):
+        packed_attention(torch.nn.Identity(), heads, heads, heads, None, packing=batch.layout, s_aux=torch.zeros(4))
+    with pytest.raises(UserError, match="caps its attention scores"):
+        on_a_gpu = replace(batch.layout, slots_K=None)
+        packed_attention(torch.nn.Identity(), heads, heads, heads, None, packing=on_a_gpu, softcap=50.0)
     with pytest.raises(UserError, match="values of another size"):
         packed_attention(torch.nn.Identity(), heads, heads, heads[..., :6], None, packing=batch.layout)

@@ -20,7 +20,6 @@ from configs.schema import TrainConfig
 from engines.families.architecture import REMEDY
 from engines.families.served import check_served, native_architectures
 from penstock.base.errors import UserError
-from penstock.checks.model import check_model_folder
 from penstock.checks.training import check_inputs
 from penstock.data.tokenizer import make_byte_tokenizer
 
@@ -52,6 +51,7 @@ def _training(model: Path, **sections: Any) -> TrainConfig:
     folder = model.parent
     (folder / "rows.jsonl").write_text('{"question": "1+1=", "answer": "2"}\n', encoding="utf-8")
     data = {"train": str(folder / "rows.jsonl"), "heldout": str(folder / "rows.jsonl"), "prompt": "question"}
+    data |= sections.pop("data", {})
     return TrainConfig.model_validate(
         {
             "model": {"path": str(model)},
@@ -78,14 +78,21 @@ def test_mixtures_of_experts_are_refused_before_the_engines_start(family: str, t
 
 
 @pytest.mark.parametrize("family", ["Olmo2Config", "SmolLM3Config", "Starcoder2Config"])
-def test_families_that_vllm_serves_through_another_library_are_refused_before_the_engines_start(
-    family: str, tmp_path: Path
-) -> None:
-    """They would end when the engines are up. Control: the folder as such is a model that can be trained."""
+def test_families_that_vllm_serves_through_another_library_are_taken(family: str, tmp_path: Path) -> None:
+    """Its reshard is tests/engines/families/test_every_family.py's. Control: vLLM has no class of its own for them."""
     model = _write(tmp_path / "model", family, {})
-    check_model_folder(model, "model.path")
-    with pytest.raises(UserError, match=rf"is a {family.removesuffix('Config')}ForCausalLM, and vLLM has none"):
-        check_inputs(_training(model))
+    check_inputs(_training(model))
+    assert f"{family.removesuffix('Config')}ForCausalLM" not in native_architectures()
+
+
+def test_rows_that_the_model_would_compute_otherwise_are_refused_before_the_engines_start(tmp_path: Path) -> None:
+    """Of prompts and responses that may be longer. Control: shorter ones are taken."""
+    factors = {"long_factor": [4.0] * 16, "short_factor": [1.0] * 16, "rope_theta": 1e4, "rope_type": "longrope"}
+    settings = {"hidden_size": 128, "rope_parameters": factors, "original_max_position_embeddings": 20}
+    model = _write(tmp_path / "model", "Phi3Config", settings)
+    with pytest.raises(UserError, match="a prompt of 13 tokens and a response of 8 have 21, and beyond 20 it has"):
+        check_inputs(_training(model, data={"max_prompt_tokens": 13}))
+    check_inputs(_training(model, data={"max_prompt_tokens": 12}))
 
 
 def test_a_critic_needs_no_vllm(tmp_path: Path) -> None:

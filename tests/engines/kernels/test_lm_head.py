@@ -24,7 +24,9 @@ def test_statistics_block_by_block_are_those_of_the_whole_vocabulary(vocabulary:
     logits_CV[3] += 500
     logits_CV[4] -= 500
     targets_C = torch.arange(6) * (vocabulary // 6)
-    chosen_C, (normalizer_C, entropies_C, *_) = logprobs._statistics(logits_CV, targets_C, torch.tensor(0.5), None)
+    chosen_C, (normalizer_C, entropies_C, *_) = logprobs._statistics(
+        logits_CV, targets_C, torch.tensor(0.5), None, None
+    )
     exact_CV = (logits_CV.double() * 0.5).log_softmax(-1)
     exact_C = -(exact_CV.exp() * exact_CV).sum(-1)
     torch.testing.assert_close(chosen_C.double(), exact_CV[torch.arange(6), targets_C], rtol=1e-5, atol=1e-4)

@@ -164,7 +164,7 @@ def test_a_sliding_window_that_is_left_out_would_show(folder_of: FolderOf, monke
 
 
 def test_models_that_packing_would_run_wrongly_are_refused(folder_of: FolderOf, tmp_path: Path) -> None:
-    """Capped logits would stay uncapped without a word; several labels are no score. Both are the user's choice."""
+    """A cap that is not its family's may be another's; several labels are no score. Both are the user's choice."""
     capped = tmp_path / "capped"
     shutil.copytree(folder_of(SHAPES[0]), capped)
     config = json.loads((capped / "config.json").read_text(encoding="utf-8"))
