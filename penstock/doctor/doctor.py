@@ -275,6 +275,7 @@ def examine_recipe(config: TrainConfig) -> tuple[list[Diagnosis], int | None]:
     from engines.groups.spec import placed
     from penstock.checks.memory import disk_bytes
     from penstock.checks.training import check_training
+    from penstock.doctor.model import examine_model
 
     try:
         estimates = check_training(config)
@@ -285,4 +286,6 @@ def examine_recipe(config: TrainConfig) -> tuple[list[Diagnosis], int | None]:
         places = placed(item.devices)
         text = f"group {item.group} ({', '.join(item.roles)}) on {places}: about {_size(item.memory.total)} per rank"
         lines.append(Diagnosis("recipe", "ok", text))
+    if config.model.path is not None:
+        lines += examine_model(config.model.path)
     return lines, disk_bytes(config)

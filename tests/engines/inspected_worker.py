@@ -62,6 +62,7 @@ class InspectedWorker(Worker):
         "discard",
         "imported",
         "parameters",
+        "backbone_classes",
         "table_of_families",
         "addresses",
         "shards",
@@ -140,6 +141,12 @@ class InspectedWorker(Worker):
     def imported(self, names: list[str]) -> dict[str, Any]:
         """Which of some libraries this process has."""
         return {"names": [name for name in names if name in sys.modules]}
+
+    def backbone_classes(self) -> dict[str, Any]:
+        """The names of a class and its first base, of the trainer's backbone and of the engine's."""
+        assert self.models.generator is not None
+        ours, theirs = (type(model) for model in (self.models.lm.base_model, self.models.generator.model.model))
+        return {"trainer": _names(ours), "vllm": _names(theirs)}
 
     def table_of_families(self, with_renamed: bool) -> dict[str, Any]:
         """Let this process know the renamed Llama, and have a row for it or none from now on."""
@@ -516,3 +523,7 @@ class InspectedWorker(Worker):
 
 def _unheard(_: dict[str, Any]) -> None:
     """Takes what a command tells before its reply."""
+
+
+def _names(kind: type) -> list[str]:
+    return [kind.__name__, kind.__bases__[0].__name__]

@@ -284,6 +284,26 @@ def fan_in(
 
 
 @app.command()
+def families(
+    models: Annotated[
+        list[Path] | None, typer.Argument(help="folders of models; default: a tiny one of each family that is trained")
+    ] = None,
+    out: Out = None,
+    page: Annotated[Path | None, typer.Option(help="page whose table of families is written anew")] = None,
+) -> None:
+    """Families of models: that what is trained is what vLLM serves, by log-probs beside the Transformers library's."""
+    from benchmarks.families import COLUMNS, measure
+    from benchmarks.families_page import read_page, rendered
+    from penstock.base.files import write_text
+
+    text = None if page is None else read_page(page)
+    result = measure(command(), {folder.name: folder for folder in models or ()})
+    _finish(result, out, COLUMNS)
+    if page is not None and text is not None:
+        write_text(page, rendered(text, result))
+
+
+@app.command()
 def scaling(
     recipe: Recipe,
     overrides: Overrides = None,

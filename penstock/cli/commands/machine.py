@@ -41,17 +41,34 @@ def doctor(
     pool: Annotated[
         str | None, typer.Option(help="check the machines of this work pool together: versions, links, run folder")
     ] = None,
+    model: Annotated[
+        Path | None, typer.Option(help="say of this model's folder, and of nothing else, how it is trained and served")
+    ] = None,
 ) -> None:
     """Check the machine: driver, libraries, GPUs, links, memory, disk; exit code 1 if something would stop a run."""
     recipe = target.suffix in (".yaml", ".yml")
+    if model is not None and (recipe or pool is not None):
+        raise UserError("--model looks at a folder alone", "leave the recipe and --pool out")
     if overrides and not recipe:
         raise UserError(
             f"{target} is no recipe, so there is nothing to override", "name a YAML file, or a folder alone"
         )
     changes = overrides or ()
-    lines = _examine_machine(target, changes, recipe) if pool is None else _examine_pool(pool, target, changes)
+    if model is not None:
+        lines = _examine_model(model)
+    else:
+        lines = _examine_machine(target, changes, recipe) if pool is None else _examine_pool(pool, target, changes)
     if any(line.level == "problem" for line in lines):
         raise SystemExit(1)
+
+
+def _examine_model(folder: Path) -> list[Diagnosis]:
+    from penstock.doctor.doctor import table
+    from penstock.doctor.model import examine_model
+
+    lines = examine_model(folder)
+    console.print(table(lines))
+    return lines
 
 
 def _examine_pool(pool: str, target: Path, overrides: Sequence[str]) -> list[Diagnosis]:

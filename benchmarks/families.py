@@ -1,0 +1,208 @@
+"""Families of models through real engines: what packed training computes, and what vLLM serves of what was trained.
+
+Each model is built as an actor with its rollout engine, takes an update, and is written as a folder. Compared is the
+mean difference of log-probs:
+
+- `packed`: the actor's with the Transformers library's, of a whole row at a time; `gradient`, likewise, as a share;
+- `rollout`: vLLM's while it samples with the actor's, after the update and a reshard; `lora` the same with adapters;
+- `exported`: vLLM's with those that the library has of the folder that was written;
+- `stale`: the control, vLLM's before the update with the actor's after it.
+
+Anyone can run it on a folder of a model of their own, small enough for one device. Left out: speed, and how well a
+model learns.
+"""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from benchmarks.reporting.result import BenchResult, new_result
+from benchmarks.workload.experience import lognormal_lengths, write_experience
+from benchmarks.workload.families import FAMILIES, write_family
+from configs.schema import TrainConfig
+from engines.commands.build import Build, Built
+from engines.commands.checkpoint import Export
+from engines.commands.forward import TokenValues
+from engines.commands.logprob_gap import LogprobsToCompare, SampledTokens, SampleToCompare
+from engines.commands.message import Command, decode_reply, encode, name_of
+from engines.commands.reshard import Reshard
+from engines.commands.update import ActorLoss, Split, UpdateActor
+from engines.families.served import check_served, native_architectures
+from engines.families.shape import read_shape, weight_shapes
+from engines.groups.group import EngineError, EngineGroup
+from engines.groups.machine import visible_gpus
+from engines.groups.spec import GroupSpec, RankDevice
+from penstock.base.errors import UserError
+from penstock.base.ragged import Ragged
+from penstock.checks.model import check_model_folder
+from penstock.reports.progress import TrainingProgress
+
+PROMPT, RESPONSE, ROWS, SAMPLES, TOKENS = 8, 16, 12, 2, 8
+LEARNING_RATE = 1e-2
+SPLIT = Split(
+    mini_batches=2,
+    epochs=1,
+    samples=SAMPLES,
+    together=SAMPLES,
+    micro_batch_tokens=64,
+    max_response_tokens=RESPONSE,
+    aggregation="token-mean",
+    seed=0,
+)
+LOSS = ActorLoss("ppo_clip", {"clip_low": 0.2, "clip_high": 0.3}, 1.0, 0.0, None, 0.0)
+EXPLAINED = 0.1  # mean difference with which a training in bfloat16 goes on (tasks/iteration/compare_logprobs.py)
+COLUMNS = ("family", "served_by", "packed", "gradient", "rollout", "lora", "exported", "stale", "refused")
+
+
+def measure(command: str, folders: Mapping[str, Path]) -> BenchResult:
+    """Measure the models of some folders by their names; none: a tiny one of each family.
+
+    Raises:
+        UserError: a folder is no model's.
+    """
+    for name, folder in folders.items():
+        if not (folder / "config.json").is_file():
+            raise UserError(f"{name}: {folder} has no config.json", "name the folder of a Hugging Face model")
+    with tempfile.TemporaryDirectory(prefix="penstock-bench-") as made, TrainingProgress() as progress:
+        details: list[dict[str, Any]] = []
+        for name in folders or FAMILIES:
+            progress.phase(name)
+            folder = folders[name] if folders else write_family(name, Path(made) / str(len(details)))
+            details.append({"family": name, **measure_folder(folder, Path(made) / "work")})
+    taken = [row for row in details if "refused" not in row]
+    figures = {"families": float(len(taken)), "refused": float(len(details) - len(taken))}
+    for figure in ("packed", "gradient", "rollout", "lora", "exported"):
+        figures |= {f"{figure}_max": max(row[figure] for row in taken)} if taken else {}
+    settings = {"rows": ROWS, "prompt_tokens": PROMPT, "response_tokens": RESPONSE, "learning_rate": LEARNING_RATE}
+    return new_result("families", command, figures, settings=settings, details=details)
+
+
+def measure_folder(folder: Path, work: Path) -> dict[str, Any]:
+    """Return the figures of a model, or `refused`, why it is.
+
+    Args:
+        work: folder for its ranks' logs and what they write.
+    """
+    settings = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    own = bool(native_architectures() & {*settings["architectures"]})
+    described = {"model_type": settings["model_type"], "served_by": "vLLM" if own else "Transformers in vLLM"}
+    try:
+        check_model_folder(folder, "it")
+        check_served(settings, weight_shapes(folder), "it")
+        with _ranks(work) as group:
+            figures = _Model(group, folder, work).measured()
+        with _ranks(work) as group:
+            figures["lora"] = _Model(group, folder, work, lora=True).gap_after_an_update()
+    except UserError as error:
+        return {**described, "refused": error.problem}
+    except EngineError as error:  # vLLM's own, of a model that it cannot run
+        return {**described, "refused": error.remote_traceback.strip().splitlines()[-1]}
+    if not figures["rollout"] <= EXPLAINED:
+        return {**described, "refused": f"vLLM gives tokens other log-probs ({figures['rollout']:.2g})"}
+    return described | figures
+
+
+class _Model:
+    """A model in a rank, and the experience that it learns from."""
+
+    def __init__(self, group: EngineGroup, folder: Path, work: Path, lora: bool = False) -> None:
+        self._group, self._folder, self._work, self._sent = group, folder, work, 0
+        sections: dict[str, Any] = {
+            "model": {"path": str(folder)},
+            "data": {"max_prompt_tokens": PROMPT},
+            "rollout": {"prompts": ROWS // SAMPLES, "samples": SAMPLES, "max_response_tokens": RESPONSE},
+            "actor": {"lora": {"rank": 4, "alpha": 8}} if lora else {},
+        }
+        config = TrainConfig.model_validate(sections).model_dump(mode="json")
+        self._built: Built = self._ask(Build(config, str(folder), ("actor", "rollout")))
+        self._ask(Reshard(0))
+        vocabulary = read_shape(folder).vocabulary
+        generator = np.random.default_rng(0)
+        self._prompts = Ragged.of([generator.integers(2, vocabulary, PROMPT) for _ in range(4)], np.int32)
+        lengths = lognormal_lengths(ROWS, PROMPT, mean=8, longest=RESPONSE)
+        self._experience = write_experience(work / "experience.parquet", lengths, vocabulary, 0, SAMPLES)
+
+    def measured(self) -> dict[str, Any]:
+        """Return the figures."""
+        from benchmarks.ranks.family_rank import CompareGradients
+
+        before = self._sampled()
+        ours = self._logprobs(before.responses, before.positions_P)
+        library = self._library(self._folder, before)
+        gradient = self._ask(CompareGradients(str(self._folder), self._experience.path)).share
+        rollout = self.gap_after_an_update()
+        stale = self._logprobs(before.responses, before.positions_P) - before.logprobs_T
+        after, exported = self._sampled(), self._work / "exported"
+        self._ask(Export(str(exported)))
+        written = self._library(exported, after)
+        return {
+            "strategy": self._built.strategy,
+            "parameters_shared": self._built.parameters_shared,
+            "parameters_copied": self._built.parameters_copied,
+            "packed": _mean(ours - library),
+            "gradient": gradient,
+            "rollout": rollout,
+            "exported": _mean(written - after.logprobs_T),
+            "stale": _mean(stale),
+        }
+
+    def gap_after_an_update(self) -> float:
+        """Learn from the experience, reshard, and return the difference between vLLM and the actor."""
+        self._ask(UpdateActor(self._experience.path, 0, SPLIT, LOSS, LEARNING_RATE))
+        self._ask(Reshard(1))
+        sampled = self._sampled()
+        return _mean(self._logprobs(sampled.responses, sampled.positions_P) - sampled.logprobs_T)
+
+    def _sampled(self) -> SampledTokens:
+        self._sent += 1
+        sampled: SampledTokens = self._ask(SampleToCompare(self._sent, self._prompts, TOKENS, [0, self._sent]))
+        return sampled
+
+    def _library(self, folder: Path, sampled: SampledTokens) -> np.ndarray:
+        from benchmarks.ranks.family_rank import LibraryLogprobs
+
+        prompts = self._prompts.take(sampled.positions_P)
+        reply: TokenValues = self._ask(LibraryLogprobs(str(folder), prompts, sampled.responses))
+        return reply.values_T
+
+    def _logprobs(self, responses: Ragged, positions_P: np.ndarray) -> np.ndarray:
+        prompts = self._prompts.take(positions_P)
+        reply: TokenValues = self._ask(LogprobsToCompare(prompts, responses, budget=1024))
+        order = np.argsort(reply.rows)
+        own = Ragged.of(np.split(reply.values_T, np.cumsum(responses.lengths_B[reply.rows])[:-1]), np.float32)
+        return own.take(order).values_T
+
+    def _ask(self, command: Command[Any]) -> Any:
+        self._sent += 1
+        (answer,) = self._group.call(name_of(type(command)), key=f"{self._sent}", **encode(command))
+        return decode_reply(type(command), answer["reply"])
+
+
+def _mean(difference_T: np.ndarray) -> float:
+    return float(np.abs(difference_T).mean())
+
+
+@contextmanager
+def _ranks(work: Path) -> Iterator[EngineGroup]:
+    """Start one rank, on a GPU if there is one."""
+    work.mkdir(exist_ok=True)
+    spec = GroupSpec(
+        name="main",
+        roles=("actor", "rollout"),
+        devices=(RankDevice(0 if visible_gpus() else None),),
+        log_dir=work,
+        start_timeout_s=600.0,
+        command_timeout_s=600.0,
+        heartbeat_timeout_s=120.0,
+        worker="benchmarks.ranks.family_rank:FamilyRank",
+    )
+    with EngineGroup(spec) as group:
+        group.wait_ready()
+        yield group

@@ -1,0 +1,66 @@
+"""Families of models through the real engines, as `penstock bench families` measures them.
+
+One by a class of vLLM's own that caps logits and scores, and one that vLLM builds from the Transformers library's are
+in `make test-slow`. That each family's packed rows are the library's is test_architecture.py's.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from benchmarks.families import measure_folder
+from benchmarks.workload.families import FAMILIES, REFUSED, write_family
+from tests.engines.rows import LOSS, SPLIT, random_rows, write_rows
+from tests.engines.shared_ranks import Ranks
+
+EQUAL, STALE = 1e-5, 1e-2  # mean difference of log-probs in float32
+TRAINED = [name for name in FAMILIES if name not in REFUSED]
+ONE_OF_EACH_KIND = ("Gemma 2", "OLMo 2")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "name", [name if name in ONE_OF_EACH_KIND else pytest.param(name, marks=pytest.mark.exhaustive) for name in TRAINED]
+)
+def test_what_is_trained_is_what_vllm_serves(name: str, tmp_path: Path) -> None:
+    """Packed rows, gradients, vLLM after an update and with adapters, what is written: all as the library has it.
+
+    Every parameter is the trainer's own. Control: the policy before the update is another by far.
+    """
+    row = measure_folder(write_family(name, tmp_path / "model"), tmp_path / "work")
+    assert "refused" not in row
+    assert max(row[figure] for figure in ("packed", "gradient", "rollout", "lora", "exported")) < EQUAL
+    assert row["stale"] > STALE
+    assert row["parameters_shared"] > 0 == row["parameters_copied"]
+
+
+@pytest.mark.slow
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_is_not_provided_is_refused_in_a_line(name: str, tmp_path: Path) -> None:
+    """By a check, by a rank, or by the comparison of log-probs; never trained on something else."""
+    row = measure_folder(write_family(name, tmp_path / "model"), tmp_path / "work")
+    assert row["refused"] and "\n" not in row["refused"]
+
+
+@pytest.mark.slow
+def test_shards_of_a_model_that_vllm_changes_the_class_of_are_gathered(one_rank: Ranks, tmp_path: Path) -> None:
+    """ZeRO-3 gathers in hooks, past which vLLM's changes would call the trainer's model.
+
+    An optimizer step and a reshard after vLLM has started; the trainer's class is the library's again. Control: vLLM's
+    model is of a class of its own.
+    """
+    folder = write_family("OLMo 2", tmp_path / "model")
+    built = one_rank.build(folder, ("actor", "rollout"), actor={"zero_stage": 3})
+    assert built.strategy == "gather"
+    one_rank.ask("reshard", version=0)
+    path = write_rows(tmp_path / "rows.parquet", random_rows(8))
+    split = {**SPLIT, "mini_batches": 2, "micro_batch_tokens": 32}
+    one_rank.ask("update_actor", path=path, version=0, split=split, loss=LOSS, learning_rate=1e-2)
+    one_rank.ask("reshard", version=1)
+    assert one_rank.ask("mismatches")[0]["names"] == []
+    classes = one_rank.ask("backbone_classes")[0]
+    assert classes["trainer"] == ["Olmo2Model", "Olmo2PreTrainedModel"]
+    assert classes["vllm"][:2] == ["Olmo2Model", "Olmo2Model"]
