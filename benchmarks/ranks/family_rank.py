@@ -6,52 +6,26 @@ tokens.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
 from transformers import AutoModelForCausalLM
 
+from benchmarks.families.measuring import CompareGradients, GradientGap, LibraryLogprobs
 from engines.batches.packing import Rows, pack, read_rows
 from engines.commands.forward import TokenValues
-from engines.commands.message import Command
 from engines.models.loading import load_causal_lm
 from engines.models.models import PackedPolicy
 from engines.ranks.models import RankModels
 from engines.ranks.serving.handlers import carries_out
 from engines.ranks.worker import Worker
-from penstock.base.ragged import Ragged
 
 CPU = torch.device("cpu")
 
 
-@dataclass(frozen=True)
-class LibraryLogprobs(Command[TokenValues]):
-    """Log-probs of responses, as the library computes them of the model in `folder`."""
-
-    folder: str
-    prompts: Ragged
-    responses: Ragged
-
-
-@dataclass(frozen=True)
-class GradientGap:
-    """The norm of the difference of two gradients of a model, as a share of the library's."""
-
-    share: float
-
-
-@dataclass(frozen=True)
-class CompareGradients(Command[GradientGap]):
-    """Compare the gradient of packed rows with that of the library: of the mean log-prob of the file's responses."""
-
-    folder: str
-    path: str
-
-
 class FamilyRank(Worker):
-    """A rank that also carries out the two commands of this file, which are registered by its import."""
+    """A rank that also carries out the benchmark's own commands, which this file registers."""
 
 
 @carries_out(LibraryLogprobs)

@@ -1,7 +1,7 @@
 """Tiny models with random weights, one for each family that is trained or known to be refused.
 
 Every size is small and every setting that changes what is computed is far from where it does nothing: windows are
-shorter than rows, caps are reached. Left out: what is measured of them (benchmarks/families.py).
+shorter than rows, caps are reached. Left out: what is measured of them (benchmarks/families/measuring.py).
 """
 
 from __future__ import annotations
@@ -109,10 +109,12 @@ def write_family(name: str, folder: Path) -> Path:
     """Write the tiny model of a family with a byte tokenizer beside it; the same weights each time."""
     import torch
     from transformers import CONFIG_MAPPING, AutoModelForCausalLM
+    from transformers.utils import logging
 
     from penstock.data.tokenizer import make_byte_tokenizer
 
     model_type, settings = FAMILIES[name]
+    logging.disable_progress_bar()
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(5)
         model = AutoModelForCausalLM.from_config(CONFIG_MAPPING[model_type](**{**SIZES, **settings}))

@@ -30,6 +30,7 @@ from configs.sections.rollout import RolloutConfig
 from engines.commands.rollout import Generate, Sampling, Sharing
 from engines.families.served import check_served
 from engines.families.shape import ModelShape, shape_of_weights
+from engines.models.shared_class import kept_as_it_is
 from engines.rollout import vllm as versions
 from engines.rollout.batch_sizes import capture_sizes, max_sequences, most_at_once
 from engines.rollout.decode_loop import DecodeLoop, Share
@@ -39,7 +40,6 @@ from engines.rollout.prompt_queue import EnginePlace, place_of, prompt_queue
 from engines.rollout.quota import quota_of
 from engines.rollout.responses import SingleResponses
 from engines.rollout.scheduler import let_sequences_coast
-from engines.rollout.shared_class import kept_as_it_is
 from engines.weights.loader import register_loader
 from engines.weights.slices import shapes_of
 

@@ -292,8 +292,8 @@ def families(
     page: Annotated[Path | None, typer.Option(help="page whose table of families is written anew")] = None,
 ) -> None:
     """Families of models: that what is trained is what vLLM serves, by log-probs beside the Transformers library's."""
-    from benchmarks.families import COLUMNS, measure
-    from benchmarks.families_page import read_page, rendered
+    from benchmarks.families.measuring import COLUMNS, measure
+    from benchmarks.families.page import read_page, rendered
     from penstock.base.files import write_text
 
     text = None if page is None else read_page(page)

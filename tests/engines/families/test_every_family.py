@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.families import measure_folder
+from benchmarks.families.measuring import measure_folder
 from benchmarks.workload.families import FAMILIES, REFUSED, write_family
 from tests.engines.rows import LOSS, SPLIT, random_rows, write_rows
 from tests.engines.shared_ranks import Ranks

@@ -5,10 +5,15 @@ Suffixes: `_CV` tokens x vocabulary, `_TH` tokens x hidden size, `_VH` vocabular
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 import torch
+from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
+from engines.families.logits import LogitRule
 from engines.kernels import lm_head as logprobs
 
 
@@ -60,3 +65,43 @@ def test_kept_logits_spare_a_product_with_the_head(keep_logits: bool, products: 
         logprobs.selected_logprobs(hidden_TH, head_VH, targets_T, 1.0, keep_logits)
     flops = 2 * 50 * 16 * 30
     assert (trained.get_total_flops(), asked.get_total_flops()) == (products * flops, flops)
+
+
+@pytest.mark.parametrize("rule", [LogitRule(), LogitRule(0.25), LogitRule(1.0, 1.5), LogitRule(2.0, 0.5)])
+@pytest.mark.parametrize("keep_logits", [False, True])
+def test_logits_that_a_model_caps_and_scales_have_the_gradients_of_autograd(rule: LogitRule, keep_logits: bool) -> None:
+    """Of log-probs, entropies and the divergence from a reference, in float64. Control: without the rule others."""
+    torch.manual_seed(0)
+    hidden_TH, reference_TH = torch.randn(7, 5, dtype=torch.float64), torch.randn(7, 5, dtype=torch.float64)
+    head_VH, targets_T = torch.randn(11, 5, dtype=torch.float64), torch.arange(7)
+    weights_3T = torch.randn(3, 7, dtype=torch.float64)
+
+    def plain(hidden_TH: Tensor, head_VH: Tensor) -> list[Tensor]:
+        def logprobs_TV(states_TH: Tensor) -> Tensor:
+            raw_TV = states_TH @ head_VH.t()
+            capped_TV = raw_TV if rule.cap is None else rule.cap * (raw_TV / rule.cap).tanh()
+            return (capped_TV * rule.factor / 0.7).log_softmax(-1)
+
+        own_TV = logprobs_TV(hidden_TH)
+        other_TV = logprobs_TV(reference_TH).detach()
+        probs_TV = own_TV.exp()
+        chosen_T = own_TV.gather(-1, targets_T[:, None])[:, 0]
+        return [chosen_T, -(probs_TV * own_TV).sum(-1), (probs_TV * (own_TV - other_TV)).sum(-1)]
+
+    def ours(hidden_TH: Tensor, head_VH: Tensor, rule: LogitRule = rule) -> list[Tensor]:
+        two = logprobs.selected_logprobs(hidden_TH, head_VH, targets_T, 0.7, keep_logits, None, rule)
+        reference = logprobs.Reference(reference_TH, head_VH.detach())
+        return [*two, logprobs.selected_logprobs_and_kl(hidden_TH, head_VH, targets_T, 0.7, reference, None, rule)[2]]
+
+    def values_and_gradients(function: Callable[..., list[Tensor]], **options: Any) -> list[Tensor]:
+        leaves = [value.clone().requires_grad_() for value in (hidden_TH, head_VH)]
+        values = function(*leaves, **options)
+        (torch.stack(values) * weights_3T).sum().backward()
+        return [*values, *(leaf.grad for leaf in leaves if leaf.grad is not None)]
+
+    found, expected = values_and_gradients(ours), values_and_gradients(plain)
+    assert len(found) == len(expected) == 5
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, other)
+    if rule != LogitRule():
+        assert not torch.allclose(values_and_gradients(ours, rule=LogitRule())[3], expected[3])

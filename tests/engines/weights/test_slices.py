@@ -136,6 +136,19 @@ def test_vocabularies_are_padded_and_cut(vocabulary: int, ranks: int, as_rank: A
             assert [piece.length for piece in item.slices] == [0]
 
 
+def test_layers_that_vllm_leaves_apart_have_counterparts_one_by_one(as_rank: Any) -> None:
+    """As in models that it builds from another library's classes. Control: where one is missing none is known."""
+    from vllm.model_executor.layers.linear import ColumnParallelLinear
+
+    rows = {"q_proj": 16, "k_proj": 8, "v_proj": 8}
+    layers = {name: ColumnParallelLinear(HIDDEN, count, bias=False) for name, count in rows.items()}
+    shapes = {f"{name}.weight": (count, HIDDEN) for name, count in rows.items()}
+    found = counterparts(nn.ModuleDict(layers), shapes, USUAL)
+    assert [(item.name, [piece.part for piece in item.slices]) for item in found] == [(name, [name]) for name in shapes]
+    del layers["v_proj"]
+    assert counterparts(nn.ModuleDict(layers), shapes, USUAL) == []
+
+
 def test_what_is_not_known_has_no_counterpart(as_rank: Any) -> None:
     """Matrices stacked under a model's own name, sizes that do not match, layers of another class."""
     from vllm.model_executor.layers.linear import MergedColumnParallelLinear, QKVParallelLinear

@@ -18,6 +18,7 @@ import json
 import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -59,6 +60,30 @@ SPLIT = Split(
 LOSS = ActorLoss("ppo_clip", {"clip_low": 0.2, "clip_high": 0.3}, 1.0, 0.0, None, 0.0)
 EXPLAINED = 0.1  # mean difference with which a training in bfloat16 goes on (tasks/iteration/compare_logprobs.py)
 COLUMNS = ("family", "served_by", "packed", "gradient", "rollout", "lora", "exported", "stale", "refused")
+
+
+@dataclass(frozen=True)
+class LibraryLogprobs(Command[TokenValues]):
+    """Log-probs of responses, as the library computes them of the model in `folder`."""
+
+    folder: str
+    prompts: Ragged
+    responses: Ragged
+
+
+@dataclass(frozen=True)
+class GradientGap:
+    """The norm of the difference of two gradients of a model, as a share of the library's."""
+
+    share: float
+
+
+@dataclass(frozen=True)
+class CompareGradients(Command[GradientGap]):
+    """Compare the gradient of packed rows with that of the library: of the mean log-prob of the file's responses."""
+
+    folder: str
+    path: str
 
 
 def measure(command: str, folders: Mapping[str, Path]) -> BenchResult:
@@ -131,8 +156,6 @@ class _Model:
 
     def measured(self) -> dict[str, Any]:
         """Return the figures."""
-        from benchmarks.ranks.family_rank import CompareGradients
-
         before = self._sampled()
         ours = self._logprobs(before.responses, before.positions_P)
         library = self._library(self._folder, before)
@@ -166,8 +189,6 @@ class _Model:
         return sampled
 
     def _library(self, folder: Path, sampled: SampledTokens) -> np.ndarray:
-        from benchmarks.ranks.family_rank import LibraryLogprobs
-
         prompts = self._prompts.take(sampled.positions_P)
         reply: TokenValues = self._ask(LibraryLogprobs(str(folder), prompts, sampled.responses))
         return reply.values_T

@@ -1,0 +1,1 @@
+"""Families of models: what is trained and served, and how closely the two agree."""
