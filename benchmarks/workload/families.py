@@ -32,7 +32,7 @@ LONG = {
     "long_factor": [4.0] * 16,
     "short_factor": [1.0 + 0.1 * number for number in range(16)],
 }
-EXPERTS = {"num_experts": 2, "num_local_experts": 2, "num_experts_per_tok": 1, "moe_intermediate_size": 32}
+EXPERTS = {"num_experts": 4, "num_local_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
 LATENT = {
     "q_lora_rank": 16,
     "kv_lora_rank": 16,
@@ -62,9 +62,11 @@ REFUSED: dict[str, tuple[str, dict[str, Any]]] = {
     "StableLM": ("stablelm", {}),
     "Nemotron": ("nemotron", {}),
     "Apertus": ("apertus", {}),
-    "Mixtral": ("mixtral", EXPERTS),
-    "Qwen 3 MoE": ("qwen3_moe", EXPERTS),
     "gpt-oss": ("gpt_oss", {**EXPERTS, "sliding_window": 128}),
+    "GLM-4.5": (
+        "glm4_moe",
+        {**EXPERTS, "n_routed_experts": 4, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1},
+    ),
     "DeepSeek-V3": ("deepseek_v3", LATENT),
     "Qwen 3 Next": ("qwen3_next", {**EXPERTS, **LINEAR}),
     "Mamba 2": ("mamba2", {"num_heads": 8, "head_dim": 32, "state_size": 16, "n_groups": 1}),
@@ -101,6 +103,10 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "EXAONE 4": ("exaone4", {"sliding_window": 8}),
     "ERNIE 4.5": ("ernie4_5", {}),
     "Helium": ("helium", {}),
+    "Mixtral": ("mixtral", EXPERTS),
+    "Qwen 2 MoE": ("qwen2_moe", {**EXPERTS, "shared_expert_intermediate_size": 32}),
+    "Qwen 3 MoE": ("qwen3_moe", EXPERTS),
+    "OLMoE": ("olmoe", EXPERTS),
     **REFUSED,
 }
 

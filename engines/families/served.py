@@ -34,12 +34,12 @@ def check_served(settings: Mapping[str, Any], weights: Iterable[str], where: str
         where: what the message calls it.
 
     Raises:
-        UserError: it is a mixture of experts.
+        UserError: it is a mixture of experts, and its family's row does not say how vLLM calls them.
     """
     family = family_of(settings.get("model_type", ""))
     counted = [name for name in family.expert_settings if (settings.get(name) or 0) > 1]
     named = [name for name in weights if not set(family.expert_weights).isdisjoint(name.split("."))]
-    if counted or named:
+    if (counted or named) and not family.experts:
         evidence = f"'{counted[0]}' is {settings[counted[0]]}" if counted else f"it has '{named[0]}'"
         raise unserved(where, f"is a mixture of experts ({evidence}), whose weights no reshard can compare with vLLM's")
 

@@ -55,6 +55,8 @@ class Family:
         state_weights: parts of weights' names in layers that carry a state across sequences: state space, linear
             attention, convolution.
         sink_weights: last parts of weights' names in attention with sinks.
+        experts: how parameters of experts and of their routers end here, and how in vLLM, where both stack the experts
+            alike; None: of an actor of this family no reshard could compare them.
         expert_settings: settings that count experts.
         expert_weights: parts of weights' names in experts.
     """
@@ -80,6 +82,7 @@ class Family:
     disputed_window: bool = False
     state_weights: tuple[str, ...] = ("A_log", "conv", "conv1d")
     sink_weights: tuple[str, ...] = ("sinks",)
+    experts: tuple[tuple[str, str], ...] | None = None
     expert_settings: tuple[str, ...] = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
     expert_weights: tuple[str, ...] = ("experts", "block_sparse_moe")
 
@@ -101,11 +104,24 @@ class Family:
 
 USUAL = Family()
 
+
+def _experts_in(block: str) -> tuple[tuple[str, str], ...]:
+    """How experts are called in vLLM, in a block that may have another name there."""
+    return (
+        ("mlp.experts.gate_up_proj", f"{block}.experts.w13_weight"),
+        ("mlp.experts.down_proj", f"{block}.experts.w2_weight"),
+    )
+
+
 FAMILIES: tuple[Family, ...] = (
     Family(("llama",), gated_mlps=("LlamaMLP",)),
     Family(("mistral",), gated_mlps=("MistralMLP",)),
     Family(("qwen2",), gated_mlps=("Qwen2MLP",)),
     Family(("qwen3",), gated_mlps=("Qwen3MLP",)),
+    Family(("qwen2_moe", "qwen3_moe", "olmoe"), experts=_experts_in("mlp")),
+    Family(
+        ("mixtral",), experts=(("mlp.gate.weight", "block_sparse_moe.gate.weight"), *_experts_in("block_sparse_moe"))
+    ),
     Family(("cohere",), logit_factors=("logit_scale",)),
     Family(("cohere2",), logit_factors=("logit_scale",), disputed_window=True),
     Family(("granite",), logit_divisors=("logits_scaling",)),

@@ -31,6 +31,38 @@ def keep_plain_linear_on_cpu() -> None:
     utils.dispatch_cpu_unquantized_gemm = plain
 
 
+def keep_plain_experts_on_cpu() -> None:
+    """Likewise keep experts as they are: vLLM packs them in a layout of its kernel's. What activates has to be SiLU."""
+    from vllm.model_executor.layers.fused_moe.experts import cpu_moe
+
+    def keep(experts: Any, layer: torch.nn.Module) -> None:
+        experts._use_zentorch = False
+
+    experts: Any = cpu_moe.CPUUnquantizedExperts
+    experts.process_weights_after_loading, experts.apply = keep, _apply_experts
+    experts._supports_activation = staticmethod(lambda activation: activation.value == "silu")
+
+
+def _apply_experts(
+    _: Any,
+    output: torch.Tensor,
+    hidden_states: torch.Tensor,
+    w1: torch.Tensor,
+    w2: torch.Tensor,
+    topk_weights: torch.Tensor,
+    topk_ids: torch.Tensor,
+    *rest: Any,
+    **named: Any,
+) -> None:
+    """What vLLM's kernel for experts computes, an expert at a time. The parameters are those by which it is called."""
+    output.zero_()
+    for expert in topk_ids.unique().tolist():
+        token_R, choice_R = torch.where(topk_ids == expert)
+        gate_RI, up_RI = functional.linear(hidden_states[token_R], w1[expert]).chunk(2, dim=-1)
+        down_RH = functional.linear(functional.silu(gate_RI) * up_RI, w2[expert])
+        output.index_add_(0, token_R, down_RH * topk_weights[token_R, choice_R, None].to(down_RH.dtype))
+
+
 def keep_cpu_engines_off_shared_memory() -> None:
     """Let the ranks of a CPU engine speak through torch.distributed.
 
@@ -56,6 +88,7 @@ def prepare_vllm(cuda: bool, architectures: Sequence[str]) -> None:
         compile_no_routers()
     else:
         keep_plain_linear_on_cpu()
+        keep_plain_experts_on_cpu()
         keep_cpu_engines_off_shared_memory()
     inspect_in_this_process(architectures)
 

@@ -50,6 +50,9 @@ def plan(names: Iterable[str], family: Family) -> list[FusedParameter]:
 
 
 def _fused_group(name: str, known: set[str], family: Family) -> FusedParameter:
+    for own, served in family.experts or ():
+        if name.endswith(f".{own}"):
+            return FusedParameter(name.removesuffix(own) + served, (name,))
     *scope, module, leaf = name.split(".") if name.count(".") else ("", name, "")
     for linear in family.linears:
         if module in linear.parts:

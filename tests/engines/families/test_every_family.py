@@ -1,7 +1,7 @@
 """Families of models through the real engines, as `penstock bench families` measures them.
 
-One by a class of vLLM's own that caps logits and scores, and one that vLLM builds from the Transformers library's are
-in `make test-slow`. That each family's packed rows are the library's is test_architecture.py's.
+One by a class of vLLM's own that caps logits and scores, one with experts, and one that vLLM builds from the
+Transformers library's are in `make test-slow`. That packed rows of each are the library's is test_architecture.py's.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
 
 from benchmarks.families.measuring import measure_folder
 from benchmarks.workload.families import FAMILIES, REFUSED, write_family
@@ -17,7 +18,7 @@ from tests.engines.shared_ranks import Ranks
 
 EQUAL, STALE = 1e-5, 1e-2  # mean difference of log-probs in float32
 TRAINED = [name for name in FAMILIES if name not in REFUSED]
-ONE_OF_EACH_KIND = ("Gemma 2", "OLMo 2")
+ONE_OF_EACH_KIND = ("Gemma 2", "OLMo 2", "Qwen 3 MoE")
 
 
 @pytest.mark.slow
@@ -46,20 +47,34 @@ def test_what_is_not_provided_is_refused_in_a_line(name: str, tmp_path: Path) ->
 
 
 @pytest.mark.slow
+def test_experts_in_shards_reach_vllm(one_rank: Ranks, tmp_path: Path) -> None:
+    """By ZeRO-3's gather. Control: each parameter has moved."""
+    before = _after_a_step(one_rank, write_family("Qwen 3 MoE", tmp_path / "model"), tmp_path)
+    assert one_rank.ask("mismatches")[0]["names"] == []
+    experts = {name: value for name, value in one_rank.parameters().items() if "experts" in name or "gate.w" in name}
+    assert len(experts) == 6 and all((value - before[name]).abs().max() > 1e-4 for name, value in experts.items())
+
+
+def _after_a_step(ranks: Ranks, folder: Path, work: Path) -> dict[str, torch.Tensor]:
+    """Build a model in shards, take a step, and reshard; return the parameters before."""
+    assert ranks.build(folder, ("actor", "rollout"), actor={"zero_stage": 3}).strategy == "gather"
+    ranks.ask("reshard", version=0)
+    before = ranks.parameters()
+    path = write_rows(work / "rows.parquet", random_rows(8))
+    split = {**SPLIT, "mini_batches": 2, "micro_batch_tokens": 32}
+    ranks.ask("update_actor", path=path, version=0, split=split, loss=LOSS, learning_rate=1e-2)
+    ranks.ask("reshard", version=1)
+    return before
+
+
+@pytest.mark.slow
 def test_shards_of_a_model_that_vllm_changes_the_class_of_are_gathered(one_rank: Ranks, tmp_path: Path) -> None:
     """ZeRO-3 gathers in hooks, past which vLLM's changes would call the trainer's model.
 
     An optimizer step and a reshard after vLLM has started; the trainer's class is the library's again. Control: vLLM's
     model is of a class of its own.
     """
-    folder = write_family("OLMo 2", tmp_path / "model")
-    built = one_rank.build(folder, ("actor", "rollout"), actor={"zero_stage": 3})
-    assert built.strategy == "gather"
-    one_rank.ask("reshard", version=0)
-    path = write_rows(tmp_path / "rows.parquet", random_rows(8))
-    split = {**SPLIT, "mini_batches": 2, "micro_batch_tokens": 32}
-    one_rank.ask("update_actor", path=path, version=0, split=split, loss=LOSS, learning_rate=1e-2)
-    one_rank.ask("reshard", version=1)
+    _after_a_step(one_rank, write_family("OLMo 2", tmp_path / "model"), tmp_path)
     assert one_rank.ask("mismatches")[0]["names"] == []
     classes = one_rank.ask("backbone_classes")[0]
     assert classes["trainer"] == ["Olmo2Model", "Olmo2PreTrainedModel"]

@@ -64,7 +64,7 @@ def _training(model: Path, **sections: Any) -> TrainConfig:
     )
 
 
-@pytest.mark.parametrize("family", ["Qwen3MoeConfig", "MixtralConfig", "OlmoeConfig"])
+@pytest.mark.parametrize("family", ["Glm4MoeConfig", "PhimoeConfig", "GraniteMoeConfig"])
 def test_mixtures_of_experts_are_refused_before_the_engines_start(family: str, tmp_path: Path) -> None:
     """By their configuration, and by the names of their weights where that says nothing."""
     config = _training(_write(tmp_path / "model", family, EXPERTS))
@@ -73,7 +73,7 @@ def test_mixtures_of_experts_are_refused_before_the_engines_start(family: str, t
     file = tmp_path / "model" / "config.json"
     settings = json.loads(file.read_text(encoding="utf-8"))
     file.write_text(json.dumps({name: settings[name] for name in settings if "expert" not in name}), encoding="utf-8")
-    with pytest.raises(UserError, match=r"is a mixture of experts \(it has 'model\.layers\.0\..*experts"):
+    with pytest.raises(UserError, match=r"is a mixture of experts \(it has 'model\.layers\.\d\..*(experts|moe)"):
         check_inputs(config)
 
 
@@ -95,9 +95,14 @@ def test_rows_that_the_model_would_compute_otherwise_are_refused_before_the_engi
     check_inputs(_training(model, data={"max_prompt_tokens": 12}))
 
 
+@pytest.mark.parametrize("family", ["Qwen2MoeConfig", "Qwen3MoeConfig", "MixtralConfig", "OlmoeConfig"])
+def test_mixtures_whose_row_says_how_vllm_calls_experts_are_taken(family: str, tmp_path: Path) -> None:
+    check_inputs(_training(_write(tmp_path / "model", family, EXPERTS)))
+
+
 def test_a_critic_needs_no_vllm(tmp_path: Path) -> None:
     """It never generates, so experts and other families are no matter there."""
-    for family, settings in (("Olmo2Config", {}), ("MixtralConfig", EXPERTS)):
+    for family, settings in (("Olmo2Config", {}), ("GraniteMoeConfig", EXPERTS)):
         actor, critic = (
             _write(tmp_path / family / name, *of)
             for name, of in (("actor", ("LlamaConfig", {})), ("critic", (family, settings)))
