@@ -28,7 +28,7 @@ from torch import nn
 
 from configs.sections.rollout import RolloutConfig
 from engines.commands.rollout import Generate, Sampling, Sharing
-from engines.families.served import check_served
+from engines.families.served import check_served, native_architectures, unserved
 from engines.families.shape import ModelShape, shape_of_weights
 from engines.models.shared_class import kept_as_it_is
 from engines.rollout import vllm as versions
@@ -121,7 +121,7 @@ class Generator:
                 logprobs=demand.logprobs,
             )
             with kept_as_it_is(type(lm.base_model)) as serve:
-                self.llm = _start(served.folder, dtype, arguments)
+                self.llm = _start(served.folder, described.architectures, dtype, arguments)
                 serve(versions.vllm_model(self.llm))
         self.loop = DecodeLoop(self.llm, let_sequences_coast(versions.scheduler(self.llm)), config.keeps_kv_cache)
         self.binding = bound[-1]
@@ -259,11 +259,16 @@ def sampling_at_start(config: RolloutConfig, logprobs: bool) -> Any:
     return SamplingParams(temperature=1.0, top_p=config.top_p, top_k=config.top_k, max_tokens=2, logprobs=kept)
 
 
-def _start(folder: Path, dtype: torch.dtype, arguments: dict[str, Any]) -> Any:
+def _start(folder: Path, architectures: Sequence[str], dtype: torch.dtype, arguments: dict[str, Any]) -> Any:
     import vllm
 
     start: Any = vllm.LLM
-    return start(model=str(folder), dtype=str(dtype).removeprefix("torch."), **arguments)
+    try:
+        return start(model=str(folder), dtype=str(dtype).removeprefix("torch."), **arguments)
+    except ValueError as error:
+        if native_architectures().isdisjoint(architectures):  # it built another library's class, and gave up
+            raise unserved(folder, f"is not served by vLLM: {error}") from error
+        raise
 
 
 def engine_arguments(

@@ -13,8 +13,9 @@ import torch
 
 from benchmarks.families.measuring import measure_folder
 from benchmarks.workload.families import FAMILIES, REFUSED, write_family
+from configs.schema import TrainConfig
 from tests.engines.rows import LOSS, SPLIT, random_rows, write_rows
-from tests.engines.shared_ranks import Ranks
+from tests.engines.shared_ranks import SMALL, Ranks
 
 EQUAL, STALE = 1e-5, 1e-2  # mean difference of log-probs in float32
 TRAINED = [name for name in FAMILIES if name not in REFUSED]
@@ -65,6 +66,20 @@ def _after_a_step(ranks: Ranks, folder: Path, work: Path) -> dict[str, torch.Ten
     ranks.ask("update_actor", path=path, version=0, split=split, loss=LOSS, learning_rate=1e-2)
     ranks.ask("reshard", version=1)
     return before
+
+
+@pytest.mark.slow
+def test_what_vllm_cannot_build_is_refused_in_words(
+    one_rank: Ranks, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """DiffLlama calls its attention past the library's interface; the trainer could."""
+    monkeypatch.setitem(FAMILIES, "DiffLlama", ("diffllama", {}))
+    folder = write_family("DiffLlama", tmp_path / "model")
+    config = TrainConfig.model_validate({**SMALL, "model": {"path": str(folder)}}).model_dump(mode="json")
+    arguments = {"config": config, "folder": str(folder), "roles": ["actor", "rollout"]}
+    one_rank.ask("discard")
+    error = one_rank.ask("refusal", of="build", arguments=arguments)[0]["error"]
+    assert "is not served by vLLM: Layer 0 does not dispatch through the Transformers attention interface" in error
 
 
 @pytest.mark.slow
