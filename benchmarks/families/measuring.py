@@ -126,8 +126,8 @@ def measure_folder(folder: Path, work: Path) -> dict[str, Any]:
         with _ranks(work) as group:
             figures["lora"] = _Model(group, folder, work, lora=True).gap_after_an_update()
     except UserError as error:
-        return {**described, "refused": error.problem}
-    except EngineError as error:  # vLLM's own, of a model that it cannot run
+        return {**described, "refused": error.problem.replace(str(folder), "it")}
+    except EngineError as error:  # of a library
         return {**described, "refused": error.remote_traceback.strip().splitlines()[-1]}
     if not figures["rollout"] <= EXPLAINED:
         return {**described, "refused": f"vLLM gives tokens other log-probs ({figures['rollout']:.2g})"}

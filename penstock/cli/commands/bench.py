@@ -297,7 +297,7 @@ def families(
     from penstock.base.files import write_text
 
     text = None if page is None else read_page(page)
-    result = measure(command(), {folder.name: folder for folder in models or ()})
+    result = measure(command(), {str(folder): folder for folder in models or ()})
     _finish(result, out, COLUMNS)
     if page is not None and text is not None:
         write_text(page, rendered(text, result))
