@@ -71,6 +71,10 @@ class EngineError(RuntimeError):
         )
 
 
+class GroupClosed(RuntimeError):
+    """This side has ended the group, before a command or during it."""
+
+
 class RankLost(RuntimeError):
     """A rank exited, fell silent or missed a deadline. The group has been ended.
 
@@ -320,7 +324,7 @@ class EngineGroup:
                     self._say_goodbye()
                     self._ranks.end(grace_s if self._ready else 0.0)
             finally:
-                self._kill(RuntimeError(f"engine group {self.spec.name!r} is closed"))
+                self._kill(GroupClosed(f"engine group {self.spec.name!r} is closed"))
 
     # ---- turns -----------------------------------------------------------------------------------------------------
 
@@ -351,7 +355,7 @@ class EngineGroup:
             if call.errors and self._ended is not None:
                 raise call.first_error  # another thread has read it
             if unanswered and self._closing.is_set():
-                raise RuntimeError(f"engine group {self.spec.name!r} was closed during {call.command!r}")
+                raise GroupClosed(f"engine group {self.spec.name!r} was closed during {call.command!r}")
             if unanswered:
                 self._check_open()
             yield unanswered
@@ -400,7 +404,8 @@ class EngineGroup:
             reason = f"ended the group earlier: {lost.reason}"
             raise type(lost)(lost.group, lost.rank, reason, lost.log_file, unheard_s=lost.unheard_s) from lost
         if self._ended is not None:
-            raise RuntimeError(f"engine group {self.spec.name!r} has ended") from self._ended
+            kind = GroupClosed if isinstance(self._ended, GroupClosed) else RuntimeError
+            raise kind(f"engine group {self.spec.name!r} has ended") from self._ended
 
     def _send(self, bodies: list[bytes]) -> None:
         self._look(0.0)  # what came since the last look

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from typing import Any
 
-from engines.groups.group import EngineError, EngineGroup, RankLost
+from engines.groups.group import EngineError, EngineGroup, GroupClosed, RankLost
 
 Replies = list[dict[str, Any]]
 LOSS_S = 2.0  # a rank that has ended is known by then; it explains why others' collectives failed
@@ -23,7 +23,8 @@ def side_by_side(
     If one group fails, or the flow is interrupted, the others are ended: they may wait for it in a collective.
 
     Args:
-        outlived: asked as soon as a group is lost: whether the others go on without it; then it has no replies.
+        outlived: asked as soon as a group is lost or closed: whether the others go on without it; then it has no
+            replies.
 
     Raises:
         EngineError, RankLost, UserError: what the group that failed first raised; a rank that was lost comes before an
@@ -36,7 +37,7 @@ def side_by_side(
     def replies(group: EngineGroup, own: dict[str, Any]) -> Replies | None:
         try:
             return group.call(command, key=key, **own)
-        except RankLost:
+        except (RankLost, GroupClosed):  # who saw the loss first may have closed the group, or it was silent too long
             if outlived(group):
                 return None
             raise

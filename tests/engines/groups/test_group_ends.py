@@ -15,7 +15,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from engines.groups.group import EngineError, EngineGroup, RankDevice, RankLost
+from engines.groups.group import EngineError, EngineGroup, GroupClosed, RankDevice, RankLost
 from engines.groups.processes import ROTATE_ABOVE_BYTES
 from penstock.base.errors import UserError
 from tests.engines.groups.small_ranks import pids_of, spec
@@ -273,6 +273,8 @@ def test_a_signal_handler_may_close(group: EngineGroup) -> None:
     finally:
         signal.signal(signal.SIGUSR2, before)
     assert not any(map(alive, pids))
+    with pytest.raises(GroupClosed):
+        group.call("ponder_for_ever", key="q")
 
 
 def test_close_ends_a_stopped_rank(group: EngineGroup) -> None:
@@ -286,7 +288,7 @@ def test_close_ends_a_stopped_rank(group: EngineGroup) -> None:
 _FLOW = """
 import sys, threading, time
 from pathlib import Path
-from engines.groups.group import EngineGroup
+from engines.groups.group import EngineGroup, GroupClosed
 from tests.engines.groups.small_ranks import pids_of, spec
 
 def start():

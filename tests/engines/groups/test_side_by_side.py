@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from engines.groups.group import EngineError, EngineGroup, RankLost
+from engines.groups.group import EngineError, EngineGroup, GroupClosed, RankLost
 from engines.groups.side_by_side import side_by_side
 
 
@@ -27,6 +27,8 @@ class Group:
         if self.ends == "is lost":
             assert not self.closed.wait(0.5)
             raise RankLost("rollout", 1, "exited with signal 9 (SIGKILL)", Path("log"))
+        if self.ends == "is closed":
+            raise GroupClosed("engine group 'spare' was closed during 'reshard'")
         if self.ends == "hangs":
             assert self.closed.wait(10)
             raise RuntimeError("closed meanwhile")
@@ -51,18 +53,22 @@ def test_all_groups_work_at_once_on_arguments_of_their_own() -> None:
     assert not any(group.closed.is_set() for group in groups)
 
 
-def test_a_loss_that_the_others_outlive_is_told_at_once_and_ends_nobody() -> None:
-    """It has no replies. Controls: an error of a rank is none, and one that is not outlived ends the others."""
+@pytest.mark.parametrize("ends", ["is lost", "is closed"])
+def test_a_loss_that_the_others_outlive_is_told_at_once_and_ends_nobody(ends: str) -> None:
+    """Also where another thread saw it first, and closed the group. It has no replies.
+
+    Controls: an error of a rank is none, and one that is not outlived ends the others.
+    """
     told: list[Any] = []
-    groups, run = _run("is lost", "well", outlived=lambda group: told.append(group) or True)
+    groups, run = _run(ends, "well", outlived=lambda group: told.append(group) or True)
     assert list(run()) == [groups[1]]
     assert told == [groups[0]] and not groups[1].closed.is_set()
     groups, run = _run("raises", "hangs", outlived=lambda group: True)
     with pytest.raises(EngineError):
         run()
     assert groups[1].closed.is_set()
-    _, run = _run("is lost", "well", outlived=lambda group: False)
-    with pytest.raises(RankLost):
+    _, run = _run(ends, "well", outlived=lambda group: False)
+    with pytest.raises((RankLost, GroupClosed)):
         run()
 
 
