@@ -288,7 +288,7 @@ def test_close_ends_a_stopped_rank(group: EngineGroup) -> None:
 _FLOW = """
 import sys, threading, time
 from pathlib import Path
-from engines.groups.group import EngineGroup, GroupClosed
+from engines.groups.group import EngineGroup
 from tests.engines.groups.small_ranks import pids_of, spec
 
 def start():
