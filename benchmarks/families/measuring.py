@@ -126,7 +126,7 @@ def measure_folder(folder: Path, work: Path) -> dict[str, Any]:
         with _ranks(work) as group:
             figures["lora"] = _Model(group, folder, work, lora=True).gap_after_an_update()
     except UserError as error:
-        return {**described, "refused": error.problem.replace(str(folder), "it")}
+        return {**described, "refused": error.problem.replace(str(folder), "it").removeprefix("it: ")}
     except EngineError as error:  # of a library
         return {**described, "refused": error.remote_traceback.strip().splitlines()[-1]}
     if not figures["rollout"] <= EXPLAINED:

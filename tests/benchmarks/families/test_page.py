@@ -1,0 +1,42 @@
+"""The page of `penstock bench families`. What it measures is tests/engines/families/test_every_family.py's."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from benchmarks.families.measuring import measure
+from benchmarks.families.page import BEGIN, END, read_page, rendered
+from benchmarks.reporting.result import read_result
+from benchmarks.workload.families import FAMILIES, REFUSED
+from penstock.base.errors import UserError
+from tests.processes import ROOT
+
+PAGE = ROOT / "docs" / "models.md"
+RESULT = ROOT / "benchmarks" / "results" / "families" / "families_cpu.json"
+
+
+def test_the_page_has_the_figures_that_were_measured() -> None:
+    """Of every family, trained or refused. Control: a figure that changes changes the page."""
+    page, result = read_page(PAGE), read_result(RESULT)
+    assert rendered(page, result) == page, "write it anew: penstock bench families --page docs/models.md"
+    refused = {row["family"] for row in result.details if "refused" in row}
+    assert [row["family"] for row in result.details] == [*FAMILIES] and refused == {*REFUSED}
+    first = {**result.details[0], "rollout": 0.5}
+    assert rendered(page, result.model_copy(update={"details": [first, *result.details[1:]]})) != page
+
+
+def test_where_all_are_trained_no_table_says_what_is_refused() -> None:
+    result = read_result(RESULT)
+    page = rendered(f"before\n{BEGIN}old\n{END} after", result.model_copy(update={"details": result.details[:1]}))
+    assert page.startswith(f"before\n{BEGIN}| family |") and page.endswith(f"{END} after")
+    assert len(page.splitlines()) == 6 and "refused" not in page
+
+
+def test_a_page_without_a_place_and_a_folder_without_a_model_are_mistakes(tmp_path: Path) -> None:
+    """Before anything starts."""
+    with pytest.raises(UserError, match="no page with a place for the table"):
+        read_page(tmp_path / "none.md")
+    with pytest.raises(UserError, match="has no config.json"):
+        measure("penstock bench families none", {"none": tmp_path / "none"})
