@@ -24,6 +24,7 @@ from penstock.checks.memory import GroupEstimate, describe_snapshots
 from penstock.checks.prompts import describe_prompts
 from penstock.checks.steps import describe_disk, describe_model, describe_steps
 from penstock.checks.trial_call import trial_call
+from penstock.doctor.model import examine_model
 from penstock.reports.alarms import History
 from penstock.reports.waiting import ahead_gain, carry_gain, gains, stream_gain, tail_gain
 from penstock.state.run_folder import RunFolder
@@ -44,6 +45,7 @@ def print_dry_run(config: TrainConfig, estimates: Sequence[GroupEstimate], histo
     print_placement(estimates, console)
     strategy = f"{reshard_strategy(config)} ({describe_strategy(config)})"
     for text in (
+        *describe_actor(config),
         f"reshard: {strategy}",
         describe_snapshots(estimates),
         *idle_settings(config),
@@ -52,6 +54,12 @@ def print_dry_run(config: TrainConfig, estimates: Sequence[GroupEstimate], histo
         *describe_waiting(history, config.rollout_apart),
     ):
         console.print(text, highlight=False, markup=False, soft_wrap=True)
+
+
+def describe_actor(config: TrainConfig) -> list[str]:
+    """Return in words what the actor is, how it is trained and by what it is served; of a tiny model nothing."""
+    lines = [] if config.model.path is None else examine_model(config.model.path)
+    return [f"{line.subject}: {line.text}" for line in lines]
 
 
 def print_dry_run_of_steps(

@@ -6,17 +6,19 @@ from __future__ import annotations
 
 import io
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 from rich.console import Console
 
+from benchmarks.workload.families import write_family
 from configs.schema import TrainConfig
 from engines.commands.hosts import GpuFacts, HostFacts
 from engines.sizing.memory import GIB
 from penstock.checks import memory
 from penstock.checks.memory import NOWHERE, Elsewhere
-from penstock.cli.dry_run import describe_waiting, print_placement
+from penstock.cli.dry_run import describe_actor, describe_waiting, print_placement
 
 Drawn = Callable[..., list[list[str]]]
 GRPO: dict[str, Any] = {"model": {"tiny": {"max_positions": 1024}}}
@@ -156,3 +158,12 @@ def test_what_a_run_would_gain_if_nobody_waited() -> None:
     assert not describe_waiting([row] * 4)
     assert not describe_waiting([{"time/iteration_s": 50.0}] * 5)
     assert not describe_waiting([row | {"rollout/deferred": 3.0}] * 5)
+
+
+def test_the_actor_is_told_by_what_it_is_served(tmp_path: Path) -> None:
+    """Control: of a tiny model that the run makes there is nothing to tell."""
+    tree = {"model": {"path": str(write_family("OLMo 2", tmp_path))}}
+    model, training, rollout = describe_actor(TrainConfig.model_validate(tree))
+    assert model.startswith("model: Olmo2ForCausalLM (olmo2): ") and training.startswith("training: packed rows")
+    assert rollout.startswith("rollout: served as vLLM builds it from the Transformers library's class")
+    assert describe_actor(TrainConfig.model_validate(GRPO)) == []
