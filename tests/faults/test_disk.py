@@ -127,7 +127,11 @@ FILLING = r"""
 set -u
 mount -t tmpfs -o size=200m tmpfs "$1"
 cd "$1"
-(until [ -e run/models/final/config.json ]; do sleep 0.01; done; cat /dev/zero > ballast) 2>/dev/null &
+(
+  until [ -e run/models/final/config.json ]; do sleep 0.01; done
+  fallocate -l "$(df --output=avail -B1 . | tail -1)" ballast  # at once; what is left of it is filled after that
+  cat /dev/zero >> ballast
+) 2>/dev/null &
 "$2" -m penstock.cli.main train "$3" --run run "${@:4}"
 echo "the training: $?"
 ls run/summary.json
