@@ -83,6 +83,14 @@ RECIPES = {
         "data.arithmetic={calls: 0.4, mistakes: 0}",
         "environment={type: penstock.environments.calculator:Calculator, max_turns: 2}",
     ),
+    "agent": (
+        "sft.steps=10",
+        "sft.batch=32",
+        "rollout.max_response_tokens=20",
+        "algorithm.mini_batches=2",
+        "data.arithmetic={calls: 0.4, mistakes: 0}",
+        "environment={type: penstock.environments.calculator:CalculatorAgent, max_turns: 2}",
+    ),
     "stream": (
         "sft.steps=10",
         "sft.batch=32",
@@ -203,6 +211,12 @@ STRUCK = {
     "while responses go on": Struck(
         "carry",
         [Blow("tasks.iteration.reward.score", "2"), Blow("update_actor", "3/"), Blow("update_actor", "4/", HOST)],
+        ["snapshot 000001", "snapshot 000002", SAVED],
+        [pytest.mark.exhaustive],
+    ),
+    "while an agent plays": Struck(
+        "agent",
+        [Blow("generate", "2/rollout"), Blow("update_actor", "3/"), Blow("update_actor", "4/", HOST)],
         ["snapshot 000001", "snapshot 000002", SAVED],
         [pytest.mark.exhaustive],
     ),
