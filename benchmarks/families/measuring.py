@@ -14,7 +14,6 @@ model learns.
 
 from __future__ import annotations
 
-import json
 import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -35,15 +34,18 @@ from engines.commands.logprob_gap import LogprobsToCompare, SampledTokens, Sampl
 from engines.commands.message import Command, decode_reply, encode, name_of
 from engines.commands.reshard import Reshard
 from engines.commands.update import ActorLoss, Split, UpdateActor
-from engines.families.served import check_served, native_architectures
-from engines.families.shape import read_shape, weight_shapes
+from engines.families.served import check_served, has_own_class
+from engines.families.shape import read_settings, read_shape, weight_shapes
 from engines.groups.group import EngineError, EngineGroup
 from engines.groups.machine import visible_gpus
 from engines.groups.spec import GroupSpec, RankDevice
+from engines.sizing.memory import weight_width
 from penstock.base.errors import UserError
 from penstock.base.ragged import Ragged
 from penstock.checks.model import check_model_folder
 from penstock.reports.progress import TrainingProgress
+from tasks.iteration.compare_logprobs import EXPLAINED
+from tasks.iteration.forward_passes import from_ranks
 
 PROMPT, RESPONSE, ROWS, SAMPLES, TOKENS = 8, 16, 12, 2, 8
 LEARNING_RATE = 1e-2
@@ -58,7 +60,6 @@ SPLIT = Split(
     seed=0,
 )
 LOSS = ActorLoss("ppo_clip", {"clip_low": 0.2, "clip_high": 0.3}, 1.0, 0.0, None, 0.0)
-EXPLAINED = 0.1  # mean difference with which a training in bfloat16 goes on (tasks/iteration/compare_logprobs.py)
 COLUMNS = ("family", "served_by", "packed", "gradient", "rollout", "lora", "exported", "stale", "refused")
 
 
@@ -115,9 +116,9 @@ def measure_folder(folder: Path, work: Path) -> dict[str, Any]:
     Args:
         work: folder for its ranks' logs and what they write.
     """
-    settings = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    own = bool(native_architectures() & {*settings["architectures"]})
-    described = {"model_type": settings["model_type"], "served_by": "vLLM" if own else "Transformers in vLLM"}
+    settings = read_settings(folder)
+    by = "vLLM" if has_own_class(settings) else "Transformers in vLLM"
+    described = {"model_type": settings["model_type"], "served_by": by}
     try:
         check_model_folder(folder, "it")
         check_served(settings, weight_shapes(folder), "it")
@@ -129,7 +130,7 @@ def measure_folder(folder: Path, work: Path) -> dict[str, Any]:
         return {**described, "refused": error.problem.replace(str(folder), "it").removeprefix("it: ")}
     except EngineError as error:  # of a library
         return {**described, "refused": error.remote_traceback.strip().splitlines()[-1]}
-    if not figures["rollout"] <= EXPLAINED:
+    if not figures["rollout"] <= _explained():
         return {**described, "refused": f"vLLM gives tokens other log-probs ({figures['rollout']:.2g})"}
     return described | figures
 
@@ -196,14 +197,17 @@ class _Model:
     def _logprobs(self, responses: Ragged, positions_P: np.ndarray) -> np.ndarray:
         prompts = self._prompts.take(positions_P)
         reply: TokenValues = self._ask(LogprobsToCompare(prompts, responses, budget=1024))
-        order = np.argsort(reply.rows)
-        own = Ragged.of(np.split(reply.values_T, np.cumsum(responses.lengths_B[reply.rows])[:-1]), np.float32)
-        return own.take(order).values_T
+        return from_ranks([reply], responses.lengths_B).values_T
 
     def _ask(self, command: Command[Any]) -> Any:
         self._sent += 1
         (answer,) = self._group.call(name_of(type(command)), key=f"{self._sent}", **encode(command))
         return decode_reply(type(command), answer["reply"])
+
+
+def _explained() -> float:
+    """Return the mean difference with which a training goes on, in the dtype that it would have here."""
+    return EXPLAINED[weight_width(TrainConfig(), "cuda" if visible_gpus() else "cpu")]
 
 
 def _mean(difference_T: np.ndarray) -> float:

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from algorithms.catalogue import table
 from benchmarks.reporting.result import BenchResult
 from penstock.base.errors import UserError
 
@@ -35,8 +36,8 @@ def rendered(page: str, result: BenchResult) -> str:
     _, after = rest.split(END)
     taken = [row for row in result.details if "refused" not in row]
     refused = [row for row in result.details if "refused" in row]
-    lines = [*_lines(HEAD, [_taken(row) for row in taken])]
-    lines += ["", *_lines(("refused", "`model_type`", "why"), [_refused(row) for row in refused])] if refused else []
+    lines = [*table(HEAD, [_taken(row) for row in taken])]
+    lines += ["", *table(("refused", "`model_type`", "why"), [_refused(row) for row in refused])] if refused else []
     return before + BEGIN + "\n".join(lines) + "\n" + END + after
 
 
@@ -46,8 +47,4 @@ def _taken(row: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def _refused(row: Mapping[str, Any]) -> tuple[str, ...]:
-    return row["family"], f"`{row['model_type']}`", row["refused"].replace("|", "\\|")
-
-
-def _lines(head: tuple[str, ...], rows: list[tuple[str, ...]]) -> list[str]:
-    return ["| " + " | ".join(cells) + " |" for cells in (head, ("---",) * len(head), *rows)]
+    return row["family"], f"`{row['model_type']}`", row["refused"]

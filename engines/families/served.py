@@ -49,6 +49,11 @@ def unserved(where: str | Path, what: str) -> UserError:
     return UserError(f"{where} {what}: rollouts with it would not be known to be the policy's", REMEDY)
 
 
+def has_own_class(settings: Mapping[str, Any]) -> bool:
+    """Whether vLLM serves a model by a class of its own; others it builds from the Transformers library's."""
+    return not native_architectures().isdisjoint(settings.get("architectures") or ())
+
+
 @cache
 def native_architectures() -> frozenset[str]:
     """Return the architectures that the installed vLLM has classes for; none if there is no vLLM or no such table."""

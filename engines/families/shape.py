@@ -93,8 +93,13 @@ def read_shape(folder: Path) -> ModelShape:
         KeyError: the configuration lacks a size.
         ValueError: a file is damaged.
     """
-    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    return shape_of_weights(config, weight_shapes(folder))
+    return shape_of_weights(read_settings(folder), weight_shapes(folder))
+
+
+def read_settings(folder: Path) -> dict[str, Any]:
+    """Read a model's configuration."""
+    settings: dict[str, Any] = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    return settings
 
 
 def shape_of_weights(config: Mapping[str, Any], weights: Mapping[str, Sequence[int]]) -> ModelShape:

@@ -56,7 +56,7 @@ class Family:
             attention, convolution.
         sink_weights: last parts of weights' names in attention with sinks.
         experts: how parameters of experts and of their routers end here, and how in vLLM, where both stack the experts
-            alike; None: of an actor of this family no reshard could compare them.
+            alike; none: of an actor of this family no reshard could compare them.
         expert_settings: settings that count experts.
         expert_weights: parts of weights' names in experts.
     """
@@ -82,7 +82,7 @@ class Family:
     disputed_window: bool = False
     state_weights: tuple[str, ...] = ("A_log", "conv", "conv1d")
     sink_weights: tuple[str, ...] = ("sinks",)
-    experts: tuple[tuple[str, str], ...] | None = None
+    experts: tuple[tuple[str, str], ...] = ()
     expert_settings: tuple[str, ...] = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
     expert_weights: tuple[str, ...] = ("experts", "block_sparse_moe")
 

@@ -21,7 +21,7 @@ def kept_as_it_is(kind: Any) -> Iterator[Callable[[nn.Module], None]]:
     try:
         yield served.append
     finally:
-        changed = {name: value for name, value in vars(kind).items() if before.get(name) is not value}
+        changed = {name: value for name, value in vars(kind).items() if name not in before or before[name] is not value}
         added = [base for base in kind.__bases__ if base not in bases]
         for name in changed:
             if name in before:

@@ -28,7 +28,7 @@ from torch import nn
 
 from configs.sections.rollout import RolloutConfig
 from engines.commands.rollout import Generate, Sampling, Sharing
-from engines.families.served import check_served, native_architectures, unserved
+from engines.families.served import check_served, has_own_class, unserved
 from engines.families.shape import ModelShape, shape_of_weights
 from engines.models.shared_class import kept_as_it_is
 from engines.rollout import vllm as versions
@@ -121,11 +121,11 @@ class Generator:
                 logprobs=demand.logprobs,
             )
             with kept_as_it_is(type(lm.base_model)) as serve:
-                self.llm = _start(served.folder, described.architectures, dtype, arguments)
-                serve(versions.vllm_model(self.llm))
+                self.llm = _start(served.folder, settings, dtype, arguments)
+                self.model = versions.vllm_model(self.llm)
+                serve(self.model)
         self.loop = DecodeLoop(self.llm, let_sequences_coast(versions.scheduler(self.llm)), config.keeps_kv_cache)
         self.binding = bound[-1]
-        self.model = versions.vllm_model(self.llm)
         self.own_reshard: Callable[[], int] | None = None  # one that this rank's group makes without another group
         self.asleep: set[str] = set()
         self.unmapped = 0  # bytes given to training
@@ -259,14 +259,14 @@ def sampling_at_start(config: RolloutConfig, logprobs: bool) -> Any:
     return SamplingParams(temperature=1.0, top_p=config.top_p, top_k=config.top_k, max_tokens=2, logprobs=kept)
 
 
-def _start(folder: Path, architectures: Sequence[str], dtype: torch.dtype, arguments: dict[str, Any]) -> Any:
+def _start(folder: Path, settings: Mapping[str, Any], dtype: torch.dtype, arguments: dict[str, Any]) -> Any:
     import vllm
 
     start: Any = vllm.LLM
     try:
         return start(model=str(folder), dtype=str(dtype).removeprefix("torch."), **arguments)
     except ValueError as error:
-        if native_architectures().isdisjoint(architectures):  # it built another library's class, and gave up
+        if not has_own_class(settings):  # it built another library's class, and gave up
             raise unserved(folder, f"is not served by vLLM: {error}") from error
         raise
 

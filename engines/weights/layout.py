@@ -50,7 +50,7 @@ def plan(names: Iterable[str], family: Family) -> list[FusedParameter]:
 
 
 def _fused_group(name: str, known: set[str], family: Family) -> FusedParameter:
-    for own, served in family.experts or ():
+    for own, served in family.experts:
         if name.endswith(f".{own}"):
             return FusedParameter(name.removesuffix(own) + served, (name,))
     *scope, module, leaf = name.split(".") if name.count(".") else ("", name, "")

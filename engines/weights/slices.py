@@ -3,9 +3,8 @@
 vLLM stacks some matrices (q, k, v; gate, up), cuts them over the ranks of an engine and pads vocabularies; each of its
 layer classes does that in its own way, and only those known here are trusted. All is decided from shapes, before any
 weight exists: a reshard is then a list of copies between views. Some models (Phi-3, GLM-4) come with matrices fused as
-vLLM fuses them. Experts lie stacked on both
-sides alike, for engines of one rank. Transposed matrices have no counterpart, and a model with them is refused
-(loader.py).
+vLLM fuses them. Experts lie stacked on both sides alike, for engines of one rank. Transposed matrices have no
+counterpart, and a model with them is refused (loader.py).
 
 A slice is a range of rows or of columns. Left out: how the values get there (the strategies beside this file).
 """
@@ -23,7 +22,7 @@ from engines.families.table import Family
 from engines.weights.layout import FusedParameter, family_in, in_plan_order, plan
 from engines.weights.lora import base_parameters
 
-ROUTED = (".experts.w", ".experts.routed_experts.w")  # as vLLM calls experts from 0.30 on
+ROUTED = (".experts.w", ".experts.routed_experts.w")  # as vLLM 0.32 calls experts
 Shapes = Mapping[str, Sequence[int]]
 
 
@@ -151,15 +150,12 @@ def _ranges(
         indices = owner.shard_indices
         first, end = indices.org_vocab_start_index, indices.org_vocab_end_index
         yield from ((0, first, end - first) for count in rows if count == owner.org_vocab_size)
-    elif kind is linear.RowParallelLinear or isinstance(layer, linear.ReplicatedLinear) or not _cuts(layer):
+    elif (
+        isinstance(layer, linear.ReplicatedLinear)
+        or kind is linear.RowParallelLinear
+        or not isinstance(layer, linear.LinearBase)
+    ):
         yield from ((0, 0, count) for count in rows)
-
-
-def _cuts(layer: nn.Module) -> bool:
-    """Whether a layer may hold a part of its rows and columns on each rank."""
-    from vllm.model_executor.layers import linear
-
-    return isinstance(layer, linear.LinearBase)
 
 
 def _share(layer: Any, whole: int) -> tuple[int, int, int]:

@@ -13,7 +13,7 @@ from configs.sections.trainer import CriticConfig, TrainerConfig
 from engines.families.architecture import CAPPED_ON_GPU, check_architecture, classifies, unpackable
 from engines.families.longest_row import longest_row
 from engines.families.served import cpu_head_sizes
-from engines.families.shape import ModelShape, layer_names, read_shape, weight_shapes
+from engines.families.shape import ModelShape, layer_names, read_settings, read_shape, weight_shapes
 from engines.families.table import family_of
 from engines.families.tiny import tiny_shape
 from engines.groups.machine import visible_gpus
@@ -63,7 +63,7 @@ def check_model_folder(folder: Path, key: str, scores: bool = False) -> None:
         raise UserError(
             f"{key}: {folder} is damaged: {error}", "copy it anew; in a Git clone, 'git lfs pull'"
         ) from None
-    settings = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    settings = read_settings(folder)
     check_architecture(settings, weight_shapes(folder), f"{key}: {folder}", head=not scores)
     check_capped_scores(folder, key, settings)
 
@@ -74,7 +74,7 @@ def check_one_label(folder: Path, key: str) -> None:
     Raises:
         UserError: it has several.
     """
-    settings = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    settings = read_settings(folder)
     labels = len(settings.get("id2label", "01"))  # a configuration without labels has two
     if labels != 1 and classifies(settings):
         raise UserError(
@@ -180,16 +180,24 @@ def check_head_size(config: TrainConfig) -> None:
     Raises:
         UserError: there is no GPU, and vLLM's attention on the CPU does not know heads of this size.
     """
-    size, known = shape_of(config).head_size, cpu_head_sizes()
-    if visible_gpus() or not known or size in known:
-        return
-    sizes, remedy = ", ".join(map(str, sorted(known))), "use a model with other heads, or a GPU"
     if config.model.tiny is not None:
         remedy = "change model.tiny.hidden_size or model.tiny.heads: a head has hidden_size / heads numbers"
-    raise UserError(
-        f"the model has attention heads of {size} numbers; on a CPU, vLLM computes {sizes}",
-        remedy,
-    )
+        refuse_head_size(shape_of(config), remedy)
+    else:
+        refuse_head_size(shape_of(config))
+
+
+def refuse_head_size(shape: ModelShape, remedy: str = "use a model with other heads, or a GPU") -> None:
+    """Check likewise a model of these sizes.
+
+    Raises:
+        UserError: as above.
+    """
+    size, known = shape.head_size, cpu_head_sizes()
+    if visible_gpus() or not known or size in known:
+        return
+    sizes = ", ".join(map(str, sorted(known)))
+    raise UserError(f"the model has attention heads of {size} numbers; on a CPU, vLLM computes {sizes}", remedy)
 
 
 def shape_of(config: TrainConfig, role: Role = "actor") -> ModelShape:

@@ -6,14 +6,13 @@ Nothing is written, no engine is started, torch is not imported.
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 from configs.schema import TrainConfig
 from configs.sections.reward import REWARD_SOURCES
 from configs.sections.run import names_of_trackers
 from engines.families.served import check_served
-from engines.families.shape import weight_shapes
+from engines.families.shape import read_settings, weight_shapes
 from penstock.base.errors import UserError
 from penstock.checks.data import check_agents, check_pairs, check_prompt_selection, check_prompts
 from penstock.checks.memory import GroupEstimate, check_memory
@@ -81,7 +80,7 @@ def check_rollout_model(config: TrainConfig) -> None:
     """
     if config.model.path is not None:
         folder = Path(config.model.path)
-        settings = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        settings = read_settings(folder)
         check_served(settings, weight_shapes(folder), f"model.path: {folder}")
         check_longest_row(config, settings)
     check_head_size(config)

@@ -6,19 +6,17 @@ From its configuration and the headers of its weights; no torch. That vLLM and t
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from engines.families.logits import logit_rule
 from engines.families.longest_row import longest_row
-from engines.families.served import check_served, cpu_head_sizes, native_architectures
-from engines.families.shape import ModelShape, read_shape, weight_shapes
+from engines.families.served import check_served, has_own_class
+from engines.families.shape import ModelShape, read_settings, read_shape, weight_shapes
 from engines.families.table import family_of
-from engines.groups.machine import visible_gpus
 from penstock.base.errors import UserError
-from penstock.checks.model import check_model_folder
+from penstock.checks.model import check_model_folder, refuse_head_size
 from penstock.doctor.diagnosis import Diagnosis
 
 
@@ -29,7 +27,7 @@ def examine_model(path: str | Path) -> list[Diagnosis]:
         check_model_folder(folder, "model")
     except UserError as error:
         return [Diagnosis("model", "problem", error.problem, error.remedy)]
-    settings = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    settings = read_settings(folder)
     shape = read_shape(folder)
     return [_size(settings, shape), *_training(settings), *_rollout(folder, settings, shape)]
 
@@ -59,14 +57,13 @@ def _training(settings: Mapping[str, Any]) -> Iterator[Diagnosis]:
 def _rollout(folder: Path, settings: Mapping[str, Any], shape: ModelShape) -> Iterator[Diagnosis]:
     try:
         check_served(settings, weight_shapes(folder), "the model")
+        refuse_head_size(shape)
     except UserError as error:
         yield Diagnosis("rollout", "problem", error.problem, error.remedy)
         return
-    own = bool(native_architectures() & {*settings.get("architectures", ())})
-    by = "by a class of vLLM's own" if own else "as vLLM builds it from the Transformers library's class"
+    by = (
+        "by a class of vLLM's own"
+        if has_own_class(settings)
+        else "as vLLM builds it from the Transformers library's class"
+    )
     yield Diagnosis("rollout", "ok", f"served {by}; a reshard compares every weight")
-    known = cpu_head_sizes()
-    if not visible_gpus() and known and shape.head_size not in known:
-        sizes = ", ".join(map(str, sorted(known)))
-        text = f"on a CPU, vLLM computes heads of {sizes} numbers, and these have {shape.head_size}"
-        yield Diagnosis("rollout", "problem", text, "use a GPU")

@@ -21,7 +21,7 @@ from typing import Any
 from prefect import task
 from prefect.cache_policies import NO_CACHE
 
-from engines.families.shape import read_shape
+from engines.families.shape import read_settings, read_shape
 from engines.groups import interface
 from engines.groups.machine import visible_gpus
 from penstock.base.errors import UserError
@@ -148,7 +148,7 @@ def run_tasks(
 
 def _model_arguments(folder: Path, gpus: int) -> list[str]:
     """Return what the harness starts vLLM with; weights keep their dtype on a GPU, as in `penstock serve`."""
-    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    config = read_settings(folder)
     dtype = config.get("dtype") or config.get("torch_dtype") or "auto"
     values = {
         "pretrained": folder,

@@ -286,7 +286,7 @@ def fan_in(
 @app.command()
 def families(
     models: Annotated[
-        list[Path] | None, typer.Argument(help="folders of models; default: a tiny one of each family that is trained")
+        list[Path] | None, typer.Argument(help="folders of models; default: a tiny one of each known family")
     ] = None,
     out: Out = None,
     page: Annotated[Path | None, typer.Option(help="page whose table of families is written anew")] = None,

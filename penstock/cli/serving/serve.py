@@ -25,9 +25,9 @@ import urllib.error
 import urllib.request
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 from engines.families.architecture import classifies
+from engines.families.shape import read_settings
 from engines.groups import interface
 from engines.groups.machine import visible_gpus
 from penstock.base.errors import UserError
@@ -87,7 +87,7 @@ def server_command(folder: Path, port: int, gpu_memory: float | None, gpus: int,
     command += ["--host", "127.0.0.1", "--port", str(port), "--disable-uvicorn-access-log"]
     if not gpus:
         return [*command, "--dtype", "float32", "--enforce-eager"]
-    config = _config(folder)
+    config = read_settings(folder)
     dtype = config.get("dtype") or config.get("torch_dtype") or "auto"
     return [*command, "--dtype", dtype, "--gpu-memory-utilization", str(0.8 if gpu_memory is None else gpu_memory)]
 
@@ -124,7 +124,7 @@ def serve(
                 if server.poll() is not None:
                     raise _ended(server.returncode, log)
                 time.sleep(POLL_S)
-            say(_welcome(url, name or folder.name, classifies(_config(folder))))
+            say(_welcome(url, name or folder.name, classifies(read_settings(folder))))
             raise _ended(server.wait(), log)
         except KeyboardInterrupt:
             say("ending")
@@ -146,11 +146,6 @@ def _answers(url: str) -> int | None:
         return error.code
     except OSError:
         return None
-
-
-def _config(folder: Path) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    return found
 
 
 def _welcome(url: str, model: str, classifier: bool) -> str:

@@ -34,7 +34,7 @@ from tests.engines.sums import sums_of
 
 ROLES = ("actor", "rollout")
 THROUGH_TRANSFORMERS = ("vaultgemma",)  # vLLM has no class of theirs; test_every_family.py looks at what it made
-DENSE = [name for row in FAMILIES if row.experts is None for name in row.model_types]
+DENSE = [name for row in FAMILIES if not row.experts for name in row.model_types]
 EQUAL = 1e-5  # mean difference of log-probs in float32
 SIZES = {"vocab_size": 64, "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1, "pad_token_id": 0}
 HEADS = {"num_attention_heads": 4, "num_key_value_heads": 4}
@@ -70,16 +70,14 @@ def test_vllm_stacks_the_layers_that_the_table_says(model_type: str) -> None:
     assert stacked("MixtralForCausalLM") != expected
 
 
-@pytest.mark.parametrize(
-    "row", [row for row in FAMILIES if row.experts is not None], ids=lambda row: row.model_types[0]
-)
+@pytest.mark.parametrize("row", [row for row in FAMILIES if row.experts], ids=lambda row: row.model_types[0])
 def test_experts_are_called_and_stacked_as_the_table_says(row: Family) -> None:
     """What they are called in vLLM is test_every_family.py's. Control: a dense model has no such parameters."""
     for model_type in row.model_types:
         with torch.device("meta"):
             settings = {**SIZES, **HEADS, "num_experts": 4, "num_local_experts": 4, "moe_intermediate_size": 32}
             lm = AutoModelForCausalLM.from_config(AutoConfig.for_model(model_type, **settings))
-        for own, _ in row.experts or ():
+        for own, _ in row.experts:
             (parameter,) = (value for name, value in lm.named_parameters() if name.endswith(own))
             assert len(parameter) == 4, "one expert after the other"
         assert not [name for name in _modules("llama") if name.endswith("experts")]
