@@ -14,8 +14,10 @@ model learns.
 
 from __future__ import annotations
 
+import os
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -48,6 +50,8 @@ from tasks.iteration.compare_logprobs import EXPLAINED
 from tasks.iteration.forward_passes import from_ranks
 
 PROMPT, RESPONSE, ROWS, SAMPLES, TOKENS = 8, 16, 12, 2, 8
+CORES = 2  # of a model that is measured: as many are at a time as the machine has cores for
+KV_CACHE_GIB = 0.25  # so that several models fit on a GPU
 LEARNING_RATE = 1e-2
 SPLIT = Split(
     mini_batches=2,
@@ -87,21 +91,30 @@ class CompareGradients(Command[GradientGap]):
     path: str
 
 
-def measure(command: str, folders: Mapping[str, Path]) -> BenchResult:
-    """Measure the models of some folders by their names; none: a tiny one of each family.
+def measure(command: str, names: Sequence[str]) -> BenchResult:
+    """Measure models: each the tiny one of the family of that name, or the one in the folder of that name.
 
     Raises:
-        UserError: a folder is no model's.
+        UserError: a name is neither a known family's nor a model's folder.
     """
-    for name, folder in folders.items():
-        if not (folder / "config.json").is_file():
-            raise UserError(f"{name}: {folder} has no config.json", "name the folder of a Hugging Face model")
+    for name in names:
+        if name not in FAMILIES and not (Path(name) / "config.json").is_file():
+            raise UserError(
+                f"{name} is no known family, and as a folder has no config.json",
+                f"name the folder of a Hugging Face model, or one of {', '.join(FAMILIES)}",
+            )
     with tempfile.TemporaryDirectory(prefix="penstock-bench-") as made, TrainingProgress() as progress:
+        models = {
+            name: write_family(name, Path(made) / f"model-{number}") if name in FAMILIES else Path(name)
+            for number, name in enumerate(names)
+        }
+        works = [Path(made) / f"work-{number}" for number in range(len(models))]
         details: list[dict[str, Any]] = []
-        for name in folders or FAMILIES:
-            progress.phase(name)
-            folder = folders[name] if folders else write_family(name, Path(made) / str(len(details)))
-            details.append({"family": name, **measure_folder(folder, Path(made) / "work")})
+        with ThreadPoolExecutor(max(1, len(os.sched_getaffinity(0)) // CORES)) as pool:
+            measured = pool.map(measure_folder, models.values(), works)
+            for name, figures in zip(models, measured, strict=True):
+                details.append({"family": name, **figures})
+                progress.phase(name, figures.get("refused", "measured"))
     taken = [row for row in details if "refused" not in row]
     figures = {"families": float(len(taken)), "refused": float(len(details) - len(taken))}
     for figure in ("packed", "gradient", "rollout", "lora", "exported"):
@@ -143,7 +156,12 @@ class _Model:
         sections: dict[str, Any] = {
             "model": {"path": str(folder)},
             "data": {"max_prompt_tokens": PROMPT},
-            "rollout": {"prompts": ROWS // SAMPLES, "samples": SAMPLES, "max_response_tokens": RESPONSE},
+            "rollout": {
+                "prompts": ROWS // SAMPLES,
+                "samples": SAMPLES,
+                "max_response_tokens": RESPONSE,
+                "kv_cache_gib": KV_CACHE_GIB,
+            },
             "actor": {"lora": {"rank": 4, "alpha": 8}} if lora else {},
         }
         config = TrainConfig.model_validate(sections).model_dump(mode="json")
@@ -217,7 +235,7 @@ def _mean(difference_T: np.ndarray) -> float:
 @contextmanager
 def _ranks(work: Path) -> Iterator[EngineGroup]:
     """Start one rank, on a GPU if there is one."""
-    work.mkdir(exist_ok=True)
+    work.mkdir(parents=True, exist_ok=True)
     spec = GroupSpec(
         name="main",
         roles=("actor", "rollout"),

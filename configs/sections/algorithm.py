@@ -130,6 +130,9 @@ class AlgorithmConfig(Section):
         None, description="how token losses become one loss, over the whole mini-batch; null: the algorithm's own"
     )
     entropy_coefficient: Scheduled[float] = Field(0.0, description="weight of the entropy bonus")
+    router_loss_coefficient: float = Field(
+        0.0, ge=0, description="weight of the loss that has a mixture's experts used evenly; mixtures of experts only"
+    )
     kl: KLConfig | None = Field(
         None, description="pull towards the reference policy; null: none, no reference is loaded"
     )

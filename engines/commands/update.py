@@ -35,6 +35,7 @@ class ActorLoss:
     kl_coefficient: float
     choice_settings: dict[str, Any] = field(default_factory=dict)  # of the loss's `choose`, if it has one
     correction: Correction | None = None  # None: log-probs of the rollout are not looked at
+    router_loss_coefficient: float = 0.0  # of a mixture of experts
 
 
 @dataclass(frozen=True)

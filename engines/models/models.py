@@ -9,15 +9,18 @@ Left out: losses (algorithms/), optimizers (engines/training/trainer.py).
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from algorithms.expert_balance import expert_balance
 from engines.batches.packing import PackedBatch
 from engines.families.logits import LogitRule, logit_rule
 from engines.families.longest_row import LongestRow, longest_row
+from engines.families.table import family_of
 from engines.kernels.lm_head import Reference, selected_logprobs, selected_logprobs_and_kl
 from engines.models.compile import prepare_compiler
 from engines.weights.layout import blocks, family_in
@@ -31,16 +34,20 @@ class PackedPolicy(nn.Module):
         super().__init__()
         self.lm, self.longest = lm, longest_row(lm.config.to_dict())
         self.head = LogprobHead(language_head(lm), keep_logits, logit_rule(lm.config.to_dict()))
+        self.has_experts = bool(family_of(lm.config.model_type).experts)
 
     def forward(
-        self, batch: PackedBatch, temperature: float, reference: Reference | None = None
+        self, batch: PackedBatch, temperature: float, reference: Reference | None = None, experts: bool = False
     ) -> tuple[torch.Tensor, ...]:
         """Return log-probs_T and entropies_T (float32) of the response tokens at the sampling temperature.
 
-        With a reference, the KL_T to its distributions comes third.
+        With a reference, the KL_T to its distributions comes third. With `experts` the last two are how evenly those
+        of a mixture are used by all tokens: loss and load (algorithms/expert_balance.py), means over the layers.
         """
-        outputs: tuple[torch.Tensor, ...] = self.head(self.hidden(batch), batch.targets_T, temperature, reference)
-        return outputs
+        output = _blocks_output(self.lm.base_model, batch, self.longest, experts)
+        hidden_TH = output.last_hidden_state[0].index_select(0, batch.predict_T)
+        outputs: tuple[torch.Tensor, ...] = self.head(hidden_TH, batch.targets_T, temperature, reference)
+        return (*outputs, *_balance(output.router_logits, self.lm.config.num_experts_per_tok)) if experts else outputs
 
     def hidden(self, batch: PackedBatch) -> torch.Tensor:
         """Return the final hidden states_TH of the tokens that predict the response."""
@@ -103,8 +110,19 @@ class PackedRewardModel(nn.Module):
         return scores_B.squeeze(-1).float()
 
 
+def _balance(logits: Sequence[torch.Tensor], chosen: int) -> tuple[torch.Tensor, torch.Tensor]:
+    losses, loads = zip(*(expert_balance(logits_NE, chosen) for logits_NE in logits), strict=True)
+    return torch.stack(losses).mean(), torch.stack(loads).mean()
+
+
 def _hidden_states(backbone: nn.Module, batch: PackedBatch, longest: LongestRow | None) -> torch.Tensor:
-    """Run the transformer blocks on packed tokens; [N, hidden size].
+    """Run the transformer blocks on packed tokens; [N, hidden size]; raises as `_blocks_output`."""
+    hidden_NH: torch.Tensor = _blocks_output(backbone, batch, longest).last_hidden_state[0]
+    return hidden_NH
+
+
+def _blocks_output(backbone: nn.Module, batch: PackedBatch, longest: LongestRow | None, experts: bool = False) -> Any:
+    """Run the transformer blocks on packed tokens; with `experts` the output has the routers' logits too.
 
     Raises:
         UserError: a row is longer than `longest`.
@@ -114,13 +132,13 @@ def _hidden_states(backbone: nn.Module, batch: PackedBatch, longest: LongestRow 
             f"a row has {batch.layout.max_keys} tokens, and beyond {longest.tokens} {longest.beyond}",
             "use shorter prompts and responses, or another model",
         )
-    output = backbone(
+    return backbone(
         input_ids=batch.tokens_N.unsqueeze(0),
         position_ids=batch.positions_N.unsqueeze(0),
         use_cache=False,
         packing=batch.layout,
+        **({"output_router_logits": True} if experts else {}),
     )
-    return output.last_hidden_state[0]
 
 
 def compile_blocks(model: nn.Module) -> None:

@@ -22,7 +22,7 @@ from engines.batches.packing import PackedInTurn, Rows, pack
 from engines.commands.update import ActorLoss, Split
 from engines.training.correction import with_mismatch
 from engines.training.trainer import Trainer
-from engines.training.updates import actor_loss
+from engines.training.updates import actor_loss, has_experts
 
 
 @dataclass
@@ -64,7 +64,7 @@ def add_portion(
         if not last:
             return
     alone = Denominators(1.0, 1.0, float(split.max_response_tokens))
-    of_batch = actor_loss(loss, split.aggregation, None, portions.differences)
+    of_batch = actor_loss(loss, split.aggregation, None, portions.differences, has_experts(trainer))
     rank, world = torch.distributed.get_rank(), torch.distributed.get_world_size()
     plan = plan_micro_batches(rows, world, split.micro_batch_tokens, index_B)
     batches = PackedInTurn(plan[rank], lambda micro: pack(rows, micro, trainer.device))

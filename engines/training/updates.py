@@ -25,6 +25,7 @@ from algorithms.value_losses import clipped_value_loss
 from engines.batches.micro_batches import plan_micro_batches, planned_tokens
 from engines.batches.packing import PackedBatch, PackedInTurn, Rows, pack
 from engines.commands.update import ActorLoss, Split
+from engines.models.models import PackedPolicy
 from engines.training.correction import correct_batch, named_sums, with_mismatch, with_weight_mean
 from engines.training.full_kl import reference_of
 from engines.training.trainer import Trainer
@@ -55,24 +56,34 @@ def update_actor(
             rows = with_weight_mean(rows, index_B, correction)
         return rows if choose is None else with_chosen_tokens(rows, index_B, partial(choose, **loss.choice_settings))
 
-    of_batch = actor_loss(loss, split.aggregation, reference_VH, differences)
+    of_batch = actor_loss(loss, split.aggregation, reference_VH, differences, has_experts(trainer))
     metrics = _run(trainer, rows, split, of_batch, learning_rate, prepare)
     return metrics if correction is None else with_mismatch(metrics, differences, trainer.device)
 
 
+def has_experts(trainer: Trainer) -> bool:
+    """Whether the actor is a mixture of experts, whose update has figures of their use."""
+    return isinstance(trainer.module, PackedPolicy) and trainer.module.has_experts
+
+
 def actor_loss(
-    loss: ActorLoss, aggregation: str, reference_VH: torch.Tensor | None, differences: list[torch.Tensor]
+    loss: ActorLoss,
+    aggregation: str,
+    reference_VH: torch.Tensor | None,
+    differences: list[torch.Tensor],
+    experts: bool,
 ) -> BatchLoss:
     """Return the actor's loss of a micro-batch.
 
     Args:
         differences: gets each micro-batch's largest difference of log-probs, where they are corrected.
+        experts: whether the actor has experts.
     """
     correction, policy_loss = loss.correction, policy_loss_named(loss.policy_loss)
 
     def of_batch(policy: nn.Module, batch: PackedBatch, denominators: Denominators) -> tuple[torch.Tensor, Sums]:
         reference = None if reference_VH is None else reference_of(batch, reference_VH)
-        logprobs_T, entropies_T, *full_kl_T = policy(batch, loss.temperature, reference)
+        logprobs_T, entropies_T, *others = policy(batch, loss.temperature, reference, experts)
         inputs = PolicyLossInputs(
             logprobs_T,
             batch.columns.get("logprobs_old", logprobs_T.detach()),
@@ -93,9 +104,14 @@ def actor_loss(
         if loss.entropy_coefficient:
             loss_T = loss_T - loss.entropy_coefficient * entropies_T
         if loss.kl_estimator:
-            kl_T = full_kl_T[0] if full_kl_T else _sampled_kl(logprobs_T, batch, loss.kl_estimator)
+            kl_T = _sampled_kl(logprobs_T, batch, loss.kl_estimator) if reference is None else others[0]
             loss_T = loss_T + loss.kl_coefficient * kl_T
             metrics_T["kl"] = kl_T
+        if experts:
+            balance, load = others[-2:]
+            if loss.router_loss_coefficient:
+                loss_T = loss_T + loss.router_loss_coefficient * balance
+            metrics_T |= {"router_loss": balance, "expert_load_max": load}
         sums = {name: (value.detach() * batch.mask_T).sum() for name, value in metrics_T.items()}
         if corrected is not None:
             loss_T = loss_T * corrected.kept_T

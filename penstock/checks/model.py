@@ -83,6 +83,22 @@ def check_one_label(folder: Path, key: str) -> None:
         )
 
 
+def check_router_loss(config: TrainConfig) -> None:
+    """Check that an actor whose loss is to spread tokens over experts has some.
+
+    Raises:
+        UserError: it has none.
+    """
+    if not config.algorithm.router_loss_coefficient:
+        return
+    settings = {} if config.model.path is None else read_settings(Path(config.model.path))
+    if not family_of(settings.get("model_type", "")).experts:
+        raise UserError(
+            "algorithm.router_loss_coefficient has no effect: the model has no experts",
+            "remove it, or train a mixture of experts (docs/models.md)",
+        )
+
+
 def check_targets(config: TrainConfig, offline: str | None = None) -> None:
     """Check that the layers that are to get adapters exist.
 

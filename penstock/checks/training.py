@@ -22,6 +22,7 @@ from penstock.checks.model import (
     check_longest_row,
     check_model,
     check_model_folder,
+    check_router_loss,
     check_targets,
 )
 from penstock.checks.prompts import check_prompt_lengths, read_prompts
@@ -58,6 +59,7 @@ def check_inputs(config: TrainConfig) -> None:
     if config.critic is not None and config.critic.path is not None:
         check_model_folder(Path(config.critic.path), "critic.path")
     check_targets(config)
+    check_router_loss(config)
     frames = read_prompts(config)
     columns = check_prompts(config, frames)
     check_agents(config, frames["train"])

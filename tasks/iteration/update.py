@@ -74,6 +74,7 @@ def actor_loss(algorithm: AlgorithmConfig, settings: Settings) -> ActorLoss:
         kl_estimator=kl.estimator if kl is not None and algorithm.kl_in_loss else None,
         kl_coefficient=settings.kl_coefficient,
         correction=None if algorithm.correction is None else algorithm.correction.in_force,
+        router_loss_coefficient=algorithm.router_loss_coefficient,
     )
 
 

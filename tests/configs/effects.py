@@ -146,6 +146,7 @@ TRAIN = {
     "algorithm.epochs": f"{TOLD}the_actors_update",
     "algorithm.aggregation": f"{TOLD}the_actors_update",
     "algorithm.entropy_coefficient": f"{TOLD}the_actors_update",
+    "algorithm.router_loss_coefficient": f"{TOLD}the_actors_update",
     "algorithm.kl.place": f"{TOLD}the_actors_update",
     "algorithm.kl.estimator": f"{TOLD}the_actors_update",
     "algorithm.kl.coefficient": f"{TOLD}the_actors_update",

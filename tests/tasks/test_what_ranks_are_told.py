@@ -235,6 +235,7 @@ BOUNDED = {"policy_loss": "tests.own_algorithm:bounded", "advantage": "rloo"}
         ("algorithm.epochs", 2, "split.epochs", {}),
         ("algorithm.aggregation", "token-sum", "split.aggregation", {}),
         ("algorithm.entropy_coefficient", 0.5, "loss.entropy_coefficient", {}),
+        ("algorithm.router_loss_coefficient", 0.5, "loss.router_loss_coefficient", {}),
         ("algorithm.policy_loss", "gspo", "loss.policy_loss", {}),
         ("algorithm.settings", {"steepness": 2.0}, "loss.settings", BOUNDED),
         ("algorithm.settings.clip_low", 0.5, "loss.settings.clip_low", SEVERAL),

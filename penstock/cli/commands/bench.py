@@ -286,7 +286,10 @@ def fan_in(
 @app.command()
 def families(
     models: Annotated[
-        list[Path] | None, typer.Argument(help="folders of models; default: a tiny one of each known family")
+        list[str] | None,
+        typer.Argument(
+            help="folders of models, or names of families, of which a tiny one is made; default: all families"
+        ),
     ] = None,
     out: Out = None,
     page: Annotated[Path | None, typer.Option(help="page whose table of families is written anew")] = None,
@@ -294,10 +297,11 @@ def families(
     """Families of models: that what is trained is what vLLM serves, by log-probs beside the Transformers library's."""
     from benchmarks.families.measuring import COLUMNS, measure
     from benchmarks.families.page import read_page, rendered
+    from benchmarks.workload.families import FAMILIES
     from penstock.base.files import write_text
 
     text = None if page is None else read_page(page)
-    result = measure(command(), {str(folder): folder for folder in models or ()})
+    result = measure(command(), models or list(FAMILIES))
     _finish(result, out, COLUMNS)
     if page is not None and text is not None:
         write_text(page, rendered(text, result))

@@ -39,4 +39,4 @@ def test_a_page_without_a_place_and_a_folder_without_a_model_are_mistakes(tmp_pa
     with pytest.raises(UserError, match="no page with a place for the table"):
         read_page(tmp_path / "none.md")
     with pytest.raises(UserError, match="has no config.json"):
-        measure("penstock bench families none", {"none": tmp_path / "none"})
+        measure("penstock bench families none", [str(tmp_path / "none")])
