@@ -38,7 +38,7 @@ from engines.commands.reshard import Reshard
 from engines.commands.update import ActorLoss, Split, UpdateActor
 from engines.families.served import check_served, has_own_class
 from engines.families.shape import read_settings, read_shape, weight_shapes
-from engines.groups.group import EngineError, EngineGroup
+from engines.groups.group import EngineError, EngineGroup, RankLost
 from engines.groups.machine import visible_gpus
 from engines.groups.spec import GroupSpec, RankDevice
 from engines.sizing.memory import weight_width
@@ -51,7 +51,7 @@ from tasks.iteration.forward_passes import from_ranks
 
 PROMPT, RESPONSE, ROWS, SAMPLES, TOKENS = 8, 16, 12, 2, 8
 CORES = 2  # of a model that is measured: as many are at a time as the machine has cores for
-KV_CACHE_GIB = 0.25  # so that several models fit on a GPU
+KV_CACHE = {"kv_cache_gib": 0.25, "sleep": False}  # several models share a GPU; vLLM's sleep wants one for itself
 LEARNING_RATE = 1e-2
 SPLIT = Split(
     mini_batches=2,
@@ -143,6 +143,8 @@ def measure_folder(folder: Path, work: Path) -> dict[str, Any]:
         return {**described, "refused": error.problem.replace(str(folder), "it").removeprefix("it: ")}
     except EngineError as error:  # of a library
         return {**described, "refused": error.remote_traceback.strip().splitlines()[-1]}
+    except RankLost as lost:  # in a library
+        return {**described, "refused": f"its rank is lost: {(lost.log_tail.strip() or lost.reason).splitlines()[-1]}"}
     if not figures["rollout"] <= _explained():
         return {**described, "refused": f"vLLM gives tokens other log-probs ({figures['rollout']:.2g})"}
     return described | figures
@@ -160,7 +162,7 @@ class _Model:
                 "prompts": ROWS // SAMPLES,
                 "samples": SAMPLES,
                 "max_response_tokens": RESPONSE,
-                "kv_cache_gib": KV_CACHE_GIB,
+                **KV_CACHE,
             },
             "actor": {"lora": {"rank": 4, "alpha": 8}} if lora else {},
         }
