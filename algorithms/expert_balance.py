@@ -7,10 +7,13 @@ Suffixes: `_NE` tokens of a micro-batch times experts, `_E` experts.
 
 from __future__ import annotations
 
-import torch
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
-def expert_balance(logits_NE: torch.Tensor, chosen: int) -> tuple[torch.Tensor, torch.Tensor]:
+def expert_balance(logits_NE: Tensor, chosen: int) -> tuple[Tensor, Tensor]:
     """Return a router's balance loss, and how many times its fair share of tokens the fullest expert has.
 
     The loss is E times the sum over experts of (share of tokens that chose it) x (mean probability): `chosen` where all
@@ -23,9 +26,7 @@ def expert_balance(logits_NE: torch.Tensor, chosen: int) -> tuple[torch.Tensor, 
     tokens, experts = logits_NE.shape
     probabilities_NE = logits_NE.float().softmax(-1)
     choices = probabilities_NE.topk(chosen, -1).indices.flatten()
-    count_E = torch.zeros(experts, device=logits_NE.device).scatter_add(
-        0, choices, torch.ones_like(choices, dtype=torch.float32)
-    )
-    share_E = count_E / tokens
+    ones = probabilities_NE.new_ones(choices.shape)
+    share_E = probabilities_NE.new_zeros(experts).scatter_add(0, choices, ones) / tokens
     loss = experts * (share_E * probabilities_NE.mean(0)).sum()
     return loss, share_E.max() * experts / chosen

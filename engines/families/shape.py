@@ -1,6 +1,7 @@
 """A model's sizes, read from its folder without torch: what memory (memory.py) and FLOPs (flops.py) are counted from.
 
-Left out: the weights themselves; what an architecture does beyond a dense decoder (`ModelShape.dense` tells).
+Left out: the weights themselves; what an architecture does beyond a decoder with MLPs or with experts
+(`ModelShape.explained` tells).
 """
 
 from __future__ import annotations
@@ -17,8 +18,25 @@ from engines.families.table import WINDOWED, Family, Linear, family_of
 
 
 @dataclass(frozen=True)
+class ExpertSizes:
+    """Sizes of the experts that a layer has in place of an MLP: each is a gated MLP.
+
+    Attributes:
+        count: experts of a layer.
+        chosen: of each token.
+        inner: intermediate size of one.
+        shared: intermediate size of an MLP beside them that all tokens pass; 0: none.
+    """
+
+    count: int
+    chosen: int
+    inner: int
+    shared: int = 0
+
+
+@dataclass(frozen=True)
 class ModelShape:
-    """Sizes of a decoder-only transformer with a gated MLP."""
+    """Sizes of a decoder-only transformer with a gated MLP or experts in each layer."""
 
     parameters: int  # as stored in the files, a tied embedding once
     layers: int
@@ -33,6 +51,7 @@ class ModelShape:
     windowed_layers: int = 0
     query_key_norms: bool = False
     model_type: str = ""
+    experts: ExpertSizes | None = None
 
     @property
     def family(self) -> Family:
@@ -41,20 +60,38 @@ class ModelShape:
 
     @property
     def matrices(self) -> dict[str, tuple[int, int]]:
-        """Rows and columns of the matrices of one layer, by the names of their linear layers."""
+        """Rows and columns of the matrices of one layer, but for experts, by the names of their linear layers."""
         hidden, inner = self.hidden_size, self.intermediate_size
         query, key = self.heads * self.head_size, self.kv_heads * self.head_size
-        return {
+        attention = {
             **_parts(self.family.query_key_value, [query, key, key], hidden),
             **_parts(self.family.attention_output, [hidden], query),
+        }
+        if self.experts is not None:
+            return attention
+        return {
+            **attention,
             **_parts(self.family.gate_up, [inner, inner], hidden),
             **_parts(self.family.down, [hidden], inner),
         }
 
     @property
     def layer_matrices(self) -> int:
-        """Parameters in the matrices of one layer: q, k, v, o, and the MLP's gate, up and down."""
-        return sum(rows * columns for rows, columns in self.matrices.values())
+        """Parameters in the matrices of one layer: q, k, v, o, and the MLP's or all experts' gate, up and down."""
+        return self._matrices_with(None if self.experts is None else self.experts.count)
+
+    @property
+    def matrices_per_token(self) -> int:
+        """Parameters in those matrices of one layer that a token meets."""
+        return self._matrices_with(None if self.experts is None else self.experts.chosen)
+
+    def _matrices_with(self, experts: int | None) -> int:
+        named = sum(rows * columns for rows, columns in self.matrices.values())
+        if self.experts is None or experts is None:
+            return named
+        router, shared_gate = self.experts.count, 1 if self.experts.shared else 0
+        inner = experts * self.experts.inner + self.experts.shared
+        return named + self.hidden_size * (3 * inner + router + shared_gate)
 
     def adapter_parameters(self, lora: LoraConfig | None) -> int:
         """Parameters of the adapters: `rank` times rows and columns of each target; 0 without any."""
@@ -79,8 +116,8 @@ class ModelShape:
         return 2 * self.layers * max(1, self.kv_heads // tensor_parallel) * self.head_size
 
     @property
-    def dense(self) -> bool:
-        """Whether the sizes explain the parameters within 3 %: experts or adapters are something else."""
+    def explained(self) -> bool:
+        """Whether the sizes explain the parameters within 3 %: adapters, or layers that differ, are something else."""
         embedding = self.vocabulary * self.hidden_size
         layers = self.layers * self.layer_matrices
         return any(abs(self.parameters / (layers + count * embedding) - 1) < 0.03 for count in (1, 2))
@@ -124,6 +161,23 @@ def shape_of_weights(config: Mapping[str, Any], weights: Mapping[str, Sequence[i
         windowed_layers=windowed_layers,
         query_key_norms=any(name.endswith(query_norm) for name in weights),
         model_type=model_type,
+        experts=_expert_sizes(config, family_of(model_type), weights),
+    )
+
+
+def _expert_sizes(
+    config: Mapping[str, Any], family: Family, weights: Mapping[str, Sequence[int]]
+) -> ExpertSizes | None:
+    """Sizes of a mixture whose experts a family's row knows; of one expert by the weights of all."""
+    if not family.experts:
+        return None
+    count = next(config[name] for name in family.expert_settings if name in config)
+    parameters = sum(prod(shape) for name, shape in weights.items() if "experts" in name.split("."))
+    return ExpertSizes(
+        count=count,
+        chosen=config["num_experts_per_tok"],
+        inner=parameters // (3 * config["hidden_size"] * count * config["num_hidden_layers"]),
+        shared=config.get("shared_expert_intermediate_size") or 0,
     )
 
 

@@ -1,8 +1,9 @@
 """What a forward pass keeps for the backward pass, module by module, in bytes per token: the table behind memory.py.
 
 Each line says which tensor is kept and why autograd needs it. `tests/engines/sizing/test_activations.py` holds the
-table against what autograd really keeps, so a changed module shows there. The table is for dense decoders with RMSNorm,
-rotary embeddings and a gated MLP (Llama, Mistral, Qwen); `w` is the width of a weight in bytes.
+table against what autograd really keeps, so a changed module shows there. The table is for decoders with RMSNorm,
+rotary embeddings and a gated MLP (Llama, Mistral, Qwen) or experts in grouped products (Mixtral, Qwen MoE); `w` is the
+width of a weight in bytes.
 
 Left out: what lives only while one module runs; memory.py has an allowance for it. No torch here.
 """
@@ -52,7 +53,7 @@ def layer_table(shape: ModelShape, computation: Computation, keys: float = 1.0) 
     `keys`: in attention, per token of the micro-batch (`keys_per_token`).
     """
     w, compiled = computation.width, computation.compiled
-    hidden, inner = shape.hidden_size, shape.intermediate_size
+    hidden, inner = shape.hidden_size, shape.intermediate_size if shape.experts is None else shape.experts.shared
     query, key = shape.heads * shape.head_size, shape.kv_heads * shape.head_size
     normed = query + key if shape.query_key_norms else 0
     roots = shape.heads + shape.kv_heads if shape.query_key_norms else 0
@@ -63,9 +64,8 @@ def layer_table(shape: ModelShape, computation: Computation, keys: float = 1.0) 
         Kept("q after rotary", w * query, "attention; before rotary it is not needed"),
         Kept("attention's output", w * query, "attention, and input of o_proj: one tensor"),
         Kept("attention's logsumexp", FLOAT32 * shape.heads, "attention"),
-        Kept("gate", w * inner, "activation function"),
-        Kept("up", w * inner, "its product with the activated gate"),
-        Kept("product", 0 if computation.gated else w * inner, "input of down_proj"),
+        *_mlp_table(inner, computation),
+        *_expert_table(shape, computation),
     ]
     if compiled:
         table += [
@@ -80,7 +80,6 @@ def layer_table(shape: ModelShape, computation: Computation, keys: float = 1.0) 
             Kept("norms' input", 2 * FLOAT32 * hidden, "in float32; where w is 4 the residual stream itself"),
             Kept("norms' normalised", 2 * w * hidden, "its product with the norm's weight"),
             Kept("query and key norms", (FLOAT32 + w) * normed, "input in float32 and normalised"),
-            Kept("activated gate", w * inner, "its product with up"),
         ]
     if computation.device == "cuda" or not compiled:
         table.append(Kept("k and v", int(2 * w * key * keys), "attention; a shared prompt's once per response"))
@@ -88,6 +87,36 @@ def layer_table(shape: ModelShape, computation: Computation, keys: float = 1.0) 
         by_rows = int(2 * w * (query + key) * keys)
         table.append(Kept("attention by rows", by_rows, "q, k, v and output, spread to whole rows"))
     return table
+
+
+def _mlp_table(inner: int, computation: Computation) -> list[Kept]:
+    """What a gated MLP keeps per token."""
+    w = computation.width
+    return [
+        Kept("gate", w * inner, "activation function"),
+        Kept("up", w * inner, "its product with the activated gate"),
+        Kept("activated gate", 0 if computation.compiled else w * inner, "its product with up"),
+        Kept("product", 0 if computation.gated else w * inner, "input of down_proj"),
+    ]
+
+
+def _expert_table(shape: ModelShape, computation: Computation) -> list[Kept]:
+    """What the experts of a layer and their router keep per token of the micro-batch; nothing without experts."""
+    if (experts := shape.experts) is None:
+        return []
+    w, chosen = computation.width, experts.chosen
+    inner, hidden = chosen * w * experts.inner, chosen * w * shape.hidden_size
+    return [
+        Kept("experts' tokens", hidden, "input of gate and up, once for each expert of a token"),
+        Kept("experts' gate and up", 2 * inner, "activation function, and its product"),
+        Kept("experts' activated gate", 0 if computation.compiled else inner, "its product with up"),
+        Kept("experts' product", inner, "input of down"),
+        Kept("experts' output", hidden, "its product with the router's weight"),
+        Kept("experts' order", 4 * INDEX * chosen, "which experts a token has, and where it lies among theirs"),
+        Kept("router's probabilities", (w if computation.compiled else FLOAT32) * experts.count, "softmax"),
+        Kept("router's weights", 2 * FLOAT32 * chosen, "their sum is 1; product with the experts' output"),
+        Kept("shared MLP's output", w * shape.hidden_size if experts.shared else 0, "its product with its own gate"),
+    ]
 
 
 def model_table(shape: ModelShape, w: int) -> list[Kept]:
@@ -144,6 +173,9 @@ def in_flight_bytes(shape: ModelShape, computation: Computation, micro_batch: Mi
     These are the gradients inside its MLP and that of its norm. With checkpointing all that the block keeps is there
     again as well.
     """
-    gradients = 4 * computation.width * shape.intermediate_size + 3 * FLOAT32 * shape.hidden_size
+    inner, copies = shape.intermediate_size, 0
+    if (experts := shape.experts) is not None:
+        inner, copies = experts.chosen * experts.inner + experts.shared, 2 * experts.chosen
+    gradients = computation.width * (4 * inner + copies * shape.hidden_size) + 3 * FLOAT32 * shape.hidden_size
     again = total(layer_table(shape, computation, micro_batch.keys)) if computation.checkpointing else 0
     return micro_batch.tokens * (gradients + again)

@@ -10,8 +10,8 @@ blocks that a kernel computes in vain earn no credit. Differences to the usual "
 - with LoRA, frozen matrices get no gradient of their own: they count once in the backward pass, not twice;
 - the embedding is a lookup, and norms, activations and rotary embeddings are no matrices: neither counts.
 
-Lengths are arrays with one entry per row (`_B`). Left out: experts and other architectures that are not dense
-(`ModelShape.dense`), the optimizer step.
+Lengths are arrays with one entry per row (`_B`). Of experts those count that a token meets. Left out:
+architectures that are neither dense nor such a mixture (`ModelShape.explained`), the optimizer step.
 """
 
 from __future__ import annotations
@@ -154,7 +154,7 @@ def _once(prompt_B: np.ndarray, prompt_ids_B: np.ndarray | None) -> np.ndarray:
 
 
 def _matrix_flops(shape: ModelShape, once_B: np.ndarray, response_B: np.ndarray) -> float:
-    return 2.0 * shape.layers * shape.layer_matrices * float(once_B.sum() + response_B.sum())
+    return 2.0 * shape.layers * shape.matrices_per_token * float(once_B.sum() + response_B.sum())
 
 
 def _adapter_flops(adapters: int, once_B: np.ndarray, response_B: np.ndarray) -> float:

@@ -79,7 +79,7 @@ def generation_figures(training: Training, key: str, prompt_B: np.ndarray, respo
         return {}
     shape, samples = read_shape(Path(session.model_folder)), session.config.rollout.samples
     work = {"tokens": float(response_B.sum())}
-    if shape.dense:
+    if shape.explained:
         work["flops"] = generation_flops(shape, prompt_B, response_B, samples)
     return role_figures(training, "rollout", key, work)
 

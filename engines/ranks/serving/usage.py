@@ -54,7 +54,7 @@ def work_on(models: RankModels, rows: Rows, role: CountedModel, epochs: int) -> 
     """
     shape, prompt_B, response_B = models.shapes[role], rows.prompts.lengths_B, rows.responses.lengths_B
     work = {"tokens": float(rows.lengths_B.sum() * max(1, epochs))}
-    if not shape.dense:
+    if not shape.explained:
         return work
     trainer = {"actor": models.config.actor, "critic": models.config.critic}.get(role)
     adapters = shape.adapter_parameters(trainer.lora) if trainer is not None else 0

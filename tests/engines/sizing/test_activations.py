@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch import nn
 
+from benchmarks.workload.families import write_family
 from engines.batches.packing import Rows, pack
 from engines.families.shape import read_shape
 from engines.kernels import lm_head as logprobs
@@ -27,6 +28,7 @@ from tests.engines.gated_kernels import plain_gated_mlp
 from tests.engines.shared_ranks import Shape
 from tests.engines.sums import sums_of
 
+PARTITIONED = "aot_eager_decomp_partition"  # as on a GPU, without its kernels
 FolderOf = Callable[[Shape], Path]
 PROMPT, RESPONSE, ROWS = 10, 30, 8
 MICRO_BATCH = MicroBatch((PROMPT + RESPONSE) * ROWS, RESPONSE * ROWS)
@@ -79,7 +81,7 @@ def test_the_table_is_what_compiled_blocks_keep(
     """
     folder = folder_of(shape)
     lm = load_causal_lm(folder, torch.bfloat16, False)
-    monkeypatch.setattr(nn.Module, "compile", partialmethod(nn.Module.compile, backend="aot_eager_decomp_partition"))
+    monkeypatch.setattr(nn.Module, "compile", partialmethod(nn.Module.compile, backend=PARTITIONED))
     compile_blocks(lm)
     policy = PackedPolicy(lm).train()
     optimizer, sums = sums_of(policy)
@@ -96,6 +98,26 @@ def test_the_table_is_what_compiled_blocks_keep(
     assert predicted(True, gated) == pytest.approx(kept, rel=0.01)
     assert predicted(True, not gated) != pytest.approx(kept, rel=0.03)
     assert predicted(False, False) > 1.3 * kept
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("family", ["Mixtral", "Qwen 2 MoE", "Qwen 3 MoE"])
+def test_the_table_is_what_a_mixture_keeps(
+    family: str, compiled: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With and without an MLP beside the experts. Control: the table of a dense model of the same other sizes."""
+    lm = load_causal_lm(write_family(family, tmp_path), torch.bfloat16, False)
+    if compiled:
+        monkeypatch.setattr(nn.Module, "compile", partialmethod(nn.Module.compile, backend=PARTITIONED))
+        compile_blocks(lm)
+    policy = PackedPolicy(lm).train()
+    optimizer, sums = sums_of(policy)
+    if compiled:
+        sum_in_products(policy, optimizer)
+    kept, sizes = _kept(policy, _rows(1), sums), read_shape(tmp_path)
+    computation = Computation(2, "cpu", compiled)
+    assert kept_bytes(sizes, computation, MICRO_BATCH) == pytest.approx(kept, rel=0.01)
+    assert kept_bytes(replace(sizes, experts=None), computation, MICRO_BATCH) != pytest.approx(kept, rel=0.05)
 
 
 @pytest.mark.parametrize("samples", [1, 4])

@@ -19,6 +19,7 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModelForCausalLM, DynamicCache
 
+from benchmarks.workload.families import write_family
 from engines.families.shape import ModelShape, read_shape
 from engines.sizing.flops import forward_flops, generation_flops, peak_flops, training_flops
 from tests.engines.shared_ranks import Shape
@@ -59,7 +60,7 @@ def test_forward_and_backward_flops_are_the_counters(shape: Shape, folder_of: Fo
     """Of an actor and of a critic, with grouped heads and with a sliding window of 4 tokens."""
     folder = folder_of(shape)
     lm, sizes = _load(folder), read_shape(folder)
-    assert sizes.dense
+    assert sizes.explained
     assert (sizes.window, sizes.windowed_layers) == ((4, 2) if shape.sliding_window else (0, 0))
     prompts, responses = PROMPTS[1:3], RESPONSES[1:3]  # the counter is slow
     for head, scalar in ((lm.lm_head, False), (nn.Linear(sizes.hidden_size, 1), True)):
@@ -114,12 +115,26 @@ def test_attention_follows_each_sequences_own_length() -> None:
     assert joined - apart == 4 * 2 * 4 * 10 * 10
 
 
-def test_a_model_whose_sizes_do_not_explain_its_parameters_is_not_called_dense(folder_of: FolderOf) -> None:
-    """Experts multiply the MLP and are used one at a time: the formulas would credit what is never computed."""
+@pytest.mark.parametrize("family", ["Mixtral", "OLMoE", "Qwen 2 MoE", "Qwen 3 MoE"])
+def test_a_token_meets_the_experts_that_are_chosen_for_it(family: str, tmp_path: Path) -> None:
+    """By the matrices that the library has. Control: what is stored is more."""
+    write_family(family, tmp_path)
+    sizes, experts = read_shape(tmp_path), read_shape(tmp_path).experts
+    assert sizes.explained and experts is not None and experts.chosen < experts.count
+    layer = _load(tmp_path).model.layers[0]
+    matrices = {name: matrix.numel() for name, matrix in layer.named_parameters() if matrix.dim() > 1}
+    of_experts = sum(count for name, count in matrices.items() if ".experts." in name)
+    others = sum(matrices.values()) - of_experts
+    assert sizes.matrices_per_token == others + of_experts * experts.chosen // experts.count
+    assert sizes.layer_matrices == others + of_experts > sizes.matrices_per_token
+
+
+def test_a_model_whose_sizes_do_not_explain_its_parameters_is_told(folder_of: FolderOf) -> None:
+    """Experts of which no row knows: the formulas would credit what is never computed."""
     sizes = read_shape(folder_of(SHAPES[1]))
     experts = ModelShape(**{**vars(sizes), "parameters": sizes.parameters + 3 * sizes.layers * 128 * 96})
-    assert sizes.dense
-    assert not experts.dense
+    assert sizes.explained
+    assert not experts.explained
 
 
 @pytest.mark.parametrize(
