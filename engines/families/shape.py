@@ -78,16 +78,16 @@ class ModelShape:
     @property
     def layer_matrices(self) -> int:
         """Parameters in the matrices of one layer: q, k, v, o, and the MLP's or all experts' gate, up and down."""
-        return self._matrices_with(None if self.experts is None else self.experts.count)
+        return self._matrices_with(self.experts.count if self.experts is not None else 0)
 
     @property
     def matrices_per_token(self) -> int:
         """Parameters in those matrices of one layer that a token meets."""
-        return self._matrices_with(None if self.experts is None else self.experts.chosen)
+        return self._matrices_with(self.experts.chosen if self.experts is not None else 0)
 
-    def _matrices_with(self, experts: int | None) -> int:
+    def _matrices_with(self, experts: int) -> int:
         named = sum(rows * columns for rows, columns in self.matrices.values())
-        if self.experts is None or experts is None:
+        if self.experts is None:
             return named
         router, shared_gate = self.experts.count, 1 if self.experts.shared else 0
         inner = experts * self.experts.inner + self.experts.shared
@@ -168,10 +168,15 @@ def shape_of_weights(config: Mapping[str, Any], weights: Mapping[str, Sequence[i
 def _expert_sizes(
     config: Mapping[str, Any], family: Family, weights: Mapping[str, Sequence[int]]
 ) -> ExpertSizes | None:
-    """Sizes of a mixture whose experts a family's row knows; of one expert by the weights of all."""
+    """Sizes of a mixture whose experts a family's row knows; of one expert by the weights of all.
+
+    Raises:
+        KeyError: the configuration lacks a size.
+    """
     if not family.experts:
         return None
-    count = next(config[name] for name in family.expert_settings if name in config)
+    counted = next((name for name in family.expert_settings if name in config), family.expert_settings[0])
+    count = config[counted]
     parameters = sum(prod(shape) for name, shape in weights.items() if "experts" in name.split("."))
     return ExpertSizes(
         count=count,
