@@ -58,7 +58,7 @@ def test_figures_are_of_every_token_that_the_update_computes(
 
 
 def test_the_loss_has_experts_used_evenly(one_rank: Ranks, tmp_path: Path) -> None:
-    """Twenty steps in several micro-batches each. Control: the same steps without it; and at 0 it moves no number."""
+    """Twenty steps in several micro-batches each. Control: the same steps without it."""
     folder, path = write_family("Qwen 3 MoE", tmp_path / "model"), tmp_path / "rows.parquet"
     write_rows(path, random_rows(24))
     ends = {}

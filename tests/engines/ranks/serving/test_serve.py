@@ -185,10 +185,7 @@ def _long(folder: Path) -> dict[str, Any]:
 def test_a_reshard_is_answered_during_a_generation_and_an_export_after_it(
     layout: str, one_rank: Ranks, two_ranks: Ranks, folder_of: FolderOf, tmp_path: Path
 ) -> None:
-    """Sent when the generation is seen to be under way. The export, which waits, holds up what comes behind it.
-
-    That the generation had not ended is told by its responses, of which some ended under the new version.
-    """
+    """Sent when the generation is seen to be under way. The export, which waits, holds up what comes behind it."""
     folder, ranks = folder_of(SHAPE), one_rank if layout == "one rank" else two_ranks
     tensor_parallel = 2 if layout == "one engine of two ranks" else 1
     rollout = {"prompts": 8, "samples": 4, "max_response_tokens": 400, "tensor_parallel": tensor_parallel}
@@ -199,6 +196,7 @@ def test_a_reshard_is_answered_during_a_generation_and_an_export_after_it(
     reader.start()
     assert under_way.wait(60)
     resharded = asking.replies(asking.begin("reshard", version=1))
+    assert not generation.answered
     assert all(isinstance(reply, Resharded) for reply in resharded)
     export = asking.begin("export", folder=str(tmp_path / "model"))
     behind = asking.begin("reshard", version=2)
