@@ -1,8 +1,9 @@
-"""The engines brought to the state before an iteration: the newest checkpoint before it, and the updates since then.
+"""The engines brought to the state before an iteration: a snapshot, or a checkpoint and the updates since then.
 
 An update is a function of models, experience and the values in force, so what lies between two checkpoints can be had
 again from the experience that the run keeps, on a CPU to the last bit. Used by a replay, and by a training that goes
-back behind a numerical fault. Left out: which iterations this is possible for (tasks/replay/inputs.py).
+back behind a numerical fault and has no snapshot from before it. Left out: which iterations this is possible for
+(tasks/replay/inputs.py).
 """
 
 from __future__ import annotations
@@ -19,12 +20,12 @@ from penstock.session.rollout.generation import await_rollouts
 from penstock.session.session import Stage, Training
 from penstock.session.settings import Settings, next_settings
 from penstock.state.manifest import Progress
-from tasks.iteration.checkpoint import load_checkpoint
+from tasks.iteration.checkpoint import kept_at, load_checkpoint, load_snapshot
 from tasks.iteration.faults import ERRORS, remedy
 from tasks.iteration.forward_passes import reference_logprobs
 from tasks.iteration.refresh_reference import refresh_due, refresh_reference
 from tasks.iteration.reshard import reshard
-from tasks.replay.inputs import Plan, following, planned, stored
+from tasks.replay.inputs import Plan, following, planned, stored, undone_later
 from tasks.stream.sum_gradient import sum_again
 
 Told = Callable[[int, dict[str, float]], None]
@@ -80,22 +81,37 @@ def go_back(training: Training, number: int, fault: Fault) -> None:
     Raises:
         NumericalFault: there is no checkpoint from which that state can be had.
     """
-    first, run = max(1, number + 1 - fault.undone), training.run
+    first = max(1, number + 1 - fault.undone)
     training.session().say("going back", f"to before iteration {first}")
+    training.session().rolled_back += 1
+    place = _load_kept(training, number, first) or _done_again(training, number, first, fault)
+    for undone in range(first, number):
+        append_record(training, undone, {UNDONE: float(number)})
+    get_run_logger().warning("the weights are those before iteration %d again, from %s", first, place)
+
+
+def _load_kept(training: Training, number: int, first: int) -> str:
+    """Bring a training to the snapshot before iteration `first`; return its name, empty where it cannot be used."""
+    kept = kept_at(training, first - 1)
+    if kept is None or undone_later(training.run, kept.iteration, number):
+        return ""
+    await_rollouts(training)  # one that is ahead ends with the weights that it has, which are newer than those to come
+    load_snapshot(training, kept)
+    return f"snapshot {kept.iteration:06d}"
+
+
+def _done_again(training: Training, number: int, first: int, fault: Fault) -> str:
+    """Bring a training to the newest checkpoint before iteration `first` and do the updates since then again."""
     training.session().consolidator.wait()
     try:
-        plan = planned(run.path, first, ["update_actor"], as_of=number)
+        plan = planned(training.run.path, first, ["update_actor"], as_of=number)
     except UserError as error:
         raise _no_way_back(training, number, fault, error.problem) from error
     if plan.checkpoint is None:
         raise _no_way_back(training, number, fault, f"there is no checkpoint before iteration {first}")
-    training.session().rolled_back += 1
-    await_rollouts(training)  # one that is ahead ends with the weights that it has, which are newer than those to come
+    await_rollouts(training)
     bring_before(training, plan, lambda earlier: stored(plan, earlier))
-    for undone in range(first, number):
-        append_record(training, undone, {UNDONE: float(number)})
-    said = "the weights are those before iteration %d again, from checkpoint %s"
-    get_run_logger().warning(said, first, plan.checkpoint.name)
+    return f"checkpoint {plan.checkpoint.name}"
 
 
 def _no_way_back(training: Training, number: int, fault: Fault, why: str) -> UserError:

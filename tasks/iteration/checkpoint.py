@@ -143,6 +143,16 @@ def newest_kept(training: Training, saved: Manifest) -> Progress | None:
     return session.reached.get(number)
 
 
+def kept_at(training: Training, number: int) -> Progress | None:
+    """Return the progress at the snapshot after iteration `number`; None: not every rank has it."""
+    session = training.session()
+    try:
+        there = number in session.reached and session.newest_snapshot("iteration", number) == number
+    except HostFailed:
+        return None  # who waits for its ranks next is told
+    return session.reached[number] if there else None
+
+
 def load_snapshot(training: Training, progress: Progress) -> None:
     """Bring every engine to a snapshot, which holds the state at `progress`."""
     session, done, version = training.session(), progress.iteration, progress.policy_version

@@ -122,8 +122,7 @@ def planned(folder: Path, iteration: int, wanted: Sequence[str] = (), as_of: int
     state = any(_needs_state(config, name) for name in tasks)
     as_of = iteration if as_of is None else as_of
     recorded = {item["iteration"]: item["metrics"] for item in read_metrics(run)}
-    # A checkpoint with an update that was undone later is of no use from then on.
-    bad = {number for number, figures in recorded.items() if number < figures.get(UNDONE, 0) < as_of}
+    bad = {number for number in recorded if _undone_later(recorded, number, as_of)}
     states = sorted({0, *(int(name) for name in checkpoints(run))} - bad)
     there = _iterations(run)
     possible = [number for number in there if not state or _start(states, number, there) is not None]
@@ -140,6 +139,15 @@ def planned(folder: Path, iteration: int, wanted: Sequence[str] = (), as_of: int
         progress = progress.advanced(overrides=live_overrides_in(first))
     engines = state or any(_needs_engines(config, name) for name in tasks)
     return Plan(run, config, iteration, as_of, tasks, progress, checkpoint, model, recorded, state, engines)
+
+
+def undone_later(run: RunFolder, number: int, as_of: int) -> bool:
+    """Whether the state after an iteration has an update that was undone before iteration `as_of`: it is of no use."""
+    return _undone_later({item["iteration"]: item["metrics"] for item in read_metrics(run)}, number, as_of)
+
+
+def _undone_later(recorded: Mapping[int, Mapping[str, float]], number: int, as_of: int) -> bool:
+    return number < recorded.get(number, {}).get(UNDONE, 0) < as_of
 
 
 def tasks_of(config: TrainConfig) -> list[str]:

@@ -74,15 +74,18 @@ def ensure_pool(
         UserError: it is there and of another type.
     """
     from prefect.client.schemas.actions import WorkPoolCreate
-    from prefect.exceptions import ObjectNotFound
+    from prefect.exceptions import ObjectAlreadyExists, ObjectNotFound
     from prefect.workers.process import ProcessWorker
 
     try:
         there = client.read_work_pool(name)
     except ObjectNotFound:
         template = template or ProcessWorker.get_default_base_job_template()
-        client.create_work_pool(WorkPoolCreate(name=name, type=kind, base_job_template=template))
-        return
+        try:
+            client.create_work_pool(WorkPoolCreate(name=name, type=kind, base_job_template=template))
+            return
+        except ObjectAlreadyExists:  # a worker that starts meanwhile makes its pool, too
+            there = client.read_work_pool(name)
     if there.type != kind:
         raise UserError(f"the work pool '{name}' is of type '{there.type}'", "choose another with --pool NAME")
 

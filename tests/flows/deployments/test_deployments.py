@@ -13,7 +13,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -24,10 +24,13 @@ import psutil
 import pytest
 import yaml
 from prefect.client.orchestration import get_client
+from prefect.client.schemas.objects import WorkPool
 from prefect.events.schemas.events import ResourceSpecification
+from prefect.exceptions import ObjectNotFound
 from prefect.settings import PREFECT_API_URL, temporary_settings
 
 from configs.loading.load import load_config
+from penstock.base.errors import UserError
 from penstock.cli.prefect.deploy import ensure_pool, read_deployments, zombie_automation
 from penstock.session.settings import variable_name
 from penstock.state.run_folder import RunFolder
@@ -300,6 +303,29 @@ def test_deploying_again_changes_nothing(prefect: Prefect) -> None:
     assert sorted(names) == sorted(["penstock", "gpus", *automations, *(name.partition("/")[2] for name in NAMES)])
     assert all(name in again.stdout for name in NAMES)
     assert "prefect worker start --pool penstock" in again.stdout
+
+
+def test_a_pool_that_a_worker_makes_meanwhile_is_taken(prefect: Prefect, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`prefect worker start` makes its pool where there is none, just when `penstock deploy` has looked for it.
+
+    Control: one that was made of another type is refused.
+    """
+    server = temporary_settings({PREFECT_API_URL: prefect.environment["PREFECT_API_URL"]})
+    with server, get_client(sync_client=True) as client:
+        read = client.read_work_pool
+
+        def made_meanwhile(name: str) -> WorkPool:
+            monkeypatch.setattr(client, "read_work_pool", read)
+            ensure_pool(client, name)
+            raise ObjectNotFound(Exception("there was none"))
+
+        for name, kind in (("meanwhile", "process"), ("of-another-type", "kubernetes")):
+            monkeypatch.setattr(client, "read_work_pool", made_meanwhile)
+            refused = pytest.raises(UserError, match="of type 'process'") if kind != "process" else nullcontext()
+            with refused:
+                ensure_pool(client, name, kind)
+            assert read(name).type == "process"
+            prefect.api.delete(f"/work_pools/{name}").raise_for_status()
 
 
 def test_deployments_hold_no_path_of_this_machine_but_the_working_directory(prefect: Prefect) -> None:

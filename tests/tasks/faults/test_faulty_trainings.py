@@ -97,11 +97,23 @@ def of_faults(recorded: dict[str, float]) -> dict[str, float]:
     return {name: value for name, value in recorded.items() if name.startswith(("fault/", "update/undone"))}
 
 
-def test_an_update_that_went_too_far_is_undone_and_the_training_goes_on(plain: RunFolder, tmp_path: Path) -> None:
-    """Iteration 4 ruins the policy within its own steps; checkpoint 2 and the experience of iteration 3 bring it back.
+def back_by(way: str, patch: pytest.MonkeyPatch) -> None:
+    """Let trainings go back by a snapshot alone, or, as where memory has no room for snapshots, by a checkpoint."""
+    if way == "checkpoint":
+        patch.setattr("penstock.session.session.snapshots_fit", lambda *_: False)
+    else:
+        patch.setattr("flows.parts.state_before.planned", lambda *_, **__: pytest.fail("a checkpoint was looked for"))
+
+
+@pytest.mark.parametrize("way", ["snapshot", "checkpoint"])
+def test_an_update_that_went_too_far_is_undone_and_the_training_goes_on(
+    way: str, plain: RunFolder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Iteration 4 ruins the policy within its own steps; snapshot 3 brings it back, or checkpoint 2 and an update.
 
     Control: the same training without the limit ends with other weights.
     """
+    back_by(way, monkeypatch)
     rate = "actor.optimizer={learning_rate: {0: 1e-3, 4: 1.0, 5: 1e-3}, warmup_steps: 0}"
     assert not same(weights(trained(tmp_path / "ruined", *STEPS, rate, "iterations=4")), weights(plain))
     limit = "faults.update_kl={limit: 1.0, action: rollback}"
@@ -123,6 +135,25 @@ def test_an_update_that_went_too_far_is_undone_and_the_training_goes_on(plain: R
         done = replay(str(six.path), number, ["update_actor"])
         assert [row for row in done.rows if not row.equal] == []
         assert "actor/approx_kl" in {row.what for row in done.rows}
+
+
+@pytest.mark.parametrize("way", ["snapshot", "checkpoint"])
+def test_the_update_before_the_batch_that_shows_the_fault_is_undone_too(
+    way: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Iteration 3 ruins the policy, which the KL of the batch of iteration 4 shows: back to the state after 2.
+
+    Control: the snapshot of iteration 3, which is newer, has other weights.
+    """
+    back_by(way, monkeypatch)
+    rate = "actor.optimizer={learning_rate: {0: 1e-3, 3: 1.0, 4: 1e-3}, warmup_steps: 0}"
+    every = "checkpoint={every: 1, keep: 5}"
+    limit = "faults.kl={limit: 1.0, action: rollback}"
+    five = trained(tmp_path / "five", *IN_REWARD, rate, every, "iterations=5", limit)
+    assert [figures(five)[number].get("update/undone") for number in range(1, 6)] == [None, None, 4.0, 4.0, None]
+    before = weights_at(five, 2)
+    assert same(weights_at(five, 4), before)
+    assert not same(weights_at(five, 3), before)
 
 
 def test_a_batch_beyond_the_limit_is_not_learnt_from_and_the_third_in_a_row_ends_the_training(tmp_path: Path) -> None:
