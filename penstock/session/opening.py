@@ -30,6 +30,7 @@ from penstock.checks.tokenized import check_tokenized
 from penstock.checks.training import check_inputs, check_supervised
 from penstock.data.source import reading_once
 from penstock.session.flow_run import RUN_TAG
+from penstock.session.flow_runs.kept_alive import crashes, note_crash
 from penstock.session.machines.admission import admission
 from penstock.session.machines.hosts import hosted
 from penstock.session.prefect import patient_clients, terminations_heard
@@ -126,12 +127,16 @@ def resume_of(
 
     Raises:
         UserError: a field is for the other of the two.
+        FlowLostTooOften: Prefect has started it again by itself, and it crashed more often than that is done.
     """
     if resume is None and (start is not None or changes):
         raise UserError("a checkpoint and changes are of a run to continue", "say which by 'resume'")
     if resume is not None and run_folder is not None:
         raise UserError(f"{resume} goes on where it is", "take 'run_folder' back")
+    crashed = crashes(engines_of(config).engine)
     if (begun := _begun_before(config, run_folder or resume)) is not None:
+        if crashed:
+            note_crash(RunFolder(begun))
         return Resume(begun)
     return Resume(Path(resume), start, changes or ()) if resume else None
 

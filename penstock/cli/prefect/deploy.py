@@ -22,6 +22,7 @@ from penstock.base.addresses import public_address
 from penstock.base.errors import UserError
 from penstock.cli.prefect.form import put_form
 from penstock.cli.prefect.server import check_server
+from penstock.session.flow_runs.kept_alive import KEEP_ALIVE, STARTED_AGAIN
 from penstock.session.machines.admission import GPU_SLOTS
 
 if TYPE_CHECKING:
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
 HOME = Path(__file__).resolve().parents[3]
 LOCAL_SERVER = "http://127.0.0.1:4200/api"
 ZOMBIES = "penstock: silent runs are crashed"
+KEPT_ALIVE = "penstock: crashed runs that are kept alive go on"
 # A flow run gives a sign of life every three minutes unless set otherwise; three missing ones are no coincidence.
 SILENCE = timedelta(minutes=10)
 
@@ -50,13 +52,15 @@ def deploy(pool: str) -> list[tuple[str, str, str]]:
         ensure_pool(client, pool)
         slots = max(1, len(visible_gpus()))
         client.upsert_global_concurrency_limit_by_name(GPU_SLOTS, slots)
-        ensure_automation(client, zombie_automation())
+        for automation in (zombie_automation(), keep_alive_automation()):
+            ensure_automation(client, automation)
         deploy_flows(client, url, pool)
         return [
             ("server", public_address(url).removesuffix("/api"), ""),
             ("work pool", pool, "process"),
             ("concurrency limit", GPU_SLOTS, f"{slots} {'slot' if slots == 1 else 'slots'}"),
             ("automation", ZOMBIES, f"after {SILENCE.seconds // 60} min without a heartbeat"),
+            ("automation", KEPT_ALIVE, f"runs with the tag '{KEEP_ALIVE}'"),
             *deployments(client, pool),
         ]
 
@@ -114,6 +118,34 @@ def zombie_automation(silence: timedelta = SILENCE) -> AutomationCore:
             within=silence,
         ),
         actions=[ChangeFlowRunState(state=StateType.CRASHED, message="No heartbeat: the flow's process is gone.")],
+    )
+
+
+def keep_alive_automation() -> AutomationCore:
+    """A deployment's run that crashed is started again, if it has the tag: with the same parameters, and goes on.
+
+    How often is for the run to say, which then fails (penstock/session/flow_runs/kept_alive.py).
+    """
+    from prefect.automations import AutomationCore, EventTrigger, Posture
+    from prefect.client.schemas.objects import StateType
+    from prefect.events.actions import ChangeFlowRunState
+    from prefect.events.schemas.events import ResourceSpecification
+
+    tagged = {"prefect.resource.id": f"prefect.tag.{KEEP_ALIVE}", "prefect.resource.role": "tag"}
+    deployed = {"prefect.resource.id": "prefect.deployment.*", "prefect.resource.role": "deployment"}
+    return AutomationCore(
+        name=KEPT_ALIVE,
+        description=f"Give a run, or a deployment, the tag '{KEEP_ALIVE}': it outlives the process of its flow.",
+        trigger=EventTrigger(
+            match=ResourceSpecification({"prefect.resource.id": "prefect.flow-run.*"}),
+            match_related=[ResourceSpecification(tagged), ResourceSpecification(deployed)],
+            for_each={"prefect.resource.id"},
+            expect={"prefect.flow-run.Crashed"},
+            posture=Posture.Reactive,
+            threshold=1,
+            within=timedelta(0),
+        ),
+        actions=[ChangeFlowRunState(state=StateType.SCHEDULED, name="AwaitingRetry", message=STARTED_AGAIN)],
     )
 
 

@@ -31,9 +31,11 @@ from prefect.settings import PREFECT_API_URL, temporary_settings
 
 from configs.loading.load import load_config
 from penstock.base.errors import UserError
-from penstock.cli.prefect.deploy import ensure_pool, read_deployments, zombie_automation
+from penstock.cli.prefect.deploy import KEPT_ALIVE, ZOMBIES, ensure_pool, read_deployments, zombie_automation
+from penstock.session.flow_runs.kept_alive import KEEP_ALIVE
 from penstock.session.settings import variable_name
-from penstock.state.run_folder import RunFolder
+from penstock.state.events import RECOVERED, read_events
+from penstock.state.run_folder import RunFolder, read_metrics
 from tests.processes import alive, words_of
 from tests.waiting import until
 
@@ -75,19 +77,20 @@ class Prefect:
         tree = {"folder": str(self.runs), "data": {"arithmetic": {"heldout": 50}}}
         return {"config": {**tree, **config}, "run_folder": str(self.runs / name)}
 
-    def trigger(self, deployment: str, parameters: dict[str, Any]) -> httpx.Response:
+    def trigger(self, deployment: str, parameters: dict[str, Any], *tags: str) -> httpx.Response:
         """Ask for a run."""
         found = self.api.get(f"/deployments/name/{deployment}").raise_for_status().json()
-        return self.api.post(f"/deployments/{found['id']}/create_flow_run", json={"parameters": parameters})
+        wanted = {"parameters": parameters, "tags": tags}
+        return self.api.post(f"/deployments/{found['id']}/create_flow_run", json=wanted)
 
     def cancel(self, run: str) -> None:
         """Ask for the end of a run, as the button does."""
         cancelling = {"state": {"type": "CANCELLING", "name": "Cancelling"}}
         self.api.post(f"/flow_runs/{run}/set_state", json=cancelling).raise_for_status()
 
-    def start(self, deployment: str, parameters: dict[str, Any]) -> str:
+    def start(self, deployment: str, parameters: dict[str, Any], *tags: str) -> str:
         """Ask for a run that must be accepted; return its id."""
-        return str(self.trigger(deployment, parameters).raise_for_status().json()["id"])
+        return str(self.trigger(deployment, parameters, *tags).raise_for_status().json()["id"])
 
     def occupied(self, limit: str) -> int:
         """Return how many slots of a concurrency limit are held."""
@@ -299,7 +302,7 @@ def test_deploying_again_changes_nothing(prefect: Prefect) -> None:
     triggers = [trigger["name"] for trigger in weekly["triggers"]]
     assert len(triggers) == 3
     assert not any(before[name]["enabled"] for name in triggers)
-    automations = ["penstock: silent runs are crashed", *triggers]
+    automations = [ZOMBIES, KEPT_ALIVE, *triggers]
     assert sorted(names) == sorted(["penstock", "gpus", *automations, *(name.partition("/")[2] for name in NAMES)])
     assert all(name in again.stdout for name in NAMES)
     assert "prefect worker start --pool penstock" in again.stdout
@@ -506,6 +509,30 @@ def test_no_rank_outlives_a_killed_flow(prefect: Prefect) -> None:
     flow.kill()
     until(lambda: not any(alive(rank) for rank in ranks), 20, "the rank is gone")
     until(lambda: prefect.state(run) == "Crashed", 30, "the run is Crashed")
+
+
+def test_a_run_that_is_kept_alive_outlives_its_process_as_often_as_it_may(prefect: Prefect) -> None:
+    """SIGKILL of the flow's process: the run goes on in its folder and completes. Control: where none is allowed, it
+    fails, and says why; without the tag it stays Crashed (above)."""
+    parameters = prefect.parameters("kept", iterations=6, sft=None, checkpoint={"every": 1})
+    run = prefect.start(TRAIN, parameters, KEEP_ALIVE)
+    manifest = prefect.runs / "kept" / "manifest.json"
+    until(lambda: manifest.is_file() and _progress(manifest)["iteration"] >= 2, 180, "the run iterates")
+    prefect.flow_process().kill()
+    until(lambda: prefect.state(run) in ("Completed", "Failed"), 180, "the run goes on to its end")
+    assert prefect.state(run) == "Completed"
+    lost, back = read_events(RunFolder(prefect.runs / "kept"))
+    assert (lost["event"], lost["reason"]) == ("FlowLost", "Prefect says that the flow run has crashed")
+    assert (back["event"], back["number"]) == (RECOVERED, lost["number"])
+    figures = read_metrics(RunFolder(prefect.runs / "kept"))
+    assert [item["iteration"] for item in figures if "reward/mean" in item["metrics"]] == [1, 2, 3, 4, 5, 6]
+
+    endless = {"iterations": 100_000, "sft": None, "engine": {"restarts": 0}}
+    run = prefect.start(TRAIN, prefect.parameters("struck", **endless), KEEP_ALIVE)
+    until(lambda: (prefect.runs / "struck" / "manifest.json").is_file(), 180, "the run has begun")
+    prefect.flow_process().kill()
+    until(lambda: prefect.state(run) == "Failed", 90, "the run gives up")
+    assert "crashed 1 times within 3600 s; engine.restarts allows 0" in prefect.message(run)
 
 
 def test_preferences_are_trained_on_from_the_form(prefect: Prefect, tmp_path: Path) -> None:
