@@ -123,7 +123,7 @@ CLOCK = {
     "penstock/cli/keeping_alive.py: datetime.now": "when it began anew, for people",
     "penstock/session/examination.py: time.time": "the comparison of clocks",
     "penstock/session/events.py: datetime.now": "when something happened, for people",
-    "penstock/session/flow_runs/kept_alive.py: datetime.now": "how long ago a flow run crashed, whose times its server keeps",
+    "penstock/session/flow_runs/kept_alive.py: datetime.now": "how long ago a flow run crashed",
     "penstock/reports/comparing/recorded.py: time.time": "when a comparison was made, for people",
     "penstock/session/sweeps/running.py: time.time": "when a sweep ended, for people",
     "penstock/session/record.py: time.time": "when a run ended, for people",
