@@ -69,7 +69,7 @@ ENDS = {
     "penstock/environments/agent.py: asked.result": "it is done",
     "penstock/environments/gateway/server.py: self._asks.get": "the worker's deadline for a call cancels it",
     "penstock/environments/gateway/server.py: self._serving.result": "it is done",
-    "penstock/environments/code.py: process.wait": "it has been killed",
+    "penstock/usercode/programs.py: process.wait": "it has been killed",
     "penstock/environments/mcp.py: asyncio.Event().wait": "holds a connection open until its task is cancelled",
     "penstock/environments/verifiers.py: self.process.wait": "it was told to end; its keeper ends it with us",
     "penstock/environments/openenv_servers.py: process.wait": KILLED,

@@ -24,7 +24,8 @@ class RewardConfig(Section):
 
     function: str | None = Field(
         None,
-        description="'module:function'; built in: penstock.rewards.builtin:exact_match, :last_number, :matches_regex",
+        description="'module:function'; built in: penstock.rewards.builtin:exact_match, :last_number, :matches_regex, "
+        "penstock.rewards.code:passes_tests",
     )
     settings: dict[str, Any] = Field(default_factory=dict, description="extra keyword arguments for the function")
     model: str | None = Field(None, description="Hugging Face sequence-classification folder that scores responses")

@@ -14,6 +14,7 @@ from penstock.environments.mcp import Servers
 from penstock.environments.openenv import Tools
 from penstock.environments.tools import AsyncToolEnvironment, ToolEnvironment, has_tools, schemas_of, with_tools
 from penstock.usercode.imports import import_named
+from penstock.usercode.sandbox import check_boxed
 
 Tooled = ToolEnvironment | AsyncToolEnvironment | Servers | Tools
 Played = Environment | Tooled | AgentEpisode
@@ -34,11 +35,7 @@ def load_environment(config: EnvironmentConfig) -> Callable[[], Played]:
             f"environment.type '{config.type}' cannot be made: {type(error).__name__}: {error}",
             "It is called with environment.settings as keyword arguments.",
         ) from error
-    if getattr(episode, "needs_sandbox", False) and config.sandbox is None:
-        raise UserError(
-            f"environment.type '{config.type}' runs what the model writes, and there is no sandbox",
-            "add environment.sandbox={}; docs/rewards.md says what is in it",
-        )
+    check_boxed(f"environment.type '{config.type}'", episode, "environment.sandbox", config.sandbox)
     if isinstance(episode, Servers | Tools):
         return lambda: make(**config.settings)
     if is_agent(episode):

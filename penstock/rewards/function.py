@@ -18,12 +18,13 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from penstock.usercode.arguments import wanted
 from penstock.usercode.imports import import_named
+from penstock.usercode.sandbox import check_boxed
 
 if TYPE_CHECKING:
     from configs.sections.reward import RewardConfig
@@ -47,7 +48,7 @@ class RewardFunction:
     """
 
     spec: str
-    callable: Callable[..., Any]
+    callable: functools.partial[Any]
     is_async: bool
     is_batch: bool
     wants: tuple[str, ...]
@@ -61,12 +62,13 @@ class RewardFunction:
 
 
 def check_function(config: RewardConfig, columns: Sequence[str]) -> None:
-    """Check that `reward.function` loads and finds what its parameters ask for.
+    """Check that `reward.function` loads, finds what its parameters ask for, and has a sandbox if it needs one.
 
     Raises:
-        UserError: it does not, as `load_reward_function` says.
+        UserError: it does not, as `load_reward_function` says, or has none.
     """
-    load_reward_function(str(config.function), config.settings, columns)
+    loaded = load_reward_function(str(config.function), config.settings, columns)
+    check_boxed(f"reward.function '{config.function}'", loaded.callable.func, "reward.sandbox", config.sandbox)
 
 
 def load_reward_function(

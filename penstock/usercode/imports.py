@@ -38,6 +38,7 @@ OURS = (
     "penstock.environments.openenv",
     "penstock.environments.verifiers",
     "penstock.rewards.builtin",
+    "penstock.rewards.code",
     "penstock.rewards.judge",
 )
 ROOMS = ("algorithms", "benchmarks", "configs", "engines", "flows", "penstock", "tasks", "tests")

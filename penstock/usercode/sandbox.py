@@ -17,9 +17,10 @@ import resource
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
 from penstock.base.errors import UserError
 from penstock.usercode.imports import VARIABLE
@@ -38,6 +39,32 @@ KEPT_VARIABLES = (
 GIB = 1 << 30
 FILES_SHARE = 4  # /tmp and /dev/shm are memory: each holds this part of `memory_gib`
 TRIAL_S = 30.0
+NEEDED = "needs_sandbox"  # attribute of a class or function that runs what a model writes
+
+Function = TypeVar("Function", bound=Callable[..., object])
+
+
+def needs_sandbox(function: Function) -> Function:
+    """Mark a function that runs what a model writes: without a sandbox it is refused."""
+    setattr(function, NEEDED, True)
+    return function
+
+
+def check_boxed(named: str, thing: object, key: str, sandbox: object) -> None:
+    """Refuse what runs a model's code where there is no sandbox.
+
+    Args:
+        named: the setting and the name, for the message.
+        key: that configures the sandbox.
+
+    Raises:
+        UserError: it needs one, and `sandbox` is None.
+    """
+    if getattr(thing, NEEDED, False) and sandbox is None:
+        raise UserError(
+            f"{named} runs what the model writes, and there is no sandbox",
+            f"add {key}={{}}; docs/rewards.md says what is in it",
+        )
 
 
 @dataclass(frozen=True)
