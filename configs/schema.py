@@ -253,6 +253,11 @@ def check_environment(config: TrainConfig) -> None:
         if arithmetic is not None and arithmetic.calls:
             raise ValueError("'data.arithmetic.calls' needs an 'environment' that answers the calls: add one")
         return
+    if config.data.too_long != "drop":
+        raise ValueError(
+            f"'data.too_long' {config.data.too_long} does not go with 'environment', whose turns follow on whole "
+            "prompts: remove it"
+        )
     if config.rollout.tensor_parallel > 1:
         raise ValueError(
             "'environment' needs 'rollout.tensor_parallel' 1: the GPUs of one engine must submit the same requests at "

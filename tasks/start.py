@@ -73,6 +73,8 @@ def read_split(training: Training, split: str) -> dict[str, int]:
     table = training.session().prompts[split] = PromptTable.load(training.run.prompts(split))
     if table.dropped:
         get_run_logger().warning("%s: %d prompts dropped, longer than data.max_prompt_tokens", split, table.dropped)
+    if table.cut:
+        get_run_logger().warning("%s: %d prompts cut, longer than data.max_prompt_tokens", split, table.cut)
     return {split: len(table), f"{split}_dropped": table.dropped}
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Any, Self
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, StringConstraints, model_validator
 
@@ -91,7 +91,12 @@ class DataConfig(Section):
         description="keyword arguments of the chat template, e.g. {enable_thinking: false} for Qwen3; in training and "
         "evaluation alike",
     )
-    max_prompt_tokens: PositiveInt = Field(512, description="longer prompts are dropped and counted, tokens")
+    max_prompt_tokens: PositiveInt = Field(512, description="of a prompt, with what its template adds")
+    too_long: Literal["drop", "left", "middle", "right"] = Field(
+        "drop",
+        description="what becomes of a longer prompt; left, middle, right: where tokens are cut out of it; both are "
+        "counted",
+    )
     sampler: SamplerConfig = Field(default_factory=SamplerConfig, description="which prompts an iteration takes")
 
     @model_validator(mode="after")

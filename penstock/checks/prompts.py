@@ -16,7 +16,7 @@ import pandas as pd
 
 from configs.schema import TrainConfig
 from penstock.base.errors import UserError
-from penstock.data.prompts import refuse_chat_arguments, refuse_tools
+from penstock.data.prompts import refuse_chat_arguments, refuse_cut_end, refuse_tools
 from penstock.data.source import split_of
 from penstock.data.tokenizer import DEFAULT_CHARACTERS
 from penstock.environments.loading import tools_told
@@ -42,7 +42,8 @@ def check_prompt_lengths(config: TrainConfig, frames: Mapping[str, pd.DataFrame]
     """Check that some prompts of each split are short enough, and that there is a chat template where one is needed.
 
     Raises:
-        UserError: none is short enough, or there is no chat template.
+        UserError: none is short enough where longer ones are dropped, or there is no chat template; the end of chats
+            would be cut off.
     """
     limit, tools = config.data.max_prompt_tokens, tools_told(config.environment)
     for split, frame in frames.items():
@@ -50,6 +51,9 @@ def check_prompt_lengths(config: TrainConfig, frames: Mapping[str, pd.DataFrame]
             refuse_tools(getattr(config.data, split) or f"the {split} data")
         if config.data.chat_arguments and not _templated(config, frame):
             refuse_chat_arguments(getattr(config.data, split) or f"the {split} data")
+        refuse_cut_end(config.data, getattr(config.data, split) or f"the {split} data", _templated(config, frame))
+        if config.data.too_long != "drop":
+            continue
         lengths_B = prompt_lengths(config, frame.head(LOOKED_AT))
         if lengths_B is not None and lengths_B.min() > limit and len(frame) > LOOKED_AT:
             lengths_B = prompt_lengths(config, frame)
@@ -101,7 +105,8 @@ def _described(config: TrainConfig, split: str, frame: pd.DataFrame) -> str:
     some = f"; of the first {LOOKED_AT}:" if len(frame) > LOOKED_AT else ","
     least = ", without the chat template" if _templated(config, frame) else ""
     long = int((lengths_B > limit).sum())
-    dropped = f"{long} of them longer than data.max_prompt_tokens ({limit}), which are dropped"
+    done = "dropped" if config.data.too_long == "drop" else "cut"
+    dropped = f"{long} of them longer than data.max_prompt_tokens ({limit}), which are {done}"
     longest = f"up to {lengths_B.max()} tokens{least}"
     return f"{split}: {len(frame)} prompts{some} {longest}, {dropped if long else 'none too long'}"
 

@@ -22,7 +22,7 @@ FILES = {"prompts": ("data.train", "data.heldout"), "sft": ("data.sft",), "prefe
 TEXT = ("data.prompt", "data.chat", "data.chat_arguments", "data.template")
 COLUMNS = ("data.chosen", "data.rejected", "data.response", "data.label", "data.margin")
 KEYS = {
-    "prompts": ("data.arithmetic", *TEXT, "data.max_prompt_tokens"),
+    "prompts": ("data.arithmetic", *TEXT, "data.max_prompt_tokens", "data.too_long"),
     "sft": ("data.arithmetic", *TEXT, "data.response", "sft.max_tokens"),
     "preferences": (*TEXT, *COLUMNS, "trainer.max_tokens"),
 }

@@ -8,6 +8,7 @@ Left out: the order in which prompts are taken (penstock/data/order.py).
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 RESERVED = ("prompt_id", "prompt_text", "prompt_tokens")
-DROPPED = b"penstock.dropped"
+DROPPED, CUT = b"penstock.dropped", b"penstock.cut"
 Tools = Sequence[Mapping[str, Any]]
 
 
@@ -41,10 +42,12 @@ class PromptTable:
             that file), `prompt_text` (exactly what was tokenised), `prompt_tokens` (int32 arrays), then the source's
             own columns under their own names.
         dropped: prompts left out because they are too long.
+        cut: prompts of which something is left out because they are too long.
     """
 
     frame: pd.DataFrame
     dropped: int
+    cut: int = 0
 
     def __len__(self) -> int:
         return len(self.frame)
@@ -60,13 +63,15 @@ class PromptTable:
         tokens = pa.array(self.frame["prompt_tokens"], pa.list_(pa.int32()))
         table = table.set_column(table.column_names.index("prompt_tokens"), "prompt_tokens", tokens)
         with marked(path) as aside:
-            pq.write_table(table.replace_schema_metadata({DROPPED: str(self.dropped)}), aside)
+            counts = {DROPPED: str(self.dropped), CUT: str(self.cut)}
+            pq.write_table(table.replace_schema_metadata(counts), aside)
 
     @classmethod
     def load(cls, path: Path) -> PromptTable:
         """Read what `save` wrote."""
         table = pq.read_table(path)
-        return cls(to_frame(table), int(table.schema.metadata[DROPPED]))
+        counts = table.schema.metadata
+        return cls(to_frame(table), int(counts[DROPPED]), int(counts.get(CUT, 0)))
 
 
 def tokenize_prompts(
@@ -76,7 +81,7 @@ def tokenize_prompts(
     split: str,
     tools: Tools | None = None,
 ) -> PromptTable:
-    """Return the prompts of a split; those above `config.max_prompt_tokens` are dropped and counted.
+    """Return the prompts of a split; those above `config.max_prompt_tokens` are dropped or cut, and counted.
 
     With tools a prompt ends within its last message, to which an environment may add (engines/rollout/chat.py).
 
@@ -89,13 +94,18 @@ def tokenize_prompts(
 
     Raises:
         UserError: the column is absent or a prompt is empty, a column has a reserved name, a chat template is needed
-            and absent, or every prompt is too long.
+            and absent, or every prompt is too long; the end of chats would be cut off.
     """
     source = getattr(config, split, None) or f"the {split} data"
     refuse_reserved(frame, source)
     texts, tokens = encode_prompts(frame, config.prompt, config, tokenizer, source, tools, is_open=tools is not None)
     lengths = np.fromiter((len(row) for row in tokens), dtype=np.int64, count=len(tokens))
-    kept = lengths <= config.max_prompt_tokens
+    kept, cut = lengths <= config.max_prompt_tokens, 0
+    if config.too_long != "drop":
+        chats = config.chat or not isinstance(frame[config.prompt].iloc[0], str)
+        refuse_cut_end(config, source, chats)
+        cut = cut_too_long(texts, tokens, config, tokenizer, chats)
+        kept = np.ones(len(tokens), bool)
     if not kept.any():
         raise UserError(
             f"every prompt of {source} is longer than data.max_prompt_tokens ({config.max_prompt_tokens}): "
@@ -108,7 +118,35 @@ def tokenize_prompts(
         "prompt_tokens": tokens,
     }
     table = pd.concat([pd.DataFrame(own), frame.reset_index(drop=True)], axis=1)
-    return PromptTable(table[kept].reset_index(drop=True), int((~kept).sum()))
+    return PromptTable(table[kept].reset_index(drop=True), int((~kept).sum()), cut)
+
+
+def cut_too_long(
+    texts: list[str], tokens: list[np.ndarray], config: DataConfig, tokenizer: PreTrainedTokenizerBase, chats: bool
+) -> int:
+    """Cut prompts that are longer than `config.max_prompt_tokens` to that, in place; return how many.
+
+    Args:
+        texts: get the text of the tokens that are left.
+        chats: a chat template wrote all special tokens; else those that the tokenizer puts before a text stay.
+    """
+    before = [] if chats else list(tokenizer("")["input_ids"])
+    long = [row for row, ids in enumerate(tokens) if len(ids) > config.max_prompt_tokens]
+    for row in long:
+        kept = len(os.path.commonprefix([before, tokens[row].tolist()]))
+        tokens[row] = shortened(tokens[row], config.max_prompt_tokens, config.too_long, kept)
+        texts[row] = str(tokenizer.decode(tokens[row][kept:]))
+    return len(long)
+
+
+def shortened(tokens_T: np.ndarray, most: int, where: str, kept: int = 0) -> np.ndarray:
+    """Return `most` tokens of a longer prompt, of which the first `kept` stay.
+
+    Args:
+        where: the others are cut out: `left` at the beginning, in the `middle`, `right` at the end.
+    """
+    head = min(most, {"left": kept, "middle": max(kept, most // 2), "right": most}[where])
+    return np.concatenate([tokens_T[:head], tokens_T[len(tokens_T) - (most - head) :]])
 
 
 def refuse_reserved(frame: pd.DataFrame, source: Path | str) -> None:
@@ -163,6 +201,19 @@ def encode_prompts(
             "use data that fits the tokenizer",
         )
     return texts, tokens
+
+
+def refuse_cut_end(config: DataConfig, source: Path | str, chats: bool) -> None:
+    """Refuse to cut off what a chat template ends a prompt with: the model's message begins there.
+
+    Raises:
+        UserError: `config` says so, and these are chats.
+    """
+    if chats and config.too_long == "right":
+        raise UserError(
+            f"data.too_long=right cuts off where the model's message begins, and {source} has chats",
+            "set data.too_long=middle, or left",
+        )
 
 
 def refuse_chat_arguments(source: Path | str) -> None:

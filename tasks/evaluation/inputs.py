@@ -36,6 +36,7 @@ OF_RECIPES = ("train", "sft")  # kinds of runs whose configuration is a recipe f
 ALIKE = (  # what runs have to agree on without a recipe: what is asked, how it is sampled, what judges it
     *(f"data.{name}" for name in ("heldout", "arithmetic", "prompt", "chat", "chat_arguments", "template")),
     "data.max_prompt_tokens",
+    "data.too_long",
     "reward",
     "environment",
     "rollout.max_response_tokens",

@@ -65,6 +65,7 @@ TRAIN = {
     "data.sampler.reward_range": "penstock/data/test_samplers.py::test_rewards_are_read_within_their_range",
     "data.sampler.settings": "penstock/data/test_samplers.py::test_a_users_sampler_gets_what_it_asks_for",
     "data.max_prompt_tokens": "penstock/data/test_prompts.py::test_over_long_prompts_are_dropped_and_ids_stay",
+    "data.too_long": "penstock/data/test_prompts.py::test_over_long_prompts_are_cut_where_the_recipe_says",
     # ---- rewards
     "reward.function": f"{SCORING}columns_and_settings_reach_the_worker",
     "reward.settings": f"{SCORING}columns_and_settings_reach_the_worker",

@@ -21,6 +21,7 @@ ROOT = Path(__file__).resolve().parents[3]
     [
         ({"environment": GAME, "rollout": {"tensor_parallel": 2}}, "needs 'rollout.tensor_parallel' 1"),
         ({"environment": GAME, "rollout": {"ignore_eos": True}}, "'rollout.ignore_eos' leaves no end"),
+        ({"environment": GAME, "data": {"too_long": "left"}}, "'data.too_long' left does not go with"),
         ({"data": {"arithmetic": {"calls": 0.5}}}, "'data.arithmetic.calls' needs an 'environment'"),
         (
             {"environment": GAME, "data": {"arithmetic": {"calls": 0.5, "mistakes": 0.1}}},

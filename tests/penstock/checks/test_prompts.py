@@ -61,6 +61,18 @@ def test_prompts_that_are_all_too_long_are_refused(model: Path) -> None:
     check_lengths(config(model / "elsewhere", 3, ["1+1="]))  # no tokenizer.json to ask
 
 
+def test_prompts_that_are_all_too_long_are_cut_where_the_recipe_says_so(model: Path) -> None:
+    """Not where that would cut off the end of a chat. Controls: the test above; a text has no such end."""
+    rows = ["1+1=", "12+12="]
+    check_lengths(config(model, 3, rows, too_long="right"))
+    (train, _) = describe_prompts(config(model, 3, rows, too_long="right"))
+    assert train == "train: 2 prompts, up to 6 tokens, 2 of them longer than data.max_prompt_tokens (3), which are cut"
+    chats = [[{"role": "user", "content": text}] for text in rows]
+    with pytest.raises(UserError, match=r"data.too_long=right cuts off .* and .*rows\.jsonl has chats\n.*middle"):
+        check_lengths(config(model, 3, chats, too_long="right"))
+    check_lengths(config(model, 3, chats, too_long="middle"))
+
+
 def test_arguments_without_a_chat_template_are_refused(model: Path) -> None:
     """Before anything starts; the control is a column of messages, which goes through the template."""
     arguments = {"chat_arguments": {"enable_thinking": False}}

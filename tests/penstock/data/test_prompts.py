@@ -55,6 +55,37 @@ def test_over_long_prompts_are_dropped_and_ids_stay(tokenizer: PreTrainedTokeniz
     assert table.dropped == 1
 
 
+@pytest.mark.parametrize(("where", "text"), [("left", "+6="), ("middle", "16="), ("right", "123")])
+def test_over_long_prompts_are_cut_where_the_recipe_says(
+    where: str, text: str, tokenizer: PreTrainedTokenizerBase, tmp_path: Path
+) -> None:
+    """None is dropped, text and tokens agree, and the count is kept. Control: those of the limit's length are whole."""
+    table = _tokenize(tokenizer, max_prompt_tokens=3, too_long=where)
+    assert table.frame["prompt_id"].tolist() == ["train-000000", "train-000001", "train-000002"]
+    assert table.frame["prompt_text"][1] == text
+    assert [tokenizer.decode(tokens) for tokens in table.frame["prompt_tokens"]] == table.frame["prompt_text"].tolist()
+    assert (table.dropped, table.cut) == (0, 3)
+    table.save(tmp_path / "prompts.parquet")
+    assert PromptTable.load(tmp_path / "prompts.parquet").cut == 3
+    four = _tokenize(tokenizer, max_prompt_tokens=4, too_long=where)
+    assert (four.frame["prompt_text"][0], four.cut) == ("1+2=", 1)
+
+
+def test_a_prompt_that_is_cut_begins_as_the_tokenizer_begins_one(bos_tokenizer: PreTrainedTokenizerBase) -> None:
+    """Its BOS stays, which is no part of the text. Control: in a chat it is the template's, and goes with the rest."""
+    begin = bos_tokenizer.eos_token_id
+    for where, text in (("left", "+6="), ("middle", "16="), ("right", "123")):
+        table = _tokenize(bos_tokenizer, max_prompt_tokens=4, too_long=where)
+        assert table.frame["prompt_tokens"][1].tolist() == bos_tokenizer(text)["input_ids"]
+        assert table.frame["prompt_text"][1] == text
+    chat = _tokenize(bos_tokenizer, chat=True, max_prompt_tokens=8, too_long="left")
+    assert begin not in chat.frame["prompt_tokens"][1].tolist()
+    middle = _tokenize(bos_tokenizer, chat=True, max_prompt_tokens=8, too_long="middle").frame["prompt_text"][1]
+    assert middle.startswith("<eos>u.") and middle.endswith("=a.")
+    with pytest.raises(UserError, match="where the model's message begins"):
+        _tokenize(bos_tokenizer, chat=True, too_long="right")
+
+
 def test_all_dropped_is_an_error(tokenizer: PreTrainedTokenizerBase) -> None:
     """It names the limit that would keep them."""
     with pytest.raises(UserError, match="set data.max_prompt_tokens to 8"):
