@@ -11,13 +11,16 @@ Left out: IPv6; which machines there are (hosts.py).
 from __future__ import annotations
 
 import ctypes
+import errno
 import ipaddress
 import os
+import random
 import socket
 import struct
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import psutil
@@ -26,6 +29,8 @@ from penstock.base.errors import UserError
 
 LOOPBACK = "127.0.0.1"
 ADDRESS_VARIABLE = "PENSTOCK_ADDRESS"  # on which a rank's own sockets listen
+_GIVEN_TO_ANY = Path("/proc/sys/net/ipv4/ip_local_port_range")
+_LOWEST_PORT = 20_000  # below are those of well-known servers
 _BACKLOG = 1024  # connections that the kernel keeps until they are accepted
 _SO_ATTACH_FILTER, _SO_DETACH_FILTER, _RETURN = 26, 27, 6  # of Linux's asm-generic/socket.h and bpf_common.h
 _DISCARD = 9  # a port that nothing is sent to: a UDP socket that is connected has a route, and sends nothing
@@ -122,11 +127,31 @@ def listening_socket(address: str = LOOPBACK, port: int = 0) -> socket.socket:
 
 
 def free_port(address: str) -> int:
-    """Return a port that is free now, for one who binds it seconds later: a collision fails a start, and hangs none."""
-    with socket.socket() as probe:
+    """Return a port that is free now, for one who binds it seconds later: a collision fails a start, and hangs none.
+
+    It is none of those that the kernel gives to whoever asks for any, thousands of times in those seconds on a machine
+    with much to do.
+    """
+    first, last = (int(bound) for bound in _GIVEN_TO_ANY.read_text(encoding="ascii").split())
+    others = [*range(_LOWEST_PORT, first), *range(last + 1, 1 << 16)]
+    for port in random.Random().sample(others, len(others)):
+        if _is_free(address, port):
+            return port
+    with socket.socket() as probe:  # the kernel gives all of them
         probe.bind((address, 0))
-        port: int = probe.getsockname()[1]
-        return port
+        any_port: int = probe.getsockname()[1]
+        return any_port
+
+
+def _is_free(address: str, port: int) -> bool:
+    with socket.socket() as probe:
+        try:
+            probe.bind((address, port))
+        except OSError as error:
+            if error.errno != errno.EADDRINUSE:
+                raise
+            return False
+    return True
 
 
 def let_nobody_in(listener: socket.socket) -> None:
