@@ -120,7 +120,7 @@ CLOCK = {
     "penstock/chaos/kills.py: datetime.now": "when something was killed, to find the event that says so",
     "penstock/cli/chaos.py: datetime.now": "when it happened, for people",
     "penstock/cli/serving/loadtest.py: datetime.now": "a name",
-    "penstock/cli/keeping_alive.py: datetime.now": "when it began anew, for people",
+    "penstock/state/events.py: datetime.now": "when a flow's process had ended, for people",
     "penstock/session/examination.py: time.time": "the comparison of clocks",
     "penstock/session/events.py: datetime.now": "when something happened, for people",
     "penstock/session/flow_runs/kept_alive.py: datetime.now": "how long ago a flow run crashed",

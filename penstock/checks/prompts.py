@@ -16,7 +16,7 @@ import pandas as pd
 
 from configs.schema import TrainConfig
 from penstock.base.errors import UserError
-from penstock.data.prompts import refuse_chat_arguments, refuse_cut_end, refuse_tools
+from penstock.data.prompts import is_templated, refuse_chat_arguments, refuse_cut_end, refuse_tools
 from penstock.data.source import split_of
 from penstock.data.tokenizer import DEFAULT_CHARACTERS
 from penstock.environments.loading import tools_told
@@ -47,18 +47,18 @@ def check_prompt_lengths(config: TrainConfig, frames: Mapping[str, pd.DataFrame]
     """
     limit, tools = config.data.max_prompt_tokens, tools_told(config.environment)
     for split, frame in frames.items():
-        if tools is not None and not _templated(config, frame):
-            refuse_tools(getattr(config.data, split) or f"the {split} data")
-        if config.data.chat_arguments and not _templated(config, frame):
-            refuse_chat_arguments(getattr(config.data, split) or f"the {split} data")
-        refuse_cut_end(config.data, getattr(config.data, split) or f"the {split} data", _templated(config, frame))
+        source, chats = getattr(config.data, split) or f"the {split} data", is_templated(frame, config.data)
+        if tools is not None and not chats:
+            refuse_tools(source)
+        if config.data.chat_arguments and not chats:
+            refuse_chat_arguments(source)
+        refuse_cut_end(config.data, source, chats)
         if config.data.too_long != "drop":
             continue
         lengths_B = prompt_lengths(config, frame.head(LOOKED_AT))
         if lengths_B is not None and lengths_B.min() > limit and len(frame) > LOOKED_AT:
             lengths_B = prompt_lengths(config, frame)
         if lengths_B is not None and lengths_B.min() > limit:
-            source = getattr(config.data, split) or f"the {split} data"
             raise UserError(
                 f"every prompt of {source} is longer than data.max_prompt_tokens ({limit}): "
                 f"the shortest has {lengths_B.min()} tokens",
@@ -92,7 +92,7 @@ def prompt_lengths(config: TrainConfig, frame: pd.DataFrame) -> np.ndarray | Non
     counter = _tiny_tokens if config.model.path is None else _counter(config.model.path)
     if counter is None:
         return None
-    special, template = not _templated(config, frame), config.data.template or "{prompt}"
+    special, template = not is_templated(frame, config.data), config.data.template or "{prompt}"
     texts = [template.replace("{prompt}", _text(value)) for value in frame[config.data.prompt]]
     return np.array([counter(text, special) for text in texts], np.int64)
 
@@ -103,17 +103,12 @@ def _described(config: TrainConfig, split: str, frame: pd.DataFrame) -> str:
     if lengths_B is None:
         return f"{split}: {len(frame)} prompts"
     some = f"; of the first {LOOKED_AT}:" if len(frame) > LOOKED_AT else ","
-    least = ", without the chat template" if _templated(config, frame) else ""
+    least = ", without the chat template" if is_templated(frame, config.data) else ""
     long = int((lengths_B > limit).sum())
     done = "dropped" if config.data.too_long == "drop" else "cut"
     dropped = f"{long} of them longer than data.max_prompt_tokens ({limit}), which are {done}"
     longest = f"up to {lengths_B.max()} tokens{least}"
     return f"{split}: {len(frame)} prompts{some} {longest}, {dropped if long else 'none too long'}"
-
-
-def _templated(config: TrainConfig, frame: pd.DataFrame) -> bool:
-    """Whether a chat template writes the special tokens."""
-    return config.data.chat or not isinstance(frame[config.data.prompt].iloc[0], str)
 
 
 def _tiny_tokens(text: str, special: bool) -> int:

@@ -15,11 +15,10 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
-from datetime import UTC, datetime
 from pathlib import Path
 
 from penstock.cli.terminal import errors
-from penstock.state.events import append_event, next_number
+from penstock.state.events import append_flow_lost
 from penstock.state.run_folder import RunFolder
 from penstock.usercode.kept import command_of, number_from
 
@@ -48,17 +47,12 @@ def kept_alive(arguments: Sequence[str], folder: Path, restarts: int, window_s: 
             errors.print(f"{told}, {len(ends)} times within {window_s:g} s: 'penstock {' '.join(going_on)}' goes on")
             return 128 - code
         if run.manifest.is_file():
-            _note(run, told)
+            append_flow_lost(run, told)
             arguments = going_on
         elif began_anew:  # there is nothing to go on with yet
             for left in folder.iterdir():
                 shutil.rmtree(left) if left.is_dir() else left.unlink()
         errors.print(f"{told}; it is started again")
-
-
-def _note(run: RunFolder, why: str) -> None:
-    at = datetime.now(UTC).isoformat(timespec="milliseconds")
-    append_event(run, {"event": "FlowLost", "number": next_number(run), "at": at, "reason": why})
 
 
 def _ended(command: Sequence[str]) -> int:

@@ -102,7 +102,7 @@ def tokenize_prompts(
     lengths = np.fromiter((len(row) for row in tokens), dtype=np.int64, count=len(tokens))
     kept, cut = lengths <= config.max_prompt_tokens, 0
     if config.too_long != "drop":
-        chats = config.chat or not isinstance(frame[config.prompt].iloc[0], str)
+        chats = is_templated(frame, config)
         refuse_cut_end(config, source, chats)
         cut = cut_too_long(texts, tokens, config, tokenizer, chats)
         kept = np.ones(len(tokens), bool)
@@ -119,6 +119,11 @@ def tokenize_prompts(
     }
     table = pd.concat([pd.DataFrame(own), frame.reset_index(drop=True)], axis=1)
     return PromptTable(table[kept].reset_index(drop=True), int((~kept).sum()), cut)
+
+
+def is_templated(frame: pd.DataFrame, config: DataConfig) -> bool:
+    """Whether a chat template writes the special tokens of a split's prompts."""
+    return config.chat or not isinstance(frame[config.prompt].iloc[0], str)
 
 
 def cut_too_long(

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from penstock.reports.headline import duration
-from penstock.state.events import GIVEN_UP, JOINED, LEFT, RECOVERED, is_loss
+from penstock.state.events import FLOW_LOST, GIVEN_UP, JOINED, LEFT, RECOVERED, is_loss
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ def _gone(event: Mapping[str, Any], later: Sequence[Mapping[str, Any]]) -> Loss:
 
 
 def _loss(lost: Mapping[str, Any], end: Mapping[str, Any] | None) -> Loss:
-    if lost["event"] == "FlowLost":
+    if lost["event"] == FLOW_LOST:
         return Loss("the flow's process", lost["at"], lost["reason"], "at once", _then(end))
     host = " with its host" if lost["event"] == "HostLost" else ""
     return Loss(

@@ -30,13 +30,14 @@ from penstock.checks.tokenized import check_tokenized
 from penstock.checks.training import check_inputs, check_supervised
 from penstock.data.source import reading_once
 from penstock.session.flow_run import RUN_TAG
-from penstock.session.flow_runs.kept_alive import crashes, note_crash
+from penstock.session.flow_runs.kept_alive import crashes
 from penstock.session.machines.admission import admission
 from penstock.session.machines.hosts import hosted
 from penstock.session.prefect import patient_clients, terminations_heard
 from penstock.session.session import Training, open_session, read_config, write_config
 from penstock.session.settings import offer_overrides
 from penstock.state.digests import Damaged
+from penstock.state.events import append_flow_lost
 from penstock.state.manifest import ANEW, check_kind, check_resumable, completed, ended, read_progress
 from penstock.state.mending import mend
 from penstock.state.run_folder import RunFolder, check_free, locked, new_run_folder, open_run_folder
@@ -136,7 +137,7 @@ def resume_of(
     crashed = crashes(engines_of(config).engine)
     if (begun := _begun_before(config, run_folder or resume)) is not None:
         if crashed:
-            note_crash(RunFolder(begun))
+            append_flow_lost(RunFolder(begun), "Prefect says that the flow run has crashed")
         return Resume(begun)
     return Resume(Path(resume), start, changes or ()) if resume else None
 

@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from datetime import UTC, datetime
 from typing import Any
 
 from penstock.state.digests import sealed, unsealed
 from penstock.state.run_folder import RunFolder
 
 RECOVERED, GIVEN_UP = "recovered", "given up"  # how a loss ends; its own event is named after the exception
+FLOW_LOST = "FlowLost"
 FAULT = "numerical fault"
 JOINED, LEFT = "group joined", "group left"  # an elastic group, without which the training goes on
 _NO_LOSS = (RECOVERED, GIVEN_UP, FAULT, JOINED, LEFT)
@@ -27,6 +29,12 @@ def append_event(run: RunFolder, event: Mapping[str, Any]) -> None:
         stream.write((b"\n" if cut else b"") + sealed(event).encode() + b"\n")
         stream.flush()
         os.fsync(stream.fileno())
+
+
+def append_flow_lost(run: RunFolder, why: str) -> None:
+    """Append that the flow's process has ended, and the training goes on."""
+    at = datetime.now(UTC).isoformat(timespec="milliseconds")
+    append_event(run, {"event": FLOW_LOST, "number": next_number(run), "at": at, "reason": why})
 
 
 def _last_byte(run: RunFolder) -> bytes:

@@ -130,27 +130,28 @@ def newest_kept(training: Training, saved: Manifest) -> Progress | None:
 
     It was recorded, and if its iteration is to have a checkpoint, it has one: neither is made up for later.
     """
-    session, config = training.session(), training.config
+    config = training.config
     recorded = max((item["iteration"] for item in read_metrics(training.run)), default=0)
     if saved.progress.iteration < recorded and checkpoint_due(config, recorded):
         recorded -= 1
-    try:
-        number = session.newest_snapshot("iteration", recorded) if session.reached else None
-    except HostFailed:
-        return None  # who waits for its ranks next is told
-    if number is None or number < saved.progress.iteration:
-        return None
-    return session.reached.get(number)
+    kept = _newest_whole(training, recorded)
+    return kept if kept is not None and kept.iteration >= saved.progress.iteration else None
 
 
 def kept_at(training: Training, number: int) -> Progress | None:
     """Return the progress at the snapshot after iteration `number`; None: not every rank has it."""
+    kept = _newest_whole(training, number)
+    return kept if kept is not None and kept.iteration == number else None
+
+
+def _newest_whole(training: Training, at_most: int) -> Progress | None:
+    """Return the progress at the newest snapshot, up to an iteration, that every rank has finished."""
     session = training.session()
     try:
-        there = number in session.reached and session.newest_snapshot("iteration", number) == number
+        number = session.newest_snapshot("iteration", at_most) if session.reached else None
     except HostFailed:
         return None  # who waits for its ranks next is told
-    return session.reached[number] if there else None
+    return None if number is None else session.reached.get(number)
 
 
 def load_snapshot(training: Training, progress: Progress) -> None:

@@ -17,8 +17,6 @@ from prefect.runtime import flow_run
 
 from configs.sections.run import EngineConfig
 from penstock.base.errors import FailedInWords
-from penstock.state.events import append_event, next_number
-from penstock.state.run_folder import RunFolder
 
 KEEP_ALIVE = "keep-alive"  # the tag
 STARTED_AGAIN = "It had crashed, and is kept alive: it goes on."  # message of the state that the automation sets
@@ -61,10 +59,3 @@ def counted(states: Sequence[State], engine: EngineConfig) -> int:
             f"{engine.restarts}\n  see what ends its process (its worker's log, the kernel's); 'Retry' goes on anyway"
         )
     return times
-
-
-def note_crash(run: RunFolder) -> None:
-    """Note in the folder of a run that its flow run had crashed and goes on."""
-    at = datetime.now(UTC).isoformat(timespec="milliseconds")
-    why = "Prefect says that the flow run has crashed"
-    append_event(run, {"event": "FlowLost", "number": next_number(run), "at": at, "reason": why})
