@@ -56,6 +56,9 @@ class TrainConfig(Recipe):
     )
     rollout: RolloutConfig = Field(default_factory=RolloutConfig, description="generation of experience")
     algorithm: AlgorithmConfig = Field(default_factory=AlgorithmConfig, description="from experience to gradient")
+    dataflow: str | None = Field(
+        None, description="'module:function', the steps of an iteration in an order of yours; null: the usual one"
+    )
     actor: ActorConfig = Field(default_factory=ActorConfig, description="training of the policy")
     critic: CriticConfig | None = Field(None, description="training of the value model (ppo only)")
     evaluate: EvaluateConfig = Field(default_factory=EvaluateConfig, description="held-out evaluation")
@@ -206,6 +209,11 @@ def check_stream(config: TrainConfig) -> None:
     Raises:
         ValueError: names what does not go together.
     """
+    if config.dataflow is not None:
+        raise ValueError(
+            "'rollout.stream' lets steps of several iterations go on side by side, and with a 'dataflow' of yours one "
+            "follows the other: remove one of them"
+        )
     if not any(group.roles == ["rollout"] for group in config.groups.values()):
         raise ValueError(
             "'rollout.stream' needs a group for 'rollout' alone, since all others work meanwhile: give 'groups'"

@@ -18,6 +18,7 @@ from configs.schema import TrainConfig
 from flows.iteration import iteration
 from flows.parts.recovery import despite_losses
 from flows.sft import supervise
+from penstock.session.callbacks import call_back
 from penstock.session.flow_runs.failures import ends_in_words
 from penstock.session.flow_runs.naming import run_name
 from penstock.session.opening import TRAIN, left_as_it_is, opened, resume_of, started
@@ -109,5 +110,8 @@ def trained(training: Training) -> None:
 
 def begin(training: Training, progress: Progress, compared: dict[str, float]) -> Progress:
     """Evaluate the policy before any training, and write the first manifest."""
-    record(training, 0, finite(compared | evaluate(training, 0)))
-    return begin_manifest(training, progress)
+    metrics = finite(compared | evaluate(training, 0))
+    record(training, 0, metrics)
+    progress = begin_manifest(training, progress)
+    call_back(training, 0, metrics)
+    return progress

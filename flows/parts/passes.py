@@ -2,20 +2,34 @@
 
 from __future__ import annotations
 
+from collections.abc import Container
+
+from configs.schema import TrainConfig
 from penstock.session.session import Stage, Training
 from penstock.session.settings import Settings
 from tasks.iteration.forward_passes import ColumnRef, old_logprobs, reference_logprobs, values
 
+PASSES = {"logprobs_old": old_logprobs, "logprobs_reference": reference_logprobs, "values": values}
 
-def forward_passes(training: Training, settings: Settings, stage: Stage) -> list[ColumnRef]:
-    """Run the passes that this algorithm needs, side by side; an on-policy update needs no old log-probs."""
-    config, wanted = training.config, []
-    if config.old_logprobs_needed:
-        wanted.append(old_logprobs)
-    if config.algorithm.reference_pass:
-        wanted.append(reference_logprobs)
-    if config.algorithm.needs_critic:
-        wanted.append(values)
+
+def needed(config: TrainConfig, name: str) -> bool:
+    """Whether the algorithm needs a pass."""
+    return {
+        "logprobs_old": config.old_logprobs_needed,
+        "logprobs_reference": config.algorithm.reference_pass,
+        "values": config.algorithm.needs_critic,
+    }[name]
+
+
+def forward_passes(
+    training: Training, settings: Settings, stage: Stage, done: Container[str] = frozenset()
+) -> list[ColumnRef]:
+    """Run the passes that this algorithm needs, side by side; an on-policy update needs no old log-probs.
+
+    Args:
+        done: names of those that have run already.
+    """
+    wanted = [step for name, step in PASSES.items() if needed(training.config, name) and name not in done]
     if len(wanted) == 1:
         return [wanted[0](training, settings, stage.experience)]
     futures = [step.submit(training, settings, stage.experience) for step in wanted]

@@ -15,6 +15,7 @@ from engines.families.served import check_served
 from engines.families.shape import read_settings, weight_shapes
 from penstock.base.errors import UserError
 from penstock.checks.data import check_agents, check_pairs, check_prompt_selection, check_prompts
+from penstock.checks.dataflow import load_dataflow
 from penstock.checks.memory import GroupEstimate, check_memory
 from penstock.checks.model import (
     check_chat,
@@ -70,6 +71,8 @@ def check_inputs(config: TrainConfig) -> None:
     check_environment(config)
     check_reward(config, columns)
     check_prompt_selection(config)
+    if config.dataflow is not None:
+        load_dataflow(config)
     load_evaluators(config.evaluate.evaluators or ())
     check_prompt_lengths(config, frames)
 

@@ -6,7 +6,6 @@ commands themselves (penstock/cli/commands), and what is said of an error (penst
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -16,10 +15,10 @@ import typer
 
 from penstock import __version__
 from penstock.cli.commands import bench, machine, models, runs, sweeps, training
+from penstock.cli.libraries import quiet_libraries
 from penstock.cli.resume_option import ResumesNewest
 from penstock.cli.terminal import console, errors, escaped
 from penstock.session.flow_runs.failures import MISTAKE, told
-from penstock.trackers.table import read_at_import
 
 ABOUT = "Post-train language models with reinforcement learning, as a Prefect workflow."
 
@@ -73,7 +72,7 @@ app.add_typer(bench.app, name="bench", rich_help_panel="Prepare the machine")
 def main() -> None:
     """Run the command line; the console script's entry point."""
     sys.path.append(str(Path.cwd()))  # reward functions are named from here; last: a user's tasks.py hides no room
-    _quiet_libraries()
+    quiet_libraries()
     code = None
     try:
         code = app(standalone_mode=False)
@@ -109,26 +108,6 @@ def _options(
         bool, typer.Option("--version", callback=_print_version, is_eager=True, help="print the version and leave")
     ] = False,
 ) -> None: ...
-
-
-def _quiet_libraries() -> None:
-    """Set what libraries read at import: no telemetry, no hub, their news below warnings kept to log files."""
-    home = Path(os.environ.get("PREFECT_HOME", "~/.prefect")).expanduser()
-    defaults = {
-        "PREFECT_LOGGING_LEVEL": "WARNING",
-        "PREFECT_SERVER_MEMO_STORE_PATH": str(home / "memo_store.toml"),  # Prefect 3.7 looks in ~/.prefect for these
-        "PREFECT_RESULTS_LOCAL_STORAGE_PATH": str(home / "storage"),  # two, whatever its home is
-        "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
-        # A server that is started anew finds the leases of GPU slots; with those in memory they would stay taken.
-        "PREFECT_SERVER_CONCURRENCY_LEASE_STORAGE": "prefect.server.concurrency.lease_storage.filesystem",
-        "PREFECT_SERVER_EPHEMERAL_STARTUP_TIMEOUT_SECONDS": "120",
-        "DO_NOT_TRACK": "1",
-        "HF_HUB_OFFLINE": "1",
-        "TOKENIZERS_PARALLELISM": "false",
-        "TRANSFORMERS_VERBOSITY": "error",
-    }
-    for name, value in (defaults | read_at_import()).items():
-        os.environ.setdefault(name, value)
 
 
 if __name__ == "__main__":

@@ -179,6 +179,8 @@ class Session:
     warned_of_fragments: bool = False
     history: list[Mapping[str, float]] = field(default_factory=list)  # iterations that alarms look at, oldest first
     alarms_said: set[str] = field(default_factory=set)
+    logged: dict[str, float] = field(default_factory=dict)  # by a user's code, of the iteration that runs
+    more_scorers: dict[str, Scorer] = field(default_factory=dict)  # of rewards that a user's dataflow adds
     recomputed: dict[str, Recomputed] = field(default_factory=dict)  # by trained model, as decided for this machine
     kv_cache_stays: bool | None = None  # between rollouts, likewise; None: on no GPU, or there is no rollout
     engines_awaited: bool = False
@@ -378,7 +380,7 @@ class Session:
         self.end_groups(grace_s=0.0)
         wait([replies for replies in self.awaited_replies if not replies.cancel()])
         self.rollouts, self.usage, self.history, self.rollout_ended = {}, {}, [], None
-        self.engines_awaited, self.meeting = False, None
+        self.engines_awaited, self.meeting, self.logged = False, None, {}
         self.slots.forget()
         self.machines.replace_lost()
         self.start_groups([group.spec for group in ended], epoch=ended[0].epoch + 1)
@@ -511,6 +513,18 @@ def registered(session: Session) -> Iterator[Training]:
         yield training
     finally:
         del _SESSIONS[training.folder]
+
+
+def only_session() -> Session:
+    """Return the session of the one training that runs in this process.
+
+    Raises:
+        UserError: there is none, or several.
+    """
+    if len(_SESSIONS) != 1:
+        found = f"{len(_SESSIONS)} trainings run" if _SESSIONS else "no training runs"
+        raise UserError(f"{found} in this process", "it is for code that one training calls, such as a dataflow")
+    return next(iter(_SESSIONS.values()))
 
 
 def write_config(run: RunFolder, config: BaseModel) -> None:

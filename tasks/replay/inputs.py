@@ -152,10 +152,10 @@ def _undone_later(recorded: Mapping[int, Mapping[str, float]], number: int, as_o
 
 def tasks_of(config: TrainConfig) -> list[str]:
     """Return the tasks of a training's iterations that leave something to compare, in their order."""
-    algorithm = config.algorithm
+    algorithm, usual = config.algorithm, config.dataflow is None  # an own one may have made more of the rewards
     there = {
         "rollout": not config.rollout.begins_ahead,  # weights change on the way, at another moment each time
-        "reward": True,
+        "reward": usual,
         "greedy_baseline": "greedy" in algorithm.needs,
         "old_logprobs": config.old_logprobs_needed,
         "reference_logprobs": algorithm.reference_pass and not algorithm.full_kl,  # else it leaves hidden states

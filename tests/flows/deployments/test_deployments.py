@@ -8,12 +8,13 @@ from __future__ import annotations
 import json
 import logging
 import os
+import signal
 import socket
 import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -39,11 +40,12 @@ from penstock.state.run_folder import RunFolder, read_metrics
 from tests.processes import alive, words_of
 from tests.waiting import until
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 ROOT = Path(__file__).resolve().parents[3]
 TRAIN, SFT, PREFERENCE = "train/quickstart", "sft/quickstart", "preference/dpo"
 ENDED = ("Completed", "Failed", "Crashed", "Cancelled")
+STANDS_STILL_S = 500  # of a command that takes 20 s on two cores; the stacks of all that it waits for are shown then
 MOVING = ("created", "updated", "last_polled", "status")  # also by a worker that polls
 EVALUATE, EXPORT, RETRAIN = "evaluate/models", "export/runs", "retrain/weekly"
 OTHERS = {"reward-model/pairs", "compare/runs", "sweep/quickstart", RETRAIN, EVALUATE, EXPORT}
@@ -164,9 +166,21 @@ def _is_rank(process: psutil.Process) -> bool:
 
 
 def penstock(environment: dict[str, str], *arguments: str) -> subprocess.CompletedProcess[str]:
-    """Run the command line as a person does."""
+    """Run the command line as a person does; one that stands still is ended with the stacks of its threads."""
     command = [sys.executable, "-m", "penstock.cli.main", *arguments]
-    return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False, timeout=300)
+    pipe = subprocess.PIPE
+    with subprocess.Popen(command, cwd=ROOT, env=environment, stdout=pipe, stderr=pipe, text=True) as process:
+        try:
+            said, errors = process.communicate(timeout=STANDS_STILL_S)
+        except subprocess.TimeoutExpired:
+            below = psutil.Process(process.pid).children(recursive=True)
+            names = [" ".join(words_of(child)) for child in below]
+            for stuck in (*below, psutil.Process(process.pid)):
+                with suppress(psutil.NoSuchProcess):
+                    stuck.send_signal(signal.SIGABRT)
+            said, errors = process.communicate()
+            errors = f"{command} stood still, with {names} below it:\n{errors}"
+    return subprocess.CompletedProcess(command, process.returncode, said, errors)
 
 
 @pytest.fixture(scope="module")
@@ -202,6 +216,7 @@ def served(home: Path, runs: Path, **variables: str) -> Iterator[Prefect]:
         "PREFECT_SERVER_SERVICES_SCHEDULER_LOOP_SECONDS": "20",
         "DO_NOT_TRACK": "1",
         "OMP_NUM_THREADS": "1",
+        "PYTHONFAULTHANDLER": "1",
         **variables,
     }
     processes: list[subprocess.Popen[bytes]] = []
@@ -215,10 +230,14 @@ def served(home: Path, runs: Path, **variables: str) -> Iterator[Prefect]:
 
     try:
         with httpx.Client(base_url=environment["PREFECT_API_URL"], timeout=120, transport=Patient()) as api:
-            begin("server", "127.0.0.1", str(port), module="penstock.cli.prefect.own_server")
+            server = begin("server", "127.0.0.1", str(port), module="penstock.cli.prefect.own_server")
             until(lambda: answers(api), 120, "the server answers")
             deployed = penstock(environment, "deploy")
-            assert deployed.returncode == 0, deployed.stderr
+            if deployed.returncode:
+                server.send_signal(signal.SIGABRT)
+                server.wait()
+                log = (home / "server.log").read_text(encoding="utf-8", errors="replace")
+                pytest.fail(f"{deployed.stderr}\nThe server:\n{log[-8000:]}")
             worker = begin("worker", "worker", "start", "--pool", "penstock")
             yield Prefect(api, environment, psutil.Process(worker.pid), runs)
     finally:

@@ -74,7 +74,7 @@ def test_a_failure_in_mid_run_says_how_to_go_on(
 ) -> None:
     """Whatever it was. Control: a mistake before there is a run has no such line."""
     monkeypatch.setattr(server, "start_server", lambda: None)
-    monkeypatch.setattr(cli, "_quiet_libraries", lambda: None)
+    monkeypatch.setattr(cli, "quiet_libraries", lambda: None)
     monkeypatch.setattr(sys, "path", [*sys.path])
     monkeypatch.setattr(sys, "argv", ["penstock"])
     (tmp_path / "manifest.json").write_text("{}")
@@ -166,7 +166,7 @@ def test_help_in_place_of_a_command_is_no_error(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Without arguments; and the version is printed. Control: a command that is not there."""
-    monkeypatch.setattr(cli, "_quiet_libraries", lambda: None)
+    monkeypatch.setattr(cli, "quiet_libraries", lambda: None)
     monkeypatch.setattr(sys, "path", [*sys.path])
     for arguments in ([], ["bench"], ["no-command"]):
         monkeypatch.setattr(sys, "argv", ["penstock", *arguments])

@@ -57,7 +57,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [*sys.path])
-    monkeypatch.setattr(cli, "_quiet_libraries", lambda: None)  # it sets variables of the whole process
+    monkeypatch.setattr(cli, "quiet_libraries", lambda: None)  # it sets variables of the whole process
     monkeypatch.setattr(training, "_run_flow", start)
     for module in (memory, model):
         monkeypatch.setattr(module, "visible_gpus", lambda: [])
@@ -551,8 +551,8 @@ def test_help_imports_neither_engines_nor_prefect() -> None:
 def test_prefect_keeps_all_that_it_keeps_in_its_home(tmp_path: Path, quiet: bool) -> None:
     """Where PREFECT_HOME says so. Control: Prefect by itself, whose server then warns if there is no ~/.prefect."""
     code = (
-        "import sys; from penstock.cli.main import _quiet_libraries\n"
-        "if sys.argv[1] == 'True': _quiet_libraries()\n"
+        "import sys; from penstock.cli.libraries import quiet_libraries\n"
+        "if sys.argv[1] == 'True': quiet_libraries()\n"
         "from prefect.settings import get_current_settings\n"
         "settings = get_current_settings()\n"
         "print(settings.server.memo_store_path, settings.results.local_storage_path)"

@@ -19,7 +19,7 @@ from configs.preference import PreferenceConfig
 from configs.schema import TrainConfig
 from penstock.base.errors import UserError
 from penstock.checks.training import check_supervised
-from penstock.cli.main import _quiet_libraries
+from penstock.cli.libraries import quiet_libraries
 from penstock.cli.runs.sync import sync
 from penstock.session import session
 from penstock.session.record import append_record
@@ -209,7 +209,7 @@ def test_what_its_library_reads_at_import_is_set_when_a_command_begins(monkeypat
     """As the table says. Control: what the user has set stays."""
     monkeypatch.setitem(TRACKERS, "lines", Kind(Lines, at_import={"LINES_QUIET": "yes"}))
     monkeypatch.setattr(os, "environ", {"MLFLOW_DISABLE_TELEMETRY": "false"})
-    _quiet_libraries()
+    quiet_libraries()
     assert (os.environ["LINES_QUIET"], os.environ["MLFLOW_DISABLE_TELEMETRY"]) == ("yes", "false")
 
 

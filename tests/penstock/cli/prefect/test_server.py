@@ -57,7 +57,7 @@ import os, signal, sys, time
 from pathlib import Path
 from penstock.cli import main as cli
 from penstock.cli import running
-cli._quiet_libraries()
+cli.quiet_libraries()
 from prefect import flow, task
 from prefect.client.orchestration import get_client
 
@@ -83,7 +83,7 @@ BEREFT = """
 import os, signal
 from penstock.cli import main as cli
 from penstock.cli.prefect.server import start_server
-cli._quiet_libraries()
+cli.quiet_libraries()
 start_server()
 from prefect import flow
 from prefect.client.orchestration import get_client
