@@ -7,7 +7,6 @@ the trainings of the other commands; a program's functions in other processes, s
 
 from __future__ import annotations
 
-import multiprocessing
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
@@ -17,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from penstock.api.run import Run
 from penstock.base.errors import UserError
 from penstock.cli.libraries import quiet_libraries
+from penstock.usercode.kept import is_being_spawned
 
 if TYPE_CHECKING:
     from configs.schema import TrainConfig
@@ -46,7 +46,7 @@ def train(
         UserError: something is wrong that only you can put right; what can be seen before is said before engines start.
         KeyboardInterrupt: Ctrl-C; the engines are down then, and the run can be resumed.
     """
-    if getattr(multiprocessing.current_process(), "_inheriting", False):
+    if is_being_spawned():
         said = "this script trains when it is imported, which the processes of its rewards do"
         raise UserError(said, "put what trains below: if __name__ == '__main__':")
     quiet_libraries()

@@ -14,7 +14,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from multiprocessing import context, popen_spawn_posix, reduction, resource_tracker, spawn, util
-from multiprocessing.process import BaseProcess
+from multiprocessing.process import BaseProcess, current_process
 from pathlib import Path
 from typing import Any
 
@@ -55,6 +55,11 @@ def number_from(descriptor: int) -> int:
         if not (number := stream.read()):
             raise ChildProcessError("the keeper of a process ended before it had started it")
         return int(number)
+
+
+def is_being_spawned() -> bool:
+    """Whether this process is one that imports the program which has started it, before it does anything else."""
+    return getattr(current_process(), "_inheriting", False)
 
 
 def _close(*descriptors: int) -> None:

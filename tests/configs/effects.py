@@ -34,6 +34,7 @@ TRAIN = {
     "name": RUN_FOLDER,
     "folder": RUN_FOLDER,
     "seed": "flows/test_resume.py::test_another_seed_ends_elsewhere",
+    "dataflow": "flows/dataflows/test_own_dataflow.py::test_the_usual_steps_in_a_dataflow_train_alike",
     "iterations": "flows/test_train_flow.py::test_the_run_folder_holds_all_that_was_made",
     # ---- the model
     "model.path": "penstock/cli/test_main.py::test_a_damaged_model_folder_is_refused",
