@@ -297,7 +297,9 @@ def _facts(run: RunFolder, manifest: Manifest, source: Path, proof: Proof) -> Mo
 
 
 def _base_model(config: TrainConfig) -> str:
-    return Path(config.model.path).name if config.model.path else "a tiny model with random weights"
+    if config.model.path is None:
+        return "a tiny model with random weights"
+    return config.model.revision or Path(config.model.path).name
 
 
 def _tracker(run: RunFolder, tracked: Tracked) -> Tracker:

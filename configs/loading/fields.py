@@ -35,7 +35,7 @@ RecipeFile = Annotated[
 ]
 Name = Annotated[Annotated[str, Field(pattern=NAME)] | None, shown("Name", "The run's folder begins with it. `name`")]
 Model = Annotated[
-    Text | None, shown("Model", "A Hugging Face folder on the machine that trains, to start from. `model.path`")
+    Text | None, shown("Model", "A Hugging Face folder on the machine that trains, or a model of the Hub. `model.path`")
 ]
 Data = Annotated[
     Text | None, shown("Training data", "A JSONL or Parquet file on the machine that trains. `data.train`")

@@ -34,13 +34,19 @@ class ModelConfig(Section):
 
     path: str | None = Field(
         None,
-        description="Hugging Face model folder on this machine (config, safetensors, tokenizer); or a registered "
-        "model, models:/NAME@latest, models:/NAME@best or models:/NAME/3, which becomes its folder when a run begins",
+        description="Hugging Face model folder on this machine (config, safetensors, tokenizer); or a model of the "
+        "Hub, ORG/NAME or ORG/NAME@REVISION, or a registered one, models:/NAME@latest, models:/NAME@best or "
+        "models:/NAME/3: these become a folder when a run begins",
     )
     version: str | None = Field(
         None,
         pattern=r"^models:/[^/@:]+/\d+$",
         description="registered model that 'path' is of: a run notes it here, and in the version that it registers",
+    )
+    revision: str | None = Field(
+        None,
+        pattern=r"^[\w.-]+/[\w.-]+@[0-9a-f]{40}$",
+        description="model of the Hugging Face Hub, with its commit, that 'path' is of: a run notes it here",
     )
     tiny: TinyModel | None = Field(None, description="make a tiny random model instead of loading one")
     dtype: Literal["auto", "bfloat16", "float32"] = Field(
@@ -51,6 +57,7 @@ class ModelConfig(Section):
     def _one_source(self) -> Self:
         if self.path is not None and self.tiny is not None:
             raise ValueError("'path' and 'tiny' exclude each other: remove one")
-        if self.path is None and self.version is not None:
-            raise ValueError("'version' has no effect without 'path': remove it")
+        for name in ("version", "revision"):
+            if self.path is None and getattr(self, name) is not None:
+                raise ValueError(f"'{name}' has no effect without 'path': remove it")
         return self

@@ -72,7 +72,7 @@ def _begun(
     run_folder: str | Path | None,
     callbacks: Sequence[Callback],
 ) -> Run:
-    from penstock.checks.registered import with_registered_model
+    from penstock.checks.found_models import with_models_found
     from penstock.data.source import reading_once
     from penstock.session.opening import TRAIN
     from penstock.state.run_folder import check_free, check_place, drop_if_empty, new_run_folder
@@ -83,7 +83,7 @@ def _begun(
         check_free(wanted)
     check_place(wanted or Path(config.folder))
     with reading_once():
-        config = with_registered_model(config)
+        config = with_models_found(config)
         TRAIN.check(config)
         _check_machine(config)
         folder = new_run_folder(Path(config.folder), config.name, wanted).path

@@ -1,22 +1,18 @@
 """Models of the registry where a folder is wanted: `models:/NAME@best` becomes the folder of a version.
 
 It is looked up once, when a run begins; the run keeps the folder and the version in its configuration, so that a resume
-asks no registry, and starts from what it started from.
+asks no registry, and starts from what it started from (found_models.py beside this).
 """
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TypeVar, cast
 
-from configs.preference import PairConfig
 from configs.schema import TrainConfig
 from configs.sections.run import names_of_trackers
 from penstock.base.errors import UserError
 from penstock.trackers.registry import Version, check_weights, find, reference
 from penstock.trackers.table import TRACKERS, has_registry, registry_in
-
-Tree = TypeVar("Tree", bound=TrainConfig | PairConfig)
 
 
 def registered(text: str, folder: Path) -> Version | None:
@@ -33,18 +29,6 @@ def registered(text: str, folder: Path) -> Version | None:
     version = find(registry_in(folder), wanted)
     check_weights(version)
     return version
-
-
-def with_registered_model(config: Tree) -> Tree:
-    """Return a configuration in which `model.path` is a folder; that of a version comes with the version's name.
-
-    Raises:
-        UserError: see `registered`.
-    """
-    if config.model.path is None or (version := registered(config.model.path, Path(config.folder))) is None:
-        return config
-    model = config.model.model_copy(update={"path": str(version.folder), "version": str(version)})
-    return cast(Tree, config.model_copy(update={"model": model}))
 
 
 def check_registering(config: TrainConfig) -> None:

@@ -14,7 +14,7 @@ from configs.loading.load import load_tree
 from configs.preference import PairConfig
 from configs.schema import TrainConfig
 from penstock.base.errors import UserError
-from penstock.checks.registered import with_registered_model
+from penstock.checks.found_models import with_models_found
 from penstock.cli.terminal import console, short_path
 from penstock.reports.progress import waiting
 from penstock.session.opening import Kind, Resume, Tree, looked_at
@@ -56,9 +56,9 @@ def new_config(kind: Kind[Tree], asked: Asked, example: str) -> Tree:
     if asked.recipe is None:
         raise UserError("no recipe given", example)
     config = load_tree(asked.recipe, asked.overrides or (), kind.tree)
+    _check_folder(config, asked.run)
+    config = with_models_found(config)  # a download shows how far it is
     with waiting(console, "checking the recipe"):
-        _check_folder(config, asked.run)
-        config = with_registered_model(config)
         kind.check(config)
     return config
 

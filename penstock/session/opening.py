@@ -23,9 +23,9 @@ from configs.loading.resuming import OF_PAIRS, OF_SFT, OF_TRAIN, Resumable, cour
 from configs.preference import PairConfig, PreferenceConfig, RewardModelConfig
 from configs.schema import TrainConfig
 from penstock.base.errors import UserError
+from penstock.checks.found_models import with_models_found
 from penstock.checks.memory import Elsewhere, GroupEstimate, check_finetuning_memory, check_memory, describe_snapshots
 from penstock.checks.preferences import check_preferences
-from penstock.checks.registered import with_registered_model
 from penstock.checks.tokenized import check_tokenized
 from penstock.checks.training import check_inputs, check_supervised
 from penstock.data.source import reading_once
@@ -173,7 +173,7 @@ def opened(
             with _resumed(kind, resume) as (config, run), _how_to_go_on(kind, run):
                 yield config, run
             return
-        config = with_registered_model(config)
+        config = with_models_found(config)
         with _begun(kind, config, folder) as run, _how_to_go_on(kind, run):
             yield config, run
 

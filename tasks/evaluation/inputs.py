@@ -23,6 +23,7 @@ from configs.schema import TrainConfig
 from configs.sections.run import names_of_trackers
 from penstock.base.errors import UserError
 from penstock.checks.evaluation import WITHOUT_KL, check_evaluation
+from penstock.checks.hub import snapshot
 from penstock.data.source import reading_once
 from penstock.session.session import read_config
 from penstock.state.digests import check_signed
@@ -159,11 +160,13 @@ def _check(plan: Plan) -> None:
 
 
 def subject_of(path: Path) -> Subject:
-    """Return what a path means: a Hugging Face folder, a checkpoint of a run, or a run.
+    """Return what a path means: a Hugging Face folder, a model of the Hub, a checkpoint of a run, or a run.
 
     Raises:
         UserError: none of these, or a run without trained weights.
     """
+    if (folder := snapshot(str(path), "a model")) is not None:
+        return Subject(path.name.partition("@")[0], folder)
     path = path.resolve()
     if (path / "config.json").is_file():
         own = path.parent.name == "models" and (path.parents[1] / "config.yaml").is_file()

@@ -63,10 +63,11 @@ def doctor(
 
 
 def _examine_model(folder: Path) -> list[Diagnosis]:
+    from penstock.checks.hub import snapshot
     from penstock.doctor.doctor import table
     from penstock.doctor.model import examine_model
 
-    lines = examine_model(folder)
+    lines = examine_model(snapshot(str(folder), "--model") or folder)
     console.print(table(lines))
     return lines
 

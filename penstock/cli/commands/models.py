@@ -78,7 +78,8 @@ def export(
 
 def serve(
     model: Annotated[
-        Path, typer.Argument(help="Hugging Face folder, the folder of a run with a model, or models:/NAME@best")
+        Path,
+        typer.Argument(help="Hugging Face folder, the folder of a run with a model, ORG/NAME, or models:/NAME@best"),
     ],
     port: Annotated[int, typer.Option(min=1, max=65535, help="port on the loopback interface")] = 8000,
     gpu_memory: Annotated[
@@ -88,17 +89,19 @@ def serve(
     folder: RunsOption = Path("runs"),
 ) -> None:
     """Serve a language model or a reward model with vLLM's server until Ctrl-C (OpenAI's API, loopback only)."""
+    from penstock.checks.hub import snapshot
     from penstock.checks.registered import registered
     from penstock.cli.serving.serve import model_folder
     from penstock.cli.serving.serve import serve as serve_folder
 
     version = registered(str(model), folder)
+    there = snapshot(str(model), "MODEL") if version is None else Path(str(version.folder))
     serve_folder(
-        model_folder(model) if version is None else Path(str(version.folder)),
+        there or model_folder(model),
         port,
         gpu_memory,
         lambda text: console.print(text, highlight=False, markup=False, soft_wrap=True),
-        name or (None if version is None else version.name),
+        name or (version.name if version is not None else str(model) if there else None),
     )
 
 

@@ -14,7 +14,9 @@ from penstock.base.errors import UserError
 from penstock.state.experience import column_names, read_columns
 from penstock.state.run_folder import RunFolder, read_metrics
 from tests.comparing import numbers, weights
+from tests.docs.pages import blocks
 from tests.faults.blows import Blow, blows_falling
+from tests.processes import ROOT
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900), pytest.mark.usefixtures("prefect_harness")]
 
@@ -109,3 +111,18 @@ def test_a_dataflow_may_learn_nothing(tmp_path: Path) -> None:
     first, last = run.model("initial") / "model.safetensors", run.model("final") / "model.safetensors"
     assert first.read_bytes() == last.read_bytes()
     assert [record["iteration"] for record in read_metrics(run)] == [0, 1, 2]
+
+
+def test_the_example_of_the_page_trains(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """docs/python.md, to the letter: both parts of the reward and the figure are recorded."""
+    (example,) = [text for text in blocks((ROOT / "docs" / "python.md").read_text(), "python") if "add_reward" in text]
+    (tmp_path / "my_dataflow.py").write_text(example, encoding="utf-8")
+    polite = "def polite(response, language):\n    return float(language == 'en' and '1' in response)\n"
+    (tmp_path / "my_rewards.py").write_text(f"{polite}\ndef low(response):\n    return 1.0\n", encoding="utf-8")
+    monkeypatch.chdir(tmp_path)
+    reward = {"function": "my_rewards:low"}
+    run = trained(tmp_path / "run", dataflow="my_dataflow:iteration", iterations=1, reward=reward)
+    columns = read_columns(run.experience(1), ["reward", "reward/short", "reward/polite"])
+    assert (columns["reward"] == 1.0 + 0.1 * columns["reward/short"] + 0.2 * columns["reward/polite"]).all()
+    assert set(columns["reward/polite"]) == {0.0, 1.0}
+    assert read_metrics(run)[1]["metrics"]["mine/entropy"] > 0

@@ -9,7 +9,8 @@ import pytest
 
 from configs.loading.load import config_from_mapping
 from penstock.base.errors import UserError
-from penstock.checks.registered import check_registering, with_registered_model
+from penstock.checks.found_models import with_models_found
+from penstock.checks.registered import check_registering
 from penstock.cli import main as cli
 from penstock.cli.serving import serve as serving
 from penstock.trackers.mlflow import MlflowTracker, default_tracking_uri
@@ -37,13 +38,13 @@ def model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @pytest.mark.parametrize("text", ["models:/sums@best", "models:/sums@latest", "models:/sums/1"])
 def test_a_version_becomes_its_folder_and_a_resume_asks_nobody(model: Path, text: str) -> None:
     """What is kept resolves to itself without a registry. Control: a folder stays what it is."""
-    config = with_registered_model(config_from_mapping({"model": {"path": text}}, "here"))
+    config = with_models_found(config_from_mapping({"model": {"path": text}}, "here"))
     assert (config.model.path, config.model.version) == (str(model), "models:/sums/1")
     Path("runs/mlflow.db").unlink()
     kept = config_from_mapping(config.model_dump(exclude={"base"}), "config.yaml")
-    assert with_registered_model(kept) == config
-    plain = config_from_mapping({"model": {"path": "models/x"}}, "here")
-    assert with_registered_model(plain) is plain
+    assert with_models_found(kept) == config
+    plain = config_from_mapping({"model": {"path": "./models/x"}}, "here")
+    assert with_models_found(plain) is plain
 
 
 @pytest.mark.parametrize(
