@@ -131,7 +131,7 @@ def test_whatever_is_lost_no_prompt_is(recipe: str, trained: Callable[..., None]
     Control: batches are off-policy, so rollouts did begin before.
     """
     blows = [
-        Blow("flows.iteration.update", "2", "generating"),
+        Blow("flows.parts.learning.update", "2", "generating"),
         Blow("update_actor", "3/", "learning"),
         Blow("update_actor", "4/", HOST),
     ]

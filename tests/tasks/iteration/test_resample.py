@@ -15,7 +15,7 @@ import pyarrow as pa
 import pytest
 
 from configs.schema import TrainConfig
-from flows import iteration
+from flows.parts import rewards
 from penstock.base.ragged import Ragged
 from penstock.data.prompts import PromptTable
 from penstock.rewards.pool import Score
@@ -179,9 +179,9 @@ def test_rollouts_of_an_iteration_are_bounded(
     config = TrainConfig.model_validate({"algorithm": {"dynamic_sampling": {"max_rollouts": max_rollouts}}})
     stage = Stage(ExperienceRef("experience.parquet", 1, 1, 1, 0), {})
     settings = settings_at(config, 1, Progress())
-    monkeypatch.setattr(iteration, "resample", further)
+    monkeypatch.setattr(rewards, "resample", further)
     for refused, expected in ((True, list(range(1, max_rollouts))), (False, [])):
         numbers.clear()
-        monkeypatch.setattr(iteration, "groups_to_replace", lambda training, stage, refused=refused: refused)
-        iteration.resampled(training_with(config), settings, Progress(), stage)
+        monkeypatch.setattr(rewards, "groups_to_replace", lambda training, stage, refused=refused: refused)
+        rewards.resampled(training_with(config), settings, Progress(), stage)
         assert numbers == expected
