@@ -22,7 +22,7 @@ from flows.parts.passes import forward_passes
 from flows.parts.rewards import rewarded
 from flows.parts.stream import streamed
 from penstock.session.callbacks import call_back
-from penstock.session.figures import alarms, utilisation
+from penstock.session.figures import alarms, throughput, utilisation
 from penstock.session.logged import with_logged
 from penstock.session.record import advanced, finite
 from penstock.session.requests import Rollout
@@ -84,6 +84,7 @@ def iteration(
         kl_coefficient=next_kl_coefficient(training, settings, metrics),
     )
     metrics |= utilisation(training, number)
+    metrics |= throughput(config, stage.experience.samples, metrics)
     metrics = with_logged(metrics, training.session().logged)
     metrics |= alarms(training, metrics)
     progress = live_overrides(training, progress)

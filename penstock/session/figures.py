@@ -151,6 +151,21 @@ def utilisation(training: Training, iteration: int) -> dict[str, float]:
     return figures
 
 
+def throughput(config: TrainConfig, samples: int, metrics: Mapping[str, float]) -> dict[str, float]:
+    """Return how much an iteration got done per second of all of it, evaluation and waiting included.
+
+    Args:
+        samples: responses of its batch.
+        metrics: of the iteration, its seconds among them; without an update in it there are no steps.
+    """
+    seconds = metrics["time/iteration_s"]
+    figures = {"throughput/samples_per_s": samples / seconds}
+    if "actor/skipped_steps" in metrics:
+        steps = config.algorithm.mini_batches * config.algorithm.epochs - metrics["actor/skipped_steps"]
+        figures["throughput/steps_per_s"] = steps / seconds
+    return figures
+
+
 def _gpu_samples(session: Session, last_s: float) -> dict[str, list[GpuSample]]:
     """Return what the hosts of GPU ranks saw; nothing of one that is lost, which the next command finds out."""
     if session.machines is None:

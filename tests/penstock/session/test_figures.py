@@ -15,7 +15,15 @@ from engines.groups.spec import RankDevice
 from engines.sizing.flops import peak_flops
 from penstock.session import figures as module
 from penstock.session.clock import Lap, Span
-from penstock.session.figures import memory, parallel_efficiency, role_figures, shares, speed, utilisation
+from penstock.session.figures import (
+    memory,
+    parallel_efficiency,
+    role_figures,
+    shares,
+    speed,
+    throughput,
+    utilisation,
+)
 from penstock.session.session import Training
 from tests.echo import Echo
 
@@ -258,3 +266,12 @@ def test_figures_can_be_read_while_another_command_adds_its_usage(training: Trai
     usage = training.session().usage = {Key("1/update_actor"): update}
     assert role_figures(training, "actor", "1/update_actor")["memory/update_actor_gib"] == 10.0
     assert "1/update_critic" in usage
+
+
+def test_throughput_is_of_the_whole_iteration() -> None:
+    """96 responses in 8 s; of three mini-batches twice one step was not taken. Control: without an update no steps."""
+    config = TrainConfig.model_validate({"algorithm": {"mini_batches": 3, "epochs": 2}, "rollout": {"prompts": 12}})
+    figures = {"time/iteration_s": 8.0, "time/update_actor_s": 2.0}
+    assert throughput(config, 96, figures) == {"throughput/samples_per_s": 12.0}
+    figures["actor/skipped_steps"] = 1.0
+    assert throughput(config, 96, figures) == {"throughput/samples_per_s": 12.0, "throughput/steps_per_s": 5 / 8}

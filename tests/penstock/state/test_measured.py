@@ -9,6 +9,7 @@ from tests.comparing import is_compared
 
 OF_THE_MACHINE = (
     *("time/rollout_s", "share/other", "memory/gpu_gib", "gpu/clock_mhz", "system/cpu_utilization_percentage"),
+    *("throughput/samples_per_s", "throughput/steps_per_s"),
     *("ranks/parallel_efficiency", "reshard/rank_s", "actor/update_s", "critic/mfu", "rollout/tokens_per_s"),
     *("reference/tokens_per_s_per_gpu", "actor/communication_share", "rollout/request_s_p95", "rollout/wake_s"),
     *("rollout/ahead_s", "rollout/engine_idle_share", "rollout/engine_tokens_max"),
