@@ -40,8 +40,6 @@ if TYPE_CHECKING:
 
     from configs.schema import TrainConfig
 
-MODULE_FUNCTION = "a function as 'module:function'"
-
 
 class Iteration:
     """An iteration that a dataflow of the user's own goes through, step by step, each of them once.
@@ -98,7 +96,9 @@ class Iteration:
         if isinstance(scores, str):
             stage = score(self._training, self.settings, stage, name, scores, dict(settings or {}))
         elif settings is not None:
-            raise UserError(f"the scores of '{name}' are numbers and take no settings", f"give {MODULE_FUNCTION}")
+            raise UserError(
+                f"the scores of '{name}' are numbers and take no settings", "give a function as 'module:function'"
+            )
         else:
             given = scores
         self._stage = add_reward(stage, name, weight, given)
@@ -130,7 +130,8 @@ class Iteration:
             raise UserError(f"the training has no '{role}' that gives log-probs", f"it has: {had}")
         if self.config.algorithm.full_kl:
             raise UserError("a KL over the vocabulary leaves no log-probs", "set algorithm.kl.estimator to another one")
-        self._look(f"logprobs('{role}')", after="rollout", before="advantage")
+        rows_stay_after = "rollout" if self.config.algorithm.dynamic_sampling is None else "reward"
+        self._look(f"logprobs('{role}')", after=rows_stay_after, before="advantage")
         if name not in self._passes:
             self._passes[name] = PASSES[name](self._training, self.settings, self._batch.experience)
         found: Ragged = read_columns(self._passes[name].path, [name])[name]
@@ -142,9 +143,6 @@ class Iteration:
         passes = [part for name, part in self._passes.items() if needed(self.config, name)]
         passes += forward_passes(self._training, self.settings, self._batch, self._passes)
         self._stage = advantage(self._training, self.settings, self._batch, passes)
-        for name, part in self._passes.items():
-            if not needed(self.config, name):
-                drop_experience(Path(part.path))
 
     def update(self) -> None:
         """Update the actor, and the critic if there is one, in the mini-batches and epochs of the recipe."""
@@ -163,6 +161,8 @@ class Iteration:
         """
         if self._stage is None:
             raise self._out_of_turn("it has ended without step.rollout()")
+        for part in self._passes.values():  # those that the algorithm needs are in the experience
+            drop_experience(Path(part.path))
         if self._figures is None:  # nothing is learnt from this batch
             return self._stage, self._stage.metrics | live_figures(self._training, self._progress)
         return self._stage, self._figures

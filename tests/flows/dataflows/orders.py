@@ -39,9 +39,10 @@ def with_numbers(step: Iteration) -> None:
 
 
 def without_update(step: Iteration) -> None:
-    """Nothing is learnt."""
+    """Nothing is learnt; log-probs are looked at, which leave nothing behind."""
     step.rollout()
     step.reward()
+    step.logprobs()
 
 
 def low(response: str) -> float:

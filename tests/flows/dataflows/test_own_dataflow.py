@@ -111,6 +111,10 @@ def test_a_dataflow_may_learn_nothing(tmp_path: Path) -> None:
     first, last = run.model("initial") / "model.safetensors", run.model("final") / "model.safetensors"
     assert first.read_bytes() == last.read_bytes()
     assert [record["iteration"] for record in read_metrics(run)] == [0, 1, 2]
+    assert sorted(path.name for path in run.experience(1).parent.glob("*.parquet")) == [
+        "000001.parquet",
+        "000002.parquet",
+    ]
 
 
 def test_the_example_of_the_page_trains(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -116,3 +116,14 @@ def test_figures_of_a_users_own_are_recorded_with_the_iteration(step: Step) -> N
 def test_without_a_training_nothing_is_logged() -> None:
     with pytest.raises(UserError, match="no training runs in this process"):
         penstock.log("mine/length", 1.0)
+
+
+def test_with_dynamic_sampling_the_batch_is_whole_after_the_reward(
+    training_with: Callable[[TrainConfig], Training],
+) -> None:
+    """Its rows change until then. Control: without, log-probs may come before (`orders.usual`)."""
+    config = TrainConfig.model_validate({"dataflow": "a:b", "algorithm": {"dynamic_sampling": {"max_rollouts": 2}}})
+    progress, training = Progress(), training_with(config)
+    step = Step(training, next_settings(training, progress), progress, Rollout(1, "1/rollout"))
+    with pytest.raises(UserError, match="comes after step.reward"):
+        step.logprobs()
