@@ -46,6 +46,7 @@ COMMANDS: dict[str, dict[str, Callable[..., None]]] = {
         "samples": runs.samples,
         "episodes": runs.episodes,
         "compare": runs.compare,
+        "select": runs.select,
         "replay": runs.replay,
         "sync": runs.sync,
         "set": runs.set_live,

@@ -32,6 +32,7 @@ VARIABLE = "PENSTOCK_ALLOWED_MODULES"
 OURS = (
     "benchmarks.workload.digit_reward",
     "benchmarks.workload.slow_environment",
+    "penstock.api.dataflows",
     "penstock.environments.calculator",
     "penstock.environments.code",
     "penstock.environments.mcp",

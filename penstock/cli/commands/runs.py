@@ -11,6 +11,7 @@ from typing import Annotated
 import typer
 
 from penstock.base.errors import UserError
+from penstock.cli.places import free_file
 from penstock.cli.terminal import console
 from penstock.trackers.tracker import PAGES_PORT
 
@@ -115,6 +116,24 @@ def episodes(
     from penstock.cli.runs.samples import show_episodes
 
     show_episodes(run, iteration, evaluation, sort, reverse, limit, prompt, failed)
+
+
+def select(
+    run: Annotated[Path, typer.Argument(help="folder of a run of 'train'; it is only read")],
+    to: Annotated[Path, typer.Option(help="file to write, .jsonl or .parquet", callback=free_file)],
+    best: Annotated[int | None, typer.Option(min=1, help="most responses to a prompt; default: 1")] = None,
+    least: Annotated[float | None, typer.Option(help="lowest reward that is taken; default: any")] = None,
+    pairs: Annotated[
+        bool, typer.Option("--pairs", help="the best and the worst response to each prompt, for 'preference'")
+    ] = False,
+    margin: Annotated[
+        float | None, typer.Option(min=0, help="with --pairs: by which their rewards have to differ; default: at all")
+    ] = None,
+) -> None:
+    """Write the best responses of a run's experience as data: for 'sft' (rejection sampling) or 'preference'."""
+    from penstock.cli.runs.selecting import select as select_from
+
+    select_from(run, to, best, least, pairs, margin)
 
 
 def set_live(
