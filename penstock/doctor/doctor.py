@@ -273,11 +273,13 @@ def _size(size: int) -> str:
 def examine_recipe(config: TrainConfig) -> tuple[list[Diagnosis], int | None]:
     """Run the checks of a training; return lines, and the bytes that it will write if it passes."""
     from engines.groups.spec import placed
+    from penstock.checks.found_models import with_models_found
     from penstock.checks.memory import disk_bytes
     from penstock.checks.training import check_training
     from penstock.doctor.model import examine_model
 
     try:
+        config = with_models_found(config)
         estimates = check_training(config)
     except UserError as error:
         return [Diagnosis("recipe", "problem", error.problem, error.remedy)], None
