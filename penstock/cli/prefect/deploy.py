@@ -35,6 +35,10 @@ ZOMBIES = "penstock: silent runs are crashed"
 KEPT_ALIVE = "penstock: crashed runs that are kept alive go on"
 # A flow run gives a sign of life every three minutes unless set otherwise; three missing ones are no coincidence.
 SILENCE = timedelta(minutes=10)
+# A crash is reported twice, by the process that waited for the run and by its worker, and a server whose database is
+# busy looks at an event again. Started at once, a run would be crashed once more, or begun by two processes.
+SETTLED = timedelta(seconds=10)
+GOES_ON = tuple(f"prefect.flow-run.{name}" for name in ("AwaitingRetry", "Scheduled", "Retrying", "Pending", "Running"))
 
 
 def deploy(pool: str) -> list[tuple[str, str, str]]:
@@ -122,7 +126,7 @@ def zombie_automation(silence: timedelta = SILENCE) -> AutomationCore:
 
 
 def keep_alive_automation() -> AutomationCore:
-    """A deployment's run that crashed is started again, if it has the tag: with the same parameters, and goes on.
+    """A deployment's run that crashed, and stays so, is started again if it has the tag: it goes on where it was.
 
     How often is for the run to say, which then fails (penstock/session/flow_runs/kept_alive.py).
     """
@@ -131,6 +135,7 @@ def keep_alive_automation() -> AutomationCore:
     from prefect.events.actions import ChangeFlowRunState
     from prefect.events.schemas.events import ResourceSpecification
 
+    ends = tuple(f"prefect.flow-run.{name}" for name in ("Completed", "Failed", "Cancelling", "Cancelled"))
     tagged = {"prefect.resource.id": f"prefect.tag.{KEEP_ALIVE}", "prefect.resource.role": "tag"}
     deployed = {"prefect.resource.id": "prefect.deployment.*", "prefect.resource.role": "deployment"}
     return AutomationCore(
@@ -140,10 +145,11 @@ def keep_alive_automation() -> AutomationCore:
             match=ResourceSpecification({"prefect.resource.id": "prefect.flow-run.*"}),
             match_related=[ResourceSpecification(tagged), ResourceSpecification(deployed)],
             for_each={"prefect.resource.id"},
-            expect={"prefect.flow-run.Crashed"},
-            posture=Posture.Reactive,
+            after={"prefect.flow-run.Crashed"},
+            expect={*GOES_ON, *ends},
+            posture=Posture.Proactive,
             threshold=1,
-            within=timedelta(0),
+            within=SETTLED,
         ),
         actions=[ChangeFlowRunState(state=StateType.SCHEDULED, name="AwaitingRetry", message=STARTED_AGAIN)],
     )

@@ -8,21 +8,26 @@ server's one thread while the connection waits for another one's write. Then tha
 that it waits for needs the thread to go on, and both stand still until SQLite gives up after 60 s; so does every
 training that opens a child flow. Here a cursor is closed where its statement failed.
 
+An event that cannot be handled because the database is busy is handled again, four times within milliseconds, and then
+by nobody: an automation does not see it. Here the server waits a little longer before each time, seconds in all.
+
 Left out: databases other than SQLite, which have no such cursors; SQLAlchemy 2.1, which closes them and with which no
 schedule fires; everything else about the server, which is Prefect's.
 """
 
 from __future__ import annotations
 
+import asyncio
 import os
 import sqlite3
 import sys
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 import aiosqlite
 
 EVERY_ADDRESS = ("0.0.0.0", "::")
+RETRIES, FIRST_WAIT_S = 6, 0.1  # of an event: 6 s in all
 
 
 async def execute(cursor: Any, function: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
@@ -38,6 +43,17 @@ async def execute(cursor: Any, function: Callable[..., Any], *arguments: Any, **
     return await cursor._conn._execute(run)
 
 
+def patient(retry: Callable[[Any, Any], Awaitable[None]]) -> Callable[[Any, Any], Awaitable[None]]:
+    """Return `Subscription.retry` of Prefect with a wait before it, twice as long each time, and more tries."""
+
+    async def retry_later(subscription: Any, message: Any) -> None:
+        subscription.max_retries = RETRIES
+        await asyncio.sleep(FIRST_WAIT_S * 2**message.retry_count)
+        await retry(subscription, message)
+
+    return retry_later
+
+
 def serve(host: str, port: int) -> None:
     """Start the server and stay with it until it ends, which ends this process.
 
@@ -48,8 +64,10 @@ def serve(host: str, port: int) -> None:
         os.environ.setdefault("PREFECT_UI_API_URL", f"http://{host}:{port}/api")
 
     from prefect.cli import app  # reads its settings when it is imported
+    from prefect.server.utilities.messaging import memory
 
     aiosqlite.Cursor._execute = execute  # type: ignore[assignment]
+    memory.Subscription.retry = patient(memory.Subscription.retry)  # type: ignore[method-assign, assignment]
     sys.argv[1:] = ["server", "start", "--host", host, "--port", str(port)]
     app()
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from datetime import UTC, datetime, timedelta
+from itertools import pairwise
 from uuid import UUID
 
 from prefect.client.orchestration import get_client
@@ -52,7 +53,8 @@ def counted(states: Sequence[State], engine: EngineConfig) -> int:
     if not asked or asked[-1].message != STARTED_AGAIN:
         return 0
     since = datetime.now(UTC) - timedelta(seconds=engine.restart_window_s)
-    times = sum(state.is_crashed() and state.timestamp >= since for state in states)
+    lately = [state.is_crashed() for state in states if state.timestamp >= since]
+    times = sum(crashed and not before for before, crashed in pairwise([False, *lately]))  # a worker may say it twice
     if times > engine.restarts:
         raise FlowLostTooOften(
             f"the flow run crashed {times} times within {engine.restart_window_s:g} s; engine.restarts allows "

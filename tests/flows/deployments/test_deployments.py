@@ -16,9 +16,10 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
-from datetime import timedelta
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
+from uuid import uuid4
 
 import httpx
 import psutil
@@ -33,7 +34,7 @@ from prefect.settings import PREFECT_API_URL, temporary_settings
 from configs.loading.load import load_config
 from penstock.base.errors import UserError
 from penstock.cli.prefect.deploy import KEPT_ALIVE, ZOMBIES, ensure_pool, read_deployments, zombie_automation
-from penstock.session.flow_runs.kept_alive import KEEP_ALIVE
+from penstock.session.flow_runs.kept_alive import KEEP_ALIVE, STARTED_AGAIN
 from penstock.session.settings import variable_name
 from penstock.state.events import RECOVERED, read_events
 from penstock.state.run_folder import RunFolder, read_metrics
@@ -552,6 +553,35 @@ def test_a_run_that_is_kept_alive_outlives_its_process_as_often_as_it_may(prefec
     prefect.flow_process().kill()
     until(lambda: prefect.state(run) == "Failed", 90, "the run gives up")
     assert "crashed 1 times within 3600 s; engine.restarts allows 0" in prefect.message(run)
+
+
+def test_a_crash_that_is_looked_at_twice_starts_a_run_once(prefect: Prefect, lost: Lost) -> None:
+    """As a worker reports it, and as a server does whose database is busy. Control: the next crash starts it again."""
+    run = prefect.start("hold/lost", {}, KEEP_ALIVE)  # where no worker is left to begin it
+    found = prefect.api.get(f"/flow_runs/{run}").raise_for_status().json()
+    related = {"tag": f"prefect.tag.{KEEP_ALIVE}", "deployment": f"prefect.deployment.{found['deployment_id']}"}
+    crash = {
+        "event": "prefect.flow-run.Crashed",
+        "resource": {"prefect.resource.id": f"prefect.flow-run.{run}"},
+        "related": [{"prefect.resource.id": name, "prefect.resource.role": role} for role, name in related.items()],
+    }
+
+    def crashes(times: int) -> None:
+        occurred = datetime.now(UTC).isoformat()
+        for _ in range(times):
+            event = {"id": str(uuid4()), "occurred": occurred, **crash}
+            prefect.api.post("/events", json=[event]).raise_for_status()
+
+    def started_again() -> int:
+        states = prefect.api.get("/flow_run_states/", params={"flow_run_id": run}).raise_for_status().json()
+        return sum(state["message"] == STARTED_AGAIN for state in states)
+
+    crashes(2)
+    until(lambda: started_again() >= 1, 60, "the crash starts it again")
+    crashes(1)
+    until(lambda: started_again() >= 2, 60, "the next crash starts it again")
+    assert started_again() == 2
+    prefect.api.delete(f"/flow_runs/{run}").raise_for_status()
 
 
 def test_preferences_are_trained_on_from_the_form(prefect: Prefect, tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""The Prefect server that `penstock server` starts: a failed statement leaves nothing to the garbage collector."""
+"""The Prefect server that `penstock server` starts: failed statements leave nothing behind, events are not lost."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from sqlalchemy import text
 from sqlalchemy.exc import IntegrityError
 from sqlalchemy.ext.asyncio import create_async_engine
 
-from penstock.cli.prefect.own_server import execute
+from penstock.cli.prefect import own_server
+from penstock.cli.prefect.own_server import RETRIES, execute, patient
 
 TWICE = "INSERT INTO once VALUES (1)"
 
@@ -61,3 +62,43 @@ def test_a_failed_statement_closes_its_cursor(tmp_path: Path, monkeypatch: pytes
     assert open_after_failing(tmp_path / "as it is")
     monkeypatch.setattr(aiosqlite.Cursor, "_execute", execute)
     assert not open_after_failing(tmp_path / "changed")
+
+
+def test_an_event_outlives_a_database_that_is_busy_for_a_moment(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Prefect's own queue, and a handler that fails five times. Control: as it is the event is lost."""
+    from prefect.server.utilities.messaging import memory
+
+    monkeypatch.setattr(own_server, "FIRST_WAIT_S", 0.001)
+    assert handled_after(5, tmp_path / "as it is") == (4, True)
+    monkeypatch.setattr(memory.Subscription, "retry", patient(memory.Subscription.retry))
+    assert handled_after(5, tmp_path / "changed") == (6, False)
+    assert handled_after(100, tmp_path / "poisoned") == (RETRIES + 1, True)
+
+
+def handled_after(failures: int, dead: Path) -> tuple[int, bool]:
+    """Return how often an event is handled if that fails some times at first, and whether it was given up."""
+    from prefect.server.utilities.messaging import memory
+
+    tries = 0
+
+    async def handle(_: Any) -> None:
+        nonlocal tries
+        tries += 1
+        if tries <= failures:
+            raise OSError("database is locked")
+
+    async def consume() -> None:
+        topic = memory.Topic("busy")
+        subscription = memory.Subscription(topic, dead_letter_queue_path=dead)
+        await subscription.deliver(memory.MemoryMessage(data=b"{}", attributes={}))
+        while subscription._queue.qsize() or subscription._retry.qsize():
+            message = await subscription.get()
+            try:
+                await handle(message)
+            except OSError:
+                await subscription.retry(message)
+
+    asyncio.run(consume())
+    return tries, dead.is_dir() and any(dead.iterdir())

@@ -31,6 +31,15 @@ def test_as_many_crashes_as_are_allowed_within_the_window_are_counted() -> None:
     assert counted(attempts(700, 400, 20), ENGINE) == 2
 
 
+def test_a_crash_that_is_said_twice_counts_once() -> None:
+    """By the process that waited and by its worker. Control: with a start in between they are two."""
+    states = attempts(20)
+    crashed = next(number for number, state in enumerate(states) if state.is_crashed())
+    twice = [*states[: crashed + 1], *states[crashed:]]
+    assert counted(twice, ENGINE) == 1
+    assert counted([*states[: crashed + 1], Running(), *states[crashed:]], ENGINE) == 2
+
+
 def test_one_crash_more_ends_the_run_in_words() -> None:
     """Naming what allows how many."""
     with pytest.raises(FlowLostTooOften, match=r"crashed 3 times within 600 s; engine.restarts allows 2"):
