@@ -53,7 +53,7 @@ def counted(states: Sequence[State], engine: EngineConfig) -> int:
     if not asked or asked[-1].message != STARTED_AGAIN:
         return 0
     since = datetime.now(UTC) - timedelta(seconds=engine.restart_window_s)
-    lately = [state.is_crashed() for state in states if state.timestamp >= since]
+    lately = [state.is_crashed() and state.timestamp >= since for state in states]
     times = sum(crashed and not before for before, crashed in pairwise([False, *lately]))  # a worker may say it twice
     if times > engine.restarts:
         raise FlowLostTooOften(
