@@ -17,7 +17,7 @@ from penstock.base.interrupts import interrupts_deferred
 from penstock.base.ragged import Ragged
 from penstock.checks.prompts import takes_each
 from penstock.checks.tokenized import note_tokenized
-from penstock.data.prompts import RESERVED, PromptTable, tokenize_prompts
+from penstock.data.prompts import PromptTable, tokenize_prompts
 from penstock.data.sft import tokenize_pairs
 from penstock.data.source import forget, split_of
 from penstock.data.tokenizer import load_tokenizer, make_byte_tokenizer
@@ -83,8 +83,8 @@ def open_rewards(training: Training, split: str) -> None:
     session, reward = training.session(), training.config.reward
     if not reward.scored_by_flow:
         return
-    columns = ["prompt_id", *(name for name in session.prompts[split].frame.columns if name not in RESERVED)]
-    session.scorer = session.stack.enter_context(open_scorer(reward, columns, training.run.logs / "reward.log"))
+    columns, log = session.prompts[split].columns, training.run.logs / "reward.log"
+    session.scorer = session.stack.enter_context(open_scorer(reward, columns, log))
 
 
 def _tokenize(training: Training, model_folder: str) -> None:

@@ -26,11 +26,12 @@ from penstock.base.ragged import Ragged
 from penstock.checks.dataflow import load_dataflow
 from penstock.session.logged import log
 from penstock.session.requests import Rollout
+from penstock.session.rollout.refused_groups import PART
 from penstock.session.session import Stage, Training
 from penstock.session.settings import Settings, live_figures
 from penstock.state.experience import column_names, drop_experience, read_columns
 from penstock.state.manifest import Progress
-from tasks.dataflow.add_reward import PART, add_reward, score
+from tasks.dataflow.add_reward import add_reward, score
 from tasks.iteration.advantage import advantage
 from tasks.iteration.forward_passes import ColumnRef
 from tasks.iteration.rollout import rollout

@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import pandas as pd
 
 from penstock.base.errors import UserError
+from penstock.base.ragged import Ragged
+from penstock.state.experience import column_names, read_columns
 from penstock.state.run_folder import RunFolder, read_metrics
-
-if TYPE_CHECKING:
-    import pandas as pd
 
 
 @dataclass(frozen=True)
@@ -27,8 +28,6 @@ class Run:
     @property
     def metrics(self) -> pd.DataFrame:
         """The figures, a row for each iteration that is recorded; 0 is the evaluation before training."""
-        import pandas as pd
-
         rows = {record["iteration"]: record["metrics"] for record in read_metrics(RunFolder(self.folder))}
         return pd.DataFrame.from_dict(rows, orient="index").rename_axis("iteration")
 
@@ -56,19 +55,10 @@ class Run:
         Raises:
             UserError: the run has none of that iteration.
         """
-        import pandas as pd
-
-        from penstock.state.experience import column_names, read_columns
-
         path = RunFolder(self.folder).experience(iteration)
         if not path.is_file():
             raise UserError(f"{self.folder} has no experience of iteration {iteration}", f"see {path.parent}")
         columns = read_columns(path, column_names(path))
-        lists = {name: list(map(column.row, range(len(column)))) for name, column in columns.items() if _ragged(column)}
+        ragged = {name: column for name, column in columns.items() if isinstance(column, Ragged)}
+        lists = {name: [column.row(row) for row in range(len(column))] for name, column in ragged.items()}
         return pd.DataFrame(columns | lists)
-
-
-def _ragged(column: Any) -> bool:
-    from penstock.base.ragged import Ragged
-
-    return isinstance(column, Ragged)

@@ -7,7 +7,6 @@ the trainings of the other commands; a program's functions in other processes, s
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -50,8 +49,6 @@ def train(
         said = "this script trains when it is imported, which the processes of its rewards do"
         raise UserError(said, "put what trains below: if __name__ == '__main__':")
     quiet_libraries()
-    if str(Path.cwd()) not in sys.path:
-        sys.path.append(str(Path.cwd()))  # last: a user's tasks.py hides no room
     from penstock.usercode.given import given, name_of
 
     with ExitStack() as stack:
@@ -72,19 +69,14 @@ def _begun(
     run_folder: str | Path | None,
     callbacks: Sequence[Callback],
 ) -> Run:
-    from penstock.checks.found_models import with_models_found
+    from penstock.cli.starting import checked_config
     from penstock.data.source import reading_once
     from penstock.session.opening import TRAIN
-    from penstock.state.run_folder import check_free, check_place, drop_if_empty, new_run_folder
+    from penstock.state.run_folder import drop_if_empty, new_run_folder
 
     wanted = None if run_folder is None else Path(run_folder)
-    config = _config_of(recipe, overrides)
-    if wanted is not None:
-        check_free(wanted)
-    check_place(wanted or Path(config.folder))
     with reading_once():
-        config = with_models_found(config)
-        TRAIN.check(config)
+        config = checked_config(TRAIN, _config_of(recipe, overrides), wanted)
         _check_machine(config)
         folder = new_run_folder(Path(config.folder), config.name, wanted).path
         try:

@@ -55,8 +55,19 @@ def new_config(kind: Kind[Tree], asked: Asked, example: str) -> Tree:
     """
     if asked.recipe is None:
         raise UserError("no recipe given", example)
-    config = load_tree(asked.recipe, asked.overrides or (), kind.tree)
-    _check_folder(config, asked.run)
+    return checked_config(kind, load_tree(asked.recipe, asked.overrides or (), kind.tree), asked.run)
+
+
+def checked_config(kind: Kind[Tree], config: Tree, run: Path | None) -> Tree:
+    """Return the configuration of a new run once it is seen to work; its models are folders then.
+
+    Args:
+        run: the folder that is named for it.
+
+    Raises:
+        UserError: it cannot work, or the folder is taken.
+    """
+    _check_folder(config, run)
     config = with_models_found(config)  # a download shows how far it is
     with waiting(console, "checking the recipe"):
         kind.check(config)

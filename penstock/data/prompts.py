@@ -52,9 +52,14 @@ class PromptTable:
     def __len__(self) -> int:
         return len(self.frame)
 
+    @property
+    def columns(self) -> list[str]:
+        """The prompt id, and the source's own columns."""
+        return ["prompt_id", *(name for name in self.frame.columns if name not in RESERVED)]
+
     def rows(self) -> dict[str, dict[str, Any]]:
         """Return the source's own columns of every prompt, by prompt id."""
-        records = self.frame.drop(columns=[name for name in RESERVED if name != "prompt_id"]).to_dict("records")
+        records = self.frame[self.columns].to_dict("records")
         return {str(record.pop("prompt_id")): record for record in records}  # type: ignore[misc]
 
     def save(self, path: Path) -> None:

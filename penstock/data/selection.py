@@ -16,7 +16,7 @@ import pandas as pd
 
 from penstock.base.errors import UserError
 from penstock.base.files import replacing
-from penstock.data.prompts import RESERVED, PromptTable
+from penstock.data.prompts import PromptTable
 from penstock.state.experience import column_names, read_columns
 from penstock.state.run_folder import RunFolder
 
@@ -47,8 +47,7 @@ def sampled_responses(run: RunFolder) -> pd.DataFrame:
     Raises:
         UserError: there are none, or they are episodes.
     """
-    paths = sorted(run.experience(0).parent.glob("[0-9]*[0-9].parquet"))
-    scored = [(path, names) for path in paths if {*COLUMNS} <= {*(names := column_names(path))}]
+    scored = [(path, names) for path in run.experiences() if {*COLUMNS} <= {*(names := column_names(path))}]
     if not scored:
         raise UserError(f"{run.path} has no scored responses", "name a run of 'train' whose experience is there")
     if any(TURNS in names for _, names in scored):
@@ -75,7 +74,7 @@ def best_responses(run: RunFolder, best: int, least: float | None, column: str) 
         highest = f"the highest reward is {usable['reward'].max():g}" if len(usable) else "all were cut off, or failed"
         raise UserError(f"of {len(every)} responses none is taken: {highest}", "lower --least, or sample more")
     taken = taken.groupby("prompt_id", sort=False).head(best)
-    return _selection(run, every, taken.rename(columns={"response": column}), taken["reward"])
+    return _selection(run, every, taken.rename(columns={"response": column}), ["sample_id", column, "reward"])
 
 
 def best_and_worst(run: RunFolder, margin: float) -> Selection:
@@ -94,7 +93,8 @@ def best_and_worst(run: RunFolder, margin: float) -> Selection:
     if pairs.empty:
         raise UserError(f"no two rewards of a prompt differ by {margin:g}", "lower --margin, or sample more")
     names = {"response": "chosen", "response_rejected": "rejected"}
-    return _selection(run, every, pairs.rename(columns=names), pairs["reward"])
+    columns = ["sample_id", "chosen", "reward", "rejected", "reward_rejected"]
+    return _selection(run, every, pairs.rename(columns=names), columns)
 
 
 def _usable(every: pd.DataFrame) -> pd.DataFrame:
@@ -103,14 +103,11 @@ def _usable(every: pd.DataFrame) -> pd.DataFrame:
     return whole.sort_values("reward", ascending=False, kind="stable").drop_duplicates(["prompt_id", "response"])
 
 
-def _selection(run: RunFolder, every: pd.DataFrame, taken: pd.DataFrame, rewards: pd.Series) -> Selection:
-    """Join what was taken with the columns of its prompts, in the order of the data."""
-    prompts = PromptTable.load(run.prompts("train")).frame
-    prompts = prompts.drop(columns=[name for name in RESERVED if name != "prompt_id"])
-    new = [name for name in taken.columns if name not in ("truncated", "reward_failure", "prompt_id")]
-    new = [name for name in new if not name.endswith("_rejected") or name == "reward_rejected"]
-    rows = prompts.drop(columns=[name for name in new if name in prompts.columns])
-    rows = rows.merge(taken[["prompt_id", *new]], on="prompt_id", how="inner").drop(columns="prompt_id")
+def _selection(run: RunFolder, every: pd.DataFrame, taken: pd.DataFrame, columns: list[str]) -> Selection:
+    """Join columns of what was taken with those of its prompts, in the order of the data; a prompt's namesake goes."""
+    table, rewards = PromptTable.load(run.prompts("train")), taken["reward"]
+    prompts = table.frame[[name for name in table.columns if name not in columns]]
+    rows = prompts.merge(taken[["prompt_id", *columns]], on="prompt_id", how="inner").drop(columns="prompt_id")
     return Selection(rows, every["prompt_id"].nunique(), len(every), (float(rewards.min()), float(rewards.max())))
 
 

@@ -114,6 +114,10 @@ class RunFolder:
         """Experience of one iteration."""
         return self.path / "experience" / f"{iteration:06d}.parquet"
 
+    def experiences(self) -> list[Path]:
+        """The experience files that are there, by iteration."""
+        return sorted(self.experience(0).parent.glob("[0-9]*[0-9].parquet"))
+
     def carried(self, iteration: int) -> Path:
         """Responses that the rollout of one iteration left unfinished (penstock/session/rollout/carried.py)."""
         return self.path / "experience" / f"{iteration:06d}.carried.parquet"

@@ -17,16 +17,13 @@ from prefect.cache_policies import NO_CACHE
 from configs.sections.reward import RewardConfig
 from penstock.base.bounds import LARGEST_REWARD
 from penstock.base.errors import UserError
-from penstock.data.prompts import RESERVED
 from penstock.rewards.pool import check_failures, log_failures
 from penstock.rewards.source import Scorer, check_source, open_scorer
-from penstock.rewards.types import Sample
-from penstock.session.session import Stage, Training, may_help_again, prompt_columns, timed
+from penstock.session.rollout.refused_groups import PART
+from penstock.session.session import Stage, Training, may_help_again, timed
 from penstock.session.settings import Settings
 from penstock.state.experience import add_columns, column_names, read_columns
-from tasks.iteration.reward import reward_figures
-
-PART = "reward/"
+from tasks.iteration.reward import reward_figures, samples_of
 
 
 @task(
@@ -51,11 +48,7 @@ def score(
     training.session().say("reward", name)
     with timed(training, metrics, "reward"):
         columns = read_columns(path, ["sample_id", "prompt_id", "prompt", "response"])
-        rows = prompt_columns(training, "train")
-        samples = [
-            Sample(sample_id, prompt_id, prompt, response, rows[prompt_id])
-            for sample_id, prompt_id, prompt, response in zip(*columns.values(), strict=True)
-        ]
+        samples = samples_of(training, columns, "train")
         scores = _scorer(training, name, function, values).score(samples)
         check_failures(scores, samples, training.config.reward)
         log_failures(scores, samples)
@@ -77,8 +70,7 @@ def _scorer(training: Training, name: str, function: str, values: Mapping[str, A
             failure_value=recipe.failure_value,
             max_failure_share=recipe.max_failure_share,
         )
-        frame = session.prompts["train"].frame
-        columns = ["prompt_id", *(column for column in frame.columns if column not in RESERVED)]
+        columns = session.prompts["train"].columns
         check_source(config, columns)
         log = training.run.logs / f"reward-{name}.log"
         session.more_scorers[name] = session.stack.enter_context(open_scorer(config, columns, log))

@@ -102,7 +102,7 @@ def _report(training: Training, summary: dict[str, Any]) -> None:
     """Write the report that is made from a summary into the run folder and to the trackers."""
     session, run = training.session(), training.run
     session.say("writing the report")
-    last = max(run.path.glob("experience/[0-9]*[0-9].parquet"), default=None)
+    last = max(run.experiences(), default=None)
     rows = sample_rows(last, training.config.record.samples) if last and summary["status"] == "completed" else []
     if summary["status"] != "cancelled":  # who cancels waits, and Prefect kills after half a minute
         _samples_page(training)

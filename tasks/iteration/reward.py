@@ -102,18 +102,23 @@ def _score_by_source(
         return _score_by_model(training, columns, key)
     scorer = training.session().scorer
     assert scorer is not None
-    rows = prompt_columns(training, split)
-    samples = [
-        Sample(sample_id, prompt_id, prompt, response, rows[prompt_id])
-        for sample_id, prompt_id, prompt, response in zip(
-            columns["sample_id"], columns["prompt_id"], columns["prompt"], columns["response"], strict=True
-        )
-    ]
+    samples = samples_of(training, columns, split)
     scores = scorer.score(samples, _portion_of(training.config.rollout, len(samples), portion))
     if portion is None:
         check_failures(scores, samples, training.config.reward)
     log_failures(scores, samples)
     return scores
+
+
+def samples_of(training: Training, columns: dict[str, Any], split: str) -> list[Sample]:
+    """Return responses as a source of rewards gets them, with their prompts' data; arguments as those of `score`."""
+    rows = prompt_columns(training, split)
+    return [
+        Sample(sample_id, prompt_id, prompt, response, rows[prompt_id])
+        for sample_id, prompt_id, prompt, response in zip(
+            columns["sample_id"], columns["prompt_id"], columns["prompt"], columns["response"], strict=True
+        )
+    ]
 
 
 def _portion_of(config: RolloutConfig, samples: int, portion: int | None) -> int | None:

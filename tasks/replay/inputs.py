@@ -200,8 +200,7 @@ def _config_at(run: RunFolder, iteration: int) -> TrainConfig:
 
 
 def _iterations(run: RunFolder) -> list[int]:
-    paths = run.experience(0).parent.glob("[0-9]*[0-9].parquet")
-    return sorted(int(path.stem) for path in paths)
+    return sorted(int(path.stem) for path in run.experiences())
 
 
 def _newest_before(states: Sequence[int], iteration: int) -> int:

@@ -38,7 +38,7 @@ SILENCE = timedelta(minutes=10)
 # A crash is reported twice, by the process that waited for the run and by its worker, and a server whose database is
 # busy looks at an event again. Started at once, a run would be crashed once more, or begun by two processes.
 SETTLED = timedelta(seconds=10)
-GOES_ON = tuple(f"prefect.flow-run.{name}" for name in ("AwaitingRetry", "Scheduled", "Retrying", "Pending", "Running"))
+GOES_ON = ("AwaitingRetry", "Scheduled", "Retrying", "Pending", "Running")
 
 
 def deploy(pool: str) -> list[tuple[str, str, str]]:
@@ -135,7 +135,7 @@ def keep_alive_automation() -> AutomationCore:
     from prefect.events.actions import ChangeFlowRunState
     from prefect.events.schemas.events import ResourceSpecification
 
-    ends = tuple(f"prefect.flow-run.{name}" for name in ("Completed", "Failed", "Cancelling", "Cancelled"))
+    ends = ("Completed", "Failed", "Cancelling", "Cancelled")
     tagged = {"prefect.resource.id": f"prefect.tag.{KEEP_ALIVE}", "prefect.resource.role": "tag"}
     deployed = {"prefect.resource.id": "prefect.deployment.*", "prefect.resource.role": "deployment"}
     return AutomationCore(
@@ -146,7 +146,7 @@ def keep_alive_automation() -> AutomationCore:
             match_related=[ResourceSpecification(tagged), ResourceSpecification(deployed)],
             for_each={"prefect.resource.id"},
             after={"prefect.flow-run.Crashed"},
-            expect={*GOES_ON, *ends},
+            expect={f"prefect.flow-run.{name}" for name in (*GOES_ON, *ends)},
             posture=Posture.Proactive,
             threshold=1,
             within=SETTLED,
