@@ -88,6 +88,15 @@ Changes = Annotated[
     KeysAndValues | None,
     shown("Changes of the run to continue", "Such as `iterations=200`; docs/recipes.md lists what may change"),
 ]
+ChainFile = Annotated[Text | None, shown("Chain", "A recipe with `stages`. Empty: with a chain to continue.")]
+StageOverrides = Annotated[
+    KeysAndValues | None,
+    shown("Settings of stages", "As on the command line: `STAGE.section.key=value`, such as `learn.iterations=50`"),
+]
+ResumedChain = Annotated[
+    Text | None,
+    shown("Chain to continue", "The folder of an earlier chain. It goes on as it was asked for."),
+]
 # A part of a tree is valid together with its recipe alone, so Prefect is to leave it as it is.
 Advanced = Annotated[
     Tree | None,

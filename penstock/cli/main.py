@@ -14,7 +14,7 @@ from typing import Annotated, NoReturn
 import typer
 
 from penstock import __version__
-from penstock.cli.commands import bench, machine, models, runs, sweeps, training
+from penstock.cli.commands import bench, chains, machine, models, runs, sweeps, training
 from penstock.cli.libraries import quiet_libraries
 from penstock.cli.resume_option import ResumesNewest
 from penstock.cli.terminal import console, errors, escaped
@@ -30,6 +30,7 @@ COMMANDS: dict[str, dict[str, Callable[..., None]]] = {
     TRAIN: {
         "train": training.train,
         "sweep": sweeps.sweep,
+        "chain": chains.chain,
         "sft": training.sft,
         "preference": training.preference,
         "reward-model": training.reward_model,

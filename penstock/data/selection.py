@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pandas as pd
 
+from configs.sections.data import DataConfig
 from penstock.base.errors import UserError
 from penstock.base.files import replacing
 from penstock.data.prompts import PromptTable
@@ -22,6 +23,7 @@ from penstock.state.run_folder import RunFolder
 
 COLUMNS = ("sample_id", "prompt_id", "response", "reward", "reward_failure", "truncated")
 TURNS = "turns"  # a column of episodes
+ANY_MARGIN = 1e-9
 
 
 @dataclass(frozen=True)
@@ -97,6 +99,39 @@ def best_and_worst(run: RunFolder, margin: float) -> Selection:
     return _selection(run, every, pairs.rename(columns=names), columns)
 
 
+def selected(
+    run: RunFolder, best: int | None, least: float | None, pairs: bool, margin: float | None, column: str
+) -> Selection:
+    """Return the best responses to each prompt, or the best and the worst.
+
+    Args:
+        best: how many to each prompt; None: 1.
+        least: lowest reward that is taken; None: any.
+        pairs: whether the best and the worst are wanted.
+        margin: by which their rewards differ at least; None: they differ.
+        column: gets a response, without `pairs`.
+
+    Raises:
+        UserError: arguments exclude each other, or the run has nothing to take.
+    """
+    check_asked(best, least, pairs, margin)
+    if pairs:
+        return best_and_worst(run, margin or ANY_MARGIN)
+    return best_responses(run, best or 1, least, column)
+
+
+def check_asked(best: int | None, least: float | None, pairs: bool, margin: float | None) -> None:
+    """Refuse arguments of `selected` that have no effect beside the others.
+
+    Raises:
+        UserError: names them.
+    """
+    if pairs and (best is not None or least is not None):
+        raise UserError("'best' and 'least' have no effect with 'pairs'", "remove them; 'margin' says what a pair is")
+    if not pairs and margin is not None:
+        raise UserError("'margin' has no effect without 'pairs'", "remove it; 'least' is the lowest reward that counts")
+
+
 def _usable(every: pd.DataFrame) -> pd.DataFrame:
     """Return the responses that may be taken, those of the highest rewards first, each text of a prompt once."""
     whole = every[~every["truncated"].astype(bool) & every["reward_failure"].isna()]
@@ -109,6 +144,11 @@ def _selection(run: RunFolder, every: pd.DataFrame, taken: pd.DataFrame, columns
     prompts = table.frame[[name for name in table.columns if name not in columns]]
     rows = prompts.merge(taken[["prompt_id", *columns]], on="prompt_id", how="inner").drop(columns="prompt_id")
     return Selection(rows, every["prompt_id"].nunique(), len(every), (float(rewards.min()), float(rewards.max())))
+
+
+def response_column(data: DataConfig) -> str:
+    """Return the column that gets a response: that which supervised training with these data would read."""
+    return data.response or "response"
 
 
 def write_selection(rows: pd.DataFrame, path: Path) -> None:

@@ -22,8 +22,9 @@ from penstock.base.interrupts import interrupts_deferred
 from penstock.session.events import take_up
 from penstock.session.flow_run import know_flow_run
 from penstock.session.session import Training
+from penstock.state.chain import is_chain
 from penstock.state.manifest import Manifest, Progress, Tracked, read_manifest, write_manifest
-from penstock.state.run_folder import append_metrics, drop_partial, read_metrics
+from penstock.state.run_folder import RunFolder, append_metrics, drop_partial, read_metrics
 from penstock.state.sweep import sweep_of
 from penstock.trackers.delivery import Delivery
 from penstock.trackers.outbox import Outbox, finish_all
@@ -120,7 +121,12 @@ def _begun(training: Training, recording: Recording, name: str, tracker: Tracker
     sweep = sweep_of(run)
     if sweep is not None and sweep.tracked is not None and sweep.tracked.tracker == name:
         tags[PARENT] = sweep.tracked.run
-    return Tracked(name, tracker.open(NewRun(run.name, recording.experiment, tags)))
+    return Tracked(name, tracker.open(NewRun(_name(run), recording.experiment, tags)))
+
+
+def _name(run: RunFolder) -> str:
+    """Return what trackers call a run; beside a stage of one chain there may be that of another."""
+    return f"{run.path.parent.name}/{run.name}" if is_chain(run.path.parent) else run.name
 
 
 def _configure(training: Training, config: TrainConfig | PairConfig, tracker: Tracker) -> None:

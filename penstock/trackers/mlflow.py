@@ -36,6 +36,7 @@ from urllib.parse import unquote, urlsplit
 
 from penstock.base.addresses import public_address
 from penstock.base.errors import UserError
+from penstock.state.chain import is_chain
 from penstock.state.sweep import is_sweep
 from penstock.trackers.registry import FOLDER, NewVersion, Version
 from penstock.trackers.tracker import (
@@ -336,16 +337,20 @@ def made_for(folder: Path) -> MlflowTracker:
 def default_tracking_uri(folder: Path) -> str:
     """Return MLFLOW_TRACKING_URI if it is set, else a database in `folder`, the directory of the run folders.
 
-    Runs of a sweep are with the others: in the directory that the sweep's folder is in.
+    Runs of a sweep or a chain are with the others: in the directory that its folder is in.
     """
-    place = folder.resolve()
-    place = place.parent if is_sweep(place) else place
+    place = _directory(folder.resolve())
     return os.environ.get("MLFLOW_TRACKING_URI") or f"sqlite:///{place / 'mlflow.db'}"
+
+
+def _directory(folder: Path) -> Path:
+    """Return the directory that runs are seen in together, of that of a run folder."""
+    return folder.parent if is_sweep(folder) or is_chain(folder) else folder
 
 
 def pages(folder: Path, port: int) -> Pages | None:
     """Return MLflow's pages of the runs in a directory, at the experiment of the newest; None without a database."""
-    place = folder.parent if is_sweep(folder) else folder
+    place = _directory(folder)
     if not (place / "mlflow.db").is_file():
         return None
     uri = default_tracking_uri(folder)

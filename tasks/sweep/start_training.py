@@ -14,7 +14,8 @@ from prefect.states import Crashed, Pending
 
 from penstock.reports.headline import duration
 from penstock.reports.sweep import last_value
-from penstock.session.sweeps.running import Swept, say
+from penstock.session.flow_runs.saying import say
+from penstock.session.sweeps.running import Swept
 from penstock.session.sweeps.trainings import Ended
 from penstock.state.sweep import Planned
 

@@ -21,6 +21,7 @@ from prefect.cli._app import _app as prefect_app
 from typer.main import get_command
 from typer.testing import CliRunner
 
+from configs.chain import read_chain
 from configs.loading.load import load_tree
 from configs.loading.resuming import resumed_config
 from configs.loading.sweep import drawn, grid, parse_axes
@@ -39,7 +40,11 @@ from tests.engines.shared_ranks import Shape
 from tests.processes import ROOT
 
 KINDS: dict[str, Kind[Any]] = {kind.name: kind for kind in (TRAIN, SFT, PREFERENCE, REWARD_MODEL)}
-WRITTEN = {"preference": "configs/dpo.yaml", "reward-model": "configs/reward_model.yaml"}  # where a page says RECIPE
+WRITTEN = {  # where a page says RECIPE
+    "preference": "configs/dpo.yaml",
+    "reward-model": "configs/reward_model.yaml",
+    "chain": "configs/chain.yaml",
+}
 VARIABLE = re.compile(r"[A-Z][A-Z0-9_]*=")
 
 
@@ -92,6 +97,8 @@ def check_recipe(command: str, given: Mapping[str, Any]) -> None:
         axes, count = parse_axes(given["settings"]), given["random"]
         for overrides in grid(axes) if count is None else drawn(axes, count, given["draw_seed"]):
             load_tree(recipe, overrides, TRAIN.tree)
+    elif command == "chain" and given["resume"] is None:
+        read_chain(recipe_for(command, given["recipe"]), pairs)
     elif command == "evaluate":
         words = words_of_evaluate([str(word) for word in given["models"]])
         load_tree(recipe_for(command, words.recipe), words.overrides, TRAIN.tree)
@@ -200,6 +207,7 @@ def test_the_pages_have_the_commands_of_penstock() -> None:
         ("penstock train --resume runs/sums iteratons=200", "iterations"),
         ("penstock set runs/sums rollout.samples=4", "cannot change during"),
         ("penstock sweep sums.yaml sed=0,1", "seed"),
+        ("penstock chain configs/chain.yaml learnt.iterations=3", "learn"),
         ("penstock evaluate runs/sums evaluate.smaples=2", "evaluate.samples"),
         ("penstock bench step configs/bench_grpo.yaml rollout.sampels=2", "rollout.samples"),
         ("penstock serve", "Missing parameter: model"),

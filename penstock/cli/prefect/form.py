@@ -11,6 +11,7 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from configs.chain import read_chain
 from configs.loading.blank import blank
 from configs.loading.form import config_from_form
 from configs.preference import PreferenceConfig, RewardModelConfig
@@ -29,6 +30,7 @@ TREES: dict[str, type[Recipe]] = {
     "preference": PreferenceConfig,
     "reward-model": RewardModelConfig,
 }
+CHAIN = "chain"  # the flow whose recipes have stages
 MEASURED = "bench_*"  # recipes of benchmarks, which nobody trains with
 
 
@@ -45,7 +47,7 @@ def put_form(client: SyncPrefectClient, deployment: str, home: Path) -> None:
 
     flow = deployment.partition("/")[0]
     there = client.read_deployment_by_name(deployment)
-    if flow not in TREES or "recipe" not in there.parameters:
+    if flow not in (*TREES, CHAIN) or "recipe" not in there.parameters:
         return
     recipe = there.parameters["recipe"]
     check_recipe(flow, home / recipe)
@@ -79,6 +81,9 @@ def check_recipe(flow: str, path: Path) -> None:
     Raises:
         UserError: it cannot be read, has a mistake, or is for another flow.
     """
+    if flow == CHAIN:
+        read_chain(path, anywhere=False)
+        return
     config = config_from_form(TREES[flow], str(path), {}, None, None)
     if flow == "sft" and isinstance(config, TrainConfig) and config.sft is None:
         raise UserError(f"{path} has no 'sft' section", "name a recipe that has one")

@@ -14,9 +14,8 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
-from prefect import Flow, get_run_logger
+from prefect import Flow
 from prefect.exceptions import TerminationSignal
-from rich.console import Console
 
 from configs.sections.run import names_of_trackers
 from penstock.base.errors import FailedInWords
@@ -112,12 +111,6 @@ def look(swept: Swept) -> list[Ended]:
     ended = living.processes.ended()
     living.ended += ended
     return ended
-
-
-def say(text: str) -> None:
-    """Say something on the terminal and on the page of the sweep's flow run."""
-    get_run_logger().info("%s", text)
-    Console().print(text, highlight=False, markup=False, soft_wrap=True)
 
 
 def _tracked(folder: SweepFolder, plan: Plan) -> Tracker | None:

@@ -49,7 +49,7 @@ ENDED = ("Completed", "Failed", "Crashed", "Cancelled")
 STANDS_STILL_S = 500  # of a command that takes 20 s on two cores; the stacks of all that it waits for are shown then
 MOVING = ("created", "updated", "last_polled", "status")  # also by a worker that polls
 EVALUATE, EXPORT, RETRAIN = "evaluate/models", "export/runs", "retrain/weekly"
-OTHERS = {"reward-model/pairs", "compare/runs", "sweep/quickstart", RETRAIN, EVALUATE, EXPORT}
+OTHERS = {"reward-model/pairs", "compare/runs", "sweep/quickstart", "chain/sums", RETRAIN, EVALUATE, EXPORT}
 NAMES = {TRAIN, "train/grpo-gsm8k", "train/ppo-gsm8k", SFT, PREFERENCE, *OTHERS}
 
 

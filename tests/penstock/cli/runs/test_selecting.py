@@ -27,9 +27,9 @@ def run(tmp_path: Path) -> Path:
 @pytest.mark.parametrize(
     ("best", "least", "pairs", "margin", "said"),
     [
-        (2, None, True, None, "--best and --least have no effect with --pairs"),
-        (None, 0.5, True, None, "--best and --least have no effect with --pairs"),
-        (None, None, False, 0.5, "--margin has no effect without --pairs"),
+        (2, None, True, None, "'best' and 'least' have no effect with 'pairs'"),
+        (None, 0.5, True, None, "'best' and 'least' have no effect with 'pairs'"),
+        (None, None, False, 0.5, "'margin' has no effect without 'pairs'"),
     ],
 )
 def test_options_without_effect_are_refused(
