@@ -1,7 +1,7 @@
 """A chain as it is used: killed in its midst it goes on, and ends with the weights that it would have had.
 
 Real trainings on the CPU by the command: supervised, sampling, selected pairs, a reward model, PPO with it, and
-supervised training on the best. Left out: what a chain's recipe may say (tests/configs/test_chain.py).
+supervised training on the best of what that says. Left out: what its recipe may say (tests/configs/test_chain.py).
 """
 
 from __future__ import annotations
@@ -43,11 +43,13 @@ QUICK = (
     "learn.rollout.prompts=8",
     "learn.checkpoint.every=1",
     "learn.evaluate.every=0",
+    "ask-again.iterations=1",
+    "ask-again.rollout.prompts=16",
     "best.least=null",
     "settle.sft.steps=4",
     "settle.sft.batch=8",
 )
-STAGES = ["imitate", "ask", "pairs", "judge", "learn", "best", "settle"]
+STAGES = ["imitate", "ask", "pairs", "judge", "learn", "ask-again", "best", "settle"]
 
 
 @dataclass(frozen=True)
@@ -105,7 +107,7 @@ def weights(chain: ChainFolder) -> dict[str, str]:
 
 
 def test_a_chain_that_is_killed_goes_on_and_ends_as_one_left_alone(tmp_path: Path) -> None:
-    """Killed in the fifth of seven stages. Control: what was done is not touched, and each stage leaves its own."""
+    """Killed in the fifth of eight stages. Control: what was done is not touched, and each stage leaves its own."""
     killed, alone = Chains(tmp_path / "killed"), Chains(tmp_path / "alone")
     for chains in (killed, alone):
         chains.folder.mkdir()
@@ -119,7 +121,7 @@ def test_a_chain_that_is_killed_goes_on_and_ends_as_one_left_alone(tmp_path: Pat
     assert first.wait(20) == -signal.SIGKILL, killed.said
     until(lambda: not any(alive(process) for process in below), 30, "nothing of it is left")
     done = {name: content(killed.chain.path / name) for name in ("imitate", "ask", "judge")}
-    assert [stage.name for stage in stages_left(killed.chain)] == ["learn", "best", "settle"]
+    assert [stage.name for stage in stages_left(killed.chain)] == ["learn", "ask-again", "best", "settle"]
 
     second = killed.start("--resume", str(killed.chain.path))
     assert second.wait(WAIT_S) == 0, killed.said
@@ -129,7 +131,7 @@ def test_a_chain_that_is_killed_goes_on_and_ends_as_one_left_alone(tmp_path: Pat
     left = weights(killed.chain)
     assert left == weights(alone.chain) and len(set(left.values())) == len(STAGES)
     kinds = [read_kind(RunFolder(killed.chain.path / name)) for name in read_of_repository()]
-    assert kinds == ["sft", "train", "reward-model", "train", "sft"]
+    assert kinds == ["sft", "train", "reward-model", "train", "train", "sft"]
 
     learnt = [record["metrics"] for record in read_metrics(run)]
     assert len(learnt) == 4 and "critic/loss" in learnt[-1], sorted(learnt[-1])
