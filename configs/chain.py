@@ -162,7 +162,7 @@ def read_chain(recipe: Path, overrides: Sequence[str] = (), *, anywhere: bool = 
         else:
             head |= parse_override(text, _head_or_stage(text, stages))
     written = _written({**head, "stages": written.stages}, str(recipe))
-    chain = Chain(written.name, written.folder, tuple(stages.values()))
+    chain = Chain(written.name, written.folder, tuple(_in_folder(stage, written.folder) for stage in stages.values()))
     _check(chain)
     return chain
 
@@ -177,13 +177,19 @@ def _written(tree: Mapping[str, Any], source: str) -> ChainConfig:
 
 
 def _stage(name: str, values: Mapping[str, Any], folder: Path) -> Stage:
-    """Return a stage, laid over its `base`."""
+    """Return a stage, laid over its `base`; its run has its name, unless it gives another."""
     does, tree = str(values.get("does")), {key: value for key, value in values.items() if key != "does"}
     if does not in TREES:
         near = nearest_name(does, TREES)
         guess = f"; did you mean '{near}'?" if near else ""
         raise UserError(f"stage '{name}': 'does' is one of {', '.join(TREES)} (given: {does!r}{guess})", EXAMPLE)
-    return Stage(name, does, compose(tree, folder, f"stage '{name}'"))
+    whole = compose(tree, folder, f"stage '{name}'")
+    return Stage(name, does, whole if does == SELECT or "name" in tree else {**whole, "name": name})
+
+
+def _in_folder(stage: Stage, folder: str) -> Stage:
+    """Return a stage that trains in the directory of the chain, where versions of registered models are known, too."""
+    return stage if stage.does == SELECT else replace(stage, tree={**stage.tree, "folder": folder})
 
 
 def _head_or_stage(text: str, stages: Mapping[str, Stage]) -> type[BaseModel]:

@@ -50,7 +50,7 @@ def test_stages_are_recipes_and_say_what_they_need_of_others(tmp_path: Path) -> 
     ]
     config = chain.stage("learn").with_values({"model.path": "models/x"}).config(TrainConfig)
     assert (config.model.path, config.model.tiny, config.sft, config.rollout.prompts) == ("models/x", None, None, 4)
-    assert (chain.name, chain.folder) == ("sums", "runs")
+    assert (chain.name, chain.folder, config.name, config.folder) == ("sums", "runs", "learn", "runs")
 
 
 def test_a_chain_is_kept_whole(tmp_path: Path) -> None:

@@ -30,7 +30,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 
 ROOT = Path(__file__).resolve().parents[2]
 WAIT_S = 900.0  # for what takes a minute on a quiet machine
-SMALL = "{hidden_size: 48, layers: 1, heads: 3, kv_heads: 3, intermediate_size: 96, max_positions: 64}"
+SMALL = "{hidden_size: 96, layers: 1, heads: 3, kv_heads: 3, intermediate_size: 96, max_positions: 64}"
 QUICK = (
     f"imitate.model.tiny={SMALL}",
     "imitate.sft.steps=60",
@@ -49,6 +49,14 @@ QUICK = (
     "settle.sft.steps=4",
     "settle.sft.batch=8",
 )
+TRAINING = {
+    "imitate": "sft",
+    "ask": "train",
+    "judge": "reward-model",
+    "learn": "train",
+    "ask-again": "train",
+    "settle": "sft",
+}
 STAGES = ["imitate", "ask", "pairs", "judge", "learn", "ask-again", "best", "settle"]
 
 
@@ -83,14 +91,7 @@ class Chains:
 
     def begin(self) -> subprocess.Popen[bytes]:
         """Start the chain of the repository, made small."""
-        stages = read_of_repository()
-        own = [f"{stage}.folder={self.folder / 'runs'}" for stage in stages]
-        return self.start("configs/chain.yaml", *QUICK, *own, f"folder={self.folder / 'runs'}")
-
-
-def read_of_repository() -> list[str]:
-    """Return the stages of the repository's chain that train."""
-    return [stage for stage in STAGES if stage not in ("pairs", "best")]
+        return self.start("configs/chain.yaml", *QUICK, f"folder={self.folder / 'runs'}")
 
 
 def content(folder: Path) -> dict[str, tuple[int, str]]:
@@ -130,8 +131,7 @@ def test_a_chain_that_is_killed_goes_on_and_ends_as_one_left_alone(tmp_path: Pat
     assert alone.begin().wait(WAIT_S) == 0, alone.said
     left = weights(killed.chain)
     assert left == weights(alone.chain) and len(set(left.values())) == len(STAGES)
-    kinds = [read_kind(RunFolder(killed.chain.path / name)) for name in read_of_repository()]
-    assert kinds == ["sft", "train", "reward-model", "train", "train", "sft"]
+    assert {name: read_kind(RunFolder(killed.chain.path / name)) for name in TRAINING} == TRAINING
 
     learnt = [record["metrics"] for record in read_metrics(run)]
     assert len(learnt) == 4 and "critic/loss" in learnt[-1], sorted(learnt[-1])
@@ -142,7 +142,7 @@ def test_a_chain_that_is_killed_goes_on_and_ends_as_one_left_alone(tmp_path: Pat
     names = [
         run.info.run_name for run in client.search_runs([found.experiment_id for found in client.search_experiments()])
     ]
-    assert sorted(names) == sorted(f"{killed.chain.path.name}/{name}" for name in read_of_repository())
+    assert sorted(names) == sorted(f"{killed.chain.path.name}/{name}" for name in TRAINING)
 
     third = killed.start("--resume", str(killed.chain.path))
     assert third.wait(WAIT_S) == 0, killed.said
