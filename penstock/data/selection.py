@@ -74,7 +74,7 @@ def best_responses(run: RunFolder, best: int, least: float | None, column: str) 
     taken = usable if least is None else usable[usable["reward"] >= least]
     if taken.empty:
         highest = f"the highest reward is {usable['reward'].max():g}" if len(usable) else "all were cut off, or failed"
-        raise UserError(f"of {len(every)} responses none is taken: {highest}", "lower --least, or sample more")
+        raise UserError(f"of {len(every)} responses none is taken: {highest}", "lower what is least, or sample more")
     taken = taken.groupby("prompt_id", sort=False).head(best)
     return _selection(run, every, taken.rename(columns={"response": column}), ["sample_id", column, "reward"])
 
@@ -83,7 +83,7 @@ def best_and_worst(run: RunFolder, margin: float) -> Selection:
     """Return for each prompt its best response (`chosen`) and its worst (`rejected`).
 
     Args:
-        margin: by which their rewards have to differ, above 0.
+        margin: by which their rewards have to differ, above 0; ANY_MARGIN: at all.
 
     Raises:
         UserError: as `sampled_responses`, or no two rewards differ so much.
@@ -93,7 +93,8 @@ def best_and_worst(run: RunFolder, margin: float) -> Selection:
     pairs = prompts.head(1).merge(prompts.tail(1), on="prompt_id", suffixes=("", "_rejected"))
     pairs = pairs[pairs["reward"] - pairs["reward_rejected"] >= margin]
     if pairs.empty:
-        raise UserError(f"no two rewards of a prompt differ by {margin:g}", "lower --margin, or sample more")
+        least = "" if margin == ANY_MARGIN else f" by {margin:g}"
+        raise UserError(f"no two rewards of a prompt differ{least}", "lower the margin, or sample more")
     names = {"response": "chosen", "response_rejected": "rejected"}
     columns = ["sample_id", "chosen", "reward", "rejected", "reward_rejected"]
     return _selection(run, every, pairs.rename(columns=names), columns)
