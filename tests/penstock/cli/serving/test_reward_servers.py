@@ -1,6 +1,7 @@
 """A reward model and a judge behind vLLM's real server, as `penstock serve` starts it, asked by the real clients.
 
-The references are independent: the classifier as a training holds it, and the library's own greedy generation.
+The references are independent: the classifier as a training holds it, and the library's own greedy generation. Whole
+trainings learn from either.
 """
 
 from __future__ import annotations
@@ -17,32 +18,48 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+import pandas as pd
 import psutil
 import pytest
 import torch
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from configs.schema import TrainConfig
 from configs.sections.reward import RewardConfig
 from configs.sections.reward_servers import JudgeConfig, ServiceConfig
 from engines.batches.packing import Rows, pack
 from engines.groups import interface
 from engines.models.loading import load_reward_model
 from engines.models.models import PackedRewardModel
+from flows.train import train
 from penstock.base.errors import UserError
 from penstock.base.ragged import Ragged
 from penstock.cli.prefect.server import end_with_this_process
 from penstock.cli.serving.serve import _CPU, QUIET
+from penstock.data.prompts import PromptTable
 from penstock.rewards.judge import Judge, check_judge
 from penstock.rewards.service import RewardService, check_service
 from penstock.rewards.types import Sample
+from penstock.state.run_folder import RunFolder, read_metrics
 from tests.engines.shared_ranks import Shape
 from tests.sockets import doors, open_to_others
 from tests.waiting import came_true
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("flows")]
 
+SMALL: dict[str, Any] = {
+    "iterations": 2,
+    "data": {"arithmetic": {"digits": 2, "train": 40, "heldout": 8}, "max_prompt_tokens": 8},
+    "rollout": {"prompts": 8, "samples": 4, "max_response_tokens": 6, "max_sequences": 32},
+    "algorithm": {"name": "grpo", "mini_batches": 1},
+    "actor": {"optimizer": {"learning_rate": 1e-3, "warmup_steps": 0}},
+    "evaluate": {"every": 0},
+    "checkpoint": {"every": 0},
+}
 CHAT = "{% for message in messages %}{{ message['role'] }}: {{ message['content'] }} =>{% endfor %}"
 START_S = 200.0
 ROOT = Path(__file__).resolve().parents[4]
@@ -227,6 +244,61 @@ def test_a_judges_rewards_are_the_numbers_in_its_greedy_text(servers: Servers, c
     ]
     assert [score.reward for score in found] == pytest.approx(rewards)
     assert len(set(rewards)) > 2
+
+
+def trained(servers: Servers, folder: Path, reward: dict[str, Any]) -> RunFolder:
+    """Train the language model that is served by a reward."""
+    config = {**SMALL, "model": {"path": str(servers.judge)}, "reward": reward}
+    train(TrainConfig.model_validate(config), run_folder=str(folder))
+    return RunFolder(folder)
+
+
+def moved(run: RunFolder, others: Path) -> float:
+    """Return the mean distance of a run's weights from those in another folder."""
+    weights, theirs = (load_file(folder / "model.safetensors") for folder in (run.model("final"), others))
+    apart = [(weights[name].double() - theirs[name].double()).abs() for name in weights]
+    return float(sum(part.sum() for part in apart) / sum(part.numel() for part in apart))
+
+
+@pytest.mark.usefixtures("prefect_harness")
+def test_a_training_learns_from_a_service_as_from_the_model_inside(servers: Servers, tmp_path: Path) -> None:
+    """The same responses, rewards to rounding, and weights that are as near. Control: the weights have moved."""
+    inside = trained(servers, tmp_path / "inside", {"model": str(servers.classifier)})
+    service = {"url": servers.classifier_url, "model": "scores"}
+    outside = trained(servers, tmp_path / "outside", {"service": service})
+    one, other = (pd.read_parquet(run.experience(1)) for run in (inside, outside))
+    assert one["response"].tolist() == other["response"].tolist() and one["reward"].std() > 0.1
+    np.testing.assert_allclose(one["reward"], other["reward"], rtol=1e-4, atol=1e-4)
+    assert moved(outside, inside.model("final")) < 0.02 * moved(outside, servers.judge)
+
+
+@pytest.mark.usefixtures("prefect_harness")
+def test_a_training_learns_from_a_judge(servers: Servers, tmp_path: Path) -> None:
+    """Its rewards are what the judge says when it is asked once more; a text without a number fails, and is counted."""
+    judge = {
+        "url": servers.judge_url,
+        "model": "judge",
+        "template": "{prompt} {response} or {answer} ",
+        "chat": False,
+        "pattern": r"(\d)",
+        "scale": 0.1,
+        "max_tokens": 12,
+    }
+    reward = {"judge": judge, "failure_value": 0.0, "max_failure_share": 1.0}
+    run = trained(servers, tmp_path / "judged", reward)
+    found = pd.read_parquet(run.experience(2))
+    answers = PromptTable.load(run.prompts("train")).frame.set_index("prompt_id")["answer"]
+    columns = zip(found["prompt"], found["response"], answers[found["prompt_id"]], strict=True)
+    samples = [Sample(str(k), str(k), said, text, {"answer": answer}) for k, (said, text, answer) in enumerate(columns)]
+    with Judge(RewardConfig.model_validate(reward), ["answer"]) as scorer:
+        again = scorer.score(samples)
+    assert found["reward_answer"].tolist() == [score.answer for score in again]
+    assert found["reward"].tolist() == pytest.approx([score.reward for score in again])
+    failed = found["reward_failure"].notna()
+    assert failed.tolist() == [score.failure is not None for score in again] and 0 < failed.sum() < len(found)
+    counted = read_metrics(run)[-1]["metrics"]
+    assert counted["reward/failures"] == failed.sum() and found["reward"].std() > 0
+    assert moved(run, servers.judge) > 1e-4
 
 
 def greedy(folder: Path, prompts: list[str]) -> list[str]:
