@@ -83,6 +83,30 @@ def update(
 
 
 @app.command()
+def native(
+    recipe: Recipe,
+    overrides: Overrides = None,
+    out: Out = None,
+    lengths: Annotated[
+        str, typer.Option(help="fixed: the recipe's longest prompt and response; lognormal:MEAN:LONGEST: a long tail")
+    ] = "fixed",
+    rows: Annotated[
+        int | None, typer.Option(min=1, help="rows of a plain micro-batch; default: what the recipe's has room for")
+    ] = None,
+    steps: Annotated[int, typer.Option(min=1, help="updates")] = 6,
+    skip: Skip = 2,
+) -> None:
+    """The actor's update beside the same in plain PyTorch FSDP and in plain DeepSpeed: samples per second, memory."""
+    from benchmarks.native.measuring import measure
+    from benchmarks.workload.experience import lengths_named
+
+    with tempfile.TemporaryDirectory() as folder:
+        config = _load(recipe, overrides, folder)
+        result = measure(config, lengths_named(lengths, config), command(), steps=steps, skip=skip, rows=rows)
+    _finish(result, out, ("library", "step", "loss", "grad_norm"))
+
+
+@app.command()
 def rollout(
     recipe: Recipe,
     overrides: Overrides = None,
