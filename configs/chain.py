@@ -103,8 +103,8 @@ class Stage:
         """Names of the stages that its values stand for, by key."""
         return {key: value.removeprefix(STAGE) for key, value in _leaves(self.tree) if _names_stage(value)}
 
-    def with_values(self, values: Mapping[str, str | None]) -> Stage:
-        """Return it with other values, by key."""
+    def with_values(self, values: Mapping[str, Any]) -> Stage:
+        """Return it with other values, by key; None takes one back."""
         tree = dict(self.tree)
         for key, value in values.items():
             nested: Any = value

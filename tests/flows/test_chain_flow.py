@@ -18,8 +18,10 @@ from pathlib import Path
 import psutil
 import pytest
 from mlflow.tracking import MlflowClient
+from prefect.client.orchestration import get_client
 
-from penstock.session.chains.plan import stages_left
+from flows.chain import chain
+from penstock.session.chains.plan import CHAIN_TAG, stages_left
 from penstock.state.chain import ChainFolder, read_chain_of
 from penstock.state.manifest import read_kind
 from penstock.state.run_folder import RunFolder, read_metrics
@@ -160,3 +162,16 @@ def test_a_mistake_ends_a_chain_before_its_first_stage(tmp_path: Path) -> None:
     assert command.wait(WAIT_S) == 2
     assert "samples" in chains.said and "Traceback" not in chains.said
     assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.usefixtures("prefect_harness")
+def test_a_flow_run_says_which_chain_it_has_begun(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By a tag, which a retry looks for; here its first stage fails."""
+    monkeypatch.chdir(ROOT)
+    given = [f"folder={tmp_path / 'runs'}", *QUICK, "imitate.engine.start_timeout_s=0.01"]
+    state = chain("configs/chain.yaml", given, return_state=True)
+    assert state.is_failed()
+    with get_client(sync_client=True) as client:
+        found = client.read_flow_run(state.state_details.flow_run_id)
+    (folder,) = (tmp_path / "runs").iterdir()
+    assert f"{CHAIN_TAG}{folder.name}" in found.tags

@@ -11,19 +11,26 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from uuid import UUID
+
+from prefect.client.orchestration import get_client
+from prefect.runtime import flow_run
 
 from configs.chain import SELECT, STAGE, TREES, Chain, SelectConfig, Stage, read_chain
+from configs.sections.run import EngineConfig
 from penstock.base.errors import UserError
 from penstock.base.files import write_text
 from penstock.checks.found_models import with_models_found
 from penstock.checks.memory import Elsewhere
 from penstock.data.source import reading_once
+from penstock.session.flow_runs.kept_alive import crashes
 from penstock.session.machines.pools import gpus_of_pools
 from penstock.session.opening import PREFERENCE, REWARD_MODEL, SFT, TRAIN, Kind, Resume, engines_of, is_complete
-from penstock.state.chain import ChainFolder, read_chain_of
+from penstock.state.chain import ChainFolder, is_chain, read_chain_of
 from penstock.state.run_folder import check_place, new_run_folder
 
 SUFFIX = "-chain"
+CHAIN_TAG = "chain:"  # before the name of its folder, a tag of the flow run that has begun it
 KINDS: dict[str, Kind[Any]] = {kind.name: kind for kind in (SFT, PREFERENCE, REWARD_MODEL, TRAIN)}
 
 
@@ -66,16 +73,42 @@ def begin(chain: Chain) -> ChainFolder:
 def begin_chain(recipe: str | None, overrides: list[str] | None, resume: str | None) -> ChainFolder:
     """Return the folder of a chain that a form asks for: a new one, or that of the one to go on with.
 
+    A flow run that Prefect runs once more, because it had crashed or somebody asks for a retry, goes on with the chain
+    that it has begun.
+
     Raises:
         UserError: neither is named or both are, or the chain cannot begin.
+        FlowLostTooOften: Prefect has started it again by itself, and it crashed more often than that is done.
     """
     if resume is not None and overrides:
         raise UserError("a chain goes on as it was asked for", "give 'resume', or 'recipe' and 'overrides'")
+    crashes(EngineConfig())
     if resume is not None:
         return ChainFolder(Path(resume).resolve())
     if recipe is None:
         raise UserError("no recipe given", "name one, e.g. configs/chain.yaml")
-    return begin(planned(recipe, overrides or [], anywhere=False))
+    if (begun := _begun_before(read_chain(Path(recipe), overrides or [], anywhere=False))) is not None:
+        return begun
+    folder = begin(planned(recipe, overrides or [], anywhere=False))
+    _tag(folder)
+    return folder
+
+
+def _begun_before(chain: Chain) -> ChainFolder | None:
+    """Return the chain that an earlier attempt of this flow run has begun, if there is one."""
+    if (flow_run.run_count or 0) <= 1:
+        return None
+    names = [tag.removeprefix(CHAIN_TAG) for tag in flow_run.tags or () if tag.startswith(CHAIN_TAG)]
+    places = [Path(chain.folder) / name for name in names]
+    return next((ChainFolder(place.resolve()) for place in places if is_chain(place)), None)
+
+
+def _tag(folder: ChainFolder) -> None:
+    """Let the flow run, if there is one, say which chain it has begun."""
+    if not flow_run.id:
+        return
+    with get_client(sync_client=True) as client:
+        client.update_flow_run(UUID(flow_run.id), tags=[*(flow_run.tags or ()), f"{CHAIN_TAG}{folder.path.name}"])
 
 
 def is_done(folder: ChainFolder, stage: Stage) -> bool:
@@ -130,8 +163,9 @@ def _with_stand_ins(chain: Chain, stage: Stage) -> Stage | None:
     origin = _with_stand_ins(chain, chain.stage(named["model.path"]))
     if origin is None:
         return None
-    model = origin.config(TREES[origin.does]).model.model_dump(exclude_none=True)
-    return Stage(stage.name, stage.does, {**stage.tree, "model": model})
+    model = origin.config(TREES[origin.does]).model
+    tiny = None if model.tiny is None else model.tiny.model_dump(mode="json")
+    return stage.with_values({"model.path": model.path, "model.tiny": tiny})
 
 
 def _check_stage(stage: Stage) -> None:

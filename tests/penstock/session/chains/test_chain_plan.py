@@ -3,12 +3,24 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from configs.chain import read_chain
 from penstock.base.errors import UserError
-from penstock.session.chains.plan import begin, begin_chain, config_of, is_done, planned, selection_of, stages_left
+from penstock.session.chains import plan
+from penstock.session.chains.plan import (
+    CHAIN_TAG,
+    begin,
+    begin_chain,
+    check,
+    config_of,
+    is_done,
+    planned,
+    selection_of,
+    stages_left,
+)
 from penstock.session.chains.running import running_chain, unbegun
 from penstock.state.chain import ChainFolder, is_chain, read_chain_of
 from penstock.trackers.mlflow import default_tracking_uri
@@ -88,6 +100,19 @@ def test_a_form_begins_a_chain_or_goes_on_with_one(recipe: str) -> None:
         begin_chain(None, None, None)
 
 
+def test_a_flow_run_that_is_run_again_goes_on_with_its_chain(recipe: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the tag that it has given itself. Controls: at its first attempt, or without the folder, one begins anew."""
+    folder = begin(planned(recipe, [], anywhere=True))
+    runtime = SimpleNamespace(run_count=2, id=None, tags=[f"{CHAIN_TAG}{folder.path.name}", "other"])
+    monkeypatch.setattr(plan, "flow_run", runtime)
+    assert begin_chain(recipe, None, None) == folder
+    runtime.run_count = 1
+    assert begin_chain(recipe, None, None) != folder
+    runtime.run_count = 2
+    folder.chain.unlink()
+    assert begin_chain(recipe, None, None) != folder
+
+
 def test_stages_are_recorded_beside_other_runs(recipe: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """In the store of the directory that the chain's folder is in. Control: another folder has its own."""
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
@@ -99,4 +124,5 @@ def test_stages_are_recorded_beside_other_runs(recipe: str, monkeypatch: pytest.
 def test_the_recipe_of_the_repository_can_begin() -> None:
     """Every stage of it that can be checked ahead."""
     chain = read_chain(Path(__file__).parents[4] / "configs" / "chain.yaml")
+    check(chain)
     assert {stage.does for stage in chain.stages} == {"sft", "train", "select", "reward-model"}
