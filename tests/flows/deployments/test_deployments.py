@@ -643,6 +643,6 @@ def test_prefect_yaml_names_recipes_and_flows_that_exist() -> None:
     flows = [entry["entrypoint"].rpartition(":")[2].replace("_", "-") for entry in entries]
     assert {f"{flow}/{entry['name']}" for flow, entry in zip(flows, entries, strict=True)} == NAMES
     recipes = {parameters["recipe"] for entry in entries if "recipe" in (parameters := entry.get("parameters", {}))}
-    assert len(recipes) == 5
+    assert len(recipes) == 6
     assert all((ROOT / path).is_file() for path in recipes)
     assert all((ROOT / entry["entrypoint"].partition(":")[0]).is_file() for entry in entries)
