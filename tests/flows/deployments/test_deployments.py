@@ -631,7 +631,7 @@ def test_entry_points_import_no_engine() -> None:
     """Workers and deployments import flows: no torch, vLLM or DeepSpeed comes with them. Control: Prefect does."""
     heavy = ("torch", "vllm", "deepspeed", "transformers", "prefect")
     flows = "flows.train, flows.retrain, flows.sft, flows.preference, flows.reward_model, flows.compare, flows.evaluate"
-    flows += ", flows.export, flows.sweep"
+    flows += ", flows.export, flows.sweep, flows.chain"
     code = f"import sys, {flows}; print([name for name in {heavy} if name in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "['prefect']"
