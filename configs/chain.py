@@ -99,6 +99,11 @@ class Stage:
     tree: Mapping[str, Any]
 
     @property
+    def selects(self) -> bool:
+        """Whether it takes the best of what a training has said, and trains nothing."""
+        return self.does == SELECT
+
+    @property
     def named(self) -> dict[str, str]:
         """Names of the stages that its values stand for, by key."""
         return {key: value.removeprefix(STAGE) for key, value in _leaves(self.tree) if _names_stage(value)}

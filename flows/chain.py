@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from prefect import Flow, flow
 
-from configs.chain import SELECT, Stage
+from configs.chain import Stage
 from configs.loading import fields as form
 from flows.preference import preference
 from flows.reward_model import reward_model
@@ -46,7 +46,7 @@ def chain(
 
 def carry_out(folder: ChainFolder, stage: Stage) -> None:
     """Do what is left of a stage."""
-    if stage.does == SELECT:
+    if stage.selects:
         run, config = selection_of(folder, stage)
         select_responses(run, config, folder.left_by(stage))
         return

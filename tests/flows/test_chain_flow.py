@@ -21,8 +21,8 @@ from mlflow.tracking import MlflowClient
 from prefect.client.orchestration import get_client
 
 from flows.chain import chain
-from penstock.session.chains.plan import CHAIN_TAG, stages_left
-from penstock.state.chain import ChainFolder, read_chain_of
+from penstock.session.chains.plan import CHAIN_TAG, read_chain_of, stages_left
+from penstock.state.chain import ChainFolder
 from penstock.state.manifest import read_kind
 from penstock.state.run_folder import RunFolder, read_metrics
 from tests.processes import alive

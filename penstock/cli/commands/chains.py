@@ -34,8 +34,8 @@ def chain(
     from penstock.cli.prefect.server import check_server
     from penstock.cli.running import ending_in_words
     from penstock.reports.progress import waiting
-    from penstock.session.chains.plan import begin, planned, stages_left
-    from penstock.state.chain import ChainFolder, read_chain_of
+    from penstock.session.chains.plan import begin, planned, read_chain_of, stages_left
+    from penstock.state.chain import ChainFolder
 
     if resume is not None:
         if recipe is not None or overrides:
@@ -82,7 +82,7 @@ def _print_results(folder: ChainFolder) -> None:
     """Print what each stage has come to, and what it has left."""
     from rich.table import Table
 
-    from penstock.state.chain import read_chain_of
+    from penstock.session.chains.plan import read_chain_of
 
     table = Table("stage", "does", "result", "leaves")
     for stage in read_chain_of(folder).stages:

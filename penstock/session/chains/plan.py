@@ -16,7 +16,7 @@ from uuid import UUID
 from prefect.client.orchestration import get_client
 from prefect.runtime import flow_run
 
-from configs.chain import SELECT, STAGE, TREES, Chain, SelectConfig, Stage, read_chain
+from configs.chain import STAGE, TREES, Chain, SelectConfig, Stage, read_chain
 from configs.sections.run import EngineConfig
 from penstock.base.errors import UserError
 from penstock.base.files import write_text
@@ -26,7 +26,7 @@ from penstock.data.source import reading_once
 from penstock.session.flow_runs.kept_alive import crashes
 from penstock.session.machines.pools import gpus_of_pools
 from penstock.session.opening import PREFERENCE, REWARD_MODEL, SFT, TRAIN, Kind, Resume, engines_of, is_complete
-from penstock.state.chain import ChainFolder, is_chain, read_chain_of
+from penstock.state.chain import ChainFolder, is_chain
 from penstock.state.run_folder import check_place, new_run_folder
 
 SUFFIX = "-chain"
@@ -59,7 +59,7 @@ def check(chain: Chain) -> None:
         UserError: names the stage.
     """
     for stage in chain.stages:
-        if stage.does != SELECT and (seen := _with_stand_ins(chain, stage)) is not None:
+        if not stage.selects and (seen := _with_stand_ins(chain, stage)) is not None:
             _check_stage(seen)
 
 
@@ -111,9 +111,20 @@ def _tag(folder: ChainFolder) -> None:
         client.update_flow_run(UUID(flow_run.id), tags=[*(flow_run.tags or ()), f"{CHAIN_TAG}{folder.path.name}"])
 
 
+def read_chain_of(folder: ChainFolder) -> Chain:
+    """Return what was asked for.
+
+    Raises:
+        UserError: there is no chain, or its file was changed.
+    """
+    if not folder.chain.is_file():
+        raise UserError(f"{folder.path} holds no chain (no chain.yaml in it)", "name the folder that a chain printed")
+    return read_chain(folder.chain)
+
+
 def is_done(folder: ChainFolder, stage: Stage) -> bool:
     """Whether nothing of a stage is left to do."""
-    if stage.does == SELECT:
+    if stage.selects:
         return folder.left_by(stage).is_file()
     run = folder.run(stage)
     return run.manifest.is_file() and is_complete(KINDS[stage.does], Resume(run.path))

@@ -7,8 +7,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from configs.chain import Stage
+from penstock.session.chains.plan import read_chain_of
 from penstock.session.flow_runs.saying import say
-from penstock.state.chain import ChainFolder, read_chain_of
+from penstock.state.chain import ChainFolder
 from penstock.state.run_folder import RunFolder, locked
 
 

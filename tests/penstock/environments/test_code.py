@@ -64,7 +64,7 @@ def test_what_a_run_started_ends_with_it() -> None:
     run = "subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)'])"
     number = int(started(seconds=20.0).run_python(f"import subprocess, sys; print({run}.pid)"))
     state = subprocess.run(["ps", "-o", "stat=", "-p", str(number)], capture_output=True, text=True, check=False).stdout
-    assert state.strip() in ("", "Z", "Z+", "Zs")
+    assert state.strip()[:1] in ("", "Z")
 
 
 def test_the_tests_of_the_problem_are_the_reward() -> None:

@@ -18,11 +18,12 @@ from penstock.session.chains.plan import (
     config_of,
     is_done,
     planned,
+    read_chain_of,
     selection_of,
     stages_left,
 )
 from penstock.session.chains.running import running_chain, unbegun
-from penstock.state.chain import ChainFolder, is_chain, read_chain_of
+from penstock.state.chain import ChainFolder, is_chain
 from penstock.trackers.mlflow import default_tracking_uri
 from tests.configs.test_chain import BASE, CHAIN
 
