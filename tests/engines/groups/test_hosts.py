@@ -95,12 +95,13 @@ def test_a_host_writes_a_file_that_is_read_as_it_was_written(tmp_path: Path) -> 
     assert all(item.seconds > 0 for item in written)
 
 
-def test_a_host_imports_no_library_of_the_engines() -> None:
+def test_a_host_imports_no_library_of_the_engines_and_no_configuration() -> None:
     """It is to be there in a fraction of a second. Control: what it imports is seen."""
     code = "import engines.groups.host, sys; print([*sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert "'zmq'" in done.stdout
-    assert not {f"'{name}'" for name in ("torch", "vllm", "prefect", "mlflow", "pandas")} & set(done.stdout.split(", "))
+    heavy = ("torch", "vllm", "prefect", "mlflow", "pandas", "configs.schema")
+    assert not {f"'{name}'" for name in heavy} & set(done.stdout.split(", "))
 
 
 def test_ranks_of_two_hosts_are_one_group(tmp_path: Path) -> None:
