@@ -33,6 +33,7 @@ from penstock.base.names import nearest_name
 STAGE = "stage:"
 NAME = r"^[A-Za-z0-9][A-Za-z0-9_-]*$"
 SELECT = "select"
+OF_CHAIN = ("name", "folder")  # keys of a chain that an override may give
 EXAMPLE = "docs/recipes.md, 'A chain', shows one"
 
 
@@ -81,13 +82,6 @@ class ChainConfig(BaseModel):
     name: str = Field("chain", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
     folder: str = "runs"
     stages: dict[str, dict[str, Any]] = Field(min_length=1)
-
-
-class _Head(BaseModel):
-    """The keys of a chain that are no stage's."""
-
-    name: str
-    folder: str
 
 
 @dataclass(frozen=True)
@@ -165,7 +159,8 @@ def read_chain(recipe: Path, overrides: Sequence[str] = (), *, anywhere: bool = 
             upper = parse_override(rest, TREES[stages[first].does])
             stages[first] = replace(stages[first], tree=merge(stages[first].tree, upper))
         else:
-            head |= parse_override(text, _head_or_stage(text, stages))
+            _check_of_chain(text, stages)
+            head |= parse_override(text, ChainConfig)
     written = _written({**head, "stages": written.stages}, str(recipe))
     chain = Chain(written.name, written.folder, tuple(_in_folder(stage, written.folder) for stage in stages.values()))
     _check(chain)
@@ -197,10 +192,11 @@ def _in_folder(stage: Stage, folder: str) -> Stage:
     return stage if stage.does == SELECT else replace(stage, tree={**stage.tree, "folder": folder})
 
 
-def _head_or_stage(text: str, stages: Mapping[str, Stage]) -> type[BaseModel]:
+def _check_of_chain(text: str, stages: Mapping[str, Stage]) -> None:
+    """Refuse an override that is neither a stage's nor of the chain itself."""
     key = text.partition("=")[0].strip()
-    if key in _Head.model_fields:
-        return _Head
+    if key in OF_CHAIN:
+        return
     near = nearest_name(key.partition(".")[0], stages)
     guess = f"; did you mean '{near}'?" if near else ""
     raise UserError(f"the override '{text}' begins with no stage's name{guess}", f"stages are {', '.join(stages)}")

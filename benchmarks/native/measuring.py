@@ -56,7 +56,7 @@ def measure(
     rows = rows or max(1, value_at(config.actor.micro_batch_tokens, 1) // longest)
     ours = update.measure(config, lengths, command, steps=steps, skip=skip, critic=False)
     details = [{"library": "Penstock", "step": row["step"], **_kept(row, "actor/")} for row in ours.details]
-    peers = {}
+    peers, gpu = {}, _gpus(config)[0] is not None
     with tempfile.TemporaryDirectory(prefix="penstock-bench-") as scratch:
         experience = Path(scratch) / "experience.parquet"
         write_experience(experience, lengths, read_shape(folder).vocabulary, UNVERIFIED, config.rollout.samples)
@@ -73,10 +73,10 @@ def measure(
         )
         for library, name in LIBRARIES.items():
             ranks = _trained(config, replace(work, library=library, results=str(Path(scratch) / library)))
-            peers[name] = _figures(ranks, lengths, skip, _gpus(config)[0] is not None)
+            peers[name] = _figures(ranks, lengths, skip, gpu)
             steps_of = enumerate(ranks[0]["steps"], start=1)
             details += [{"library": name, "step": number, **_kept(step)} for number, step in steps_of]
-    _check_same(details, SAME_CPU if _gpus(config)[0] is None else SAME_GPU)
+    _check_same(details, SAME_GPU if gpu else SAME_CPU)
     return new_result(
         "native",
         command,

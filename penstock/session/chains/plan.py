@@ -45,7 +45,15 @@ def planned(recipe: str, overrides: list[str], *, anywhere: bool) -> Chain:
     Raises:
         UserError: what is asked for is wrong, or a stage cannot work; names the stage.
     """
-    chain = read_chain(Path(recipe), overrides, anywhere=anywhere)
+    return checked(read_chain(Path(recipe), overrides, anywhere=anywhere))
+
+
+def checked(chain: Chain) -> Chain:
+    """Return a chain that can begin, as far as it can be seen ahead.
+
+    Raises:
+        UserError: a stage cannot work, or there is no place for its folder.
+    """
     check(chain)
     check_place(Path(chain.folder))
     return chain
@@ -87,9 +95,10 @@ def begin_chain(recipe: str | None, overrides: list[str] | None, resume: str | N
         return ChainFolder(Path(resume).resolve())
     if recipe is None:
         raise UserError("no recipe given", "name one, e.g. configs/chain.yaml")
-    if (begun := _begun_before(read_chain(Path(recipe), overrides or [], anywhere=False))) is not None:
+    chain = read_chain(Path(recipe), overrides or [], anywhere=False)
+    if (begun := _begun_before(chain)) is not None:
         return begun
-    folder = begin(planned(recipe, overrides or [], anywhere=False))
+    folder = begin(checked(chain))
     _tag(folder)
     return folder
 
