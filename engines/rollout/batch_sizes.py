@@ -14,6 +14,7 @@ from configs.sections.rollout import RolloutConfig
 
 LEAST, MOST = 256, 1024  # evaluations ask more prompts than a small share; a larger batch gains little speed
 MOST_BY_DEFAULT = 512  # vLLM's largest graph
+PROMPT_TOKENS = 512  # of a step that goes on with prompts or turns beside a full batch
 
 
 def max_sequences(config: RolloutConfig, engines: int) -> int:
@@ -28,12 +29,23 @@ def most_at_once(prompts: int, samples: int, engines: int) -> int:
     return -(-prompts // engines) * samples
 
 
+def begin_together(sequences: int) -> int:
+    """Return how many sequences begin in a step of a GPU engine of up to `sequences`, where they wait for places.
+
+    A sixteenth: half of it is idle on the mean, 3 %. With 512 sequences of 600 tokens, one in 38 steps then computes
+    prompts, for two to four times as long as the others.
+    """
+    return max(1, sequences // 16)
+
+
 def capture_sizes(sequences: int) -> list[int]:
-    """Return the batch sizes for which CUDA graphs are captured, for an engine of up to `sequences`.
+    """Return the numbers of tokens for which CUDA graphs are captured, for an engine of up to `sequences`.
 
     vLLM's own choice is this grid up to 512. A full batch needs a graph of exactly its size: a larger one is not used
-    for decoding, since vLLM has no room for the sequences that would fill it up (0.26).
+    for decoding, since vLLM has no room for the sequences that would fill it up (0.26). Graphs above that are of steps
+    in which a prompt or a turn is read beside a full batch; they leave attention out.
     """
     top = max(sequences, min(2 * sequences, MOST_BY_DEFAULT))
     grid = [1, 2, 4, *range(8, 256, 8), *range(256, MOST_BY_DEFAULT, 16), *range(MOST_BY_DEFAULT, top + 1, 32)]
-    return sorted({size for size in grid if size <= top} | {sequences})
+    with_prompts = range(top + 32, sequences + PROMPT_TOKENS + 1, 32)
+    return sorted({size for size in grid if size <= top} | {sequences} | set(with_prompts))

@@ -32,7 +32,7 @@ from engines.families.served import check_served, has_own_class, unserved
 from engines.families.shape import ModelShape, shape_of_weights
 from engines.models.shared_class import kept_as_it_is
 from engines.rollout import vllm as versions
-from engines.rollout.batch_sizes import capture_sizes, max_sequences, most_at_once
+from engines.rollout.batch_sizes import begin_together, capture_sizes, max_sequences, most_at_once
 from engines.rollout.decode_loop import DecodeLoop, Share
 from engines.rollout.episodes import Environments, EpisodeLoop
 from engines.rollout.partial_results import PartialResultSender
@@ -124,7 +124,9 @@ class Generator:
                 self.llm = _start(served.folder, settings, dtype, arguments)
                 self.model = versions.vllm_model(self.llm)
                 serve(self.model)
-        self.loop = DecodeLoop(self.llm, let_sequences_coast(versions.scheduler(self.llm)), config.keeps_kv_cache)
+        together = begin_together(self.max_sequences) if self.cuda else 1
+        coasting = let_sequences_coast(versions.scheduler(self.llm), together)
+        self.loop = DecodeLoop(self.llm, coasting, config.keeps_kv_cache)
         self.binding = bound[-1]
         self.own_reshard: Callable[[], int] | None = None  # one that this rank's group makes without another group
         self.asleep: set[str] = set()

@@ -86,6 +86,7 @@ class InspectedWorker(Worker):
         "random_numbers",
         "learning_rate",
         "coasting",
+        "beginning_together",
         "coasting_in_step",
         "aborted_while_coasting",
         "coasting_with_a_window",
@@ -306,6 +307,17 @@ class InspectedWorker(Worker):
             "looks": sum(coasted.looks),
             "looks_of_vllm": sum(plain.looks),
             "preempted": coasted.preempted,
+        }
+
+    def beginning_together(self, lag: int, together: int) -> dict[str, Any]:
+        """How many sequences run and begin in each step where they wait for places and begin `together` at least."""
+        plain = scheduling.generate(lag, 1000, lambda scheduler: None)
+        changed = scheduling.generate(lag, 1000, lambda scheduler: coasting.let_sequences_coast(scheduler, together))
+        return {
+            "answers_equal": changed.answers == plain.answers,
+            "misplaced": changed.misplaced,
+            "run": [len(rows) for rows, _ in changed.steps],
+            "begin": [sum(drawn is None for _, _, drawn, _ in rows) for rows, _ in changed.steps],
         }
 
     def coasting_in_step(self) -> dict[str, Any]:

@@ -254,7 +254,7 @@ def test_an_engine_is_started_as_the_recipe_says() -> None:
     def started(gpu: int | None, **settings: Any) -> dict[str, Any]:
         return engine_arguments(RolloutConfig(**settings), 12, 99, GIB, gpu=gpu, sleeps=False, logprobs=False)
 
-    assert started(0)["cudagraph_capture_sizes"][-1] == 24
+    assert started(0)["cudagraph_capture_sizes"][:7] == [1, 2, 4, 8, 12, 16, 24]
     assert not started(0)["enforce_eager"]
     for without in (started(0, cuda_graphs=False), started(None)):
         assert without["enforce_eager"]

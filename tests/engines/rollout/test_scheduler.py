@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from tests.engines.scheduling import SEQUENCES, TOGETHER
 from tests.engines.shared_ranks import Ranks
 
 ROOMY, SHORT = 1000, 36  # KV blocks: enough to keep all that was ever computed, and fewer than 8 sequences need
@@ -16,6 +17,27 @@ def test_every_step_is_what_vllm_schedules_alone(one_rank: Ranks, lag: int) -> N
     assert reply["steps_equal"] and reply["answers_equal"]
     assert reply["misplaced"] == reply["preempted"] == 0
     assert reply["looks"] < 0.2 * reply["looks_of_vllm"]  # else nothing coasted
+
+
+@pytest.mark.parametrize("lag", [0, 1, 2])
+def test_sequences_begin_together_once_all_places_were_taken(one_rank: Ranks, lag: int) -> None:
+    """Not before four of eight places are free, and no response is another. Control: one after the other."""
+    (reply,) = one_rank.ask("beginning_together", lag=lag, together=4)
+    assert reply["answers_equal"] and reply["misplaced"] == 0
+    assert max(reply["run"]) == TOGETHER and sum(reply["begin"]) == SEQUENCES
+    assert _early(reply, 4) == 0
+    (control,) = one_rank.ask("beginning_together", lag=lag, together=1)
+    assert _early(control, 4) > 10
+
+
+def _early(reply: dict[str, list[int]], together: int) -> int:
+    """Return the steps in which a sequence began too soon, once all had come (two in each step) and while many wait."""
+    full, early, left = False, 0, SEQUENCES
+    for step, (run, begin) in enumerate(zip(reply["run"], reply["begin"], strict=True)):
+        many_wait = step > SEQUENCES // 2 and left >= together
+        early += full and begin > 0 and many_wait and run - begin > TOGETHER - together
+        full, left = run == TOGETHER or (full and not begin), left - begin
+    return early
 
 
 @pytest.mark.parametrize("lag", [0, 1, 2])
