@@ -15,7 +15,7 @@ def test_an_engine_holds_its_share_at_once() -> None:
 
 
 def test_graphs_reach_the_largest_batch() -> None:
-    """Exactly, also off vLLM's grid and above its 512, with no more than 32 between two; and with a prompt beside it."""
+    """Exactly, also off vLLM's grid and above its 512, with at most 32 between two; and with a prompt beside it."""
     assert [size for size in capture_sizes(1) if size < 32] == [1, 2]
     assert [size for size in capture_sizes(12) if size < 32] == [1, 2, 4, 8, 12, 16, 24]
     for sequences in (344, 512, 513, 800, 1024):
