@@ -14,6 +14,7 @@ from pathlib import Path
 from prefect import flow
 from prefect.runtime import flow_run
 
+from configs.tree.schedule import value_at
 from penstock.session.flow_runs.failures import ends_in_words
 from penstock.state.run_folder import RunFolder
 from tasks.evaluation.harness import run_tasks
@@ -63,7 +64,8 @@ def evaluate_one(plan: Plan, subject: Subject, run: RunFolder) -> None:
     with weights_of(subject, run.path / "weights") as weights:
         if plan.config is not None:
             with served(plan, subject, weights, run) as training:
-                figures = evaluate_heldout(training, subject.iteration)
+                budget = value_at(training.config.actor.micro_batch_tokens, max(1, subject.iteration))
+                figures = evaluate_heldout(training, subject.iteration, budget)
         if plan.tasks:
             place, chat = str(run.path / TASKS), plan.chat
             run_tasks(str(weights), list(plan.tasks), plan.own_tasks, place, plan.tensor_parallel, chat)

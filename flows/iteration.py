@@ -67,9 +67,9 @@ def iteration(
 
     metrics |= reshard(training, settings, version=number)
     if comparison_due(config, number):
-        metrics |= compare_logprobs(training, number)
+        metrics |= compare_logprobs(training, number, settings.micro_batch_tokens)
     if config.evaluate.every and number % config.evaluate.every == 0 or number == config.iterations:
-        metrics |= evaluate(training, number)
+        metrics |= evaluate(training, number, settings.micro_batch_tokens)
 
     if refresh_due(config, number):
         metrics |= refresh_reference(training, number)

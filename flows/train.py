@@ -26,7 +26,7 @@ from penstock.session.prefect import quick_child_flows
 from penstock.session.progress import show_iterations, show_progress
 from penstock.session.record import finite
 from penstock.session.session import Training
-from penstock.session.settings import forget_overrides, live_overrides, offer_overrides
+from penstock.session.settings import forget_overrides, live_overrides, next_settings, offer_overrides
 from penstock.state.manifest import Progress
 from tasks.export import export
 from tasks.iteration.checkpoint import begin_manifest, restore
@@ -94,9 +94,10 @@ def trained(training: Training) -> None:
     build_engines(training, model)
 
     progress = restore(training)
-    compared = compare_logprobs(training, progress.iteration)
+    budget = next_settings(training, progress).micro_batch_tokens
+    compared = compare_logprobs(training, progress.iteration, budget)
     if progress.iteration == 0:
-        progress = begin(training, progress, compared)
+        progress = begin(training, progress, budget, compared)
     offer_overrides(training.run, progress.overrides or {})
     progress = live_overrides(training, progress)
     show_iterations(training, progress.iteration)
@@ -108,9 +109,9 @@ def trained(training: Training) -> None:
     export(training)
 
 
-def begin(training: Training, progress: Progress, compared: dict[str, float]) -> Progress:
+def begin(training: Training, progress: Progress, budget: int, compared: dict[str, float]) -> Progress:
     """Evaluate the policy before any training, and write the first manifest."""
-    metrics = finite(compared | evaluate(training, 0))
+    metrics = finite(compared | evaluate(training, 0, budget))
     record(training, 0, metrics)
     progress = begin_manifest(training, progress)
     call_back(training, 0, metrics)

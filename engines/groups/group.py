@@ -43,6 +43,7 @@ __all__ = [
     "GroupSpec",
     "HostLost",
     "LostTooOften",
+    "OutOfMemory",
     "RankDevice",
     "RankLost",
     "RolloutStalled",
@@ -109,6 +110,18 @@ class RankLost(RuntimeError):
 
 class HostLost(RankLost):
     """The machine of a rank is lost, or its host is. The group has been ended."""
+
+
+class OutOfMemory(RankLost):
+    """A rank found no memory left on its GPU for a command. The group has been ended.
+
+    Its processes are new when it goes on, so what had become of the memory's pieces is gone with the old ones.
+    """
+
+    def __init__(self, group: str, rank: int, command: str, log_file: Path, said: str = "") -> None:
+        super().__init__(group, rank, f"no memory left on its GPU for {command!r}", log_file, said)
+        self.args = (group, rank, command, log_file, said)
+        self.command = command
 
 
 class RolloutStalled(RankLost):
@@ -512,6 +525,9 @@ class EngineGroup:
     def _error(self, rank: int, command: str, message: dict[str, Any]) -> Exception:
         if message["user"]:
             return error_of(message["user"])
+        if message["out_of_memory"]:
+            last_line = message["traceback"].strip().rpartition("\n")[2]
+            return OutOfMemory(self.spec.name, rank, command, self.spec.log_file(rank), last_line)
         return EngineError(self.spec.name, rank, command, message["traceback"], self.spec.log_file(rank))
 
     def _lost(self, rank: int, reason: str, ask_stacks: bool = False, flow_stacks: str = "") -> RankLost:

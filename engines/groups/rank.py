@@ -9,9 +9,9 @@ Started with "reserve", beside a rank that lives, it imports ahead what a start 
 GPU, and waits until it is told that the place is free and which rank it is.
 
 Messages, rank to flow: hello {pid}, news {command, key, result}, reply {command, key, result}, error {command, key,
-traceback, user}; the outcome of building the worker is the reply or error to the command "start". Flow to rank: command
-{command, key, epoch, arguments}, shutdown {}. A heartbeat {} comes from the flow, on a socket of its own, and goes back
-as it is.
+traceback, user, out_of_memory}; the outcome of building the worker is the reply or error to the command "start". Flow
+to rank: command {command, key, epoch, arguments}, shutdown {}. A heartbeat {} comes from the flow, on a socket of its
+own, and goes back as it is.
 
 Left out: what commands mean, which is the worker's; that the rank ends with the flow (penstock/usercode/keeper.py).
 """
@@ -46,6 +46,7 @@ from penstock.base.errors import UserError
 from penstock.base.importing import importing
 
 REPLIES_KEPT = 32
+OUT_OF_MEMORY = "OutOfMemoryError"  # PyTorch's; this file does not import it
 UNUSED = ("mlflow", "sklearn")  # which DeepSpeed and transformers import for what no rank does
 
 _log = logging.getLogger(__name__)
@@ -252,7 +253,9 @@ def _error(name: tuple[str, str], error: Exception) -> bytes:
     text = "".join(traceback.format_exception(error))
     _log.error("%s", text)
     user = encode(mistake_of(error)) if isinstance(error, UserError) else None
-    return channel.pack({"kind": "error", "command": command, "key": key, "traceback": text, "user": user})
+    short = type(error).__name__ == OUT_OF_MEMORY
+    said = {"command": command, "key": key, "traceback": text, "user": user, "out_of_memory": short}
+    return channel.pack({"kind": "error"} | said)
 
 
 if __name__ == "__main__":

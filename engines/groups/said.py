@@ -43,7 +43,7 @@ BY_RANKS: Shapes = {
     "hello": {"pid": int},
     "news": {"command": str, "key": str, "result": dict[str, Any]},
     "reply": {"command": str, "key": str, "result": dict[str, Any]},
-    "error": {"command": str, "key": str, "traceback": str, "user": Mistake | None},
+    "error": {"command": str, "key": str, "traceback": str, "user": Mistake | None, "out_of_memory": bool},
 }
 BY_HOSTS: Shapes = {
     "heartbeat": {},

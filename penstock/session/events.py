@@ -54,10 +54,17 @@ def noted(training: Training, loss: RankLost) -> None:
         unheard_s=round(loss.unheard_s, 3),
     )
     if len(session.lost_at) > engine.restarts:
-        tell(training, GIVEN_UP, number=number)
+        give_up(training)
         raise too_often(loss, len(session.lost_at), engine.restarts, engine.restart_window_s)
     said = "group %s, rank %d: %s (during %s; log: %s). The training goes on"
     get_run_logger().warning(said, loss.group, loss.rank, loss.reason, session.phase, loss.log_file)
+
+
+def give_up(training: Training) -> None:
+    """Note that the training does not go on after the loss that was noted last."""
+    recovering = training.session().recovering
+    assert recovering is not None
+    tell(training, GIVEN_UP, number=recovering.number)
 
 
 def too_often(loss: RankLost, times: int, allowed: int, window_s: float) -> RankLost:

@@ -25,6 +25,7 @@ from configs.schema import TrainConfig
 from configs.sections.run import Role
 from engines.commands.hosts import GpuSample, TakeGpuSamples
 from engines.families.shape import read_shape
+from engines.groups.group import OutOfMemory
 from engines.groups.hosts import REPLY_S, HostFailed
 from engines.groups.machine import gpu_name, visible_gpus
 from engines.groups.spec import LOCAL
@@ -34,6 +35,7 @@ from penstock.reports.alarms import RULES, STEP_RULES, Rule, looked_at, raised
 from penstock.session.clock import Lap, Span
 from penstock.session.events import announce
 from penstock.session.session import Session, Training
+from penstock.state.events import losses
 from penstock.state.run_folder import read_metrics
 
 FRAGMENTED_BELOW = 0.8  # share of the reserved memory that is allocated
@@ -141,6 +143,7 @@ def utilisation(training: Training, iteration: int) -> dict[str, float]:
     session, lap = training.session(), training.session().clock.lap()
     usage = _of_iteration(session.usage, str(iteration))
     figures = {"time/iteration_s": lap.seconds, **shares(lap, usage, iteration)}
+    figures["oom/count"] = float(sum(event["event"] == OutOfMemory.__name__ for event in losses(training.run)))
     if "reference" in session.groups:
         figures |= role_figures(training, "reference", f"{iteration}/logprobs_reference")
     figures |= memory(usage) | parallel_efficiency(usage)

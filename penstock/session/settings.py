@@ -6,6 +6,8 @@ recipe; a bad one is reported and changes nothing. They are read when an iterati
 of the progress from then on. A run that completes deletes its Variable. A run that ends otherwise leaves it for its
 resume, and a new run in the same folder begins with an empty Variable.
 
+A training that runs out of memory sets one by itself: a smaller budget of micro-batches (`smaller_micro_batches`).
+
 Those in force at an iteration are among its figures, as `live/<key>`, so that it can be replayed with them.
 
 The KL coefficient of the next iteration: fixed, or adapted to the divergence just observed.
@@ -31,10 +33,14 @@ from algorithms.kl import AdaptiveKL
 from configs.loading.load import config_from_mapping
 from configs.schema import TrainConfig
 from configs.tree.schedule import value_at
+from engines.commands.forward import Logprobs, Values
+from engines.commands.message import name_of
+from engines.commands.reference import LogprobsAndKl, ReferenceStates
+from engines.commands.update import SumGradient, UpdateActor, UpdateCritic
 from penstock.base.errors import UserError
 from penstock.session.session import Training, read_config
 from penstock.state.manifest import Progress, check_kind, completed
-from penstock.state.run_folder import RunFolder
+from penstock.state.run_folder import RunFolder, read_metrics
 
 LIVE_KEYS = (
     "actor.optimizer.learning_rate",
@@ -45,6 +51,12 @@ LIVE_KEYS = (
     "algorithm.kl.coefficient",
     "rollout.temperature",
 )
+
+ACTOR_BUDGET, CRITIC_BUDGET = "actor.micro_batch_tokens", "critic.micro_batch_tokens"
+BUDGETS = {  # by the command that keeps to it
+    **dict.fromkeys(map(name_of, (Logprobs, LogprobsAndKl, ReferenceStates, SumGradient, UpdateActor)), ACTOR_BUDGET),
+    **dict.fromkeys(map(name_of, (UpdateCritic, Values)), CRITIC_BUDGET),
+}
 
 LIVE = "live/"  # before a key that was overridden, as the name of a figure
 
@@ -172,6 +184,31 @@ def live_overrides(training: Training, progress: Progress) -> Progress:
         return progress
     get_run_logger().warning("live overrides from iteration %d: %s", progress.iteration + 1, wanted)
     return progress.advanced(overrides=wanted)
+
+
+def smaller_micro_batches(training: Training, command: str) -> tuple[str, int] | None:
+    """Halve the budget of micro-batches that a command had no memory for, from the iteration on that is repeated.
+
+    It is a live override like a person's: shown, kept by a resume, and taken back by `penstock set`.
+
+    Returns the key and its new value; None: the command has no budget that may change, or it holds no more than the
+    longest row, which no smaller one divides.
+    """
+    config = training.config
+    key = BUDGETS.get(command)
+    if key is None or training.session().kind != "train":
+        return None
+    name = variable_name(training.run)
+    overrides: dict[str, Any] = dict(Variable.get(name, default=None) or {})
+    trainer = getattr(apply_overrides(config, overrides), key.partition(".")[0])
+    done = max((record["iteration"] for record in read_metrics(training.run)), default=0)
+    tokens: int = value_at(trainer.micro_batch_tokens, done + 1)
+    longest = config.data.max_prompt_tokens + config.rollout.max_response_tokens
+    if tokens <= longest:
+        return None
+    smaller = max(tokens // 2, longest)
+    Variable.set(name, overrides | {key: smaller}, overwrite=True)
+    return key, smaller
 
 
 def forget_overrides(run: RunFolder) -> None:

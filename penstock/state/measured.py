@@ -7,7 +7,7 @@ rewards was begun ahead depends on when a server answered.
 from __future__ import annotations
 
 _BEGINNINGS = (
-    *("time/", "throughput/", "share/", "memory/", "gpu/", "system/", "ranks/", "reshard/rank_s"),
+    *("time/", "throughput/", "share/", "memory/", "oom/", "gpu/", "system/", "ranks/", "reshard/rank_s"),
     *("rollout/request_s", "rollout/prompt_s", "rollout/wake_s", "rollout/ahead_s"),
     *("rollout/portion_", "rollout/engine_", "rollout/batch_wait_s"),
     *("alarm/rollout_waits", "tokens_per_s"),

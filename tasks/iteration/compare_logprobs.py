@@ -14,7 +14,6 @@ from prefect import task
 from prefect.cache_policies import NO_CACHE
 
 from configs.schema import TrainConfig
-from configs.tree.schedule import value_at
 from engines.commands.logprob_gap import LogprobsToCompare, SampleToCompare
 from engines.sizing.memory import weight_width
 from penstock.base.errors import LogprobGapError
@@ -35,8 +34,11 @@ def comparison_due(config: TrainConfig, iteration: int) -> bool:
 
 
 @task(task_run_name="compare-logprobs-{iteration:06d}", cache_policy=NO_CACHE)
-def compare_logprobs(training: Training, iteration: int) -> dict[str, float]:
+def compare_logprobs(training: Training, iteration: int, budget: int) -> dict[str, float]:
     """Return `rollout/logprob_gap`, the mean difference over tokens, `rollout/logprob_gap_max` and the seconds it took.
+
+    Args:
+        budget: tokens of one of the actor's forward passes.
 
     Raises:
         LogprobGapError: the mean is more than `rollout.max_logprob_gap`, or no number.
@@ -45,7 +47,7 @@ def compare_logprobs(training: Training, iteration: int) -> dict[str, float]:
     metrics: dict[str, float] = {}
     session.say("comparing log-probs of vLLM and the actor")
     with timed(training, metrics, "compare_logprobs"):
-        gap_T = logprob_gap(training, iteration)
+        gap_T = logprob_gap(training, iteration, budget)
     mean, largest, limit = float(gap_T.mean()), float(gap_T.max()), allowed(session)
     if not mean <= limit:
         raise LogprobGapError(
@@ -64,7 +66,7 @@ def allowed(session: Session) -> float:
     return config.rollout.max_logprob_gap or EXPLAINED[weight_width(config, device)]
 
 
-def logprob_gap(training: Training, iteration: int) -> np.ndarray:
+def logprob_gap(training: Training, iteration: int, budget: int) -> np.ndarray:
     """Return the difference between vLLM's and the actor's log-prob of every token that was sampled for this."""
     session, config = training.session(), training.config
     asked, tokens = _prompts(training, iteration), min(TOKENS, config.rollout.max_response_tokens)
@@ -76,7 +78,7 @@ def logprob_gap(training: Training, iteration: int) -> np.ndarray:
     passing = LogprobsToCompare(
         prompts=asked.take(np.concatenate([answer.positions_P for answer in answers])),
         responses=Ragged(tokens_T, offsets_of(lengths_B)),
-        budget=value_at(config.actor.micro_batch_tokens, max(1, iteration)),
+        budget=budget,
     )
     ours = from_ranks(session.call("actor", passing, f"{iteration}/logprobs_to_compare"), lengths_B)
     return np.abs(np.concatenate([answer.logprobs_T for answer in answers]) - ours.values_T)

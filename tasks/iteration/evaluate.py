@@ -13,7 +13,6 @@ import pandas as pd
 from prefect import get_run_logger, task
 from prefect.cache_policies import NO_CACHE
 
-from configs.tree.schedule import value_at
 from engines.commands.forward import Logprobs
 from engines.commands.rollout import Sampling
 from penstock.evaluators.heldout import HeldOut
@@ -30,12 +29,15 @@ from tasks.iteration.reward import reward_columns, score
 
 
 @task(task_run_name="evaluate-{iteration:06d}", cache_policy=NO_CACHE)
-def evaluate(training: Training, iteration: int) -> dict[str, float]:
+def evaluate(training: Training, iteration: int, budget: int) -> dict[str, float]:
     """Return held-out accuracy, mean reward and what the evaluators found after `iteration` (0: before training).
 
     Accuracy is the share of responses with a reward of at least 1, the full reward of the built-in functions; how they
     were sampled is the metric `heldout/temperature`, so that no accuracy is shown without it. With `evaluate.greedy`
     the prompts are answered once more, greedily; of those responses accuracy alone is kept.
+
+    Args:
+        budget: tokens of one of the actor's forward passes.
     """
     config, table = training.config, training.session().prompts["heldout"]
     prompts = table.frame.head(config.evaluate.prompts or len(table))
@@ -59,7 +61,7 @@ def evaluate(training: Training, iteration: int) -> dict[str, float]:
         write_columns(training.run.evaluation(iteration), {**columns, **generated, **reward_columns(scores)})
         heldout = held_out(training, columns, responses, scores)
         if "kl" in (config.evaluate.evaluators or ()):
-            heldout = with_logprobs(training, iteration, prompts, responses, heldout)
+            heldout = with_logprobs(training, iteration, budget, prompts, responses, heldout)
         metrics |= evaluated(training, heldout)
         if config.evaluate.greedy and sampling.temperature:
             best = replace(sampling, samples=1, temperature=0.0)
@@ -115,7 +117,7 @@ def held_out(training: Training, columns: dict[str, list[str]], responses: Respo
 
 
 def with_logprobs(
-    training: Training, iteration: int, prompts: pd.DataFrame, responses: Responses, heldout: HeldOut
+    training: Training, iteration: int, budget: int, prompts: pd.DataFrame, responses: Responses, heldout: HeldOut
 ) -> HeldOut:
     """Compute the responses' log-probs under actor and reference, and add them to the figures' columns and to the file.
 
@@ -124,7 +126,6 @@ def with_logprobs(
     config, path = training.config, training.run.evaluation(iteration)
     _, tokens = responses.prompts_of(prompts, heldout.samples)
     add_columns(path, {"prompt_tokens": tokens, "loss_mask": responses.loss_mask})
-    budget = value_at(config.actor.micro_batch_tokens, max(1, iteration))
     temperature = config.evaluate.temperature or 1.0
     passes: dict[Literal["actor", "reference"], str] = {"actor": "logprobs", "reference": "logprobs_reference"}
     columns = {}

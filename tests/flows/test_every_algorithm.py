@@ -75,13 +75,13 @@ class Engines:
         load = Load(str(self.start), version=begin)
         session.call_all(dict.fromkeys(session.distinct_groups, load), f"{begin}/load")
         with disable_run_logger():
-            before = evaluate.fn(self.training, begin)["heldout/reward"]
+            before = evaluate.fn(self.training, begin, 16_384)["heldout/reward"]
             progress = Progress(iteration=begin, policy_version=begin)
             iterations = ITERATIONS * (2 if config.algorithm.name in SLOW else 1)
             begun: Rollout | None = None
             for number in range(begin + 1, begin + 1 + iterations):
                 progress, begun = iteration(self.training, number, progress, begun)
-            return before, evaluate.fn(self.training, number)["heldout/reward"]
+            return before, evaluate.fn(self.training, number, 16_384)["heldout/reward"]
 
 
 @pytest.fixture(scope="module")

@@ -131,7 +131,7 @@ def generation(training_with: MakeTraining, monkeypatch: pytest.MonkeyPatch) -> 
         training.session().groups |= {"rollout": Listener()}  # type: ignore[dict-item]
         with pytest.raises(Asked) as asked:
             if evaluation:
-                evaluate.fn(training, 3)
+                evaluate.fn(training, 3, 512)
             else:
                 settings = settings_at(training.config, 3, Progress())
                 rollout.fn(training, settings, begin_rollout(training, settings, Progress()))
@@ -208,7 +208,7 @@ def test_a_greedy_evaluation_is_asked_for_beside_the_other(
         values = {"evaluate": {**sampling, "greedy": greedy, "evaluators": []}}
         training = training_with(config_from_mapping(values, "test"))
         training.session().prompts["heldout"] = PromptTable(pd.DataFrame(row), 0)
-        metrics = evaluate.fn(training, 3)
+        metrics = evaluate.fn(training, 3, 512)
         if sampling:
             assert asked == [("3/evaluate", 2, 0.5), ("3/evaluate-greedy", 1, 0.0)][: 1 + greedy]
             assert metrics.get("heldout/greedy_accuracy") == (1.0 if greedy else None)

@@ -23,6 +23,7 @@ TOLD = (  # by session/failures.py; a loss after which the training goes on is t
     *NUMERICAL_FAULTS,
     "RankLost",
     "HostLost",
+    "OutOfMemory",
     "LostTooOften",
     "HostFailed",
     "EngineError",

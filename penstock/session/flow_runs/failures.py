@@ -25,6 +25,7 @@ P = ParamSpec("P")
 R = TypeVar("R")
 MISTAKE, FAILURE = 2, 1  # exit codes
 OF_ENGINES = ("engines.groups.group", "engines.groups.hosts")  # modules of their errors
+LESS_MEMORY = "less is needed with a smaller micro_batch_tokens, gradient_checkpointing=true, or a higher zero_stage"
 LINES = 10  # of a log or a traceback; the log file has all of them
 REFUSED = (errno.EACCES, errno.EPERM, errno.EROFS)
 FULL = (errno.ENOSPC, errno.EDQUOT)
@@ -118,7 +119,7 @@ def _is_named(files: Sequence[str], arguments: Sequence[str]) -> bool:
 
 def _of_engine(error: EngineError | RankLost) -> list[str]:
     """Return the lines that name group, rank, reason and log file, with the end of what the rank said."""
-    from engines.groups.group import RankLost
+    from engines.groups.group import OutOfMemory, RankLost
 
     where = f"group {error.group}, rank {error.rank}"
     shown = slice(-LINES if error.log_file.is_file() else None, None)  # a benchmark's log is gone with its folder
@@ -131,5 +132,6 @@ def _of_engine(error: EngineError | RankLost) -> list[str]:
     return [
         f"{where}: {reason}",
         *[line for line in said if not ROUTINE.search(line)][shown],
+        *([LESS_MEMORY] if isinstance(error, OutOfMemory) else []),
         f"log: {error.log_file}",
     ]

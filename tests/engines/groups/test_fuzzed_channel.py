@@ -46,7 +46,7 @@ VALID: list[dict[str, Any]] = [
     {"kind": "mistake", "number": 3, "user": {"problem": "no", "remedy": "yes", "kind": "UserError"}},
     {"kind": "reply", "command": "update_actor", "key": "1", "result": {"loss": np.arange(5, dtype=np.float32)}},
     {"kind": "news", "command": "generate", "key": "1", "result": {"texts": pa.array(["a", "bc"], pa.large_string())}},
-    {"kind": "error", "command": "update_actor", "key": "1", "traceback": "Traceback", "user": None},
+    {"kind": "error", "command": "values", "key": "1", "traceback": "Trace", "user": None, "out_of_memory": True},
     {"kind": "command", "number": 1, "command": "tell_facts", "fields": {}},
     {"kind": "command", "number": 2, "command": "tell_log", "fields": {"group": "main", "epoch": 0, "rank": 1}},
 ]
@@ -237,12 +237,16 @@ def test_a_host_outlives_a_flow_that_says_anything(count: int, tmp_path: Path) -
         keeper.wait()
 
 
+ERROR = {"kind": "error", "command": "a", "key": "b", "traceback": "", "user": None, "out_of_memory": False}
+
+
 @pytest.mark.parametrize(
     ("body", "why"),
     [
         (b"\xc1", "1 bytes that are no message"),
         (channel.pack({"kind": "reply", "command": "start", "key": "start"}), "with the fields"),
-        (channel.pack({"kind": "error", "command": "a", "key": "b", "traceback": "", "user": ["p"]}), "is to be the"),
+        (channel.pack(ERROR | {"user": ["p"]}), "is to be the"),
+        (channel.pack(ERROR | {"out_of_memory": 1}), "is to be"),
         (channel.pack({"kind": "exit", "group": "main"}), "of no kind that is known"),
         (channel.pack([1, 2]), "of no kind that is known"),
     ],

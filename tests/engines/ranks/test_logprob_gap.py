@@ -38,7 +38,7 @@ def _compare(actor: Ranks, rollout: Ranks, sections: dict[str, Any] | None = Non
     session.groups |= {"actor": actor.group, "rollout": rollout.group}
     session.prompts["train"] = PromptTable(pd.DataFrame({"prompt_tokens": PROMPT_TOKENS}), 0)
     training: Any = SimpleNamespace(config=session.config, session=lambda: session)
-    return compare_logprobs.fn(training, next(NUMBERS))
+    return compare_logprobs.fn(training, next(NUMBERS), 16_384)
 
 
 def _step(ranks: Ranks, folder: Path, version: int) -> None:

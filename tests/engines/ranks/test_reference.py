@@ -399,7 +399,7 @@ def test_the_held_out_kl_is_zero_before_training_and_grows_with_it(
     def measured(iteration: int) -> dict[str, float]:
         write_columns(training.run.evaluation(iteration), {"response_tokens": rows.responses})
         bare = heldout([0.0] * 12, 2)
-        return KL().evaluate(with_logprobs(training, iteration, prompts, responses, bare))
+        return KL().evaluate(with_logprobs(training, iteration, 16_384, prompts, responses, bare))
 
     assert set(measured(0).values()) == {0.0}
     _move(one_rank, path)

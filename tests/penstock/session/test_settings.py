@@ -23,11 +23,12 @@ from penstock.session.settings import (
     live_overrides,
     next_settings,
     settings_at,
+    smaller_micro_batches,
     variable_name,
     variable_to_set,
 )
 from penstock.state.manifest import Manifest, Progress, write_manifest
-from penstock.state.run_folder import RunFolder
+from penstock.state.run_folder import RunFolder, append_metrics
 
 KL = {"kl": {"coefficient": 0.05, "target": 0.1}}
 
@@ -207,3 +208,32 @@ def test_a_complete_run_takes_no_overrides(training_with: Callable[[TrainConfig]
         variable_to_set(run)
     write_config(run, config(iterations=8))
     assert variable_to_set(run) == variable_name(run)
+
+
+def test_micro_batches_become_smaller_for_the_command_that_had_no_memory(
+    training_with: Callable[[TrainConfig], Training], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Half, but not below the longest row, and beside what a person has set; None where none can be smaller.
+
+    Controls: the other budget stays, and where no recipe's budget counts, or another flow's, nothing is set.
+    """
+    variables: dict[str, Any] = {}
+    monkeypatch.setattr(module.Variable, "get", lambda name, default: variables.get(name, default))
+    monkeypatch.setattr(module.Variable, "set", lambda name, value, overwrite: variables.update({name: value}))
+    rows = {"data": {"max_prompt_tokens": 100}, "rollout": {"max_response_tokens": 300}}
+    trainers = {"actor": {"micro_batch_tokens": {0: 4096, 2: 1500}}, "critic": {"micro_batch_tokens": 1000}}
+    training = training_with(config(iterations=7, algorithm={"name": "ppo"}, **rows, **trainers))
+    name = variable_name(training.run)
+    variables[name] = {"rollout.temperature": 0.9}
+    append_metrics(training.run, 1, {})
+    assert smaller_micro_batches(training, "update_actor") == ("actor.micro_batch_tokens", 750)
+    assert smaller_micro_batches(training, "logprobs_and_kl") == ("actor.micro_batch_tokens", 400)
+    assert smaller_micro_batches(training, "sum_gradient") is None
+    assert variables[name] == {"rollout.temperature": 0.9, "actor.micro_batch_tokens": 400}
+    assert smaller_micro_batches(training, "values") == ("critic.micro_batch_tokens", 500)
+    assert variables[name]["actor.micro_batch_tokens"] == 400
+    set_so_far = dict(variables[name])
+    assert [smaller_micro_batches(training, command) for command in ("generate", "sft_steps", "build")] == [None] * 3
+    training.session().kind = "preference"
+    assert smaller_micro_batches(training, "update_critic") is None
+    assert variables[name] == set_so_far

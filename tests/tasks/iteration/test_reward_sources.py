@@ -61,7 +61,7 @@ def test_a_judges_parts_and_words_are_columns_in_held_out_evaluation_too(
         session = training.session()
         session.prompts["heldout"] = TABLE
         with open_scorer(config.reward, ["prompt_id", "answer"]) as session.scorer:
-            figures = evaluation.evaluate.fn(training, 3)
+            figures = evaluation.evaluate.fn(training, 3, 512)
             again = score(training, {**ROWS, "response": responses.texts.to_pylist()}, "heldout", "key")
     names = ["reward", "reward/same", "reward/bonus", "reward_answer", "reward_failure"]
     written = read_columns(training.run.evaluation(3), names)
