@@ -132,9 +132,10 @@ def check_zero_stage(
         device = "cpu" if estimate.devices[0].gpu is None else "cuda"
         if trainer is None or trainer.zero_stage or role not in estimate.roles or weight_width(config, device) == 4:
             continue
+        other = f"{section}.zero_stage=1, which on a single rank is the same, or "
         raise UserError(
             f"{section}.zero_stage=0 is for float32 weights, and those of group '{estimate.group}' are bfloat16",
-            f"set {section}.zero_stage=1, which on a single rank is the same, or model.dtype=float32",
+            f"set {other if trainer.optimizer.whole is None else ''}model.dtype=float32",
         )
 
 
