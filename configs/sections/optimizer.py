@@ -47,7 +47,8 @@ class OptimizerConfig(Section):
 
     name: Literal["adamw", "sgd", "muon", "adafactor"] = Field(
         "adamw",
-        description="which optimizer; muon (matrices of the blocks, AdamW for all else) and adafactor need zero_stage 0",
+        description="which one; muon is for matrices of the blocks, with AdamW for all else; muon and adafactor need "
+        "zero_stage 0",
     )
     learning_rate: Scheduled[float] = Field(1e-6, description="peak learning rate; may follow a schedule by iteration")
     warmup_steps: int = Field(0, ge=0, description="optimizer steps of linear warm-up")

@@ -53,8 +53,8 @@ class TrainerConfig(Section):
     )
     offload_optimizer: bool = Field(
         False,
-        description="keep the optimizer's state and the float32 masters in host memory between updates, for a larger KV cache "
-        "in the rollout; ZeRO stage 2 only, no effect on CPU",
+        description="keep the optimizer's state and the float32 masters in host memory between updates, for a larger "
+        "KV cache in the rollout; ZeRO stage 2 only, no effect on CPU",
     )
     lora: LoraConfig | None = Field(
         None, description="train low-rank adapters and leave the weights as they are; null: train all weights"
@@ -65,8 +65,8 @@ class TrainerConfig(Section):
         name, whole = self.optimizer.name, self.optimizer.whole
         if whole is not None and self.zero_stage:
             raise ValueError(
-                f"'optimizer.name' {name} needs 'zero_stage' 0, not {self.zero_stage}: {whole}, and the other stages cut "
-                "matrices; with weights too large for that take adamw or sgd"
+                f"'optimizer.name' {name} needs 'zero_stage' 0, not {self.zero_stage}: {whole}, and the other stages "
+                "cut matrices; with weights too large for that take adamw or sgd"
             )
         if whole is not None and self.lora is not None:
             raise ValueError(f"'optimizer.name' {name} is for whole weights, not for 'lora': take adamw or sgd")

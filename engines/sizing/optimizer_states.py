@@ -1,12 +1,25 @@
-"""How many numbers an optimizer keeps of a model's trained parameters, from the model's sizes alone.
+"""What an optimizer keeps of a model's trained parameters, from the model's sizes alone.
 
-Left out: the step counts; under Adafactor routers and what else stands beside a layer's experts.
+Left out: the step counts. Of a mixture of experts it is a little too much: its router counts as AdamW's under Muon, and
+under Adafactor gate and up of an expert, which are one matrix, as two.
 """
 
 from __future__ import annotations
 
 from configs.sections.trainer import TrainerConfig
 from engines.families.shape import ModelShape
+
+NUMBER = 4  # bytes: masters and states are float32
+
+
+def master_bytes(trainer: TrainerConfig, shape: ModelShape) -> int:
+    """Return the bytes of the float32 masters of what is trained."""
+    return NUMBER * shape.trained_parameters(trainer.lora)
+
+
+def state_bytes(trainer: TrainerConfig, shape: ModelShape) -> int:
+    """Return the bytes of what the optimizer keeps besides."""
+    return NUMBER * state_numbers(trainer, shape)
 
 
 def state_numbers(trainer: TrainerConfig, shape: ModelShape) -> int:

@@ -5,8 +5,8 @@ checkpoint holds besides the weights. All are float32 and, but for the step coun
 
 AdamW and SGD step every number by itself, so they step the flat parts that ZeRO makes of parameters as well. Muon
 (Jordan et al. 2024; steps as large as AdamW's by arXiv 2502.16982) and Adafactor (arXiv 1804.04235) need matrices.
-DeepSpeed's own Muon for ZeRO 1 and 2 is left out: it writes the update into the gradients during the backward pass, where
-they are clipped, reported and, of portions, weighed as if they were gradients.
+DeepSpeed's own Muon for ZeRO 1 and 2 is left out: it writes the update into the gradients during the backward pass,
+where they are clipped, reported and, of portions, weighed as if they were gradients.
 """
 
 from __future__ import annotations
@@ -40,9 +40,10 @@ def make_optimizer(named: Named, config: OptimizerConfig) -> torch.optim.Optimiz
 
 
 def _adamw(named: Named, config: OptimizerConfig) -> torch.optim.Optimizer:
-    group = {"params": list(named.values()), STATES: ADAMW_STATES}
+    parameters = list(named.values())
     given: Any = {"betas": config.betas, "eps": config.eps, "weight_decay": config.weight_decay}
-    return torch.optim.AdamW([group], lr=0.0, fused=group["params"][0].device.type == "cuda", **given)
+    fused = parameters[0].device.type == "cuda"
+    return torch.optim.AdamW([{"params": parameters, STATES: ADAMW_STATES}], lr=0.0, fused=fused, **given)
 
 
 def _sgd(named: Named, config: OptimizerConfig) -> torch.optim.Optimizer:

@@ -1,7 +1,8 @@
 """The trained state as DeepSpeed keeps it: flat tensors of a rank, and where in them which parts of parameters lie.
 
 What has to survive a training's process is the float32 master of the weights and the states that the optimizer keeps by
-it (engines/training/optimizers.py). Each ZeRO stage cuts them over the ranks in another way, which is all that tells stages and numbers of ranks apart:
+it (engines/training/optimizers.py). Each ZeRO stage cuts them over the ranks in another way, which is all that tells
+stages and numbers of ranks apart:
 
     0           each parameter by itself, whole on every rank
     1, 2        all parameters one after the other in one tensor, cut into a part per rank

@@ -63,7 +63,9 @@ def test_who_needs_matrices_trains_whole_weights_without_zero(name: str) -> None
         if not whole:
             assert TrainerConfig.model_validate(tree).optimizer.name == name
             continue
-        with pytest.raises(ValidationError, match=f"'optimizer.name' {name} (needs 'zero_stage' 0|is for whole weights)"):
+        with pytest.raises(
+            ValidationError, match=f"'optimizer.name' {name} (needs 'zero_stage' 0|is for whole weights)"
+        ):
             TrainerConfig.model_validate(tree)
     assert TrainerConfig.model_validate({"optimizer": optimizer, "zero_stage": 0}).optimizer.name == name
 

@@ -43,7 +43,10 @@ class Case:
     @property
     def actor(self) -> dict[str, Any]:
         """The actor's section."""
-        return {"zero_stage": self.stage, "optimizer": {"name": self.name, "weight_decay": DECAY, **dict(self.settings)}}
+        return {
+            "zero_stage": self.stage,
+            "optimizer": {"name": self.name, "weight_decay": DECAY, **dict(self.settings)},
+        }
 
     def __str__(self) -> str:
         return "-".join(str(part) for part in (self.name, *dict(self.settings), self.count, self.stage))
@@ -88,7 +91,7 @@ def _difference(one: Parameters, other: Parameters) -> float:
 def test_the_same_gradients_give_the_weights_that_torchs_optimizer_gives_by_hand(
     name: str, momentum: float | None, folder_of: FolderOf
 ) -> None:
-    """Bit for bit, over three steps. Control: AdamW on the same gradients ends elsewhere; Muon is it beside matrices."""
+    """Bit for bit, over three steps. Control: AdamW on the same gradients ends elsewhere, but where Muon is AdamW."""
     settings = {"name": name, "weight_decay": DECAY} | ({} if momentum is None else {"momentum": momentum})
     ours, theirs, others = (_named(folder_of(SHAPE)) for _ in range(3))
     optimizer = make_optimizer(ours, OptimizerConfig.model_validate(settings))
@@ -181,7 +184,9 @@ def _kept(state: SavedState) -> Parameters:
     """All that was saved of each parameter, whole."""
     found = {}
     for name, (source, *_) in state.sources.items():
-        kinds = [place.rpartition("/")[2] for place in source.image.header.places if place.startswith(f"{source.share}/")]
+        kinds = [
+            place.rpartition("/")[2] for place in source.image.header.places if place.startswith(f"{source.share}/")
+        ]
         flat = source.image.tensor(f"{source.share}/{MASTER}").numel()
         for kind in kinds:
             tensor = source.image.tensor(f"{source.share}/{kind}")
