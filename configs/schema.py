@@ -74,7 +74,8 @@ class TrainConfig(Recipe):
     @model_validator(mode="after")
     def _together(self) -> Self:
         if self.algorithm.needs_critic:
-            fill(self, critic=CriticConfig(optimizer=self.actor.optimizer))
+            whole = {} if self.actor.optimizer.whole is None else {"zero_stage": self.actor.zero_stage}
+            fill(self, critic=CriticConfig(optimizer=self.actor.optimizer, **whole))
         elif self.critic is not None:
             raise ValueError(f"'critic' has no effect with algorithm '{self.algorithm.name}': remove it")
         usual = (None, CriticConfig.model_fields["value_clip"].default)

@@ -133,6 +133,7 @@ def _check_plain(config: TrainConfig, rows: int) -> Path:
         "no KL, entropy bonus or correction": not (
             algorithm.kl or algorithm.entropy_coefficient or algorithm.correction
         ),
+        "AdamW": optimizer.name == "adamw",
         "every weight trained": config.actor.lora is None,
         "a learning rate that holds": (optimizer.warmup_steps, optimizer.decay) == (0, "constant")
         and not isinstance(optimizer.learning_rate, dict),

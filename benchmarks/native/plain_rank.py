@@ -28,7 +28,7 @@ from torch.nn.functional import cross_entropy
 from transformers import AutoModelForCausalLM
 
 from benchmarks.native.work import Work
-from configs.sections.trainer import OptimizerConfig
+from configs.sections.optimizer import OptimizerConfig
 from engines.training.start import prepare_deepspeed_for_cpu
 from penstock.state.experience import read_columns
 
@@ -111,10 +111,14 @@ class DeepSpeed:
 
 
 def _adamw(model: Any, work: Work, cuda: bool) -> torch.optim.Optimizer:
-    given = OptimizerConfig.model_validate(work.optimizer)
-    rate: Any = given.learning_rate  # a number: one that follows a schedule is refused before
+    given: Any = OptimizerConfig.model_validate(work.optimizer)  # others, and rates with schedules, are refused before
     return torch.optim.AdamW(
-        model.parameters(), rate, given.betas, given.eps, given.weight_decay, fused=True if cuda else None
+        model.parameters(),
+        given.learning_rate,
+        given.betas,
+        given.eps,
+        given.weight_decay,
+        fused=True if cuda else None,
     )
 
 

@@ -1,4 +1,4 @@
-"""Sections of what is trained: actor, critic, supervised training, with their optimizers and adapters."""
+"""Sections of what is trained: actor, critic, supervised training, with their adapters (optimizers: optimizer.py)."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ from typing import Literal, Self
 
 from pydantic import Field, model_validator
 
-from configs.tree.schedule import Scheduled, ScheduledAboveZero
+from configs.sections.optimizer import OptimizerConfig
+from configs.tree.schedule import ScheduledAboveZero
 from configs.tree.section import PositiveInt, Section
 
 
@@ -32,29 +33,10 @@ class LoraConfig(Section):
         return self.alpha / self.rank
 
 
-class OptimizerConfig(Section):
-    """AdamW and its learning rate. lr(step) = learning_rate x warm-up x decay."""
-
-    learning_rate: Scheduled[float] = Field(1e-6, description="peak learning rate; may follow a schedule by iteration")
-    warmup_steps: int = Field(0, ge=0, description="optimizer steps of linear warm-up")
-    decay: Literal["constant", "linear", "cosine"] = Field("constant", description="shape after the warm-up")
-    min_ratio: float = Field(0.0, ge=0, le=1, description="the decay ends at this share of learning_rate")
-    betas: tuple[float, float] = Field((0.9, 0.95), description="AdamW's moment decay rates")
-    eps: float = Field(1e-8, gt=0, description="AdamW's epsilon")
-    weight_decay: float = Field(0.0, ge=0, description="decoupled weight decay")
-    max_grad_norm: float = Field(1.0, gt=0, description="gradients are clipped to this global norm")
-
-    @model_validator(mode="after")
-    def _decay(self) -> Self:
-        if self.decay == "constant" and self.min_ratio:
-            raise ValueError("'min_ratio' has no effect with decay 'constant': remove it")
-        return self
-
-
 class TrainerConfig(Section):
     """How DeepSpeed trains one model."""
 
-    optimizer: OptimizerConfig = Field(default_factory=OptimizerConfig, description="AdamW and its schedule")
+    optimizer: OptimizerConfig = Field(default_factory=OptimizerConfig, description="which optimizer, and its schedule")
     zero_stage: Literal[0, 1, 2, 3] = Field(
         1,
         description="DeepSpeed ZeRO stage: what is sharded over the ranks; 0: nothing, only for float32 weights; "
@@ -71,12 +53,24 @@ class TrainerConfig(Section):
     )
     offload_optimizer: bool = Field(
         False,
-        description="keep AdamW's state and the float32 masters in host memory between updates, for a larger KV cache "
-        "in the rollout; ZeRO stage 2 only, no effect on CPU",
+        description="keep the optimizer's state and the float32 masters in host memory between updates, for a larger "
+        "KV cache in the rollout; ZeRO stage 2 only, no effect on CPU",
     )
     lora: LoraConfig | None = Field(
         None, description="train low-rank adapters and leave the weights as they are; null: train all weights"
     )
+
+    @model_validator(mode="after")
+    def _whole(self) -> Self:
+        name, whole = self.optimizer.name, self.optimizer.whole
+        if whole is not None and self.zero_stage:
+            raise ValueError(
+                f"'optimizer.name' {name} needs 'zero_stage' 0, not {self.zero_stage}: {whole}, and the other stages "
+                "cut matrices; with weights too large for that take adamw or sgd"
+            )
+        if whole is not None and self.lora is not None:
+            raise ValueError(f"'optimizer.name' {name} is for whole weights, not for 'lora': take adamw or sgd")
+        return self
 
     @model_validator(mode="after")
     def _lora(self) -> Self:

@@ -31,6 +31,7 @@ from engines.sizing.activations import (
     layer_table,
     total,
 )
+from engines.sizing.optimizer_states import master_bytes, state_bytes
 
 GIB = 1 << 30
 Parts = dict[str, int]  # bytes by what they are for
@@ -47,7 +48,6 @@ LOGITS_CHUNKS = {"cuda": 2, "cpu": 8}  # the chunk and its gradient; where nothi
 REDUCE_BUCKET = 500_000_000
 BUCKETS = {"cuda": 2, "cpu": 1}
 LIVE_PARAMETERS = 1_000_000_000  # that ZeRO-3 holds gathered
-MASTER_AND_MOMENTS = 12  # bytes of a trained parameter's state
 GRADIENT = 4  # bytes: gradients are summed up in float32
 KV_BLOCK = 128  # tokens; vLLM hands out whole blocks
 USEFUL_SEQUENCES = 16  # with room for fewer at a time a rollout takes too long to be worth it
@@ -120,8 +120,9 @@ def slot_bytes(config: TrainConfig, rank: Rank, on_host: int) -> int:
     """
     states = {}
     for name, trainer in _trained(config, rank).items():
-        trained = _models(name, config) * _shape(name, rank).trained_parameters(trainer.lora)
-        states[name] = MASTER_AND_MOMENTS * trained // (rank.ranks if trainer.zero_stage else on_host)
+        shape = _shape(name, rank)
+        one = master_bytes(trainer, shape) + state_bytes(trainer, shape)
+        states[name] = _models(name, config) * one // (rank.ranks if trainer.zero_stage else on_host)
     warm_up, kl = states.pop("sft", 0), config.algorithm.kl
     state = max(warm_up, sum(states.values()))
     if kl is not None and kl.refresh_every is not None and "reference" in rank.shapes:
@@ -239,10 +240,11 @@ def _states(name: str, trainer: TrainerConfig, rank: Rank, models: int = 1) -> P
     """Return weights and optimizer states of `count` equal models while they are on the device, as ZeRO shards them."""
     shape, stage = _shape(name, rank), trainer.zero_stage
     weights, trained = shape.parameters + shape.adapter_parameters(trainer.lora), shape.trained_parameters(trainer.lora)
-    masters = 0 if rank.width == 4 and stage == 0 else 4  # float32 weights are their own masters without ZeRO
+    own = rank.width == 4 and stage == 0  # float32 weights are their own masters without ZeRO
+    masters = state_bytes(trainer, shape) + (0 if own else master_bytes(trainer, shape))
     states = {
         f"{name} weights": rank.width * weights // (rank.ranks if stage >= 3 else 1),
-        f"{name} masters and moments": (masters + 8) * trained // (rank.ranks if stage >= 1 else 1),
+        f"{name} masters and moments": masters // (rank.ranks if stage >= 1 else 1),
     }
     if stage <= 1 and rank.width == 2:  # DeepSpeed's other optimizer: it keeps a buffer of all gradients for good
         states[f"{name} gradients"] = GRADIENT * trained

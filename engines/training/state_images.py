@@ -16,7 +16,8 @@ from typing import Any, BinaryIO
 
 import torch
 
-from engines.training.trained_state import MASTER, STEP, ParameterSlice, Share
+from engines.training.optimizers import STEP
+from engines.training.trained_state import MASTER, ParameterSlice, Share
 from penstock.base.errors import UserError
 from penstock.state.state_image import IMAGES, Header, Plan, plan_image, read_header
 
@@ -123,7 +124,7 @@ class SavedState:
             )
 
     def copy(self, kind: str, slices: Sequence[ParameterSlice], flat: torch.Tensor) -> None:
-        """Copy the slices of the masters, or of a moment, into a flat tensor.
+        """Copy the slices of the masters, or of a state of their layout, into a flat tensor.
 
         Raises:
             UserError: the images lack some of it.
@@ -134,8 +135,21 @@ class SavedState:
                 target = flat[part.offset + begin - part.start : part.offset + end - part.start]
                 target.copy_(saved[source.offset + begin - source.start : source.offset + end - source.start])
 
+    def copy_state(self, name: str, share: Share, state: torch.Tensor) -> None:
+        """Copy what was saved of an optimizer's state of a share; see `copy`.
+
+        What is not of the master's layout belongs to a whole parameter (Adafactor's sums over rows and columns).
+        """
+        if name == STEP:
+            state.fill_(self.optimizer_steps(share))
+        elif state.numel() == share.master.numel():
+            self.copy(name, share.slices, state.data.view(-1))
+        else:
+            (source, *_) = self.sources[share.slices[0].parameter]
+            state.copy_(source.image.tensor(f"{source.share}/{name}"))
+
     def optimizer_steps(self, share: Share) -> float:
-        """Return how many steps AdamW has taken on a share's parameters."""
+        """Return how many steps the optimizer has taken on a share's parameters."""
         sources = {
             (source.image.path, source.share): source for part in share.slices for source, *_ in self._overlaps(part)
         }

@@ -1,7 +1,8 @@
 """The trained state as DeepSpeed keeps it: flat tensors of a rank, and where in them which parts of parameters lie.
 
-What has to survive a training's process is the float32 master of the weights and AdamW's moments and step counts. Each
-ZeRO stage cuts them over the ranks in another way, which is all that tells stages and numbers of ranks apart:
+What has to survive a training's process is the float32 master of the weights and the states that the optimizer keeps by
+it (engines/training/optimizers.py). Each ZeRO stage cuts them over the ranks in another way, which is all that tells
+stages and numbers of ranks apart:
 
     0           each parameter by itself, whole on every rank
     1, 2        all parameters one after the other in one tensor, cut into a part per rank
@@ -22,7 +23,9 @@ from typing import Any
 import torch
 from torch import nn
 
-MASTER, STEP, MOMENTS = "master", "step", ("exp_avg", "exp_avg_sq")  # the last two as AdamW calls them
+from engines.training.optimizers import STATES, first_state
+
+MASTER = "master"
 
 
 @dataclass(frozen=True)
@@ -37,14 +40,16 @@ class ParameterSlice:
 
 @dataclass(frozen=True)
 class Share:
-    """What a rank holds of some parameters: a flat master; the optimizer keeps moments of the same layout by it.
+    """What a rank holds of some parameters: a flat master, by which the optimizer keeps its states.
 
     Attributes:
         slices: in the order of the tensor; what they leave out is padding.
+        group: the optimizer's settings for it; under `STATES` what it keeps.
     """
 
     master: torch.Tensor
     slices: tuple[ParameterSlice, ...]
+    group: dict[str, Any]
 
 
 def trained_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
@@ -63,14 +68,15 @@ def is_replicated(optimizer: Any) -> bool:
 
 
 def shares_of(module: nn.Module, optimizer: Any) -> list[Share]:
-    """Return what this rank holds, of every class of optimizer that DeepSpeed wraps AdamW in for us."""
+    """Return what this rank holds, of every class of optimizer that DeepSpeed wraps ours in."""
     names = {parameter: name for name, parameter in trained_parameters(module).items()}
     if is_replicated(optimizer):
-        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-        return [Share(one, (ParameterSlice(names[one], 0, one.numel(), 0),)) for one in parameters]
+        grouped = [(one, group) for group in optimizer.param_groups for one in group["params"]]
+        return [Share(one, (ParameterSlice(names[one], 0, one.numel(), 0),), group) for one, group in grouped]
+    (settings,) = optimizer.param_groups  # as those have that step every number by itself
     if hasattr(optimizer, "fp32_partitioned_groups_flat"):
         groups = zip(optimizer.fp32_partitioned_groups_flat, optimizer.fp16_groups, strict=True)
-        return [Share(master, tuple(_sharded_slices(group, names))) for master, group in groups]
+        return [Share(master, tuple(_sharded_slices(group, names)), settings) for master, group in groups]
     if hasattr(optimizer, "single_partition_of_fp32_groups"):
         partitions, masters = optimizer.parallel_partitioned_bit16_groups, optimizer.single_partition_of_fp32_groups
         offsets = optimizer.round_robin_bit16_offsets
@@ -80,7 +86,7 @@ def shares_of(module: nn.Module, optimizer: Any) -> list[Share]:
         laid_out = [(group, [0, *accumulate(one.numel() for one in group)]) for group in optimizer.bf16_groups]
     rank = torch.distributed.get_rank()
     return [
-        Share(master, tuple(_cut_slices(zip(group, places, strict=False), names, *_bounds(parts, rank))))
+        Share(master, tuple(_cut_slices(zip(group, places, strict=False), names, *_bounds(parts, rank))), settings)
         for master, parts, (group, places) in zip(masters, partitions, laid_out, strict=True)
     ]
 
@@ -113,23 +119,21 @@ def _sharded_slices(group: list[Any], names: dict[nn.Parameter, str]) -> Iterato
 
 
 def optimizer_state(optimizer: Any, share: Share) -> dict[str, torch.Tensor]:
-    """Return AdamW's moments and steps of a share; before the first step they are made, as that step would make them.
+    """Return the states of a share by name; before the first step they are made, as that step would make them.
 
     Their tensors stay the same as long as the optimizer does.
     """
     state: dict[str, torch.Tensor] = optimizer.state[share.master]
-    if STEP not in state:
-        fused = bool(optimizer.param_groups[0]["fused"])
-        device = share.master.device if fused else torch.device("cpu")
-        state[STEP] = torch.zeros((), dtype=torch.float32, device=device)
-        for name in MOMENTS:
-            state[name] = torch.zeros_like(share.master, memory_format=torch.preserve_format, requires_grad=False)
+    for name in share.group[STATES]:
+        if state.get(name) is None:
+            state[name] = first_state(name, share.master, share.group)
     return state
 
 
 def has_optimizer_state(optimizer: Any, shares: list[Share]) -> bool:
-    """Whether the moments of all shares are there."""
-    return all(STEP in optimizer.state.get(share.master, {}) for share in shares)
+    """Whether the states of all shares are there."""
+    held = ((optimizer.state.get(share.master, {}), share.group[STATES]) for share in shares)
+    return all(state.get(name) is not None for state, names in held for name in names)
 
 
 @torch.no_grad()
@@ -166,7 +170,7 @@ class TrainedState:
 
 
 def trained_state(module: nn.Module, optimizer: Any, part: int = 0, parts: int = 1) -> TrainedState:
-    """Return this rank's state; its moments must be there (`optimizer_state`).
+    """Return this rank's state; the optimizer's must be there (`optimizer_state`).
 
     Args:
         part: of a state that every rank holds whole, which of `parts` to return: its neighbours return the others.
@@ -178,7 +182,7 @@ def trained_state(module: nn.Module, optimizer: Any, part: int = 0, parts: int =
     for number, share in shares:
         state = optimizer_state(optimizer, share)
         tensors[f"{number}/{MASTER}"] = share.master.data
-        tensors |= {f"{number}/{name}": state[name].data for name in (*MOMENTS, STEP)}
+        tensors |= {f"{number}/{name}": state[name].data for name in share.group[STATES]}
     parameters = trained_parameters(module)
     names = {parameter: name for name, parameter in parameters.items()}
     everywhere = module.named_parameters(remove_duplicate=False)

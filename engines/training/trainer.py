@@ -25,16 +25,16 @@ from deepspeed.runtime.zero.offload_config import OffloadStateTypeEnum
 from torch import nn
 
 from configs.sections.faults import SKIPPED_IN_A_ROW
-from configs.sections.trainer import OptimizerConfig, TrainerConfig
+from configs.sections.optimizer import OptimizerConfig
+from configs.sections.trainer import TrainerConfig
 from engines.kernels import gated_mlp
 from engines.kernels.gated_mlp import gate_in_products
 from engines.kernels.weight_gradients import count_sums, sum_in_products
 from engines.training.gradient_sums import forget_gradient, summed_gradient
+from engines.training.optimizers import STATES, make_optimizer
 from engines.training.state_images import SavedState
 from engines.training.trained_state import (
     MASTER,
-    MOMENTS,
-    STEP,
     TrainedState,
     before_restore,
     has_optimizer_state,
@@ -100,14 +100,16 @@ class Trainer:
         self._totals: dict[str, torch.Tensor] = {}  # of the micro-batches whose gradients are summed
         self._stops_at = stops_at
         self._frozen_sum: int | None = None
-        parameters = [parameter for parameter in parameters if parameter.requires_grad]
+        names = {parameter: name for name, parameter in trained_parameters(module).items()}
+        named = {names[parameter]: parameter for parameter in parameters if parameter.requires_grad}
+        parameters = list(named.values())
         self.device = parameters[0].device
         dtype = parameters[0].dtype
         if config.zero_stage == 0:
             flatten_in_place(parameters)
         self.engine, self._optimizer, *_ = deepspeed.initialize(
             model=module,
-            optimizer=_adamw(parameters, config.optimizer),
+            optimizer=make_optimizer(named, config.optimizer),
             config=deepspeed_config(config, dtype),
             dist_init_required=False,
         )
@@ -223,7 +225,7 @@ class Trainer:
             self._offload_states()
 
     def _offload_states(self) -> None:
-        """Move masters and moments to page-locked host memory.
+        """Move masters and the optimizer's state to page-locked host memory.
 
         The GPU copies from and to locked pages by itself, several times faster than through pageable memory. Torch
         keeps such pages for the next time, so they are locked once; it rounds each tensor up to a power of two.
@@ -263,9 +265,9 @@ class Trainer:
             before_restore(self._optimizer)
             for share in shares_of(self.module, self._optimizer):
                 state = optimizer_state(self._optimizer, share)
-                for name, tensor in {MASTER: share.master, **{name: state[name] for name in MOMENTS}}.items():
-                    saved.copy(name, share.slices, tensor.data.view(-1))
-                state[STEP].fill_(saved.optimizer_steps(share))
+                saved.copy(MASTER, share.slices, share.master.data.view(-1))
+                for name in share.group[STATES]:
+                    saved.copy_state(name, share, state[name])
             rebuild_weights(self._optimizer)
         self.steps = saved.steps
 
@@ -274,13 +276,6 @@ class Trainer:
         self.engine.destroy()
         del self.engine, self._optimizer
         gc.collect()
-
-
-def _adamw(parameters: list[nn.Parameter], config: OptimizerConfig) -> torch.optim.AdamW:
-    fused = parameters[0].device.type == "cuda"
-    return torch.optim.AdamW(
-        parameters, lr=0.0, betas=config.betas, eps=config.eps, weight_decay=config.weight_decay, fused=fused
-    )
 
 
 def deepspeed_config(config: TrainerConfig, dtype: torch.dtype) -> dict[str, Any]:

@@ -31,6 +31,7 @@ from engines.sizing.memory import (
     slot_bytes,
     weight_width,
 )
+from engines.sizing.optimizer_states import master_bytes, state_bytes
 from penstock.base.errors import UserError
 from penstock.checks.model import check_tensor_parallel, shape_of
 
@@ -132,9 +133,10 @@ def check_zero_stage(
         device = "cpu" if estimate.devices[0].gpu is None else "cuda"
         if trainer is None or trainer.zero_stage or role not in estimate.roles or weight_width(config, device) == 4:
             continue
+        other = f"{section}.zero_stage=1, which on a single rank is the same, or "
         raise UserError(
             f"{section}.zero_stage=0 is for float32 weights, and those of group '{estimate.group}' are bfloat16",
-            f"set {section}.zero_stage=1, which on a single rank is the same, or model.dtype=float32",
+            f"set {other if trainer.optimizer.whole is None else ''}model.dtype=float32",
         )
 
 
@@ -269,25 +271,28 @@ def _has_gated_mlp(device: RankDevice, gpus: list[int], elsewhere: Elsewhere) ->
 def disk_bytes(config: TrainConfig) -> int:
     """Return about how many bytes the checkpoints and the exported model of a run take.
 
-    A checkpoint holds weights and AdamW's float32 state of every trained role, and the weights of a reference that is
-    refreshed; one more than is kept exists while it is written. Left out: experience, which depends on what is said.
+    A checkpoint holds weights and the optimizer's float32 state of every trained role, and the weights of a reference
+    that is refreshed; one more than is kept exists while it is written. Left out: experience, which depends on what is
+    said.
     """
-    width = weight_width(config, "cuda" if visible_gpus() else "cpu")
-    trained = shape_of(config).trained_parameters(config.actor.lora)
+    trained = _trained_bytes(config, config.actor, "actor")
     if config.critic is not None:
-        critics = max(1, len(config.agents))
-        trained += critics * shape_of(config, "critic").trained_parameters(config.critic.lora)
-    kl, weights = config.algorithm.kl, shape_of(config).parameters * width
+        trained += max(1, len(config.agents)) * _trained_bytes(config, config.critic, "critic")
+    kl, weights = config.algorithm.kl, model_bytes(config)
     reference = weights if kl is not None and kl.refresh_every is not None else 0
     checkpoints = config.checkpoint.keep + 1 if config.checkpoint.every else 0
-    return checkpoints * (trained * (width + 12) + reference) + weights
+    return checkpoints * (trained + reference) + weights
 
 
 def checkpoint_bytes(config: TrainConfig) -> int:
-    """Return about how many bytes a checkpoint of supervised steps takes: weights and AdamW's float32 state."""
+    """Return about how many bytes a checkpoint of supervised steps takes: weights and the optimizer's float32 state."""
     assert config.sft is not None
-    width = weight_width(config, "cuda" if visible_gpus() else "cpu")
-    return shape_of(config).trained_parameters(config.sft.lora) * (width + 12)
+    return _trained_bytes(config, config.sft, "actor")
+
+
+def _trained_bytes(config: TrainConfig, trainer: TrainerConfig, role: Role) -> int:
+    shape, width = shape_of(config, role), weight_width(config, "cuda" if visible_gpus() else "cpu")
+    return width * shape.trained_parameters(trainer.lora) + master_bytes(trainer, shape) + state_bytes(trainer, shape)
 
 
 def model_bytes(config: TrainConfig) -> int:
@@ -302,8 +307,12 @@ def _require(config: TrainConfig, estimate: GroupEstimate, free: int, place_name
     model = next((name for name, phase in PHASES.items() if phase == memory.phase), "actor")
     section = section or model
     part = max(memory.parts, key=lambda name: memory.parts[name])
+    trainer: TrainerConfig = getattr(config, model)
+    sharding = f"use more ranks or a higher {section}.zero_stage"
+    if trainer.optimizer.whole is not None:
+        sharding = f"use {section}.optimizer.name=adamw or sgd, more ranks and a higher {section}.zero_stage"
     training = (
-        f"use more ranks or a higher {section}.zero_stage, {_smaller_passes(config, model, section)}, "
+        f"{sharding}, {_smaller_passes(config, model, section)}, "
         f"{section}.gradient_checkpointing=true where it is false, or end what else uses the memory"
     )
     caching = "lower rollout.kv_cache_gib or rollout.max_sequences, remove rollout.sleep=false where it is given, or "

@@ -18,6 +18,7 @@ JUDGE = "penstock/rewards/test_judge.py::test_"
 SCORING = "penstock/rewards/test_pool.py::test_"
 SANDBOX = "penstock/rewards/test_sandbox.py::test_"
 TRAINER = "engines/training/test_trainer.py::test_"
+OPTIMIZERS = "engines/training/test_optimizers.py::test_"
 CORRECTION = "algorithms/test_correction.py::test_"
 ESTIMATOR = "tasks/iteration/test_advantage_inputs.py::test_settings_reach_the_estimator"
 RUN_FOLDER = "penstock/cli/test_main.py::test_the_run_folder_has_the_name_and_the_place_of_the_recipe"
@@ -190,6 +191,8 @@ TRAIN = {
     "sft.offload_optimizer": "configs/test_schema.py::test_the_optimizer_rests_in_host_memory_only_where_deepspeed_can_move_it",
     "actor.offload_optimizer": "engines/training/test_trainer.py::test_states_that_rest_in_host_memory_train_alike",
     "critic.offload_optimizer": "engines/training/test_trainer.py::test_states_that_rest_in_host_memory_train_alike",
+    "*.optimizer.name": f"{OPTIMIZERS}the_same_gradients_give_the_weights_that_torchs_optimizer_gives_by_hand",
+    "*.optimizer.momentum": f"{OPTIMIZERS}the_same_gradients_give_the_weights_that_torchs_optimizer_gives_by_hand",
     "*.optimizer.betas": f"{TRAINER}losses_norms_clipping_and_rates_are_torchs_own_at_every_zero_stage",
     "*.optimizer.eps": f"{TRAINER}losses_norms_clipping_and_rates_are_torchs_own_at_every_zero_stage",
     "*.optimizer.weight_decay": f"{TRAINER}losses_norms_clipping_and_rates_are_torchs_own_at_every_zero_stage",
@@ -238,6 +241,8 @@ PAIRS = {
     "*.optimizer.warmup_steps": TRAIN["*.optimizer.warmup_steps"],
     "*.optimizer.decay": TRAIN["*.optimizer.decay"],
     "*.optimizer.min_ratio": TRAIN["*.optimizer.min_ratio"],
+    "*.optimizer.name": TRAIN["*.optimizer.name"],
+    "*.optimizer.momentum": TRAIN["*.optimizer.momentum"],
     "*.optimizer.betas": TRAIN["*.optimizer.betas"],
     "*.optimizer.eps": TRAIN["*.optimizer.eps"],
     "*.optimizer.weight_decay": TRAIN["*.optimizer.weight_decay"],

@@ -139,6 +139,17 @@ RECIPES = {
         "data.arithmetic={calls: 0.4, mistakes: 0}",
         "environment={type: penstock.environments.calculator:Calculator, max_turns: 2}",
     ),
+    "muon": (
+        "sft={steps: 10, batch: 32, checkpoint_every: 4, optimizer: {name: sgd, learning_rate: 1e-1}}",
+        "algorithm.mini_batches=2",
+        "actor={zero_stage: 0, optimizer: {name: muon}}",
+    ),
+    "adafactor of ppo": (
+        "sft=null",
+        "algorithm={name: ppo, mini_batches: 2}",
+        "actor={zero_stage: 0, optimizer: {name: adafactor, learning_rate: 1e-2}}",
+        "critic.optimizer={name: sgd, learning_rate: 1e-2}",
+    ),
     "ppo": (
         "sft=null",
         "groups={main: {ranks: 1, roles: [actor, rollout, reference]}, critic: {ranks: 1, roles: [critic]}}",
@@ -229,6 +240,16 @@ STRUCK = {
             Blow("sum_gradient", "4/update_actor/3", HOST),
         ],
         [*(f"snapshot 00000{number}" for number in (1, 2, 2)), SAVED],
+    ),
+    "with other optimizers": Struck(
+        "muon",
+        [Blow("sft_steps", "4/", written=True), Blow("update_actor", "2/"), Blow("update_actor", "4/", HOST)],
+        [STEPS, "snapshot 000001", SAVED],
+    ),
+    "with a critic of another optimizer": Struck(
+        "adafactor of ppo",
+        [Blow("update_critic", "2/"), Blow("update_actor", "4/", HOST)],
+        ["snapshot 000001", SAVED],
     ),
     "in a group beside the actor's": Struck(
         "ppo",

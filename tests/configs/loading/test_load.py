@@ -153,7 +153,7 @@ def test_every_mistake_is_listed_once_by_its_key() -> None:
     """One error for all of them; the branches of a schedule's type do not show."""
     values = {
         "iterations": 0,
-        "actor": {"optimizer": {"learning_rate": "fast", "betas": [1]}, "zero_stage": 7},
+        "actor": {"optimizer": {"learning_rate": "fast", "betas": [0.9]}, "zero_stage": 7},
         "rollout": 3,
         "algorithm": {"settings": {"clip_low": {1: 0.2}}, "kl": {"horizon": 3}},
         "groups": {"main": {"gpus": ["x"]}},
@@ -271,7 +271,10 @@ def _flatten(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
 
 def _filled(name: str) -> bool:
     names = ("advantage", "policy_loss", "aggregation", "settings")
-    # null, and an empty mapping, stand for what the default algorithm has
-    return name.startswith("algorithm.settings.") or name in {f"algorithm.{key}" for key in names} | {
-        "evaluate.evaluators"
-    }
+    # null, and an empty mapping, stand for what the default algorithm, and the default optimizer, has
+    of_optimizer = name.endswith((".optimizer.betas", ".optimizer.eps"))
+    return (
+        of_optimizer
+        or name.startswith("algorithm.settings.")
+        or name in {f"algorithm.{key}" for key in names} | {"evaluate.evaluators"}
+    )

@@ -36,6 +36,7 @@ def test_how_long_and_where_may_change(config: Tree, may: Resumable, changes: li
     ("config", "may", "change", "said"),
     [
         (TRAIN, OF_TRAIN, "sft.steps=20", "'sft.steps' cannot change"),
+        (TRAIN, OF_TRAIN, "actor.optimizer.name=sgd", "'actor.optimizer.name' cannot change"),
         (TRAIN, OF_SFT, "iterations=20", "'iterations' cannot change"),
         (TRAIN, OF_SFT, "sft.batch=4", "'sft.batch' cannot change"),
         (PREFERENCE, OF_PAIRS, "loss.name=ipo", "'loss.name' cannot change"),

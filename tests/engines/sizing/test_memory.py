@@ -27,6 +27,7 @@ from configs.sections.run import Role
 from engines.batches.micro_batches import plan_micro_batches, planned_tokens
 from engines.batches.packing import Rows
 from engines.families.shape import ModelShape, read_shape
+from engines.groups.slots import SLOTS
 from engines.models.loading import load_causal_lm
 from engines.sizing.memory import (
     GIB,
@@ -37,6 +38,7 @@ from engines.sizing.memory import (
     decide_sleep,
     rank_memory,
     rank_phases,
+    slot_bytes,
     weight_width,
 )
 from penstock.base.ragged import Ragged, offsets_of
@@ -109,6 +111,23 @@ def test_each_zero_stage_shards_what_it_says() -> None:
     """Stage 1 the optimizer, stage 2 the gradients too, stage 3 the weights too; stage 0 nothing."""
     assert [_actor(stage, _rank(1)) for stage in range(4)] == [18.0, 18.0, 18.0, 18.0]
     assert [_actor(stage, _rank(4)) for stage in range(4)] == [18.0, 9.0, 6.0, 4.5]
+
+
+def test_the_optimizer_says_what_is_kept_beside_a_master() -> None:
+    """On the device and, twice, in the slots of snapshots. That these are the real numbers shows test_optimizers.py."""
+    matrices = MILLION.layers * MILLION.layer_matrices / MILLION.parameters
+    for stage, optimizer, moments in (
+        (1, {"name": "adamw"}, 8.0),
+        (1, {"name": "sgd"}, 4.0),
+        (1, {"name": "sgd", "momentum": 0.0}, 0.0),
+        (0, {"name": "muon"}, 8.0 - 4.0 * matrices),
+    ):
+        config = TrainConfig.model_validate({"actor": {"zero_stage": stage, "optimizer": optimizer}, "sft": None})
+        rank = _rank(2 if stage else 1, dtype="float32")
+        parts = rank_phases(config, rank, _every(LOGITS))["update of the actor"]
+        kept = parts["actor masters and moments"] * rank.ranks / MILLION.parameters
+        assert kept == pytest.approx(moments + (4.0 if stage else 0.0))
+        assert slot_bytes(config, rank, 1) * rank.ranks == pytest.approx(SLOTS * (4.0 + moments) * MILLION.parameters)
 
 
 def test_float32_weights_are_twice_as_large_and_need_masters_only_where_they_are_sharded() -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from configs.sections.trainer import OptimizerConfig
+from configs.sections.optimizer import OptimizerConfig
 from engines.training.trainer import learning_rate_factor
 
 

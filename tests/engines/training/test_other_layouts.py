@@ -13,8 +13,9 @@ import numpy as np
 import pytest
 import torch
 
+from engines.training.optimizers import ADAMW_STATES, STEP
 from engines.training.state_images import SavedState, SavedStates, StateImage, image_paths, saved_actor, write_image
-from engines.training.trained_state import MASTER, MOMENTS, ParameterSlice, Share
+from engines.training.trained_state import MASTER, ParameterSlice, Share
 from penstock.base.errors import UserError
 from tests.engines.rows import LOSS, SPLIT, random_rows, write_rows
 from tests.engines.shared_ranks import Ranks, Shape
@@ -30,6 +31,7 @@ CHANGES = [  # ranks and stage before, and after
     ((2, 1), (1, 2), "bfloat16"),
     ((1, 3), (2, 1), "bfloat16"),
 ]
+MOMENTS = tuple(name for name in ADAMW_STATES if name != STEP)
 
 
 def _whole(state: SavedState) -> dict[str, torch.Tensor]:
@@ -40,7 +42,7 @@ def _whole(state: SavedState) -> dict[str, torch.Tensor]:
         for kind in (MASTER, *MOMENTS):
             found[f"{name}/{kind}"] = torch.full((part.count,), torch.nan)
             state.copy(kind, [part], found[f"{name}/{kind}"])
-        found[f"{name}/steps"] = torch.tensor(state.optimizer_steps(Share(torch.empty(0), (part,))))
+        found[f"{name}/steps"] = torch.tensor(state.optimizer_steps(Share(torch.empty(0), (part,), {})))
     return found
 
 

@@ -39,6 +39,19 @@ def test_of_a_training(budget: int, advice: str) -> None:
     assert advice in refused.value.remedy
 
 
+def test_more_ranks_are_no_advice_for_an_optimizer_that_needs_all_on_each() -> None:
+    """Another optimizer is. Control: AdamW is advised to be shared out."""
+    for name, advice in (
+        ("adafactor", "use actor.optimizer.name=adamw or sgd, more ranks and a higher"),
+        ("adamw", "use more ranks or a higher"),
+    ):
+        actor = {"micro_batch_tokens": 1 << 19, "zero_stage": 0, "optimizer": {"name": name}}
+        config = TrainConfig.model_validate({"model": {**TINY, "dtype": "float32"}, "actor": actor})
+        with pytest.raises(UserError, match="GiB free") as refused:
+            memory.check_memory(config)
+        assert refused.value.remedy.startswith(f"{advice} actor.zero_stage, ")
+
+
 @pytest.mark.parametrize(("budget", "key"), [(1 << 19, "micro_batch_tokens"), (64, "max_tokens")])
 def test_of_training_without_rollout(budget: int, key: str) -> None:
     """Under the name of the section that the user gave: also where the warm-up is the fullest phase of a training."""

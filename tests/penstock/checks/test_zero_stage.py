@@ -50,3 +50,10 @@ def test_training_without_rollout_names_its_own_section() -> None:
     config = _config("bfloat16", sft={"zero_stage": 0})
     with pytest.raises(UserError, match=r"trainer\.zero_stage=0"):
         memory.check_finetuning_memory(config, "trainer")
+
+
+def test_for_an_optimizer_of_matrices_the_next_stage_is_no_way_out() -> None:
+    """Its way out is float32. Control: for AdamW the stage is another (above)."""
+    sections = {"zero_stage": 0, "optimizer": {"name": "muon"}}
+    with pytest.raises(UserError, match=r"actor\.zero_stage=0 is for float32.*\n\s*set model\.dtype=float32$"):
+        memory.check_memory(_config("bfloat16", actor=sections))

@@ -364,6 +364,7 @@ def test_a_recipe_is_checked_and_its_disk_reckoned(monkeypatch: pytest.MonkeyPat
     assert [line.level for line in lines] == ["ok"]
     assert needed == 338_784 * (2 * (4 + 12) + 4)
     assert disk_bytes(load_config(recipe, ["checkpoint.keep=3"])) == 338_784 * (4 * (4 + 12) + 4)
+    assert disk_bytes(load_config(recipe, ["actor.optimizer.name=sgd"])) == 338_784 * (3 * (4 + 8) + 4)
     assert disk_bytes(load_config(recipe, ["checkpoint.every=0"])) == 338_784 * 4
     refreshed = ["checkpoint.keep=3", "algorithm.kl.refresh_every=2"]
     assert disk_bytes(load_config(recipe, refreshed)) == 338_784 * (4 * (4 + 12 + 4) + 4)
