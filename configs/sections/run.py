@@ -106,8 +106,14 @@ class CheckpointConfig(Section):
 class Devices(Section):
     """What the ranks of one engine group run on."""
 
-    gpus: list[int] | None = Field(None, description="GPU indices, one rank each; null: all visible GPUs, or CPU ranks")
-    ranks: PositiveInt | None = Field(None, description="number of CPU ranks on a machine without a GPU (1)")
+    gpus: list[int] | None = Field(
+        None, description="GPU indices, one rank each; null: all that no other training has, or CPU ranks"
+    )
+    ranks: PositiveInt | None = Field(
+        None,
+        description="number of ranks in place of 'gpus': on as many GPUs that no other training has, on the CPU where "
+        "this machine has none (1), and always on the CPU of other machines",
+    )
     pool: str | None = Field(
         None,
         pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$",
@@ -121,7 +127,7 @@ class Devices(Section):
     @model_validator(mode="after")
     def _devices(self) -> Self:
         if self.gpus is not None and self.ranks is not None:
-            raise ValueError("'gpus' and 'ranks' exclude each other: 'ranks' is for machines without a GPU")
+            raise ValueError("'gpus' and 'ranks' exclude each other: 'ranks' takes whichever GPUs are free")
         if self.gpus is not None and (not self.gpus or len(set(self.gpus)) != len(self.gpus)):
             raise ValueError("'gpus' must name at least one GPU, each once")
         if self.pool == "hosts":

@@ -111,6 +111,7 @@ class Hosts:
         silence_s: a host that is silent for longer is lost.
         log_dir: where the host on this machine writes what it prints.
         keys: of the channel; None: new ones.
+        kept: descriptors that the host on this machine keeps open until nothing of it is left.
     """
 
     def __init__(
@@ -121,7 +122,9 @@ class Hosts:
         expected: Sequence[str] = (),
         silence_s: float = SILENCE_S,
         keys: channel.Keys | None = None,
+        kept: Sequence[int] = (),
     ) -> None:
+        self._kept = kept
         self._log_dir, self._silence_s, self._expected = log_dir, silence_s, set(expected)
         self._listener = channel.Listener([*expected, LOCAL], listen, keys)
         self._joined: dict[str, Joined] = {}
@@ -160,7 +163,7 @@ class Hosts:
             return
         self._log_dir.mkdir(parents=True, exist_ok=True)
         with (self._log_dir / "host.log").open("ab") as log:
-            self._child = start_host(HostStart(LOCAL, self.address), log)
+            self._child = start_host(HostStart(LOCAL, self.address), log, self._kept)
 
     def joined(self) -> dict[str, Joined]:
         """Return who has dialled, by name."""
@@ -462,14 +465,16 @@ def _result(reply: Future[Reply], timeout_s: float) -> Reply | None:
         return None
 
 
-def start_host(start: HostStart, log: Any) -> subprocess.Popen[bytes]:
+def start_host(start: HostStart, log: Any, kept: Sequence[int] = ()) -> subprocess.Popen[bytes]:
     """Start a host below a keeper that ends with this process; return the keeper, which ends as the host does.
 
     Args:
         log: file or descriptor that gets what it prints.
+        kept: descriptors that both keep open: the keeper ends last, once no rank is left.
     """
     path = os.pathsep.join(entry or str(Path.cwd()) for entry in sys.path)
-    keeper, _ = start_kept(["engines.groups.host"], start.to_json(), inherited() | {"PYTHONPATH": path}, log)
+    environment = inherited() | {"PYTHONPATH": path}
+    keeper, _ = start_kept(["engines.groups.host"], start.to_json(), environment, log, kept=kept)
     return keeper
 
 

@@ -69,6 +69,12 @@ def free_gpu_bytes(index: int) -> int:
     return int(pynvml.nvmlDeviceGetMemoryInfo(pynvml.nvmlDeviceGetHandleByIndex(index)).free)
 
 
+def gpu_bytes(index: int) -> int:
+    """Return all memory of the GPU with NVML index `index`, of which a driver keeps a little for itself."""
+    pynvml.nvmlInit()
+    return int(pynvml.nvmlDeviceGetMemoryInfo(pynvml.nvmlDeviceGetHandleByIndex(index)).total)
+
+
 def gpu_name(index: int) -> str:
     """Return the product name of the GPU with NVML index `index`, e.g. "NVIDIA H200"."""
     pynvml.nvmlInit()

@@ -6,8 +6,8 @@ machines of a pool come (penstock/session/machines/hosts.py).
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterator, Mapping
-from itertools import count
+from collections.abc import Container, Iterator, Mapping, Sequence
+from itertools import count, islice
 from pathlib import Path
 from types import MappingProxyType
 from typing import Literal
@@ -65,27 +65,41 @@ def reference_is_base(config: TrainConfig, roles: Container[Role]) -> bool:
 
 
 def place(
-    config: TrainConfig, visible_gpus: int, log_dir: Path, pools: Mapping[str, int] = NO_POOLS
+    config: TrainConfig,
+    visible_gpus: int,
+    log_dir: Path,
+    pools: Mapping[str, int] = NO_POOLS,
+    mine: Sequence[int] | None = None,
 ) -> list[GroupSpec]:
     """Return one spec per engine group.
 
-    Without a `groups` section everything runs in one group "main": on all visible GPUs, or on one CPU rank. A group of
-    a pool takes the first of its machines on which the GPUs that it asks for are free, or the processors, which CPU
-    ranks of two groups do not share.
+    Without a `groups` section everything runs in one group "main": on all GPUs that there are for it, or on one CPU
+    rank. Groups that say how many ranks they have take the first GPUs that no group names. A group of a pool takes the
+    first of its machines on which the GPUs that it asks for are free, or the processors, which CPU ranks of two groups
+    do not share.
 
     Args:
         visible_gpus: of this machine.
         pools: GPUs of each machine of a work pool.
+        mine: GPUs of this machine for groups that name none; None: all visible ones.
 
     Raises:
         UserError: a GPU that does not exist (on a machine without one: any), or that two groups would take; ranks
             that do not divide into rollout engines.
     """
-    groups = config.groups or {"main": GroupConfig(roles=list(config.roles))}
+    groups = groups_of(config)
+    named = {gpu for group in groups.values() if not group.hosts for gpu in group.gpus or ()}
+    there = range(visible_gpus) if mine is None else mine
+    unnamed = iter([gpu for gpu in there if gpu not in named])
     taken: dict[str, set[int | None]] = {}  # GPUs, or None for the processors, by machine of a pool
     specs = []
     for name, group in groups.items():
-        devices = _elsewhere(name, group, pools, taken) if group.hosts else _devices(name, group, visible_gpus)
+        if group.hosts:
+            devices = _elsewhere(name, group, pools, taken)
+        elif group.ranks is not None and visible_gpus:
+            devices = _first(name, group.ranks, unnamed, visible_gpus)
+        else:
+            devices = _devices(name, group, visible_gpus, there)
         specs.append(
             GroupSpec(
                 name=name,
@@ -101,6 +115,11 @@ def place(
     _check_apart(specs)
     _check_engines(specs, config.rollout.tensor_parallel)
     return specs
+
+
+def groups_of(config: TrainConfig) -> Mapping[str, GroupConfig]:
+    """Return the groups of a training by name; one that places none has one with all roles."""
+    return config.groups or {"main": GroupConfig(roles=list(config.roles))}
 
 
 def hosts_of(specs: list[GroupSpec]) -> dict[str | None, list[str]]:
@@ -167,23 +186,29 @@ def _check_apart(specs: list[GroupSpec]) -> None:
             if device.gpu is not None and owner.setdefault(device, spec.name) != spec.name:
                 raise UserError(
                     f"groups {owner[device]!r} and {spec.name!r} would both take GPU {device.gpu}",
-                    "give every group its own 'gpus': a group without them takes all that are visible",
+                    "give every group its own 'gpus', or 'ranks': a group without them takes all that are visible",
                 )
 
 
-def _devices(name: str, group: GroupConfig, visible_gpus: int) -> tuple[RankDevice, ...]:
+def _first(name: str, ranks: int, unnamed: Iterator[int], visible_gpus: int) -> tuple[RankDevice, ...]:
+    """Return the next GPUs that no group names."""
+    devices = tuple(RankDevice(gpu) for gpu in islice(unnamed, ranks))
+    if len(devices) < ranks:
+        raise UserError(
+            f"groups.{name}.ranks asks for {ranks} GPUs, and of {visible_gpus} visible ones {len(devices)} are left",
+            "lower it, or hide all GPUs with CUDA_VISIBLE_DEVICES= to train on the CPU",
+        )
+    return devices
+
+
+def _devices(name: str, group: GroupConfig, visible_gpus: int, there: Sequence[int]) -> tuple[RankDevice, ...]:
     if group.gpus is None and visible_gpus == 0:
         return (RankDevice(None),) * (group.ranks or 1)
-    if group.ranks is not None:
-        raise UserError(
-            f"groups.{name}.ranks asks for CPU ranks, but this machine has {visible_gpus} GPUs",
-            "name GPUs with 'gpus', or hide them with CUDA_VISIBLE_DEVICES= to train on the CPU",
-        )
-    wanted = group.gpus if group.gpus is not None else list(range(visible_gpus))
+    wanted = group.gpus if group.gpus is not None else there
     if missing := [index for index in wanted if not 0 <= index < visible_gpus]:
-        there = f"GPUs 0 to {visible_gpus - 1} are visible" if visible_gpus else "no GPU is visible"
+        shown = f"GPUs 0 to {visible_gpus - 1} are visible" if visible_gpus else "no GPU is visible"
         raise UserError(
-            f"groups.{name}.gpus names GPU {missing[0]}, but {there}",
+            f"groups.{name}.gpus names GPU {missing[0]}, but {shown}",
             "name GPUs that 'nvidia-smi -L' lists and CUDA_VISIBLE_DEVICES allows, or remove 'gpus' to use all",
         )
     return tuple(RankDevice(index) for index in wanted)

@@ -145,6 +145,7 @@ def start_kept(
     log: Any,
     folder: Path | None = None,
     waits: bool = False,
+    kept: Sequence[int] = (),
 ) -> tuple[subprocess.Popen[bytes], int]:
     """Start a program below a keeper, which ends as it does and with this process; return both, the second as a number.
 
@@ -154,6 +155,7 @@ def start_kept(
         log: file or descriptor that gets what it prints.
         folder: its working directory; None: this process's.
         waits: whether it is told more later, through the keeper's `stdin`.
+        kept: descriptors that both keep open.
     """
     number, given = os.pipe()
     keeper = subprocess.Popen(
@@ -164,7 +166,7 @@ def start_kept(
         stdout=log,
         stderr=subprocess.STDOUT,
         start_new_session=True,
-        pass_fds=[given],
+        pass_fds=[given, *kept],
     )
     os.close(given)
     assert keeper.stdin is not None

@@ -15,7 +15,7 @@ from configs.sections.run import Role
 from configs.sections.trainer import SftConfig, TrainerConfig
 from configs.tree.schedule import largest
 from engines.commands.hosts import HostFacts
-from engines.groups.machine import free_gpu_bytes, free_host_bytes, has_gated_mlp, visible_gpus
+from engines.groups.machine import free_gpu_bytes, free_host_bytes, gpu_bytes, has_gated_mlp, visible_gpus
 from engines.groups.placement import place
 from engines.groups.spec import LOCAL, RankDevice
 from engines.sizing.memory import (
@@ -38,15 +38,19 @@ from penstock.checks.model import check_tensor_parallel, shape_of
 
 @dataclass(frozen=True)
 class Elsewhere:
-    """What is known of machines besides this one.
+    """What is known of machines besides this one, and of other trainings on this one.
 
     Attributes:
         pools: GPUs of each machine of a work pool.
         hosts: what the machines of hosts have that have joined.
+        mine: GPUs of this machine for groups that name none; None: all visible ones.
+        others: GPUs of this machine that other trainings have, which are empty when it is this one's turn.
     """
 
     pools: Mapping[str, int] = field(default_factory=dict)
     hosts: Mapping[str, HostFacts] = field(default_factory=dict)
+    mine: tuple[int, ...] | None = None
+    others: frozenset[int] = frozenset()
 
 
 NOWHERE = Elsewhere()
@@ -172,7 +176,7 @@ def _free_gpu(device: RankDevice, gpus: list[int], elsewhere: Elsewhere) -> int 
     """Return the free memory of a rank's GPU; None where its host has not joined."""
     assert device.gpu is not None
     if device.host == LOCAL:
-        return free_gpu_bytes(gpus[device.gpu])
+        return (gpu_bytes if device.gpu in elsewhere.others else free_gpu_bytes)(gpus[device.gpu])
     facts = elsewhere.hosts.get(device.host)
     return None if facts is None else facts.gpus[device.gpu].free_bytes
 
@@ -190,7 +194,7 @@ def estimate_groups(
         UserError: a GPU does not exist, here or on a host that has joined.
     """
     gpus = visible_gpus()
-    specs = place(config, len(gpus), Path(), elsewhere.pools)
+    specs = place(config, len(gpus), Path(), elsewhere.pools, elsewhere.mine)
     everywhere = [device for spec in specs for device in spec.devices]
     check_gpus_elsewhere(everywhere, elsewhere)
     generating = sum(len(spec.devices) for spec in specs if "rollout" in spec.roles and not spec.elastic)

@@ -35,16 +35,20 @@ NOTHING_KNOWN = (
 )
 
 
-def print_dry_run(config: TrainConfig, estimates: Sequence[GroupEstimate], history: History, console: Console) -> None:
+def print_dry_run(
+    config: TrainConfig, estimates: Sequence[GroupEstimate], gpus: str, history: History, console: Console
+) -> None:
     """Print a training that could start, and what each rank would need; no engine starts.
 
     Args:
+        gpus: which of this machine it would get now, or what it would wait for; empty without any.
         history: figures of the iterations that it has behind it.
     """
     console.print(to_yaml(config), highlight=False, markup=False, soft_wrap=True)
     print_placement(estimates, console)
     strategy = f"{reshard_strategy(config)} ({describe_strategy(config)})"
     for text in (
+        *filter(None, [gpus]),
         *describe_actor(config),
         f"reshard: {strategy}",
         describe_snapshots(estimates),
@@ -63,16 +67,22 @@ def describe_actor(config: TrainConfig) -> list[str]:
 
 
 def print_dry_run_of_steps(
-    config: TrainConfig | PairConfig, estimates: Sequence[GroupEstimate], going_on: RunFolder | None, console: Console
+    config: TrainConfig | PairConfig,
+    estimates: Sequence[GroupEstimate],
+    gpus: str,
+    going_on: RunFolder | None,
+    console: Console,
 ) -> None:
     """Print an offline training that could start, as above.
 
     Args:
+        gpus: likewise.
         going_on: the run, where one is to go on.
     """
     console.print(to_yaml(config), highlight=False, markup=False, soft_wrap=True)
     print_placement([_of_steps(item) for item in estimates if "actor" in item.roles], console)
     for text in (
+        *filter(None, [gpus]),
         describe_snapshots(estimates),
         *idle_steps(config),
         *describe_model(config),

@@ -275,15 +275,16 @@ def examine_recipe(config: TrainConfig) -> tuple[list[Diagnosis], int | None]:
     from engines.groups.spec import placed
     from penstock.checks.found_models import with_models_found
     from penstock.checks.memory import disk_bytes
-    from penstock.checks.training import check_training
     from penstock.doctor.model import examine_model
+    from penstock.session.opening import TRAIN, foreseen
 
     try:
         config = with_models_found(config)
-        estimates = check_training(config)
+        TRAIN.check(config)
+        estimates, gpus = foreseen(TRAIN, config)
     except UserError as error:
         return [Diagnosis("recipe", "problem", error.problem, error.remedy)], None
-    lines = []
+    lines = [Diagnosis("recipe", "ok", gpus)] if gpus else []
     for item in estimates:
         places = placed(item.devices)
         text = f"group {item.group} ({', '.join(item.roles)}) on {places}: about {_size(item.memory.total)} per rank"

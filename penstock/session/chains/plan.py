@@ -21,11 +21,9 @@ from configs.sections.run import EngineConfig
 from penstock.base.errors import UserError
 from penstock.base.files import write_text
 from penstock.checks.found_models import with_models_found
-from penstock.checks.memory import Elsewhere
 from penstock.data.source import reading_once
 from penstock.session.flow_runs.kept_alive import crashes
-from penstock.session.machines.pools import gpus_of_pools
-from penstock.session.opening import PREFERENCE, REWARD_MODEL, SFT, TRAIN, Kind, Resume, engines_of, is_complete
+from penstock.session.opening import PREFERENCE, REWARD_MODEL, SFT, TRAIN, Kind, Resume, foreseen, is_complete
 from penstock.state.chain import ChainFolder, is_chain
 from penstock.state.run_folder import check_place, new_run_folder
 
@@ -193,7 +191,7 @@ def _check_stage(stage: Stage) -> None:
     with _naming(stage):
         config = with_models_found(stage.config(kind.tree))
         kind.check(config)
-        kind.memory(config, Elsewhere(gpus_of_pools(engines_of(config))))
+        foreseen(kind, config)
 
 
 @contextmanager

@@ -1,16 +1,16 @@
 """Admission: a whole training waits until its GPUs are free, before any engine starts.
 
-The slots are global concurrency limits of the Prefect server that `penstock deploy` creates, one slot per GPU: a limit
-for the machine that trains, one for each pool of others. A training holds all of its slots at once: two that each held
-a part would wait for each other for ever. It holds them by a lease, which it renews: those of one that was killed come
-back when the lease ends. Left out: which GPU is whose (`groups`); a limit counts, it does not place.
+GPUs of this machine are claimed one by one (claims.py). Those of a pool's machines are slots of a global concurrency
+limit of the Prefect server, which `penstock deploy --pool` creates, one slot per GPU. A training holds all of them at
+once: two that each held a part would wait for each other for ever. It holds slots by a lease, which it renews: those of
+one that was killed come back when the lease ends. Left out: which GPU of a pool is whose; a limit counts.
 """
 
 from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
@@ -26,27 +26,34 @@ from engines.groups.placement import JOINING, place
 from engines.groups.spec import LOCAL, RankDevice
 from penstock.base.errors import UserError
 from penstock.reports.progress import waiting
+from penstock.session.machines.claims import Claims, claimed, wanted_by
 from penstock.session.machines.pools import gpus_of_pools
 
-GPU_SLOTS = "gpus"
 AGAIN_S, BUSY_TRIES = 2.0, 10  # with a server that is too busy to say whether slots are free
 LOOK_S = 5.0  # between two looks at whether anybody still waits
 LEASE_S = 300.0  # renewed when three quarters are over, so a server may be away for a minute
 
 
 @contextmanager
-def admission(config: TrainConfig) -> Iterator[None]:
-    """Hold the slots of all GPUs of this training; free on CPU ranks of this machine, and where there is no such limit.
+def admission(config: TrainConfig, who: str, say: Callable[[str], object] = lambda _: None) -> Iterator[Claims]:
+    """Have all GPUs of this training; free on CPU ranks of this machine, and where a pool has no limit.
 
-    Limits are waited for in the order of their names: two trainings never each hold what the other waits for.
+    Those of this machine are waited for first, then limits in the order of their names: two trainings never each hold
+    what the other waits for.
+
+    Args:
+        who: what others are told of who has them.
+        say: told what is waited for on this machine, and what was got.
 
     Raises:
-        UserError: the training needs more GPUs than there are slots.
+        UserError: the training needs more GPUs than there are.
     """
+    slots = slots_needed(config)
     with ExitStack() as stack:
-        for limit, needed in sorted(slots_needed(config).items()):
+        claims = stack.enter_context(claimed(wanted_by(config), who, say))
+        for limit, needed in sorted(slots.items()):
             stack.enter_context(held(limit, needed))
-        yield
+        yield claims
 
 
 @contextmanager
@@ -63,7 +70,8 @@ def held(limit: str, needed: int) -> Iterator[None]:
     if needed > slots:
         raise UserError(
             f"this training needs {needed} GPUs, the concurrency limit '{limit}' is {slots}",
-            f"{_remedy(limit)}, or 'prefect gcl update {limit} --limit {needed}'",
+            f"run 'penstock deploy --pool {limit.removeprefix(limit_of(''))} --hosts N --gpus M', "
+            f"or 'prefect gcl update {limit} --limit {needed}'",
         )
     with ExitStack() as stack:
         with waiting(Console(), f"waiting for {needed} of {slots} GPU slots (concurrency limit '{limit}')"):
@@ -111,9 +119,13 @@ def _acquired(
 
 
 def slots_needed(config: TrainConfig) -> dict[str, int]:
-    """Return how many slots of which limit the engine groups take: one per GPU, one for a pool's machine without."""
+    """Return how many slots of which limit the engine groups take: one per GPU, one for a pool's machine without.
+
+    Raises:
+        UserError: there are not so many GPUs.
+    """
     specs = place(config, len(visible_gpus()), Path(), gpus_of_pools(config))
-    return slots_on(device for spec in specs for device in spec.devices if device.host == LOCAL or not spec.elastic)
+    return slots_on(device for spec in specs for device in spec.devices if not spec.elastic)
 
 
 def slots_on(devices: Iterable[RankDevice]) -> dict[str, int]:
@@ -124,22 +136,14 @@ def slots_on(devices: Iterable[RankDevice]) -> dict[str, int]:
     needed: dict[str, int] = {}
     for host, gpus in taken.items():
         pool = host.rpartition("/")[0]
-        if pool == JOINING or (host == LOCAL and None in gpus):
-            continue  # nobody counts these
-        limit = GPU_SLOTS if host == LOCAL else limit_of(pool)
-        needed[limit] = needed.get(limit, 0) + len(gpus)
+        if host != LOCAL and pool != JOINING:  # nobody counts those that join by themselves
+            needed[limit_of(pool)] = needed.get(limit_of(pool), 0) + len(gpus)
     return needed
 
 
 def limit_of(pool: str) -> str:
     """Return the name of the concurrency limit of a pool's GPUs."""
-    return f"{GPU_SLOTS}-{pool}"
-
-
-def _remedy(limit: str) -> str:
-    if limit == GPU_SLOTS:
-        return "run 'penstock deploy' on the GPU machine"
-    return f"run 'penstock deploy --pool {limit.removeprefix(limit_of(''))} --hosts N --gpus M'"
+    return f"gpus-{pool}"
 
 
 def slots_of(limit: str) -> int | None:

@@ -34,6 +34,7 @@ from penstock.base.errors import UserError
 from penstock.checks.memory import NOWHERE, Elsewhere
 from penstock.reports.progress import waiting
 from penstock.session.machines.admission import held_once_free, slots_on
+from penstock.session.machines.claims import Claims
 from penstock.session.machines.pools import (
     HostRun,
     Missing,
@@ -184,17 +185,20 @@ def _check_wanted(asked: Sequence[HostRun]) -> None:
 
 
 @contextmanager
-def hosted(config: TrainConfig, run: RunFolder) -> Iterator[Machines]:
+def hosted(config: TrainConfig, run: RunFolder, claims: Claims) -> Iterator[Machines]:
     """Bring the hosts of a training together, and let them go when the context ends.
+
+    Args:
+        claims: GPUs of this machine that the training has, which its host keeps.
 
     Raises:
         UserError: a pool does not exist, a host does not join, has another run folder or other versions.
     """
     network = config.hosts
     if network is None:
-        with Hosts(run.logs) as hosts:
+        with Hosts(run.logs, kept=claims.descriptors) as hosts:
             hosts.start_local()  # it is up when the groups ask for their ranks
-            yield Machines(hosts)
+            yield Machines(hosts, Elsewhere(mine=claims.mine))
         return
     pools = gpus_of_pools(config)
     specs = place(config, len(visible_gpus()), Path(), pools)
@@ -202,20 +206,26 @@ def hosted(config: TrainConfig, run: RunFolder) -> Iterator[Machines]:
     expected = [host for names in needed.values() for host in names]
     for pool in filter(None, every):
         check_pool(pool, has_worker=pool in needed)
-    with gathering(run.logs, network, [host for names in every.values() for host in names]) as (hosts, asked):
+    names = [host for names in every.values() for host in names]
+    with gathering(run.logs, network, names, claims.descriptors) as (hosts, asked):
         machines = Machines(hosts, NOWHERE, config.name, run, network, needed, asked)
-        machines.elsewhere = Elsewhere(pools, machines.bring(expected) if expected else {})
+        machines.elsewhere = Elsewhere(pools, machines.bring(expected) if expected else {}, claims.mine)
         yield machines
 
 
 @contextmanager
-def gathering(logs: Path, network: HostsConfig, expected: Sequence[str]) -> Iterator[tuple[Hosts, list[HostRun]]]:
+def gathering(
+    logs: Path, network: HostsConfig, expected: Sequence[str], kept: Sequence[int] = ()
+) -> Iterator[tuple[Hosts, list[HostRun]]]:
     """Listen for hosts; when the context ends, let go those that have come, and the runs that are in the list then.
+
+    Args:
+        kept: see `Hosts`.
 
     Raises:
         UserError: this machine does not have the address, or the port is taken.
     """
-    hosts, asked = _listening(logs, network, expected), list[HostRun]()
+    hosts, asked = _listening(logs, network, expected, kept), list[HostRun]()
     try:
         yield hosts, asked
     finally:
@@ -223,10 +233,10 @@ def gathering(logs: Path, network: HostsConfig, expected: Sequence[str]) -> Iter
         let_go(asked, LET_GO_S)
 
 
-def _listening(logs: Path, network: HostsConfig, expected: Sequence[str]) -> Hosts:
-    listen, keys = (network.address, network.port), keys_of_environment()
+def _listening(logs: Path, network: HostsConfig, expected: Sequence[str], kept: Sequence[int]) -> Hosts:
+    listen, keys, silence_s = (network.address, network.port), keys_of_environment(), network.silence_s
     try:
-        return Hosts(logs, listen=listen, expected=expected, silence_s=network.silence_s, keys=keys)
+        return Hosts(logs, listen=listen, expected=expected, silence_s=silence_s, keys=keys, kept=kept)
     except OSError as error:
         raise UserError(
             f"this machine cannot listen on {network.address}:{network.port}: {error.strerror}",

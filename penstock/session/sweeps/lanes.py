@@ -1,9 +1,10 @@
 """Lanes: how many trainings of a sweep run at a time, and the GPUs of each.
 
-On GPUs a lane is a set of those that are visible here: as many as the recipe's `groups` name, and where they name none,
-a share of all. On a CPU there is one lane unless more are asked for, which then share the cores.
+On GPUs a lane is a set of those that are visible here: as many as the recipe's `groups` ask for, and where they do not
+say, a share of all. On a CPU there is one lane unless more are asked for, which then share the cores.
 
-Left out: slots of a Prefect server, which a training waits for by itself (penstock/session/machines/admission.py).
+Left out: other trainings that have GPUs of a lane, for which a training waits by itself
+(penstock/session/machines/claims.py).
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ def lanes_for(configs: Sequence[TrainConfig], at_once: int | None) -> list[Lane]
     visible = visible_gpus()
     if not visible:
         return _on_cores(min(at_once or 1, len(configs)))
-    size = max(gpus_named(config) for config in configs)
+    size = max(gpus_asked(config) for config in configs)
     free = any(takes_all(config) for config in configs)
     most = len(visible) // max(size, 1)
     wanted = min(at_once or (1 if free else most), len(configs))
@@ -55,16 +56,17 @@ def lanes_for(configs: Sequence[TrainConfig], at_once: int | None) -> list[Lane]
     return [_on_gpus(number, visible[number * share : (number + 1) * share]) for number in range(wanted)]
 
 
-def gpus_named(config: TrainConfig) -> int:
-    """Return how many GPUs of this machine a training has to see for those that its groups name; 0: they name none."""
-    here = [group.gpus for group in config.groups.values() if group.hosts is None and group.gpus is not None]
-    return max((gpu + 1 for gpus in here for gpu in gpus), default=0)
+def gpus_asked(config: TrainConfig) -> int:
+    """Return how many GPUs of this machine a training has to see for what its groups ask for; 0: they do not say."""
+    here = [group for group in config.groups.values() if group.hosts is None]
+    named = {gpu for group in here for gpu in group.gpus or ()}
+    return max(max(named, default=-1) + 1, len(named) + sum(group.ranks or 0 for group in here))
 
 
 def takes_all(config: TrainConfig) -> bool:
     """Whether a training takes all GPUs that it sees."""
     groups = config.groups.values()
-    return not groups or any(group.hosts is None and group.gpus is None for group in groups)
+    return not groups or any(group.hosts is None and group.gpus is None and group.ranks is None for group in groups)
 
 
 @contextmanager

@@ -18,11 +18,9 @@ from configs.schema import TrainConfig
 from configs.tree.recipes import compose, dump, read_mapping, read_tree
 from penstock.base.errors import UserError
 from penstock.base.files import write_text
-from penstock.checks.memory import Elsewhere
 from penstock.data.source import reading_once
 from penstock.reports.sweep import figure_of
-from penstock.session.machines.pools import gpus_of_pools
-from penstock.session.opening import TRAIN
+from penstock.session.opening import TRAIN, foreseen
 from penstock.session.sweeps.lanes import Lane, lanes_for, seen
 from penstock.state.run_folder import check_place, new_run_folder
 from penstock.state.sweep import Planned, Sweep, SweepFolder, read_sweep, write_sweep
@@ -98,7 +96,7 @@ def check(sweep: Sweep, tree: Mapping[str, Any]) -> Plan:
             config = configs[training.name]
             with _naming(sweep, training), seen(lanes[0]):
                 TRAIN.check(config)
-                TRAIN.memory(config, Elsewhere(gpus_of_pools(config)))
+                foreseen(TRAIN, config)
     check_place(Path(next(iter(configs.values())).folder))
     return Plan(sweep, tree, configs, lanes)
 

@@ -55,10 +55,27 @@ def test_cpu_ranks_are_counted() -> None:
     assert _places(0, groups={"main": {"ranks": 2, "roles": ["actor", "rollout"]}}) == {"main": [None, None]}
 
 
-def test_cpu_ranks_beside_gpus_are_refused() -> None:
-    """`ranks` on a machine with GPUs would train on the CPU without a word: it is refused."""
-    with pytest.raises(UserError, match="this machine has 2 GPUs"):
-        _places(2, groups={"main": {"ranks": 2, "roles": ["actor", "rollout"]}})
+def test_ranks_beside_gpus_take_those_that_no_group_names() -> None:
+    """Each another one, and more than there are is refused. Control: on the CPU `ranks` of any number fit."""
+    groups: dict[str, Any] = {
+        "main": {"ranks": 2, "roles": ["actor", "rollout"]},
+        "critic": {"gpus": [1], "roles": ["critic"]},
+    }
+    assert _places(4, **PPO, groups=groups) == {"main": [0, 2], "critic": [1]}
+    counted = {**groups, "critic": {"ranks": 2, "roles": ["critic"]}}
+    assert _places(4, **PPO, groups=counted) == {"main": [0, 1], "critic": [2, 3]}
+    assert _places(0, **PPO, groups=counted) == {"main": [None] * 2, "critic": [None] * 2}
+    with pytest.raises(UserError, match=r"groups.critic.ranks asks for 2 GPUs, and of 3 visible ones 1 are left"):
+        _places(3, **PPO, groups=counted)
+
+
+def test_groups_that_name_no_gpus_take_those_of_the_training() -> None:
+    """What other trainings have is not among them. Control: GPUs that are named are taken as they are."""
+    ranks: dict[str, Any] = {"main": {"ranks": 2, "roles": ["actor", "rollout"]}}
+    named = {"main": {"gpus": [0], "roles": ["actor", "rollout"]}}
+    for groups, expected in (({}, [1, 3]), (ranks, [1, 3]), (named, [0])):
+        (spec,) = place(TrainConfig(groups=groups), 4, LOGS, mine=(1, 3))
+        assert [device.gpu for device in spec.devices] == expected
 
 
 @pytest.mark.parametrize(("visible", "there"), [(0, "no GPU is visible"), (2, "GPUs 0 to 1 are visible")])

@@ -1,4 +1,4 @@
-"""A flow that is admitted to one GPU slot of a machine without GPUs, and holds it until it is killed."""
+"""A flow that is admitted to one GPU slot of a pool, and holds it until it is killed."""
 
 from __future__ import annotations
 
@@ -9,13 +9,15 @@ from prefect import flow
 from configs.schema import TrainConfig
 from penstock.session.machines import admission
 
+POOL = "held"
+GROUP = {"pool": POOL, "gpus": [0], "roles": ["actor", "rollout"]}
 LEASE_S = 60.0  # the shortest that Prefect takes
 
 
 @flow
 def hold() -> None:
     """Hold the slot."""
-    admission.visible_gpus = lambda: [0]
+    admission.gpus_of_pools = lambda _: {POOL: 1}
     admission.LEASE_S = LEASE_S
-    with admission.admission(TrainConfig()):
+    with admission.admission(TrainConfig(groups={"main": GROUP}), "holding"):
         threading.Event().wait()

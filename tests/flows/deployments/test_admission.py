@@ -1,10 +1,11 @@
-"""Trainings and GPUs: slots are held whole and given back, and nobody without need or without a limit waits."""
+"""GPUs of pools: slots are held whole and given back, and nobody without need or without a limit waits."""
 
 from __future__ import annotations
 
 import contextvars
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from typing import Any
 
 import httpx
@@ -15,8 +16,10 @@ from prefect.client.schemas.actions import GlobalConcurrencyLimitCreate
 from configs.schema import TrainConfig
 from penstock.base.errors import UserError
 from penstock.session.machines import admission as module
-from penstock.session.machines.admission import GPU_SLOTS, admission
+from penstock.session.machines.admission import admission, limit_of
 from tests.waiting import until
+
+LIMIT = limit_of("h200")
 
 pytestmark = pytest.mark.usefixtures("prefect_harness")
 
@@ -25,38 +28,37 @@ pytestmark = pytest.mark.usefixtures("prefect_harness")
 def two_slots(prefect_harness: None) -> Iterator[None]:
     """A limit of two GPU slots on the server, for one test."""
     with get_client(sync_client=True) as client:
-        client.create_global_concurrency_limit(GlobalConcurrencyLimitCreate(name=GPU_SLOTS, limit=2))
+        client.create_global_concurrency_limit(GlobalConcurrencyLimitCreate(name=LIMIT, limit=2))
         yield
-        client.delete_global_concurrency_limit_by_name(GPU_SLOTS)
+        client.delete_global_concurrency_limit_by_name(LIMIT)
 
 
-@pytest.fixture
-def gpus(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
-    """Pretend that this machine shows so many GPUs; nothing here touches one."""
+@pytest.fixture(autouse=True)
+def _pool(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pretend that there is a pool whose machines have four GPUs; nothing here touches one."""
+    monkeypatch.setattr(module, "gpus_of_pools", lambda config: {"h200": 4})
 
-    def show(count: int) -> None:
-        monkeypatch.setattr(module, "visible_gpus", lambda: list(range(count)))
 
-    return show
+def admitted(gpus: int) -> AbstractContextManager[Any]:
+    """Return the admission of a training on so many GPUs of a machine of the pool; 0: on the CPU of this one."""
+    group = {"pool": "h200", "gpus": list(range(gpus)), "roles": ["actor", "rollout"]}
+    return admission(TrainConfig(groups={"main": group} if gpus else {}), "a-training")
 
 
 def limit() -> Any:
     """Return the limit as the server has it."""
     with get_client(sync_client=True) as client:
-        return client.read_global_concurrency_limit_by_name(GPU_SLOTS)
+        return client.read_global_concurrency_limit_by_name(LIMIT)
 
 
-def test_a_training_holds_a_slot_per_gpu_and_gives_them_back(two_slots: None, gpus: Callable[[int], None]) -> None:
+def test_a_training_holds_a_slot_per_gpu_and_gives_them_back(two_slots: None) -> None:
     """All slots at once, also given back when the training fails; a training on CPU ranks takes none."""
-    gpus(2)
-    with admission(TrainConfig()):
+    with admitted(2):
         assert limit().active_slots == 2
-        gpus(0)
-        with admission(TrainConfig()):
+        with admitted(0):
             assert limit().active_slots == 2
     assert limit().active_slots == 0
-    gpus(1)
-    with pytest.raises(ZeroDivisionError), admission(TrainConfig()):
+    with pytest.raises(ZeroDivisionError), admitted(1):
         assert limit().active_slots == 1
         raise ZeroDivisionError
     assert limit().active_slots == 0
@@ -79,37 +81,32 @@ def refusals(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return codes
 
 
-def test_a_second_training_waits_for_the_first(
-    two_slots: None, gpus: Callable[[int], None], refusals: list[int]
-) -> None:
+def test_a_second_training_waits_for_the_first(two_slots: None, refusals: list[int]) -> None:
     """It is turned away while the slots are held, and admitted once they are free."""
-    gpus(2)
-    admitted = threading.Event()
+    let_in = threading.Event()
 
     def second() -> None:
-        with admission(TrainConfig()):
-            admitted.set()
+        with admitted(2):
+            let_in.set()
 
     thread = threading.Thread(target=contextvars.copy_context().run, args=(second,))
-    with admission(TrainConfig()):
+    with admitted(2):
         thread.start()
         until(lambda: 423 in refusals, 90, "the second training is turned away")
-        assert not admitted.is_set()
-    until(admitted.is_set, 90, "the second training is admitted")  # Prefect asks again after up to 30 s
+        assert not let_in.is_set()
+    until(let_in.is_set, 90, "the second training is admitted")  # Prefect asks again after up to 30 s
     thread.join(10)
 
 
-def test_more_gpus_than_slots_is_an_error_not_an_endless_wait(two_slots: None, gpus: Callable[[int], None]) -> None:
+def test_more_gpus_than_slots_is_an_error_not_an_endless_wait(two_slots: None) -> None:
     """Three GPUs of two slots could never be had; the error names both numbers."""
-    gpus(3)
-    with pytest.raises(UserError, match="needs 3 GPUs, .* is 2"), admission(TrainConfig()):
+    with pytest.raises(UserError, match="needs 3 GPUs, .* is 2"), admitted(3):
         pass
 
 
-def test_a_server_without_the_limit_admits_at_once(gpus: Callable[[int], None]) -> None:
-    """A run from a terminal, never deployed, is admitted. Control: with a limit of two it was refused above."""
-    gpus(3)
+def test_a_server_without_the_limit_admits_at_once() -> None:
+    """A pool that nobody has deployed. Control: with a limit of two it was refused above."""
     entered = False
-    with admission(TrainConfig()):
+    with admitted(3):
         entered = True
     assert entered

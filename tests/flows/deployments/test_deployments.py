@@ -26,6 +26,7 @@ import psutil
 import pytest
 import yaml
 from prefect.client.orchestration import get_client
+from prefect.client.schemas.actions import GlobalConcurrencyLimitCreate
 from prefect.client.schemas.objects import WorkPool
 from prefect.events.schemas.events import ResourceSpecification
 from prefect.exceptions import ObjectNotFound
@@ -45,6 +46,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 ROOT = Path(__file__).resolve().parents[3]
 TRAIN, SFT, PREFERENCE = "train/quickstart", "sft/quickstart", "preference/dpo"
+SLOTS = "gpus-held"  # of the pool of tests/flows/deployments/holding.py
 ENDED = ("Completed", "Failed", "Crashed", "Cancelled")
 STANDS_STILL_S = 500  # of a command that takes 20 s on two cores; the stacks of all that it waits for are shown then
 MOVING = ("created", "updated", "last_polled", "status")  # also by a worker that polls
@@ -98,6 +100,11 @@ class Prefect:
     def occupied(self, limit: str) -> int:
         """Return how many slots of a concurrency limit are held."""
         return int(self.api.get(f"/v2/concurrency_limits/{limit}").raise_for_status().json()["active_slots"])
+
+    def runs_at_once(self, deployment: str) -> int:
+        """Return how many runs of a deployment may go on at a time."""
+        found = self.api.get(f"/deployments/name/{deployment}").raise_for_status().json()
+        return int(found["global_concurrency_limit"]["limit"])
 
     def state(self, run: str) -> str:
         """Return the name of the run's state."""
@@ -267,6 +274,7 @@ def lost(prefect: Prefect, tmp_path_factory: pytest.TempPathFactory) -> Lost:
     server = temporary_settings({PREFECT_API_URL: prefect.environment["PREFECT_API_URL"]})
     with server, get_client(sync_client=True) as client:
         ensure_pool(client, "lost")
+        client.create_global_concurrency_limit(GlobalConcurrencyLimitCreate(name=SLOTS, limit=1))
         flow = prefect.api.post("/flows/", json={"name": "hold"}).raise_for_status().json()["id"]
         wanted = {**limit, "flow_id": flow, "work_pool_name": "lost", "pull_steps": [place]}
         deployment = prefect.api.post("/deployments/", json=wanted).raise_for_status().json()
@@ -279,7 +287,7 @@ def lost(prefect: Prefect, tmp_path_factory: pytest.TempPathFactory) -> Lost:
         command = [sys.executable, "-m", "prefect", "worker", "start", "--pool", "lost"]
         worker = subprocess.Popen(command, env=prefect.environment, stdout=log, stderr=log, cwd=ROOT)
     try:
-        until(lambda: prefect.occupied("gpus") == 1, 90, "the run holds its slot")
+        until(lambda: prefect.occupied(SLOTS) == 1, 90, "the run holds its slot")
         until(lambda: prefect.heartbeats(run), 30, "the server hears the run, so that it can miss it")
     finally:
         everyone = [psutil.Process(worker.pid), *psutil.Process(worker.pid).children(recursive=True)]
@@ -289,7 +297,7 @@ def lost(prefect: Prefect, tmp_path_factory: pytest.TempPathFactory) -> Lost:
             process.kill()
         worker.wait(20)
     deployment_limit = deployment["global_concurrency_limit"]["name"]
-    held = prefect.occupied("gpus"), prefect.occupied(deployment_limit)
+    held = prefect.occupied(SLOTS), prefect.occupied(deployment_limit)
     return Lost(run, prefect.state(run), deployment_limit, *held)
 
 
@@ -312,8 +320,13 @@ def _end(processes: list[subprocess.Popen[bytes]]) -> None:
 
 
 def test_deploying_again_changes_nothing(prefect: Prefect) -> None:
-    """Pool, GPU slots, automation and deployments are there once, and the same after a second `penstock deploy`."""
+    """Pool, automation and deployments are there once, and the same after a second `penstock deploy`.
+
+    Control: one as for three GPUs in between, on which three runs of a deployment may be, but of a retraining one.
+    """
     before = prefect.everything()
+    assert penstock(prefect.environment, "deploy", "--runs", "3").returncode == 0
+    assert [prefect.runs_at_once(name) for name in (TRAIN, EVALUATE, RETRAIN)] == [3, 3, 1]
     again = penstock(prefect.environment, "deploy")
     assert again.returncode == 0, again.stderr
     assert prefect.everything() == before
@@ -323,7 +336,7 @@ def test_deploying_again_changes_nothing(prefect: Prefect) -> None:
     assert len(triggers) == 3
     assert not any(before[name]["enabled"] for name in triggers)
     automations = [ZOMBIES, KEPT_ALIVE, *triggers]
-    assert sorted(names) == sorted(["penstock", "gpus", *automations, *(name.partition("/")[2] for name in NAMES)])
+    assert sorted(names) == sorted(["penstock", *automations, *(name.partition("/")[2] for name in NAMES)])
     assert all(name in again.stdout for name in NAMES)
     assert "prefect worker start --pool penstock" in again.stdout
 
@@ -613,7 +626,7 @@ def test_the_slots_of_a_lost_machine_come_back(prefect: Prefect, lost: Lost) -> 
     """The automation calls its run Crashed, which frees its deployment's; a lease not renewed frees the GPU's."""
     until(lambda: prefect.state(lost.run) == "Crashed", 90, "the run is Crashed")
     until(lambda: prefect.occupied(lost.deployment_limit) == 0, 30, "its deployment's slot comes back")
-    until(lambda: prefect.occupied("gpus") == 0, 90, "its GPU slot comes back")
+    until(lambda: prefect.occupied(SLOTS) == 0, 90, "its GPU slot comes back")
 
 
 def test_without_a_server_the_command_says_how_to_start_one(prefect: Prefect) -> None:

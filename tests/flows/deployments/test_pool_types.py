@@ -84,3 +84,6 @@ def test_what_is_said_of_machines_needs_their_number() -> None:
         with pytest.raises(UserError, match="--hosts N"):
             check_sizes(None, gpus, kind)
         check_sizes(2, gpus, kind)
+    with pytest.raises(UserError, match="--runs is about the deployments of flows"):
+        check_sizes(2, None, PoolType.process, 3)
+    check_sizes(None, None, PoolType.process, 3)

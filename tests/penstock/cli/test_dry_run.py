@@ -5,6 +5,7 @@ what a run would gain if nobody waited.
 from __future__ import annotations
 
 import io
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,9 +17,13 @@ from benchmarks.workload.families import write_family
 from configs.schema import TrainConfig
 from engines.commands.hosts import GpuFacts, HostFacts
 from engines.sizing.memory import GIB
+from penstock.base.errors import UserError
 from penstock.checks import memory
 from penstock.checks.memory import NOWHERE, Elsewhere
 from penstock.cli.dry_run import describe_actor, describe_waiting, print_placement
+from penstock.session import opening
+from penstock.session.machines import claims
+from penstock.session.opening import TRAIN, foreseen
 
 Drawn = Callable[..., list[list[str]]]
 GRPO: dict[str, Any] = {"model": {"tiny": {"max_positions": 1024}}}
@@ -72,6 +77,34 @@ def test_one_machine(drawn: Drawn) -> None:
         ["this machine", "CPU", "main 0", "actor, rollout", "4.00"],
         ["", "CPU", "main 1", "actor, rollout", "4.00"],
     ]
+
+
+def test_which_gpus_it_would_get(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Others than a training that goes on has; those, empty again, where it would wait. Control: nobody has any."""
+    monkeypatch.setenv(claims.FOLDER, str(tmp_path / "claims"))
+    monkeypatch.setattr(claims, "gpu_uuid", lambda index: f"GPU-{index}")
+    for module in (claims, memory, opening):
+        monkeypatch.setattr(module, "visible_gpus", lambda: [0, 1])
+    monkeypatch.setattr(memory, "free_gpu_bytes", lambda index: GIB if index == 0 else 70 * GIB)
+    monkeypatch.setattr(memory, "gpu_bytes", lambda index: 80 * GIB)
+    monkeypatch.setattr(memory, "has_gated_mlp", lambda index: False)
+
+    short = PPO | {"rollout": {"max_response_tokens": 256}}
+
+    def seen(ranks: int) -> tuple[str, list[tuple[int | None, int]]]:
+        group = {"ranks": ranks, "roles": ["actor", "rollout", "critic", "reference"]}
+        (estimate,), text = foreseen(TRAIN, TrainConfig.model_validate({**short, "groups": {"main": group}}))
+        gpus = [device.gpu for device in estimate.devices]
+        return text, list(zip(gpus, [(free or 0) // GIB for free in estimate.free], strict=True))
+
+    with claims.claimed(claims.Wanted((0,)), "sums"):
+        has = f"(sums (process {os.getpid()}) has GPU 0)"
+        assert seen(1) == (f"GPUs: 1 of this machine, free now {has}", [(1, 70)])
+        assert seen(2) == (f"GPUs: it would wait for 2 GPUs {has}", [(0, 80), (1, 70)])
+        with pytest.raises(UserError, match="asks for 3 GPUs, and of 2 visible ones 2 are left"):  # it would never get
+            seen(3)
+    with pytest.raises(UserError, match="GPU 0"):  # of whom nobody knows whose its memory is
+        seen(1)
 
 
 def test_a_group_that_comes_and_goes_is_called_so(drawn: Drawn) -> None:

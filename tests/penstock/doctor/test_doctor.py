@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import os
 import py_compile
 import resource
 import subprocess
@@ -23,6 +24,7 @@ from penstock.checks.memory import disk_bytes
 from penstock.doctor import machine_facts
 from penstock.doctor.doctor import diagnose, examine_recipe, table
 from penstock.doctor.machine_facts import Gpu, GpuPair, MachineFacts, Need, Storage, collect
+from penstock.session.machines import claims
 
 ROOT = Path(__file__).resolve().parents[3]
 LOCAL = Storage("run folders", "runs", "ext4", 500 * GIB)
@@ -450,6 +452,31 @@ def test_a_hopper_gpus_attention_is_imported_to_see_what_is_missing(
     monkeypatch.setattr(machine_facts, "IMPORT_TIMEOUT_S", 0.001)
     expected = "the import did not end within 0.001 s" if capability == (9, 0) else ""
     assert collect(tmp_path).attention_obstacle == expected
+
+
+def test_a_gpu_that_a_training_has_is_no_mistake() -> None:
+    """Its name is told. Control: memory that nobody accounts for is a warning."""
+    full = replace(GPU, gpus=gpus_with(free=GIB, processes=(77,)))
+    assert [level for level, *_ in wrong(full)] == ["warning"]
+    held = replace(full, gpu_holders={0: "sums-20260115 (process 77)"})
+    assert wrong(held) == []
+    lines = [line.text for line in diagnose(held) if line.text.startswith("GPU 0:")]
+    assert lines == ["GPU 0: NVIDIA H100 80GB HBM3, 1.0 of 80.0 GiB free: sums-20260115 (process 77) has it"]
+
+
+def test_who_has_which_gpu_is_looked_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Controls: a GPU that nobody has, and a folder that is none, which is a problem."""
+    monkeypatch.setenv(claims.FOLDER, str(tmp_path / "claims"))
+    monkeypatch.setattr(claims, "visible_gpus", lambda: [0, 1])
+    monkeypatch.setattr(claims, "gpu_uuid", lambda index: f"GPU-{index}")
+    with claims.claimed(claims.Wanted((1,)), "sums"):
+        found = machine_facts._holders({0: "GPU-0", 1: "GPU-1"})
+    assert found == {"gpu_holders": {1: f"sums (process {os.getpid()})"}}
+    (tmp_path / "file").touch()
+    monkeypatch.setenv(claims.FOLDER, str(tmp_path / "file"))
+    ((level, text, remedy),) = wrong(replace(GPU, **machine_facts._holders({0: "GPU-0"})))
+    assert (level, text.partition(" in ")[0]) == ("problem", "who has which GPU of this machine cannot be looked up")
+    assert claims.FOLDER in remedy
 
 
 def test_no_limit_of_open_files_is_the_best_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

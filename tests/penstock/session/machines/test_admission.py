@@ -70,15 +70,15 @@ def test_a_server_that_is_too_busy_is_asked_again(monkeypatch: pytest.MonkeyPatc
         yield
 
     monkeypatch.setattr(module, "concurrency", concurrency)
-    monkeypatch.setattr(module, "slots_of", {"gpus": 8}.get)
+    monkeypatch.setattr(module, "slots_of", {"gpus-l40s": 8}.get)
     monkeypatch.setattr(module, "AGAIN_S", 0.001)
-    with held_once_free("gpus", 2, threading.Event()) as had:
+    with held_once_free("gpus-l40s", 2, threading.Event()) as had:
         assert had and tries == [2] * 4
     tries.clear()
-    with held("gpus", 2):
+    with held("gpus-l40s", 2):
         assert tries == [2] * 4
     tries.clear()
     busy = module.BUSY_TRIES
-    with pytest.raises(ConcurrencySlotAcquisitionError), held("gpus", 2):
+    with pytest.raises(ConcurrencySlotAcquisitionError), held("gpus-l40s", 2):
         pass
     assert len(tries) == module.BUSY_TRIES

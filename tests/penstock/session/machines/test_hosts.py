@@ -20,6 +20,7 @@ from engines.groups.host import HostStart
 from engines.groups.hosts import start_host
 from penstock.base.errors import UserError
 from penstock.session.machines import hosts as session_hosts
+from penstock.session.machines.claims import Claims
 from penstock.session.machines.hosts import absent_after, check_alike, check_one_folder, gathering, hosted
 from penstock.session.machines.pools import Missing
 from penstock.state.run_folder import RunFolder
@@ -53,7 +54,8 @@ def test_a_training_has_its_hosts_and_lets_them_go(tmp_path: Path, monkeypatch: 
     """What their machines have is known, nothing is left in the run folder, and they end as the training does."""
     run = RunFolder(tmp_path)
     with joining(tmp_path, monkeypatch, 2) as (port, keepers):
-        with hosted(_config(port), run) as machines:
+        with hosted(_config(port), run, Claims((1,))) as machines:
+            assert machines.elsewhere.mine == (1,)
             assert sorted(machines.hosts.joined()) == sorted(machines.elsewhere.hosts) == ["hosts/0", "hosts/1"]
             assert all(alive(keeper.pid) for keeper in keepers)
             assert [path for path in tmp_path.iterdir() if path.name.startswith(".shared")] == []
@@ -67,7 +69,7 @@ def test_who_has_not_joined_in_time_is_told_and_the_others_are_let_go(
     with joining(tmp_path, monkeypatch, 1) as (port, keepers):
         late = _config(port, join_timeout_s=4.0)
         with pytest.raises(UserError, match="of 2 hosts these have not joined within 4 s:") as caught:
-            hosted(late, RunFolder(tmp_path)).__enter__()
+            hosted(late, RunFolder(tmp_path), Claims()).__enter__()
         assert "hosts/1: nobody has started it" in caught.value.problem
         assert "hosts/0" not in caught.value.problem
         assert keepers[0].wait(10) == 0
@@ -101,7 +103,10 @@ def test_one_that_never_comes_ends_the_wait_of_a_training_and_not_of_an_examinat
 
 def test_a_folder_that_is_another_one_on_a_host_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A host whose machine has an older one of that name. (Or none: tests/engines/groups.) Control: the same folder."""
-    with joining(tmp_path, monkeypatch, 2) as (port, _), hosted(_config(port), RunFolder(tmp_path)) as machines:
+    with (
+        joining(tmp_path, monkeypatch, 2) as (port, _),
+        hosted(_config(port), RunFolder(tmp_path), Claims()) as machines,
+    ):
         hosts = machines.hosts
         run = RunFolder(tmp_path / "shared")
         run.path.mkdir()
@@ -139,7 +144,7 @@ def test_two_hosts_with_one_gpu_are_refused() -> None:
 def test_an_address_that_is_not_this_machine_s_is_named(tmp_path: Path) -> None:
     """Before anybody waits. Controls: 0.0.0.0, which would be every network; a name."""
     with pytest.raises(UserError, match="cannot listen on 203.0.113.7:0"):
-        hosted(_config(0, address="203.0.113.7"), RunFolder(tmp_path)).__enter__()
+        hosted(_config(0, address="203.0.113.7"), RunFolder(tmp_path), Claims()).__enter__()
     for address, said in (("0.0.0.0", "would listen on every network"), ("head-node", "is no IPv4 address")):
         with pytest.raises(ValueError, match=said):
             _config(0, address=address)
@@ -154,5 +159,5 @@ def test_an_end_while_hosts_are_awaited_leaves_none(tmp_path: Path, monkeypatch:
     monkeypatch.setattr("penstock.session.machines.hosts.check_one_folder", interrupted)
     with joining(tmp_path, monkeypatch, 2) as (port, keepers):
         with pytest.raises(KeyboardInterrupt):
-            hosted(_config(port), RunFolder(tmp_path)).__enter__()
+            hosted(_config(port), RunFolder(tmp_path), Claims()).__enter__()
         assert [keeper.wait(10) for keeper in keepers] == [0, 0]

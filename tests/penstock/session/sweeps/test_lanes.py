@@ -25,10 +25,11 @@ def gpus(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
     return show
 
 
-def config(*groups: list[int] | None) -> TrainConfig:
-    """Return a training whose engine groups are on these GPUs."""
+def config(*groups: list[int] | int | None) -> TrainConfig:
+    """Return a training whose engine groups are on these GPUs, or on so many."""
     roles = [["actor", "rollout"], ["critic"]] if len(groups) > 1 else [["actor", "rollout"]]
-    placed = {f"g{n}": {"gpus": gpus, "roles": roles[n]} for n, gpus in enumerate(groups)}
+    keys = ["ranks" if isinstance(gpus, int) else "gpus" for gpus in groups]
+    placed = {f"g{n}": {keys[n]: gpus, "roles": roles[n]} for n, gpus in enumerate(groups)}
     algorithm = {"algorithm": {"name": "ppo"}} if len(groups) > 1 else {}
     model = {"hidden_size": 96, "layers": 1, "heads": 3, "kv_heads": 3, "intermediate_size": 96, "max_positions": 64}
     return config_from_mapping({"model": {"tiny": model}, "groups": placed, **algorithm}, "test")
@@ -45,6 +46,8 @@ def test_trainings_that_name_their_gpus_share_the_machine(gpus: Callable[[int], 
     training = config([0, 1], [2])
     assert shown(lanes_for([training] * 5, None)) == ["GPU-0,GPU-1,GPU-2", "GPU-3,GPU-4,GPU-5"]
     assert shown(lanes_for([training], None)) == ["GPU-0,GPU-1,GPU-2"]
+    for counted in (config(2, 1), config(2, [0])):  # the second sees GPU 0 and two others
+        assert lanes_for([counted] * 5, None) == lanes_for([training] * 5, None)
     assert shown(lanes_for([training] * 5, 1)) == ["GPU-0,GPU-1,GPU-2"]
     with pytest.raises(UserError, match="--at-once 3: a training takes 3 GPUs, and 7 are visible"):
         lanes_for([training] * 5, 3)
