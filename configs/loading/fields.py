@@ -45,7 +45,12 @@ FirstModel = Annotated[
     shown("First model", "A Hugging Face folder to start from while the registered model has no version. `model.path`"),
 ]
 NewestData = Annotated[
-    Text, shown("Training data", "A pattern such as data/sums-*.jsonl: the file that was written last is taken.")
+    Text,
+    shown(
+        "Training data",
+        "A pattern such as data/sums-*.jsonl, of which the file that was written last is taken, or dataset:NAME, the "
+        "newest dataset of that name in MLflow.",
+    ),
 ]
 RegisteredModel = Annotated[
     Text, shown("Registered model", "Whose newest version is trained on. `record.registered_model`")

@@ -54,7 +54,7 @@ from penstock.trackers.tracker import (
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient
-    from mlflow.entities import Run
+    from mlflow.entities import Dataset, Run
     from mlflow.entities.model_registry import ModelVersion
 
 CHANGED = "penstock.changed"
@@ -291,9 +291,35 @@ class MlflowRegistry:
         for name, value in tags.items():
             self._client.set_model_version_tag(version.name, str(version.number), name, value[:_TAG_CHARACTERS])
 
+    def dataset(self, name: str) -> Path | None:
+        if "'" in name:
+            return None
+        experiments = [item.experiment_id for item in _all_pages(self._client.search_experiments, None)]
+        wanted, newest_first = f"dataset.name = '{name}'", ["attributes.start_time DESC"]
+        for run in self._client.search_runs(experiments, wanted, order_by=newest_first, max_results=1):
+            inputs: Any = run.inputs
+            found = [given.dataset for given in inputs.dataset_inputs if given.dataset.name == name]
+            return _file_of(found[-1])
+        return None
+
 
 def _version(found: ModelVersion) -> Version:
     return Version(found.name, int(found.version), dict(found.tags))
+
+
+def _file_of(dataset: Dataset) -> Path:
+    """Return the file that a dataset comes from.
+
+    Raises:
+        UserError: it comes from something else.
+    """
+    source = urlsplit(json.loads(dataset.source).get("uri", ""))
+    if dataset.source_type != "local" or source.scheme not in ("", "file") or not source.path:
+        raise UserError(
+            f"the dataset '{dataset.name}' comes from {dataset.source_type}: {dataset.source:.200}",
+            "log one whose source is a file, e.g. mlflow.data.from_pandas(rows, source='data/sums.jsonl', name='sums')",
+        )
+    return Path(unquote(source.path))
 
 
 def _all_pages(search: Callable[..., Any], wanted: str | None) -> list[Any]:

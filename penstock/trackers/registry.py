@@ -115,6 +115,9 @@ class Registry(Protocol):
     def tag(self, version: Version, tags: Mapping[str, str]) -> None:
         """Add tags to a version."""
 
+    def dataset(self, name: str) -> Path | None:
+        """Return the file of the dataset of a name that a run was given last; None: no run was given one."""
+
 
 def reference(text: str) -> Reference | None:
     """Return which version a text names; None: it is none of a registry.

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 from pathlib import Path
 from typing import Any
 
+import mlflow
+import pandas
 import pytest
+from mlflow.entities import DatasetInput
 from prefect.logging import disable_run_logger
 
 from configs.loading.load import config_from_mapping
 from configs.schema import TrainConfig
 from penstock.base.errors import UserError
 from penstock.base.files import sha256
-from penstock.trackers.mlflow import MlflowTracker, default_tracking_uri
+from penstock.trackers.mlflow import MlflowTracker, connect, default_tracking_uri
 from penstock.trackers.registry import DATA, FOLDER, RUN, WEIGHTS, NewVersion, register
 from penstock.trackers.table import registry_in
 from penstock.trackers.tracker import NewRun
@@ -68,6 +72,50 @@ def test_the_newest_file_is_new_until_a_version_has_learnt_from_it(data: Path) -
     assert str(newest(data, config).learnt_by) == "models:/sums/1"
     (data / "a.jsonl").write_text('{"prompt": "4+4=", "answer": "8."}\n', encoding="utf-8")
     assert newest(data, config).learnt_by is None
+
+
+def test_the_newest_dataset_is_the_one_that_a_run_was_given_last(data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a name, whatever was written when. Controls: other names, and a source that is no file."""
+    config = recipe(data)
+    store = default_tracking_uri(Path(config.folder))
+
+    def given(name: str, source: str | None, experiment: str) -> None:
+        started = next(clock)
+        rows = pandas.DataFrame({"prompt": [str(started)]})  # MLflow keeps the first of datasets with equal rows
+        dataset: Any = mlflow.data.from_pandas(rows, source=source, name=name)  # type: ignore[attr-defined]
+        client = connect(store)
+        found = client.get_experiment_by_name(experiment)
+        at = client.create_experiment(experiment) if found is None else found.experiment_id
+        run = client.create_run(at, start_time=started)
+        client.log_inputs(run.info.run_id, [DatasetInput(dataset._to_mlflow_entity())])
+
+    def asked(name: str) -> NewestData:
+        with disable_run_logger():
+            return newest_data.fn(f"dataset:{name}", config)
+
+    clock = itertools.count(1000)
+    with pytest.raises(UserError, match="no run was given a dataset 'sums': there is no store yet"):
+        asked("sums")
+    Path(config.folder).mkdir()
+    given("sums", str(data / "a.jsonl"), "one")
+    given("sums", str(data / "b.jsonl"), "other")
+    given("others", str(data / "a.jsonl"), "one")
+    found = asked("sums")
+    assert (found.path, found.sha256, found.learnt_by) == (str(data / "b.jsonl"), sha256(data / "b.jsonl"), None)
+    learnt(data, config, found.sha256)
+    assert str(asked("sums").learnt_by) == "models:/sums/1"
+    assert asked("others").learnt_by is None
+    monkeypatch.chdir(data)
+    given("sums", "a.jsonl", "one")  # relative to the folder where the worker runs
+    assert asked("sums").sha256 == sha256(data / "a.jsonl")
+    given("sums", None, "one")
+    with pytest.raises(UserError, match="the dataset 'sums' comes from code"):
+        asked("sums")
+    given("others", str(data / "gone.jsonl"), "one")
+    with pytest.raises(UserError, match="no such file"):
+        asked("others")
+    with pytest.raises(UserError, match=r"no run was given a dataset 'it's': MLflow \(.*\) has none"):
+        asked("it's")
 
 
 def test_what_a_retraining_needs_is_asked_for(data: Path) -> None:
