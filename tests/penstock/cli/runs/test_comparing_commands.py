@@ -62,7 +62,7 @@ def run(asked: list[dict[str, Any]]) -> Callable[[str], Result]:
 
 def test_the_page_has_commands() -> None:
     """The control of the next test: comparisons and sweeps, a grid, a draw and a resume."""
-    assert len(COMMANDS) == 7
+    assert len(COMMANDS) == 8
     assert sum(" --resume " in line for line in COMMANDS) == sum("--random" in line for line in COMMANDS) == 1
 
 
@@ -79,7 +79,7 @@ def test_a_command_of_the_page_does_what_it_says(
         return
     (call,) = asked
     sweep = read_sweep(SweepFolder(Path(call["resume"])))
-    numbers = {"1e-4": 6, "--random": 16, "rloo": 6}
+    numbers = {"1e-4": 6, "--random": 16, "rloo": 6, "adamw,sgd": 6}
     assert len(sweep.trainings) == next(count for word, count in numbers.items() if word in line)
     assert sweep.by == ("reward/mean" if "--by" in line else "heldout/accuracy")
 

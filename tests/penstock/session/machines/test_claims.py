@@ -93,8 +93,8 @@ def holding(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Holding
 
 def test_trainings_that_name_no_gpus_get_different_ones(holding: Holding) -> None:
     """So many as they say, or all that are left. Control: GPUs that one names are those, whatever is free."""
-    named, first, second = holding("named", on(gpus=[1])), holding("first", on(ranks=1)), holding("second", on(ranks=1))
-    assert named.has == [1]
+    assert holding("named", on(gpus=[1])).has == [1]
+    first, second = holding("first", on(ranks=1)), holding("second", on(ranks=1))
     both = first.has + second.has
     assert len(set(both)) == 2
     assert 1 not in both
