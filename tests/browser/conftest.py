@@ -59,11 +59,12 @@ def page(chromium: Any, request: pytest.FixtureRequest) -> Iterator[Any]:
 
 
 @pytest.fixture
-def picture() -> Callable[[Any, str], None]:
-    """Return what keeps a picture of a wide page, where somebody asks for pictures."""
+def picture() -> Callable[..., None]:
+    """Return what keeps a picture of a wide page, or of its upper part, where somebody asks for pictures."""
 
-    def keep(page: Any, name: str) -> None:
+    def keep(page: Any, name: str, height: int = WIDE[1]) -> None:
         if (folder := os.environ.get("PENSTOCK_PICTURES")) and page.viewport_size["width"] == WIDE[0]:
-            page.screenshot(path=Path(folder) / f"{name}.png")
+            part = {"x": 0, "y": 0, "width": WIDE[0], "height": height}
+            page.screenshot(path=Path(folder) / f"{name}.png", clip=part)
 
     return keep

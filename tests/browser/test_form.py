@@ -18,7 +18,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("flows")]
 
 QUICKSTART = Path("configs/quickstart.yaml")
 FIELDS = 14  # inputs and lists that are there before anything is opened, with the recipe
-Picture = Callable[[Any, str], None]
+Picture = Callable[..., None]
 
 
 def opened(page: Any, prefect: Prefect) -> None:

@@ -34,6 +34,11 @@ SMALL = [
     "evaluate.every=2",
     "record={samples_every: 1, experiment: browser}",
 ]
+PPO = [
+    "algorithm={name: ppo, mini_batches: 2}",
+    "groups={main: {ranks: 1, roles: [actor, rollout]}, critic: {ranks: 1, roles: [critic]}}",
+]
+DRAWN_MS, GRAPH_PIXELS = 3_000, 510  # in which Prefect's page has drawn its graph, and the part of the page with it
 OVER_THE_EDGE = """() => [...document.querySelectorAll("body *")].filter(element => {
     const inside = one => one.getBoundingClientRect().right <= innerWidth + 1;
     if (inside(element)) return false;
@@ -57,6 +62,13 @@ def show(page: Any, prefect: Prefect, run: str, name: str) -> None:
 def tab(page: Any, name: str) -> None:
     """Open a tab of a flow run's page."""
     page.get_by_role("tab", name=name).or_(page.locator(".p-tab", has_text=name)).first.click()
+
+
+def iteration_of(prefect: Prefect, run: str, number: int) -> str:
+    """Return the flow run of one of a training's iterations."""
+    wanted = {"flow_runs": {"name": {"any_": [f"iteration-{number:06d}"]}, "parent_flow_run_id": {"any_": [run]}}}
+    (found,) = prefect.api.post("/flow_runs/filter", json=wanted).raise_for_status().json()
+    return str(found["id"])
 
 
 def artifacts(prefect: Prefect, run: str) -> dict[str, str]:
@@ -91,7 +103,7 @@ def test_a_training_is_watched_from_the_form_to_its_curves(page: Any, prefect: P
     folder = prefect.runs / "watched"
     opened(page, prefect)
     fill(page, Name="watched", Iterations=str(ITERATIONS), Run_folder=str(folder))
-    for setting in SMALL:
+    for setting in [*SMALL, *PPO]:
         add(page, "Other settings", setting)
     run = submitted(page)["id"]
     show(page, prefect, run, "train-watched")
@@ -103,6 +115,10 @@ def test_a_training_is_watched_from_the_form_to_its_curves(page: Any, prefect: P
     tab(page, "Artifacts")
     page.get_by_text(f"Iteration {ITERATIONS} of {ITERATIONS}").first.wait_for()
     picture(page, "training")
+    show(page, prefect, iteration_of(prefect, run, ITERATIONS), f"iteration-{ITERATIONS:06d}")
+    page.get_by_text(f"update-critic-{ITERATIONS:06d}").first.wait_for()
+    page.wait_for_timeout(DRAWN_MS)
+    picture(page, "prefect", GRAPH_PIXELS)
     said = {
         "progress": f"Iteration {ITERATIONS} of {ITERATIONS}",
         "held-out": "accuracy of greedy responses",
