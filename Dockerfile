@@ -8,7 +8,9 @@
 #
 #   mkdir -p runs
 #   docker run --rm --init --user "$(id -u)" -v "$PWD/runs:/penstock/runs" penstock train configs/quickstart.yaml
-#   docker run --rm --init --user "$(id -u)" --gpus all --ipc=host -v ... penstock:gpu train recipe.yaml
+#   mkdir -p -m 1777 /tmp/penstock-gpus        where trainings of all containers say which GPU is whose
+#   docker run --rm --init --user "$(id -u)" --gpus all --ipc=host -v /tmp/penstock-gpus:/tmp/penstock-gpus -v ... \
+#       penstock:gpu train recipe.yaml
 #
 # --user: what a run writes is then yours, and it can write to a folder of yours; any number will do. Without it the user
 # of the image writes, to volumes that Docker keeps. A folder that Docker has to make for -v is root's, hence the mkdir.

@@ -107,7 +107,9 @@ class Devices(Section):
     """What the ranks of one engine group run on."""
 
     gpus: list[int] | None = Field(
-        None, description="GPU indices, one rank each; null: all that no other training has, or CPU ranks"
+        None,
+        description="GPU indices, one rank each; null: all that no other training has (of a pool's machine: all), or "
+        "CPU ranks",
     )
     ranks: PositiveInt | None = Field(
         None,

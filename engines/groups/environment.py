@@ -39,6 +39,7 @@ WITHHELD_VARIABLES = frozenset(
         *withheld(),
     }
 )
+AS_NVML_COUNTS = {"CUDA_DEVICE_ORDER": "PCI_BUS_ID"}  # else CUDA's first GPU is the fastest, and not NVML's first
 _CPU = {"DS_ACCELERATOR": "cpu", "TORCH_COMPILE_DISABLE": "1", "CUDA_VISIBLE_DEVICES": ""}
 
 
@@ -61,7 +62,7 @@ def environment_of(command: StartRanks, own: Interface, meet: MeetingPlace) -> d
         "MASTER_PORT": str(meet.port),
         "PYTHONPATH": os.pathsep.join(_path(command)),
     }
-    devices = {"CUDA_VISIBLE_DEVICES": _visible_gpus(command.group, gpus)} if gpus else _CPU
+    devices = AS_NVML_COUNTS | {"CUDA_VISIBLE_DEVICES": _visible_gpus(command.group, gpus)} if gpus else _CPU
     threads = {name: str(cores_per_rank) for name in ("OMP_NUM_THREADS", "RAYON_NUM_THREADS")}  # the second: tokenizers
     defaults = threads | _DEFAULTS | (_compiled_code() if gpus else {})
     sockets = interface.variables(own, meet.address)

@@ -99,7 +99,8 @@ def place(
         elif group.ranks is not None and visible_gpus:
             devices = _first(name, group.ranks, unnamed, visible_gpus)
         else:
-            devices = _devices(name, group, visible_gpus, there)
+            spare = len(there) % config.rollout.tensor_parallel if "rollout" in group.roles else 0
+            devices = _devices(name, group, visible_gpus, there[: len(there) - spare] or there)
         specs.append(
             GroupSpec(
                 name=name,
@@ -186,7 +187,7 @@ def _check_apart(specs: list[GroupSpec]) -> None:
             if device.gpu is not None and owner.setdefault(device, spec.name) != spec.name:
                 raise UserError(
                     f"groups {owner[device]!r} and {spec.name!r} would both take GPU {device.gpu}",
-                    "give every group its own 'gpus', or 'ranks': a group without them takes all that are visible",
+                    "give every group its own 'gpus', or 'ranks': a group without them takes all that there are",
                 )
 
 

@@ -112,12 +112,10 @@ def _config_of(recipe: str | Path | Mapping[str, Any] | None, overrides: Sequenc
 
 
 def _check_machine(config: TrainConfig) -> None:
-    from penstock.checks.memory import Elsewhere
     from penstock.cli.prefect.server import check_server
-    from penstock.session.machines.pools import gpus_of_pools
-    from penstock.session.opening import TRAIN
+    from penstock.session.opening import TRAIN, foreseen
 
-    TRAIN.memory(config, Elsewhere(gpus_of_pools(config)))
+    foreseen(TRAIN, config)
     check_server()
 
 

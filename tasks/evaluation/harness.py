@@ -17,11 +17,12 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from prefect import task
+from prefect import get_run_logger, task
 from prefect.cache_policies import NO_CACHE
 
 from engines.families.shape import read_settings, read_shape
 from engines.groups import interface
+from engines.groups.environment import AS_NVML_COUNTS
 from engines.groups.machine import visible_gpus
 from penstock.base.errors import UserError
 from penstock.session.machines.claims import Wanted, claimed
@@ -137,9 +138,10 @@ def run_tasks(
     command += ["--include_path", include_path] if include_path is not None else []
     command += ["--apply_chat_template"] if chat else []
     environment = _environment() | interface.variables() | ({} if gpus else ON_CPU)
-    with claimed(Wanted(more=gpus), target.name) as claims:
+    with claimed(Wanted(more=gpus), f"{target.parent.name} {target.name}", get_run_logger().info) as claims:
         if claims.mine is not None:
-            environment["CUDA_VISIBLE_DEVICES"] = ",".join(str(visible[gpu]) for gpu in claims.mine)
+            shown = ",".join(str(visible[gpu]) for gpu in claims.mine)
+            environment |= AS_NVML_COUNTS | {"CUDA_VISIBLE_DEVICES": shown}
         _run(command, environment, target / "harness.log", claims.descriptors)
     return {name: value for name, value, _ in figures_in(target)}
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
+from prefect.logging import disable_run_logger
 
 from penstock.base.errors import UserError
 from penstock.session.machines import claims
@@ -14,11 +15,12 @@ from tasks.evaluation import harness
 
 
 @pytest.fixture
-def ran(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[tuple[str | None, int]]:
+def ran(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[str | None, int]]]:
     """What the harness sees of this machine's GPUs 5 and 7, and how many files it keeps open; nothing is run."""
     found: list[tuple[str | None, int]] = []
 
     def run(_: Sequence[str], environment: Mapping[str, str], __: Path, kept: Sequence[int]) -> None:
+        assert environment["CUDA_DEVICE_ORDER"] == "PCI_BUS_ID"  # as these numbers count
         found.append((environment.get("CUDA_VISIBLE_DEVICES"), len(kept)))
 
     def nothing(*_: Any) -> list[Any]:
@@ -30,7 +32,8 @@ def ran(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[tuple[str | Non
         monkeypatch.setattr(module, "visible_gpus", lambda: [5, 7])
     for name, replacement in (("_run", run), ("_model_arguments", nothing), ("figures_in", nothing)):
         monkeypatch.setattr(harness, name, replacement)
-    return found
+    with disable_run_logger():
+        yield found
 
 
 def test_tasks_run_on_gpus_that_nobody_has(ran: list[tuple[str | None, int]], tmp_path: Path) -> None:

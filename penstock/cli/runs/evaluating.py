@@ -44,12 +44,11 @@ def evaluated(words: Sequence[str], tasks: str | None, include_path: Path | None
     Raises:
         UserError: a model, the recipe or a task is not there or cannot work; said before a server starts.
     """
-    from penstock.checks.memory import Elsewhere
     from penstock.cli.prefect.quiet import quiet_terminal
     from penstock.cli.prefect.server import check_server, start_server
     from penstock.reports.evaluations import rendered
     from penstock.reports.progress import waiting
-    from penstock.session.machines.pools import gpus_of_pools
+    from penstock.session.opening import foreseen
     from tasks.evaluation.inputs import planned
     from tasks.evaluation.results import read_results
     from tasks.evaluation.serve import EVALUATION
@@ -59,8 +58,7 @@ def evaluated(words: Sequence[str], tasks: str | None, include_path: Path | None
     with waiting(console, "checking models, recipe and tasks"):
         plan = planned(given.models, given.recipe, given.overrides, wanted, own, target)
         for subject in plan.subjects if plan.config is not None else ():
-            config = plan.engines(subject)
-            EVALUATION.memory(config, Elsewhere(gpus_of_pools(config)))
+            foreseen(EVALUATION, plan.engines(subject))
     if plan.origin:
         console.print(f"recipe: {plan.origin}", highlight=False, markup=False, soft_wrap=True)
     check_server()

@@ -18,6 +18,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+import pynvml
 from rich.console import Console
 
 from configs.schema import TrainConfig
@@ -67,7 +68,7 @@ class Claims:
     """GPUs of this machine that a training has.
 
     Attributes:
-        mine: those that its groups do not name; None: they name all.
+        mine: those that its groups do not name; None: they name all, or use none of this machine.
         descriptors: of the locked files. The GPUs are the training's until nobody keeps one open.
     """
 
@@ -117,9 +118,12 @@ def claimed(wanted: Wanted, who: str, say: Callable[[str], object] = lambda _: N
     with ExitStack() as kept:
         found = _asked(wanted, who, kept)
         if not isinstance(found, Claims):
-            say(text := f"waiting for {wanted} of this machine: {_said(found)}")
+            text, said = f"waiting for {wanted} of this machine", ""
             with waiting(Console(), text):
                 while not isinstance(found, Claims):
+                    if (now := _said(found)) != said:  # others have them by now
+                        say(f"{text}: {now}")
+                        said = now
                     time.sleep(LOOK_S)
                     found = _asked(wanted, who, kept)
         if found.mine:
@@ -166,19 +170,27 @@ def _asked(wanted: Wanted, who: str, kept: ExitStack) -> Claims | Mapping[int, s
         if (mine := wanted.of(free.keys())) is None:
             return held
         descriptors = [_lasting(_folder())]
+        kept.callback(os.close, descriptors[0])
         for gpu in (*wanted.named, *mine):
-            os.ftruncate(free[gpu], 0)
-            os.pwrite(free[gpu], f"{who} (process {os.getpid()})".encode(), 0)
             descriptors.append(os.dup(free[gpu]))  # the same open file: locked until both are closed
-        for descriptor in descriptors:
-            kept.callback(os.close, descriptor)
+            kept.callback(os.close, descriptors[-1])
+            with suppress(OSError):  # a disk that is full: the lock is what counts
+                os.ftruncate(free[gpu], 0)
+                os.pwrite(free[gpu], f"{who} (process {os.getpid()})".encode(), 0)
     return Claims(mine if wanted.more != 0 else None, tuple(descriptors))
 
 
 def _places(wanted: Wanted) -> dict[int, str]:
     """Return the UUIDs of all GPUs that come into question, by their places."""
     visible = visible_gpus() if wanted.named or wanted.more != 0 else []
-    return {at: gpu_uuid(gpu) for at, gpu in enumerate(visible) if wanted.more != 0 or at in wanted.named}
+    found = dict[int, str]()
+    for at, gpu in enumerate(visible):
+        if at in wanted.named:
+            found[at] = gpu_uuid(gpu)
+        elif wanted.more != 0:
+            with suppress(pynvml.NVMLError):  # one that has left the bus is nobody's
+                found[at] = gpu_uuid(gpu)
+    return found
 
 
 @contextmanager

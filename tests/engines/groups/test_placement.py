@@ -112,6 +112,15 @@ def test_rollout_engines_take_whole_shares_of_a_groups_ranks() -> None:
         _places(0, groups=groups, rollout={"tensor_parallel": 3})
 
 
+def test_who_takes_all_gpus_takes_whole_rollout_engines() -> None:
+    """Of three GPUs two where an engine has two. Controls: a group without a rollout, and too few for one engine."""
+    assert len(_places(3, rollout={"tensor_parallel": 2})["main"]) == 2
+    groups = {"train": {"gpus": [0], "roles": ["actor"]}, "generate": {"ranks": 2, "roles": ["rollout"]}}
+    assert len(_places(3, groups=groups, rollout={"tensor_parallel": 2})["generate"]) == 2
+    with pytest.raises(UserError, match="does not divide the 3 ranks"):
+        _places(3, rollout={"tensor_parallel": 4})
+
+
 TOGETHER = {"main": {"roles": ["rollout", "actor"]}}
 APART = {"train": {"roles": ["actor"]}, "generate": {"roles": ["rollout"]}}
 

@@ -129,7 +129,7 @@ def test_gpus_are_not_free_before_the_last_rank_has_ended(holding: Holding, tmp_
 
 
 def test_who_wants_more_than_is_free_waits_and_has_nothing_meanwhile(holding: Holding) -> None:
-    """It names who has what it waits for. Controls: others take what is left, and it gets all once that is possible."""
+    """It names who has what it waits for, each anew. Controls: others take what is left, and then it gets all."""
     first = holding("first", on(gpus=[0, 1]))
     assert first.has == [0, 1]
     waiting = [holding("counted", on(ranks=3)), holding("named", on(gpus=[1, 2]))]
@@ -138,6 +138,7 @@ def test_who_wants_more_than_is_free_waits_and_has_nothing_meanwhile(holding: Ho
     assert waiting[1].told("said") == f"waiting for GPUs 1, 2 of this machine: {has} GPU 1"
     with claimed(wanted(ranks=2), "this") as claims:
         assert claims.mine == (2, 3)
+        assert waiting[0].told("said").endswith(f"{has} GPUs 0, 1, this (process {os.getpid()}) has GPUs 2, 3")
     assert sorted(holders(UUIDS)) == [0, 1]
     assert first.end() == 0
     sets = {0: [0, 1, 2], 1: [1, 2]}
