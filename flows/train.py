@@ -94,12 +94,12 @@ def trained(training: Training) -> None:
     build_engines(training, model)
 
     progress = restore(training)
+    offer_overrides(training.run, progress.overrides or {})
+    progress = live_overrides(training, progress)
     budget = next_settings(training, progress).micro_batch_tokens
     compared = compare_logprobs(training, progress.iteration, budget)
     if progress.iteration == 0:
         progress = begin(training, progress, budget, compared)
-    offer_overrides(training.run, progress.overrides or {})
-    progress = live_overrides(training, progress)
     show_iterations(training, progress.iteration)
     training.session().clock.lap()
     begun = None

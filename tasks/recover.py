@@ -12,7 +12,7 @@ from prefect import get_run_logger, task
 from prefect.cache_policies import NO_CACHE
 
 from engines.groups.group import OutOfMemory, RankLost
-from penstock.session.events import give_up, noted
+from penstock.session.events import give_up, noted, tell_of_going_on
 from penstock.session.session import Training
 from penstock.session.settings import smaller_micro_batches
 from penstock.state.run_folder import drop_partial
@@ -31,6 +31,7 @@ def recover(training: Training, loss: RankLost) -> None:
     noted(training, loss)
     if isinstance(loss, OutOfMemory):
         _lower(training, loss)
+    tell_of_going_on(training, loss)
     session.say("recovering")
     session.restart_groups()
     session.consolidator.wait()
@@ -42,4 +43,4 @@ def _lower(training: Training, loss: OutOfMemory) -> None:
         give_up(training)
         raise loss
     key, tokens = lowered
-    get_run_logger().warning("%s is %d from now on; a recipe that says so needs no new start", key, tokens)
+    get_run_logger().warning("%s is %d from now on: put that into the recipe to spare the restart", key, tokens)

@@ -115,7 +115,7 @@ class HostLost(RankLost):
 class OutOfMemory(RankLost):
     """A rank found no memory left on its GPU for a command. The group has been ended.
 
-    Its processes are new when it goes on, so what had become of the memory's pieces is gone with the old ones.
+    Its processes are new when it goes on, so the memory is not fragmented any more.
     """
 
     def __init__(self, group: str, rank: int, command: str, log_file: Path, said: str = "") -> None:
@@ -412,6 +412,8 @@ class EngineGroup:
         atexit.unregister(self.close)
 
     def _check_open(self) -> None:
+        if isinstance(self._ended, OutOfMemory):
+            raise OutOfMemory(*self._ended.args) from self._ended  # its command says what the training goes on with
         if isinstance(self._ended, RankLost):
             lost = self._ended
             reason = f"ended the group earlier: {lost.reason}"

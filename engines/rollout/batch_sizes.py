@@ -33,7 +33,8 @@ def begin_together(sequences: int) -> int:
     """Return how many sequences begin in a step of a GPU engine of up to `sequences`, where they wait for places.
 
     A sixteenth: half of it is idle on the mean, 3 %. With 512 sequences of 600 tokens, one in 38 steps then computes
-    prompts, for two to four times as long as the others.
+    prompts, for two to four times as long as the others. Prompts that several engines pull one by one begin as soon as
+    there are places for their samples.
     """
     return max(1, sequences // 16)
 
@@ -42,8 +43,8 @@ def capture_sizes(sequences: int) -> list[int]:
     """Return the numbers of tokens for which CUDA graphs are captured, for an engine of up to `sequences`.
 
     vLLM's own choice is this grid up to 512. A full batch needs a graph of exactly its size: a larger one is not used
-    for decoding, since vLLM has no room for the sequences that would fill it up (0.26). Graphs above that are of steps
-    in which a prompt or a turn is read beside a full batch; they leave attention out.
+    for decoding, since vLLM has no room for the sequences that would fill it up (0.26). Graphs above a full batch are
+    of steps in which a prompt or a turn is read beside it; they leave attention out.
     """
     top = max(sequences, min(2 * sequences, MOST_BY_DEFAULT))
     grid = [1, 2, 4, *range(8, 256, 8), *range(256, MOST_BY_DEFAULT, 16), *range(MOST_BY_DEFAULT, top + 1, 32)]

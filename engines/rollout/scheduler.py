@@ -17,7 +17,7 @@ alone (no CUDA graph holds its attention: 14 to 28 ms instead of 6 for 512 seque
 another ends, most steps do. So once no place is free, those that wait do so until a number of places are.
 
 What is computed in each step and every response are those of vLLM's scheduler alone, as long as the KV cache has room
-and no sequence waits for others to begin with, and every key is where the sequence's blocks say
+and no sequence is held back until others can begin with it, and every key is where the sequence's blocks say
 (tests/engines/rollout/test_scheduler.py). Responses come with their last token instead of token by token, and a block
 that is full is found as a prefix up to a block later.
 

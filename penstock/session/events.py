@@ -30,7 +30,7 @@ FLOW = "penstock.flow"
 
 
 def noted(training: Training, loss: RankLost) -> None:
-    """Note a loss, after which the training goes on.
+    """Note a loss.
 
     Raises:
         LostTooOften: with this one it was more within `engine.restart_window_s` than `engine.restarts`.
@@ -55,9 +55,14 @@ def noted(training: Training, loss: RankLost) -> None:
     )
     if len(session.lost_at) > engine.restarts:
         give_up(training)
-        raise too_often(loss, len(session.lost_at), engine.restarts, engine.restart_window_s)
+        ended_by = too_often(loss, len(session.lost_at), engine.restarts, engine.restart_window_s)
+        raise ended_by from (None if ended_by is loss else loss)
+
+
+def tell_of_going_on(training: Training, loss: RankLost) -> None:
+    """Log that the training goes on after a loss."""
     said = "group %s, rank %d: %s (during %s; log: %s). The training goes on"
-    get_run_logger().warning(said, loss.group, loss.rank, loss.reason, session.phase, loss.log_file)
+    get_run_logger().warning(said, loss.group, loss.rank, loss.reason, training.session().phase, loss.log_file)
 
 
 def give_up(training: Training) -> None:

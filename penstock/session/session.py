@@ -154,6 +154,7 @@ class Session:
     prompt_columns: dict[str, dict[str, dict[str, Any]]] = field(default_factory=dict)
     scorer: Scorer | None = None  # None: a reward model in the engine groups
     progress: TrainingProgress | None = None
+    overrides: dict[str, Any] = field(default_factory=dict)  # live ones, in force at this iteration
     model_folder: str = ""
     trackers: list[Tracker] = field(default_factory=list)  # as the recipe orders them: the main one first
     tracked: tuple[Tracked, ...] = ()  # the runs of the first of them, or of all; none: none is begun yet

@@ -34,6 +34,7 @@ from configs.loading.load import config_from_mapping
 from configs.schema import TrainConfig
 from configs.tree.schedule import value_at
 from engines.commands.forward import Logprobs, Values
+from engines.commands.logprob_gap import LogprobsToCompare
 from engines.commands.message import name_of
 from engines.commands.reference import LogprobsAndKl, ReferenceStates
 from engines.commands.update import SumGradient, UpdateActor, UpdateCritic
@@ -52,9 +53,10 @@ LIVE_KEYS = (
     "rollout.temperature",
 )
 
+OF_ACTOR = (Logprobs, LogprobsAndKl, LogprobsToCompare, ReferenceStates, SumGradient, UpdateActor)
 ACTOR_BUDGET, CRITIC_BUDGET = "actor.micro_batch_tokens", "critic.micro_batch_tokens"
 BUDGETS = {  # by the command that keeps to it
-    **dict.fromkeys(map(name_of, (Logprobs, LogprobsAndKl, ReferenceStates, SumGradient, UpdateActor)), ACTOR_BUDGET),
+    **dict.fromkeys(map(name_of, OF_ACTOR), ACTOR_BUDGET),
     **dict.fromkeys(map(name_of, (UpdateCritic, Values)), CRITIC_BUDGET),
 }
 
@@ -191,23 +193,31 @@ def smaller_micro_batches(training: Training, command: str) -> tuple[str, int] |
 
     It is a live override like a person's: shown, kept by a resume, and taken back by `penstock set`.
 
-    Returns the key and its new value; None: the command has no budget that may change, or it holds no more than the
-    longest row, which no smaller one divides.
+    Returns the key and its new value; None: the command has no budget that may change, or the budget in force is the
+    longest row's already, which cannot be split.
     """
     config = training.config
     key = BUDGETS.get(command)
     if key is None or training.session().kind != "train":
         return None
-    name = variable_name(training.run)
-    overrides: dict[str, Any] = dict(Variable.get(name, default=None) or {})
-    trainer = getattr(apply_overrides(config, overrides), key.partition(".")[0])
+    name, in_force = variable_name(training.run), training.session().overrides
     done = max((record["iteration"] for record in read_metrics(training.run)), default=0)
-    tokens: int = value_at(trainer.micro_batch_tokens, done + 1)
-    longest = config.data.max_prompt_tokens + config.rollout.max_response_tokens
+
+    def budget(overrides: Any) -> int:
+        trainer = getattr(apply_overrides(config, overrides), key.partition(".")[0])
+        tokens: int = value_at(trainer.micro_batch_tokens, done + 1)
+        return tokens
+
+    tokens, longest = budget(in_force), config.data.max_prompt_tokens + config.rollout.max_response_tokens
     if tokens <= longest:
         return None
-    smaller = max(tokens // 2, longest)
-    Variable.set(name, overrides | {key: smaller}, overwrite=True)
+    smaller, asked = max(tokens // 2, longest), Variable.get(name, default=None)
+    asked = in_force if asked is None else asked
+    try:
+        smaller = min(smaller, budget(asked))  # a person may have set one meanwhile
+    except UserError:  # as it was refused when it was read
+        asked = in_force
+    Variable.set(name, asked | {key: smaller}, overwrite=True)
     return key, smaller
 
 
@@ -218,6 +228,7 @@ def forget_overrides(run: RunFolder) -> None:
 
 def next_settings(training: Training, progress: Progress) -> Settings:
     """Return the values in force at the iteration after `progress`."""
+    training.session().overrides = progress.overrides or {}
     return settings_at(apply_overrides(training.config, progress.overrides or {}), progress.iteration + 1, progress)
 
 

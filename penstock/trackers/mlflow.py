@@ -299,7 +299,12 @@ class MlflowRegistry:
         for run in self._client.search_runs(experiments, wanted, order_by=newest_first, max_results=1):
             inputs: Any = run.inputs
             found = [given.dataset for given in inputs.dataset_inputs if given.dataset.name == name]
-            return _file_of(found[-1])
+            if len(files := {_file_of(dataset) for dataset in found}) > 1:
+                raise UserError(
+                    f"the MLflow run {run.info.run_id} was given several datasets '{name}', in no order that is known",
+                    "log each in a run of its own",
+                )
+            return files.pop()
         return None
 
 
@@ -313,13 +318,14 @@ def _file_of(dataset: Dataset) -> Path:
     Raises:
         UserError: it comes from something else.
     """
-    source = urlsplit(json.loads(dataset.source).get("uri", ""))
-    if dataset.source_type != "local" or source.scheme not in ("", "file") or not source.path:
+    uri: str = json.loads(dataset.source).get("uri", "")
+    path = unquote(urlsplit(uri).path) if uri.startswith("file:") else uri
+    if dataset.source_type != "local" or not path:
         raise UserError(
             f"the dataset '{dataset.name}' comes from {dataset.source_type}: {dataset.source:.200}",
             "log one whose source is a file, e.g. mlflow.data.from_pandas(rows, source='data/sums.jsonl', name='sums')",
         )
-    return Path(unquote(source.path))
+    return Path(path)
 
 
 def _all_pages(search: Callable[..., Any], wanted: str | None) -> list[Any]:

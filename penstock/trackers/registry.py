@@ -116,7 +116,7 @@ class Registry(Protocol):
         """Add tags to a version."""
 
     def dataset(self, name: str) -> Path | None:
-        """Return the file of the dataset of a name that a run was given last; None: no run was given one."""
+        """Return the file of the dataset of a name that the newest run with one was given; None: there is none."""
 
 
 def reference(text: str) -> Reference | None:

@@ -1,9 +1,9 @@
 """Newest data: a file, and whether a registered model has learnt from it.
 
-It is the file of a pattern that was written last, or that of the tracker's dataset of a name (`dataset:NAME`) that a
-run was given last. A file is known by its content: a copy of an old one is nothing new, nor is one that is only
-touched. Left out: files that are still being written, which look whole; whoever adds one renames it into its place. The
-digest of a tracker's dataset, which each maker of one makes in its own way.
+It is the file of a pattern that was written last, or that of the tracker's dataset of a name (`dataset:NAME`), in the
+newest run that was given one. A file is known by its content: a copy of an old one is nothing new, nor is one that is
+only touched. Left out: files that are still being written, which look whole; whoever adds one renames it into its
+place. The digest of a tracker's dataset, which each maker of one makes in its own way.
 """
 
 from __future__ import annotations

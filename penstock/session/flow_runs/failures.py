@@ -132,6 +132,6 @@ def _of_engine(error: EngineError | RankLost) -> list[str]:
     return [
         f"{where}: {reason}",
         *[line for line in said if not ROUTINE.search(line)][shown],
-        *([LESS_MEMORY] if isinstance(error, OutOfMemory) else []),
+        *([LESS_MEMORY] if isinstance(error, OutOfMemory) or isinstance(error.__cause__, OutOfMemory) else []),
         f"log: {error.log_file}",
     ]

@@ -76,6 +76,11 @@ class SmallWorker:
             raise ArithmeticError("the loss is not finite")
         return {}
 
+    def run_short(self, rank: int) -> dict[str, Any]:
+        if self.rank == rank:
+            raise OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+        return {}
+
     def refuse(self) -> dict[str, Any]:
         raise UserError("the recipe asks for too much", "ask for less")
 
@@ -134,6 +139,10 @@ class Waiting:
             if self._fails:
                 raise ArithmeticError("the loss is not finite")
             self.result = {"rank": self._rank, "text": self._path.read_text()}
+
+
+class OutOfMemoryError(RuntimeError):
+    """As PyTorch's is called."""
 
 
 class UnbuildableWorker(SmallWorker):

@@ -15,7 +15,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from engines.groups.group import EngineError, EngineGroup, GroupClosed, RankDevice, RankLost
+from engines.groups.group import EngineError, EngineGroup, GroupClosed, OutOfMemory, RankDevice, RankLost
 from engines.groups.processes import ROTATE_ABOVE_BYTES
 from penstock.base.errors import UserError
 from tests.engines.groups.small_ranks import pids_of, spec
@@ -85,6 +85,22 @@ def test_a_command_of_another_epoch_is_refused(group: EngineGroup) -> None:
     group.epoch = 1
     with pytest.raises(EngineError, match="epoch 1 refused: this rank belongs to epoch 0"):
         group.call("count", key="c")
+
+
+def test_a_rank_that_runs_out_of_memory_says_with_which_command(group: EngineGroup) -> None:
+    """A loss that the training goes on after. Who asks later is told the same: by the command it goes on."""
+    pids = pids_of(group)
+    with pytest.raises(OutOfMemory) as caught:
+        group.call("run_short", key="s", rank=1)
+    lost = caught.value
+    assert (lost.group, lost.rank, lost.command) == ("main", 1, "run_short")
+    assert lost.reason == "no memory left on its GPU for 'run_short'"
+    assert lost.log_tail.endswith("OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB")
+    assert str(pickle.loads(pickle.dumps(lost))) == str(lost)
+    assert not any(map(alive, pids))
+    with pytest.raises(OutOfMemory) as later:
+        group.call("echo", key="e")
+    assert later.value.args == lost.args and later.value.__cause__ is lost
 
 
 def test_a_killed_rank_is_named(group: EngineGroup) -> None:

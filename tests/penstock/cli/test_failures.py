@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from prefect.logging.handlers import PrefectConsoleHandler
 
-from engines.groups.group import EngineError, HostLost, RankLost
+from engines.groups.group import EngineError, HostLost, LostTooOften, OutOfMemory, RankLost
 from engines.groups.hosts import HostFailed
 from penstock.base.errors import UserError
 from penstock.cli import main as cli
@@ -19,7 +19,7 @@ from penstock.cli import terminal as cli_terminal
 from penstock.cli.prefect import server
 from penstock.cli.prefect.quiet import quiet_terminal
 from penstock.cli.prefect.server import Terminated
-from penstock.session.flow_runs.failures import FAILURE, LINES, MISTAKE, told
+from penstock.session.flow_runs.failures import FAILURE, LESS_MEMORY, LINES, MISTAKE, told
 
 LOG = Path("runs/mine/logs/main-rank0.log")
 ROUTINE = "2026-01-15 10:15:00,000 INFO __main__: update_actor (7/update_actor): 0.12 s\n"
@@ -38,6 +38,21 @@ def test_a_killed_rank_is_one_message(tmp_path: Path, monkeypatch: pytest.Monkey
         f"  Continue with: penstock train --resume {cli_terminal.short_path(tmp_path)}",
     ]
     assert code == FAILURE
+
+
+def test_what_needs_less_memory_is_said_of_a_rank_that_has_none_left(tmp_path: Path) -> None:
+    """Also where it was one time too many. Control: of another loss it is not."""
+    lost = OutOfMemory("main", 0, "update_actor", tmp_path / "rank.log", "OutOfMemoryError: 2 GiB")
+    message, code = told(lost, []) or ("", 0)
+    assert message.splitlines()[:2] == [
+        "group main, rank 0: no memory left on its GPU for 'update_actor'",
+        "  OutOfMemoryError: 2 GiB",
+    ]
+    assert LESS_MEMORY in message and code == FAILURE
+    too_often = LostTooOften("main", 0, "of 4 losses", tmp_path / "rank.log")
+    assert LESS_MEMORY not in (told(too_often, []) or ("", 0))[0]
+    too_often.__cause__ = lost
+    assert LESS_MEMORY in (told(too_often, []) or ("", 0))[0]
 
 
 def test_a_rank_that_ended_by_itself_is_quoted(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ import pytest
 from configs.schema import TrainConfig
 from engines.groups.group import HostLost, LostTooOften, RankLost, RolloutStalled
 from penstock.session import events as module
-from penstock.session.events import noted, recovered
+from penstock.session.events import noted, recovered, tell_of_going_on
 from penstock.session.session import Training
 from penstock.state.events import read_events
 from penstock.state.run_folder import append_metrics
@@ -39,11 +39,12 @@ def test_a_loss_is_told_everywhere(
     sent: list[tuple[str, dict[str, Any]]],
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """In the run folder and in Prefect, and in a line of the log when it comes and when it is over."""
+    """In the run folder and in Prefect, and in a line of the log when it goes on and when it is over."""
     training = _training(training_with)
     append_metrics(training.run, 4, {"reward/mean": 0.5})
     training.session().say("update")
     noted(training, LOST)
+    tell_of_going_on(training, LOST)
     recovered(training, "checkpoint 000003", 640)
     recovered(training, "checkpoint 000003", 640)  # of a start without a loss nothing is told
     lost, over = read_events(training.run)

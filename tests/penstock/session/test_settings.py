@@ -226,14 +226,47 @@ def test_micro_batches_become_smaller_for_the_command_that_had_no_memory(
     name = variable_name(training.run)
     variables[name] = {"rollout.temperature": 0.9}
     append_metrics(training.run, 1, {})
-    assert smaller_micro_batches(training, "update_actor") == ("actor.micro_batch_tokens", 750)
-    assert smaller_micro_batches(training, "logprobs_and_kl") == ("actor.micro_batch_tokens", 400)
-    assert smaller_micro_batches(training, "sum_gradient") is None
+
+    def lowered(command: str) -> tuple[str, int] | None:
+        """As in a training, which reads the Variable before it goes on."""
+        found = smaller_micro_batches(training, command)
+        training.session().overrides = variables[name]
+        return found
+
+    assert lowered("update_actor") == ("actor.micro_batch_tokens", 750)
+    assert lowered("logprobs_and_kl") == ("actor.micro_batch_tokens", 400)
+    assert lowered("sum_gradient") is None
     assert variables[name] == {"rollout.temperature": 0.9, "actor.micro_batch_tokens": 400}
-    assert smaller_micro_batches(training, "values") == ("critic.micro_batch_tokens", 500)
+    assert lowered("values") == ("critic.micro_batch_tokens", 500)
     assert variables[name]["actor.micro_batch_tokens"] == 400
     set_so_far = dict(variables[name])
     assert [smaller_micro_batches(training, command) for command in ("generate", "sft_steps", "build")] == [None] * 3
     training.session().kind = "preference"
     assert smaller_micro_batches(training, "update_critic") is None
     assert variables[name] == set_so_far
+
+
+@pytest.mark.parametrize(
+    ("asked", "then"),
+    [
+        ({"actor.micro_batch_tokens": 400}, {"actor.micro_batch_tokens": 400}),  # what a person has set meanwhile
+        ({"actor.micro_batch_tokens": 9000}, {"actor.micro_batch_tokens": 2048}),
+        ({"rollout.temperature": "hot"}, {"rollout.temperature": 0.9, "actor.micro_batch_tokens": 2048}),
+        ("hot", {"rollout.temperature": 0.9, "actor.micro_batch_tokens": 2048}),
+        (None, {"rollout.temperature": 0.9, "actor.micro_batch_tokens": 2048}),  # deleted
+    ],
+)
+def test_smaller_micro_batches_begin_with_what_is_in_force(
+    training_with: Callable[[TrainConfig], Training], monkeypatch: pytest.MonkeyPatch, asked: Any, then: dict[str, Any]
+) -> None:
+    """Whatever the Variable says by then: what was refused, or is gone, changes nothing, and what is smaller holds."""
+    training = training_with(config(iterations=7, actor={"micro_batch_tokens": 8192}))
+    variables = {variable_name(training.run): asked}
+    monkeypatch.setattr(module.Variable, "get", lambda name, default: variables.get(name, default))
+    monkeypatch.setattr(module.Variable, "set", lambda name, value, overwrite: variables.update({name: value}))
+    training.session().overrides = {"rollout.temperature": 0.9, "actor.micro_batch_tokens": 4096}
+    assert smaller_micro_batches(training, "update_actor") == (
+        "actor.micro_batch_tokens",
+        then["actor.micro_batch_tokens"],
+    )
+    assert variables[variable_name(training.run)] == then

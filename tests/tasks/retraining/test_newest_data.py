@@ -79,15 +79,19 @@ def test_the_newest_dataset_is_the_one_that_a_run_was_given_last(data: Path, mon
     config = recipe(data)
     store = default_tracking_uri(Path(config.folder))
 
-    def given(name: str, source: str | None, experiment: str) -> None:
+    def given(name: str, source: str | None, experiment: str, *more: str) -> None:
         started = next(clock)
-        rows = pandas.DataFrame({"prompt": [str(started)]})  # MLflow keeps the first of datasets with equal rows
-        dataset: Any = mlflow.data.from_pandas(rows, source=source, name=name)  # type: ignore[attr-defined]
+        datasets: list[Any] = [
+            mlflow.data.from_pandas(  # type: ignore[attr-defined]
+                pandas.DataFrame({"prompt": [f"{started} {one}"]}), source=one, name=name
+            )
+            for one in (source, *more)  # of other rows each: MLflow keeps the first of datasets with equal ones
+        ]
         client = connect(store)
         found = client.get_experiment_by_name(experiment)
         at = client.create_experiment(experiment) if found is None else found.experiment_id
         run = client.create_run(at, start_time=started)
-        client.log_inputs(run.info.run_id, [DatasetInput(dataset._to_mlflow_entity())])
+        client.log_inputs(run.info.run_id, [DatasetInput(dataset._to_mlflow_entity()) for dataset in datasets])
 
     def asked(name: str) -> NewestData:
         with disable_run_logger():
@@ -111,6 +115,13 @@ def test_the_newest_dataset_is_the_one_that_a_run_was_given_last(data: Path, mon
     given("sums", None, "one")
     with pytest.raises(UserError, match="the dataset 'sums' comes from code"):
         asked("sums")
+    given("sums", str(data / "a.jsonl"), "one", str(data / "b.jsonl"))
+    with pytest.raises(UserError, match="several datasets 'sums', in no order that is known"):
+        asked("sums")
+    (data / "run#3").mkdir()
+    (data / "run#3" / "100%25.jsonl").write_bytes((data / "a.jsonl").read_bytes())
+    given("odd", str(data / "run#3" / "100%25.jsonl"), "one")
+    assert asked("odd").path == str(data / "run#3" / "100%25.jsonl")
     given("others", str(data / "gone.jsonl"), "one")
     with pytest.raises(UserError, match="no such file"):
         asked("others")
