@@ -71,7 +71,7 @@ def test_the_quickstart_learns_as_much_as_the_readme_says(quickstart: Quickstart
 @on_wide
 def test_the_report_fits_any_page(page: Any, quickstart: Quickstart, picture: Picture, tmp_path: Path) -> None:
     """As wide as a laptop's and as narrow as a telephone's, and so do the samples. What the terminal said is kept."""
-    report = quickstart.run.report / "index.html"
+    report = quickstart.run.report
     for file, words in ((report, "Held-out accuracy"), (report.with_name("samples.html"), "the report")):
         page.goto(file.as_uri())
         page.get_by_text(words).first.wait_for()
