@@ -1,4 +1,5 @@
-"""A training without engines: its folder and its session, which is all that the pure parts of tasks look at.
+"""A training without engines: its folder and its session, which is all that the pure parts of tasks look at; and the
+shortest with engines.
 
 A conftest that imports the fixture has it for all modules beside and below it.
 """
@@ -14,6 +15,15 @@ from configs.schema import TrainConfig
 from penstock.session import session as module
 from penstock.session.session import Session, Training
 from penstock.state.run_folder import RunFolder
+
+SHORTEST = (  # overrides of the quickstart: a whole training of seconds, evaluated at its end
+    "iterations=2",
+    "data.arithmetic={digits: 2, train: 40, heldout: 16}",
+    "sft=null",
+    "rollout={prompts: 8, samples: 4, max_response_tokens: 6, max_sequences: 32}",
+    "reward.function=tests.flows.reward_functions:low_digit",
+    "evaluate={every: 2, temperature: 1.0}",
+)
 
 
 @pytest.fixture

@@ -22,6 +22,7 @@ from penstock.state.sweep import SweepFolder, read_sweep
 from penstock.trackers.mlflow import connect
 from tests.flows.reward_functions import BREAK
 from tests.processes import alive
+from tests.training import SHORTEST
 from tests.waiting import until
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
@@ -30,12 +31,7 @@ ROOT = Path(__file__).resolve().parents[2]
 WAIT_S = 900.0  # for what takes half a minute on a quiet machine
 RATE = "actor.optimizer.learning_rate"
 SMALL = (
-    "iterations=2",
-    "data.arithmetic={digits: 2, train: 40, heldout: 16}",
-    "sft=null",
-    "rollout={prompts: 8, samples: 4, max_response_tokens: 6, max_sequences: 32}",
-    "reward.function=tests.flows.reward_functions:low_digit",
-    "evaluate={every: 2, temperature: 1.0}",
+    *SHORTEST,
     "checkpoint.every=1",
     "record={samples_every: 1, experiment: rates}",
     "reward.timeout_s=120",

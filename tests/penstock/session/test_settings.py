@@ -38,6 +38,15 @@ def config(**sections: Any) -> TrainConfig:
     return config_from_mapping(sections, "test")
 
 
+@pytest.fixture
+def variables(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """What there is of Prefect's Variables, by name."""
+    there: dict[str, Any] = {}
+    monkeypatch.setattr(module.Variable, "get", lambda name, default: there.get(name, default))
+    monkeypatch.setattr(module.Variable, "set", lambda name, value, overwrite: there.update({name: value}))
+    return there
+
+
 def test_schedules_hold_from_their_iteration_on() -> None:
     """Each value by its own schedule; the critic's are its own."""
     scheduled = config(
@@ -149,6 +158,7 @@ def test_a_run_that_reads_no_overrides_takes_none(training_with: Callable[[Train
 def test_the_variable_of_the_run_decides_unless_it_is_wrong(
     training_with: Callable[[TrainConfig], Training],
     monkeypatch: pytest.MonkeyPatch,
+    variables: dict[str, Any],
     caplog: pytest.LogCaptureFixture,
     variable: Any,
     temperature: float,
@@ -156,8 +166,7 @@ def test_the_variable_of_the_run_decides_unless_it_is_wrong(
     """A bad override is reported and changes nothing: the values in force stay in force."""
     training = training_with(config(iterations=7))
     monkeypatch.setattr(module, "get_run_logger", lambda: logging.getLogger("test"))
-    variables = {variable_name(training.run): variable}
-    monkeypatch.setattr(module.Variable, "get", lambda name, default: variables.get(name, default))
+    variables[variable_name(training.run)] = variable
     progress = live_overrides.fn(training, Progress(iteration=6, overrides={"rollout.temperature": 0.5}))
     settings = next_settings(training, progress)
     assert settings.temperature == temperature
@@ -211,15 +220,12 @@ def test_a_complete_run_takes_no_overrides(training_with: Callable[[TrainConfig]
 
 
 def test_micro_batches_become_smaller_for_the_command_that_had_no_memory(
-    training_with: Callable[[TrainConfig], Training], monkeypatch: pytest.MonkeyPatch
+    training_with: Callable[[TrainConfig], Training], variables: dict[str, Any]
 ) -> None:
     """Half, but not below the longest row, and beside what a person has set; None where none can be smaller.
 
     Controls: the other budget stays, and where no recipe's budget counts, or another flow's, nothing is set.
     """
-    variables: dict[str, Any] = {}
-    monkeypatch.setattr(module.Variable, "get", lambda name, default: variables.get(name, default))
-    monkeypatch.setattr(module.Variable, "set", lambda name, value, overwrite: variables.update({name: value}))
     rows = {"data": {"max_prompt_tokens": 100}, "rollout": {"max_response_tokens": 300}}
     trainers = {"actor": {"micro_batch_tokens": {0: 4096, 2: 1500}}, "critic": {"micro_batch_tokens": 1000}}
     training = training_with(config(iterations=7, algorithm={"name": "ppo"}, **rows, **trainers))
@@ -257,13 +263,11 @@ def test_micro_batches_become_smaller_for_the_command_that_had_no_memory(
     ],
 )
 def test_smaller_micro_batches_begin_with_what_is_in_force(
-    training_with: Callable[[TrainConfig], Training], monkeypatch: pytest.MonkeyPatch, asked: Any, then: dict[str, Any]
+    training_with: Callable[[TrainConfig], Training], variables: dict[str, Any], asked: Any, then: dict[str, Any]
 ) -> None:
     """Whatever the Variable says by then: what was refused, or is gone, changes nothing, and what is smaller holds."""
     training = training_with(config(iterations=7, actor={"micro_batch_tokens": 8192}))
-    variables = {variable_name(training.run): asked}
-    monkeypatch.setattr(module.Variable, "get", lambda name, default: variables.get(name, default))
-    monkeypatch.setattr(module.Variable, "set", lambda name, value, overwrite: variables.update({name: value}))
+    variables[variable_name(training.run)] = asked
     training.session().overrides = {"rollout.temperature": 0.9, "actor.micro_batch_tokens": 4096}
     assert smaller_micro_batches(training, "update_actor") == (
         "actor.micro_batch_tokens",

@@ -14,19 +14,12 @@ from typer.testing import CliRunner
 from configs.loading.load import load_config
 from flows.train import train
 from penstock.cli.main import app
+from tests.processes import ROOT
+from tests.training import SHORTEST
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
-ROOT = Path(__file__).resolve().parents[4]
-SMALL = (
-    "iterations=2",
-    "data.arithmetic={digits: 2, train: 40, heldout: 16}",
-    "sft=null",
-    "rollout={prompts: 8, samples: 4, max_response_tokens: 6, max_sequences: 32}",
-    "reward.function=tests.flows.reward_functions:low_digit",
-    "evaluate={every: 2, temperature: 1.0}",
-    "record.experiment=optimizers",
-)
+SMALL = (*SHORTEST, "record.experiment=optimizers")
 
 
 @pytest.mark.usefixtures("prefect_harness")
