@@ -50,8 +50,8 @@ ENV PATH=/opt/venv/bin:$PATH \
 WORKDIR /penstock
 
 # The libraries are a layer of their own, which a change of the source leaves alone: the editable install is one path
-# entry, so the rooms copied afterwards are importable. The proof is for the CPU image; a GPU is absent while building.
-COPY pyproject.toml LICENSE ./
+# entry, so the code copied afterwards are importable. The proof is for the CPU image; a GPU is absent while building.
+COPY pyproject.toml setup.py LICENSE ./
 COPY penstock/__init__.py penstock/
 COPY penstock/doctor/__init__.py penstock/doctor/environment.py penstock/doctor/
 RUN if [ "$DEVICE" = cpu ]; then \

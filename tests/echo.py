@@ -10,8 +10,9 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from engines.commands.message import decode, encode
-from engines.commands.rollout import (
+from penstock.base.ragged import Ragged
+from penstock.engines.commands.message import decode, encode
+from penstock.engines.commands.rollout import (
     CarriedResponses,
     EndedResponses,
     EngineResponses,
@@ -19,7 +20,6 @@ from engines.commands.rollout import (
     PartialResults,
     Sampling,
 )
-from penstock.base.ragged import Ragged
 
 GREEDY = Sampling(samples=1, temperature=0.0, top_p=1.0, top_k=0, max_tokens=2, ignore_eos=False, seed=[0, 1, 0])
 

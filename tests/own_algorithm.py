@@ -7,9 +7,9 @@ from typing import Annotated, Any, Literal
 import numpy as np
 from annotated_types import Ge, Gt
 
-from algorithms.advantages.types import AdvantageInputs, Advantages, spread_over_tokens
-from algorithms.policy_losses.types import PolicyLossInputs, PolicyLossOutputs
-from algorithms.preference.types import PairInputs, PreferenceOutputs, log_ratio_differences
+from penstock.algorithms.advantages.types import AdvantageInputs, Advantages, spread_over_tokens
+from penstock.algorithms.policy_losses.types import PolicyLossInputs, PolicyLossOutputs
+from penstock.algorithms.preference.types import PairInputs, PreferenceOutputs, log_ratio_differences
 
 NEEDS = ("group",)
 

@@ -13,9 +13,14 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.sources import found_in
+from tests.sources import ROOT, found_in
 
-ROOMS = ("algorithms", "configs", "engines", "flows", "penstock", "tasks")
+# Measurements wait as long as a person does.
+JUDGED = [
+    f"penstock/{path.parent.name}"
+    for path in (ROOT / "penstock").glob("*/__init__.py")
+    if path.parent.name != "benchmarks"
+]
 
 WAITS = {"acquire", "communicate", "get", "join", "recv", "result", "wait"}  # methods, where they are given nothing
 PROGRAMS = {"subprocess.run", "subprocess.check_call", "subprocess.check_output"}
@@ -23,6 +28,7 @@ CONNECTIONS = {"urlopen", "create_connection", "httpx.get", "httpx.post", "reque
 
 GROUP = "an engine group ends it: echoes, and a deadline for each command"
 COLLECTIVE = "torch.distributed ends it, and before that the deadline of the command"
+TURN = "who has the turn looks at deadlines several times a second"
 THREAD = "the thread looks at its end several times a second"
 KILLED = "the process was killed, or has closed its end"
 USERS = "Pebble ends it: the call has a deadline, after which its process is killed"
@@ -32,27 +38,27 @@ PERSON = "a command in the foreground, which a person ends with Ctrl-C"
 PARENT = "its parent ends it, or what it watches does"
 
 ENDS = {
-    "engines/groups/group.py: self._changes.wait_for": "who has the turn looks at deadlines several times a second",
-    "engines/groups/hosts.py: self._thread.join": THREAD,
-    "engines/groups/hosts.py: self._waiting.get": "it is not empty",
-    "engines/groups/hosts.py: first.result": "it is done",
-    "engines/groups/rank.py: socket.recv": "its group has the error already, and ends this process",
-    "engines/groups/side_by_side.py: wait": GROUP,
-    "engines/groups/side_by_side.py: call.result": GROUP,
-    "engines/groups/side_by_side.py: failed[0].result": "it is done",
-    "engines/groups/side_by_side.py: min(failed, key=_is_not_a_loss).result": "it is done",
-    "engines/ranks/models.py: self.slots.wait": COPY,
-    "engines/groups/machine.py: self._thread.join": THREAD,
-    "engines/training/slot_writer.py: begun.result": COPY,
-    "engines/training/slot_writer.py: self.wait": COPY,
-    "engines/weights/broadcast.py: self._joint.broadcast(sent).wait": COLLECTIVE,
-    "engines/weights/broadcast.py: self._joint.broadcast(torch.stack(sums)).wait": COLLECTIVE,
-    "engines/weights/broadcast.py: work.wait": COLLECTIVE,
-    "engines/weights/gather.py: self._work.wait": COLLECTIVE,
-    "engines/weights/joint.py: self.backend.allreduce([values]).wait": COLLECTIVE,
-    "flows/parts/passes.py: future.result": GROUP,
-    "flows/parts/state_before.py: training.session().consolidator.wait": DISK,
-    "flows/parts/updates.py: critic.result": GROUP,
+    "penstock/engines/groups/group.py: self._changes.wait_for": TURN,
+    "penstock/engines/groups/hosts.py: self._thread.join": THREAD,
+    "penstock/engines/groups/hosts.py: self._waiting.get": "it is not empty",
+    "penstock/engines/groups/hosts.py: first.result": "it is done",
+    "penstock/engines/groups/rank.py: socket.recv": "its group has the error already, and ends this process",
+    "penstock/engines/groups/side_by_side.py: wait": GROUP,
+    "penstock/engines/groups/side_by_side.py: call.result": GROUP,
+    "penstock/engines/groups/side_by_side.py: failed[0].result": "it is done",
+    "penstock/engines/groups/side_by_side.py: min(failed, key=_is_not_a_loss).result": "it is done",
+    "penstock/engines/ranks/models.py: self.slots.wait": COPY,
+    "penstock/engines/groups/machine.py: self._thread.join": THREAD,
+    "penstock/engines/training/slot_writer.py: begun.result": COPY,
+    "penstock/engines/training/slot_writer.py: self.wait": COPY,
+    "penstock/engines/weights/broadcast.py: self._joint.broadcast(sent).wait": COLLECTIVE,
+    "penstock/engines/weights/broadcast.py: self._joint.broadcast(torch.stack(sums)).wait": COLLECTIVE,
+    "penstock/engines/weights/broadcast.py: work.wait": COLLECTIVE,
+    "penstock/engines/weights/gather.py: self._work.wait": COLLECTIVE,
+    "penstock/engines/weights/joint.py: self.backend.allreduce([values]).wait": COLLECTIVE,
+    "penstock/flows/parts/passes.py: future.result": GROUP,
+    "penstock/flows/parts/state_before.py: training.session().consolidator.wait": DISK,
+    "penstock/flows/parts/updates.py: critic.result": GROUP,
     "penstock/chaos/kills.py: training.command.wait": "the training that was started: one that stands still is killed",
     "penstock/chaos/training.py: self.command.wait": KILLED,
     "penstock/cli/prefect/server.py: shell.wait": KILLED,
@@ -86,8 +92,8 @@ ENDS = {
     "penstock/session/machines/pools.py: block.get": "no wait: the content of a Secret",
     "penstock/session/rollout/generation.py: generation.replies.result": GROUP,
     "penstock/session/rollout/portions.py: replies.result": "it is done",
-    "tasks/evaluation/harness.py: keeper.wait": "the harness ends it, or who cancels the flow",
-    "tasks/stream/join.py: rollout.generation.replies.result": "all portions have come, so it is about to be",
+    "penstock/tasks/evaluation/harness.py: keeper.wait": "the harness ends it, or who cancels the flow",
+    "penstock/tasks/stream/join.py: rollout.generation.replies.result": "all portions have come, so it is about to be",
     "penstock/session/saving/checkpoints.py: begun.result": DISK,
     "penstock/session/saving/checkpoints.py: self.wait": DISK,
     "penstock/session/session.py: wait": GROUP,
@@ -100,22 +106,22 @@ ENDS = {
     "penstock/usercode/workers.py: self._pool.join": KILLED,
     "penstock/usercode/workers.py: self._starting.result": THREAD,
     "penstock/usercode/workers.py: call.future.result": "it is done",
-    "tasks/recover.py: session.consolidator.wait": DISK,
-    "tasks/export.py: training.session().checkpoints.wait": DISK,
-    "tasks/finetuning/checkpoints.py: session.checkpoints.wait": DISK,
-    "tasks/finetuning/checkpoints.py: training.session().checkpoints.wait": DISK,
-    "tasks/iteration/checkpoint.py: session.checkpoints.wait": DISK,
-    "tasks/iteration/faults.py: training.session().consolidator.wait": DISK,
-    "tasks/iteration/checkpoint.py: training.session().consolidator.wait": DISK,
+    "penstock/tasks/recover.py: session.consolidator.wait": DISK,
+    "penstock/tasks/export.py: training.session().checkpoints.wait": DISK,
+    "penstock/tasks/finetuning/checkpoints.py: session.checkpoints.wait": DISK,
+    "penstock/tasks/finetuning/checkpoints.py: training.session().checkpoints.wait": DISK,
+    "penstock/tasks/iteration/checkpoint.py: session.checkpoints.wait": DISK,
+    "penstock/tasks/iteration/faults.py: training.session().consolidator.wait": DISK,
+    "penstock/tasks/iteration/checkpoint.py: training.session().consolidator.wait": DISK,
     "penstock/session/machines/elastic.py: thread.join": THREAD,
     "penstock/session/machines/elastic.py: self._model_is_there.wait": "the end of the training sets it",
     "penstock/session/machines/elastic.py: waiting.get": "it is not empty",
     "penstock/session/rollout/generation.py: replies.result": GROUP,
-    "tasks/iteration/rollout.py: generation.replies.result": "its responses have been taken",
+    "penstock/tasks/iteration/rollout.py: generation.replies.result": "its responses have been taken",
 }
 
 CLOCK = {
-    "engines/groups/host.py: time.time": "a machine tells its clock, for the comparison of clocks",
+    "penstock/engines/groups/host.py: time.time": "a machine tells its clock, for the comparison of clocks",
     "penstock/environments/gateway/requests.py: time.time": "when it was answered, for clients",
     "penstock/chaos/kills.py: datetime.now": "when something was killed, to find the event that says so",
     "penstock/cli/chaos.py: datetime.now": "when it happened, for people",
@@ -127,7 +133,7 @@ CLOCK = {
     "penstock/reports/comparing/recorded.py: time.time": "when a comparison was made, for people",
     "penstock/session/sweeps/running.py: time.time": "when a sweep ended, for people",
     "penstock/session/record.py: time.time": "when a run ended, for people",
-    "tasks/evaluation/results.py: time.time": "when it ended, for the tracker",
+    "penstock/tasks/evaluation/results.py: time.time": "when it ended, for the tracker",
     "penstock/state/run_folder.py: datetime.now": "a name; the next free one where there is such a run",
     "penstock/trackers/tensorboard.py: time.time": "when a figure was written, for people",
 }
@@ -165,14 +171,14 @@ def _limited(call: ast.Call) -> bool:
 
 def test_no_wait_is_without_an_end() -> None:
     """What ends it is said for each."""
-    found = found_in(ROOMS, endless)
+    found = found_in(JUDGED, endless)
     assert not found - ENDS.keys()
     assert len(found) > 30, "the control: waits are found"
 
 
 def test_a_clock_that_jumps_moves_no_deadline() -> None:
     """Durations come from clocks that nobody sets."""
-    found = found_in(ROOMS, clocks)
+    found = found_in(JUDGED, clocks)
     assert not found - CLOCK.keys()
     assert found, "the control: clocks are found"
 

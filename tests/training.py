@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from configs.schema import TrainConfig
+from penstock.configs.schema import TrainConfig
 from penstock.session import session as module
 from penstock.session.session import Session, Training
 from penstock.state.run_folder import RunFolder

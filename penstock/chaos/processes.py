@@ -30,9 +30,9 @@ Kind = Literal[
 # Words of a command line by which a kind is known; the first that is found counts.
 WORDS: dict[str, Kind] = {
     "keeper.py": "keeper",
-    "engines.groups.host": "host",
-    "engines.groups.rank reserve": "rank that was in reserve",  # or still is
-    "engines.groups.rank": "rank",
+    "penstock.engines.groups.host": "host",
+    "penstock.engines.groups.rank reserve": "rank that was in reserve",  # or still is
+    "penstock.engines.groups.rank": "rank",
     "multiprocessing.spawn": "user's code",
     "multiprocessing.resource_tracker": "Python's resource tracker",
     "prefect.server": "Prefect's server",

@@ -6,9 +6,9 @@ from collections.abc import Mapping
 
 import pandas as pd
 
-from configs.schema import TrainConfig
-from configs.sections.data import DataConfig
 from penstock.base.errors import UserError
+from penstock.configs.schema import TrainConfig
+from penstock.configs.sections.data import DataConfig
 from penstock.data.agents import agent_numbers
 from penstock.data.group_filters import load_filter
 from penstock.data.prompts import refuse_reserved

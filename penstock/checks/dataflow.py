@@ -1,6 +1,6 @@
 """A user's own order of the steps of an iteration: found, and looked at before anything starts.
 
-Left out: what it can do there (flows/parts/own_steps.py).
+Left out: what it can do there (penstock/flows/parts/own_steps.py).
 """
 
 from __future__ import annotations
@@ -9,8 +9,8 @@ import inspect
 from collections.abc import Callable
 from typing import Any
 
-from configs.schema import TrainConfig
 from penstock.base.errors import UserError
+from penstock.configs.schema import TrainConfig
 from penstock.usercode.given import given_or_imported
 
 EXAMPLE = "my_dataflow:iteration"

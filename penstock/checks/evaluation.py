@@ -8,14 +8,14 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from configs.evaluation import EvaluationConfig
-from engines.families.shape import read_shape
 from penstock.base.errors import UserError
 from penstock.checks.data import check_heldout
 from penstock.checks.model import check_chat, check_model, check_model_folder
 from penstock.checks.prompts import check_prompt_lengths
 from penstock.checks.training import check_environment, check_reward, check_rollout_model
+from penstock.configs.evaluation import EvaluationConfig
 from penstock.data.source import reading_once, split_of
+from penstock.engines.families.shape import read_shape
 from penstock.evaluators.loading import load_evaluators
 
 WITHOUT_KL = "leave 'kl' out: evaluate.evaluators=[rewards, diversity, length]"

@@ -9,10 +9,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TypeVar, cast
 
-from configs.preference import PairConfig
-from configs.schema import TrainConfig
 from penstock.checks.hub import revision_of, snapshot
 from penstock.checks.registered import registered
+from penstock.configs.preference import PairConfig
+from penstock.configs.schema import TrainConfig
 
 Tree = TypeVar("Tree", bound=TrainConfig | PairConfig)
 

@@ -10,15 +10,17 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from configs.schema import TrainConfig
-from configs.sections.run import Role
-from configs.sections.trainer import SftConfig, TrainerConfig
-from configs.tree.schedule import largest
-from engines.commands.hosts import HostFacts
-from engines.groups.machine import free_gpu_bytes, free_host_bytes, gpu_bytes, has_gated_mlp, visible_gpus
-from engines.groups.placement import place
-from engines.groups.spec import LOCAL, RankDevice
-from engines.sizing.memory import (
+from penstock.base.errors import UserError
+from penstock.checks.model import check_tensor_parallel, shape_of
+from penstock.configs.schema import TrainConfig
+from penstock.configs.sections.run import Role
+from penstock.configs.sections.trainer import SftConfig, TrainerConfig
+from penstock.configs.tree.schedule import largest
+from penstock.engines.commands.hosts import HostFacts
+from penstock.engines.groups.machine import free_gpu_bytes, free_host_bytes, gpu_bytes, has_gated_mlp, visible_gpus
+from penstock.engines.groups.placement import place
+from penstock.engines.groups.spec import LOCAL, RankDevice
+from penstock.engines.sizing.memory import (
     GIB,
     PHASES,
     Rank,
@@ -31,9 +33,7 @@ from engines.sizing.memory import (
     slot_bytes,
     weight_width,
 )
-from engines.sizing.optimizer_states import master_bytes, state_bytes
-from penstock.base.errors import UserError
-from penstock.checks.model import check_tensor_parallel, shape_of
+from penstock.engines.sizing.optimizer_states import master_bytes, state_bytes
 
 
 @dataclass(frozen=True)
@@ -188,7 +188,7 @@ def estimate_groups(
 
     Args:
         phase: the only one that there is (of `PHASES`); None: all, and the fullest counts.
-        scores: see `engines.sizing.memory.Rank`.
+        scores: see `penstock.engines.sizing.memory.Rank`.
 
     Raises:
         UserError: a GPU does not exist, here or on a host that has joined.

@@ -7,17 +7,17 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from configs.schema import TrainConfig
-from configs.sections.run import Role
-from configs.sections.trainer import CriticConfig, TrainerConfig
-from engines.families.architecture import CAPPED_ON_GPU, check_architecture, classifies, unpackable
-from engines.families.longest_row import longest_row
-from engines.families.served import cpu_head_sizes
-from engines.families.shape import ModelShape, layer_names, read_settings, read_shape, weight_shapes
-from engines.families.table import family_of
-from engines.families.tiny import tiny_shape
-from engines.groups.machine import visible_gpus
 from penstock.base.errors import UserError
+from penstock.configs.schema import TrainConfig
+from penstock.configs.sections.run import Role
+from penstock.configs.sections.trainer import CriticConfig, TrainerConfig
+from penstock.engines.families.architecture import CAPPED_ON_GPU, check_architecture, classifies, unpackable
+from penstock.engines.families.longest_row import longest_row
+from penstock.engines.families.served import cpu_head_sizes
+from penstock.engines.families.shape import ModelShape, layer_names, read_settings, read_shape, weight_shapes
+from penstock.engines.families.table import family_of
+from penstock.engines.families.tiny import tiny_shape
+from penstock.engines.groups.machine import visible_gpus
 
 
 def check_model(config: TrainConfig, scores: bool = False) -> None:
@@ -39,7 +39,7 @@ def check_model_folder(folder: Path, key: str, scores: bool = False) -> None:
     `scores`: it is, or becomes, a reward model, which has no language head.
 
     Raises:
-        UserError: it does not exist, a file is missing or damaged, or see `engines.families.architecture`.
+        UserError: it does not exist, a file is missing or damaged, or see `penstock.engines.families.architecture`.
     """
     if not folder.is_dir():
         raise UserError(

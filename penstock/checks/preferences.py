@@ -1,16 +1,16 @@
 """Checks before training on preferences, of a policy or a reward model: the model, and the rows of both splits.
 
-Left out: memory (penstock/checks/memory.py), and what a loss takes (configs/preference.py).
+Left out: memory (penstock/checks/memory.py), and what a loss takes (penstock/configs/preference.py).
 """
 
 from __future__ import annotations
 
 from pathlib import Path
 
-from configs.preference import PairConfig, RewardModelConfig
-from configs.sections.run import names_of_trackers
 from penstock.base.errors import UserError
 from penstock.checks.model import check_chat, check_model, check_one_label, check_targets
+from penstock.configs.preference import PairConfig, RewardModelConfig
+from penstock.configs.sections.run import names_of_trackers
 from penstock.data.preference import check_columns
 from penstock.data.source import reading_once, rows_of
 from penstock.trackers.table import check_trackers

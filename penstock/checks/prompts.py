@@ -14,8 +14,8 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from configs.schema import TrainConfig
 from penstock.base.errors import UserError
+from penstock.configs.schema import TrainConfig
 from penstock.data.prompts import is_templated, refuse_chat_arguments, refuse_cut_end, refuse_tools
 from penstock.data.source import split_of
 from penstock.data.tokenizer import DEFAULT_CHARACTERS

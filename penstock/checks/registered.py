@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from configs.schema import TrainConfig
-from configs.sections.run import names_of_trackers
 from penstock.base.errors import UserError
+from penstock.configs.schema import TrainConfig
+from penstock.configs.sections.run import names_of_trackers
 from penstock.trackers.registry import Version, check_weights, find, reference
 from penstock.trackers.table import TRACKERS, has_registry, registry_in
 

@@ -16,17 +16,17 @@ from typing import Any, TypeVar
 import numpy as np
 import pandas as pd
 
-from configs.preference import PairConfig, PreferenceConfig
-from configs.schema import TrainConfig
-from configs.sections.trainer import SftConfig
-from engines.sizing.memory import GIB
 from penstock.base.errors import UserError
 from penstock.checks.memory import checkpoint_bytes, model_bytes
 from penstock.checks.model import shape_of
+from penstock.configs.preference import PairConfig, PreferenceConfig
+from penstock.configs.schema import TrainConfig
+from penstock.configs.sections.trainer import SftConfig
 from penstock.data.preference import tokenize_rows
 from penstock.data.sft import tokenize_pairs
 from penstock.data.source import rows_of, split_of
 from penstock.data.tokenizer import load_tokenizer, make_byte_tokenizer
+from penstock.engines.sizing.memory import GIB
 from penstock.environments.loading import tools_told
 from penstock.state.manifest import read_progress
 from penstock.state.run_folder import RunFolder

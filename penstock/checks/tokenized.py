@@ -10,9 +10,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from configs.preference import PairConfig
-from configs.schema import TrainConfig
 from penstock.base.errors import UserError
+from penstock.configs.preference import PairConfig
+from penstock.configs.schema import TrainConfig
 from penstock.data.source import digest_of
 from penstock.environments.loading import tools_told
 from penstock.state.digests import read_sealed, write_sealed

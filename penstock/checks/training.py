@@ -8,11 +8,6 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from configs.schema import TrainConfig
-from configs.sections.reward import REWARD_SOURCES
-from configs.sections.run import names_of_trackers
-from engines.families.served import check_served
-from engines.families.shape import read_settings, weight_shapes
 from penstock.base.errors import UserError
 from penstock.checks.data import check_agents, check_pairs, check_prompt_selection, check_prompts
 from penstock.checks.dataflow import load_dataflow
@@ -28,7 +23,12 @@ from penstock.checks.model import (
 )
 from penstock.checks.prompts import check_prompt_lengths, read_prompts
 from penstock.checks.registered import check_registering
+from penstock.configs.schema import TrainConfig
+from penstock.configs.sections.reward import REWARD_SOURCES
+from penstock.configs.sections.run import names_of_trackers
 from penstock.data.source import reading_once
+from penstock.engines.families.served import check_served
+from penstock.engines.families.shape import read_settings, weight_shapes
 from penstock.environments.loading import asks_policy, tools_told
 from penstock.evaluators.loading import load_evaluators
 from penstock.rewards.source import check_source
@@ -81,7 +81,7 @@ def check_rollout_model(config: TrainConfig) -> None:
     """Check that the rollout engine serves the actor, with the weights that are trained.
 
     Raises:
-        UserError: it does not (see `check_head_size`, `check_longest_row` and `engines.families.served`).
+        UserError: it does not (see `check_head_size`, `check_longest_row` and `penstock.engines.families.served`).
     """
     if config.model.path is not None:
         folder = Path(config.model.path)

@@ -6,8 +6,8 @@ follows from it. A training itself makes no such call: workers take seconds to s
 
 from __future__ import annotations
 
-from configs.schema import TrainConfig
 from penstock.checks.prompts import first_row
+from penstock.configs.schema import TrainConfig
 from penstock.rewards.pool import RewardPool
 from penstock.rewards.types import Sample
 

@@ -10,7 +10,7 @@ from statistics import median
 
 from rich.table import Table
 
-from benchmarks.reporting.result import new_result
+from penstock.benchmarks.reporting.result import new_result
 from penstock.chaos.kills import Kill, Outcome
 from penstock.cli.results import command, write_measured
 from penstock.cli.terminal import console

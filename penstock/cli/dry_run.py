@@ -13,18 +13,18 @@ from statistics import median
 from rich.console import Console
 from rich.table import Table
 
-from configs.idle import idle_settings, idle_steps
-from configs.loading.load import to_yaml
-from configs.preference import PairConfig
-from configs.schema import TrainConfig
-from engines.groups.placement import describe_strategy, reshard_strategy
-from engines.groups.spec import LOCAL, RankDevice, device_name
-from engines.sizing.memory import GIB
 from penstock.checks.memory import GroupEstimate, describe_snapshots
 from penstock.checks.prompts import describe_prompts
 from penstock.checks.steps import describe_disk, describe_model, describe_steps
 from penstock.checks.trial_call import trial_call
+from penstock.configs.idle import idle_settings, idle_steps
+from penstock.configs.loading.load import to_yaml
+from penstock.configs.preference import PairConfig
+from penstock.configs.schema import TrainConfig
 from penstock.doctor.model import examine_model
+from penstock.engines.groups.placement import describe_strategy, reshard_strategy
+from penstock.engines.groups.spec import LOCAL, RankDevice, device_name
+from penstock.engines.sizing.memory import GIB
 from penstock.reports.alarms import History
 from penstock.reports.waiting import ahead_gain, carry_gain, gains, stream_gain, tail_gain
 from penstock.state.run_folder import RunFolder

@@ -1,7 +1,7 @@
 """How a machine joins a training by itself: `penstock host`, under Slurm, on Kubernetes or by hand.
 
 The keys are in the environment, the training's in one variable and its hosts' in another, so that a host cannot pose
-as the training. Left out: what a host does (engines/groups/host.py).
+as the training. Left out: what a host does (penstock/engines/groups/host.py).
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ import os
 import shlex
 from dataclasses import asdict
 
-from engines.groups.channel import FLOW_KEYS, HOST_KEYS, Address, Keys
-from engines.groups.host import HostStart
-from engines.groups.placement import JOINING
 from penstock.base.errors import UserError
+from penstock.engines.groups.channel import FLOW_KEYS, HOST_KEYS, Address, Keys
+from penstock.engines.groups.host import HostStart
+from penstock.engines.groups.placement import JOINING
 
 NUMBERS = ("SLURM_NODEID", "JOB_COMPLETION_INDEX")  # what Slurm and Kubernetes call a node of a job
 NEW_KEYS = 'eval "$(penstock host --new-keys)"'

@@ -1,7 +1,7 @@
 """A training that is started again with `--resume` when its process is killed: the command waits beside it.
 
-Lost ranks and hosts the training replaces by itself (flows/parts/recovery.py). What nothing inside survives is the
-end of the flow's own process, by a kernel that is out of memory, say. An exit code is no such end: the training has
+Lost ranks and hosts the training replaces by itself (penstock/flows/parts/recovery.py). What nothing inside survives is
+the end of the flow's own process, by a kernel that is out of memory, say. An exit code is no such end: the training has
 said why. This process imports nothing of the training, so little can befall it; if something does, the training ends.
 """
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from penstock.base.errors import UserError
 
 if TYPE_CHECKING:
-    from benchmarks.reporting.result import BenchResult
+    from penstock.benchmarks.reporting.result import BenchResult
 
 
 def command() -> str:
@@ -24,7 +24,7 @@ def write_measured(path: Path, result: BenchResult) -> None:
     Raises:
         UserError: the disk is full, or the place went while this was measured.
     """
-    from benchmarks.reporting.result import write_result
+    from penstock.benchmarks.reporting.result import write_result
 
     try:
         write_result(path, result)

@@ -10,12 +10,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from shlex import quote
 
-from configs.loading.load import load_tree
-from configs.preference import PairConfig
-from configs.schema import TrainConfig
 from penstock.base.errors import UserError
 from penstock.checks.found_models import with_models_found
 from penstock.cli.terminal import console, short_path
+from penstock.configs.loading.load import load_tree
+from penstock.configs.preference import PairConfig
+from penstock.configs.schema import TrainConfig
 from penstock.reports.progress import waiting
 from penstock.session.opening import Kind, Resume, Tree, looked_at
 from penstock.state.run_folder import RunFolder, check_free, check_place

@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pandas as pd
 
-from configs.sections.data import AgentsConfig
 from penstock.base.errors import UserError
+from penstock.configs.sections.data import AgentsConfig
 
 
 def agent_numbers(frame: pd.DataFrame, agents: AgentsConfig, source: str) -> np.ndarray:

@@ -17,8 +17,8 @@ from __future__ import annotations
 import numpy as np
 import pandas as pd
 
-from configs.sections.data import ArithmeticData
 from penstock.base.errors import UserError
+from penstock.configs.sections.data import ArithmeticData
 from penstock.data.order import epoch_order
 from penstock.environments.calculator import calculated
 

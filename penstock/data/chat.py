@@ -1,6 +1,6 @@
 """Chats as text: what a model's chat template makes of messages.
 
-Left out: rows of data (penstock/data/prompts.py), turns of episodes (engines/rollout/chat.py).
+Left out: rows of data (penstock/data/prompts.py), turns of episodes (penstock/engines/rollout/chat.py).
 """
 
 from __future__ import annotations

@@ -13,8 +13,8 @@ from typing import Any
 
 import numpy as np
 
-from configs.sections.prompt_selection import DynamicSamplingConfig
 from penstock.base.errors import UserError
+from penstock.configs.sections.prompt_selection import DynamicSamplingConfig
 from penstock.usercode.arguments import wanted
 from penstock.usercode.imports import import_named
 

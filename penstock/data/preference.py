@@ -16,7 +16,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pandas as pd
 
-from configs.preference import (
+from penstock.base.errors import UserError
+from penstock.base.ragged import Ragged
+from penstock.configs.preference import (
     PairConfig,
     PairData,
     PreferenceConfig,
@@ -24,15 +26,13 @@ from configs.preference import (
     RewardModelConfig,
     RewardModelData,
 )
-from penstock.base.errors import UserError
-from penstock.base.ragged import Ragged
 from penstock.data.prompts import encode_prompts, encode_texts
 from penstock.data.rows import place, require_columns, require_filled
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from configs.preference import PreferenceLossConfig
+    from penstock.configs.preference import PreferenceLossConfig
 
 
 @dataclass(frozen=True)

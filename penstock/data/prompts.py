@@ -19,8 +19,8 @@ import pandas as pd
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from configs.sections.data import DataConfig
 from penstock.base.errors import UserError
+from penstock.configs.sections.data import DataConfig
 from penstock.data.chat import behind_the_last_message, reads, rendered
 from penstock.data.rows import place, require_columns, require_filled, to_frame
 from penstock.state.digests import marked
@@ -88,7 +88,8 @@ def tokenize_prompts(
 ) -> PromptTable:
     """Return the prompts of a split; those above `config.max_prompt_tokens` are dropped or cut, and counted.
 
-    With tools a prompt ends within its last message, to which an environment may add (engines/rollout/chat.py).
+    With tools a prompt ends within its last message, to which an environment may add
+    (penstock/engines/rollout/chat.py).
 
     Args:
         frame: rows in the order of their file (see `penstock.data.rows.read_rows`).

@@ -24,8 +24,8 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from configs.sections.prompt_selection import SamplerConfig
 from penstock.base.errors import UserError
+from penstock.configs.sections.prompt_selection import SamplerConfig
 from penstock.data.order import epoch_order, take
 from penstock.data.rows import place, require_columns
 from penstock.usercode.arguments import wanted

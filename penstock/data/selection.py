@@ -14,9 +14,9 @@ from pathlib import Path
 
 import pandas as pd
 
-from configs.sections.data import DataConfig
 from penstock.base.errors import UserError
 from penstock.base.files import replacing
+from penstock.configs.sections.data import DataConfig
 from penstock.data.prompts import PromptTable
 from penstock.state.experience import column_names, read_columns
 from penstock.state.run_folder import RunFolder

@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 import pandas as pd
 
-from configs.sections.data import DataConfig
 from penstock.base.errors import UserError
+from penstock.configs.sections.data import DataConfig
 from penstock.data.prompts import Tools, encode_prompts, encode_texts
 from penstock.data.rows import place, require_columns, require_filled
 

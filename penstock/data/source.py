@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 
 import pandas as pd
 
-from configs.schema import TrainConfig
+from penstock.configs.schema import TrainConfig
 from penstock.data.arithmetic import make_problems
 from penstock.data.rows import read_content, rows_in
 

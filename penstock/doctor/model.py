@@ -10,14 +10,14 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from engines.families.logits import logit_rule
-from engines.families.longest_row import longest_row
-from engines.families.served import check_served, has_own_class
-from engines.families.shape import ModelShape, read_settings, read_shape, weight_shapes
-from engines.families.table import family_of
 from penstock.base.errors import UserError
 from penstock.checks.model import check_model_folder, refuse_head_size
 from penstock.doctor.diagnosis import Diagnosis
+from penstock.engines.families.logits import logit_rule
+from penstock.engines.families.longest_row import longest_row
+from penstock.engines.families.served import check_served, has_own_class
+from penstock.engines.families.shape import ModelShape, read_settings, read_shape, weight_shapes
+from penstock.engines.families.table import family_of
 
 
 def examine_model(path: str | Path) -> list[Diagnosis]:

@@ -11,8 +11,8 @@ An environment answers the policy; an agent asks it. To the rollout engine both 
 policy takes, with tokens between them that it did not sample. So an episode with an agent waits in its worker for what
 the agent asks next, or for its end, whichever comes first.
 
-Left out: the endpoint (penstock/environments/gateway/), how what is asked becomes tokens (engines/rollout/agents.py),
-deadlines and processes (penstock/environments/worker.py).
+Left out: the endpoint (penstock/environments/gateway/), how what is asked becomes tokens
+(penstock/engines/rollout/agents.py), deadlines and processes (penstock/environments/worker.py).
 """
 
 from __future__ import annotations

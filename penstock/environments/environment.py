@@ -2,7 +2,7 @@
 
 One object per episode. It is made in a worker process, lives there as long as its episode, and sees text alone: which
 tokens the policy sampled, and which of them are trained on, is the rollout engine's business
-(engines/rollout/episodes.py).
+(penstock/engines/rollout/episodes.py).
 
 Left out: loading a user's class (penstock/environments/loading.py), one whose methods are tools
 (penstock/environments/tools.py), worker processes (penstock/environments/pool.py).

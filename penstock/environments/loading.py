@@ -6,8 +6,8 @@ import inspect
 from collections.abc import Callable
 from typing import Any
 
-from configs.sections.rollout import EnvironmentConfig
 from penstock.base.errors import UserError
+from penstock.configs.sections.rollout import EnvironmentConfig
 from penstock.environments.agent import AgentEpisode, is_agent
 from penstock.environments.environment import Environment
 from penstock.environments.mcp import Servers

@@ -6,7 +6,7 @@ neither a message per call, nor a long wait behind a slow one. Calls of an `asyn
 worker is asked again; those of another are answered in turn, and those it did not come to are sent again.
 
 Left out: what happens inside (penstock/environments/worker.py), how a process that overruns or dies is replaced
-(penstock/usercode/workers.py), what an episode is made of (engines/rollout/episodes.py).
+(penstock/usercode/workers.py), what an episode is made of (penstock/engines/rollout/episodes.py).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from concurrent.futures import FIRST_COMPLETED, Future, wait
 from itertools import count
 from pathlib import Path
 
-from configs.sections.rollout import EnvironmentConfig
+from penstock.configs.sections.rollout import EnvironmentConfig
 from penstock.environments import worker
 from penstock.environments.worker import Answered, Call, Reply, Started
 from penstock.usercode.sandbox import Sandbox, check_sandbox

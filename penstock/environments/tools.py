@@ -5,11 +5,11 @@
         def price_of(self, item: str): ...     # a tool: annotated, with a docstring in Google's style
         def get_reward(self) -> float: ...     # what the episode was worth, asked once at its end; may be left out
 
-The chat template tells the policy of its tools and shows it what they returned (engines/rollout/chat.py). A turn that
-calls none is the answer, after which the episode is over. What goes wrong in a tool is the policy's to read, as a
-result: a name that no tool has, arguments that it does not take, an exception. Any method may be `async`.
+The chat template tells the policy of its tools and shows it what they returned (penstock/engines/rollout/chat.py). A
+turn that calls none is the answer, after which the episode is over. What goes wrong in a tool is the policy's to read,
+as a result: a name that no tool has, arguments that it does not take, an exception. Any method may be `async`.
 
-Left out: finding the calls in a turn's text (engines/rollout/chat.py), deadlines and processes
+Left out: finding the calls in a turn's text (penstock/engines/rollout/chat.py), deadlines and processes
 (penstock/environments/worker.py).
 """
 

@@ -16,7 +16,7 @@ from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field
 from typing import Any
 
-from configs.sections.rollout import EnvironmentConfig
+from penstock.configs.sections.rollout import EnvironmentConfig
 from penstock.environments.agent import AgentEpisode
 from penstock.environments.environment import TOOL_CALLS, TOOL_ERRORS, Step, ToolCall
 from penstock.environments.gateway.asks import Ask, Turn

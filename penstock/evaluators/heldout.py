@@ -1,7 +1,7 @@
 """What an evaluator sees, and what it is: held-out responses in, figures out.
 
 Suffixes: `_B` rows (responses), `_P` prompts, `_PN` prompts x responses per prompt, `_T` tokens of all rows.
-Left out: generating and scoring the responses (tasks/iteration/evaluate.py).
+Left out: generating and scoring the responses (penstock/tasks/iteration/evaluate.py).
 """
 
 from __future__ import annotations

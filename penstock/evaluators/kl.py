@@ -1,15 +1,16 @@
 """How far the policy has moved from the reference, on responses to prompts that no update ever sees.
 
-Two unbiased estimates from the log-probs of responses that the policy sampled (algorithms/kl.py); for greedy responses,
-which nobody sampled, they are measures of the distance along them. Suffixes: `_T` tokens, `_B` rows, `_P` prompts.
+Two unbiased estimates from the log-probs of responses that the policy sampled (penstock/algorithms/kl.py); for greedy
+responses, which nobody sampled, they are measures of the distance along them. Suffixes: `_T` tokens, `_B` rows, `_P`
+prompts.
 """
 
 from __future__ import annotations
 
 import numpy as np
 
-from algorithms.kl import kl_estimate
-from algorithms.segments import segment_sum
+from penstock.algorithms.kl import kl_estimate
+from penstock.algorithms.segments import segment_sum
 from penstock.evaluators.bootstrap import with_intervals
 from penstock.evaluators.heldout import HeldOut
 

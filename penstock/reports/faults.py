@@ -5,8 +5,8 @@ after it. KL to the reference and entropy are those of the policy that gave the 
 iteration before that went too far: going back undoes that one, too.
 
 A figure that is NaN is beyond every limit. Of the faults that a run had the report shows a row each. Left out: carrying
-it out (tasks/iteration/faults.py), and gradients that are not finite, which are known on the ranks alone
-(engines/training/trainer.py).
+it out (penstock/tasks/iteration/faults.py), and gradients that are not finite, which are known on the ranks alone
+(penstock/engines/training/trainer.py).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from configs.sections.faults import SKIPPED_IN_A_ROW, FaultsConfig
+from penstock.configs.sections.faults import SKIPPED_IN_A_ROW, FaultsConfig
 from penstock.state.events import FAULT as EVENT
 
 Figures = Mapping[str, float]

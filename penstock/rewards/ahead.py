@@ -5,7 +5,8 @@ are those of a single call at the end: a result counts for exactly the response 
 again with the rest (the engines may have kept the processor busy), and a source that looks at several samples
 together is not asked before all are there.
 
-Left out: when responses have ended (engines/rollout/partial_results.py, penstock/session/rollout/score_ahead.py).
+Left out: when responses have ended (penstock/engines/rollout/partial_results.py,
+penstock/session/rollout/score_ahead.py).
 """
 
 from __future__ import annotations

@@ -27,7 +27,7 @@ from penstock.usercode.imports import import_named
 from penstock.usercode.sandbox import check_boxed
 
 if TYPE_CHECKING:
-    from configs.sections.reward import RewardConfig
+    from penstock.configs.sections.reward import RewardConfig
     from penstock.rewards.types import Sample
 
 # Parameter name -> field of Sample.

@@ -18,9 +18,9 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from configs.sections.reward import RewardConfig
-from configs.sections.reward_servers import JudgeConfig
 from penstock.base.errors import UserError
+from penstock.configs.sections.reward import RewardConfig
+from penstock.configs.sections.reward_servers import JudgeConfig
 from penstock.rewards.function import ROW_ARGUMENTS, load_reward_function
 from penstock.rewards.pool import RewardPool, Score
 from penstock.rewards.server import Failed, Post, RequestFailed, ask_all, check_server

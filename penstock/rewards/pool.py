@@ -30,7 +30,7 @@ from penstock.usercode.sandbox import Sandbox
 from penstock.usercode.workers import GRACE_S, Call, Workers, loss, ready
 
 if TYPE_CHECKING:
-    from configs.sections.reward import RewardConfig
+    from penstock.configs.sections.reward import RewardConfig
 
 
 __all__ = ["RewardPool", "Sample", "Score", "check_failures", "log_first", "log_failures", "refuse_too_many"]

@@ -16,8 +16,8 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from configs.sections.reward_servers import RewardServer
 from penstock.base.errors import UserError
+from penstock.configs.sections.reward_servers import RewardServer
 from penstock.rewards.types import NO_REPLY
 
 if TYPE_CHECKING:

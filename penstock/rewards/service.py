@@ -14,9 +14,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from configs.sections.reward import RewardConfig
-from configs.sections.reward_servers import ServiceConfig
 from penstock.base.errors import UserError
+from penstock.configs.sections.reward import RewardConfig
+from penstock.configs.sections.reward_servers import ServiceConfig
 from penstock.rewards.pool import Score
 from penstock.rewards.server import Failed, Post, RequestFailed, ask_all, check_server, patient_once
 from penstock.rewards.types import Sample

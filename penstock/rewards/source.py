@@ -11,7 +11,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
-from configs.sections.reward import RewardConfig
+from penstock.configs.sections.reward import RewardConfig
 from penstock.rewards.ahead import Scorer, Source
 from penstock.rewards.function import check_function
 from penstock.rewards.judge import Judge, check_judge

@@ -4,7 +4,7 @@ They are losses, which together have a bound: what died, when that was noticed, 
 where it goes on from, and how many tokens are generated a second time. And numerical faults, and elastic groups that
 join or go. Alarms are told to Prefect alone: the metrics have them.
 
-Left out: replacing what was lost (tasks/recover.py), what a fault is (tasks/iteration/faults.py).
+Left out: replacing what was lost (penstock/tasks/recover.py), what a fault is (penstock/tasks/iteration/faults.py).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from prefect.client.orchestration import get_client
 from prefect.events import emit_event
 from prefect.runtime import flow_run
 
-from engines.groups.group import LostTooOften, RankLost
+from penstock.engines.groups.group import LostTooOften, RankLost
 from penstock.session.machines.elastic import Joined
 from penstock.session.session import Recovering, Training
 from penstock.state.events import GIVEN_UP, JOINED, LEFT, RECOVERED, append_event, next_number, open_loss

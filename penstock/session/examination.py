@@ -21,14 +21,14 @@ from typing import Literal
 
 from rich.console import Console
 
-from configs.sections.run import HostsConfig
-from engines.commands.hosts import HostFacts, TellFacts, WriteFile
-from engines.groups.group import EngineError, EngineGroup, RankLost
-from engines.groups.hosts import REPLY_S, HostFailed, Hosts
-from engines.groups.links import COLLECTIVES, MIB, bus_bandwidth, group_of, seconds_of
-from engines.groups.spec import RankDevice
 from penstock.base.errors import UserError
 from penstock.base.files import nearest_existing
+from penstock.configs.sections.run import HostsConfig
+from penstock.engines.commands.hosts import HostFacts, TellFacts, WriteFile
+from penstock.engines.groups.group import EngineError, EngineGroup, RankLost
+from penstock.engines.groups.hosts import REPLY_S, HostFailed, Hosts
+from penstock.engines.groups.links import COLLECTIVES, MIB, bus_bandwidth, group_of, seconds_of
+from penstock.engines.groups.spec import RankDevice
 from penstock.reports.progress import waiting
 from penstock.session.machines.hosts import absent_after, folder_mistakes, gathering
 from penstock.session.machines.pools import Pool, ask_for_hosts

@@ -21,16 +21,16 @@ from pathlib import Path
 import numpy as np
 from prefect import get_run_logger
 
-from configs.schema import TrainConfig
-from configs.sections.run import Role
-from engines.commands.hosts import GpuSample, TakeGpuSamples
-from engines.families.shape import read_shape
-from engines.groups.group import OutOfMemory
-from engines.groups.hosts import REPLY_S, HostFailed
-from engines.groups.machine import gpu_name, visible_gpus
-from engines.groups.spec import LOCAL
-from engines.sizing.flops import generation_flops, peak_flops
-from engines.sizing.gpu_figures import gpu_figures
+from penstock.configs.schema import TrainConfig
+from penstock.configs.sections.run import Role
+from penstock.engines.commands.hosts import GpuSample, TakeGpuSamples
+from penstock.engines.families.shape import read_shape
+from penstock.engines.groups.group import OutOfMemory
+from penstock.engines.groups.hosts import REPLY_S, HostFailed
+from penstock.engines.groups.machine import gpu_name, visible_gpus
+from penstock.engines.groups.spec import LOCAL
+from penstock.engines.sizing.flops import generation_flops, peak_flops
+from penstock.engines.sizing.gpu_figures import gpu_figures
 from penstock.reports.alarms import RULES, STEP_RULES, Rule, looked_at, raised
 from penstock.session.clock import Lap, Span
 from penstock.session.events import announce

@@ -12,8 +12,8 @@ from prefect.artifacts import create_link_artifact, create_markdown_artifact
 from prefect.client.orchestration import get_client
 from prefect.runtime import flow_run
 
-from configs.preference import PairConfig
-from configs.schema import TrainConfig
+from penstock.configs.preference import PairConfig
+from penstock.configs.schema import TrainConfig
 from penstock.session.flow_runs.page import without_files
 from penstock.session.session import Training
 

@@ -4,7 +4,7 @@
 
 Nothing is written before the lock is held: two processes may be told to go on with one run, and the second is refused
 and has changed nothing. Each data file is read once until the rows are tokenized. Left out: what a run does once it is
-open (flows/), what makes a damaged folder whole (penstock/state/mending.py).
+open (penstock/flows/), what makes a damaged folder whole (penstock/state/mending.py).
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ from typing import Generic, TypeVar
 from prefect import get_run_logger
 from prefect.runtime import deployment, flow_run
 
-from configs.loading.resuming import OF_PAIRS, OF_SFT, OF_TRAIN, Resumable, course_changes, resumed_config
-from configs.preference import PairConfig, PreferenceConfig, RewardModelConfig
-from configs.schema import TrainConfig
-from engines.groups.machine import visible_gpus
-from engines.groups.placement import place
 from penstock.base.errors import UserError
 from penstock.checks.found_models import with_models_found
 from penstock.checks.memory import Elsewhere, GroupEstimate, check_finetuning_memory, check_memory, describe_snapshots
 from penstock.checks.preferences import check_preferences
 from penstock.checks.tokenized import check_tokenized
 from penstock.checks.training import check_inputs, check_supervised
+from penstock.configs.loading.resuming import OF_PAIRS, OF_SFT, OF_TRAIN, Resumable, course_changes, resumed_config
+from penstock.configs.preference import PairConfig, PreferenceConfig, RewardModelConfig
+from penstock.configs.schema import TrainConfig
 from penstock.data.source import reading_once
+from penstock.engines.groups.machine import visible_gpus
+from penstock.engines.groups.placement import place
 from penstock.session.flow_run import RUN_TAG
 from penstock.session.flow_runs.kept_alive import crashes
 from penstock.session.machines.admission import admission

@@ -1,10 +1,10 @@
 """Child flows at the least cost: a training begins one for every iteration.
 
-The GPUs wait meanwhile after a checkpoint; else they are at the next rollout (tasks/iteration/rollout.py), a quick one
-of which would be over first. A child flow's own heartbeat costs half a second; the training's flow keeps its own. And a
-server with SQLite refuses a request (503) when two writes meet, which happens to one child flow in twenty; Prefect's
-client, which has no setting for it, would ask again after two seconds. Left out: fewer requests (Prefect makes eight
-for a child flow).
+The GPUs wait meanwhile after a checkpoint; else they are at the next rollout (penstock/tasks/iteration/rollout.py), a
+quick one of which would be over first. A child flow's own heartbeat costs half a second; the training's flow keeps its
+own. And a server with SQLite refuses a request (503) when two writes meet, which happens to one child flow in twenty;
+Prefect's client, which has no setting for it, would ask again after two seconds. Left out: fewer requests (Prefect
+makes eight for a child flow).
 
 A server that is away: Prefect's client asks again for about a minute, and not at all where it is new. Prefect makes a
 new one for each child flow, so a training would end in the second in which its server is started anew.
@@ -76,7 +76,7 @@ def patient_clients() -> Iterator[None]:
             del client._has_connected
 
 
-OWN = frozenset({"algorithms", "configs", "engines", "flows", "penstock", "tasks"})
+OWN = frozenset({"penstock"})
 AGAIN_S = 0.02
 PATIENCE_S = 5.0  # with a server that does not answer, say
 

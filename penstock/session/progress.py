@@ -10,7 +10,7 @@ from functools import partial
 
 from prefect.runtime import flow_run
 
-from engines.commands.finetuning import Step, Stepped
+from penstock.engines.commands.finetuning import Step, Stepped
 from penstock.reports.progress import TrainingProgress
 from penstock.session.session import Training
 
@@ -20,7 +20,7 @@ def show_progress(training: Training, first: str = "opening the record") -> Iter
     """Show phases and iterations while the context lasts.
 
     Args:
-        first: what the flow does next; a training opens its record (tasks/iteration/record.py).
+        first: what the flow does next; a training opens its record (penstock/tasks/iteration/record.py).
     """
     session = training.session()
     with TrainingProgress(tell=partial(_log, flow_run.id)) as session.progress:

@@ -15,10 +15,10 @@ from typing import Any
 
 from prefect import get_run_logger
 
-from configs.preference import PairConfig
-from configs.schema import TrainConfig
 from penstock.base.files import write_text
 from penstock.base.interrupts import interrupts_deferred
+from penstock.configs.preference import PairConfig
+from penstock.configs.schema import TrainConfig
 from penstock.session.events import take_up
 from penstock.session.flow_run import know_flow_run
 from penstock.session.session import Training

@@ -1,7 +1,7 @@
 """What the rollout engines are asked for, what they reply, and the handle of a rollout that has begun.
 
 Left out: the asking (penstock/session/rollout/generation.py), and which prompts a rollout answers
-(tasks/iteration/rollout.py).
+(penstock/tasks/iteration/rollout.py).
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 import pandas as pd
 
-from engines.commands.rollout import CarriedResponses, EndedResponses, EngineResponses, Sampling
+from penstock.engines.commands.rollout import CarriedResponses, EndedResponses, EngineResponses, Sampling
 from penstock.state.deferred import Deferred
 
 

@@ -20,27 +20,27 @@ import numpy as np
 import pandas as pd
 from pydantic import BaseModel
 
-from configs.loading.load import load_saved, to_yaml
-from configs.schema import TrainConfig
-from configs.sections.run import Role
-from configs.tree.section import Recipe
-from engines.commands.build import Build, Built
-from engines.commands.hosts import HostFacts
-from engines.commands.logprob_gap import SampleToCompare
-from engines.commands.message import Command, Reply, decode_news, decode_reply, encode, name_of
-from engines.commands.reshard import Store
-from engines.commands.rollout import Generate, Sharing
-from engines.groups.group import EngineGroup, RankLost
-from engines.groups.hosts import HostFailed
-from engines.groups.machine import visible_gpus
-from engines.groups.placement import place
-from engines.groups.side_by_side import side_by_side
-from engines.groups.spec import GroupSpec
-from engines.sizing.memory import Recomputed
 from penstock.base.errors import UserError
 from penstock.base.files import write_text
 from penstock.checks.memory import NOWHERE, GroupEstimate, snapshots_fit
+from penstock.configs.loading.load import load_saved, to_yaml
+from penstock.configs.schema import TrainConfig
+from penstock.configs.sections.run import Role
+from penstock.configs.tree.section import Recipe
 from penstock.data.samplers import PromptHistory, Sampler
+from penstock.engines.commands.build import Build, Built
+from penstock.engines.commands.hosts import HostFacts
+from penstock.engines.commands.logprob_gap import SampleToCompare
+from penstock.engines.commands.message import Command, Reply, decode_news, decode_reply, encode, name_of
+from penstock.engines.commands.reshard import Store
+from penstock.engines.commands.rollout import Generate, Sharing
+from penstock.engines.groups.group import EngineGroup, RankLost
+from penstock.engines.groups.hosts import HostFailed
+from penstock.engines.groups.machine import visible_gpus
+from penstock.engines.groups.placement import place
+from penstock.engines.groups.side_by_side import side_by_side
+from penstock.engines.groups.spec import GroupSpec
+from penstock.engines.sizing.memory import Recomputed
 from penstock.session.clock import LapClock, Span
 from penstock.session.consolidation import Consolidator
 from penstock.session.machines.elastic import ElasticGroups
@@ -130,7 +130,7 @@ class Recovering:
     began: float  # time.monotonic
 
 
-AHEAD = "engines.ranks.serving.ahead"  # what ranks in reserve import
+AHEAD = "penstock.engines.ranks.serving.ahead"  # what ranks in reserve import
 
 
 @dataclass

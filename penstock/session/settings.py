@@ -29,16 +29,16 @@ from prefect import get_run_logger, task
 from prefect.cache_policies import NO_CACHE
 from prefect.variables import Variable
 
-from algorithms.kl import AdaptiveKL
-from configs.loading.load import config_from_mapping
-from configs.schema import TrainConfig
-from configs.tree.schedule import value_at
-from engines.commands.forward import Logprobs, Values
-from engines.commands.logprob_gap import LogprobsToCompare
-from engines.commands.message import name_of
-from engines.commands.reference import LogprobsAndKl, ReferenceStates
-from engines.commands.update import SumGradient, UpdateActor, UpdateCritic
+from penstock.algorithms.kl import AdaptiveKL
 from penstock.base.errors import UserError
+from penstock.configs.loading.load import config_from_mapping
+from penstock.configs.schema import TrainConfig
+from penstock.configs.tree.schedule import value_at
+from penstock.engines.commands.forward import Logprobs, Values
+from penstock.engines.commands.logprob_gap import LogprobsToCompare
+from penstock.engines.commands.message import name_of
+from penstock.engines.commands.reference import LogprobsAndKl, ReferenceStates
+from penstock.engines.commands.update import SumGradient, UpdateActor, UpdateCritic
 from penstock.session.session import Training, read_config
 from penstock.state.manifest import Progress, check_kind, completed
 from penstock.state.run_folder import RunFolder, read_metrics

@@ -5,7 +5,7 @@
 
 What is asked for is written once, before the first stage begins, so a resume does what is left of the same. Whether a
 stage is done its own folder says. Left out: reading it (penstock/session/chains/plan.py), which takes the whole
-configuration, and hosts know trackers, which know this folder; doing it (flows/chain.py).
+configuration, and hosts know trackers, which know this folder; doing it (penstock/flows/chain.py).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 from penstock.state.run_folder import RunFolder
 
 if TYPE_CHECKING:
-    from configs.chain import Stage
+    from penstock.configs.chain import Stage
 
 
 @dataclass(frozen=True)

@@ -3,8 +3,8 @@
 It moves only after everything that it names is complete on disk: a checkpoint is written aside, hashed, fsynced and
 renamed, and then the manifest is replaced in one step. A crash at any instant leaves the old manifest with its old
 checkpoint, or the new one with the new. A checkpoint holds the manifest that names it, so that a run can go on from any
-of them (penstock/state/mending.py). Left out: the weights inside a checkpoint (engines/training/trainer.py writes
-them).
+of them (penstock/state/mending.py). Left out: the weights inside a checkpoint (penstock/engines/training/trainer.py
+writes them).
 """
 
 from __future__ import annotations
@@ -82,7 +82,9 @@ class Manifest:
     tracked: Annotated[tuple[Tracked, ...], BeforeValidator(_all_of_them)] = ()  # the main tracker's first
     prefect_flow_run_id: str | None = None
     kind: str | None = None  # the command that made the run, e.g. "sft"; None: of a version that did not say
-    trained_with: dict[str, int | str] | None = None  # of a training on preferences (tasks/finetuning/record.py)
+    trained_with: dict[str, int | str] | None = (
+        None  # of a training on preferences (penstock/tasks/finetuning/record.py)
+    )
 
 
 _SHAPE = TypeAdapter(Manifest)

@@ -9,7 +9,7 @@
 
 What is set aside is renamed to `damaged-...`; nothing damaged is deleted. Where no whole state is left the run is
 refused. The caller holds the run's lock. Left out: taking back what came after the checkpoint
-(tasks/iteration/checkpoint.py).
+(penstock/tasks/iteration/checkpoint.py).
 """
 
 from __future__ import annotations

@@ -4,8 +4,9 @@
     header     JSON: where each tensor lies, and as metadata what a training has to know of it
     tensors    one after the other, from a page's beginning
 
-Any program that reads safetensors reads one. Left out: which tensors there are (engines/training/state_images.py), and
-whether the bytes are those that were written (penstock/state/digests.py).
+Any program that reads safetensors reads one. Left out: which tensors there are
+(penstock/engines/training/state_images.py), and whether the bytes are those that were written
+(penstock/state/digests.py).
 """
 
 from __future__ import annotations

@@ -15,9 +15,9 @@ from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from configs.tree.recipes import dump, read_mapping
 from penstock.base.errors import UserError
 from penstock.base.files import write_text
+from penstock.configs.tree.recipes import dump, read_mapping
 from penstock.state.manifest import Tracked, ended
 from penstock.state.run_folder import RunFolder
 

@@ -30,8 +30,8 @@ from penstock.base.names import nearest_name
 
 VARIABLE = "PENSTOCK_ALLOWED_MODULES"
 OURS = (
-    "benchmarks.workload.digit_reward",
-    "benchmarks.workload.slow_environment",
+    "penstock.benchmarks.workload.digit_reward",
+    "penstock.benchmarks.workload.slow_environment",
     "penstock.api.dataflows",
     "penstock.environments.calculator",
     "penstock.environments.code",
@@ -42,7 +42,7 @@ OURS = (
     "penstock.rewards.code",
     "penstock.rewards.judge",
 )
-ROOMS = ("algorithms", "benchmarks", "configs", "engines", "flows", "penstock", "tasks", "tests")
+ROOMS = ("penstock", "tests")
 
 
 def import_named(setting: str, spec: str, kind: str, example: str) -> Callable[..., Any]:

@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 
-from algorithms.aggregation import Denominators
-from algorithms.policy_losses.types import PolicyLossInputs
+from penstock.algorithms.aggregation import Denominators
+from penstock.algorithms.policy_losses.types import PolicyLossInputs
 
 MAX_TOKENS = 7
 

@@ -10,7 +10,7 @@ import itertools
 import pytest
 import torch
 
-from algorithms.aggregation import AGGREGATIONS, Denominators, aggregate, weight_of_sums
+from penstock.algorithms.aggregation import AGGREGATIONS, Denominators, aggregate, weight_of_sums
 
 # Rows of 2, 0, 3 and 1 tokens. The third is multi-turn, the fourth is fully masked.
 LOSS_T = torch.tensor([1.0, 3.0, 4.0, 100.0, 6.0, 50.0], dtype=torch.float64)

@@ -9,15 +9,21 @@ from pathlib import Path
 
 import pytest
 
-from algorithms import catalogue
-from algorithms.advantages import ADVANTAGES
-from algorithms.aggregation import AGGREGATIONS
-from algorithms.declarations.settings import settings
-from algorithms.kl import KL_ESTIMATORS
-from algorithms.policy_losses import CHOICES, POLICY_LOSSES
-from algorithms.preference import PREFERENCE_LOSSES
-from algorithms.registry import ALGORITHMS, every_preference_setting, every_setting, is_labelled, shared_settings
-from benchmarks.accuracy.algorithms_page import table
+from penstock.algorithms import catalogue
+from penstock.algorithms.advantages import ADVANTAGES
+from penstock.algorithms.aggregation import AGGREGATIONS
+from penstock.algorithms.declarations.settings import settings
+from penstock.algorithms.kl import KL_ESTIMATORS
+from penstock.algorithms.policy_losses import CHOICES, POLICY_LOSSES
+from penstock.algorithms.preference import PREFERENCE_LOSSES
+from penstock.algorithms.registry import (
+    ALGORITHMS,
+    every_preference_setting,
+    every_setting,
+    is_labelled,
+    shared_settings,
+)
+from penstock.benchmarks.accuracy.algorithms_page import table
 
 PAGE = (Path(__file__).parents[2] / "docs" / "algorithms.md").read_text(encoding="utf-8")
 

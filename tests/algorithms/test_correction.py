@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 
-from algorithms.correction import Corrected, Correction, Measure, correct, mean_weight, mismatch_figures
+from penstock.algorithms.correction import Corrected, Correction, Measure, correct, mean_weight, mismatch_figures
 
 COLUMNS = 9
 

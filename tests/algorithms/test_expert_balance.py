@@ -6,7 +6,7 @@ import pytest
 import torch
 from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
-from algorithms.expert_balance import expert_balance
+from penstock.algorithms.expert_balance import expert_balance
 
 TOKENS, EXPERTS = 64, 8
 

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 
-from algorithms.kl import KL_ESTIMATORS, AdaptiveKL, kl_estimate
+from penstock.algorithms.kl import KL_ESTIMATORS, AdaptiveKL, kl_estimate
 
 LOG2 = 0.6931471805599453
 # Policy twice, half and as likely as the reference: x = -log 2, log 2, 0.

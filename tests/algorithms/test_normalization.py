@@ -8,7 +8,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from algorithms.normalization import group_statistics, whitened
+from penstock.algorithms.normalization import group_statistics, whitened
 
 
 def test_group_statistics_by_hand_for_interleaved_groups() -> None:

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.accuracy.algorithms_page import table
+from penstock.benchmarks.accuracy.algorithms_page import table
 from tests.test_rooms import MOST_FILES, crowded
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -26,8 +26,8 @@ from typing import Annotated
 import numpy as np
 from annotated_types import Gt, Le
 
-from algorithms.advantages.types import AdvantageInputs, Advantages, spread_over_tokens
-from algorithms.declarations.algorithm import Algorithm
+from penstock.algorithms.advantages.types import AdvantageInputs, Advantages, spread_over_tokens
+from penstock.algorithms.declarations.algorithm import Algorithm
 
 ALGORITHMS = (
     Algorithm("sharp", "sharpened", "ppo_clip", "rewards to a power", paper="none", defaults={"sharpness": 2.0}),
@@ -55,7 +55,7 @@ from typing import Annotated
 
 from annotated_types import Gt, Le
 
-from algorithms.preference.types import PairInputs, PreferenceOutputs, log_ratio_differences
+from penstock.algorithms.preference.types import PairInputs, PreferenceOutputs, log_ratio_differences
 
 PAPER = "none"
 
@@ -103,7 +103,7 @@ def outputs(folder: Path, commands: list[list[str]]) -> list[str]:
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     """A copy of the package, and of the page that describes it."""
-    shutil.copytree(ROOT / "algorithms", tmp_path / "algorithms", ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copytree(ROOT / "penstock", tmp_path / "penstock", ignore=shutil.ignore_patterns("__pycache__"))
     shutil.copy(ROOT / "docs" / "algorithms.md", tmp_path)
     return tmp_path
 
@@ -124,7 +124,7 @@ def commands(folder: Path) -> list[list[str]]:
 @pytest.mark.slow
 def test_a_new_estimator_is_one_file(folder: Path) -> None:
     """Its setting is taken, shown and checked, and its rows are on the page; the control is the next test."""
-    (folder / "algorithms" / "advantages" / "returns" / "sharpened.py").write_text(FILE, encoding="utf-8")
+    (folder / "penstock" / "algorithms" / "advantages" / "returns" / "sharpened.py").write_text(FILE, encoding="utf-8")
     given, default, beyond, misspelt, _ = outputs(folder, commands(folder))
     assert "sharpness: 3.0" in given
     assert "sharpness: 2.0" in default, "of the algorithm, which has another than the function"
@@ -161,7 +161,7 @@ def test_a_new_preference_loss_is_one_file(folder: Path) -> None:
 
     A recipe that is right ends at the data, of which it names none.
     """
-    (folder / "algorithms" / "preference" / "reached.py").write_text(LOSS, encoding="utf-8")
+    (folder / "penstock" / "algorithms" / "preference" / "reached.py").write_text(LOSS, encoding="utf-8")
     given, beyond, misspelt, other, keys, _ = outputs(folder, preference_commands(folder))
     assert "'data.train' is not set" in given
     assert "'data.train' is not set" in other
@@ -177,13 +177,13 @@ def test_a_new_preference_loss_is_one_file(folder: Path) -> None:
 
 def test_every_room_of_the_mathematics_takes_one_more_file(folder: Path) -> None:
     """Else "one file" breaks the limit of tests/test_rooms.py. Control: one room with many more."""
-    rooms = [path.parent for path in (folder / "algorithms").rglob("__init__.py")]
+    rooms = [path.parent for path in (folder / "penstock" / "algorithms").rglob("__init__.py")]
     for room in rooms:
         (room / "one_more.py").touch()
-    assert crowded(folder, "algorithms") == {}
+    assert crowded(folder, "penstock/algorithms") == {}
     for number in range(MOST_FILES):
         (rooms[0] / f"many_more_{number}.py").touch()
-    assert len(crowded(folder, "algorithms")) == 1
+    assert len(crowded(folder, "penstock/algorithms")) == 1
 
 
 @pytest.mark.slow

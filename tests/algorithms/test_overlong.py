@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from algorithms.overlong import overlong_penalty
+from penstock.algorithms.overlong import overlong_penalty
 
 
 def test_by_hand() -> None:

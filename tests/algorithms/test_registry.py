@@ -16,15 +16,15 @@ from typing import Any, get_args
 
 import pytest
 
-import algorithms
-from algorithms import advantages, policy_losses
-from algorithms.advantages import ADVANTAGES
-from algorithms.aggregation import AGGREGATIONS
-from algorithms.declarations.algorithm import Need
-from algorithms.declarations.discovery import modules
-from algorithms.declarations.settings import REQUIRED
-from algorithms.policy_losses import POLICY_LOSSES
-from algorithms.registry import ALGORITHMS, Algorithm, collect, needs, settings_of
+from penstock import algorithms
+from penstock.algorithms import advantages, policy_losses
+from penstock.algorithms.advantages import ADVANTAGES
+from penstock.algorithms.aggregation import AGGREGATIONS
+from penstock.algorithms.declarations.algorithm import Need
+from penstock.algorithms.declarations.discovery import modules
+from penstock.algorithms.declarations.settings import REQUIRED
+from penstock.algorithms.policy_losses import POLICY_LOSSES
+from penstock.algorithms.registry import ALGORITHMS, Algorithm, collect, needs, settings_of
 from penstock.base.errors import UserError
 
 MODULES = [*advantages.MODULES.values(), *policy_losses.MODULES.values()]
@@ -76,13 +76,13 @@ def test_every_algorithm_runs_on_its_defaults_and_describes_itself(algorithm: Al
 def test_no_file_of_the_room_imports_torch() -> None:
     """In a fresh process; negative control: the same probe sees torch once something has imported it."""
     room = Path(algorithms.__file__).parent
-    names = sorted(".".join(path.relative_to(room.parent).with_suffix("").parts) for path in room.rglob("*.py"))
-    assert "algorithms.policy_losses.ppo_clip" in names
+    names = sorted(".".join(path.relative_to(room.parents[1]).with_suffix("").parts) for path in room.rglob("*.py"))
+    assert "penstock.algorithms.policy_losses.ppo_clip" in names
     imports = "\n".join(f"import {name.removesuffix('.__init__')}" for name in names)
     probe = "import sys; print('torch' in sys.modules)"
     outputs = [
         subprocess.run(
-            [sys.executable, "-c", f"{code}\n{probe}"], cwd=room.parent, capture_output=True, text=True, check=True
+            [sys.executable, "-c", f"{code}\n{probe}"], cwd=room.parents[1], capture_output=True, text=True, check=True
         ).stdout.strip()
         for code in (imports, "import torch")
     ]
@@ -96,7 +96,7 @@ def test_a_new_file_is_found_and_its_algorithm_listed(tmp_path: Path, monkeypatc
         (folder / "__init__.py").touch()
     (package / "types.py").write_text("raise RuntimeError('types.py holds no estimator')")
     (package / "novel.py").write_text(
-        "from algorithms.declarations.algorithm import Algorithm\n"
+        "from penstock.algorithms.declarations.algorithm import Algorithm\n"
         "ALGORITHMS = (Algorithm('novel', advantage='grpo', policy_loss='ppo_clip', description='A test.'),)\n"
     )
     monkeypatch.syspath_prepend(str(tmp_path))

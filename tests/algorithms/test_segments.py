@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from algorithms.segments import lengths, rows_of_tokens, segment_sum, segment_sum_torch
+from penstock.algorithms.segments import lengths, rows_of_tokens, segment_sum, segment_sum_torch
 
 OFFSETS_B1 = np.array([0, 0, 2, 2, 5, 6, 6])
 VALUES_T = np.array([1.0, 2.0, 3.0, 4.0, 5.0, 6.0])

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from algorithms.value_losses import clipped_value_loss, explained_variance
+from penstock.algorithms.value_losses import clipped_value_loss, explained_variance
 
 
 def float64(*values: float) -> torch.Tensor:

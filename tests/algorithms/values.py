@@ -6,7 +6,7 @@ from typing import Any, Literal, get_args, get_origin
 
 from pydantic import TypeAdapter, ValidationError
 
-from algorithms.declarations.settings import Setting
+from penstock.algorithms.declarations.settings import Setting
 
 CANDIDATES: tuple[Any, ...] = (0.35, 3, 7.0, True, False, {"right": 0.5}, "text")
 

@@ -13,18 +13,18 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from benchmarks.accuracy.algorithms_page import TABLES, marks
-from benchmarks.peers import vllm_alone
-from benchmarks.reporting.result import BenchResult, new_result, read_result, write_result
-from benchmarks.rollout import drawn
-from configs.schema import TrainConfig
-from configs.sections.model import TinyModel
-from engines.groups.links import COLLECTIVES
-from engines.models.tiny import make_tiny_model
 from penstock.base.errors import UserError
+from penstock.benchmarks.accuracy.algorithms_page import TABLES, marks
+from penstock.benchmarks.peers import vllm_alone
+from penstock.benchmarks.reporting.result import BenchResult, new_result, read_result, write_result
+from penstock.benchmarks.rollout import drawn
 from penstock.cli import main as cli
 from penstock.cli.commands.bench import _finish
+from penstock.configs.schema import TrainConfig
+from penstock.configs.sections.model import TinyModel
 from penstock.data.tokenizer import make_byte_tokenizer
+from penstock.engines.groups.links import COLLECTIVES
+from penstock.engines.models.tiny import make_tiny_model
 
 RECIPE = """
 model: {tiny: {hidden_size: 96, layers: 1, heads: 3, kv_heads: 3, intermediate_size: 64, max_positions: 64}}
@@ -93,7 +93,7 @@ def test_replies_of_ranks_without_a_model_are_scored_and_weighed(
     recipe = "{data: {max_prompt_tokens: 8}, rollout: {prompts: 3, samples: 2, max_response_tokens: 16}}"
     (tmp_path / "replies.yaml").write_text(recipe, encoding="utf-8")
     command = ("replies", "replies.yaml", "--engines", "1", "--engines", "2", "--rounds", "2", "--skip", "1")
-    reward = "reward.function=benchmarks.workload.digit_reward:share_of_digits"
+    reward = "reward.function=penstock.benchmarks.workload.digit_reward:share_of_digits"
     result, _ = bench(*command, "model.path=model", reward)
     assert [(row["engines"], row["responses"]) for row in result.details] == [(1, 6), (2, 12)]
     for count in (1, 2):
@@ -126,7 +126,9 @@ def test_vllm_by_itself_is_asked_what_the_rollout_was(monkeypatch: pytest.Monkey
     session = SimpleNamespace(prompts={"train": table})
     training = SimpleNamespace(config=config, session=lambda: session)
     drawn_with = []
-    monkeypatch.setattr("benchmarks.rollout.draw", lambda *asked: drawn_with.append(asked[1:]) or np.array([4, 1]))
+    monkeypatch.setattr(
+        "penstock.benchmarks.rollout.draw", lambda *asked: drawn_with.append(asked[1:]) or np.array([4, 1])
+    )
     assert drawn(training, 3, 4) == [[4, 5], [1, 2]]  # type: ignore[arg-type]
     assert drawn_with == [(3, 4, 2)]
 
@@ -155,7 +157,7 @@ def test_a_rollouts_result_does_not_wait_for_vllm_by_itself(
             raise UserError("vLLM by itself ended with exit code 1", "its messages are above")
         return {"vLLM": {"rollout_tokens_per_s": 4.0}}
 
-    monkeypatch.setattr("benchmarks.rollout.measure", measure)
+    monkeypatch.setattr("penstock.benchmarks.rollout.measure", measure)
     with pytest.raises(SystemExit):
         bench(*asked)
     assert not measured
@@ -230,7 +232,7 @@ def test_mistakes_end_before_anything_starts(
     def start(*_: object) -> None:
         raise AssertionError("an engine group was started")
 
-    monkeypatch.setattr("engines.groups.group.EngineGroup.__init__", start)
+    monkeypatch.setattr("penstock.engines.groups.group.EngineGroup.__init__", start)
     if arguments[0] == "model":
         monkeypatch.setattr(sys, "argv", ["penstock", "bench", *arguments])
         with pytest.raises(SystemExit) as ended:

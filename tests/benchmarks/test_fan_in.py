@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from benchmarks.fan_in import measure
 from penstock.base.errors import UserError
+from penstock.benchmarks.fan_in import measure
 
 
 @pytest.mark.slow

@@ -7,20 +7,20 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import scaling
-from benchmarks.nccl import LOOKS_LIKE_PCIE, verdict
-from benchmarks.reporting.chart import REST, STAGES, WHOLE, parts, plot, step_figure
-from benchmarks.reporting.result import BenchResult, new_result, write_result
-from benchmarks.reporting.table import result_table, shown
-from benchmarks.reshard import OF_TRAININGS, devices_for, missing_devices, overrides_of
-from benchmarks.scaling import efficiency, parse_counts, placement
-from benchmarks.session import describe
-from benchmarks.step import figures_of, whole_figures
-from configs.loading.load import load_config
-from configs.schema import TrainConfig
-from engines.groups.links import MIB, bus_bandwidth
-from engines.groups.placement import place, reshard_strategy
 from penstock.base.errors import UserError
+from penstock.benchmarks import scaling
+from penstock.benchmarks.nccl import LOOKS_LIKE_PCIE, verdict
+from penstock.benchmarks.reporting.chart import REST, STAGES, WHOLE, parts, plot, step_figure
+from penstock.benchmarks.reporting.result import BenchResult, new_result, write_result
+from penstock.benchmarks.reporting.table import result_table, shown
+from penstock.benchmarks.reshard import OF_TRAININGS, devices_for, missing_devices, overrides_of
+from penstock.benchmarks.scaling import efficiency, parse_counts, placement
+from penstock.benchmarks.session import describe
+from penstock.benchmarks.step import figures_of, whole_figures
+from penstock.configs.loading.load import load_config
+from penstock.configs.schema import TrainConfig
+from penstock.engines.groups.links import MIB, bus_bandwidth
+from penstock.engines.groups.placement import place, reshard_strategy
 from penstock.reports.plots import save
 
 
@@ -63,7 +63,9 @@ def test_a_result_on_one_gpu_is_the_recipes_or_refused(tmp_path: Path, monkeypat
     recipe.write_text("rollout: {prompts: 6}", encoding="utf-8")
     figures = {"response_tokens_per_s_per_gpu": 100.0}
     write_result(one, new_result("step", "command", figures, settings=describe(load_config(recipe))))
-    monkeypatch.setattr("benchmarks.scaling._run", lambda arguments, count: _answer(Path(arguments[-1]), count))
+    monkeypatch.setattr(
+        "penstock.benchmarks.scaling._run", lambda arguments, count: _answer(Path(arguments[-1]), count)
+    )
     result = scaling.measure(recipe, [], "command", counts=[1, 4], what="step", skip=0, one=one)
     assert [row["gpus"] for row in result.details] == [1, 4]
     assert [row.get("attention") for row in result.details] == [None, "FlashAttention 4"]
@@ -98,15 +100,17 @@ def test_a_result_on_one_gpu_is_of_this_kind_and_this_commit(
     here = {"machine": "1 x NVIDIA H200", "commit": "abcdef0123456"}
     result = new_result("step", "command", figures, settings=describe(load_config(recipe)))
     write_result(one, result.model_copy(update=here | changed))
-    monkeypatch.setattr("benchmarks.scaling._run", lambda arguments, count: _answer(Path(arguments[-1]), count))
-    monkeypatch.setattr("benchmarks.scaling.machine", lambda: "4 x NVIDIA H200")
-    monkeypatch.setattr("benchmarks.scaling.commit", lambda: here["commit"])
+    monkeypatch.setattr(
+        "penstock.benchmarks.scaling._run", lambda arguments, count: _answer(Path(arguments[-1]), count)
+    )
+    monkeypatch.setattr("penstock.benchmarks.scaling.machine", lambda: "4 x NVIDIA H200")
+    monkeypatch.setattr("penstock.benchmarks.scaling.commit", lambda: here["commit"])
     with pytest.raises(UserError, match=message) if message else nullcontext():
         scaling.measure(recipe, [], "command", counts=[4], what="step", skip=0, one=one)
 
 
 def test_counts_of_gpus_are_a_rising_list(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("benchmarks.scaling.visible_gpus", lambda: [0, 1, 2, 3])
+    monkeypatch.setattr("penstock.benchmarks.scaling.visible_gpus", lambda: [0, 1, 2, 3])
     assert parse_counts(None) == [1, 2, 4]
     assert parse_counts("4,1") == [1, 4]
     for wrong in ("8", "1,x", "0", "1,,2"):
@@ -138,12 +142,12 @@ def test_strategies_are_placed_on_all_gpus_or_on_the_ranks_that_the_recipe_names
     """A machine of eight GPUs can so be rehearsed on CPU. Control: a recipe that names none gets two."""
     recipe = tmp_path / "recipe.yaml"
     recipe.write_text("groups: {main: {ranks: 8, roles: [actor, rollout]}}", encoding="utf-8")
-    monkeypatch.setattr("benchmarks.reshard.visible_gpus", list)
-    monkeypatch.setattr("benchmarks.session.visible_gpus", list)
+    monkeypatch.setattr("penstock.benchmarks.reshard.visible_gpus", list)
+    monkeypatch.setattr("penstock.benchmarks.session.visible_gpus", list)
     assert devices_for(load_config(recipe)) == 8
     recipe.write_text("{}", encoding="utf-8")
     assert devices_for(load_config(recipe)) == 2
-    monkeypatch.setattr("benchmarks.reshard.visible_gpus", lambda: [0, 1, 2, 3])
+    monkeypatch.setattr("penstock.benchmarks.reshard.visible_gpus", lambda: [0, 1, 2, 3])
     assert devices_for(load_config(recipe)) == 4
 
 

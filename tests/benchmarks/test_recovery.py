@@ -6,18 +6,18 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.recovery import NEEDED, _in_ranks, measure
 from penstock.base.errors import UserError
+from penstock.benchmarks.recovery import NEEDED, _in_ranks, measure
 from penstock.state.run_folder import RunFolder
 
 ROOT = Path(__file__).resolve().parents[2]
 LOG = """
 2026-11-24 22:22:45,216 INFO __main__: rank 0 of 1, group main, epoch 0
 2026-11-24 22:23:00,356 INFO __main__: importing libraries: 15.1 s
-2026-11-24 22:24:15,144 INFO engines.ranks.build: starting the rollout engine: 62.2 s
+2026-11-24 22:24:15,144 INFO penstock.engines.ranks.build: starting the rollout engine: 62.2 s
 2026-11-24 22:25:28,901 INFO __main__: rank 0 of 1, group main, epoch 1
 2026-11-24 22:25:29,101 INFO __main__: importing libraries: 0.2 s
-2026-11-24 22:26:31,476 INFO engines.ranks.build: starting the rollout engine: 39.6 s
+2026-11-24 22:26:31,476 INFO penstock.engines.ranks.build: starting the rollout engine: 39.6 s
 """
 
 

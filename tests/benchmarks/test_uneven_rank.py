@@ -9,10 +9,10 @@ from typing import Any, cast
 import numpy as np
 import pytest
 
-from benchmarks.ranks import uneven_rank
-from benchmarks.ranks.uneven_rank import MEAN, lengths_of
-from engines.rollout.decode_loop import DecodeLoop, Request
-from engines.rollout.responses import SingleResponses
+from penstock.benchmarks.ranks import uneven_rank
+from penstock.benchmarks.ranks.uneven_rank import MEAN, lengths_of
+from penstock.engines.rollout.decode_loop import DecodeLoop, Request
+from penstock.engines.rollout.responses import SingleResponses
 
 
 def test_a_prompt_that_is_put_off_is_as_long_the_next_time() -> None:
@@ -42,7 +42,7 @@ def test_vllm_is_told_where_each_response_ends(monkeypatch: pytest.MonkeyPatch) 
     ) -> None:
         asked.append((names, parameters.max_tokens, seeds))
 
-    monkeypatch.setattr("engines.rollout.vllm.submit", submit)
+    monkeypatch.setattr("penstock.engines.rollout.vllm.submit", submit)
     parameters, loop, owner = (
         SimpleNamespace(max_tokens=8192),
         DecodeLoop(None),

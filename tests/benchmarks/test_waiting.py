@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
-from benchmarks import waiting
-from benchmarks.reporting.result import read_result
-from benchmarks.waiting import figures_of, measure
-from benchmarks.workload.slow_environment import seconds_of
 from penstock.base.errors import UserError
+from penstock.benchmarks import waiting
+from penstock.benchmarks.reporting.result import read_result
+from penstock.benchmarks.waiting import figures_of, measure
+from penstock.benchmarks.workload.slow_environment import seconds_of
 from penstock.reports.waiting import Figures, carry_gain, tail_gain
 
 RECIPE = Path("configs/bench_slow_environment.yaml")

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from engines.groups.interface import free_port
+from penstock.engines.groups.interface import free_port
 from tests.delivering import mlflow_server
 from tests.flows.deployments.test_deployments import Prefect, served
 

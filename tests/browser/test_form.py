@@ -9,7 +9,7 @@ from typing import Any
 import httpx
 import pytest
 
-from configs.loading.load import load_config
+from penstock.configs.loading.load import load_config
 from tests.browser.conftest import on_narrow, on_wide
 from tests.flows.deployments.test_deployments import TRAIN, Prefect
 from tests.waiting import until

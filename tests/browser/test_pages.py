@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
-from configs.sections.data import ArithmeticData
 from penstock.cli.prefect.deploy import prefect_deploy
+from penstock.configs.sections.data import ArithmeticData
 from penstock.data.arithmetic import make_problems
 from tests.browser.conftest import NARROW, WIDE, on_narrow, on_wide
 from tests.browser.test_form import QUICKSTART, Picture, add, fill, opened, submitted
@@ -187,7 +187,7 @@ def test_a_schedule_is_seen_to_fire_and_its_run_to_promote_a_model(page: Any, pr
     config = {"folder": str(prefect.runs), "iterations": 2, "data": data}
     asked = {"recipe": str(QUICKSTART), "name": "often", "registered_model": "sums"}
     asked |= {"data": str(tmp_path / "train*.jsonl"), "overrides": SMALL[1:], "config": config}
-    entry = {"name": "often", "entrypoint": "flows/retrain.py:retrain", "parameters": asked}
+    entry = {"name": "often", "entrypoint": "penstock.flows.retrain.retrain", "parameters": asked}
     entry |= {"work_pool": {"name": "penstock"}, "schedules": [{"interval": 45, "slug": "often", "active": True}]}
     entry |= {"concurrency_limit": {"limit": 1, "collision_strategy": "CANCEL_NEW"}}
     prefect_deploy(prefect.environment["PREFECT_API_URL"], "penstock", {"deployments": [entry]})

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from pathlib import Path
 
-from configs.sections.model import TinyModel
+from penstock.configs.sections.model import TinyModel
 
 END, PAD = "<|im_end|>", "<|endoftext|>"
 CONTROL = (PAD, "<|im_start|>", END)
@@ -71,8 +71,8 @@ def make_chat_tokenizer(folder: Path, texts: Iterable[str]) -> int:
 
 def make_chat_model(folder: Path, texts: Iterable[str], tiny: TinyModel) -> None:
     """Write model and tokenizer into `folder`."""
-    from engines.models.tiny import make_tiny_model
     from penstock.data.tokenizer import load_tokenizer
+    from penstock.engines.models.tiny import make_tiny_model
 
     count = make_chat_tokenizer(folder, texts)
     tokenizer = load_tokenizer(str(folder))

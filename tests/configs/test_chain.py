@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from configs.chain import Chain, read_chain
-from configs.schema import TrainConfig
 from penstock.base.errors import UserError
+from penstock.configs.chain import Chain, read_chain
+from penstock.configs.schema import TrainConfig
 
 BASE = """
 model: {tiny: {hidden_size: 96, layers: 1, heads: 3, kv_heads: 3, intermediate_size: 96, max_positions: 64}}

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from configs.evaluation import EvaluationConfig, evaluation_config
-from configs.schema import TrainConfig
-from engines.groups.placement import place, reshard_strategy
 from penstock.checks.memory import estimate_groups
+from penstock.configs.evaluation import EvaluationConfig, evaluation_config
+from penstock.configs.schema import TrainConfig
+from penstock.engines.groups.placement import place, reshard_strategy
 from tests.engines.shared_ranks import Shape
 
 GPUS = {

@@ -12,10 +12,10 @@ from fnmatch import fnmatchcase
 import pytest
 from pydantic import BaseModel
 
-from configs.loading.keys import describe_keys
-from configs.preference import PreferenceConfig, RewardModelConfig
-from configs.schema import TrainConfig
-from configs.tree.section import Recipe
+from penstock.configs.loading.keys import describe_keys
+from penstock.configs.preference import PreferenceConfig, RewardModelConfig
+from penstock.configs.schema import TrainConfig
+from penstock.configs.tree.section import Recipe
 from tests.configs.effects import EFFECTS, SHARED_WITH_TRAIN
 from tests.configs.sources import words_of
 
@@ -72,7 +72,7 @@ def test_a_key_without_a_test_and_a_line_without_a_key_are_noticed() -> None:
     assert problems(keys, {**table, "sead": seed}) == ["sead: no such key"]
     (problem,) = problems(keys, {**table, "seed": seed + "_x"})
     assert "has no test" in problem
-    another = "penstock/data/test_tokenizer.py::test_nothing_is_added_to_a_text"
+    another = "data/test_tokenizer.py::test_nothing_is_added_to_a_text"
     (problem,) = problems(keys, {**table, "seed": another})
     assert "does not use 'seed'" in problem
 

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from configs.idle import idle_settings
-from configs.schema import TrainConfig
+from penstock.configs.idle import idle_settings
+from penstock.configs.schema import TrainConfig
 
 LONG: dict[str, Any] = {
     "sft": {"steps": 60, "checkpoint_every": 50, "optimizer": {"learning_rate": {0: 1e-3, 40: 1e-4}}},

@@ -6,13 +6,13 @@ from typing import Any
 
 import pytest
 
-from algorithms import advantages
-from algorithms.declarations.discovery import functions
-from algorithms.declarations.settings import arguments
-from algorithms.registry import advantage_named, choice_named, policy_loss_named
-from configs.loading.load import config_from_mapping, to_yaml
-from configs.tree.recipes import parse
+from penstock.algorithms import advantages
+from penstock.algorithms.declarations.discovery import functions
+from penstock.algorithms.declarations.settings import arguments
+from penstock.algorithms.registry import advantage_named, choice_named, policy_loss_named
 from penstock.base.errors import UserError
+from penstock.configs.loading.load import config_from_mapping, to_yaml
+from penstock.configs.tree.recipes import parse
 
 MODULE = "tests.own_algorithm:"
 OWN = {"advantage": f"{MODULE}above_median", "policy_loss": f"{MODULE}bounded"}

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 import yaml
 
-from configs.loading.load import load_config
-from engines.groups.placement import place
 from penstock.base.errors import UserError
+from penstock.configs.loading.load import load_config
+from penstock.engines.groups.placement import place
 
 ROOT = Path(__file__).resolve().parents[2]
 REWARD_MODEL: dict[str, Any] = {"reward": {"function": None, "model": "models/reward"}, "algorithm": {"kl": None}}

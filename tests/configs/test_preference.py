@@ -8,14 +8,14 @@ from typing import Any
 
 import pytest
 
-from algorithms.declarations.settings import settings
-from algorithms.preference import PREFERENCE_LOSSES
-from algorithms.registry import every_preference_setting
-from configs.loading.keys import describe_keys
-from configs.loading.load import load_tree, to_yaml
-from configs.preference import PreferenceConfig, RewardModelConfig
-from engines.groups.placement import place
+from penstock.algorithms.declarations.settings import settings
+from penstock.algorithms.preference import PREFERENCE_LOSSES
+from penstock.algorithms.registry import every_preference_setting
 from penstock.base.errors import UserError
+from penstock.configs.loading.keys import describe_keys
+from penstock.configs.loading.load import load_tree, to_yaml
+from penstock.configs.preference import PreferenceConfig, RewardModelConfig
+from penstock.engines.groups.placement import place
 from tests import own_algorithm
 
 

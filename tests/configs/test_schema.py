@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from configs.loading.load import config_from_mapping, load_config, load_tree, to_yaml
-from configs.preference import PreferenceConfig, RewardModelConfig
-from configs.schema import TrainConfig
-from configs.tree.schedule import value_at
+from penstock.configs.loading.load import config_from_mapping, load_config, load_tree, to_yaml
+from penstock.configs.preference import PreferenceConfig, RewardModelConfig
+from penstock.configs.schema import TrainConfig
+from penstock.configs.tree.schedule import value_at
 
 KINDS = {"dpo": PreferenceConfig, "reward_model": RewardModelConfig}  # of recipes that are no trainings
 CHAINS = {"chain"}  # recipes of several (test_chain.py)

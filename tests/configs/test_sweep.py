@@ -7,8 +7,8 @@ import statistics
 
 import pytest
 
-from configs.loading.sweep import drawn, grid, parse_axes
 from penstock.base.errors import UserError
+from penstock.configs.loading.sweep import drawn, grid, parse_axes
 
 RATE = "actor.optimizer.learning_rate"
 

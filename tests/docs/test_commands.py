@@ -21,18 +21,18 @@ from prefect.cli._app import _app as prefect_app
 from typer.main import get_command
 from typer.testing import CliRunner
 
-from configs.chain import read_chain
-from configs.loading.load import load_tree
-from configs.loading.resuming import resumed_config
-from configs.loading.sweep import drawn, grid, parse_axes
-from configs.tree.recipes import parse
-from engines.sizing.memory import GIB
 from penstock.base.errors import UserError
 from penstock.checks import memory, model
 from penstock.cli.main import app
-from penstock.cli.prefect.deploy import read_deployments
+from penstock.cli.prefect.deploy import name_of, read_deployments
 from penstock.cli.runs.evaluating import named as words_of_evaluate
 from penstock.cli.starting import Asked
+from penstock.configs.chain import read_chain
+from penstock.configs.loading.load import load_tree
+from penstock.configs.loading.resuming import resumed_config
+from penstock.configs.loading.sweep import drawn, grid, parse_axes
+from penstock.configs.tree.recipes import parse
+from penstock.engines.sizing.memory import GIB
 from penstock.session.opening import PREFERENCE, REWARD_MODEL, SFT, TRAIN, Kind
 from penstock.session.settings import apply_overrides
 from tests.docs.pages import FIRST, OTHERS, PAGES, blocks, command_lines, named, said_commands
@@ -111,13 +111,9 @@ def check_recipe(command: str, given: Mapping[str, Any]) -> None:
 
 def check_deployment(name: str, parameters: Sequence[str]) -> None:
     """Check that a deployment is there, and that its flow takes the parameters."""
-    found = {
-        f"{Path(path).stem.replace('_', '-')}/{item['name']}": (Path(path).stem, item)
-        for item in read_deployments()["deployments"]
-        for path in [item["entrypoint"].partition(":")[0]]
-    }
+    found = {name_of(item): (item["entrypoint"].rpartition(".")[2], item) for item in read_deployments()["deployments"]}
     assert name in found, f"no deployment {name}; there are {', '.join(sorted(found))}"
-    flow = getattr(importlib.import_module(f"flows.{found[name][0]}"), found[name][0])
+    flow = getattr(importlib.import_module(f"penstock.flows.{found[name][0]}"), found[name][0])
     for text in parameters:
         key, _, value = text.partition("=")
         assert key in flow.parameters.properties, f"{name} takes no {key}"

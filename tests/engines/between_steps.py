@@ -1,7 +1,7 @@
 """What happens between two steps of a generation, after a number of steps that is known; runs in a rank.
 
-Through the worker's own `handle` and the loop's own steps, as the rank loop does it (engines/groups/rank.py), but
-without messages: those would come when they come.
+Through the worker's own `handle` and the loop's own steps, as the rank loop does it (penstock/engines/groups/rank.py),
+but without messages: those would come when they come.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from unittest.mock import patch
 
 import torch
 
-from engines.commands.message import encode
+from penstock.engines.commands.message import encode
 from tests.engines.plain_commands import INSIDE, command_of, numbered
 
 

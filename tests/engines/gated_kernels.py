@@ -1,4 +1,4 @@
-"""Plain kernels for the operators of engines/kernels/gated_mlp.py, on a CPU and for the length of a test."""
+"""Plain kernels for the operators of penstock/engines/kernels/gated_mlp.py, on a CPU and for the length of a test."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """The worker of a rank with eyes: the real one, plus commands that show what is inside it or leave a step out.
 
 What it adds never replaces what is tested: models are built, trained, resharded and saved by the commands of
-`engines.ranks.worker.Worker`. Runs in rank processes; tests reach it through `tests.engines.shared_ranks`.
+`penstock.engines.ranks.worker.Worker`. Runs in rank processes; tests reach it through `tests.engines.shared_ranks`.
 
 Suffixes: `_T` response tokens, `_B1` offsets of prompts (rows + 1).
 """
@@ -21,33 +21,33 @@ import deepspeed
 import numpy as np
 import torch
 
-from configs.sections.rollout import RolloutConfig
-from engines.batches.packing import Rows, pack
-from engines.commands.message import encode
-from engines.commands.update import Split
-from engines.families import table
-from engines.groups.channel import Tell
-from engines.kernels.weight_gradients import SummedLinear
-from engines.models.loading import gathered_state
-from engines.ranks.models import RankModels
-from engines.ranks.reshard import bring_weights
-from engines.ranks.serving.serve import PendingReply, Serving
-from engines.ranks.worker import Worker
-from engines.rollout import engine as generator
-from engines.rollout import episodes
-from engines.rollout import scheduler as coasting
-from engines.rollout import vllm as versions
-from engines.rollout.engine import Demand, Generator, Served
-from engines.training import collective_times as communication
-from engines.training.updates import mini_batch_rows
-from engines.weights import buckets
-from engines.weights.copies import wrong_names
-from engines.weights.gather import Shards
-from engines.weights.layout import fused_view
-from engines.weights.local import LocalReshard
-from engines.weights.lora import adapted_layers
 from penstock.base.errors import UserError
 from penstock.base.ragged import Ragged
+from penstock.configs.sections.rollout import RolloutConfig
+from penstock.engines.batches.packing import Rows, pack
+from penstock.engines.commands.message import encode
+from penstock.engines.commands.update import Split
+from penstock.engines.families import table
+from penstock.engines.groups.channel import Tell
+from penstock.engines.kernels.weight_gradients import SummedLinear
+from penstock.engines.models.loading import gathered_state
+from penstock.engines.ranks.models import RankModels
+from penstock.engines.ranks.reshard import bring_weights
+from penstock.engines.ranks.serving.serve import PendingReply, Serving
+from penstock.engines.ranks.worker import Worker
+from penstock.engines.rollout import engine as generator
+from penstock.engines.rollout import episodes
+from penstock.engines.rollout import scheduler as coasting
+from penstock.engines.rollout import vllm as versions
+from penstock.engines.rollout.engine import Demand, Generator, Served
+from penstock.engines.training import collective_times as communication
+from penstock.engines.training.updates import mini_batch_rows
+from penstock.engines.weights import buckets
+from penstock.engines.weights.copies import wrong_names
+from penstock.engines.weights.gather import Shards
+from penstock.engines.weights.layout import fused_view
+from penstock.engines.weights.local import LocalReshard
+from penstock.engines.weights.lora import adapted_layers
 from tests.engines import between_steps, scheduling
 from tests.engines.families import renamed
 from tests.engines.plain_commands import INSIDE, command_of, numbered
@@ -211,7 +211,7 @@ class InspectedWorker(Worker):
 
     def uncounted_sums(self, arguments: dict[str, Any]) -> dict[str, Any]:
         """Update the actor without telling DeepSpeed that its sums have been added to."""
-        with patch("engines.training.trainer.count_sums"):
+        with patch("penstock.engines.training.trainer.count_sums"):
             return self.carry_out("update_actor", arguments)
 
     def offloaded(self, role: str) -> dict[str, Any]:
@@ -235,7 +235,7 @@ class InspectedWorker(Worker):
         def mean(loss_T: torch.Tensor, mask_T: torch.Tensor, *_: Any) -> torch.Tensor:
             return (loss_T * mask_T).sum() / mask_T.sum().clamp(min=1) / micro_batches
 
-        with patch("engines.training.updates.aggregate", mean):
+        with patch("penstock.engines.training.updates.aggregate", mean):
             return self.carry_out(of, arguments)
 
     def mini_batches(self, count: int, split: dict[str, Any]) -> dict[str, Any]:

@@ -7,7 +7,7 @@ from dataclasses import MISSING, fields, is_dataclass
 from itertools import count
 from typing import Any, get_type_hints
 
-from engines.commands import (
+from penstock.engines.commands import (
     build,
     checkpoint,
     finetuning,
@@ -18,9 +18,9 @@ from engines.commands import (
     rollout,
     update,
 )
-from engines.commands.finetuning import PreferenceMeasured
-from engines.commands.message import Command, decode, encode, name_of
-from engines.commands.update import Updated
+from penstock.engines.commands.finetuning import PreferenceMeasured
+from penstock.engines.commands.message import Command, decode, encode, name_of
+from penstock.engines.commands.update import Updated
 
 MODULES = (build, checkpoint, finetuning, forward, logprob_gap, reference, reshard, rollout, update)
 KINDS: dict[str, type[Command[Any]]] = {

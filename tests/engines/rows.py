@@ -8,9 +8,9 @@ from typing import Any
 
 import numpy as np
 
-from engines.batches.packing import Rows
-from engines.commands.forward import TokenValues
 from penstock.base.ragged import Ragged, offsets_of
+from penstock.engines.batches.packing import Rows
+from penstock.engines.commands.forward import TokenValues
 from penstock.state.experience import write_columns
 from tests.engines.shared_ranks import VOCABULARY
 

@@ -1,4 +1,4 @@
-"""Samples tokens with `engines.kernels.sample_token` and writes them; on a CPU by Triton's interpreter.
+"""Samples tokens with `penstock.engines.kernels.sample_token` and writes them; on a CPU by Triton's interpreter.
 
     TRITON_INTERPRET=1 python -m tests.engines.sampled_tokens OUT.npz
 
@@ -14,8 +14,8 @@ import torch
 import triton
 from triton import language as tl
 
-from engines.kernels import sample_token
-from engines.rollout.vllm import OnePass
+from penstock.engines.kernels import sample_token
+from penstock.engines.rollout.vllm import OnePass
 
 sample_token.BLOCK = 64  # so that a small vocabulary has several
 ROWS, VOCABULARY = 60, 3 * 64 + 9

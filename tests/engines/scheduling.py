@@ -19,9 +19,9 @@ from unittest.mock import Mock
 
 import numpy as np
 
-from configs.sections.model import TinyModel
-from engines.models.tiny import make_tiny_model
-from engines.rollout.vllm import tokens_under_way
+from penstock.configs.sections.model import TinyModel
+from penstock.engines.models.tiny import make_tiny_model
+from penstock.engines.rollout.vllm import tokens_under_way
 
 BLOCK, LENGTH, VOCABULARY, STOP = 16, 220, 64, 1
 SEQUENCES, TOGETHER, PROMPTS = 48, 8, 12

@@ -11,12 +11,12 @@ from typing import Any
 import numpy as np
 import torch
 
-from configs.schema import TrainConfig
-from engines.commands.build import Built
-from engines.commands.message import decode_news, decode_reply, encode
-from engines.groups.group import EngineGroup, GroupSpec, RankDevice
-from engines.groups.hosts import Hosts
+from penstock.configs.schema import TrainConfig
 from penstock.data.tokenizer import make_byte_tokenizer
+from penstock.engines.commands.build import Built
+from penstock.engines.commands.message import decode_news, decode_reply, encode
+from penstock.engines.groups.group import EngineGroup, GroupSpec, RankDevice
+from penstock.engines.groups.hosts import Hosts
 from tests.engines.plain_commands import KINDS, command_of, figures_of, numbered, plain
 
 VOCABULARY, EOS, PAD = 64, 1, 0

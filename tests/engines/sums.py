@@ -6,7 +6,7 @@ import torch
 from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
 from torch import Tensor, nn
 
-from engines.weights.layout import family_in, flatten_in_place, in_plan_order
+from penstock.engines.weights.layout import family_in, flatten_in_place, in_plan_order
 
 
 def sums_of(policy: nn.Module, beside: bool = True) -> tuple[BF16_Optimizer, dict[str, Tensor]]:

@@ -14,18 +14,18 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from algorithms.correction import Correction
-from engines import commands
-from engines.commands import hosts
-from engines.commands.checkpoint import Export, Save
-from engines.commands.forward import Logprobs, Score, TokenValues
-from engines.commands.message import Command, WrongMessage, decode, encode, name_of, reply_type
-from engines.commands.rollout import EngineResponses, Generate
-from engines.commands.update import ActorLoss, Split, UpdateActor
-from engines.groups import channel
-from engines.groups.group import EngineGroup
-from engines.groups.host import HANDLERS
+from penstock.algorithms.correction import Correction
 from penstock.base.ragged import Ragged
+from penstock.engines import commands
+from penstock.engines.commands import hosts
+from penstock.engines.commands.checkpoint import Export, Save
+from penstock.engines.commands.forward import Logprobs, Score, TokenValues
+from penstock.engines.commands.message import Command, WrongMessage, decode, encode, name_of, reply_type
+from penstock.engines.commands.rollout import EngineResponses, Generate
+from penstock.engines.commands.update import ActorLoss, Split, UpdateActor
+from penstock.engines.groups import channel
+from penstock.engines.groups.group import EngineGroup
+from penstock.engines.groups.host import HANDLERS
 
 for module in pkgutil.iter_modules(commands.__path__):
     import_module(f"{commands.__name__}.{module.name}")
@@ -192,9 +192,9 @@ def test_a_command_is_named_as_logs_name_it() -> None:
 
 def test_every_command_has_one_handler_whose_types_fit(monkeypatch: pytest.MonkeyPatch) -> None:
     """Controls: a second handler, and a wrong one."""
-    import_module("engines.ranks.worker")  # all handlers, and with them DeepSpeed and vLLM
-    handlers = import_module("engines.ranks.serving.handlers")
-    RankModels = import_module("engines.ranks.models").RankModels
+    import_module("penstock.engines.ranks.worker")  # all handlers, and with them DeepSpeed and vLLM
+    handlers = import_module("penstock.engines.ranks.serving.handlers")
+    RankModels = import_module("penstock.engines.ranks.models").RankModels
     assert {item.kind for item in handlers.HANDLERS.values()} == OF_RANKS
     for kind, function, _ in handlers.HANDLERS.values():
         hints, reply = get_type_hints(function), reply_type(kind)

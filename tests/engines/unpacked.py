@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM
 
-from engines.batches.packing import Rows
+from penstock.engines.batches.packing import Rows
 
 # With an epsilon of 1 AdamW's first step is lr x g / (|g| + 1), close to plain gradient descent. With the usual one
 # it is the sign of g, which turns rounding errors of vanishing gradients into whole steps.

@@ -17,7 +17,7 @@ from typing import Any
 import psutil
 import pytest
 
-from engines.groups.group import Call, EngineGroup
+from penstock.engines.groups.group import Call, EngineGroup
 from penstock.session.saving.checkpoints import CheckpointWriter
 from tests.processes import alive, environment_of, words_of
 
@@ -61,7 +61,7 @@ class Blow:
 def target(to: str, rank: int) -> psutil.Process:
     """Return the process of a rank, or of this machine's host, below this one."""
     below = psutil.Process().children(recursive=True)
-    module = "engines.groups.host" if to == HOST else "engines.groups.rank"
+    module = "penstock.engines.groups.host" if to == HOST else "penstock.engines.groups.rank"
     found = [process for process in below if _runs(process, module)]
     if to != HOST:
         wanted = {"PENSTOCK_GROUP": to, "RANK": str(rank)}

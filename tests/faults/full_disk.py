@@ -17,9 +17,9 @@ from pathlib import Path
 
 import numpy as np
 
-from configs.schema import TrainConfig
 from penstock.base.files import filling, write_text
 from penstock.base.ragged import Ragged
+from penstock.configs.schema import TrainConfig
 from penstock.reports.report import write_report
 from penstock.session.session import write_config
 from penstock.state.experience import add_columns, column_names, consolidate, write_columns, write_columns_apart

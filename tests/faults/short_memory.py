@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 
-from engines.ranks.worker import Worker
-from engines.training import updates
+from penstock.engines.ranks.worker import Worker
+from penstock.engines.training import updates
 
 LARGEST = 32  # tokens
 _run, _step = updates._run, updates._step

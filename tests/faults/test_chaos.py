@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.reporting.result import read_result
+from penstock.benchmarks.reporting.result import read_result
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900), pytest.mark.xdist_group("faults")]
 

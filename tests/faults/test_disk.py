@@ -14,14 +14,14 @@ from typing import Any
 
 import pytest
 
-from configs.schema import TrainConfig
+from penstock.configs.schema import TrainConfig
 from penstock.session import record as session_record
 from penstock.session.flow_runs.failures import told
 from penstock.session.record import at_the_end, close
 from penstock.session.session import Training
 from penstock.state.manifest import Manifest, Progress, Tracked, write_manifest
 from penstock.state.run_folder import append_metrics
-from tasks.iteration.record import summarize
+from penstock.tasks.iteration.record import summarize
 from tests.delivering import in_mlflow, with_outbox
 from tests.faults.full_disk import PLACES
 from tests.training import training_with as training_with

@@ -15,9 +15,9 @@ from pathlib import Path
 
 import pytest
 
-from configs.loading.load import load_config
-from engines.groups.group import EngineGroup
-from flows.train import train
+from penstock.configs.loading.load import load_config
+from penstock.engines.groups.group import EngineGroup
+from penstock.flows.train import train
 from penstock.session.machines.elastic import ElasticGroups
 from penstock.state.events import read_events
 from penstock.state.experience import read_columns

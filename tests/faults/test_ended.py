@@ -92,7 +92,7 @@ def _struck(
         until(lambda: not any(map(alive, started)), 20, "all that the flow started is gone")
         training.wait()
         return resume()
-    ranks = [process for process in started if words_of(process)[-1:] == ["engines.groups.rank"]]
+    ranks = [process for process in started if words_of(process)[-1:] == ["penstock.engines.groups.rank"]]
     (rank,) = [process for process in ranks if environment_of(process).get("PENSTOCK_GROUP") == killed]
     rank.kill()
     return training

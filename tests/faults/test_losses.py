@@ -17,18 +17,18 @@ import numpy as np
 import psutil
 import pytest
 
-from configs.loading.load import load_config
-from engines.groups.group import LostTooOften, RankLost
-from flows.train import train
 from penstock.base.errors import UserError
 from penstock.base.ragged import Ragged
+from penstock.configs.loading.load import load_config
+from penstock.engines.groups.group import LostTooOften, RankLost
+from penstock.flows.train import train
 from penstock.session.rollout.carried import POLICY_VERSIONS
 from penstock.session.session import AHEAD, Session
 from penstock.state.events import read_events
 from penstock.state.experience import column_names, origin_of, read_columns
 from penstock.state.manifest import Progress, ended, read_manifest
 from penstock.state.run_folder import RunFolder, read_metrics
-from tasks.stream.portion import PORTIONS
+from penstock.tasks.stream.portion import PORTIONS
 from tests.comparing import logged, memory, numbers, weights
 from tests.faults.blows import HOST, Blow, blows_falling
 from tests.processes import words_of
@@ -187,7 +187,7 @@ STRUCK = {
         "grpo",
         [
             Blow("generate", "1/rollout"),
-            Blow("tasks.iteration.reward.score", "2"),
+            Blow("penstock.tasks.iteration.reward.score", "2"),
             Blow("update_actor", "3/", number=SILENCE),
             Blow("reshard", "4/", times=2),
             Blow("export"),
@@ -205,14 +205,18 @@ STRUCK = {
     ),
     "while prompts wait": Struck(
         "tail",
-        [Blow("tasks.iteration.reward.score", "2"), Blow("update_actor", "3/"), Blow("update_actor", "4/", HOST)],
+        [
+            Blow("penstock.tasks.iteration.reward.score", "2"),
+            Blow("update_actor", "3/"),
+            Blow("update_actor", "4/", HOST),
+        ],
         ["snapshot 000001", "snapshot 000002", SAVED],
     ),
     "while refused groups are replaced by what is under way": Struck(
         "tail with dynamic sampling",
         [
             Blow("generate", "1/resample-1"),
-            Blow("tasks.iteration.resample.score", "3"),
+            Blow("penstock.tasks.iteration.resample.score", "3"),
             Blow("update_actor", "3/"),
             Blow("update_actor", "4/", HOST),
         ],
@@ -221,7 +225,11 @@ STRUCK = {
     ),
     "while responses go on": Struck(
         "carry",
-        [Blow("tasks.iteration.reward.score", "2"), Blow("update_actor", "3/"), Blow("update_actor", "4/", HOST)],
+        [
+            Blow("penstock.tasks.iteration.reward.score", "2"),
+            Blow("update_actor", "3/"),
+            Blow("update_actor", "4/", HOST),
+        ],
         ["snapshot 000001", "snapshot 000002", SAVED],
         [pytest.mark.exhaustive],
     ),
@@ -327,7 +335,7 @@ def test_a_rank_that_was_in_reserve_trains_on_likewise(
 
     def below() -> set[int]:
         found = psutil.Process().children(recursive=True)
-        return {process.pid for process in found if "engines.groups.rank" in words_of(process)}
+        return {process.pid for process in found if "penstock.engines.groups.rank" in words_of(process)}
 
     monkeypatch.setattr(Session, "keep_reserve", kept_everywhere)
     run = run_of("reserve", "grpo", blows=[Blow("update_actor", "3/")])
@@ -473,6 +481,6 @@ def test_a_mistake_is_not_recovered_from(run_of: Callable[..., RunFolder], monke
     def mistaken(*_: object) -> None:
         raise UserError("the data are wrong", "put them right")
 
-    monkeypatch.setattr("flows.iteration.forward_passes", mistaken)
+    monkeypatch.setattr("penstock.flows.iteration.forward_passes", mistaken)
     with pytest.raises(UserError, match="the data are wrong"):
         run_of("mistaken", "ppo")

@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from configs.preference import PreferenceConfig, RewardModelConfig
-from configs.schema import TrainConfig
-from flows.preference import preference
-from flows.reward_model import reward_model
-from flows.sft import sft
+from penstock.configs.preference import PreferenceConfig, RewardModelConfig
+from penstock.configs.schema import TrainConfig
+from penstock.flows.preference import preference
+from penstock.flows.reward_model import reward_model
+from penstock.flows.sft import sft
 from penstock.state.events import read_events
 from penstock.state.run_folder import RunFolder, read_metrics
 from tests.comparing import numbers

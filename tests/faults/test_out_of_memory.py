@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from configs.loading.load import load_config
-from engines.groups.group import OutOfMemory
-from engines.groups.spec import GroupSpec
-from flows.train import train
+from penstock.configs.loading.load import load_config
+from penstock.engines.groups.group import OutOfMemory
+from penstock.engines.groups.spec import GroupSpec
+from penstock.flows.train import train
 from penstock.session import session
 from penstock.session.flow_runs.failures import FAILURE, told
 from penstock.state.events import read_events

@@ -16,18 +16,18 @@ import psutil
 import pytest
 from prefect.logging import disable_run_logger
 
-from configs.schema import TrainConfig
-from engines.groups.group import EngineError, LostTooOften
-from engines.groups.hosts import Hosts
-from flows.parts import recovery
-from flows.parts.recovery import despite_losses
+from penstock.configs.schema import TrainConfig
+from penstock.engines.groups.group import EngineError, LostTooOften
+from penstock.engines.groups.hosts import Hosts
+from penstock.flows.parts import recovery
+from penstock.flows.parts.recovery import despite_losses
 from penstock.session import events
 from penstock.session.machines.hosts import Machines
 from penstock.session.session import Session as LivingSession
 from penstock.session.session import Training, registered
 from penstock.state.events import read_events
 from penstock.state.run_folder import RunFolder
-from tasks.recover import recover
+from penstock.tasks.recover import recover
 from tests.engines.groups.small_ranks import pids_of, spec
 from tests.processes import alive
 

@@ -16,10 +16,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from configs.loading.load import load_config
-from engines.groups.group import RankLost
-from flows.replay import replay
-from flows.train import train
+from penstock.configs.loading.load import load_config
+from penstock.engines.groups.group import RankLost
+from penstock.flows.replay import replay
+from penstock.flows.train import train
 from penstock.session.rollout.carried import POLICY_VERSIONS
 from penstock.state.events import read_events
 from penstock.state.experience import read_columns
@@ -131,7 +131,7 @@ def test_whatever_is_lost_no_prompt_is(recipe: str, trained: Callable[..., None]
     Control: batches are off-policy, so rollouts did begin before.
     """
     blows = [
-        Blow("flows.parts.learning.update", "2", "generating"),
+        Blow("penstock.flows.parts.learning.update", "2", "generating"),
         Blow("update_actor", "3/", "learning"),
         Blow("update_actor", "4/", HOST),
     ]

@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from configs.preference import PreferenceConfig
-from configs.schema import TrainConfig
 from penstock.base.errors import UserError
 from penstock.checks.preferences import check_preferences
 from penstock.checks.training import check_inputs, check_supervised
+from penstock.configs.preference import PreferenceConfig
+from penstock.configs.schema import TrainConfig
 from penstock.trackers.table import check_ready
 
 TINY = {"model": {"tiny": {"max_positions": 32}}}  # and no data: that is the other mistake

@@ -20,7 +20,7 @@ import pytest
 from mlflow.tracking import MlflowClient
 from prefect.client.orchestration import get_client
 
-from flows.chain import chain
+from penstock.flows.chain import chain
 from penstock.session.chains.plan import CHAIN_TAG, read_chain_of, stages_left
 from penstock.state.chain import ChainFolder
 from penstock.state.manifest import read_kind

@@ -10,12 +10,12 @@ import pytest
 from prefect.client.orchestration import get_client
 from typer.testing import CliRunner
 
-from flows.compare import compare
 from penstock.base.errors import UserError
 from penstock.cli.main import app
+from penstock.flows.compare import compare
 from penstock.session.flow_runs.page import without_files
+from penstock.tasks.evaluation.results import FIGURES, record_in_tracker
 from penstock.trackers.mlflow import default_tracking_uri
-from tasks.evaluation.results import FIGURES, record_in_tracker
 from tests.delivering import begun, log_iteration
 
 

@@ -11,12 +11,12 @@ from pathlib import Path
 import pandas as pd
 import pytest
 
-from configs.loading.load import load_config
-from flows.evaluate import evaluate
-from flows.export import export
-from flows.train import train
 from penstock.base.errors import UserError
 from penstock.cli.runs.evaluating import evaluated
+from penstock.configs.loading.load import load_config
+from penstock.flows.evaluate import evaluate
+from penstock.flows.export import export
+from penstock.flows.train import train
 from penstock.state.experience import column_names, read_columns
 from penstock.state.run_folder import RunFolder, read_metrics
 from penstock.trackers.mlflow import connect, default_tracking_uri

@@ -10,12 +10,12 @@ import pandas as pd
 import pytest
 from transformers import AutoTokenizer
 
-from configs.sections.model import TinyModel
-from engines.models.tiny import make_tiny_model
-from flows.evaluate import evaluate
 from penstock.base.errors import UserError
+from penstock.configs.sections.model import TinyModel
 from penstock.data.tokenizer import make_byte_tokenizer
-from tasks.evaluation.harness import check_tasks, figures_in, values_in
+from penstock.engines.models.tiny import make_tiny_model
+from penstock.flows.evaluate import evaluate
+from penstock.tasks.evaluation.harness import check_tasks, figures_in, values_in
 
 pytestmark = [
     pytest.mark.slow,

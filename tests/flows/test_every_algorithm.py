@@ -14,21 +14,21 @@ from pathlib import Path
 import pytest
 from prefect.logging import disable_run_logger
 
-from algorithms.registry import ALGORITHMS
-from configs.loading.load import load_config
-from configs.schema import TrainConfig
-from engines.commands.build import Build
-from engines.commands.checkpoint import Load, Save
-from engines.groups.hosts import Hosts
-from flows.iteration import iteration
+from penstock.algorithms.registry import ALGORITHMS
 from penstock.checks.memory import estimate_groups
+from penstock.configs.loading.load import load_config
+from penstock.configs.schema import TrainConfig
+from penstock.engines.commands.build import Build
+from penstock.engines.commands.checkpoint import Load, Save
+from penstock.engines.groups.hosts import Hosts
+from penstock.flows.iteration import iteration
 from penstock.session.machines.hosts import Machines
 from penstock.session.requests import Rollout
 from penstock.session.session import Training, open_session, write_config
 from penstock.state.manifest import Progress
 from penstock.state.run_folder import new_run_folder
-from tasks.iteration.evaluate import evaluate
-from tasks.start import build_engines, load_prompts, starting_model
+from penstock.tasks.iteration.evaluate import evaluate
+from penstock.tasks.start import build_engines, load_prompts, starting_model
 
 ROOT = Path(__file__).resolve().parents[2]
 ITERATIONS = 3

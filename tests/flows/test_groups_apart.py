@@ -14,8 +14,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from configs.loading.load import load_config
-from flows.train import train
+from penstock.configs.loading.load import load_config
+from penstock.flows.train import train
 from penstock.state.experience import read_columns
 from penstock.state.manifest import read_manifest
 from penstock.state.run_folder import RunFolder, read_metrics
@@ -106,7 +106,9 @@ def test_the_reference_follows_the_actor_into_the_other_group(together: RunFolde
 
 def test_other_machines_reach_no_socket_of_two_groups(apart: RunFolder) -> None:
     """The store in which they meet and the sockets of the group that broadcasts are on the loopback interface, too."""
-    assert len({door for door in DOORS if "engines.groups.rank" in door.command}) >= 5  # three stores, and gloo's
+    assert (
+        len({door for door in DOORS if "penstock.engines.groups.rank" in door.command}) >= 5
+    )  # three stores, and gloo's
     assert open_to_others(DOORS) == []
 
 

@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
-from configs.preference import PreferenceConfig
-from configs.schema import TrainConfig
-from flows.preference import preference
-from flows.sft import sft
 from penstock.base.errors import UserError
+from penstock.configs.preference import PreferenceConfig
+from penstock.configs.schema import TrainConfig
+from penstock.flows.preference import preference
+from penstock.flows.sft import sft
 from penstock.state.run_folder import RunFolder
 from tests.comparing import numbers
 from tests.flows.test_preference_flow import TINY, pairs

@@ -13,14 +13,14 @@ from typing import Any
 import pytest
 from prefect.logging import disable_run_logger
 
-from configs.preference import PreferenceConfig, RewardModelConfig
-from configs.schema import TrainConfig
-from flows.preference import preference
-from flows.reward_model import reward_model
-from flows.sft import sft
-from flows.train import train
 from penstock.checks import memory
 from penstock.checks.memory import GroupEstimate
+from penstock.configs.preference import PreferenceConfig, RewardModelConfig
+from penstock.configs.schema import TrainConfig
+from penstock.flows.preference import preference
+from penstock.flows.reward_model import reward_model
+from penstock.flows.sft import sft
+from penstock.flows.train import train
 from penstock.session import opening
 
 TINY = {"tiny": {"hidden_size": 64, "layers": 1, "heads": 2, "kv_heads": 2, "intermediate_size": 96}}

@@ -15,16 +15,16 @@ import torch
 from prefect.settings import PREFECT_API_URL
 from transformers import AutoModelForSequenceClassification, Qwen2Config
 
-from configs.preference import PreferenceConfig, RewardModelConfig
-from engines.models.loading import load_reward_model
-from engines.sizing.memory import PHASES
-from flows.preference import preference
-from flows.reward_model import reward_model
 from penstock.base.errors import UserError
 from penstock.checks import memory
 from penstock.checks.model import check_model_folder
 from penstock.checks.preferences import check_preferences
+from penstock.configs.preference import PreferenceConfig, RewardModelConfig
 from penstock.data.prompts import encode_texts
+from penstock.engines.models.loading import load_reward_model
+from penstock.engines.sizing.memory import PHASES
+from penstock.flows.preference import preference
+from penstock.flows.reward_model import reward_model
 from penstock.state.manifest import read_manifest
 from penstock.state.run_folder import RunFolder, read_metrics
 from penstock.trackers.mlflow import connect, default_tracking_uri
@@ -45,9 +45,9 @@ TRAINER = {
 # Trains as the flow does, and is killed when the second block of steps is recorded and not yet in a checkpoint.
 DIES = """
 import os, signal, sys
-from configs.preference import PreferenceConfig
-from flows import finetuning
-from flows.preference import preference
+from penstock.configs.preference import PreferenceConfig
+from penstock.flows import finetuning
+from penstock.flows.preference import preference
 
 steps = finetuning.preference_steps
 
@@ -64,10 +64,10 @@ preference(PreferenceConfig.model_validate_json(sys.argv[1]), run_folder=sys.arg
 # Is killed when the model has its name, before anything else; a resume of it before MLflow hears its end.
 DIES_AT_THE_END = """
 import os, signal, sys
-from configs.preference import PreferenceConfig
-from flows.preference import preference
+from penstock.configs.preference import PreferenceConfig
+from penstock.flows.preference import preference
 from penstock.trackers.mlflow import MlflowTracker
-from tasks.finetuning import checkpoints as finetuning
+from penstock.tasks.finetuning import checkpoints as finetuning
 
 def die(*_):
     os.kill(os.getpid(), signal.SIGKILL)

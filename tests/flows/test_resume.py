@@ -73,7 +73,7 @@ for arguments in json.loads(sys.argv[1]):
 # The command line, killed when steps of the warm-up are recorded and not yet in a checkpoint.
 DIES_IN_WARM_UP = """
 import os, signal, sys
-from flows import sft
+from penstock.flows import sft
 from penstock.cli.main import main
 
 record = sft.record_warm_up
@@ -120,7 +120,7 @@ class Trainings:
         process = self.start(name, "-m", "penstock.cli.main", *command, hold=hold)
         until(lambda: when(run) or process.poll() is not None, WAIT_S, f"the moment to kill {name}", 0.01)
         started = psutil.Process(process.pid).children(recursive=True)
-        assert any("engines.groups.rank" in words_of(child) for child in started)
+        assert any("penstock.engines.groups.rank" in words_of(child) for child in started)
         process.kill()
         assert process.wait(10) == -signal.SIGKILL, self.output(name)
         until(lambda: not any(alive(child) for child in started), 5, f"ranks and workers of {name} are gone")
@@ -240,7 +240,7 @@ def between_iterations(trainings: Trainings) -> Killed:
     (keeper,) = psutil.Process(process.pid).children()
     (flow,) = keeper.children()
     started = flow.children(recursive=True)
-    assert any("engines.groups.rank" in words_of(child) for child in started)
+    assert any("penstock.engines.groups.rank" in words_of(child) for child in started)
     flow.kill()
     left = what_is_left(run)
     until(lambda: not any(alive(child) for child in started), 5, "ranks and workers are gone")

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from configs.schema import TrainConfig
-from flows import sft as module
-from flows.sft import sft
+from penstock.configs.schema import TrainConfig
+from penstock.flows import sft as module
+from penstock.flows.sft import sft
 from penstock.session.session import Training
 from penstock.state.run_folder import RunFolder, read_metrics
 from penstock.trackers.mlflow import connect, default_tracking_uri

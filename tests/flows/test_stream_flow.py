@@ -11,12 +11,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from configs.loading.load import load_config
-from flows.replay import replay
-from flows.train import train
+from penstock.configs.loading.load import load_config
+from penstock.flows.replay import replay
+from penstock.flows.train import train
 from penstock.state.experience import column_names, origin_of, read_columns
 from penstock.state.run_folder import RunFolder, read_metrics
-from tasks.stream.portion import PORTIONS
+from penstock.tasks.stream.portion import PORTIONS
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 

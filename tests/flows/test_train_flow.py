@@ -29,11 +29,11 @@ from prefect.client.schemas.objects import Artifact
 from prefect.variables import Variable
 from safetensors.torch import load_file
 
-from configs.loading.load import load_config
-from engines.models import model_folder
-from engines.models.model_folder import write_folder
-from flows.train import train
 from penstock.base.errors import UserError
+from penstock.configs.loading.load import load_config
+from penstock.engines.models import model_folder
+from penstock.engines.models.model_folder import write_folder
+from penstock.flows.train import train
 from penstock.reports.alarms import RULES
 from penstock.reports.samples.fallen import compared
 from penstock.reports.samples.page import SAMPLES_PAGE
@@ -44,8 +44,8 @@ from penstock.state.digests import is_whole
 from penstock.state.experience import column_names, read_columns
 from penstock.state.manifest import ended, read_manifest, write_manifest
 from penstock.state.run_folder import RunFolder, read_metrics
+from penstock.tasks.export_run import export_run
 from penstock.trackers.mlflow import connect, default_tracking_uri
-from tasks.export_run import export_run
 from tests.delivering import tracked_run
 from tests.flows.reward_functions import BREAK, low_digit
 from tests.processes import words_of
@@ -128,7 +128,7 @@ def imitated(prefect_harness: None, tmp_path_factory: pytest.TempPathFactory) ->
 
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(ROOT)
-        patch.setattr("flows.train.forget_overrides", forgotten)
+        patch.setattr("penstock.flows.train.forget_overrides", forgotten)
         return run_training(tmp_path_factory.mktemp("runs") / "imitated", *IMITATING)
 
 
@@ -147,7 +147,7 @@ def broken(prefect_harness: None, tmp_path_factory: pytest.TempPathFactory) -> B
 
 def test_other_machines_reach_no_socket_of_a_training(learned: RunFolder) -> None:
     """Neither those of its ranks, the store and gloo's, nor the flow's own or Prefect's. Control: test_sockets.py."""
-    of_ranks = [door for door in DOORS if "engines.groups.rank" in door.command]
+    of_ranks = [door for door in DOORS if "penstock.engines.groups.rank" in door.command]
     assert len(of_ranks) >= 3  # the store, and of gloo at least one for each rank
     assert len(DOORS) > len(of_ranks)
     assert open_to_others(DOORS) == []
@@ -155,7 +155,11 @@ def test_other_machines_reach_no_socket_of_a_training(learned: RunFolder) -> Non
 
 def ranks() -> list[psutil.Process]:
     """Return the rank processes below this one; other tests may have engines of their own."""
-    return [child for child in psutil.Process().children(recursive=True) if "engines.groups.rank" in words_of(child)]
+    return [
+        child
+        for child in psutil.Process().children(recursive=True)
+        if "penstock.engines.groups.rank" in words_of(child)
+    ]
 
 
 def attempts(run: RunFolder, name: str) -> int:

@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from configs.loading.load import load_config
-from configs.sections.model import TinyModel
-from flows.train import train
+from penstock.configs.loading.load import load_config
+from penstock.configs.sections.model import TinyModel
+from penstock.flows.train import train
 from penstock.state.run_folder import RunFolder, read_metrics
 from tests.chat.model import TEMPLATE, make_chat_model
 

@@ -137,7 +137,7 @@ class Cluster:
 
     def ranks(self) -> list[psutil.Process]:
         """Return all rank processes of the machines."""
-        return [process for machine in self.machines for process in machine.processes("engines.groups.rank")]
+        return [process for machine in self.machines for process in machine.processes("penstock.engines.groups.rank")]
 
     def penstock(self, *arguments: str) -> subprocess.CompletedProcess[str]:
         """Run the command line on this machine."""

@@ -25,7 +25,9 @@ def examined(cluster: Cluster, *arguments: str) -> subprocess.CompletedProcess[s
     (cluster.home / "runs").mkdir(exist_ok=True)
     done = cluster.penstock("doctor", "--pool", POOL, *arguments)
     assert "Traceback" not in done.stdout + done.stderr
-    assert came_true(lambda: not any(machine.processes("engines.groups.host") for machine in cluster.machines), 20)
+    assert came_true(
+        lambda: not any(machine.processes("penstock.engines.groups.host") for machine in cluster.machines), 20
+    )
     assert not cluster.ranks()
     assert not list((cluster.home / "runs").glob(".penstock-doctor*"))
     limit = cluster.api.get(f"/v2/concurrency_limits/gpus-{POOL}").raise_for_status().json()

@@ -46,7 +46,7 @@ def test_a_machine_of_a_pool_comes_and_goes_while_a_training_runs(cluster: Clust
 
     happened(lambda: told("group joined"))
     assert cluster.slots_taken() == 1
-    (there,) = [machine for machine in cluster.machines if machine.processes("engines.groups.rank")]
+    (there,) = [machine for machine in cluster.machines if machine.processes("penstock.engines.groups.rank")]
     there.cut_off()
     try:
         happened(lambda: told("group left"))

@@ -21,8 +21,8 @@ import pytest
 import yaml
 from kubeflow_trainer_api.models.jobset_v1alpha2_job_set import JobsetV1alpha2JobSet
 
-from configs.loading.load import load_config
-from engines.groups.channel import FLOW_KEYS, HOST_KEYS
+from penstock.configs.loading.load import load_config
+from penstock.engines.groups.channel import FLOW_KEYS, HOST_KEYS
 from tests.hosts.conftest import TINY
 from tests.hosts.machines import ROOT, Machine, network
 from tests.waiting import came_true, until
@@ -258,4 +258,4 @@ def test_a_training_runs_as_the_jobs_say(tmp_path: Path) -> None:
 
 
 def _ranks(machines: list[Machine]) -> list[int]:
-    return [len(machine.processes("engines.groups.rank")) for machine in machines]
+    return [len(machine.processes("penstock.engines.groups.rank")) for machine in machines]

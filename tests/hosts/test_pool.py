@@ -64,13 +64,17 @@ def ended(cluster: Cluster) -> Ended:
     """A training that nothing befell."""
     run = cluster.start(cluster.config("two-machines", **EARNING, iterations=4), "two")
     cluster.until(lambda: len(cluster.ranks()) == 2, 120)
-    ranks = [machine.processes("engines.groups.rank") for machine in cluster.machines]
+    ranks = [machine.processes("penstock.engines.groups.rank") for machine in cluster.machines]
     environments = [rank.environ() for (rank,) in ranks]
     blocks = cluster.api.post("/block_documents/filter", json={"include_secrets": True}).raise_for_status().json()
     starts = [block["data"]["value"] for block in blocks if block["name"].startswith("penstock-host-")]
     everyone = [process for machine in cluster.machines for process in machine.processes()]
     told = [" ".join(words_of(process)) for process in everyone]
-    told += [json.dumps(process.environ()) for process in everyone if "engines.groups" in " ".join(words_of(process))]
+    told += [
+        json.dumps(process.environ())
+        for process in everyone
+        if "penstock.engines.groups" in " ".join(words_of(process))
+    ]
     assert cluster.ends(run) == "Completed", cluster.last_words()
     assert came_true(lambda: not cluster.ranks(), 10)
     return Ended(run, cluster.home / "runs" / "two", environments, starts, told)
@@ -119,7 +123,7 @@ def test_no_key_is_where_others_read(cluster: Cluster, ended: Ended) -> None:
     files = [path for path in ended.folder.rglob("*") if path.is_file()]
     files += [*cluster.home.glob("*.log"), cluster.home / "runs" / "mlflow.db"]
     everything = "\n".join([*told, *(path.read_bytes().decode(errors="replace") for path in files)])
-    assert "engines.groups.rank" in everything and starts[0]["address"]["endpoint"] not in keys
+    assert "penstock.engines.groups.rank" in everything and starts[0]["address"]["endpoint"] not in keys
     assert not [key for key in keys if key in everything]
     left = cluster.api.post("/block_documents/filter", json={}).raise_for_status().json()
     assert not [block for block in left if block["name"].startswith("penstock-host-")]

@@ -14,13 +14,13 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForSequenceClassification, Qwen2Config
 
-from configs.loading.load import config_from_mapping
-from flows.train import train
+from penstock.configs.loading.load import config_from_mapping
 from penstock.data.tokenizer import make_byte_tokenizer
+from penstock.flows.train import train
 from penstock.state.run_folder import RunFolder, read_metrics
 from tests.hosts.conftest import TINY
 from tests.hosts.machines import ROOT
-from tests.penstock.session.machines.test_hosts import joining
+from tests.session.machines.test_hosts import joining
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 

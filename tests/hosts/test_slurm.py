@@ -21,8 +21,8 @@ import psutil
 import pytest
 import yaml
 
-from engines.groups.channel import FLOW_KEYS, HOST_KEYS
-from engines.groups.interface import free_port
+from penstock.engines.groups.channel import FLOW_KEYS, HOST_KEYS
+from penstock.engines.groups.interface import free_port
 from penstock.state.manifest import read_manifest
 from penstock.state.run_folder import RunFolder
 from tests.hosts.conftest import TINY
@@ -211,17 +211,17 @@ def test_a_job_trains_over_all_its_nodes(slurm: Slurm) -> None:
     """
     recipe = slurm.recipe("two")
     number = slurm.sbatch("two", str(recipe), "--run", str(slurm.home / "runs" / "two"))
-    slurm.until(lambda: len(slurm.processes("engines.groups.rank")) == 2, 180)
+    slurm.until(lambda: len(slurm.processes("penstock.engines.groups.rank")) == 2, 180)
     environments = [process.environ() for process in slurm.processes("penstock.cli.main")]
     (flow,) = [json.loads(own[FLOW_KEYS]) for own in environments if FLOW_KEYS in own and HOST_KEYS not in own]
     hosts = [json.loads(own[HOST_KEYS]) for own in environments if HOST_KEYS in own and FLOW_KEYS not in own]
     assert len(hosts) >= 2 and all("server_secret" not in keys for keys in hosts)
     told = [" ".join(process.cmdline()) for machine in slurm.machines for process in machine.processes()]
-    told += [json.dumps(process.environ()) for process in slurm.processes("engines.groups.rank")]
+    told += [json.dumps(process.environ()) for process in slurm.processes("penstock.engines.groups.rank")]
     told.append(_contents(slurm.home))  # what Slurm keeps of a job that runs
     assert slurm.ends(number, 240) == ("COMPLETED", "0:0"), slurm.words()
     everything = "\n".join([*told, _contents(slurm.home)])
-    assert "engines.groups.rank" in everything
+    assert "penstock.engines.groups.rank" in everything
     assert not [name for name, key in flow.items() if key in everything]
     assert came_true(lambda: not slurm.processes(), 10)
 
@@ -242,7 +242,7 @@ def test_scancel_leaves_nothing_on_any_node(slurm: Slurm) -> None:
     recipe = slurm.recipe("cancelled", iterations=500)
     number = slurm.sbatch("cancelled", str(recipe), "--run", str(run), PENSTOCK_INTERFACE="eth0")
     slurm.until(lambda: len(_metrics(run)) > 1, 240)
-    ranks = slurm.processes("engines.groups.rank")
+    ranks = slurm.processes("penstock.engines.groups.rank")
     assert [rank.environ()["GLOO_SOCKET_IFNAME"] for rank in ranks] == ["eth0"] * 2
     slurm.tell("scancel", number)
     assert slurm.ends(number, 90)[0] == "CANCELLED"

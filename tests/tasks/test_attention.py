@@ -6,8 +6,8 @@ import logging
 
 import pytest
 
-from engines.commands.build import Kernels
-from tasks import start as prepare
+from penstock.engines.commands.build import Kernels
+from penstock.tasks import start as prepare
 
 
 @pytest.mark.parametrize(

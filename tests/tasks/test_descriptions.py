@@ -16,7 +16,7 @@ SENTENCE = re.compile(r"[A-Z][a-z]+,? .+\.", re.DOTALL)
 
 def described() -> Iterator[Task[..., Any] | Flow[..., Any]]:
     """Return all that Prefect shows, each where it is defined."""
-    for room in ("tasks", "flows", "penstock.session"):
+    for room in ("penstock.tasks", "penstock.flows", "penstock.session"):
         package = importlib.import_module(room)
         for module in pkgutil.walk_packages(package.__path__, f"{room}."):
             for found in vars(importlib.import_module(module.name)).values():

@@ -10,18 +10,18 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM
 
-from configs.sections.trainer import LoraConfig
-from engines.models.model_folder import Proof
-from engines.training.state_images import StateImage, write_image
-from engines.training.trained_state import MASTER
-from engines.weights.lora import FROZEN_SUM, adapted_layers, adapter_state, attach, frozen_sum, merged_state
 from penstock.base.errors import UserError
 from penstock.base.ragged import Ragged
+from penstock.configs.sections.trainer import LoraConfig
+from penstock.engines.models.model_folder import Proof
+from penstock.engines.training.state_images import StateImage, write_image
+from penstock.engines.training.trained_state import MASTER
+from penstock.engines.weights.lora import FROZEN_SUM, adapted_layers, adapter_state, attach, frozen_sum, merged_state
 from penstock.state.digests import signed
 from penstock.state.experience import write_columns
 from penstock.state.manifest import Manifest, Progress, seal_checkpoint, write_manifest
 from penstock.state.run_folder import RunFolder, append_metrics, locked
-from tasks.export_run import _facts, export_run
+from penstock.tasks.export_run import _facts, export_run
 from tests.engines.shared_ranks import Shape
 
 

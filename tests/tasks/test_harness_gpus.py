@@ -11,7 +11,7 @@ from prefect.logging import disable_run_logger
 
 from penstock.base.errors import UserError
 from penstock.session.machines import claims
-from tasks.evaluation import harness
+from penstock.tasks.evaluation import harness
 
 
 @pytest.fixture

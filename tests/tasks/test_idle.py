@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from configs.schema import TrainConfig
+from penstock.configs.schema import TrainConfig
 from penstock.data.tokenizer import make_byte_tokenizer
 from penstock.session.session import Training
-from tasks.start import load_prompts
+from penstock.tasks.start import load_prompts
 
 
 def test_the_start_says_what_has_no_effect(
@@ -21,7 +21,7 @@ def test_the_start_says_what_has_no_effect(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     """Once, key by key. Control: of what this training reaches nothing is said."""
-    monkeypatch.setattr("tasks.start.get_run_logger", lambda: logging.getLogger("prepare"))
+    monkeypatch.setattr("penstock.tasks.start.get_run_logger", lambda: logging.getLogger("prepare"))
     make_byte_tokenizer(tmp_path / "model")
     data = {"arithmetic": {"digits": 1, "sft": 8, "train": 8, "heldout": 8}}
     tree = {"iterations": 3, "data": data, "rollout": {"prompts": 4}, "checkpoint": {"every": 2}}

@@ -29,7 +29,7 @@ from __future__ import annotations
 from prefect import task
 from prefect.cache_policies import NO_CACHE
 
-from engines.commands.length_spread import CountParameters
+from penstock.engines.commands.length_spread import CountParameters
 from penstock.session.session import Stage, Training, timed
 from penstock.state.experience import read_columns
 
@@ -50,7 +50,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from engines.commands.message import Command
+from penstock.engines.commands.message import Command
 
 
 @dataclass(frozen=True)
@@ -68,9 +68,9 @@ HANDLERS = '''"""Carries out what a task that was invented for a test asks."""
 
 from __future__ import annotations
 
-from engines.commands.length_spread import Counted, CountParameters
-from engines.ranks.models import RankModels
-from engines.ranks.serving.handlers import carries_out
+from penstock.engines.commands.length_spread import Counted, CountParameters
+from penstock.engines.ranks.models import RankModels
+from penstock.engines.ranks.serving.handlers import carries_out
 
 
 @carries_out(CountParameters)
@@ -78,10 +78,10 @@ def count_parameters(models: RankModels, command: CountParameters) -> Counted:
     """Count them."""
     return Counted(sum(parameter.numel() for parameter in models.lm.parameters()))
 '''
-IMPORT = "from tasks.iteration.record import record\n"
+IMPORT = "from penstock.tasks.iteration.record import record\n"
 LINE = "    metrics |= reshard(training, settings, version=number)\n"
 ADDED = (
-    (IMPORT, f"from tasks.iteration.length_spread import length_spread\n{IMPORT}"),
+    (IMPORT, f"from penstock.tasks.iteration.length_spread import length_spread\n{IMPORT}"),
     (LINE, f"    metrics |= length_spread(training, number, stage)\n{LINE}"),
 )
 SMALL = (
@@ -98,16 +98,19 @@ FIGURES = ("rollout/length_spread", "time/length_spread_s", "share/length_spread
 
 @pytest.fixture
 def folder(prefect_harness: None, tmp_path: Path) -> Path:
-    """A copy of the packages with the files of a task, whose line is not on the flow's page yet."""
-    for package in ("engines", "flows", "tasks"):
-        shutil.copytree(ROOT / package, tmp_path / package, ignore=shutil.ignore_patterns("__pycache__"))
-    for room, text in (("tasks/iteration", FILE), ("engines/commands", COMMANDS), ("engines/ranks", HANDLERS)):
+    """A copy of the package with the files of a task, whose line is not on the flow's page yet."""
+    shutil.copytree(ROOT / "penstock", tmp_path / "penstock", ignore=shutil.ignore_patterns("__pycache__"))
+    for room, text in (
+        ("penstock/tasks/iteration", FILE),
+        ("penstock/engines/commands", COMMANDS),
+        ("penstock/engines/ranks", HANDLERS),
+    ):
         (tmp_path / room / "length_spread.py").write_text(text, encoding="utf-8")
     return tmp_path
 
 
 def give_it_its_line(folder: Path) -> None:
-    page = folder / "flows" / "iteration.py"
+    page = folder / "penstock" / "flows" / "iteration.py"
     text = page.read_text(encoding="utf-8")
     for before, after in ADDED:
         assert text.count(before) == 1
@@ -139,7 +142,7 @@ def trained(folder: Path) -> list[dict[str, float]]:
 def test_a_new_task_is_its_files_and_its_line_in_the_flow(folder: Path) -> None:
     """Its figure, the ranks' reply, its seconds and its share of the iteration are there. Controls: the next two."""
     give_it_its_line(folder)
-    assert crowded(folder, "engines", "flows", "tasks") == {}
+    assert crowded(folder, "penstock") == {}
     records = trained(folder)
     assert len(records) == 2
     for record in records:
@@ -157,7 +160,7 @@ def test_without_its_line_nothing_of_a_task_is_recorded(folder: Path) -> None:
 def test_a_command_that_nothing_carries_out_ends_the_training(folder: Path) -> None:
     """A control, in the same copy: what ranks do is what stands in their file."""
     give_it_its_line(folder)
-    (folder / "engines" / "ranks" / "length_spread.py").unlink()
+    (folder / "penstock" / "engines" / "ranks" / "length_spread.py").unlink()
     done = train(folder)
     assert done.returncode != 0
     assert "count_parameters" in done.stdout + done.stderr

@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from configs.schema import TrainConfig
-from engines.commands.build import MakeTiny
-from engines.models.tiny import make_tiny_model
 from penstock.checks.model import check_model_folder
+from penstock.configs.schema import TrainConfig
+from penstock.engines.commands.build import MakeTiny
+from penstock.engines.models.tiny import make_tiny_model
 from penstock.session.session import Session, Training
-from tasks.start import starting_model
+from penstock.tasks.start import starting_model
 
 CONFIG = TrainConfig.model_validate({"model": {"tiny": {"hidden_size": 16, "heads": 2, "kv_heads": 1, "layers": 1}}})
 

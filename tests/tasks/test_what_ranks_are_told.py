@@ -17,22 +17,22 @@ import pyarrow as pa
 import pytest
 from prefect.logging import disable_run_logger
 
-from algorithms.advantages import ADVANTAGES
-from algorithms.declarations.settings import arguments, settings
-from algorithms.policy_losses import CHOICES, POLICY_LOSSES
-from algorithms.preference import PREFERENCE_LOSSES
-from algorithms.registry import shared_settings
-from configs.loading.load import config_from_mapping
-from configs.preference import PreferenceConfig
-from configs.schema import TrainConfig
-from configs.sections.run import Role
-from engines.commands.message import WrongMessage
-from engines.commands.rollout import Sampling
-from engines.groups.spec import RankDevice
-from engines.sizing.memory import RankMemory, Recomputed
+from penstock.algorithms.advantages import ADVANTAGES
+from penstock.algorithms.declarations.settings import arguments, settings
+from penstock.algorithms.policy_losses import CHOICES, POLICY_LOSSES
+from penstock.algorithms.preference import PREFERENCE_LOSSES
+from penstock.algorithms.registry import shared_settings
 from penstock.base.ragged import Ragged
 from penstock.checks.memory import GroupEstimate
+from penstock.configs.loading.load import config_from_mapping
+from penstock.configs.preference import PreferenceConfig
+from penstock.configs.schema import TrainConfig
+from penstock.configs.sections.run import Role
 from penstock.data.prompts import PromptTable
+from penstock.engines.commands.message import WrongMessage
+from penstock.engines.commands.rollout import Sampling
+from penstock.engines.groups.spec import RankDevice
+from penstock.engines.sizing.memory import RankMemory, Recomputed
 from penstock.rewards.pool import Score
 from penstock.session import session as module
 from penstock.session.requests import GenerationRequest
@@ -41,17 +41,17 @@ from penstock.session.session import Session, Stage, Training
 from penstock.session.settings import settings_at
 from penstock.state.experience import ExperienceRef, write_columns
 from penstock.state.manifest import Progress
-from tasks.finetuning.preferences import (
+from penstock.tasks.finetuning.preferences import (
     begin_preferences,
     measure_heldout,
     preference_steps,
     preferences_file,
     reference_pass,
 )
-from tasks.finetuning.supervised import begin_supervised, supervised_steps
-from tasks.iteration.evaluate import evaluate
-from tasks.iteration.rollout import begin_rollout, rollout
-from tasks.iteration.update import update_actor, update_critic
+from penstock.tasks.finetuning.supervised import begin_supervised, supervised_steps
+from penstock.tasks.iteration.evaluate import evaluate
+from penstock.tasks.iteration.rollout import begin_rollout, rollout
+from penstock.tasks.iteration.update import update_actor, update_critic
 from tests.algorithms.values import other_value
 
 ROWS = 40
@@ -121,8 +121,8 @@ def generation(training_with: MakeTraining, monkeypatch: pytest.MonkeyPatch) -> 
         told = {"prompts": len(request.prompts), "first": list(request.prompts["prompt_id"])[:8]}
         raise Asked({**asdict(request.sampling), **told})
 
-    monkeypatch.setattr("tasks.iteration.rollout.begin_generation", hear)
-    monkeypatch.setattr("tasks.iteration.evaluate.generate", hear)
+    monkeypatch.setattr("penstock.tasks.iteration.rollout.begin_generation", hear)
+    monkeypatch.setattr("penstock.tasks.iteration.evaluate.generate", hear)
 
     def ask(values: dict[str, Any], evaluation: bool) -> dict[str, Any]:
         training = training_with(config_from_mapping(values, "test"))
@@ -201,7 +201,7 @@ def test_a_greedy_evaluation_is_asked_for_beside_the_other(
         columns = {"prompt_id": ["a"] * count, "prompt": ["x"] * count, "response": ["1"] * count}
         return columns, responses, [Score(1.0 - sampling.temperature, {}, None)] * count
 
-    monkeypatch.setattr("tasks.iteration.evaluate.answered", answer)
+    monkeypatch.setattr("penstock.tasks.iteration.evaluate.answered", answer)
     row = {"prompt_id": ["a"], "prompt_text": ["x"], "prompt_tokens": [[1]]}
     for greedy, sampling in ((False, SAMPLED), (True, SAMPLED), (True, {})):
         asked.clear()
@@ -480,7 +480,7 @@ def test_of_the_token_budget_of_passes_without_a_step(tmp_path: Path, monkeypatc
     with pytest.raises(WrongMessage, match="the reply to logprobs"):  # the listener computes nothing
         reference_pass.fn(training, config, "train")
     assert group.told["budget"] == 77
-    monkeypatch.setattr("tasks.finetuning.preferences.append_record", lambda *arguments: True)
+    monkeypatch.setattr("penstock.tasks.finetuning.preferences.append_record", lambda *arguments: True)
     measure_heldout.fn(training, config, 0)
     assert group.told["budget"] == 77
 

@@ -18,8 +18,8 @@ from penstock.cli.places import free_file, free_folder
 from penstock.cli.results import command, write_measured
 
 if TYPE_CHECKING:
-    from benchmarks.reporting.result import BenchResult
-    from configs.schema import TrainConfig
+    from penstock.benchmarks.reporting.result import BenchResult
+    from penstock.configs.schema import TrainConfig
 
 app = typer.Typer(no_args_is_help=True, help="Measure speed and memory; every command can write a JSON result.")
 
@@ -47,8 +47,8 @@ def step(
     run: Annotated[Path | None, typer.Option(help="keep the run folder here; default: a temporary one")] = None,
 ) -> None:
     """Whole iterations of `penstock train`: seconds by stage, tokens per second, memory."""
-    from benchmarks.reporting.result import read_peers
-    from benchmarks.step import measure
+    from penstock.benchmarks.reporting.result import read_peers
+    from penstock.benchmarks.step import measure
 
     known = read_peers(peers) if peers else {}
     result = measure(recipe, overrides or [], command(), skip, run)
@@ -72,8 +72,8 @@ def update(
     skip: Skip = 2,
 ) -> None:
     """The actor's update alone, on made-up experience: seconds, MFU, memory, loss of every step."""
-    from benchmarks.update import measure
-    from benchmarks.workload.experience import lengths_named
+    from penstock.benchmarks.update import measure
+    from penstock.benchmarks.workload.experience import lengths_named
 
     with tempfile.TemporaryDirectory() as folder:
         config = _load(recipe, overrides, folder)
@@ -97,8 +97,8 @@ def native(
     skip: Skip = 2,
 ) -> None:
     """The actor's update beside the same in plain PyTorch FSDP and in plain DeepSpeed: samples per second, memory."""
-    from benchmarks.native.measuring import measure
-    from benchmarks.workload.experience import lengths_named
+    from penstock.benchmarks.native.measuring import measure
+    from penstock.benchmarks.workload.experience import lengths_named
 
     with tempfile.TemporaryDirectory() as folder:
         config = _load(recipe, overrides, folder)
@@ -118,8 +118,8 @@ def rollout(
     ] = False,
 ) -> None:
     """The rollout alone: tokens per second."""
-    from benchmarks.peers import vllm_alone
-    from benchmarks.rollout import measure
+    from penstock.benchmarks.peers import vllm_alone
+    from penstock.benchmarks.rollout import measure
 
     with tempfile.TemporaryDirectory() as folder:
         config = _load(recipe, overrides, folder)
@@ -144,7 +144,7 @@ def reshard(
     skip: Skip = 2,
 ) -> None:
     """A reshard and the pause of generation around it: seconds and bytes, per strategy on request."""
-    from benchmarks.reshard import Plan, measure, measure_strategies
+    from penstock.benchmarks.reshard import Plan, measure, measure_strategies
 
     names, plan = [name.strip() for name in strategies.split(",") if name.strip()], Plan(rounds, skip, update)
     with tempfile.TemporaryDirectory() as folder:
@@ -170,7 +170,7 @@ def checkpoint(
     skip: Skip = 2,
 ) -> None:
     """What a snapshot and a checkpoint hold up, beside PyTorch's and DeepSpeed's ways of saving the same state."""
-    from benchmarks.checkpoint import measure
+    from penstock.benchmarks.checkpoint import measure
 
     folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory() as prompts, tempfile.TemporaryDirectory(dir=folder) as files:
@@ -186,7 +186,7 @@ def recovery(
     run: Annotated[Path | None, typer.Option(help="keep the run folder here; default: a temporary one")] = None,
 ) -> None:
     """How long a training stands still when one of its ranks is killed in an update."""
-    from benchmarks.recovery import measure
+    from penstock.benchmarks.recovery import measure
 
     _finish(measure(recipe, overrides or [], command(), run), out)
 
@@ -202,7 +202,7 @@ def scheduler(
     out: Out = None,
 ) -> None:
     """What the processor needs for a decoding step of the rollout engine, without any model."""
-    from benchmarks.scheduler import Work, measure
+    from penstock.benchmarks.scheduler import Work, measure
 
     result = measure(Work(sequences, samples, prompt, response, logprobs), command(), rounds)
     _finish(result, out, ("scheduler", "step_s", "schedule_s", "update_from_output_s", "slow_step_s"))
@@ -220,7 +220,7 @@ def replies(
     skip: Skip = 2,
 ) -> None:
     """What the flow itself needs for the replies of ever more engines; none of them has a model."""
-    from benchmarks.replies import measure
+    from penstock.benchmarks.replies import measure
 
     with tempfile.TemporaryDirectory() as folder:
         result = measure(_load(recipe, overrides, folder), command(), counts=engines, rounds=rounds, skip=skip)
@@ -244,8 +244,8 @@ def waiting(
     ] = None,
 ) -> None:
     """What is gained by not waiting for the longest responses, beside waiting for all."""
-    from benchmarks.reporting.result import read_result
-    from benchmarks.waiting import measure
+    from penstock.benchmarks.reporting.result import read_result
+    from penstock.benchmarks.waiting import measure
 
     result = measure(
         recipe,
@@ -269,7 +269,7 @@ def nccl(
     ] = None,
 ) -> None:
     """Bandwidth of all-gather, broadcast and all-reduce by buffer size, against NVLink's rate."""
-    from benchmarks.nccl import measure
+    from penstock.benchmarks.nccl import measure
 
     result = measure(command(), largest_mib=largest, rounds=rounds, ranks=ranks)
     _finish(result, out, ("collective", "bytes", "seconds", "bus_gb_per_s"))
@@ -286,7 +286,7 @@ def broadcast(
     rounds: Annotated[int, typer.Option(min=1, help="measurements each")] = 10,
 ) -> None:
     """What a bucket of weights costs by the number of receivers: seconds, and on a CPU copies that the sender sends."""
-    from benchmarks.broadcast import measure
+    from penstock.benchmarks.broadcast import measure
 
     result = measure(command(), receivers=receivers or [1, 2, 4, 8], size_mib=size, rounds=rounds)
     _finish(result, out, tuple(result.details[0]))
@@ -301,7 +301,7 @@ def fan_in(
     rounds: Annotated[int, typer.Option(min=1, help="commands per number")] = 50,
 ) -> None:
     """What a command to ever more ranks and hosts costs the flow, and watching them; no models."""
-    from benchmarks.fan_in import measure
+    from penstock.benchmarks.fan_in import measure
 
     result = measure(command(), counts=ranks, rounds=rounds)
     _finish(result, out, ("ranks", "hosts", "command_ms", "command_cpu_ms", "watch_cores", "start_s"))
@@ -319,10 +319,10 @@ def families(
     page: Annotated[Path | None, typer.Option(help="page whose table of families is written anew")] = None,
 ) -> None:
     """Families of models: that what is trained is what vLLM serves, by log-probs beside the Transformers library's."""
-    from benchmarks.families.measuring import COLUMNS, measure
-    from benchmarks.families.page import read_page, rendered
-    from benchmarks.workload.families import FAMILIES
     from penstock.base.files import write_text
+    from penstock.benchmarks.families.measuring import COLUMNS, measure
+    from penstock.benchmarks.families.page import read_page, rendered
+    from penstock.benchmarks.workload.families import FAMILIES
 
     text = None if page is None else read_page(page)
     result = measure(command(), models or list(FAMILIES))
@@ -342,7 +342,7 @@ def scaling(
     one: Annotated[Path | None, typer.Option(help="a result on one GPU, which is not measured again then")] = None,
 ) -> None:
     """The same work per GPU on ever more GPUs; rollout.prompts counts for one GPU."""
-    from benchmarks.scaling import COLUMNS, measure, parse_counts
+    from penstock.benchmarks.scaling import COLUMNS, measure, parse_counts
 
     counts = parse_counts(gpus)
     result = measure(recipe, overrides or [], command(), counts=counts, what=what.value, skip=skip, one=one)
@@ -362,8 +362,8 @@ def algorithms(
     ] = None,
 ) -> None:
     """Held-out accuracy of every algorithm after a short training each."""
-    from algorithms.registry import ALGORITHMS
-    from benchmarks.accuracy.algorithms import Plan, measure, parse_seeds
+    from penstock.algorithms.registry import ALGORITHMS
+    from penstock.benchmarks.accuracy.algorithms import Plan, measure, parse_seeds
 
     own = (*(overrides or []), *([f"iterations={iterations}"] if iterations else []))
     chosen = tuple(name.strip() for name in names.split(",") if name.strip()) or tuple(ALGORITHMS)
@@ -383,8 +383,8 @@ def learning(
     out: Out = None,
 ) -> None:
     """What a mode of working learns from as many samples, beside synchronous training: held-out accuracy by seeds."""
-    from benchmarks.accuracy.algorithms import parse_seeds
-    from benchmarks.accuracy.modes import Comparison, measure
+    from penstock.benchmarks.accuracy.algorithms import parse_seeds
+    from penstock.benchmarks.accuracy.modes import Comparison, measure
 
     asked = Comparison(recipe, tuple(mode or ()), parse_seeds(seeds), parallel, tuple(overrides or ()))
     result = measure(asked, command(), _say)
@@ -402,9 +402,9 @@ def page(
     ] = Path("benchmarks/results/algorithms/algorithms_4_mini_batches.json"),
 ) -> None:
     """Write the tables of docs/algorithms.md: what each algorithm is and takes, and the accuracies of a result."""
-    from benchmarks.accuracy.algorithms_page import read_page, rendered
-    from benchmarks.reporting.result import read_result
     from penstock.base.files import write_text
+    from penstock.benchmarks.accuracy.algorithms_page import read_page, rendered
+    from penstock.benchmarks.reporting.result import read_result
 
     write_text(target, rendered(read_page(target), read_result(result), read_result(more_steps)))
     _say(f"page: {target}")
@@ -417,10 +417,10 @@ def compare(
     tolerance: Annotated[float, typer.Option(min=0, help="share by which a figure may be worse")] = 0.05,
 ) -> None:
     """Compare two results; exit code 1 where a figure got worse by more than the tolerance, or is gone."""
-    from benchmarks.reporting.compare import compare as compare_results
-    from benchmarks.reporting.compare import remarks
-    from benchmarks.reporting.result import read_result
-    from benchmarks.reporting.table import comparison_table
+    from penstock.benchmarks.reporting.compare import compare as compare_results
+    from penstock.benchmarks.reporting.compare import remarks
+    from penstock.benchmarks.reporting.result import read_result
+    from penstock.benchmarks.reporting.table import comparison_table
     from penstock.cli.terminal import console
 
     before, after = read_result(old), read_result(new)
@@ -444,9 +444,9 @@ def peers(
     """Read peers' figures from their logs: medians from the second step on."""
     import json
 
-    from benchmarks.peers.logs import trl_figures, verl_figures
-    from benchmarks.reporting.result import read_result, write_result
     from penstock.base.files import write_text
+    from penstock.benchmarks.peers.logs import trl_figures, verl_figures
+    from penstock.benchmarks.reporting.result import read_result, write_result
 
     if trl is None and verl is None:
         raise UserError("no log given", "name one with --trl or --verl")
@@ -472,7 +472,7 @@ def chart(
     ] = None,
 ) -> None:
     """Draw step times by stage beside the peers', and scaling, as SVG."""
-    from benchmarks.reporting.chart import plot
+    from penstock.benchmarks.reporting.chart import plot
 
     for path in plot(results, out):
         _say(f"picture: {path}")
@@ -487,7 +487,7 @@ def model(
     ] = None,
 ) -> None:
     """Make a model folder with random weights and a tokenizer of one token per byte."""
-    from benchmarks.workload.make_model import SHAPES, main
+    from penstock.benchmarks.workload.make_model import SHAPES, main
 
     if size not in SHAPES:
         raise UserError(f"there is no shape of size '{size}'", f"choose one of {', '.join(SHAPES)}")
@@ -510,9 +510,9 @@ def prompts(
     ] = None,
 ) -> None:
     """Write the prompts that are measured, for the runs of benchmarks/peers: random letters, or a recipe's problems."""
-    from benchmarks.workload.prompts import PROMPT_TOKENS, PROMPTS, as_rows, problems_of, write_rows
-    from benchmarks.workload.prompts import prompts as random_letters
-    from configs.loading.load import load_config
+    from penstock.benchmarks.workload.prompts import PROMPT_TOKENS, PROMPTS, as_rows, problems_of, write_rows
+    from penstock.benchmarks.workload.prompts import prompts as random_letters
+    from penstock.configs.loading.load import load_config
 
     if recipe is None and (overrides or heldout):
         raise UserError("overrides and --heldout are for a recipe's problems", "name the recipe with --recipe")
@@ -530,7 +530,7 @@ def prompts(
 
 
 def _load(recipe: Path, overrides: list[str] | None, folder: str) -> TrainConfig:
-    from benchmarks.session import load_recipe
+    from penstock.benchmarks.session import load_recipe
 
     return load_recipe(recipe, overrides or [], Path(folder))
 
@@ -543,7 +543,7 @@ def _say(text: str) -> None:
 
 def _finish(result: BenchResult, out: Path | None, columns: Sequence[str] = ()) -> None:
     """Print the table (and the details) and write the file."""
-    from benchmarks.reporting.table import details_table, result_table
+    from penstock.benchmarks.reporting.table import details_table, result_table
     from penstock.cli.terminal import console
 
     if columns:

@@ -16,7 +16,7 @@ from penstock.base.errors import UserError
 from penstock.cli.terminal import console, escaped, short_path
 
 if TYPE_CHECKING:
-    from configs.chain import Chain
+    from penstock.configs.chain import Chain
     from penstock.state.chain import ChainFolder
     from penstock.state.run_folder import RunFolder
 
@@ -30,9 +30,9 @@ def chain(
     dry_run: Annotated[bool, typer.Option("--dry-run", help="check every stage, print them, and leave")] = False,
 ) -> None:
     """Train in stages, one recipe for all: each may begin with the model or the data that an earlier one leaves."""
-    from flows.chain import chain as chain_flow
     from penstock.cli.prefect.server import check_server
     from penstock.cli.running import ending_in_words
+    from penstock.flows.chain import chain as chain_flow
     from penstock.reports.progress import waiting
     from penstock.session.chains.plan import begin, planned, read_chain_of, stages_left
     from penstock.state.chain import ChainFolder

@@ -79,7 +79,7 @@ def _examine_pool(pool: str, target: Path, overrides: Sequence[str]) -> list[Dia
 
 
 def _examine_machine(target: Path, overrides: Sequence[str], recipe: bool) -> list[Diagnosis]:
-    from configs.loading.load import load_config
+    from penstock.configs.loading.load import load_config
     from penstock.doctor.doctor import diagnose, examine_recipe, table
     from penstock.doctor.machine_facts import collect
 
@@ -106,8 +106,8 @@ def host(
     new_keys: Annotated[bool, typer.Option("--new-keys", help="print keys for a training and its hosts")] = False,
 ) -> None:
     """Give this machine to a training whose groups ask for 'hosts' without a 'pool': under Slurm, on Kubernetes."""
-    from engines.groups.host import serve
     from penstock.cli.joining import host_start, print_new_keys
+    from penstock.engines.groups.host import serve
 
     if new_keys:
         print_new_keys()

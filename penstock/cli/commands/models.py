@@ -64,7 +64,7 @@ def export(
 ) -> None:
     """Write a model as a Hugging Face folder with a card, compare it with its source; its run's trackers are told."""
     from penstock.checks.registered import registered
-    from tasks.export_run import export_run, export_version, run_to_export
+    from penstock.tasks.export_run import export_run, export_version, run_to_export
 
     if (version := registered(str(run), folder)) is not None:
         if checkpoint is not None:

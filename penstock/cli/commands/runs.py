@@ -30,7 +30,7 @@ def compare(
     """Show runs side by side, with means over seeds and what chance explains; files go to FOLDER/comparisons."""
     from penstock.reports.comparing.tables import check_samples
     from penstock.reports.comparing.terminal import render, render_samples
-    from tasks.compare import compare_into_folder
+    from penstock.tasks.compare import compare_into_folder
 
     comparison, target = compare_into_folder(experiment, runs, folder, against)
     console.print(render(comparison))
@@ -147,8 +147,8 @@ def set_live(
     ] = False,
 ) -> None:
     """Change values of a running training from its next iteration on."""
-    from configs.tree.recipes import dump
     from penstock.cli.prefect.live import clear_overrides, set_overrides
+    from penstock.configs.tree.recipes import dump
 
     if clear == bool(values):
         raise UserError("give values or --clear, one of them", "for example penstock set RUN rollout.temperature=0.9")

@@ -37,9 +37,9 @@ def sweep(
     resume: Annotated[Path | None, typer.Option("--resume", help="folder of a sweep: do what is left of it")] = None,
 ) -> None:
     """Train a recipe with every combination of some settings, and report which did best."""
-    from flows.sweep import sweep as sweep_flow
     from penstock.cli.prefect.server import check_server
     from penstock.cli.running import ending_in_words
+    from penstock.flows.sweep import sweep as sweep_flow
     from penstock.reports.progress import waiting
     from penstock.session.sweeps.plan import Asked, begin, planned, taken_up
     from penstock.session.sweeps.running import TrainingsFailed

@@ -17,9 +17,9 @@ from penstock.cli.running import ending_in_words, new_folder, print_summary
 from penstock.cli.terminal import console, escaped, short_path
 
 if TYPE_CHECKING:
-    from configs.schema import TrainConfig
     from penstock.checks.memory import GroupEstimate
     from penstock.cli.starting import Asked
+    from penstock.configs.schema import TrainConfig
     from penstock.session.opening import Kind, Resume, Tree
 
 A_RECIPE = "name one: penstock train configs/quickstart.yaml"
@@ -102,8 +102,8 @@ def train(
 
 def _kept_alive(config: TrainConfig | None, asked: Asked, start: str | None) -> int:
     """Train in a process of its own, and again where it is killed; return the exit code."""
-    from configs.schema import TrainConfig
     from penstock.cli.keeping_alive import kept_alive
+    from penstock.configs.schema import TrainConfig
 
     overrides = asked.overrides or []
     if asked.resume is not None:
@@ -146,7 +146,7 @@ def _is_complete(kind: Kind[Tree], resume: Resume) -> bool:
 
 
 def _run_flow(config: TrainConfig | None, folder: Path, **arguments: Any) -> None:
-    from flows.train import train as train_flow
+    from penstock.flows.train import train as train_flow
 
     with ending_in_words("train", folder):
         train_flow(None if "resume" in arguments else config, **arguments)  # a run that goes on has its own
@@ -162,8 +162,8 @@ def sft(
     dry_run: StepsDryRunOption = False,
 ) -> None:
     """Train a model on prompts and responses alone: the section 'sft' of a recipe for 'train'."""
-    from flows.sft import sft as sft_flow
     from penstock.cli.starting import Asked
+    from penstock.flows.sft import sft as sft_flow
     from penstock.session.opening import SFT
 
     _finetune(SFT, sft_flow, Asked(recipe, overrides, run, resume), start, dry_run)
@@ -180,8 +180,8 @@ def preference(
     dry_run: StepsDryRunOption = False,
 ) -> None:
     """Train a model on preferences: DPO, cDPO, IPO, ORPO or KTO."""
-    from flows.preference import preference as preference_flow
     from penstock.cli.starting import Asked
+    from penstock.flows.preference import preference as preference_flow
     from penstock.session.opening import PREFERENCE
 
     _finetune(PREFERENCE, preference_flow, Asked(recipe, overrides, run, resume), start, dry_run)
@@ -198,8 +198,8 @@ def reward_model(
     dry_run: StepsDryRunOption = False,
 ) -> None:
     """Train a reward model on pairs of responses."""
-    from flows.reward_model import reward_model as reward_model_flow
     from penstock.cli.starting import Asked
+    from penstock.flows.reward_model import reward_model as reward_model_flow
     from penstock.session.opening import REWARD_MODEL
 
     _finetune(REWARD_MODEL, reward_model_flow, Asked(recipe, overrides, run, resume), start, dry_run)
@@ -260,9 +260,9 @@ def keys(
     from pydantic import BaseModel
     from rich.table import Table
 
-    from configs.loading.keys import describe_keys
-    from configs.preference import PreferenceConfig, RewardModelConfig
-    from configs.schema import TrainConfig
+    from penstock.configs.loading.keys import describe_keys
+    from penstock.configs.preference import PreferenceConfig, RewardModelConfig
+    from penstock.configs.schema import TrainConfig
 
     trees: dict[str, type[BaseModel]] = {
         "train": TrainConfig,

@@ -17,18 +17,18 @@ from typing import TYPE_CHECKING, Any
 
 import yaml
 
-from engines.groups.machine import visible_gpus
 from penstock.base.addresses import public_address
 from penstock.base.errors import UserError
+from penstock.base.home import HOME, working_folder
 from penstock.cli.prefect.form import put_form
 from penstock.cli.prefect.server import check_server
+from penstock.engines.groups.machine import visible_gpus
 from penstock.session.flow_runs.kept_alive import KEEP_ALIVE, STARTED_AGAIN
 
 if TYPE_CHECKING:
     from prefect.automations import AutomationCore
     from prefect.client.orchestration import SyncPrefectClient
 
-HOME = Path(__file__).resolve().parents[3]
 LOCAL_SERVER = "http://127.0.0.1:4200/api"
 ZOMBIES = "penstock: silent runs are crashed"
 KEPT_ALIVE = "penstock: crashed runs that are kept alive go on"
@@ -172,16 +172,16 @@ def deploy_flows(client: SyncPrefectClient, url: str, pool: str, runs: int) -> N
     """
     content = read_deployments()
     content["definitions"]["while_gpus_are_free"]["limit"] = runs  # an alias: that of all deployments that name it
-    prefect_deploy(url, pool, content)
+    prefect_deploy(url, pool, content, working_folder())
     for entry in read_deployments()["deployments"]:
-        put_form(client, name_of(entry), HOME)
+        put_form(client, name_of(entry), working_folder())
 
 
-def prefect_deploy(url: str, pool: str, content: dict[str, Any], home: Path = HOME) -> None:
+def prefect_deploy(url: str, pool: str, content: dict[str, Any], home: Path) -> None:
     """Have Prefect deploy what a prefect.yaml would say.
 
     Args:
-        home: this repository where the workers are; `PENSTOCK_HOME` of the environment wins over it.
+        home: where runs begin, on the machines of the workers; `PENSTOCK_HOME` of the environment wins over it.
 
     Raises:
         UserError: Prefect refuses it; carries its last words.
@@ -205,7 +205,7 @@ def read_deployments() -> dict[str, Any]:
 
 def name_of(entry: dict[str, Any]) -> str:
     """Return `flow/name` of a deployment: flows are named after their functions."""
-    flow = entry["entrypoint"].rpartition(":")[2].replace("_", "-")
+    flow = entry["entrypoint"].rpartition(".")[2].replace("_", "-")
     return f"{flow}/{entry['name']}"
 
 

@@ -1,6 +1,6 @@
 """`penstock doctor --pool`: runs the examination of a work pool in this process, and shows what it found.
 
-Left out: what is looked at (flows/machines/examine_pool.py), and the judgements (penstock/doctor/pool.py).
+Left out: what is looked at (penstock/flows/machines/examine_pool.py), and the judgements (penstock/doctor/pool.py).
 """
 
 from __future__ import annotations
@@ -8,17 +8,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from configs.loading.load import load_config
-from configs.sections.run import HostsConfig
-from engines.groups.host import versions
-from engines.groups.interface import towards
-from flows.machines.examine_pool import examine_pool
 from penstock.cli.prefect.quiet import quiet_terminal
 from penstock.cli.prefect.server import check_server
 from penstock.cli.terminal import console
+from penstock.configs.loading.load import load_config
+from penstock.configs.sections.run import HostsConfig
 from penstock.doctor.diagnosis import Diagnosis
 from penstock.doctor.doctor import table
 from penstock.doctor.pool import diagnose_pool, machine_table
+from penstock.engines.groups.host import versions
+from penstock.engines.groups.interface import towards
+from penstock.flows.machines.examine_pool import examine_pool
 from penstock.session.machines.pools import read_pool
 
 JOIN_S = 60.0  # nobody waits for a training here: workers look for work every ten seconds

@@ -11,14 +11,15 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from configs.chain import read_chain
-from configs.loading.blank import blank
-from configs.loading.form import config_from_form
-from configs.preference import PreferenceConfig, RewardModelConfig
-from configs.schema import TrainConfig
-from configs.tree.recipes import FOLDERS_VARIABLE, SUFFIXES
-from configs.tree.section import Recipe
 from penstock.base.errors import UserError
+from penstock.base.home import HOME, RECIPES
+from penstock.configs.chain import read_chain
+from penstock.configs.loading.blank import blank
+from penstock.configs.loading.form import config_from_form
+from penstock.configs.preference import PreferenceConfig, RewardModelConfig
+from penstock.configs.schema import TrainConfig
+from penstock.configs.tree.recipes import FOLDERS_VARIABLE, SUFFIXES
+from penstock.configs.tree.section import Recipe
 
 if TYPE_CHECKING:
     from prefect.client.orchestration import SyncPrefectClient
@@ -50,21 +51,24 @@ def put_form(client: SyncPrefectClient, deployment: str, home: Path) -> None:
     if flow not in (*TREES, CHAIN) or "recipe" not in there.parameters:
         return
     recipe = there.parameters["recipe"]
-    check_recipe(flow, home / recipe)
+    check_recipe(flow, next(place / recipe for place in (home, HOME) if place == HOME or (place / recipe).exists()))
     schema = blank(there.parameter_openapi_schema or {}, {"recipe": sorted({recipe, *recipes(flow, home)})})
     client.update_deployment(there.id, DeploymentUpdate.model_validate({"parameter_openapi_schema": schema}))
 
 
 @cache
 def recipes(flow: str, home: Path) -> list[str]:
-    """Return the recipes of a flow, as a form names them: in `configs/`, in `home` and in the operator's folders."""
+    """Return the recipes of a flow, as a form names them: ours, and those in `home` and in the operator's folders."""
     theirs = [Path(entry) for entry in os.environ.get(FOLDERS_VARIABLE, "").split(os.pathsep) if entry]
-    files = [path for folder in (home / "configs", home, *theirs) for path in sorted(folder.glob("*"))]
-    return [
-        str(path.relative_to(home) if path.is_relative_to(home) else path.absolute())
-        for path in files
+    files = [path for folder in (RECIPES, home / "configs", home, *theirs) for path in sorted(folder.glob("*"))]
+    named = (
+        next(
+            (str(path.relative_to(place)) for place in (home, HOME) if path.is_relative_to(place)), str(path.absolute())
+        )
+        for path in dict.fromkeys(files)
         if path.suffix in SUFFIXES and not path.match(MEASURED) and _holds(flow, path)
-    ]
+    )
+    return list(dict.fromkeys(named))
 
 
 def _holds(flow: str, path: Path) -> bool:

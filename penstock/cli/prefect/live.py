@@ -12,9 +12,9 @@ from typing import Any
 
 from prefect.variables import Variable
 
-from configs.tree.recipes import parse
 from penstock.base.errors import UserError
 from penstock.cli.prefect.server import check_server
+from penstock.configs.tree.recipes import parse
 from penstock.session.session import read_config
 from penstock.session.settings import apply_overrides, variable_to_set
 from penstock.state.run_folder import open_run_folder

@@ -18,8 +18,8 @@ from prefect.variables import Variable
 
 from penstock.base.addresses import public_address
 from penstock.base.errors import UserError
+from penstock.base.home import HOME, working_folder
 from penstock.cli.prefect.deploy import (
-    HOME,
     LOCAL_SERVER,
     ensure_automation,
     ensure_pool,
@@ -31,7 +31,7 @@ from penstock.cli.prefect.server import check_server
 from penstock.session.machines.admission import limit_of
 from penstock.session.machines.pools import DEPLOYMENT, Pool, machines_variable
 
-ENTRYPOINT = "flows/machines/engine_host.py:engine_host"
+ENTRYPOINT = "penstock.flows.machines.engine_host.engine_host"
 IN_IMAGE = Path("/penstock")  # this repository in the image (Dockerfile)
 
 
@@ -50,7 +50,7 @@ def deploy_pool(pool: str, hosts: int, gpus: int, kind: PoolType = PoolType.proc
         Variable.set(machines_variable(pool), {"hosts": hosts, "gpus": gpus}, overwrite=True)
         automation = zombie_automation()
         ensure_automation(client, automation)
-        home = HOME if kind == PoolType.process else IN_IMAGE
+        home = working_folder() if kind == PoolType.process else IN_IMAGE
         prefect_deploy(url, pool, {"deployments": [deployment_of(pool)]}, home)
     each = f"{gpus} GPUs each" if gpus else "no GPU"
     return [

@@ -1,6 +1,6 @@
 """`penstock evaluate`: models on held-out prompts or tasks, and a table of what came out.
 
-Left out: the evaluation itself (flows/evaluate.py).
+Left out: the evaluation itself (penstock/flows/evaluate.py).
 """
 
 from __future__ import annotations
@@ -49,9 +49,9 @@ def evaluated(words: Sequence[str], tasks: str | None, include_path: Path | None
     from penstock.reports.evaluations import rendered
     from penstock.reports.progress import waiting
     from penstock.session.opening import foreseen
-    from tasks.evaluation.inputs import planned
-    from tasks.evaluation.results import read_results
-    from tasks.evaluation.serve import EVALUATION
+    from penstock.tasks.evaluation.inputs import planned
+    from penstock.tasks.evaluation.results import read_results
+    from penstock.tasks.evaluation.serve import EVALUATION
 
     given, wanted = named(words), [name for name in (tasks or "").split(",") if name]
     own, target = (None if path is None else str(path) for path in (include_path, to))
@@ -63,7 +63,7 @@ def evaluated(words: Sequence[str], tasks: str | None, include_path: Path | None
         console.print(f"recipe: {plan.origin}", highlight=False, markup=False, soft_wrap=True)
     check_server()
     start_server()
-    from flows.evaluate import evaluate
+    from penstock.flows.evaluate import evaluate
 
     with quiet_terminal():
         folder = Path(evaluate(given.models, given.recipe, given.overrides, wanted, own, target))

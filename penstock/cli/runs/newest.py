@@ -13,11 +13,11 @@ from pathlib import Path
 
 import typer
 
-from configs.loading.load import load_tree
 from penstock.base.errors import UserError
 from penstock.cli.resume_option import NEWEST
 from penstock.cli.starting import Asked
 from penstock.cli.terminal import short_path
+from penstock.configs.loading.load import load_tree
 from penstock.session.opening import Kind, Tree
 from penstock.state.digests import Damaged
 from penstock.state.manifest import read_kind, read_progress

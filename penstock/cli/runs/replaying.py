@@ -1,6 +1,6 @@
 """`penstock replay`: tasks of an iteration again, and a table of what they gave against what was stored.
 
-Left out: the replay itself (flows/replay.py).
+Left out: the replay itself (penstock/flows/replay.py).
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ def replayed(run: Path, iteration: int, tasks: list[str], tolerance: float, to: 
     from penstock.cli.prefect.quiet import quiet_terminal
     from penstock.cli.prefect.server import start_server
     from penstock.reports.progress import waiting
-    from tasks.replay.differences import table_of
-    from tasks.replay.inputs import planned
+    from penstock.tasks.replay.differences import table_of
+    from penstock.tasks.replay.inputs import planned
 
     plan = planned(run, iteration, tasks)
     if to is not None and to.exists() and any(to.iterdir()):
@@ -30,7 +30,7 @@ def replayed(run: Path, iteration: int, tasks: list[str], tolerance: float, to: 
         if line:
             console.print(line, highlight=False, soft_wrap=True)
     start_server()
-    from flows.replay import replay
+    from penstock.flows.replay import replay
 
     with quiet_terminal(), waiting(console, "replaying"):
         done = replay(str(run), iteration, tasks, tolerance, None if to is None else str(to))

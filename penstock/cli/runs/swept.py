@@ -25,7 +25,7 @@ def main() -> None:
     from prefect.client.orchestration import get_client
     from prefect.flow_engine import run_flow
 
-    from flows.train import train
+    from penstock.flows.train import train
 
     with get_client(sync_client=True) as client:
         flow_run = client.read_flow_run(UUID(sys.argv[1]))
@@ -45,7 +45,7 @@ def look_at(parameters: Mapping[str, Any]) -> None:
     Raises:
         UserError: it cannot.
     """
-    from configs.loading.load import config_from_mapping
+    from penstock.configs.loading.load import config_from_mapping
     from penstock.data.source import reading_once
     from penstock.session.opening import TRAIN, Resume, looked_at
 

@@ -26,10 +26,10 @@ from urllib.parse import urlsplit
 
 import pynvml
 
-from engines.commands.hosts import GpuSample
-from engines.groups.machine import GIB, GpuSampler, visible_gpus
 from penstock.base.errors import UserError
 from penstock.cli.serving.serve import QUIET
+from penstock.engines.commands.hosts import GpuSample
+from penstock.engines.groups.machine import GIB, GpuSampler, visible_gpus
 from penstock.reports.loadtest import GpuUse, LoadFigures, figures, write_results
 
 PROGRAM = "penstock.cli.serving.vllm_load"

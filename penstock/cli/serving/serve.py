@@ -26,13 +26,13 @@ import urllib.request
 from collections.abc import Callable
 from pathlib import Path
 
-from engines.families.architecture import classifies
-from engines.families.shape import read_settings
-from engines.groups import interface
-from engines.groups.machine import visible_gpus
 from penstock.base.errors import UserError
 from penstock.base.interrupts import interrupts_deferred
 from penstock.cli.prefect.server import end_with_this_process
+from penstock.engines.families.architecture import classifies
+from penstock.engines.families.shape import read_settings
+from penstock.engines.groups import interface
+from penstock.engines.groups.machine import visible_gpus
 from penstock.state.run_folder import RunFolder
 
 SERVER = "penstock.cli.serving.vllm_server"

@@ -7,7 +7,7 @@ import math
 from collections.abc import Sequence
 from pathlib import Path
 
-from configs.tree.recipes import read_mapping
+from penstock.configs.tree.recipes import read_mapping
 from penstock.reports.comparing.runs import READ, ComparedRun
 from penstock.state.run_folder import RunFolder, read_metrics
 from penstock.trackers.tracker import ITERATION, flatten

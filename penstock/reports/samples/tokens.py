@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from configs.tree.recipes import read_mapping
+from penstock.configs.tree.recipes import read_mapping
 from penstock.reports.samples.reading import Response
 from penstock.state.run_folder import RunFolder
 

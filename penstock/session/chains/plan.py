@@ -2,7 +2,7 @@
 
 A model that a stage will make has the shape of the one that it starts from, so that stands in for it in a check ahead.
 Nothing stands in for a file that is yet to be selected, or for a reward model: what reads them is checked as it begins,
-and its recipe alone ahead. Left out: what the recipe of a chain may say (configs/chain.py).
+and its recipe alone ahead. Left out: what the recipe of a chain may say (penstock/configs/chain.py).
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from uuid import UUID
 from prefect.client.orchestration import get_client
 from prefect.runtime import flow_run
 
-from configs.chain import STAGE, TREES, Chain, SelectConfig, Stage, read_chain
-from configs.sections.run import EngineConfig
 from penstock.base.errors import UserError
 from penstock.base.files import write_text
 from penstock.checks.found_models import with_models_found
+from penstock.configs.chain import STAGE, TREES, Chain, SelectConfig, Stage, read_chain
+from penstock.configs.sections.run import EngineConfig
 from penstock.data.source import reading_once
 from penstock.session.flow_runs.kept_alive import crashes
 from penstock.session.opening import PREFERENCE, REWARD_MODEL, SFT, TRAIN, Kind, Resume, foreseen, is_complete

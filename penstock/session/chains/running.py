@@ -6,7 +6,7 @@ import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from configs.chain import Stage
+from penstock.configs.chain import Stage
 from penstock.session.chains.plan import read_chain_of
 from penstock.session.flow_runs.saying import say
 from penstock.state.chain import ChainFolder

@@ -19,12 +19,12 @@ from typing import TYPE_CHECKING, ParamSpec, TypeVar, cast
 from penstock.base.errors import FailedInWords, UserError
 
 if TYPE_CHECKING:
-    from engines.groups.group import EngineError, RankLost
+    from penstock.engines.groups.group import EngineError, RankLost
 
 P = ParamSpec("P")
 R = TypeVar("R")
 MISTAKE, FAILURE = 2, 1  # exit codes
-OF_ENGINES = ("engines.groups.group", "engines.groups.hosts")  # modules of their errors
+OF_ENGINES = ("penstock.engines.groups.group", "penstock.engines.groups.hosts")  # modules of their errors
 LESS_MEMORY = "less is needed with a smaller micro_batch_tokens, gradient_checkpointing=true, or a higher zero_stage"
 LINES = 10  # of a log or a traceback; the log file has all of them
 REFUSED = (errno.EACCES, errno.EPERM, errno.EROFS)
@@ -87,8 +87,8 @@ def told(error: Exception, arguments: Sequence[str]) -> tuple[str, int] | None:
         return ("\n  ".join([text, *notes]), MISTAKE) if text else None
     if type(error).__module__ not in OF_ENGINES:  # not imported to ask: it would delay every other message
         return None
-    from engines.groups.group import EngineError, RankLost
-    from engines.groups.hosts import HostFailed
+    from penstock.engines.groups.group import EngineError, RankLost
+    from penstock.engines.groups.hosts import HostFailed
 
     if isinstance(error, HostFailed):
         return "\n  ".join([f"host {error.host}:", *error.reason.strip().splitlines()[-LINES:], *notes]), FAILURE
@@ -119,7 +119,7 @@ def _is_named(files: Sequence[str], arguments: Sequence[str]) -> bool:
 
 def _of_engine(error: EngineError | RankLost) -> list[str]:
     """Return the lines that name group, rank, reason and log file, with the end of what the rank said."""
-    from engines.groups.group import OutOfMemory, RankLost
+    from penstock.engines.groups.group import OutOfMemory, RankLost
 
     where = f"group {error.group}, rank {error.rank}"
     shown = slice(-LINES if error.log_file.is_file() else None, None)  # a benchmark's log is gone with its folder

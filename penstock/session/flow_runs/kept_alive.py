@@ -16,8 +16,8 @@ from prefect.client.orchestration import get_client
 from prefect.client.schemas.objects import State
 from prefect.runtime import flow_run
 
-from configs.sections.run import EngineConfig
 from penstock.base.errors import FailedInWords
+from penstock.configs.sections.run import EngineConfig
 
 KEEP_ALIVE = "keep-alive"  # the tag
 STARTED_AGAIN = "It had crashed, and is kept alive: it goes on."  # message of the state that the automation sets

@@ -1,6 +1,6 @@
 """What a flow run that trains is called in Prefect, before anything has been read or checked.
 
-Left out: the names of iterations (flows/iteration.py) and of run folders (penstock/state/run_folder.py).
+Left out: the names of iterations (penstock/flows/iteration.py) and of run folders (penstock/state/run_folder.py).
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@ The page is a view: nothing waits for it, and what its server does not take is m
 makes the requests. Progress is one artifact that is renewed: the newest text wins, and quick iterations renew it every
 few seconds, since each request is a write in the database that also opens the next child flow.
 
-Left out: links and pages that are made once (tasks/iteration/record.py), and lines of the log (progress.py).
+Left out: links and pages that are made once (penstock/tasks/iteration/record.py), and lines of the log (progress.py).
 """
 
 from __future__ import annotations

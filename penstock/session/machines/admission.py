@@ -20,11 +20,11 @@ from prefect.concurrency.sync import concurrency
 from prefect.exceptions import ObjectNotFound
 from rich.console import Console
 
-from configs.schema import TrainConfig
-from engines.groups.machine import visible_gpus
-from engines.groups.placement import JOINING, place
-from engines.groups.spec import LOCAL, RankDevice
 from penstock.base.errors import UserError
+from penstock.configs.schema import TrainConfig
+from penstock.engines.groups.machine import visible_gpus
+from penstock.engines.groups.placement import JOINING, place
+from penstock.engines.groups.spec import LOCAL, RankDevice
 from penstock.reports.progress import waiting
 from penstock.session.machines.claims import Claims, claimed, wanted_by
 from penstock.session.machines.pools import gpus_of_pools

@@ -21,10 +21,10 @@ from pathlib import Path
 import pynvml
 from rich.console import Console
 
-from configs.schema import TrainConfig
-from engines.groups.machine import gpu_uuid, visible_gpus
-from engines.groups.placement import groups_of
 from penstock.base.errors import UserError
+from penstock.configs.schema import TrainConfig
+from penstock.engines.groups.machine import gpu_uuid, visible_gpus
+from penstock.engines.groups.placement import groups_of
 from penstock.reports.progress import waiting
 
 FOLDER = "PENSTOCK_GPU_CLAIMS"  # variable with the folder of the files

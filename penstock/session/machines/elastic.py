@@ -7,7 +7,7 @@ next reshard, with whose weights it begins. A member that is lost is left out at
 in Prefect was cancelled: so one takes a machine away for good.
 
 Left out: what becomes of the prompts that a lost group has begun (penstock/session/rollout/generation.py), how groups
-meet (tasks/iteration/reshard.py), how a pool's machine is had (penstock/session/machines/hosts.py).
+meet (penstock/tasks/iteration/reshard.py), how a pool's machine is had (penstock/session/machines/hosts.py).
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from typing import Self, TypeVar
 
 import httpx
 
-from engines.groups.group import EngineError, EngineGroup, RankLost
-from engines.groups.hosts import HostFailed
-from engines.groups.spec import GroupSpec
 from penstock.base.errors import UserError
+from penstock.engines.groups.group import EngineError, EngineGroup, RankLost
+from penstock.engines.groups.hosts import HostFailed
+from penstock.engines.groups.spec import GroupSpec
 from penstock.session.machines.hosts import Dismissed, Machines, Stopped
 
 Item = TypeVar("Item")

@@ -21,17 +21,17 @@ from pathlib import Path
 
 from rich.console import Console
 
-from configs.schema import TrainConfig
-from configs.sections.run import HostsConfig
-from engines.commands.hosts import HostFacts, ProveFolder
-from engines.groups.channel import keys_of_environment
-from engines.groups.group import RankLost
-from engines.groups.hosts import REPLY_S, HostFailed, Hosts
-from engines.groups.machine import visible_gpus
-from engines.groups.placement import JOINING, hosts_of, place
-from engines.groups.spec import LOCAL, GroupSpec
 from penstock.base.errors import UserError
 from penstock.checks.memory import NOWHERE, Elsewhere
+from penstock.configs.schema import TrainConfig
+from penstock.configs.sections.run import HostsConfig
+from penstock.engines.commands.hosts import HostFacts, ProveFolder
+from penstock.engines.groups.channel import keys_of_environment
+from penstock.engines.groups.group import RankLost
+from penstock.engines.groups.hosts import REPLY_S, HostFailed, Hosts
+from penstock.engines.groups.machine import visible_gpus
+from penstock.engines.groups.placement import JOINING, hosts_of, place
+from penstock.engines.groups.spec import LOCAL, GroupSpec
 from penstock.reports.progress import waiting
 from penstock.session.machines.admission import held_once_free, slots_on
 from penstock.session.machines.claims import Claims

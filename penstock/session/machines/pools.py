@@ -3,7 +3,8 @@
 The keys that let a host in lie in a Secret block of this training, which its runs are told the name of; it is deleted
 when the training ends. A run that has not ended then is cancelled, so that Prefect's worker ends what it started.
 
-Left out: the flow that such a run is (flows/machines/engine_host.py), and making pools (penstock/cli/prefect/pools.py).
+Left out: the flow that such a run is (penstock/flows/machines/engine_host.py), and making pools
+(penstock/cli/prefect/pools.py).
 """
 
 from __future__ import annotations
@@ -27,11 +28,11 @@ from prefect.settings import PREFECT_API_URL
 from prefect.states import Cancelling
 from prefect.variables import Variable
 
-from configs.schema import TrainConfig
-from configs.sections.run import HostsConfig
-from engines.groups.channel import Address
-from engines.groups.host import HostStart
 from penstock.base.errors import UserError
+from penstock.configs.schema import TrainConfig
+from penstock.configs.sections.run import HostsConfig
+from penstock.engines.groups.channel import Address
+from penstock.engines.groups.host import HostStart
 
 AT_ONCE = 200
 DEPLOYMENT = "engine-host"  # of each pool, which it is named after

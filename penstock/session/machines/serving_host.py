@@ -3,7 +3,7 @@
 Prefect ends neither the processes that a run starts nor the children of a run that crashes. So the host is below a
 keeper, which ends with this process, and the training's run is looked at while the host serves it.
 
-Left out: what a host does (engines/groups/host.py).
+Left out: what a host does (penstock/engines/groups/host.py).
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from prefect import get_run_logger, runtime
 from prefect.client.orchestration import get_client
 from prefect.states import Cancelled
 
-from engines.groups.host import HostStart
-from engines.groups.hosts import start_host
-from engines.groups.interface import Interface, named, towards
-from engines.groups.machine import visible_gpus
+from penstock.engines.groups.host import HostStart
+from penstock.engines.groups.hosts import start_host
+from penstock.engines.groups.interface import Interface, named, towards
+from penstock.engines.groups.machine import visible_gpus
 from penstock.session.machines.pools import start_of
 
 LOOK_S = 3.0

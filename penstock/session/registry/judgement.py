@@ -17,9 +17,9 @@ from typing import Any
 
 import numpy as np
 
-from configs.schema import TrainConfig
 from penstock.base.errors import UserError
 from penstock.checks.tokenized import CONTENT, made_with, noted
+from penstock.configs.schema import TrainConfig
 from penstock.evaluators.bootstrap import with_intervals
 from penstock.session.session import read_config
 from penstock.state.experience import read_columns

@@ -1,8 +1,8 @@
 """A run's model becomes a version of the registry: what the version says is read from the run folder.
 
-Registered are the model that a training ends with (tasks/export.py) and what `penstock export` makes of a checkpoint;
-a checkpoint itself is the state of the engines, and no model. Twice is once: a version of the same weights of the same
-run is found. Left out: which version is best (penstock/session/registry/judgement.py).
+Registered are the model that a training ends with (penstock/tasks/export.py) and what `penstock export` makes of a
+checkpoint; a checkpoint itself is the state of the engines, and no model. Twice is once: a version of the same weights
+of the same run is found. Left out: which version is best (penstock/session/registry/judgement.py).
 """
 
 from __future__ import annotations
@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from pathlib import Path
 
-from configs.schema import TrainConfig
 from penstock.checks.tokenized import CONTENT, noted
+from penstock.configs.schema import TrainConfig
 from penstock.state.manifest import Tracked
 from penstock.state.run_folder import RunFolder, read_metrics
 from penstock.trackers.registry import (

@@ -6,7 +6,7 @@ its digest: so whoever takes over one has the other. Where it is missing or dama
 their responses begin anew.
 
 Suffixes: `_P` prompts, `_B` responses, `_T` tokens of all responses.
-Left out: which prompts wait (rounds.py), what engines make of it (engines/rollout/carried.py).
+Left out: which prompts wait (rounds.py), what engines make of it (penstock/engines/rollout/carried.py).
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from typing import Any
 import numpy as np
 from prefect import get_run_logger
 
-from engines.commands.rollout import NO_SEED, CarriedEpisodes, CarriedResponses, EngineResponses
 from penstock.base.ragged import Ragged
+from penstock.engines.commands.rollout import NO_SEED, CarriedEpisodes, CarriedResponses, EngineResponses
 from penstock.session.session import Training
 from penstock.state.deferred import Deferred
 from penstock.state.experience import column_names, read_columns, write_columns

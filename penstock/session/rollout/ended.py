@@ -7,8 +7,8 @@ whole in it, if that depends on the same policy, prompts and settings, and gener
 The rest comes from other random streams. Where they have to be the same (`rollout.reproducible`, so on a CPU) nothing
 is kept: the whole rollout is generated again, and comes out the same to the last bit.
 
-Left out: what engines make of it (engines/rollout/responses.py), rounds that replace refused groups, and play with
-environments, whose episodes are known by their environments (engines/rollout/episodes.py).
+Left out: what engines make of it (penstock/engines/rollout/responses.py), rounds that replace refused groups, and play
+with environments, whose episodes are known by their environments (penstock/engines/rollout/episodes.py).
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ import pandas as pd
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from engines.commands.rollout import CarriedResponses, EndedResponses, Sampling
 from penstock.base.ragged import Ragged
+from penstock.engines.commands.rollout import CarriedResponses, EndedResponses, Sampling
 from penstock.session.rollout.carried import logprobs_of
 from penstock.session.session import Training
 from penstock.state.experience import from_arrow, to_arrow

@@ -1,6 +1,6 @@
 """What episodes add to experience, and how an environment's rewards join those of the reward source. Not a task itself.
 
-Left out: playing them (engines/rollout/episodes.py).
+Left out: playing them (penstock/engines/rollout/episodes.py).
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ from typing import Any
 
 import numpy as np
 
-from configs.schema import TrainConfig
-from engines.commands.rollout import EngineResponses, Episodes
 from penstock.base.errors import UserError
+from penstock.configs.schema import TrainConfig
+from penstock.engines.commands.rollout import EngineResponses, Episodes
 from penstock.environments.environment import TOOL_CALLS, TOOL_ERRORS
 from penstock.rewards.pool import Score, log_first, refuse_too_many
 from penstock.state.experience import column_names

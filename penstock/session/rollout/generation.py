@@ -16,9 +16,16 @@ import numpy as np
 import pandas as pd
 import pyarrow as pa
 
-from engines.commands.rollout import Asked, CarriedResponses, EndedResponses, EngineResponses, EpisodeRows, Generate
-from engines.groups.group import RankLost
 from penstock.base.ragged import Ragged
+from penstock.engines.commands.rollout import (
+    Asked,
+    CarriedResponses,
+    EndedResponses,
+    EngineResponses,
+    EpisodeRows,
+    Generate,
+)
+from penstock.engines.groups.group import RankLost
 from penstock.session.requests import BegunGeneration, GenerationRequest, Replies
 from penstock.session.rollout.carried import left_over
 from penstock.session.rollout.ended import EndedFile, other_streams
@@ -66,7 +73,7 @@ def generate(training: Training, request: GenerationRequest) -> Responses:
 def begin_generation(
     training: Training, request: GenerationRequest, hearers: Sequence[News] = (), kept: EndedFile | None = None
 ) -> BegunGeneration:
-    """Let the engines begin; they share out the prompts among themselves (engines/rollout/prompt_queue.py).
+    """Let the engines begin; they share out the prompts among themselves (penstock/engines/rollout/prompt_queue.py).
 
     With an environment a response is an episode: the policy's turns and the observations between them.
 

@@ -5,7 +5,7 @@ decides in which order numbers are added, so timing has no part in it where it h
 (`rollout.reproducible`): every engine then has prompts of its own, and of each portion its share. Otherwise whatever is
 complete first is in the first portion.
 
-Left out: what is made of a portion (tasks/stream).
+Left out: what is made of a portion (penstock/tasks/stream).
 """
 
 from __future__ import annotations
@@ -18,8 +18,14 @@ from dataclasses import dataclass
 import numpy as np
 import pyarrow as pa
 
-from engines.commands.rollout import CarriedEpisodes, CarriedResponses, EngineResponses, Episodes, PartialResults
 from penstock.base.ragged import Ragged
+from penstock.engines.commands.rollout import (
+    CarriedEpisodes,
+    CarriedResponses,
+    EngineResponses,
+    Episodes,
+    PartialResults,
+)
 from penstock.session.requests import BegunRollout, Replies
 from penstock.session.rollout.episodes import episode_columns
 from penstock.session.rollout.generation import Responses, all_counted

@@ -1,8 +1,8 @@
 """Group filter: which groups of responses dynamic sampling refuses, by what they earned.
 
-A refused group makes room for another (tasks/iteration/resample.py); where it has to stay, nothing is learnt from it
-(tasks/iteration/advantage.py). A user's function `module:function` gets for each group what its parameter names ask
-for, and returns whether to keep it:
+A refused group makes room for another (penstock/tasks/iteration/resample.py); where it has to stay, nothing is learnt
+from it (penstock/tasks/iteration/advantage.py). A user's function `module:function` gets for each group what its
+parameter names ask for, and returns whether to keep it:
 
 - `rewards`: of its responses, a float64 array; `parts`: the same of each part of the reward, by name;
 - `responses`: their texts; `prompt`, `prompt_id`; `row`: all columns of the data row, a dict.

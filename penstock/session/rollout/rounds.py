@@ -17,7 +17,7 @@ lost, and tokens are of several policies (partial rollouts of Kimi k1.5, Kimi te
 groups only). A rollout that begins before the update on the one before (`rollout.stream.staleness`) is such a round,
 whose first tokens are one update older.
 
-Left out: the engines' part (engines/rollout/quota.py), what is kept of responses (carried.py).
+Left out: the engines' part (penstock/engines/rollout/quota.py), what is kept of responses (carried.py).
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from configs.sections.rollout import RolloutConfig
+from penstock.configs.sections.rollout import RolloutConfig
 from penstock.session.requests import Round
 from penstock.session.rollout.draw import draw
 from penstock.session.session import Training

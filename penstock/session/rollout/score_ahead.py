@@ -1,7 +1,7 @@
 """Rewards of responses that have ended, while others are still generated; used by rollout. Not a task itself.
 
-The engines tell of such responses (engines/rollout/partial_results.py); where several engines work, the reply of the
-first is there before the last has ended. The reward task takes the scores (penstock/rewards/ahead.py).
+The engines tell of such responses (penstock/engines/rollout/partial_results.py); where several engines work, the reply
+of the first is there before the last has ended. The reward task takes the scores (penstock/rewards/ahead.py).
 
 Left out: rewards that the engines compute themselves, those of a reward model and of an environment. The user's
 function is left out where the engines are on the CPU: it would take the cores that they generate with (quickstart on
@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 import pandas as pd
 
-from engines.commands.rollout import EngineResponses, PartialResults
+from penstock.engines.commands.rollout import EngineResponses, PartialResults
 from penstock.rewards.types import Sample
 from penstock.session.rollout.told import News
 from penstock.session.session import Training, prompt_columns

@@ -17,8 +17,8 @@ from dataclasses import replace
 import numpy as np
 import pyarrow as pa
 
-from engines.commands.rollout import CarriedResponses, EndedResponses, EngineResponses, PartialResults
-from engines.groups.group import RankLost, RolloutStalled
+from penstock.engines.commands.rollout import CarriedResponses, EndedResponses, EngineResponses, PartialResults
+from penstock.engines.groups.group import RankLost, RolloutStalled
 from penstock.session.requests import GenerationRequest
 from penstock.session.rollout.carried import taken
 from penstock.session.rollout.ended import EndedFile

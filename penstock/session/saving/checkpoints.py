@@ -4,7 +4,7 @@ A thread of the flow waits for the copies, of one checkpoint at a time; the trai
 be written (a full disk, a host that is lost) is said by its name and leaves the checkpoint before it in force: the
 training goes on, and the next one is tried like this one.
 
-Left out: what else belongs to a checkpoint, and what the manifest says (tasks/).
+Left out: what else belongs to a checkpoint, and what the manifest says (penstock/tasks/).
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from engines.commands.hosts import WriteSlots, WrittenSlot
-from engines.groups.group import EngineGroup
-from engines.groups.hosts import HostFailed
 from penstock.base.errors import UserError
+from penstock.engines.commands.hosts import WriteSlots, WrittenSlot
+from penstock.engines.groups.group import EngineGroup
+from penstock.engines.groups.hosts import HostFailed
 from penstock.session.saving.snapshots import Named, Of, newest_whole, slots_of
 from penstock.state.state_image import IMAGES
 

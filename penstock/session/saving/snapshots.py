@@ -1,4 +1,4 @@
-"""Snapshots: the trained state after an iteration or step, in memory that outlives the ranks (engines/groups/slots.py).
+"""Snapshots: the trained state after an iteration or step, in memory that outlives the ranks (slots.py of the groups).
 
 A snapshot counts once every rank of every group that trains has finished it. Each rank has two slots, so the newest one
 that counts is never written over, nor one that is being copied to files (checkpoints.py).
@@ -12,12 +12,12 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
-from configs.schema import TrainConfig
-from engines.commands.checkpoint import LoadSnapshot, TakeSnapshot
-from engines.commands.hosts import SlotFacts, TellSlots
-from engines.commands.message import Command
-from engines.groups.group import EngineGroup
-from engines.groups.hosts import REPLY_S
+from penstock.configs.schema import TrainConfig
+from penstock.engines.commands.checkpoint import LoadSnapshot, TakeSnapshot
+from penstock.engines.commands.hosts import SlotFacts, TellSlots
+from penstock.engines.commands.message import Command
+from penstock.engines.groups.group import EngineGroup
+from penstock.engines.groups.hosts import REPLY_S
 
 Of = Literal["iteration", "step"]  # what snapshots are counted by
 Named = tuple[Of, int]

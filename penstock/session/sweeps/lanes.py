@@ -14,9 +14,9 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from configs.schema import TrainConfig
-from engines.groups.machine import gpu_uuid, visible_gpus
 from penstock.base.errors import UserError
+from penstock.configs.schema import TrainConfig
+from penstock.engines.groups.machine import gpu_uuid, visible_gpus
 
 GPUS = "CUDA_VISIBLE_DEVICES"
 

@@ -1,6 +1,6 @@
 """A sweep planned: its combinations, each of them checked as its training would be, before the first one begins.
 
-Left out: the combinations themselves (configs/loading/sweep.py), which GPUs a training gets (lanes.py).
+Left out: the combinations themselves (penstock/configs/loading/sweep.py), which GPUs a training gets (lanes.py).
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from configs.loading.load import parse_override, tree_of
-from configs.loading.sweep import Overrides, drawn, grid, parse_axes
-from configs.schema import TrainConfig
-from configs.tree.recipes import compose, dump, read_mapping, read_tree
 from penstock.base.errors import UserError
 from penstock.base.files import write_text
+from penstock.configs.loading.load import parse_override, tree_of
+from penstock.configs.loading.sweep import Overrides, drawn, grid, parse_axes
+from penstock.configs.schema import TrainConfig
+from penstock.configs.tree.recipes import compose, dump, read_mapping, read_tree
 from penstock.data.source import reading_once
 from penstock.reports.sweep import figure_of
 from penstock.session.opening import TRAIN, foreseen

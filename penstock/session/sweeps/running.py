@@ -17,8 +17,8 @@ from pathlib import Path
 from prefect import Flow
 from prefect.exceptions import TerminationSignal
 
-from configs.sections.run import names_of_trackers
 from penstock.base.errors import FailedInWords
+from penstock.configs.sections.run import names_of_trackers
 from penstock.session.sweeps.plan import Plan, taken_up
 from penstock.session.sweeps.trainings import LOOK_S, Ended, Processes, processes
 from penstock.state.manifest import Tracked

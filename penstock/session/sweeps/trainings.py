@@ -4,7 +4,7 @@ A process is a child flow run (penstock/cli/runs/swept.py) on the sweep's own Pr
 it, and it lies below a keeper: if this process is killed, nothing of a training is left. One that is told to end writes
 its summary first, as after Ctrl-C.
 
-Left out: which trainings there are (plan.py) and what becomes of their results (tasks/sweep).
+Left out: which trainings there are (plan.py) and what becomes of their results (penstock/tasks/sweep).
 """
 
 from __future__ import annotations

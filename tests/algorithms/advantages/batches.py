@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from algorithms.advantages.types import AdvantageInputs
+from penstock.algorithms.advantages.types import AdvantageInputs
 
 
 @dataclass(frozen=True)

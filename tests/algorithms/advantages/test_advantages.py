@@ -14,8 +14,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from algorithms.advantages import ADVANTAGES
-from algorithms.advantages.types import AdvantageInputs
+from penstock.algorithms.advantages import ADVANTAGES
+from penstock.algorithms.advantages.types import AdvantageInputs
 from tests.algorithms.advantages.batches import Row, ragged_batch, rows_of, take, without_token_rewards
 
 Expected = list[list[float]]  # per row, per counted token

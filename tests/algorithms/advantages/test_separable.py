@@ -11,11 +11,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from algorithms.advantages import ADVANTAGES
-from algorithms.advantages.types import AdvantageInputs
-from algorithms.declarations.settings import settings
-from algorithms.registry import is_separable
-from algorithms.segments import rows_of_tokens
+from penstock.algorithms.advantages import ADVANTAGES
+from penstock.algorithms.advantages.types import AdvantageInputs
+from penstock.algorithms.declarations.settings import settings
+from penstock.algorithms.registry import is_separable
+from penstock.algorithms.segments import rows_of_tokens
 from tests.algorithms.advantages.batches import ragged_batch, take, without_token_rewards
 
 PORTIONS = ((-2, 3, 99), (0, 1), (-1, 2, 4, 5, 6))  # groups of the batch

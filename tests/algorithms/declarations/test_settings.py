@@ -8,14 +8,14 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import pytest
 from annotated_types import Ge, Gt
 
-from algorithms import registry
-from algorithms.declarations.settings import REQUIRED, Setting, arguments, note, settings, summary
-from algorithms.registry import settings_of
+from penstock.algorithms import registry
+from penstock.algorithms.declarations.settings import REQUIRED, Setting, arguments, note, settings, summary
+from penstock.algorithms.registry import settings_of
 from penstock.base.errors import UserError
 
 if TYPE_CHECKING:
-    from algorithms.advantages.types import AdvantageInputs as Inputs
-    from algorithms.declarations.algorithm import Algorithm as Unseen
+    from penstock.algorithms.advantages.types import AdvantageInputs as Inputs
+    from penstock.algorithms.declarations.algorithm import Algorithm as Unseen
 
 
 def sharpened(

@@ -14,10 +14,10 @@ import numpy as np
 import pytest
 import torch
 
-from algorithms.aggregation import AGGREGATIONS, aggregate
-from algorithms.covariance import token_covariances
-from algorithms.policy_losses import CHOICES, POLICY_LOSSES, clip_cov, kl_cov
-from algorithms.policy_losses.types import PolicyLossInputs
+from penstock.algorithms.aggregation import AGGREGATIONS, aggregate
+from penstock.algorithms.covariance import token_covariances
+from penstock.algorithms.policy_losses import CHOICES, POLICY_LOSSES, clip_cov, kl_cov
+from penstock.algorithms.policy_losses.types import PolicyLossInputs
 from tests.algorithms import losses as papers
 from tests.algorithms.losses import Sequence, denominators, differences, objective, packed
 

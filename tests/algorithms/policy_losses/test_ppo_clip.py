@@ -10,9 +10,9 @@ import math
 import pytest
 import torch
 
-from algorithms.aggregation import Denominators, aggregate
-from algorithms.policy_losses.ppo_clip import ppo_clip
-from algorithms.policy_losses.types import PolicyLossInputs
+from penstock.algorithms.aggregation import Denominators, aggregate
+from penstock.algorithms.policy_losses.ppo_clip import ppo_clip
+from penstock.algorithms.policy_losses.types import PolicyLossInputs
 
 
 def inputs_of(log_ratios: list[float], advantages: list[float], dtype: torch.dtype = torch.float64) -> PolicyLossInputs:

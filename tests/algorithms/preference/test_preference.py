@@ -11,11 +11,11 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from algorithms.bradley_terry import bradley_terry
-from algorithms.preference import PREFERENCE_LOSSES
-from algorithms.preference.orpo import log_odds
-from algorithms.preference.types import LabelInputs, PairInputs
-from algorithms.registry import is_labelled, needs_reference
+from penstock.algorithms.bradley_terry import bradley_terry
+from penstock.algorithms.preference import PREFERENCE_LOSSES
+from penstock.algorithms.preference.orpo import log_odds
+from penstock.algorithms.preference.types import LabelInputs, PairInputs
+from penstock.algorithms.registry import is_labelled, needs_reference
 
 NOW = [[-0.5, -1.25], [-2.0], [-0.1, -0.7, -0.3], [-1.5, -0.2]]
 REFERENCE = [[-0.9, -1.0], [-1.0], [-0.2, -0.9, -0.1], [-1.0, -0.6]]

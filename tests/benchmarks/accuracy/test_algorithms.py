@@ -12,16 +12,16 @@ from typing import Any
 
 import pytest
 
-from algorithms.policy_losses import POLICY_LOSSES
-from algorithms.registry import ALGORITHMS
-from benchmarks.accuracy import algorithms, side_by_side
-from benchmarks.accuracy.algorithms import TUNED, Plan, figures_of, measure, parse_seeds, row_of
-from benchmarks.accuracy.algorithms_page import rendered, table
-from benchmarks.accuracy.part_rewards import sum_and_digits
-from benchmarks.accuracy.side_by_side import Ended
-from benchmarks.reporting.result import BenchResult, new_result, read_result
-from configs.loading.load import load_config
+from penstock.algorithms.policy_losses import POLICY_LOSSES
+from penstock.algorithms.registry import ALGORITHMS
 from penstock.base.errors import UserError
+from penstock.benchmarks.accuracy import algorithms, side_by_side
+from penstock.benchmarks.accuracy.algorithms import TUNED, Plan, figures_of, measure, parse_seeds, row_of
+from penstock.benchmarks.accuracy.algorithms_page import rendered, table
+from penstock.benchmarks.accuracy.part_rewards import sum_and_digits
+from penstock.benchmarks.accuracy.side_by_side import Ended
+from penstock.benchmarks.reporting.result import BenchResult, new_result, read_result
+from penstock.configs.loading.load import load_config
 from penstock.rewards.builtin import exact_match
 
 ROOT = Path(__file__).resolve().parents[3]

@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from benchmarks.accuracy import algorithms, modes
-from benchmarks.accuracy.modes import MODE, SYNCHRONOUS, Comparison, figures_of, measure
-from benchmarks.accuracy.side_by_side import Ended
 from penstock.base.errors import UserError
+from penstock.benchmarks.accuracy import algorithms, modes
+from penstock.benchmarks.accuracy.modes import MODE, SYNCHRONOUS, Comparison, figures_of, measure
+from penstock.benchmarks.accuracy.side_by_side import Ended
 
 ROOT = Path(__file__).resolve().parents[3]
 TAIL = "rollout.tail={extra: 0.5}"

@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.families.measuring import measure
-from benchmarks.families.page import BEGIN, END, read_page, rendered
-from benchmarks.reporting.result import read_result
-from benchmarks.workload.families import FAMILIES, REFUSED
 from penstock.base.errors import UserError
+from penstock.benchmarks.families.measuring import measure
+from penstock.benchmarks.families.page import BEGIN, END, read_page, rendered
+from penstock.benchmarks.reporting.result import read_result
+from penstock.benchmarks.workload.families import FAMILIES, REFUSED
 from tests.processes import ROOT
 
 PAGE = ROOT / "docs" / "models.md"

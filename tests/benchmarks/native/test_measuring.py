@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from benchmarks.native.measuring import SAME_CPU, _check_same, measure
-from benchmarks.workload.experience import lognormal_lengths
-from configs.schema import TrainConfig
 from penstock.base.errors import UserError
+from penstock.benchmarks.native.measuring import SAME_CPU, _check_same, measure
+from penstock.benchmarks.workload.experience import lognormal_lengths
+from penstock.configs.schema import TrainConfig
 from tests.engines.shared_ranks import Shape
 
 ROWS, PROMPT = 8, 6

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.peers.logs import trl_figures, verl_figures
-from benchmarks.reporting.result import new_result, read_result, write_result
 from penstock.base.errors import UserError
+from penstock.benchmarks.peers.logs import trl_figures, verl_figures
+from penstock.benchmarks.reporting.result import new_result, read_result, write_result
 from penstock.cli.commands.bench import peers
 
 TRL = """

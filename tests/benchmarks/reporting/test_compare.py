@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.reporting.compare import compare, direction, remarks
-from benchmarks.reporting.result import BenchResult, write_result
 from penstock.base.errors import UserError
+from penstock.benchmarks.reporting.compare import compare, direction, remarks
+from penstock.benchmarks.reporting.result import BenchResult, write_result
 from penstock.cli import main as cli
 
 

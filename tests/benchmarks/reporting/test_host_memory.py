@@ -5,7 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 
-from benchmarks.reporting.host_memory import held_bytes, run_measured
+from penstock.benchmarks.reporting.host_memory import held_bytes, run_measured
 
 MIB = 1 << 20
 # A process with 64 MiB of its own, which a child shares after the fork; the child then takes 64 MiB more.

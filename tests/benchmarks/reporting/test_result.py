@@ -9,8 +9,16 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from benchmarks.reporting.result import BenchResult, medians, new_result, read_peers, read_result, steady, write_result
 from penstock.base.errors import UserError
+from penstock.benchmarks.reporting.result import (
+    BenchResult,
+    medians,
+    new_result,
+    read_peers,
+    read_result,
+    steady,
+    write_result,
+)
 
 RESULTS = Path(__file__).resolve().parents[3] / "benchmarks" / "results"
 PLAIN: dict[str, Any] = {

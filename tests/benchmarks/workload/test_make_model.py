@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from benchmarks.workload import make_model
+from penstock.benchmarks.workload import make_model
 
 
 @pytest.mark.parametrize(("mean_response", "tokens"), [(None, 1), (100, 1519)])

@@ -11,16 +11,16 @@ import pytest
 from typer.testing import CliRunner
 
 from benchmarks.peers import run_trl, run_trl_cpu, run_verl
-from benchmarks.workload.digit_reward import share_of_digits
-from benchmarks.workload.experience import fixed_lengths, lengths_named, lognormal_lengths, write_experience
-from benchmarks.workload.prompts import problems_of, prompts, with_prompts, write_prompts
-from configs.loading.load import load_config
-from configs.schema import TrainConfig
-from engines.training.trainer import learning_rate_factor
 from penstock.base.errors import UserError
+from penstock.benchmarks.workload.digit_reward import share_of_digits
+from penstock.benchmarks.workload.experience import fixed_lengths, lengths_named, lognormal_lengths, write_experience
+from penstock.benchmarks.workload.prompts import problems_of, prompts, with_prompts, write_prompts
 from penstock.cli.commands.bench import app as bench
+from penstock.configs.loading.load import load_config
+from penstock.configs.schema import TrainConfig
 from penstock.data.order import epoch_order
 from penstock.data.source import split_of
+from penstock.engines.training.trainer import learning_rate_factor
 from penstock.rewards.builtin import exact_match
 from penstock.state.experience import read_columns
 

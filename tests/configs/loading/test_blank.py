@@ -9,12 +9,12 @@ import pytest
 from prefect.utilities.callables import parameter_schema
 from prefect.utilities.schema_tools import validate
 
-from configs.loading.blank import CLOSED, OPEN, blank
-from configs.schema import TrainConfig
-from flows.preference import preference
-from flows.reward_model import reward_model
-from flows.sft import sft
-from flows.train import train
+from penstock.configs.loading.blank import CLOSED, OPEN, blank
+from penstock.configs.schema import TrainConfig
+from penstock.flows.preference import preference
+from penstock.flows.reward_model import reward_model
+from penstock.flows.sft import sft
+from penstock.flows.train import train
 
 RECIPES = ["configs/quickstart.yaml", "configs/grpo_gsm8k.yaml"]
 KEYS = {  # of fields with limits

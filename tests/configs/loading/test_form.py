@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 
-from configs.idle import idle_settings
-from configs.loading.form import config_from_form
-from configs.loading.load import load_config, to_yaml
-from configs.preference import PreferenceConfig
-from configs.schema import TrainConfig
 from penstock.base.errors import UserError
+from penstock.configs.idle import idle_settings
+from penstock.configs.loading.form import config_from_form
+from penstock.configs.loading.load import load_config, to_yaml
+from penstock.configs.preference import PreferenceConfig
+from penstock.configs.schema import TrainConfig
 
 QUICKSTART = "configs/quickstart.yaml"
 FIELDS = {

@@ -12,10 +12,10 @@ from typing import Any
 
 import pytest
 
-from configs.loading.load import config_from_mapping, describe_keys, load_config, to_yaml
-from configs.schema import TrainConfig
-from configs.tree import recipes
 from penstock.base.errors import UserError
+from penstock.configs.loading.load import config_from_mapping, describe_keys, load_config, to_yaml
+from penstock.configs.schema import TrainConfig
+from penstock.configs.tree import recipes
 
 
 @pytest.fixture

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from configs.loading.resuming import OF_PAIRS, OF_SFT, OF_TRAIN, Resumable, course_changes, resumed_config
-from configs.preference import PairConfig, PreferenceConfig, RewardModelConfig
-from configs.schema import TrainConfig
 from penstock.base.errors import UserError
+from penstock.configs.loading.resuming import OF_PAIRS, OF_SFT, OF_TRAIN, Resumable, course_changes, resumed_config
+from penstock.configs.preference import PairConfig, PreferenceConfig, RewardModelConfig
+from penstock.configs.schema import TrainConfig
 
 TRAIN = TrainConfig.model_validate({"iterations": 10, "sft": {"steps": 10}})
 PREFERENCE = PreferenceConfig.model_validate({"trainer": {"steps": 10}, "data": {"train": "pairs.jsonl"}})

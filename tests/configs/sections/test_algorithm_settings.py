@@ -11,19 +11,19 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from algorithms.advantages import ADVANTAGES
-from algorithms.declarations.algorithm import Algorithm
-from algorithms.kl import KL_ESTIMATORS
-from algorithms.policy_losses import POLICY_LOSSES
-from algorithms.registry import ALGORITHMS, every_setting, settings_of
-from configs.idle import idle_settings
-from configs.loading.keys import describe_keys, suggest
-from configs.loading.load import config_from_mapping, to_yaml
-from configs.schema import TrainConfig
-from configs.sections.algorithm import AlgorithmConfig, KLConfig
-from configs.tree.recipes import merge, parse
+from penstock.algorithms.advantages import ADVANTAGES
+from penstock.algorithms.declarations.algorithm import Algorithm
+from penstock.algorithms.kl import KL_ESTIMATORS
+from penstock.algorithms.policy_losses import POLICY_LOSSES
+from penstock.algorithms.registry import ALGORITHMS, every_setting, settings_of
 from penstock.base.errors import UserError
-from tasks.iteration.refresh_reference import refresh_due
+from penstock.configs.idle import idle_settings
+from penstock.configs.loading.keys import describe_keys, suggest
+from penstock.configs.loading.load import config_from_mapping, to_yaml
+from penstock.configs.schema import TrainConfig
+from penstock.configs.sections.algorithm import AlgorithmConfig, KLConfig
+from penstock.configs.tree.recipes import merge, parse
+from penstock.tasks.iteration.refresh_reference import refresh_due
 from tests.algorithms.values import other_value
 
 

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from configs.loading.load import config_from_mapping
-from configs.schema import TrainConfig
 from penstock.base.errors import UserError
+from penstock.configs.loading.load import config_from_mapping
+from penstock.configs.schema import TrainConfig
 
 
 def resolved(correction: dict[str, Any], algorithm: dict[str, Any] | None = None, **sections: Any) -> TrainConfig:

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from configs.loading.load import load_config
-from configs.schema import TrainConfig
 from penstock.base.errors import UserError
 from penstock.checks.training import check_environment, check_inputs, check_reward
+from penstock.configs.loading.load import load_config
+from penstock.configs.schema import TrainConfig
 
 GAME = {"type": "penstock.environments.calculator:Calculator"}
 ROOT = Path(__file__).resolve().parents[3]

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from configs.loading.load import config_from_mapping
-from configs.schema import TrainConfig
 from penstock.base.errors import UserError
+from penstock.configs.loading.load import config_from_mapping
+from penstock.configs.schema import TrainConfig
 
 IN_REWARD = {"name": "grpo", "kl": {"place": "reward", "coefficient": 0.05}}
 IN_LOSS = {"name": "grpo", "mini_batches": 1, "kl": {"place": "loss", "coefficient": 0.05}}

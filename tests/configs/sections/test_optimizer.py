@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from configs.loading.load import config_from_mapping
-from configs.schema import TrainConfig
-from configs.sections.optimizer import OPTIMIZERS, OptimizerConfig
-from configs.sections.trainer import TrainerConfig
+from penstock.configs.loading.load import config_from_mapping
+from penstock.configs.schema import TrainConfig
+from penstock.configs.sections.optimizer import OPTIMIZERS, OptimizerConfig
+from penstock.configs.sections.trainer import TrainerConfig
 
 OWN = ("betas", "eps", "momentum")
 

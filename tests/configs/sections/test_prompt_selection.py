@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from configs.schema import TrainConfig
-from configs.sections.prompt_selection import SamplerConfig
 from penstock.base.errors import UserError
 from penstock.checks.data import check_prompt_selection
+from penstock.configs.schema import TrainConfig
+from penstock.configs.sections.prompt_selection import SamplerConfig
 
 
 @pytest.mark.parametrize(
@@ -62,6 +62,6 @@ def test_the_column_is_looked_for_before_anything_starts(tmp_path: Path) -> None
             check_prompt_selection(TrainConfig.model_validate({"data": data}))
     carries = {"arithmetic": {}, "sampler": {"name": "curriculum", "column": "carries"}}
     check_prompt_selection(TrainConfig.model_validate({"data": carries}))
-    function = {"dynamic_sampling": {"function": "tests.penstock.session.rollout.filter_examples:nowhere"}}
+    function = {"dynamic_sampling": {"function": "tests.session.rollout.filter_examples:nowhere"}}
     with pytest.raises(UserError, match="has no 'nowhere'"):
         check_prompt_selection(TrainConfig.model_validate({"algorithm": function}))

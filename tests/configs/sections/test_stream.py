@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from configs.loading.load import config_from_mapping
 from penstock.base.errors import UserError
+from penstock.configs.loading.load import config_from_mapping
 
 APART = {"training": {"roles": ["actor"]}, "generating": {"roles": ["rollout"]}}
 WITH_CRITIC = {"training": {"roles": ["actor", "critic"]}, "generating": {"roles": ["rollout"]}}

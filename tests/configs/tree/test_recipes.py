@@ -12,11 +12,11 @@ from pathlib import Path
 import pytest
 import yaml
 
-from configs.loading.load import load_saved
-from configs.schema import TrainConfig
-from configs.tree import recipes
-from configs.tree.recipes import compose, dump, merge, parse, read_tree
 from penstock.base.errors import UserError
+from penstock.base.home import RECIPES
+from penstock.configs.loading.load import load_saved
+from penstock.configs.schema import TrainConfig
+from penstock.configs.tree.recipes import compose, dump, merge, parse, read_tree
 
 
 def _write(folder: Path, **recipes: str) -> None:
@@ -167,7 +167,7 @@ def test_a_form_names_recipes_and_no_other_files(tmp_path: Path, monkeypatch: py
 def test_our_recipes_may_be_named_wherever_one_works(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """And a recipe of a person's own may lie anywhere, with what it builds on: the control of the refusals above."""
     monkeypatch.chdir(tmp_path)
-    ours = str(Path(recipes.__file__).parents[1] / "quickstart.yaml")
+    ours = str(RECIPES / "quickstart.yaml")
     assert TrainConfig.model_validate({"base": ours}).name == "quickstart"
     elsewhere = tmp_path.with_name(f"{tmp_path.name}-elsewhere")
     elsewhere.mkdir()

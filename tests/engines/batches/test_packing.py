@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 import torch
 
-from engines.batches.micro_batches import plan_micro_batches, planned_tokens
-from engines.batches.packing import PackedInTurn, Rows, pack
 from penstock.base.ragged import Ragged
+from penstock.engines.batches.micro_batches import plan_micro_batches, planned_tokens
+from penstock.engines.batches.packing import PackedInTurn, Rows, pack
 
 CPU = torch.device("cpu")
 

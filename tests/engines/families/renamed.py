@@ -14,8 +14,8 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaAttention, LlamaMLP
 
-from engines.families.table import FAMILIES, Family, Linear
 from penstock.data.tokenizer import make_byte_tokenizer
+from penstock.engines.families.table import FAMILIES, Family, Linear
 from tests.engines.shared_ranks import EOS, PAD, VOCABULARY
 
 TABLE = FAMILIES  # without a row for it

@@ -16,14 +16,14 @@ import torch
 import transformers
 from transformers import AutoModelForCausalLM
 
-from engines.batches.packing import Rows, pack
-from engines.kernels.attention import packed_attention
-from engines.models.loading import load_causal_lm, start_reward_model
-from engines.models.models import PackedPolicy, PackedRewardModel
 from penstock.base.errors import UserError
 from penstock.base.ragged import Ragged
 from penstock.checks.model import check_model_folder
 from penstock.data.tokenizer import make_byte_tokenizer
+from penstock.engines.batches.packing import Rows, pack
+from penstock.engines.kernels.attention import packed_attention
+from penstock.engines.models.loading import load_causal_lm, start_reward_model
+from penstock.engines.models.models import PackedPolicy, PackedRewardModel
 from tests.engines.rows import random_rows
 from tests.engines.shared_ranks import EOS, PAD, VOCABULARY
 from tests.engines.unpacked import load_unpacked, row_logprobs

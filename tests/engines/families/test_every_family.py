@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks.families.measuring import measure_folder
-from benchmarks.workload.families import FAMILIES, REFUSED, write_family
-from configs.schema import TrainConfig
+from penstock.benchmarks.families.measuring import measure_folder
+from penstock.benchmarks.workload.families import FAMILIES, REFUSED, write_family
+from penstock.configs.schema import TrainConfig
 from tests.engines.rows import LOSS, SPLIT, random_rows, write_rows
 from tests.engines.shared_ranks import SMALL, Ranks
 

@@ -16,12 +16,12 @@ import torch
 import transformers
 from transformers import AutoModelForCausalLM
 
-from configs.schema import TrainConfig
-from engines.families.architecture import REMEDY
-from engines.families.served import check_served, native_architectures
 from penstock.base.errors import UserError
 from penstock.checks.training import check_inputs
+from penstock.configs.schema import TrainConfig
 from penstock.data.tokenizer import make_byte_tokenizer
+from penstock.engines.families.architecture import REMEDY
+from penstock.engines.families.served import check_served, native_architectures
 
 SIZES: dict[str, Any] = {
     "vocab_size": 64,
@@ -135,8 +135,7 @@ def test_the_table_is_vllms_own() -> None:
 
 def test_the_table_is_read_without_vllm_or_torch() -> None:
     """The check belongs to the flow's process, which imports neither."""
-    code = (
-        "import sys, engines.families.served as s; s.native_architectures(); print({'vllm', 'torch'} & {*sys.modules})"
-    )
+    table = "import sys, penstock.engines.families.served as s; s.native_architectures()"
+    code = f"{table}; print({{'vllm', 'torch'}} & {{*sys.modules}})"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "set()"

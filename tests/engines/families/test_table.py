@@ -13,20 +13,20 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from configs.schema import TrainConfig
-from configs.sections.trainer import LoraConfig
-from engines.families import table
-from engines.families.architecture import check_architecture
-from engines.families.shape import read_shape
-from engines.families.table import FAMILIES, USUAL, Family, family_of
-from engines.kernels.gated_mlp import GatedMlp, gate_in_products
-from engines.kernels.weight_gradients import JointProduct, SummedLinear, sum_in_products
-from engines.models.loading import load_causal_lm
-from engines.models.models import PackedPolicy
-from engines.weights.layout import family_in
-from engines.weights.lora import adapted_layers, attach
 from penstock.base.errors import UserError
 from penstock.base.ragged import Ragged
+from penstock.configs.schema import TrainConfig
+from penstock.configs.sections.trainer import LoraConfig
+from penstock.engines.families import table
+from penstock.engines.families.architecture import check_architecture
+from penstock.engines.families.shape import read_shape
+from penstock.engines.families.table import FAMILIES, USUAL, Family, family_of
+from penstock.engines.kernels.gated_mlp import GatedMlp, gate_in_products
+from penstock.engines.kernels.weight_gradients import JointProduct, SummedLinear, sum_in_products
+from penstock.engines.models.loading import load_causal_lm
+from penstock.engines.models.models import PackedPolicy
+from penstock.engines.weights.layout import family_in
+from penstock.engines.weights.lora import adapted_layers, attach
 from tests.engines.families import renamed
 from tests.engines.rows import LOSS, SPLIT, random_rows, write_rows
 from tests.engines.shared_ranks import SMALL, Ranks

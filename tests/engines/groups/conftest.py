@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from engines.groups.group import EngineGroup
+from penstock.engines.groups.group import EngineGroup
 from tests.engines.groups.small_ranks import spec
 
 

@@ -13,9 +13,9 @@ from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
-from engines.groups.channel import Tell
-from engines.groups.group import EngineGroup, GroupSpec, RankDevice
 from penstock.base.errors import UserError
+from penstock.engines.groups.channel import Tell
+from penstock.engines.groups.group import EngineGroup, GroupSpec, RankDevice
 from tests.processes import leave_children
 from tests.waiting import came_true
 

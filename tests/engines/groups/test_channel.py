@@ -19,7 +19,7 @@ import pytest
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
-from engines.groups import channel
+from penstock.engines.groups import channel
 from tests.waiting import came_true
 
 

@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from engines.commands.hosts import Dial, MeetingPlace, RankPlace, StartRanks
-from engines.groups.environment import environment_of
-from engines.groups.interface import LOOPBACK_INTERFACE, Interface
 from penstock.base.errors import UserError
+from penstock.engines.commands.hosts import Dial, MeetingPlace, RankPlace, StartRanks
+from penstock.engines.groups.environment import environment_of
+from penstock.engines.groups.interface import LOOPBACK_INTERFACE, Interface
 
 
 def _start(gpus: Sequence[int | None], path: Sequence[str] = ()) -> StartRanks:

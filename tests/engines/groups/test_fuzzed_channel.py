@@ -20,14 +20,14 @@ import pyarrow as pa
 import pytest
 import zmq
 
-from engines.commands.hosts import TellFacts
-from engines.commands.message import WrongMessage
-from engines.groups import channel, interface
-from engines.groups.group import EngineGroup, RankLost
-from engines.groups.host import HostStart
-from engines.groups.hosts import HostFailed, Hosts, start_host
-from engines.groups.said import BY_HOSTS, BY_RANKS, TO_HOSTS, checked
-from engines.groups.spec import LOCAL
+from penstock.engines.commands.hosts import TellFacts
+from penstock.engines.commands.message import WrongMessage
+from penstock.engines.groups import channel, interface
+from penstock.engines.groups.group import EngineGroup, RankLost
+from penstock.engines.groups.host import HostStart
+from penstock.engines.groups.hosts import HostFailed, Hosts, start_host
+from penstock.engines.groups.said import BY_HOSTS, BY_RANKS, TO_HOSTS, checked
+from penstock.engines.groups.spec import LOCAL
 from tests.engines.groups.small_ranks import pids_of, spec
 from tests.waiting import came_true
 

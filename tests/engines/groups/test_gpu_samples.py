@@ -7,8 +7,8 @@ import threading
 import pynvml
 import pytest
 
-from engines.commands.hosts import GpuSample
-from engines.groups.machine import GpuSampler
+from penstock.engines.commands.hosts import GpuSample
+from penstock.engines.groups.machine import GpuSampler
 from tests.waiting import until
 
 

@@ -15,8 +15,8 @@ import numpy as np
 import psutil
 import pytest
 
-from engines.groups.environment import WITHHELD_VARIABLES
-from engines.groups.group import EngineError, EngineGroup, RankLost
+from penstock.engines.groups.environment import WITHHELD_VARIABLES
+from penstock.engines.groups.group import EngineError, EngineGroup, RankLost
 from tests.engines.groups.small_ranks import pids_of, spec
 from tests.processes import alive, words_of
 from tests.waiting import came_true
@@ -157,10 +157,10 @@ def test_no_secret_is_in_what_a_process_is_started_with(tmp_path: Path, monkeypa
         group.wait_ready()
         host = psutil.Process(group._own_hosts._child.pid)
         processes = host.children(recursive=True)
-        assert sum("engines.groups.rank" in words_of(process) for process in processes) == 2
+        assert sum("penstock.engines.groups.rank" in words_of(process) for process in processes) == 2
         for process in [host, *processes]:
             told = b"".join(Path(f"/proc/{process.pid}/{name}").read_bytes() for name in ("environ", "cmdline"))
-            if b"engines.groups.rank" in told:
+            if b"penstock.engines.groups.rank" in told:
                 assert b"porridge" in told
             for secret in ("sesame", address.client_secret, address.client_public, address.server_public):
                 assert secret.encode() not in told

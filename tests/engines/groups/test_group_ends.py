@@ -15,9 +15,9 @@ from pathlib import Path
 import psutil
 import pytest
 
-from engines.groups.group import EngineError, EngineGroup, GroupClosed, OutOfMemory, RankDevice, RankLost
-from engines.groups.processes import ROTATE_ABOVE_BYTES
 from penstock.base.errors import UserError
+from penstock.engines.groups.group import EngineError, EngineGroup, GroupClosed, OutOfMemory, RankDevice, RankLost
+from penstock.engines.groups.processes import ROTATE_ABOVE_BYTES
 from tests.engines.groups.small_ranks import pids_of, spec
 from tests.processes import alive, noted
 from tests.waiting import came_true
@@ -304,7 +304,7 @@ def test_close_ends_a_stopped_rank(group: EngineGroup) -> None:
 _FLOW = """
 import sys, threading, time
 from pathlib import Path
-from engines.groups.group import EngineGroup
+from penstock.engines.groups.group import EngineGroup
 from tests.engines.groups.small_ranks import pids_of, spec
 
 def start():

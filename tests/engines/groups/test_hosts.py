@@ -21,15 +21,15 @@ from unittest.mock import Mock
 import psutil
 import pytest
 
-from engines.commands.hosts import ProveFolder, TellFacts, TellLog, WriteFile
-from engines.groups import channel, interface
-from engines.groups import host as module
-from engines.groups import hosts as flows_side
-from engines.groups.group import EngineGroup, HostLost, RankDevice
-from engines.groups.host import Host, HostStart
-from engines.groups.hosts import HostFailed, Hosts, start_host
-from engines.groups.spec import LOCAL
 from penstock.base.errors import UserError
+from penstock.engines.commands.hosts import ProveFolder, TellFacts, TellLog, WriteFile
+from penstock.engines.groups import channel, interface
+from penstock.engines.groups import host as module
+from penstock.engines.groups import hosts as flows_side
+from penstock.engines.groups.group import EngineGroup, HostLost, RankDevice
+from penstock.engines.groups.host import Host, HostStart
+from penstock.engines.groups.hosts import HostFailed, Hosts, start_host
+from penstock.engines.groups.spec import LOCAL
 from tests.engines.groups.small_ranks import pids_of, spec
 from tests.processes import alive
 from tests.waiting import came_true, until
@@ -97,10 +97,10 @@ def test_a_host_writes_a_file_that_is_read_as_it_was_written(tmp_path: Path) -> 
 
 def test_a_host_imports_no_library_of_the_engines_and_no_configuration() -> None:
     """It is to be there in a fraction of a second. Control: what it imports is seen."""
-    code = "import engines.groups.host, sys; print([*sys.modules])"
+    code = "import penstock.engines.groups.host, sys; print([*sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert "'zmq'" in done.stdout
-    heavy = ("torch", "vllm", "prefect", "mlflow", "pandas", "configs.schema")
+    heavy = ("torch", "vllm", "prefect", "mlflow", "pandas", "penstock.configs.schema")
     assert not {f"'{name}'" for name in heavy} & set(done.stdout.split(", "))
 
 
@@ -194,7 +194,7 @@ def test_another_process_takes_the_place_of_a_lost_host(tmp_path: Path) -> None:
 _FLOW = """
 import sys, time
 from pathlib import Path
-from engines.groups.group import EngineGroup
+from penstock.engines.groups.group import EngineGroup
 from tests.engines.groups.small_ranks import pids_of
 from tests.engines.groups.test_hosts import _apart, two_hosts
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pynvml
 import pytest
 
-from engines.groups.machine import visible_gpus
 from penstock.base.errors import UserError
+from penstock.engines.groups.machine import visible_gpus
 
 
 @pytest.mark.parametrize(

@@ -7,9 +7,10 @@ from typing import Any
 
 import pytest
 
-from configs.preference import PreferenceConfig
-from configs.schema import TrainConfig
-from engines.groups.placement import (
+from penstock.base.errors import UserError
+from penstock.configs.preference import PreferenceConfig
+from penstock.configs.schema import TrainConfig
+from penstock.engines.groups.placement import (
     STRATEGIES,
     describe_strategy,
     hosts_of,
@@ -17,7 +18,6 @@ from engines.groups.placement import (
     reference_is_base,
     reshard_strategy,
 )
-from penstock.base.errors import UserError
 
 LOGS = Path("logs")
 PPO = {"algorithm": {"name": "ppo"}}
@@ -34,7 +34,7 @@ def test_without_groups_one_group_takes_all_there_is() -> None:
     deadlines = {"start_timeout_s": 6, "command_timeout_s": 7, "heartbeat_timeout_s": 8}
     (spec,) = place(TrainConfig(**PPO, engine=deadlines), 0, LOGS)
     assert spec.roles == ("actor", "critic", "rollout")
-    assert (spec.log_dir, spec.worker) == (LOGS, "engines.ranks.worker:Worker")
+    assert (spec.log_dir, spec.worker) == (LOGS, "penstock.engines.ranks.worker:Worker")
     assert (spec.start_timeout_s, spec.command_timeout_s, spec.heartbeat_timeout_s) == (6.0, 7.0, 8.0)
 
 

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from engines.groups import interface
-from engines.groups.interface import LOOPBACK, free_port, listening_socket
+from penstock.engines.groups import interface
+from penstock.engines.groups.interface import LOOPBACK, free_port, listening_socket
 
 
 def test_a_free_port_is_none_that_others_are_given() -> None:

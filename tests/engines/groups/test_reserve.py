@@ -7,9 +7,9 @@ from pathlib import Path
 import psutil
 import pytest
 
-from engines.groups.group import EngineGroup, RankLost
-from engines.groups.hosts import Hosts
-from engines.groups.processes import RESERVE
+from penstock.engines.groups.group import EngineGroup, RankLost
+from penstock.engines.groups.hosts import Hosts
+from penstock.engines.groups.processes import RESERVE
 from tests.engines.groups.small_ranks import pids_of, spec
 from tests.processes import alive, words_of
 from tests.waiting import until
@@ -21,7 +21,7 @@ NAMES = ["RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"]
 def reserve_of(hosts: list[psutil.Process]) -> set[int]:
     """Return the processes in reserve below some processes that have imported what they are to import."""
     below = [child for host in hosts for child in host.children(recursive=True)]
-    return {child.pid for child in below if words_of(child)[-2:] == ["engines.groups.rank", RESERVE]}
+    return {child.pid for child in below if words_of(child)[-2:] == ["penstock.engines.groups.rank", RESERVE]}
 
 
 def ranks_of_next_epoch(folder: Path, hosts: Hosts, told: bool) -> tuple[set[int], EngineGroup]:

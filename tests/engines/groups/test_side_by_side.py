@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from engines.groups.group import EngineError, EngineGroup, GroupClosed, RankLost
-from engines.groups.side_by_side import side_by_side
+from penstock.engines.groups.group import EngineError, EngineGroup, GroupClosed, RankLost
+from penstock.engines.groups.side_by_side import side_by_side
 
 
 class Group:

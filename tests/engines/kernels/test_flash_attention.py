@@ -16,14 +16,14 @@ import torch
 from torch import nn
 from torch._dynamo.utils import counters
 
-from engines.batches.packing import pack
-from engines.commands.build import Kernels
-from engines.groups.machine import HOPPER
-from engines.kernels import flash_attention, gated_mlp
-from engines.kernels.attention_kernel import kernels_on
-from engines.kernels.flash_attention import flash_attention as attend
-from engines.models.loading import load_causal_lm
-from engines.models.models import PackedPolicy, compile_blocks
+from penstock.engines.batches.packing import pack
+from penstock.engines.commands.build import Kernels
+from penstock.engines.groups.machine import HOPPER
+from penstock.engines.kernels import flash_attention, gated_mlp
+from penstock.engines.kernels.attention_kernel import kernels_on
+from penstock.engines.kernels.flash_attention import flash_attention as attend
+from penstock.engines.models.loading import load_causal_lm
+from penstock.engines.models.models import PackedPolicy, compile_blocks
 from tests.engines.rows import random_rows
 from tests.engines.shared_ranks import Shape
 

@@ -15,13 +15,13 @@ import torch
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
 
-from engines.batches.packing import pack
-from engines.groups.machine import HOPPER
-from engines.kernels import gated_mlp
-from engines.kernels.gated_mlp import GatedMlp, gate_in_products
-from engines.kernels.weight_gradients import sum_in_products
-from engines.models.loading import load_causal_lm
-from engines.models.models import PackedPolicy, compile_blocks
+from penstock.engines.batches.packing import pack
+from penstock.engines.groups.machine import HOPPER
+from penstock.engines.kernels import gated_mlp
+from penstock.engines.kernels.gated_mlp import GatedMlp, gate_in_products
+from penstock.engines.kernels.weight_gradients import sum_in_products
+from penstock.engines.models.loading import load_causal_lm
+from penstock.engines.models.models import PackedPolicy, compile_blocks
 from tests.engines.gated_kernels import KERNELS, gradients, plain_gated_mlp, product
 from tests.engines.rows import random_rows
 from tests.engines.shared_ranks import Shape

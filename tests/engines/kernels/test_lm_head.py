@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
-from engines.families.logits import LogitRule
-from engines.kernels import lm_head as logprobs
+from penstock.engines.families.logits import LogitRule
+from penstock.engines.kernels import lm_head as logprobs
 
 
 @pytest.mark.parametrize(("vocabulary", "blocks"), [(320, 5), (4096, 4), (151_936, 1187), (50, 1), (8200, 1)])

@@ -81,7 +81,7 @@ def test_vllm_has_the_functions_that_are_replaced(monkeypatch: pytest.MonkeyPatc
     """Its sampler calls them by these names with these arguments; one that takes others keeps its own."""
     from vllm.v1.worker.gpu.sample import sampler
 
-    from engines.rollout import vllm as versions
+    from penstock.engines.rollout import vllm as versions
 
     own = (sampler.gumbel_sample, sampler.compute_topk_scores)
     monkeypatch.setattr(sampler, "gumbel_sample", own[0])

@@ -17,21 +17,21 @@ from torch import Tensor, nn
 from torch._dynamo.utils import compilation_time_metrics, counters
 from torch._inductor.utils import fresh_cache
 
-from configs.sections.trainer import LoraConfig
-from engines.batches.packing import pack
-from engines.kernels import lm_head as logprobs
-from engines.kernels.weight_gradients import (
+from penstock.configs.sections.trainer import LoraConfig
+from penstock.engines.batches.packing import pack
+from penstock.engines.kernels import lm_head as logprobs
+from penstock.engines.kernels.weight_gradients import (
     JointProduct,
     SummedLinear,
     _SummedProduct,
     add_weight_gradient,
     sum_in_products,
 )
-from engines.models import models
-from engines.models.compile import prepare_compiler
-from engines.models.loading import load_causal_lm
-from engines.models.models import PackedPolicy, compile_blocks
-from engines.weights.lora import attach
+from penstock.engines.models import models
+from penstock.engines.models.compile import prepare_compiler
+from penstock.engines.models.loading import load_causal_lm
+from penstock.engines.models.models import PackedPolicy, compile_blocks
+from penstock.engines.weights.lora import attach
 from tests.engines.rows import LOSS, SPLIT, random_rows, write_rows
 from tests.engines.shared_ranks import Ranks, Shape
 from tests.engines.sums import sums_of

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from engines.models.model_folder import load_folder, prove_same, with_weights, write_folder
 from penstock.base.errors import UserError
+from penstock.engines.models.model_folder import load_folder, prove_same, with_weights, write_folder
 from tests.engines.shared_ranks import Shape
 
 PROMPTS = [[5, 9, 12, 33], [7]]

@@ -17,15 +17,15 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
-from configs.sections.model import TinyModel
-from engines.batches.micro_batches import plan_micro_batches
-from engines.batches.packing import PackedLayout, Rows, pack
-from engines.kernels import attention
-from engines.kernels import lm_head as logprobs
-from engines.models.loading import load_causal_lm, load_reward_model
-from engines.models.models import PackedCritic, PackedPolicy, PackedRewardModel
-from engines.models.tiny import make_tiny_model
 from penstock.base.errors import UserError
+from penstock.configs.sections.model import TinyModel
+from penstock.engines.batches.micro_batches import plan_micro_batches
+from penstock.engines.batches.packing import PackedLayout, Rows, pack
+from penstock.engines.kernels import attention
+from penstock.engines.kernels import lm_head as logprobs
+from penstock.engines.models.loading import load_causal_lm, load_reward_model
+from penstock.engines.models.models import PackedCritic, PackedPolicy, PackedRewardModel
+from penstock.engines.models.tiny import make_tiny_model
 from tests.engines.rows import random_rows
 from tests.engines.shared_ranks import EOS, PAD, VOCABULARY, Shape
 from tests.engines.unpacked import load_unpacked, row_logprobs, row_tokens, row_values

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from torch import nn
 
-from engines.models.shared_class import kept_as_it_is
+from penstock.engines.models.shared_class import kept_as_it_is
 
 
 class Added:

@@ -14,8 +14,8 @@ import numpy as np
 import pytest
 import torch
 
-from engines.batches.packing import Rows
 from penstock.base.ragged import Ragged
+from penstock.engines.batches.packing import Rows
 from penstock.state.experience import AGENT, add_columns
 from tests.engines.rows import SPLIT, gathered, random_rows, with_columns, write_rows
 from tests.engines.shared_ranks import Ranks, Shape

@@ -15,14 +15,14 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from configs.schema import TrainConfig
 from penstock.base.errors import LogprobGapError
 from penstock.base.ragged import Ragged
+from penstock.configs.schema import TrainConfig
 from penstock.data.prompts import PromptTable
 from penstock.session.flow_runs.failures import FAILURE, told
 from penstock.session.session import Session
 from penstock.state.run_folder import RunFolder
-from tasks.iteration.compare_logprobs import PROMPTS, TOKENS, compare_logprobs, comparison_due
+from penstock.tasks.iteration.compare_logprobs import PROMPTS, TOKENS, compare_logprobs, comparison_due
 from tests.engines.rows import LOSS, SPLIT, random_rows, write_rows
 from tests.engines.shared_ranks import SMALL, Ranks, Shape
 from tests.engines.weights.test_broadcast import Apart

@@ -17,10 +17,10 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from configs.schema import TrainConfig
-from engines.batches.packing import Rows
-from engines.commands.forward import TokenValues
-from engines.training.state_images import SavedStates, image_paths
+from penstock.configs.schema import TrainConfig
+from penstock.engines.batches.packing import Rows
+from penstock.engines.commands.forward import TokenValues
+from penstock.engines.training.state_images import SavedStates, image_paths
 from penstock.evaluators.kl import KL
 from penstock.session import session as module
 from penstock.session.rollout.generation import Responses
@@ -29,15 +29,15 @@ from penstock.session.settings import settings_at
 from penstock.state.experience import ExperienceRef, add_columns, read_columns, write_columns
 from penstock.state.manifest import Progress
 from penstock.state.run_folder import RunFolder
-from tasks.iteration.advantage import advantage
-from tasks.iteration.evaluate import with_logprobs
-from tasks.iteration.forward_passes import old_logprobs, reference_logprobs
-from tasks.iteration.refresh_reference import refresh_reference
-from tasks.iteration.update import update_actor
+from penstock.tasks.iteration.advantage import advantage
+from penstock.tasks.iteration.evaluate import with_logprobs
+from penstock.tasks.iteration.forward_passes import old_logprobs, reference_logprobs
+from penstock.tasks.iteration.refresh_reference import refresh_reference
+from penstock.tasks.iteration.update import update_actor
 from tests.engines.rows import LOSS, SPLIT, gathered, random_rows, write_rows
 from tests.engines.shared_ranks import PAD, SMALL, Ranks, Shape
 from tests.engines.unpacked import STEADY, UNCLIPPED, plain_steps
-from tests.penstock.evaluators.responses import heldout
+from tests.evaluators.responses import heldout
 
 SHAPE = Shape("qwen2", tied=True)
 UNTIED = Shape("llama", tied=False)

@@ -12,14 +12,14 @@ import psutil
 import pytest
 import torch
 
-from configs.schema import TrainConfig
-from engines.commands.hosts import TellSlots, WriteSlots
-from engines.groups.group import EngineGroup, RankLost
-from engines.groups.hosts import REPLY_S, Hosts
-from engines.groups.spec import LOCAL
-from engines.training.state_images import saved_actor
 from penstock.base.errors import UserError
 from penstock.base.files import sha256
+from penstock.configs.schema import TrainConfig
+from penstock.engines.commands.hosts import TellSlots, WriteSlots
+from penstock.engines.groups.group import EngineGroup, RankLost
+from penstock.engines.groups.hosts import REPLY_S, Hosts
+from penstock.engines.groups.spec import LOCAL
+from penstock.engines.training.state_images import saved_actor
 from penstock.session.saving.snapshots import RankSlots, newest_whole, slots_of
 from penstock.session.session import Session
 from penstock.state.run_folder import RunFolder
@@ -200,7 +200,9 @@ def _ranks_of(path: str) -> list[int]:
     """Return the processes of ranks below the host that owns a slot."""
     below = psutil.Process(int(Path(path).parts[2])).children(recursive=True)
     return [
-        one.pid for one in below if words_of(one)[-1:] == ["engines.groups.rank"] and "keeper" not in str(words_of(one))
+        one.pid
+        for one in below
+        if words_of(one)[-1:] == ["penstock.engines.groups.rank"] and "keeper" not in str(words_of(one))
     ]
 
 

@@ -14,8 +14,8 @@ import torch
 from torch import nn
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
-from configs.schema import TrainConfig
-from configs.sections.model import TinyModel
+from penstock.configs.schema import TrainConfig
+from penstock.configs.sections.model import TinyModel
 from penstock.data.tokenizer import make_byte_tokenizer
 from tests.engines.rows import SPLIT, gathered, random_rows, take_rows, with_columns, write_rows
 from tests.engines.shared_ranks import Ranks, Shape

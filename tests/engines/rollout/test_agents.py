@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 from transformers import AutoTokenizer
 
-from engines.commands.message import decode_reply
-from engines.commands.rollout import EngineResponses, Generate
 from penstock.base.ragged import Ragged
+from penstock.engines.commands.message import decode_reply
+from penstock.engines.commands.rollout import EngineResponses, Generate
 from tests.engines.asking import BEHIND
 from tests.engines.played_prompts import save_prompts
 from tests.engines.shared_ranks import Ranks, Shape

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from configs.sections.rollout import RolloutConfig
-from engines.rollout.batch_sizes import PROMPT_TOKENS, begin_together, capture_sizes, max_sequences
+from penstock.configs.sections.rollout import RolloutConfig
+from penstock.engines.rollout.batch_sizes import PROMPT_TOKENS, begin_together, capture_sizes, max_sequences
 
 
 def test_an_engine_holds_its_share_at_once() -> None:

@@ -14,9 +14,9 @@ import numpy as np
 import pytest
 import torch
 
-from engines.commands.rollout import CarriedResponses, EngineResponses
-from engines.rollout.carried import carried_of, request_of
 from penstock.base.ragged import Ragged
+from penstock.engines.commands.rollout import CarriedResponses, EngineResponses
+from penstock.engines.rollout.carried import carried_of, request_of
 from penstock.session.rollout.carried import left_over
 from tests.engines.between_steps import shifted
 from tests.engines.shared_ranks import Ranks, Shape

@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 from transformers import AutoTokenizer
 
-from engines.commands.rollout import CarriedResponses, EngineResponses
-from engines.rollout.detokenize import decode
-from engines.rollout.episode import heard, under_way
 from penstock.base.ragged import Ragged
+from penstock.engines.commands.rollout import CarriedResponses, EngineResponses
+from penstock.engines.rollout.detokenize import decode
+from penstock.engines.rollout.episode import heard, under_way
 from penstock.session.rollout.carried import not_begun
 from tests.engines.played_prompts import save_prompts
 from tests.engines.playground import Playground

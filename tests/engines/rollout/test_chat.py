@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from engines.rollout.chat import ChatMarkup
 from penstock.base.errors import UserError
 from penstock.data.tokenizer import load_tokenizer
+from penstock.engines.rollout.chat import ChatMarkup
 from penstock.environments.environment import ToolCall
 from tests.chat.model import TEMPLATE, make_chat_tokenizer
 

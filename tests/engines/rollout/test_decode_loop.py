@@ -12,9 +12,10 @@ import numpy as np
 import pytest
 from torch.distributed import HashStore
 
-from engines.commands.rollout import PartialResults
-from engines.rollout.engine import engine_seed
-from engines.rollout.prompt_queue import (
+from penstock.base.ragged import Ragged
+from penstock.engines.commands.rollout import PartialResults
+from penstock.engines.rollout.engine import engine_seed
+from penstock.engines.rollout.prompt_queue import (
     EnginePlace,
     FixedShare,
     PulledPrompts,
@@ -23,8 +24,7 @@ from engines.rollout.prompt_queue import (
     pull_order,
     store_counter,
 )
-from engines.rollout.responses import sample_seeds
-from penstock.base.ragged import Ragged
+from penstock.engines.rollout.responses import sample_seeds
 from tests.engines.shared_ranks import Ranks, Shape
 
 LENGTHS = np.array([3, 9, 1, 9, 4])

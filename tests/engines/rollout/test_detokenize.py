@@ -12,11 +12,11 @@ import pytest
 from tokenizers import AddedToken, Tokenizer, decoders, models
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from benchmarks.workload.make_model import byte_tokenizer
-from engines.rollout import detokenize as decoding
-from engines.rollout.detokenize import decode
 from penstock.base.ragged import Ragged
+from penstock.benchmarks.workload.make_model import byte_tokenizer
 from penstock.data.tokenizer import make_byte_tokenizer
+from penstock.engines.rollout import detokenize as decoding
+from penstock.engines.rollout.detokenize import decode
 
 
 def _expected(tokenizer: Any, responses: Ragged) -> list[str]:

@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from engines.commands.rollout import CarriedResponses, EndedResponses, EngineResponses
 from penstock.base.ragged import Ragged
+from penstock.engines.commands.rollout import CarriedResponses, EndedResponses, EngineResponses
 from tests.engines.shared_ranks import Ranks, Shape
 
 SHAPE, SAMPLES, VERSION = Shape("qwen3", tied=False), 3, 5

@@ -13,12 +13,19 @@ import pytest
 import torch
 from transformers import AutoTokenizer
 
-from configs.sections.rollout import RolloutConfig
-from engines.batches.packing import Rows
-from engines.commands.rollout import EngineResponses
-from engines.families.shape import ModelShape, shape_of_weights
-from engines.rollout.engine import CPU_KV_CACHE_LIMIT, GIB, Generator, engine_arguments, kv_cache_bytes, stop_token_ids
 from penstock.base.ragged import Ragged
+from penstock.configs.sections.rollout import RolloutConfig
+from penstock.engines.batches.packing import Rows
+from penstock.engines.commands.rollout import EngineResponses
+from penstock.engines.families.shape import ModelShape, shape_of_weights
+from penstock.engines.rollout.engine import (
+    CPU_KV_CACHE_LIMIT,
+    GIB,
+    Generator,
+    engine_arguments,
+    kv_cache_bytes,
+    stop_token_ids,
+)
 from tests.engines.rows import LOSS, SPLIT, random_rows, write_rows
 from tests.engines.shared_ranks import EOS, Ranks, Shape
 from tests.engines.unpacked import load_unpacked, row_logprobs, row_tokens

@@ -12,12 +12,12 @@ import numpy as np
 import pytest
 from transformers import AutoTokenizer
 
-from engines.batches.packing import Rows
-from engines.commands.message import decode_reply
-from engines.commands.rollout import EngineResponses, Generate
-from engines.rollout.episodes import stop_tokens, turn_seed
 from penstock.base.errors import UserError
 from penstock.base.ragged import Ragged
+from penstock.engines.batches.packing import Rows
+from penstock.engines.commands.message import decode_reply
+from penstock.engines.commands.rollout import EngineResponses, Generate
+from penstock.engines.rollout.episodes import stop_tokens, turn_seed
 from tests.engines.played_prompts import save_prompts
 from tests.engines.playground import Playground
 from tests.engines.rows import LOSS, SPLIT, gathered, with_columns, write_rows

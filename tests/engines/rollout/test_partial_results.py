@@ -7,10 +7,10 @@ from array import array
 import numpy as np
 import pytest
 
-from engines.rollout import partial_results
-from engines.rollout.decode_loop import Request
-from engines.rollout.partial_results import EndedResponse, PartialResultSender
 from penstock.base.ragged import Ragged
+from penstock.engines.rollout import partial_results
+from penstock.engines.rollout.decode_loop import Request
+from penstock.engines.rollout.partial_results import EndedResponse, PartialResultSender
 
 RESPONSES = Ragged.of([[1], [2, 2], [3, 3, 3], [4]], np.int32)
 

@@ -12,10 +12,10 @@ import numpy as np
 import pytest
 from torch.distributed import HashStore
 
-from engines.commands.rollout import PartialResults
-from engines.rollout.prompt_queue import EnginePlace, prompt_queue
-from engines.rollout.quota import LOOK_EVERY, AllPrompts, OwnQuota, SharedQuota, quota_of
 from penstock.base.ragged import Ragged
+from penstock.engines.commands.rollout import PartialResults
+from penstock.engines.rollout.prompt_queue import EnginePlace, prompt_queue
+from penstock.engines.rollout.quota import LOOK_EVERY, AllPrompts, OwnQuota, SharedQuota, quota_of
 from tests.engines.shared_ranks import Ranks, Shape
 
 PROMPTS = Ragged.of([np.arange(4, 5 + number % 11) for number in range(24)], np.int32)

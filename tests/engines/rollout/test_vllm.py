@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from engines.rollout import vllm as versions
+from penstock.engines.rollout import vllm as versions
 
 
 @pytest.mark.parametrize(("known", "asked"), [(True, 0), (False, 1)])

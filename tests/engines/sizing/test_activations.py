@@ -13,17 +13,17 @@ import pytest
 import torch
 from torch import nn
 
-from benchmarks.workload.families import write_family
-from engines.batches.packing import Rows, pack
-from engines.families.shape import read_shape
-from engines.kernels import lm_head as logprobs
-from engines.kernels.gated_mlp import gate_in_products
-from engines.kernels.weight_gradients import sum_in_products
-from engines.models.loading import load_causal_lm
-from engines.models.models import PackedPolicy, compile_blocks
-from engines.sizing import memory
-from engines.sizing.activations import Computation, MicroBatch, kept_bytes, keys_per_token, layer_table, total
 from penstock.base.ragged import Ragged
+from penstock.benchmarks.workload.families import write_family
+from penstock.engines.batches.packing import Rows, pack
+from penstock.engines.families.shape import read_shape
+from penstock.engines.kernels import lm_head as logprobs
+from penstock.engines.kernels.gated_mlp import gate_in_products
+from penstock.engines.kernels.weight_gradients import sum_in_products
+from penstock.engines.models.loading import load_causal_lm
+from penstock.engines.models.models import PackedPolicy, compile_blocks
+from penstock.engines.sizing import memory
+from penstock.engines.sizing.activations import Computation, MicroBatch, kept_bytes, keys_per_token, layer_table, total
 from tests.engines.gated_kernels import plain_gated_mlp
 from tests.engines.shared_ranks import Shape
 from tests.engines.sums import sums_of

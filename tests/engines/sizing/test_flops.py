@@ -19,9 +19,9 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModelForCausalLM, DynamicCache
 
-from benchmarks.workload.families import write_family
-from engines.families.shape import ModelShape, read_shape
-from engines.sizing.flops import forward_flops, generation_flops, peak_flops, training_flops
+from penstock.benchmarks.workload.families import write_family
+from penstock.engines.families.shape import ModelShape, read_shape
+from penstock.engines.sizing.flops import forward_flops, generation_flops, peak_flops, training_flops
 from tests.engines.shared_ranks import Shape
 
 PROMPTS, RESPONSES = np.array([3, 3, 6, 6]), np.array([1, 4, 2, 5])

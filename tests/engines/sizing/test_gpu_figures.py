@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from engines.commands.hosts import GpuSample
-from engines.sizing.gpu_figures import gpu_figures
+from penstock.engines.commands.hosts import GpuSample
+from penstock.engines.sizing.gpu_figures import gpu_figures
 
 
 def test_means_and_maxima_are_over_all_gpus_and_all_samples() -> None:

@@ -17,19 +17,20 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, Qwen2Config
 
-from benchmarks.reporting.result import BenchResult, read_result
-from benchmarks.workload import make_model
-from benchmarks.workload.experience import lognormal_lengths
-from configs.preference import PreferenceConfig
-from configs.schema import TrainConfig
-from configs.sections.algorithm import AlgorithmConfig
-from configs.sections.run import Role
-from engines.batches.micro_batches import plan_micro_batches, planned_tokens
-from engines.batches.packing import Rows
-from engines.families.shape import ModelShape, read_shape
-from engines.groups.slots import SLOTS
-from engines.models.loading import load_causal_lm
-from engines.sizing.memory import (
+from penstock.base.ragged import Ragged, offsets_of
+from penstock.benchmarks.reporting.result import BenchResult, read_result
+from penstock.benchmarks.workload import make_model
+from penstock.benchmarks.workload.experience import lognormal_lengths
+from penstock.configs.preference import PreferenceConfig
+from penstock.configs.schema import TrainConfig
+from penstock.configs.sections.algorithm import AlgorithmConfig
+from penstock.configs.sections.run import Role
+from penstock.engines.batches.micro_batches import plan_micro_batches, planned_tokens
+from penstock.engines.batches.packing import Rows
+from penstock.engines.families.shape import ModelShape, read_shape
+from penstock.engines.groups.slots import SLOTS
+from penstock.engines.models.loading import load_causal_lm
+from penstock.engines.sizing.memory import (
     GIB,
     ROOM_TO_STAY,
     Rank,
@@ -41,8 +42,8 @@ from engines.sizing.memory import (
     slot_bytes,
     weight_width,
 )
-from penstock.base.ragged import Ragged, offsets_of
 from tests.engines.shared_ranks import Shape
+from tests.processes import ROOT
 
 MILLION = ModelShape(
     parameters=1_000_000,
@@ -81,7 +82,7 @@ def _actor(stage: int, rank: Rank) -> float:
 
 
 WORDY = replace(MILLION, vocabulary=200_000)
-RESULTS = Path(make_model.__file__).parents[1] / "results"
+RESULTS = ROOT / "benchmarks" / "results"
 SHAPES = [Shape("qwen2", tied=True), Shape("llama", tied=False, vocabulary=100)]
 
 

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from engines.families.shape import read_shape
-from engines.sizing.flops import forward_flops, training_flops
-from engines.training.collective_times import covered
+from penstock.engines.families.shape import read_shape
+from penstock.engines.sizing.flops import forward_flops, training_flops
+from penstock.engines.training.collective_times import covered
 from tests.engines.rows import LOSS, SPLIT, random_rows, with_columns, write_rows
 from tests.engines.shared_ranks import Ranks, Shape
 

@@ -14,11 +14,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from algorithms.aggregation import AGGREGATIONS
-from algorithms.correction import Correction
-from algorithms.policy_losses import POLICY_LOSSES
-from engines.batches.packing import Rows
+from penstock.algorithms.aggregation import AGGREGATIONS
+from penstock.algorithms.correction import Correction
+from penstock.algorithms.policy_losses import POLICY_LOSSES
 from penstock.base.ragged import Ragged
+from penstock.engines.batches.packing import Rows
 from tests.algorithms import losses as papers
 from tests.algorithms.losses import Sequence, counted, objective
 from tests.algorithms.test_correction import is_kept, weight_of

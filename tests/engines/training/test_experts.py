@@ -10,9 +10,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from algorithms.expert_balance import expert_balance
-from benchmarks.workload.families import write_family
-from engines.batches.packing import Rows
+from penstock.algorithms.expert_balance import expert_balance
+from penstock.benchmarks.workload.families import write_family
+from penstock.engines.batches.packing import Rows
 from tests.engines.rows import LOSS, SPLIT, random_rows, write_rows
 from tests.engines.shared_ranks import Ranks, Shape
 

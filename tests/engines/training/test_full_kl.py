@@ -12,8 +12,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from engines.kernels import lm_head as logprobs
-from engines.kernels.lm_head import Reference, selected_logprobs, selected_logprobs_and_kl
+from penstock.engines.kernels import lm_head as logprobs
+from penstock.engines.kernels.lm_head import Reference, selected_logprobs, selected_logprobs_and_kl
 
 T, H, V, TEMPERATURE = 7, 5, 11, 0.7
 LOG2 = math.log(2)

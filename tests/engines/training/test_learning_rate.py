@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from configs.sections.optimizer import OptimizerConfig
-from engines.training.trainer import learning_rate_factor
+from penstock.configs.sections.optimizer import OptimizerConfig
+from penstock.engines.training.trainer import learning_rate_factor
 
 
 def _factors(total: int, **settings: Any) -> list[float]:

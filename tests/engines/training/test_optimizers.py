@@ -13,14 +13,14 @@ from typing import Any
 import pytest
 import torch
 
-from configs.sections.optimizer import OPTIMIZERS, OptimizerConfig
-from configs.sections.trainer import TrainerConfig
-from engines.families.shape import read_shape
-from engines.models.loading import load_causal_lm
-from engines.sizing.optimizer_states import state_numbers
-from engines.training.optimizers import STEP, make_optimizer
-from engines.training.state_images import SavedState, saved_actor
-from engines.training.trained_state import MASTER, ParameterSlice, optimizer_state, shares_of
+from penstock.configs.sections.optimizer import OPTIMIZERS, OptimizerConfig
+from penstock.configs.sections.trainer import TrainerConfig
+from penstock.engines.families.shape import read_shape
+from penstock.engines.models.loading import load_causal_lm
+from penstock.engines.sizing.optimizer_states import state_numbers
+from penstock.engines.training.optimizers import STEP, make_optimizer
+from penstock.engines.training.state_images import SavedState, saved_actor
+from penstock.engines.training.trained_state import MASTER, ParameterSlice, optimizer_state, shares_of
 from tests.engines.rows import LOSS, SPLIT, random_rows, write_rows
 from tests.engines.shared_ranks import Ranks, Shape
 

@@ -13,10 +13,17 @@ import numpy as np
 import pytest
 import torch
 
-from engines.training.optimizers import ADAMW_STATES, STEP
-from engines.training.state_images import SavedState, SavedStates, StateImage, image_paths, saved_actor, write_image
-from engines.training.trained_state import MASTER, ParameterSlice, Share
 from penstock.base.errors import UserError
+from penstock.engines.training.optimizers import ADAMW_STATES, STEP
+from penstock.engines.training.state_images import (
+    SavedState,
+    SavedStates,
+    StateImage,
+    image_paths,
+    saved_actor,
+    write_image,
+)
+from penstock.engines.training.trained_state import MASTER, ParameterSlice, Share
 from tests.engines.rows import LOSS, SPLIT, random_rows, write_rows
 from tests.engines.shared_ranks import Ranks, Shape
 

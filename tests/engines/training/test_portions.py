@@ -15,10 +15,10 @@ import numpy as np
 import pytest
 import torch
 
-from algorithms.correction import Correction
-from engines.batches.packing import Rows
-from engines.commands.message import encode
-from engines.training.portions import Portions, take_step
+from penstock.algorithms.correction import Correction
+from penstock.engines.batches.packing import Rows
+from penstock.engines.commands.message import encode
+from penstock.engines.training.portions import Portions, take_step
 from penstock.state.experience import add_columns
 from tests.engines.rows import LOSS, SPLIT, random_rows, take_rows, with_columns, write_rows
 from tests.engines.shared_ranks import Ranks, Shape

@@ -14,9 +14,9 @@ import pytest
 import torch
 from transformers import AutoModelForSequenceClassification
 
-from engines.batches.micro_batches import plan_micro_batches
-from engines.batches.packing import Rows
 from penstock.base.ragged import Ragged
+from penstock.engines.batches.micro_batches import plan_micro_batches
+from penstock.engines.batches.packing import Rows
 from penstock.state.experience import write_columns
 from penstock.state.measured import is_measured
 from tests.engines.rows import gathered

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from engines.training import slot_writer
-from engines.training.slot_writer import PIECE, SlotWriter
-from engines.training.state_images import StateImage
+from penstock.engines.training import slot_writer
+from penstock.engines.training.slot_writer import PIECE, SlotWriter
+from penstock.engines.training.state_images import StateImage
 
 SIZE = PIECE + 4096 * 3 + 5  # more than one piece, and no whole number of pages
 

@@ -11,8 +11,8 @@ SETTLED_FIRST = """
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from engines.training import start
-from engines.ranks.worker import Worker
+from penstock.engines.training import start
+from penstock.engines.ranks.worker import Worker
 
 class Calls(TorchDispatchMode):
     seen = []

@@ -13,9 +13,9 @@ import numpy as np
 import pytest
 import torch
 
-from configs.sections.trainer import SftConfig
-from engines.batches.packing import Rows
-from engines.training.state_images import read_causal_lm_weights, saved_actor
+from penstock.configs.sections.trainer import SftConfig
+from penstock.engines.batches.packing import Rows
+from penstock.engines.training.state_images import read_causal_lm_weights, saved_actor
 from tests.engines.rows import LOSS, SPLIT, random_rows, with_columns, write_rows
 from tests.engines.shared_ranks import Ranks, Shape
 from tests.engines.unpacked import STEADY, PlainStep, load_unpacked, plain_steps, row_logprobs

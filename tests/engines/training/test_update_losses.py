@@ -13,9 +13,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from algorithms.aggregation import AGGREGATIONS
-from algorithms.policy_losses import CHOICES, POLICY_LOSSES
-from engines.batches.packing import Rows
+from penstock.algorithms.aggregation import AGGREGATIONS
+from penstock.algorithms.policy_losses import CHOICES, POLICY_LOSSES
+from penstock.engines.batches.packing import Rows
 from tests.algorithms import losses as papers
 from tests.algorithms.losses import Sequence, objective
 from tests.engines.rows import LOSS, SPLIT, gathered, random_rows, with_columns, write_rows

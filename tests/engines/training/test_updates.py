@@ -16,10 +16,10 @@ import pytest
 import torch
 from torch import nn
 
-from engines.batches.micro_batches import plan_micro_batches
-from engines.batches.packing import Rows
-from engines.training.updates import Split, mini_batch_rows
 from penstock.base.ragged import Ragged
+from penstock.engines.batches.micro_batches import plan_micro_batches
+from penstock.engines.batches.packing import Rows
+from penstock.engines.training.updates import Split, mini_batch_rows
 from penstock.state.experience import add_columns
 from tests.engines.rows import LOSS, SPLIT, gathered, random_rows, take_rows, with_columns, write_rows
 from tests.engines.shared_ranks import Ranks, Shape

@@ -16,9 +16,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from engines.batches.packing import Rows
-from engines.commands.rollout import PartialResults
 from penstock.base.ragged import Ragged
+from penstock.engines.batches.packing import Rows
+from penstock.engines.commands.rollout import PartialResults
 from tests.engines.rows import LOSS, SPLIT, gathered, random_rows, write_rows
 from tests.engines.shared_ranks import SMALL, Ranks, Shape
 
@@ -118,7 +118,7 @@ def test_weights_reach_the_other_group(
         for reply in apart.both(
             "spoiled_refusal",
             arguments={"version": 2},
-            look="engines.weights.broadcast.word_sum",
+            look="penstock.engines.weights.broadcast.word_sum",
             rank=apart.rollout.count - 1,
             only="rollout",
         )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from engines.weights.checksum import differs, range_sums, word_sum
+from penstock.engines.weights.checksum import differs, range_sums, word_sum
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from engines.families.table import USUAL
-from engines.weights.layout import (
+from penstock.engines.families.table import USUAL
+from penstock.engines.weights.layout import (
     FusedParameter,
     flat_storage,
     flatten_in_place,
@@ -13,7 +13,7 @@ from engines.weights.layout import (
     ordered_parameters,
     plan,
 )
-from engines.weights.slices import shapes_of
+from penstock.engines.weights.slices import shapes_of
 from tests.engines.weights.modules import Attention
 
 

@@ -6,13 +6,13 @@ import pytest
 import torch
 from torch import nn
 
-from engines.families.table import USUAL
-from engines.weights.copies import Copies
-from engines.weights.layout import flatten_in_place, ordered_parameters
-from engines.weights.loader import Binding, bind, held, without_storage
-from engines.weights.local import LocalReshard
-from engines.weights.slices import shapes_of
 from penstock.base.errors import UserError
+from penstock.engines.families.table import USUAL
+from penstock.engines.weights.copies import Copies
+from penstock.engines.weights.layout import flatten_in_place, ordered_parameters
+from penstock.engines.weights.loader import Binding, bind, held, without_storage
+from penstock.engines.weights.local import LocalReshard
+from penstock.engines.weights.slices import shapes_of
 from tests.engines.weights.modules import Attention, FusedAttention
 
 

@@ -20,17 +20,18 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModelForCausalLM
 
-from configs.schema import TrainConfig
-from configs.sections.trainer import LoraConfig
-from engines.batches.packing import pack
-from engines.families.shape import ModelShape, read_shape
-from engines.families.table import USUAL
-from engines.models.loading import load_causal_lm, load_reward_model
-from engines.models.models import PackedPolicy
-from engines.sizing.flops import forward_flops, training_flops
-from engines.sizing.memory import Rank, Recomputed, rank_phases
-from engines.weights.layout import fused_view, ordered_parameters, plan
-from engines.weights.lora import (
+from penstock.base.errors import UserError
+from penstock.configs.schema import TrainConfig
+from penstock.configs.sections.trainer import LoraConfig
+from penstock.engines.batches.packing import pack
+from penstock.engines.families.shape import ModelShape, read_shape
+from penstock.engines.families.table import USUAL
+from penstock.engines.models.loading import load_causal_lm, load_reward_model
+from penstock.engines.models.models import PackedPolicy
+from penstock.engines.sizing.flops import forward_flops, training_flops
+from penstock.engines.sizing.memory import Rank, Recomputed, rank_phases
+from penstock.engines.weights.layout import fused_view, ordered_parameters, plan
+from penstock.engines.weights.lora import (
     LoraLinear,
     adapted_layers,
     adapter_state,
@@ -43,7 +44,6 @@ from engines.weights.lora import (
     without_adapters,
     write_adapter,
 )
-from penstock.base.errors import UserError
 from tests.engines.rows import random_rows
 from tests.engines.shared_ranks import Shape
 from tests.engines.unpacked import load_unpacked, row_logprobs

@@ -16,11 +16,11 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForSequenceClassification
 
-from configs.sections.trainer import LoraConfig, SftConfig
-from engines.batches.packing import Rows
-from engines.models.model_folder import with_adapters
-from engines.training.state_images import read_causal_lm_weights, saved_actor
 from penstock.base.ragged import Ragged
+from penstock.configs.sections.trainer import LoraConfig, SftConfig
+from penstock.engines.batches.packing import Rows
+from penstock.engines.models.model_folder import with_adapters
+from penstock.engines.training.state_images import read_causal_lm_weights, saved_actor
 from tests.engines.rows import LOSS, SPLIT, gathered, random_rows, with_columns, write_rows
 from tests.engines.shared_ranks import SMALL, Ranks, Shape
 from tests.engines.training.test_preference import MARGINS, SCORES, pairs, write
@@ -101,7 +101,7 @@ def test_merged_weights_reach_the_rollout_engine_and_the_base_never_changes(
     after = ranks.parameters()
     assert {name for name in before if not torch.equal(after[name], before[name])} == set(_adapters(before))
     arguments = {"version": 3}
-    look = "engines.weights.copies.differs"
+    look = "penstock.engines.weights.copies.differs"
     errors = [reply["error"] for reply in ranks.ask("spoiled_refusal", arguments=arguments, look=look, rank=count - 1)]
     assert errors[:-1] == [""] * (count - 1)
     assert "1 rollout parameters are not the actor's: model.layers.0.self_attn.qkv_proj.weight" in errors[-1]

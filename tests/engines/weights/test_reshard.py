@@ -16,8 +16,8 @@ import numpy as np
 import pytest
 from safetensors.torch import load_file, save_file
 
-from configs.schema import TrainConfig
 from penstock.base.ragged import Ragged
+from penstock.configs.schema import TrainConfig
 from tests.engines.rows import LOSS, SPLIT, random_rows, write_rows
 from tests.engines.shared_ranks import SMALL, Ranks, Shape
 
@@ -135,7 +135,7 @@ def test_ranks_of_one_engine_copy_their_slices_of_what_they_hold(
         assert _gap(two_ranks, 2) < EQUAL
     first, second = two_ranks.ask("generate", **_request(folder_of(shape)))
     assert (first.policy_version, sorted(first.positions_P.tolist()), second) == (2, [0, 1], None)
-    errors = _errors(two_ranks, 3, "engines.weights.copies.differs")
+    errors = _errors(two_ranks, 3, "penstock.engines.weights.copies.differs")
     assert errors[0] == ""
     assert "1 rollout parameters are not the actor's: model.layers.0.self_attn.qkv_proj.weight" in errors[1]
 
@@ -160,10 +160,10 @@ def test_zero_3_gathers_its_shards_into_the_rollout_engine(
         assert all(reply.bytes == 4 * built.parameters for reply in moved)
         assert _wrong(two_ranks) == []
         assert _gap(two_ranks, tensor_parallel) < EQUAL
-    errors = _errors(two_ranks, 3, "engines.weights.gather.range_sums")
+    errors = _errors(two_ranks, 3, "penstock.engines.weights.gather.range_sums")
     assert (errors[0], "model.embed_tokens.weight" in errors[1]) == ("", True)
     if tensor_parallel == 2:
-        errors = _errors(two_ranks, 3, "engines.weights.copies.differs")
+        errors = _errors(two_ranks, 3, "penstock.engines.weights.copies.differs")
         assert (errors[0], "model.embed_tokens.weight" in errors[1]) == ("", True)
 
 

@@ -16,8 +16,8 @@ import pytest
 import torch
 from torch import nn
 
-from engines.families.table import USUAL
-from engines.weights.slices import counterparts
+from penstock.engines.families.table import USUAL
+from penstock.engines.weights.slices import counterparts
 
 HIDDEN = 16
 

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 import penstock
-from configs.schema import TrainConfig
-from flows.train import train
 from penstock.base.errors import UserError
+from penstock.configs.schema import TrainConfig
+from penstock.flows.train import train
 from penstock.state.experience import column_names, read_columns
 from penstock.state.run_folder import RunFolder, read_metrics
 from tests.comparing import numbers, weights

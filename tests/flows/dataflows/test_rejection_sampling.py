@@ -10,9 +10,9 @@ import pytest
 from typer.testing import CliRunner
 
 import penstock
-from configs.schema import TrainConfig
-from flows.sft import sft
 from penstock.cli.main import app
+from penstock.configs.schema import TrainConfig
+from penstock.flows.sft import sft
 from tests.flows.dataflows.test_own_dataflow import SMALL
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900), pytest.mark.usefixtures("prefect_harness")]

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 import penstock
-from configs.schema import TrainConfig
-from flows.parts import own_steps
 from penstock.base.errors import UserError
+from penstock.configs.schema import TrainConfig
+from penstock.flows.parts import own_steps
 from penstock.session.logged import with_logged
 from penstock.session.requests import Rollout
 from penstock.session.session import Stage, Training

@@ -6,7 +6,7 @@ import threading
 
 from prefect import flow
 
-from configs.schema import TrainConfig
+from penstock.configs.schema import TrainConfig
 from penstock.session.machines import admission
 
 POOL = "held"

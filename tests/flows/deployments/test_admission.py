@@ -13,8 +13,8 @@ import pytest
 from prefect.client.orchestration import PrefectClient, get_client
 from prefect.client.schemas.actions import GlobalConcurrencyLimitCreate
 
-from configs.schema import TrainConfig
 from penstock.base.errors import UserError
+from penstock.configs.schema import TrainConfig
 from penstock.session.machines import admission as module
 from penstock.session.machines.admission import admission, limit_of
 from tests.waiting import until

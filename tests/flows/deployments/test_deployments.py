@@ -25,16 +25,18 @@ import httpx
 import psutil
 import pytest
 import yaml
+from prefect import Flow
 from prefect.client.orchestration import get_client
 from prefect.client.schemas.actions import GlobalConcurrencyLimitCreate
 from prefect.client.schemas.objects import WorkPool
 from prefect.events.schemas.events import ResourceSpecification
 from prefect.exceptions import ObjectNotFound
 from prefect.settings import PREFECT_API_URL, temporary_settings
+from prefect.utilities.importtools import import_object
 
-from configs.loading.load import load_config
 from penstock.base.errors import UserError
 from penstock.cli.prefect.deploy import KEPT_ALIVE, ZOMBIES, ensure_pool, read_deployments, zombie_automation
+from penstock.configs.loading.load import load_config
 from penstock.session.flow_runs.kept_alive import KEEP_ALIVE, STARTED_AGAIN
 from penstock.session.settings import variable_name
 from penstock.state.events import RECOVERED, read_events
@@ -170,7 +172,7 @@ def _without(value: Any, names: Sequence[str]) -> Any:
 
 
 def _is_rank(process: psutil.Process) -> bool:
-    return "engines.groups.rank" in words_of(process)
+    return "penstock.engines.groups.rank" in words_of(process)
 
 
 def penstock(environment: dict[str, str], *arguments: str) -> subprocess.CompletedProcess[str]:
@@ -643,19 +645,19 @@ def test_without_a_server_the_command_says_how_to_start_one(prefect: Prefect) ->
 def test_entry_points_import_no_engine() -> None:
     """Workers and deployments import flows: no torch, vLLM or DeepSpeed comes with them. Control: Prefect does."""
     heavy = ("torch", "vllm", "deepspeed", "transformers", "prefect")
-    flows = "flows.train, flows.retrain, flows.sft, flows.preference, flows.reward_model, flows.compare, flows.evaluate"
-    flows += ", flows.export, flows.sweep, flows.chain"
+    names = ["train", "retrain", "sft", "preference", "reward_model", "compare", "evaluate", "export", "sweep", "chain"]
+    flows = ", ".join(f"penstock.flows.{name}" for name in names)
     code = f"import sys, {flows}; print([name for name in {heavy} if name in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "['prefect']"
 
 
 def test_prefect_yaml_names_recipes_and_flows_that_exist() -> None:
-    """Every entry point is a file of this repository, every `recipe` lies in it."""
+    """Every entry point is a flow, every `recipe` lies in it."""
     entries = yaml.safe_load((ROOT / "prefect.yaml").read_text(encoding="utf-8"))["deployments"]
-    flows = [entry["entrypoint"].rpartition(":")[2].replace("_", "-") for entry in entries]
+    flows = [entry["entrypoint"].rpartition(".")[2].replace("_", "-") for entry in entries]
     assert {f"{flow}/{entry['name']}" for flow, entry in zip(flows, entries, strict=True)} == NAMES
     recipes = {parameters["recipe"] for entry in entries if "recipe" in (parameters := entry.get("parameters", {}))}
     assert len(recipes) == 6
     assert all((ROOT / path).is_file() for path in recipes)
-    assert all((ROOT / entry["entrypoint"].partition(":")[0]).is_file() for entry in entries)
+    assert all(isinstance(import_object(entry["entrypoint"]), Flow) for entry in entries)

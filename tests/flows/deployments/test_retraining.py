@@ -13,8 +13,8 @@ from uuid import uuid4
 import pytest
 import yaml
 
-from configs.sections.data import ArithmeticData
 from penstock.cli.prefect.deploy import prefect_deploy, read_deployments
+from penstock.configs.sections.data import ArithmeticData
 from penstock.data.arithmetic import make_problems
 from penstock.trackers.mlflow import MlflowRegistry
 from penstock.trackers.registry import BEST, DATA, PARENT, VERDICT, WEIGHTS, NewVersion, best_of
@@ -61,7 +61,12 @@ class Retraining:
 
     def deploy(self, **more: Any) -> None:
         """Deploy it under its name."""
-        entry = {"name": self.name, "entrypoint": "flows/retrain.py:retrain", "parameters": self.parameters, **more}
+        entry = {
+            "name": self.name,
+            "entrypoint": "penstock.flows.retrain.retrain",
+            "parameters": self.parameters,
+            **more,
+        }
         # Runs that come while one trains are cancelled: on a slow machine hundreds would queue and ask again and again.
         limit = {"limit": 1, "collision_strategy": "CANCEL_NEW"}
         entry |= {"work_pool": {"name": "penstock"}, "concurrency_limit": limit}

@@ -7,9 +7,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from configs.loading.load import load_config
-from flows.train import train
+from penstock.configs.loading.load import load_config
 from penstock.environments.calculator import calculated
+from penstock.flows.train import train
 from penstock.state.experience import read_columns
 from penstock.state.run_folder import RunFolder, read_metrics
 

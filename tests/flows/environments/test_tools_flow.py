@@ -8,11 +8,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from configs.loading.load import load_config
-from configs.sections.model import TinyModel
-from flows.train import train
+from penstock.configs.loading.load import load_config
+from penstock.configs.sections.model import TinyModel
 from penstock.data.tokenizer import load_tokenizer
 from penstock.environments.loading import tools_told
+from penstock.flows.train import train
 from penstock.state.experience import read_columns
 from penstock.state.run_folder import RunFolder, read_metrics
 from tests.chat.model import TEMPLATE, make_chat_model
@@ -121,7 +121,7 @@ def test_what_the_policy_saw_is_the_chat_as_the_template_renders_it(learned: Run
 
 
 def read_tools() -> list[dict[str, Any]]:
-    from configs.sections.rollout import EnvironmentConfig
+    from penstock.configs.sections.rollout import EnvironmentConfig
 
     told = tools_told(EnvironmentConfig(type="tests.chat.environments:Sums"))
     assert told is not None

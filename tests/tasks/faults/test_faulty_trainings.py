@@ -16,15 +16,15 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from configs.loading.load import load_config
-from flows.replay import replay
-from flows.train import train
 from penstock.base.errors import GradientNotFinite, KlExploded
+from penstock.configs.loading.load import load_config
+from penstock.flows.replay import replay
+from penstock.flows.train import train
 from penstock.state.events import FAULT, read_events
 from penstock.state.experience import read_columns
 from penstock.state.manifest import read_manifest, write_manifest
 from penstock.state.run_folder import RunFolder, read_metrics
-from tasks.export_run import export_run
+from penstock.tasks.export_run import export_run
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
@@ -102,7 +102,9 @@ def back_by(way: str, patch: pytest.MonkeyPatch) -> None:
     if way == "checkpoint":
         patch.setattr("penstock.session.session.snapshots_fit", lambda *_: False)
     else:
-        patch.setattr("flows.parts.state_before.planned", lambda *_, **__: pytest.fail("a checkpoint was looked for"))
+        patch.setattr(
+            "penstock.flows.parts.state_before.planned", lambda *_, **__: pytest.fail("a checkpoint was looked for")
+        )
 
 
 @pytest.mark.parametrize("way", ["snapshot", "checkpoint"])

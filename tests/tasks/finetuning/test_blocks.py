@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from configs.sections.trainer import SftConfig
-from configs.tree.schedule import value_at
-from tasks.finetuning.checkpoints import STEPS_PER_COMMAND, blocks, checkpoint_due
+from penstock.configs.sections.trainer import SftConfig
+from penstock.configs.tree.schedule import value_at
+from penstock.tasks.finetuning.checkpoints import STEPS_PER_COMMAND, blocks, checkpoint_due
 
 
 @pytest.mark.parametrize("checkpoint_every", [0, 1, 7, 40, 1000])

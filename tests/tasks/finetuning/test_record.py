@@ -8,13 +8,13 @@ from collections.abc import Callable
 
 import pytest
 
-from configs.schema import TrainConfig
+from penstock.configs.schema import TrainConfig
 from penstock.session.session import Training
 from penstock.state.manifest import Progress, read_manifest
 from penstock.state.run_folder import read_metrics, truncate_metrics
+from penstock.tasks.finetuning.record import record_steps, recording_supervised
+from penstock.tasks.iteration.checkpoint import begin_manifest
 from penstock.trackers.mlflow import connect, default_tracking_uri
-from tasks.finetuning.record import record_steps, recording_supervised
-from tasks.iteration.checkpoint import begin_manifest
 from tests.delivering import tracked_run
 
 

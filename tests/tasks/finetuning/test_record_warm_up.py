@@ -7,16 +7,16 @@ from collections.abc import Callable
 
 import pytest
 
-from configs.schema import TrainConfig
+from penstock.configs.schema import TrainConfig
 from penstock.session.record import append_record, begin_delivery
 from penstock.session.session import Training
 from penstock.state.manifest import Progress
 from penstock.state.run_folder import append_metrics, read_metrics, truncate_metrics
+from penstock.tasks.finetuning.record import record_warm_up
+from penstock.tasks.iteration.checkpoint import begin_manifest
 from penstock.trackers import mlflow as module
 from penstock.trackers.delivery import WARM_UP_LOSS as LOSS
 from penstock.trackers.mlflow import MlflowTracker, connect
-from tasks.finetuning.record import record_warm_up
-from tasks.iteration.checkpoint import begin_manifest
 from tests.delivering import await_delivery, in_mlflow, with_outbox
 from tests.tasks.finetuning.test_record import losses
 

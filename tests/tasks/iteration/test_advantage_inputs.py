@@ -9,17 +9,17 @@ from typing import Any
 import numpy as np
 import pytest
 
-from algorithms.advantages.types import Advantages
-from configs.schema import TrainConfig
-from configs.sections.algorithm import AlgorithmConfig
+from penstock.algorithms.advantages.types import Advantages
 from penstock.base.bounds import LARGEST_REWARD
 from penstock.base.errors import UserError
 from penstock.base.ragged import Ragged
+from penstock.configs.schema import TrainConfig
+from penstock.configs.sections.algorithm import AlgorithmConfig
 from penstock.rewards.pool import Score
 from penstock.state.experience import AGENT, write_columns
-from tasks.iteration import advantage as module
-from tasks.iteration.greedy_baseline import GREEDY_REWARD
-from tasks.iteration.reward import punished, reward_columns
+from penstock.tasks.iteration import advantage as module
+from penstock.tasks.iteration.greedy_baseline import GREEDY_REWARD
+from penstock.tasks.iteration.reward import punished, reward_columns
 
 OFFSETS_B1 = np.array([0, 2, 3, 5, 6])
 COLUMNS: dict[str, Any] = {

@@ -8,14 +8,14 @@ from pathlib import Path
 import pandas as pd
 import pytest
 
-from configs.schema import TrainConfig
+from penstock.configs.schema import TrainConfig
 from penstock.data.prompts import PromptTable
 from penstock.session.session import Training
 from penstock.state.manifest import Manifest, Progress, read_manifest, write_manifest
 from penstock.state.run_folder import RunFolder, append_metrics, read_metrics, truncate_metrics
-from tasks.finetuning.checkpoints import restored, save_step
-from tasks.iteration.checkpoint import newest_kept, restore
-from tests.penstock.state.checkpoints import write_checkpoint
+from penstock.tasks.finetuning.checkpoints import restored, save_step
+from penstock.tasks.iteration.checkpoint import newest_kept, restore
+from tests.state.checkpoints import write_checkpoint
 
 MakeTraining = Callable[[TrainConfig], Training]
 

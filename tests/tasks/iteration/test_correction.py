@@ -11,20 +11,20 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from configs.schema import TrainConfig
-from engines.commands.rollout import EngineResponses, Generate
 from penstock.base.ragged import Ragged
+from penstock.configs.schema import TrainConfig
+from penstock.engines.commands.rollout import EngineResponses, Generate
 from penstock.session.requests import GenerationRequest
 from penstock.session.rollout.generation import generate
 from penstock.session.session import Stage, Training
 from penstock.session.settings import settings_at
 from penstock.state.experience import ExperienceRef, column_names, read_columns, write_columns
 from penstock.state.manifest import Progress
-from tasks.iteration.advantage import advantage
-from tasks.iteration.resample import replaced
-from tasks.iteration.rollout import ROLLOUT_LOGPROBS, sampling
-from tasks.iteration.update import update_actor
-from tests.penstock.session.rollout.test_generation import SAMPLES, Echo
+from penstock.tasks.iteration.advantage import advantage
+from penstock.tasks.iteration.resample import replaced
+from penstock.tasks.iteration.rollout import ROLLOUT_LOGPROBS, sampling
+from penstock.tasks.iteration.update import update_actor
+from tests.session.rollout.test_generation import SAMPLES, Echo
 
 MakeTraining = Callable[[TrainConfig], Training]
 OFFSETS_B1 = np.array([0, 2, 3, 5, 6])
@@ -115,7 +115,7 @@ def test_the_update_gets_the_correction_in_force_and_its_figures_keep_their_name
     training_with: MakeTraining, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Defaults filled in; without the section there is nothing."""
-    monkeypatch.setattr("tasks.iteration.update.role_figures", lambda *_: {})  # of real ranks' time and memory
+    monkeypatch.setattr("penstock.tasks.iteration.update.role_figures", lambda *_: {})  # of real ranks' time and memory
     correction = {"weights": "sequence", "reject": {"seq_mean_k3": 0.1}}
     in_force = {"proximal": "recomputed", "cap": 2.0, "band": None, "normalize": False}
     for given, sent in ((correction, correction | in_force), (None, None)):

@@ -9,16 +9,16 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from configs.schema import TrainConfig
 from penstock.base.ragged import Ragged
+from penstock.configs.schema import TrainConfig
 from penstock.data.prompts import PromptTable
 from penstock.rewards.pool import Score
 from penstock.session.rollout.generation import Responses
 from penstock.session.session import Training
-from tasks.iteration import evaluate as module
-from tasks.iteration.evaluate import evaluated, held_out, numbered
+from penstock.tasks.iteration import evaluate as module
+from penstock.tasks.iteration.evaluate import evaluated, held_out, numbered
 
-BROKEN = "tests.penstock.evaluators.evaluator_examples:Raises"
+BROKEN = "tests.evaluators.evaluator_examples:Raises"
 
 
 def two_of_two(training: Training) -> tuple[dict[str, list[str]], Responses, list[Score]]:

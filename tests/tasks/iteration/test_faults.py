@@ -10,16 +10,16 @@ from typing import Any
 import numpy as np
 import pytest
 
-from configs.schema import TrainConfig
 from penstock.base.errors import GradientNotFinite, KlExploded
+from penstock.configs.schema import TrainConfig
 from penstock.reports.faults import Fault
 from penstock.session import events
 from penstock.session.session import Stage, Training
 from penstock.state.events import read_events
 from penstock.state.experience import ExperienceRef, read_columns, write_columns
 from penstock.state.run_folder import append_metrics
-from tasks.iteration import faults
-from tasks.iteration.faults import batch_kept, meet, tell_of_skipped_steps
+from penstock.tasks.iteration import faults
+from penstock.tasks.iteration.faults import batch_kept, meet, tell_of_skipped_steps
 
 TOO_FAR = Fault("kl", "actor/kl", 9.0, "the KL to the reference is 9", "skip", undone=1, known_before=True)
 

@@ -16,9 +16,9 @@ import numpy as np
 import pytest
 from mlflow.entities import Run
 
-from configs.schema import TrainConfig
-from engines.groups.spec import GroupSpec, RankDevice
-from engines.sizing.memory import Recomputed
+from penstock.configs.schema import TrainConfig
+from penstock.engines.groups.spec import GroupSpec, RankDevice
+from penstock.engines.sizing.memory import Recomputed
 from penstock.session import record as session_record
 from penstock.session.consolidation import Consolidator
 from penstock.session.record import Recording, begin_delivery, finite, reopened
@@ -26,14 +26,14 @@ from penstock.session.session import Training, write_config
 from penstock.state.experience import write_columns
 from penstock.state.manifest import Manifest, Progress, Tracked, ended, read_manifest, write_manifest
 from penstock.state.run_folder import append_metrics
+from penstock.tasks.finetuning.checkpoints import steps_done
+from penstock.tasks.iteration import record
+from penstock.tasks.iteration.checkpoint import manifest
+from penstock.tasks.iteration.record import gpus_held, sample_rows, summarize
 from penstock.trackers import mlflow as module
 from penstock.trackers.mlflow import MlflowTracker, connect, default_tracking_uri
 from penstock.trackers.outbox import Outbox
 from penstock.trackers.tracker import Figures, Status
-from tasks.finetuning.checkpoints import steps_done
-from tasks.iteration import record
-from tasks.iteration.checkpoint import manifest
-from tasks.iteration.record import gpus_held, sample_rows, summarize
 from tests.delivering import await_delivery, in_mlflow, log_iteration, tracked_run, with_outbox
 
 MakeTraining = Callable[[TrainConfig], Training]

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from configs.schema import TrainConfig
-from tasks.iteration.refresh_reference import refresh_due
+from penstock.configs.schema import TrainConfig
+from penstock.tasks.iteration.refresh_reference import refresh_due
 
 
 def test_it_is_due_every_so_many_iterations_but_the_last() -> None:

@@ -14,18 +14,18 @@ import pandas as pd
 import pyarrow as pa
 import pytest
 
-from configs.schema import TrainConfig
-from flows.parts import rewards
 from penstock.base.ragged import Ragged
+from penstock.configs.schema import TrainConfig
 from penstock.data.prompts import PromptTable
+from penstock.flows.parts import rewards
 from penstock.rewards.pool import Score
 from penstock.session.session import Stage, Training
 from penstock.session.settings import settings_at
 from penstock.state.experience import RESAMPLED, ExperienceRef, read_columns, write_columns
 from penstock.state.manifest import Progress
-from tasks.iteration import resample as module
-from tasks.iteration.resample import groups_to_replace, prompts_to_draw, replaced, resample
-from tasks.iteration.rollout import FurtherRollout, _is_whole
+from penstock.tasks.iteration import resample as module
+from penstock.tasks.iteration.resample import groups_to_replace, prompts_to_draw, replaced, resample
+from penstock.tasks.iteration.rollout import FurtherRollout, _is_whole
 
 
 def columns_of(rewards: list[list[float]], name: str, resample_number: int = 0) -> dict[str, Any]:

@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 from prefect.states import Failed
 
-from engines.groups.group import HostLost
 from penstock.base.errors import UserError
-from tasks.iteration.advantage import advantage
-from tasks.iteration.reward import reward
+from penstock.engines.groups.group import HostLost
+from penstock.tasks.iteration.advantage import advantage
+from penstock.tasks.iteration.reward import reward
 
 
 @pytest.mark.parametrize("task", [reward, advantage])

@@ -7,7 +7,7 @@ import math
 import pytest
 
 from penstock.rewards.pool import Score
-from tasks.iteration.reward import reward_columns, reward_metrics
+from penstock.tasks.iteration.reward import reward_columns, reward_metrics
 
 SCORES = [
     Score(1.0, {"format": 1.0, "answer": 0.0}, None),

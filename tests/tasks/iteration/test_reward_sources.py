@@ -11,20 +11,20 @@ import pandas as pd
 import pyarrow as pa
 import pytest
 
-from configs.schema import TrainConfig
-from engines.commands.forward import Scores
 from penstock.base.errors import UserError
 from penstock.base.ragged import Ragged
+from penstock.configs.schema import TrainConfig
 from penstock.data.prompts import PromptTable
+from penstock.engines.commands.forward import Scores
 from penstock.rewards.source import open_scorer
 from penstock.session.rollout.generation import Responses
 from penstock.session.session import Stage, Training
 from penstock.session.settings import settings_at
 from penstock.state.experience import ExperienceRef, read_columns, write_columns
 from penstock.state.manifest import Progress
-from tasks.iteration import evaluate as evaluation
-from tasks.iteration.reward import punished, reward, reward_metrics, score
-from tests.penstock.rewards.scripted_server import chat_reply, scripted
+from penstock.tasks.iteration import evaluate as evaluation
+from penstock.tasks.iteration.reward import punished, reward, reward_metrics, score
+from tests.rewards.scripted_server import chat_reply, scripted
 
 TABLE = PromptTable(
     pd.DataFrame(
@@ -54,7 +54,7 @@ def test_a_judges_parts_and_words_are_columns_in_held_out_evaluation_too(
     texts, truncated_B = pa.array(["2", "4"], pa.large_string()), np.array([False, False])
     responses = Responses(np.arange(2), tokens, texts, truncated_B, 3, {}, tokens, {})
     monkeypatch.setattr(evaluation, "generate", lambda *_, **__: responses)
-    reading = {"parser": "tests.penstock.rewards.reward_examples:judge_parser", "settings": {"bonus": 0.25}}
+    reading = {"parser": "tests.rewards.reward_examples:judge_parser", "settings": {"bonus": 0.25}}
     with scripted(lambda body: chat_reply(body["messages"][0]["content"])) as seen:
         config = TrainConfig.model_validate({"reward": reward_of(seen.url, **reading)})
         training = training_with(config)

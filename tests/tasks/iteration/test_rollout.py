@@ -15,10 +15,10 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from configs.loading.load import config_from_mapping
-from configs.schema import TrainConfig
-from engines.commands.rollout import EngineResponses, Generate
 from penstock.base.ragged import Ragged
+from penstock.configs.loading.load import config_from_mapping
+from penstock.configs.schema import TrainConfig
+from penstock.engines.commands.rollout import EngineResponses, Generate
 from penstock.session.requests import BegunRollout, Rollout
 from penstock.session.rollout.carried import POLICY_VERSIONS, begun_before, not_begun
 from penstock.session.rollout.draw import draw
@@ -31,7 +31,7 @@ from penstock.state.deferred import Deferred
 from penstock.state.experience import ExperienceRef, column_names, consolidate, origin_of, read_columns
 from penstock.state.manifest import Progress
 from penstock.state.run_folder import drop_lost_experience
-from tasks.iteration.rollout import (
+from penstock.tasks.iteration.rollout import (
     begin_next_rollout,
     begin_rollout,
     begin_rollout_ahead,
@@ -65,8 +65,8 @@ def prepared(
     training_with: Callable[[TrainConfig], Training], monkeypatch: pytest.MonkeyPatch
 ) -> Callable[..., tuple[Training, Engines]]:
     """Make a training of five iterations with a table of seven prompts."""
-    monkeypatch.setattr("tasks.iteration.rollout.generation_figures", lambda *_: {})  # of a GPU
-    for module in ("tasks.iteration.rollout", "penstock.session.rollout.carried"):
+    monkeypatch.setattr("penstock.tasks.iteration.rollout.generation_figures", lambda *_: {})  # of a GPU
+    for module in ("penstock.tasks.iteration.rollout", "penstock.session.rollout.carried"):
         monkeypatch.setattr(f"{module}.get_run_logger", lambda: logging.getLogger("rollout"))
 
     def make(**sections: Any) -> tuple[Training, Engines]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from penstock.base.ragged import Ragged
-from tasks.replay.differences import compared_columns, compared_figures, same_rows, table_of
+from penstock.tasks.replay.differences import compared_columns, compared_figures, same_rows, table_of
 
 
 def ragged(*rows: list[float]) -> Ragged:

@@ -8,15 +8,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from configs.loading.load import config_from_mapping
-from configs.schema import TrainConfig
 from penstock.base.errors import UserError
+from penstock.configs.loading.load import config_from_mapping
+from penstock.configs.schema import TrainConfig
 from penstock.session.session import Training, write_config
 from penstock.session.settings import live_figures, live_overrides_in, next_settings
 from penstock.state.experience import write_columns
 from penstock.state.manifest import Manifest, Progress, seal_checkpoint, write_manifest
 from penstock.state.run_folder import RunFolder, append_metrics
-from tasks.replay.inputs import following, inputs_of, outputs_of, planned, tasks_of
+from penstock.tasks.replay.inputs import following, inputs_of, outputs_of, planned, tasks_of
 from tests.training import training_with as training_with
 
 GRPO = {"iterations": 8, "data": {"train": "p.jsonl"}, "model": {"path": "m"}, "reward": {"function": "r:f"}}

@@ -15,13 +15,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from configs.loading.load import load_config
-from flows.replay import replay
-from flows.train import train
 from penstock.base.ragged import Ragged
+from penstock.configs.loading.load import load_config
+from penstock.flows.replay import replay
+from penstock.flows.train import train
 from penstock.state.experience import column_names, read_columns, write_columns
 from penstock.state.run_folder import RunFolder
-from tasks.replay.differences import Replayed
+from penstock.tasks.replay.differences import Replayed
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 

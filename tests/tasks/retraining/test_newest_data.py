@@ -13,16 +13,16 @@ import pytest
 from mlflow.entities import DatasetInput
 from prefect.logging import disable_run_logger
 
-from configs.loading.load import config_from_mapping
-from configs.schema import TrainConfig
 from penstock.base.errors import UserError
 from penstock.base.files import sha256
+from penstock.configs.loading.load import config_from_mapping
+from penstock.configs.schema import TrainConfig
+from penstock.tasks.retraining.newest_data import NewestData, newest_data
+from penstock.tasks.retraining.next_training import next_training
 from penstock.trackers.mlflow import MlflowTracker, connect, default_tracking_uri
 from penstock.trackers.registry import DATA, FOLDER, RUN, WEIGHTS, NewVersion, register
 from penstock.trackers.table import registry_in
 from penstock.trackers.tracker import NewRun
-from tasks.retraining.newest_data import NewestData, newest_data
-from tasks.retraining.next_training import next_training
 
 
 def recipe(folder: Path, **more: Any) -> TrainConfig:

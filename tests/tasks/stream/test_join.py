@@ -13,12 +13,12 @@ import pandas as pd
 import pyarrow as pa
 import pytest
 
-from configs.loading.load import config_from_mapping
-from configs.schema import TrainConfig
-from engines.commands.rollout import PartialResults
-from engines.commands.update import SumGradient
 from penstock.base.errors import UserError
 from penstock.base.ragged import Ragged
+from penstock.configs.loading.load import config_from_mapping
+from penstock.configs.schema import TrainConfig
+from penstock.engines.commands.rollout import PartialResults
+from penstock.engines.commands.update import SumGradient
 from penstock.session.requests import BegunGeneration, Rollout, Round
 from penstock.session.rollout.portions import Portions, StreamedRollout
 from penstock.session.session import Stage, Training
@@ -26,11 +26,11 @@ from penstock.session.settings import next_settings
 from penstock.state.deferred import Deferred
 from penstock.state.experience import add_columns, origin_of, read_columns
 from penstock.state.manifest import Progress
-from tasks.iteration.rollout import sampled_with
-from tasks.stream import join as module
-from tasks.stream.join import join
-from tasks.stream.portion import PORTIONS, portion
-from tasks.stream.sum_gradient import sum_again, sum_gradient
+from penstock.tasks.iteration.rollout import sampled_with
+from penstock.tasks.stream import join as module
+from penstock.tasks.stream.join import join
+from penstock.tasks.stream.portion import PORTIONS, portion
+from penstock.tasks.stream.sum_gradient import sum_again, sum_gradient
 from tests.echo import ended_responses
 
 PROMPTS, SAMPLES, COUNT = 5, 2, 3
@@ -42,7 +42,7 @@ APART = {"training": {"roles": ["actor"]}, "generating": {"roles": ["rollout"]}}
 @pytest.fixture
 def training(training_with: Callable[[TrainConfig], Training], monkeypatch: pytest.MonkeyPatch) -> Training:
     """One whose engines have answered all prompts, the last first."""
-    monkeypatch.setattr("tasks.iteration.rollout.generation_figures", lambda *_: {})  # of a GPU
+    monkeypatch.setattr("penstock.tasks.iteration.rollout.generation_figures", lambda *_: {})  # of a GPU
     rollout = {"prompts": PROMPTS, "samples": SAMPLES, "stream": {"portions": COUNT}}
     reward = {"function": "tests.flows.reward_functions:low_digit", "max_failure_share": 0.1}
     made = training_with(config_from_mapping({"rollout": rollout, "groups": APART, "reward": reward}, "test"))

@@ -10,8 +10,8 @@ import dataclasses
 import numpy as np
 import pytest
 
-from algorithms.advantages.critics.gae import gae
-from algorithms.advantages.types import AdvantageInputs
+from penstock.algorithms.advantages.critics.gae import gae
+from penstock.algorithms.advantages.types import AdvantageInputs
 
 
 def one_row(

@@ -9,9 +9,9 @@ import dataclasses
 
 import numpy as np
 
-from algorithms.advantages.critics.gae import gae
-from algorithms.advantages.critics.ippo import ippo
-from algorithms.advantages.types import AdvantageInputs
+from penstock.algorithms.advantages.critics.gae import gae
+from penstock.algorithms.advantages.critics.ippo import ippo
+from penstock.algorithms.advantages.types import AdvantageInputs
 
 OFFSETS_B1 = np.array([0, 3, 5, 5, 9, 10])
 AGENTS_B = np.array([0, 1, 0, 1, 0])

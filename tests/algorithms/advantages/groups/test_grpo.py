@@ -11,8 +11,8 @@ import statistics
 import numpy as np
 import pytest
 
-from algorithms.advantages.groups.grpo import grpo
-from algorithms.advantages.types import AdvantageInputs
+from penstock.algorithms.advantages.groups.grpo import grpo
+from penstock.algorithms.advantages.types import AdvantageInputs
 
 # Five rows of lengths 2, 3, 0, 1, 2; the second is multi-turn, its middle token an observation.
 INPUTS = AdvantageInputs(

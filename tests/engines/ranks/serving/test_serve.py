@@ -14,10 +14,10 @@ import numpy as np
 import pytest
 import torch
 
-from engines.commands.message import decode_reply, encode
-from engines.commands.reshard import Resharded
-from engines.commands.rollout import EngineResponses, Generate
 from penstock.base.ragged import Ragged
+from penstock.engines.commands.message import decode_reply, encode
+from penstock.engines.commands.reshard import Resharded
+from penstock.engines.commands.rollout import EngineResponses, Generate
 from penstock.session.rollout.carried import not_begun
 from tests.engines.between_steps import shifted
 from tests.engines.plain_commands import KINDS, command_of, numbered

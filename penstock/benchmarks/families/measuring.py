@@ -1,0 +1,253 @@
+"""Families of models through real engines: what packed training computes, and what vLLM serves of what was trained.
+
+Each model is built as an actor with its rollout engine, takes an update, and is written as a folder. Compared is the
+mean difference of log-probs:
+
+- `packed`: the actor's with the Transformers library's, of a whole row at a time; `gradient`, likewise, as a share;
+- `rollout`: vLLM's while it samples with the actor's, after the update and a reshard; `lora` the same with adapters;
+- `exported`: vLLM's with those that the library has of the folder that was written;
+- `stale`: the control, vLLM's before the update with the actor's after it.
+
+Anyone can run it on a folder of a model of their own, small enough for one device. Left out: speed, and how well a
+model learns.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from penstock.base.errors import UserError
+from penstock.base.ragged import Ragged
+from penstock.benchmarks.reporting.result import BenchResult, new_result
+from penstock.benchmarks.workload.experience import lognormal_lengths, write_experience
+from penstock.benchmarks.workload.families import FAMILIES, write_family
+from penstock.checks.model import check_model_folder
+from penstock.configs.schema import TrainConfig
+from penstock.engines.commands.build import Build, Built
+from penstock.engines.commands.checkpoint import Export
+from penstock.engines.commands.forward import TokenValues
+from penstock.engines.commands.logprob_gap import LogprobsToCompare, SampledTokens, SampleToCompare
+from penstock.engines.commands.message import Command, decode_reply, encode, name_of
+from penstock.engines.commands.reshard import Reshard
+from penstock.engines.commands.update import ActorLoss, Split, UpdateActor
+from penstock.engines.families.served import check_served, has_own_class
+from penstock.engines.families.shape import read_settings, read_shape, weight_shapes
+from penstock.engines.groups.group import EngineError, EngineGroup, RankLost
+from penstock.engines.groups.machine import visible_gpus
+from penstock.engines.groups.spec import GroupSpec, RankDevice
+from penstock.engines.sizing.memory import weight_width
+from penstock.reports.progress import TrainingProgress
+from penstock.tasks.iteration.compare_logprobs import EXPLAINED
+from penstock.tasks.iteration.forward_passes import from_ranks
+
+PROMPT, RESPONSE, ROWS, SAMPLES, TOKENS = 8, 16, 12, 2, 8
+CORES = 2  # of a model that is measured: as many are at a time as the machine has cores for
+KV_CACHE = {"kv_cache_gib": 0.25, "sleep": False}  # several models share a GPU; vLLM's sleep wants one for itself
+LEARNING_RATE = 1e-2
+SPLIT = Split(
+    mini_batches=2,
+    epochs=1,
+    samples=SAMPLES,
+    together=SAMPLES,
+    micro_batch_tokens=64,
+    max_response_tokens=RESPONSE,
+    aggregation="token-mean",
+    seed=0,
+)
+LOSS = ActorLoss("ppo_clip", {"clip_low": 0.2, "clip_high": 0.3}, 1.0, 0.0, None, 0.0)
+COLUMNS = ("family", "served_by", "packed", "gradient", "rollout", "lora", "exported", "stale", "refused")
+
+
+@dataclass(frozen=True)
+class LibraryLogprobs(Command[TokenValues]):
+    """Log-probs of responses, as the library computes them of the model in `folder`."""
+
+    folder: str
+    prompts: Ragged
+    responses: Ragged
+
+
+@dataclass(frozen=True)
+class GradientGap:
+    """The norm of the difference of two gradients of a model, as a share of the library's."""
+
+    share: float
+
+
+@dataclass(frozen=True)
+class CompareGradients(Command[GradientGap]):
+    """Compare the gradient of packed rows with that of the library: of the mean log-prob of the file's responses."""
+
+    folder: str
+    path: str
+
+
+def measure(command: str, names: Sequence[str]) -> BenchResult:
+    """Measure models: each the tiny one of the family of that name, or the one in the folder of that name.
+
+    Raises:
+        UserError: a name is neither a known family's nor a model's folder.
+    """
+    for name in names:
+        if name not in FAMILIES and not (Path(name) / "config.json").is_file():
+            raise UserError(
+                f"{name} is no known family, and as a folder has no config.json",
+                f"name the folder of a Hugging Face model, or one of {', '.join(FAMILIES)}",
+            )
+    with tempfile.TemporaryDirectory(prefix="penstock-bench-") as made, TrainingProgress() as progress:
+        models = {
+            name: write_family(name, Path(made) / f"model-{number}") if name in FAMILIES else Path(name)
+            for number, name in enumerate(names)
+        }
+        works = [Path(made) / f"work-{number}" for number in range(len(models))]
+        details: list[dict[str, Any]] = []
+        with ThreadPoolExecutor(max(1, len(os.sched_getaffinity(0)) // CORES)) as pool:
+            measured = pool.map(measure_folder, models.values(), works)
+            for name, figures in zip(models, measured, strict=True):
+                details.append({"family": name, **figures})
+                progress.phase(name, figures.get("refused", "measured"))
+    taken = [row for row in details if "refused" not in row]
+    figures = {"families": float(len(taken)), "refused": float(len(details) - len(taken))}
+    for figure in ("packed", "gradient", "rollout", "lora", "exported"):
+        figures |= {f"{figure}_max": max(row[figure] for row in taken)} if taken else {}
+    settings = {"rows": ROWS, "prompt_tokens": PROMPT, "response_tokens": RESPONSE, "learning_rate": LEARNING_RATE}
+    return new_result("families", command, figures, settings=settings, details=details)
+
+
+def measure_folder(folder: Path, work: Path) -> dict[str, Any]:
+    """Return the figures of a model, or `refused`, why it is.
+
+    Args:
+        work: folder for its ranks' logs and what they write.
+    """
+    settings = read_settings(folder)
+    by = "vLLM" if has_own_class(settings) else "Transformers in vLLM"
+    described = {"model_type": settings["model_type"], "served_by": by}
+    try:
+        check_model_folder(folder, "it")
+        check_served(settings, weight_shapes(folder), "it")
+        with _ranks(work) as group:
+            figures = _Model(group, folder, work).measured()
+        with _ranks(work) as group:
+            figures["lora"] = _Model(group, folder, work, lora=True).gap_after_an_update()
+    except UserError as error:
+        return {**described, "refused": error.problem.replace(str(folder), "it").removeprefix("it: ")}
+    except EngineError as error:  # of a library
+        return {**described, "refused": error.remote_traceback.strip().splitlines()[-1]}
+    except RankLost as lost:  # in a library
+        return {**described, "refused": f"its rank is lost: {(lost.log_tail.strip() or lost.reason).splitlines()[-1]}"}
+    if not figures["rollout"] <= _explained():
+        return {**described, "refused": f"vLLM gives tokens other log-probs ({figures['rollout']:.2g})"}
+    return described | figures
+
+
+class _Model:
+    """A model in a rank, and the experience that it learns from."""
+
+    def __init__(self, group: EngineGroup, folder: Path, work: Path, lora: bool = False) -> None:
+        self._group, self._folder, self._work, self._sent = group, folder, work, 0
+        sections: dict[str, Any] = {
+            "model": {"path": str(folder)},
+            "data": {"max_prompt_tokens": PROMPT},
+            "rollout": {
+                "prompts": ROWS // SAMPLES,
+                "samples": SAMPLES,
+                "max_response_tokens": RESPONSE,
+                **KV_CACHE,
+            },
+            "actor": {"lora": {"rank": 4, "alpha": 8}} if lora else {},
+        }
+        config = TrainConfig.model_validate(sections).model_dump(mode="json")
+        self._built: Built = self._ask(Build(config, str(folder), ("actor", "rollout")))
+        self._ask(Reshard(0))
+        vocabulary = read_shape(folder).vocabulary
+        generator = np.random.default_rng(0)
+        self._prompts = Ragged.of([generator.integers(2, vocabulary, PROMPT) for _ in range(4)], np.int32)
+        lengths = lognormal_lengths(ROWS, PROMPT, mean=8, longest=RESPONSE)
+        self._experience = write_experience(work / "experience.parquet", lengths, vocabulary, 0, SAMPLES)
+
+    def measured(self) -> dict[str, Any]:
+        """Return the figures."""
+        before = self._sampled()
+        ours = self._logprobs(before.responses, before.positions_P)
+        library = self._library(self._folder, before)
+        gradient = self._ask(CompareGradients(str(self._folder), self._experience.path)).share
+        rollout = self.gap_after_an_update()
+        stale = self._logprobs(before.responses, before.positions_P) - before.logprobs_T
+        after, exported = self._sampled(), self._work / "exported"
+        self._ask(Export(str(exported)))
+        written = self._library(exported, after)
+        return {
+            "strategy": self._built.strategy,
+            "parameters_shared": self._built.parameters_shared,
+            "parameters_copied": self._built.parameters_copied,
+            "packed": _mean(ours - library),
+            "gradient": gradient,
+            "rollout": rollout,
+            "exported": _mean(written - after.logprobs_T),
+            "stale": _mean(stale),
+        }
+
+    def gap_after_an_update(self) -> float:
+        """Learn from the experience, reshard, and return the difference between vLLM and the actor."""
+        self._ask(UpdateActor(self._experience.path, 0, SPLIT, LOSS, LEARNING_RATE))
+        self._ask(Reshard(1))
+        sampled = self._sampled()
+        return _mean(self._logprobs(sampled.responses, sampled.positions_P) - sampled.logprobs_T)
+
+    def _sampled(self) -> SampledTokens:
+        self._sent += 1
+        sampled: SampledTokens = self._ask(SampleToCompare(self._sent, self._prompts, TOKENS, [0, self._sent]))
+        return sampled
+
+    def _library(self, folder: Path, sampled: SampledTokens) -> np.ndarray:
+        prompts = self._prompts.take(sampled.positions_P)
+        reply: TokenValues = self._ask(LibraryLogprobs(str(folder), prompts, sampled.responses))
+        return reply.values_T
+
+    def _logprobs(self, responses: Ragged, positions_P: np.ndarray) -> np.ndarray:
+        prompts = self._prompts.take(positions_P)
+        reply: TokenValues = self._ask(LogprobsToCompare(prompts, responses, budget=1024))
+        return from_ranks([reply], responses.lengths_B).values_T
+
+    def _ask(self, command: Command[Any]) -> Any:
+        self._sent += 1
+        (answer,) = self._group.call(name_of(type(command)), key=f"{self._sent}", **encode(command))
+        return decode_reply(type(command), answer["reply"])
+
+
+def _explained() -> float:
+    """Return the mean difference with which a training goes on, in the dtype that it would have here."""
+    return EXPLAINED[weight_width(TrainConfig(), "cuda" if visible_gpus() else "cpu")]
+
+
+def _mean(difference_T: np.ndarray) -> float:
+    return float(np.abs(difference_T).mean())
+
+
+@contextmanager
+def _ranks(work: Path) -> Iterator[EngineGroup]:
+    """Start one rank, on a GPU if there is one."""
+    work.mkdir(parents=True, exist_ok=True)
+    spec = GroupSpec(
+        name="main",
+        roles=("actor", "rollout"),
+        devices=(RankDevice(0 if visible_gpus() else None),),
+        log_dir=work,
+        start_timeout_s=600.0,
+        command_timeout_s=600.0,
+        heartbeat_timeout_s=120.0,
+        worker="penstock.benchmarks.ranks.family_rank:FamilyRank",
+    )
+    with EngineGroup(spec) as group:
+        group.wait_ready()
+        yield group

@@ -1,0 +1,132 @@
+"""Samples per second of a recipe whose rollouts do not wait for their longest responses, beside its synchronous twin.
+
+Two trainings as a user starts them (penstock/benchmarks/step.py), of the same work: the recipe, and the recipe without
+`rollout.tail`, `rollout.carry` or `rollout.stream`. What counts is the time of all iterations after the first few, not
+a median, because rounds differ: of those that put prompts off some pay for the others. Left out: what is learned.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from penstock.base.errors import UserError
+from penstock.benchmarks.reporting.machine import machine
+from penstock.benchmarks.reporting.result import BenchResult, new_result, steady
+from penstock.benchmarks.session import describe
+from penstock.benchmarks.step import PROGRAM, trained
+from penstock.benchmarks.workload.prompts import with_prompts
+from penstock.configs.loading.load import load_config
+
+MODES = ("tail", "carry", "stream")  # keys of `rollout`
+UNEVEN = "penstock.benchmarks.ranks.uneven_training"
+FIGURES = {
+    "deferred_share": "rollout/deferred_share",
+    "unused_share": "rollout/unused_share",
+    "staleness_mean": "rollout/staleness_mean",
+    "off_policy_share": "rollout/off_policy_share",
+    "engine_wait_share": "rollout/engine_wait_share",
+    "rollout_s": "time/rollout_s",
+    "update_actor_s": "time/update_actor_s",
+    "portion_wait_s": "rollout/portion_wait_s",
+    "portion_after_s": "rollout/portion_after_s",
+    "batch_wait_s": "rollout/batch_wait_s",
+    "engine_pause_s": "rollout/engine_pause_s",
+    "reshard_s": "time/reshard_s",
+    "response_length_mean": "rollout/response_length_mean",
+    "response_length_max": "rollout/response_length_max",
+}
+
+
+def measure(
+    recipe: Path,
+    overrides: list[str],
+    command: str,
+    *,
+    skip: int,
+    synchronous: int | None,
+    lognormal: bool,
+    against: BenchResult | None = None,
+) -> BenchResult:
+    """Train both ways; return samples per second after the first `skip` iterations, and their ratio.
+
+    Args:
+        synchronous: iterations of the synchronous training; None: as many as the recipe has.
+        lognormal: whether responses end as those of a reasoning model (penstock/benchmarks/ranks/uneven_rank.py).
+        against: a result of this benchmark whose synchronous training is not repeated.
+
+    Raises:
+        UserError: the recipe is wrong or waits for all, too few iterations are asked for, a training failed, or
+            `against` is of other work or another machine.
+    """
+    config = load_config(recipe, overrides)
+    waits = [f"rollout.{mode}=null" for mode in MODES if getattr(config.rollout, mode) is not None]
+    if not waits:
+        raise UserError(f"{recipe} waits for all responses", "give rollout.tail, e.g. rollout.tail.extra=0.25")
+    if lognormal and not config.rollout.ignore_eos:
+        raise UserError(f"in {recipe} a response may end by itself", "give rollout.ignore_eos=true")
+    work = {"lengths": "log-normal" if lognormal else "the model's", **describe(config)}
+    if against is not None:
+        _check_same(against, work)
+    program = UNEVEN if lognormal else PROGRAM
+    fewer = [] if synchronous is None else [f"iterations={synchronous}"]
+    for count in (config.iterations, synchronous or config.iterations):
+        steady(range(count), skip)
+    with tempfile.TemporaryDirectory(prefix="penstock-bench-") as scratch:
+        overrides = [*overrides, *with_prompts(config, Path(scratch))]
+        rows, _ = trained(recipe, overrides, Path(scratch) / "recipe", program)
+        others = (
+            trained(recipe, [*overrides, *waits, *fewer], Path(scratch) / "synchronous", program)[0]
+            if against is None
+            else [row for row in against.details if row["mode"] == "synchronous"]
+        )
+    samples = config.rollout.prompts * config.rollout.samples
+    figures, peer = figures_of(rows, skip, samples), figures_of(others, skip, samples)
+    return new_result(
+        "waiting",
+        command,
+        {**figures, "speedup": figures["samples_per_s"] / peer["samples_per_s"]},
+        peers={"synchronous": peer},
+        peers_command=command if against is None else against.peers_command,
+        settings={
+            "iterations": len(rows),
+            "synchronous_iterations": len(others),
+            "skipped": skip,
+            **work,
+        },
+        details=[
+            {**row, "mode": mode, "iteration": number}
+            for mode, found in (("recipe", rows), ("synchronous", others))
+            for number, row in enumerate(found, start=1)
+        ],
+    )
+
+
+def _check_same(against: BenchResult, work: Mapping[str, Any]) -> None:
+    """Raise UserError unless a result is of the same work on such a machine, whichever way it did not wait."""
+    if against.bench != "waiting" or against.machine != machine():
+        raise UserError("the result to compare with is not of this benchmark and machine", "leave out --against")
+    waiting: dict[str, Any] = dict.fromkeys(MODES)
+    asked, measured = ({**of, "rollout": {**of["rollout"], **waiting}} for of in (work, against.settings))
+    names = asked.keys() | measured.keys() - {"iterations", "synchronous_iterations", "skipped"}
+    if differing := sorted(name for name in names if asked.get(name) != measured.get(name)):
+        raise UserError(f"the result to compare with differs in {', '.join(differing)}", "leave out --against")
+
+
+def figures_of(rows: Sequence[Mapping[str, float]], skip: int, samples: int) -> dict[str, float]:
+    """Return samples per second of the iterations after the first `skip`, and how long they took.
+
+    Args:
+        samples: of an iteration.
+    """
+    counted = steady(rows, skip)
+    steps = [row["time/iteration_s"] - row.get("time/evaluate_s", 0.0) for row in counted]
+    means = {name: sum(row.get(key, 0.0) for row in counted) / len(counted) for name, key in FIGURES.items()}
+    return {
+        "samples_per_s": samples * len(counted) / sum(steps),
+        "iteration_s_mean": sum(steps) / len(steps),
+        "iteration_s_max": max(steps),
+        **means,
+    }

@@ -1,0 +1,132 @@
+"""Tiny models with random weights, one for each family that is trained or known to be refused.
+
+Every size is small and every setting that changes what is computed is far from where it does nothing: windows are
+shorter than rows, caps are reached. Left out: what is measured of them (penstock/benchmarks/families/measuring.py).
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+SIZES: dict[str, Any] = {
+    "vocab_size": 64,
+    "hidden_size": 128,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,  # the smallest that vLLM serves on a CPU
+    "max_position_embeddings": 512,
+    "initializer_range": 0.15,  # so wide that every wrong weight shows in log-probs
+    "pad_token_id": 0,
+    "eos_token_id": 1,
+    "bos_token_id": None,
+}
+BY_TURNS = {"layer_types": ["sliding_attention", "full_attention"]}
+WINDOWED = {"sliding_window": 8, **BY_TURNS}
+CAPPED = {**WINDOWED, "attn_logit_softcapping": 0.5, "final_logit_softcapping": 3.0, "query_pre_attn_scalar": 32}
+LONG = {
+    "rope_type": "longrope",
+    "rope_theta": 1e4,
+    "long_factor": [4.0] * 16,
+    "short_factor": [1.0 + 0.1 * number for number in range(16)],
+}
+EXPERTS = {"num_experts": 4, "num_local_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+LATENT = {
+    "q_lora_rank": 16,
+    "kv_lora_rank": 16,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 16,
+    "v_head_dim": 32,
+    "num_key_value_heads": 4,
+    "n_routed_experts": 4,
+    "n_group": 1,
+    "topk_group": 1,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+    "first_k_dense_replace": 1,
+}
+LINEAR = {
+    "linear_num_value_heads": 4,
+    "linear_num_key_heads": 2,
+    "linear_key_head_dim": 32,
+    "linear_value_head_dim": 32,
+    "shared_expert_intermediate_size": 32,
+    "layer_types": ["linear_attention", "full_attention"],
+}
+REFUSED: dict[str, tuple[str, dict[str, Any]]] = {
+    "Phi-2": ("phi", {"num_key_value_heads": 4}),
+    "GPT-NeoX": ("gpt_neox", {}),
+    "Persimmon": ("persimmon", {}),
+    "StableLM": ("stablelm", {}),
+    "Nemotron": ("nemotron", {}),
+    "Apertus": ("apertus", {}),
+    "gpt-oss": ("gpt_oss", {**EXPERTS, "sliding_window": 128}),
+    "GLM-4.5": (
+        "glm4_moe",
+        {**EXPERTS, "n_routed_experts": 4, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1},
+    ),
+    "DeepSeek-V3": ("deepseek_v3", LATENT),
+    "Qwen 3 Next": ("qwen3_next", {**EXPERTS, **LINEAR}),
+    "Mamba 2": ("mamba2", {"num_heads": 8, "head_dim": 32, "state_size": 16, "n_groups": 1}),
+}
+FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "Llama": ("llama", {}),
+    "Mistral": ("mistral", {}),
+    "Ministral": ("ministral", {}),
+    "Ministral 3": ("ministral3", {}),
+    "Qwen 2": ("qwen2", {}),
+    "Qwen 3": ("qwen3", {}),
+    "Gemma": ("gemma", {}),
+    "Gemma 2": ("gemma2", CAPPED),
+    "Gemma 3": ("gemma3_text", {**WINDOWED, "query_pre_attn_scalar": 32}),
+    "VaultGemma": ("vaultgemma", CAPPED),
+    "Phi-3": ("phi3", {}),
+    "Phi-4-mini (LongRoPE)": ("phi3", {"rope_parameters": LONG, "original_max_position_embeddings": 64}),
+    "Command R": ("cohere", {"logit_scale": 0.25, "use_qk_norm": True}),
+    "Command R7B": ("cohere2", {"logit_scale": 0.25, "sliding_window": 64, **BY_TURNS}),
+    "Granite": (
+        "granite",
+        {"logits_scaling": 4.0, "embedding_multiplier": 3.0, "residual_multiplier": 0.5, "attention_multiplier": 0.1},
+    ),
+    "GLM-4 (9B)": ("glm", {}),
+    "GLM-4 (0414)": ("glm4", {}),
+    "OLMo": ("olmo", {}),
+    "OLMo 2": ("olmo2", {}),
+    "OLMo 3": ("olmo3", WINDOWED),
+    "SmolLM 3": ("smollm3", {}),
+    "StarCoder 2": ("starcoder2", {}),
+    "Seed-OSS": ("seed_oss", {}),
+    "Arcee": ("arcee", {}),
+    "HunYuan": ("hunyuan_v1_dense", {}),
+    "EXAONE 4": ("exaone4", {"sliding_window": 8}),
+    "ERNIE 4.5": ("ernie4_5", {}),
+    "Helium": ("helium", {}),
+    "Mixtral": ("mixtral", EXPERTS),
+    "Qwen 2 MoE": ("qwen2_moe", {**EXPERTS, "shared_expert_intermediate_size": 32}),
+    "Qwen 3 MoE": ("qwen3_moe", EXPERTS),
+    "OLMoE": ("olmoe", EXPERTS),
+    **REFUSED,
+}
+
+
+def write_family(name: str, folder: Path) -> Path:
+    """Write the tiny model of a family with a byte tokenizer beside it; the same weights each time."""
+    import torch
+    from transformers import CONFIG_MAPPING, AutoModelForCausalLM
+    from transformers.utils import logging
+
+    from penstock.data.tokenizer import make_byte_tokenizer
+
+    model_type, settings = FAMILIES[name]
+    logging.disable_progress_bar()
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(5)
+        model = AutoModelForCausalLM.from_config(CONFIG_MAPPING[model_type](**{**SIZES, **settings}))
+        for parameter_name, parameter in model.named_parameters():
+            if parameter_name.endswith("bias"):  # zero at first: a lost bias would not show
+                torch.nn.init.normal_(parameter, std=0.3)
+    model.save_pretrained(folder)
+    make_byte_tokenizer(folder)
+    return folder

@@ -1,0 +1,111 @@
+"""Section of the data: files, columns, prompts, the agents of a game, and problems made by the project itself."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import Field, StringConstraints, model_validator
+
+from penstock.configs.sections.prompt_selection import SamplerConfig
+from penstock.configs.tree.section import PositiveInt, Section, Share
+
+AgentName = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")]  # part of a checkpoint's path
+
+
+class AgentsConfig(Section):
+    """Agents that share the policy and learn their values apart."""
+
+    column: str = Field(min_length=1, description="data column that names the agent of a row")
+    names: list[AgentName] = Field(min_length=1, description="the column's values, one agent each; numbers as text")
+
+    @model_validator(mode="after")
+    def _once(self) -> Self:
+        if twice := sorted({name for name in self.names if self.names.count(name) > 1}):
+            raise ValueError(f"'names' has '{twice[0]}' twice: remove one")
+        return self
+
+
+def check_agents(agents: AgentsConfig | None, needed: bool, algorithm: str) -> None:
+    """Check that agents are given exactly where the algorithm tells them apart.
+
+    Raises:
+        ValueError: they are missing, or have no effect.
+    """
+    if needed and agents is None:
+        raise ValueError(f"algorithm '{algorithm}' needs 'data.agents': the data column that names a row's agent")
+    if agents is not None and not needed:
+        raise ValueError(f"'data.agents' has no effect with algorithm '{algorithm}', which has one critic or none")
+
+
+class ArithmeticData(Section):
+    """Addition problems `12+34=` with the answer `046.`, made from the seed: no file is needed."""
+
+    digits: int = Field(2, ge=1, le=4, description="digits of each summand")
+    sft: PositiveInt = Field(4000, description="problems for the supervised warm-up")
+    mistakes: Share = Field(0.0, description="share of the warm-up's answers with one wrong digit: a careless teacher")
+    forgotten_carries: Share = Field(
+        0.0, description="share of the warm-up's answers that are added digit by digit, without any carry"
+    )
+    calls: Share = Field(
+        0.0, description="share of the warm-up's answers before which the teacher asks penstock.environments.calculator"
+    )
+    train: PositiveInt = Field(4000, description="problems for reinforcement learning")
+    heldout: PositiveInt = Field(1000, description="problems kept apart for evaluation")
+
+    @model_validator(mode="after")
+    def _teacher(self) -> Self:
+        given = [name for name in ("calls", "mistakes", "forgotten_carries") if getattr(self, name)]
+        if len(given) > 1:
+            raise ValueError(f"'{given[0]}' and '{given[1]}' are different teachers: remove one")
+        return self
+
+
+def check_chat_arguments(arguments: Mapping[str, Any]) -> None:
+    """Refuse arguments of a chat template that are not the user's to choose.
+
+    Raises:
+        ValueError: one is.
+    """
+    for name in ("conversation", "tokenize", "add_generation_prompt"):
+        if name in arguments:
+            raise ValueError(f"'chat_arguments' has '{name}', which is set for every prompt: remove it")
+
+
+class DataConfig(Section):
+    """Where prompts come from and how a row becomes one."""
+
+    train: str | None = Field(None, description="JSONL or Parquet file of training prompts")
+    heldout: str | None = Field(None, description="JSONL or Parquet file of held-out prompts, for evaluation only")
+    sft: str | None = Field(
+        None, description="JSONL or Parquet file of prompts and responses for the supervised warm-up"
+    )
+    arithmetic: ArithmeticData | None = Field(None, description="make addition problems instead of reading files")
+    prompt: str = Field("prompt", description="column with the prompt: text, or a list of {role, content} messages")
+    response: str | None = Field(None, description="column with the response to imitate (supervised warm-up only)")
+    agents: AgentsConfig | None = Field(None, description="which agent a row is for (ippo)")
+    chat: bool = Field(False, description="wrap a text prompt as one user message in the tokenizer's chat template")
+    template: str | None = Field(None, description="text around a text prompt, with {prompt} where the column goes")
+    chat_arguments: dict[str, Any] = Field(
+        default_factory=dict,
+        description="keyword arguments of the chat template, e.g. {enable_thinking: false} for Qwen3; in training and "
+        "evaluation alike",
+    )
+    max_prompt_tokens: PositiveInt = Field(512, description="of a prompt, with what its template adds")
+    too_long: Literal["drop", "left", "middle", "right"] = Field(
+        "drop",
+        description="what becomes of a longer prompt; left, middle, right: where tokens are cut out of it; both are "
+        "counted",
+    )
+    sampler: SamplerConfig = Field(default_factory=SamplerConfig, description="which prompts an iteration takes")
+
+    @model_validator(mode="after")
+    def _sources(self) -> Self:
+        if self.arithmetic is not None and (self.train or self.heldout or self.sft):
+            raise ValueError("'arithmetic' makes its own problems: remove 'train', 'heldout' and 'sft'")
+        if self.arithmetic is not None and (self.prompt != "prompt" or self.response not in (None, "response")):
+            raise ValueError("'arithmetic' has columns of its own names: remove 'prompt' and 'response'")
+        if self.template is not None and "{prompt}" not in self.template:
+            raise ValueError("'template' must contain {prompt}, the place where the prompt column goes")
+        check_chat_arguments(self.chat_arguments)
+        return self

@@ -1,0 +1,63 @@
+"""Section of the model: a Hugging Face folder, or a tiny one made with random weights."""
+
+from __future__ import annotations
+
+from typing import Literal, Self
+
+from pydantic import Field, model_validator
+
+from penstock.configs.tree.section import PositiveInt, Section
+
+
+class TinyModel(Section):
+    """A random Qwen3-shaped model with a byte tokenizer, made in the run folder: for the quickstart and for tests."""
+
+    hidden_size: PositiveInt = Field(
+        96, description="width of the residual stream; a multiple of 32 x heads is fastest"
+    )
+    layers: PositiveInt = Field(3, description="transformer blocks")
+    heads: PositiveInt = Field(3, description="query heads; hidden_size must be a multiple of it")
+    kv_heads: PositiveInt = Field(3, description="key/value heads; heads must be a multiple of it")
+    intermediate_size: PositiveInt = Field(256, description="width of the MLP")
+    max_positions: PositiveInt = Field(256, description="longest sequence, tokens")
+    tie_embeddings: bool = Field(True, description="one matrix for the input and the output embedding")
+
+    @model_validator(mode="after")
+    def _shapes(self) -> Self:
+        if self.hidden_size % self.heads or self.heads % self.kv_heads:
+            raise ValueError("hidden_size must be a multiple of heads, and heads a multiple of kv_heads")
+        return self
+
+
+class ModelConfig(Section):
+    """Which causal language model the actor starts from."""
+
+    path: str | None = Field(
+        None,
+        description="Hugging Face model folder on this machine (config, safetensors, tokenizer); or a model of the "
+        "Hub, ORG/NAME or ORG/NAME@REVISION, or a registered one, models:/NAME@latest, models:/NAME@best or "
+        "models:/NAME/3: these become a folder when a run begins",
+    )
+    version: str | None = Field(
+        None,
+        pattern=r"^models:/[^/@:]+/\d+$",
+        description="registered model that 'path' is of: a run notes it here, and in the version that it registers",
+    )
+    revision: str | None = Field(
+        None,
+        pattern=r"^[\w.-]+/[\w.-]+@[0-9a-f]{40}$",
+        description="model of the Hugging Face Hub, with its commit, that 'path' is of: a run notes it here",
+    )
+    tiny: TinyModel | None = Field(None, description="make a tiny random model instead of loading one")
+    dtype: Literal["auto", "bfloat16", "float32"] = Field(
+        "auto", description="dtype of the weights in training and rollout; auto: bfloat16 on GPU, float32 on CPU"
+    )
+
+    @model_validator(mode="after")
+    def _one_source(self) -> Self:
+        if self.path is not None and self.tiny is not None:
+            raise ValueError("'path' and 'tiny' exclude each other: remove one")
+        for name in ("version", "revision"):
+            if self.path is None and getattr(self, name) is not None:
+                raise ValueError(f"'{name}' has no effect without 'path': remove it")
+        return self

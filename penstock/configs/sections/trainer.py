@@ -1,0 +1,124 @@
+"""Sections of what is trained: actor, critic, supervised training, with their adapters (optimizers: optimizer.py)."""
+
+from __future__ import annotations
+
+from typing import Literal, Self
+
+from pydantic import Field, model_validator
+
+from penstock.configs.sections.optimizer import OptimizerConfig
+from penstock.configs.tree.schedule import ScheduledAboveZero
+from penstock.configs.tree.section import PositiveInt, Section
+
+
+class LoraConfig(Section):
+    """Adapters beside the linear layers W: y = W x + alpha / rank x B A x. W rests, A and B are trained."""
+
+    rank: PositiveInt = Field(32, description="rows of A and columns of B")
+    alpha: float = Field(32.0, gt=0, description="the adapter's output is scaled by alpha / rank")
+    targets: list[str] | None = Field(
+        None, min_length=1, description="linear layers by name, e.g. [q_proj, v_proj]; null: all in the blocks"
+    )
+
+    @model_validator(mode="after")
+    def _targets(self) -> Self:
+        names = self.targets or []
+        if twice := sorted({name for name in names if names.count(name) > 1}):
+            raise ValueError(f"'targets' has '{twice[0]}' twice: remove one")
+        return self
+
+    @property
+    def scale(self) -> float:
+        """The factor of the adapter's output."""
+        return self.alpha / self.rank
+
+
+class TrainerConfig(Section):
+    """How DeepSpeed trains one model."""
+
+    optimizer: OptimizerConfig = Field(default_factory=OptimizerConfig, description="which optimizer, and its schedule")
+    zero_stage: Literal[0, 1, 2, 3] = Field(
+        1,
+        description="DeepSpeed ZeRO stage: what is sharded over the ranks; 0: nothing, only for float32 weights; "
+        "1: the optimizer's state, gradients are reduced once per step; 2: gradients too, reduced with every "
+        "micro-batch; 3: weights too",
+    )
+    gradient_checkpointing: bool | None = Field(
+        None,
+        description="recompute activations in the backward pass, slower with less memory; null: only where the memory "
+        "estimate does not fit otherwise",
+    )
+    micro_batch_tokens: ScheduledAboveZero[int] = Field(
+        16384, description="prompt + response tokens of one forward pass on one rank"
+    )
+    offload_optimizer: bool = Field(
+        False,
+        description="keep the optimizer's state and the float32 masters in host memory between updates, for a larger "
+        "KV cache in the rollout; ZeRO stage 2 only, no effect on CPU",
+    )
+    lora: LoraConfig | None = Field(
+        None, description="train low-rank adapters and leave the weights as they are; null: train all weights"
+    )
+
+    @model_validator(mode="after")
+    def _whole(self) -> Self:
+        name, whole = self.optimizer.name, self.optimizer.whole
+        if whole is not None and self.zero_stage:
+            raise ValueError(
+                f"'optimizer.name' {name} needs 'zero_stage' 0, not {self.zero_stage}: {whole}, and the other stages "
+                "cut matrices; with weights too large for that take adamw or sgd"
+            )
+        if whole is not None and self.lora is not None:
+            raise ValueError(f"'optimizer.name' {name} is for whole weights, not for 'lora': take adamw or sgd")
+        return self
+
+    @model_validator(mode="after")
+    def _lora(self) -> Self:
+        if self.lora is not None and self.zero_stage == 3:
+            raise ValueError(
+                "'lora' needs 'zero_stage' 0, 1 or 2: 3 shards the weights that are trained, and adapters are small"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _offload(self) -> Self:
+        if self.offload_optimizer and self.zero_stage != 2:
+            raise ValueError(
+                f"'offload_optimizer' needs 'zero_stage' 2, not {self.zero_stage}: {OFFLOAD_REFUSED[self.zero_stage]}"
+            )
+        return self
+
+
+OFFLOAD_REFUSED = {
+    0: "without ZeRO there is nothing that DeepSpeed could move",
+    1: "in bfloat16 DeepSpeed's optimizer of stage 1 cannot move its state, and stage 2 shards more",
+    3: "there DeepSpeed moves the state of an Adam of its own only, which has to be compiled on the machine",
+}
+
+
+class ActorConfig(TrainerConfig):
+    """The policy that is trained."""
+
+
+class CriticConfig(TrainerConfig):
+    """The value model (PPO). It starts from the actor's weights with a new scalar head."""
+
+    path: str | None = Field(None, description="Hugging Face folder to start from; default: the actor's starting point")
+    value_clip: float | None = Field(0.2, gt=0, description="clip range of the value loss; null: no clipping")
+
+
+class SftConfig(TrainerConfig):
+    """Supervised training on prompt/response pairs: the `sft` flow, also the warm-up of `train`."""
+
+    steps: PositiveInt = Field(400, description="optimizer steps")
+    batch: PositiveInt = Field(128, description="rows of one optimizer step")
+    max_tokens: PositiveInt = Field(1024, description="longer rows are dropped and counted, tokens")
+    checkpoint_every: int = Field(
+        100, ge=0, description="optimizer steps between checkpoints, of which the newest is kept until the end; 0: none"
+    )
+
+    @model_validator(mode="after")
+    def _alone(self) -> Self:
+        if self.offload_optimizer:
+            raise ValueError("'offload_optimizer' has no effect here (nothing else needs the memory): remove it")
+        return self

@@ -1,0 +1,223 @@
+"""A model's sizes, read from its folder without torch: what memory (memory.py) and FLOPs (flops.py) are counted from.
+
+Left out: the weights themselves; what an architecture does beyond a decoder with MLPs or with experts
+(`ModelShape.explained` tells).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import Any
+
+from penstock.configs.sections.trainer import LoraConfig
+from penstock.engines.families.table import WINDOWED, Family, Linear, family_of
+
+
+@dataclass(frozen=True)
+class ExpertSizes:
+    """Sizes of the experts that a layer has in place of an MLP: each is a gated MLP.
+
+    Attributes:
+        count: experts of a layer.
+        chosen: of each token.
+        inner: intermediate size of one.
+        shared: intermediate size of an MLP beside them that all tokens pass; 0: none.
+    """
+
+    count: int
+    chosen: int
+    inner: int
+    shared: int = 0
+
+
+@dataclass(frozen=True)
+class ModelShape:
+    """Sizes of a decoder-only transformer with a gated MLP or experts in each layer."""
+
+    parameters: int  # as stored in the files, a tied embedding once
+    layers: int
+    hidden_size: int
+    intermediate_size: int
+    heads: int
+    kv_heads: int
+    head_size: int
+    vocabulary: int
+    positions: int
+    window: int = 0  # tokens that a token of a windowed layer sees, itself included
+    windowed_layers: int = 0
+    query_key_norms: bool = False
+    model_type: str = ""
+    experts: ExpertSizes | None = None
+
+    @property
+    def family(self) -> Family:
+        """The row of the table that says how its layers are called."""
+        return family_of(self.model_type)
+
+    @property
+    def matrices(self) -> dict[str, tuple[int, int]]:
+        """Rows and columns of the matrices of one layer, but for experts, by the names of their linear layers."""
+        hidden, inner = self.hidden_size, self.intermediate_size
+        query, key = self.heads * self.head_size, self.kv_heads * self.head_size
+        attention = {
+            **_parts(self.family.query_key_value, [query, key, key], hidden),
+            **_parts(self.family.attention_output, [hidden], query),
+        }
+        if self.experts is not None:
+            return attention
+        return {
+            **attention,
+            **_parts(self.family.gate_up, [inner, inner], hidden),
+            **_parts(self.family.down, [hidden], inner),
+        }
+
+    @property
+    def layer_matrices(self) -> int:
+        """Parameters in the matrices of one layer: q, k, v, o, and the MLP's or all experts' gate, up and down."""
+        return self._matrices_with(self.experts.count if self.experts is not None else 0)
+
+    @property
+    def matrices_per_token(self) -> int:
+        """Parameters in those matrices of one layer that a token meets."""
+        return self._matrices_with(self.experts.chosen if self.experts is not None else 0)
+
+    def _matrices_with(self, experts: int) -> int:
+        named = sum(rows * columns for rows, columns in self.matrices.values())
+        if self.experts is None:
+            return named
+        router, shared_gate = self.experts.count, 1 if self.experts.shared else 0
+        inner = experts * self.experts.inner + self.experts.shared
+        return named + self.hidden_size * (3 * inner + router + shared_gate)
+
+    def adapter_parameters(self, lora: LoraConfig | None) -> int:
+        """Parameters of the adapters: `rank` times rows and columns of each target; 0 without any."""
+        return self.layers * sum(lora.rank * sum(self.matrices[name]) for name in self.targets(lora)) if lora else 0
+
+    def trained_parameters(self, lora: LoraConfig | None) -> int:
+        """Parameters that get a gradient: all, or those of the adapters."""
+        return self.adapter_parameters(lora) if lora else self.parameters
+
+    def merged_parameters(self, lora: LoraConfig | None) -> int:
+        """Parameters that vLLM cannot share with the base: matrices with a target, those that it fuses as a whole."""
+        targets = self.targets(lora) if lora else ()
+        touched = {name for linear in self.family.block for name in linear.parts if set(targets) & {*linear.parts}}
+        return self.layers * sum(rows * columns for name, (rows, columns) in self.matrices.items() if name in touched)
+
+    def targets(self, lora: LoraConfig) -> list[str]:
+        """Names of the linear layers of a block that get an adapter."""
+        return [name for name in self.matrices if lora.targets is None or name in lora.targets]
+
+    def kv_numbers(self, tensor_parallel: int) -> int:
+        """Numbers that a KV cache holds of one token, on each of the ranks that an engine is cut over."""
+        return 2 * self.layers * max(1, self.kv_heads // tensor_parallel) * self.head_size
+
+    @property
+    def explained(self) -> bool:
+        """Whether the sizes explain the parameters within 3 %: adapters, or layers that differ, are something else."""
+        embedding = self.vocabulary * self.hidden_size
+        layers = self.layers * self.layer_matrices
+        return any(abs(self.parameters / (layers + count * embedding) - 1) < 0.03 for count in (1, 2))
+
+
+def read_shape(folder: Path) -> ModelShape:
+    """Read a model's sizes from its configuration and the headers of its weight files.
+
+    Raises:
+        KeyError: the configuration lacks a size.
+        ValueError: a file is damaged.
+    """
+    return shape_of_weights(read_settings(folder), weight_shapes(folder))
+
+
+def read_settings(folder: Path) -> dict[str, Any]:
+    """Read a model's configuration."""
+    settings: dict[str, Any] = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    return settings
+
+
+def shape_of_weights(config: Mapping[str, Any], weights: Mapping[str, Sequence[int]]) -> ModelShape:
+    """Return a model's sizes from its configuration and the shapes of its weights by name.
+
+    Raises:
+        KeyError: the configuration lacks a size.
+    """
+    heads, model_type = config["num_attention_heads"], config.get("model_type", "")
+    windowed_layers, query_norm = _windowed_layers(config), f".{family_of(model_type).query_norm}.weight"
+    return ModelShape(
+        parameters=sum(prod(shape) for shape in weights.values()),
+        layers=config["num_hidden_layers"],
+        hidden_size=config["hidden_size"],
+        intermediate_size=config["intermediate_size"],
+        heads=heads,
+        kv_heads=config.get("num_key_value_heads", heads),
+        head_size=config.get("head_dim") or config["hidden_size"] // heads,
+        vocabulary=config["vocab_size"],
+        positions=config.get("max_position_embeddings", 1 << 20),
+        window=config["sliding_window"] if windowed_layers else 0,
+        windowed_layers=windowed_layers,
+        query_key_norms=any(name.endswith(query_norm) for name in weights),
+        model_type=model_type,
+        experts=_expert_sizes(config, family_of(model_type), weights),
+    )
+
+
+def _expert_sizes(
+    config: Mapping[str, Any], family: Family, weights: Mapping[str, Sequence[int]]
+) -> ExpertSizes | None:
+    """Sizes of a mixture whose experts a family's row knows; of one expert by the weights of all.
+
+    Raises:
+        KeyError: the configuration lacks a size.
+    """
+    if not family.experts:
+        return None
+    counted = next((name for name in family.expert_settings if name in config), family.expert_settings[0])
+    count = config[counted]
+    parameters = sum(prod(shape) for name, shape in weights.items() if "experts" in name.split("."))
+    return ExpertSizes(
+        count=count,
+        chosen=config["num_experts_per_tok"],
+        inner=parameters // (3 * config["hidden_size"] * count * config["num_hidden_layers"]),
+        shared=config.get("shared_expert_intermediate_size") or 0,
+    )
+
+
+def layer_names(folder: Path) -> set[str]:
+    """Return the last names of the layers with a matrix inside a model's blocks, from its weight files' headers."""
+    within = (name.split(".") for name, shape in weight_shapes(folder).items() if len(shape) == 2)
+    return {parts[-2] for parts in within if parts[-1] == "weight" and any(part.isdigit() for part in parts)}
+
+
+def weight_shapes(folder: Path) -> dict[str, list[int]]:
+    """Return the shapes of a model's weights by name, from its files' headers."""
+    headers = (_header(path) for path in folder.glob("*.safetensors"))
+    return {name: entry["shape"] for header in headers for name, entry in header.items()}
+
+
+def _parts(linear: Linear, rows: list[int], columns: int) -> dict[str, tuple[int, int]]:
+    """Sizes of a linear layer's parts, or of the one in which they come stacked."""
+    counts = rows if len(linear.parts) > 1 else [sum(rows)]
+    return {name: (count, columns) for name, count in zip(linear.parts, counts, strict=True)}
+
+
+def _windowed_layers(config: Mapping[str, Any]) -> int:
+    """Layers with a sliding window, in the three ways in which configs say so."""
+    if not config.get("sliding_window") or config.get("use_sliding_window") is False:
+        return 0
+    if "layer_types" in config:
+        return int(config["layer_types"].count(WINDOWED))
+    return int(config["num_hidden_layers"] - config.get("max_window_layers", 0))
+
+
+def _header(path: Path) -> dict[str, Any]:
+    """What a safetensors file says of each tensor: it begins with a length and a JSON object."""
+    with path.open("rb") as stream:
+        length = int.from_bytes(stream.read(8), "little")
+        if length > path.stat().st_size:
+            raise ValueError(f"{path.name} is no safetensors file")
+        header: dict[str, Any] = json.loads(stream.read(length))
+    return {name: entry for name, entry in header.items() if name != "__metadata__"}

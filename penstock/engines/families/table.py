@@ -1,0 +1,134 @@
+"""What differs between families of models, as one table: a family that differs from the usual pattern has a row here.
+
+The usual pattern (`USUAL`) is a decoder as Llama, Mistral, Qwen, Gemma and most others have it in transformers and in
+vLLM; a model type without a row is taken for one. So a row is a claim about the libraries' own code, which a test holds
+against it (tests/engines/families/test_table.py), and none is needed for a model that only has other sizes.
+
+What training on packed sequences cannot do is told by signs in configurations and in names of weights; the signs are
+the family's too, since a name may mean something else elsewhere. Left out: what is checked with them (architecture.py,
+served.py), sizes (shape.py). No torch here: the checks before a start read it as well.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+WINDOWED = "sliding_attention"
+
+
+@dataclass(frozen=True)
+class Linear:
+    """A linear layer of vLLM's, and those of transformers whose rows are stacked in it.
+
+    Attributes:
+        served: its name in vLLM.
+        parts: the names in transformers, in the order of rows; one that is called as `served` may come stacked already.
+    """
+
+    served: str
+    parts: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Family:
+    """One row: what a family does not say of itself is as usual.
+
+    Attributes:
+        model_types: `model_type` of its configurations.
+        query_key_value, attention_output, gate_up, down: the linear layers of a block.
+        head: the language head.
+        query_norm: the layer that norms queries, where there is one (and another one of its kind norms keys).
+        gated_mlps: classes of its MLPs that compute down(silu(gate(x)) * up(x)) and nothing else: on a Hopper GPU
+            penstock/engines/kernels/gated_mlp.py takes their place, and the memory estimate counts on that.
+        layer_types: types of layers, as a configuration lists them, that `packed_attention` computes.
+        score_settings: settings that change attention's scores after the product of queries and keys, and
+            logit_settings: settings that change logits after the language head; refused but for those that follow.
+        score_caps: settings by which scores are capped.
+        logit_factors, logit_divisors, logit_caps: settings by which logits are multiplied, divided and capped
+            (logits.py).
+        latent_settings: settings that compress keys and values.
+        positions_by_length: types of rotary positions whose frequencies follow the longest row of a call: a row's
+            log-probs would depend on its company, and vLLM, which goes by the longest row that it may meet, would
+            generate with others.
+        positions_in_two: types with one table of frequencies up to a length and another one beyond (longest_row.py).
+        disputed_window: whether vLLM's sliding window is one token longer than transformers'.
+        state_weights: parts of weights' names in layers that carry a state across sequences: state space, linear
+            attention, convolution.
+        sink_weights: last parts of weights' names in attention with sinks.
+        experts: how parameters of experts and of their routers end here, and how in vLLM, where both stack the experts
+            alike; none: of an actor of this family no reshard could compare them.
+        expert_settings: settings that count experts.
+        expert_weights: parts of weights' names in experts.
+    """
+
+    model_types: tuple[str, ...] = ()
+    query_key_value: Linear = Linear("qkv_proj", ("q_proj", "k_proj", "v_proj"))
+    attention_output: Linear = Linear("o_proj", ("o_proj",))
+    gate_up: Linear = Linear("gate_up_proj", ("gate_proj", "up_proj"))
+    down: Linear = Linear("down_proj", ("down_proj",))
+    head: Linear = Linear("lm_head", ("lm_head",))
+    query_norm: str = "q_norm"
+    gated_mlps: tuple[str, ...] = ()
+    layer_types: tuple[str, ...] = ("full_attention", WINDOWED)
+    score_settings: tuple[str, ...] = ("attn_logit_softcapping",)
+    logit_settings: tuple[str, ...] = ("final_logit_softcapping", "logit_scale", "logits_scaling")
+    score_caps: tuple[str, ...] = ()
+    logit_factors: tuple[str, ...] = ()
+    logit_divisors: tuple[str, ...] = ()
+    logit_caps: tuple[str, ...] = ()
+    latent_settings: tuple[str, ...] = ("kv_lora_rank",)
+    positions_by_length: tuple[str, ...] = ("dynamic",)
+    positions_in_two: tuple[str, ...] = ("longrope", "su")
+    disputed_window: bool = False
+    state_weights: tuple[str, ...] = ("A_log", "conv", "conv1d")
+    sink_weights: tuple[str, ...] = ("sinks",)
+    experts: tuple[tuple[str, str], ...] = ()
+    expert_settings: tuple[str, ...] = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+    expert_weights: tuple[str, ...] = ("experts", "block_sparse_moe")
+
+    @property
+    def block(self) -> tuple[Linear, ...]:
+        """The linear layers of a block."""
+        return self.query_key_value, self.attention_output, self.gate_up, self.down
+
+    @property
+    def linears(self) -> tuple[Linear, ...]:
+        """All of them."""
+        return *self.block, self.head
+
+    @property
+    def language_head(self) -> str:
+        """Name of the language head in transformers."""
+        return self.head.parts[0]
+
+
+USUAL = Family()
+
+
+def _experts_in(block: str) -> tuple[tuple[str, str], ...]:
+    """How experts are called in vLLM, in a block that may have another name there."""
+    return (
+        ("mlp.experts.gate_up_proj", f"{block}.experts.w13_weight"),
+        ("mlp.experts.down_proj", f"{block}.experts.w2_weight"),
+    )
+
+
+FAMILIES: tuple[Family, ...] = (
+    Family(("llama",), gated_mlps=("LlamaMLP",)),
+    Family(("mistral",), gated_mlps=("MistralMLP",)),
+    Family(("qwen2",), gated_mlps=("Qwen2MLP",)),
+    Family(("qwen3",), gated_mlps=("Qwen3MLP",)),
+    Family(("qwen2_moe", "qwen3_moe", "olmoe"), experts=_experts_in("mlp")),
+    Family(
+        ("mixtral",), experts=(("mlp.gate.weight", "block_sparse_moe.gate.weight"), *_experts_in("block_sparse_moe"))
+    ),
+    Family(("cohere",), logit_factors=("logit_scale",)),
+    Family(("cohere2",), logit_factors=("logit_scale",), disputed_window=True),
+    Family(("granite",), logit_divisors=("logits_scaling",)),
+    Family(("gemma2", "vaultgemma"), score_caps=("attn_logit_softcapping",), logit_caps=("final_logit_softcapping",)),
+)
+
+
+def family_of(model_type: str) -> Family:
+    """Return the row of a configuration's `model_type`, or what is usual."""
+    return next((family for family in FAMILIES if model_type in family.model_types), USUAL)

@@ -1,0 +1,147 @@
+"""Models from their folders and back: language models, reward models, with the check that packing runs them rightly.
+
+Left out: what a packed forward pass does with them (models.py).
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    GenerationConfig,
+    PreTrainedModel,
+)
+
+from penstock.base.errors import UserError
+from penstock.base.files import share_weights_of
+from penstock.engines.families.architecture import check_architecture, classifies, unpackable
+from penstock.engines.kernels.attention import NAME as PACKED_ATTENTION
+from penstock.engines.weights.lora import ADAPTER_FOLDER, adapted_layers, merged_state, write_adapter
+
+
+def load_causal_lm(path: str | Path, dtype: torch.dtype, gradient_checkpointing: bool) -> PreTrainedModel:
+    """Load a causal LM folder with packed attention, on the CPU.
+
+    Raises:
+        UserError: packed training does not provide all that the model does (penstock/engines/families/architecture.py).
+    """
+    lm = _load(AutoModelForCausalLM, path, dtype)
+    if gradient_checkpointing:
+        lm.gradient_checkpointing_enable({"use_reentrant": False})
+    return lm
+
+
+def causal_lm_shapes(path: str | Path, dtype: torch.dtype) -> PreTrainedModel:
+    """Return a causal LM folder's model on the meta device: names, shapes and settings without weights."""
+    config = AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
+    with torch.device("meta"):
+        lm: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=dtype)
+    if (Path(path) / "generation_config.json").is_file():
+        lm.generation_config = GenerationConfig.from_pretrained(path, local_files_only=True)
+    return lm
+
+
+def load_reward_model(path: str | Path, dtype: torch.dtype, **settings: Any) -> PreTrainedModel:
+    """Load a sequence classifier with one label.
+
+    Raises:
+        UserError: it has several labels, or see `load_causal_lm`.
+    """
+    classifier = _load(AutoModelForSequenceClassification, path, dtype, **settings)
+    if classifier.config.num_labels != 1 or not hasattr(classifier, "score"):
+        raise UserError(
+            f"{path} is no reward model: it has {classifier.config.num_labels} labels, or no 'score' head",
+            "train or export it as a sequence classifier with one label",
+        )
+    return classifier
+
+
+def start_reward_model(path: str | Path, dtype: torch.dtype, gradient_checkpointing: bool) -> PreTrainedModel:
+    """Make a reward model of a causal LM folder, its score 0 for every text; a reward model's folder goes on as it is.
+
+    Raises:
+        UserError: see `load_reward_model`.
+    """
+    classifier: Any = load_reward_model(path, dtype, num_labels=1)
+    config = AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
+    if not classifies(config.to_dict()):
+        nn.init.zeros_(classifier.score.weight)
+    if gradient_checkpointing:
+        classifier.gradient_checkpointing_enable({"use_reentrant": False})
+    trained: PreTrainedModel = classifier
+    return trained
+
+
+def _load(kind: Any, path: str | Path, dtype: torch.dtype, **settings: Any) -> PreTrainedModel:
+    _check_packable(kind, path)
+    return kind.from_pretrained(
+        path,
+        dtype=dtype,
+        local_files_only=True,
+        trust_remote_code=False,
+        use_safetensors=True,
+        attn_implementation=PACKED_ATTENTION,
+        **settings,
+    )
+
+
+def _check_packable(kind: Any, path: str | Path) -> None:
+    """Check a model's configuration, names and class before its weights are read."""
+    config = AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
+    with torch.device("meta"):
+        shapes = kind.from_config(config)
+    names = (name for name, _ in shapes.named_parameters())
+    check_architecture(config.to_dict(), names, path, head=kind is AutoModelForCausalLM)
+    if shapes._is_stateful:
+        raise unpackable(path, "carries a state from token to token")
+    if not shapes._supports_attention_backend:
+        raise unpackable(path, "has an attention of its own, which cannot be replaced")
+
+
+@torch.no_grad()
+def write_model(lm: Any, folder: Path, rank: int) -> None:
+    """Write a model as a Hugging Face folder, also a sharded one: all ranks gather, the first one writes.
+
+    A model with adapters is written merged, and its adapters by themselves in the folder `adapter` inside.
+    """
+    sharded = hasattr(next(lm.parameters()), "ds_id")
+    state = lm.state_dict()
+    if rank == 0 and adapted_layers(lm):
+        state = merged_state(lm)
+        if not hasattr(lm, "score"):  # a reward model's adapter would lack the trained head
+            write_adapter(lm, folder / ADAPTER_FOLDER)
+    if sharded:
+        state = gathered_state(lm, rank)
+    if rank == 0:
+        lm.save_pretrained(folder, state_dict=_in_host_memory(state))
+        share_weights_of(folder)
+    torch.distributed.barrier()
+
+
+def gathered_state(lm: nn.Module, rank: int) -> dict[str, torch.Tensor]:
+    """Return a sharded model's whole parameters in host memory on rank 0, nothing on the others; all ranks call it."""
+    import deepspeed
+
+    state = {}
+    for name, parameter in lm.named_parameters():
+        with deepspeed.zero.GatheredParameters(parameter):
+            if rank == 0:
+                state[name] = parameter.data.to("cpu", copy=True)
+    return state
+
+
+def _in_host_memory(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Return the same tensors off the GPU; tied ones stay one.
+
+    They lie in one flat buffer on the GPU. Transformers copies tensors that share memory, which for a large model would
+    need memory that the GPU does not have.
+    """
+    copies = {tensor.data_ptr(): tensor for tensor in state.values()}
+    copies = {address: tensor.cpu() for address, tensor in copies.items()}
+    return {name: copies[tensor.data_ptr()] for name, tensor in state.items()}

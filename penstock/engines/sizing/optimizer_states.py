@@ -1,0 +1,44 @@
+"""What an optimizer keeps of a model's trained parameters, from the model's sizes alone.
+
+Left out: the step counts. Of a mixture of experts it is a little too much: its router counts as AdamW's under Muon, and
+under Adafactor gate and up of an expert, which are one matrix, as two.
+"""
+
+from __future__ import annotations
+
+from penstock.configs.sections.trainer import TrainerConfig
+from penstock.engines.families.shape import ModelShape
+
+NUMBER = 4  # bytes: masters and states are float32
+
+
+def master_bytes(trainer: TrainerConfig, shape: ModelShape) -> int:
+    """Return the bytes of the float32 masters of what is trained."""
+    return NUMBER * shape.trained_parameters(trainer.lora)
+
+
+def state_bytes(trainer: TrainerConfig, shape: ModelShape) -> int:
+    """Return the bytes of what the optimizer keeps besides."""
+    return NUMBER * state_numbers(trainer, shape)
+
+
+def state_numbers(trainer: TrainerConfig, shape: ModelShape) -> int:
+    """Return the float32 numbers that the optimizer keeps besides the masters, on all ranks together."""
+    optimizer, trained = trainer.optimizer, shape.trained_parameters(trainer.lora)
+    if optimizer.name == "sgd":
+        return trained if optimizer.momentum else 0
+    if optimizer.name == "adafactor":
+        return _factored(shape)
+    if optimizer.name == "muon":
+        return 2 * trained - shape.layers * sum(rows * columns for rows, columns in shape.matrices.values())
+    return 2 * trained
+
+
+def _factored(shape: ModelShape) -> int:
+    """Return the rows and columns of all matrices, and the numbers of norms and biases, which have none."""
+    layer = sum(rows + columns for rows, columns in shape.matrices.values())
+    if shape.experts is not None:
+        layer += 3 * shape.experts.count * (shape.experts.inner + shape.hidden_size)
+    besides = max(0, shape.parameters - shape.layers * shape.layer_matrices)
+    embeddings, vectors = divmod(besides, shape.vocabulary * shape.hidden_size)  # a head of its own is another
+    return shape.layers * layer + embeddings * (shape.vocabulary + shape.hidden_size) + vectors

@@ -1,0 +1,105 @@
+"""The optimizers, of torch's classes, and the states that each keeps of a parameter.
+
+Each group of an optimizer says under `STATES` what it keeps, by the names that torch's class gives: that is what a
+checkpoint holds besides the weights. All are float32 and, but for the step count, zero at first.
+
+AdamW and SGD step every number by itself, so they step the flat parts that ZeRO makes of parameters as well. Muon
+(Jordan et al. 2024; steps as large as AdamW's by arXiv 2502.16982) and Adafactor (arXiv 1804.04235) need matrices.
+DeepSpeed's own Muon for ZeRO 1 and 2 is left out: it writes the update into the gradients during the backward pass,
+where they are clipped, reported and, of portions, weighed as if they were gradients.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from penstock.configs.sections.optimizer import OptimizerConfig
+
+STATES, STEP = "states", "step"
+ADAMW_STATES = ("exp_avg", "exp_avg_sq", STEP)
+Named = Mapping[str, nn.Parameter]
+
+
+def make_optimizer(named: Named, config: OptimizerConfig) -> torch.optim.Optimizer:
+    """Return the optimizer of trained parameters, with a learning rate of 0: each step gets its own.
+
+    Args:
+        named: by name, in the order in which they shall lie in the flat buffer.
+    """
+    if config.name == "sgd":
+        return _sgd(named, config)
+    if config.name == "muon":
+        return _muon(named, config)
+    if config.name == "adafactor":
+        return _adafactor(named, config)
+    return _adamw(named, config)
+
+
+def _adamw(named: Named, config: OptimizerConfig) -> torch.optim.Optimizer:
+    parameters = list(named.values())
+    given: Any = {"betas": config.betas, "eps": config.eps, "weight_decay": config.weight_decay}
+    fused = parameters[0].device.type == "cuda"
+    return torch.optim.AdamW([{"params": parameters, STATES: ADAMW_STATES}], lr=0.0, fused=fused, **given)
+
+
+def _sgd(named: Named, config: OptimizerConfig) -> torch.optim.Optimizer:
+    momentum = config.momentum or 0.0
+    group = {"params": list(named.values()), STATES: ("momentum_buffer",) if momentum else ()}
+    return torch.optim.SGD([group], lr=0.0, momentum=momentum, weight_decay=config.weight_decay, fused=True)
+
+
+def _muon(named: Named, config: OptimizerConfig) -> torch.optim.Optimizer:
+    matrices = {name: one for name, one in named.items() if is_matrix_of_block(name, one)}
+    muon = torch.optim.Muon(
+        [{"params": list(matrices.values()), STATES: ("momentum_buffer",)}],
+        lr=0.0,
+        weight_decay=config.weight_decay,
+        momentum=config.momentum or 0.0,
+        adjust_lr_fn="match_rms_adamw",  # so that one learning rate is for both
+    )
+    return SideBySide(muon, _adamw({name: one for name, one in named.items() if name not in matrices}, config))
+
+
+def is_matrix_of_block(name: str, parameter: nn.Parameter) -> bool:
+    """Whether a parameter is a matrix of a block: no embedding, head, norm, bias or stack of experts' matrices."""
+    return parameter.ndim == 2 and any(part.isdigit() for part in name.split("."))
+
+
+def _adafactor(named: Named, config: OptimizerConfig) -> torch.optim.Optimizer:
+    matrices = [one for one in named.values() if one.ndim > 1]
+    vectors = [one for one in named.values() if one.ndim <= 1]
+    groups = [
+        {"params": matrices, STATES: ("row_var", "col_var", STEP)},
+        {"params": vectors, STATES: ("variance", STEP)},
+    ]
+    return torch.optim.Adafactor(groups, lr=0.0, weight_decay=config.weight_decay)
+
+
+class SideBySide(torch.optim.Optimizer):
+    """Two optimizers with parameters of their own, as the one that DeepSpeed takes; groups and states are theirs."""
+
+    def __init__(self, first: torch.optim.Optimizer, second: torch.optim.Optimizer) -> None:
+        super().__init__([*first.param_groups, *second.param_groups], {})
+        self._parts = (first, second)
+        first.state = second.state = self.state
+
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        """Step both."""
+        for part in self._parts:
+            part.step(closure)
+
+
+def first_state(name: str, master: torch.Tensor, group: Mapping[str, Any]) -> torch.Tensor:
+    """Return a state as it is before the first step."""
+    if name == STEP:
+        device = master.device if group.get("fused") else torch.device("cpu")
+        return torch.zeros((), dtype=torch.float32, device=device)
+    if name == "row_var":
+        return master.new_zeros((*master.shape[:-1], 1))
+    if name == "col_var":
+        return master.new_zeros((*master.shape[:-2], 1, master.shape[-1]))
+    return torch.zeros_like(master, memory_format=torch.preserve_format, requires_grad=False)

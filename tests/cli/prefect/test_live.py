@@ -1,0 +1,27 @@
+"""Live values from the command line: of a run that reads them, and of no other."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from penstock.base.errors import UserError
+from penstock.cli.prefect.live import clear_overrides, set_overrides
+from penstock.configs.schema import TrainConfig
+from penstock.session.session import write_config
+from penstock.state.manifest import Manifest, Progress, write_manifest
+from penstock.state.run_folder import RunFolder
+
+
+def test_a_complete_run_is_refused(tmp_path: Path) -> None:
+    """Before anything is asked of a server; the wrong value is not even looked at."""
+    run = RunFolder(tmp_path)
+    write_config(run, TrainConfig(iterations=2))
+    write_manifest(run, Manifest(Progress(iteration=2), checkpoint="000002"))
+    run.model("final").mkdir(parents=True)
+    run.summary.write_text('{"status": "completed"}')
+    with pytest.raises(UserError, match="is complete, nothing will read this"):
+        set_overrides(run.path, ["rollout.temperature=hot"])
+    with pytest.raises(UserError, match="is complete, nothing will read this"):
+        clear_overrides(run.path)

@@ -1,0 +1,84 @@
+"""The wheel: one name at its top, with recipes, deployments and templates inside, and usable where no checkout is.
+
+`make wheel` installs it into an empty environment, with the libraries that it asks for, and trains.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import zipfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.processes import ROOT
+
+pytestmark = pytest.mark.slow
+
+PROGRAM = "from penstock.cli.main import main; main()"
+LIBRARIES = next(entry for entry in sys.path if entry.endswith("site-packages"))
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """The wheel of a copy of this checkout, since a build leaves files."""
+    folder = tmp_path_factory.mktemp("wheel")
+    files = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True).stdout.split()
+    for name in files:
+        if name.startswith(("penstock/", "configs/", "deploy/")) or "/" not in name:
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+            (folder / name).write_bytes((ROOT / name).read_bytes())
+    command = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation", "."]
+    subprocess.run([*command, "--wheel-dir", "dist"], cwd=folder, check=True)
+    (built,) = (folder / "dist").glob("penstock-*.whl")
+    yield built
+
+
+@pytest.fixture
+def here(tmp_path: Path) -> Path:
+    """A person's folder, with modules of the names that our rooms have."""
+    for name in ("algorithms", "benchmarks", "configs", "engines", "flows", "tasks"):
+        (tmp_path / f"{name}.py").write_text("def score(response): return float(len(response))\n", encoding="utf-8")
+    return tmp_path
+
+
+def run(wheel: Path, here: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """Run a command with what the wheel holds and the libraries, and without this checkout.
+
+    A path entry of an environment does not bring what its own path files name: the editable install is not seen.
+    """
+    inside = here / "installed"
+    with zipfile.ZipFile(wheel) as files:
+        files.extractall(inside)
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("PREFECT_")}
+    environment |= {"PYTHONPATH": f"{inside}{os.pathsep}{LIBRARIES}", "PREFECT_HOME": str(here / "prefect")}
+    command = [sys.executable, "-S", "-c", PROGRAM, *arguments]
+    return subprocess.run(command, cwd=here, env=environment, capture_output=True, text=True, check=False)
+
+
+def test_a_wheel_has_one_name_and_all_that_a_checkout_has(wheel: Path) -> None:
+    """No name that a user's package could have. Controls: tests are not in it, each recipe is."""
+    names = zipfile.ZipFile(wheel).namelist()
+    (information,) = {name.partition("/")[0] for name in names} - {"penstock"}
+    assert information.startswith("penstock-") and information.endswith(".dist-info")
+    shipped = {name.removeprefix("penstock/shipped/") for name in names if name.startswith("penstock/shipped/")}
+    files = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True).stdout.split()
+    assert shipped == {name for name in files if name.startswith(("configs/", "deploy/")) or name == "prefect.yaml"}
+    package = {name for name in files if name.startswith("penstock/")}
+    assert package <= {*names}
+
+
+def test_a_recipe_and_a_reward_of_ones_own_from_a_wheel(wheel: Path, here: Path) -> None:
+    """Ours is found by its name, theirs before it; a module of a room's name is the user's."""
+    done = run(wheel, here, "train", "configs/quickstart.yaml", "reward.function=tasks:score", "--dry-run")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "tasks:score" in done.stdout
+    (here / "configs").mkdir()
+    (here / "configs" / "quickstart.yaml").write_text("itertions: 1\n", encoding="utf-8")
+    theirs = run(wheel, here, "train", "configs/quickstart.yaml", "--dry-run")
+    assert theirs.returncode == 2 and "itertions" in theirs.stderr
+    none = run(wheel, here, "train", "configs/quickstrat.yaml", "--dry-run")
+    assert none.returncode == 2 and "does not exist" in none.stderr

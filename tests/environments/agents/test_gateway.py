@@ -1,0 +1,166 @@
+"""The gateway in a worker process: what agents ask arrives, what they get is told, and nobody asks for another's.
+
+The policy is scripted here: the tests answer what is asked. Tokens are in tests/engines/rollout/test_agents.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from typing import Any
+
+import pytest
+
+from penstock.configs.sections.rollout import EnvironmentConfig
+from penstock.environments.gateway.asks import Ask, SaidCall, Turn
+from penstock.environments.pool import EnvironmentPool
+from penstock.environments.worker import Call, Reply
+
+Policy = Callable[[Ask], Turn]
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[EnvironmentPool]:
+    with closing(opened()) as found:
+        assert found.is_agent and not found.has_tools
+        yield found
+
+
+def opened(name: str = "Scripted", timeout_s: float = 60.0, workers: int = 1) -> EnvironmentPool:
+    section = {"type": f"tests.gateway.scripted:{name}", "workers": workers, "timeout_s": timeout_s}
+    return EnvironmentPool(EnvironmentConfig.model_validate(section))
+
+
+def play(pool: EnvironmentPool, policy: Policy, row: dict[str, Any], turns: int = 9) -> tuple[Reply, list[Ask]]:
+    """Play an episode; return how it ended, and all that was asked."""
+    pool.ask([Call("e", row=row, seed=3)])
+    asked: list[Ask] = []
+    while True:
+        reply = pool.replies(wait_for=1)["e"]
+        if reply.asks is None:
+            return reply, asked
+        asked.append(reply.asks)
+        pool.ask([Call("e", turn=policy(reply.asks), last=len(asked) == turns)])
+
+
+def says(text: str, **others: Any) -> Policy:
+    return lambda ask: Turn(text, prompt=[1, 2], tokens=[5, 6, 7], **others)
+
+
+def test_a_chat_arrives_and_only_what_is_new_follows(pool: EnvironmentPool) -> None:
+    """The turn's message comes back with the next request and is not asked again. Control: one that was rewritten."""
+    reply, asked = play(pool, says("four"), {"plan": ["chat", "chat", "rewritten", "chat"]})
+    first, second, third, fourth = asked
+    assert first == Ask([{"role": "user", "content": "2+2?"}])
+    assert second == Ask([{"role": "user", "content": "and now?"}], follows=True)
+    assert not third.follows and [message["role"] for message in third.messages or []] == ["user"]
+    assert not fourth.follows, "the rewritten one was learnt from, so what was before it does not go on"
+    assert reply.reward == 4.0 and reply.done and not reply.cut
+
+
+def test_a_turn_may_come_back_without_the_spaces_around_it(pool: EnvironmentPool) -> None:
+    """As clients trim what they show: the tokens stay those that were sampled. Control: other words do not follow."""
+    for plan, follows in ((["trimmed", "chat"], True), (["reworded", "chat"], False)):
+        assert play(pool, says(" four\n"), {"plan": plan})[1][1].follows is follows
+
+
+def test_what_is_taken_aside_changes_nothing_of_what_follows(pool: EnvironmentPool) -> None:
+    """A turn that is not learnt from leaves the chat as it was: the next request goes on with it."""
+    turns = iter([Turn("four"), Turn("aside", learnt=False), Turn("five")])
+    _, asked = play(pool, lambda _: next(turns), {"plan": ["chat", "beside", "chat"]})
+    assert [ask.follows for ask in asked] == [False, False, True]
+
+
+def test_tool_calls_go_both_ways(pool: EnvironmentPool) -> None:
+    """The agent's client sees calls as OpenAI's, and a result is told with the name of its tool."""
+    turns = iter([Turn("", [SaidCall("add", '{"a": 1}')]), Turn("done")])
+    reply, asked = play(pool, lambda _: next(turns), {"plan": ["tools"]})
+    assert asked[0].tools and asked[0].tools[0]["function"]["name"] == "add"
+    result = {"role": "tool", "content": "1", "name": "add"}
+    (message,) = asked[1].messages or []
+    assert {name: message[name] for name in result} == result and asked[1].follows
+    assert reply.parts == {"called_add": 1.0, "said_done": 1.0}
+
+
+def test_a_text_goes_on_and_tokens_come_as_they_are(pool: EnvironmentPool) -> None:
+    """Of a text what is new; of tokens all, with their log-probs and the policy's version back."""
+    turn = Turn("b", prompt=[9, 9], tokens=[4, 5], logprobs=[-0.5, -1.0], policy_version=7)
+    reply, asked = play(pool, lambda _: turn, {"plan": ["text", "text", "tokens"]})
+    assert asked == [Ask(text="a"), Ask(text=";", follows=True), Ask(tokens=[1, 2, 3], max_tokens=2)]
+    assert reply.parts == {"tokens": 9.0, "logprobs": -1.5, "policy_version": 7.0, "prompt": 18.0}
+
+
+def test_a_stream_brings_the_same(pool: EnvironmentPool) -> None:
+    """OpenAI's client reads it; the next request follows what it has read."""
+    reply, asked = play(pool, says("four"), {"plan": ["stream", "chat"]})
+    assert reply.reward == 2.0 and asked[1].follows
+
+
+@pytest.mark.parametrize(
+    ("plan", "said"),
+    [
+        ("two", "'n' is not served while the policy is trained"),
+        ("ends at", "'stop' is not served"),
+        ("image", "a message's content is not text"),
+        ("nothing", "messages"),
+        ("stranger", "there is no such episode"),
+        ("gigantic", "larger than 16 MiB"),
+        ("logprobs", "'logprobs' are not kept by this recipe"),
+    ],
+)
+def test_what_is_not_served_is_refused_by_name(pool: EnvironmentPool, plan: str, said: str) -> None:
+    """The agent reads why, and its episode fails with that, since it does not look. Control: the tests above."""
+    reply, _ = play(pool, says("four"), {"plan": [plan]})
+    assert reply.failure is not None and said in reply.failure
+    assert play(pool, says("four"), {"plan": ["chat"]})[0].failure is None
+
+
+def test_temperature_is_the_recipes(pool: EnvironmentPool) -> None:
+    """A client may name one, as most do; nothing of it is asked of the engine."""
+    assert play(pool, says("four"), {"plan": ["warm"]})[1] == [Ask([{"role": "user", "content": "2+2?"}])]
+
+
+def test_an_episode_that_is_cut_gets_no_more_turns(pool: EnvironmentPool) -> None:
+    """The agent is told, ends by itself and has its reward. Control: one that wanted no more was not cut."""
+    reply, asked = play(pool, says("four"), {"plan": ["chat"] * 5, "ends": True}, turns=2)
+    assert len(asked) == 2 and reply.cut and reply.reward == 2.0
+    reply, _ = play(pool, says("four"), {"plan": ["chat"] * 2, "ends": True}, turns=2)
+    assert not reply.cut and reply.reward == 2.0
+
+
+def test_requests_of_an_episode_take_turns(pool: EnvironmentPool) -> None:
+    """Three at a time arrive one by one, each answered by its own; more than are let wait are refused."""
+    turns = iter([Turn(text) for text in "abc"])
+    reply, asked = play(pool, lambda _: next(turns), {"plan": ["at once"]})
+    assert len(asked) == 3 and reply.parts == {"a": 1.0, "b": 1.0, "c": 1.0}
+    reply, _ = play(pool, says("x"), {"plan": ["flood"]}, turns=100)
+    assert reply.parts == {"answered": 64.0, "refused": 36.0}
+
+
+def test_an_agent_that_fails_or_never_ends_fails_its_episode_alone() -> None:
+    """Its exception is the reason, or the deadline; others of the worker go on. A thread's agent ends when it asks."""
+    with closing(opened(timeout_s=1.0)) as pool:
+        assert "LookupError: no such thing" in str(play(pool, says("x"), {"plan": ["broken"]})[0].failure)
+        assert play(pool, says("x"), {"plan": ["chat", "sleeps"]})[0].failure == "timed out after 1 s"
+        assert play(pool, says("four"), {"plan": ["chat"]})[0].reward == 1.0
+
+
+def test_one_that_is_abandoned_is_ended(pool: EnvironmentPool) -> None:
+    """Its coroutine is cancelled, and its address is nobody's any more."""
+    pool.ask([Call("left", row={"plan": ["chat"]}, seed=1)])
+    assert pool.replies(wait_for=1)["left"].asks is not None
+    pool.abandon(["left"])
+    reply, _ = play(pool, says("four"), {"plan": ["left?"]})
+    assert reply.parts == {"cancelled": 1.0, "answers": 404.0}
+
+
+def test_agents_that_are_not_async_run_beside_each_other() -> None:
+    """Fifty wait in threads until the last has asked. Control: of each its own turn."""
+    with closing(opened("InThreads")) as pool:
+        names = [f"t{number}" for number in range(50)]
+        pool.ask([Call(name, row={"question": name}) for name in names])
+        asked = pool.replies(wait_for=50)
+        assert {name: reply.asks.text for name, reply in asked.items() if reply.asks} == {n: n for n in names}
+        pool.ask([Call(name, turn=Turn(f"{name}!")) for name in names])
+        replies = pool.replies(wait_for=50)
+        assert {name: reply.parts for name, reply in replies.items()} == {name: {f"{name}!": 1.0} for name in names}
