@@ -63,12 +63,13 @@ lint: $(STAMP) ## Check style, formatting, types, and what each room imports
 	@$(BIN)/mypy
 	@$(BIN)/lint-imports
 
+wheel: export PYTHONPATH :=
 wheel: $(STAMP) ## Build the wheel in dist/, and train with it in an empty environment
 	@rm -rf build dist
 	@$(PIP) wheel --no-deps --wheel-dir dist .
 	@$(PYTHON) -m venv dist/empty
 	@$(call libraries,dist/empty/bin/python,$$(echo dist/penstock-*.whl)[$(DEVICE)])
-	@cd dist && env -u PYTHONPATH empty/bin/penstock train configs/quickstart.yaml iterations=1 sft.steps=20 --run trained
+	@cd dist && empty/bin/penstock train configs/quickstart.yaml iterations=1 sft.steps=20 --run trained
 	@rm -rf build
 
 ui: $(STAMP) ## Start the Prefect and MLflow pages on this machine

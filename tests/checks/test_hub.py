@@ -113,7 +113,7 @@ def test_a_model_of_the_cache_is_found_and_nobody_is_asked(tmp_path: Path, hub: 
         said = asked(text, tmp_path, HF_ENDPOINT=hub)
         assert said.startswith(f"refused model.path: there is no folder {text}, and this machine's cache")
         assert "HF_HUB_OFFLINE=0" in said
-    for text in ("tests/penstock", "./org/tiny", "/org/tiny", "tiny", "a/b/c"):
+    for text in ("tests/checks", "./org/tiny", "/org/tiny", "tiny", "a/b/c"):
         assert asked(text, tmp_path, HF_ENDPOINT=hub) == "None"
     assert Hub.asked == []
 

@@ -73,7 +73,15 @@ def test_a_wheel_has_one_name_and_all_that_a_checkout_has(wheel: Path) -> None:
 
 def test_a_recipe_and_a_reward_of_ones_own_from_a_wheel(wheel: Path, here: Path) -> None:
     """Ours is found by its name, theirs before it; a module of a room's name is the user's."""
-    done = run(wheel, here, "train", "configs/quickstart.yaml", "reward.function=tasks:score", "--dry-run")
+    done = run(
+        wheel,
+        here,
+        "train",
+        "configs/quickstart.yaml",
+        "reward.function=tasks:score",
+        "reward.settings=null",
+        "--dry-run",
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     assert "tasks:score" in done.stdout
     (here / "configs").mkdir()
