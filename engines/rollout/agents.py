@@ -5,22 +5,25 @@ were sampled, as for an environment (engines/rollout/chat.py). A request that do
 rewritten what was said or begun something beside it, is rendered by itself and answered, and neither learnt from nor
 part of the episode: that is counted. No text that the policy said becomes tokens a second time in what is learnt from.
 
+What an agent asks at once is drawn at once: one of it goes on with the episode, the others are beside it.
+
 Left out: who asks (penstock/environments/agent.py), playing (engines/rollout/episodes.py).
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
 from jinja2 import TemplateError
 
 from engines.rollout.chat import ChatMarkup
+from engines.rollout.episode import Episode, Placed
 from penstock.base.errors import UserError
 from penstock.data.chat import rendered
-from penstock.environments.gateway.asks import Ask, SaidCall, Turn
+from penstock.environments.gateway.asks import CUT, Ask, SaidCall, Turn
 
 NO_TEMPLATE = "the model's tokenizer has no chat template: ask /v1/completions, or use an instruction-tuned model"
 
@@ -36,12 +39,14 @@ class Agents:
     Attributes:
         arguments: what the chat template is given besides messages.
         max_prompt_tokens: of the first request of an episode.
+        max_turns: of an episode, those beside its conversation included.
     """
 
     tokenizer: Any
     arguments: Mapping[str, Any]
     parser: str | None
     max_prompt_tokens: int
+    max_turns: int
 
     @cached_property
     def chat(self) -> ChatMarkup | None:
@@ -53,6 +58,92 @@ class Agents:
         if self.tokenizer.chat_template is None:
             return None
         return ChatMarkup(self.tokenizer, self.arguments, self.parser)
+
+    def placed(self, episode: Episode, asks: Sequence[Ask], limit: int, version: int) -> list[Placed]:
+        """Return where the turns of requests belong that came at once; the first that follows goes on with the episode.
+
+        What is new in that one is put behind the episode's tokens.
+
+        Args:
+            limit: of tokens behind the prompt.
+            version: the policy's.
+        """
+        found: list[Placed] = []
+        for ask in asks:
+            turns = episode.drawn + sum(placed.choices for placed in found)
+            is_free = all(placed.aside is not None or placed.refused is not None for placed in found)
+            try:
+                self._check_turns(episode, ask, turns)
+                aside = None if is_free and self._follows(episode, ask, limit, version) else self._aside(ask, limit)
+                found.append(Placed(ask, aside))
+            except NotServed as error:
+                found.append(Placed(ask, refused=str(error)))
+        return found
+
+    def _check_turns(self, episode: Episode, ask: Ask, turns: int) -> None:
+        if ask.choices > self.max_turns:
+            raise NotServed(
+                f"'n' is {ask.choices}, more than an episode's turns: environment.max_turns={self.max_turns}"
+            )
+        if turns + ask.choices > self.max_turns:
+            episode.truncated = True
+            raise NotServed(CUT)
+
+    def _follows(self, episode: Episode, ask: Ask, limit: int, version: int) -> bool:
+        """Put what an agent asks behind the tokens of its episode; return whether it follows these.
+
+        Raises:
+            NotServed: it has no room, or there are no tokens.
+        """
+        if not episode.turn_ends:
+            prompt = self.whole(ask)
+            if len(prompt) > self.max_prompt_tokens:
+                said = f"the first request of the episode has {len(prompt)} tokens, more than data.max_prompt_tokens"
+                raise NotServed(f"{said} ({self.max_prompt_tokens})")
+            episode.prompt = prompt
+            return True
+        observed = self.following(ask, episode.prompt + episode.tokens, episode.turn(len(episode.turn_ends)))
+        if observed is None:
+            return False
+        if len(episode.tokens) + len(observed) >= limit:
+            episode.truncated = True
+            raise NotServed(f"the maximum context length is reached: rollout.max_response_tokens is {limit}")
+        episode.observed(observed, version)
+        return True
+
+    def _aside(self, ask: Ask, limit: int) -> list[int]:
+        tokens = self.whole(ask)
+        if len(tokens) >= self.max_prompt_tokens + limit:
+            raise NotServed(f"the request has {len(tokens)} tokens and leaves no room for a turn")
+        return tokens
+
+    def room(self, episode: Episode, placed: Placed, limit: int) -> int:
+        """Return how many tokens a turn may have."""
+        return (
+            limit - len(episode.tokens) if placed.aside is None else self.max_prompt_tokens + limit - len(placed.aside)
+        )
+
+    def told(self, episode: Episode, texts: Mapping[int, str]) -> list[list[Turn]]:
+        """Return what an agent is told of its round: of each request the choices.
+
+        Args:
+            texts: of the turns, special tokens left out, by the number of their request to the decode loop.
+        """
+        return [self._told(episode, placed, texts) for placed in episode.round]
+
+    def _told(self, episode: Episode, placed: Placed, texts: Mapping[int, str]) -> list[Turn]:
+        if placed.refused is not None:
+            return [Turn(refused=placed.refused)]
+        assert placed.ask is not None
+        prompt = placed.aside
+        if prompt is None:
+            prompt = episode.prompt + episode.tokens[: len(episode.tokens) - len(placed.drawn[0].tokens)]
+        turns = []
+        for choice, request in sorted(placed.drawn.items()):
+            turn = self.turn(placed.ask, prompt, request.tokens.tolist(), texts[request.row])
+            turn = replace(turn, logprobs=request.logprobs, policy_version=request.last_version)
+            turns.append(replace(turn, truncated=request.truncated, learnt=placed.goes_on(choice)))
+        return turns
 
     def whole(self, ask: Ask) -> list[int]:
         """Return the tokens of a request that follows nothing.
@@ -118,13 +209,15 @@ class Agents:
         return tokens
 
 
-def agents_of(tokenizer: Any, arguments: Mapping[str, Any], parser: str | None, max_prompt_tokens: int) -> Agents:
+def agents_of(
+    tokenizer: Any, arguments: Mapping[str, Any], parser: str | None, max_prompt_tokens: int, max_turns: int
+) -> Agents:
     """Return how agents are served.
 
     Raises:
         UserError: there is a parser of tool calls and no chat template.
     """
-    agents = Agents(tokenizer, arguments, parser, max_prompt_tokens)
+    agents = Agents(tokenizer, arguments, parser, max_prompt_tokens, max_turns)
     if parser is not None and agents.chat is None:
         raise UserError("'environment.tool_parser' has no effect: the model has no chat template", "remove it")
     return agents

@@ -88,14 +88,15 @@ class AgentEpisode:
         self._running = asyncio.create_task(call)
         return await self._next()
 
-    async def go_on(self, turn: Turn, last: bool) -> Step:
+    async def go_on(self, turns: list[list[Turn]], last: bool) -> Step:
         """Give the agent what it has asked for; return what it asks next, or its reward.
 
         Args:
+            turns: of each request the choices.
             last: whether nothing more is answered, so that the agent has to end.
         """
         assert self._session is not None
-        self._session.answer(turn, last)
+        self._session.answer(turns, last)
         return await self._next()
 
     def close(self) -> None:

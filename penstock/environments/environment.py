@@ -39,7 +39,7 @@ class Step:
     Attributes:
         observation: text that the policy sees next; needed unless the episode is done.
         messages: the same as messages of a chat (`role`, `name`, `content`), of an environment with tools.
-        asks: what an agent asks instead.
+        asks: what an agent asks instead, at once.
         cut: whether an agent asked for more than the episode may have.
         failed_calls: how many of the messages are of calls of tools that went wrong.
         done: whether the episode is over.
@@ -51,7 +51,7 @@ class Step:
     reward: Reward = None
     messages: list[dict[str, str]] = field(default_factory=list)
     failed_calls: int = 0
-    asks: Ask | None = None
+    asks: list[Ask] = field(default_factory=list)
     cut: bool = False
 
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+CUT = "the episode is cut: it has had all its turns, or its maximum context length"  # harnesses look for the last words
+
 
 @dataclass(frozen=True)
 class Ask:
@@ -17,6 +19,7 @@ class Ask:
         tokens: all of them, from the first one on.
         follows: whether messages or text are only what comes after the turn before; of tokens the engine sees it.
         max_tokens: of the turn; None: as many as there is room for.
+        choices: how many turns are drawn beside each other; the first may go on with the episode.
     """
 
     messages: list[dict[str, Any]] | None = None
@@ -25,6 +28,7 @@ class Ask:
     tokens: list[int] | None = None
     follows: bool = False
     max_tokens: int | None = None
+    choices: int = 1
 
 
 @dataclass(frozen=True)

@@ -5,8 +5,10 @@ The policy is scripted here: the tests answer what is asked. Tokens are in tests
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator
 from contextlib import closing
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -33,14 +35,23 @@ def opened(name: str = "Scripted", timeout_s: float = 60.0, workers: int = 1) ->
 
 def play(pool: EnvironmentPool, policy: Policy, row: dict[str, Any], turns: int = 9) -> tuple[Reply, list[Ask]]:
     """Play an episode; return how it ended, and all that was asked."""
+    reply, rounds = play_rounds(pool, policy, row, turns)
+    return reply, [ask for asks in rounds for ask in asks]
+
+
+def play_rounds(
+    pool: EnvironmentPool, policy: Policy, row: dict[str, Any], turns: int = 9
+) -> tuple[Reply, list[list[Ask]]]:
+    """Play an episode; return how it ended, and what was asked at once each time."""
     pool.ask([Call("e", row=row, seed=3)])
-    asked: list[Ask] = []
+    rounds: list[list[Ask]] = []
     while True:
         reply = pool.replies(wait_for=1)["e"]
-        if reply.asks is None:
-            return reply, asked
-        asked.append(reply.asks)
-        pool.ask([Call("e", turn=policy(reply.asks), last=len(asked) == turns)])
+        if not reply.asks:
+            return reply, rounds
+        rounds.append(reply.asks)
+        given = [[policy(ask) for _ in range(ask.choices)] for ask in reply.asks]
+        pool.ask([Call("e", turns=given, last=sum(map(len, rounds)) >= turns)])
 
 
 def says(text: str, **others: Any) -> Policy:
@@ -99,7 +110,6 @@ def test_a_stream_brings_the_same(pool: EnvironmentPool) -> None:
 @pytest.mark.parametrize(
     ("plan", "said"),
     [
-        ("two", "'n' is not served while the policy is trained"),
         ("ends at", "'stop' is not served"),
         ("image", "a message's content is not text"),
         ("nothing", "messages"),
@@ -128,11 +138,50 @@ def test_an_episode_that_is_cut_gets_no_more_turns(pool: EnvironmentPool) -> Non
     assert not reply.cut and reply.reward == 2.0
 
 
-def test_requests_of_an_episode_take_turns(pool: EnvironmentPool) -> None:
-    """Three at a time arrive one by one, each answered by its own; more than are let wait are refused."""
+def test_what_is_asked_at_once_is_drawn_at_once(pool: EnvironmentPool) -> None:
+    """Three requests are a round, and each has its own answer. Control: one after the other they are three rounds."""
     turns = iter([Turn(text) for text in "abc"])
-    reply, asked = play(pool, lambda _: next(turns), {"plan": ["at once"]})
-    assert len(asked) == 3 and reply.parts == {"a": 1.0, "b": 1.0, "c": 1.0}
+    reply, rounds = play_rounds(pool, lambda _: next(turns), {"plan": ["at once"]})
+    assert rounds == [[Ask(text="q")] * 3] and reply.parts == {"a": 1.0, "b": 1.0, "c": 1.0}
+    assert [len(asks) for asks in play_rounds(pool, says("b"), {"plan": ["text"] * 3})[1]] == [1, 1, 1]
+
+
+def test_the_order_of_arrival_changes_nothing(pool: EnvironmentPool) -> None:
+    """Two stories at once, and two ways to go on from a turn: the same one follows, the other is asked whole."""
+    rounds, others = (
+        play_rounds(pool, says("four"), {"plan": ["chat", "two stories", "two ways"], "order": order})[1]
+        for order in (1, -1)
+    )
+    assert rounds == others
+    _, stories, ways = rounds
+    assert [ask.text for ask in stories] == ["once", "twice"] and not any(ask.follows for ask in stories)
+    assert [ask.follows for ask in ways] == [True, False]
+    assert [len(ask.messages or []) for ask in ways] == [1, 3]
+
+
+def test_what_is_asked_while_a_turn_is_drawn_does_not_follow_that_turn(pool: EnvironmentPool) -> None:
+    """Its sender has not read it. Control: asked with the turn in it, it follows."""
+
+    def slow(_: Ask) -> Turn:
+        time.sleep(0.5)
+        return Turn("four")
+
+    _, rounds = play_rounds(pool, slow, {"plan": ["chat", "chat meanwhile", "chat"]})
+    assert [[ask.follows for ask in asks] for asks in rounds] == [[False], [True], [False], [True]]
+
+
+def test_several_choices_are_one_request(pool: EnvironmentPool) -> None:
+    """Each is in the answer. The first goes on, whatever the agent makes of it; control: another does not."""
+    for choice, follows in ((0, True), (1, False)):
+        yes = Turn("yes", prompt=[1, 2], tokens=[5, 6])
+        turns = iter([yes, replace(yes, text="no", tokens=[7, 8, 9, 9], learnt=False), yes])
+        reply, asked = play(pool, lambda _, given=turns: next(given), {"plan": ["choices", "chat"], "choice": choice})
+        assert [ask.choices for ask in asked] == [2, 1] and asked[1].follows is follows
+        assert reply.parts == {"yes": 1.0, "no": 1.0, "prompt": 2.0, "completion": 6.0, "reward": 1.0}
+
+
+def test_a_flood_is_bounded(pool: EnvironmentPool) -> None:
+    """Of a hundred requests at once 64 wait, and are answered; the others hear how many there may be."""
     reply, _ = play(pool, says("x"), {"plan": ["flood"]}, turns=100)
     assert reply.parts == {"answered": 64.0, "refused": 36.0}
 
@@ -148,7 +197,7 @@ def test_an_agent_that_fails_or_never_ends_fails_its_episode_alone() -> None:
 def test_one_that_is_abandoned_is_ended(pool: EnvironmentPool) -> None:
     """Its coroutine is cancelled, and its address is nobody's any more."""
     pool.ask([Call("left", row={"plan": ["chat"]}, seed=1)])
-    assert pool.replies(wait_for=1)["left"].asks is not None
+    assert pool.replies(wait_for=1)["left"].asks
     pool.abandon(["left"])
     reply, _ = play(pool, says("four"), {"plan": ["left?"]})
     assert reply.parts == {"cancelled": 1.0, "answers": 404.0}
@@ -160,7 +209,7 @@ def test_agents_that_are_not_async_run_beside_each_other() -> None:
         names = [f"t{number}" for number in range(50)]
         pool.ask([Call(name, row={"question": name}) for name in names])
         asked = pool.replies(wait_for=50)
-        assert {name: reply.asks.text for name, reply in asked.items() if reply.asks} == {n: n for n in names}
-        pool.ask([Call(name, turn=Turn(f"{name}!")) for name in names])
+        assert {name: [ask.text for ask in reply.asks] for name, reply in asked.items()} == {n: [n] for n in names}
+        pool.ask([Call(name, turns=[[Turn(f"{name}!")]]) for name in names])
         replies = pool.replies(wait_for=50)
         assert {name: reply.parts for name, reply in replies.items()} == {name: {f"{name}!": 1.0} for name in names}
