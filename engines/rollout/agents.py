@@ -141,7 +141,7 @@ class Agents:
         turns = []
         for choice, request in sorted(placed.drawn.items()):
             turn = self.turn(placed.ask, prompt, request.tokens.tolist(), texts[request.row])
-            turn = replace(turn, logprobs=request.logprobs, policy_version=request.last_version)
+            turn = replace(turn, logprobs=request.logprobs, versions=request.versions)
             turns.append(replace(turn, truncated=request.truncated, learnt=placed.goes_on(choice)))
         return turns
 

@@ -50,7 +50,7 @@ class Turn:
         tokens: of the turn.
         logprobs: of these, under the distribution that they were sampled from; empty: the recipe keeps none.
         truncated: whether a limit cut it.
-        policy_version: that sampled its last token.
+        versions: the policies that sampled it: from which token on, which one.
         learnt: whether it follows what was learnt from before, and is learnt from itself.
         refused: why there is no turn; all else is empty then.
     """
@@ -61,6 +61,11 @@ class Turn:
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     truncated: bool = False
-    policy_version: int = -1
+    versions: list[tuple[int, int]] = field(default_factory=list)
     learnt: bool = True
     refused: str | None = None
+
+    @property
+    def policy_version(self) -> int:
+        """The policy that sampled its last token; -1: none did."""
+        return self.versions[-1][1] if self.versions else -1

@@ -180,11 +180,23 @@ class GenerateRequest(_Request):
 
 
 def _generated(turn: Turn) -> dict[str, Any]:
-    known = [_token(token, value) for token, value in zip(turn.tokens, turn.logprobs, strict=False)]
+    """Return a choice in vLLM's shape.
+
+    The mask of sampling is none, since each token could be drawn: top_p and top_k are refused where log-probs are kept,
+    and without these a mask tells nothing.
+    """
+    known = [
+        {"token_id": token, "logprob": value, "top_logprobs": []}
+        for token, value in zip(turn.tokens, turn.logprobs, strict=False)
+    ]
+    ends = [start for start, _ in turn.versions[1:]] + [len(turn.tokens)]
+    spans = zip(turn.versions, ends, strict=False)
     return {
         "token_ids": turn.tokens,
         "finish_reason": "length" if turn.truncated else "stop",
         "logprobs": {"content": known} if known else None,
+        "sampling_mask": None,
+        "weight_versions": [{"version": str(version), "start": start, "end": end} for (start, version), end in spans],
     }
 
 

@@ -12,9 +12,14 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from pydantic import ValidationError
+from vllm.entrypoints.scale_out.token_in_token_out.protocol import GenerateTokensResponse
+from vllm.outputs import WeightVersionSpan
 
 from configs.sections.rollout import EnvironmentConfig
 from penstock.environments.gateway.asks import Ask, SaidCall, Turn
+from penstock.environments.gateway.history import History
+from penstock.environments.gateway.requests import GenerateRequest
 from penstock.environments.pool import EnvironmentPool
 from penstock.environments.worker import Call, Reply
 
@@ -95,10 +100,27 @@ def test_tool_calls_go_both_ways(pool: EnvironmentPool) -> None:
 
 def test_a_text_goes_on_and_tokens_come_as_they_are(pool: EnvironmentPool) -> None:
     """Of a text what is new; of tokens all, with their log-probs and the policy's version back."""
-    turn = Turn("b", prompt=[9, 9], tokens=[4, 5], logprobs=[-0.5, -1.0], policy_version=7)
+    turn = Turn("b", prompt=[9, 9], tokens=[4, 5], logprobs=[-0.5, -1.0], versions=[(0, 6), (1, 7)])
     reply, asked = play(pool, lambda _: turn, {"plan": ["text", "text", "tokens"]})
     assert asked == [Ask(text="a"), Ask(text=";", follows=True), Ask(tokens=[1, 2, 3], max_tokens=2)]
     assert reply.parts == {"tokens": 9.0, "logprobs": -1.5, "policy_version": 7.0, "prompt": 18.0}
+
+
+def test_tokens_are_told_in_vllms_own_shape() -> None:
+    """Its model of an answer reads ours: choices, log-probs by token, which policy drew which. Control: with a negative
+    token it does not.
+    """
+    request = GenerateRequest.model_validate({"token_ids": [1, 2], "sampling_params": {"n": 2}})
+    turn = Turn(prompt=[1, 2], tokens=[4, 5, 6], logprobs=[-0.5, -1.0, -2.0], versions=[(0, 6), (2, 7)], truncated=True)
+    known = GenerateTokensResponse.model_validate(request.answer([turn, replace(turn, truncated=False)], History()))
+    assert known.prompt_token_ids == [1, 2] and [choice.finish_reason for choice in known.choices] == ["length", "stop"]
+    first = known.choices[0]
+    assert first.logprobs is not None and first.logprobs.content is not None
+    assert [(item.token_id, item.logprob) for item in first.logprobs.content] == [(4, -0.5), (5, -1.0), (6, -2.0)]
+    assert first.token_ids == [4, 5, 6] and first.sampling_mask is None
+    assert first.weight_versions == [WeightVersionSpan("6", 0, 2), WeightVersionSpan("7", 2, 3)]
+    with pytest.raises(ValidationError):
+        GenerateTokensResponse.model_validate(request.answer([replace(turn, tokens=[-4, 5, 6])] * 2, History()))
 
 
 def test_a_stream_brings_the_same(pool: EnvironmentPool) -> None:
