@@ -74,6 +74,7 @@ class Agents:
             is_free = all(placed.aside is not None or placed.refused is not None for placed in found)
             try:
                 self._check_turns(episode, ask, turns)
+                self._check_size(episode, ask, self.max_prompt_tokens + limit)
                 aside = None if is_free and self._follows(episode, ask, limit, version) else self._aside(ask, limit)
                 found.append(Placed(ask, aside))
             except NotServed as error:
@@ -88,6 +89,22 @@ class Agents:
         if turns + ask.choices > self.max_turns:
             episode.truncated = True
             raise NotServed(CUT)
+
+    def _check_size(self, episode: Episode, ask: Ask, room: int) -> None:
+        """Refuse what cannot have room before it becomes tokens, which takes this engine's time.
+
+        No text has fewer tokens than its characters by those of the longest token.
+        """
+        size = len(ask.tokens or ()) or sum(len(str(part)) for part in (ask.text, ask.messages, ask.tools) if part)
+        most = room if ask.tokens else room * self._longest
+        if size > most:
+            episode.truncated |= ask.follows
+            kind = "tokens" if ask.tokens else "characters"
+            raise NotServed(f"the request has {size} {kind}, beyond the maximum context length of {room} tokens")
+
+    @cached_property
+    def _longest(self) -> int:
+        return max(map(len, self.tokenizer.get_vocab()))
 
     def _follows(self, episode: Episode, ask: Ask, limit: int, version: int) -> bool:
         """Put what an agent asks behind the tokens of its episode; return whether it follows these.

@@ -115,7 +115,8 @@ class AgentEpisode:
                 self._session.close()
                 cut = self._session.cut
                 gave_up = cut and self._running.exception() is not None  # as clients do that are refused
-                return Step(done=True, reward=None if gave_up else self._running.result(), cut=cut)
+                reward = None if gave_up else self._running.result()
+                return Step(done=True, reward=reward, cut=cut, refused=self._session.refused)
             return Step(asks=asked.result())
         finally:
             asked.cancel()

@@ -18,7 +18,7 @@ from typing import Any
 
 from configs.sections.rollout import EnvironmentConfig
 from penstock.environments.agent import AgentEpisode
-from penstock.environments.environment import TOOL_CALLS, TOOL_ERRORS, Step, ToolCall
+from penstock.environments.environment import REFUSED, TOOL_CALLS, TOOL_ERRORS, Step, ToolCall
 from penstock.environments.gateway.asks import Ask, Turn
 from penstock.environments.loading import Played, Tooled, is_async, load_environment, stop_texts
 from penstock.usercode.guard import DeadlineExceeded, begin_worker, reason_of, reward_and_parts, within, within_loop
@@ -248,6 +248,8 @@ def _of_step(call: Call, step: object) -> Reply:
     reward, parts = (None, {}) if step.reward is None else reward_and_parts(step.reward)
     if step.messages:
         parts = {**parts, TOOL_CALLS: float(len(step.messages)), TOOL_ERRORS: float(step.failed_calls)}
+    if step.refused:
+        parts = {**parts, REFUSED: float(step.refused)}
     if not step.done and not call.last and not (step.observation or step.messages or step.asks):
         raise ValueError("step returned neither an observation nor done=True")
     observation, done = _text(step.observation), bool(step.done)

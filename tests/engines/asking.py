@@ -76,6 +76,16 @@ class Asking:
         await self._said("9" * 100)
         return 1
 
+    async def gigantic(self) -> int:
+        return await self.text(1) + await self._refused(prompt="9" * (8 << 20)) + await self._refused(prompt=[1] * 100)
+
+    async def _refused(self, **body: Any) -> int:
+        try:
+            await self._posted("/v1/completions", body)
+        except ValueError as error:
+            assert "beyond the maximum context length" in str(error), error
+        return 1
+
     async def chat(self) -> int:
         await self._posted("/v1/chat/completions", {"messages": [{"role": "user", "content": "hello"}]})
         return 1

@@ -159,12 +159,31 @@ class Scripted:
         texts = {choice.message.content: 1.0 for choice in said.choices}
         return {**texts, "prompt": said.usage.prompt_tokens, "completion": said.usage.completion_tokens}
 
-    async def flood(self) -> dict[str, float]:
-        asked = [self.client.completions.create(model="policy", prompt="q") for _ in range(100)]
+    async def flood(self, **others: Any) -> dict[str, float]:
+        create: Any = self.client.completions.create
+        asked = [create(model="policy", prompt="q", **others) for _ in range(100)]
         refused = sum(
             isinstance(said, BadRequestError) for said in await asyncio.gather(*asked, return_exceptions=True)
         )
         return {"answered": 100.0 - refused, "refused": float(refused)}
+
+    async def flood_of_choices(self) -> dict[str, float]:
+        return await self.flood(n=30)
+
+    async def never_reads(self) -> None:
+        address = httpx.URL(f"{self.policy.url}/completions")
+        _, writer = await asyncio.open_connection(address.host, address.port, limit=1)
+        body = b'{"prompt": "q"}'
+        head = f"POST {address.path} HTTP/1.1\r\nHost: policy\r\nContent-Length: {len(body)}\r\n\r\n"
+        writer.write(head.encode() + body)
+        await asyncio.sleep(600)
+
+    async def odd_calls(self) -> None:
+        await self._sent(messages=[{"role": "assistant", "content": "", "tool_calls": [1]}])
+
+    async def odd_limit(self) -> None:
+        url = self.policy.url.removesuffix("/v1") + "/inference/v1/generate"
+        await self._posted(url, {"token_ids": [1], "sampling_params": {"max_tokens": "many"}})
 
     async def broken(self) -> None:
         raise LookupError("no such thing")

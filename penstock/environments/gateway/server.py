@@ -76,6 +76,8 @@ class Session:
 
     Attributes:
         cut: whether it asked for more turns than it could have.
+        refused: requests that got no turn, though the episode was not at its end.
+        open: requests that are being read, or wait.
     """
 
     def __init__(self, gateway: Gateway, key: str) -> None:
@@ -87,6 +89,7 @@ class Session:
         self._round: list[_Asked] = []
         self._waiting = 0
         self._over = self.cut = False
+        self.refused = self.open = 0
 
     async def asked(self) -> list[Ask]:
         """Wait for what the agent asks next: a round, in the order in which its turns are drawn."""
@@ -223,14 +226,15 @@ def _handler(gateway: Gateway, kind: type[Request]) -> Any:
         session = gateway.sessions.get(request.path_params["key"])
         if session is None:
             return _error(404, GONE)
+        session.open += 1
         try:
-            asked = kind.model_validate_json(await _body(request))
+            asked = kind.model_validate_json(await _body(request, session))
             body = await session.serve(asked)
-        except ValidationError as error:
-            first = error.errors()[0]
-            return _error(400, f"{'.'.join(map(str, first['loc'])) or 'the request'}: {first['msg']}")
-        except Refused as error:
-            return _error(400, str(error))
+        except (ValidationError, Refused) as error:
+            session.refused += not session.cut
+            return _error(400, _said(error))
+        finally:
+            session.open -= 1
         if asked.stream and not isinstance(asked, GenerateRequest):  # which refuses it
             return StreamingResponse(stream_of(asked, body), media_type="text/event-stream")
         return JSONResponse(body)
@@ -238,7 +242,17 @@ def _handler(gateway: Gateway, kind: type[Request]) -> Any:
     return handle
 
 
-async def _body(request: HttpRequest) -> bytes:
+def _said(error: ValidationError | Refused) -> str:
+    if isinstance(error, Refused):
+        return str(error)
+    first = error.errors()[0]
+    return f"{'.'.join(map(str, first['loc'])) or 'the request'}: {first['msg']}"
+
+
+async def _body(request: HttpRequest, session: Session) -> bytes:
+    """Read a request, unless so many of its episode are there that what they hold might have no end."""
+    if session.open > WAITING:
+        raise Refused(f"an episode may have {WAITING} requests at a time")
     body = bytearray()
     async for part in request.stream():
         body += part

@@ -20,7 +20,7 @@ from tests.engines.shared_ranks import Ranks, Shape
 SHAPE = Shape("qwen3", tied=False)
 LIMIT, TURNS, SAMPLES, LONGEST = 40, 4, 2, 20
 KINDS = ["text", "tokens", "beside", "short", "endless", "long", "chat", "text", "beside"]
-TOGETHER = ["at_once", "at_once", "choices", "choices", "too_many", "text"]
+TOGETHER = ["at_once", "at_once", "choices", "choices", "too_many", "text", "gigantic"]
 FolderOf = Callable[[Shape], Path]
 
 
@@ -203,3 +203,16 @@ def test_more_choices_than_turns_are_refused_by_name(together: Seen) -> None:
     assert played is not None
     for row, _ in together.rows("too_many"):
         assert f"'n' is 9, more than an episode's turns: environment.max_turns={TURNS}" in str(played.failures_B[row])
+
+
+def test_a_gigantic_request_is_refused_before_it_becomes_tokens(together: Seen) -> None:
+    """As text by its characters, and as tokens by their number; the episode goes on, and ends with its reward.
+
+    Control: the turn that it had before was drawn, and nothing after it.
+    """
+    played = together.reply.episodes
+    assert played is not None
+    for row, name in together.rows("gigantic"):
+        assert played.failures_B[row] is None and played.rewards_B[row] == 3
+        assert f"{name}1" in together.drawn and f"{name}2" not in together.drawn
+        assert played.parts_B[row] == {"requests/refused": 2.0}

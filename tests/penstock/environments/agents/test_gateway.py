@@ -135,6 +135,8 @@ def test_a_stream_brings_the_same(pool: EnvironmentPool) -> None:
         ("ends at", "'stop' is not served"),
         ("image", "a message's content is not text"),
         ("nothing", "messages"),
+        ("odd calls", "a message's tool calls are not as OpenAI has them"),
+        ("odd limit", "sampling_params.max_tokens"),
         ("stranger", "there is no such episode"),
         ("gigantic", "larger than 16 MiB"),
         ("logprobs", "'logprobs' are not kept by this recipe"),
@@ -156,6 +158,7 @@ def test_an_episode_that_is_cut_gets_no_more_turns(pool: EnvironmentPool) -> Non
     """The agent is told, ends by itself and has its reward. Control: one that wanted no more was not cut."""
     reply, asked = play(pool, says("four"), {"plan": ["chat"] * 5, "ends": True}, turns=2)
     assert len(asked) == 2 and reply.cut and reply.reward == 2.0
+    assert not reply.parts, "that it was refused more is its end, and nothing to count"
     reply, _ = play(pool, says("four"), {"plan": ["chat"] * 2, "ends": True}, turns=2)
     assert not reply.cut and reply.reward == 2.0
 
@@ -202,10 +205,31 @@ def test_several_choices_are_one_request(pool: EnvironmentPool) -> None:
         assert reply.parts == {"yes": 1.0, "no": 1.0, "prompt": 2.0, "completion": 6.0, "reward": 1.0}
 
 
-def test_a_flood_is_bounded(pool: EnvironmentPool) -> None:
-    """Of a hundred requests at once 64 wait, and are answered; the others hear how many there may be."""
-    reply, _ = play(pool, says("x"), {"plan": ["flood"]}, turns=100)
-    assert reply.parts == {"answered": 64.0, "refused": 36.0}
+@pytest.mark.parametrize(("kind", "answered"), [("flood", 64), ("flood of choices", 2)])
+def test_a_flood_is_bounded_and_counted(pool: EnvironmentPool, kind: str, answered: int) -> None:
+    """Of a hundred requests at once, or of those for thirty choices each, as many wait as make 64 turns; the others are
+    told at once. Control: an episode that asks less is refused nothing.
+    """
+    reply, rounds = play_rounds(pool, says("x"), {"plan": [kind]}, turns=100)
+    assert reply.parts == {"answered": answered, "refused": 100 - answered, "requests/refused": 100 - answered}
+    assert [len(asks) for asks in rounds] == [answered]
+    reply, _ = play(pool, says("x"), {"plan": ["at once"]})
+    assert reply.parts == {"x": 1.0}
+
+
+def test_one_that_never_reads_its_answer_fails_alone() -> None:
+    """Others of its worker are answered meanwhile; its own deadline ends it."""
+    with closing(opened(timeout_s=2.0)) as pool:
+        pool.ask([Call("deaf", row={"plan": ["never reads"]}, seed=1), Call("e", row={"plan": ["chat"]}, seed=1)])
+        first = pool.replies(wait_for=2)
+        assert all(first[name].asks for name in ("deaf", "e"))
+        long = Turn("x" * (8 << 20))
+        pool.ask([Call("deaf", turns=[[long]]), Call("e", turns=[[long]])])
+        ended: dict[str, Reply] = {}
+        while len(ended) < 2:
+            ended |= pool.replies(wait_for=1)
+        assert ended["e"].reward == 1.0
+        assert ended["deaf"].failure == "timed out after 2 s"
 
 
 def test_an_agent_that_fails_or_never_ends_fails_its_episode_alone() -> None:
