@@ -158,7 +158,7 @@ def test_an_episode_that_is_cut_gets_no_more_turns(pool: EnvironmentPool) -> Non
     """The agent is told, ends by itself and has its reward. Control: one that wanted no more was not cut."""
     reply, asked = play(pool, says("four"), {"plan": ["chat"] * 5, "ends": True}, turns=2)
     assert len(asked) == 2 and reply.cut and reply.reward == 2.0
-    assert not reply.parts, "that it was refused more is its end, and nothing to count"
+    assert reply.parts == {"reward": 2.0}, "that it was refused more is its end, and nothing to count"
     reply, _ = play(pool, says("four"), {"plan": ["chat"] * 2, "ends": True}, turns=2)
     assert not reply.cut and reply.reward == 2.0
 
