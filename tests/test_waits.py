@@ -73,7 +73,7 @@ ENDS = {
     "penstock/environments/worker.py: asyncio.run_coroutine_threadsafe(coroutine, self._loop).result": USERS,
     "penstock/environments/agent.py: self._running.result": "it is done",
     "penstock/environments/agent.py: asked.result": "it is done",
-    "penstock/environments/gateway/server.py: self._asks.get": "the worker's deadline for a call cancels it",
+    "penstock/environments/gateway/server.py: self._new.wait": "the worker's deadline for a call cancels it",
     "penstock/environments/gateway/server.py: self._serving.result": "it is done",
     "penstock/usercode/programs.py: process.wait": "it has been killed",
     "penstock/environments/mcp.py: asyncio.Event().wait": "holds a connection open until its task is cancelled",

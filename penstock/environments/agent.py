@@ -88,14 +88,15 @@ class AgentEpisode:
         self._running = asyncio.create_task(call)
         return await self._next()
 
-    async def go_on(self, turn: Turn, last: bool) -> Step:
+    async def go_on(self, turns: list[list[Turn]], last: bool) -> Step:
         """Give the agent what it has asked for; return what it asks next, or its reward.
 
         Args:
+            turns: of each request the choices.
             last: whether nothing more is answered, so that the agent has to end.
         """
         assert self._session is not None
-        self._session.answer(turn, last)
+        self._session.answer(turns, last)
         return await self._next()
 
     def close(self) -> None:
@@ -114,7 +115,8 @@ class AgentEpisode:
                 self._session.close()
                 cut = self._session.cut
                 gave_up = cut and self._running.exception() is not None  # as clients do that are refused
-                return Step(done=True, reward=None if gave_up else self._running.result(), cut=cut)
+                reward = None if gave_up else self._running.result()
+                return Step(done=True, reward=reward, cut=cut, refused=self._session.refused)
             return Step(asks=asked.result())
         finally:
             asked.cancel()

@@ -17,6 +17,7 @@ from typing import Any, Protocol
 from penstock.environments.gateway.asks import Ask
 
 TOOL_CALLS, TOOL_ERRORS = "tools/calls", "tools/errors"  # counts beside the parts of a reward, added up like these
+REFUSED = "requests/refused"  # likewise: an agent's requests that it got no turn for
 Reward = float | dict[str, float] | None
 
 
@@ -39,8 +40,9 @@ class Step:
     Attributes:
         observation: text that the policy sees next; needed unless the episode is done.
         messages: the same as messages of a chat (`role`, `name`, `content`), of an environment with tools.
-        asks: what an agent asks instead.
+        asks: what an agent asks instead, at once.
         cut: whether an agent asked for more than the episode may have.
+        refused: how many requests of an agent's got no turn, though the episode was not at its end.
         failed_calls: how many of the messages are of calls of tools that went wrong.
         done: whether the episode is over.
         reward: what the turn was worth, a number or named parts; an episode's reward is the sum over its turns.
@@ -51,8 +53,9 @@ class Step:
     reward: Reward = None
     messages: list[dict[str, str]] = field(default_factory=list)
     failed_calls: int = 0
-    asks: Ask | None = None
+    asks: list[Ask] = field(default_factory=list)
     cut: bool = False
+    refused: int = 0
 
 
 class Environment(Protocol):

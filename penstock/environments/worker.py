@@ -18,7 +18,7 @@ from typing import Any
 
 from penstock.configs.sections.rollout import EnvironmentConfig
 from penstock.environments.agent import AgentEpisode
-from penstock.environments.environment import TOOL_CALLS, TOOL_ERRORS, Step, ToolCall
+from penstock.environments.environment import REFUSED, TOOL_CALLS, TOOL_ERRORS, Step, ToolCall
 from penstock.environments.gateway.asks import Ask, Turn
 from penstock.environments.loading import Played, Tooled, is_async, load_environment, stop_texts
 from penstock.usercode.guard import DeadlineExceeded, begin_worker, reason_of, reward_and_parts, within, within_loop
@@ -34,7 +34,7 @@ class Call:
         episode: its name.
         last: whether the episode is over after this call.
         tool_calls: what the text asks of tools, where the environment has any.
-        turn: instead of both, what an agent has asked for.
+        turns: instead of both, what an agent has asked for: of each request the choices.
     """
 
     episode: str
@@ -43,7 +43,7 @@ class Call:
     text: str = ""
     last: bool = False
     tool_calls: list[ToolCall] = field(default_factory=list)
-    turn: Turn | None = None
+    turns: list[list[Turn]] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ class Reply:
     Attributes:
         observation: text that the policy sees next.
         messages: the same of an environment with tools, as messages of a chat.
-        asks: what an agent asks instead.
+        asks: what an agent asks instead, at once.
         cut: whether an agent asked for more than the episode may have.
         reward: None if it gave none.
         parts: named parts of the reward; empty if it gave a number.
@@ -66,7 +66,7 @@ class Reply:
     parts: dict[str, float] = field(default_factory=dict)
     failure: str | None = None
     messages: list[dict[str, str]] = field(default_factory=list)
-    asks: Ask | None = None
+    asks: list[Ask] = field(default_factory=list)
     cut: bool = False
 
 
@@ -248,6 +248,8 @@ def _of_step(call: Call, step: object) -> Reply:
     reward, parts = (None, {}) if step.reward is None else reward_and_parts(step.reward)
     if step.messages:
         parts = {**parts, TOOL_CALLS: float(len(step.messages)), TOOL_ERRORS: float(step.failed_calls)}
+    if step.refused:
+        parts = {**parts, REFUSED: float(step.refused)}
     if not step.done and not call.last and not (step.observation or step.messages or step.asks):
         raise ValueError("step returned neither an observation nor done=True")
     observation, done = _text(step.observation), bool(step.done)
@@ -257,8 +259,7 @@ def _of_step(call: Call, step: object) -> Reply:
 def _turn(episode: Played, call: Call) -> object:
     """Answer a turn, by tools where the environment has any; what is `async` is still to be awaited."""
     if isinstance(episode, AgentEpisode):
-        assert call.turn is not None
-        return episode.go_on(call.turn, call.last)
+        return episode.go_on(call.turns, call.last)
     return episode.answer(call.tool_calls, call.last) if isinstance(episode, Tooled) else episode.step(call.text)
 
 

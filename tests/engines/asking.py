@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
 import httpx
@@ -13,7 +14,10 @@ BEHIND = "(3)"
 
 
 class Asking:
-    """Three turns of text or of tokens, one of them beside the others, or until it is cut; worth 1 for each turn."""
+    """Three turns of text or of tokens, one of them beside the others, or until it is cut; worth 1 for each turn.
+
+    Or several at once: texts, of which two are the same, or choices.
+    """
 
     stop = ("=", "7", "e")
 
@@ -38,6 +42,26 @@ class Asking:
         await self._said(text)
         return 3
 
+    async def at_once(self, order: int = 1) -> int:
+        stories = ["go ", "another story ", "another story "][::order]
+        said = await asyncio.gather(*[self._said(text) for text in stories])
+        first = stories.index("another story ")  # of two that are the same
+        await self._said(stories[first] + said[first] + BEHIND)
+        return 4
+
+    async def at_once_in_another_order(self) -> int:
+        return await self.at_once(-1)
+
+    async def choices(self) -> int:
+        posted = await self._posted("/v1/completions", {"prompt": "go ", "n": 3})
+        texts = [choice["text"] for choice in posted["choices"]]
+        await self._said("go " + texts[0] + BEHIND)
+        return 4
+
+    async def too_many(self) -> int:
+        await self._posted("/v1/completions", {"prompt": "go ", "n": 9})
+        return 9
+
     async def tokens(self) -> int:
         tokens = [4, 5, 6]
         for _ in range(3):
@@ -50,6 +74,16 @@ class Asking:
 
     async def long(self) -> int:
         await self._said("9" * 100)
+        return 1
+
+    async def gigantic(self) -> int:
+        return await self.text(1) + await self._refused(prompt="9" * (8 << 20)) + await self._refused(prompt=[1] * 100)
+
+    async def _refused(self, **body: Any) -> int:
+        try:
+            await self._posted("/v1/completions", body)
+        except ValueError as error:
+            assert "beyond the maximum context length" in str(error), error
         return 1
 
     async def chat(self) -> int:

@@ -1,21 +1,37 @@
-"""Trainings of a tiny chat model on sums of two digits, in a user's folder; its warm-up's teacher is often wrong."""
+"""Trainings of a tiny chat model on sums of two digits, in a user's folder; its warm-up's teacher is often wrong.
+
+One runs in this process and ends; another, of the same recipe in the same folder, is killed in its middle and resumed.
+"""
 
 from __future__ import annotations
 
 import json
+import os
+import signal
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 import pytest
+from prefect.settings import PREFECT_API_URL
 
 from penstock.configs.loading.load import load_config
 from penstock.configs.sections.model import TinyModel
 from penstock.flows.train import train
+from penstock.state.experience import read_columns
+from penstock.state.manifest import read_manifest
 from penstock.state.run_folder import RunFolder, read_metrics
 from tests.chat.model import TEMPLATE, make_chat_model
+from tests.comparing import numbers, weights
+from tests.processes import alive, words_of
+from tests.waiting import until
 
+ROOT = Path(__file__).resolve().parents[2]
+COMPARED = ("prompt", "response_tokens", "loss_mask", "reward", "advantages")
 ITERATIONS, DIGITS = 4, 5
 HELDOUT, RIGHT = 64, 0.4
 RECIPE = """
@@ -30,7 +46,7 @@ rollout: {{prompts: 16, samples: 8, max_response_tokens: 12, max_sequences: 128}
 algorithm: {{name: grpo, mini_batches: 2}}
 actor: {{optimizer: {{learning_rate: 1e-3, warmup_steps: 0}}}}
 evaluate: {{every: 0, temperature: 1.0, samples: 4}}
-checkpoint: {{every: 0}}
+checkpoint: {{every: 2}}
 """
 
 
@@ -77,3 +93,59 @@ def check_that_it_learnt(run: RunFolder) -> None:
     halves = [1.96 * (share * (1 - share) / HELDOUT) ** 0.5 for share in (before, after)]
     assert after - halves[1] > before + halves[0]
     assert all(found[iteration]["rollout/environment_failures"] == 0 for iteration in range(1, ITERATIONS + 1))
+
+
+def killed_and_resumed(folder: Path, environments: str) -> RunFolder:
+    """Repeat the training of a folder, kill it with SIGKILL once it has a checkpoint, and resume it.
+
+    All that it started has to be gone within 5 s of the kill; the process that plays its episodes is among it.
+
+    Args:
+        environments: what the command line of that process has in it.
+    """
+    run = RunFolder(folder / "killed")
+    process = _started(folder, "recipe.yaml", "--run", run.name)
+    until(lambda: _saved(run) == 2 or process.poll() is not None, 400, "the checkpoint of iteration 2", 0.01)
+    started = psutil.Process(process.pid).children(recursive=True)
+    for words in ("penstock.engines.groups.rank", environments):
+        assert any(words in " ".join(words_of(child)) for child in started), words
+    process.kill()
+    assert process.wait(10) == -signal.SIGKILL
+    until(lambda: not any(map(alive, started)), 5, "all that the training started is gone")
+    assert read_manifest(run).progress.iteration == 2 and not run.experience(ITERATIONS).exists()
+    said = (folder / "said.txt").read_text
+    assert _started(folder, "--resume", run.name).wait(400) == 0, said(encoding="utf-8")
+    return run
+
+
+def check_that_it_ended_alike(run: RunFolder, alone: RunFolder) -> None:
+    """Weights, figures and episodes are those of the training that nobody disturbed. Control: it did learn something,
+    from episodes that differ from one iteration to the next.
+    """
+    assert numbers(run) == numbers(alone)
+    episodes = [[_episodes(one, number) for number in range(1, ITERATIONS + 1)] for one in (run, alone)]
+    assert episodes[0] == episodes[1]
+    assert weights(run) == weights(alone)
+    assert len({repr(found) for found in episodes[0]}) == ITERATIONS
+    assert weights(alone) != (alone.model("sft") / "model.safetensors").read_bytes()
+
+
+def _episodes(run: RunFolder, number: int) -> list[list[Any]]:
+    columns = read_columns(run.experience(number), [*COMPARED])
+    return [list(getattr(columns[name], "values_T", columns[name])) for name in COMPARED]
+
+
+def _started(folder: Path, *arguments: str) -> subprocess.Popen[bytes]:
+    """Start the command line in a folder, with the server of the tests."""
+    environment = os.environ | {
+        "PREFECT_API_URL": str(PREFECT_API_URL.value()),
+        "PYTHONPATH": os.pathsep.join([str(folder), str(ROOT)]),
+    }
+    command = [sys.executable, "-m", "penstock.cli.main", "train", *arguments]
+    with (folder / "said.txt").open("ab") as output:
+        return subprocess.Popen(command, cwd=folder, env=environment, stdout=output, stderr=output)
+
+
+def _saved(run: RunFolder) -> int:
+    """The iteration from whose checkpoint a resume goes on."""
+    return read_manifest(run).progress.iteration if run.manifest.is_file() else 0

@@ -24,6 +24,7 @@ class Scripted:
     async def run(self, row: dict[str, Any], seed: int, policy: Policy) -> Any:
         self.policy, self.client = policy, AsyncOpenAI(base_url=policy.url, api_key="-", max_retries=0)
         self.messages, self.text_so_far = list[dict[str, Any]](), "a"
+        self.order, self.choice = row.get("order", 1), row.get("choice", 0)
         parts: dict[str, float] = {}
         try:
             for step in row["plan"]:
@@ -108,9 +109,6 @@ class Scripted:
     async def _sent(self, **body: Any) -> None:
         await self._posted(f"{self.policy.url}/chat/completions", {"messages": [QUESTION], **body})
 
-    async def two(self) -> None:
-        await self._sent(n=2)
-
     async def ends_at(self) -> None:
         await self._sent(stop=["."])
 
@@ -137,12 +135,55 @@ class Scripted:
         asked = [self.client.completions.create(model="policy", prompt="q") for _ in range(3)]
         return {said.choices[0].text: 1.0 for said in await asyncio.gather(*asked)}
 
-    async def flood(self) -> dict[str, float]:
-        asked = [self.client.completions.create(model="policy", prompt="q") for _ in range(100)]
+    async def two_stories(self) -> None:
+        asked = [self.client.completions.create(model="policy", prompt=prompt) for prompt in ("once", "twice")]
+        await asyncio.gather(*asked[:: self.order])
+
+    async def two_ways(self) -> None:
+        ways = [[*self.messages, {"role": "user", "content": text}] for text in ("left", "right")]
+        await asyncio.gather(*[self._chat(messages) for messages in ways[:: self.order]])
+
+    async def chat_meanwhile(self) -> None:
+        late = [*self.messages, {"role": "user", "content": "and now?"}]
+        first = asyncio.create_task(self.chat())
+        await asyncio.sleep(0.25)
+        await self._chat(late)
+        await first
+
+    async def choices(self) -> dict[str, float]:
+        create: Any = self.client.chat.completions.create
+        self.messages.append(QUESTION)
+        said = await create(model="policy", messages=self.messages, n=2)
+        self.messages.append(said.choices[self.choice].message.model_dump())
+        assert [choice.index for choice in said.choices] == [0, 1]
+        texts = {choice.message.content: 1.0 for choice in said.choices}
+        return {**texts, "prompt": said.usage.prompt_tokens, "completion": said.usage.completion_tokens}
+
+    async def flood(self, **others: Any) -> dict[str, float]:
+        create: Any = self.client.completions.create
+        asked = [create(model="policy", prompt="q", **others) for _ in range(100)]
         refused = sum(
             isinstance(said, BadRequestError) for said in await asyncio.gather(*asked, return_exceptions=True)
         )
         return {"answered": 100.0 - refused, "refused": float(refused)}
+
+    async def flood_of_choices(self) -> dict[str, float]:
+        return await self.flood(n=30)
+
+    async def never_reads(self) -> None:
+        address = httpx.URL(f"{self.policy.url}/completions")
+        _, writer = await asyncio.open_connection(address.host, address.port, limit=1)
+        body = b'{"prompt": "q"}'
+        head = f"POST {address.path} HTTP/1.1\r\nHost: policy\r\nContent-Length: {len(body)}\r\n\r\n"
+        writer.write(head.encode() + body)
+        await asyncio.sleep(600)
+
+    async def odd_calls(self) -> None:
+        await self._sent(messages=[{"role": "assistant", "content": "", "tool_calls": [1]}])
+
+    async def odd_limit(self) -> None:
+        url = self.policy.url.removesuffix("/v1") + "/inference/v1/generate"
+        await self._posted(url, {"token_ids": [1], "sampling_params": {"max_tokens": "many"}})
 
     async def broken(self) -> None:
         raise LookupError("no such thing")

@@ -12,7 +12,13 @@ import pytest
 from penstock.environments.openenv_servers import FILE
 from penstock.state.experience import read_columns
 from penstock.state.run_folder import RunFolder
-from tests.gateway.chat_training import DIGITS, check_that_it_learnt, trained
+from tests.gateway.chat_training import (
+    DIGITS,
+    check_that_it_ended_alike,
+    check_that_it_learnt,
+    killed_and_resumed,
+    trained,
+)
 from tests.gateway.openenv_interpreter import openenv_python as openenv_python
 from tests.gateway.openenv_interpreter import uvicorn
 
@@ -56,3 +62,9 @@ def test_rewards_are_the_servers(learned: RunFolder) -> None:
         right = said == f"print({'+'.join(numbers)})" and all(n.isdigit() for n in numbers)
         assert reward == (1.0 if right and sum(map(int, numbers)) == a + b else -0.25)
     assert 0.1 < float((columns["reward"] == 1).mean()) < 0.8
+
+
+@pytest.mark.exhaustive
+def test_a_killed_training_ends_as_one_left_alone(learned: RunFolder) -> None:
+    """Its server ended with it, and another one played the episodes that were lost, and those that came after."""
+    check_that_it_ended_alike(killed_and_resumed(learned.path.parent, "openenv_examples:coding"), learned)

@@ -14,7 +14,13 @@ from penstock.data.tokenizer import load_tokenizer
 from penstock.environments.verifiers import FILE
 from penstock.state.experience import read_columns
 from penstock.state.run_folder import RunFolder
-from tests.gateway.chat_training import DIGITS, check_that_it_learnt, trained
+from tests.gateway.chat_training import (
+    DIGITS,
+    check_that_it_ended_alike,
+    check_that_it_learnt,
+    killed_and_resumed,
+    trained,
+)
 from tests.gateway.verifiers_interpreter import verifiers_python as verifiers_python
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("verifiers"), pytest.mark.timeout(600)]
@@ -63,3 +69,8 @@ def test_what_is_learnt_from_is_the_chat_that_verifiers_had(learned: RunFolder) 
         assert reward == columns["environment/right"][row] == (said in (f"It is {a + b}.", f"It is {a + b}"))
         assert columns["environment/length"][row] == len(said)
     assert 0.1 < columns["reward"].mean() < 0.8
+
+
+def test_a_killed_training_ends_as_one_left_alone(learned: RunFolder) -> None:
+    """Its process ended with it, and another one played the episodes that were lost, and those that came after."""
+    check_that_it_ended_alike(killed_and_resumed(learned.path.parent, "verifiers_runner.py"), learned)

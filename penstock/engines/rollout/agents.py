@@ -6,13 +6,15 @@ has rewritten what was said or begun something beside it, is rendered by itself 
 nor part of the episode: that is counted. No text that the policy said becomes tokens a second time in what is learnt
 from.
 
+What an agent asks at once is drawn at once: one of it goes on with the episode, the others are beside it.
+
 Left out: who asks (penstock/environments/agent.py), playing (penstock/engines/rollout/episodes.py).
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -21,7 +23,8 @@ from jinja2 import TemplateError
 from penstock.base.errors import UserError
 from penstock.data.chat import rendered
 from penstock.engines.rollout.chat import ChatMarkup
-from penstock.environments.gateway.asks import Ask, SaidCall, Turn
+from penstock.engines.rollout.episode import Episode, Placed
+from penstock.environments.gateway.asks import CUT, Ask, SaidCall, Turn
 
 NO_TEMPLATE = "the model's tokenizer has no chat template: ask /v1/completions, or use an instruction-tuned model"
 
@@ -37,12 +40,14 @@ class Agents:
     Attributes:
         arguments: what the chat template is given besides messages.
         max_prompt_tokens: of the first request of an episode.
+        max_turns: of an episode, those beside its conversation included.
     """
 
     tokenizer: Any
     arguments: Mapping[str, Any]
     parser: str | None
     max_prompt_tokens: int
+    max_turns: int
 
     @cached_property
     def chat(self) -> ChatMarkup | None:
@@ -54,6 +59,109 @@ class Agents:
         if self.tokenizer.chat_template is None:
             return None
         return ChatMarkup(self.tokenizer, self.arguments, self.parser)
+
+    def placed(self, episode: Episode, asks: Sequence[Ask], limit: int, version: int) -> list[Placed]:
+        """Return where the turns of requests belong that came at once; the first that follows goes on with the episode.
+
+        What is new in that one is put behind the episode's tokens.
+
+        Args:
+            limit: of tokens behind the prompt.
+            version: the policy's.
+        """
+        found: list[Placed] = []
+        for ask in asks:
+            turns = episode.drawn + sum(placed.choices for placed in found)
+            is_free = all(placed.aside is not None or placed.refused is not None for placed in found)
+            try:
+                self._check_turns(episode, ask, turns)
+                self._check_size(episode, ask, self.max_prompt_tokens + limit)
+                aside = None if is_free and self._follows(episode, ask, limit, version) else self._aside(ask, limit)
+                found.append(Placed(ask, aside))
+            except NotServed as error:
+                found.append(Placed(ask, refused=str(error)))
+        return found
+
+    def _check_turns(self, episode: Episode, ask: Ask, turns: int) -> None:
+        if ask.choices > self.max_turns:
+            raise NotServed(
+                f"'n' is {ask.choices}, more than an episode's turns: environment.max_turns={self.max_turns}"
+            )
+        if turns + ask.choices > self.max_turns:
+            episode.truncated = True
+            raise NotServed(CUT)
+
+    def _check_size(self, episode: Episode, ask: Ask, room: int) -> None:
+        """Refuse what cannot have room before it becomes tokens, which takes this engine's time.
+
+        No text has fewer tokens than its characters by those of the longest token.
+        """
+        size = len(ask.tokens or ()) or sum(len(str(part)) for part in (ask.text, ask.messages, ask.tools) if part)
+        most = room if ask.tokens else room * self._longest
+        if size > most:
+            episode.truncated |= ask.follows
+            kind = "tokens" if ask.tokens else "characters"
+            raise NotServed(f"the request has {size} {kind}, beyond the maximum context length of {room} tokens")
+
+    @cached_property
+    def _longest(self) -> int:
+        return max(map(len, self.tokenizer.get_vocab()))
+
+    def _follows(self, episode: Episode, ask: Ask, limit: int, version: int) -> bool:
+        """Put what an agent asks behind the tokens of its episode; return whether it follows these.
+
+        Raises:
+            NotServed: it has no room, or there are no tokens.
+        """
+        if not episode.turn_ends:
+            prompt = self.whole(ask)
+            if len(prompt) > self.max_prompt_tokens:
+                said = f"the first request of the episode has {len(prompt)} tokens, more than data.max_prompt_tokens"
+                raise NotServed(f"{said} ({self.max_prompt_tokens})")
+            episode.prompt = prompt
+            return True
+        observed = self.following(ask, episode.prompt + episode.tokens, episode.turn(len(episode.turn_ends)))
+        if observed is None:
+            return False
+        if len(episode.tokens) + len(observed) >= limit:
+            episode.truncated = True
+            raise NotServed(f"the maximum context length is reached: rollout.max_response_tokens is {limit}")
+        episode.observed(observed, version)
+        return True
+
+    def _aside(self, ask: Ask, limit: int) -> list[int]:
+        tokens = self.whole(ask)
+        if len(tokens) >= self.max_prompt_tokens + limit:
+            raise NotServed(f"the request has {len(tokens)} tokens and leaves no room for a turn")
+        return tokens
+
+    def room(self, episode: Episode, placed: Placed, limit: int) -> int:
+        """Return how many tokens a turn may have."""
+        return (
+            limit - len(episode.tokens) if placed.aside is None else self.max_prompt_tokens + limit - len(placed.aside)
+        )
+
+    def told(self, episode: Episode, texts: Mapping[int, str]) -> list[list[Turn]]:
+        """Return what an agent is told of its round: of each request the choices.
+
+        Args:
+            texts: of the turns, special tokens left out, by the number of their request to the decode loop.
+        """
+        return [self._told(episode, placed, texts) for placed in episode.round]
+
+    def _told(self, episode: Episode, placed: Placed, texts: Mapping[int, str]) -> list[Turn]:
+        if placed.refused is not None:
+            return [Turn(refused=placed.refused)]
+        assert placed.ask is not None
+        prompt = placed.aside
+        if prompt is None:
+            prompt = episode.prompt + episode.tokens[: len(episode.tokens) - len(placed.drawn[0].tokens)]
+        turns = []
+        for choice, request in sorted(placed.drawn.items()):
+            turn = self.turn(placed.ask, prompt, request.tokens.tolist(), texts[request.row])
+            turn = replace(turn, logprobs=request.logprobs, versions=request.versions)
+            turns.append(replace(turn, truncated=request.truncated, learnt=placed.goes_on(choice)))
+        return turns
 
     def whole(self, ask: Ask) -> list[int]:
         """Return the tokens of a request that follows nothing.
@@ -119,13 +227,15 @@ class Agents:
         return tokens
 
 
-def agents_of(tokenizer: Any, arguments: Mapping[str, Any], parser: str | None, max_prompt_tokens: int) -> Agents:
+def agents_of(
+    tokenizer: Any, arguments: Mapping[str, Any], parser: str | None, max_prompt_tokens: int, max_turns: int
+) -> Agents:
     """Return how agents are served.
 
     Raises:
         UserError: there is a parser of tool calls and no chat template.
     """
-    agents = Agents(tokenizer, arguments, parser, max_prompt_tokens)
+    agents = Agents(tokenizer, arguments, parser, max_prompt_tokens, max_turns)
     if parser is not None and agents.chat is None:
         raise UserError("'environment.tool_parser' has no effect: the model has no chat template", "remove it")
     return agents

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import hashlib
 import time
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -23,6 +24,34 @@ from penstock.engines.rollout.carried import versions_of
 from penstock.engines.rollout.decode_loop import Request
 from penstock.environments.gateway.asks import Ask
 from penstock.environments.worker import Reply
+
+
+@dataclass(slots=True)
+class Placed:
+    """Turns that follow the same tokens: one, or as many as an agent wants to choose from.
+
+    Attributes:
+        ask: what the agent asked; None: an environment answers each turn.
+        aside: the tokens of a request that does not follow; None: the first turn goes on with the episode.
+        refused: why none is drawn.
+        limited: whether the agent asked for shorter ones than there is room for.
+        drawn: what has ended, by number.
+    """
+
+    ask: Ask | None = None
+    aside: list[int] | None = None
+    refused: str | None = None
+    limited: bool = False
+    drawn: dict[int, Request] = field(default_factory=dict)
+
+    @property
+    def choices(self) -> int:
+        """How many turns are drawn."""
+        return 0 if self.refused is not None else 1 if self.ask is None else self.ask.choices
+
+    def goes_on(self, choice: int) -> bool:
+        """Whether a turn is the episode's next."""
+        return self.aside is None and choice == 0
 
 
 @dataclass(slots=True)
@@ -41,9 +70,9 @@ class Episode:
         truncated: by the limit of tokens or of turns.
         earned: its rewards and their parts, added up, and its failure.
         replayed: answers of an environment that is played again; None: it is as far as the episode.
-        ask: what an agent has asked and not got.
-        limited: whether it asked for a shorter turn than there is room for.
-        aside: the tokens of a request that does not follow; None: it follows.
+        round: the turns that are drawn next, or now; an agent may ask for several at once.
+        drawing: of those, how many have not ended.
+        asides: how often each prompt was drawn from beside the conversation.
         unbridged: turns that were taken aside, and are not learnt from.
         seconds: from the beginning in this generation to the end.
     """
@@ -65,9 +94,9 @@ class Episode:
     truncated: bool = False
     earned: Reply = field(default_factory=Reply)
     replayed: int | None = None
-    ask: Ask | None = None
-    limited: bool = False
-    aside: list[int] | None = None
+    round: list[Placed] = field(default_factory=list)
+    drawing: int = 0
+    asides: Counter[bytes] = field(default_factory=Counter)
     unbridged: int = 0
     prompt_tokens: int = 0
     cached_tokens: int = 0
@@ -84,6 +113,24 @@ class Episode:
         if not any(self.mask):
             return self.version, self.version
         return self.versions[self.mask.index(1)], self.versions[-1 - self.mask[::-1].index(1)]
+
+    @property
+    def drawn(self) -> int:
+        """Turns that have ended, those beside the conversation included."""
+        return len(self.turn_ends) + self.unbridged
+
+    def taken(self, placed: Placed, choice: int, request: Request) -> None:
+        """Take in a turn that has ended."""
+        placed.drawn[choice] = request
+        if placed.goes_on(choice):
+            self.sampled(request)
+            self.turn_ends.append(len(self.tokens))
+            self.truncated |= request.truncated and not placed.limited
+        else:
+            self.unbridged += 1
+        self.cached_tokens += request.cached
+        self.drawing -= 1
+        self.owed = not self.drawing
 
     def sampled(self, request: Request) -> None:
         """Put what the policy has sampled behind the tokens."""

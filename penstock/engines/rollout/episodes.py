@@ -25,12 +25,14 @@ is (penstock/environments/environment.py).
 from __future__ import annotations
 
 import copy
+import hashlib
 import logging
 import time
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -41,14 +43,14 @@ from penstock.base.ragged import Ragged
 from penstock.configs.sections.rollout import EnvironmentConfig
 from penstock.data.prompts import PromptTable
 from penstock.engines.commands.rollout import NO_SEED, Asked, CarriedResponses
-from penstock.engines.rollout.agents import Agents, NotServed, agents_of
+from penstock.engines.rollout.agents import Agents, agents_of
 from penstock.engines.rollout.chat import ChatMarkup
 from penstock.engines.rollout.decode_loop import DecodeLoop, Request, Share
 from penstock.engines.rollout.detokenize import decode
-from penstock.engines.rollout.episode import Episode, carried_episodes, heard, under_way
+from penstock.engines.rollout.episode import Episode, Placed, carried_episodes, heard, under_way
 from penstock.engines.rollout.partial_results import EndedResponse, PartialResultSender
 from penstock.engines.rollout.responses import Generated, Left
-from penstock.environments.gateway.asks import Ask, Turn
+from penstock.environments.gateway.asks import Ask
 from penstock.environments.pool import EnvironmentPool
 from penstock.environments.worker import Call, Reply
 
@@ -89,9 +91,18 @@ class Played(Generated):
     asked: Asked | None  # of agents
 
 
-def turn_seed(seed: Sequence[int], position: int, sample: int, turn: int) -> int:
-    """Return the seed of a turn, 63 bits; turn 0 is the environment's `reset`."""
-    return int(np.random.SeedSequence([*seed, position, sample, turn]).generate_state(1, np.uint64)[0]) >> 1
+@dataclass(frozen=True)
+class _Drawn:
+    """Whose turn a request of the decode loop is."""
+
+    episode: Episode
+    placed: Placed
+    choice: int
+
+
+def turn_seed(seed: Sequence[int], position: int, sample: int, *turn: int) -> int:
+    """Return the seed of a turn, 63 bits; turn 0 is the environment's `reset`, what follows a 0 is beside the turns."""
+    return int(np.random.SeedSequence([*seed, position, sample, *turn]).generate_state(1, np.uint64)[0]) >> 1
 
 
 def stop_tokens(tokenizer: Any, stop: Sequence[str]) -> list[int]:
@@ -140,6 +151,8 @@ class EpisodeLoop:
         self._to_ask: list[Call] = []
         self._asked: set[str] = set()  # episodes whose environments have been asked and have not answered
         self._ready: list[Episode] = []  # whose next turn may begin
+        self._drawn: dict[int, _Drawn] = {}  # by the number that the decode loop has of a request
+        self._numbers = count()
         self._complete: list[int] = []  # positions of prompts whose episodes have ended since the last step
         self._counted: set[int] = set()  # positions of prompts that count
         self._sender, self._untold = sender, list[EndedResponse]()
@@ -171,7 +184,7 @@ class EpisodeLoop:
             self._hear(loop)
         ready, self._ready = self._ready, []
         for episode in sorted(ready, key=_place) if self._in_step else ready:
-            self._next_turn(loop, episode)
+            self._draw_round(loop, episode)
 
     def collect(self, ended: list[Request]) -> None:
         """Let the environments answer the turns that have ended."""
@@ -183,13 +196,16 @@ class EpisodeLoop:
             self._sender.send(self._untold, at_once=self.ended, gather=gather)
         if not ended:
             return
-        episodes = [self._episodes[request.row] for request in ended]
-        for episode, request in zip(episodes, ended, strict=True):
-            self._take_turn(episode, request)
+        episodes = []
+        for request in ended:
+            drawn = self._drawn.pop(request.row)
+            drawn.episode.taken(drawn.placed, drawn.choice, request)
+            if drawn.episode.owed:
+                episodes.append(drawn.episode)
         if self._share.quota.reached and not self._carries:
             return
         if self._environments.agents is not None:
-            self._tell_agents(self._environments.agents, episodes, ended)
+            self._tell_agents(self._environments.agents, episodes)
             self._send()
             return
         turns = [episode.turn(episode.turns) for episode in episodes]
@@ -197,22 +213,12 @@ class EpisodeLoop:
             self._ask(replace(call, last=self._is_last(episode)))
         self._send()
 
-    def _take_turn(self, episode: Episode, request: Request) -> None:
-        if episode.aside is None:
-            episode.sampled(request)
-            episode.turn_ends.append(len(episode.tokens))
-        else:
-            episode.unbridged += 1
-        episode.cached_tokens += request.cached
-        episode.truncated = request.truncated and not episode.limited
-        episode.owed = True
-
     def give_up(self, requests: list[Request], tokens: int) -> None:
         """Keep what there is, where episodes are carried over; remember how much was sampled in vain."""
         self._given_up = tokens
         if self._carries:
             for request in requests:
-                self._episodes[request.row].sampled(request)
+                self._drawn[request.row].episode.sampled(request)
                 self._given_up -= len(request.tokens)
 
     def generated(self) -> Played:
@@ -380,7 +386,7 @@ class EpisodeLoop:
                 return
             episode.replayed = None
         episode.owed = False
-        if reply.asks is not None and self._environments.agents is not None:
+        if reply.asks and self._environments.agents is not None:
             self._asked_for(self._environments.agents, episode, reply.asks, version)
             return
         episode.earn(reply)
@@ -400,7 +406,7 @@ class EpisodeLoop:
             self._complete.append(episode.position)
 
     def _is_last(self, episode: Episode) -> bool:
-        return episode.truncated or episode.turns == self._environments.max_turns
+        return episode.truncated or episode.turns >= self._environments.max_turns
 
     def _goes_on(self, episode: Episode, reply: Reply, version: int) -> bool:
         """Take in the observation, if another turn is allowed and at least one token of it has room."""
@@ -437,84 +443,64 @@ class EpisodeLoop:
 
     # ---- agents --------------------------------------------------------------------------------------------------
 
-    def _asked_for(self, agents: Agents, episode: Episode, ask: Ask, version: int) -> None:
-        """Let the policy take the turn that an agent asks for, or say why it does not."""
-        episode.ask, episode.aside = ask, None
-        try:
-            self._put_behind(agents, episode, ask, version)
-        except NotServed as error:
-            self._refuse(episode, str(error))
+    def _asked_for(self, agents: Agents, episode: Episode, asks: list[Ask], version: int) -> None:
+        """Let the policy take the turns that an agent asks for at once, or say why it does not."""
+        episode.round = agents.placed(episode, asks, self._share.sampling.max_tokens, version)
+        if any(placed.choices for placed in episode.round):
+            self._ready.append(episode)
             return
-        self._ready.append(episode)
-
-    def _put_behind(self, agents: Agents, episode: Episode, ask: Ask, version: int) -> None:
-        """Put the tokens of what an agent asks behind the episode's, or aside where it does not follow.
-
-        Raises:
-            NotServed: they have no room, or there are none.
-        """
-        limit = self._share.sampling.max_tokens
-        if not episode.turn_ends:
-            prompt = agents.whole(ask)
-            if len(prompt) > agents.max_prompt_tokens:
-                said = f"the first request of the episode has {len(prompt)} tokens, more than data.max_prompt_tokens"
-                raise NotServed(f"{said} ({agents.max_prompt_tokens})")
-            episode.prompt = prompt
-            return
-        turn = episode.turn(len(episode.turn_ends))
-        observed = agents.following(ask, episode.prompt + episode.tokens, turn)
-        if observed is None:
-            episode.aside = agents.whole(ask)
-            if len(episode.aside) >= agents.max_prompt_tokens + limit:
-                raise NotServed(f"the request has {len(episode.aside)} tokens and leaves no room for a turn")
-            return
-        if len(episode.tokens) + len(observed) >= limit:
-            episode.truncated = True
-            raise NotServed(f"the maximum context length is reached: rollout.max_response_tokens is {limit}")
-        episode.observed(observed, version)
-
-    def _refuse(self, episode: Episode, why: str) -> None:
         episode.owed = True
-        self._ask(Call(episode.name, turn=Turn(refused=why), last=self._is_last(episode)))
+        self._ask(Call(episode.name, turns=agents.told(episode, {}), last=self._is_last(episode)))
 
-    def _tell_agents(self, agents: Agents, episodes: list[Episode], ended: list[Request]) -> None:
-        turns = [request.tokens.tolist() for request in ended]
-        texts = decode(self._environments.tokenizer, Ragged.of(turns, np.int32))
-        for episode, request, tokens, text in zip(episodes, ended, turns, texts, strict=True):
-            assert episode.ask is not None
-            before = episode.prompt + episode.tokens[: len(episode.tokens) - len(tokens)]
-            told = agents.turn(episode.ask, before if episode.aside is None else episode.aside, tokens, text)
-            told = replace(
-                told,
-                logprobs=request.logprobs,
-                truncated=request.truncated,
-                policy_version=request.last_version,
-                learnt=episode.aside is None,
-            )
-            self._ask(Call(episode.name, turn=told, last=self._is_last(episode)))
+    def _tell_agents(self, agents: Agents, episodes: list[Episode]) -> None:
+        drawn = [request for episode in episodes for placed in episode.round for request in placed.drawn.values()]
+        tokens = Ragged.of([request.tokens for request in drawn], np.int32)
+        rows = [request.row for request in drawn]
+        texts = dict(zip(rows, decode(self._environments.tokenizer, tokens), strict=True))
+        for episode in episodes:
+            self._ask(Call(episode.name, turns=agents.told(episode, texts), last=self._is_last(episode)))
 
-    def _room(self, episode: Episode) -> int:
-        """Return how many tokens the next turn may have."""
-        agents, limit = self._environments.agents, self._share.sampling.max_tokens
-        if agents is None or episode.aside is None:
-            return limit - len(episode.tokens)
-        return agents.max_prompt_tokens + limit - len(episode.aside)
+    # ---- drawing -------------------------------------------------------------------------------------------------
 
-    def _next_turn(self, loop: DecodeLoop, episode: Episode) -> None:
-        """Hand in the next turn, or the rest of one that an earlier generation has begun."""
-        share = self._share
-        episode.turns = len(episode.turn_ends) + episode.unbridged + 1
+    def _draw_round(self, loop: DecodeLoop, episode: Episode) -> None:
+        """Hand in the next turn, or the rest of one that an earlier generation has begun; or all that is asked."""
+        if self._environments.agents is None:
+            episode.round = [Placed()]
+        episode.turns = episode.drawn
+        for placed in episode.round:
+            if placed.choices:
+                self._draw(loop, episode, placed)
+
+    def _draw(self, loop: DecodeLoop, episode: Episode, placed: Placed) -> None:
+        share, limit, agents = self._share, self._share.sampling.max_tokens, self._environments.agents
         parameters = copy.copy(share.parameters)
-        room = self._room(episode)
-        wanted = room if episode.ask is None else episode.ask.max_tokens or room
-        parameters.max_tokens, episode.limited = min(room, wanted), wanted < room
-        seeds = None
-        if share.own_streams:
-            seeds = [turn_seed(share.sampling.seed, episode.position, episode.sample, episode.turns)]
-        prompt = episode.prompt + episode.tokens if episode.aside is None else episode.aside
-        episode.prompt_tokens += len(prompt)
-        name = f"{share.number}-{_place(episode)}-{episode.turns}"
-        loop.request(self, {name: episode.row}, prompt, parameters, seeds)
+        room = limit - len(episode.tokens) if agents is None else agents.room(episode, placed, limit)
+        wanted = room if placed.ask is None else placed.ask.max_tokens or room
+        parameters.max_tokens, placed.limited = min(room, wanted), wanted < room
+        prompt = episode.prompt + episode.tokens if placed.aside is None else placed.aside
+        names: dict[str, int] = {}
+        seeds: list[int] = []
+        for choice in range(placed.choices):
+            episode.turns += 1
+            row = next(self._numbers)
+            self._drawn[row] = _Drawn(episode, placed, choice)
+            names[f"{share.number}-{_place(episode)}-{episode.turns}"] = row
+            seeds.append(self._seed(episode, prompt, placed.goes_on(choice)))
+        episode.drawing += placed.choices
+        episode.prompt_tokens += placed.choices * len(prompt)
+        loop.request(self, names, prompt, parameters, seeds if share.own_streams else None)
+
+    def _seed(self, episode: Episode, prompt: list[int], goes_on: bool) -> int:
+        """Return the seed of a turn: of the episode's next by its number, of one beside it by what it follows.
+
+        So requests that arrive in another order draw the same.
+        """
+        place = self._share.sampling.seed, episode.position, episode.sample
+        if goes_on:
+            return turn_seed(*place, len(episode.turn_ends) + 1)
+        followed = hashlib.sha256(np.asarray(prompt, np.int64).tobytes()).digest()
+        episode.asides[followed] += 1
+        return turn_seed(*place, 0, int.from_bytes(followed), episode.asides[followed])
 
 
 def _asked(episodes: Sequence[Episode], tokenizer: Any) -> Asked:
@@ -565,7 +551,9 @@ class EnvironmentHost:
                 self.chat = ChatMarkup(tokenizer, chat_arguments, config.tool_parser)
                 self.stop = [self.chat.end_of_turn]
             if self.pool.is_agent:
-                self.agents = agents_of(tokenizer, chat_arguments, config.tool_parser, max_prompt_tokens)
+                self.agents = agents_of(
+                    tokenizer, chat_arguments, config.tool_parser, max_prompt_tokens, config.max_turns
+                )
                 if self.agents.chat is not None:
                     self.stop = sorted({*self.stop, self.agents.chat.end_of_turn})
         if table not in self.rows:

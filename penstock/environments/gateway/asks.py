@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+CUT = "the episode is cut: it has had all its turns, or its maximum context length"  # harnesses look for the last words
+
 
 @dataclass(frozen=True)
 class Ask:
@@ -17,6 +19,7 @@ class Ask:
         tokens: all of them, from the first one on.
         follows: whether messages or text are only what comes after the turn before; of tokens the engine sees it.
         max_tokens: of the turn; None: as many as there is room for.
+        choices: how many turns are drawn beside each other; the first may go on with the episode.
     """
 
     messages: list[dict[str, Any]] | None = None
@@ -25,6 +28,7 @@ class Ask:
     tokens: list[int] | None = None
     follows: bool = False
     max_tokens: int | None = None
+    choices: int = 1
 
 
 @dataclass(frozen=True)
@@ -46,7 +50,7 @@ class Turn:
         tokens: of the turn.
         logprobs: of these, under the distribution that they were sampled from; empty: the recipe keeps none.
         truncated: whether a limit cut it.
-        policy_version: that sampled its last token.
+        versions: the policies that sampled it: from which token on, which one.
         learnt: whether it follows what was learnt from before, and is learnt from itself.
         refused: why there is no turn; all else is empty then.
     """
@@ -57,6 +61,11 @@ class Turn:
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     truncated: bool = False
-    policy_version: int = -1
+    versions: list[tuple[int, int]] = field(default_factory=list)
     learnt: bool = True
     refused: str | None = None
+
+    @property
+    def policy_version(self) -> int:
+        """The policy that sampled its last token; -1: none did."""
+        return self.versions[-1][1] if self.versions else -1

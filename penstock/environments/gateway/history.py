@@ -77,6 +77,7 @@ def _plain(message: Mapping[str, Any]) -> dict[str, Any]:
     kept = {name: message[name] for name in KEPT if message.get(name)}
     kept["content"] = _text_of(message.get("content"))
     if "tool_calls" in kept:
+        _check_calls(kept["tool_calls"])
         kept["tool_calls"] = [_call(call) for call in kept["tool_calls"]]
     return kept
 
@@ -87,6 +88,13 @@ def _text_of(content: object) -> str:
     if isinstance(content, list) and all(isinstance(part, Mapping) and part.get("type") == TEXT for part in content):
         return "".join(str(part.get(TEXT, "")) for part in content)
     raise Refused("a message's content is not text, and the policy reads nothing else")
+
+
+def _check_calls(calls: object) -> None:
+    """Raises `Refused` for what cannot be read as calls."""
+    known = isinstance(calls, list) and all(isinstance(call, Mapping) for call in calls)
+    if not known or not all(isinstance(call.get("function"), Mapping) for call in calls):  # type: ignore[attr-defined]
+        raise Refused("a message's tool calls are not as OpenAI has them")
 
 
 def _call(call: Mapping[str, Any]) -> dict[str, Any]:

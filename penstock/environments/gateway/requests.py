@@ -11,6 +11,7 @@ import json
 import time
 import uuid
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field
@@ -19,7 +20,6 @@ from penstock.environments.gateway.asks import Ask, SaidCall, Turn
 from penstock.environments.gateway.history import History, Refused
 
 NOT_SERVED: dict[str, tuple[Any, ...]] = {  # by name the values that change nothing
-    "n": (1,),
     "best_of": (1,),
     "echo": (),
     "suffix": ("",),
@@ -51,9 +51,15 @@ class _Request(BaseModel):
     model: str | None = None
     stream: bool | None = False
     max_tokens: int | None = Field(None, ge=1)
+    n: int | None = Field(None, ge=1)
     logprobs: bool | int | None = None
     return_token_ids: bool | None = None
     stream_options: dict[str, Any] | None = None
+
+    @property
+    def choices(self) -> int:
+        """How many turns are asked for."""
+        return self.n or 1
 
     def refuse(self) -> None:
         """Raises `Refused` for what would change how tokens are sampled, or cannot be had."""
@@ -76,27 +82,31 @@ class ChatRequest(_Request):
 
     def ask(self, history: History) -> Ask:
         """Return what is asked, after what there was."""
-        return history.chat(self.messages, self.tools, self.max_completion_tokens or self.max_tokens)
+        ask = history.chat(self.messages, self.tools, self.max_completion_tokens or self.max_tokens)
+        return replace(ask, choices=self.choices)
 
-    def answer(self, turn: Turn, history: History) -> dict[str, Any]:
-        """Return the body of the answer, which becomes part of the history if it is learnt from."""
+    def answer(self, turns: list[Turn], history: History) -> dict[str, Any]:
+        """Return the body of the answer; a turn that is learnt from becomes part of the history."""
+        return _body("chat.completion", "chatcmpl", self, turns, [self._choice(turn, history) for turn in turns])
+
+    def _choice(self, turn: Turn, history: History) -> dict[str, Any]:
         message: dict[str, Any] = {"role": "assistant", "content": turn.text}
         if turn.tool_calls:
             message["tool_calls"] = [_call(call) for call in turn.tool_calls]
         if turn.learnt:
             history.chat_went_on(self.messages, self.tools, message)
         reason = "length" if turn.truncated else "tool_calls" if turn.tool_calls else "stop"
-        choice = {"index": 0, "message": message, "finish_reason": reason, "logprobs": _chat_logprobs(self, turn)}
-        return _body("chat.completion", "chatcmpl", self, turn, choice)
+        return {"message": message, "finish_reason": reason, "logprobs": _chat_logprobs(self, turn)}
 
     def chunks(self, body: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
         """Yield an answer in the pieces of a stream: the message, how it ended, what it took."""
-        (choice,) = body["choices"]
-        delta = dict(choice["message"])
-        if "tool_calls" in delta:
-            delta["tool_calls"] = [{"index": number, **call} for number, call in enumerate(delta["tool_calls"])]
-        yield _chunk(body, "chat.completion.chunk", {"index": 0, "delta": delta, "finish_reason": None})
-        yield _chunk(body, "chat.completion.chunk", {"index": 0, "delta": {}, "finish_reason": choice["finish_reason"]})
+        for choice in body["choices"]:
+            delta, ended = dict(choice["message"]), choice["finish_reason"]
+            if "tool_calls" in delta:
+                delta["tool_calls"] = [{"index": number, **call} for number, call in enumerate(delta["tool_calls"])]
+            for piece, reason in ((delta, None), ({}, ended)):
+                told = {"index": choice["index"], "delta": piece, "finish_reason": reason}
+                yield _chunk(body, "chat.completion.chunk", told)
 
 
 class CompletionRequest(_Request):
@@ -107,56 +117,87 @@ class CompletionRequest(_Request):
     def ask(self, history: History) -> Ask:
         """Return what is asked, after what there was."""
         if isinstance(self.prompt, str):
-            return history.text(self.prompt, self.max_tokens)
-        return Ask(tokens=self.prompt, max_tokens=self.max_tokens)
+            return replace(history.text(self.prompt, self.max_tokens), choices=self.choices)
+        return Ask(tokens=self.prompt, max_tokens=self.max_tokens, choices=self.choices)
 
-    def answer(self, turn: Turn, history: History) -> dict[str, Any]:
-        """Return the body of the answer, which becomes part of the history if it is learnt from."""
+    def answer(self, turns: list[Turn], history: History) -> dict[str, Any]:
+        """Return the body of the answer; a turn that is learnt from becomes part of the history."""
+        return _body("text_completion", "cmpl", self, turns, [self._choice(turn, history) for turn in turns])
+
+    def _choice(self, turn: Turn, history: History) -> dict[str, Any]:
         if turn.learnt and isinstance(self.prompt, str):
             history.text_went_on(self.prompt, turn.text)
         reason = "length" if turn.truncated else "stop"
-        choice = {"index": 0, "text": turn.text, "finish_reason": reason, "logprobs": _logprobs(self, turn)}
-        return _body("text_completion", "cmpl", self, turn, choice)
+        return {"text": turn.text, "finish_reason": reason, "logprobs": _logprobs(self, turn)}
 
     def chunks(self, body: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
         """Yield an answer in the pieces of a stream."""
-        (choice,) = body["choices"]
-        yield _chunk(body, "text_completion", choice)
+        for choice in body["choices"]:
+            yield _chunk(body, "text_completion", choice)
+
+
+class SamplingParams(BaseModel):
+    """What `/inference/v1/generate` is told of sampling, in a place of its own."""
+
+    model_config = ConfigDict(extra="allow")
+
+    max_tokens: int | None = Field(None, ge=1)
+    n: int | None = Field(None, ge=1)
 
 
 class GenerateRequest(_Request):
     """Of `/inference/v1/generate`: tokens in, tokens out."""
 
     token_ids: list[int] = Field(min_length=1)
-    sampling_params: dict[str, Any] = Field(default_factory=dict)
+    sampling_params: SamplingParams = Field(default_factory=SamplingParams)
+
+    @property
+    def choices(self) -> int:
+        """As of the others."""
+        return self.sampling_params.n or 1
 
     def refuse(self) -> None:
-        """As of the others; what is asked of sampling is in a place of its own."""
+        """As of the others."""
         super().refuse()
-        _refuse({name: value for name, value in self.sampling_params.items() if name != "stop_token_ids"})
+        told = self.sampling_params.model_extra or {}
+        _refuse({name: value for name, value in told.items() if name != "stop_token_ids"})
         if self.stream:
             raise Refused("'stream' is not served here: leave it out")
 
     def ask(self, history: History) -> Ask:
         """Return what is asked."""
-        return Ask(tokens=self.token_ids, max_tokens=self.sampling_params.get("max_tokens"))
+        return Ask(tokens=self.token_ids, max_tokens=self.sampling_params.max_tokens, choices=self.choices)
 
-    def answer(self, turn: Turn, history: History) -> dict[str, Any]:
+    def answer(self, turns: list[Turn], history: History) -> dict[str, Any]:
         """Return the body of the answer."""
-        known = [_token(token, value) for token, value in zip(turn.tokens, turn.logprobs, strict=False)]
-        choice = {
-            "index": 0,
-            "token_ids": turn.tokens,
-            "finish_reason": "length" if turn.truncated else "stop",
-            "logprobs": {"content": known} if known else None,
-        }
         return {
             "request_id": f"gen-{uuid.uuid4().hex}",
-            "choices": [choice],
-            "prompt_token_ids": turn.prompt,
-            "usage": _usage(turn),
-            "policy_version": turn.policy_version,
+            "choices": [{"index": number, **_generated(turn)} for number, turn in enumerate(turns)],
+            "prompt_token_ids": turns[0].prompt,
+            "usage": _usage(turns),
+            "policy_version": _version(turns),
         }
+
+
+def _generated(turn: Turn) -> dict[str, Any]:
+    """Return a choice in vLLM's shape.
+
+    The mask of sampling is none, since each token could be drawn: top_p and top_k are refused where log-probs are kept,
+    and without these a mask tells nothing.
+    """
+    known = [
+        {"token_id": token, "logprob": value, "top_logprobs": []}
+        for token, value in zip(turn.tokens, turn.logprobs, strict=False)
+    ]
+    ends = [start for start, _ in turn.versions[1:]] + [len(turn.tokens)]
+    spans = zip(turn.versions, ends, strict=False)
+    return {
+        "token_ids": turn.tokens,
+        "finish_reason": "length" if turn.truncated else "stop",
+        "logprobs": {"content": known} if known else None,
+        "sampling_mask": None,
+        "weight_versions": [{"version": str(version), "start": start, "end": end} for (start, version), end in spans],
+    }
 
 
 Streamed = ChatRequest | CompletionRequest
@@ -172,19 +213,22 @@ def stream_of(request: Streamed, body: Mapping[str, Any]) -> Iterator[str]:
     yield "data: [DONE]\n\n"
 
 
-def _body(kind: str, prefix: str, request: _Request, turn: Turn, choice: dict[str, Any]) -> dict[str, Any]:
-    body = {
+def _body(
+    kind: str, prefix: str, request: _Request, turns: list[Turn], choices: list[dict[str, Any]]
+) -> dict[str, Any]:
+    body: dict[str, Any] = {
         "id": f"{prefix}-{uuid.uuid4().hex}",
         "object": kind,
         "created": int(time.time()),
         "model": request.model or "policy",
-        "choices": [choice],
-        "usage": _usage(turn),
-        "policy_version": turn.policy_version,
+        "choices": [{"index": number, **choice} for number, choice in enumerate(choices)],
+        "usage": _usage(turns),
+        "policy_version": _version(turns),
     }
     if request.return_token_ids:
-        body["prompt_token_ids"] = turn.prompt
-        choice["token_ids"] = turn.tokens
+        body["prompt_token_ids"] = turns[0].prompt
+        for choice, turn in zip(body["choices"], turns, strict=True):
+            choice["token_ids"] = turn.tokens
     return body
 
 
@@ -193,8 +237,13 @@ def _chunk(body: Mapping[str, Any], kind: str, choice: Mapping[str, Any]) -> dic
     return {**kept, "object": kind, "choices": [choice]}
 
 
-def _usage(turn: Turn) -> dict[str, int]:
-    prompt, completion = len(turn.prompt), len(turn.tokens)
+def _version(turns: list[Turn]) -> int:
+    """The newest policy that sampled any of it."""
+    return max(turn.policy_version for turn in turns)
+
+
+def _usage(turns: list[Turn]) -> dict[str, int]:
+    prompt, completion = len(turns[0].prompt), sum(len(turn.tokens) for turn in turns)
     return {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
 
 

@@ -1,9 +1,12 @@
 """The server of the gateway: in a worker process, for the episodes that live there, on the loopback interface.
 
-An agent's address has the key of its episode in it, which nobody else knows; it needs no other. Requests of an episode
-are answered one after the other, those of all episodes at once: what an episode asks goes to the rollout engine with
-the worker's other answers (penstock/environments/worker.py), and whoever asks waits for the turn, however long the
-engine has other work.
+An agent's address has the key of its episode in it, which nobody else knows; it needs no other. What an episode asks
+goes to the rollout engine with the worker's other answers (penstock/environments/worker.py), and whoever asks waits for
+the turn, however long the engine has other work.
+
+Requests of an episode that are there at the same time are drawn together, a round; those that come meanwhile are the
+next one. So an episode has one call under way as others have, and what goes on from a turn can be told from what was
+asked before it had ended.
 
 Left out: what requests and answers look like (penstock/environments/gateway/requests.py).
 """
@@ -13,6 +16,7 @@ from __future__ import annotations
 import asyncio
 import secrets
 import socket
+from dataclasses import dataclass
 from typing import Any
 
 import uvicorn
@@ -22,7 +26,7 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
-from penstock.environments.gateway.asks import Ask, Turn
+from penstock.environments.gateway.asks import CUT, Ask, Turn
 from penstock.environments.gateway.history import History, Refused
 from penstock.environments.gateway.requests import (
     ChatRequest,
@@ -33,7 +37,8 @@ from penstock.environments.gateway.requests import (
 )
 
 LARGEST_REQUEST = 16 << 20  # bytes
-WAITING = 64  # requests of an episode
+WAITING = 64  # turns that an episode may wait for
+PASSES = 8  # of the event loop without a request, after which an agent has asked what it asks at once
 SERVED: dict[str, type[Request]] = {
     "/v1/chat/completions": ChatRequest,
     "/v1/completions": CompletionRequest,
@@ -41,7 +46,29 @@ SERVED: dict[str, type[Request]] = {
 }
 LOOPBACK = "127.0.0.1"
 GONE = "there is no such episode, or it is over"
-CUT = "the episode is cut: it has had all its turns, or its maximum context length"  # harnesses look for the last words
+
+
+@dataclass(frozen=True, eq=False)
+class _Asked:
+    """A request that waits for its answer."""
+
+    request: Request
+    body: asyncio.Future[dict[str, Any]]
+
+    def refuse(self, why: str) -> None:
+        """Tell whoever asked that there is no answer, unless it has gone."""
+        if not self.body.done():
+            self.body.set_exception(Refused(why))
+
+    def answer(self, choices: list[Turn], history: History) -> None:
+        """Give the turns, which become part of the history also where whoever asked has gone."""
+        try:
+            body = self.request.answer(choices, history)
+        except Refused as error:
+            self.refuse(str(error))
+            return
+        if not self.body.done():
+            self.body.set_result(body)
 
 
 class Session:
@@ -49,67 +76,110 @@ class Session:
 
     Attributes:
         cut: whether it asked for more turns than it could have.
+        refused: requests that got no turn, though the episode was not at its end.
+        open: requests that are being read, or wait.
     """
 
     def __init__(self, gateway: Gateway, key: str) -> None:
         self.url = f"{gateway.address}/{key}/v1"
         self.history = History()
         self._gateway, self._key = gateway, key
-        self._asks: asyncio.Queue[Ask] = asyncio.Queue()
-        self._turn: asyncio.Future[Turn] | None = None
-        self._one = asyncio.Lock()
+        self._new = asyncio.Event()
+        self._next: list[_Asked] = []
+        self._round: list[_Asked] = []
         self._waiting = 0
         self._over = self.cut = False
+        self.refused = self.open = 0
 
-    async def asked(self) -> Ask:
-        """Wait for what the agent asks next."""
-        return await self._asks.get()
+    async def asked(self) -> list[Ask]:
+        """Wait for what the agent asks next: a round, in the order in which its turns are drawn."""
+        asks: list[Ask] = []
+        while not asks:
+            await self._new.wait()
+            await self._all_arrived()
+            self._new.clear()
+            asks = self._begin_round()
+        return asks
 
-    def answer(self, turn: Turn, last: bool) -> None:
-        """Give the agent its turn.
+    async def _all_arrived(self) -> None:
+        """Wait, without a clock, for what is on its way; requests of a thread or process may still come later."""
+        known = 0
+        while known < len(self._next):
+            known = len(self._next)
+            for _ in range(PASSES):
+                await asyncio.sleep(0)
+
+    def _begin_round(self) -> list[Ask]:
+        """Return what is asked. At most one request follows the turn before, and the order is not that of arrival."""
+        arrived, self._next, self._round = self._next, [], []
+        found = [(asked, ask) for asked in arrived if (ask := self._ask(asked, self.history)) is not None]
+        if len(found) > 1:
+            found.sort(key=lambda item: (not item[1].follows, repr(item[1])))
+        asks: list[Ask] = []
+        for number, (asked, ask) in enumerate(found):
+            whole = self._ask(asked, History()) if number and ask.follows else ask
+            assert whole is not None
+            self._round.append(asked)
+            asks.append(whole)
+        return asks
+
+    def _ask(self, asked: _Asked, history: History) -> Ask | None:
+        try:
+            return asked.request.ask(history)
+        except Refused as error:
+            asked.refuse(str(error))
+            return None
+
+    def answer(self, turns: list[list[Turn]], last: bool) -> None:
+        """Give the agent the turns of its round.
 
         Args:
-            last: whether it gets no other.
+            turns: of each request the choices.
+            last: whether it gets no others.
         """
         self._over = last
-        self.cut |= last and turn.refused is not None
-        if self._turn is not None and not self._turn.done():
-            self._turn.set_result(turn)
+        for asked, choices in zip(self._round, turns, strict=True):
+            if choices[0].refused is None:
+                asked.answer(choices, self.history)
+                continue
+            self.cut |= last
+            asked.refuse(choices[0].refused)
+        self._round = []
+        if last:
+            self.cut |= bool(self._next)
+            self._refuse_all()
 
     def close(self) -> None:
         """Answer nothing more."""
         self._gateway.sessions.pop(self._key, None)
         self._over = True
-        if self._turn is not None and not self._turn.done():
-            self._turn.set_result(Turn(refused=CUT))
+        self._refuse_all()
+
+    def _refuse_all(self) -> None:
+        for asked in [*self._round, *self._next]:
+            asked.refuse(CUT)
+        self._round, self._next = [], []
 
     async def serve(self, request: Request) -> dict[str, Any]:
-        """Return the answer to a request, once its turn has been taken.
+        """Return the answer to a request, once its turns have been taken.
 
         Raises:
             Refused: it is not answered.
         """
         request.refuse()
-        if self._waiting == WAITING:
-            raise Refused(f"{WAITING} requests of this episode wait already")
-        self._waiting += 1
-        try:
-            async with self._one:
-                return await self._serve(request)
-        finally:
-            self._waiting -= 1
-
-    async def _serve(self, request: Request) -> dict[str, Any]:
+        if self._waiting + request.choices > WAITING:
+            raise Refused(f"an episode may wait for {WAITING} turns at a time, and for {self._waiting} it does")
         if self._over:
             self.cut = True
             raise Refused(CUT)
-        ask = request.ask(self.history)
-        self._turn = asyncio.get_running_loop().create_future()
-        self._asks.put_nowait(ask)
-        turn = await asyncio.shield(self._turn)  # who hangs up leaves its turn to the history of nobody
-        if turn.refused is not None:
-            raise Refused(turn.refused)
-        return request.answer(turn, self.history)
+        asked = _Asked(request, asyncio.get_running_loop().create_future())
+        self._next.append(asked)
+        self._new.set()
+        self._waiting += request.choices
+        try:
+            return await asked.body
+        finally:
+            self._waiting -= request.choices
 
 
 class Gateway:
@@ -156,14 +226,15 @@ def _handler(gateway: Gateway, kind: type[Request]) -> Any:
         session = gateway.sessions.get(request.path_params["key"])
         if session is None:
             return _error(404, GONE)
+        session.open += 1
         try:
-            asked = kind.model_validate_json(await _body(request))
+            asked = kind.model_validate_json(await _body(request, session))
             body = await session.serve(asked)
-        except ValidationError as error:
-            first = error.errors()[0]
-            return _error(400, f"{'.'.join(map(str, first['loc'])) or 'the request'}: {first['msg']}")
-        except Refused as error:
-            return _error(400, str(error))
+        except (ValidationError, Refused) as error:
+            session.refused += not session.cut
+            return _error(400, _said(error))
+        finally:
+            session.open -= 1
         if asked.stream and not isinstance(asked, GenerateRequest):  # which refuses it
             return StreamingResponse(stream_of(asked, body), media_type="text/event-stream")
         return JSONResponse(body)
@@ -171,7 +242,17 @@ def _handler(gateway: Gateway, kind: type[Request]) -> Any:
     return handle
 
 
-async def _body(request: HttpRequest) -> bytes:
+def _said(error: ValidationError | Refused) -> str:
+    if isinstance(error, Refused):
+        return str(error)
+    first = error.errors()[0]
+    return f"{'.'.join(map(str, first['loc'])) or 'the request'}: {first['msg']}"
+
+
+async def _body(request: HttpRequest, session: Session) -> bytes:
+    """Read a request, unless so many of its episode are there that what they hold might have no end."""
+    if session.open > WAITING:
+        raise Refused(f"an episode may have {WAITING} requests at a time")
     body = bytearray()
     async for part in request.stream():
         body += part

@@ -15,14 +15,15 @@ import numpy as np
 from penstock.base.errors import UserError
 from penstock.configs.schema import TrainConfig
 from penstock.engines.commands.rollout import EngineResponses, Episodes
-from penstock.environments.environment import TOOL_CALLS, TOOL_ERRORS
+from penstock.environments.environment import REFUSED, TOOL_CALLS, TOOL_ERRORS
 from penstock.rewards.pool import Score, log_first, refuse_too_many
 from penstock.state.experience import column_names
 
 TURNS, REWARD, FAILURE = "turns", "environment_reward", "environment_failure"
 UNBRIDGED = "unbridged_turns"  # of agents: that did not follow what was learnt from, and are not
 PART = "environment/"  # columns of the named parts that an environment gave
-CALLS, ERRORS = f"{PART}{TOOL_CALLS}", f"{PART}{TOOL_ERRORS}"  # which are no parts of its rewards
+CALLS, ERRORS, NOT_ANSWERED = (f"{PART}{name}" for name in (TOOL_CALLS, TOOL_ERRORS, REFUSED))
+COUNTS = (CALLS, ERRORS, NOT_ANSWERED)  # which are no parts of its rewards
 
 
 def episode_columns(played: Sequence[Episodes], rows_B: np.ndarray) -> dict[str, Any]:
@@ -55,6 +56,8 @@ def episode_figures(columns: Mapping[str, Any]) -> dict[str, float]:
     if CALLS in columns:
         calls, errors = float(np.nansum(columns[CALLS])), float(np.nansum(columns[ERRORS]))
         own |= {"rollout/tool_calls_mean": calls / len(columns[TURNS]), "rollout/tool_error_share": errors / calls}
+    if NOT_ANSWERED in columns:
+        own |= {"rollout/refused_requests": float(np.nansum(columns[NOT_ANSWERED]))}
     return own | {
         "rollout/turns_mean": float(columns[TURNS].mean()),
         "rollout/turns_max": float(columns[TURNS].max()),
@@ -85,7 +88,7 @@ def with_environment(
     Raises:
         UserError: more episodes failed than `reward.max_failure_share` allows, or nothing gave any reward.
     """
-    names = [name for name in columns if name.startswith(PART) and name not in (CALLS, ERRORS)]
+    names = [name for name in columns if name.startswith(PART) and name not in COUNTS]
     parts = [
         {name.removeprefix(PART): float(columns[name][row]) for name in names if not np.isnan(columns[name][row])}
         for row in range(len(columns[REWARD]))

@@ -20,7 +20,7 @@ from tests.engines.shared_ranks import Ranks, Shape
 SHAPE = Shape("qwen3", tied=False)
 LIMIT, TURNS, SAMPLES, LONGEST = 40, 4, 2, 20
 KINDS = ["text", "tokens", "beside", "short", "endless", "long", "chat", "text", "beside"]
-PROMPTS = Ragged.of([np.arange(4, 6)] * len(KINDS), np.int32)  # of the data: agents bring their own
+TOGETHER = ["at_once", "at_once", "choices", "choices", "too_many", "text", "gigantic"]
 FolderOf = Callable[[Shape], Path]
 
 
@@ -28,6 +28,7 @@ FolderOf = Callable[[Shape], Path]
 class Seen:
     """A generation, and what vLLM saw of it: of each request, by `position-sample-turn`, prompt and drawn tokens."""
 
+    kinds: list[str]
     reply: EngineResponses
     asked: dict[str, list[int]]
     drawn: dict[str, list[int]]
@@ -36,16 +37,28 @@ class Seen:
     def rows(self, *kinds: str) -> list[tuple[int, str]]:
         """The rows of episodes of these kinds, and the beginning of their requests' names."""
         names = [(position, sample) for position in self.reply.positions_P.tolist() for sample in range(SAMPLES)]
-        return [(row, f"{p}-{sample}-") for row, (p, sample) in enumerate(names) if KINDS[p] in kinds]
+        return [(row, f"{p}-{sample}-") for row, (p, sample) in enumerate(names) if self.kinds[p] in kinds]
 
 
 @pytest.fixture(scope="module")
-def seen(one_rank: Ranks, folder_of: FolderOf, tmp_path_factory: pytest.TempPathFactory) -> Seen:
-    folder = folder_of(SHAPE)
-    table = save_prompts(tmp_path_factory.mktemp("prompts") / "train.parquet", PROMPTS, KINDS)
-    sizes = {"prompts": len(KINDS), "samples": SAMPLES, "max_response_tokens": LIMIT, "max_sequences": 12}
+def seen_of(
+    one_rank: Ranks, folder_of: FolderOf, tmp_path_factory: pytest.TempPathFactory
+) -> Callable[[list[str]], Seen]:
+    """Plays episodes of kinds on a new engine."""
+    return lambda kinds: generated(one_rank, folder_of(SHAPE), tmp_path_factory.mktemp("prompts"), kinds)
+
+
+@pytest.fixture(scope="module")
+def seen(seen_of: Callable[[list[str]], Seen]) -> Seen:
+    return seen_of(KINDS)
+
+
+def generated(ranks: Ranks, folder: Path, prompts: Path, kinds: list[str]) -> Seen:
+    of_data = Ragged.of([np.arange(4, 6)] * len(kinds), np.int32)  # agents bring their own
+    table = save_prompts(prompts / "train.parquet", of_data, kinds)
+    sizes = {"prompts": len(kinds), "samples": SAMPLES, "max_response_tokens": LIMIT, "max_sequences": 12}
     environment = {"type": "tests.engines.asking:Asking", "max_turns": TURNS}
-    one_rank.build(
+    ranks.build(
         folder,
         ("actor", "rollout"),
         environment=environment,
@@ -55,16 +68,16 @@ def seen(one_rank: Ranks, folder_of: FolderOf, tmp_path_factory: pytest.TempPath
     )
     sampling = {"samples": SAMPLES, "temperature": 0.8, "top_p": 1.0, "top_k": 0, "max_tokens": LIMIT}
     request = {
-        "prompts": PROMPTS,
+        "prompts": of_data,
         "sampling": {**sampling, "ignore_eos": False, "seed": [7, 0, 0], "logprobs": True},
         "tokenizer": str(folder),
-        "episodes": {"table": table, "prompt_ids": [f"train-{number:06d}" for number in range(len(KINDS))]},
+        "episodes": {"table": table, "prompt_ids": [f"train-{number:06d}" for number in range(len(kinds))]},
     }
-    found = one_rank.ask("watched_generate", arguments=request)[0]
+    found = ranks.ask("watched_generate", arguments=request)[0]
     reply = decode_reply(Generate, found["reply"])
     assert reply is not None and reply.episodes is not None and reply.episodes.asked is not None
     asked, drawn = ({name.partition("-")[2]: tokens for name, tokens in found[of].items()} for of in ("asked", "drawn"))
-    return Seen(reply, asked, drawn, folder)
+    return Seen(kinds, reply, asked, drawn, folder)
 
 
 def tokens_and_mask(reply: EngineResponses, row: int) -> tuple[list[int], list[int]]:
@@ -138,3 +151,68 @@ def test_rewards_are_the_agents(seen: Seen) -> None:
     fine = [row for row, _ in seen.rows("short")]
     assert (played.rewards_B[fine] == 3).all()
     assert np.isnan(played.rewards_B[[row for row, _ in seen.rows("long", "chat")]]).all()
+
+
+@pytest.fixture(scope="module")
+def together(seen_of: Callable[[list[str]], Seen]) -> Seen:
+    return seen_of(TOGETHER)
+
+
+def test_what_is_asked_at_once_is_drawn_alike_in_any_order(
+    together: Seen, seen_of: Callable[[list[str]], Seen]
+) -> None:
+    """Of each request the prompt and what was drawn, and so what is learnt from. Of two that ask the same each has a
+    draw of its own. Control: another sample of the same prompt has others.
+    """
+    other = seen_of([kind.replace("at_once", "at_once_in_another_order") for kind in TOGETHER])
+    rows = together.rows("at_once")
+    assert len(rows) == 2 * SAMPLES
+    drawn = [[of.drawn[f"{name}{turn}"] for turn in range(1, 4)] for _, name in rows for of in (together, other)]
+    asked = [[of.asked[f"{name}{turn}"] for turn in range(1, 4)] for _, name in rows for of in (together, other)]
+    assert drawn[::2] == drawn[1::2] and asked[::2] == asked[1::2]
+    assert drawn[0] != drawn[2] and any(first != second for first, second, _ in drawn)
+    played = together.reply.episodes
+    assert played is not None and played.asked is not None
+    for row, name in rows:
+        first, second, third = (together.asked[f"{name}{turn}"] for turn in range(1, 4))
+        assert first == second != third, "the two that are the same, and the one that goes on nowhere"
+        assert tokens_and_mask(together.reply, row) == tokens_and_mask(other.reply, row)
+        assert played.asked.unbridged_B[row] >= 2
+
+
+def test_the_first_choice_is_learnt_from_and_goes_on(together: Seen) -> None:
+    """Others have its prompt, draws of their own, and are counted as turns that are not. Control: without, none is."""
+    played = together.reply.episodes
+    assert played is not None and played.asked is not None
+    rows = [(row, name) for row, name in together.rows("choices") if f"{name}4" in together.drawn]
+    assert rows
+    for row, name in rows:
+        prompts, drawn = ([of[f"{name}{turn}"] for turn in range(1, 5)] for of in (together.asked, together.drawn))
+        assert prompts[0] == prompts[1] == prompts[2] and len({repr(tokens) for tokens in drawn[:3]}) > 1
+        assert prompts[3][: len(prompts[0]) + len(drawn[0])] == prompts[0] + drawn[0]
+        tokens, mask = tokens_and_mask(together.reply, row)
+        assert tokens[: len(drawn[0])] == drawn[0] and tokens[-len(drawn[3]) :] == drawn[3]
+        assert sum(mask) == len(drawn[0]) + len(drawn[3])
+        assert (played.asked.unbridged_B[row], played.turns_B[row], played.rewards_B[row]) == (2, 4, 4)
+    assert not played.asked.unbridged_B[[row for row, _ in together.rows("text")]].any()
+
+
+def test_more_choices_than_turns_are_refused_by_name(together: Seen) -> None:
+    """It could never be had, so the episode fails. Control: `endless`, above, is cut where it has had its turns."""
+    played = together.reply.episodes
+    assert played is not None
+    for row, _ in together.rows("too_many"):
+        assert f"'n' is 9, more than an episode's turns: environment.max_turns={TURNS}" in str(played.failures_B[row])
+
+
+def test_a_gigantic_request_is_refused_before_it_becomes_tokens(together: Seen) -> None:
+    """As text by its characters, and as tokens by their number; the episode goes on, and ends with its reward.
+
+    Control: the turn that it had before was drawn, and nothing after it.
+    """
+    played = together.reply.episodes
+    assert played is not None
+    for row, name in together.rows("gigantic"):
+        assert played.failures_B[row] is None and played.rewards_B[row] == 3
+        assert f"{name}1" in together.drawn and f"{name}2" not in together.drawn
+        assert played.parts_B[row] == {"requests/refused": 2.0}

@@ -5,14 +5,21 @@ The policy is scripted here: the tests answer what is asked. Tokens are in tests
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator
 from contextlib import closing
+from dataclasses import replace
 from typing import Any
 
 import pytest
+from pydantic import ValidationError
+from vllm.entrypoints.scale_out.token_in_token_out.protocol import GenerateTokensResponse
+from vllm.outputs import WeightVersionSpan
 
 from penstock.configs.sections.rollout import EnvironmentConfig
 from penstock.environments.gateway.asks import Ask, SaidCall, Turn
+from penstock.environments.gateway.history import History
+from penstock.environments.gateway.requests import GenerateRequest
 from penstock.environments.pool import EnvironmentPool
 from penstock.environments.worker import Call, Reply
 
@@ -33,14 +40,23 @@ def opened(name: str = "Scripted", timeout_s: float = 60.0, workers: int = 1) ->
 
 def play(pool: EnvironmentPool, policy: Policy, row: dict[str, Any], turns: int = 9) -> tuple[Reply, list[Ask]]:
     """Play an episode; return how it ended, and all that was asked."""
+    reply, rounds = play_rounds(pool, policy, row, turns)
+    return reply, [ask for asks in rounds for ask in asks]
+
+
+def play_rounds(
+    pool: EnvironmentPool, policy: Policy, row: dict[str, Any], turns: int = 9
+) -> tuple[Reply, list[list[Ask]]]:
+    """Play an episode; return how it ended, and what was asked at once each time."""
     pool.ask([Call("e", row=row, seed=3)])
-    asked: list[Ask] = []
+    rounds: list[list[Ask]] = []
     while True:
         reply = pool.replies(wait_for=1)["e"]
-        if reply.asks is None:
-            return reply, asked
-        asked.append(reply.asks)
-        pool.ask([Call("e", turn=policy(reply.asks), last=len(asked) == turns)])
+        if not reply.asks:
+            return reply, rounds
+        rounds.append(reply.asks)
+        given = [[policy(ask) for _ in range(ask.choices)] for ask in reply.asks]
+        pool.ask([Call("e", turns=given, last=sum(map(len, rounds)) >= turns)])
 
 
 def says(text: str, **others: Any) -> Policy:
@@ -84,10 +100,27 @@ def test_tool_calls_go_both_ways(pool: EnvironmentPool) -> None:
 
 def test_a_text_goes_on_and_tokens_come_as_they_are(pool: EnvironmentPool) -> None:
     """Of a text what is new; of tokens all, with their log-probs and the policy's version back."""
-    turn = Turn("b", prompt=[9, 9], tokens=[4, 5], logprobs=[-0.5, -1.0], policy_version=7)
+    turn = Turn("b", prompt=[9, 9], tokens=[4, 5], logprobs=[-0.5, -1.0], versions=[(0, 6), (1, 7)])
     reply, asked = play(pool, lambda _: turn, {"plan": ["text", "text", "tokens"]})
     assert asked == [Ask(text="a"), Ask(text=";", follows=True), Ask(tokens=[1, 2, 3], max_tokens=2)]
     assert reply.parts == {"tokens": 9.0, "logprobs": -1.5, "policy_version": 7.0, "prompt": 18.0}
+
+
+def test_tokens_are_told_in_vllms_own_shape() -> None:
+    """Its model of an answer reads ours: choices, log-probs by token, which policy drew which. Control: with a negative
+    token it does not.
+    """
+    request = GenerateRequest.model_validate({"token_ids": [1, 2], "sampling_params": {"n": 2}})
+    turn = Turn(prompt=[1, 2], tokens=[4, 5, 6], logprobs=[-0.5, -1.0, -2.0], versions=[(0, 6), (2, 7)], truncated=True)
+    known = GenerateTokensResponse.model_validate(request.answer([turn, replace(turn, truncated=False)], History()))
+    assert known.prompt_token_ids == [1, 2] and [choice.finish_reason for choice in known.choices] == ["length", "stop"]
+    first = known.choices[0]
+    assert first.logprobs is not None and first.logprobs.content is not None
+    assert [(item.token_id, item.logprob) for item in first.logprobs.content] == [(4, -0.5), (5, -1.0), (6, -2.0)]
+    assert first.token_ids == [4, 5, 6] and first.sampling_mask is None
+    assert first.weight_versions == [WeightVersionSpan("6", 0, 2), WeightVersionSpan("7", 2, 3)]
+    with pytest.raises(ValidationError):
+        GenerateTokensResponse.model_validate(request.answer([replace(turn, tokens=[-4, 5, 6])] * 2, History()))
 
 
 def test_a_stream_brings_the_same(pool: EnvironmentPool) -> None:
@@ -99,10 +132,11 @@ def test_a_stream_brings_the_same(pool: EnvironmentPool) -> None:
 @pytest.mark.parametrize(
     ("plan", "said"),
     [
-        ("two", "'n' is not served while the policy is trained"),
         ("ends at", "'stop' is not served"),
         ("image", "a message's content is not text"),
         ("nothing", "messages"),
+        ("odd calls", "a message's tool calls are not as OpenAI has them"),
+        ("odd limit", "sampling_params.max_tokens"),
         ("stranger", "there is no such episode"),
         ("gigantic", "larger than 16 MiB"),
         ("logprobs", "'logprobs' are not kept by this recipe"),
@@ -124,17 +158,78 @@ def test_an_episode_that_is_cut_gets_no_more_turns(pool: EnvironmentPool) -> Non
     """The agent is told, ends by itself and has its reward. Control: one that wanted no more was not cut."""
     reply, asked = play(pool, says("four"), {"plan": ["chat"] * 5, "ends": True}, turns=2)
     assert len(asked) == 2 and reply.cut and reply.reward == 2.0
+    assert reply.parts == {"reward": 2.0}, "that it was refused more is its end, and nothing to count"
     reply, _ = play(pool, says("four"), {"plan": ["chat"] * 2, "ends": True}, turns=2)
     assert not reply.cut and reply.reward == 2.0
 
 
-def test_requests_of_an_episode_take_turns(pool: EnvironmentPool) -> None:
-    """Three at a time arrive one by one, each answered by its own; more than are let wait are refused."""
+def test_what_is_asked_at_once_is_drawn_at_once(pool: EnvironmentPool) -> None:
+    """Three requests are a round, and each has its own answer. Control: one after the other they are three rounds."""
     turns = iter([Turn(text) for text in "abc"])
-    reply, asked = play(pool, lambda _: next(turns), {"plan": ["at once"]})
-    assert len(asked) == 3 and reply.parts == {"a": 1.0, "b": 1.0, "c": 1.0}
-    reply, _ = play(pool, says("x"), {"plan": ["flood"]}, turns=100)
-    assert reply.parts == {"answered": 64.0, "refused": 36.0}
+    reply, rounds = play_rounds(pool, lambda _: next(turns), {"plan": ["at once"]})
+    assert rounds == [[Ask(text="q")] * 3] and reply.parts == {"a": 1.0, "b": 1.0, "c": 1.0}
+    assert [len(asks) for asks in play_rounds(pool, says("b"), {"plan": ["text"] * 3})[1]] == [1, 1, 1]
+
+
+def test_the_order_of_arrival_changes_nothing(pool: EnvironmentPool) -> None:
+    """Two stories at once, and two ways to go on from a turn: the same one follows, the other is asked whole."""
+    rounds, others = (
+        play_rounds(pool, says("four"), {"plan": ["chat", "two stories", "two ways"], "order": order})[1]
+        for order in (1, -1)
+    )
+    assert rounds == others
+    _, stories, ways = rounds
+    assert [ask.text for ask in stories] == ["once", "twice"] and not any(ask.follows for ask in stories)
+    assert [ask.follows for ask in ways] == [True, False]
+    assert [len(ask.messages or []) for ask in ways] == [1, 3]
+
+
+def test_what_is_asked_while_a_turn_is_drawn_does_not_follow_that_turn(pool: EnvironmentPool) -> None:
+    """Its sender has not read it. Control: asked with the turn in it, it follows."""
+
+    def slow(_: Ask) -> Turn:
+        time.sleep(0.5)
+        return Turn("four")
+
+    _, rounds = play_rounds(pool, slow, {"plan": ["chat", "chat meanwhile", "chat"]})
+    assert [[ask.follows for ask in asks] for asks in rounds] == [[False], [True], [False], [True]]
+
+
+def test_several_choices_are_one_request(pool: EnvironmentPool) -> None:
+    """Each is in the answer. The first goes on, whatever the agent makes of it; control: another does not."""
+    for choice, follows in ((0, True), (1, False)):
+        yes = Turn("yes", prompt=[1, 2], tokens=[5, 6])
+        turns = iter([yes, replace(yes, text="no", tokens=[7, 8, 9, 9], learnt=False), yes])
+        reply, asked = play(pool, lambda _, given=turns: next(given), {"plan": ["choices", "chat"], "choice": choice})
+        assert [ask.choices for ask in asked] == [2, 1] and asked[1].follows is follows
+        assert reply.parts == {"yes": 1.0, "no": 1.0, "prompt": 2.0, "completion": 6.0, "reward": 1.0}
+
+
+@pytest.mark.parametrize(("kind", "answered"), [("flood", 64), ("flood of choices", 2)])
+def test_a_flood_is_bounded_and_counted(pool: EnvironmentPool, kind: str, answered: int) -> None:
+    """Of a hundred requests at once, or of those for thirty choices each, as many wait as make 64 turns; the others are
+    told at once. Control: an episode that asks less is refused nothing.
+    """
+    reply, rounds = play_rounds(pool, says("x"), {"plan": [kind]}, turns=100)
+    assert reply.parts == {"answered": answered, "refused": 100 - answered, "requests/refused": 100 - answered}
+    assert [len(asks) for asks in rounds] == [answered]
+    reply, _ = play(pool, says("x"), {"plan": ["at once"]})
+    assert reply.parts == {"x": 1.0}
+
+
+def test_one_that_never_reads_its_answer_fails_alone() -> None:
+    """Others of its worker are answered meanwhile; its own deadline ends it."""
+    with closing(opened(timeout_s=2.0)) as pool:
+        pool.ask([Call("deaf", row={"plan": ["never reads"]}, seed=1), Call("e", row={"plan": ["chat"]}, seed=1)])
+        first = pool.replies(wait_for=2)
+        assert all(first[name].asks for name in ("deaf", "e"))
+        long = Turn("x" * (8 << 20))
+        pool.ask([Call("deaf", turns=[[long]]), Call("e", turns=[[long]])])
+        ended: dict[str, Reply] = {}
+        while len(ended) < 2:
+            ended |= pool.replies(wait_for=1)
+        assert ended["e"].reward == 1.0
+        assert ended["deaf"].failure == "timed out after 2 s"
 
 
 def test_an_agent_that_fails_or_never_ends_fails_its_episode_alone() -> None:
@@ -148,7 +243,7 @@ def test_an_agent_that_fails_or_never_ends_fails_its_episode_alone() -> None:
 def test_one_that_is_abandoned_is_ended(pool: EnvironmentPool) -> None:
     """Its coroutine is cancelled, and its address is nobody's any more."""
     pool.ask([Call("left", row={"plan": ["chat"]}, seed=1)])
-    assert pool.replies(wait_for=1)["left"].asks is not None
+    assert pool.replies(wait_for=1)["left"].asks
     pool.abandon(["left"])
     reply, _ = play(pool, says("four"), {"plan": ["left?"]})
     assert reply.parts == {"cancelled": 1.0, "answers": 404.0}
@@ -160,7 +255,7 @@ def test_agents_that_are_not_async_run_beside_each_other() -> None:
         names = [f"t{number}" for number in range(50)]
         pool.ask([Call(name, row={"question": name}) for name in names])
         asked = pool.replies(wait_for=50)
-        assert {name: reply.asks.text for name, reply in asked.items() if reply.asks} == {n: n for n in names}
-        pool.ask([Call(name, turn=Turn(f"{name}!")) for name in names])
+        assert {name: [ask.text for ask in reply.asks] for name, reply in asked.items()} == {n: [n] for n in names}
+        pool.ask([Call(name, turns=[[Turn(f"{name}!")]]) for name in names])
         replies = pool.replies(wait_for=50)
         assert {name: reply.parts for name, reply in replies.items()} == {name: {f"{name}!": 1.0} for name in names}

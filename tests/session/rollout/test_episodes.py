@@ -114,6 +114,16 @@ def test_turns_that_did_not_follow_are_counted_and_told(caplog: pytest.LogCaptur
     assert [record.message for record in caplog.records] == [told]
 
 
+def test_refused_requests_are_counted_and_no_parts_of_the_reward() -> None:
+    """Of all agents together. Control: where nothing was refused there is no such figure."""
+    mask = Ragged.of([[1], [1], [1]], np.uint8)
+    columns = columns_of(1.0, 0.0, 1.0, **{"requests/refused": [3.0, NONE, 1.0], "right": [1.0, 0.0, 1.0]})
+    assert episode_figures({**columns, "loss_mask": mask})["rollout/refused_requests"] == 4
+    scores = with_environment(config_of(), columns, None)
+    assert [score.parts for score in scores] == [{"right": value} for value in (1.0, 0.0, 1.0)]
+    assert "rollout/refused_requests" not in episode_figures({**columns_of(1.0, 1.0, 1.0), "loss_mask": mask})
+
+
 def test_calls_of_tools_are_counted_and_no_parts_of_the_reward() -> None:
     """Calls of an episode, and the share that went wrong. Control: without tools there are no such figures."""
     mask = Ragged.of([[1], [1], [1]], np.uint8)
