@@ -37,7 +37,7 @@ from penstock.environments.gateway.requests import (
 )
 
 LARGEST_REQUEST = 16 << 20  # bytes
-WAITING = 64  # turns that an episode may wait for
+WAITING = 64  # requests of an episode at a time, and turns that it may wait for
 PASSES = 8  # of the event loop without a request, after which an agent has asked what it asks at once
 SERVED: dict[str, type[Request]] = {
     "/v1/chat/completions": ChatRequest,
