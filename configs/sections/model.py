@@ -48,6 +48,14 @@ class ModelConfig(Section):
         pattern=r"^[\w.-]+/[\w.-]+@[0-9a-f]{40}$",
         description="model of the Hugging Face Hub, with its commit, that 'path' is of: a run notes it here",
     )
+    trust_remote_code: bool = Field(
+        False,
+        description="load the Python code that 'path' brings for a configuration, model or tokenizer of its own; "
+        "it runs with your rights and in no sandbox, so read it before",
+    )
+    code: dict[str, str] | None = Field(
+        None, description="that code's files with the SHA-256 of each: a run notes them here, and loads no others"
+    )
     tiny: TinyModel | None = Field(None, description="make a tiny random model instead of loading one")
     dtype: Literal["auto", "bfloat16", "float32"] = Field(
         "auto", description="dtype of the weights in training and rollout; auto: bfloat16 on GPU, float32 on CPU"
@@ -60,4 +68,8 @@ class ModelConfig(Section):
         for name in ("version", "revision"):
             if self.path is None and getattr(self, name) is not None:
                 raise ValueError(f"'{name}' has no effect without 'path': remove it")
+        if self.path is None and self.trust_remote_code:
+            raise ValueError("'trust_remote_code' has no effect without 'path': remove it")
+        if self.code is not None and not self.trust_remote_code:
+            raise ValueError("'code' has no effect without 'trust_remote_code': remove it")
         return self

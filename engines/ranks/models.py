@@ -12,7 +12,6 @@ from typing import Any, Literal
 
 import torch
 from torch import nn
-from transformers import AutoTokenizer
 
 from configs.schema import TrainConfig
 from configs.sections.trainer import TrainerConfig
@@ -29,6 +28,7 @@ from engines.training.slot_writer import SlotWriter
 from engines.training.trainer import Trainer
 from engines.weights.lora import attach, lay_fused_together
 from engines.weights.strategy import Transfer
+from penstock.data.tokenizer import load_tokenizer
 
 CountedModel = Literal["actor", "critic", "reference", "preference"]  # those whose passes usage counts
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
@@ -95,7 +95,11 @@ class RankModels:
 
     def causal_lm(self, folder: str, config: TrainerConfig) -> Any:
         """Load a causal language model that is to be trained."""
-        return self.to_train(load_causal_lm(folder, self.dtype, bool(config.gradient_checkpointing)), config)
+        return self.to_train(self.loaded(folder, bool(config.gradient_checkpointing)), config)
+
+    def loaded(self, folder: str, gradient_checkpointing: bool = False) -> Any:
+        """Load a causal language model."""
+        return load_causal_lm(folder, self.dtype, gradient_checkpointing, self.config.model.code)
 
     def to_train(self, lm: Any, config: TrainerConfig) -> Any:
         """Give a model the adapters that are asked for, compile its blocks where that pays, put it on the device."""
@@ -124,9 +128,7 @@ class RankModels:
     def tokenizer(self, folder: str) -> Any:
         """Return the tokenizer of a model folder, read once."""
         if folder not in self.tokenizers:
-            self.tokenizers[folder] = AutoTokenizer.from_pretrained(
-                folder, local_files_only=True, trust_remote_code=False
-            )
+            self.tokenizers[folder] = load_tokenizer(folder, self.config.model.code)
         return self.tokenizers[folder]
 
     def rollout_engine(self) -> Generator:

@@ -18,6 +18,8 @@ from engines.families.table import family_of
 from engines.families.tiny import tiny_shape
 from engines.groups.machine import visible_gpus
 from penstock.base.errors import UserError
+from penstock.base.model_code import Code
+from penstock.checks.model_code import check_own_code, check_trust
 
 
 def check_model(config: TrainConfig, scores: bool = False) -> None:
@@ -30,13 +32,14 @@ def check_model(config: TrainConfig, scores: bool = False) -> None:
         return
     if config.model.path is None:
         raise UserError("no model: 'model.path' is not set", "add model.path=FOLDER, a Hugging Face model folder")
-    check_model_folder(Path(config.model.path), "model.path", scores)
+    check_trust(config.model)
+    check_model_folder(Path(config.model.path), "model.path", scores, config.model.code)
 
 
-def check_model_folder(folder: Path, key: str, scores: bool = False) -> None:
+def check_model_folder(folder: Path, key: str, scores: bool = False, code: Code | None = None) -> None:
     """Check that `folder` looks like a Hugging Face model folder, of a model that packed training runs rightly.
 
-    `scores`: it is, or becomes, a reward model, which has no language head.
+    `scores`: it is, or becomes, a reward model, which has no language head. `code`: of models, that is trusted.
 
     Raises:
         UserError: it does not exist, a file is missing or damaged, or see `engines.families.architecture`.
@@ -63,6 +66,7 @@ def check_model_folder(folder: Path, key: str, scores: bool = False) -> None:
         raise UserError(
             f"{key}: {folder} is damaged: {error}", "copy it anew; in a Git clone, 'git lfs pull'"
         ) from None
+    check_own_code(folder, key, code)
     settings = read_settings(folder)
     check_architecture(settings, weight_shapes(folder), f"{key}: {folder}", head=not scores)
     check_capped_scores(folder, key, settings)

@@ -16,15 +16,16 @@ from engines.families.served import check_served, has_own_class
 from engines.families.shape import ModelShape, read_settings, read_shape, weight_shapes
 from engines.families.table import family_of
 from penstock.base.errors import UserError
+from penstock.base.model_code import Code
 from penstock.checks.model import check_model_folder, refuse_head_size
 from penstock.doctor.diagnosis import Diagnosis
 
 
-def examine_model(path: str | Path) -> list[Diagnosis]:
-    """Return what is to be said of the model in a folder, as an actor."""
+def examine_model(path: str | Path, code: Code | None = None) -> list[Diagnosis]:
+    """Return what is to be said of the model in a folder, as an actor; `code` is that it is trusted to bring."""
     folder = Path(path)
     try:
-        check_model_folder(folder, "model")
+        check_model_folder(folder, "model", code=code)
     except UserError as error:
         return [Diagnosis("model", "problem", error.problem, error.remedy)]
     settings = read_settings(folder)

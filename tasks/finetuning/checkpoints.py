@@ -23,6 +23,7 @@ from engines.commands.checkpoint import Load, Save
 from engines.commands.finetuning import ModelToTrain, PreferenceEnd, PreferenceSteps, SftEnd, SftSteps
 from engines.commands.message import name_of
 from penstock.base.files import discard, discarded, empty_beside, filling
+from penstock.base.model_code import copy_code
 from penstock.session.events import recovered
 from penstock.session.progress import step_shown
 from penstock.session.record import elapsed
@@ -63,7 +64,8 @@ def blocks(config: SftConfig, done: int = 0) -> Iterator[tuple[int, int]]:
 def model_to_train(training: Training, dtype: str, seed: int, model_folder: str) -> ModelToTrain:
     """Return what the ranks are told of the model to train, with what was decided for this machine."""
     session = training.session()
-    return ModelToTrain(model_folder, dtype, session.engine_config()["sft"], seed, session.keeps_logits("sft"))
+    trainer, code = session.engine_config()["sft"], session.config.model.code
+    return ModelToTrain(model_folder, dtype, trainer, seed, session.keeps_logits("sft"), code)
 
 
 def taken(
@@ -177,7 +179,7 @@ def finetuned(run: RunFolder, name: str, steps: int) -> str:
 
 
 def copy_tokenizer(source: Path, target: Path) -> None:
-    """Copy everything of a model folder that belongs to its tokenizer."""
+    """Copy everything of a model folder that belongs to its tokenizer, and the code that the folder brings."""
     for pattern in (
         "tokenizer*",
         "special_tokens_map.json",
@@ -188,3 +190,4 @@ def copy_tokenizer(source: Path, target: Path) -> None:
     ):
         for path in source.glob(pattern):
             shutil.copy2(path, target / path.name)
+    copy_code(source, target)

@@ -41,6 +41,8 @@ TRAIN = {
     "model.path": "penstock/cli/test_main.py::test_a_damaged_model_folder_is_refused",
     "model.version": "penstock/session/registry/test_judgement.py::test_a_version_says_where_it_comes_from",
     "model.revision": "penstock/checks/test_hub.py::test_a_run_keeps_folder_and_commit",
+    "model.trust_remote_code": "penstock/checks/test_model_code.py::test_the_key_without_effect_is_refused",
+    "model.code": "penstock/checks/test_model_code.py::test_a_run_notes_the_code_and_trusts_no_other",
     "model.tiny.*": "penstock/checks/test_tiny_shape.py::test_the_assumed_sizes_are_the_real_ones",
     "model.dtype": f"{TOLD}the_model_to_train",
     # ---- data
