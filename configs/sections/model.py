@@ -8,6 +8,8 @@ from pydantic import Field, model_validator
 
 from configs.tree.section import PositiveInt, Section
 
+AttentionKernel = Literal["auto", "sdpa", "flash_attention_2", "flash_attention_4"]
+
 
 class TinyModel(Section):
     """A random Qwen3-shaped model with a byte tokenizer, made in the run folder: for the quickstart and for tests."""
@@ -59,6 +61,11 @@ class ModelConfig(Section):
     tiny: TinyModel | None = Field(None, description="make a tiny random model instead of loading one")
     dtype: Literal["auto", "bfloat16", "float32"] = Field(
         "auto", description="dtype of the weights in training and rollout; auto: bfloat16 on GPU, float32 on CPU"
+    )
+    attention: AttentionKernel = Field(
+        "auto",
+        description="kernel of attention in updates and log-probs: sdpa on a CPU, flash_attention_2 on a GPU, "
+        "flash_attention_4 on a Hopper GPU; auto: the fastest that there is",
     )
 
     @model_validator(mode="after")

@@ -25,6 +25,7 @@ class ModelToTrain:
     seed: int
     keep_logits: bool = False  # of a micro-batch, for the backward pass
     code: dict[str, str] | None = None  # that the folder is trusted to bring
+    attention: str = "auto"
 
     @property
     def of_model(self) -> dict[str, Any]:
@@ -34,6 +35,7 @@ class ModelToTrain:
             "dtype": self.dtype,
             "trust_remote_code": self.code is not None,
             "code": self.code,
+            "attention": self.attention,
         }
 
 

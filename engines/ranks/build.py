@@ -50,7 +50,7 @@ def make_tiny(models: RankModels, command: MakeTiny) -> None:
 def build(models: RankModels, command: Build) -> Built:
     """Load the models one after the other; a rollout engine of the same group comes last."""
     config, folder, roles = TrainConfig.model_validate(command.config), command.folder, command.roles
-    models.config = config
+    models.configure(config)
     critic_folder = (config.critic.path if config.critic is not None else None) or folder
     models.shapes = dict.fromkeys(("actor", "reference"), read_shape(Path(folder)))
     models.shapes["critic"] = read_shape(Path(critic_folder))
@@ -69,7 +69,7 @@ def build(models: RankModels, command: Build) -> Built:
 def build_frozen(models: RankModels, command: BuildFrozen) -> Built:
     """Load the models one after the other, none of them to be trained; the rollout engine comes last."""
     config, roles = EvaluationConfig.model_validate(command.config), command.roles
-    models.config = config
+    models.configure(config)
     models.shapes = {"actor": read_shape(Path(command.folder))}
     if "actor" in roles:
         models.frozen["actor"] = _frozen_policy(models, command.folder)

@@ -59,7 +59,7 @@ REMEDY = "look for odd rows in the data, or lower the learning rate, and begin a
 
 def _settings(models: RankModels, asked: ModelToTrain) -> SftConfig:
     """Give the rank what it needs to know of the configuration; return the model's section."""
-    models.config = TrainConfig.model_validate({"model": asked.of_model, "seed": asked.seed})
+    models.configure(TrainConfig.model_validate({"model": asked.of_model, "seed": asked.seed}))
     return SftConfig.model_validate(asked.trainer)
 
 

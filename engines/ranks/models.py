@@ -19,6 +19,7 @@ from engines.batches.packing import Rows
 from engines.commands.finetuning import Step
 from engines.commands.rollout import PartialResults
 from engines.families.shape import ModelShape
+from engines.kernels.attention_kernel import choose_attention
 from engines.models.loading import load_causal_lm
 from engines.models.models import compile_blocks
 from engines.rollout.engine import Generator
@@ -85,6 +86,15 @@ class RankModels:
     reference_head: torch.Tensor | None = None
     tell: Callable[[PartialResults | Step], None] = _unheard
     usage: dict[str, float] = field(default_factory=dict)
+
+    def configure(self, config: TrainConfig) -> None:
+        """Take over the configuration, before a model is loaded.
+
+        Raises:
+            UserError: this rank cannot have the kernel of attention that it names.
+        """
+        choose_attention(config.model.attention, self.device.type)
+        self.config = config
 
     @property
     def dtype(self) -> torch.dtype:

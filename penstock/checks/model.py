@@ -11,12 +11,13 @@ from configs.schema import TrainConfig
 from configs.sections.run import Role
 from configs.sections.trainer import CriticConfig, TrainerConfig
 from engines.families.architecture import CAPPED_ON_GPU, check_architecture, classifies, unpackable
+from engines.families.attention import FLASH_HEAD, FLASH_MULTIPLE, INSTEAD_OF_4, of_other_device
 from engines.families.longest_row import longest_row
 from engines.families.served import cpu_head_sizes
 from engines.families.shape import ModelShape, layer_names, read_settings, read_shape, weight_shapes
 from engines.families.table import family_of
 from engines.families.tiny import tiny_shape
-from engines.groups.machine import visible_gpus
+from engines.groups.machine import gpu_name, is_hopper, visible_gpus
 from penstock.base.errors import UserError
 from penstock.base.model_code import Code
 from penstock.checks.model_code import check_own_code, check_trust
@@ -29,11 +30,13 @@ def check_model(config: TrainConfig, scores: bool = False) -> None:
         UserError: none is configured, or the folder is no model.
     """
     if config.model.tiny is not None:
+        check_attention(config)
         return
     if config.model.path is None:
         raise UserError("no model: 'model.path' is not set", "add model.path=FOLDER, a Hugging Face model folder")
     check_trust(config.model)
     check_model_folder(Path(config.model.path), "model.path", scores, config.model.code)
+    check_attention(config)
 
 
 def check_model_folder(folder: Path, key: str, scores: bool = False, code: Code | None = None) -> None:
@@ -148,6 +151,30 @@ def check_chat(config: TrainConfig) -> None:
         f"data.chat is set, and {folder or 'a tiny model'} has no chat template",
         "use an instruction-tuned model, or data.chat=false with a data.template",
     )
+
+
+def check_attention(config: TrainConfig) -> None:
+    """Check that there can be the kernel of attention that is named; of ranks elsewhere these say it when they start.
+
+    Raises:
+        UserError: it is not one for this machine's devices, or for heads of the actor's size.
+    """
+    kernel = config.model.attention
+    if kernel == "auto" or any(group.hosts for group in config.groups.values()):
+        return
+    gpus, size = visible_gpus(), shape_of(config).head_size
+    if (kernel == "sdpa") == bool(gpus):
+        raise UserError(*of_other_device(kernel, gpu=bool(gpus)))
+    if kernel == "flash_attention_4" and (older := [gpu for gpu in gpus if not is_hopper(gpu)]):
+        raise UserError(
+            f"model.attention={kernel} is for Hopper GPUs, and GPU {older[0]} is a {gpu_name(older[0])}", INSTEAD_OF_4
+        )
+    if kernel != "sdpa" and (size > FLASH_HEAD or size % FLASH_MULTIPLE):
+        raise UserError(
+            f"model.attention={kernel}: the model has attention heads of {size} numbers; FlashAttention computes "
+            f"multiples of {FLASH_MULTIPLE} up to {FLASH_HEAD}",
+            "use another model",
+        )
 
 
 def check_tensor_parallel(ranks: int, shape: ModelShape) -> None:

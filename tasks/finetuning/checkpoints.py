@@ -64,8 +64,10 @@ def blocks(config: SftConfig, done: int = 0) -> Iterator[tuple[int, int]]:
 def model_to_train(training: Training, dtype: str, seed: int, model_folder: str) -> ModelToTrain:
     """Return what the ranks are told of the model to train, with what was decided for this machine."""
     session = training.session()
-    trainer, code = session.engine_config()["sft"], session.config.model.code
-    return ModelToTrain(model_folder, dtype, trainer, seed, session.keeps_logits("sft"), code)
+    trainer, model = session.engine_config()["sft"], session.config.model
+    return ModelToTrain(
+        model_folder, dtype, trainer, seed, session.keeps_logits("sft"), model.code, attention=model.attention
+    )
 
 
 def taken(

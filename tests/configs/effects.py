@@ -44,6 +44,7 @@ TRAIN = {
     "model.trust_remote_code": "penstock/checks/test_model_code.py::test_the_key_without_effect_is_refused",
     "model.code": "penstock/checks/test_model_code.py::test_a_run_notes_the_code_and_trusts_no_other",
     "model.tiny.*": "penstock/checks/test_tiny_shape.py::test_the_assumed_sizes_are_the_real_ones",
+    "model.attention": "penstock/checks/test_head_size.py::test_a_kernel_of_other_devices_is_refused",
     "model.dtype": f"{TOLD}the_model_to_train",
     # ---- data
     "data.train": DATA_FILES,
