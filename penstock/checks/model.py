@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,7 @@ def check_model(config: TrainConfig, scores: bool = False) -> None:
     Raises:
         UserError: none is configured, or the folder is no model.
     """
+    check_optimizers(config)
     if config.model.tiny is not None:
         check_attention(config)
         return
@@ -73,6 +75,22 @@ def check_model_folder(folder: Path, key: str, scores: bool = False, code: Code 
     settings = read_settings(folder)
     check_architecture(settings, weight_shapes(folder), f"{key}: {folder}", head=not scores)
     check_capped_scores(folder, key, settings)
+
+
+def check_optimizers(config: TrainConfig) -> None:
+    """Check that the package is installed that has an optimizer.
+
+    Raises:
+        UserError: it is not.
+    """
+    trained = [trainer for trainer in (config.actor, config.critic, config.sft) if trainer is not None]
+    for trainer in trained if config.trains else ():
+        name, package = trainer.optimizer.name, trainer.optimizer.package
+        if package is not None and find_spec(package) is None:
+            raise UserError(
+                f"optimizer.name={name} needs the package {package}, which is not installed",
+                f"pip install '{package}>=0.50', or the extra 'optimizers' of penstock, wherever ranks are",
+            )
 
 
 def check_one_label(folder: Path, key: str) -> None:
