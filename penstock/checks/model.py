@@ -21,7 +21,7 @@ from engines.families.tiny import tiny_shape
 from engines.groups.machine import gpu_name, is_hopper, visible_gpus
 from penstock.base.errors import UserError
 from penstock.base.model_code import Code
-from penstock.checks.model_code import check_own_code, check_trust
+from penstock.checks.model_code import check_own_class, check_own_code, check_trust
 
 
 def check_model(config: TrainConfig, scores: bool = False) -> None:
@@ -72,6 +72,7 @@ def check_model_folder(folder: Path, key: str, scores: bool = False, code: Code 
             f"{key}: {folder} is damaged: {error}", "copy it anew; in a Git clone, 'git lfs pull'"
         ) from None
     check_own_code(folder, key, code)
+    check_own_class(folder, key, scores)
     settings = read_settings(folder)
     check_architecture(settings, weight_shapes(folder), f"{key}: {folder}", head=not scores)
     check_capped_scores(folder, key, settings)

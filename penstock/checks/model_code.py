@@ -42,6 +42,24 @@ def check_own_code(folder: Path, key: str, code: Code | None, remedy: str | None
     )
 
 
+def check_own_class(folder: Path, key: str, scores: bool) -> None:
+    """Check that code which is trusted has the class that is wanted, where the library has none.
+
+    Args:
+        key: what the message calls the folder.
+        scores: whether a reward model is wanted, and no language model.
+
+    Raises:
+        UserError: it has none.
+    """
+    classes, wanted = own_classes(folder), f"AutoModelFor{'SequenceClassification' if scores else 'CausalLM'}"
+    if classes and wanted not in classes and not knows_model(read_settings(folder)):
+        raise UserError(
+            f"{key}: {folder} names no '{wanted}' in its auto_map, and the Transformers library has no class for it",
+            "name one of its own code there, or use another model",
+        )
+
+
 def check_trust(model: ModelConfig) -> None:
     """Check that the code that is to be trusted is there, and is what the run began with.
 

@@ -116,6 +116,19 @@ def test_what_packing_and_vllm_cannot_do_is_refused_of_own_code_too(own: Path) -
     check_rollout_model(config_of(own))
 
 
+def test_the_class_that_is_wanted_has_to_be_named(own: Path) -> None:
+    """A reward model's, or a language model's. Control: the other of the two is there; the library has its own."""
+    with pytest.raises(UserError, match="names no 'AutoModelForSequenceClassification' in its auto_map"):
+        check_model(config_of(own), scores=True)
+    check_model(config_of(own))
+    change_settings(own, auto_map={"AutoConfig": AUTO_MAP["AutoConfig"]})
+    with pytest.raises(UserError, match="names no 'AutoModelForCausalLM' in its auto_map"):
+        check_model(config_of(own))
+    change_settings(own, auto_map=None, model_type="llama", architectures=["LlamaForCausalLM"])
+    check_model(config_of(own))
+    check_model(config_of(own), scores=True)
+
+
 def test_where_no_code_is_ever_loaded_the_remedy_is_another(own: Path) -> None:
     """A server for a model. Control: the key is what the other messages name."""
     with pytest.raises(UserError, match="is not loaded") as refused:
