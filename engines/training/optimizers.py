@@ -93,7 +93,11 @@ def _adamw_8bit(named: Named, config: OptimizerConfig) -> torch.optim.Optimizer:
         {"params": small, BITS: 32, STATES: (*CODES, STEP)},
     ]
     given: Any = {"betas": config.betas, "eps": config.eps, "weight_decay": config.weight_decay}
-    return AdamW8bit([group for group in groups if group["params"]], lr=0.0, **given)
+    return AdamW8bit([group for group in groups if group["params"]], _first_states, lr=0.0, **given)
+
+
+def _first_states(parameter: torch.Tensor, group: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+    return {name: first_state(name, parameter, group) for name in group[STATES]}
 
 
 class SideBySide(torch.optim.Optimizer):
