@@ -1,6 +1,7 @@
 """Nothing is unpickled that the run did not write, and no text is executed: in pickle, to read is to run.
 
-Weights are safetensors, records JSON, YAML, Parquet and Arrow, messages msgpack; a model's own code is never loaded.
+Weights are safetensors, records JSON, YAML, Parquet and Arrow, messages msgpack; a model's own code is loaded where a
+recipe trusts it (penstock/base/model_code.py).
 What may unpickle all the same stands in EXCEPTIONS, and why. Left out: what libraries do by themselves.
 """
 
@@ -24,6 +25,10 @@ EXCEPTIONS = {
     "penstock/usercode/sandboxed.py: recv": "within the sandbox, from the worker that has made it",
     "penstock/environments/openenv_servers.py: recv": "of websockets: text, which is read as JSON",
     "penstock/engines/groups/rank.py: recv": "ZeroMQ's: bytes, of which none are read",
+    "penstock/engines/models/loading.py: trust_remote_code": "files of `model.code` alone, as the next three",
+    "penstock/engines/models/model_folder.py: trust_remote_code": "for an export",
+    "penstock/engines/rollout/engine.py: trust_remote_code": "in vLLM",
+    "penstock/data/tokenizer.py: trust_remote_code": "a tokenizer's",
 }
 
 

@@ -53,7 +53,7 @@ def check_reference(config: EvaluationConfig) -> None:
     if config.reference is None:
         raise UserError("the evaluator 'kl' has no reference: the recipe names no 'model.path'", WITHOUT_KL)
     folder = Path(config.reference)
-    check_model_folder(folder, "the reference")
+    check_model_folder(folder, "the reference", code=config.model.code)
     ours, theirs = read_shape(Path(str(config.model.path))).vocabulary, read_shape(folder).vocabulary
     if ours != theirs:
         raise UserError(

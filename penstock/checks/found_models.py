@@ -7,8 +7,9 @@ a folder already.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TypeVar, cast
+from typing import Any, TypeVar, cast
 
+from penstock.base.model_code import code_of
 from penstock.checks.hub import revision_of, snapshot
 from penstock.checks.registered import registered
 from penstock.configs.preference import PairConfig
@@ -18,12 +19,12 @@ Tree = TypeVar("Tree", bound=TrainConfig | PairConfig)
 
 
 def with_models_found(config: Tree) -> Tree:
-    """Return a configuration whose models are folders; where `model.path` comes from is noted beside it.
+    """Return a configuration whose models are folders; noted are where `model.path` comes from, and its code.
 
     Raises:
         UserError: see `registered` and `snapshot`.
     """
-    config = _with_model(config)
+    config = _with_code(_with_model(config))
     if isinstance(config, TrainConfig):
         config = cast(Tree, _with_folder(_with_folder(config, "critic", "path"), "reward", "model"))
     return config
@@ -35,9 +36,17 @@ def _with_model(config: Tree) -> Tree:
         return config
     if (version := registered(path, Path(config.folder))) is not None:
         return _changed(config, "model", {"path": str(version.folder), "version": str(version)})
-    if (folder := snapshot(path, "model.path")) is not None:
+    if (folder := snapshot(path, "model.path", config.model.trust_remote_code)) is not None:
         return _changed(config, "model", {"path": str(folder), "revision": revision_of(folder)})
     return config
+
+
+def _with_code(config: Tree) -> Tree:
+    """Let the files of code that a model is trusted to bring be noted, once."""
+    model = config.model
+    if not model.trust_remote_code or model.code is not None:
+        return config
+    return _changed(config, "model", {"code": code_of(str(model.path)) or None})
 
 
 def _with_folder(config: TrainConfig, section: str, key: str) -> TrainConfig:
@@ -47,6 +56,6 @@ def _with_folder(config: TrainConfig, section: str, key: str) -> TrainConfig:
     return config if folder is None else _changed(config, section, {key: str(folder)})
 
 
-def _changed(config: Tree, section: str, values: dict[str, str | None]) -> Tree:
+def _changed(config: Tree, section: str, values: dict[str, Any]) -> Tree:
     changed = getattr(config, section).model_copy(update=values)
     return cast(Tree, config.model_copy(update={section: changed}))

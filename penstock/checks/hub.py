@@ -2,7 +2,7 @@
 
 A folder of that name wins. No network is asked unless `HF_HUB_OFFLINE=0` says so: the model has to be in this machine's
 cache. A run keeps the folder of the snapshot, whose name is the commit, so a resume asks nobody and starts from what it
-started from. Weights are taken as safetensors alone, and code of the model's never.
+started from. Weights are taken as safetensors alone, and code of the model's where it is trusted.
 
 Left out: models that are registered (registered.py), and what a folder must hold (model.py).
 """
@@ -14,6 +14,7 @@ import re
 from pathlib import Path
 
 from penstock.base.errors import UserError
+from penstock.base.model_code import OTHER_WEIGHTS
 
 NAME = re.compile(r"(?P<name>[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)(@(?P<revision>[\w./-]+))?")
 # Weights, settings and tokenizers at the top: folders below, and files called consolidated, hold the same once more.
@@ -22,12 +23,13 @@ TWICE = ("*/*", "consolidated*")
 OFFLINE = "HF_HUB_OFFLINE"
 
 
-def snapshot(text: str, key: str) -> Path | None:
+def snapshot(text: str, key: str, code: bool = False) -> Path | None:
     """Return the folder of a snapshot, downloaded if it has to be and may be; None: the text names no model of the Hub.
 
     Args:
         text: what a setting says.
         key: of the setting, for messages.
+        code: whether the model's own code is wanted, which may read any file beside it.
 
     Raises:
         UserError: the cache of this machine has no such model, whole, and the Hub may not be asked or does not give it.
@@ -43,8 +45,8 @@ def snapshot(text: str, key: str) -> Path | None:
         folder = snapshot_download(
             found["name"],
             revision=found["revision"],
-            allow_patterns=[*WANTED],
-            ignore_patterns=[*TWICE],
+            allow_patterns=None if code else [*WANTED],
+            ignore_patterns=[*TWICE, *OTHER_WEIGHTS],
             local_files_only=offline,
         )
     except LocalEntryNotFoundError as error:

@@ -4,20 +4,24 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from penstock.base.errors import UserError
+from penstock.base.model_code import Code
+from penstock.checks.model_code import check_own_class, check_own_code, check_trust
 from penstock.configs.schema import TrainConfig
 from penstock.configs.sections.run import Role
 from penstock.configs.sections.trainer import CriticConfig, TrainerConfig
 from penstock.engines.families.architecture import CAPPED_ON_GPU, check_architecture, classifies, unpackable
+from penstock.engines.families.attention import FLASH_HEAD, FLASH_MULTIPLE, INSTEAD_OF_4, of_other_device
 from penstock.engines.families.longest_row import longest_row
 from penstock.engines.families.served import cpu_head_sizes
 from penstock.engines.families.shape import ModelShape, layer_names, read_settings, read_shape, weight_shapes
 from penstock.engines.families.table import family_of
 from penstock.engines.families.tiny import tiny_shape
-from penstock.engines.groups.machine import visible_gpus
+from penstock.engines.groups.machine import gpu_name, is_hopper, visible_gpus
 
 
 def check_model(config: TrainConfig, scores: bool = False) -> None:
@@ -26,17 +30,21 @@ def check_model(config: TrainConfig, scores: bool = False) -> None:
     Raises:
         UserError: none is configured, or the folder is no model.
     """
+    check_optimizers(config)
     if config.model.tiny is not None:
+        check_attention(config)
         return
     if config.model.path is None:
         raise UserError("no model: 'model.path' is not set", "add model.path=FOLDER, a Hugging Face model folder")
-    check_model_folder(Path(config.model.path), "model.path", scores)
+    check_trust(config.model)
+    check_model_folder(Path(config.model.path), "model.path", scores, config.model.code)
+    check_attention(config)
 
 
-def check_model_folder(folder: Path, key: str, scores: bool = False) -> None:
+def check_model_folder(folder: Path, key: str, scores: bool = False, code: Code | None = None) -> None:
     """Check that `folder` looks like a Hugging Face model folder, of a model that packed training runs rightly.
 
-    `scores`: it is, or becomes, a reward model, which has no language head.
+    `scores`: it is, or becomes, a reward model, which has no language head. `code`: of models, that is trusted.
 
     Raises:
         UserError: it does not exist, a file is missing or damaged, or see `penstock.engines.families.architecture`.
@@ -63,9 +71,27 @@ def check_model_folder(folder: Path, key: str, scores: bool = False) -> None:
         raise UserError(
             f"{key}: {folder} is damaged: {error}", "copy it anew; in a Git clone, 'git lfs pull'"
         ) from None
+    check_own_code(folder, key, code)
+    check_own_class(folder, key, scores)
     settings = read_settings(folder)
     check_architecture(settings, weight_shapes(folder), f"{key}: {folder}", head=not scores)
     check_capped_scores(folder, key, settings)
+
+
+def check_optimizers(config: TrainConfig) -> None:
+    """Check that the package is installed that has an optimizer.
+
+    Raises:
+        UserError: it is not.
+    """
+    trained = [trainer for trainer in (config.actor, config.critic, config.sft) if trainer is not None]
+    for trainer in trained if config.trains else ():
+        name, package = trainer.optimizer.name, trainer.optimizer.package
+        if package is not None and find_spec(package) is None:
+            raise UserError(
+                f"optimizer.name={name} needs the package {package}, which is not installed",
+                f"pip install '{package}>=0.50', or the extra 'optimizers' of penstock, wherever ranks are",
+            )
 
 
 def check_one_label(folder: Path, key: str) -> None:
@@ -144,6 +170,30 @@ def check_chat(config: TrainConfig) -> None:
         f"data.chat is set, and {folder or 'a tiny model'} has no chat template",
         "use an instruction-tuned model, or data.chat=false with a data.template",
     )
+
+
+def check_attention(config: TrainConfig) -> None:
+    """Check that there can be the kernel of attention that is named; of ranks elsewhere these say it when they start.
+
+    Raises:
+        UserError: it is not one for this machine's devices, or for heads of the actor's size.
+    """
+    kernel = config.model.attention
+    if kernel == "auto" or any(group.hosts for group in config.groups.values()):
+        return
+    gpus, size = visible_gpus(), shape_of(config).head_size
+    if (kernel == "sdpa") == bool(gpus):
+        raise UserError(*of_other_device(kernel, gpu=bool(gpus)))
+    if kernel == "flash_attention_4" and (older := [gpu for gpu in gpus if not is_hopper(gpu)]):
+        raise UserError(
+            f"model.attention={kernel} is for Hopper GPUs, and GPU {older[0]} is a {gpu_name(older[0])}", INSTEAD_OF_4
+        )
+    if kernel != "sdpa" and (size > FLASH_HEAD or size % FLASH_MULTIPLE):
+        raise UserError(
+            f"model.attention={kernel}: the model has attention heads of {size} numbers; FlashAttention computes "
+            f"multiples of {FLASH_MULTIPLE} up to {FLASH_HEAD}",
+            "use another model",
+        )
 
 
 def check_tensor_parallel(ranks: int, shape: ModelShape) -> None:

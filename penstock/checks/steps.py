@@ -149,7 +149,7 @@ def _of_some(frame: pd.DataFrame, tokenize: Callable[[pd.DataFrame], Table]) -> 
 @contextmanager
 def _tokenizer(engines: TrainConfig) -> Iterator[Any]:
     if engines.model.path is not None:
-        yield load_tokenizer(engines.model.path)
+        yield load_tokenizer(engines.model.path, engines.model.code)
         return
     with TemporaryDirectory() as folder:
         make_byte_tokenizer(Path(folder))

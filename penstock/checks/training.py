@@ -21,6 +21,7 @@ from penstock.checks.model import (
     check_router_loss,
     check_targets,
 )
+from penstock.checks.model_code import check_served_code
 from penstock.checks.prompts import check_prompt_lengths, read_prompts
 from penstock.checks.registered import check_registering
 from penstock.configs.schema import TrainConfig
@@ -58,7 +59,7 @@ def check_inputs(config: TrainConfig) -> None:
     check_registering(config)
     check_rollout_model(config)
     if config.critic is not None and config.critic.path is not None:
-        check_model_folder(Path(config.critic.path), "critic.path")
+        check_model_folder(Path(config.critic.path), "critic.path", code=config.model.code)
     check_targets(config)
     check_router_loss(config)
     frames = read_prompts(config)
@@ -88,6 +89,7 @@ def check_rollout_model(config: TrainConfig) -> None:
         settings = read_settings(folder)
         check_served(settings, weight_shapes(folder), f"model.path: {folder}")
         check_longest_row(config, settings)
+        check_served_code(folder, config.model.code)
     check_head_size(config)
 
 
@@ -117,7 +119,7 @@ def check_reward(config: TrainConfig, columns: list[str]) -> None:
         UserError: it does not.
     """
     if config.reward.model is not None:
-        check_model_folder(Path(config.reward.model), "reward.model", scores=True)
+        check_model_folder(Path(config.reward.model), "reward.model", scores=True, code=config.model.code)
     elif config.reward.kind is not None:
         check_source(config.reward, columns)
     elif config.environment is None:  # whether an environment gives rewards shows in the first batch

@@ -62,7 +62,7 @@ def print_dry_run(
 
 def describe_actor(config: TrainConfig) -> list[str]:
     """Return in words what the actor is, how it is trained and by what it is served; of a tiny model nothing."""
-    lines = [] if config.model.path is None else examine_model(config.model.path)
+    lines = [] if config.model.path is None else examine_model(config.model.path, config.model.code)
     return [f"{line.subject}: {line.text}" for line in lines]
 
 

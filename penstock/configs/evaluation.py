@@ -11,6 +11,7 @@ from pathlib import Path
 
 from pydantic import Field
 
+from penstock.base.model_code import code_of
 from penstock.configs.schema import TrainConfig
 from penstock.configs.sections.run import GroupConfig, Role
 
@@ -46,7 +47,9 @@ def evaluation_config(config: TrainConfig, model: Path, reference: Path | None) 
     groups = _groups(config.groups, roles_of(config))
     elsewhere = any(group.hosts for group in groups.values())
     tree = config.model_dump(mode="json", exclude={"base", "sft", "groups"})
-    tree["model"] |= {"path": str(model), "tiny": None}
+    code = code_of(model) if config.model.trust_remote_code else {}  # another model needs no code, or its own
+    trust = {"trust_remote_code": bool(code), "code": (config.model.code or code) if code else None}
+    tree["model"] |= {"path": str(model), "tiny": None, **trust}
     tree["data"] |= {"sft": None, "response": None}
     tree["actor"] |= {"lora": None, "offload_optimizer": False}
     tree["rollout"] |= {"stream": None}

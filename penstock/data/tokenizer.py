@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from penstock.base.interrupts import interrupts_deferred
+from penstock.base.model_code import Code, trusted
 
 PAD, EOS, UNKNOWN = "<pad>", "<eos>", "<unk>"
 PADDING_MULTIPLE = 64
@@ -43,9 +44,11 @@ def make_byte_tokenizer(folder: Path, characters: str = DEFAULT_CHARACTERS) -> i
     return len(tokens)
 
 
-def load_tokenizer(model_folder: str) -> Any:
-    """Load the tokenizer of a model folder."""
+def load_tokenizer(model_folder: str, code: Code | None = None) -> Any:
+    """Load the tokenizer of a model folder; `code` is that a folder is trusted to bring."""
     with interrupts_deferred():
         from transformers import AutoTokenizer
 
-    return AutoTokenizer.from_pretrained(model_folder, local_files_only=True, trust_remote_code=False)
+    return AutoTokenizer.from_pretrained(
+        model_folder, local_files_only=True, trust_remote_code=trusted(model_folder, code)
+    )

@@ -290,5 +290,5 @@ def examine_recipe(config: TrainConfig) -> tuple[list[Diagnosis], int | None]:
         text = f"group {item.group} ({', '.join(item.roles)}) on {places}: about {_size(item.memory.total)} per rank"
         lines.append(Diagnosis("recipe", "ok", text))
     if config.model.path is not None:
-        lines += examine_model(config.model.path)
+        lines += examine_model(config.model.path, config.model.code)
     return lines, disk_bytes(config)

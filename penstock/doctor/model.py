@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from penstock.base.errors import UserError
+from penstock.base.model_code import Code
 from penstock.checks.model import check_model_folder, refuse_head_size
 from penstock.doctor.diagnosis import Diagnosis
 from penstock.engines.families.logits import logit_rule
@@ -20,11 +21,11 @@ from penstock.engines.families.shape import ModelShape, read_settings, read_shap
 from penstock.engines.families.table import family_of
 
 
-def examine_model(path: str | Path) -> list[Diagnosis]:
-    """Return what is to be said of the model in a folder, as an actor."""
+def examine_model(path: str | Path, code: Code | None = None) -> list[Diagnosis]:
+    """Return what is to be said of the model in a folder, as an actor; `code` is that it is trusted to bring."""
     folder = Path(path)
     try:
-        check_model_folder(folder, "model")
+        check_model_folder(folder, "model", code=code)
     except UserError as error:
         return [Diagnosis("model", "problem", error.problem, error.remedy)]
     settings = read_settings(folder)

@@ -26,6 +26,7 @@ class ModelFacts:
     versions: Mapping[str, str]
     commit: str | None
     links: Mapping[str, str]
+    own_code: bool = False  # only code of its own loads it
 
 
 def figures_until(records: Sequence[Mapping[str, Any]], iteration: int) -> dict[str, Any]:
@@ -70,14 +71,23 @@ def model_card(facts: ModelFacts) -> str:
         _table(rows),
         f"Exported with: {exported}.",
         "## Use",
-        "```python\nfrom transformers import AutoModelForCausalLM, AutoTokenizer\n\n"
-        'lm = AutoModelForCausalLM.from_pretrained("FOLDER", dtype="auto")\n'
-        'tokenizer = AutoTokenizer.from_pretrained("FOLDER")\n```',
-        "`penstock serve FOLDER` answers requests in the form of OpenAI's API.",
+        *_use(facts.own_code),
         "## Origin",
         "\n".join(f"- {label}: `{address}`" for label, address in facts.links.items()),
     ]
     return "\n\n".join(parts) + "\n"
+
+
+def _use(own_code: bool) -> list[str]:
+    trust = ", trust_remote_code=True" if own_code else ""
+    loading = (
+        "```python\nfrom transformers import AutoModelForCausalLM, AutoTokenizer\n\n"
+        f'lm = AutoModelForCausalLM.from_pretrained("FOLDER", dtype="auto"{trust})\n'
+        f'tokenizer = AutoTokenizer.from_pretrained("FOLDER"{trust})\n```'
+    )
+    if own_code:
+        return [loading, "Its classes are in the Python files beside the weights: read them before."]
+    return [loading, "`penstock serve FOLDER` answers requests in the form of OpenAI's API."]
 
 
 def _table(rows: Sequence[tuple[str, str]]) -> str:

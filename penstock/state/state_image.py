@@ -24,7 +24,7 @@ LENGTH = 8  # bytes that hold the header's length
 PAGE = 4096
 FORMAT = "penstock-state-1"
 IMAGES = "state-*.safetensors"  # in a checkpoint
-WIDTHS = {"F32": 4, "BF16": 2, "F16": 2}  # bytes of an element
+WIDTHS = {"F32": 4, "BF16": 2, "F16": 2, "U8": 1}  # bytes of an element
 MOST_HEADER = 1 << 28  # bytes; names and slices of the largest models take some MiB
 
 

@@ -26,6 +26,7 @@ from prefect.cache_policies import NO_CACHE
 
 from penstock.base.errors import UserError
 from penstock.base.files import filling
+from penstock.base.model_code import Code
 from penstock.configs.schema import TrainConfig
 from penstock.reports.model_card import ModelFacts, figures_until, model_card
 from penstock.session.registry.registering import deliver_version, new_version, with_registry
@@ -134,7 +135,9 @@ def export_version(version: Version, target: Path | None, shard_size: str | None
     _check_target(target, shard_size)
     source, run = Path(str(version.folder)), RunFolder(Path(str(version.run)))
     with filling(target) as aside:
-        proof = _write_folder(source, aside, shard_size, _prompts(run) if run.prompts("train").is_file() else [[0]])
+        prompts = _prompts(run) if run.prompts("train").is_file() else [[0]]
+        code = read_config(run).model.code if run.config.is_file() else None
+        proof = _write_folder(source, aside, shard_size, prompts, code)
         if (source / "README.md").is_file():
             shutil.copy2(source / "README.md", aside)
         elif run.manifest.is_file():
@@ -200,8 +203,10 @@ def _source(run: RunFolder, manifest: Manifest, checkpoint: str | None) -> tuple
 
 
 def _write(run: RunFolder, manifest: Manifest, source: Path, aside: Path, shard_size: str | None) -> Proof:
+    config = read_config(run)
+    code = config.model.code
     if source == run.model("final"):
-        return _write_folder(source, aside, shard_size, _prompts(run))
+        return _write_folder(source, aside, shard_size, _prompts(run), code)
     from transformers.utils.logging import disable_progress_bar
 
     from penstock.engines.models.model_folder import prove_same, with_adapters, with_weights, write_folder
@@ -211,16 +216,18 @@ def _write(run: RunFolder, manifest: Manifest, source: Path, aside: Path, shard_
     disable_progress_bar()
     tokenizer, state = _starting_model(manifest), saved_actor(source)
     trained = read_causal_lm_weights(state)
-    if (lora := read_config(run).actor.lora) is None:
-        lm = with_weights(tokenizer, trained)
+    if (lora := config.actor.lora) is None:
+        lm = with_weights(tokenizer, trained, code)
     else:
-        lm = with_adapters(tokenizer, trained, lora, state.frozen_sum, aside / ADAPTER_FOLDER)
+        lm = with_adapters(tokenizer, trained, lora, state.frozen_sum, aside / ADAPTER_FOLDER, code)
     write_folder(lm, aside, shard_size or SHARD_SIZE)
     copy_tokenizer(tokenizer, aside)
-    return prove_same(lm, aside, _prompts(run))
+    return prove_same(lm, aside, _prompts(run), code)
 
 
-def _write_folder(source: Path, aside: Path, shard_size: str | None, prompts: Sequence[Sequence[int]]) -> Proof:
+def _write_folder(
+    source: Path, aside: Path, shard_size: str | None, prompts: Sequence[Sequence[int]], code: Code | None
+) -> Proof:
     """Write a model that is a folder already."""
     from transformers.utils.logging import disable_progress_bar
 
@@ -228,7 +235,7 @@ def _write_folder(source: Path, aside: Path, shard_size: str | None, prompts: Se
     from penstock.engines.weights.lora import ADAPTER_FOLDER
 
     disable_progress_bar()
-    lm = load_folder(source)
+    lm = load_folder(source, code)
     if (source / ADAPTER_FOLDER).is_dir():
         shutil.copytree(source / ADAPTER_FOLDER, aside / ADAPTER_FOLDER)
     if shard_size is None:
@@ -236,7 +243,7 @@ def _write_folder(source: Path, aside: Path, shard_size: str | None, prompts: Se
     else:
         write_folder(lm, aside, shard_size)
     copy_tokenizer(source, aside)
-    return prove_same(lm, aside, prompts)
+    return prove_same(lm, aside, prompts, code)
 
 
 def _starting_model(manifest: Manifest) -> Path:
@@ -292,6 +299,7 @@ def _facts(run: RunFolder, manifest: Manifest, source: Path, proof: Proof) -> Mo
         ),
         versions=versions(),
         commit=commit(),
+        own_code=config.model.code is not None,
         links={label: str(value) for label, value in links.items() if value},
     )
 

@@ -95,7 +95,7 @@ def _tokenize(training: Training, model_folder: str) -> None:
         return
     note_tokenized(run, "prompts", config)
     session.say("loading the tokenizer")
-    tokenizer = load_tokenizer(model_folder)
+    tokenizer = load_tokenizer(model_folder, config.model.code)
     session.say("tokenizing prompts")
     tools = tools_told(config.environment)
     for split in splits:
@@ -122,7 +122,7 @@ def _tokenize_pairs(training: Training, model_folder: str) -> None:
         split_of(config, "sft"),
         config.data.prompt,
         response,
-        load_tokenizer(model_folder),
+        load_tokenizer(model_folder, config.model.code),
         config.data,
         config.sft.max_tokens,
         tools_told(config.environment),

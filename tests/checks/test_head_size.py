@@ -31,6 +31,47 @@ def test_on_a_gpu_none_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     checked(SMALL)
 
 
+def attending(kernel: str, **sections: Any) -> None:
+    model.check_model(config_from_mapping({"model": {"tiny": {}, "attention": kernel}, **sections}, "test"))
+
+
+def test_a_kernel_of_other_devices_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the one that works. Controls: that one passes; of ranks elsewhere nothing is known yet."""
+    monkeypatch.setattr(model, "visible_gpus", list)
+    for kernel in ("flash_attention_2", "flash_attention_4"):
+        with pytest.raises(UserError, match=f"{kernel} needs a GPU") as refused:
+            attending(kernel)
+        assert "model.attention=sdpa" in refused.value.remedy
+        elsewhere = {"far": {"hosts": 1, "ranks": 1, "roles": ["actor", "rollout"]}}
+        attending(kernel, groups=elsewhere, hosts={"address": "10.0.0.1"})
+    attending("sdpa")
+    attending("auto")
+    monkeypatch.setattr(model, "visible_gpus", lambda: [0, 1])
+    monkeypatch.setattr(model, "gpu_name", lambda gpu: f"card {gpu}")
+    monkeypatch.setattr(model, "is_hopper", lambda gpu: gpu == 0)
+    with pytest.raises(UserError, match="sdpa is for ranks on a CPU"):
+        attending("sdpa")
+    with pytest.raises(UserError, match="for Hopper GPUs, and GPU 1 is a card 1") as refused:
+        attending("flash_attention_4")
+    assert "flash_attention_2" in refused.value.remedy
+    attending("flash_attention_2")
+    monkeypatch.setattr(model, "is_hopper", lambda gpu: True)
+    attending("flash_attention_4")
+
+
+def test_heads_that_flash_attention_has_no_kernel_for_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Heads of 36 and of 264. Control: of 40."""
+    monkeypatch.setattr(model, "visible_gpus", lambda: [0])
+    for size, passes in ((36, False), (264, False), (40, True)):
+        tiny = {"hidden_size": 2 * size, "heads": 2, "kv_heads": 2}
+        config = config_from_mapping({"model": {"tiny": tiny, "attention": "flash_attention_2"}}, "test")
+        if passes:
+            model.check_attention(config)
+            continue
+        with pytest.raises(UserError, match=f"heads of {size} numbers; FlashAttention computes multiples of 8 up to"):
+            model.check_attention(config)
+
+
 @pytest.mark.slow
 def test_the_sizes_are_vllms_own() -> None:
     """What is read from its file is what its class says."""

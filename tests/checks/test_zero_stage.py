@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from penstock.base.errors import UserError
-from penstock.checks import memory
+from penstock.checks import memory, model
+from penstock.configs.evaluation import evaluation_config
 from penstock.configs.schema import TrainConfig
 from penstock.engines.sizing.memory import GIB
 
@@ -57,3 +59,18 @@ def test_for_an_optimizer_of_matrices_the_next_stage_is_no_way_out() -> None:
     sections = {"zero_stage": 0, "optimizer": {"name": "muon"}}
     with pytest.raises(UserError, match=r"actor\.zero_stage=0 is for float32.*\n\s*set model\.dtype=float32$"):
         memory.check_memory(_config("bfloat16", actor=sections))
+
+
+@pytest.mark.parametrize("role", ["actor", "critic", "sft"])
+def test_an_optimizer_whose_package_is_not_installed_is_refused(role: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the command that installs it. Controls: it is installed; the optimizer is torch's; nothing is trained."""
+    sections: dict[str, Any] = {"model": {"tiny": {}}, "algorithm": {"name": "ppo"}}
+    eight = {"zero_stage": 0, "optimizer": {"name": "adamw8bit"}}
+    config = TrainConfig.model_validate(sections | {role: eight})
+    model.check_model(config)
+    monkeypatch.setattr(model, "find_spec", lambda package: None)
+    with pytest.raises(UserError, match="adamw8bit needs the package bitsandbytes") as refused:
+        model.check_model(config)
+    assert "pip install 'bitsandbytes>=0.50'" in refused.value.remedy
+    model.check_model(TrainConfig.model_validate(sections))
+    model.check_model(evaluation_config(config, Path(), None).model_copy(update={"model": config.model}))

@@ -32,6 +32,7 @@ from penstock.engines.sizing.memory import GIB
 from penstock.state.digests import signed
 from penstock.state.manifest import Manifest, Progress, write_manifest
 from penstock.state.run_folder import RunFolder
+from tests.own_code.model import write_own_model
 
 ROOT = Path(__file__).resolve().parents[2]
 RECIPE = """
@@ -176,6 +177,19 @@ def test_a_wrong_recipe_or_override_is_refused(
     said = refusal("train", *arguments, "--run", "run")
     assert problem in said
     assert remedy in said
+
+
+def test_a_model_that_needs_code_of_its_own_is_refused(
+    here: Path, refusal: Callable[..., str], penstock: Callable[..., str]
+) -> None:
+    """With the key that trusts it. Control: with the key it starts."""
+    write_own_model(here / "model")
+    command = ("train", "recipe.yaml", "model={path: model, tiny: null}", "--run", "run")
+    said = refusal(*command)
+    assert "which the Transformers library has no class for" in said
+    assert "model.trust_remote_code=true" in said
+    with pytest.raises(Started):
+        penstock(*command, "model.trust_remote_code=true")
 
 
 @pytest.mark.parametrize(

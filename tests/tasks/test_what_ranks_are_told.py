@@ -368,7 +368,13 @@ def test_of_supervised_steps(key: str, value: Any, place: str, training_with: Ma
 
 @pytest.mark.parametrize(
     ("key", "value"),
-    [("model.dtype", "float32"), ("sft.zero_stage", 2), ("sft.gradient_checkpointing", True), ("sft.steps", 7)],
+    [
+        ("model.dtype", "float32"),
+        ("model.attention", "sdpa"),
+        ("sft.zero_stage", 2),
+        ("sft.gradient_checkpointing", True),
+        ("sft.steps", 7),
+    ],
 )
 def test_of_the_model_to_train(key: str, value: Any, training_with: MakeTraining) -> None:
     """The section itself, with what was decided for this machine; supervised and on preferences."""
@@ -376,7 +382,7 @@ def test_of_the_model_to_train(key: str, value: Any, training_with: MakeTraining
     training = training_with(config_from_mapping(values, "test"))
     group = listening(training)
     begin_supervised.fn(training, "folder")
-    place = "model.dtype" if key == "model.dtype" else f"model.trainer.{key.partition('.')[2]}"
+    place = key if key.startswith("model.") else f"model.trainer.{key.partition('.')[2]}"
     assert at(group.told, place) == value
 
     preference = PreferenceConfig.model_validate(tree(key.replace("sft.", "trainer."), value, {}))

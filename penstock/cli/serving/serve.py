@@ -28,6 +28,7 @@ from pathlib import Path
 
 from penstock.base.errors import UserError
 from penstock.base.interrupts import interrupts_deferred
+from penstock.checks.model_code import check_own_code
 from penstock.cli.prefect.server import end_with_this_process
 from penstock.engines.families.architecture import classifies
 from penstock.engines.families.shape import read_settings
@@ -100,8 +101,11 @@ def serve(
     No process of it outlives this call or this process.
 
     Raises:
-        UserError: the port is taken, or the server ends by itself; carries the errors of its log.
+        UserError: the port is taken, only its own code loads the model, or the server ends by itself; carries
+            the errors of its log.
     """
+    by_hand = f"read that code; if you trust it, vLLM's own command loads it: vllm serve {folder} --trust-remote-code"
+    check_own_code(folder, "the model", None, by_hand)
     url, gpus = f"http://127.0.0.1:{port}", len(visible_gpus())
     command = server_command(folder, port, gpu_memory, gpus, name)
     if _answers(url) is not None:

@@ -8,6 +8,8 @@ from pydantic import Field, model_validator
 
 from penstock.configs.tree.section import PositiveInt, Section
 
+AttentionKernel = Literal["auto", "sdpa", "flash_attention_2", "flash_attention_4"]
+
 
 class TinyModel(Section):
     """A random Qwen3-shaped model with a byte tokenizer, made in the run folder: for the quickstart and for tests."""
@@ -48,9 +50,22 @@ class ModelConfig(Section):
         pattern=r"^[\w.-]+/[\w.-]+@[0-9a-f]{40}$",
         description="model of the Hugging Face Hub, with its commit, that 'path' is of: a run notes it here",
     )
+    trust_remote_code: bool = Field(
+        False,
+        description="load the Python code that 'path' brings for a configuration, model or tokenizer of its own; "
+        "it runs with your rights and in no sandbox, so read it before",
+    )
+    code: dict[str, str] | None = Field(
+        None, description="that code's files with the SHA-256 of each: a run notes them here, and loads no others"
+    )
     tiny: TinyModel | None = Field(None, description="make a tiny random model instead of loading one")
     dtype: Literal["auto", "bfloat16", "float32"] = Field(
         "auto", description="dtype of the weights in training and rollout; auto: bfloat16 on GPU, float32 on CPU"
+    )
+    attention: AttentionKernel = Field(
+        "auto",
+        description="kernel of attention in updates and log-probs: sdpa on a CPU, flash_attention_2 on a GPU, "
+        "flash_attention_4 on a Hopper GPU; auto: the fastest that there is",
     )
 
     @model_validator(mode="after")
@@ -60,4 +75,8 @@ class ModelConfig(Section):
         for name in ("version", "revision"):
             if self.path is None and getattr(self, name) is not None:
                 raise ValueError(f"'{name}' has no effect without 'path': remove it")
+        if self.path is None and self.trust_remote_code:
+            raise ValueError("'trust_remote_code' has no effect without 'path': remove it")
+        if self.code is not None and not self.trust_remote_code:
+            raise ValueError("'code' has no effect without 'trust_remote_code': remove it")
         return self

@@ -30,11 +30,15 @@ class Optimizer:
     whole: str | None = None
 
 
+LEAST_8BIT = 4096  # numbers of a parameter: a smaller one's moments stay float32, as bitsandbytes has it
+BLOCK_8BIT = 256  # numbers that have a scale in common
+
 ADAMW = {"betas": (0.9, 0.95), "eps": 1e-8}
 OPTIMIZERS = {
     "adamw": Optimizer(ADAMW),
     "sgd": Optimizer({"momentum": 0.9}),
     "muon": Optimizer({"momentum": 0.95, **ADAMW}, whole="it orthogonalises the update of a matrix"),
+    "adamw8bit": Optimizer(ADAMW, whole="it keeps its states in blocks of a parameter's numbers"),
     "adafactor": Optimizer({}, whole="it keeps sums over the rows and columns of a matrix"),
 }
 
@@ -45,19 +49,19 @@ Rate = Annotated[float, Field(ge=0, lt=1)]
 class OptimizerConfig(Section):
     """The optimizer and its learning rate. lr(step) = learning_rate x warm-up x decay."""
 
-    name: Literal["adamw", "sgd", "muon", "adafactor"] = Field(
+    name: Literal["adamw", "sgd", "muon", "adamw8bit", "adafactor"] = Field(
         "adamw",
-        description="which one; muon is for matrices of the blocks, with AdamW for all else; muon and adafactor need "
-        "zero_stage 0",
+        description="which one; muon is for matrices of the blocks, with AdamW for all else; muon, adamw8bit and "
+        "adafactor need zero_stage 0",
     )
     learning_rate: Scheduled[float] = Field(1e-6, description="peak learning rate; may follow a schedule by iteration")
     warmup_steps: int = Field(0, ge=0, description="optimizer steps of linear warm-up")
     decay: Literal["constant", "linear", "cosine"] = Field("constant", description="shape after the warm-up")
     min_ratio: float = Field(0.0, ge=0, le=1, description="the decay ends at this share of learning_rate")
     betas: tuple[Rate, Rate] | None = Field(
-        None, description="AdamW's moment decay rates, default: 0.9 and 0.95 (adamw, muon)"
+        None, description="AdamW's moment decay rates, default: 0.9 and 0.95 (adamw, adamw8bit, muon)"
     )
-    eps: float | None = Field(None, gt=0, description="AdamW's epsilon; default: 1e-8 (adamw, muon)")
+    eps: float | None = Field(None, gt=0, description="AdamW's epsilon; default: 1e-8 (adamw, adamw8bit, muon)")
     momentum: Rate | None = Field(
         None, description="share of the update before that goes on; default: sgd 0.9, muon 0.95"
     )
@@ -77,6 +81,11 @@ class OptimizerConfig(Section):
         refuse(self, tuple(sorted(others)), f"with optimizer '{self.name}'")
         fill(self, **own)
         return self
+
+    @property
+    def package(self) -> str | None:
+        """The package that has it, where it is none of torch's."""
+        return "bitsandbytes" if self.name == "adamw8bit" else None
 
     @property
     def whole(self) -> str | None:

@@ -66,7 +66,7 @@ class TrainerConfig(Section):
         if whole is not None and self.zero_stage:
             raise ValueError(
                 f"'optimizer.name' {name} needs 'zero_stage' 0, not {self.zero_stage}: {whole}, and the other stages "
-                "cut matrices; with weights too large for that take adamw or sgd"
+                "cut parameters; with weights too large for that take adamw or sgd"
             )
         if whole is not None and self.lora is not None:
             raise ValueError(f"'optimizer.name' {name} is for whole weights, not for 'lora': take adamw or sgd")

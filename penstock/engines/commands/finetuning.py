@@ -24,6 +24,19 @@ class ModelToTrain:
     trainer: dict[str, Any]
     seed: int
     keep_logits: bool = False  # of a micro-batch, for the backward pass
+    code: dict[str, str] | None = None  # that the folder is trusted to bring
+    attention: str = "auto"
+
+    @property
+    def of_model(self) -> dict[str, Any]:
+        """What of the configuration's section `model` is in it, as plain data."""
+        return {
+            "path": self.folder,
+            "dtype": self.dtype,
+            "trust_remote_code": self.code is not None,
+            "code": self.code,
+            "attention": self.attention,
+        }
 
 
 @dataclass(frozen=True)

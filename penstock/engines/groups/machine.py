@@ -92,11 +92,16 @@ def free_host_bytes() -> int:
     return int(psutil.virtual_memory().available)
 
 
-def has_gated_mlp(index: int) -> bool:
-    """Whether the GPU with NVML index `index` is one for kernels/gated_mlp.py, and its kernels are installed."""
+def is_hopper(index: int) -> bool:
+    """Whether the GPU with NVML index `index` is a Hopper GPU, for which there are kernels of its own."""
     pynvml.nvmlInit()
     capability = pynvml.nvmlDeviceGetCudaComputeCapability(pynvml.nvmlDeviceGetHandleByIndex(index))
-    return tuple(capability) == HOPPER and importlib.util.find_spec("quack") is not None
+    return tuple(capability) == HOPPER
+
+
+def has_gated_mlp(index: int) -> bool:
+    """Whether the GPU with NVML index `index` is one for kernels/gated_mlp.py, and its kernels are installed."""
+    return is_hopper(index) and importlib.util.find_spec("quack") is not None
 
 
 class GpuSampler:

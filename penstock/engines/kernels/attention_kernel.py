@@ -9,14 +9,38 @@ import torch
 from torch.nn.attention import varlen
 
 from penstock.base.errors import UserError
+from penstock.configs.sections.model import AttentionKernel
 from penstock.engines.commands.build import Kernels
+from penstock.engines.families.attention import INSTEAD_OF_4, of_other_device
 from penstock.engines.kernels import flash_attention, gated_mlp
 
 if TYPE_CHECKING:
     from penstock.engines.batches.packing import PackedLayout
 
 
+_chosen: list[AttentionKernel] = ["auto"]  # of this process: all models of a rank are on one device
 VARLEN_PARAMETERS = frozenset(inspect.signature(varlen.varlen_attn).parameters)  # they grew from version to version
+
+
+def choose_attention(kernel: AttentionKernel, device_type: str) -> None:
+    """Let all models of this process have a kernel.
+
+    Raises:
+        UserError: it is not one for this rank's device, or cannot be imported.
+    """
+    if kernel != "auto" and (kernel == "sdpa") != (device_type == "cpu"):
+        raise UserError(*of_other_device(kernel, gpu=device_type == "cuda"))
+    if kernel == "flash_attention_4" and not flash_attention.usable():
+        why = flash_attention.obstacle() if flash_attention.on_hopper() else "this rank's GPU is no Hopper GPU"
+        raise UserError(f"model.attention={kernel}: {why}", INSTEAD_OF_4)
+    _chosen[:] = [kernel]
+
+
+# A constant for the compiler, as `flash_attention.usable`: it is chosen before a block is compiled.
+@torch.compiler.assume_constant_result
+def takes_flash_attention_4() -> bool:
+    """Whether attention on this process's GPU is FlashAttention 4."""
+    return _chosen[0] != "flash_attention_2" and flash_attention.usable()
 
 
 def causal_varlen_attention(
@@ -34,7 +58,7 @@ def causal_varlen_attention(
     Raises:
         UserError: the model has a sliding window, and this PyTorch's kernel has none.
     """
-    if flash_attention.usable():
+    if takes_flash_attention_4():
         bounds = (layout.cu_queries_S1, layout.cu_keys_S1, layout.max_queries, layout.max_keys)
         before = None if sliding_window is None else sliding_window - 1
         return flash_attention.flash_attention(
@@ -71,5 +95,7 @@ def kernels_on(device_type: str) -> Kernels:
         return Kernels("PyTorch's, of rows side by side", slower=[])
     faster = {"FlashAttention 4": flash_attention, "gated MLP": gated_mlp}
     wanting = faster if flash_attention.on_hopper() else {}
+    if _chosen[0] == "flash_attention_2":
+        wanting.pop("FlashAttention 4", None)  # nobody misses what was not wanted
     slower = [f"no {name}: {why}" for name, module in wanting.items() if (why := module.obstacle())]
-    return Kernels("FlashAttention 4" if flash_attention.usable() else "FlashAttention 2", slower)
+    return Kernels("FlashAttention 4" if takes_flash_attention_4() else "FlashAttention 2", slower)

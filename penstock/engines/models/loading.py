@@ -20,40 +20,51 @@ from transformers import (
 
 from penstock.base.errors import UserError
 from penstock.base.files import share_weights_of
+from penstock.base.model_code import Code, trusted
 from penstock.engines.families.architecture import check_architecture, classifies, unpackable
 from penstock.engines.kernels.attention import NAME as PACKED_ATTENTION
 from penstock.engines.weights.lora import ADAPTER_FOLDER, adapted_layers, merged_state, write_adapter
 
 
-def load_causal_lm(path: str | Path, dtype: torch.dtype, gradient_checkpointing: bool) -> PreTrainedModel:
+def load_causal_lm(
+    path: str | Path, dtype: torch.dtype, gradient_checkpointing: bool, code: Code | None = None
+) -> PreTrainedModel:
     """Load a causal LM folder with packed attention, on the CPU.
 
+    Args:
+        code: that a folder is trusted to bring.
+
     Raises:
-        UserError: packed training does not provide all that the model does (penstock/engines/families/architecture.py).
+        UserError: packed training does not provide all that the model does (penstock/engines/families/architecture.py),
+        or the
+            folder brings other code.
     """
-    lm = _load(AutoModelForCausalLM, path, dtype)
+    lm = _load(AutoModelForCausalLM, path, dtype, code)
     if gradient_checkpointing:
         lm.gradient_checkpointing_enable({"use_reentrant": False})
     return lm
 
 
-def causal_lm_shapes(path: str | Path, dtype: torch.dtype) -> PreTrainedModel:
+def causal_lm_shapes(path: str | Path, dtype: torch.dtype, code: Code | None = None) -> PreTrainedModel:
     """Return a causal LM folder's model on the meta device: names, shapes and settings without weights."""
-    config = AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
+    own = trusted(path, code)
+    config = AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=own)
     with torch.device("meta"):
-        lm: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=dtype)
+        lm: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=own)
     if (Path(path) / "generation_config.json").is_file():
         lm.generation_config = GenerationConfig.from_pretrained(path, local_files_only=True)
     return lm
 
 
-def load_reward_model(path: str | Path, dtype: torch.dtype, **settings: Any) -> PreTrainedModel:
+def load_reward_model(
+    path: str | Path, dtype: torch.dtype, code: Code | None = None, **settings: Any
+) -> PreTrainedModel:
     """Load a sequence classifier with one label.
 
     Raises:
         UserError: it has several labels, or see `load_causal_lm`.
     """
-    classifier = _load(AutoModelForSequenceClassification, path, dtype, **settings)
+    classifier = _load(AutoModelForSequenceClassification, path, dtype, code, **settings)
     if classifier.config.num_labels != 1 or not hasattr(classifier, "score"):
         raise UserError(
             f"{path} is no reward model: it has {classifier.config.num_labels} labels, or no 'score' head",
@@ -62,14 +73,16 @@ def load_reward_model(path: str | Path, dtype: torch.dtype, **settings: Any) -> 
     return classifier
 
 
-def start_reward_model(path: str | Path, dtype: torch.dtype, gradient_checkpointing: bool) -> PreTrainedModel:
+def start_reward_model(
+    path: str | Path, dtype: torch.dtype, gradient_checkpointing: bool, code: Code | None = None
+) -> PreTrainedModel:
     """Make a reward model of a causal LM folder, its score 0 for every text; a reward model's folder goes on as it is.
 
     Raises:
         UserError: see `load_reward_model`.
     """
-    classifier: Any = load_reward_model(path, dtype, num_labels=1)
-    config = AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
+    classifier: Any = load_reward_model(path, dtype, code, num_labels=1)
+    config = AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=trusted(path, code))
     if not classifies(config.to_dict()):
         nn.init.zeros_(classifier.score.weight)
     if gradient_checkpointing:
@@ -78,24 +91,25 @@ def start_reward_model(path: str | Path, dtype: torch.dtype, gradient_checkpoint
     return trained
 
 
-def _load(kind: Any, path: str | Path, dtype: torch.dtype, **settings: Any) -> PreTrainedModel:
-    _check_packable(kind, path)
+def _load(kind: Any, path: str | Path, dtype: torch.dtype, code: Code | None, **settings: Any) -> PreTrainedModel:
+    own = trusted(path, code)
+    _check_packable(kind, path, own)
     return kind.from_pretrained(
         path,
         dtype=dtype,
         local_files_only=True,
-        trust_remote_code=False,
+        trust_remote_code=own,
         use_safetensors=True,
         attn_implementation=PACKED_ATTENTION,
         **settings,
     )
 
 
-def _check_packable(kind: Any, path: str | Path) -> None:
-    """Check a model's configuration, names and class before its weights are read."""
-    config = AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
+def _check_packable(kind: Any, path: str | Path, own: bool) -> None:
+    """Check a model's configuration, names and class, its `own` or the library's, before its weights are read."""
+    config = AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=own)
     with torch.device("meta"):
-        shapes = kind.from_config(config)
+        shapes = kind.from_config(config, trust_remote_code=own)
     names = (name for name, _ in shapes.named_parameters())
     check_architecture(config.to_dict(), names, path, head=kind is AutoModelForCausalLM)
     if shapes._is_stateful:

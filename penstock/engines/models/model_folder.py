@@ -19,6 +19,7 @@ from transformers import AutoModelForCausalLM
 
 from penstock.base.errors import UserError
 from penstock.base.files import share_weights_of
+from penstock.base.model_code import Code, trusted
 from penstock.configs.sections.trainer import LoraConfig
 from penstock.engines.weights.lora import attach, check_frozen, load_adapter, merged_state, write_adapter
 
@@ -38,18 +39,22 @@ class Proof:
     logit_tolerance: float
 
 
-def load_folder(folder: Path) -> Any:
+def load_folder(folder: Path, code: Code | None = None) -> Any:
     """Return the model of a folder in the dtype that its configuration names.
 
+    Args:
+        code: that a folder is trusted to bring.
+
     Raises:
-        UserError: a file is damaged, or weights are missing, of another shape, or of no use to the architecture.
+        UserError: its code is another, a file is damaged, or weights are missing, of another shape, or of no use to the
+            architecture.
     """
     try:
         loaded: Any = AutoModelForCausalLM.from_pretrained(
             folder,
             dtype="auto",
             local_files_only=True,
-            trust_remote_code=False,
+            trust_remote_code=trusted(folder, code),
             use_safetensors=True,
             output_loading_info=True,
         )
@@ -62,13 +67,13 @@ def load_folder(folder: Path) -> Any:
     return lm.eval()
 
 
-def with_weights(folder: Path, weights: Mapping[str, torch.Tensor]) -> Any:
+def with_weights(folder: Path, weights: Mapping[str, torch.Tensor], code: Code | None = None) -> Any:
     """Return the model of `folder` with other weights, in their dtype and storage.
 
     Raises:
         UserError: the weights are of another architecture.
     """
-    lm = load_folder(folder)
+    lm = load_folder(folder, code)
     try:
         lm.load_state_dict(weights, strict=True, assign=True)
     except RuntimeError as error:
@@ -79,7 +84,12 @@ def with_weights(folder: Path, weights: Mapping[str, torch.Tensor]) -> Any:
 
 
 def with_adapters(
-    folder: Path, adapters: Mapping[str, torch.Tensor], config: LoraConfig, base_sum: int, written: Path
+    folder: Path,
+    adapters: Mapping[str, torch.Tensor],
+    config: LoraConfig,
+    base_sum: int,
+    written: Path,
+    code: Code | None = None,
 ) -> Any:
     """Return the model of `folder` with adapters merged into it, and write them by themselves to `written`.
 
@@ -89,7 +99,7 @@ def with_adapters(
     Raises:
         UserError: the adapters are of another architecture, other settings or other weights.
     """
-    lm = load_folder(folder).to(next(iter(adapters.values())).dtype)
+    lm = load_folder(folder, code).to(next(iter(adapters.values())).dtype)
     attach(lm, config, seed=0)
     check_frozen(base_sum, lm)
     try:
@@ -97,7 +107,7 @@ def with_adapters(
     except ValueError as error:
         raise UserError(f"the checkpoint does not fit {folder}: {error}", "name the run's own model") from error
     write_adapter(lm, written)
-    return with_weights(folder, merged_state(lm))
+    return with_weights(folder, merged_state(lm), code)
 
 
 def write_folder(lm: Any, folder: Path, max_shard_size: str) -> None:
@@ -107,13 +117,13 @@ def write_folder(lm: Any, folder: Path, max_shard_size: str) -> None:
 
 
 @torch.no_grad()
-def prove_same(lm: Any, folder: Path, prompts: Sequence[Sequence[int]]) -> Proof:
+def prove_same(lm: Any, folder: Path, prompts: Sequence[Sequence[int]], code: Code | None = None) -> Proof:
     """Load `folder` and compare it with `lm`, on prompts of token ids.
 
     Raises:
         UserError: it cannot be loaded, a tensor differs in a bit, or logits differ by more than rounding.
     """
-    loaded = load_folder(folder)
+    loaded = load_folder(folder, code)
     ours, theirs = lm.state_dict(), loaded.state_dict()
     if wrong := [name for name, value in ours.items() if not _equal(value, theirs.get(name))]:
         raise UserError(

@@ -18,7 +18,7 @@ from penstock.engines.commands.build import Build, BuildFrozen, Built, MakeTiny
 from penstock.engines.families.shape import read_shape
 from penstock.engines.groups.placement import reference_is_base, reshard_strategy
 from penstock.engines.kernels.attention_kernel import kernels_on
-from penstock.engines.models.loading import causal_lm_shapes, load_causal_lm, load_reward_model
+from penstock.engines.models.loading import causal_lm_shapes, load_reward_model
 from penstock.engines.models.models import PackedPolicy, PackedRewardModel
 from penstock.engines.models.tiny import make_tiny_model
 from penstock.engines.ranks.critic import build_critics
@@ -50,7 +50,7 @@ def make_tiny(models: RankModels, command: MakeTiny) -> None:
 def build(models: RankModels, command: Build) -> Built:
     """Load the models one after the other; a rollout engine of the same group comes last."""
     config, folder, roles = TrainConfig.model_validate(command.config), command.folder, command.roles
-    models.config = config
+    models.configure(config)
     critic_folder = (config.critic.path if config.critic is not None else None) or folder
     models.shapes = dict.fromkeys(("actor", "reference"), read_shape(Path(folder)))
     models.shapes["critic"] = read_shape(Path(critic_folder))
@@ -69,7 +69,7 @@ def build(models: RankModels, command: Build) -> Built:
 def build_frozen(models: RankModels, command: BuildFrozen) -> Built:
     """Load the models one after the other, none of them to be trained; the rollout engine comes last."""
     config, roles = EvaluationConfig.model_validate(command.config), command.roles
-    models.config = config
+    models.configure(config)
     models.shapes = {"actor": read_shape(Path(command.folder))}
     if "actor" in roles:
         models.frozen["actor"] = _frozen_policy(models, command.folder)
@@ -83,7 +83,7 @@ def _build_rest(models: RankModels, command: Build | BuildFrozen, parameters: in
     """Load what is never trained, a rollout engine last."""
     config, roles = models.config, command.roles
     if "reward" in roles:
-        reward_model = models.compiled(load_reward_model(str(config.reward.model), models.dtype))
+        reward_model = models.compiled(load_reward_model(str(config.reward.model), models.dtype, config.model.code))
         models.frozen["reward"] = _freeze(PackedRewardModel(reward_model), models.device)
     if "rollout" in roles:
         with _timed("starting the rollout engine"):
@@ -95,7 +95,7 @@ def _build_rest(models: RankModels, command: Build | BuildFrozen, parameters: in
 
 def _frozen_policy(models: RankModels, folder: str) -> nn.Module:
     """Load a language model for forward passes alone."""
-    return _freeze(PackedPolicy(models.compiled(load_causal_lm(folder, models.dtype, False))), models.device)
+    return _freeze(PackedPolicy(models.compiled(models.loaded(folder))), models.device)
 
 
 def _build_actor(models: RankModels, command: Build, steps: int) -> tuple[int, int]:
@@ -120,17 +120,17 @@ def _build_rollout(models: RankModels, command: Build | BuildFrozen) -> None:
     config, rollout, folder = models.config, models.config.rollout, Path(command.folder)
     strategy = reshard_strategy(config)
     if strategy in ("broadcast", "folder"):
-        models.lm = causal_lm_shapes(folder, models.dtype)
+        models.lm = causal_lm_shapes(folder, models.dtype, config.model.code)
     models.storage = shared_storage(strategy, models.lm, rollout.tensor_parallel, models.dtype, models.device)
     correction = config.algorithm.correction is not None
     sleeps = command.roles != ("rollout",)
     demand = Demand(rollout, config.data.max_prompt_tokens, command.engines, sleeps, correction)
-    generator = Generator(Served(folder, models.lm, models.dtype, models.storage), demand)
+    generator = Generator(Served(folder, models.lm, models.dtype, models.storage, config.model.code), demand)
     models.generator = generator
     if strategy == "broadcast":
         return
     if strategy == "folder":  # not made again when the engine wakes: it keeps its weights in the host's memory
-        read = partial(load_causal_lm, folder, models.dtype, False)
+        read = partial(models.loaded, str(folder))
         models.transfer = FolderLoad(generator.model, generator.binding, read, models.storage)
     else:
         models.transfer = transfer_within_group(strategy, generator.model, generator.binding, models.lm)

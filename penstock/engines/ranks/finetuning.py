@@ -59,7 +59,7 @@ REMEDY = "look for odd rows in the data, or lower the learning rate, and begin a
 
 def _settings(models: RankModels, asked: ModelToTrain) -> SftConfig:
     """Give the rank what it needs to know of the configuration; return the model's section."""
-    models.config = TrainConfig.model_validate({"model": {"dtype": asked.dtype}, "seed": asked.seed})
+    models.configure(TrainConfig.model_validate({"model": asked.of_model, "seed": asked.seed}))
     return SftConfig.model_validate(asked.trainer)
 
 
@@ -102,7 +102,8 @@ def preference_begin(models: RankModels, command: PreferenceBegin) -> Kernels:
     settings, folder = _settings(models, command.model), command.model.folder
     module: nn.Module
     if command.scores:
-        classifier = start_reward_model(folder, models.dtype, bool(settings.gradient_checkpointing))
+        recomputes, code = bool(settings.gradient_checkpointing), models.config.model.code
+        classifier = start_reward_model(folder, models.dtype, recomputes, code)
         models.lm = models.to_train(classifier, settings)
         module = PackedRewardModel(models.lm)
     else:

@@ -12,14 +12,15 @@ from typing import Any, Literal
 
 import torch
 from torch import nn
-from transformers import AutoTokenizer
 
 from penstock.configs.schema import TrainConfig
 from penstock.configs.sections.trainer import TrainerConfig
+from penstock.data.tokenizer import load_tokenizer
 from penstock.engines.batches.packing import Rows
 from penstock.engines.commands.finetuning import Step
 from penstock.engines.commands.rollout import PartialResults
 from penstock.engines.families.shape import ModelShape
+from penstock.engines.kernels.attention_kernel import choose_attention
 from penstock.engines.models.loading import load_causal_lm
 from penstock.engines.models.models import compile_blocks
 from penstock.engines.rollout.engine import Generator
@@ -86,6 +87,15 @@ class RankModels:
     tell: Callable[[PartialResults | Step], None] = _unheard
     usage: dict[str, float] = field(default_factory=dict)
 
+    def configure(self, config: TrainConfig) -> None:
+        """Take over the configuration, before a model is loaded.
+
+        Raises:
+            UserError: this rank cannot have the kernel of attention that it names.
+        """
+        choose_attention(config.model.attention, self.device.type)
+        self.config = config
+
     @property
     def dtype(self) -> torch.dtype:
         """The dtype of weights in training and rollout."""
@@ -95,7 +105,11 @@ class RankModels:
 
     def causal_lm(self, folder: str, config: TrainerConfig) -> Any:
         """Load a causal language model that is to be trained."""
-        return self.to_train(load_causal_lm(folder, self.dtype, bool(config.gradient_checkpointing)), config)
+        return self.to_train(self.loaded(folder, bool(config.gradient_checkpointing)), config)
+
+    def loaded(self, folder: str, gradient_checkpointing: bool = False) -> Any:
+        """Load a causal language model."""
+        return load_causal_lm(folder, self.dtype, gradient_checkpointing, self.config.model.code)
 
     def to_train(self, lm: Any, config: TrainerConfig) -> Any:
         """Give a model the adapters that are asked for, compile its blocks where that pays, put it on the device."""
@@ -124,9 +138,7 @@ class RankModels:
     def tokenizer(self, folder: str) -> Any:
         """Return the tokenizer of a model folder, read once."""
         if folder not in self.tokenizers:
-            self.tokenizers[folder] = AutoTokenizer.from_pretrained(
-                folder, local_files_only=True, trust_remote_code=False
-            )
+            self.tokenizers[folder] = load_tokenizer(folder, self.config.model.code)
         return self.tokenizers[folder]
 
     def rollout_engine(self) -> Generator:

@@ -26,6 +26,7 @@ import psutil
 import torch
 from torch import nn
 
+from penstock.base.model_code import Code, trusted
 from penstock.configs.sections.rollout import RolloutConfig
 from penstock.engines.commands.rollout import Generate, Sampling, Sharing
 from penstock.engines.families.served import check_served, has_own_class, unserved
@@ -55,12 +56,14 @@ class Served:
         folder: Hugging Face folder with the architecture (its weights are not read).
         lm: the trained model, or its shapes alone.
         storage: parameters whose storage the engine may use instead of its own, at their final addresses.
+        code: that the folder is trusted to bring.
     """
 
     folder: Path
     lm: nn.Module
     dtype: torch.dtype
     storage: Mapping[str, torch.Tensor]
+    code: Code | None = None
 
 
 @dataclass(frozen=True)
@@ -121,7 +124,7 @@ class Generator:
                 logprobs=demand.logprobs,
             )
             with kept_as_it_is(type(lm.base_model)) as serve:
-                self.llm = _start(served.folder, settings, dtype, arguments)
+                self.llm = _start(served, settings, arguments)
                 self.model = versions.vllm_model(self.llm)
                 serve(self.model)
         together = begin_together(self.max_sequences) if self.cuda else 1
@@ -261,12 +264,13 @@ def sampling_at_start(config: RolloutConfig, logprobs: bool) -> Any:
     return SamplingParams(temperature=1.0, top_p=config.top_p, top_k=config.top_k, max_tokens=2, logprobs=kept)
 
 
-def _start(folder: Path, settings: Mapping[str, Any], dtype: torch.dtype, arguments: dict[str, Any]) -> Any:
+def _start(served: Served, settings: Mapping[str, Any], arguments: dict[str, Any]) -> Any:
     import vllm
 
     start: Any = vllm.LLM
+    folder, dtype = served.folder, str(served.dtype).removeprefix("torch.")
     try:
-        return start(model=str(folder), dtype=str(dtype).removeprefix("torch."), **arguments)
+        return start(model=str(folder), dtype=dtype, trust_remote_code=trusted(folder, served.code), **arguments)
     except ValueError as error:
         if not has_own_class(settings):  # it built another library's class, and gave up
             raise unserved(folder, f"is not served by vLLM: {error}") from error

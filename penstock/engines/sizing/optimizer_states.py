@@ -6,6 +6,7 @@ under Adafactor gate and up of an expert, which are one matrix, as two.
 
 from __future__ import annotations
 
+from penstock.configs.sections.optimizer import BLOCK_8BIT
 from penstock.configs.sections.trainer import TrainerConfig
 from penstock.engines.families.shape import ModelShape
 
@@ -19,11 +20,14 @@ def master_bytes(trainer: TrainerConfig, shape: ModelShape) -> int:
 
 def state_bytes(trainer: TrainerConfig, shape: ModelShape) -> int:
     """Return the bytes of what the optimizer keeps besides."""
+    if trainer.optimizer.name == "adamw8bit":  # norms and biases, which stay float32, are too few to count
+        trained = shape.trained_parameters(trainer.lora)
+        return 2 * (trained + NUMBER * -(-trained // BLOCK_8BIT))
     return NUMBER * state_numbers(trainer, shape)
 
 
 def state_numbers(trainer: TrainerConfig, shape: ModelShape) -> int:
-    """Return the float32 numbers that the optimizer keeps besides the masters, on all ranks together."""
+    """Return the float32 numbers that an optimizer of such keeps besides the masters, on all ranks together."""
     optimizer, trained = trainer.optimizer, shape.trained_parameters(trainer.lora)
     if optimizer.name == "sgd":
         return trained if optimizer.momentum else 0

@@ -1,7 +1,8 @@
 """The optimizers, of torch's classes, and the states that each keeps of a parameter.
 
 Each group of an optimizer says under `STATES` what it keeps, by the names that torch's class gives: that is what a
-checkpoint holds besides the weights. All are float32 and, but for the step count, zero at first.
+checkpoint holds besides the weights. All but the codes of 8-bit states are float32, and but for the step count zero at
+first.
 
 AdamW and SGD step every number by itself, so they step the flat parts that ZeRO makes of parameters as well. Muon
 (Jordan et al. 2024; steps as large as AdamW's by arXiv 2502.16982) and Adafactor (arXiv 1804.04235) need matrices.
@@ -17,10 +18,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from penstock.configs.sections.optimizer import OptimizerConfig
+from penstock.configs.sections.optimizer import BLOCK_8BIT, LEAST_8BIT, OptimizerConfig
 
-STATES, STEP = "states", "step"
+STATES, STEP, BITS = "states", "step", "bits"
 ADAMW_STATES = ("exp_avg", "exp_avg_sq", STEP)
+CODES = ("state1", "state2")  # of 8-bit AdamW: the two moments
 Named = Mapping[str, nn.Parameter]
 
 
@@ -36,6 +38,8 @@ def make_optimizer(named: Named, config: OptimizerConfig) -> torch.optim.Optimiz
         return _muon(named, config)
     if config.name == "adafactor":
         return _adafactor(named, config)
+    if config.name == "adamw8bit":
+        return _adamw_8bit(named, config)
     return _adamw(named, config)
 
 
@@ -79,6 +83,23 @@ def _adafactor(named: Named, config: OptimizerConfig) -> torch.optim.Optimizer:
     return torch.optim.Adafactor(groups, lr=0.0, weight_decay=config.weight_decay)
 
 
+def _adamw_8bit(named: Named, config: OptimizerConfig) -> torch.optim.Optimizer:
+    from penstock.engines.training.adamw_8bit import AdamW8bit
+
+    small = [one for one in named.values() if one.numel() < LEAST_8BIT]
+    large = [one for one in named.values() if one.numel() >= LEAST_8BIT]
+    groups = [
+        {"params": large, BITS: 8, STATES: (*CODES, "absmax1", "absmax2", STEP)},
+        {"params": small, BITS: 32, STATES: (*CODES, STEP)},
+    ]
+    given: Any = {"betas": config.betas, "eps": config.eps, "weight_decay": config.weight_decay}
+    return AdamW8bit([group for group in groups if group["params"]], _first_states, lr=0.0, **given)
+
+
+def _first_states(parameter: torch.Tensor, group: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+    return {name: first_state(name, parameter, group) for name in group[STATES]}
+
+
 class SideBySide(torch.optim.Optimizer):
     """Two optimizers with parameters of their own, as the one that DeepSpeed takes; groups and states are theirs."""
 
@@ -98,6 +119,10 @@ def first_state(name: str, master: torch.Tensor, group: Mapping[str, Any]) -> to
     if name == STEP:
         device = master.device if group.get("fused") else torch.device("cpu")
         return torch.zeros((), dtype=torch.float32, device=device)
+    if name in CODES and group[BITS] == 8:
+        return torch.zeros_like(master, dtype=torch.uint8, memory_format=torch.preserve_format, requires_grad=False)
+    if name in ("absmax1", "absmax2"):
+        return master.new_zeros(-(-master.numel() // BLOCK_8BIT))
     if name == "row_var":
         return master.new_zeros((*master.shape[:-1], 1))
     if name == "col_var":

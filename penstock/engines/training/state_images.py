@@ -22,7 +22,7 @@ from penstock.engines.training.optimizers import STEP
 from penstock.engines.training.trained_state import MASTER, ParameterSlice, Share
 from penstock.state.state_image import IMAGES, Header, Plan, plan_image, read_header
 
-DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
+DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16, "U8": torch.uint8}
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
 CHUNK = 1 << 26  # bytes copied from a device at once
 WRAPPER = "lm."  # what PackedPolicy calls the model inside it
@@ -77,9 +77,10 @@ class Image:
         self._bytes = torch.from_file(str(path), shared=False, size=path.stat().st_size, dtype=torch.uint8)
 
     def tensor(self, name: str) -> torch.Tensor:
-        """Return a tensor; a view of the mapped file."""
+        """Return a tensor: a view of the mapped file, or a copy where it begins at an odd place (behind U8)."""
         place = self.header.places[name]
-        return self._bytes[place.begin : place.end].view(DTYPES[place.dtype]).view(place.shape)
+        dtype, found = DTYPES[place.dtype], self._bytes[place.begin : place.end]
+        return (found.clone() if place.begin % dtype.itemsize else found).view(dtype).view(place.shape)
 
 
 @dataclass(frozen=True)

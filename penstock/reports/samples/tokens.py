@@ -49,13 +49,15 @@ class Piece:
 
 def load_tokenizer(run: RunFolder) -> Any | None:
     """Return the tokenizer of a run, from the first folder that has one; None if none has: its model is gone."""
-    started_from = read_mapping(run.config).get("model", {}).get("path")
+    model = read_mapping(run.config).get("model", {})
+    started_from = model.get("path")
     folders = [run.model("initial"), *([Path(started_from)] if started_from else []), run.model("final")]
     if (folder := next((place for place in folders if (place / "tokenizer.json").is_file()), None)) is not None:
         from tokenizers import Tokenizer
 
         return Tokenizer.from_file(str(folder / "tokenizer.json"))  # without transformers, whose import takes seconds
-    if (folder := next((place for place in folders if (place / "tokenizer_config.json").is_file()), None)) is None:
+    folder = next((place for place in folders if (place / "tokenizer_config.json").is_file()), None)
+    if folder is None or model.get("code"):  # a tokenizer of the model's own code cannot be shown token by token
         return None
     from transformers import AutoTokenizer
 

@@ -20,6 +20,7 @@ from pathlib import Path
 from penstock.base.errors import UserError
 from penstock.checks.evaluation import WITHOUT_KL, check_evaluation
 from penstock.checks.hub import snapshot
+from penstock.checks.model_code import check_own_code
 from penstock.configs.evaluation import EvaluationConfig, evaluation_config, roles_of
 from penstock.configs.loading.load import load_config
 from penstock.configs.schema import TrainConfig
@@ -157,6 +158,10 @@ def _check(plan: Plan) -> None:
     for subject in plan.subjects:
         if plan.config is not None:
             check_evaluation(plan.engines(subject))
+        if plan.tasks:
+            check_own_code(
+                subject.folder, "a model", None, "leave the tasks out: lm-evaluation-harness is given no code"
+            )
 
 
 def subject_of(path: Path) -> Subject:

@@ -59,7 +59,7 @@ def load_heldout(training: Training, model_folder: str) -> dict[str, int]:
     """Tokenize the held-out prompts for a model and open the source of rewards; return counts."""
     config, path = training.config, training.run.prompts("heldout")
     training.session().say("tokenizing prompts")
-    tokenizer, tools = load_tokenizer(model_folder), tools_told(config.environment)
+    tokenizer, tools = load_tokenizer(model_folder, config.model.code), tools_told(config.environment)
     tokenize_prompts(split_of(config, "heldout"), config.data, tokenizer, "heldout", tools).save(path)
     counts = read_split(training, "heldout")
     open_rewards(training, "heldout")

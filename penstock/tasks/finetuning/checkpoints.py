@@ -19,6 +19,7 @@ from prefect import get_run_logger, task
 from prefect.cache_policies import NO_CACHE
 
 from penstock.base.files import discard, discarded, empty_beside, filling
+from penstock.base.model_code import copy_code
 from penstock.configs.sections.trainer import SftConfig
 from penstock.engines.commands.checkpoint import Load, Save
 from penstock.engines.commands.finetuning import ModelToTrain, PreferenceEnd, PreferenceSteps, SftEnd, SftSteps
@@ -63,7 +64,10 @@ def blocks(config: SftConfig, done: int = 0) -> Iterator[tuple[int, int]]:
 def model_to_train(training: Training, dtype: str, seed: int, model_folder: str) -> ModelToTrain:
     """Return what the ranks are told of the model to train, with what was decided for this machine."""
     session = training.session()
-    return ModelToTrain(model_folder, dtype, session.engine_config()["sft"], seed, session.keeps_logits("sft"))
+    trainer, model = session.engine_config()["sft"], session.config.model
+    return ModelToTrain(
+        model_folder, dtype, trainer, seed, session.keeps_logits("sft"), model.code, attention=model.attention
+    )
 
 
 def taken(
@@ -177,7 +181,7 @@ def finetuned(run: RunFolder, name: str, steps: int) -> str:
 
 
 def copy_tokenizer(source: Path, target: Path) -> None:
-    """Copy everything of a model folder that belongs to its tokenizer."""
+    """Copy everything of a model folder that belongs to its tokenizer, and the code that the folder brings."""
     for pattern in (
         "tokenizer*",
         "special_tokens_map.json",
@@ -188,3 +192,4 @@ def copy_tokenizer(source: Path, target: Path) -> None:
     ):
         for path in source.glob(pattern):
             shutil.copy2(path, target / path.name)
+    copy_code(source, target)

@@ -62,7 +62,7 @@ def load_preferences(training: Training, config: PairConfig, model_folder: str) 
     missing = [split for split in splits(config) if not preferences_file(training, split).exists()]
     if missing:
         training.session().say("tokenizing preferences")
-        tokenizer = load_tokenizer(model_folder)
+        tokenizer = load_tokenizer(model_folder, config.model.code)
     for split in missing:
         note_tokenized(training.run, "preferences", config)
         source = str(getattr(config.data, split))

@@ -43,7 +43,7 @@ def test_without_a_name_it_is_adamw_as_ever() -> None:
         ({"name": "sgd", "momentum": 1.0}, "momentum", "less than 1"),
         ({"name": "sgd", "momentum": -0.1}, "momentum", "greater than or equal to 0"),
         ({"betas": [0.9, 1.0]}, "betas", "less than 1"),
-        ({"name": "adam8"}, "name", "'adamw', 'sgd', 'muon' or 'adafactor'"),
+        ({"name": "adam8"}, "name", "'adamw', 'sgd', 'muon', 'adamw8bit' or 'adafactor'"),
     ],
 )
 def test_refusals(values: dict[str, Any], wrong: str, says: str) -> None:
@@ -55,9 +55,9 @@ def test_refusals(values: dict[str, Any], wrong: str, says: str) -> None:
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_who_needs_matrices_trains_whole_weights_without_zero(name: str) -> None:
+def test_who_needs_whole_parameters_trains_whole_weights_without_zero(name: str) -> None:
     """The refusal says why. Control: those that step number by number go with every stage and with adapters."""
-    optimizer, whole = {"name": name}, name in ("muon", "adafactor")
+    optimizer, whole = {"name": name}, name in ("muon", "adamw8bit", "adafactor")
     for section in ({"zero_stage": 1}, {"zero_stage": 2}, {"zero_stage": 3}, {"zero_stage": 0, "lora": {}}):
         tree = {"optimizer": optimizer, **section}
         if not whole:

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partialmethod
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,11 +17,12 @@ import torch
 from torch import nn
 from torch._dynamo.utils import counters
 
+from penstock.base.errors import UserError
 from penstock.engines.batches.packing import pack
 from penstock.engines.commands.build import Kernels
 from penstock.engines.groups.machine import HOPPER
-from penstock.engines.kernels import flash_attention, gated_mlp
-from penstock.engines.kernels.attention_kernel import kernels_on
+from penstock.engines.kernels import attention_kernel, flash_attention, gated_mlp
+from penstock.engines.kernels.attention_kernel import choose_attention, kernels_on
 from penstock.engines.kernels.flash_attention import flash_attention as attend
 from penstock.engines.models.loading import load_causal_lm
 from penstock.engines.models.models import PackedPolicy, compile_blocks
@@ -194,6 +196,57 @@ def test_another_gpu_and_another_vllm_have_no_such_kernels(monkeypatch: pytest.M
         monkeypatch.setattr(gated_mlp, "obstacle", lambda: None)
         assert (flash_attention.usable(), kernels_on("cuda")) == (expected, Kernels(attention, slower))
     assert "FlashAttention" not in kernels_on("cpu").attention
+
+
+def test_a_rank_has_the_kernel_that_is_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Or says why not, before a model is loaded. Control: `auto` takes the fastest that there is."""
+    monkeypatch.setattr(attention_kernel, "_chosen", ["auto"])
+    monkeypatch.setattr(gated_mlp, "obstacle", lambda: None)
+    choose_attention("sdpa", "cpu")
+    for kernel, device, said in (
+        ("sdpa", "cuda", "sdpa is for ranks on a CPU"),
+        ("flash_attention_2", "cpu", "needs a GPU"),
+        ("flash_attention_4", "cpu", "needs a GPU"),
+    ):
+        with pytest.raises(UserError, match=said):
+            choose_attention(kernel, device)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: HOPPER)
+    monkeypatch.setattr(flash_attention, "obstacle", lambda: None)
+    for kernel, name in (("auto", "4"), ("flash_attention_2", "2"), ("flash_attention_4", "4")):
+        choose_attention(kernel, "cuda")
+        assert kernels_on("cuda") == Kernels(f"FlashAttention {name}", [])
+    monkeypatch.setattr(flash_attention, "obstacle", lambda: "No module named 'quack'")
+    with pytest.raises(UserError, match="flash_attention_4: No module named 'quack'"):
+        choose_attention("flash_attention_4", "cuda")
+    choose_attention("flash_attention_2", "cuda")
+    assert kernels_on("cuda") == Kernels("FlashAttention 2", [])  # and no warning: it was chosen
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (8, 0))
+    with pytest.raises(UserError, match="no Hopper GPU"):
+        choose_attention("flash_attention_4", "cuda")
+
+
+def test_what_is_chosen_computes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a GPU for both, each call goes to the chosen kernel. Control: `auto` goes to the other one."""
+    called: list[str] = []
+
+    def of(name: str) -> Any:
+        def kernel(query_N: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
+            called.append(name)
+            return query_N
+
+        return kernel
+
+    monkeypatch.setattr(attention_kernel, "_chosen", ["auto"])
+    monkeypatch.setattr(flash_attention, "usable", lambda: True)
+    monkeypatch.setattr(flash_attention, "flash_attention", of("4"))
+    monkeypatch.setattr(attention_kernel.varlen, "varlen_attn", of("2"))
+    bounds_S1 = torch.tensor([0, 3], dtype=torch.int32)
+    layout: Any = SimpleNamespace(cu_queries_S1=bounds_S1, cu_keys_S1=bounds_S1, max_queries=3, max_keys=3)
+    tensor_N = torch.zeros(3, 2, 8)
+    for kernel in ("auto", "flash_attention_2", "flash_attention_4"):
+        choose_attention(kernel, "cuda")
+        attention_kernel.causal_varlen_attention(tensor_N, tensor_N, tensor_N, layout, None)
+    assert called == ["4", "2", "4"]
 
 
 @pytest.mark.skipif(
