@@ -10,6 +10,7 @@ Left out: losses (algorithms/), optimizers (engines/training/trainer.py).
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -45,9 +46,23 @@ class PackedPolicy(nn.Module):
         of a mixture are used by all tokens: loss and load (algorithms/expert_balance.py), means over the layers.
         """
         output = _blocks_output(self.lm.base_model, batch, self.longest, experts)
-        hidden_TH = output.last_hidden_state[0].index_select(0, batch.predict_T)
-        outputs: tuple[torch.Tensor, ...] = self.head(hidden_TH, batch.targets_T, temperature, reference)
+        outputs = self._head_outputs(output.last_hidden_state[0], batch, temperature, reference)
         return (*outputs, *_balance(output.router_logits, self.lm.config.num_experts_per_tok)) if experts else outputs
+
+    def _head_outputs(
+        self, hidden_NH: torch.Tensor, batch: PackedBatch, temperature: float, reference: Reference | None
+    ) -> tuple[torch.Tensor, ...]:
+        """Return what the head says of each response token; it looks once at those that rows share."""
+        if batch.shared is None:
+            outputs: tuple[torch.Tensor, ...] = self.head(
+                hidden_NH.index_select(0, batch.predict_T), batch.targets_T, temperature, reference
+            )
+            return outputs
+        first_U = batch.shared.first_U
+        if reference is not None:
+            reference = replace(reference, hidden_TH=reference.hidden_TH[first_U])
+        hidden_UH = hidden_NH.index_select(0, batch.predict_T[first_U])
+        return tuple(map(batch.shared.each, self.head(hidden_UH, batch.targets_T[first_U], temperature, reference)))
 
     def hidden(self, batch: PackedBatch) -> torch.Tensor:
         """Return the final hidden states_TH of the tokens that predict the response."""
