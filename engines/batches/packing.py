@@ -1,11 +1,11 @@
 """From ragged experience to packed micro-batches: the flat tensors of one forward pass.
 
-Rows are never padded, and what several rows of a micro-batch begin with is computed once (engines/batches/trees.py): the
-prompt of all its samples, whose tokens stand once in the run, followed by the responses, and with it what branches of a
-conversation have in common. Only attention sees that a row continues tokens which lie elsewhere: its own tokens are
-the queries, and get the keys of the whole row, gathered. For 8 samples of a prompt of 256 tokens and responses of 1,024
-this spares 17 % of all layers' work, and changes no result: a token's hidden states do not depend on what follows it.
-Response tokens that rows share have one log-prob, which the loss reads for each of the rows.
+Rows are never padded, and what rows of a micro-batch begin with in common is computed once (engines/batches/trees.py):
+the prompt of all its samples, whose tokens stand once in the run, followed by the responses, and with it what branches
+of a conversation have in common. Only attention sees that a row continues tokens which lie elsewhere: its own tokens
+are the queries, and get the keys of the whole row, gathered. For 8 samples of a prompt of 256 tokens and responses of
+1,024 this spares 17 % of all layers' work, and changes no result: a token's hidden states do not depend on what follows
+it. Response tokens that rows share have one log-prob, which the loss reads for each of the rows.
 
 Suffixes: `_N` tokens of a run, `_K` keys (shared ones once per row), `_S` sequences of attention, `_T` response tokens,
 `_U` response tokens, shared ones once, `_R` tokens of all rows, whole, `_B` rows.
@@ -102,6 +102,14 @@ class Rows:
     def prompt_ids_B(self) -> np.ndarray:
         """A number per row, equal where prompts are equal; found once, also for rows with other columns."""
         return self.prompts.ids_B
+
+    @property
+    def shared_B(self) -> np.ndarray:
+        """First tokens of each row that another row has, and that are computed there if the two go together."""
+        arranged = arrange(self, np.arange(len(self)))
+        shared_B = np.empty(len(self), dtype=np.int64)
+        shared_B[arranged.order_B] = arranged.origins.shared_B
+        return shared_B
 
     def __len__(self) -> int:
         return len(self.prompts)

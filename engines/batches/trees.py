@@ -1,4 +1,4 @@
-"""Which rows begin with the same tokens, so that these are computed once: samples of a prompt, branches of a conversation.
+"""Which rows begin with the same tokens, to be computed once: samples of a prompt, branches of a conversation.
 
 A row takes its first tokens from a row before it, that one from another in turn: a tree, in which nothing is cut. The
 samples of a prompt take it from the first of them. Beyond that, and across prompts, a row takes what it shares with any

@@ -51,8 +51,8 @@ def test_log_probs_of_a_tree_are_those_of_each_path_alone(shape: Shape, folder_o
 def test_a_shared_token_has_the_gradient_of_every_path(folder_of: FolderOf) -> None:
     """PPO's clipped loss with entropy and KL, advantages of each path's own, against autograd row by row.
 
-    Old log-probs differ from path to path, so that a shared token is clipped in one and not in another. Control: with the
-    advantages of the first path for all, as one weight for a shared token would have it, the gradient is another.
+    Old log-probs differ from path to path, so that a shared token is clipped in one and not in another. Control: with
+    the advantages of the first path for all, as one weight for a shared token would have it, the gradient is another.
     """
     folder = folder_of(SHAPES[0])
     oracle = load_unpacked(folder)
