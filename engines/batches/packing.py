@@ -46,10 +46,6 @@ class SharedTargets:
     first_U: torch.Tensor  # index into T
     of_T: torch.Tensor  # index into U
 
-    def each(self, value_U: torch.Tensor) -> torch.Tensor:
-        """Return what is known of the tokens looked at for all tokens; their gradients add up."""
-        return value_U.index_select(0, self.of_T)
-
 
 @dataclass(frozen=True)
 class PackedLayout:
@@ -78,6 +74,14 @@ class PackedBatch:
     offsets_B1: torch.Tensor  # response tokens per row
     columns: dict[str, torch.Tensor]  # per-token columns: old log-probs, advantages, ...
     shared: SharedTargets | None  # None: no two rows share a response token
+
+    def distinct(self, values_T: torch.Tensor) -> torch.Tensor:
+        """Return what belongs to response tokens, for those that rows share once: for U."""
+        return values_T if self.shared is None else values_T.index_select(0, self.shared.first_U)
+
+    def each(self, values_U: torch.Tensor) -> torch.Tensor:
+        """Return for every response token what is known of the distinct ones; the gradients of shared ones add up."""
+        return values_U if self.shared is None else values_U.index_select(0, self.shared.of_T)
 
 
 @dataclass(frozen=True)

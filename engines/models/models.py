@@ -3,14 +3,14 @@
 Each wraps a Hugging Face backbone and runs it on packed tokens. The language head sees only the positions that
 predict response tokens (engines/kernels/lm_head.py).
 
-Suffixes: `_N` all tokens of a micro-batch, `_T` response tokens, `_TH` times hidden size, `_TV` times vocabulary.
+Suffixes: `_N` all tokens of a micro-batch, `_T` response tokens, `_U` those that rows share once, `_TH` times hidden
+size, `_TV` times vocabulary.
 Left out: losses (algorithms/), optimizers (engines/training/trainer.py).
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -42,27 +42,15 @@ class PackedPolicy(nn.Module):
     ) -> tuple[torch.Tensor, ...]:
         """Return log-probs_T and entropies_T (float32) of the response tokens at the sampling temperature.
 
-        With a reference, the KL_T to its distributions comes third. With `experts` the last two are how evenly those
-        of a mixture are used by all tokens: loss and load (algorithms/expert_balance.py), means over the layers.
+        With a reference, whose states are those of the distinct tokens (`PackedBatch.distinct`), the KL_T to its
+        distributions comes third. With `experts` the last two are how evenly those of a mixture are used by all tokens:
+        loss and load (algorithms/expert_balance.py), means over the layers.
         """
         output = _blocks_output(self.lm.base_model, batch, self.longest, experts)
-        outputs = self._head_outputs(output.last_hidden_state[0], batch, temperature, reference)
+        hidden_UH = output.last_hidden_state[0].index_select(0, batch.distinct(batch.predict_T))
+        found = self.head(hidden_UH, batch.distinct(batch.targets_T), temperature, reference)
+        outputs: tuple[torch.Tensor, ...] = tuple(map(batch.each, found))
         return (*outputs, *_balance(output.router_logits, self.lm.config.num_experts_per_tok)) if experts else outputs
-
-    def _head_outputs(
-        self, hidden_NH: torch.Tensor, batch: PackedBatch, temperature: float, reference: Reference | None
-    ) -> tuple[torch.Tensor, ...]:
-        """Return what the head says of each response token; it looks once at those that rows share."""
-        if batch.shared is None:
-            outputs: tuple[torch.Tensor, ...] = self.head(
-                hidden_NH.index_select(0, batch.predict_T), batch.targets_T, temperature, reference
-            )
-            return outputs
-        first_U = batch.shared.first_U
-        if reference is not None:
-            reference = replace(reference, hidden_TH=reference.hidden_TH[first_U])
-        hidden_UH = hidden_NH.index_select(0, batch.predict_T[first_U])
-        return tuple(map(batch.shared.each, self.head(hidden_UH, batch.targets_T[first_U], temperature, reference)))
 
     def hidden(self, batch: PackedBatch) -> torch.Tensor:
         """Return the final hidden states_TH of the tokens that predict the response."""
@@ -107,8 +95,9 @@ class PackedCritic(nn.Module):
 
     def forward(self, batch: PackedBatch) -> torch.Tensor:
         """Return values_T in float32."""
-        hidden_TH = _hidden_states(self.backbone, batch, self.longest).index_select(0, batch.predict_T)
-        return self.head(hidden_TH).squeeze(-1).float()
+        predict_U = batch.distinct(batch.predict_T)
+        hidden_UH = _hidden_states(self.backbone, batch, self.longest).index_select(0, predict_U)
+        return batch.each(self.head(hidden_UH).squeeze(-1).float())
 
 
 class PackedRewardModel(nn.Module):

@@ -98,7 +98,8 @@ def test_a_response_token_that_rows_share_is_looked_at_once() -> None:
     first_U, of_T = batch.shared.first_U, batch.shared.of_T
     assert len(first_U) < len(of_T) == len(batch.targets_T)
     for column_T in (batch.targets_T, batch.predict_T):
-        assert torch.equal(batch.shared.each(column_T[first_U]), column_T)
+        assert torch.equal(batch.each(batch.distinct(column_T)), column_T)
+        assert len(batch.distinct(column_T)) == len(first_U)
     assert pack(random_rows(6, samples=3), list(range(6)), CPU).shared is None
     assert pack(TREE, [0, 7], CPU).shared is None
     assert len(pack(TREE, [0, 7], CPU).tokens_N) == _nodes(TREE, [0, 7])
