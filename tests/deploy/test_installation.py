@@ -93,7 +93,7 @@ def test_the_image_has_what_its_commands_need() -> None:
     Left out: developers', and what has to be asked for by name (further trackers, tasks of lm-evaluation-harness, MCP).
     """
     assert re.findall(r'--editable "\.\[(.+)\]"', DOCKERFILE) == ["$DEVICE,servers"]
-    extras = {"cpu", "gpu", "servers", "trackers", "tasks", "mcp", "dev"}
+    extras = {"cpu", "gpu", "servers", "trackers", "tasks", "optimizers", "mcp", "dev"}
     assert project()["project"]["optional-dependencies"].keys() == extras
 
 

@@ -57,6 +57,38 @@ def random_rows(count: int, seed: int = 0, samples: int = 1) -> Rows:
     return Rows(Ragged.of(prompts, np.int32), responses, Ragged.of(masks, np.uint8), columns)
 
 
+def branched_rows(seed: int = 0) -> Rows:
+    """Paths of a tree, with advantages and returns of each path's own and some tokens that do not count.
+
+    Row by row: a conversation; two that branch off it, the second in mid-turn; one that branches off the last; the same
+    once more; one that ends where others branch; another answer to the same prompt; an agent whose prompt is the first
+    turn of them all, and one that begins within it; one by itself.
+    """
+    random = np.random.default_rng(seed)
+
+    def said(length: int) -> list[int]:
+        return random.integers(3, VOCABULARY, length).tolist()
+
+    prompt, first, second = said(5), said(90), said(70)
+    paths = [
+        (prompt, [*first, *said(10)]),
+        (prompt, [*first, *second, *said(7)]),
+        (prompt, [*first[:80], *said(4)]),
+        (prompt, [*first, *second, *(last := said(9))]),
+        (prompt, [*first, *second, *last]),
+        (prompt, first),
+        (prompt, said(12)),
+        ([*prompt, *first], said(11)),
+        ([*prompt, *first, *said(3)], said(6)),
+        (said(7), said(20)),
+    ]
+    prompts, responses = (Ragged.of(column, np.int32) for column in zip(*paths, strict=True))
+    tokens = len(responses.values_T)
+    mask = Ragged((random.random(tokens) < 0.9).astype(np.uint8), responses.offsets_B1)
+    values = {name: random.normal(size=tokens).astype(np.float32) for name in ("advantages", "returns")}
+    return with_columns(Rows(prompts, responses, mask, {}), values)
+
+
 def with_columns(rows: Rows, columns: Mapping[str, np.ndarray]) -> Rows:
     """The rows with more columns, each flat over all response tokens."""
     ragged = {name: Ragged(values.astype(np.float32), rows.responses.offsets_B1) for name, values in columns.items()}

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -18,17 +18,19 @@ from penstock.configs.schema import TrainConfig
 from penstock.state.experience import ExperienceRef, write_columns
 
 LOGNORMAL = re.compile(r"lognormal:([1-9]\d*):([1-9]\d*)")
+BRANCHED = re.compile(r"branched:([1-9]\d?)")
 SIGMA = 1.0  # of log-normal lengths: one response in six is longer than 1.6 times the mean
 UNVERIFIED = -1  # the policy version of a group without a rollout engine
 
 
 @dataclass(frozen=True)
 class Lengths:
-    """Tokens per row (`_B`) of prompts and responses."""
+    """Tokens per row (`_B`) of prompts and responses, and with how many tokens the responses to a prompt all begin."""
 
     kind: str
     prompts_B: np.ndarray
     responses_B: np.ndarray
+    trunk: int = 0
 
     @property
     def tokens(self) -> int:
@@ -44,11 +46,14 @@ class Lengths:
             "prompt_tokens": int(self.prompts_B[0]),
             "response_tokens_mean": float(self.responses_B.mean()),
             "response_tokens_max": int(self.responses_B.max()),
+            **({"trunk_tokens": self.trunk} if self.trunk else {}),
         }
 
 
 def lengths_named(name: str, config: TrainConfig) -> Lengths:
     """Return the lengths of a recipe's rows: `fixed`, the longest that it allows, or `lognormal:MEAN:LONGEST`.
+
+    `branched:PERCENT` are fixed ones, of which so much is the same in all responses to a prompt.
 
     Raises:
         UserError: `name` is neither.
@@ -58,7 +63,13 @@ def lengths_named(name: str, config: TrainConfig) -> Lengths:
         return fixed_lengths(rows, prompt, config.rollout.max_response_tokens)
     if found := LOGNORMAL.fullmatch(name):
         return lognormal_lengths(rows, prompt, mean=int(found[1]), longest=int(found[2]))
-    raise UserError(f"--lengths is '{name}'", "say fixed, or lognormal:MEAN:LONGEST, for example lognormal:600:4096")
+    if found := BRANCHED.fullmatch(name):
+        lengths = fixed_lengths(rows, prompt, config.rollout.max_response_tokens)
+        return replace(lengths, kind="branched", trunk=int(found[1]) * config.rollout.max_response_tokens // 100)
+    raise UserError(
+        f"--lengths is '{name}'",
+        "say fixed, branched:PERCENT or lognormal:MEAN:LONGEST, for example branched:50 or lognormal:600:4096",
+    )
 
 
 def fixed_lengths(rows: int, prompt: int, response: int) -> Lengths:
@@ -85,6 +96,14 @@ def write_experience(path: Path, lengths: Lengths, vocabulary: int, policy_versi
     total = int(offsets_B1[-1])
     advantages_B = generator.standard_normal(len(lengths.responses_B)).astype(np.float32)
 
+    def branched(responses: Ragged) -> Ragged:
+        """Let the responses to a prompt begin as the first of them does."""
+        tokens_T = responses.values_T
+        for row in range(len(responses)) if lengths.trunk else ():
+            start, first = responses.offsets_B1[row], responses.offsets_B1[row - row % samples]
+            tokens_T[start : start + lengths.trunk] = tokens_T[first : first + lengths.trunk]
+        return responses
+
     group_B = np.arange(len(lengths.prompts_B)) // samples
 
     def tokens(lengths_B: np.ndarray) -> Ragged:
@@ -97,7 +116,7 @@ def write_experience(path: Path, lengths: Lengths, vocabulary: int, policy_versi
         path,
         {
             "prompt_tokens": tokens(lengths.prompts_B[::samples]).take(group_B),
-            "response_tokens": tokens(lengths.responses_B),
+            "response_tokens": branched(tokens(lengths.responses_B)),
             "loss_mask": Ragged(np.ones(total, np.uint8), offsets_B1),
             "advantages": Ragged(np.repeat(advantages_B, lengths.responses_B), offsets_B1),
             "values": noise(),

@@ -64,7 +64,8 @@ def update(
         str,
         typer.Option(
             help="fixed: the recipe's longest prompt and response; lognormal:MEAN:LONGEST: a long tail of responses, "
-            "of so many tokens on average before the longest are cut, e.g. lognormal:600:4096"
+            "of so many tokens on average before the longest are cut, e.g. lognormal:600:4096; branched:PERCENT: fixed "
+            "ones, so much of all responses to a prompt the same, as in branches of a conversation"
         ),
     ] = "fixed",
     critic: Annotated[bool, typer.Option("--critic", help="update the critic as well (ppo)")] = False,

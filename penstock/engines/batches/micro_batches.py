@@ -6,6 +6,9 @@ cut into equal shares, one a rank, each cut at the row nearest to its ideal plac
 micro-batches as its tokens need, and these are then made as even as that number and the rows allow. A cut computes at
 most one prompt twice.
 
+Within the line rows stand beside those with which they share more than a prompt (penstock/engines/batches/trees.py).
+What that spares is not counted, so that a micro-batch needs no more memory than one of rows that share prompts alone.
+
 The plan is a pure function of the rows, so every rank computes the same plan by itself and nothing is sent. All ranks
 run the same number of micro-batches, because gradients are reduced in step. Planning takes time in proportion to the
 rows, for any lengths.
@@ -22,7 +25,7 @@ from itertools import pairwise
 import numpy as np
 
 from penstock.base.ragged import offsets_of
-from penstock.engines.batches.packing import Rows, first_seen
+from penstock.engines.batches.packing import Rows, arrange, first_seen
 
 
 def plan_micro_batches(
@@ -38,7 +41,7 @@ def plan_micro_batches(
         together: so many rows that follow each other, all of one prompt, are never cut apart.
     """
     index_B = np.arange(len(rows)) if index_B is None else index_B
-    index_B = index_B[np.argsort(first_seen(rows.prompt_ids_B[index_B]), kind="stable")]
+    index_B = _line_of(rows, index_B) if together == 1 else _by_prompt(rows, index_B)
     ids_B, prompts_B = rows.prompt_ids_B[index_B], rows.prompts.lengths_B[index_B]
     opens_B = np.append(True, ids_B[1:] != ids_B[:-1])[: len(index_B)]
     line_B1 = offsets_of(rows.responses.lengths_B[index_B] + np.where(opens_B, prompts_B, 0))
@@ -119,19 +122,41 @@ class _Line:
         return max(unit + 1, bisect_right(self.at_U1, self.opens_U[unit] + capacity, unit + 1, stop + 1) - 1)
 
 
+def _by_prompt(rows: Rows, index_B: np.ndarray) -> np.ndarray:
+    return index_B[np.argsort(first_seen(rows.prompt_ids_B[index_B]), kind="stable")]
+
+
+def _line_of(rows: Rows, index_B: np.ndarray) -> np.ndarray:
+    """Put rows prompt by prompt, and beside what they share more with."""
+    arranged = arrange(rows, index_B)
+    return index_B[arranged.order_B[arranged.origins.order()]]
+
+
 def _lists(index_B: np.ndarray, cuts: list[int], count: int) -> list[list[int]]:
     pieces = [index_B[start:stop].tolist() for start, stop in pairwise(cuts)]
     return pieces + [[] for _ in range(count - len(pieces))]
 
 
-def planned_tokens(rows: Rows, plan: list[list[list[int]]]) -> int:
-    """Return the sum of the tokens that the forward passes of a plan run; a prompt counts once in each pass."""
-    micro_batches = [np.asarray(micro, dtype=np.int64) for rank in plan for micro in rank if micro]
-    prompts = (micro[np.unique(rows.prompt_ids_B[micro], return_index=True)[1]] for micro in micro_batches)
-    return sum(
-        int(rows.responses.lengths_B[micro].sum() + rows.prompts.lengths_B[first].sum())
-        for micro, first in zip(micro_batches, prompts, strict=True)
-    )
+@dataclass(frozen=True)
+class Planned:
+    """What the forward passes of a plan run: what rows of a pass begin with in common counts once in it.
+
+    Attributes:
+        tokens: that they run.
+        beyond_prompts: tokens that they need not, besides those of equal prompts.
+    """
+
+    tokens: int
+    beyond_prompts: int
+
+
+def planned(rows: Rows, plan: list[list[list[int]]]) -> Planned:
+    """Return what the forward passes of all ranks run."""
+    tokens = beyond_prompts = 0
+    for micro in (micro for rank in plan for micro in rank if micro):
+        arranged = arrange(rows, np.asarray(micro, dtype=np.int64))
+        tokens, beyond_prompts = tokens + arranged.tokens, beyond_prompts + arranged.origins.beyond_prompts
+    return Planned(tokens, beyond_prompts)
 
 
 def _shares(line_U1: np.ndarray, ranks: int) -> list[tuple[int, int]]:

@@ -1,13 +1,15 @@
 """From ragged experience to packed micro-batches: the flat tensors of one forward pass.
 
-Rows are never padded, and a prompt is computed once for all its samples in a micro-batch: its tokens stand once in the
-run, followed by the responses. Only attention sees that a response continues a prompt which lies elsewhere: each
-response's queries get the keys of prompt and response, gathered. For 8 samples of a prompt of 256 tokens and
-responses of 1,024 this spares 17 % of all layers' work, and changes no result: a prompt's hidden states do not depend
-on what follows it.
+Rows are never padded, and what rows of a micro-batch begin with in common is computed once
+(penstock/engines/batches/trees.py): the prompt of all its samples, whose tokens stand once in the run, followed by the
+responses, and with it what branches of a conversation have in common. Only attention sees that a row continues tokens
+which lie elsewhere: its own tokens are the queries, and get the keys of the whole row, gathered. For 8 samples of a
+prompt of 256 tokens and responses of 1,024 this spares 17 % of all layers' work, and changes no result: a token's
+hidden states do not depend on what follows it. Response tokens that rows share have one log-prob, which the loss reads
+for each of the rows.
 
-Suffixes: `_N` tokens of a run, `_K` keys (a shared prompt's once per response), `_S` sequences of attention, `_T`
-response tokens, `_B` rows, `_F` families (rows of one prompt), `_P` pieces (a family's prompt or a row's response).
+Suffixes: `_N` tokens of a run, `_K` keys (shared ones once per row), `_S` sequences of attention, `_T` response tokens,
+`_U` response tokens, shared ones once, `_R` tokens of all rows, whole, `_B` rows.
 Left out: which rows go together (penstock/engines/batches/micro_batches.py), the forward pass
 (penstock/engines/models/models.py), losses (penstock/algorithms/).
 """
@@ -22,31 +24,40 @@ import numpy as np
 import torch
 
 from penstock.base.ragged import Ragged, offsets_of
+from penstock.engines.batches.trees import Origins, into, origins_of
 from penstock.state.experience import column_names, read_columns
 
 Batch = TypeVar("Batch")
 
 
 @dataclass(frozen=True)
-class SharedPrompts:
-    """How keys of shared prompts are repeated for each response, and their gradients added up again."""
+class SharedPrefixes:
+    """How keys of shared tokens are repeated for each row, and their gradients added up again."""
 
     source_K: torch.Tensor  # token of the run that a key comes from
     own_N: torch.Tensor  # a token's key in its own sequence
-    copies_C: torch.Tensor  # the other keys, repeated from a prompt
+    copies_C: torch.Tensor  # the other keys, repeated from other sequences
     copied_C: torch.Tensor  # tokens that those come from
 
 
 @dataclass(frozen=True)
+class SharedTargets:
+    """Response tokens that several rows share: which are looked at, and which of these each is."""
+
+    first_U: torch.Tensor  # index into T
+    of_T: torch.Tensor  # index into U
+
+
+@dataclass(frozen=True)
 class PackedLayout:
-    """Where the sequences of attention lie: queries are consecutive tokens of the run, keys may begin with a prompt."""
+    """Where the sequences of attention lie: queries are consecutive tokens of the run, keys may begin elsewhere."""
 
     cu_queries_S1: torch.Tensor  # int32, on the device
     cu_keys_S1: torch.Tensor
     max_queries: int
     max_keys: int
     sequences: int
-    shared: SharedPrompts | None  # None: every sequence's keys are its own tokens
+    shared: SharedPrefixes | None  # None: every sequence's keys are its own tokens
     slots_K: torch.Tensor | None  # sequence x max_keys + position, for attention on CPU
 
 
@@ -63,6 +74,15 @@ class PackedBatch:
     mask_T: torch.Tensor  # float 0/1: the model's own tokens
     offsets_B1: torch.Tensor  # response tokens per row
     columns: dict[str, torch.Tensor]  # per-token columns: old log-probs, advantages, ...
+    shared: SharedTargets | None  # None: no two rows share a response token
+
+    def distinct(self, values_T: torch.Tensor) -> torch.Tensor:
+        """Return what belongs to response tokens, for those that rows share once: for U."""
+        return values_T if self.shared is None else values_T.index_select(0, self.shared.first_U)
+
+    def each(self, values_U: torch.Tensor) -> torch.Tensor:
+        """Return for every response token what is known of the distinct ones; the gradients of shared ones add up."""
+        return values_U if self.shared is None else values_U.index_select(0, self.shared.of_T)
 
 
 @dataclass(frozen=True)
@@ -87,6 +107,14 @@ class Rows:
     def prompt_ids_B(self) -> np.ndarray:
         """A number per row, equal where prompts are equal; found once, also for rows with other columns."""
         return self.prompts.ids_B
+
+    @property
+    def shared_B(self) -> np.ndarray:
+        """First tokens of each row that another row has, and that are computed there if the two go together."""
+        arranged = arrange(self, np.arange(len(self)))
+        shared_B = np.empty(len(self), dtype=np.int64)
+        shared_B[arranged.order_B] = arranged.origins.shared_B
+        return shared_B
 
     def __len__(self) -> int:
         return len(self.prompts)
@@ -117,25 +145,25 @@ class PackedInTurn(Sequence[Batch]):
 
 
 @dataclass(frozen=True)
-class _Places:
-    """Where prompts and responses of the chosen rows lie in the run; host memory."""
+class Arranged:
+    """Chosen rows in the order of the run, prompt by prompt, in host memory.
 
-    family_B: np.ndarray
-    first_F: np.ndarray  # a family's first row
-    prompt_F: np.ndarray  # lengths
-    response_B: np.ndarray
-    prompt_start_F: np.ndarray
-    response_start_B: np.ndarray
+    Attributes:
+        order_B: which of the chosen rows this is.
+        whole: prompts with their responses.
+        families_B: 0, 0, 1, ... the same for rows of the same prompt.
+    """
 
-    @property
-    def prompt_end_B(self) -> np.ndarray:
-        """Behind the last token of a row's prompt."""
-        return (self.prompt_start_F + self.prompt_F)[self.family_B]
+    order_B: np.ndarray
+    whole: Ragged
+    prompt_B: np.ndarray
+    families_B: np.ndarray
+    origins: Origins
 
     @property
     def tokens(self) -> int:
         """Length of the run."""
-        return int(self.prompt_F.sum() + self.response_B.sum())
+        return int(self.whole.offsets_B1[-1] - self.origins.shared_B.sum())
 
 
 def read_rows(path: str, columns: Sequence[str] = ()) -> Rows:
@@ -157,28 +185,40 @@ def pack(rows: Rows, index: list[int], device: torch.device) -> PackedBatch:
         rows, index = uncounted(rows, [_shortest(rows)]), [0]
     chosen_B = np.asarray(index, dtype=np.int64)
     responses, mask = rows.responses.take(chosen_B), rows.mask.take(chosen_B)
-    places = _place(rows.prompt_ids_B[chosen_B], rows.prompts.lengths_B[chosen_B], responses.lengths_B)
-    prompts = rows.prompts.take(chosen_B[places.first_F])
-    prompts_at = _into(places.prompt_start_F, places.prompt_F)
-    responses_at = _into(places.response_start_B, places.response_B)
-    tokens_N = np.empty(places.tokens, dtype=np.int64)
-    tokens_N[prompts_at], tokens_N[responses_at] = prompts.values_T, responses.values_T
-    positions_N = np.empty_like(tokens_N)
-    positions_N[prompts_at] = _ramp(places.prompt_F)
-    positions_N[responses_at] = _ramp(places.response_B) + np.repeat(
-        places.prompt_F[places.family_B], places.response_B
-    )
+    arranged = arrange(rows, chosen_B)
+    starts_B, tokens = arranged.whole.offsets_B1[:-1], len(arranged.whole.values_T)
+    source_R = arranged.origins.sources(starts_B, tokens)
+    own_R = source_R == np.arange(tokens)
+    at_R = (np.cumsum(own_R) - 1)[source_R]  # in the run
+    place_B = np.empty_like(chosen_B)
+    place_B[arranged.order_B] = np.arange(len(chosen_B))
+    responses_R = into((starts_B + arranged.prompt_B)[place_B], responses.lengths_B)
     return PackedBatch(
-        tokens_N=to_device(tokens_N, device),
-        positions_N=to_device(positions_N, device),
-        layout=_layout(places, device),
-        predict_T=to_device(_predicting(places, responses_at), device),
-        last_B=to_device(_last(places), device),
+        tokens_N=to_device(arranged.whole.values_T[own_R].astype(np.int64), device),
+        positions_N=to_device(_ramp(arranged.whole.lengths_B)[own_R], device),
+        layout=_layout(arranged, at_R, device),
+        predict_T=to_device(at_R[responses_R - 1], device),
+        last_B=to_device(at_R[arranged.whole.offsets_B1[1:] - 1][place_B], device),
         targets_T=to_device(responses.values_T.astype(np.int64), device),
         mask_T=to_device(mask.values_T.astype(np.float32), device),
         offsets_B1=to_device(responses.offsets_B1, device),
         columns={name: to_device(column.take(chosen_B).values_T, device) for name, column in rows.columns.items()},
+        shared=_shared_targets(arranged, at_R[responses_R], device),
     )
+
+
+def arrange(rows: Rows, chosen_B: np.ndarray) -> Arranged:
+    """Put rows into the order of a run, and see what they share."""
+    families_B = first_seen(rows.prompt_ids_B[chosen_B])
+    order_B = np.argsort(families_B, kind="stable")
+    prompts, responses = (column.take(chosen_B[order_B]) for column in (rows.prompts, rows.responses))
+    offsets_B1 = prompts.offsets_B1 + responses.offsets_B1
+    whole = Ragged(np.empty(offsets_B1[-1], dtype=prompts.values_T.dtype), offsets_B1)
+    whole.values_T[into(offsets_B1[:-1], prompts.lengths_B)] = prompts.values_T
+    whole.values_T[into(offsets_B1[:-1] + prompts.lengths_B, responses.lengths_B)] = responses.values_T
+    families_B = families_B[order_B]
+    origins = origins_of(whole, prompts.lengths_B, families_B)
+    return Arranged(order_B, whole, prompts.lengths_B, families_B, origins)
 
 
 def uncounted(rows: Rows, index: list[int]) -> Rows:
@@ -201,52 +241,29 @@ def _shortest(rows: Rows) -> int:
     return int(lengths_B.argmin())
 
 
-def _place(ids_B: np.ndarray, prompts_B: np.ndarray, response_B: np.ndarray) -> _Places:
-    """Lay out each family's prompt, then its rows' responses."""
-    _, first_F, family_B = np.unique(first_seen(ids_B), return_index=True, return_inverse=True)
-    order_B, members_F = np.argsort(family_B, kind="stable"), np.bincount(family_B)
-    prompt_F = prompts_B[first_F]
-    # Pieces in order: a family's prompt, its responses, the next family's prompt, ...
-    prompt_at_F = np.arange(len(first_F)) + offsets_of(members_F)[:-1]
-    response_at_B = np.empty(len(ids_B), dtype=np.int64)
-    response_at_B[order_B] = np.arange(len(ids_B)) + family_B[order_B] + 1
-    lengths_P = np.empty(len(first_F) + len(ids_B), dtype=np.int64)
-    lengths_P[prompt_at_F], lengths_P[response_at_B] = prompt_F, response_B
-    starts_P = offsets_of(lengths_P)[:-1]
-    return _Places(family_B, first_F, prompt_F, response_B, starts_P[prompt_at_F], starts_P[response_at_B])
+def _shared_targets(arranged: Arranged, at_T: np.ndarray, device: torch.device) -> SharedTargets | None:
+    """Tell response tokens apart by where they lie in the run."""
+    if not (arranged.origins.shared_B > arranged.prompt_B).any():
+        return None
+    _, first_U, of_T = np.unique(at_T, return_index=True, return_inverse=True)
+    return None if len(first_U) == len(at_T) else SharedTargets(to_device(first_U, device), to_device(of_T, device))
 
 
-def _predicting(places: _Places, responses_at: np.ndarray) -> np.ndarray:
-    """The token before each response token; before the first one it is the prompt's last, wherever that lies."""
-    predict_T = responses_at - 1
-    any_B = places.response_B > 0
-    predict_T[offsets_of(places.response_B)[:-1][any_B]] = places.prompt_end_B[any_B] - 1
-    return predict_T
+def _layout(arranged: Arranged, at_R: np.ndarray, device: torch.device) -> PackedLayout:
+    """Sequences of attention in the order of the run: the own tokens of each row, after what it shares.
 
-
-def _last(places: _Places) -> np.ndarray:
-    end_B = places.response_start_B + places.response_B
-    return np.where(places.response_B > 0, end_B, places.prompt_end_B) - 1
-
-
-def _layout(places: _Places, device: torch.device) -> PackedLayout:
-    """Sequences of attention in the order of the run.
-
-    A family of one row is one sequence, prompt and response. In a larger one the prompt is a sequence by itself, and
-    each response one whose keys begin with the prompt's.
+    Where rows have the same prompt it is a sequence by itself, before the first of them.
     """
-    alone_F = np.bincount(places.family_B) == 1
-    alone_B = alone_F[places.family_B]
-    prompt_queries_F = places.prompt_F.copy()
-    prompt_queries_F[places.family_B[alone_B]] += places.response_B[alone_B]
-    start_S = np.concatenate([places.prompt_start_F, places.response_start_B])
-    queries_S = np.concatenate([prompt_queries_F, np.where(alone_B, 0, places.response_B)])
-    before_S = np.concatenate([np.zeros_like(places.prompt_F), places.prompt_F[places.family_B]])
-    prompt_S = np.concatenate([places.prompt_start_F, places.prompt_start_F[places.family_B]])
-    order_S = np.argsort(start_S, kind="stable")
-    order_S = order_S[queries_S[order_S] > 0]
-    queries_S, before_S, prompt_S = queries_S[order_S], before_S[order_S], prompt_S[order_S]
-    keys_S = queries_S + before_S
+    shared_B, lengths_B = arranged.origins.shared_B, arranged.whole.lengths_B
+    opens_B = np.diff(arranged.families_B, prepend=-1) > 0
+    of_several_B = np.bincount(arranged.families_B)[arranged.families_B] > 1
+    prompt_end_B = np.where(opens_B & of_several_B, np.maximum(shared_B, arranged.prompt_B), shared_B)
+    before_S = np.stack([shared_B, prompt_end_B], axis=1).reshape(-1)
+    keys_S = np.stack([prompt_end_B, lengths_B], axis=1).reshape(-1)
+    start_S = np.repeat(arranged.whole.offsets_B1[:-1], 2)
+    some_S = keys_S > before_S
+    before_S, keys_S, start_S = before_S[some_S], keys_S[some_S], start_S[some_S]
+    queries_S = keys_S - before_S
     slots_K = None
     if device.type == "cpu":
         slots_K = torch.from_numpy(np.repeat(np.arange(len(keys_S)) * int(keys_S.max()), keys_S) + _ramp(keys_S))
@@ -256,29 +273,26 @@ def _layout(places: _Places, device: torch.device) -> PackedLayout:
         max_queries=int(queries_S.max()),
         max_keys=int(keys_S.max()),
         sequences=len(keys_S),
-        shared=_shared(queries_S, before_S, prompt_S, device) if before_S.any() else None,
+        shared=_shared(queries_S, before_S, start_S, at_R, device) if before_S.any() else None,
         slots_K=slots_K,
     )
 
 
-def _shared(queries_S: np.ndarray, before_S: np.ndarray, prompt_S: np.ndarray, device: torch.device) -> SharedPrompts:
+def _shared(
+    queries_S: np.ndarray, before_S: np.ndarray, start_S: np.ndarray, at_R: np.ndarray, device: torch.device
+) -> SharedPrefixes:
     starts_S = offsets_of(queries_S + before_S)[:-1]
-    own_N, copies_C = _into(starts_S + before_S, queries_S), _into(starts_S, before_S)
-    copied_C = _into(prompt_S, before_S)
+    own_N, copies_C = into(starts_S + before_S, queries_S), into(starts_S, before_S)
+    copied_C = at_R[into(start_S, before_S)]
     source_K = np.empty(len(own_N) + len(copies_C), dtype=np.int64)
     source_K[own_N], source_K[copies_C] = np.arange(len(own_N)), copied_C
-    return SharedPrompts(*(to_device(array, device) for array in (source_K, own_N, copies_C, copied_C)))
+    return SharedPrefixes(*(to_device(array, device) for array in (source_K, own_N, copies_C, copied_C)))
 
 
 def first_seen(ids_B: np.ndarray) -> np.ndarray:
     """Number ids by the order in which they first appear: [7, 3, 7] -> [0, 1, 0]."""
     _, first, inverse_B = np.unique(ids_B, return_index=True, return_inverse=True)
     return np.argsort(np.argsort(first))[inverse_B]
-
-
-def _into(starts_B: np.ndarray, lengths_B: np.ndarray) -> np.ndarray:
-    """Flat destinations of rows that begin at `starts` and have `lengths` entries."""
-    return np.repeat(starts_B, lengths_B) + _ramp(lengths_B)
 
 
 def _ramp(lengths_B: np.ndarray) -> np.ndarray:

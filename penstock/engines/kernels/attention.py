@@ -5,8 +5,9 @@ CPU has no such kernel, so there queries, keys and values are spread to rows for
 every other layer still sees only real tokens. Spreading needs no mask either: it pads on the right, and a causal token
 never looks right.
 
-Where responses share a prompt (penstock/engines/batches/packing.py), its keys and values are repeated for each of them;
-a response's queries are the last of their sequence, which is how the causal kernel aligns fewer queries than keys.
+Where rows share what they begin with (penstock/engines/batches/packing.py), its keys and values are repeated for each
+of them; a row's own queries are the last of their sequence, which is how the causal kernel aligns fewer queries than
+keys.
 
 Capped scores (Gemma 2) are computed on a CPU alone. Left out: attention sinks, and values of a size of their own, for
 which PyTorch's kernel has no place (refused before a model is trained, penstock/engines/families/architecture.py, and
@@ -21,7 +22,7 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
 
-from penstock.engines.batches.packing import PackedLayout, SharedPrompts
+from penstock.engines.batches.packing import PackedLayout, SharedPrefixes
 from penstock.engines.families.architecture import CAPPED_ON_GPU, unpackable
 from penstock.engines.kernels.attention_kernel import causal_varlen_attention
 
@@ -67,7 +68,7 @@ def packed_attention(
     if softcap is not None and packing.slots_K is None:
         raise unpackable("the model", CAPPED_ON_GPU)
     query_N, key_N, value_N = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
-    key_K, value_K = (repeat_prompts(tensor_N, packing.shared) for tensor_N in (key_N, value_N))
+    key_K, value_K = (repeat_prefixes(tensor_N, packing.shared) for tensor_N in (key_N, value_N))
     if packing.slots_K is None:
         out_N = causal_varlen_attention(query_N, key_K, value_K, packing, scaling, sliding_window)
     else:
@@ -123,8 +124,8 @@ def _capped(
     return capped.softmax(-1, dtype=torch.float32).to(value.dtype) @ value
 
 
-def repeat_prompts(tensor_N: torch.Tensor, shared: SharedPrompts | None) -> torch.Tensor:
-    """Return keys or values of all sequences, [K, heads, head size]: a shared prompt's once for each response.
+def repeat_prefixes(tensor_N: torch.Tensor, shared: SharedPrefixes | None) -> torch.Tensor:
+    """Return keys or values of all sequences, [K, heads, head size]: shared ones once for each row.
 
     They are contiguous: as columns of a joint product they would keep all of it for the backward pass.
     """

@@ -3,7 +3,8 @@
 Each wraps a Hugging Face backbone and runs it on packed tokens. The language head sees only the positions that
 predict response tokens (penstock/engines/kernels/lm_head.py).
 
-Suffixes: `_N` all tokens of a micro-batch, `_T` response tokens, `_TH` times hidden size, `_TV` times vocabulary.
+Suffixes: `_N` all tokens of a micro-batch, `_T` response tokens, `_U` those that rows share once, `_TH` times hidden
+size, `_TV` times vocabulary.
 Left out: losses (penstock/algorithms/), optimizers (penstock/engines/training/trainer.py).
 """
 
@@ -41,13 +42,14 @@ class PackedPolicy(nn.Module):
     ) -> tuple[torch.Tensor, ...]:
         """Return log-probs_T and entropies_T (float32) of the response tokens at the sampling temperature.
 
-        With a reference, the KL_T to its distributions comes third. With `experts` the last two are how evenly those
-        of a mixture are used by all tokens: loss and load (penstock/algorithms/expert_balance.py), means over the
-        layers.
+        With a reference, whose states are those of the distinct tokens (`PackedBatch.distinct`), the KL_T to its
+        distributions comes third. With `experts` the last two are how evenly those of a mixture are used by all tokens:
+        loss and load (penstock/algorithms/expert_balance.py), means over the layers.
         """
         output = _blocks_output(self.lm.base_model, batch, self.longest, experts)
-        hidden_TH = output.last_hidden_state[0].index_select(0, batch.predict_T)
-        outputs: tuple[torch.Tensor, ...] = self.head(hidden_TH, batch.targets_T, temperature, reference)
+        hidden_UH = output.last_hidden_state[0].index_select(0, batch.distinct(batch.predict_T))
+        found = self.head(hidden_UH, batch.distinct(batch.targets_T), temperature, reference)
+        outputs: tuple[torch.Tensor, ...] = tuple(map(batch.each, found))
         return (*outputs, *_balance(output.router_logits, self.lm.config.num_experts_per_tok)) if experts else outputs
 
     def hidden(self, batch: PackedBatch) -> torch.Tensor:
@@ -93,8 +95,9 @@ class PackedCritic(nn.Module):
 
     def forward(self, batch: PackedBatch) -> torch.Tensor:
         """Return values_T in float32."""
-        hidden_TH = _hidden_states(self.backbone, batch, self.longest).index_select(0, batch.predict_T)
-        return self.head(hidden_TH).squeeze(-1).float()
+        predict_U = batch.distinct(batch.predict_T)
+        hidden_UH = _hidden_states(self.backbone, batch, self.longest).index_select(0, predict_U)
+        return batch.each(self.head(hidden_UH).squeeze(-1).float())
 
 
 class PackedRewardModel(nn.Module):

@@ -112,7 +112,7 @@ def _pass_without_head(models: RankModels, rows: Rows) -> dict[str, float]:
     if not shape.explained:
         return work
     lengths = rows.prompts.lengths_B, rows.responses.lengths_B
-    return work | {"flops": forward_flops(shape, *lengths, scalar_head=True, prompt_ids_B=rows.prompt_ids_B)}
+    return work | {"flops": forward_flops(shape, *lengths, scalar_head=True, shared_B=rows.shared_B)}
 
 
 @carries_out(LogprobsAndKl)

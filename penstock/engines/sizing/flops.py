@@ -86,7 +86,7 @@ def forward_flops(
     response_B: np.ndarray,
     *,
     scalar_head: bool,
-    prompt_ids_B: np.ndarray | None = None,
+    shared_B: np.ndarray | None = None,
     adapters: int = 0,
 ) -> float:
     """FLOPs of one forward pass over prompts with their responses.
@@ -94,13 +94,13 @@ def forward_flops(
     Args:
         prompt_B: prompt tokens per row; response_B: response tokens per row.
         scalar_head: a critic's head of one value per response token, not a language head.
-        prompt_ids_B: equal where rows have the same prompt, which is then computed once; None: all rows differ.
+        shared_B: first tokens of a row that are computed for another one as well, and counted there; None: all differ.
         adapters: parameters of LoRA's adapters.
     """
-    once_B = _once(prompt_B, prompt_ids_B)
-    outputs = 1 if scalar_head else shape.vocabulary
-    blocks = _block_flops(shape, once_B, prompt_B, response_B) + _adapter_flops(adapters, once_B, response_B)
-    return blocks + _head_flops(shape, response_B, outputs)
+    shared_B = np.zeros_like(prompt_B) if shared_B is None else shared_B
+    own_B, outputs = prompt_B + response_B - shared_B, 1 if scalar_head else shape.vocabulary
+    blocks = _block_flops(shape, own_B, shared_B) + _adapter_flops(adapters, own_B)
+    return blocks + _head_flops(shape, _own_responses(prompt_B, response_B, shared_B), outputs)
 
 
 def training_flops(
@@ -109,22 +109,22 @@ def training_flops(
     response_B: np.ndarray,
     *,
     scalar_head: bool,
-    prompt_ids_B: np.ndarray | None = None,
+    shared_B: np.ndarray | None = None,
     adapters: int = 0,
 ) -> float:
     """FLOPs of one forward and backward pass over the rows; recomputed activations earn nothing.
 
     With adapters the model's own weights rest: a gradient goes through them, and none is made of them.
     """
-    once_B = _once(prompt_B, prompt_ids_B)
     whole = (1 + BACKWARD) * forward_flops(
-        shape, prompt_B, response_B, scalar_head=scalar_head, prompt_ids_B=prompt_ids_B, adapters=adapters
+        shape, prompt_B, response_B, scalar_head=scalar_head, shared_B=shared_B, adapters=adapters
     )
     if not adapters:
         return whole
-    resting = _matrix_flops(shape, once_B, response_B)
+    shared_B = np.zeros_like(prompt_B) if shared_B is None else shared_B
+    resting = _matrix_flops(shape, prompt_B + response_B - shared_B)
     if not scalar_head:  # a critic's head is trained
-        resting += _head_flops(shape, response_B, shape.vocabulary)
+        resting += _head_flops(shape, _own_responses(prompt_B, response_B, shared_B), shape.vocabulary)
     return whole - resting
 
 
@@ -138,27 +138,28 @@ def generation_flops(shape: ModelShape, prompt_B: np.ndarray, response_B: np.nda
     The last token of a response is sampled and not read; the head is needed once per token that is sampled.
     """
     read_B = np.maximum(response_B - 1, 0)
-    blocks = _block_flops(shape, prompt_B[::samples], prompt_B, read_B)
+    shared_B = np.where(np.arange(len(prompt_B)) % samples, prompt_B, 0)
+    blocks = _block_flops(shape, prompt_B + read_B - shared_B, shared_B)
     return blocks + _head_flops(shape, response_B, shape.vocabulary)
 
 
-def _block_flops(shape: ModelShape, once_B: np.ndarray, prompt_B: np.ndarray, response_B: np.ndarray) -> float:
-    """All blocks: the prompts in `once_B` by themselves, and every row's response after its prompt."""
-    continued = attention_flops(shape, prompt_B + response_B) - attention_flops(shape, prompt_B)
-    return _matrix_flops(shape, once_B, response_B) + attention_flops(shape, once_B) + continued
+def _block_flops(shape: ModelShape, own_B: np.ndarray, shared_B: np.ndarray) -> float:
+    """All blocks: of each row its own tokens, after those that it shares."""
+    attention = attention_flops(shape, shared_B + own_B) - attention_flops(shape, shared_B)
+    return _matrix_flops(shape, own_B) + attention
 
 
-def _once(prompt_B: np.ndarray, prompt_ids_B: np.ndarray | None) -> np.ndarray:
-    """Lengths of the prompts, those that are the same once."""
-    return prompt_B if prompt_ids_B is None else prompt_B[np.unique(prompt_ids_B, return_index=True)[1]]
+def _own_responses(prompt_B: np.ndarray, response_B: np.ndarray, shared_B: np.ndarray) -> np.ndarray:
+    """Response tokens that no other row shares."""
+    return response_B - np.maximum(shared_B - prompt_B, 0)
 
 
-def _matrix_flops(shape: ModelShape, once_B: np.ndarray, response_B: np.ndarray) -> float:
-    return 2.0 * shape.layers * shape.matrices_per_token * float(once_B.sum() + response_B.sum())
+def _matrix_flops(shape: ModelShape, own_B: np.ndarray) -> float:
+    return 2.0 * shape.layers * shape.matrices_per_token * float(own_B.sum())
 
 
-def _adapter_flops(adapters: int, once_B: np.ndarray, response_B: np.ndarray) -> float:
-    return 2.0 * adapters * float(once_B.sum() + response_B.sum())
+def _adapter_flops(adapters: int, own_B: np.ndarray) -> float:
+    return 2.0 * adapters * float(own_B.sum())
 
 
 def _head_flops(shape: ModelShape, response_B: np.ndarray, outputs: int) -> float:

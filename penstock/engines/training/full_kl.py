@@ -24,5 +24,5 @@ def with_states(rows: Rows, path: str) -> Rows:
 
 
 def reference_of(batch: PackedBatch, weight_VH: torch.Tensor) -> Reference:
-    """Return what the reference's distributions of a micro-batch are made of."""
-    return Reference(batch.columns[STATES].view(weight_VH.dtype), weight_VH)
+    """Return what the reference's distributions of a micro-batch's distinct tokens are made of."""
+    return Reference(batch.distinct(batch.columns[STATES]).view(weight_VH.dtype), weight_VH)

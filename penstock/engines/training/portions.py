@@ -17,7 +17,7 @@ import torch
 
 from penstock.algorithms.aggregation import Denominators, weight_of_sums
 from penstock.algorithms.segments import segment_sum
-from penstock.engines.batches.micro_batches import plan_micro_batches, planned_tokens
+from penstock.engines.batches.micro_batches import plan_micro_batches, planned
 from penstock.engines.batches.packing import PackedInTurn, Rows, pack
 from penstock.engines.commands.update import ActorLoss, Split
 from penstock.engines.training.correction import with_mismatch
@@ -33,7 +33,8 @@ class Portions:
         count: how many there were.
         tokens: that count.
         sequences: with a token that counts.
-        length: tokens of all rows, with their prompts; `planned` of them are computed.
+        length: tokens of all rows, with their prompts; `computed` of them are computed, `branched` are not because rows
+            share more than prompts.
         differences: each micro-batch's largest difference of log-probs, where they are corrected.
     """
 
@@ -41,7 +42,8 @@ class Portions:
     tokens: int = 0
     sequences: int = 0
     length: int = 0
-    planned: int = 0
+    computed: int = 0
+    branched: int = 0
     micro_batches: int = 0
     differences: list[torch.Tensor] = field(default_factory=list)
     corrected: bool = False
@@ -72,7 +74,9 @@ def add_portion(
     portions.tokens += int(counted_B.sum())
     portions.sequences += int((counted_B > 0).sum())
     portions.length += int(rows.lengths_B[index_B].sum())
-    portions.planned += planned_tokens(rows, plan)
+    computed = planned(rows, plan)
+    portions.computed += computed.tokens
+    portions.branched += computed.beyond_prompts
     portions.micro_batches += len(plan[rank])
     portions.corrected = loss.correction is not None
 
@@ -99,7 +103,8 @@ def take_step(
         "grad_norm": result.grad_norm,
         "learning_rate": result.learning_rate,
         "micro_batches": float(portions.micro_batches),
-        "computed_share": portions.planned / portions.length,
+        "computed_share": portions.computed / portions.length,
+        "branched_share": portions.branched / portions.length,
         "steps": 1.0,
     }
     return metrics if not portions.corrected else with_mismatch(metrics, portions.differences, trainer.device)

@@ -23,7 +23,7 @@ from penstock.algorithms.registry import choice_named, policy_loss_named
 from penstock.algorithms.segments import segment_sum
 from penstock.algorithms.value_losses import clipped_value_loss
 from penstock.base.ragged import Ragged
-from penstock.engines.batches.micro_batches import plan_micro_batches, planned_tokens
+from penstock.engines.batches.micro_batches import plan_micro_batches, planned
 from penstock.engines.batches.packing import PackedBatch, PackedInTurn, Rows, pack
 from penstock.engines.commands.update import ActorLoss, Split
 from penstock.engines.models.models import PackedPolicy
@@ -215,13 +215,15 @@ def _step(
     batches = PackedInTurn(plan[rank], lambda micro: pack(rows, micro, trainer.device))
     result = trainer.step(batches, lambda module, batch: loss(module, batch, denominators), learning_rate)
     means = {name: total / denominators.tokens for name, total in result.sums.items() if name != "loss"}
+    computed, length = planned(rows, plan), int(rows.lengths_B[index_B].sum())
     return {
         **means,
         "loss": result.sums["loss"],
         "grad_norm": result.grad_norm,
         "learning_rate": result.learning_rate,
         "micro_batches": float(len(plan[rank])),
-        "computed_share": planned_tokens(rows, plan) / int(rows.lengths_B[index_B].sum()),  # prompts are shared
+        "computed_share": computed.tokens / length,
+        "branched_share": computed.beyond_prompts / length,
     }
 
 

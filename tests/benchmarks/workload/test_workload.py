@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -178,7 +179,16 @@ def test_lengths_are_named_with_all_that_they_need() -> None:
     fixed, tail = lengths_named("fixed", config), lengths_named("lognormal:9:30", config)
     assert (fixed.prompts_B.tolist(), fixed.responses_B.tolist()) == ([5] * 6, [7] * 6)
     assert np.array_equal(tail.responses_B, lognormal_lengths(6, 5, 9, 30).responses_B)
-    for name in ("lognormal", "lognormal:9", "fixed:9:30", "lognormal:0:30", "lognormal:9:x"):
+    assert (lengths_named("branched:50", config).trunk, fixed.trunk) == (3, 0)
+    for name in (
+        "lognormal",
+        "lognormal:9",
+        "fixed:9:30",
+        "lognormal:0:30",
+        "lognormal:9:x",
+        "branched",
+        "branched:100",
+    ):
         with pytest.raises(UserError, match=f"--lengths is '{name}'"):
             lengths_named(name, config)
 
@@ -199,6 +209,17 @@ def test_experience_has_the_lengths_and_one_advantage_per_row(tmp_path: Path) ->
     prompts = [tuple(columns["prompt_tokens"].row(row)) for row in range(16)]
     assert [len(set(prompts[start : start + 4])) for start in range(0, 16, 4)] == [1] * 4
     assert len(set(prompts)) == 4
+
+
+def test_responses_to_a_prompt_begin_alike_where_they_branch(tmp_path: Path) -> None:
+    """Control: behind that, and between prompts, they differ; without a trunk they differ at once."""
+    whole = fixed_lengths(6, 5, 20)
+    for trunk in (8, 0):
+        path = write_experience(tmp_path / f"{trunk}.parquet", replace(whole, trunk=trunk), 64, -1, samples=3).path
+        responses = read_columns(path, ["response_tokens"])["response_tokens"]
+        begins = [tuple(responses.row(row)[: trunk or 8]) for row in range(6)]
+        assert len(set(begins)) == (2 if trunk else 6)
+        assert len({tuple(responses.row(row)[trunk:]) for row in range(6)}) == 6
 
 
 def test_experience_is_the_same_every_time(tmp_path: Path) -> None:

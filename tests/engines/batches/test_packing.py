@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from penstock.base.ragged import Ragged
-from penstock.engines.batches.micro_batches import plan_micro_batches, planned_tokens
+from penstock.engines.batches.micro_batches import Planned, plan_micro_batches, planned
 from penstock.engines.batches.packing import PackedInTurn, Rows, pack
 
 CPU = torch.device("cpu")
@@ -99,7 +99,7 @@ def _long_tailed(count: int, samples: int) -> Rows:
     random = np.random.default_rng(count)
     lengths = np.minimum(random.lognormal(3, 1, count).astype(int) + 1, 240)
     prompts = [[row // samples] * 16 for row in range(count)]
-    return _rows(prompts, [[0] * int(length) for length in lengths])
+    return _rows(prompts, [[count + row] * int(length) for row, length in enumerate(lengths)])
 
 
 @pytest.mark.parametrize("samples", [1, 8])
@@ -186,7 +186,8 @@ def test_planned_tokens_are_those_that_packing_makes() -> None:
     rows = _planned(40, 4)
     plan = plan_micro_batches(rows, 2, 200)
     packed = sum(_load(rows, micro) for rank in plan for micro in rank)
-    assert planned_tokens(rows, plan) == packed < rows.lengths_B.sum()
+    assert planned(rows, plan) == Planned(packed, 0)
+    assert packed < rows.lengths_B.sum()
 
 
 def test_the_plan_depends_on_the_rows_alone() -> None:

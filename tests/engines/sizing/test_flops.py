@@ -93,17 +93,17 @@ def test_generation_reads_a_prompt_once_and_never_the_last_token(folder_of: Fold
     assert generation_flops(read_shape(folder), PROMPTS, RESPONSES, samples=2) == sum(counts)
 
 
-def test_a_prompt_that_rows_share_is_counted_once(folder_of: FolderOf) -> None:
-    """As above: what the second sample's own prompt cost, less; rows of one prompt need not stand together."""
-    sizes, order = read_shape(folder_of(SHAPES[2])), np.array([0, 2, 1, 3])
-    ids = np.array([7, 7, 1, 1])
-    apart = forward_flops(sizes, PROMPTS, RESPONSES, scalar_head=True)
-    once = forward_flops(sizes, PROMPTS, RESPONSES, scalar_head=True, prompt_ids_B=ids)
-    nothing = np.zeros(2, np.int64)
-    assert apart - once == forward_flops(sizes, PROMPTS[::2], nothing, scalar_head=True) > 0
-    mixed = {"scalar_head": True, "prompt_ids_B": ids[order]}
-    assert forward_flops(sizes, PROMPTS[order], RESPONSES[order], **mixed) == once
-    assert training_flops(sizes, PROMPTS, RESPONSES, scalar_head=True, prompt_ids_B=ids) == 3 * once
+def test_what_rows_share_is_counted_once(folder_of: FolderOf) -> None:
+    """As above: what the second row's shared tokens cost, less; beyond its prompt the head's part of them as well."""
+    sizes = read_shape(folder_of(SHAPES[2]))
+    for beyond in (0, 2):
+        shared = np.array([0, PROMPTS[1] + beyond, 0, 0])
+        counted = {"shared_B": shared, "scalar_head": False}
+        apart = forward_flops(sizes, PROMPTS, RESPONSES, scalar_head=False)
+        once = forward_flops(sizes, PROMPTS, RESPONSES, **counted)
+        spared = forward_flops(sizes, PROMPTS[1:2], np.array([beyond]), scalar_head=False)
+        assert apart - once == spared > 0
+        assert training_flops(sizes, PROMPTS, RESPONSES, **counted) == 3 * once
 
 
 def test_attention_follows_each_sequences_own_length() -> None:

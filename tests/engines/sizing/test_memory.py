@@ -25,7 +25,7 @@ from penstock.configs.preference import PreferenceConfig
 from penstock.configs.schema import TrainConfig
 from penstock.configs.sections.algorithm import AlgorithmConfig
 from penstock.configs.sections.run import Role
-from penstock.engines.batches.micro_batches import plan_micro_batches, planned_tokens
+from penstock.engines.batches.micro_batches import plan_micro_batches, planned
 from penstock.engines.batches.packing import Rows
 from penstock.engines.families.shape import ModelShape, read_shape
 from penstock.engines.groups.slots import SLOTS
@@ -357,10 +357,11 @@ def test_micro_batches_count_as_full_also_where_lengths_leave_them_less_so(tmp_p
         return rank_memory(config, rank, _every(NOTHING)).total / GIB
 
     prompts = [np.full(length, row // samples) for row, length in enumerate(lengths.prompts_B)]
-    responses = Ragged(np.zeros(lengths.responses_B.sum(), np.int32), offsets_of(lengths.responses_B))
+    tokens_T = np.random.default_rng(0).integers(1000, size=lengths.responses_B.sum()).astype(np.int32)
+    responses = Ragged(tokens_T, offsets_of(lengths.responses_B))
     rows = Rows(Ragged.of(prompts, np.int32), responses, responses, {})
     budget, peak = sections["actor"]["micro_batch_tokens"], measured.figures["peak_gib"]
-    fullest = max(planned_tokens(rows, [[micro]]) for micro in plan_micro_batches(rows, 1, budget)[0])
+    fullest = max(planned(rows, [[micro]]).tokens for micro in plan_micro_batches(rows, 1, budget)[0])
     assert fullest < 0.95 * budget
     assert estimated(fullest) == pytest.approx(peak, rel=0.1)
     assert 1.1 * peak < estimated(budget) < 1.11 * peak

@@ -34,18 +34,18 @@ def test_an_update_reports_its_work_and_the_time_of_its_collectives(
     folder, bare = folder_of(Shape("qwen3", tied=True)), random_rows(8)
     rows = with_columns(bare, {"values": bare.columns["returns"].values_T})
     path, shape = write_rows(tmp_path / "rows.parquet", rows), read_shape(folder)
-    lengths, ids = (rows.prompts.lengths_B, rows.responses.lengths_B), rows.prompt_ids_B
+    lengths, shared_B = (rows.prompts.lengths_B, rows.responses.lengths_B), rows.shared_B
     two_ranks.build(folder, actor={"zero_stage": stage})
     split = {**SPLIT, "micro_batch_tokens": 64, "epochs": 2}
     two_ranks.ask("update_actor", path=path, version=-1, split=split, loss=LOSS, learning_rate=1e-3)
     for used in two_ranks.usage:
         assert used["tokens"] == 2 * rows.lengths_B.sum()
-        assert used["flops"] == 2 * training_flops(shape, *lengths, scalar_head=False, prompt_ids_B=ids)
+        assert used["flops"] == 2 * training_flops(shape, *lengths, scalar_head=False, shared_B=shared_B)
         assert 0 < used["communication_s"] < used["seconds"]
         assert "allocated_gib" not in used  # no GPU
     assert two_ranks.ask("wrapped_collectives")[0] == {"names": []}
     two_ranks.ask("logprobs", path=path, role="actor", temperature=1.0, budget=64)
-    assert two_ranks.usage[0]["flops"] == forward_flops(shape, *lengths, scalar_head=False, prompt_ids_B=ids)
+    assert two_ranks.usage[0]["flops"] == forward_flops(shape, *lengths, scalar_head=False, shared_B=shared_B)
     assert "communication_s" not in two_ranks.usage[0]
 
 

@@ -21,7 +21,16 @@ from penstock.engines.batches.micro_batches import plan_micro_batches
 from penstock.engines.batches.packing import Rows
 from penstock.engines.training.updates import Split, mini_batch_rows
 from penstock.state.experience import add_columns
-from tests.engines.rows import LOSS, SPLIT, gathered, random_rows, take_rows, with_columns, write_rows
+from tests.engines.rows import (
+    LOSS,
+    SPLIT,
+    branched_rows,
+    gathered,
+    random_rows,
+    take_rows,
+    with_columns,
+    write_rows,
+)
 from tests.engines.shared_ranks import Ranks, Shape
 from tests.engines.unpacked import STEADY, UNCLIPPED, load_unpacked, plain_steps, row_logprobs, row_values
 
@@ -33,9 +42,13 @@ FolderOf = Callable[[Shape], Path]
 
 @pytest.fixture(scope="module")
 def rows(folder_of: FolderOf) -> Rows:
-    """Twelve ragged rows whose old and reference log-probs lie around the starting model's, and old values around 0."""
-    bare = random_rows(12, samples=2)
-    lm = load_unpacked(folder_of(SHAPE))
+    """Twelve ragged rows that have been trained on before."""
+    return _with_old(random_rows(12, samples=2), folder_of(SHAPE))
+
+
+def _with_old(bare: Rows, folder: Path) -> Rows:
+    """Rows whose old and reference log-probs lie around the starting model's, and old values around 0."""
+    lm = load_unpacked(folder)
     with torch.no_grad():
         now_T = torch.cat([row_logprobs(lm, bare, row, 0.9)[0] for row in range(len(bare))]).numpy()
     random = np.random.default_rng(1)
@@ -200,6 +213,28 @@ def test_the_actors_update_is_the_plain_loop(
     after = ranks.parameters()
     _assert_same(replies[0], after, _plain_actor(folder, rows, aggregation))
     assert max(float((after[name] - before[name]).abs().max()) for name in after) > 1e-3
+
+
+def test_an_update_on_a_tree_is_the_plain_loop_over_its_paths(
+    two_ranks: Ranks, folder_of: FolderOf, tmp_path: Path
+) -> None:
+    """What paths share is computed once, and trained on for each; what that spares is told.
+
+    Control: in micro-batches of one row there is nothing to spare, and the step is the same.
+    """
+    folder = folder_of(SHAPE)
+    rows = _with_old(branched_rows(), folder)
+    expected = _plain_actor(folder, rows)
+    path = write_rows(tmp_path / "rows.parquet", rows)
+    for budget in (10_000, 1):
+        two_ranks.build(folder, actor=_trainer(2))
+        figures = two_ranks.ask("update_actor", **_update_actor(path, budget))[0]
+        _assert_same(figures, two_ranks.parameters(), expected)
+        if budget == 1:
+            assert (figures["computed_share"], figures["branched_share"]) == (1.0, 0.0)
+        else:
+            assert figures["branched_share"] > 0.4
+            assert figures["computed_share"] + figures["branched_share"] < 1.0  # equal prompts are shared as well
 
 
 def test_rows_that_are_not_accepted_are_in_no_term_and_no_pass(

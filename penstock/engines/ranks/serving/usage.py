@@ -59,7 +59,7 @@ def work_on(models: RankModels, rows: Rows, role: CountedModel, epochs: int) -> 
     trainer = {"actor": models.config.actor, "critic": models.config.critic}.get(role)
     adapters = shape.adapter_parameters(trainer.lora) if trainer is not None else 0
     count, times = (training_flops, epochs) if epochs else (forward_flops, 1)
-    ids_B, scalar = rows.prompt_ids_B, role == "critic"
+    shared_B, scalar = rows.shared_B, role == "critic"
     return work | {
-        "flops": times * count(shape, prompt_B, response_B, scalar_head=scalar, prompt_ids_B=ids_B, adapters=adapters)
+        "flops": times * count(shape, prompt_B, response_B, scalar_head=scalar, shared_B=shared_B, adapters=adapters)
     }
