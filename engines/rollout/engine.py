@@ -35,6 +35,7 @@ from engines.rollout import vllm as versions
 from engines.rollout.batch_sizes import begin_together, capture_sizes, max_sequences, most_at_once
 from engines.rollout.decode_loop import DecodeLoop, Share
 from engines.rollout.episodes import Environments, EpisodeLoop
+from engines.rollout.games.loop import GameLoop
 from engines.rollout.partial_results import PartialResultSender
 from engines.rollout.prompt_queue import EnginePlace, place_of, prompt_queue
 from engines.rollout.quota import quota_of
@@ -154,7 +155,7 @@ class Generator:
         play: Environments | None = None,
         sender: PartialResultSender | None = None,
         reproducible: bool | None = None,
-    ) -> SingleResponses | EpisodeLoop:
+    ) -> SingleResponses | EpisodeLoop | GameLoop:
         """Return the responses to each prompt that falls to this engine, for `loop` to generate.
 
         A stop token ends a response and is its last token. The engine is awake afterwards.
@@ -189,6 +190,8 @@ class Generator:
         )
         if play is None:
             return SingleResponses(share, sender)
+        if play.players is not None:
+            return GameLoop(share, play, play.players, in_step=reproducible)
         told = sender if sender is not None and sender.tells_all else None
         return EpisodeLoop(share, play, in_step=reproducible, sender=told)
 

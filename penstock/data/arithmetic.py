@@ -10,6 +10,8 @@ in training, as ordered pairs: `12+34` may be held out while `34+12` is trained 
 The teacher may also use a tool: before a share of its answers it asks the calculator of
 penstock/environments/calculator.py, `[12+34]`, gets `=46 ` and answers `46.`; before the others it does the sum in its
 head and answers at once.
+
+Two teachers may play a game instead: a solver and a checker, as penstock/environments/games/checked_sums.py says.
 """
 
 from __future__ import annotations
@@ -21,6 +23,7 @@ from configs.sections.data import ArithmeticData
 from penstock.base.errors import UserError
 from penstock.data.order import epoch_order
 from penstock.environments.calculator import calculated
+from penstock.environments.games.checked_sums import NO, YES, shown_to_checker
 
 
 def make_problems(config: ArithmeticData, seed: int) -> dict[str, pd.DataFrame]:
@@ -46,13 +49,41 @@ def make_problems(config: ArithmeticData, seed: int) -> dict[str, pd.DataFrame]:
     train = np.take(rest, np.arange(config.sft, config.sft + config.train), mode="wrap")
     splits = {"sft": rest[: config.sft], "train": train, "heldout": heldout}
     frames = {split: _frame(chosen, config.digits) for split, chosen in splits.items()}
-    if config.calls:
+    if config.checked:
+        frames["sft"] = _checked(frames["sft"], config.mistakes, seed)
+    elif config.calls:
         frames["sft"]["response"] = _with_calls(frames["sft"], config.calls, seed)
     elif config.forgotten_carries:
         frames["sft"]["response"] = _without_carries(frames["sft"], config.forgotten_carries, seed)
     else:
         frames["sft"]["response"] = _with_mistakes(frames["sft"]["answer"], config.mistakes, seed)
     return frames
+
+
+def _checked(problems: pd.DataFrame, share: float, seed: int) -> pd.DataFrame:
+    """Return two rows for each problem, the solver's and the checker's, of games in which each turn may be wrong.
+
+    A wrong answer has one wrong digit; the solver's second answer is the last.
+    """
+    answers = problems["answer"]
+    tries = [_with_mistakes(answers, share, seed + number) for number in range(2)]
+    careless = [_careless(len(answers), share, seed, epoch=2 + number) for number in range(2)]
+    rows = []
+    for row, (prompt, answer) in enumerate(zip(problems["prompt"], answers, strict=True)):
+        said = [of_try[row] for of_try in tries]
+        true = [text == f"{answer}." for text in said]
+        verdicts = [YES if right != (row in wrong) else NO for right, wrong in zip(true, careless, strict=True)]
+        again = verdicts[0] == NO
+        shown = [shown_to_checker(prompt, text) for text in said]
+        rows.append((prompt, [said[0], NO, said[1]] if again else [said[0]]))
+        rows.append((shown[0], [verdicts[0], shown[1], verdicts[1]] if again else [verdicts[0]]))
+    whole = problems.loc[problems.index.repeat(2)].reset_index(drop=True)
+    return whole.assign(prompt=[prompt for prompt, _ in rows], response=[response for _, response in rows])
+
+
+def _careless(count: int, share: float, seed: int, epoch: int) -> set[int]:
+    """Return a random `share` of the numbers below `count`."""
+    return {*epoch_order(count, seed, epoch=epoch, shuffle=True)[: round(share * count)].tolist()}
 
 
 def _without_carries(problems: pd.DataFrame, share: float, seed: int) -> list[str]:
