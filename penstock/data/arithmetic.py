@@ -63,7 +63,8 @@ def make_problems(config: ArithmeticData, seed: int) -> dict[str, pd.DataFrame]:
 def _checked(problems: pd.DataFrame, share: float, seed: int) -> pd.DataFrame:
     """Return two rows for each problem, the solver's and the checker's, of games in which each turn may be wrong.
 
-    A wrong answer has one wrong digit; the solver's second answer is the last.
+    A wrong answer has one wrong digit; the solver's second answer is the last. The checker adds right, and is wrong in
+    what it says of it.
     """
     answers = problems["answer"]
     tries = [_with_mistakes(answers, share, seed + number) for number in range(2)]
@@ -73,10 +74,11 @@ def _checked(problems: pd.DataFrame, share: float, seed: int) -> pd.DataFrame:
         said = [of_try[row] for of_try in tries]
         true = [text == f"{answer}." for text in said]
         verdicts = [YES if right != (row in wrong) else NO for right, wrong in zip(true, careless, strict=True)]
+        checks = [f"{answer}{verdict}" for verdict in verdicts]
         again = verdicts[0] == NO
         shown = [shown_to_checker(prompt, text) for text in said]
         rows.append((prompt, [said[0], NO, said[1]] if again else [said[0]]))
-        rows.append((shown[0], [verdicts[0], shown[1], verdicts[1]] if again else [verdicts[0]]))
+        rows.append((shown[0], [checks[0], shown[1], checks[1]] if again else [checks[0]]))
     whole = problems.loc[problems.index.repeat(2)].reset_index(drop=True)
     return whole.assign(prompt=[prompt for prompt, _ in rows], response=[response for _, response in rows])
 

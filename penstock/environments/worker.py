@@ -256,6 +256,8 @@ def _of_step(call: Call, step: object, agents: tuple[str, ...]) -> Reply:
         raise TypeError(f"step returned a {type(step).__name__}, not a Step")
     if agents:
         return _of_move(call, step, agents)
+    if step.agent is not None or step.rewards:
+        raise ValueError("a Step with agent or rewards is a game's, and environment.agents names none")
     reward, parts = (None, {}) if step.reward is None else reward_and_parts(step.reward)
     if step.messages:
         parts = {**parts, TOOL_CALLS: float(len(step.messages)), TOOL_ERRORS: float(step.failed_calls)}

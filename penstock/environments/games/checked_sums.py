@@ -1,8 +1,9 @@
 """A solver and a checker: the worked example of a game.
 
-The solver is shown `58+67=` and writes `015.`; the checker is shown `(58+67=015.)` and writes `y` or `n`. After `n` the
-solver is shown that and tries again, and the checker sees the new answer. The game ends with `y`, or with the verdict
-on the last try. The solver is paid 1 if its last answer is right, the checker the share of its verdicts that were.
+The solver is shown `58+67=` and writes `015.`; the checker is shown `(58+67=015.)`, adds for itself and writes `125n`,
+whose last letter is its verdict, y or n. After n the solver is shown that and tries again, and the checker sees the new
+answer. The game ends with y, or with the verdict on the last try. The solver is paid 1 if its last answer is right, the
+checker the share of its verdicts that were.
 """
 
 from __future__ import annotations
@@ -43,8 +44,9 @@ class CheckedSums:
             self.right.append(is_right(text, self.answer))
             self.turn = CHECKER
             return Step(agent=CHECKER, observation=shown_to_checker(self.prompt, text))
-        self.verdicts.append(text == (YES if self.right[-1] else NO))
-        if text != NO or len(self.right) == self.tries:
+        verdict = text[-1:]
+        self.verdicts.append(verdict == (YES if self.right[-1] else NO))
+        if verdict != NO or len(self.right) == self.tries:
             earned = {SOLVER: float(self.right[-1]), CHECKER: sum(self.verdicts) / len(self.verdicts)}
             return Step(done=True, rewards=earned)
         self.turn = SOLVER
