@@ -73,8 +73,8 @@ def _environments(models: RankModels, command: Generate) -> Environments | None:
     if command.episodes is None or models.config.environment is None:
         return None
     tokenizer, asked = models.tokenizer(command.tokenizer), command.episodes
-    config = models.config
-    return models.environments.open(config.environment, tokenizer, asked.table, asked.prompt_ids, config.data)
+    config = models.config.environment
+    return models.environments.open(config, tokenizer, asked.table, asked.prompt_ids, models.config.data)
 
 
 def episodes_of(played: Played) -> Episodes:

@@ -16,6 +16,9 @@ Two teachers may play a game instead: a solver and a checker, as penstock/enviro
 
 from __future__ import annotations
 
+from collections.abc import Hashable
+from typing import Any
+
 import numpy as np
 import pandas as pd
 
@@ -23,7 +26,7 @@ from configs.sections.data import ArithmeticData
 from penstock.base.errors import UserError
 from penstock.data.order import epoch_order
 from penstock.environments.calculator import calculated
-from penstock.environments.games.checked_sums import NO, YES, shown_to_checker
+from penstock.environments.games.checked_sums import NO, SOLVER, YES, CheckedSums
 
 
 def make_problems(config: ArithmeticData, seed: int) -> dict[str, pd.DataFrame]:
@@ -61,26 +64,36 @@ def make_problems(config: ArithmeticData, seed: int) -> dict[str, pd.DataFrame]:
 
 
 def _checked(problems: pd.DataFrame, share: float, seed: int) -> pd.DataFrame:
-    """Return two rows for each problem, the solver's and the checker's, of games in which each turn may be wrong.
+    """Return two rows for each problem, the solver's and the checker's, of games in which a `share` of turns is wrong.
 
-    A wrong answer has one wrong digit; the solver's second answer is the last. The checker adds right, and is wrong in
-    what it says of it.
+    A wrong answer has a wrong last digit. The checker adds right, and is wrong in what it says of the answer.
     """
     answers = problems["answer"]
-    tries = [_with_mistakes(answers, share, seed + number) for number in range(2)]
+    tries = [_with_mistakes(answers, share, seed + number, last=True) for number in range(2)]
     careless = [_careless(len(answers), share, seed, epoch=2 + number) for number in range(2)]
-    rows = []
-    for row, (prompt, answer) in enumerate(zip(problems["prompt"], answers, strict=True)):
+    rows: list[list[str]] = []
+    for row, problem in enumerate(problems.to_dict("records")):
         said = [of_try[row] for of_try in tries]
-        true = [text == f"{answer}." for text in said]
-        verdicts = [YES if right != (row in wrong) else NO for right, wrong in zip(true, careless, strict=True)]
-        checks = [f"{answer}{verdict}" for verdict in verdicts]
-        again = verdicts[0] == NO
-        shown = [shown_to_checker(prompt, text) for text in said]
-        rows.append((prompt, [said[0], NO, said[1]] if again else [said[0]]))
-        rows.append((shown[0], [checks[0], shown[1], checks[1]] if again else [checks[0]]))
+        rows += _played(CheckedSums(tries=2), problem, said, [row in wrong for wrong in careless], seed + row)
     whole = problems.loc[problems.index.repeat(2)].reset_index(drop=True)
-    return whole.assign(prompt=[prompt for prompt, _ in rows], response=[response for _, response in rows])
+    return whole.assign(prompt=[texts[0] for texts in rows], response=pd.Series([texts[1:] for texts in rows]))
+
+
+def _played(
+    game: CheckedSums, problem: dict[Hashable, Any], answers: list[str], careless: list[bool], seed: int
+) -> list[list[str]]:
+    """Return what the solver and what the checker saw and said in a game, in turn."""
+    step, texts = game.reset({str(name): value for name, value in problem.items()}, seed), ([], [])
+    conversations: dict[str | None, list[str]] = dict(zip(game.agents, texts, strict=True))
+    while not step.done:
+        number = len(game.verdicts)
+        if step.agent == SOLVER:
+            turn = answers[number]
+        else:
+            turn = f"{problem['answer']}{YES if game.arrived_right[number] != careless[number] else NO}"
+        conversations[step.agent] += [str(step.observation), turn]
+        step = game.step(turn)
+    return [*conversations.values()]
 
 
 def _careless(count: int, share: float, seed: int, epoch: int) -> set[int]:
@@ -108,14 +121,14 @@ def _with_calls(problems: pd.DataFrame, share: float, seed: int) -> list[list[st
     return responses
 
 
-def _with_mistakes(answers: pd.Series[str], share: float, seed: int) -> list[str]:
-    """Return the teacher's responses: in a random `share` of them one digit is off by 1 to 9, modulo 10."""
+def _with_mistakes(answers: pd.Series[str], share: float, seed: int, last: bool = False) -> list[str]:
+    """Return the teacher's responses: in a random `share` one digit, or the last, is off by 1 to 9, modulo 10."""
     order = epoch_order(len(answers), seed, epoch=1, shuffle=True)
     draws = np.random.PCG64(np.random.SeedSequence([seed, 2])).random_raw(2 * len(answers)).reshape(-1, 2)
     responses = [f"{answer}." for answer in answers]
     for row in order[: round(share * len(answers))]:
         answer = answers.iloc[row]
-        place = int(draws[row, 0] % len(answer))
+        place = len(answer) - 1 if last else int(draws[row, 0] % len(answer))
         digit = (int(answer[place]) + 1 + int(draws[row, 1] % 9)) % 10
         responses[row] = f"{answer[:place]}{digit}{answer[place + 1 :]}."
     return responses
