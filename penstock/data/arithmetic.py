@@ -83,8 +83,8 @@ def _played(
     game: CheckedSums, problem: dict[Hashable, Any], answers: list[str], careless: list[bool], seed: int
 ) -> list[list[str]]:
     """Return what the solver and what the checker saw and said in a game, in turn."""
-    step, texts = game.reset({str(name): value for name, value in problem.items()}, seed), ([], [])
-    conversations: dict[str | None, list[str]] = dict(zip(game.agents, texts, strict=True))
+    conversations: dict[str | None, list[str]] = {agent: [] for agent in game.agents}
+    step = game.reset({str(name): value for name, value in problem.items()}, seed)
     while not step.done:
         number = len(game.verdicts)
         if step.agent == SOLVER:
