@@ -69,7 +69,7 @@ def test_one_agent_is_ppo_bit_by_bit(two_ranks: Ranks, folder_of: FolderOf, tmp_
         found.append((reply, values_T, two_ranks.parameters("critic/only" if agents else "critic")))
     (ppo, values_T, parameters), (ippo, own_values_T, own_parameters) = found
     assert ppo["steps"] == 4
-    assert ippo == {**ppo, **{f"only/{name}": value for name, value in ppo.items()}}
+    assert ippo == {**ppo, **{f"critic/only/{name}": value for name, value in ppo.items()}}
     np.testing.assert_array_equal(own_values_T, values_T)
     assert np.abs(values_T).max() > 0
     assert equal(own_parameters, parameters)
