@@ -24,7 +24,12 @@ def check_prompt_selection(config: TrainConfig) -> None:
         UserError: the first mistake found.
     """
     data, dynamic = config.data, config.algorithm.dynamic_sampling
-    load_sampler(data.sampler)
+    if load_sampler(data.sampler).remembers and config.players:
+        raise UserError(
+            f"data.sampler.name '{data.sampler.name}' draws by what prompts have earned, and a game with "
+            "'environment.agents' pays several agents for a prompt",
+            "use another sampler",
+        )
     if dynamic is not None:
         load_filter(dynamic)
     if (column := data.sampler.column) is None:

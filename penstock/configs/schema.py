@@ -81,7 +81,7 @@ class TrainConfig(Recipe):
         usual = (None, CriticConfig.model_fields["value_clip"].default)
         if self.critic is not None and self.algorithm.on_policy and self.critic.value_clip not in usual:
             raise ValueError(f"'critic.value_clip' has no effect {ONE_STEP}: remove it, or take more steps")
-        check_agents(self.data.agents, "agent" in self.algorithm.needs, self.algorithm.name)
+        check_agents(self.data.agents, self.players, "agent" in self.algorithm.needs, self.algorithm.name)
         if "group" in self.algorithm.needs and self.rollout.samples < 2:
             raise ValueError(
                 f"'rollout.samples' must be at least 2 with algorithm '{self.algorithm.name}': "
@@ -174,7 +174,19 @@ class TrainConfig(Recipe):
     @property
     def agents(self) -> list[str]:
         """Agents that have a critic each; none where there is one critic, or no critic."""
-        return self.data.agents.names if self.data.agents is not None else []
+        if "agent" not in self.algorithm.needs:
+            return []
+        return self.data.agents.names if self.data.agents is not None else self.players
+
+    @property
+    def players(self) -> list[str]:
+        """Agents of a game, each of which has a conversation of its own in an episode; none without a game."""
+        return (self.environment.agents or []) if self.environment is not None else []
+
+    @property
+    def conversations(self) -> int:
+        """Rows of experience that an episode makes: one, or with a game one of each agent."""
+        return max(1, len(self.players))
 
     @property
     def roles(self) -> tuple[Role, ...]:
@@ -274,3 +286,22 @@ def check_environment(config: TrainConfig) -> None:
         )
     if config.rollout.ignore_eos:
         raise ValueError("'rollout.ignore_eos' leaves no end to a turn of an 'environment': remove one of them")
+    if config.players:
+        check_game(config)
+
+
+def check_game(config: TrainConfig) -> None:
+    """Refuse what takes a prompt to have one conversation for each sample, where a game has several.
+
+    Raises:
+        ValueError: names all of it.
+    """
+    rollout, algorithm, source = config.rollout, config.algorithm, config.reward.kind
+    given = [f"rollout.{name}" for name in ("tail", "carry", "stream") if getattr(rollout, name) is not None]
+    given += ["algorithm.dynamic_sampling"] * (algorithm.dynamic_sampling is not None)
+    given += [f"algorithm '{algorithm.name}'"] * ("greedy" in algorithm.needs)
+    given += [f"reward.{source}"] * (source is not None)
+    if given:
+        raise ValueError(
+            f"'environment.agents' does not go with {', '.join(given)}: remove it (a game pays its agents itself)"
+        )

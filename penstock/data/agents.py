@@ -1,4 +1,4 @@
-"""Which agent each row of the data is for."""
+"""Which agent each row of the data is for, or each row of a game."""
 
 from __future__ import annotations
 
@@ -29,3 +29,8 @@ def agent_numbers(frame: pd.DataFrame, agents: AgentsConfig, source: str) -> np.
             f"data.agents.names has {', '.join(agents.names)}: add it, or leave such rows out",
         )
     return numbers.to_numpy(np.int64)
+
+
+def numbers_of_players(prompts: int, players: int, samples: int) -> np.ndarray:
+    """Return whose each row of games is, int64: of a prompt the samples of the first agent, then the second's, ..."""
+    return np.tile(np.repeat(np.arange(players), samples), prompts)

@@ -10,9 +10,14 @@ in training, as ordered pairs: `12+34` may be held out while `34+12` is trained 
 The teacher may also use a tool: before a share of its answers it asks the calculator of
 penstock/environments/calculator.py, `[12+34]`, gets `=46 ` and answers `46.`; before the others it does the sum in its
 head and answers at once.
+
+Two teachers may play a game instead: a solver and a checker, as penstock/environments/games/checked_sums.py says.
 """
 
 from __future__ import annotations
+
+from collections.abc import Hashable
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -21,6 +26,7 @@ from penstock.base.errors import UserError
 from penstock.configs.sections.data import ArithmeticData
 from penstock.data.order import epoch_order
 from penstock.environments.calculator import calculated
+from penstock.environments.games.checked_sums import NO, SOLVER, YES, CheckedSums
 
 
 def make_problems(config: ArithmeticData, seed: int) -> dict[str, pd.DataFrame]:
@@ -46,13 +52,53 @@ def make_problems(config: ArithmeticData, seed: int) -> dict[str, pd.DataFrame]:
     train = np.take(rest, np.arange(config.sft, config.sft + config.train), mode="wrap")
     splits = {"sft": rest[: config.sft], "train": train, "heldout": heldout}
     frames = {split: _frame(chosen, config.digits) for split, chosen in splits.items()}
-    if config.calls:
+    if config.checked:
+        frames["sft"] = _checked(frames["sft"], config.mistakes, seed)
+    elif config.calls:
         frames["sft"]["response"] = _with_calls(frames["sft"], config.calls, seed)
     elif config.forgotten_carries:
         frames["sft"]["response"] = _without_carries(frames["sft"], config.forgotten_carries, seed)
     else:
         frames["sft"]["response"] = _with_mistakes(frames["sft"]["answer"], config.mistakes, seed)
     return frames
+
+
+def _checked(problems: pd.DataFrame, share: float, seed: int) -> pd.DataFrame:
+    """Return two rows for each problem, the solver's and the checker's, of games in which a `share` of turns is wrong.
+
+    A wrong answer has a wrong last digit. The checker adds right, and is wrong in what it says of the answer.
+    """
+    answers = problems["answer"]
+    tries = [_with_mistakes(answers, share, seed + number, last=True) for number in range(2)]
+    careless = [_careless(len(answers), share, seed, epoch=2 + number) for number in range(2)]
+    rows: list[list[str]] = []
+    for row, problem in enumerate(problems.to_dict("records")):
+        said = [of_try[row] for of_try in tries]
+        rows += _played(CheckedSums(tries=2), problem, said, [row in wrong for wrong in careless], seed + row)
+    whole = problems.loc[problems.index.repeat(2)].reset_index(drop=True)
+    return whole.assign(prompt=[texts[0] for texts in rows], response=pd.Series([texts[1:] for texts in rows]))
+
+
+def _played(
+    game: CheckedSums, problem: dict[Hashable, Any], answers: list[str], careless: list[bool], seed: int
+) -> list[list[str]]:
+    """Return what the solver and what the checker saw and said in a game, in turn."""
+    conversations: dict[str | None, list[str]] = {agent: [] for agent in game.agents}
+    step = game.reset({str(name): value for name, value in problem.items()}, seed)
+    while not step.done:
+        number = len(game.verdicts)
+        if step.agent == SOLVER:
+            turn = answers[number]
+        else:
+            turn = f"{problem['answer']}{YES if game.arrived_right[number] != careless[number] else NO}"
+        conversations[step.agent] += [str(step.observation), turn]
+        step = game.step(turn)
+    return [*conversations.values()]
+
+
+def _careless(count: int, share: float, seed: int, epoch: int) -> set[int]:
+    """Return a random `share` of the numbers below `count`."""
+    return {*epoch_order(count, seed, epoch=epoch, shuffle=True)[: round(share * count)].tolist()}
 
 
 def _without_carries(problems: pd.DataFrame, share: float, seed: int) -> list[str]:
@@ -75,14 +121,14 @@ def _with_calls(problems: pd.DataFrame, share: float, seed: int) -> list[list[st
     return responses
 
 
-def _with_mistakes(answers: pd.Series[str], share: float, seed: int) -> list[str]:
-    """Return the teacher's responses: in a random `share` of them one digit is off by 1 to 9, modulo 10."""
+def _with_mistakes(answers: pd.Series[str], share: float, seed: int, last: bool = False) -> list[str]:
+    """Return the teacher's responses: in a random `share` one digit, or the last, is off by 1 to 9, modulo 10."""
     order = epoch_order(len(answers), seed, epoch=1, shuffle=True)
     draws = np.random.PCG64(np.random.SeedSequence([seed, 2])).random_raw(2 * len(answers)).reshape(-1, 2)
     responses = [f"{answer}." for answer in answers]
     for row in order[: round(share * len(answers))]:
         answer = answers.iloc[row]
-        place = int(draws[row, 0] % len(answer))
+        place = len(answer) - 1 if last else int(draws[row, 0] % len(answer))
         digit = (int(answer[place]) + 1 + int(draws[row, 1] % 9)) % 10
         responses[row] = f"{answer[:place]}{digit}{answer[place + 1 :]}."
     return responses

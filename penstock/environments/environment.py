@@ -5,12 +5,13 @@ tokens the policy sampled, and which of them are trained on, is the rollout engi
 (penstock/engines/rollout/episodes.py).
 
 Left out: loading a user's class (penstock/environments/loading.py), one whose methods are tools
-(penstock/environments/tools.py), worker processes (penstock/environments/pool.py).
+(penstock/environments/tools.py), games of several agents (penstock/environments/games/), worker processes
+(penstock/environments/pool.py).
 """
 
 from __future__ import annotations
 
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -46,6 +47,8 @@ class Step:
         failed_calls: how many of the messages are of calls of tools that went wrong.
         done: whether the episode is over.
         reward: what the turn was worth, a number or named parts; an episode's reward is the sum over its turns.
+        agent: who has the next turn, in a game of several agents, and sees the observation.
+        rewards: what agents have earned in such a game, by their names.
     """
 
     observation: str | None = None
@@ -56,6 +59,8 @@ class Step:
     asks: list[Ask] = field(default_factory=list)
     cut: bool = False
     refused: int = 0
+    agent: str | None = None
+    rewards: Mapping[str, Reward] = field(default_factory=dict)
 
 
 class Environment(Protocol):

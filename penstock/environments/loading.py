@@ -36,6 +36,7 @@ def load_environment(config: EnvironmentConfig) -> Callable[[], Played]:
             "It is called with environment.settings as keyword arguments.",
         ) from error
     check_boxed(f"environment.type '{config.type}'", episode, "environment.sandbox", config.sandbox)
+    check_players(config, episode)
     if isinstance(episode, Servers | Tools):
         return lambda: make(**config.settings)
     if is_agent(episode):
@@ -55,6 +56,34 @@ def load_environment(config: EnvironmentConfig) -> Callable[[], Played]:
             )
     stop_texts(config.type, episode)
     return lambda: make(**config.settings)
+
+
+def check_players(config: EnvironmentConfig, episode: object) -> None:
+    """Check that the recipe has the agents of a game, in the class's order, and no others.
+
+    Raises:
+        UserError: it has not, or the class is no game.
+    """
+    agents = getattr(episode, "agents", None)
+    if agents is None and config.agents is None:
+        return
+    if agents is None:
+        raise UserError(
+            f"'environment.agents' has no effect with '{config.type}', which names no agents.",
+            "Remove it; docs/environments.md shows a game of several agents.",
+        )
+    if not isinstance(agents, (tuple, list)) or [*agents] != config.agents:
+        known = ", ".join(map(str, agents)) if isinstance(agents, (tuple, list)) else repr(agents)
+        raise UserError(
+            f"'{config.type}' is a game of the agents {known}, and environment.agents has "
+            f"{', '.join(config.agents or ['none'])}.",
+            f"Set environment.agents=[{known}].",
+        )
+    if is_agent(episode) or has_tools(episode):
+        raise UserError(
+            f"'{config.type}' names agents, and is played over HTTP or by tools, which a game of several is not.",
+            "A game has reset(row, seed) and step(text); docs/environments.md shows one.",
+        )
 
 
 def tools_told(config: EnvironmentConfig | None) -> list[dict[str, Any]] | None:

@@ -19,6 +19,7 @@ from typing import Any
 from penstock.configs.sections.rollout import EnvironmentConfig
 from penstock.environments.agent import AgentEpisode
 from penstock.environments.environment import REFUSED, TOOL_CALLS, TOOL_ERRORS, Step, ToolCall
+from penstock.environments.games.game import check_move
 from penstock.environments.gateway.asks import Ask, Turn
 from penstock.environments.loading import Played, Tooled, is_async, load_environment, stop_texts
 from penstock.usercode.guard import DeadlineExceeded, begin_worker, reason_of, reward_and_parts, within, within_loop
@@ -58,6 +59,8 @@ class Reply:
         reward: None if it gave none.
         parts: named parts of the reward; empty if it gave a number.
         failure: why the call failed; None if it did not.
+        agent: who has the next turn, in a game.
+        rewards: what agents of a game have earned, and the named parts of it.
     """
 
     observation: str | None = None
@@ -68,6 +71,8 @@ class Reply:
     messages: list[dict[str, str]] = field(default_factory=list)
     asks: list[Ask] = field(default_factory=list)
     cut: bool = False
+    agent: str | None = None
+    rewards: dict[str, tuple[float, dict[str, float]]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -89,6 +94,7 @@ class Player:
 
     make: Callable[[], Played]
     timeout_s: float
+    agents: tuple[str, ...] = ()  # of a game
     episodes: dict[str, Played] = field(default_factory=dict)
 
     def answer(self, calls: dict[int, Call]) -> Answered:
@@ -121,14 +127,14 @@ class Player:
             episode = self.make()
             begun = episode.reset(row, call.seed)
         self.episodes[call.episode] = episode
-        return _of_reset(call, begun)
+        return _of_reset(call, begun, self.agents)
 
     def _step(self, call: Call) -> Reply:
         if call.episode not in self.episodes:
             return _LOST
         with within(self.timeout_s):
             step = _turn(self.episodes[call.episode], call)
-        return _of_step(call, step)
+        return _of_step(call, step, self.agents)
 
 
 @dataclass(frozen=True)
@@ -146,8 +152,8 @@ class AsyncPlayer:
     runs in the loop, too, and holds it up.
     """
 
-    def __init__(self, make: Callable[[], Played], timeout_s: float) -> None:
-        self._make, self._timeout_s = make, timeout_s
+    def __init__(self, make: Callable[[], Played], timeout_s: float, agents: tuple[str, ...] = ()) -> None:
+        self._make, self._timeout_s, self._agents = make, timeout_s, agents
         self._episodes: dict[str, Played] = {}
         self._under_way: dict[int, _UnderWay] = {}
         self._cancelled: set[asyncio.Task[Reply]] = set()  # the loop alone would not keep a task
@@ -217,10 +223,11 @@ class AsyncPlayer:
             async with within_loop(self._timeout_s):
                 if call.row is not None:
                     episode = self._episodes[call.episode] = self._make()
-                    return _of_reset(call, await _value(episode.reset(call.row, call.seed)))
+                    return _of_reset(call, await _value(episode.reset(call.row, call.seed)), self._agents)
                 if call.episode not in self._episodes:
                     return _LOST
-                return _of_step(call, await _value(_turn(self._episodes[call.episode], call)))
+                step = await _value(_turn(self._episodes[call.episode], call))
+                return _of_step(call, step, self._agents)
         except BaseException as error:
             return _failed(error, self._timeout_s)
 
@@ -238,13 +245,19 @@ def _failed(error: BaseException, timeout_s: float) -> Reply:
     return Reply(failure=reason_of(error, __file__))
 
 
-def _of_reset(call: Call, begun: object) -> Reply:
-    return _of_step(call, begun) if isinstance(begun, Step) else Reply(_text(begun))
+def _of_reset(call: Call, begun: object, agents: tuple[str, ...]) -> Reply:
+    if agents and not isinstance(begun, Step):
+        raise TypeError(f"reset returned a {type(begun).__name__}, not a Step that says who has the turn")
+    return _of_step(call, begun, agents) if isinstance(begun, Step) else Reply(_text(begun))
 
 
-def _of_step(call: Call, step: object) -> Reply:
+def _of_step(call: Call, step: object, agents: tuple[str, ...]) -> Reply:
     if not isinstance(step, Step):
         raise TypeError(f"step returned a {type(step).__name__}, not a Step")
+    if agents:
+        return _of_move(call, step, agents)
+    if step.agent is not None or step.rewards:
+        raise ValueError("a Step with agent or rewards is a game's, and environment.agents names none")
     reward, parts = (None, {}) if step.reward is None else reward_and_parts(step.reward)
     if step.messages:
         parts = {**parts, TOOL_CALLS: float(len(step.messages)), TOOL_ERRORS: float(step.failed_calls)}
@@ -254,6 +267,12 @@ def _of_step(call: Call, step: object) -> Reply:
         raise ValueError("step returned neither an observation nor done=True")
     observation, done = _text(step.observation), bool(step.done)
     return Reply(observation, done, reward, parts, messages=step.messages, asks=step.asks, cut=step.cut)
+
+
+def _of_move(call: Call, step: Step, agents: tuple[str, ...]) -> Reply:
+    check_move(step, agents, call.last)
+    paid = {name: reward_and_parts(reward) for name, reward in step.rewards.items() if reward is not None}
+    return Reply(_text(step.observation), bool(step.done), agent=step.agent, rewards=paid)
 
 
 def _turn(episode: Played, call: Call) -> object:
@@ -307,7 +326,8 @@ def start(config: dict[str, Any]) -> None:
     has_tools = isinstance(episode, Tooled)
     stop = () if has_tools else stop_texts(settings.type, episode)
     _started = Started(stop, is_async(episode), has_tools, isinstance(episode, AgentEpisode))
-    _player = (AsyncPlayer if _started.is_async else Player)(make, settings.timeout_s)
+    agents = tuple(settings.agents or ())
+    _player = (AsyncPlayer if _started.is_async else Player)(make, settings.timeout_s, agents)
 
 
 def started() -> Started:

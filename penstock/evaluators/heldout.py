@@ -19,7 +19,7 @@ class HeldOut:
     """Responses to held-out prompts, `samples` adjacent rows for each prompt, in the order of the prompts.
 
     Attributes:
-        samples: responses of each prompt, n.
+        samples: responses of each prompt, n; of a game those of all agents.
         prompt_ids: split and row of the file, of each row.
         prompts: text as the model got it, of each row.
         rows: the data row that the prompt came from, column to value, of each row.
@@ -30,6 +30,7 @@ class HeldOut:
         logprobs: of the responses under the actor, where `kl` is measured; None otherwise.
         reference_logprobs: the same under the reference.
         counted_T: 1 for the policy's own tokens, 0 for observations, where log-probs are.
+        agents: of a game; a prompt has as many responses of the first, then of the second, and so on.
     """
 
     samples: int
@@ -43,6 +44,7 @@ class HeldOut:
     logprobs: Ragged | None = None
     reference_logprobs: Ragged | None = None
     counted_T: np.ndarray | None = None
+    agents: tuple[str, ...] = ()
 
     def per_prompt(self, values_B: np.ndarray) -> np.ndarray:
         """Return values of rows as (P, n): one line per prompt."""

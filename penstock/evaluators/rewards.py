@@ -9,6 +9,7 @@ name.
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 
 import numpy as np
 from scipy.special import comb
@@ -23,7 +24,7 @@ _BOX = "\\boxed{"
 
 class Rewards:
     """`accuracy`, `reward`; with n > 1 `mean_at_n`, `best_at_n`, `worst_at_n`, `majority_at_n` and `pass_at_k` for k of
-    2, 4, 8, ... up to n; all with intervals."""
+    2, 4, 8, ... up to n; of a game instead `<agent>/accuracy`, `<agent>/reward`; all with intervals."""
 
     name = "rewards"
 
@@ -36,6 +37,8 @@ class Rewards:
         share of draws of k of them has a right one."""
         rewards_PN = heldout.per_prompt(np.asarray(heldout.rewards_B, np.float64))
         figures = {"accuracy": (rewards_PN >= FULL_REWARD).mean(axis=1), "reward": rewards_PN.mean(axis=1)}
+        if heldout.agents:
+            return figures | of_agents(rewards_PN, heldout.agents)
         if (n := heldout.samples) > 1:
             figures |= {
                 f"mean_at_{n}": rewards_PN.mean(axis=1),
@@ -46,6 +49,19 @@ class Rewards:
             right_P = (rewards_PN >= FULL_REWARD).sum(axis=1)
             figures |= {f"pass_at_{k}": pass_at(k, n, right_P) for k in powers_of_two(n)}
         return figures
+
+
+def of_agents(rewards_PN: np.ndarray, agents: Sequence[str]) -> dict[str, np.ndarray]:
+    """Return of each agent's responses to a prompt the mean reward and the share of full ones."""
+    own = zip(agents, np.split(rewards_PN, len(agents), axis=1), strict=True)
+    return {
+        name: values_P
+        for agent, own_PN in own
+        for name, values_P in (
+            (f"{agent}/accuracy", (own_PN >= FULL_REWARD).mean(axis=1)),
+            (f"{agent}/reward", own_PN.mean(axis=1)),
+        )
+    }
 
 
 def pass_at(k: int, n: int, right_P: np.ndarray) -> np.ndarray:

@@ -265,5 +265,5 @@ def next_kl_coefficient(training: Training, settings: Settings, metrics: dict[st
     if not math.isfinite(metrics.get("actor/kl", math.nan)):
         return settings.kl_coefficient
     controller = AdaptiveKL(settings.kl_coefficient, kl.target, kl.horizon, kl.ceiling)
-    samples = training.config.rollout.prompts * training.config.rollout.samples
+    samples = training.config.rollout.prompts * training.config.rollout.samples * training.config.conversations
     return controller.update(metrics["actor/kl"], samples).coefficient

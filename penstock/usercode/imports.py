@@ -35,6 +35,7 @@ OURS = (
     "penstock.api.dataflows",
     "penstock.environments.calculator",
     "penstock.environments.code",
+    "penstock.environments.games.checked_sums",
     "penstock.environments.mcp",
     "penstock.environments.openenv",
     "penstock.environments.verifiers",

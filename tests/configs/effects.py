@@ -61,6 +61,7 @@ TRAIN = {
     "data.chat": "data/test_prompts.py::test_chat_has_one_bos",
     "data.chat_arguments": "data/test_prompts.py::test_arguments_reach_the_chat_template",
     "data.template": "data/test_prompts.py::test_a_template_is_filled_literally",
+    "data.arithmetic.checked": "environments/games/test_checked_sums.py::test_the_teachers_play_by_the_rules",
     "data.arithmetic.calls": "environments/test_calculator.py::test_demonstrations_hold_what_the_calculator_says",
     "data.agents.column": "data/test_agents.py::test_every_row_gets_its_agents_number",
     "data.agents.names": "data/test_agents.py::test_every_row_gets_its_agents_number",
@@ -110,6 +111,7 @@ TRAIN = {
     "reward.service.batch": SERVICE + "texts_go_in_batches_and_scores_keep_their_rows",
     "reward.service.model": SERVICE + "a_training_starts_only_with_the_right_server",
     # ---- environments
+    "environment.agents": "configs/sections/test_environment.py::test_agents_of_a_game_have_a_critic_each_where_the_algorithm_tells_them_apart",
     "environment.type": "environments/test_loading.py::test_every_episode_gets_an_object_of_its_own",
     "environment.settings": "environments/test_loading.py::test_every_episode_gets_an_object_of_its_own",
     "environment.max_turns": "engines/rollout/test_episodes.py::test_how_episodes_end",

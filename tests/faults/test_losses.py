@@ -91,6 +91,16 @@ RECIPES = {
         "data.arithmetic={calls: 0.4, mistakes: 0}",
         "environment={type: penstock.environments.calculator:CalculatorAgent, max_turns: 2}",
     ),
+    "game": (
+        "sft.steps=10",
+        "sft.batch=32",
+        "rollout.max_response_tokens=20",
+        "data.arithmetic={checked: true, mistakes: 0.4}",
+        "data.max_prompt_tokens=32",
+        "environment={type: penstock.environments.games.checked_sums:CheckedSums, agents: [solver, checker]}",
+        "reward=null",
+        "algorithm={name: ippo, mini_batches: 2}",
+    ),
     "stream": (
         "sft.steps=10",
         "sft.batch=32",
@@ -236,6 +246,12 @@ STRUCK = {
     "while an agent plays": Struck(
         "agent",
         [Blow("generate", "2/rollout"), Blow("update_actor", "3/"), Blow("update_actor", "4/", HOST)],
+        ["snapshot 000001", "snapshot 000002", SAVED],
+        [pytest.mark.exhaustive],
+    ),
+    "while a game is played": Struck(
+        "game",
+        [Blow("generate", "2/rollout"), Blow("update_critic", "3/"), Blow("update_actor", "4/", HOST)],
         ["snapshot 000001", "snapshot 000002", SAVED],
         [pytest.mark.exhaustive],
     ),

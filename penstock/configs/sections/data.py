@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, StringConstraints, model_validator
@@ -21,19 +21,36 @@ class AgentsConfig(Section):
 
     @model_validator(mode="after")
     def _once(self) -> Self:
-        if twice := sorted({name for name in self.names if self.names.count(name) > 1}):
-            raise ValueError(f"'names' has '{twice[0]}' twice: remove one")
+        once("names", self.names)
         return self
 
 
-def check_agents(agents: AgentsConfig | None, needed: bool, algorithm: str) -> None:
-    """Check that agents are given exactly where the algorithm tells them apart.
+def once(key: str, names: Sequence[str]) -> None:
+    """Check that no name is there twice.
+
+    Raises:
+        ValueError: one is.
+    """
+    if twice := sorted({name for name in names if names.count(name) > 1}):
+        raise ValueError(f"'{key}' has '{twice[0]}' twice: remove one")
+
+
+def check_agents(agents: AgentsConfig | None, of_game: Sequence[str], needed: bool, algorithm: str) -> None:
+    """Check that rows have agents exactly where the algorithm tells them apart, and a game has not.
+
+    Args:
+        of_game: those of `environment.agents`.
 
     Raises:
         ValueError: they are missing, or have no effect.
     """
-    if needed and agents is None:
-        raise ValueError(f"algorithm '{algorithm}' needs 'data.agents': the data column that names a row's agent")
+    if agents is not None and of_game:
+        raise ValueError("'data.agents' and 'environment.agents' exclude each other: a row is a game of all of them")
+    if needed and agents is None and not of_game:
+        raise ValueError(
+            f"algorithm '{algorithm}' needs 'data.agents', the data column that names a row's agent, or a game with "
+            "'environment.agents'"
+        )
     if agents is not None and not needed:
         raise ValueError(f"'data.agents' has no effect with algorithm '{algorithm}', which has one critic or none")
 
@@ -50,6 +67,11 @@ class ArithmeticData(Section):
     calls: Share = Field(
         0.0, description="share of the warm-up's answers before which the teacher asks penstock.environments.calculator"
     )
+    checked: bool = Field(
+        False,
+        description="the warm-up's teachers play penstock.environments.games.checked_sums, each problem two rows: the "
+        "solver's and the checker's; 'mistakes' is then the share of wrong turns",
+    )
     train: PositiveInt = Field(4000, description="problems for reinforcement learning")
     heldout: PositiveInt = Field(1000, description="problems kept apart for evaluation")
 
@@ -58,6 +80,8 @@ class ArithmeticData(Section):
         given = [name for name in ("calls", "mistakes", "forgotten_carries") if getattr(self, name)]
         if len(given) > 1:
             raise ValueError(f"'{given[0]}' and '{given[1]}' are different teachers: remove one")
+        if self.checked and (others := [name for name in given if name != "mistakes"]):
+            raise ValueError(f"'checked' and '{others[0]}' are different teachers: remove one")
         return self
 
 

@@ -7,6 +7,7 @@ from typing import Any, Self
 
 from pydantic import Field, model_validator
 
+from penstock.configs.sections.data import AgentName, once
 from penstock.configs.sections.sandbox import SandboxConfig
 from penstock.configs.tree.schedule import ScheduledAboveZero
 from penstock.configs.tree.section import PositiveInt, Section, fill
@@ -17,6 +18,12 @@ class EnvironmentConfig(Section):
 
     type: str = Field(description="'module:Class'; an example is penstock.environments.calculator:Calculator")
     settings: dict[str, Any] = Field(default_factory=dict, description="keyword arguments of the class")
+    agents: list[AgentName] | None = Field(
+        None,
+        min_length=2,
+        description="names of the agents of a game, as its class has them: all are the policy, each has conversations "
+        "and rewards of its own; null: the policy is one",
+    )
     max_turns: PositiveInt = Field(4, description="turns of the policy after which an episode is cut")
     tool_parser: str | None = Field(
         None,
@@ -28,6 +35,11 @@ class EnvironmentConfig(Section):
     sandbox: SandboxConfig | None = Field(
         None, description="run episodes in a sandbox (bubblewrap); null: with the rights of the training"
     )
+
+    @model_validator(mode="after")
+    def _once(self) -> Self:
+        once("agents", self.agents or [])
+        return self
 
 
 class TailConfig(Section):

@@ -73,7 +73,7 @@ def update_critic(models: RankModels, command: UpdateCritic) -> Updated:
     figures = _means(list(replies.values()))
     figures["skipped_steps"] = float(sum(reply["skipped_steps"] for reply in replies.values()))
     for agent in command.agents:
-        figures |= {f"{agent}/{name}": value for name, value in replies.get(f"critic/{agent}", {}).items()}
+        figures |= {f"critic/{agent}/{name}": value for name, value in replies.get(f"critic/{agent}", {}).items()}
     return Updated(figures)
 
 

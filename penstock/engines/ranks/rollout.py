@@ -13,6 +13,7 @@ from penstock.engines.ranks.models import RankModels
 from penstock.engines.ranks.serving.handlers import Later, begins, single_turns
 from penstock.engines.rollout.detokenize import decode
 from penstock.engines.rollout.episodes import Environments, EpisodeLoop, Played
+from penstock.engines.rollout.games.loop import GameLoop
 from penstock.engines.rollout.partial_results import PartialResultSender
 from penstock.engines.rollout.responses import SingleResponses
 
@@ -42,7 +43,7 @@ class Weights:
 
 
 def _responses(
-    generation: SingleResponses | EpisodeLoop, sender: PartialResultSender, began_with: Weights
+    generation: SingleResponses | EpisodeLoop | GameLoop, sender: PartialResultSender, began_with: Weights
 ) -> EngineResponses:
     generated = generation.generated()
     return EngineResponses(
@@ -72,10 +73,8 @@ def _environments(models: RankModels, command: Generate) -> Environments | None:
     if command.episodes is None or models.config.environment is None:
         return None
     tokenizer, asked = models.tokenizer(command.tokenizer), command.episodes
-    data, config = models.config.data, models.config.environment
-    return models.environments.open(
-        config, tokenizer, asked.table, asked.prompt_ids, data.chat_arguments, data.max_prompt_tokens
-    )
+    config = models.config.environment
+    return models.environments.open(config, tokenizer, asked.table, asked.prompt_ids, models.config.data)
 
 
 def episodes_of(played: Played) -> Episodes:

@@ -36,6 +36,7 @@ from penstock.engines.rollout import vllm as versions
 from penstock.engines.rollout.batch_sizes import begin_together, capture_sizes, max_sequences, most_at_once
 from penstock.engines.rollout.decode_loop import DecodeLoop, Share
 from penstock.engines.rollout.episodes import Environments, EpisodeLoop
+from penstock.engines.rollout.games.loop import GameLoop
 from penstock.engines.rollout.partial_results import PartialResultSender
 from penstock.engines.rollout.prompt_queue import EnginePlace, place_of, prompt_queue
 from penstock.engines.rollout.quota import quota_of
@@ -157,7 +158,7 @@ class Generator:
         play: Environments | None = None,
         sender: PartialResultSender | None = None,
         reproducible: bool | None = None,
-    ) -> SingleResponses | EpisodeLoop:
+    ) -> SingleResponses | EpisodeLoop | GameLoop:
         """Return the responses to each prompt that falls to this engine, for `loop` to generate.
 
         A stop token ends a response and is its last token. The engine is awake afterwards.
@@ -192,6 +193,8 @@ class Generator:
         )
         if play is None:
             return SingleResponses(share, sender)
+        if play.players is not None:
+            return GameLoop(share, play, play.players, in_step=reproducible)
         told = sender if sender is not None and sender.tells_all else None
         return EpisodeLoop(share, play, in_step=reproducible, sender=told)
 

@@ -40,6 +40,7 @@ import numpy as np
 
 from penstock.base.errors import UserError
 from penstock.base.ragged import Ragged
+from penstock.configs.sections.data import DataConfig
 from penstock.configs.sections.rollout import EnvironmentConfig
 from penstock.data.prompts import PromptTable
 from penstock.engines.commands.rollout import NO_SEED, Asked, CarriedResponses
@@ -60,12 +61,28 @@ _log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
+class Players:
+    """The agents of a game.
+
+    Attributes:
+        names: in the order of their numbers.
+        served: how what they are shown becomes tokens.
+        chat: whether that is a user's message of a chat; else a text that goes on.
+    """
+
+    names: tuple[str, ...]
+    served: Agents
+    chat: bool
+
+
+@dataclass(frozen=True)
 class Environments:
     """Who plays with the policy, and by which rules.
 
     Attributes:
         chat: the markup of turns, where the environment has tools.
         agents: how they are served, where agents ask the policy.
+        players: those of a game, which penstock/engines/rollout/games/ plays.
         live: the seeds of episodes that a generation has left, and what their environments have heard; they are in the
             pool.
     """
@@ -78,6 +95,7 @@ class Environments:
     chat: ChatMarkup | None = None
     live: dict[int, bytes] = field(default_factory=dict)
     agents: Agents | None = None
+    players: Players | None = None
 
 
 @dataclass(frozen=True)
@@ -248,7 +266,7 @@ class EpisodeLoop:
             turns_B=np.asarray([episode.turns for episode in episodes], np.int64),
             replies=[episode.earned for episode in episodes],
             waited_seconds=self._waited_seconds,
-            asked=None if self._environments.agents is None else _asked(episodes, self._environments.tokenizer),
+            asked=None if self._environments.agents is None else asked_of(episodes, self._environments.tokenizer),
         )
 
     def _versions_of(self, episodes: list[Episode]) -> np.ndarray:
@@ -503,7 +521,8 @@ class EpisodeLoop:
         return turn_seed(*place, 0, int.from_bytes(followed), episode.asides[followed])
 
 
-def _asked(episodes: Sequence[Episode], tokenizer: Any) -> Asked:
+def asked_of(episodes: Sequence[Episode], tokenizer: Any) -> Asked:
+    """Return what episodes bring themselves: their prompts, and how much of them is not learnt from."""
     prompts = Ragged.of([episode.prompt for episode in episodes], np.int32)
     _, first_U, number_B = np.unique(prompts.ids_B, return_index=True, return_inverse=True)
     texts_U = [tokenizer.decode(prompts.row(row), skip_special_tokens=False) for row in first_U.tolist()]
@@ -536,8 +555,7 @@ class EnvironmentHost:
         tokenizer: Any,
         table: str,
         prompt_ids: list[str],
-        chat_arguments: Mapping[str, Any],
-        max_prompt_tokens: int,
+        data: DataConfig,
     ) -> Environments:
         """Return what plays with the policy from the given prompts of a prompt table.
 
@@ -548,11 +566,11 @@ class EnvironmentHost:
             self.pool = EnvironmentPool(config, run=Path(table).parent.parent)
             self.stop = stop_tokens(tokenizer, self.pool.stop)
             if self.pool.has_tools:
-                self.chat = ChatMarkup(tokenizer, chat_arguments, config.tool_parser)
+                self.chat = ChatMarkup(tokenizer, data.chat_arguments, config.tool_parser)
                 self.stop = [self.chat.end_of_turn]
-            if self.pool.is_agent:
+            if self.pool.is_agent or config.agents:
                 self.agents = agents_of(
-                    tokenizer, chat_arguments, config.tool_parser, max_prompt_tokens, config.max_turns
+                    tokenizer, data.chat_arguments, config.tool_parser, data.max_prompt_tokens, config.max_turns
                 )
                 if self.agents.chat is not None:
                     self.stop = sorted({*self.stop, self.agents.chat.end_of_turn})
@@ -560,8 +578,11 @@ class EnvironmentHost:
             self.rows[table] = PromptTable.load(Path(table)).rows()
         rows = self.rows[table]
         rows_P = [rows[name] for name in prompt_ids]
+        players = None
+        if config.agents is not None and self.agents is not None:
+            players = Players(tuple(config.agents), self.agents, data.chat)
         return Environments(
-            self.pool, rows_P, tokenizer, self.stop, config.max_turns, self.chat, self.live, self.agents
+            self.pool, rows_P, tokenizer, self.stop, config.max_turns, self.chat, self.live, self.agents, players
         )
 
     def close(self) -> None:

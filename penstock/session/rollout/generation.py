@@ -36,7 +36,10 @@ from penstock.session.session import Training
 
 @dataclass(frozen=True)
 class Responses:
-    """Responses to the prompts that were answered, `samples` rows per prompt in prompt order."""
+    """Responses to the prompts that were answered, `samples` rows per prompt in prompt order.
+
+    Of a game these are those of the first agent, then those of the second, and so on.
+    """
 
     answered_P: np.ndarray  # positions of those prompts
     tokens: Ragged
@@ -108,7 +111,8 @@ def take_responses(training: Training, generation: BegunGeneration, wanted_at: f
     answers = [reply for reply in replies.ranks if reply is not None]  # of an engine of several ranks one replies
     engines = {} if training.session().elastic is None else {"rollout/engines": float(len(answers))}
     positions = [answer.positions_P for answer in answers]
-    rows_B = rows_in_prompt_order(positions, len(request.prompts), request.sampling.samples, request.wanted)
+    rows_of_prompt = request.sampling.samples * training.config.conversations
+    rows_B = rows_in_prompt_order(positions, len(request.prompts), rows_of_prompt, request.wanted)
     responses = Ragged.concatenated([answer.responses for answer in answers])
 
     def in_order(columns: Sequence[np.ndarray | None]) -> Ragged | None:

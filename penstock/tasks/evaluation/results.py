@@ -80,7 +80,8 @@ def keep(plan: Plan, subject: Subject, run: RunFolder, figures: Mapping[str, flo
 
 def heldout_values(config: TrainConfig, responses: Path) -> pd.DataFrame:
     """Return the value of each figure for each prompt, of responses in a file."""
-    samples, columns = config.evaluate.samples, read_columns(responses, column_names(responses))
+    samples = config.evaluate.samples * config.conversations
+    columns = read_columns(responses, column_names(responses))
     mask = columns.get("loss_mask")
     heldout = HeldOut(
         samples=samples,
@@ -94,6 +95,7 @@ def heldout_values(config: TrainConfig, responses: Path) -> pd.DataFrame:
         logprobs=columns.get("logprobs"),
         reference_logprobs=columns.get("logprobs_reference"),
         counted_T=None if mask is None else mask.values_T,
+        agents=tuple(config.players),
     )
     wanted = ["rewards", *(name for name in config.evaluate.evaluators or () if name != "rewards")]
     per_prompt = {

@@ -13,6 +13,7 @@ import pandas as pd
 from prefect import get_run_logger, task
 from prefect.cache_policies import NO_CACHE
 
+from penstock.data.agents import numbers_of_players
 from penstock.engines.commands.forward import Logprobs
 from penstock.engines.commands.rollout import Sampling
 from penstock.evaluators.heldout import HeldOut
@@ -23,7 +24,7 @@ from penstock.rewards.pool import Score
 from penstock.session.requests import GenerationRequest
 from penstock.session.rollout.generation import Responses, generate
 from penstock.session.session import Training, prompt_columns, timed
-from penstock.state.experience import add_columns, consolidate, write_columns
+from penstock.state.experience import AGENT, add_columns, consolidate, write_columns
 from penstock.tasks.iteration.forward_passes import in_row_order
 from penstock.tasks.iteration.reward import reward_columns, score
 
@@ -79,14 +80,16 @@ def answered(
 ) -> tuple[dict[str, list[str]], Responses, list[Score]]:
     """Let the policy answer held-out prompts; return the columns of its responses, these, and what they earned."""
     responses = generate(training, GenerationRequest(prompts, key, sampling, "heldout"))
-    ids = [name for name in prompts["prompt_id"] for _ in range(sampling.samples)]
-    texts, _ = responses.prompts_of(prompts, sampling.samples)
+    players, rows = training.config.players, sampling.samples * training.config.conversations
+    ids = [name for name in prompts["prompt_id"] for _ in range(rows)]
+    texts, _ = responses.prompts_of(prompts, rows)
     columns = {
-        "sample_id": [f"evaluation-{iteration:06d}/{name}" for name in numbered(ids, sampling.samples)],
+        "sample_id": [f"evaluation-{iteration:06d}/{name}" for name in numbered(ids, rows)],
         "prompt_id": ids,
         "prompt": texts,
         "response": responses.texts.to_pylist(),
         **responses.episodes,
+        **({AGENT: numbers_of_players(len(prompts), len(players), sampling.samples)} if players else {}),
     }
     return columns, responses, score(training, columns, "heldout", f"{key}-score")
 
@@ -105,7 +108,7 @@ def held_out(training: Training, columns: dict[str, list[str]], responses: Respo
     """Return what evaluators see."""
     rows = prompt_columns(training, "heldout")
     return HeldOut(
-        samples=training.config.evaluate.samples,
+        samples=training.config.evaluate.samples * training.config.conversations,
         prompt_ids=columns["prompt_id"],
         prompts=columns["prompt"],
         rows=[rows[name] for name in columns["prompt_id"]],
@@ -113,6 +116,7 @@ def held_out(training: Training, columns: dict[str, list[str]], responses: Respo
         tokens=responses.tokens,
         rewards_B=np.asarray([item.reward for item in scores]),
         truncated_B=responses.truncated_B,
+        agents=tuple(training.config.players),
     )
 
 

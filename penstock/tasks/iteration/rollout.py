@@ -19,7 +19,7 @@ from prefect import get_run_logger, task
 from prefect.cache_policies import NO_CACHE
 
 from penstock.configs.sections.algorithm import AlgorithmConfig
-from penstock.data.agents import agent_numbers
+from penstock.data.agents import agent_numbers, numbers_of_players
 from penstock.engines.commands.rollout import CarriedResponses, Sampling
 from penstock.session.figures import generation_figures
 from penstock.session.requests import BegunGeneration, BegunRollout, GenerationRequest, Rollout, Round
@@ -278,13 +278,15 @@ def experience_columns(
     """
     config, prompts = training.config, prompts.iloc[responses.answered_P]
     version = settings.iteration - 1 if config.rollout.begins_ahead else responses.policy_version
-    repeats = np.repeat(np.arange(len(prompts)), config.rollout.samples)
+    samples, several = config.rollout.samples, config.conversations
+    rows_of_prompt = samples * several
+    repeats = np.repeat(np.arange(len(prompts)), rows_of_prompt)
     ids = prompts["prompt_id"].to_numpy()[repeats]
-    texts, tokens = responses.prompts_of(prompts, config.rollout.samples)
+    texts, tokens = responses.prompts_of(prompts, rows_of_prompt)
     columns = {
-        "sample_id": [sample_id(settings.iteration, name, n % config.rollout.samples) for n, name in enumerate(ids)],
+        "sample_id": [sample_id(settings.iteration, name, n % rows_of_prompt) for n, name in enumerate(ids)],
         "prompt_id": list(ids),
-        "group": repeats,
+        "group": np.repeat(np.arange(len(prompts) * several), samples),  # of a prompt, and of an agent
         "prompt": texts,
         "response": responses.texts,
         "prompt_tokens": tokens,
@@ -296,6 +298,8 @@ def experience_columns(
     }
     if config.data.agents is not None:
         columns[AGENT] = agent_numbers(prompts, config.data.agents, "data.train")[repeats]
+    if config.players:
+        columns[AGENT] = numbers_of_players(len(prompts), several, samples)
     if responses.logprobs is not None:
         columns[ROLLOUT_LOGPROBS] = responses.logprobs
     if responses.policy_versions is not None and config.rollout.goes_on:
@@ -383,7 +387,8 @@ def _differences(training: Training, settings: Settings, begun: BegunRollout, pa
         sampled.append(f"{training.run.carried(settings.iteration)} beside them, which is another now")
     count = len(begun.prompts)
     answered = [position for position in was.get(ANSWERED, range(count)) if position < count]
-    wanted_ids = list(begun.prompts["prompt_id"].iloc[answered].repeat(training.config.rollout.samples))
+    rows_of_prompt = training.config.rollout.samples * training.config.conversations
+    wanted_ids = list(begun.prompts["prompt_id"].iloc[answered].repeat(rows_of_prompt))
     same_prompts = read_columns(path, ["prompt_id"])["prompt_id"] == wanted_ids
     return sampled if same_prompts else [*sampled, "other prompts"]
 

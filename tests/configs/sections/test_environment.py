@@ -8,11 +8,13 @@ from typing import Any
 import pytest
 
 from penstock.base.errors import UserError
+from penstock.checks.data import check_prompt_selection
 from penstock.checks.training import check_environment, check_inputs, check_reward
 from penstock.configs.loading.load import load_config
 from penstock.configs.schema import TrainConfig
 
 GAME = {"type": "penstock.environments.calculator:Calculator"}
+TWO = {"type": "my_games:Game", "agents": ["a", "b"]}
 ROOT = Path(__file__).resolve().parents[3]
 
 
@@ -68,6 +70,74 @@ def test_an_agents_episodes_cannot_go_on_under_the_next_policies() -> None:
     check_environment(TrainConfig(environment=agent, rollout={"tail": {}}))
 
 
-def test_the_calculator_recipe_passes_every_check() -> None:
-    """As `--dry-run` looks at it."""
-    check_inputs(load_config(ROOT / "configs" / "calculator.yaml"))
+@pytest.mark.parametrize("name", ["calculator", "checked_sums"])
+def test_the_recipes_pass_every_check(name: str) -> None:
+    """As `--dry-run` looks at them."""
+    check_inputs(load_config(ROOT / "configs" / f"{name}.yaml"))
+
+
+@pytest.mark.parametrize(
+    ("sections", "named"),
+    [
+        ({"rollout": {"tail": {}}}, "rollout.tail"),
+        ({"rollout": {"carry": {}}}, "rollout.carry"),
+        ({"algorithm": {"name": "grpo", "dynamic_sampling": {}}}, "algorithm.dynamic_sampling"),
+        ({"algorithm": {"name": "remax"}}, "algorithm 'remax'"),
+        ({"reward": {"function": "penstock.rewards.builtin:exact_match"}}, "reward.function"),
+        (
+            {"rollout": {"tail": {}}, "algorithm": {"name": "grpo", "dynamic_sampling": {}}},
+            "rollout.tail, algorithm.dynamic_sampling",
+        ),
+        (
+            {
+                "rollout": {"prompts": 8, "stream": {}},
+                "groups": {"a": {"roles": ["actor"]}, "b": {"roles": ["rollout"]}},
+            },
+            "rollout.stream",
+        ),
+    ],
+)
+def test_what_takes_a_sample_to_be_one_conversation_does_not_go_with_a_game(
+    sections: dict[str, Any], named: str
+) -> None:
+    """One message names all of it. Control: the same without the agents of a game, and a game without the same."""
+    with pytest.raises(ValueError, match=f"'environment.agents' does not go with {named}: remove it"):
+        TrainConfig(environment=TWO, **sections)
+    TrainConfig(environment=GAME, **sections)
+    TrainConfig(environment=TWO)
+
+
+def test_a_sampler_that_remembers_rewards_does_not_go_with_a_game() -> None:
+    """A prompt earns several of them. Control: one that does not remember."""
+    arithmetic = {"arithmetic": {"sft": 8, "train": 8, "heldout": 8}}
+    data = {**arithmetic, "sampler": {"name": "adaptive", "half_life": 5}}
+    with pytest.raises(UserError, match="'adaptive' draws by what prompts have earned"):
+        check_prompt_selection(TrainConfig(environment=TWO, data=data))
+    check_prompt_selection(TrainConfig(environment=GAME, data=data))
+    check_prompt_selection(TrainConfig(environment=TWO, data=arithmetic))
+
+
+def test_agents_of_a_game_have_a_critic_each_where_the_algorithm_tells_them_apart() -> None:
+    """They are instead of agents by rows. Control: with one critic, or none, they have rows of their own alone."""
+    ippo = {"algorithm": {"name": "ippo"}}
+    apart = TrainConfig(environment=TWO, **ippo)
+    assert (apart.agents, apart.players, apart.conversations) == (["a", "b"], ["a", "b"], 2)
+    for name in ("ppo", "grpo"):
+        together = TrainConfig(environment=TWO, algorithm={"name": name})
+        assert (together.agents, together.players, together.conversations) == ([], ["a", "b"], 2)
+    alone = TrainConfig(environment=GAME)
+    assert (alone.players, alone.conversations) == ([], 1)
+    by_rows = {"agents": {"column": "role", "names": ["a", "b"]}}
+    with pytest.raises(ValueError, match=r"'data\.agents' and 'environment\.agents' exclude each other"):
+        TrainConfig(environment=TWO, data=by_rows, **ippo)
+    with pytest.raises(ValueError, match="'agents' has 'a' twice"):
+        TrainConfig(environment={**TWO, "agents": ["a", "a"]})
+    with pytest.raises(ValueError, match="at least 2"):
+        TrainConfig(environment={**TWO, "agents": ["a"]})
+
+
+def test_checked_is_a_teacher_of_its_own() -> None:
+    """Its mistakes are a setting, and other teachers are refused."""
+    with pytest.raises(ValueError, match="'checked' and 'forgotten_carries' are different teachers"):
+        TrainConfig(data={"arithmetic": {"checked": True, "forgotten_carries": 0.1}})
+    TrainConfig(data={"arithmetic": {"checked": True, "mistakes": 0.1}})

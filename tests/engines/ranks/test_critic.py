@@ -69,7 +69,7 @@ def test_one_agent_is_ppo_bit_by_bit(two_ranks: Ranks, folder_of: FolderOf, tmp_
         found.append((reply, values_T, two_ranks.parameters("critic/only" if agents else "critic")))
     (ppo, values_T, parameters), (ippo, own_values_T, own_parameters) = found
     assert ppo["steps"] == 4
-    assert ippo == {**ppo, **{f"only/{name}": value for name, value in ppo.items()}}
+    assert ippo == {**ppo, **{f"critic/only/{name}": value for name, value in ppo.items()}}
     np.testing.assert_array_equal(own_values_T, values_T)
     assert np.abs(values_T).max() > 0
     assert equal(own_parameters, parameters)
@@ -85,7 +85,7 @@ def test_a_critic_sees_its_own_rows_alone(two_ranks: Ranks, folder_of: FolderOf,
         reply = two_ranks.ask("update_critic", path=path, agents=BOTH, **UPDATE)[0]
         critics[change] = [two_ranks.parameters(f"critic/{agent}") for agent in BOTH]
         assert not equal(critics[change][0], start)
-        assert reply["loss"] == pytest.approx((reply["left/loss"] + reply["right/loss"]) / 2)
+        assert reply["loss"] == pytest.approx((reply["critic/left/loss"] + reply["critic/right/loss"]) / 2)
     assert equal(critics[0.0][0], critics[3.0][0])
     assert not equal(critics[0.0][1], critics[3.0][1])
 
@@ -108,7 +108,11 @@ def test_skipped_steps_of_several_critics_are_counted(two_ranks: Ranks, folder_o
     split = {**UPDATE["split"], "mini_batches": 1, "epochs": 1}
     path = write(tmp_path / "odd.parquet", rows, AGENTS_B)
     reply = two_ranks.ask("update_critic", path=path, agents=BOTH, **UPDATE | {"split": split})[0]
-    assert (reply["left/skipped_steps"], reply["right/skipped_steps"], reply["skipped_steps"]) == (1.0, 1.0, 2.0)
+    assert (reply["critic/left/skipped_steps"], reply["critic/right/skipped_steps"], reply["skipped_steps"]) == (
+        1.0,
+        1.0,
+        2.0,
+    )
 
 
 def test_a_resumed_run_has_every_critic(two_ranks: Ranks, folder_of: FolderOf, tmp_path: Path) -> None:
@@ -118,7 +122,7 @@ def test_a_resumed_run_has_every_critic(two_ranks: Ranks, folder_of: FolderOf, t
     build(two_ranks, folder_of(SHAPE), BOTH)
     before = two_ranks.parameters("critic/right")
     reply = two_ranks.ask("update_critic", path=nobody, agents=BOTH, **UPDATE)[0]
-    assert not any(name.startswith("right/") for name in reply)
+    assert not any(name.startswith("critic/right/") for name in reply)
     assert equal(two_ranks.parameters("critic/right"), before)
 
     two_ranks.ask("update_critic", path=path, agents=BOTH, **UPDATE)

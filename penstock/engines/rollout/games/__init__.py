@@ -1,0 +1,1 @@
+"""Generations of games, in which the policy plays several agents."""
