@@ -25,7 +25,7 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 
 def loop_of(tokenizer: Any, chat: bool) -> GameLoop:
-    players = Players(("a", "b"), Agents(tokenizer, {}, None, 200), chat)
+    players = Players(("a", "b"), Agents(tokenizer, {}, None, 200, 8), chat)
     share: Any = SimpleNamespace(sampling=SimpleNamespace(max_tokens=LIMIT))
     return GameLoop(share, SimpleNamespace(tokenizer=tokenizer), players, in_step=True)  # type: ignore[arg-type]
 
