@@ -4,10 +4,12 @@ An editable install needs none of it: penstock/base/home.py finds the checkout.
 """
 
 from pathlib import Path
-from shutil import copy2, copytree
+from shutil import copy2, copytree, ignore_patterns
 
 from setuptools import setup
 from setuptools.command.build_py import build_py
+
+SECRETS = ignore_patterns(".env")  # deploy/.env has the passwords of the servers
 
 
 class WithRecipes(build_py):
@@ -21,7 +23,7 @@ class WithRecipes(build_py):
         shipped.mkdir(parents=True, exist_ok=True)
         copy2("prefect.yaml", shipped)
         for folder in ("configs", "deploy"):
-            copytree(folder, shipped / folder, dirs_exist_ok=True)
+            copytree(folder, shipped / folder, dirs_exist_ok=True, ignore=SECRETS)
 
 
 setup(cmdclass={"build_py": WithRecipes})

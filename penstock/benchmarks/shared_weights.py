@@ -1,6 +1,6 @@
 """Shows that vLLM reads the trainer's weights in place: log-probs agree before and after updates, nothing is copied.
 
-    python penstock/benchmarks/shared_weights.py MODEL_FOLDER OUT.json [zero_stage]
+    python -m penstock.benchmarks.shared_weights MODEL_FOLDER OUT.json [zero_stage]
 
 One process, one device: DeepSpeed trains, vLLM generates (CUDA graphs and sleep mode on a GPU), and the log-probs that
 vLLM reports for its own tokens are compared with the trainer's. The negative control at the end changes the trainer's
@@ -18,7 +18,6 @@ from typing import Any
 
 os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", MASTER_PORT="29541")
 os.environ.update(VLLM_ENABLE_V1_MULTIPROCESSING="0", VLLM_LOGGING_LEVEL="WARNING", PENSTOCK_GROUP="main")
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from penstock.engines.groups import interface
 

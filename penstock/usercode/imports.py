@@ -77,7 +77,7 @@ def module_named(setting: str, spec: str, kind: str, example: str) -> ModuleType
         raise UserError(f"{setting} '{spec}': {problem}", remedy)
     try:
         return importlib.import_module(module_name)
-    except Exception as error:
+    except (Exception, SystemExit) as error:  # a script, such as a setup.py, ends itself
         raise UserError(
             f"{setting} '{spec}': module '{module_name}' does not import: {type(error).__name__}: {error}",
             f"`python -c 'import {module_name}'` shows where.",

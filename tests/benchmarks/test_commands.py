@@ -25,6 +25,7 @@ from penstock.configs.sections.model import TinyModel
 from penstock.data.tokenizer import make_byte_tokenizer
 from penstock.engines.groups.links import COLLECTIVES
 from penstock.engines.models.tiny import make_tiny_model
+from tests.processes import ROOT
 
 RECIPE = """
 model: {tiny: {hidden_size: 96, layers: 1, heads: 3, kv_heads: 3, intermediate_size: 64, max_positions: 64}}
@@ -177,7 +178,7 @@ def test_the_scheduler_is_clocked_around_real_generations(tmp_path: Path) -> Non
     out = tmp_path / "result.json"
     work = ["--sequences", "6", "--samples", "2", "--prompt", "20", "--response", "40", "--rounds", "2"]
     command = [sys.executable, "-m", "penstock.cli.main", "bench", "scheduler", *work, "--out", str(out)]
-    subprocess.run(command, check=True, cwd=Path(cli.__file__).parent.parent, capture_output=True)
+    subprocess.run(command, check=True, cwd=ROOT, capture_output=True)
     result = read_result(out)
     assert [row["scheduler"] for row in result.details] == ["vLLM's", "vLLM's", "coasting", "coasting"]
     assert all(0 < row["schedule_s"] < row["step_s"] for row in result.details)

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from penstock.configs.tree.recipes import read_tree
 from tests.processes import ROOT
 
 pytestmark = pytest.mark.slow
@@ -31,6 +32,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         if name.startswith(("penstock/", "configs/", "deploy/")) or "/" not in name:
             (folder / name).parent.mkdir(parents=True, exist_ok=True)
             (folder / name).write_bytes((ROOT / name).read_bytes())
+    (folder / "deploy" / ".env").write_text("POSTGRES_PASSWORD=secret\n", encoding="utf-8")
     command = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation", "."]
     subprocess.run([*command, "--wheel-dir", "dist"], cwd=folder, check=True)
     (built,) = (folder / "dist").glob("penstock-*.whl")
@@ -45,7 +47,7 @@ def here(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def run(wheel: Path, here: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+def run(wheel: Path, here: Path, *arguments: str, program: str = PROGRAM) -> subprocess.CompletedProcess[str]:
     """Run a command with what the wheel holds and the libraries, and without this checkout.
 
     A path entry of an environment does not bring what its own path files name: the editable install is not seen.
@@ -55,12 +57,12 @@ def run(wheel: Path, here: Path, *arguments: str) -> subprocess.CompletedProcess
         files.extractall(inside)
     environment = {name: value for name, value in os.environ.items() if not name.startswith("PREFECT_")}
     environment |= {"PYTHONPATH": f"{inside}{os.pathsep}{LIBRARIES}", "PREFECT_HOME": str(here / "prefect")}
-    command = [sys.executable, "-S", "-c", PROGRAM, *arguments]
+    command = [sys.executable, "-S", "-c", program, *arguments]
     return subprocess.run(command, cwd=here, env=environment, capture_output=True, text=True, check=False)
 
 
 def test_a_wheel_has_one_name_and_all_that_a_checkout_has(wheel: Path) -> None:
-    """No name that a user's package could have. Controls: tests are not in it, each recipe is."""
+    """No name that a user's package could have, and no passwords. Controls: tests are not in it, each recipe is."""
     names = zipfile.ZipFile(wheel).namelist()
     (information,) = {name.partition("/")[0] for name in names} - {"penstock"}
     assert information.startswith("penstock-") and information.endswith(".dist-info")
@@ -69,6 +71,19 @@ def test_a_wheel_has_one_name_and_all_that_a_checkout_has(wheel: Path) -> None:
     assert shipped == {name for name in files if name.startswith(("configs/", "deploy/")) or name == "prefect.yaml"}
     package = {name for name in files if name.startswith("penstock/")}
     assert package <= {*names}
+
+
+def test_every_recipe_of_a_wheel_is_found_with_what_it_builds_on(wheel: Path, here: Path) -> None:
+    """Wherever one works. Control: a recipe of one's own in its place is the one that is read."""
+    names = [f"configs/{path.name}" for path in sorted((ROOT / "configs").glob("*.yaml"))]
+    code = "import sys; from pathlib import Path; from penstock.configs.tree.recipes import read_tree; "
+    code += "print([read_tree(Path(name))['name'] for name in sys.argv[1:]])"
+    done = run(wheel, here, *names, program=code)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip() == str([read_tree(ROOT / name)["name"] for name in names])
+    (here / "configs").mkdir()
+    (here / "configs" / "quickstart.yaml").write_text("name: mine\n", encoding="utf-8")
+    assert run(wheel, here, "configs/quickstart.yaml", program=code).stdout.strip() == "['mine']"
 
 
 def test_a_recipe_and_a_reward_of_ones_own_from_a_wheel(wheel: Path, here: Path) -> None:

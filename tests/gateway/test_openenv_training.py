@@ -24,7 +24,7 @@ from tests.gateway.openenv_interpreter import uvicorn
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("openenv"), pytest.mark.timeout(600)]
 
-SERVERS = Path(__file__).resolve().parents[1] / "penstock" / "environments"
+SERVERS = Path(__file__).resolve().parents[1] / "environments"
 
 
 def says(row: dict[str, Any], right: bool, generator: np.random.Generator) -> str:

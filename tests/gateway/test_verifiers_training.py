@@ -25,7 +25,7 @@ from tests.gateway.verifiers_interpreter import verifiers_python as verifiers_py
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("verifiers"), pytest.mark.timeout(600)]
 
-TASKSET = Path(__file__).resolve().parents[1] / "penstock" / "environments" / "verifiers_sums.py"
+TASKSET = Path(__file__).resolve().parents[1] / "environments" / "verifiers_sums.py"
 
 
 def says(row: dict[str, Any], right: bool, generator: np.random.Generator) -> str:

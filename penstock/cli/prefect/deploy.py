@@ -170,11 +170,11 @@ def deploy_flows(client: SyncPrefectClient, url: str, pool: str, runs: int) -> N
     Raises:
         UserError: a recipe cannot be read, or Prefect refuses the file; carries Prefect's last words.
     """
-    content = read_deployments()
+    content, home = read_deployments(), Path(os.environ.get("PENSTOCK_HOME") or working_folder())
     content["definitions"]["while_gpus_are_free"]["limit"] = runs  # an alias: that of all deployments that name it
-    prefect_deploy(url, pool, content, working_folder())
+    prefect_deploy(url, pool, content, home)
     for entry in read_deployments()["deployments"]:
-        put_form(client, name_of(entry), working_folder())
+        put_form(client, name_of(entry), home)
 
 
 def prefect_deploy(url: str, pool: str, content: dict[str, Any], home: Path) -> None:

@@ -191,6 +191,7 @@ def _lies_in(place: Path, folders: tuple[Path, ...]) -> bool:
 
 
 def _read(path: Path, chain: tuple[Path, ...], within: tuple[Path, ...] | None) -> dict[str, Any]:
+    path = shipped_recipe(path)
     identity = path.resolve()
     if identity in chain:
         round_trip = " -> ".join(place.name for place in (*chain[chain.index(identity) :], identity))

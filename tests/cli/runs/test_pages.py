@@ -22,7 +22,7 @@ from penstock.cli.runs.pages import check_port, pages_of_run, serve_pages, wait_
 from tests.processes import alive
 from tests.waiting import came_true
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 
 
 @pytest.mark.parametrize("option", ["--tracker-port", "--prefect-port"])
