@@ -53,6 +53,10 @@ class Elsewhere:
     others: frozenset[int] = frozenset()
 
 
+class NoRoom(UserError):
+    """A rank needs more memory than is free."""
+
+
 NOWHERE = Elsewhere()
 SPARED = 0.9  # share of a host's free memory that snapshots and all else may fill: pages of files need some
 
@@ -322,7 +326,7 @@ def _require(config: TrainConfig, estimate: GroupEstimate, free: int, place_name
     caching = "lower rollout.kv_cache_gib or rollout.max_sequences, remove rollout.sleep=false where it is given, or "
     if not config.trains:
         training = "use a higher rollout.tensor_parallel or more ranks, or end what else uses the memory"
-    raise UserError(
+    raise NoRoom(
         f"group '{estimate.group}' needs about {memory.total / GIB:.1f} GiB per rank ({memory.phase}), "
         f"{place_name} has {free / GIB:.1f} GiB free "
         f"(largest part: {part}, {memory.parts[part] / GIB:.1f} GiB)",
@@ -338,4 +342,4 @@ def _smaller_passes(config: TrainConfig, model: str, section: str) -> str:
     else:
         longest = config.data.max_prompt_tokens + config.rollout.max_response_tokens
         keys = "data.max_prompt_tokens or rollout.max_response_tokens"
-    return f"a smaller {keys if longest >= largest(trainer.micro_batch_tokens) else f'{section}.micro_batch_tokens'}"
+    return f"a smaller {keys if longest >= largest(trainer.budget) else f'{section}.micro_batch_tokens'}"

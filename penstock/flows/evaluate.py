@@ -64,7 +64,7 @@ def evaluate_one(plan: Plan, subject: Subject, run: RunFolder) -> None:
     with weights_of(subject, run.path / "weights") as weights:
         if plan.config is not None:
             with served(plan, subject, weights, run) as training:
-                budget = value_at(training.config.actor.micro_batch_tokens, max(1, subject.iteration))
+                budget = value_at(training.config.actor.budget, max(1, subject.iteration))
                 figures = evaluate_heldout(training, subject.iteration, budget)
         if plan.tasks:
             place, chat = str(run.path / TASKS), plan.chat

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from copy import deepcopy
 from dataclasses import dataclass
 from pathlib import Path
 from shlex import quote
@@ -21,13 +22,22 @@ from prefect.runtime import deployment, flow_run
 
 from penstock.base.errors import UserError
 from penstock.checks.found_models import with_models_found
-from penstock.checks.memory import Elsewhere, GroupEstimate, check_finetuning_memory, check_memory, describe_snapshots
+from penstock.checks.memory import (
+    Elsewhere,
+    GroupEstimate,
+    NoRoom,
+    check_finetuning_memory,
+    check_memory,
+    describe_snapshots,
+)
 from penstock.checks.preferences import check_preferences
 from penstock.checks.tokenized import check_tokenized
 from penstock.checks.training import check_inputs, check_supervised
 from penstock.configs.loading.resuming import OF_PAIRS, OF_SFT, OF_TRAIN, Resumable, course_changes, resumed_config
 from penstock.configs.preference import PairConfig, PreferenceConfig, RewardModelConfig
 from penstock.configs.schema import TrainConfig
+from penstock.configs.sections.trainer import MOST_TOGETHER, TrainerConfig
+from penstock.configs.tree.section import fill
 from penstock.data.source import reading_once
 from penstock.engines.groups.machine import visible_gpus
 from penstock.engines.groups.placement import place
@@ -45,6 +55,8 @@ from penstock.state.events import append_flow_lost
 from penstock.state.manifest import ANEW, check_kind, check_resumable, completed, ended, read_progress
 from penstock.state.mending import mend
 from penstock.state.run_folder import RunFolder, check_free, locked, new_run_folder, open_run_folder
+
+LEAST_TOGETHER = 256  # tokens: a row is never cut, and most are longer
 
 Tree = TypeVar("Tree", bound=TrainConfig | PairConfig)
 
@@ -197,7 +209,47 @@ def foreseen(kind: Kind[Tree], config: Tree) -> tuple[list[GroupEstimate], str]:
     pools = gpus_of_pools(engines)
     place(engines, len(visible_gpus()), Path(), pools)  # what the whole machine lacks nobody gives back
     turn = would_get(wanted_by(engines))
-    return kind.memory(config, Elsewhere(pools, {}, turn.mine, turn.others)), turn.text
+    config = deepcopy(config)  # what memory has room for is decided when the training has its GPUs
+    said = [turn.text] if turn.text else []
+    estimates = sized(kind, config, Elsewhere(pools, {}, turn.mine, turn.others), said.append)
+    return estimates, "; ".join(said)
+
+
+def sized(kind: Kind[Tree], config: Tree, elsewhere: Elsewhere, say: Callable[[str], object]) -> list[GroupEstimate]:
+    """Fill in the tokens of micro-batches that a configuration leaves to the memory; return the estimates.
+
+    They are halved until what is free suffices, of all models alike.
+
+    Raises:
+        UserError: it does not, however small they are.
+    """
+    left = [trainer for trainer in trainers(config) if trainer.micro_batch_tokens is None]
+    tokens = MOST_TOGETHER
+    while left and tokens > LEAST_TOGETHER and not _fits(kind, config, elsewhere, tokens):
+        tokens //= 2
+    for trainer in left:
+        fill(trainer, micro_batch_tokens=tokens)
+    estimates = kind.memory(config, elsewhere)
+    if left:
+        say(f"memory has room for micro-batches of {tokens:,} tokens")
+    return estimates
+
+
+def _fits(kind: Kind[Tree], config: Tree, elsewhere: Elsewhere, tokens: int) -> bool:
+    attempt = deepcopy(config)
+    for trainer in trainers(attempt):
+        fill(trainer, micro_batch_tokens=tokens)
+    try:
+        kind.memory(attempt, elsewhere)
+    except NoRoom:
+        return False
+    return True
+
+
+def trainers(config: TrainConfig | PairConfig) -> list[TrainerConfig]:
+    """Return the sections of the models that are trained."""
+    found = [config.trainer] if isinstance(config, PairConfig) else [config.actor, config.critic, config.sft]
+    return [trainer for trainer in found if trainer is not None]
 
 
 @contextmanager
@@ -226,8 +278,11 @@ def started(kind: Kind[Tree], config: Tree, run: RunFolder) -> Iterator[Training
         admission(engines, run.path.name, say) as claims,
         hosted(engines, run, claims) as machines,
     ):
-        memory = kind.memory(config, machines.elsewhere)
-        with open_session(engines, run, memory, machines) as training:
+        before = deepcopy(config)
+        memory = sized(kind, config, machines.elsewhere, say)
+        if config != before:  # a resume has the same micro-batches, and so the same bits
+            write_config(run, config)
+        with open_session(engines_of(config), run, memory, machines) as training:
             if not training.session().snapshots:
                 get_run_logger().warning("%s", describe_snapshots(memory, machines.elsewhere))
             yield training

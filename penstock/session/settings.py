@@ -205,7 +205,7 @@ def smaller_micro_batches(training: Training, command: str) -> tuple[str, int] |
 
     def budget(overrides: Any) -> int:
         trainer = getattr(apply_overrides(config, overrides), key.partition(".")[0])
-        tokens: int = value_at(trainer.micro_batch_tokens, done + 1)
+        tokens: int = value_at(trainer.budget, done + 1)
         return tokens
 
     tokens, longest = budget(in_force), config.data.max_prompt_tokens + config.rollout.max_response_tokens
@@ -248,8 +248,8 @@ def settings_at(config: TrainConfig, iteration: int, progress: Progress) -> Sett
         algorithm=algorithm.settings_at(iteration),
         entropy_coefficient=value_at(algorithm.entropy_coefficient, iteration),
         kl_coefficient=coefficient,
-        micro_batch_tokens=value_at(actor.micro_batch_tokens, iteration),
-        critic_micro_batch_tokens=value_at(critic.micro_batch_tokens, iteration),
+        micro_batch_tokens=value_at(actor.budget, iteration),
+        critic_micro_batch_tokens=value_at(critic.budget, iteration),
     )
 
 

@@ -12,11 +12,12 @@ import pytest
 from prefect.logging import disable_run_logger
 
 from penstock.base.errors import UserError
-from penstock.checks import model
+from penstock.checks import memory, model
+from penstock.checks.memory import NOWHERE
 from penstock.configs.schema import TrainConfig
 from penstock.data.source import rows_of
 from penstock.session import opening
-from penstock.session.opening import SFT, TRAIN, Resume, is_complete, looked_at, opened, resume_of
+from penstock.session.opening import SFT, TRAIN, Resume, is_complete, looked_at, opened, resume_of, sized
 from penstock.session.session import read_config, write_config
 from penstock.state.manifest import Manifest, Progress, read_manifest, write_manifest
 from penstock.state.run_folder import RunFolder, locked
@@ -234,3 +235,60 @@ def test_a_deployments_run_that_fails_says_how_it_goes_on(
         return
     (note,) = notes
     assert note == (f"It goes on with: penstock train --resume {run.path}, or this deployment with 'resume' {run.path}")
+
+
+GIB = 1 << 30
+RECOMPUTED = {"gradient_checkpointing": True}  # else the estimate spares that first
+LEFT_TO_MEMORY = {"micro_batch_tokens": None, **RECOMPUTED}
+ROOM = {"max_response_tokens": 512, "max_sequences": 8, "kv_cache_gib": 0.01}
+MODEL = {"tiny": {"hidden_size": 256, "layers": 8, "heads": 4, "kv_heads": 4, "max_positions": 1024}}
+
+
+def recipe(**sections: object) -> TrainConfig:
+    """A recipe of a small model, whose activations are most of what it needs."""
+    return TrainConfig.model_validate({"model": MODEL, "rollout": ROOM, **sections})
+
+
+def test_micro_batches_are_what_memory_has_room_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the real estimate, which refuses twice as many. Controls: with room they are the most; a number is obeyed."""
+    said: list[str] = []
+    monkeypatch.setattr(memory, "visible_gpus", lambda: [])
+    monkeypatch.setattr(memory, "free_host_bytes", lambda: 1 << 50)
+    roomy = recipe(actor=LEFT_TO_MEMORY)
+    (estimate,) = sized(TRAIN, roomy, NOWHERE, said.append)
+    assert roomy.actor.micro_batch_tokens == recipe().actor.micro_batch_tokens == 16384
+    monkeypatch.setattr(memory, "free_host_bytes", lambda: estimate.memory.total - 1)
+    with pytest.raises(UserError, match="needs about"):
+        sized(TRAIN, recipe(actor=RECOMPUTED), NOWHERE, said.append)
+    less = recipe(actor=LEFT_TO_MEMORY)
+    sized(TRAIN, less, NOWHERE, said.append)
+    tokens = less.actor.micro_batch_tokens
+    assert isinstance(tokens, int) and tokens < 16384
+    with pytest.raises(UserError, match="needs about"):
+        sized(TRAIN, recipe(actor={"micro_batch_tokens": 2 * tokens, **RECOMPUTED}), NOWHERE, said.append)
+    assert said == [f"memory has room for micro-batches of {many:,} tokens" for many in (16384, tokens)]
+
+
+def test_memory_decides_for_all_that_leave_it_to_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not for one with a number; where nothing fits the refusal is the estimate's. Control: nothing is left to it."""
+    asked: list[tuple[object, ...]] = []
+
+    def limited(config: TrainConfig, _: object) -> list[memory.GroupEstimate]:
+        assert config.sft is not None
+        tokens = (config.actor.micro_batch_tokens, config.sft.micro_batch_tokens)
+        asked.append(tokens)
+        if tokens[0] > most:  # type: ignore[operator]
+            raise memory.NoRoom("needs about 2 GiB", "use more ranks")
+        return []
+
+    kind, most = replace(TRAIN, memory=limited), 5000
+    config = recipe(actor=LEFT_TO_MEMORY, sft={"micro_batch_tokens": 123, "max_tokens": 64})
+    sized(kind, config, NOWHERE, str)
+    assert asked == [(16384, 123), (8192, 123), (4096, 123), (4096, 123)]
+    most = 0
+    with pytest.raises(memory.NoRoom, match="needs about 2 GiB"):
+        sized(kind, recipe(actor=LEFT_TO_MEMORY, sft={"max_tokens": 64}), NOWHERE, str)
+    asked.clear()
+    with pytest.raises(memory.NoRoom):
+        sized(kind, recipe(sft={"max_tokens": 64}), NOWHERE, str)
+    assert asked == [(16384, 16384)]

@@ -53,7 +53,7 @@ def measure(
     steady(range(steps), skip)
     folder = _check_plain(config, len(lengths.responses_B))
     longest = int((lengths.prompts_B + lengths.responses_B).max())
-    rows = rows or max(1, value_at(config.actor.micro_batch_tokens, 1) // longest)
+    rows = rows or max(1, value_at(config.actor.budget, 1) // longest)
     ours = update.measure(config, lengths, command, steps=steps, skip=skip, critic=False)
     details = [{"library": "Penstock", "step": row["step"], **_kept(row, "actor/")} for row in ours.details]
     peers, gpu = {}, _gpus(config)[0] is not None

@@ -33,6 +33,9 @@ class LoraConfig(Section):
         return self.alpha / self.rank
 
 
+MOST_TOGETHER = 16384  # tokens of a micro-batch, where memory decides: more at once are hardly faster
+
+
 class TrainerConfig(Section):
     """How DeepSpeed trains one model."""
 
@@ -48,8 +51,10 @@ class TrainerConfig(Section):
         description="recompute activations in the backward pass, slower with less memory; null: only where the memory "
         "estimate does not fit otherwise",
     )
-    micro_batch_tokens: ScheduledAboveZero[int] = Field(
-        16384, description="prompt + response tokens of one forward pass on one rank"
+    micro_batch_tokens: ScheduledAboveZero[int] | None = Field(
+        MOST_TOGETHER,
+        description="prompt + response tokens of one forward pass on one rank; null: as many as the estimate of memory "
+        f"has room for at the start, {MOST_TOGETHER} at most",
     )
     offload_optimizer: bool = Field(
         False,
@@ -59,6 +64,11 @@ class TrainerConfig(Section):
     lora: LoraConfig | None = Field(
         None, description="train low-rank adapters and leave the weights as they are; null: train all weights"
     )
+
+    @property
+    def budget(self) -> int | dict[int, int]:
+        """The tokens of a micro-batch; until memory has decided the most that it may grant."""
+        return MOST_TOGETHER if self.micro_batch_tokens is None else self.micro_batch_tokens
 
     @model_validator(mode="after")
     def _whole(self) -> Self:

@@ -341,7 +341,7 @@ def _head(
 
 def _largest_micro_batch(trainer: TrainerConfig, config: TrainConfig) -> MicroBatch:
     """Return the largest possible micro-batch: a row is never cut, so a row beyond the budget is one by itself."""
-    tokens = max(1, largest(trainer.micro_batch_tokens))
+    tokens = max(1, largest(trainer.budget))
     if isinstance(trainer, SftConfig):
         tokens = max(tokens, trainer.max_tokens)
         return MicroBatch(tokens, responses=tokens)  # all of its tokens may be response tokens

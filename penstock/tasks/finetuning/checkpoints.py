@@ -51,7 +51,7 @@ def blocks(config: SftConfig, done: int = 0) -> Iterator[tuple[int, int]]:
     for all steps of a command.
     """
     first = done
-    schedules = [item for item in (config.optimizer.learning_rate, config.micro_batch_tokens) if isinstance(item, dict)]
+    schedules = [item for item in (config.optimizer.learning_rate, config.budget) if isinstance(item, dict)]
     changes = {step for schedule in schedules for step in schedule}
     while first < config.steps:
         ends = [first - first % every + every for every in (STEPS_PER_COMMAND, config.checkpoint_every) if every]

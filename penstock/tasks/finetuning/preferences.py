@@ -94,7 +94,7 @@ def begin_preferences(training: Training, config: PairConfig, model_folder: str)
 @task(task_run_name="reference-logprobs-{split}", cache_policy=NO_CACHE)
 def reference_pass(training: Training, config: PairConfig, split: str) -> None:
     """Add the log-probs of all responses under the starting model, which the ranks hold (once per run)."""
-    path, budget = preferences_file(training, split), value_at(config.trainer.micro_batch_tokens, 0)
+    path, budget = preferences_file(training, split), value_at(config.trainer.budget, 0)
     if REFERENCE in (present := column_names(path)):
         return
     training.session().say("log-probs of the reference", split)
@@ -111,7 +111,7 @@ def preference_steps(training: Training, config: PairConfig, units: int, first: 
     steps = PreferenceSteps(
         path=str(preferences_file(training, "train")),
         batches=order.reshape(count, trainer.batch),
-        budget=value_at(trainer.micro_batch_tokens, first),
+        budget=value_at(trainer.budget, first),
         loss=loss_of(config),
         learning_rate=float(value_at(trainer.optimizer.learning_rate, first)),
     )
@@ -125,7 +125,7 @@ def measure_heldout(training: Training, config: PairConfig, step: int) -> None:
     training.session().say("measuring held-out preferences")
     measure = PreferenceMeasure(
         path=str(preferences_file(training, "heldout")),
-        budget=value_at(config.trainer.micro_batch_tokens, step),
+        budget=value_at(config.trainer.budget, step),
         loss=loss_of(config),
     )
     reply = training.session().call("actor", measure, f"{step}/preference_measure")[0]

@@ -40,7 +40,7 @@ def supervised_steps(training: Training, pairs: int, first: int, count: int) -> 
     batches = take(first * batch, count * batch, pairs, config.seed, shuffle).reshape(count, batch)
     steps = SftSteps(
         batches=batches,
-        budget=value_at(config.sft.micro_batch_tokens, first),
+        budget=value_at(config.sft.budget, first),
         learning_rate=float(value_at(config.sft.optimizer.learning_rate, first)),
     )
     return taken(training, steps, "sft_steps", first, count)

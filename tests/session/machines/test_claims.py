@@ -25,7 +25,7 @@ from penstock.configs.schema import TrainConfig
 from penstock.engines.groups.spec import GroupSpec
 from penstock.session.machines.claims import FOLDER, Claims, Wanted, claimed, holders, wanted_by, would_get
 from penstock.session.opening import TRAIN, started
-from penstock.session.session import Session
+from penstock.session.session import Session, read_config
 from penstock.state.run_folder import RunFolder
 from tests.processes import ROOT
 from tests.session.machines.claiming import GPUS, PRETENDED
@@ -162,7 +162,10 @@ def _has_come(holder: Holder) -> bool:
 def test_a_training_starts_its_ranks_on_what_it_has_and_its_host_keeps_that(
     holding: Holding, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Memory and ranks are of those GPUs, until it has ended. Control: a file of the flow that nobody gave it."""
+    """Memory and ranks are of those GPUs, until it has ended. Control: a file of the flow that nobody gave it.
+
+    What it leaves to the memory is in its configuration, for a resume.
+    """
     first, run, shared = holding("first", on(gpus=[0])), RunFolder(tmp_path / "sums"), _hosts()
     assert first.has == [0]
     checked: list[Any] = []
@@ -170,8 +173,10 @@ def test_a_training_starts_its_ranks_on_what_it_has_and_its_host_keeps_that(
     kind = replace(TRAIN, memory=lambda _, elsewhere: checked.append(elsewhere.mine) or [])
     monkeypatch.setattr(Session, "start_groups", lambda _, specs: started_on.extend(specs))
     own = (tmp_path / "own").open("w")  # noqa: SIM115
-    with own, disable_run_logger(), started(kind, TrainConfig(groups=on(ranks=2)), run):
-        assert checked == [(1, 2)]
+    config = TrainConfig.model_validate({"groups": on(ranks=2), "actor": {"micro_batch_tokens": None}})
+    with own, disable_run_logger(), started(kind, config, run):
+        assert {*checked} == {(1, 2)}
+        assert read_config(run).actor.micro_batch_tokens == 16384
         assert [device.gpu for spec in started_on for device in spec.devices] == [1, 2]
         assert holders(UUIDS)[1] == f"sums (process {os.getpid()})"
         (keeper,) = [child for child in _hosts() if child not in shared]
