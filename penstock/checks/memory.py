@@ -6,6 +6,7 @@ What a machine of a pool has is known once its host has joined. Before, its memo
 from __future__ import annotations
 
 import sys
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -103,6 +104,7 @@ def check_memory(config: TrainConfig, elsewhere: Elsewhere = NOWHERE) -> list[Gr
     )
     for section, trainer, role in trained if config.trains else ():
         check_zero_stage(config, estimates, section, trainer, role)
+        check_hpz(estimates, section, trainer, role)
     _require_all(config, estimates, elsewhere)
     return estimates
 
@@ -125,6 +127,7 @@ def check_finetuning_memory(
     """
     estimates = estimate_groups(config, PHASES["sft"], scores, elsewhere)
     check_zero_stage(config, estimates, section, config.sft, "actor")
+    check_hpz(estimates, section, config.sft, "actor")
     _require_all(config, [item for item in estimates if "actor" in item.roles], elsewhere, section)
     return estimates
 
@@ -146,6 +149,25 @@ def check_zero_stage(
             f"{section}.zero_stage=0 is for float32 weights, and those of group '{estimate.group}' are bfloat16",
             f"set {other if trainer.optimizer.whole is None else ''}model.dtype=float32",
         )
+
+
+def check_hpz(estimates: list[GroupEstimate], section: str, trainer: TrainerConfig | None, role: Role) -> None:
+    """Check that a model that is to be sharded within machines is on several, with several ranks each.
+
+    Args:
+        section: the key of the trained model's section.
+        role: whose group it is trained in.
+
+    Raises:
+        UserError: it has no effect.
+    """
+    for estimate in estimates:
+        if trainer is None or not trainer.hpz or role not in estimate.roles:
+            continue
+        ranks = Counter(device.host for device in estimate.devices)
+        if len(ranks) == 1 or min(ranks.values()) == 1:
+            why = "is on one machine" if len(ranks) == 1 else "has one rank on each machine"
+            raise UserError(f"{section}.hpz has no effect: group '{estimate.group}' {why}", "remove it")
 
 
 def _require_all(
@@ -209,12 +231,13 @@ def estimate_groups(
         on = "cpu" if spec.devices[0].gpu is None else "cuda"
         shapes = {role: shape_of(config, role) for role in config.roles if role in spec.roles}
         gated = on == "cuda" and all(_has_gated_mlp(device, gpus, elsewhere) for device in spec.devices)
-        rank = Rank(shapes, len(spec.devices), on, weight_width(config, on), scores, gated, generating)
+        on_host = max(len(spec.ranks_on(host)) for host in spec.hosts)
+        rank = Rank(shapes, len(spec.devices), on, weight_width(config, on), scores, gated, on_host, generating)
         recomputed = choose_recomputed(config, rank, free)
         decided = decide_sleep(config, rank, recomputed, free)
         memory = rank_memory(decided, rank, recomputed, phase)
         sleep = decided.rollout.sleep
-        slots = slot_bytes(config, rank, max(len(spec.ranks_on(host)) for host in spec.hosts))
+        slots = slot_bytes(config, rank, on_host)
         offloaded = 0 if on == "cpu" else offloaded_bytes(config, rank)
         placed = (spec.name, spec.roles, spec.devices)
         estimates.append(GroupEstimate(*placed, memory, recomputed, sleep, each, slots, offloaded, spec.elastic))

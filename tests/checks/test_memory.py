@@ -110,3 +110,24 @@ def test_a_group_that_may_be_absent_spares_the_others_nothing(monkeypatch: pytes
     spare = {"gpus": [2], "roles": ["rollout"]}
     assert needs(spare={**spare, "elastic": True}) == needs()
     assert needs(spare=spare) < needs()
+
+
+def within_machines(**devices: Any) -> TrainConfig:
+    """A recipe whose actor is sharded over the ranks of a machine, and over all."""
+    main = {**devices, "roles": ["actor", "rollout"]}
+    tree = {"model": TINY, "actor": {"zero_stage": 3, "hpz": True}, "groups": {"main": main}}
+    return TrainConfig.model_validate(tree)
+
+
+def test_sharding_within_machines_is_for_several_of_several_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each rank has its part of the weights once more. Controls: one machine, one rank a machine, another stage."""
+    monkeypatch.setattr(memory, "free_host_bytes", lambda: 1 << 50)
+    (group,) = memory.check_memory(within_machines(hosts=2, ranks=2))
+    parts = group.memory.parts
+    assert parts["actor weights of the host"] == pytest.approx(2 * parts["actor weights"], rel=0.01)
+    with pytest.raises(UserError, match=r"actor\.hpz has no effect: group 'main' is on one machine"):
+        memory.check_memory(within_machines(ranks=4))
+    with pytest.raises(UserError, match="has one rank on each machine"):
+        memory.check_memory(within_machines(hosts=2, ranks=1))
+    with pytest.raises(ValueError, match="'hpz' needs 'zero_stage' 3, not 1"):
+        TrainConfig.model_validate({"actor": {"hpz": True}})

@@ -77,6 +77,7 @@ class InspectedWorker(Worker):
         "mismatches",
         "bind_without_sharing",
         "disturb",
+        "host_shards",
         "refusal_of_packed_weights",
         "spoiled_refusal",
         "gather_odd",
@@ -502,6 +503,21 @@ class InspectedWorker(Worker):
             for parameter in self.models.generator.model.parameters():
                 parameter.data = parameter.data + by * torch.sin(torch.arange(parameter.numel())).view(parameter.shape)
         return {}
+
+    def host_shards(self, role: str) -> dict[str, Any]:
+        """How many elements this rank held beside its share of ZeRO-3 at each step since this was asked first."""
+        optimizer = self.models.trainers[role]._optimizer
+        if not hasattr(optimizer, "held_beside"):
+            optimizer.held_beside, forget = [], optimizer.invalidate_secondary_tensor
+
+            def noted() -> None:
+                beside = [one.ds_secondary_tensor for group in optimizer.fp16_groups for one in group]
+                optimizer.held_beside.append(sum(shard.numel() for shard in beside if shard is not None))
+                forget()
+
+            optimizer.invalidate_secondary_tensor = noted
+        every = sum(one.ds_numel for group in optimizer.fp16_groups for one in group)
+        return {"beside": optimizer.held_beside, "all": every}
 
     def refusal_of_packed_weights(self, arguments: dict[str, Any]) -> dict[str, Any]:
         """What a build raises if vLLM's layers compute with copies of their weights, as its CPU layers would."""

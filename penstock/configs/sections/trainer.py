@@ -46,6 +46,11 @@ class TrainerConfig(Section):
         "1: the optimizer's state, gradients are reduced once per step; 2: gradients too, reduced with every "
         "micro-batch; 3: weights too",
     )
+    hpz: bool = Field(
+        False,
+        description="ZeRO stage 3 on several machines: each holds all weights once more, sharded over its ranks, where "
+        "the backward pass gathers them",
+    )
     gradient_checkpointing: bool | None = Field(
         None,
         description="recompute activations in the backward pass, slower with less memory; null: only where the memory "
@@ -80,6 +85,12 @@ class TrainerConfig(Section):
             )
         if whole is not None and self.lora is not None:
             raise ValueError(f"'optimizer.name' {name} is for whole weights, not for 'lora': take adamw or sgd")
+        return self
+
+    @model_validator(mode="after")
+    def _hpz(self) -> Self:
+        if self.hpz and self.zero_stage != 3:
+            raise ValueError(f"'hpz' needs 'zero_stage' 3, not {self.zero_stage}, where every rank has all weights")
         return self
 
     @model_validator(mode="after")

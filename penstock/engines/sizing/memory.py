@@ -67,6 +67,7 @@ class Rank:
     width: int  # bytes of a weight
     scores: bool = False  # what is trained offline has a score in place of its language head
     gated_mlp: bool = False  # its GPU has the kernels of penstock/engines/kernels/gated_mlp.py
+    ranks_on_host: int = 1  # of the group
     rollout_ranks: int | None = None  # of all groups that generate and stay; None: this group's
 
 
@@ -246,6 +247,8 @@ def _states(name: str, trainer: TrainerConfig, rank: Rank, models: int = 1) -> P
         f"{name} weights": rank.width * weights // (rank.ranks if stage >= 3 else 1),
         f"{name} masters and moments": masters // (rank.ranks if stage >= 1 else 1),
     }
+    if trainer.hpz:
+        states[f"{name} weights of the host"] = rank.width * weights // rank.ranks_on_host
     if stage <= 1 and rank.width == 2:  # DeepSpeed's other optimizer: it keeps a buffer of all gradients for good
         states[f"{name} gradients"] = GRADIENT * trained
     return {part: models * size for part, size in states.items()}

@@ -15,14 +15,17 @@ from __future__ import annotations
 import gc
 import logging
 import math
+import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import Any, TypeVar
 
 import deepspeed
 import torch
 from deepspeed.runtime.zero.offload_config import OffloadStateTypeEnum
+from deepspeed.utils import groups
 from torch import nn
 
 from penstock.base.errors import GradientNotFinite
@@ -58,6 +61,8 @@ REMEDY = (
     "look for extreme rewards in the newest experience file, lower the learning rate, and resume; if it comes back, "
     "go on from an earlier checkpoint: penstock train --resume RUN --from ITERATION"
 )
+
+ON_THIS_HOST = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))  # ranks of the group
 
 _log = logging.getLogger(__name__)
 
@@ -108,6 +113,7 @@ class Trainer:
         dtype = parameters[0].dtype
         if config.zero_stage == 0:
             flatten_in_place(parameters)
+        gather_within_hosts(config.hpz)
         self.engine, self._optimizer, *_ = deepspeed.initialize(
             model=module,
             optimizer=make_optimizer(named, config.optimizer),
@@ -279,6 +285,21 @@ class Trainer:
         gc.collect()
 
 
+def gather_within_hosts(wanted: bool) -> None:
+    """Let the next model be sharded over the ranks of a machine as well, or not; every rank calls it (hpZ of ZeRO++).
+
+    DeepSpeed keeps the process group of a machine's ranks where every model finds it that is made later.
+    """
+    groups._ZERO_PARAM_INTRA_PARALLEL_GROUP = _ranks_of_this_host() if wanted else None
+
+
+@cache
+def _ranks_of_this_host() -> Any:
+    groups._ZERO_PARAM_INTRA_PARALLEL_GROUP = None  # it makes the first one only
+    groups._create_zero_param_parallel_group(ON_THIS_HOST)
+    return groups._get_zero_param_intra_parallel_group()
+
+
 def deepspeed_config(config: TrainerConfig, dtype: torch.dtype) -> dict[str, Any]:
     """Return DeepSpeed's configuration.
 
@@ -296,6 +317,7 @@ def deepspeed_config(config: TrainerConfig, dtype: torch.dtype) -> dict[str, Any
         **({"communication_data_type": "fp32"} if config.zero_stage == 1 else {}),
         "zero_optimization": {
             "stage": config.zero_stage,
+            **({"zero_hpz_partition_size": ON_THIS_HOST} if config.hpz else {}),
             "round_robin_gradients": False,  # would scatter the fused groups over the flat buffer
             "overlap_comm": torch.cuda.is_available(),
         },
