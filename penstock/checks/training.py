@@ -102,11 +102,12 @@ def check_environment(config: TrainConfig) -> None:
     if config.environment is None:
         return
     tools_told(config.environment)
-    if config.rollout.goes_on and asks_policy(config.environment):
+    streams = config.rollout.goes_on or config.rollout.in_portions
+    if streams and asks_policy(config.environment):  # a portion has the data's prompts, and no agent's
         raise UserError(
-            f"'{config.environment.type}' asks the policy for its turns, and such an episode cannot go on under the "
-            "next policies: a new engine would not know what it has asked",
-            "remove rollout.carry, or set rollout.stream.staleness=0; rollout.tail waits for no long episode either",
+            f"'{config.environment.type}' asks the policy for its turns, and such an episode can neither go on under "
+            "the next policies, where a new engine would not know what it has asked, nor be learnt from by portions",
+            "remove rollout.carry or rollout.stream; rollout.tail waits for no long episode either",
         )
     if config.environment.sandbox is not None and not any(group.hosts for group in config.groups.values()):
         check_sandbox("environment.sandbox")
