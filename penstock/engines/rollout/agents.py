@@ -96,7 +96,8 @@ class Agents:
 
         No text has fewer tokens than its characters by those of the longest token.
         """
-        size = len(ask.tokens or ()) or sum(len(str(part)) for part in (ask.text, ask.messages, ask.tools) if part)
+        texts = (ask.text, ask.whole or ask.messages, ask.tools)
+        size = len(ask.tokens or ()) or sum(len(str(part)) for part in texts if part)
         most = room if ask.tokens else room * self._longest
         if size > most:
             episode.truncated |= ask.follows
@@ -164,7 +165,7 @@ class Agents:
         return turns
 
     def whole(self, ask: Ask) -> list[int]:
-        """Return the tokens of a request that follows nothing.
+        """Return the tokens of a request by itself, whatever it might follow.
 
         Raises:
             NotServed: there is no chat template, or it refuses the messages; there are no tokens.
@@ -174,7 +175,7 @@ class Agents:
         if ask.messages is None:
             tokens: list[int] = self.tokenizer(ask.text)["input_ids"]
         else:
-            text = self._rendered(ask.messages, ask.tools)
+            text = self._rendered(ask.whole or ask.messages, ask.tools)
             tokens = self.tokenizer(text, add_special_tokens=False)["input_ids"]
         if not tokens:
             raise NotServed("the request has no tokens")

@@ -68,7 +68,9 @@ def test_a_chat_arrives_and_only_what_is_new_follows(pool: EnvironmentPool) -> N
     reply, asked = play(pool, says("four"), {"plan": ["chat", "chat", "rewritten", "chat"]})
     first, second, third, fourth = asked
     assert first == Ask([{"role": "user", "content": "2+2?"}])
-    assert second == Ask([{"role": "user", "content": "and now?"}], follows=True)
+    new = {"role": "user", "content": "and now?"}
+    said = {"role": "assistant", "content": "four"}
+    assert second == Ask([new], follows=True, whole=[*(first.messages or []), said, new])
     assert not third.follows and [message["role"] for message in third.messages or []] == ["user"]
     assert not fourth.follows, "the rewritten one was learnt from, so what was before it does not go on"
     assert reply.reward == 4.0 and reply.done and not reply.cut
