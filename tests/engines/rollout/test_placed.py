@@ -63,3 +63,25 @@ def test_the_whole_chat_is_held_against_the_room(agents: Agents) -> None:
     episode = begun(agents, Ask([QUESTION]), "7")
     (placed,) = agents.placed(episode, [second_chat("7" * 100_000)], LIMIT, 0)
     assert "characters, beyond the maximum context length" in str(placed.refused) and episode.truncated
+
+
+@pytest.mark.parametrize(("begins", "beside", "cut"), [(True, False, True), (False, False, False), (True, True, False)])
+def test_tokens_that_outgrow_the_room_cut_the_episode_that_they_go_on_with(
+    agents: Agents, begins: bool, beside: bool, cut: bool
+) -> None:
+    """Control: those of another story, and those beside a request that goes on, are refused, and the episode lives."""
+    episode = begun(agents, Ask(tokens=[4, 5, 6]), "7")
+    before = episode.prompt + episode.tokens
+    long = [*(before if begins else [9] * 4), *[8] * (LIMIT + LONGEST)]
+    others = [Ask(tokens=[*before, 8])] * beside
+    *goes_on, placed = agents.placed(episode, [*others, Ask(tokens=long)], LIMIT, 0)
+    assert [other.aside for other in goes_on] == [None] * beside
+    assert "tokens, beyond the maximum context length" in str(placed.refused)
+    assert episode.truncated is cut
+
+
+def test_a_first_request_beyond_all_room_fails_and_cuts_nothing(agents: Agents) -> None:
+    """Its agent has to read that it never had a turn. Control: the test above."""
+    episode = Episode(0, 0, 0, [], 0, 0)
+    (placed,) = agents.placed(episode, [Ask(tokens=[4] * (LIMIT + LONGEST + 1))], LIMIT, 0)
+    assert placed.refused is not None and not episode.truncated
