@@ -468,6 +468,8 @@ class EpisodeLoop:
             self._ready.append(episode)
             return
         episode.owed = True
+        episode.in_vain += 1
+        episode.truncated |= episode.in_vain > self._environments.max_turns  # it would ask for ever, and others wait
         self._ask(Call(episode.name, turns=agents.told(episode, {}), last=self._is_last(episode)))
 
     def _tell_agents(self, agents: Agents, episodes: list[Episode]) -> None:
