@@ -30,7 +30,7 @@ from penstock.configs.sections.run import names_of_trackers
 from penstock.data.source import reading_once
 from penstock.engines.families.served import check_served
 from penstock.engines.families.shape import read_settings, weight_shapes
-from penstock.environments.loading import asks_policy, tools_told
+from penstock.environments.loading import asks_policy, ends_turns_at, tools_told
 from penstock.evaluators.loading import load_evaluators
 from penstock.rewards.source import check_source
 from penstock.trackers.table import check_trackers
@@ -108,6 +108,12 @@ def check_environment(config: TrainConfig) -> None:
             f"'{config.environment.type}' asks the policy for its turns, and such an episode can neither go on under "
             "the next policies, where a new engine would not know what it has asked, nor be learnt from by portions",
             "remove rollout.carry or rollout.stream; rollout.tail waits for no long episode either",
+        )
+    if config.players and config.data.chat and (stop := ends_turns_at(config.environment)):
+        raise UserError(
+            f"'{config.environment.type}' ends turns at {', '.join(map(repr, stop))}, and what an agent is shown later "
+            "can follow no turn of a chat that did not end with the template's own token",
+            "remove 'stop' from the class, or set data.chat=false",
         )
     if config.environment.sandbox is not None and not any(group.hosts for group in config.groups.values()):
         check_sandbox("environment.sandbox")

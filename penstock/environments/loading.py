@@ -114,6 +114,15 @@ def asks_policy(config: EnvironmentConfig) -> bool:
     return isinstance(load_environment(config)(), AgentEpisode)
 
 
+def ends_turns_at(config: EnvironmentConfig) -> tuple[str, ...]:
+    """Return the texts at which an environment ends turns, besides the model's own end.
+
+    Raises:
+        UserError: as for `load_environment`.
+    """
+    return stop_texts(config.type, load_environment(config)())
+
+
 def is_async(episode: Played) -> bool:
     """Return whether calls of an environment run concurrently: one of its methods is `async`, or it is an agent."""
     if isinstance(episode, AgentEpisode):

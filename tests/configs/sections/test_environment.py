@@ -109,6 +109,14 @@ def test_what_takes_a_sample_to_be_one_conversation_does_not_go_with_a_game(
     TrainConfig(environment=TWO)
 
 
+def test_a_game_of_chats_ends_turns_as_the_template_does() -> None:
+    """Not at texts of its class. Control: a game of texts may."""
+    game = {"type": "tests.engines.rollout.games.talking:Talking", "agents": ["host", "guest"]}
+    with pytest.raises(UserError, match="Talking' ends turns at '=', '7', 'e', and what an agent is shown later can"):
+        check_environment(TrainConfig(environment=game, data={"chat": True}))
+    check_environment(TrainConfig(environment=game))
+
+
 def test_a_sampler_that_remembers_rewards_does_not_go_with_a_game() -> None:
     """A prompt earns several of them. Control: one that does not remember."""
     arithmetic = {"arithmetic": {"sft": 8, "train": 8, "heldout": 8}}
