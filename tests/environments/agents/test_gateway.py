@@ -145,10 +145,21 @@ def test_a_stream_brings_the_same(pool: EnvironmentPool) -> None:
     ],
 )
 def test_what_is_not_served_is_refused_by_name(pool: EnvironmentPool, plan: str, said: str) -> None:
-    """The agent reads why, and its episode fails with that, since it does not look. Control: the tests above."""
+    """The agent reads why, and its episode fails with that, since it does not look; it is counted, but for an address
+    that is no episode's. Control: the tests above.
+    """
     reply, _ = play(pool, says("four"), {"plan": [plan]})
     assert reply.failure is not None and said in reply.failure
-    assert play(pool, says("four"), {"plan": ["chat"]})[0].failure is None
+    assert reply.parts == ({} if plan == "stranger" else {"requests/refused": 1.0})
+    reply, _ = play(pool, says("four"), {"plan": ["chat"]})
+    assert (reply.failure, reply.parts) == (None, {"reward": 1.0})
+
+
+def test_refusals_before_an_agents_deadline_are_counted() -> None:
+    """Control: one that was refused nothing, below, fails by its deadline alone."""
+    with closing(opened(timeout_s=3.0)) as pool:
+        reply, _ = play(pool, says("x"), {"plan": ["unheard", "sleeps"]})
+        assert (reply.failure, reply.parts) == ("timed out after 3 s", {"requests/refused": 1.0})
 
 
 def test_temperature_is_the_recipes(pool: EnvironmentPool) -> None:
@@ -238,7 +249,8 @@ def test_an_agent_that_fails_or_never_ends_fails_its_episode_alone() -> None:
     """Its exception is the reason, or the deadline; others of the worker go on. A thread's agent ends when it asks."""
     with closing(opened(timeout_s=1.0)) as pool:
         assert "LookupError: no such thing" in str(play(pool, says("x"), {"plan": ["broken"]})[0].failure)
-        assert play(pool, says("x"), {"plan": ["chat", "sleeps"]})[0].failure == "timed out after 1 s"
+        reply, _ = play(pool, says("x"), {"plan": ["chat", "sleeps"]})
+        assert (reply.failure, reply.parts) == ("timed out after 1 s", {})
         assert play(pool, says("four"), {"plan": ["chat"]})[0].reward == 1.0
 
 
