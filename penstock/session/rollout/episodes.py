@@ -96,9 +96,14 @@ def with_environment(
     if judged:
         check_episodes(config, columns)
     if scores is None and np.isnan(columns[REWARD]).all() and not all(columns[FAILURE]):
+        if config.players:
+            remedy = f"let its step return Step(..., rewards={{'{config.players[0]}': ...}})"
+        else:
+            remedy = "let its step return Step(..., reward=...), or add reward.function"
         raise UserError(
-            f"{_name(config)} gave no reward in any of {len(parts)} episodes, and there is no other reward",
-            "let its step return Step(..., reward=...), or add reward.function",
+            f"{_name(config)} gave no reward in any of {len(parts) // config.conversations} episodes, and there is no "
+            "other reward",
+            remedy,
         )
     others: Sequence[Score | None] = [None] * len(parts) if scores is None else scores
     return [

@@ -23,6 +23,10 @@ def config_of(**reward: Any) -> TrainConfig:
     return TrainConfig(**{"environment": {"type": "my_game:Game"}, "reward": settings})
 
 
+def game_of() -> TrainConfig:
+    return TrainConfig(environment={"type": "my_game:Game", "agents": ["a", "b"]})
+
+
 def columns_of(*rewards: float, failures: dict[int, str] | None = None, **parts: list[float]) -> dict[str, Any]:
     return {
         "sample_id": [f"s{row}" for row in range(len(rewards))],
@@ -73,6 +77,17 @@ def test_no_reward_at_all_is_a_mistake() -> None:
         with_environment(config_of(), columns_of(NONE, NONE), None)
     scores = [Score(1.0, {}, None)] * 2
     assert [item.reward for item in with_environment(config_of(), columns_of(NONE, NONE), scores)] == [1.0, 1.0]
+
+
+def test_a_game_that_pays_nobody_is_told_how_games_pay() -> None:
+    """By name, since a reward function does not go with them. Control: the advice for one who plays alone."""
+    for config, advice, other in (
+        (game_of(), r"1 episodes.*\n.*rewards=\{'a': ...\}", "function"),
+        (config_of(), r"2 episodes.*\n.*reward=\.\.\.\), or add reward.function", "rewards="),
+    ):
+        with pytest.raises(UserError, match=advice) as caught:
+            with_environment(config, columns_of(NONE, NONE), None)
+        assert other not in str(caught.value)
 
 
 def test_columns_of_all_engines_come_in_the_order_of_the_rows() -> None:
