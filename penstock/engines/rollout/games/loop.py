@@ -210,7 +210,7 @@ class GameLoop:
         if reply.failure is not None:
             self._fail(game, reply.failure)
         elif reply.done or game.cut:
-            self._over(game, cut=not reply.done)
+            self._over(game, cut=game.speaker.truncated or not reply.done)
         else:
             self._give_turn(game, reply, version)
 
