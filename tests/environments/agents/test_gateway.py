@@ -184,6 +184,19 @@ def test_what_is_asked_at_once_is_drawn_at_once(pool: EnvironmentPool) -> None:
     assert [len(asks) for asks in play_rounds(pool, says("b"), {"plan": ["text"] * 3})[1]] == [1, 1, 1]
 
 
+@pytest.mark.parametrize("order", [1, -1])
+def test_a_request_that_is_still_being_read_is_waited_for(pool: EnvironmentPool, order: int) -> None:
+    """The long one comes in many pieces. Control: one of which nothing more comes holds nothing up, below."""
+    _, rounds = play_rounds(pool, says("x"), {"plan": ["long and short"], "order": order})
+    assert [sorted(len(ask.text or "") for ask in asks) for asks in rounds] == [[1, 6 << 20]]
+
+
+def test_a_request_that_stalls_holds_nothing_up(pool: EnvironmentPool) -> None:
+    """Half of it is there when another is asked, which is answered though the rest never comes."""
+    reply, rounds = play_rounds(pool, says("x"), {"plan": ["stalled", "text"]})
+    assert [[ask.text for ask in asks] for asks in rounds] == [["a"]] and reply.reward == 2.0
+
+
 def test_the_order_of_arrival_changes_nothing(pool: EnvironmentPool) -> None:
     """Two stories at once, and two ways to go on from a turn: the same one follows, the other is asked whole."""
     rounds, others = (
