@@ -30,7 +30,7 @@ from penstock.configs.sections.run import names_of_trackers
 from penstock.data.source import reading_once
 from penstock.engines.families.served import check_served
 from penstock.engines.families.shape import read_settings, weight_shapes
-from penstock.environments.loading import asks_policy, tools_told
+from penstock.environments.loading import asks_policy, ends_turns_at, tools_told
 from penstock.evaluators.loading import load_evaluators
 from penstock.rewards.source import check_source
 from penstock.trackers.table import check_trackers
@@ -102,11 +102,18 @@ def check_environment(config: TrainConfig) -> None:
     if config.environment is None:
         return
     tools_told(config.environment)
-    if config.rollout.goes_on and asks_policy(config.environment):
+    streams = config.rollout.goes_on or config.rollout.in_portions
+    if streams and asks_policy(config.environment):  # a portion has the data's prompts, and no agent's
         raise UserError(
-            f"'{config.environment.type}' asks the policy for its turns, and such an episode cannot go on under the "
-            "next policies: a new engine would not know what it has asked",
-            "remove rollout.carry, or set rollout.stream.staleness=0; rollout.tail waits for no long episode either",
+            f"'{config.environment.type}' asks the policy for its turns, and such an episode can neither go on under "
+            "the next policies, where a new engine would not know what it has asked, nor be learnt from by portions",
+            "remove rollout.carry or rollout.stream; rollout.tail waits for no long episode either",
+        )
+    if config.players and config.data.chat and (stop := ends_turns_at(config.environment)):
+        raise UserError(
+            f"'{config.environment.type}' ends turns at {', '.join(map(repr, stop))}, and what an agent is shown later "
+            "can follow no turn of a chat that did not end with the template's own token",
+            "remove 'stop' from the class, or set data.chat=false",
         )
     if config.environment.sandbox is not None and not any(group.hosts for group in config.groups.values()):
         check_sandbox("environment.sandbox")

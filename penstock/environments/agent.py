@@ -81,6 +81,11 @@ class AgentEpisode:
         """The texts that end a turn, besides the model's own."""
         return getattr(self._played, "stop", ())
 
+    @property
+    def refused(self) -> int:
+        """Requests that got no turn, though the episode was not at its end."""
+        return 0 if self._session is None else self._session.refused
+
     async def reset(self, row: dict[str, Any], seed: int) -> Step:
         """Start the agent; return what it asks first, or its reward if it asks nothing."""
         self._session = (await gateway()).open()
@@ -116,7 +121,7 @@ class AgentEpisode:
                 cut = self._session.cut
                 gave_up = cut and self._running.exception() is not None  # as clients do that are refused
                 reward = None if gave_up else self._running.result()
-                return Step(done=True, reward=reward, cut=cut, refused=self._session.refused)
+                return Step(done=True, reward=reward, cut=cut, refused=self.refused)
             return Step(asks=asked.result())
         finally:
             asked.cancel()

@@ -64,25 +64,30 @@ def check_players(config: EnvironmentConfig, episode: object) -> None:
     Raises:
         UserError: it has not, or the class is no game.
     """
-    agents = getattr(episode, "agents", None)
-    if agents is None and config.agents is None:
+    agents, is_no_game = getattr(episode, "agents", None), is_agent(episode) or has_tools(episode)
+    if config.agents is None and (agents is None or is_no_game):  # then it is an attribute like any other
         return
     if agents is None:
         raise UserError(
             f"'environment.agents' has no effect with '{config.type}', which names no agents.",
             "Remove it; docs/environments.md shows a game of several agents.",
         )
-    if not isinstance(agents, (tuple, list)) or [*agents] != config.agents:
-        known = ", ".join(map(str, agents)) if isinstance(agents, (tuple, list)) else repr(agents)
+    if is_no_game:
+        raise UserError(
+            f"'{config.type}' names agents, and is played over HTTP or by tools, which a game of several is not.",
+            "A game has reset(row, seed) and step(text); docs/environments.md shows one.",
+        )
+    if not isinstance(agents, (tuple, list)) or len(agents) < 2:
+        raise UserError(
+            f"'{config.type}' has 'agents' of {agents!r}, and a game has at least two.",
+            'Write for instance agents = ("solver", "checker"), or give it another name if this is no game.',
+        )
+    if [*agents] != config.agents:
+        known = ", ".join(map(str, agents))
         raise UserError(
             f"'{config.type}' is a game of the agents {known}, and environment.agents has "
             f"{', '.join(config.agents or ['none'])}.",
             f"Set environment.agents=[{known}].",
-        )
-    if is_agent(episode) or has_tools(episode):
-        raise UserError(
-            f"'{config.type}' names agents, and is played over HTTP or by tools, which a game of several is not.",
-            "A game has reset(row, seed) and step(text); docs/environments.md shows one.",
         )
 
 
@@ -107,6 +112,15 @@ def asks_policy(config: EnvironmentConfig) -> bool:
         UserError: as for `load_environment`.
     """
     return isinstance(load_environment(config)(), AgentEpisode)
+
+
+def ends_turns_at(config: EnvironmentConfig) -> tuple[str, ...]:
+    """Return the texts at which an environment ends turns, besides the model's own end.
+
+    Raises:
+        UserError: as for `load_environment`.
+    """
+    return stop_texts(config.type, load_environment(config)())
 
 
 def is_async(episode: Played) -> bool:

@@ -13,7 +13,7 @@ import inspect
 import threading
 import time
 from collections.abc import Callable, Coroutine
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from penstock.configs.sections.rollout import EnvironmentConfig
@@ -191,7 +191,7 @@ class AsyncPlayer:
             reply = item.task.result()
         elif self._loop.time() - item.began > self._timeout_s + HAND_BACK_S:  # it swallowed its deadline
             self._cancel(item.task)
-            reply = _failed(DeadlineExceeded(), self._timeout_s)
+            reply = self._failed(item.call, DeadlineExceeded())
         else:
             return None
         if _is_over(item.call, reply):
@@ -229,7 +229,13 @@ class AsyncPlayer:
                 step = await _value(_turn(self._episodes[call.episode], call))
                 return _of_step(call, step, self._agents)
         except BaseException as error:
-            return _failed(error, self._timeout_s)
+            return self._failed(call, error)
+
+    def _failed(self, call: Call, error: BaseException) -> Reply:
+        """Return why a call failed, and how often its agent was refused something: that may be why."""
+        reply, episode = _failed(error, self._timeout_s), self._episodes.get(call.episode)
+        refused = episode.refused if isinstance(episode, AgentEpisode) else 0
+        return replace(reply, parts={REFUSED: float(refused)}) if refused else reply
 
 
 _LOST = Reply(failure="lost with its worker process, which another episode took down")

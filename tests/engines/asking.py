@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from contextlib import suppress
 from typing import Any
 
 import httpx
@@ -78,6 +79,12 @@ class Asking:
 
     async def gigantic(self) -> int:
         return await self.text(1) + await self._refused(prompt="9" * (8 << 20)) + await self._refused(prompt=[1] * 100)
+
+    async def stubborn(self) -> int:
+        for _ in range(100):
+            with suppress(ValueError):
+                await self._said("9" * 100)
+        return 0
 
     async def _refused(self, **body: Any) -> int:
         try:

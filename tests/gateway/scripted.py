@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from contextlib import suppress
 from typing import Any
 
 import httpx
@@ -112,6 +113,10 @@ class Scripted:
     async def ends_at(self) -> None:
         await self._sent(stop=["."])
 
+    async def unheard(self) -> None:
+        with suppress(ValueError):
+            await self.ends_at()
+
     async def warm(self) -> None:
         await self._sent(temperature=0.3, top_p=0.9, seed=5, user="somebody")
 
@@ -134,6 +139,10 @@ class Scripted:
     async def at_once(self) -> dict[str, float]:
         asked = [self.client.completions.create(model="policy", prompt="q") for _ in range(3)]
         return {said.choices[0].text: 1.0 for said in await asyncio.gather(*asked)}
+
+    async def long_and_short(self) -> None:
+        prompts = ("x" * (6 << 20), "q")[:: self.order]
+        await asyncio.gather(*[self.client.completions.create(model="policy", prompt=prompt) for prompt in prompts])
 
     async def two_stories(self) -> None:
         asked = [self.client.completions.create(model="policy", prompt=prompt) for prompt in ("once", "twice")]
@@ -171,12 +180,20 @@ class Scripted:
         return await self.flood(n=30)
 
     async def never_reads(self) -> None:
+        await self._begun(b'{"prompt": "q"}')
+        await asyncio.sleep(600)
+
+    async def stalled(self) -> None:
+        self.kept_open = await self._begun(b'{"prompt": ', missing=9)
+
+    async def _begun(self, body: bytes, missing: int = 0) -> asyncio.StreamWriter:
+        """Send a request without reading an answer, or all but its last bytes."""
         address = httpx.URL(f"{self.policy.url}/completions")
         _, writer = await asyncio.open_connection(address.host, address.port, limit=1)
-        body = b'{"prompt": "q"}'
-        head = f"POST {address.path} HTTP/1.1\r\nHost: policy\r\nContent-Length: {len(body)}\r\n\r\n"
+        length = len(body) + missing
+        head = f"POST {address.path} HTTP/1.1\r\nHost: policy\r\nContent-Length: {length}\r\n\r\n"
         writer.write(head.encode() + body)
-        await asyncio.sleep(600)
+        return writer
 
     async def odd_calls(self) -> None:
         await self._sent(messages=[{"role": "assistant", "content": "", "tool_calls": [1]}])

@@ -75,7 +75,7 @@ class Agents:
             is_free = all(placed.aside is not None or placed.refused is not None for placed in found)
             try:
                 self._check_turns(episode, ask, turns)
-                self._check_size(episode, ask, self.max_prompt_tokens + limit)
+                self._check_size(episode, ask, self.max_prompt_tokens + limit, is_free)
                 aside = None if is_free and self._follows(episode, ask, limit, version) else self._aside(ask, limit)
                 found.append(Placed(ask, aside))
             except NotServed as error:
@@ -91,15 +91,17 @@ class Agents:
             episode.truncated = True
             raise NotServed(CUT)
 
-    def _check_size(self, episode: Episode, ask: Ask, room: int) -> None:
+    def _check_size(self, episode: Episode, ask: Ask, room: int, is_free: bool) -> None:
         """Refuse what cannot have room before it becomes tokens, which takes this engine's time.
 
-        No text has fewer tokens than its characters by those of the longest token.
+        No text has fewer tokens than its characters by those of the longest token. What would have been the episode's
+        next turn, if `is_free`, cuts it.
         """
-        size = len(ask.tokens or ()) or sum(len(str(part)) for part in (ask.text, ask.messages, ask.tools) if part)
+        texts = (ask.text, ask.whole or ask.messages, ask.tools)
+        size = len(ask.tokens or ()) or sum(len(str(part)) for part in texts if part)
         most = room if ask.tokens else room * self._longest
         if size > most:
-            episode.truncated |= ask.follows
+            episode.truncated |= is_free and (ask.follows or _go_on_with(episode, ask.tokens))
             kind = "tokens" if ask.tokens else "characters"
             raise NotServed(f"the request has {size} {kind}, beyond the maximum context length of {room} tokens")
 
@@ -164,7 +166,7 @@ class Agents:
         return turns
 
     def whole(self, ask: Ask) -> list[int]:
-        """Return the tokens of a request that follows nothing.
+        """Return the tokens of a request by itself, whatever it might follow.
 
         Raises:
             NotServed: there is no chat template, or it refuses the messages; there are no tokens.
@@ -174,7 +176,7 @@ class Agents:
         if ask.messages is None:
             tokens: list[int] = self.tokenizer(ask.text)["input_ids"]
         else:
-            text = self._rendered(ask.messages, ask.tools)
+            text = self._rendered(ask.whole or ask.messages, ask.tools)
             tokens = self.tokenizer(text, add_special_tokens=False)["input_ids"]
         if not tokens:
             raise NotServed("the request has no tokens")
@@ -225,6 +227,12 @@ class Agents:
         if any(not 0 <= token < count for token in tokens):
             raise NotServed(f"a token is none of the model's {count}")
         return tokens
+
+
+def _go_on_with(episode: Episode, tokens: list[int] | None) -> bool:
+    """Whether tokens go on with an episode that has had a turn."""
+    before = episode.prompt + episode.tokens
+    return tokens is not None and bool(episode.turn_ends) and tokens[: len(before)] == before
 
 
 def agents_of(

@@ -74,6 +74,7 @@ class Episode:
         drawing: of those, how many have not ended.
         asides: how often each prompt was drawn from beside the conversation.
         unbridged: turns that were taken aside, and are not learnt from.
+        in_vain: how often its agent asked and nothing was drawn.
         seconds: from the beginning in this generation to the end.
     """
 
@@ -98,6 +99,7 @@ class Episode:
     drawing: int = 0
     asides: Counter[bytes] = field(default_factory=Counter)
     unbridged: int = 0
+    in_vain: int = 0
     prompt_tokens: int = 0
     cached_tokens: int = 0
     seconds: float = 0.0

@@ -468,6 +468,8 @@ class EpisodeLoop:
             self._ready.append(episode)
             return
         episode.owed = True
+        episode.in_vain += 1
+        episode.truncated |= episode.in_vain > self._environments.max_turns  # it would ask for ever, and others wait
         self._ask(Call(episode.name, turns=agents.told(episode, {}), last=self._is_last(episode)))
 
     def _tell_agents(self, agents: Agents, episodes: list[Episode]) -> None:
@@ -572,7 +574,8 @@ class EnvironmentHost:
                 self.agents = agents_of(
                     tokenizer, data.chat_arguments, config.tool_parser, data.max_prompt_tokens, config.max_turns
                 )
-                if self.agents.chat is not None:
+                chats = self.pool.is_agent or data.chat  # a game of texts asks nothing of the template
+                if chats and self.agents.chat is not None:
                     self.stop = sorted({*self.stop, self.agents.chat.end_of_turn})
         if table not in self.rows:
             self.rows[table] = PromptTable.load(Path(table)).rows()

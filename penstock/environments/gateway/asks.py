@@ -18,6 +18,7 @@ class Ask:
         text: for a text that goes on.
         tokens: all of them, from the first one on.
         follows: whether messages or text are only what comes after the turn before; of tokens the engine sees it.
+        whole: the whole chat, where `messages` are only that; it is asked where nothing can follow the turn before.
         max_tokens: of the turn; None: as many as there is room for.
         choices: how many turns are drawn beside each other; the first may go on with the episode.
     """
@@ -27,6 +28,7 @@ class Ask:
     text: str | None = None
     tokens: list[int] | None = None
     follows: bool = False
+    whole: list[dict[str, Any]] | None = None
     max_tokens: int | None = None
     choices: int = 1
 

@@ -41,7 +41,9 @@ class History:
         told, new = (tools or None), whole[len(known) :]
         same = len(whole) > len(known) and all(map(_alike, whole, known))
         follows = bool(known) and told == self._tools and same and _may_follow(new)
-        return Ask(_named(whole, new) if follows else whole, tools=told, follows=follows, max_tokens=max_tokens)
+        if not follows:
+            return Ask(whole, tools=told, max_tokens=max_tokens)
+        return Ask(_named(whole, new), tools=told, follows=True, whole=whole, max_tokens=max_tokens)
 
     def chat_went_on(
         self, messages: Sequence[Mapping[str, Any]], tools: list[dict[str, Any]] | None, answer: Mapping[str, Any]

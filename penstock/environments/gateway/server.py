@@ -38,7 +38,7 @@ from penstock.environments.gateway.requests import (
 
 LARGEST_REQUEST = 16 << 20  # bytes
 WAITING = 64  # requests of an episode at a time, and turns that it may wait for
-PASSES = 8  # of the event loop without a request, after which an agent has asked what it asks at once
+PASSES = 8  # of the event loop without anything new, after which an agent has asked what it asks at once
 SERVED: dict[str, type[Request]] = {
     "/v1/chat/completions": ChatRequest,
     "/v1/completions": CompletionRequest,
@@ -78,6 +78,7 @@ class Session:
         cut: whether it asked for more turns than it could have.
         refused: requests that got no turn, though the episode was not at its end.
         open: requests that are being read, or wait.
+        bytes_read: of all its requests.
     """
 
     def __init__(self, gateway: Gateway, key: str) -> None:
@@ -89,7 +90,7 @@ class Session:
         self._round: list[_Asked] = []
         self._waiting = 0
         self._over = self.cut = False
-        self.refused = self.open = 0
+        self.refused = self.open = self.bytes_read = 0
 
     async def asked(self) -> list[Ask]:
         """Wait for what the agent asks next: a round, in the order in which its turns are drawn."""
@@ -102,10 +103,14 @@ class Session:
         return asks
 
     async def _all_arrived(self) -> None:
-        """Wait, without a clock, for what is on its way; requests of a thread or process may still come later."""
-        known = 0
-        while known < len(self._next):
-            known = len(self._next)
+        """Wait, without a clock, for what is on its way; requests of a thread or process may still come later.
+
+        Of a long request a piece is as good as a request: one that stalls is waited for no longer than one that is not
+        there.
+        """
+        known = (0, 0)
+        while known != (there := (len(self._next), self.bytes_read)):
+            known = there
             for _ in range(PASSES):
                 await asyncio.sleep(0)
 
@@ -256,6 +261,7 @@ async def _body(request: HttpRequest, session: Session) -> bytes:
     body = bytearray()
     async for part in request.stream():
         body += part
+        session.bytes_read += len(part)
         if len(body) > LARGEST_REQUEST:
             raise Refused(f"the request is larger than {LARGEST_REQUEST >> 20} MiB")
     return bytes(body)

@@ -17,7 +17,7 @@ from penstock.configs.schema import TrainConfig
 from penstock.engines.commands.rollout import EngineResponses, Episodes
 from penstock.environments.environment import REFUSED, TOOL_CALLS, TOOL_ERRORS
 from penstock.rewards.pool import Score, log_first, refuse_too_many
-from penstock.state.experience import column_names
+from penstock.state.experience import AGENT, column_names
 
 TURNS, REWARD, FAILURE = "turns", "environment_reward", "environment_failure"
 UNBRIDGED = "unbridged_turns"  # of agents: that did not follow what was learnt from, and are not
@@ -48,11 +48,16 @@ def episode_column_names(path: Path) -> list[str]:
     return [name for name in column_names(path) if name in (TURNS, REWARD, FAILURE, UNBRIDGED) or name.startswith(PART)]
 
 
-def episode_figures(columns: Mapping[str, Any]) -> dict[str, float]:
-    """Return figures of experience with the columns of episodes; none without them."""
+def episode_figures(columns: Mapping[str, Any], conversations: int = 1) -> dict[str, float]:
+    """Return figures of experience with the columns of episodes; none without them.
+
+    Args:
+        conversations: rows of an episode: a game has one of each agent, and all of them fail together.
+    """
     if TURNS not in columns:
         return {}
-    own = {"rollout/unbridged_turns": float(columns[UNBRIDGED].sum())} if UNBRIDGED in columns else {}
+    asked = UNBRIDGED in columns and conversations == 1  # what an agent of a game is shown always follows
+    own = {"rollout/unbridged_turns": float(columns[UNBRIDGED].sum())} if asked else {}
     if CALLS in columns:
         calls, errors = float(np.nansum(columns[CALLS])), float(np.nansum(columns[ERRORS]))
         own |= {"rollout/tool_calls_mean": calls / len(columns[TURNS]), "rollout/tool_error_share": errors / calls}
@@ -62,7 +67,7 @@ def episode_figures(columns: Mapping[str, Any]) -> dict[str, float]:
         "rollout/turns_mean": float(columns[TURNS].mean()),
         "rollout/turns_max": float(columns[TURNS].max()),
         "rollout/observation_share": 1 - float(columns["loss_mask"].values_T.mean()),
-        "rollout/environment_failures": float(sum(reason is not None for reason in columns[FAILURE])),
+        "rollout/environment_failures": sum(reason is not None for reason in columns[FAILURE]) / conversations,
     }
 
 
@@ -81,7 +86,7 @@ def with_environment(
     """Return the rewards of episodes: the environment's, and those of the reward source where there is one.
 
     Args:
-        columns: those of episodes, and `sample_id`.
+        columns: those of episodes, and `sample_id`; of games `agent`, too.
         scores: of the reward source.
         judged: whether it is looked at how many failed.
 
@@ -96,9 +101,14 @@ def with_environment(
     if judged:
         check_episodes(config, columns)
     if scores is None and np.isnan(columns[REWARD]).all() and not all(columns[FAILURE]):
+        if config.players:
+            remedy = f"let its step return Step(..., rewards={{'{config.players[0]}': ...}})"
+        else:
+            remedy = "let its step return Step(..., reward=...), or add reward.function"
         raise UserError(
-            f"{_name(config)} gave no reward in any of {len(parts)} episodes, and there is no other reward",
-            "let its step return Step(..., reward=...), or add reward.function",
+            f"{_name(config)} gave no reward in any of {len(parts) // config.conversations} episodes, and there is no "
+            "other reward",
+            remedy,
         )
     others: Sequence[Score | None] = [None] * len(parts) if scores is None else scores
     return [
@@ -120,19 +130,20 @@ def _sum(score: Score | None, reward: float, parts: dict[str, float]) -> Score:
 
 
 def check_episodes(config: TrainConfig, columns: Mapping[str, Any]) -> None:
-    """Stop when too many episodes failed.
+    """Stop when too many episodes failed. A game has failed once, which the row of its first agent stands for.
 
     Raises:
         UserError: more than `reward.max_failure_share` allows.
     """
+    agents = columns[AGENT] if config.players else np.zeros(len(columns[FAILURE]), np.int64)
     failed = [
         f"sample {name}: {reason}"
-        for name, reason in zip(columns["sample_id"], columns[FAILURE], strict=True)
-        if reason is not None
+        for name, reason, agent in zip(columns["sample_id"], columns[FAILURE], agents, strict=True)
+        if reason is not None and agent == 0
     ]
     refuse_too_many(
         failed,
-        len(columns[FAILURE]),
+        len(columns[FAILURE]) // config.conversations,
         config.reward.max_failure_share,
         f"{_name(config)} failed in",
         "episodes",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ from penstock.session.rollout.draw import remember
 from penstock.session.rollout.episodes import FAILURE, check_episodes, episode_column_names, with_environment
 from penstock.session.session import Stage, Training, may_help_again, prompt_columns, timed
 from penstock.session.settings import Settings
-from penstock.state.experience import add_columns, read_columns
+from penstock.state.experience import AGENT, add_columns, read_columns
 from penstock.usercode.guard import out_of_bounds
 
 OVERLONG = "overlong"  # the part that `reward.overlong` adds
@@ -38,7 +39,8 @@ def reward(training: Training, settings: Settings, stage: Stage) -> Stage:
     path = Path(stage.experience.path)
     training.session().say("reward")
     with timed(training, metrics, "reward"):
-        columns = read_columns(path, ["sample_id", "prompt_id", "prompt", "response", *episode_column_names(path)])
+        names = ["sample_id", "prompt_id", "prompt", "response", *episode_column_names(path)]
+        columns = read_columns(path, [*names, AGENT] if training.config.players else names)
         key = stage.experience.key(settings.iteration, "reward")
         scores = score(training, columns, "train", key, stage.experience.portion)
         if training.config.reward.overlong is not None:  # reading the tokens takes longer than all the rest
@@ -47,7 +49,13 @@ def reward(training: Training, settings: Settings, stage: Stage) -> Stage:
         rewards = reward_columns(scores)
         remember(training, settings.iteration, stage.experience.portion or 0, columns["prompt_id"], rewards["reward"])
         add_columns(path, rewards)
-    return Stage(stage.experience, metrics | reward_metrics(scores) | _ahead(training))
+    metrics |= reward_metrics(scores) | agent_figures(training.config.players, columns, rewards["reward"])
+    return Stage(stage.experience, metrics | _ahead(training))
+
+
+def agent_figures(players: Sequence[str], columns: Mapping[str, Any], rewards_B: np.ndarray) -> dict[str, float]:
+    """Return what each agent of a game earned in the mean, since of opponents the mean of all says nothing."""
+    return {f"reward/{name}/mean": float(rewards_B[columns[AGENT] == seat].mean()) for seat, name in enumerate(players)}
 
 
 def _ahead(training: Training) -> dict[str, float]:

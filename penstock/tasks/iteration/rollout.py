@@ -441,6 +441,6 @@ def length_figures(training: Training, key: str, columns: dict[str, Any]) -> dic
         "rollout/response_length_mean": float(lengths.mean()),
         "rollout/response_length_max": float(lengths.max()),
         "rollout/truncated_share": float(np.mean(columns["truncated"])),
-        **episode_figures(columns),
+        **episode_figures(columns, training.config.conversations),
         **generation_figures(training, key, columns["prompt_tokens"].lengths_B, lengths),
     }

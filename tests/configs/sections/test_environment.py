@@ -57,14 +57,16 @@ def test_the_environment_is_loaded_before_anything_starts() -> None:
         check_environment(TrainConfig(environment={**GAME, "settings": {"bonus": 0.1}}))
 
 
-def test_an_agents_episodes_cannot_go_on_under_the_next_policies() -> None:
-    """Neither carried nor ahead of the update. Control: an environment's may, and an agent's may wait in the tail."""
+def test_an_agents_episodes_wait_for_the_others() -> None:
+    """Neither carried, nor ahead of the update, nor learnt from by portions, which have the data's prompts.
+
+    Control: an environment's may, and an agent's may wait in the tail.
+    """
     agent = {"type": "penstock.environments.calculator:CalculatorAgent"}
     apart = {"groups": {"a": {"roles": ["actor"]}, "b": {"roles": ["rollout"]}}}
-    for rollout, sections in (({"carry": {}}, {}), ({"stream": {"staleness": 1}}, apart)):
-        with pytest.raises(
-            UserError, match="CalculatorAgent' asks the policy for its turns, and such an episode cannot"
-        ):
+    streams = [({"prompts": 8, "stream": {"staleness": staleness}}, apart) for staleness in (0, 1)]
+    for rollout, sections in (({"carry": {}}, {}), *streams):
+        with pytest.raises(UserError, match="CalculatorAgent' asks the policy for its turns, and such an episode can"):
             check_environment(TrainConfig(environment=agent, rollout=rollout, **sections))
         check_environment(TrainConfig(environment=GAME, rollout=rollout, **sections))
     check_environment(TrainConfig(environment=agent, rollout={"tail": {}}))
@@ -105,6 +107,14 @@ def test_what_takes_a_sample_to_be_one_conversation_does_not_go_with_a_game(
         TrainConfig(environment=TWO, **sections)
     TrainConfig(environment=GAME, **sections)
     TrainConfig(environment=TWO)
+
+
+def test_a_game_of_chats_ends_turns_as_the_template_does() -> None:
+    """Not at texts of its class. Control: a game of texts may."""
+    game = {"type": "tests.engines.rollout.games.talking:Talking", "agents": ["host", "guest"]}
+    with pytest.raises(UserError, match="Talking' ends turns at '=', '7', 'e', and what an agent is shown later can"):
+        check_environment(TrainConfig(environment=game, data={"chat": True}))
+    check_environment(TrainConfig(environment=game))
 
 
 def test_a_sampler_that_remembers_rewards_does_not_go_with_a_game() -> None:

@@ -20,7 +20,7 @@ from tests.engines.shared_ranks import Ranks, Shape
 SHAPE = Shape("qwen3", tied=False)
 LIMIT, TURNS, SAMPLES, LONGEST = 40, 4, 2, 20
 KINDS = ["text", "tokens", "beside", "short", "endless", "long", "chat", "text", "beside"]
-TOGETHER = ["at_once", "at_once", "choices", "choices", "too_many", "text", "gigantic"]
+TOGETHER = ["at_once", "at_once", "choices", "choices", "too_many", "text", "gigantic", "stubborn"]
 FolderOf = Callable[[Shape], Path]
 
 
@@ -216,3 +216,16 @@ def test_a_gigantic_request_is_refused_before_it_becomes_tokens(together: Seen) 
         assert played.failures_B[row] is None and played.rewards_B[row] == 3
         assert f"{name}1" in together.drawn and f"{name}2" not in together.drawn
         assert played.parts_B[row] == {"requests/refused": 2.0}
+
+
+def test_one_that_never_stops_asking_for_what_it_cannot_have_is_cut(together: Seen) -> None:
+    """After as many refusals as it may have turns and one; what it is told later is that it was cut, which is no
+    refusal of its own. Control: `gigantic`, above, is refused less often, and is not.
+    """
+    played = together.reply.episodes
+    assert played is not None
+    for row, name in together.rows("stubborn"):
+        assert together.reply.truncated_B[row] and f"{name}1" not in together.drawn
+        assert (played.failures_B[row], played.turns_B[row]) == (None, 0)
+        assert played.parts_B[row] == {"requests/refused": float(TURNS)}
+    assert not any(together.reply.truncated_B[row] for row, _ in together.rows("gigantic"))

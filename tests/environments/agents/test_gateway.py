@@ -68,7 +68,9 @@ def test_a_chat_arrives_and_only_what_is_new_follows(pool: EnvironmentPool) -> N
     reply, asked = play(pool, says("four"), {"plan": ["chat", "chat", "rewritten", "chat"]})
     first, second, third, fourth = asked
     assert first == Ask([{"role": "user", "content": "2+2?"}])
-    assert second == Ask([{"role": "user", "content": "and now?"}], follows=True)
+    new = {"role": "user", "content": "and now?"}
+    said = {"role": "assistant", "content": "four"}
+    assert second == Ask([new], follows=True, whole=[*(first.messages or []), said, new])
     assert not third.follows and [message["role"] for message in third.messages or []] == ["user"]
     assert not fourth.follows, "the rewritten one was learnt from, so what was before it does not go on"
     assert reply.reward == 4.0 and reply.done and not reply.cut
@@ -143,10 +145,21 @@ def test_a_stream_brings_the_same(pool: EnvironmentPool) -> None:
     ],
 )
 def test_what_is_not_served_is_refused_by_name(pool: EnvironmentPool, plan: str, said: str) -> None:
-    """The agent reads why, and its episode fails with that, since it does not look. Control: the tests above."""
+    """The agent reads why, and its episode fails with that, since it does not look; it is counted, but for an address
+    that is no episode's. Control: the tests above.
+    """
     reply, _ = play(pool, says("four"), {"plan": [plan]})
     assert reply.failure is not None and said in reply.failure
-    assert play(pool, says("four"), {"plan": ["chat"]})[0].failure is None
+    assert reply.parts == ({} if plan == "stranger" else {"requests/refused": 1.0})
+    reply, _ = play(pool, says("four"), {"plan": ["chat"]})
+    assert (reply.failure, reply.parts) == (None, {"reward": 1.0})
+
+
+def test_refusals_before_an_agents_deadline_are_counted() -> None:
+    """Control: one that was refused nothing, below, fails by its deadline alone."""
+    with closing(opened(timeout_s=3.0)) as pool:
+        reply, _ = play(pool, says("x"), {"plan": ["unheard", "sleeps"]})
+        assert (reply.failure, reply.parts) == ("timed out after 3 s", {"requests/refused": 1.0})
 
 
 def test_temperature_is_the_recipes(pool: EnvironmentPool) -> None:
@@ -169,6 +182,19 @@ def test_what_is_asked_at_once_is_drawn_at_once(pool: EnvironmentPool) -> None:
     reply, rounds = play_rounds(pool, lambda _: next(turns), {"plan": ["at once"]})
     assert rounds == [[Ask(text="q")] * 3] and reply.parts == {"a": 1.0, "b": 1.0, "c": 1.0}
     assert [len(asks) for asks in play_rounds(pool, says("b"), {"plan": ["text"] * 3})[1]] == [1, 1, 1]
+
+
+@pytest.mark.parametrize("order", [1, -1])
+def test_a_request_that_is_still_being_read_is_waited_for(pool: EnvironmentPool, order: int) -> None:
+    """The long one comes in many pieces. Control: one of which nothing more comes holds nothing up, below."""
+    _, rounds = play_rounds(pool, says("x"), {"plan": ["long and short"], "order": order})
+    assert [sorted(len(ask.text or "") for ask in asks) for asks in rounds] == [[1, 6 << 20]]
+
+
+def test_a_request_that_stalls_holds_nothing_up(pool: EnvironmentPool) -> None:
+    """Half of it is there when another is asked, which is answered though the rest never comes."""
+    reply, rounds = play_rounds(pool, says("x"), {"plan": ["stalled", "text"]})
+    assert [[ask.text for ask in asks] for asks in rounds] == [["a"]] and reply.reward == 2.0
 
 
 def test_the_order_of_arrival_changes_nothing(pool: EnvironmentPool) -> None:
@@ -236,7 +262,8 @@ def test_an_agent_that_fails_or_never_ends_fails_its_episode_alone() -> None:
     """Its exception is the reason, or the deadline; others of the worker go on. A thread's agent ends when it asks."""
     with closing(opened(timeout_s=1.0)) as pool:
         assert "LookupError: no such thing" in str(play(pool, says("x"), {"plan": ["broken"]})[0].failure)
-        assert play(pool, says("x"), {"plan": ["chat", "sleeps"]})[0].failure == "timed out after 1 s"
+        reply, _ = play(pool, says("x"), {"plan": ["chat", "sleeps"]})
+        assert (reply.failure, reply.parts) == ("timed out after 1 s", {})
         assert play(pool, says("four"), {"plan": ["chat"]})[0].reward == 1.0
 
 

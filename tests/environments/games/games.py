@@ -31,6 +31,10 @@ class Nameless(Scripted):
     agents = 2  # type: ignore[assignment]
 
 
+class Lonely(Scripted):
+    agents = ("a",)  # type: ignore[assignment]
+
+
 class Alone:
     def reset(self, row: dict[str, Any], seed: int) -> None: ...
 
@@ -43,3 +47,19 @@ class OverHttp:
 
     async def run(self, row: dict[str, Any], seed: int, policy: Any) -> float:
         return 0.0
+
+
+class WithTools:
+    agents = ("a", "b")
+
+    def reset(self, **row: Any) -> None: ...
+
+    def add(self, one: int, other: int) -> int:
+        """
+        Add.
+
+        Args:
+            one: a number
+            other: another
+        """
+        return one + other

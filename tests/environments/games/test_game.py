@@ -83,9 +83,11 @@ def test_after_the_last_turn_nobody_needs_to_have_the_next(told: Callable[..., l
             r"game of the agents a, b, and environment.agents has none.*\n.*environment.agents=\[a, b\]",
         ),
         ("Others", ["a", "b"], "game of the agents b, a, and environment.agents has a, b"),
-        ("Nameless", ["a", "b"], "game of the agents 2"),
+        ("Nameless", ["a", "b"], "'agents' of 2, and a game has at least two"),
+        ("Lonely", None, r"'agents' of \('a',\), and a game has at least two"),
         ("Alone", ["a", "b"], "'environment.agents' has no effect"),
         ("OverHttp", ["a", "b"], "played over HTTP or by tools"),
+        ("WithTools", ["b", "a"], "played over HTTP or by tools"),
     ],
 )
 def test_the_recipe_names_the_agents_of_the_class(name: str, agents: list[str] | None, message: str) -> None:
@@ -93,6 +95,12 @@ def test_the_recipe_names_the_agents_of_the_class(name: str, agents: list[str] |
     with pytest.raises(UserError, match=message):
         load_environment(config_of(name, agents))
     load_environment(config_of("Scripted", ["a", "b"]))
+
+
+@pytest.mark.parametrize("name", ["OverHttp", "WithTools"])
+def test_what_cannot_be_a_game_may_call_anything_agents(name: str) -> None:
+    """Control: a game may not, above."""
+    load_environment(config_of(name, None))
 
 
 def test_one_who_plays_alone_has_no_agents_to_pay() -> None:

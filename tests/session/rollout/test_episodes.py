@@ -23,6 +23,11 @@ def config_of(**reward: Any) -> TrainConfig:
     return TrainConfig(**{"environment": {"type": "my_game:Game"}, "reward": settings})
 
 
+def game_of(max_failure_share: float = 0.5) -> TrainConfig:
+    game = {"type": "my_game:Game", "agents": ["a", "b"]}
+    return TrainConfig(environment=game, reward={"max_failure_share": max_failure_share})
+
+
 def columns_of(*rewards: float, failures: dict[int, str] | None = None, **parts: list[float]) -> dict[str, Any]:
     return {
         "sample_id": [f"s{row}" for row in range(len(rewards))],
@@ -67,12 +72,39 @@ def test_too_many_failures_stop_the_training(caplog: pytest.LogCaptureFixture) -
         with_environment(config_of(), columns_of(1.0, NONE, NONE, NONE, failures=dict.fromkeys((1, 2, 3), "x")), None)
 
 
+def test_a_game_fails_once(caplog: pytest.LogCaptureFixture) -> None:
+    """And not once for each agent: in the figure, in the log, in the message. Control: rows of who plays alone."""
+    columns = columns_of(1.0, NONE, 1.0, NONE, failures={1: "x", 3: "x"})
+    columns |= {"loss_mask": Ragged.of([[1]] * 4, np.uint8), "agent": np.array([0, 0, 1, 1])}
+    columns["unbridged_turns"] = np.zeros(4, np.int64)
+    for of, conversations, failed in ((game_of, 2, ["s1"]), (config_of, 1, ["s1", "s3"])):
+        caplog.clear()
+        with_environment(of(max_failure_share=0.5), columns, None)
+        assert [record.message for record in caplog.records] == [f"environment failed: sample {n}: x" for n in failed]
+        figures = episode_figures(columns, conversations)
+        assert figures["rollout/environment_failures"] == len(failed)
+        assert ("rollout/unbridged_turns" in figures) == (conversations == 1)
+        with pytest.raises(UserError, match=f"failed in {len(failed)} of {4 // conversations} episodes"):
+            with_environment(of(max_failure_share=0.25), columns, None)
+
+
 def test_no_reward_at_all_is_a_mistake() -> None:
     """Unless a reward function gives some."""
     with pytest.raises(UserError, match="gave no reward in any of 2 episodes"):
         with_environment(config_of(), columns_of(NONE, NONE), None)
     scores = [Score(1.0, {}, None)] * 2
     assert [item.reward for item in with_environment(config_of(), columns_of(NONE, NONE), scores)] == [1.0, 1.0]
+
+
+def test_a_game_that_pays_nobody_is_told_how_games_pay() -> None:
+    """By name, since a reward function does not go with them. Control: the advice for one who plays alone."""
+    for config, advice, other in (
+        (game_of(), r"1 episodes.*\n.*rewards=\{'a': ...\}", "function"),
+        (config_of(), r"2 episodes.*\n.*reward=\.\.\.\), or add reward.function", "rewards="),
+    ):
+        with pytest.raises(UserError, match=advice) as caught:
+            with_environment(config, {**columns_of(NONE, NONE), "agent": np.array([0, 1])}, None)
+        assert other not in str(caught.value)
 
 
 def test_columns_of_all_engines_come_in_the_order_of_the_rows() -> None:

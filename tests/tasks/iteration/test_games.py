@@ -18,11 +18,12 @@ from penstock.data.prompts import PromptTable
 from penstock.engines.commands.rollout import Asked
 from penstock.rewards.pool import Score
 from penstock.session.rollout.generation import Responses, rows_in_prompt_order
-from penstock.session.session import Training
-from penstock.session.settings import next_settings
-from penstock.state.experience import AGENT
+from penstock.session.session import Stage, Training
+from penstock.session.settings import next_settings, settings_at
+from penstock.state.experience import AGENT, ExperienceRef, write_columns
 from penstock.state.manifest import Progress
 from penstock.tasks.iteration.evaluate import evaluated, held_out
+from penstock.tasks.iteration.reward import reward
 from penstock.tasks.iteration.rollout import experience_columns
 
 PROMPTS, AGENTS, SAMPLES = 2, 2, 3
@@ -118,3 +119,29 @@ def test_an_evaluation_shows_what_each_agent_earned(training_with: Callable[[Tra
     names = {"heldout/reward", "heldout/accuracy"}
     names |= {f"heldout/{agent}/{name}" for agent in GAME["agents"] for name in ("reward", "accuracy")}
     assert {name for name in figures if not name.endswith(("/low", "/high"))} == names
+
+
+def test_what_each_agent_earned_is_a_figure_of_the_reward(training_with: Callable[[TrainConfig], Training]) -> None:
+    """Beside the mean of both. Control: who plays alone."""
+    rows = {
+        "sample_id": [f"s{row}" for row in range(ROWS)],
+        "prompt_id": ["p0"] * 6 + ["p1"] * 6,
+        "prompt": ["q"] * ROWS,
+        "response": ["a"] * ROWS,
+        "turns": np.ones(ROWS, np.int64),
+        "environment_reward": REWARDS_B,
+        "environment_failure": [None] * ROWS,
+        AGENT: np.array([0, 0, 0, 1, 1, 1] * 2),
+    }
+    figures = {}
+    for name, game in (("game", GAME), ("alone", {"type": "penstock.environments.calculator:Calculator"})):
+        training = training_with(TrainConfig(environment=game, rollout={"prompts": PROMPTS, "samples": SAMPLES}))
+        training.session().prompts["train"] = PromptTable(FRAME, 0)
+        path = training.run.experience(1)
+        write_columns(path, rows)
+        stage = Stage(ExperienceRef(str(path), ROWS, ROWS, ROWS, 0), {})
+        figures[name] = reward.fn(training, settings_at(training.config, 1, Progress()), stage).metrics
+    per_agent = {"reward/solver/mean": 0.5, "reward/checker/mean": 7.0}
+    assert {name: figures["game"][name] for name in per_agent} == per_agent
+    assert figures["game"]["reward/mean"] == sum(per_agent.values()) / 2
+    assert not figures["alone"].keys() & per_agent.keys()

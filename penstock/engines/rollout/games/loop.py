@@ -25,9 +25,11 @@ from penstock.engines.rollout.agents import NotServed
 from penstock.engines.rollout.decode_loop import DecodeLoop, Request, Share
 from penstock.engines.rollout.detokenize import decode
 from penstock.engines.rollout.episode import Episode
-from penstock.engines.rollout.episodes import NOT_BRIDGED, Environments, Played, Players, asked_of, turn_seed
+from penstock.engines.rollout.episodes import Environments, Played, Players, asked_of, turn_seed
 from penstock.environments.gateway.asks import Ask
 from penstock.environments.worker import Call, Reply
+
+NOT_FOLLOWED = "the turn before did not end with the chat template's own token, so what it is shown cannot follow"
 
 
 @dataclass(slots=True)
@@ -208,7 +210,7 @@ class GameLoop:
         if reply.failure is not None:
             self._fail(game, reply.failure)
         elif reply.done or game.cut:
-            self._over(game, cut=not reply.done)
+            self._over(game, cut=game.speaker.truncated or not reply.done)
         else:
             self._give_turn(game, reply, version)
 
@@ -244,7 +246,7 @@ class GameLoop:
             return True
         observed = players.served.following(replace(ask, follows=True), [], seat.turn(len(seat.turn_ends)))
         if observed is None:
-            raise NotServed(NOT_BRIDGED)
+            raise NotServed(NOT_FOLLOWED)
         if len(seat.tokens) + len(observed) >= self._share.sampling.max_tokens:
             return False
         seat.observed(observed, version)

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+from contextlib import closing
+from copy import copy
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from penstock.base.errors import UserError
+from penstock.configs.sections.data import DataConfig
+from penstock.configs.sections.rollout import EnvironmentConfig
 from penstock.data.tokenizer import load_tokenizer
 from penstock.engines.rollout.agents import Agents, NotServed
 from penstock.engines.rollout.episode import Episode
-from penstock.engines.rollout.episodes import NOT_BRIDGED, Players
-from penstock.engines.rollout.games.loop import GameLoop
+from penstock.engines.rollout.episodes import EnvironmentHost, Players
+from penstock.engines.rollout.games.loop import NOT_FOLLOWED, GameLoop
 from tests.chat.model import TEMPLATE, make_chat_tokenizer
 
 LIMIT = 60
@@ -65,7 +70,19 @@ def test_a_turn_that_did_not_end_as_the_template_ends_one_is_not_followed(tokeni
     loop, seat = loop_of(tokenizer, True), Episode(0, 0, 0, [], 0, 0)
     assert loop._shown(seat, "guess", 0)
     taken(seat, tokens_of(tokenizer, "7"))
-    with pytest.raises(NotServed, match=NOT_BRIDGED):
+    with pytest.raises(NotServed, match=NOT_FOLLOWED):
         loop._shown(seat, "more", 0)
     taken(seat, tokens_of(tokenizer, "<|im_end|>"))
     assert not loop._shown(seat, "9" * LIMIT, 0)
+
+
+def test_a_game_of_texts_asks_nothing_of_the_template(tokenizer: Any) -> None:
+    """Whose turns end with no token of their own here. Control: a game of chats is refused with it."""
+    endless, table = copy(tokenizer), "run/prompts/train.parquet"
+    endless.chat_template = "{% for message in messages %}{{ message.content }}\n{% endfor %}"
+    game = EnvironmentConfig(type="tests.engines.rollout.games.talking:Talking", agents=["host", "guest"], workers=1)
+    with closing(EnvironmentHost(rows={table: {}})) as host:
+        opened = host.open(game, endless, table, [], DataConfig())
+    assert opened.players is not None and tokens_of(tokenizer, "7")[0] in opened.stop_tokens
+    with closing(EnvironmentHost()) as host, pytest.raises(UserError, match="ends a turn with no control token"):
+        host.open(game, endless, table, [], DataConfig(chat=True))

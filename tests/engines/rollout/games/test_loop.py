@@ -14,6 +14,10 @@ from transformers import AutoTokenizer
 from penstock.base.ragged import Ragged
 from penstock.engines.commands.message import decode_reply
 from penstock.engines.commands.rollout import EngineResponses, Generate
+from penstock.engines.rollout.episode import Episode
+from penstock.engines.rollout.episodes import Players
+from penstock.engines.rollout.games.loop import Game, GameLoop
+from penstock.environments.worker import Reply
 from tests.engines.played_prompts import save_prompts
 from tests.engines.shared_ranks import Ranks, Shape
 
@@ -174,6 +178,17 @@ def test_limits_cut_all_of_a_game_and_failures_fail_it(rows: list[Conversation])
         assert failed and all(reason in str(row.failure) for row in failed)
     ended = [row for row in rows if row.kind == "two" and row.failure is None]
     assert any(not row.truncated for row in ended)
+
+
+@pytest.mark.parametrize("cut", [True, False])
+def test_a_cut_turn_that_ends_a_game_cuts_all_of_it(cut: bool) -> None:
+    """Though the game says that it is done. Control: after a turn that ended by itself nobody is cut."""
+    unused: Any = None
+    loop = GameLoop(unused, unused, Players(AGENTS, unused, chat=False), in_step=True)
+    game = Game(0, 7, [Episode(0, 0, 0, [], 7, 0) for _ in AGENTS], seat=1, cut=cut)
+    game.speaker.truncated, loop._live[game.name] = cut, game
+    loop._answered(game, Reply(done=True), 0)
+    assert [seat.truncated for seat in game.seats] == [cut, cut]
 
 
 def test_an_agent_that_had_no_turn_has_an_empty_row_and_its_pay(rows: list[Conversation]) -> None:
