@@ -8,7 +8,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from penstock.base.errors import UserError
-from penstock.base.model_code import Code, code_of, own_classes, trusted
+from penstock.base.model_code import Code, check_covered, code_of, own_classes, trusted
 from penstock.configs.sections.model import ModelConfig
 from penstock.engines.families.known import knows_model, knows_tokenizer
 from penstock.engines.families.served import has_own_class, unserved
@@ -68,16 +68,9 @@ def check_trust(model: ModelConfig) -> None:
     """
     if not model.trust_remote_code or not (folder := Path(str(model.path))).is_dir():
         return  # a folder that is missing has a message of its own
-    classes = own_classes(folder)
-    if not classes:
+    if not own_classes(folder):
         raise UserError(f"{KEY} has no effect: {folder} brings no code of its own", "remove it")
-    found = code_of(folder)
-    modules = {name: f"{loaded.rpartition('.')[0]}.py" for name, loaded in classes.items()}
-    if missing := sorted(name for name, module in modules.items() if module not in found):
-        raise UserError(
-            f"{KEY}: {folder} names {classes[missing[0]]} as its {missing[0]}, and has no {modules[missing[0]]}",
-            "put it beside the weights, and name it so in 'auto_map': code is loaded from the model's folder alone",
-        )
+    check_covered(folder, code_of(folder))
     trusted(folder, model.code)
 
 
