@@ -13,6 +13,7 @@ from penstock.configs.sections.model import ModelConfig
 from penstock.engines.families.known import knows_model, knows_tokenizer
 from penstock.engines.families.served import has_own_class, unserved
 from penstock.engines.families.shape import read_settings
+from penstock.usercode.trusted_models import check_listed
 
 KEY = "model.trust_remote_code"
 
@@ -64,12 +65,13 @@ def check_trust(model: ModelConfig) -> None:
     """Check that the code that is to be trusted is there, and is what the run began with.
 
     Raises:
-        UserError: it is not, or the model brings none.
+        UserError: it is not, the model brings none, or it is not for a form to trust it.
     """
     if not model.trust_remote_code or not (folder := Path(str(model.path))).is_dir():
         return  # a folder that is missing has a message of its own
     if not own_classes(folder):
         raise UserError(f"{KEY} has no effect: {folder} brings no code of its own", "remove it")
+    check_listed(model.code, folder)
     check_covered(folder, code_of(folder))
     trusted(folder, model.code)
 
