@@ -123,14 +123,32 @@ def _read(path: Path) -> Any:
         raise UserError(f"{path} is damaged: {error}", "copy it anew; in a Git clone, 'git lfs pull'") from error
 
 
-def copy_code(source: Path, target: Path) -> None:
-    """Copy the code that a model folder brings, and what it may read: all files that `target` lacks but weights.
+def copy_code(source: Path, target: Path, code: Code | None) -> None:
+    """Copy the code that a model folder is trusted to bring, and what it may read: what `target` lacks but weights.
 
-    Without it a model that is written to `target` would not load as that of the folder does.
+    Without it a model that is written to `target` would not load as that of the folder does. Hidden files and what
+    links lead to elsewhere stay behind: they may be secrets, and `target` is there to be handed on.
+
+    Args:
+        code: that the run trusts.
+
+    Raises:
+        UserError: the folder brings another.
     """
-    if not own_classes(source):
+    if code is None or not trusted(source, code):
         return
     for path in source.iterdir():
         of_the_weights = any(path.match(kind) for kind in OF_THE_WEIGHTS)
-        if path.is_file() and not of_the_weights and not (target / path.name).exists():
+        if path.is_file() and not of_the_weights and not (target / path.name).exists() and _is_to_copy(path, code):
             shutil.copy2(path, target / path.name)
+
+
+def _is_to_copy(path: Path, code: Code) -> bool:
+    if path.name in code:  # what is in it is known, wherever it lies
+        return True
+    folder = path.parent.resolve()
+    places = [
+        folder,
+        *([folder.parents[1] / "blobs"] if folder.parent.name == "snapshots" else []),
+    ]  # of the Hub's cache
+    return not path.name.startswith(".") and path.resolve().parent in places

@@ -224,7 +224,7 @@ def _write(run: RunFolder, manifest: Manifest, source: Path, aside: Path, shard_
     else:
         lm = with_adapters(tokenizer, trained, lora, state.frozen_sum, aside / ADAPTER_FOLDER, code)
     write_folder(lm, aside, shard_size or SHARD_SIZE)
-    copy_tokenizer(tokenizer, aside)
+    copy_tokenizer(tokenizer, aside, code)
     return prove_same(lm, aside, _prompts(run), code)
 
 
@@ -245,7 +245,7 @@ def _write_folder(
         _link(source, aside)
     else:
         write_folder(lm, aside, shard_size)
-    copy_tokenizer(source, aside)
+    copy_tokenizer(source, aside, code)
     return prove_same(lm, aside, prompts, code)
 
 
