@@ -5,6 +5,7 @@ Left out: what such a model has to be beside (model.py), and reading the code, w
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 from penstock.base.errors import UserError
@@ -74,6 +75,24 @@ def check_trust(model: ModelConfig) -> None:
     check_listed(model.code, folder)
     check_covered(folder, code_of(folder))
     trusted(folder, model.code)
+
+
+def check_noted(model: ModelConfig, named: str, folder: Path) -> None:
+    """Check that a recipe which trusts code says which, where its model is of a name that may be another's tomorrow.
+
+    Args:
+        named: what stands for the model.
+        folder: that it stands for now.
+
+    Raises:
+        UserError: it trusts whatever is found; has the digests of that.
+    """
+    if not model.trust_remote_code or model.code is not None or not (code := code_of(folder)):
+        return
+    raise UserError(
+        f"{KEY} does not say which code is trusted: {named} is no folder that the recipe names",
+        f"read the code in {folder}; if you trust it, add model.code='{json.dumps(code)}'",
+    )
 
 
 def check_served_code(folder: Path, code: Code | None) -> None:

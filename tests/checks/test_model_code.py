@@ -140,7 +140,7 @@ def test_where_no_code_is_ever_loaded_the_remedy_is_another(own: Path) -> None:
 
 
 def test_an_evaluation_trusts_what_the_run_does(own: Path, tmp_path: Path) -> None:
-    """The run's files wherever they lie, none of a model that needs none; without a run, those of the model itself."""
+    """The run's files wherever they lie, and none of a model that needs none."""
     config = config_of(own)
     Shape("llama", tied=False).write(tmp_path / "plain")
     of_plain = evaluation_config(config, tmp_path / "plain", None)
@@ -150,8 +150,6 @@ def test_an_evaluation_trusts_what_the_run_does(own: Path, tmp_path: Path) -> No
     check_model(evaluation_config(config, own, None))
     with pytest.raises(UserError, match="not what this run trusts"):
         check_model(evaluation_config(config, tmp_path / "other", None))
-    alone = config.model_copy(update={"model": config.model.model_copy(update={"code": None})})
-    assert evaluation_config(alone, tmp_path / "other", None).model.code == code_of(tmp_path / "other")
 
 
 def test_a_copy_has_all_that_the_code_may_read(own: Path, tmp_path: Path) -> None:
