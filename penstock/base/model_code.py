@@ -11,8 +11,9 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -23,28 +24,27 @@ Code = Mapping[str, str]  # SHA-256 of the files of code by their names
 OTHER_WEIGHTS = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.h5", "*.msgpack", "*.onnx", "*.gguf")
 OF_THE_WEIGHTS = ("*.safetensors", "*.index.json", "README.md", *OTHER_WEIGHTS)
 
-_AUTO_MAPS = ("config.json", "tokenizer_config.json")
+CLASS = re.compile(r"(?P<module>[\w-]+)\.\w+")  # in an auto_map: of a file of the folder itself
+_OF_MODEL_AND_TOKENIZER = ("config.json", "tokenizer_config.json")
+_OF_PROCESSORS = ("processor_config.json", "preprocessor_config.json", "video_preprocessor_config.json")
 
 
 def own_classes(folder: str | Path) -> dict[str, str]:
-    """Return the classes that a folder has code for: by the library's class that is to load them, as `module.Class`."""
-    found: dict[str, str] = {}
-    for name in _AUTO_MAPS:
-        path = Path(folder) / name
-        named: Any = json.loads(path.read_text(encoding="utf-8")).get("auto_map") if path.is_file() else None
-        if isinstance(named, list):  # of a tokenizer, as it was written once
-            named = {"AutoTokenizer": named}
-        for loads, classes in (named or {}).items():
-            of_both = classes if isinstance(classes, list) else [classes]  # tokenizers, slow and fast: the latter loads
-            found[loads] = next(loaded for loaded in reversed(of_both) if loaded is not None)
-    return found
+    """Return the classes that a folder has code for: by the library's class that is to load them, as `module.Class`.
+
+    Raises:
+        UserError: its settings are damaged, or name no classes where they should.
+    """
+    named = [item for name in _OF_MODEL_AND_TOKENIZER for item in _named(Path(folder) / name)]
+    return {loads: classes[-1] for loads, classes in named}  # of a tokenizer's two, slow and fast: the latter loads
 
 
 def code_of(folder: str | Path) -> dict[str, str]:
     """Return the SHA-256 of a model folder's files of code by their names; none where nothing names them."""
     if not own_classes(folder):
         return {}
-    return {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in sorted(Path(folder).glob("*.py"))}
+    files = (path for path in sorted(Path(folder).glob("*.py")) if path.is_file())
+    return {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
 
 
 def trusted(folder: str | Path, code: Code | None) -> bool:
@@ -54,7 +54,7 @@ def trusted(folder: str | Path, code: Code | None) -> bool:
         code: that the run trusts.
 
     Raises:
-        UserError: the run trusts code, and this is another.
+        UserError: the run trusts code, and this is another, or not all of it.
     """
     found = code_of(folder) if code else {}
     if not code or not found:
@@ -65,17 +65,90 @@ def trusted(folder: str | Path, code: Code | None) -> bool:
             "put the files back that the run began with (their SHA-256 is 'model.code' in its config.yaml), "
             "or read the others and begin anew",
         )
+    check_covered(Path(folder), code)
     return True
 
 
-def copy_code(source: Path, target: Path) -> None:
-    """Copy the code that a model folder brings, and what it may read: all files that `target` lacks but weights.
+def check_covered(folder: Path, code: Code) -> None:
+    """Check that whatever runs once a folder's code may be loaded is among its files of code.
 
-    Without it a model that is written to `target` would not load as that of the folder does.
+    A class may be named in another folder or in a repository of the Hub; the Transformers library runs
+    `custom_generate/generate.py` unasked; and vLLM takes the model that a `speculators_config` names instead.
+
+    Raises:
+        UserError: something is not.
     """
-    if not own_classes(source):
+    settings = (folder / name for name in (*_OF_MODEL_AND_TOKENIZER, *_OF_PROCESSORS))
+    classes = {named for path in settings for _, of_one in _named(path) for named in of_one}
+    beside = [name for name in ("custom_generate",) if (folder / name).exists()]
+    elsewhere = ["speculators_config"] if "speculators_config" in (_read(folder / "config.json") or {}) else []
+    if uncovered := [*sorted(named for named in classes if not _is_of(named, code)), *beside, *elsewhere]:
+        raise UserError(
+            f"{folder} brings or names code that is not in a *.py file beside its weights: {', '.join(uncovered)}",
+            "put the files of all classes there, each named as FILE.Class in 'auto_map', and delete what else is named",
+        )
+
+
+def _is_of(named: str, code: Code) -> bool:
+    found = CLASS.fullmatch(named)
+    return found is not None and "--" not in named and f"{found['module']}.py" in code  # REPOSITORY--module.Class
+
+
+def _named(path: Path) -> Iterator[tuple[str, list[str]]]:
+    """Yield what a file of settings names in every auto_map: a class of the library's with those that it loads."""
+    for named in _auto_maps(_read(path)):
+        by_loader = {"AutoTokenizer": named} if isinstance(named, list) else named  # as a tokenizer's was written once
+        for loads, classes in by_loader.items() if isinstance(by_loader, dict) else [("auto_map", None)]:
+            given = [item for item in (classes if isinstance(classes, list) else [classes]) if item is not None]
+            if not given or not all(isinstance(item, str) for item in given):
+                raise UserError(
+                    f"{path}: 'auto_map' names no class for {loads}", "it maps names as AutoModel to FILE.Class"
+                )
+            yield loads, given
+
+
+def _auto_maps(settings: Any) -> Iterator[Any]:
+    """Yield each auto_map of settings, first of those inside others, as a processor's has them."""
+    if isinstance(settings, dict):
+        for inner in settings.values():
+            yield from _auto_maps(inner)
+        if settings.get("auto_map"):
+            yield settings["auto_map"]
+
+
+def _read(path: Path) -> Any:
+    try:
+        return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else None
+    except ValueError as error:
+        raise UserError(f"{path} is damaged: {error}", "copy it anew; in a Git clone, 'git lfs pull'") from error
+
+
+def copy_code(source: Path, target: Path, code: Code | None) -> None:
+    """Copy the code that a model folder is trusted to bring, and what it may read: what `target` lacks but weights.
+
+    Without it a model that is written to `target` would not load as that of the folder does. Hidden files and what
+    links lead to elsewhere stay behind: they may be secrets, and `target` is there to be handed on.
+
+    Args:
+        code: that the run trusts.
+
+    Raises:
+        UserError: the folder brings another.
+    """
+    if code is None or not trusted(source, code):
         return
     for path in source.iterdir():
         of_the_weights = any(path.match(kind) for kind in OF_THE_WEIGHTS)
-        if path.is_file() and not of_the_weights and not (target / path.name).exists():
+        if path.is_file() and not of_the_weights and not (target / path.name).exists() and _is_to_copy(path, code):
             shutil.copy2(path, target / path.name)
+
+
+def _is_to_copy(path: Path, code: Code) -> bool:
+    if path.name in code:  # what is in it is known, wherever it lies
+        return True
+    folder = path.parent.resolve()
+    places = [
+        folder,
+        *([folder.parents[1] / "blobs"] if folder.parent.name == "snapshots" else []),
+    ]  # of the Hub's cache
+    return not path.name.startswith(".") and path.resolve().parent in places

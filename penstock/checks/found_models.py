@@ -10,8 +10,9 @@ from pathlib import Path
 from typing import Any, TypeVar, cast
 
 from penstock.base.model_code import code_of
-from penstock.checks.hub import revision_of, snapshot
-from penstock.checks.registered import registered
+from penstock.checks.hub import moves, revision_of, snapshot
+from penstock.checks.model_code import check_noted
+from penstock.checks.registered import is_alias, registered
 from penstock.configs.preference import PairConfig
 from penstock.configs.schema import TrainConfig
 
@@ -22,12 +23,23 @@ def with_models_found(config: Tree) -> Tree:
     """Return a configuration whose models are folders; noted are where `model.path` comes from, and its code.
 
     Raises:
-        UserError: see `registered` and `snapshot`.
+        UserError: see `registered`, `snapshot` and `check_noted`.
     """
-    config = _with_code(_with_model(config))
+    named, config = config.model.path, _with_model(config)
+    if named is not None and (moves(named) or is_alias(named)):
+        check_noted(config.model, named, Path(str(config.model.path)))
+    config = with_code(config)
     if isinstance(config, TrainConfig):
         config = cast(Tree, _with_folder(_with_folder(config, "critic", "path"), "reward", "model"))
     return config
+
+
+def with_code(config: Tree) -> Tree:
+    """Return a configuration that has the files of code noted, which its model's folder is trusted to bring."""
+    model = config.model
+    if not model.trust_remote_code or model.code is not None:
+        return config
+    return _changed(config, "model", {"code": code_of(str(model.path)) or None})
 
 
 def _with_model(config: Tree) -> Tree:
@@ -39,14 +51,6 @@ def _with_model(config: Tree) -> Tree:
     if (folder := snapshot(path, "model.path", config.model.trust_remote_code)) is not None:
         return _changed(config, "model", {"path": str(folder), "revision": revision_of(folder)})
     return config
-
-
-def _with_code(config: Tree) -> Tree:
-    """Let the files of code that a model is trusted to bring be noted, once."""
-    model = config.model
-    if not model.trust_remote_code or model.code is not None:
-        return config
-    return _changed(config, "model", {"code": code_of(str(model.path)) or None})
 
 
 def _with_folder(config: TrainConfig, section: str, key: str) -> TrainConfig:

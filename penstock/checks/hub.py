@@ -58,6 +58,14 @@ def snapshot(text: str, key: str, code: bool = False) -> Path | None:
     return Path(folder)
 
 
+def moves(text: str) -> bool:
+    """Whether a text names a model of the Hub without a commit, where the Hub may be asked: it gives what is newest."""
+    found = NAME.fullmatch(text)
+    if found is None or Path(text).exists() or is_offline():
+        return False
+    return re.fullmatch("[0-9a-f]{40}", found["revision"] or "") is None
+
+
 def revision_of(folder: Path) -> str | None:
     """Return the name and the commit of the snapshot that a folder is, `ORG/NAME@COMMIT`; None: it is none."""
     organisation, dashes, name = folder.parent.parent.name.removeprefix("models--").partition("--")

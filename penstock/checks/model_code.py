@@ -5,14 +5,16 @@ Left out: what such a model has to be beside (model.py), and reading the code, w
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 from penstock.base.errors import UserError
-from penstock.base.model_code import Code, code_of, own_classes, trusted
+from penstock.base.model_code import Code, check_covered, code_of, own_classes, trusted
 from penstock.configs.sections.model import ModelConfig
 from penstock.engines.families.known import knows_model, knows_tokenizer
 from penstock.engines.families.served import has_own_class, unserved
 from penstock.engines.families.shape import read_settings
+from penstock.usercode.trusted_models import check_listed
 
 KEY = "model.trust_remote_code"
 
@@ -64,21 +66,33 @@ def check_trust(model: ModelConfig) -> None:
     """Check that the code that is to be trusted is there, and is what the run began with.
 
     Raises:
-        UserError: it is not, or the model brings none.
+        UserError: it is not, the model brings none, or it is not for a form to trust it.
     """
     if not model.trust_remote_code or not (folder := Path(str(model.path))).is_dir():
         return  # a folder that is missing has a message of its own
-    classes = own_classes(folder)
-    if not classes:
+    if not own_classes(folder):
         raise UserError(f"{KEY} has no effect: {folder} brings no code of its own", "remove it")
-    found = code_of(folder)
-    modules = {name: f"{loaded.rpartition('.')[0]}.py" for name, loaded in classes.items()}
-    if missing := sorted(name for name, module in modules.items() if module not in found):
-        raise UserError(
-            f"{KEY}: {folder} names {classes[missing[0]]} as its {missing[0]}, and has no {modules[missing[0]]}",
-            "put it beside the weights, and name it so in 'auto_map': code is loaded from the model's folder alone",
-        )
+    check_listed(model.code, folder)
+    check_covered(folder, code_of(folder))
     trusted(folder, model.code)
+
+
+def check_noted(model: ModelConfig, named: str, folder: Path) -> None:
+    """Check that a recipe which trusts code says which, where its model is of a name that may be another's tomorrow.
+
+    Args:
+        named: what stands for the model.
+        folder: that it stands for now.
+
+    Raises:
+        UserError: it trusts whatever is found; has the digests of that.
+    """
+    if not model.trust_remote_code or model.code is not None or not (code := code_of(folder)):
+        return
+    raise UserError(
+        f"{KEY} does not say which code is trusted: {named} is no folder that the recipe names",
+        f"read the code in {folder}; if you trust it, add model.code='{json.dumps(code)}'",
+    )
 
 
 def check_served_code(folder: Path, code: Code | None) -> None:

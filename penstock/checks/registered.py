@@ -31,6 +31,12 @@ def registered(text: str, folder: Path) -> Version | None:
     return version
 
 
+def is_alias(text: str) -> bool:
+    """Whether a text names a version by what may be another's tomorrow: `latest`, `best` or an alias of the user's."""
+    wanted = reference(text)
+    return wanted is not None and isinstance(wanted.which, str)
+
+
 def check_registering(config: TrainConfig) -> None:
     """Check that the trained model can be registered where the recipe says so.
 

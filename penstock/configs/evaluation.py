@@ -47,8 +47,8 @@ def evaluation_config(config: TrainConfig, model: Path, reference: Path | None) 
     groups = _groups(config.groups, roles_of(config))
     elsewhere = any(group.hosts for group in groups.values())
     tree = config.model_dump(mode="json", exclude={"base", "sft", "groups"})
-    code = code_of(model) if config.model.trust_remote_code else {}  # another model needs no code, or its own
-    trust = {"trust_remote_code": bool(code), "code": (config.model.code or code) if code else None}
+    code = config.model.code if code_of(model) else None  # another model needs none; if it has its own, it is refused
+    trust = {"trust_remote_code": code is not None, "code": code}
     tree["model"] |= {"path": str(model), "tiny": None, **trust}
     tree["data"] |= {"sft": None, "response": None}
     tree["actor"] |= {"lora": None, "offload_optimizer": False}

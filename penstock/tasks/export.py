@@ -23,7 +23,7 @@ def export(training: Training) -> str:
         training.session().say("writing the trained model")
         with filling(final) as aside:
             training.session().call("actor", Export(str(aside)), "0/export")
-            copy_tokenizer(Path(training.session().model_folder), aside)
+            copy_tokenizer(Path(training.session().model_folder), aside, training.config.model.code)
     training.session().checkpoints.wait()
     if training.config.record.registered_model is not None:
         _register(training)

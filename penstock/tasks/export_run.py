@@ -37,6 +37,7 @@ from penstock.tasks.finetuning.checkpoints import copy_tokenizer
 from penstock.trackers.registry import Version
 from penstock.trackers.table import keeps, make_tracker
 from penstock.trackers.tracker import Model, Tracker
+from penstock.usercode.trusted_models import check_listed
 
 if TYPE_CHECKING:
     from penstock.engines.models.model_folder import Proof
@@ -137,6 +138,7 @@ def export_version(version: Version, target: Path | None, shard_size: str | None
     with filling(target) as aside:
         prompts = _prompts(run) if run.prompts("train").is_file() else [[0]]
         code = read_config(run).model.code if run.config.is_file() else None
+        check_listed(code, source)
         proof = _write_folder(source, aside, shard_size, prompts, code)
         if (source / "README.md").is_file():
             shutil.copy2(source / "README.md", aside)
@@ -205,6 +207,7 @@ def _source(run: RunFolder, manifest: Manifest, checkpoint: str | None) -> tuple
 def _write(run: RunFolder, manifest: Manifest, source: Path, aside: Path, shard_size: str | None) -> Proof:
     config = read_config(run)
     code = config.model.code
+    check_listed(code, run.path)
     if source == run.model("final"):
         return _write_folder(source, aside, shard_size, _prompts(run), code)
     from transformers.utils.logging import disable_progress_bar
@@ -221,7 +224,7 @@ def _write(run: RunFolder, manifest: Manifest, source: Path, aside: Path, shard_
     else:
         lm = with_adapters(tokenizer, trained, lora, state.frozen_sum, aside / ADAPTER_FOLDER, code)
     write_folder(lm, aside, shard_size or SHARD_SIZE)
-    copy_tokenizer(tokenizer, aside)
+    copy_tokenizer(tokenizer, aside, code)
     return prove_same(lm, aside, _prompts(run), code)
 
 
@@ -242,7 +245,7 @@ def _write_folder(
         _link(source, aside)
     else:
         write_folder(lm, aside, shard_size)
-    copy_tokenizer(source, aside)
+    copy_tokenizer(source, aside, code)
     return prove_same(lm, aside, prompts, code)
 
 

@@ -52,7 +52,7 @@ def test_a_run_notes_the_code_and_trusts_no_other(own: Path) -> None:
     (own / "added.py").unlink()
     (own / "modeling_ours.py").write_text(text)
     (own / "tokenization_ours.py").unlink()
-    with pytest.raises(UserError, match="tokenization_ours.OursTokenizer as its AutoTokenizer, and has no"):
+    with pytest.raises(UserError, match="not in a .*file beside its weights: tokenization_ours.OursTokenizer"):
         check_model(config)
 
 
@@ -140,7 +140,7 @@ def test_where_no_code_is_ever_loaded_the_remedy_is_another(own: Path) -> None:
 
 
 def test_an_evaluation_trusts_what_the_run_does(own: Path, tmp_path: Path) -> None:
-    """The run's files wherever they lie, none of a model that needs none; without a run, those of the model itself."""
+    """The run's files wherever they lie, and none of a model that needs none."""
     config = config_of(own)
     Shape("llama", tied=False).write(tmp_path / "plain")
     of_plain = evaluation_config(config, tmp_path / "plain", None)
@@ -150,23 +150,50 @@ def test_an_evaluation_trusts_what_the_run_does(own: Path, tmp_path: Path) -> No
     check_model(evaluation_config(config, own, None))
     with pytest.raises(UserError, match="not what this run trusts"):
         check_model(evaluation_config(config, tmp_path / "other", None))
-    alone = config.model_copy(update={"model": config.model.model_copy(update={"code": None})})
-    assert evaluation_config(alone, tmp_path / "other", None).model.code == code_of(tmp_path / "other")
 
 
 def test_a_copy_has_all_that_the_code_may_read(own: Path, tmp_path: Path) -> None:
-    """And no weights, and nothing in place of what is there. Control: of a model without code nothing is copied."""
+    """And no weights, and nothing in place of what is there. Control: where no code is trusted nothing is copied."""
     target, plain = tmp_path / "out", tmp_path / "plain"
     target.mkdir()
     (target / "config.json").write_text("{}")
     (own / "pytorch_model.bin").write_bytes(b"")
-    copy_code(own, target)
+    copy_code(own, target, None)
+    assert [path.name for path in target.iterdir()] == ["config.json"]
+    copy_code(own, target, code_of(own))
     assert {"letters.ours", "tokenization_ours.py", "modeling_ours.py"} <= {path.name for path in target.iterdir()}
     assert not [*target.glob("*.safetensors"), *target.glob("*.bin")]
     assert (target / "config.json").read_text() == "{}"
     Shape("llama", tied=False).write(plain)
-    copy_code(plain, tmp_path)
+    copy_code(plain, tmp_path, code_of(own))
     assert not (tmp_path / "tokenizer.json").exists()
+    (own / "modeling_ours.py").write_text("")
+    with pytest.raises(UserError, match="not what this run trusts"):
+        copy_code(own, target, code_of(target))
+
+
+@pytest.mark.parametrize("cached", [True, False])
+def test_a_copy_has_no_secrets_of_elsewhere(own: Path, tmp_path: Path, cached: bool) -> None:
+    """No hidden file, and not what a link leads to. Controls: links of the Hub's cache; code whose content is known."""
+    hub = tmp_path / ("models--org--name" if cached else "place")
+    folder, blobs = hub / ("snapshots" if cached else "models") / "one", hub / "blobs"
+    shutil.copytree(own, folder)
+    blobs.mkdir()
+    for name in ("letters.ours", "modeling_ours.py"):
+        (folder / name).rename(blobs / name)
+        (folder / name).symlink_to(Path("../../blobs") / name)
+    (tmp_path / "key").write_text("secret")
+    (folder / ".env").write_text("secret")
+    (folder / "key.txt").symlink_to(tmp_path / "key")
+    (folder / "again.txt").symlink_to(folder / "tokenizer_config.json")
+    target = tmp_path / "out"
+    target.mkdir()
+    copy_code(folder, target, code_of(folder))
+    copied = {path.name for path in target.iterdir()}
+    assert not copied & {".env", "key.txt"}
+    assert code_of(target) == code_of(folder)
+    assert "again.txt" in copied
+    assert ("letters.ours" in copied) == cached
 
 
 def test_the_table_of_the_library_is_read_as_it_is() -> None:

@@ -21,6 +21,7 @@ from pathlib import Path
 
 from penstock.session.sweeps.lanes import Lane
 from penstock.usercode.kept import command_of, number_from
+from penstock.usercode.trusted_models import KEPT
 
 PROGRAM = "penstock.cli.runs.swept"
 LOOK_S = 0.2  # between looks at what has ended
@@ -73,13 +74,14 @@ class Processes:
         """
         lane = self.free.pop(0)
         log.parent.mkdir(parents=True, exist_ok=True)
-        variables = {name: value for name, value in os.environ.items() if not name.startswith("PREFECT__")}
+        # What Prefect told this process is of another flow run, but not whether a deployment's form asked for it.
+        ours = {name: value for name, value in os.environ.items() if not name.startswith("PREFECT__") or name in KEPT}
         number, given = os.pipe()
         with log.open("ab") as output:
             keeper = subprocess.Popen(
                 command_of([sys.executable, "-P", "-m", PROGRAM, flow_run], [given], session=True),
                 pass_fds=[given],
-                env=variables | dict(environment) | dict(lane.environment),
+                env=ours | dict(environment) | dict(lane.environment),
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=output,

@@ -19,8 +19,9 @@ from pathlib import Path
 
 from penstock.base.errors import UserError
 from penstock.checks.evaluation import WITHOUT_KL, check_evaluation
+from penstock.checks.found_models import with_code
 from penstock.checks.hub import snapshot
-from penstock.checks.model_code import check_own_code
+from penstock.checks.model_code import check_noted, check_own_code
 from penstock.configs.evaluation import EvaluationConfig, evaluation_config, roles_of
 from penstock.configs.loading.load import load_config
 from penstock.configs.schema import TrainConfig
@@ -157,6 +158,7 @@ def _check(plan: Plan) -> None:
     check_trackers(names_of_trackers((plan.config or TrainConfig()).record.tracker))
     for subject in plan.subjects:
         if plan.config is not None:
+            check_noted(plan.config.model, str(subject.folder), subject.folder)
             check_evaluation(plan.engines(subject))
         if plan.tasks:
             check_own_code(
@@ -221,12 +223,12 @@ def _recipe(
 ) -> tuple[TrainConfig | None, str]:
     """Return the recipe in force and whose it is; none where there are tasks alone."""
     if recipe is not None:
-        return load_config(Path(recipe), overrides), recipe
+        return with_code(load_config(Path(recipe), overrides)), recipe
     runs = [subject.run for subject in subjects if subject.run is not None and _has_recipe(subject.run)]
     if runs:
         _check_alike(runs)
         check_signed(runs[0].config, "name a recipe")
-        return load_config(runs[0].config, overrides), f"that of {runs[0].path}"
+        return with_code(load_config(runs[0].config, overrides)), f"that of {runs[0].path}"
     if overrides:
         raise UserError(f"'{overrides[0]}' changes a recipe, and none is given", "name one after the models")
     if not has_tasks:

@@ -19,7 +19,7 @@ from prefect import get_run_logger, task
 from prefect.cache_policies import NO_CACHE
 
 from penstock.base.files import discard, discarded, empty_beside, filling
-from penstock.base.model_code import copy_code
+from penstock.base.model_code import Code, copy_code
 from penstock.configs.sections.trainer import SftConfig
 from penstock.engines.commands.checkpoint import Load, Save
 from penstock.engines.commands.finetuning import ModelToTrain, PreferenceEnd, PreferenceSteps, SftEnd, SftSteps
@@ -168,7 +168,7 @@ def end_finetuning(
     final = training.run.model(name)
     with filling(final) as aside:
         training.session().call("actor", command(str(aside)), f"0/{name_of(command)}")
-        copy_tokenizer(Path(model_folder), aside)
+        copy_tokenizer(Path(model_folder), aside, training.session().config.model.code)
         write_hashes(aside)
     return finetuned(training.run, name, steps)
 
@@ -180,8 +180,8 @@ def finetuned(run: RunFolder, name: str, steps: int) -> str:
     return str(run.model(name))
 
 
-def copy_tokenizer(source: Path, target: Path) -> None:
-    """Copy everything of a model folder that belongs to its tokenizer, and the code that the folder brings."""
+def copy_tokenizer(source: Path, target: Path, code: Code | None) -> None:
+    """Copy everything of a model folder that belongs to its tokenizer, and the `code` that it is trusted to bring."""
     for pattern in (
         "tokenizer*",
         "special_tokens_map.json",
@@ -192,4 +192,4 @@ def copy_tokenizer(source: Path, target: Path) -> None:
     ):
         for path in source.glob(pattern):
             shutil.copy2(path, target / path.name)
-    copy_code(source, target)
+    copy_code(source, target, code)

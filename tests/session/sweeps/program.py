@@ -12,8 +12,8 @@ import time
 def main() -> None:
     """Do what the argument says."""
     wanted = sys.argv[1]
-    here = [os.environ.get(name) for name in ("LANE", "PREFECT_API_URL", "PREFECT__FLOW_RUN_ID")]
-    print("lane {}, server {}, flow run {}".format(*here), flush=True)
+    names = ("LANE", "PREFECT_API_URL", "PREFECT__FLOW_RUN_ID", "PREFECT__DEPLOYMENT_ID")
+    print("lane {}, server {}, flow run {}, deployment {}".format(*map(os.environ.get, names)), flush=True)
     if wanted != "wait":
         print(f"ends with {wanted}", flush=True)
         raise SystemExit(int(wanted))

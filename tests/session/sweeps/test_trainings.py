@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import subprocess
 import sys
@@ -37,17 +36,21 @@ def program(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_training_has_its_lane_until_it_ends(tmp_path: Path) -> None:
-    """And tells how: its code, and what it said last. Its environment is the lane's, without Prefect's of this run."""
+    """And tells how: its code, and what it said last. Its environment is the lane's, and has the deployment."""
     with processes([Lane(0, (("LANE", "zero"),)), Lane(1)]) as started:
-        os.environ["PREFECT__FLOW_RUN_ID"] = "the sweep's own"
-        started.start("fails", "3", tmp_path / "logs" / "fails.log", {"PREFECT_API_URL": "http://here"})
-        del os.environ["PREFECT__FLOW_RUN_ID"]
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("PREFECT__FLOW_RUN_ID", "the sweep's own")
+            patch.setenv("PREFECT__DEPLOYMENT_ID", "d")
+            started.start("fails", "3", tmp_path / "logs" / "fails.log", {"PREFECT_API_URL": "http://here"})
         started.start("waits", "wait", tmp_path / "logs" / "waits.log", {})
         assert started.free == []
         ended = []
         until(lambda: ended.extend(started.ended()) or ended, 30, "the first one ends", 0.05)
         assert (ended[0].name, ended[0].flow_run, ended[0].code) == ("fails", "3", 3)
-        assert ended[0].tail.splitlines() == ["lane zero, server http://here, flow run None", "ends with 3"]
+        assert ended[0].tail.splitlines() == [
+            "lane zero, server http://here, flow run None, deployment d",
+            "ends with 3",
+        ]
         assert [lane.number for lane in started.free] == [0]
         assert [item.name for item in started.running] == ["waits"]
 
