@@ -14,6 +14,7 @@ from typing import Any
 
 from penstock.base.errors import UserError
 from penstock.base.files import write_text
+from penstock.checks.found_models import with_models_found
 from penstock.configs.loading.load import parse_override, tree_of
 from penstock.configs.loading.sweep import Overrides, drawn, grid, parse_axes
 from penstock.configs.schema import TrainConfig
@@ -93,8 +94,8 @@ def check(sweep: Sweep, tree: Mapping[str, Any]) -> Plan:
                 configs[training.name] = config_of(training, tree)
         lanes = lanes_for(list(configs.values()), sweep.at_once)
         for training in sweep.trainings:
-            config = configs[training.name]
             with _naming(sweep, training), seen(lanes[0]):
+                config = with_models_found(configs[training.name])
                 TRAIN.check(config)
                 foreseen(TRAIN, config)
     check_place(Path(next(iter(configs.values())).folder))

@@ -12,6 +12,7 @@ from penstock.base.errors import UserError
 from penstock.session.sweeps.plan import Asked, begin, begin_sweep, named, planned, taken_up
 from penstock.state.run_folder import RunFolder
 from penstock.state.sweep import SweepFolder, is_sweep, read_sweep, sweep_of
+from tests.own_code.model import write_own_model
 
 RECIPE = """
 name: sums
@@ -128,3 +129,16 @@ def test_long_names_stay_names_of_folders() -> None:
     assert len(set(names)) == 12 and all(len(name) <= 100 and "/" not in name and " " not in name for name in names)
     assert names[0].startswith("01-text-x-y-x-y")
     assert list(named([("seed=0",), ("seed=1",)], ["seed"])) == ["1-seed-0", "2-seed-1"]
+
+
+def test_a_sweep_of_a_model_with_code_of_its_own(recipe: str, tmp_path: Path) -> None:
+    """Each of its trainings notes that code as it begins. Control: without the key the sweep is refused."""
+    write_own_model(tmp_path / "own")
+    model = f"{{path: {tmp_path / 'own'}, trust_remote_code: true}}"
+    tree = yaml.safe_load(RECIPE) | {"model": yaml.safe_load(model)}
+    Path(recipe).write_text(yaml.safe_dump(tree), encoding="utf-8")
+    assert len(planned(recipe, Asked(SETTINGS), anywhere=True).configs) == 4
+    tree["model"]["trust_remote_code"] = False
+    Path(recipe).write_text(yaml.safe_dump(tree), encoding="utf-8")
+    with pytest.raises(UserError, match="trust_remote_code"):
+        planned(recipe, Asked(SETTINGS), anywhere=True)
