@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from penstock.base.home import HOME
 from penstock.cli.prefect.deploy import prefect_deploy
 from penstock.configs.sections.data import ArithmeticData
 from penstock.data.arithmetic import make_problems
@@ -190,7 +191,7 @@ def test_a_schedule_is_seen_to_fire_and_its_run_to_promote_a_model(page: Any, pr
     entry = {"name": "often", "entrypoint": "penstock.flows.retrain.retrain", "parameters": asked}
     entry |= {"work_pool": {"name": "penstock"}, "schedules": [{"interval": 45, "slug": "often", "active": True}]}
     entry |= {"concurrency_limit": {"limit": 1, "collision_strategy": "CANCEL_NEW"}}
-    prefect_deploy(prefect.environment["PREFECT_API_URL"], "penstock", {"deployments": [entry]})
+    prefect_deploy(prefect.environment["PREFECT_API_URL"], "penstock", {"deployments": [entry]}, HOME)
     deployment = prefect.api.get("/deployments/name/retrain/often").raise_for_status().json()["id"]
 
     page.goto(f"{site(prefect)}/deployments/deployment/{deployment}")

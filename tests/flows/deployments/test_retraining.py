@@ -13,6 +13,7 @@ from uuid import uuid4
 import pytest
 import yaml
 
+from penstock.base.home import HOME
 from penstock.cli.prefect.deploy import prefect_deploy, read_deployments
 from penstock.configs.sections.data import ArithmeticData
 from penstock.data.arithmetic import make_problems
@@ -70,7 +71,7 @@ class Retraining:
         # Runs that come while one trains are cancelled: on a slow machine hundreds would queue and ask again and again.
         limit = {"limit": 1, "collision_strategy": "CANCEL_NEW"}
         entry |= {"work_pool": {"name": "penstock"}, "concurrency_limit": limit}
-        prefect_deploy(self.prefect.environment["PREFECT_API_URL"], "penstock", {"deployments": [entry]})
+        prefect_deploy(self.prefect.environment["PREFECT_API_URL"], "penstock", {"deployments": [entry]}, HOME)
 
     def add(self, name: str, rows: slice) -> None:
         """Add a file of training data, in one step."""
