@@ -6,8 +6,10 @@ cut into equal shares, one a rank, each cut at the row nearest to its ideal plac
 micro-batches as its tokens need, and these are then made as even as that number and the rows allow. A cut computes at
 most one prompt twice.
 
-Within the line rows stand beside those with which they share more than a prompt (penstock/engines/batches/trees.py).
-What that spares is not counted, so that a micro-batch needs no more memory than one of rows that share prompts alone.
+Where rows share more than prompts (penstock/engines/batches/trees.py) there is a second line, in which prompts stand
+beside those, and a prompt's rows beside those of its own, with which they share most. It is taken where fewer tokens
+are computed, in no more micro-batches. What sharing spares is not counted in filling them, so that a micro-batch needs
+no more memory than one of rows that share prompts alone.
 
 The plan is a pure function of the rows, so every rank computes the same plan by itself and nothing is sent. All ranks
 run the same number of micro-batches, because gradients are reduced in step. Planning takes time in proportion to the
