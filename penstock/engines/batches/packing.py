@@ -233,7 +233,8 @@ def pack(rows: Rows, index: list[int], device: torch.device) -> PackedBatch:
 
 def arrange(rows: Rows, chosen_B: np.ndarray) -> Arranged:
     """Put rows into the order of a run, and see what they share; of all rows of a file that is kept."""
-    return rows.arranged if np.array_equal(chosen_B, np.arange(len(rows))) else _arrange(rows, chosen_B)
+    every = len(chosen_B) == len(rows) and bool((chosen_B == np.arange(len(rows))).all())
+    return rows.arranged if every else _arrange(rows, chosen_B)
 
 
 def _arrange(rows: Rows, chosen_B: np.ndarray) -> Arranged:

@@ -150,7 +150,7 @@ def alike_of(prompts: Ragged, responses: Ragged, families_B: np.ndarray, index_B
     row_C = np.flatnonzero(whole_B | across_F[families_B])
     if not len(row_C):
         return Alike(row_C, row_C)
-    families, first_C, family_C = np.unique(families_B[row_C], return_index=True, return_inverse=True)
+    _, first_C, family_C = np.unique(families_B[row_C], return_index=True, return_inverse=True)
     texts = [prompts.row(row).tobytes() for row in index_B[row_C[first_C]].tolist()]
     if _nested(texts):
         whole_B |= across_F[families_B]
