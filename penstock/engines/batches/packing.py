@@ -204,8 +204,7 @@ def pack(rows: Rows, index: list[int], device: torch.device) -> PackedBatch:
     if not index:
         rows, index = uncounted(rows, [_shortest(rows)]), [0]
     chosen_B = np.asarray(index, dtype=np.int64)
-    responses, mask = rows.responses.take(chosen_B), rows.mask.take(chosen_B)
-    arranged = arrange(rows, chosen_B)
+    arranged, responses_B = arrange(rows, chosen_B), rows.responses.lengths_of(chosen_B)
     whole = _whole(rows, chosen_B[arranged.order_B])
     starts_B, tokens = whole.offsets_B1[:-1], len(whole.values_T)
     source_R = arranged.origins.sources(starts_B, tokens)
@@ -214,18 +213,18 @@ def pack(rows: Rows, index: list[int], device: torch.device) -> PackedBatch:
     tokens_N = whole.values_T[own_R].astype(np.int64)
     place_B = np.empty_like(chosen_B)
     place_B[arranged.order_B] = np.arange(len(chosen_B))
-    responses_R = into((starts_B + arranged.prompts_B)[place_B], responses.lengths_B)
+    response_T = into((starts_B + arranged.prompts_B)[place_B], responses_B)  # index into R
     return PackedBatch(
         tokens_N=to_device(tokens_N, device),
         positions_N=to_device(_ramp(whole.lengths_B)[own_R], device),
         layout=_layout(arranged, whole, at_R, device),
-        predict_T=to_device(at_R[responses_R - 1], device),
+        predict_T=to_device(at_R[response_T - 1], device),
         last_B=to_device(at_R[whole.offsets_B1[1:] - 1][place_B], device),
-        targets_T=to_device(responses.values_T.astype(np.int64), device),
-        mask_T=to_device(mask.values_T.astype(np.float32), device),
-        offsets_B1=to_device(responses.offsets_B1, device),
+        targets_T=to_device(whole.values_T[response_T].astype(np.int64), device),
+        mask_T=to_device(rows.mask.take(chosen_B).values_T.astype(np.float32), device),
+        offsets_B1=to_device(offsets_of(responses_B), device),
         columns={name: to_device(column.take(chosen_B).values_T, device) for name, column in rows.columns.items()},
-        shared=_shared_targets(arranged, at_R[responses_R], device),
+        shared=_shared_targets(arranged, at_R[response_T], device),
         computed=len(tokens_N) if counts else 0,
         branched=arranged.origins.beyond_prompts if counts else 0,
     )

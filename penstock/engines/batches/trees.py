@@ -50,6 +50,8 @@ class Origins:
         source_R = np.arange(tokens)
         for_R = into(starts_B, self.shared_B)
         source_R[for_R] = into(starts_B[self.donor_B], self.shared_B)
+        if not self.beyond_prompts:  # the first row of a prompt takes nothing
+            return source_R
         while not np.array_equal(further_R := source_R[source_R], source_R):  # a donor's token may be another's
             source_R = further_R
         return source_R
