@@ -7,9 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 
 from penstock.base.ragged import Ragged, offsets_of
-from penstock.engines.batches.packing import Rows
+from penstock.engines.batches.packing import Rows, pack
 from penstock.engines.commands.forward import TokenValues
 from penstock.state.experience import write_columns
 from tests.engines.shared_ranks import VOCABULARY
@@ -100,6 +101,12 @@ def take_rows(rows: Rows, index: list[int]) -> Rows:
     index_B = np.asarray(index)
     columns = {name: column.take(index_B) for name, column in rows.columns.items()}
     return Rows(rows.prompts.take(index_B), rows.responses.take(index_B), rows.mask.take(index_B), columns)
+
+
+def planned(rows: Rows, plan: list[list[list[int]]]) -> tuple[int, int]:
+    """Pack the runs of all ranks; return the tokens that they compute, and those spared besides equal prompts."""
+    runs = [pack(rows, micro, torch.device("cpu")) for rank in plan for micro in rank if micro]
+    return sum(len(run.tokens_N) for run in runs), sum(run.branched for run in runs)
 
 
 def write_rows(path: Path, rows: Rows) -> str:

@@ -6,8 +6,10 @@ cut into equal shares, one a rank, each cut at the row nearest to its ideal plac
 micro-batches as its tokens need, and these are then made as even as that number and the rows allow. A cut computes at
 most one prompt twice.
 
-Within the line rows stand beside those with which they share more than a prompt (penstock/engines/batches/trees.py).
-What that spares is not counted, so that a micro-batch needs no more memory than one of rows that share prompts alone.
+Where rows share more than prompts (penstock/engines/batches/trees.py) there is a second line, in which prompts stand
+beside those, and a prompt's rows beside those of its own, with which they share most. It is taken where fewer tokens
+are computed, in no more micro-batches. What sharing spares is not counted in filling them, so that a micro-batch needs
+no more memory than one of rows that share prompts alone.
 
 The plan is a pure function of the rows, so every rank computes the same plan by itself and nothing is sent. All ranks
 run the same number of micro-batches, because gradients are reduced in step. Planning takes time in proportion to the
@@ -25,7 +27,7 @@ from itertools import pairwise
 import numpy as np
 
 from penstock.base.ragged import offsets_of
-from penstock.engines.batches.packing import Rows, arrange, first_seen
+from penstock.engines.batches.packing import Arranged, Rows, arrange, first_seen, prompt_by_prompt
 
 
 def plan_micro_batches(
@@ -41,16 +43,29 @@ def plan_micro_batches(
         together: so many rows that follow each other, all of one prompt, are never cut apart.
     """
     index_B = np.arange(len(rows)) if index_B is None else index_B
-    index_B = _line_of(rows, index_B) if together == 1 else _by_prompt(rows, index_B)
-    ids_B, prompts_B = rows.prompt_ids_B[index_B], rows.prompts.lengths_B[index_B]
+    if together > 1:
+        index_B = index_B[prompt_by_prompt(rows, index_B)[0]]
+        return _lists(index_B, _cuts(rows, index_B, ranks, budget, together))
+    arranged = arrange(rows, index_B)
+    index_B = index_B[arranged.order_B]
+    cuts = _cuts(rows, index_B, ranks, budget)
+    if not arranged.origins.beyond_prompts:
+        return _lists(index_B, cuts)
+    line_B = _beside(arranged)
+    others = _cuts(rows, index_B[line_B], ranks, budget)
+    return _lists(index_B[line_B], others) if _gains(arranged, line_B, others, cuts) else _lists(index_B, cuts)
+
+
+def _cuts(rows: Rows, index_B: np.ndarray, ranks: int, budget: int, together: int = 1) -> list[list[int]]:
+    """Cut a line of rows into the micro-batches of each rank: a rank's first row, where each one ends, ..."""
+    ids_B, prompts_B = rows.prompt_ids_B[index_B], rows.prompts.lengths_of(index_B)
     opens_B = np.append(True, ids_B[1:] != ids_B[:-1])[: len(index_B)]
-    line_B1 = offsets_of(rows.responses.lengths_B[index_B] + np.where(opens_B, prompts_B, 0))
+    line_B1 = offsets_of(rows.responses.lengths_of(index_B) + np.where(opens_B, prompts_B, 0))
     opens_U = (line_B1[:-1] - np.where(opens_B, 0, prompts_B))[::together]
     line = _Line(line_B1[::together].tolist(), opens_U.tolist())
     shares = _shares(line_B1[::together], ranks)
     count = max(1, *(len(line.fill(start, stop, budget)) - 1 for start, stop in shares))
-    cuts = [line.spread(start, stop, count, budget) for start, stop in shares]
-    return [_lists(index_B, [together * unit for unit in rank], count) for rank in cuts]
+    return [[together * unit for unit in line.spread(start, stop, count, budget)] for start, stop in shares]
 
 
 @dataclass(frozen=True)
@@ -122,41 +137,36 @@ class _Line:
         return max(unit + 1, bisect_right(self.at_U1, self.opens_U[unit] + capacity, unit + 1, stop + 1) - 1)
 
 
-def _by_prompt(rows: Rows, index_B: np.ndarray) -> np.ndarray:
-    return index_B[np.argsort(first_seen(rows.prompt_ids_B[index_B]), kind="stable")]
+def _beside(arranged: Arranged) -> np.ndarray:
+    """Put prompts beside those, and a prompt's rows beside those of its own, with which they share most.
+
+    Rows of another prompt never come between: they would part a prompt that is computed once where it stands together.
+    """
+    line_B = arranged.origins.order()
+    return line_B[np.argsort(first_seen(arranged.families_B[line_B]), kind="stable")]
 
 
-def _line_of(rows: Rows, index_B: np.ndarray) -> np.ndarray:
-    """Put rows prompt by prompt, and beside what they share more with."""
-    arranged = arrange(rows, index_B)
-    return index_B[arranged.order_B[arranged.origins.order()]]
+def _gains(arranged: Arranged, line_B: np.ndarray, cuts: list[list[int]], by_prompt: list[list[int]]) -> bool:
+    """Whether micro-batches of this line compute fewer tokens than those prompt by prompt, and are no more."""
+    if max(map(len, cuts)) > max(map(len, by_prompt)):
+        return False
+    return _spared(arranged, line_B, cuts) > _spared(arranged, np.arange(len(line_B)), by_prompt)
 
 
-def _lists(index_B: np.ndarray, cuts: list[int], count: int) -> list[list[int]]:
+def _spared(arranged: Arranged, line_B: np.ndarray, cuts: list[list[int]]) -> int:
+    """Count the tokens that rows of a micro-batch share, over those of all ranks."""
+    starts = np.unique(np.concatenate(cuts))
+    return arranged.spared(line_B, np.searchsorted(starts, np.arange(len(line_B)), side="right"))
+
+
+def _lists(index_B: np.ndarray, cuts: list[list[int]]) -> list[list[list[int]]]:
+    count = max(1, *(len(rank) - 1 for rank in cuts))
+    return [_pieces(index_B, rank, count) for rank in cuts]
+
+
+def _pieces(index_B: np.ndarray, cuts: list[int], count: int) -> list[list[int]]:
     pieces = [index_B[start:stop].tolist() for start, stop in pairwise(cuts)]
     return pieces + [[] for _ in range(count - len(pieces))]
-
-
-@dataclass(frozen=True)
-class Planned:
-    """What the forward passes of a plan run: what rows of a pass begin with in common counts once in it.
-
-    Attributes:
-        tokens: that they run.
-        beyond_prompts: tokens that they need not, besides those of equal prompts.
-    """
-
-    tokens: int
-    beyond_prompts: int
-
-
-def planned(rows: Rows, plan: list[list[list[int]]]) -> Planned:
-    """Return what the forward passes of all ranks run."""
-    tokens = beyond_prompts = 0
-    for micro in (micro for rank in plan for micro in rank if micro):
-        arranged = arrange(rows, np.asarray(micro, dtype=np.int64))
-        tokens, beyond_prompts = tokens + arranged.tokens, beyond_prompts + arranged.origins.beyond_prompts
-    return Planned(tokens, beyond_prompts)
 
 
 def _shares(line_U1: np.ndarray, ranks: int) -> list[tuple[int, int]]:

@@ -16,6 +16,7 @@ Left out: which rows go together (penstock/engines/batches/micro_batches.py), th
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
@@ -24,7 +25,7 @@ import numpy as np
 import torch
 
 from penstock.base.ragged import Ragged, offsets_of
-from penstock.engines.batches.trees import Origins, into, origins_of
+from penstock.engines.batches.trees import Alike, Origins, alike_of, into, origins_of
 from penstock.state.experience import column_names, read_columns
 
 Batch = TypeVar("Batch")
@@ -75,6 +76,8 @@ class PackedBatch:
     offsets_B1: torch.Tensor  # response tokens per row
     columns: dict[str, torch.Tensor]  # per-token columns: old log-probs, advantages, ...
     shared: SharedTargets | None  # None: no two rows share a response token
+    computed: int  # tokens of the run, if it counts
+    branched: int  # tokens that it need not compute, besides those of equal prompts
 
     def distinct(self, values_T: torch.Tensor) -> torch.Tensor:
         """Return what belongs to response tokens, for those that rows share once: for U."""
@@ -111,10 +114,14 @@ class Rows:
     @property
     def shared_B(self) -> np.ndarray:
         """First tokens of each row that another row has, and that are computed there if the two go together."""
-        arranged = arrange(self, np.arange(len(self)))
         shared_B = np.empty(len(self), dtype=np.int64)
-        shared_B[arranged.order_B] = arranged.origins.shared_B
+        shared_B[self.arranged.order_B] = self.arranged.origins.shared_B
         return shared_B
+
+    @functools.cached_property
+    def arranged(self) -> Arranged:
+        """All rows, prompt by prompt."""
+        return _arrange(self, np.arange(len(self)))
 
     def __len__(self) -> int:
         return len(self.prompts)
@@ -146,24 +153,36 @@ class PackedInTurn(Sequence[Batch]):
 
 @dataclass(frozen=True)
 class Arranged:
-    """Chosen rows in the order of the run, prompt by prompt, in host memory.
+    """Chosen rows prompt by prompt, as in a run, and what they share.
 
     Attributes:
         order_B: which of the chosen rows this is.
-        whole: prompts with their responses.
+        prompts_B: tokens of its prompt.
         families_B: 0, 0, 1, ... the same for rows of the same prompt.
+        alike: the rows, by their numbers here, that may share more than prompts.
     """
 
     order_B: np.ndarray
-    whole: Ragged
-    prompt_B: np.ndarray
+    prompts_B: np.ndarray
     families_B: np.ndarray
-    origins: Origins
+    alike: Alike
 
-    @property
-    def tokens(self) -> int:
-        """Length of the run."""
-        return int(self.whole.offsets_B1[-1] - self.origins.shared_B.sum())
+    @functools.cached_property
+    def origins(self) -> Origins:
+        """Where they get their first tokens from in one run of them all."""
+        return origins_of(self.alike, self.prompts_B, self.families_B, np.zeros_like(self.families_B))
+
+    def spared(self, line_B: np.ndarray, parts_B: np.ndarray) -> int:
+        """Return how many tokens several runs need not compute.
+
+        Args:
+            line_B: the rows by their numbers here, run by run, a prompt's next to each other.
+            parts_B: 0, 0, 1, ... the run of each row of the line.
+        """
+        place_B = np.empty_like(line_B)
+        place_B[line_B] = np.arange(len(line_B))
+        alike = self.alike.placed(place_B)
+        return int(origins_of(alike, self.prompts_B[line_B], self.families_B[line_B], parts_B).shared_B.sum())
 
 
 def read_rows(path: str, columns: Sequence[str] = ()) -> Rows:
@@ -181,44 +200,64 @@ def pack(rows: Rows, index: list[int], device: torch.device) -> PackedBatch:
     An empty `index` gives the shortest row, its mask and columns at zero: the forward pass happens (collectives stay in
     step), and nothing of it counts, not even a NaN.
     """
+    counts = bool(index)
     if not index:
         rows, index = uncounted(rows, [_shortest(rows)]), [0]
     chosen_B = np.asarray(index, dtype=np.int64)
-    responses, mask = rows.responses.take(chosen_B), rows.mask.take(chosen_B)
-    arranged = arrange(rows, chosen_B)
-    starts_B, tokens = arranged.whole.offsets_B1[:-1], len(arranged.whole.values_T)
+    arranged, responses_B = arrange(rows, chosen_B), rows.responses.lengths_of(chosen_B)
+    whole = _whole(rows, chosen_B[arranged.order_B])
+    starts_B, tokens = whole.offsets_B1[:-1], len(whole.values_T)
     source_R = arranged.origins.sources(starts_B, tokens)
     own_R = source_R == np.arange(tokens)
     at_R = (np.cumsum(own_R) - 1)[source_R]  # in the run
+    tokens_N = whole.values_T[own_R].astype(np.int64)
     place_B = np.empty_like(chosen_B)
     place_B[arranged.order_B] = np.arange(len(chosen_B))
-    responses_R = into((starts_B + arranged.prompt_B)[place_B], responses.lengths_B)
+    response_T = into((starts_B + arranged.prompts_B)[place_B], responses_B)  # index into R
     return PackedBatch(
-        tokens_N=to_device(arranged.whole.values_T[own_R].astype(np.int64), device),
-        positions_N=to_device(_ramp(arranged.whole.lengths_B)[own_R], device),
-        layout=_layout(arranged, at_R, device),
-        predict_T=to_device(at_R[responses_R - 1], device),
-        last_B=to_device(at_R[arranged.whole.offsets_B1[1:] - 1][place_B], device),
-        targets_T=to_device(responses.values_T.astype(np.int64), device),
-        mask_T=to_device(mask.values_T.astype(np.float32), device),
-        offsets_B1=to_device(responses.offsets_B1, device),
+        tokens_N=to_device(tokens_N, device),
+        positions_N=to_device(_ramp(whole.lengths_B)[own_R], device),
+        layout=_layout(arranged, whole, at_R, device),
+        predict_T=to_device(at_R[response_T - 1], device),
+        last_B=to_device(at_R[whole.offsets_B1[1:] - 1][place_B], device),
+        targets_T=to_device(whole.values_T[response_T].astype(np.int64), device),
+        mask_T=to_device(rows.mask.take(chosen_B).values_T.astype(np.float32), device),
+        offsets_B1=to_device(offsets_of(responses_B), device),
         columns={name: to_device(column.take(chosen_B).values_T, device) for name, column in rows.columns.items()},
-        shared=_shared_targets(arranged, at_R[responses_R], device),
+        shared=_shared_targets(arranged, at_R[response_T], device),
+        computed=len(tokens_N) if counts else 0,
+        branched=arranged.origins.beyond_prompts if counts else 0,
     )
 
 
 def arrange(rows: Rows, chosen_B: np.ndarray) -> Arranged:
-    """Put rows into the order of a run, and see what they share."""
+    """Put rows into the order of a run, and see what they share; of all rows of a file that is kept."""
+    every = len(chosen_B) == len(rows) and bool((chosen_B == np.arange(len(rows))).all())
+    return rows.arranged if every else _arrange(rows, chosen_B)
+
+
+def _arrange(rows: Rows, chosen_B: np.ndarray) -> Arranged:
+    order_B, families_B = prompt_by_prompt(rows, chosen_B)
+    chosen_B = chosen_B[order_B]
+    alike = alike_of(rows.prompts, rows.responses, families_B, chosen_B)
+    return Arranged(order_B, rows.prompts.lengths_of(chosen_B), families_B, alike)
+
+
+def prompt_by_prompt(rows: Rows, chosen_B: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Return the order in which rows of the same prompt follow each other, and 0, 0, 1, ...: the prompts in it."""
     families_B = first_seen(rows.prompt_ids_B[chosen_B])
     order_B = np.argsort(families_B, kind="stable")
-    prompts, responses = (column.take(chosen_B[order_B]) for column in (rows.prompts, rows.responses))
+    return order_B, families_B[order_B]
+
+
+def _whole(rows: Rows, index_B: np.ndarray) -> Ragged:
+    """Prompts with their responses."""
+    prompts, responses = rows.prompts.take(index_B), rows.responses.take(index_B)
     offsets_B1 = prompts.offsets_B1 + responses.offsets_B1
     whole = Ragged(np.empty(offsets_B1[-1], dtype=prompts.values_T.dtype), offsets_B1)
     whole.values_T[into(offsets_B1[:-1], prompts.lengths_B)] = prompts.values_T
     whole.values_T[into(offsets_B1[:-1] + prompts.lengths_B, responses.lengths_B)] = responses.values_T
-    families_B = families_B[order_B]
-    origins = origins_of(whole, prompts.lengths_B, families_B)
-    return Arranged(order_B, whole, prompts.lengths_B, families_B, origins)
+    return whole
 
 
 def uncounted(rows: Rows, index: list[int]) -> Rows:
@@ -243,24 +282,24 @@ def _shortest(rows: Rows) -> int:
 
 def _shared_targets(arranged: Arranged, at_T: np.ndarray, device: torch.device) -> SharedTargets | None:
     """Tell response tokens apart by where they lie in the run."""
-    if not (arranged.origins.shared_B > arranged.prompt_B).any():
+    if not (arranged.origins.shared_B > arranged.prompts_B).any():
         return None
     _, first_U, of_T = np.unique(at_T, return_index=True, return_inverse=True)
     return None if len(first_U) == len(at_T) else SharedTargets(to_device(first_U, device), to_device(of_T, device))
 
 
-def _layout(arranged: Arranged, at_R: np.ndarray, device: torch.device) -> PackedLayout:
+def _layout(arranged: Arranged, whole: Ragged, at_R: np.ndarray, device: torch.device) -> PackedLayout:
     """Sequences of attention in the order of the run: the own tokens of each row, after what it shares.
 
     Where rows have the same prompt it is a sequence by itself, before the first of them.
     """
-    shared_B, lengths_B = arranged.origins.shared_B, arranged.whole.lengths_B
+    shared_B, lengths_B = arranged.origins.shared_B, whole.lengths_B
     opens_B = np.diff(arranged.families_B, prepend=-1) > 0
     of_several_B = np.bincount(arranged.families_B)[arranged.families_B] > 1
-    prompt_end_B = np.where(opens_B & of_several_B, np.maximum(shared_B, arranged.prompt_B), shared_B)
+    prompt_end_B = np.where(opens_B & of_several_B, np.maximum(shared_B, arranged.prompts_B), shared_B)
     before_S = np.stack([shared_B, prompt_end_B], axis=1).reshape(-1)
     keys_S = np.stack([prompt_end_B, lengths_B], axis=1).reshape(-1)
-    start_S = np.repeat(arranged.whole.offsets_B1[:-1], 2)
+    start_S = np.repeat(whole.offsets_B1[:-1], 2)
     some_S = keys_S > before_S
     before_S, keys_S, start_S = before_S[some_S], keys_S[some_S], start_S[some_S]
     queries_S = keys_S - before_S

@@ -17,12 +17,12 @@ import torch
 
 from penstock.algorithms.aggregation import Denominators, weight_of_sums
 from penstock.algorithms.segments import segment_sum
-from penstock.engines.batches.micro_batches import plan_micro_batches, planned
+from penstock.engines.batches.micro_batches import plan_micro_batches
 from penstock.engines.batches.packing import PackedInTurn, Rows, pack
 from penstock.engines.commands.update import ActorLoss, Split
 from penstock.engines.training.correction import with_mismatch
 from penstock.engines.training.trainer import Trainer
-from penstock.engines.training.updates import actor_loss, has_experts
+from penstock.engines.training.updates import actor_loss, has_experts, means_and_shares, with_run_sums
 
 
 @dataclass
@@ -33,8 +33,7 @@ class Portions:
         count: how many there were.
         tokens: that count.
         sequences: with a token that counts.
-        length: tokens of all rows, with their prompts; `computed` of them are computed, `branched` are not because rows
-            share more than prompts.
+        length: tokens of all rows, with their prompts.
         differences: each micro-batch's largest difference of log-probs, where they are corrected.
     """
 
@@ -42,8 +41,6 @@ class Portions:
     tokens: int = 0
     sequences: int = 0
     length: int = 0
-    computed: int = 0
-    branched: int = 0
     micro_batches: int = 0
     differences: list[torch.Tensor] = field(default_factory=list)
     corrected: bool = False
@@ -70,13 +67,10 @@ def add_portion(
     rank, world = torch.distributed.get_rank(), torch.distributed.get_world_size()
     plan = plan_micro_batches(rows, world, split.micro_batch_tokens, index_B)
     batches = PackedInTurn(plan[rank], lambda micro: pack(rows, micro, trainer.device))
-    trainer.add_gradient(batches, lambda module, batch: of_batch(module, batch, alone), last)
+    trainer.add_gradient(batches, with_run_sums(of_batch, alone), last)
     portions.tokens += int(counted_B.sum())
     portions.sequences += int((counted_B > 0).sum())
     portions.length += int(rows.lengths_B[index_B].sum())
-    computed = planned(rows, plan)
-    portions.computed += computed.tokens
-    portions.branched += computed.beyond_prompts
     portions.micro_batches += len(plan[rank])
     portions.corrected = loss.correction is not None
 
@@ -96,15 +90,11 @@ def take_step(
         return {"steps": 0.0}
     counts = Denominators(float(portions.tokens), float(portions.sequences), float(max_tokens))
     result = trainer.step_on_sum(learning_rate, weight_of_sums(aggregation, counts))
-    means = {name: total / counts.tokens for name, total in result.sums.items() if name != "loss"}
     metrics = {
-        **means,
-        "loss": result.sums["loss"],
+        **means_and_shares(result.sums, counts.tokens, portions.length),
         "grad_norm": result.grad_norm,
         "learning_rate": result.learning_rate,
         "micro_batches": float(portions.micro_batches),
-        "computed_share": portions.computed / portions.length,
-        "branched_share": portions.branched / portions.length,
         "steps": 1.0,
     }
     return metrics if not portions.corrected else with_mismatch(metrics, portions.differences, trainer.device)

@@ -23,7 +23,7 @@ from penstock.algorithms.registry import choice_named, policy_loss_named
 from penstock.algorithms.segments import segment_sum
 from penstock.algorithms.value_losses import clipped_value_loss
 from penstock.base.ragged import Ragged
-from penstock.engines.batches.micro_batches import plan_micro_batches, planned
+from penstock.engines.batches.micro_batches import plan_micro_batches
 from penstock.engines.batches.packing import PackedBatch, PackedInTurn, Rows, pack
 from penstock.engines.commands.update import ActorLoss, Split
 from penstock.engines.models.models import PackedPolicy
@@ -33,6 +33,8 @@ from penstock.engines.training.trainer import Trainer
 
 Sums = dict[str, torch.Tensor]
 BatchLoss = Callable[[nn.Module, PackedBatch, Denominators], tuple[torch.Tensor, Sums]]
+
+COMPUTED, BRANCHED = "run/computed", "run/branched"  # sums of tokens; an algorithm's own figures have no such names
 
 
 def update_actor(
@@ -213,18 +215,42 @@ def _step(
     rank, world = torch.distributed.get_rank(), torch.distributed.get_world_size()
     plan = plan_micro_batches(rows, world, budget, index_B)
     batches = PackedInTurn(plan[rank], lambda micro: pack(rows, micro, trainer.device))
-    result = trainer.step(batches, lambda module, batch: loss(module, batch, denominators), learning_rate)
-    means = {name: total / denominators.tokens for name, total in result.sums.items() if name != "loss"}
-    computed, length = planned(rows, plan), int(rows.lengths_B[index_B].sum())
+    result = trainer.step(batches, with_run_sums(loss, denominators), learning_rate)
     return {
-        **means,
-        "loss": result.sums["loss"],
+        **means_and_shares(result.sums, denominators.tokens, int(rows.lengths_B[index_B].sum())),
         "grad_norm": result.grad_norm,
         "learning_rate": result.learning_rate,
         "micro_batches": float(len(plan[rank])),
-        "computed_share": computed.tokens / length,
-        "branched_share": computed.beyond_prompts / length,
     }
+
+
+def with_run_sums(
+    loss: BatchLoss, denominators: Denominators
+) -> Callable[[nn.Module, PackedBatch], tuple[torch.Tensor, Sums]]:
+    """Let a loss also report which tokens its run computes, and which it need not; on the host, where they are known.
+
+    So they are summed over micro-batches and ranks with all else.
+    """
+
+    def with_run(module: nn.Module, batch: PackedBatch) -> tuple[torch.Tensor, Sums]:
+        share, sums = loss(module, batch, denominators)
+        computed, branched = torch.tensor([batch.computed, batch.branched], dtype=torch.float64)
+        return share, {**sums, COMPUTED: computed, BRANCHED: branched}
+
+    return with_run
+
+
+def means_and_shares(sums: dict[str, float], tokens: float, length: int) -> dict[str, float]:
+    """Return a step's figures: the loss, means of what was summed, shares of what its runs computed.
+
+    Args:
+        sums: over all micro-batches and ranks.
+        tokens: that count.
+        length: tokens of all rows, with their prompts.
+    """
+    shares = {"computed_share": sums[COMPUTED] / length, "branched_share": sums[BRANCHED] / length}
+    means = {name: total / tokens for name, total in sums.items() if name not in ("loss", COMPUTED, BRANCHED)}
+    return {**means, "loss": sums["loss"], **shares}
 
 
 def mini_batch_rows(count: int, split: Split) -> Iterator[np.ndarray]:

@@ -10,8 +10,9 @@ import pytest
 import torch
 
 from penstock.base.ragged import Ragged
-from penstock.engines.batches.micro_batches import Planned, plan_micro_batches, planned
+from penstock.engines.batches.micro_batches import plan_micro_batches
 from penstock.engines.batches.packing import PackedInTurn, Rows, pack
+from tests.engines.rows import planned
 
 CPU = torch.device("cpu")
 
@@ -181,13 +182,14 @@ def test_samples_of_a_prompt_stay_together_wherever_they_stand_in_the_file() -> 
     assert sum(len(set(rows.prompt_ids_B[part])) for part in scattered) > 2 * spread
 
 
-def test_planned_tokens_are_those_that_packing_makes() -> None:
-    """What is reported as computed is what the runs hold, and less than the rows' tokens where prompts are shared."""
+def test_tokens_that_are_reported_as_computed_are_those_of_the_runs() -> None:
+    """Less than the rows' tokens where prompts are shared. Control: a run that counts nothing reports none."""
     rows = _planned(40, 4)
     plan = plan_micro_batches(rows, 2, 200)
-    packed = sum(_load(rows, micro) for rank in plan for micro in rank)
-    assert planned(rows, plan) == Planned(packed, 0)
-    assert packed < rows.lengths_B.sum()
+    packed = [pack(rows, micro, CPU) for rank in plan for micro in rank]
+    assert sum(run.computed for run in packed) == planned(rows, plan)[0] < rows.lengths_B.sum()
+    assert {run.branched for run in packed} == {0}
+    assert pack(rows, [], CPU).computed == 0 < len(pack(rows, [], CPU).tokens_N)
 
 
 def test_the_plan_depends_on_the_rows_alone() -> None:

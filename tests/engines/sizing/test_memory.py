@@ -25,7 +25,7 @@ from penstock.configs.preference import PreferenceConfig
 from penstock.configs.schema import TrainConfig
 from penstock.configs.sections.algorithm import AlgorithmConfig
 from penstock.configs.sections.run import Role
-from penstock.engines.batches.micro_batches import plan_micro_batches, planned
+from penstock.engines.batches.micro_batches import plan_micro_batches
 from penstock.engines.batches.packing import Rows
 from penstock.engines.families.shape import ModelShape, read_shape
 from penstock.engines.groups.slots import SLOTS
@@ -42,6 +42,7 @@ from penstock.engines.sizing.memory import (
     slot_bytes,
     weight_width,
 )
+from tests.engines.rows import planned
 from tests.engines.shared_ranks import Shape
 from tests.processes import ROOT
 
@@ -361,7 +362,7 @@ def test_micro_batches_count_as_full_also_where_lengths_leave_them_less_so(tmp_p
     responses = Ragged(tokens_T, offsets_of(lengths.responses_B))
     rows = Rows(Ragged.of(prompts, np.int32), responses, responses, {})
     budget, peak = sections["actor"]["micro_batch_tokens"], measured.figures["peak_gib"]
-    fullest = max(planned(rows, [[micro]]).tokens for micro in plan_micro_batches(rows, 1, budget)[0])
+    fullest = max(planned(rows, [[micro]])[0] for micro in plan_micro_batches(rows, 1, budget)[0])
     assert fullest < 0.95 * budget
     assert estimated(fullest) == pytest.approx(peak, rel=0.1)
     assert 1.1 * peak < estimated(budget) < 1.11 * peak

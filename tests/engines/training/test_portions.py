@@ -16,11 +16,12 @@ import pytest
 import torch
 
 from penstock.algorithms.correction import Correction
+from penstock.engines.batches.micro_batches import plan_micro_batches
 from penstock.engines.batches.packing import Rows
 from penstock.engines.commands.message import encode
 from penstock.engines.training.portions import Portions, take_step
 from penstock.state.experience import add_columns
-from tests.engines.rows import LOSS, SPLIT, random_rows, take_rows, with_columns, write_rows
+from tests.engines.rows import LOSS, SPLIT, planned, random_rows, take_rows, with_columns, write_rows
 from tests.engines.shared_ranks import Ranks, Shape
 from tests.engines.unpacked import STEADY
 
@@ -178,6 +179,19 @@ def test_figures_of_the_rollouts_policy_are_those_of_the_whole_batch(
     for name in figures.keys() - {*of_packing}:
         assert figures[name] == pytest.approx(whole[name], rel=1e-4, abs=1e-6)
     assert not any(name.startswith("mismatch/") for name in _in_portions(two_ranks, path, "token-mean"))
+
+
+def test_what_portions_compute_is_counted_over_portions_and_ranks(
+    two_ranks: Ranks, rows: Rows, folder_of: FolderOf, tmp_path: Path
+) -> None:
+    """Against packing their plans. Control: one rank's part of it is less."""
+    _build(two_ranks, folder_of(SHAPE), 2)
+    figures = _in_portions(two_ranks, write_rows(tmp_path / "rows.parquet", rows), "token-mean")
+    indices = (np.arange(12).reshape(-1, 2)[list(groups)].reshape(-1) for groups in PORTIONS)
+    plans = [plan_micro_batches(rows, 2, 48, index_B) for index_B in indices]
+    computed = sum(planned(rows, plan)[0] for plan in plans)
+    assert figures["computed_share"] == computed / rows.lengths_B.sum()
+    assert sum(planned(rows, plan[:1])[0] for plan in plans) < computed
 
 
 def test_portions_in_which_nothing_counts_are_in_no_term(

@@ -26,6 +26,7 @@ from tests.engines.rows import (
     SPLIT,
     branched_rows,
     gathered,
+    planned,
     random_rows,
     take_rows,
     with_columns,
@@ -218,9 +219,9 @@ def test_the_actors_update_is_the_plain_loop(
 def test_an_update_on_a_tree_is_the_plain_loop_over_its_paths(
     two_ranks: Ranks, folder_of: FolderOf, tmp_path: Path
 ) -> None:
-    """What paths share is computed once, and trained on for each; what that spares is told.
+    """What paths share is computed once, and trained on for each; what that spares is told, of all ranks.
 
-    Control: in micro-batches of one row there is nothing to spare, and the step is the same.
+    Controls: in micro-batches of one row there is nothing to spare, and the step is the same; one rank computes less.
     """
     folder = folder_of(SHAPE)
     rows = _with_old(branched_rows(), folder)
@@ -230,8 +231,12 @@ def test_an_update_on_a_tree_is_the_plain_loop_over_its_paths(
         two_ranks.build(folder, actor=_trainer(2))
         figures = two_ranks.ask("update_actor", **_update_actor(path, budget))[0]
         _assert_same(figures, two_ranks.parameters(), expected)
+        plan, length = plan_micro_batches(rows, 2, budget), rows.lengths_B.sum()
+        computed, branched = planned(rows, plan)
+        assert (figures["computed_share"], figures["branched_share"]) == (computed / length, branched / length)
+        assert planned(rows, plan[:1])[0] < computed
         if budget == 1:
-            assert (figures["computed_share"], figures["branched_share"]) == (1.0, 0.0)
+            assert (computed, branched) == (length, 0)
         else:
             assert figures["branched_share"] > 0.4
             assert figures["computed_share"] + figures["branched_share"] < 1.0  # equal prompts are shared as well
