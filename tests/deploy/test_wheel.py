@@ -1,6 +1,6 @@
 """The wheel: one name at its top, with recipes, deployments and templates inside, and usable where no checkout is.
 
-`make wheel` installs it into an empty environment, with the libraries that it asks for, and trains.
+`make wheel` also installs the libraries that it asks for, which takes minutes; here they are those of the checkout.
 """
 
 from __future__ import annotations
@@ -16,8 +16,9 @@ import pytest
 
 from penstock.configs.tree.recipes import read_tree
 from tests.processes import ROOT
+from tests.training import SHORTEST
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 PROGRAM = "from penstock.cli.main import main; main()"
 LIBRARIES = next(entry for entry in sys.path if entry.endswith("site-packages"))
@@ -84,6 +85,16 @@ def test_every_recipe_of_a_wheel_is_found_with_what_it_builds_on(wheel: Path, he
     (here / "configs").mkdir()
     (here / "configs" / "quickstart.yaml").write_text("name: mine\n", encoding="utf-8")
     assert run(wheel, here, "configs/quickstart.yaml", program=code).stdout.strip() == "['mine']"
+
+
+def test_it_trains(wheel: Path, here: Path) -> None:
+    """Hosts, ranks and workers are of the wheel as well. Control: the checkout is nowhere on their path."""
+    own = ("iterations=1", "evaluate={every: 0}", "checkpoint.every=0", "reward.function=tasks:score")
+    smaller = [one for one in SHORTEST if not one.startswith(("iterations", "evaluate", "reward"))]
+    done = run(wheel, here, "train", "configs/quickstart.yaml", *smaller, *own, "reward.settings=null", "--run", "run")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert (here / "run" / "models" / "final" / "model.safetensors").is_file()
+    assert str(ROOT) not in run(wheel, here, program="import sys; print(sys.path)").stdout.replace(LIBRARIES, "")
 
 
 def test_a_recipe_and_a_reward_of_ones_own_from_a_wheel(wheel: Path, here: Path) -> None:

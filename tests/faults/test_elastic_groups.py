@@ -123,7 +123,7 @@ def test_a_training_is_the_same_whatever_becomes_of_an_elastic_group(
     [
         pytest.param("carry", marks=pytest.mark.exhaustive),
         pytest.param("portions", marks=pytest.mark.exhaustive),
-        "ahead",
+        pytest.param("ahead", marks=pytest.mark.exhaustive),
     ],
 )
 def test_where_timing_decides_no_prompt_is_lost(recipe: str, trained: Callable[..., RunFolder]) -> None:

@@ -269,11 +269,13 @@ STRUCK = {
         "muon",
         [Blow("sft_steps", "4/", written=True), Blow("update_actor", "2/"), Blow("update_actor", "4/", HOST)],
         [STEPS, "snapshot 000001", SAVED],
+        [pytest.mark.exhaustive],
     ),
     "with a critic of another optimizer": Struck(
         "adafactor of ppo",
         [Blow("update_critic", "2/"), Blow("update_actor", "4/", HOST)],
         ["snapshot 000001", SAVED],
+        [pytest.mark.exhaustive],
     ),
     "in a group beside the actor's": Struck(
         "ppo",

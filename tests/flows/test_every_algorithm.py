@@ -33,7 +33,9 @@ from penstock.tasks.start import build_engines, load_prompts, starting_model
 ROOT = Path(__file__).resolve().parents[2]
 ITERATIONS = 3
 SLOW = ("best_of_n", "pass_at_k", "reinforce", "remax")  # few responses, or all alike, say what to do: twice as many
-AT_ONCE = "grpo"  # in `make test`, the others in `make test-slow`
+AT_ONCE = "grpo"  # in `make test`
+ONE_OF_EACH = {"ppo", "ippo", "remax", "rft", "gspo", "dapo"}  # in `make test-slow`, the others in `make test-all`
+MARKS = {True: [pytest.mark.slow], False: [pytest.mark.slow, pytest.mark.exhaustive]}
 SMALL = (
     "iterations=100000",  # the last one would make a report
     "model.tiny={hidden_size: 96, layers: 1, heads: 3, kv_heads: 3, intermediate_size: 64, max_positions: 64}",
@@ -110,7 +112,8 @@ def engines(prefect_harness: None, tmp_path_factory: pytest.TempPathFactory) -> 
 
 
 @pytest.mark.parametrize(
-    "name", [name if name == AT_ONCE else pytest.param(name, marks=pytest.mark.slow) for name in ALGORITHMS]
+    "name",
+    [name if name == AT_ONCE else pytest.param(name, marks=MARKS[name in ONE_OF_EACH]) for name in ALGORITHMS],
 )
 def test_it_improves_held_out_reward(name: str, engines: Engines) -> None:
     """By far more than what chance does (see the control): 64 responses of a spread of about 0.1 each."""

@@ -35,7 +35,10 @@ def flow_of(kind: str, folder: Path, steps: int) -> tuple[Callable[..., str], An
 
 
 @pytest.mark.usefixtures("prefect_harness")
-@pytest.mark.parametrize(("kind", "section", "model"), [("sft", "sft", "sft"), ("preference", "trainer", "final")])
+@pytest.mark.parametrize(
+    ("kind", "section", "model"),
+    [("sft", "sft", "sft"), pytest.param("preference", "trainer", "final", marks=pytest.mark.exhaustive)],
+)
 def test_more_steps_end_as_if_asked_for_at_first(kind: str, section: str, model: str, tmp_path: Path) -> None:
     """Weights and figures to the last bit, but for what was measured at the old end.
 

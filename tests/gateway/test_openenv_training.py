@@ -22,7 +22,12 @@ from tests.gateway.chat_training import (
 from tests.gateway.openenv_interpreter import openenv_python as openenv_python
 from tests.gateway.openenv_interpreter import uvicorn
 
-pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("openenv"), pytest.mark.timeout(600)]
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.exhaustive,  # tests/environments has the ways to a server, verifiers have a whole training
+    pytest.mark.xdist_group("openenv"),
+    pytest.mark.timeout(600),
+]
 
 SERVERS = Path(__file__).resolve().parents[1] / "environments"
 
@@ -64,7 +69,6 @@ def test_rewards_are_the_servers(learned: RunFolder) -> None:
     assert 0.1 < float((columns["reward"] == 1).mean()) < 0.8
 
 
-@pytest.mark.exhaustive
 def test_a_killed_training_ends_as_one_left_alone(learned: RunFolder) -> None:
     """Its server ended with it, and another one played the episodes that were lost, and those that came after."""
     check_that_it_ended_alike(killed_and_resumed(learned.path.parent, "openenv_examples:coding"), learned)

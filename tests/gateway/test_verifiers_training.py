@@ -71,6 +71,7 @@ def test_what_is_learnt_from_is_the_chat_that_verifiers_had(learned: RunFolder) 
     assert 0.1 < columns["reward"].mean() < 0.8
 
 
+@pytest.mark.exhaustive
 def test_a_killed_training_ends_as_one_left_alone(learned: RunFolder) -> None:
     """Its process ended with it, and another one played the episodes that were lost, and those that came after."""
     check_that_it_ended_alike(killed_and_resumed(learned.path.parent, "verifiers_runner.py"), learned)

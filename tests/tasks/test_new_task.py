@@ -152,11 +152,13 @@ def test_a_new_task_is_its_files_and_its_line_in_the_flow(folder: Path) -> None:
         assert 0 < record["share/length_spread"] < 1
 
 
+@pytest.mark.exhaustive
 def test_without_its_line_nothing_of_a_task_is_recorded(folder: Path) -> None:
     """A control, in the same copy: the files alone do nothing."""
     assert not any(name in record for record in trained(folder) for name in FIGURES)
 
 
+@pytest.mark.exhaustive
 def test_a_command_that_nothing_carries_out_ends_the_training(folder: Path) -> None:
     """A control, in the same copy: what ranks do is what stands in their file."""
     give_it_its_line(folder)

@@ -412,7 +412,12 @@ def test_a_lost_machine_says_nothing(lost: Lost) -> None:
     ("deployment", "changed", "words"),
     [
         (TRAIN, {"iterations": 7, "learning_rate": 1e-5}, ["iterations=7", "actor.optimizer.learning_rate=1e-5"]),
-        (SFT, {"steps": 9, "overrides": ["sft.batch=64"]}, ["sft.steps=9", "sft.batch=64"]),
+        pytest.param(
+            SFT,
+            {"steps": 9, "overrides": ["sft.batch=64"]},
+            ["sft.steps=9", "sft.batch=64"],
+            marks=pytest.mark.exhaustive,
+        ),
     ],
 )
 def test_the_form_trains_the_recipe_and_a_field_filled_in_it_changes_that_key_alone(
@@ -434,10 +439,11 @@ def test_the_form_trains_the_recipe_and_a_field_filled_in_it_changes_that_key_al
     [
         (TRAIN, {"overrides": ["rollout.sampels=4"]}, ["train", "configs/quickstart.yaml", "rollout.sampels=4"]),
         (SFT, {"model": "absent"}, ["sft", "configs/quickstart.yaml", "model.path=absent"]),
-        (
+        pytest.param(
             TRAIN,
             {"overrides": ["model={path: absent, tiny: null}"]},
             ["train", "configs/quickstart.yaml", "model={path: absent, tiny: null}"],
+            marks=pytest.mark.exhaustive,
         ),
     ],
 )

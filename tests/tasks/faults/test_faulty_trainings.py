@@ -47,6 +47,9 @@ IN_REWARD = (
 )
 
 
+WAYS = ["snapshot", pytest.param("checkpoint", marks=pytest.mark.exhaustive)]
+
+
 @pytest.fixture(autouse=True)
 def in_the_repository(prefect_harness: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Let recipes name functions of the tests."""
@@ -107,7 +110,7 @@ def back_by(way: str, patch: pytest.MonkeyPatch) -> None:
         )
 
 
-@pytest.mark.parametrize("way", ["snapshot", "checkpoint"])
+@pytest.mark.parametrize("way", WAYS)
 def test_an_update_that_went_too_far_is_undone_and_the_training_goes_on(
     way: str, plain: RunFolder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -139,7 +142,7 @@ def test_an_update_that_went_too_far_is_undone_and_the_training_goes_on(
         assert "actor/approx_kl" in {row.what for row in done.rows}
 
 
-@pytest.mark.parametrize("way", ["snapshot", "checkpoint"])
+@pytest.mark.parametrize("way", WAYS)
 def test_the_update_before_the_batch_that_shows_the_fault_is_undone_too(
     way: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
