@@ -249,7 +249,7 @@ def test_the_list_of_keys_is_complete_and_each_can_be_overridden(recipe: Path) -
         "1.0",
         "nucleus sampling: keep this probability mass",
     )
-    assert keys["actor.micro_batch_tokens"].type == "integer or {iteration: integer}"
+    assert keys["actor.micro_batch_tokens"].type == "integer or {iteration: integer} or null"
     assert keys["groups.<name>.roles"].default == ""
 
     flat = _flatten(TrainConfig().model_dump(mode="json"))
