@@ -11,6 +11,7 @@ Left out: what happens inside (penstock/environments/worker.py), how a process t
 
 from __future__ import annotations
 
+import time
 import zlib
 from collections import deque
 from collections.abc import Collection, Iterable, Sequence
@@ -105,6 +106,48 @@ class EnvironmentPool:
 
     def _worker_of(self, episode: str) -> _Worker:
         return self._workers[zlib.crc32(episode.encode()) % len(self._workers)]
+
+
+class Asking:
+    """What one generation asks the environments of a pool, a step's calls together.
+
+    Args:
+        in_step: wait for all answers, so that they come in the same step whenever a generation is repeated.
+
+    Attributes:
+        unanswered: names of the episodes that were asked and have not answered.
+        waited_seconds: with nothing else to do.
+    """
+
+    def __init__(self, pool: EnvironmentPool, in_step: bool) -> None:
+        self._pool, self._in_step = pool, in_step
+        self._calls: list[Call] = []
+        self.unanswered: set[str] = set()
+        self.waited_seconds = 0.0
+
+    def ask(self, call: Call) -> None:
+        """Put a call to those that `send` sends."""
+        self._calls.append(call)
+        self.unanswered.add(call.episode)
+
+    def send(self) -> None:
+        """Send all calls of a step together."""
+        calls, self._calls = self._calls, []
+        self._pool.ask(calls)
+
+    def hear(self, busy: bool) -> dict[str, Reply]:
+        """Send what is left to send; return what has been answered, by the episodes' names.
+
+        Args:
+            busy: whether there is something else to do than to wait for an answer.
+        """
+        self.send()
+        wait_for = len(self.unanswered) if self._in_step else 0 if busy else min(1, len(self.unanswered))
+        begin = time.perf_counter()
+        replies = self._pool.replies(wait_for, of=self.unanswered)
+        self.waited_seconds += time.perf_counter() - begin
+        self.unanswered -= replies.keys()
+        return replies
 
 
 class _Worker:

@@ -52,7 +52,7 @@ from penstock.engines.rollout.episode import Episode, Placed, carried_episodes, 
 from penstock.engines.rollout.partial_results import EndedResponse, PartialResultSender
 from penstock.engines.rollout.responses import Generated, Left
 from penstock.environments.gateway.asks import Ask
-from penstock.environments.pool import EnvironmentPool
+from penstock.environments.pool import Asking, EnvironmentPool
 from penstock.environments.worker import Call, Reply
 
 NOT_BRIDGED = "a turn with tool calls did not end as the chat template ends turns, so the results cannot follow it"
@@ -166,8 +166,7 @@ class EpisodeLoop:
         self._live: dict[str, Episode] = {}
         self._untaken: deque[int] = deque()  # prompts taken from the queue whose episodes have not begun
         self._left: dict[int, int] = {}  # of each prompt's episodes, by its position
-        self._to_ask: list[Call] = []
-        self._asked: set[str] = set()  # episodes whose environments have been asked and have not answered
+        self._asking = Asking(environments.pool, in_step)
         self._ready: list[Episode] = []  # whose next turn may begin
         self._drawn: dict[int, _Drawn] = {}  # by the number that the decode loop has of a request
         self._numbers = count()
@@ -175,7 +174,6 @@ class EpisodeLoop:
         self._counted: set[int] = set()  # positions of prompts that count
         self._sender, self._untold = sender, list[EndedResponse]()
         self._given_up = 0  # tokens of turns that were under way at the end, and are lost
-        self._waited_seconds = 0.0
         self._began = time.perf_counter()
         self._seconds = 0.0
         if self._carries:
@@ -198,7 +196,7 @@ class EpisodeLoop:
         while self._untaken and self._has_room(loop):
             self._begin(self._untaken.popleft(), loop.version)
         self._hear(loop)
-        while self._in_step and self._asked:  # environments that are played again
+        while self._in_step and self._asking.unanswered:  # environments that are played again
             self._hear(loop)
         ready, self._ready = self._ready, []
         for episode in sorted(ready, key=_place) if self._in_step else ready:
@@ -224,12 +222,12 @@ class EpisodeLoop:
             return
         if self._environments.agents is not None:
             self._tell_agents(self._environments.agents, episodes)
-            self._send()
+            self._asking.send()
             return
         turns = [episode.turn(episode.turns) for episode in episodes]
         for episode, call in zip(episodes, self._calls(episodes, turns), strict=True):
-            self._ask(replace(call, last=self._is_last(episode)))
-        self._send()
+            self._asking.ask(replace(call, last=self._is_last(episode)))
+        self._asking.send()
 
     def give_up(self, requests: list[Request], tokens: int) -> None:
         """Keep what there is, where episodes are carried over; remember how much was sampled in vain."""
@@ -265,7 +263,7 @@ class EpisodeLoop:
             mask_T=Ragged.of([episode.mask for episode in episodes], np.uint8).values_T,
             turns_B=np.asarray([episode.turns for episode in episodes], np.int64),
             replies=[episode.earned for episode in episodes],
-            waited_seconds=self._waited_seconds,
+            waited_seconds=self._asking.waited_seconds,
             asked=None if self._environments.agents is None else asked_of(episodes, self._environments.tokenizer),
         )
 
@@ -295,7 +293,7 @@ class EpisodeLoop:
             episode.replayed = 0
             self._reset(episode)
         elif episode.owed:
-            self._asked.add(episode.name)
+            self._asking.unanswered.add(episode.name)
         else:
             self._ready.append(episode)
 
@@ -320,7 +318,7 @@ class EpisodeLoop:
             episode.replayed = turn = turn + 1
             (call,) = self._calls([episode], [episode.turn(turn)])
             last = turn == len(episode.turn_ends) and episode.owed and self._is_last(episode)
-            self._ask(replace(call, last=last))
+            self._asking.ask(replace(call, last=last))
 
     def _begin_anew(self, episode: Episode, version: int) -> None:
         fresh = Episode(episode.row, episode.position, episode.sample, episode.prompt, episode.seed, version)
@@ -364,35 +362,13 @@ class EpisodeLoop:
                 self._reset(episode)
 
     def _reset(self, episode: Episode) -> None:
-        self._ask(Call(episode.name, row=dict(self._environments.rows_P[episode.position]), seed=episode.seed))
-
-    def _ask(self, call: Call) -> None:
-        self._to_ask.append(call)
-        self._asked.add(call.episode)
-
-    def _send(self) -> None:
-        """Send all calls of a step together."""
-        calls, self._to_ask = self._to_ask, []
-        self._environments.pool.ask(calls)
+        self._asking.ask(Call(episode.name, row=dict(self._environments.rows_P[episode.position]), seed=episode.seed))
 
     def _hear(self, loop: DecodeLoop) -> None:
         """Take in what environments have answered; wait only if there is nothing else to do."""
-        self._send()
-        begin = time.perf_counter()
-        replies = self._environments.pool.replies(self._to_wait_for(loop), of=self._asked)
-        self._waited_seconds += time.perf_counter() - begin
-        self._asked -= replies.keys()
-        for name, reply in replies.items():
+        for name, reply in self._asking.hear(busy=bool(loop.decoding or self._ready)).items():
             self._answered(self._live[name], reply, loop.version)
-        self._send()
-
-    def _to_wait_for(self, loop: DecodeLoop) -> int:
-        """Return how many answers have to be there: all in step, else one where no token is decoded meanwhile."""
-        if self._in_step:
-            return len(self._asked)
-        if loop.decoding or self._ready:
-            return 0
-        return min(1, len(self._asked))
+        self._asking.send()
 
     # ---- the policy's turn ---------------------------------------------------------------------------------------
 
@@ -470,7 +446,7 @@ class EpisodeLoop:
         episode.owed = True
         episode.in_vain += 1
         episode.truncated |= episode.in_vain > self._environments.max_turns  # it would ask for ever, and others wait
-        self._ask(Call(episode.name, turns=agents.told(episode, {}), last=self._is_last(episode)))
+        self._asking.ask(Call(episode.name, turns=agents.told(episode, {}), last=self._is_last(episode)))
 
     def _tell_agents(self, agents: Agents, episodes: list[Episode]) -> None:
         drawn = [request for episode in episodes for placed in episode.round for request in placed.drawn.values()]
@@ -478,7 +454,7 @@ class EpisodeLoop:
         rows = [request.row for request in drawn]
         texts = dict(zip(rows, decode(self._environments.tokenizer, tokens), strict=True))
         for episode in episodes:
-            self._ask(Call(episode.name, turns=agents.told(episode, texts), last=self._is_last(episode)))
+            self._asking.ask(Call(episode.name, turns=agents.told(episode, texts), last=self._is_last(episode)))
 
     # ---- drawing -------------------------------------------------------------------------------------------------
 

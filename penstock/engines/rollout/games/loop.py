@@ -27,6 +27,7 @@ from penstock.engines.rollout.detokenize import decode
 from penstock.engines.rollout.episode import Episode
 from penstock.engines.rollout.episodes import Environments, Played, Players, asked_of, turn_seed
 from penstock.environments.gateway.asks import Ask
+from penstock.environments.pool import Asking
 from penstock.environments.worker import Call, Reply
 
 NOT_FOLLOWED = "the turn before did not end with the chat template's own token, so what it is shown cannot follow"
@@ -81,11 +82,9 @@ class GameLoop:
         self._games: list[Game] = []
         self._live: dict[str, Game] = {}
         self._untaken: deque[int] = deque()  # prompts taken from the queue whose games have not begun
-        self._to_ask: list[Call] = []
-        self._asked: set[str] = set()  # games that have been told a turn and have not answered
+        self._asking = Asking(environments.pool, in_step)
         self._ready: list[Game] = []  # whose next turn may begin
         self._given_up = 0
-        self._waited_seconds = 0.0
         self._began = time.perf_counter()
         self._seconds = 0.0
 
@@ -120,8 +119,8 @@ class GameLoop:
             speaker.cached_tokens += request.cached
             speaker.truncated = request.truncated
             game.cut = request.truncated or game.turns == self._environments.max_turns
-            self._ask(Call(game.name, text=text, last=game.cut))
-        self._send()
+            self._asking.ask(Call(game.name, text=text, last=game.cut))
+        self._asking.send()
 
     def give_up(self, requests: list[Request], tokens: int) -> None:
         """Remember how much was sampled in vain."""
@@ -150,7 +149,7 @@ class GameLoop:
             mask_T=Ragged.of([seat.mask for seat in seats], np.uint8).values_T,
             turns_B=np.asarray([seat.turns for seat in seats], np.int64),
             replies=[seat.earned for seat in seats],
-            waited_seconds=self._waited_seconds,
+            waited_seconds=self._asking.waited_seconds,
             asked=asked_of(seats, self._environments.tokenizer),
         )
 
@@ -174,32 +173,12 @@ class GameLoop:
             game = Game(number, seed, seats)
             self._games.append(game)
             self._live[game.name] = game
-            self._ask(Call(game.name, row=row, seed=seed))
-
-    def _ask(self, call: Call) -> None:
-        self._to_ask.append(call)
-        self._asked.add(call.episode)
-
-    def _send(self) -> None:
-        """Send all calls of a step together."""
-        calls, self._to_ask = self._to_ask, []
-        self._environments.pool.ask(calls)
+            self._asking.ask(Call(game.name, row=row, seed=seed))
 
     def _hear(self, loop: DecodeLoop) -> None:
         """Take in what games have answered; wait only if there is nothing else to do."""
-        self._send()
-        begin = time.perf_counter()
-        replies = self._environments.pool.replies(self._to_wait_for(loop), of=self._asked)
-        self._waited_seconds += time.perf_counter() - begin
-        self._asked -= replies.keys()
-        for name, reply in replies.items():
+        for name, reply in self._asking.hear(busy=bool(loop.decoding or self._ready)).items():
             self._answered(self._live[name], reply, loop.version)
-
-    def _to_wait_for(self, loop: DecodeLoop) -> int:
-        """Return how many answers have to be there: all in step, else one where no token is decoded meanwhile."""
-        if self._in_step:
-            return len(self._asked)
-        return 0 if loop.decoding or self._ready else min(1, len(self._asked))
 
     def _answered(self, game: Game, reply: Reply, version: int) -> None:
         """Pay the agents, and give the turn to the next or end the game."""

@@ -32,7 +32,7 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Any:
 def loop_of(tokenizer: Any, chat: bool) -> GameLoop:
     players = Players(("a", "b"), Agents(tokenizer, {}, None, 200, 8), chat)
     share: Any = SimpleNamespace(sampling=SimpleNamespace(max_tokens=LIMIT))
-    return GameLoop(share, SimpleNamespace(tokenizer=tokenizer), players, in_step=True)  # type: ignore[arg-type]
+    return GameLoop(share, SimpleNamespace(tokenizer=tokenizer, pool=None), players, in_step=True)  # type: ignore[arg-type]
 
 
 def tokens_of(tokenizer: Any, text: str) -> list[int]:

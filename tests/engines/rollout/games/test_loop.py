@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -184,7 +185,7 @@ def test_limits_cut_all_of_a_game_and_failures_fail_it(rows: list[Conversation])
 def test_a_cut_turn_that_ends_a_game_cuts_all_of_it(cut: bool) -> None:
     """Though the game says that it is done. Control: after a turn that ended by itself nobody is cut."""
     unused: Any = None
-    loop = GameLoop(unused, unused, Players(AGENTS, unused, chat=False), in_step=True)
+    loop = GameLoop(unused, SimpleNamespace(pool=None), Players(AGENTS, unused, chat=False), in_step=True)  # type: ignore[arg-type]
     game = Game(0, 7, [Episode(0, 0, 0, [], 7, 0) for _ in AGENTS], seat=1, cut=cut)
     game.speaker.truncated, loop._live[game.name] = cut, game
     loop._answered(game, Reply(done=True), 0)
