@@ -329,7 +329,8 @@ def test_a_training_that_is_struck_ends_as_one_left_alone(
     assert [event["number"] for event in events] == [n for n in range(1, len(hits) + 1) for _ in range(2)]
     for blow, place, lost, recovered in zip(hits, struck.places, events[::2], events[1::2], strict=True):
         assert lost["event"] == ("HostLost" if blow.to == HOST else "RankLost")
-        assert (lost["group"], lost["rank"]) == ("main" if blow.to == HOST else blow.to, blow.rank)
+        groups = {"main", "generating"} if blow.to == HOST else {blow.to}  # a host is lost by who waits for it first
+        assert lost["group"] in groups and lost["rank"] == blow.rank
         assert ("silent" in lost["reason"]) == (blow.number == SILENCE)
         assert (recovered["event"], recovered["place"]) == ("recovered", place)
         assert 0 < recovered["recovered_s"] < 300
