@@ -10,13 +10,16 @@ evaluated as Python.
 from __future__ import annotations
 
 import ast
+import asyncio
+import functools
+import http
 import math
 import operator
 import re
 from collections.abc import Callable
 from typing import Any
 
-import httpx
+import aiohttp
 
 from penstock.environments.agent import Policy
 from penstock.environments.environment import Step
@@ -77,24 +80,32 @@ class CalculatorAgent:
         """Ask for turns until one is the answer, or none is left."""
         text, reward = str(row["prompt"]), 0.0
         self.game.reset(row, seed)
-        # A client of its own: httpx looks through all connections of one at each request. The engine may have other
-        # work, so nothing times out; certificates, which take 20 ms to read, are not needed on this machine.
-        async with httpx.AsyncClient(timeout=None, verify=False) as client:
-            while (turn := await _completed(client, policy, text)) is not None:
-                step = self.game.step(turn)
-                reward += float(step.reward or 0.0)  # type: ignore[arg-type]
-                text += turn + (step.observation or "")
-                if step.done:
-                    break
+        while (turn := await _completed(policy, text)) is not None:
+            step = self.game.step(turn)
+            reward += float(step.reward or 0.0)  # type: ignore[arg-type]
+            text += turn + (step.observation or "")
+            if step.done:
+                break
         return reward
 
 
-async def _completed(client: httpx.AsyncClient, policy: Policy, text: str) -> str | None:
+@functools.cache
+def _client(_: asyncio.AbstractEventLoop) -> aiohttp.ClientSession:
+    """Return the client of all episodes of a worker, which has one event loop.
+
+    The engine may have other work, so nothing times out; and each of hundreds of episodes waits on a connection.
+    """
+    return aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0), timeout=aiohttp.ClientTimeout(total=None))
+
+
+async def _completed(policy: Policy, text: str) -> str | None:
     """Return the policy's turn behind a text; None: the episode is cut."""
-    answer = await client.post(f"{policy.url}/completions", json={"model": policy.model, "prompt": text})
-    if answer.status_code == httpx.codes.BAD_REQUEST:
-        return None
-    return str(answer.raise_for_status().json()["choices"][0]["text"])
+    asked = {"model": policy.model, "prompt": text}
+    async with _client(asyncio.get_running_loop()).post(f"{policy.url}/completions", json=asked) as answer:
+        if answer.status == http.HTTPStatus.BAD_REQUEST:
+            return None
+        answer.raise_for_status()
+        return str((await answer.json())["choices"][0]["text"])
 
 
 def calculated(expression: str) -> str:
