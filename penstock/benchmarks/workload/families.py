@@ -33,6 +33,15 @@ LONG = {
     "short_factor": [1.0 + 0.1 * number for number in range(16)],
 }
 EXPERTS = {"num_experts": 4, "num_local_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+GROUPED = {
+    "n_routed_experts": 8,
+    "n_group": 4,
+    "topk_group": 2,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+    "routed_scaling_factor": 1.5,
+    "first_k_dense_replace": 1,
+}
 LATENT = {
     "q_lora_rank": 16,
     "kv_lora_rank": 16,
@@ -63,10 +72,6 @@ REFUSED: dict[str, tuple[str, dict[str, Any]]] = {
     "Nemotron": ("nemotron", {}),
     "Apertus": ("apertus", {}),
     "gpt-oss": ("gpt_oss", {**EXPERTS, "sliding_window": 128}),
-    "GLM-4.5": (
-        "glm4_moe",
-        {**EXPERTS, "n_routed_experts": 4, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1},
-    ),
     "DeepSeek-V3": ("deepseek_v3", LATENT),
     "Qwen 3 Next": ("qwen3_next", {**EXPERTS, **LINEAR}),
     "Mamba 2": ("mamba2", {"num_heads": 8, "head_dim": 32, "state_size": 16, "n_groups": 1}),
@@ -107,6 +112,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "Qwen 2 MoE": ("qwen2_moe", {**EXPERTS, "shared_expert_intermediate_size": 32}),
     "Qwen 3 MoE": ("qwen3_moe", EXPERTS),
     "OLMoE": ("olmoe", EXPERTS),
+    "GLM-4.5": ("glm4_moe", GROUPED),
     **REFUSED,
 }
 
@@ -124,9 +130,9 @@ def write_family(name: str, folder: Path) -> Path:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(5)
         model = AutoModelForCausalLM.from_config(CONFIG_MAPPING[model_type](**{**SIZES, **settings}))
-        for parameter_name, parameter in model.named_parameters():
-            if parameter_name.endswith("bias"):  # zero at first: a lost bias would not show
-                torch.nn.init.normal_(parameter, std=0.3)
+        for value_name, value in (*model.named_parameters(), *model.named_buffers()):
+            if value_name.endswith("bias"):  # zero at first: a lost bias would not show
+                torch.nn.init.normal_(value, std=0.3)
     model.save_pretrained(folder)
     make_byte_tokenizer(folder)
     return folder

@@ -57,6 +57,8 @@ class Family:
         sink_weights: last parts of weights' names in attention with sinks.
         experts: how parameters of experts and of their routers end here, and how in vLLM, where both stack the experts
             alike; none: of an actor of this family no reshard could compare them.
+        corrections: last parts of names by which routers correct their choice of experts. The library may hold them as
+            buffers, vLLM holds them as parameters; no gradient reaches them.
         expert_settings: settings that count experts.
         expert_weights: parts of weights' names in experts.
     """
@@ -83,6 +85,7 @@ class Family:
     state_weights: tuple[str, ...] = ("A_log", "conv", "conv1d")
     sink_weights: tuple[str, ...] = ("sinks",)
     experts: tuple[tuple[str, str], ...] = ()
+    corrections: tuple[str, ...] = ("e_score_correction_bias",)
     expert_settings: tuple[str, ...] = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
     expert_weights: tuple[str, ...] = ("experts", "block_sparse_moe")
 
@@ -118,7 +121,7 @@ FAMILIES: tuple[Family, ...] = (
     Family(("mistral",), gated_mlps=("MistralMLP",)),
     Family(("qwen2",), gated_mlps=("Qwen2MLP",)),
     Family(("qwen3",), gated_mlps=("Qwen3MLP",)),
-    Family(("qwen2_moe", "qwen3_moe", "olmoe"), experts=_experts_in("mlp")),
+    Family(("qwen2_moe", "qwen3_moe", "olmoe", "glm4_moe"), experts=_experts_in("mlp")),
     Family(
         ("mixtral",), experts=(("mlp.gate.weight", "block_sparse_moe.gate.weight"), *_experts_in("block_sparse_moe"))
     ),
