@@ -26,6 +26,12 @@ SIZES: dict[str, Any] = {
 BY_TURNS = {"layer_types": ["sliding_attention", "full_attention"]}
 WINDOWED = {"sliding_window": 8, **BY_TURNS}
 CAPPED = {**WINDOWED, "attn_logit_softcapping": 0.5, "final_logit_softcapping": 3.0, "query_pre_attn_scalar": 32}
+SCALED = {
+    "logits_scaling": 4.0,
+    "embedding_multiplier": 3.0,
+    "residual_multiplier": 0.5,
+    "attention_multiplier": 0.1,
+}
 LONG = {
     "rope_type": "longrope",
     "rope_theta": 1e4,
@@ -33,6 +39,7 @@ LONG = {
     "short_factor": [1.0 + 0.1 * number for number in range(16)],
 }
 EXPERTS = {"num_experts": 4, "num_local_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+ONE_SHARED = {"num_shared_experts": 1, "n_group": 1, "topk_group": 1}
 GROUPED = {
     "n_routed_experts": 8,
     "n_group": 4,
@@ -72,6 +79,8 @@ REFUSED: dict[str, tuple[str, dict[str, Any]]] = {
     "Nemotron": ("nemotron", {}),
     "Apertus": ("apertus", {}),
     "gpt-oss": ("gpt_oss", {**EXPERTS, "sliding_window": 128}),
+    "ERNIE 4.5 MoE": ("ernie4_5_moe", {"moe_num_experts": 4, "moe_k": 2, "moe_intermediate_size": 32}),
+    "MiniMax M2": ("minimax_m2", EXPERTS),
     "DeepSeek-V3": ("deepseek_v3", LATENT),
     "Qwen 3 Next": ("qwen3_next", {**EXPERTS, **LINEAR}),
     "Mamba 2": ("mamba2", {"num_heads": 8, "head_dim": 32, "state_size": 16, "n_groups": 1}),
@@ -91,10 +100,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "Phi-4-mini (LongRoPE)": ("phi3", {"rope_parameters": LONG, "original_max_position_embeddings": 64}),
     "Command R": ("cohere", {"logit_scale": 0.25, "use_qk_norm": True}),
     "Command R7B": ("cohere2", {"logit_scale": 0.25, "sliding_window": 64, **BY_TURNS}),
-    "Granite": (
-        "granite",
-        {"logits_scaling": 4.0, "embedding_multiplier": 3.0, "residual_multiplier": 0.5, "attention_multiplier": 0.1},
-    ),
+    "Granite": ("granite", SCALED),
     "GLM-4 (9B)": ("glm", {}),
     "GLM-4 (0414)": ("glm4", {}),
     "OLMo": ("olmo", {}),
@@ -113,6 +119,13 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "Qwen 3 MoE": ("qwen3_moe", EXPERTS),
     "OLMoE": ("olmoe", EXPERTS),
     "GLM-4.5": ("glm4_moe", GROUPED),
+    "EXAONE MoE": ("exaone_moe", {**EXPERTS, **ONE_SHARED, "first_k_dense_replace": 1}),
+    "Trinity": (
+        "afmoe",
+        {**EXPERTS, **ONE_SHARED, "num_dense_layers": 1, "score_func": "sigmoid", "route_norm": True},
+    ),
+    "Command A+": ("cohere2_moe", {**EXPERTS, "logit_scale": 0.25, "sliding_window": 64, **BY_TURNS}),
+    "Granite MoE": ("granitemoe", {**EXPERTS, **SCALED}),
     **REFUSED,
 }
 

@@ -35,7 +35,8 @@ class PackedPolicy(nn.Module):
         super().__init__()
         self.lm, self.longest = lm, longest_row(lm.config.to_dict())
         self.head = LogprobHead(language_head(lm), keep_logits, logit_rule(lm.config.to_dict()))
-        self.has_experts = bool(family_of(lm.config.model_type).experts)
+        family = family_of(lm.config.model_type)
+        self.tells_experts = bool(family.experts) and not family.corrected
 
     def forward(
         self, batch: PackedBatch, temperature: float, reference: Reference | None = None, experts: bool = False

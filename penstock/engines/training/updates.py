@@ -58,14 +58,14 @@ def update_actor(
             rows = with_weight_mean(rows, index_B, correction)
         return rows if choose is None else with_chosen_tokens(rows, index_B, partial(choose, **loss.choice_settings))
 
-    of_batch = actor_loss(loss, split.aggregation, reference_VH, differences, has_experts(trainer))
+    of_batch = actor_loss(loss, split.aggregation, reference_VH, differences, tells_experts(trainer))
     metrics = _run(trainer, rows, split, of_batch, learning_rate, prepare)
     return metrics if correction is None else with_mismatch(metrics, differences, trainer.device)
 
 
-def has_experts(trainer: Trainer) -> bool:
-    """Whether the actor is a mixture of experts, whose update has figures of their use."""
-    return isinstance(trainer.module, PackedPolicy) and trainer.module.has_experts
+def tells_experts(trainer: Trainer) -> bool:
+    """Whether the actor is a mixture of experts whose update has figures of their use."""
+    return isinstance(trainer.module, PackedPolicy) and trainer.module.tells_experts
 
 
 def actor_loss(
