@@ -72,7 +72,6 @@ LINEAR = {
     "layer_types": ["linear_attention", "full_attention"],
 }
 REFUSED: dict[str, tuple[str, dict[str, Any]]] = {
-    "Phi-2": ("phi", {"num_key_value_heads": 4}),
     "GPT-NeoX": ("gpt_neox", {}),
     "Persimmon": ("persimmon", {}),
     "StableLM": ("stablelm", {}),
@@ -96,6 +95,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "Gemma 2": ("gemma2", CAPPED),
     "Gemma 3": ("gemma3_text", {**WINDOWED, "query_pre_attn_scalar": 32}),
     "VaultGemma": ("vaultgemma", CAPPED),
+    "Phi-2": ("phi", {"num_key_value_heads": 4}),
     "Phi-3": ("phi3", {}),
     "Phi-4-mini (LongRoPE)": ("phi3", {"rope_parameters": LONG, "original_max_position_embeddings": 64}),
     "Command R": ("cohere", {"logit_scale": 0.25, "use_qk_norm": True}),

@@ -79,7 +79,7 @@ def test_routers_whose_logits_do_not_tell_have_no_such_figures(one_rank: Ranks, 
     figures = update(one_rank, write_rows(tmp_path / "rows.parquet", random_rows(8)), 1e-2)
     assert not figures.keys() & {"router_loss", "expert_load_max"}
     moved = {name for name, value in one_rank.parameters().items() if not torch.equal(value, before[name])}
-    assert before.keys() - moved == {"model.layers.1.mlp.gate.e_score_correction_bias"}
+    assert before.keys() - moved == {"lm.model.layers.1.mlp.gate.e_score_correction_bias"}
 
 
 def test_a_dense_model_has_no_such_figures(one_rank: Ranks, folder_of: Callable[[Shape], Path], tmp_path: Path) -> None:
