@@ -110,18 +110,26 @@ def check_one_label(folder: Path, key: str) -> None:
 
 
 def check_router_loss(config: TrainConfig) -> None:
-    """Check that an actor whose loss is to spread tokens over experts has some.
+    """Check that an actor whose loss is to spread tokens over experts has some, and chooses them by its routers' logits.
 
     Raises:
-        UserError: it has none.
+        UserError: it has none, or does not.
     """
     if not config.algorithm.router_loss_coefficient:
         return
     settings = {} if config.model.path is None else read_settings(Path(config.model.path))
-    if not family_of(settings.get("model_type", "")).experts:
+    model_type = settings.get("model_type", "")
+    family = family_of(model_type)
+    if not family.experts:
         raise UserError(
             "algorithm.router_loss_coefficient has no effect: the model has no experts",
             "remove it, or train a mixture of experts (docs/models.md)",
+        )
+    if family.corrected:
+        raise UserError(
+            f"algorithm.router_loss_coefficient is for routers that choose by their logits: those of {model_type}"
+            " correct their choice",
+            "remove it",
         )
 
 

@@ -1,4 +1,4 @@
-"""The loss that has experts used evenly is refused for a model without experts, which it would not touch."""
+"""The loss that has experts used evenly is refused where it would touch none, or not those that are chosen."""
 
 from __future__ import annotations
 
@@ -13,16 +13,20 @@ from penstock.checks.model import check_router_loss
 from penstock.configs.schema import TrainConfig
 
 
-def test_it_needs_a_mixture(tmp_path: Path) -> None:
+def test_it_needs_a_mixture_whose_logits_tell_what_is_chosen(tmp_path: Path) -> None:
     """Controls: a mixture, and a coefficient of 0."""
 
     def check(coefficient: float, **model: Any) -> None:
         algorithm = {"router_loss_coefficient": coefficient}
         check_router_loss(TrainConfig.model_validate({"model": model, "algorithm": algorithm}))
 
-    dense, mixture = (str(write_family(name, tmp_path / name)) for name in ("Qwen 3", "Qwen 3 MoE"))
+    families = ("Qwen 3", "Qwen 3 MoE", "GLM-4.5")
+    dense, mixture, corrected = (str(write_family(name, tmp_path / name)) for name in families)
     check(0.001, path=mixture)
     check(0.0, path=dense)
     for model in ({"path": dense}, {"tiny": {}}):
         with pytest.raises(UserError, match="router_loss_coefficient has no effect: the model has no experts"):
             check(0.001, **model)
+    check(0.0, path=corrected)
+    with pytest.raises(UserError, match="those of glm4_moe correct their choice"):
+        check(0.001, path=corrected)

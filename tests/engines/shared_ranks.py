@@ -99,7 +99,7 @@ class Shape:
     """A tiny model with random weights of one of the architectures whose fused layers differ."""
 
     # "qwen2" has biases in q, k and v; "qwen3" norms queries and keys; "llama" has neither; "phi3" stores q, k, v and
-    # gate, up stacked; vLLM has parameters of a dtype of their own for "apertus".
+    # gate, up stacked; "phi" has biases everywhere; vLLM has parameters of a dtype of their own for "apertus".
     architecture: str
     tied: bool
     vocabulary: int = VOCABULARY

@@ -26,6 +26,12 @@ SIZES: dict[str, Any] = {
 BY_TURNS = {"layer_types": ["sliding_attention", "full_attention"]}
 WINDOWED = {"sliding_window": 8, **BY_TURNS}
 CAPPED = {**WINDOWED, "attn_logit_softcapping": 0.5, "final_logit_softcapping": 3.0, "query_pre_attn_scalar": 32}
+SCALED = {
+    "logits_scaling": 4.0,
+    "embedding_multiplier": 3.0,
+    "residual_multiplier": 0.5,
+    "attention_multiplier": 0.1,
+}
 LONG = {
     "rope_type": "longrope",
     "rope_theta": 1e4,
@@ -33,6 +39,16 @@ LONG = {
     "short_factor": [1.0 + 0.1 * number for number in range(16)],
 }
 EXPERTS = {"num_experts": 4, "num_local_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+ONE_SHARED = {"num_shared_experts": 1, "n_group": 1, "topk_group": 1}
+GROUPED = {
+    "n_routed_experts": 8,
+    "n_group": 4,
+    "topk_group": 2,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+    "routed_scaling_factor": 1.5,
+    "first_k_dense_replace": 1,
+}
 LATENT = {
     "q_lora_rank": 16,
     "kv_lora_rank": 16,
@@ -56,17 +72,14 @@ LINEAR = {
     "layer_types": ["linear_attention", "full_attention"],
 }
 REFUSED: dict[str, tuple[str, dict[str, Any]]] = {
-    "Phi-2": ("phi", {"num_key_value_heads": 4}),
     "GPT-NeoX": ("gpt_neox", {}),
     "Persimmon": ("persimmon", {}),
     "StableLM": ("stablelm", {}),
     "Nemotron": ("nemotron", {}),
     "Apertus": ("apertus", {}),
     "gpt-oss": ("gpt_oss", {**EXPERTS, "sliding_window": 128}),
-    "GLM-4.5": (
-        "glm4_moe",
-        {**EXPERTS, "n_routed_experts": 4, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1},
-    ),
+    "ERNIE 4.5 MoE": ("ernie4_5_moe", {"moe_num_experts": 4, "moe_k": 2, "moe_intermediate_size": 32}),
+    "MiniMax M2": ("minimax_m2", EXPERTS),
     "DeepSeek-V3": ("deepseek_v3", LATENT),
     "Qwen 3 Next": ("qwen3_next", {**EXPERTS, **LINEAR}),
     "Mamba 2": ("mamba2", {"num_heads": 8, "head_dim": 32, "state_size": 16, "n_groups": 1}),
@@ -82,14 +95,12 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "Gemma 2": ("gemma2", CAPPED),
     "Gemma 3": ("gemma3_text", {**WINDOWED, "query_pre_attn_scalar": 32}),
     "VaultGemma": ("vaultgemma", CAPPED),
+    "Phi-2": ("phi", {"num_key_value_heads": 4}),
     "Phi-3": ("phi3", {}),
     "Phi-4-mini (LongRoPE)": ("phi3", {"rope_parameters": LONG, "original_max_position_embeddings": 64}),
     "Command R": ("cohere", {"logit_scale": 0.25, "use_qk_norm": True}),
     "Command R7B": ("cohere2", {"logit_scale": 0.25, "sliding_window": 64, **BY_TURNS}),
-    "Granite": (
-        "granite",
-        {"logits_scaling": 4.0, "embedding_multiplier": 3.0, "residual_multiplier": 0.5, "attention_multiplier": 0.1},
-    ),
+    "Granite": ("granite", SCALED),
     "GLM-4 (9B)": ("glm", {}),
     "GLM-4 (0414)": ("glm4", {}),
     "OLMo": ("olmo", {}),
@@ -107,6 +118,14 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "Qwen 2 MoE": ("qwen2_moe", {**EXPERTS, "shared_expert_intermediate_size": 32}),
     "Qwen 3 MoE": ("qwen3_moe", EXPERTS),
     "OLMoE": ("olmoe", EXPERTS),
+    "GLM-4.5": ("glm4_moe", GROUPED),
+    "EXAONE MoE": ("exaone_moe", {**EXPERTS, **ONE_SHARED, "first_k_dense_replace": 1}),
+    "Trinity": (
+        "afmoe",
+        {**EXPERTS, **ONE_SHARED, "num_dense_layers": 1, "score_func": "sigmoid", "route_norm": True},
+    ),
+    "Command A+": ("cohere2_moe", {**EXPERTS, "logit_scale": 0.25, "sliding_window": 64, **BY_TURNS}),
+    "Granite MoE": ("granitemoe", {**EXPERTS, **SCALED}),
     **REFUSED,
 }
 
@@ -124,9 +143,9 @@ def write_family(name: str, folder: Path) -> Path:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(5)
         model = AutoModelForCausalLM.from_config(CONFIG_MAPPING[model_type](**{**SIZES, **settings}))
-        for parameter_name, parameter in model.named_parameters():
-            if parameter_name.endswith("bias"):  # zero at first: a lost bias would not show
-                torch.nn.init.normal_(parameter, std=0.3)
+        for value_name, value in (*model.named_parameters(), *model.named_buffers()):
+            if value_name.endswith("bias"):  # zero at first: a lost bias would not show
+                torch.nn.init.normal_(value, std=0.3)
     model.save_pretrained(folder)
     make_byte_tokenizer(folder)
     return folder

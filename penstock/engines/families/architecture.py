@@ -1,7 +1,7 @@
 """Which causal LMs packed training runs as their authors meant: the others are refused before they are trained wrongly.
 
 Sequences lie side by side in one run of tokens (penstock/engines/batches/packing.py): only an attention that is told
-where they lie keeps them apart, and log-probs come from the language head's weight alone
+where they lie keeps them apart, and log-probs come from the language head's weight and bias
 (penstock/engines/kernels/lm_head.py). What is looked at is the configuration and the names of the weights, so the
 checks before anything starts need no torch. By which signs a family shows what it does: table.py.
 
@@ -54,8 +54,6 @@ def check_architecture(
             raise unpackable(where, f"has '{name}', part of a layer that carries a state from token to token")
         if parts[-1] in family.sink_weights:
             raise unpackable(where, f"has attention sinks ('{name}')")
-        if head and parts[-2:] == [family.language_head, "bias"]:
-            raise unpackable(where, "has a language head with a bias")
 
 
 def classifies(settings: Mapping[str, Any]) -> bool:

@@ -26,12 +26,14 @@ class ExpertSizes:
         chosen: of each token.
         inner: intermediate size of one.
         shared: intermediate size of an MLP beside them that all tokens pass; 0: none.
+        shared_gate: whether that MLP's output is weighed token by token.
     """
 
     count: int
     chosen: int
     inner: int
     shared: int = 0
+    shared_gate: bool = False
 
 
 @dataclass(frozen=True)
@@ -52,6 +54,7 @@ class ModelShape:
     query_key_norms: bool = False
     model_type: str = ""
     experts: ExpertSizes | None = None
+    dense_layers: int = 0  # of a mixture: those that have an MLP in place of experts
 
     @property
     def family(self) -> Family:
@@ -76,22 +79,22 @@ class ModelShape:
         }
 
     @property
-    def layer_matrices(self) -> int:
-        """Parameters in the matrices of one layer: q, k, v, o, and the MLP's or all experts' gate, up and down."""
+    def block_matrices(self) -> int:
+        """Parameters in the matrices of all layers: q, k, v, o, and the MLP's or all experts' gate, up and down."""
         return self._matrices_with(self.experts.count if self.experts is not None else 0)
 
     @property
     def matrices_per_token(self) -> int:
-        """Parameters in those matrices of one layer that a token meets."""
+        """Parameters in those matrices that a token meets."""
         return self._matrices_with(self.experts.chosen if self.experts is not None else 0)
 
     def _matrices_with(self, experts: int) -> int:
-        named = sum(rows * columns for rows, columns in self.matrices.values())
+        named = self.layers * sum(rows * columns for rows, columns in self.matrices.values())
         if self.experts is None:
             return named
-        router, shared_gate = self.experts.count, 1 if self.experts.shared else 0
-        inner = experts * self.experts.inner + self.experts.shared
-        return named + self.hidden_size * (3 * inner + router + shared_gate)
+        inner, rows = experts * self.experts.inner + self.experts.shared, self.experts.count + self.experts.shared_gate
+        mixtures = (self.layers - self.dense_layers) * (3 * inner + rows)
+        return named + self.hidden_size * (mixtures + self.dense_layers * 3 * self.intermediate_size)
 
     def adapter_parameters(self, lora: LoraConfig | None) -> int:
         """Parameters of the adapters: `rank` times rows and columns of each target; 0 without any."""
@@ -119,8 +122,7 @@ class ModelShape:
     def explained(self) -> bool:
         """Whether the sizes explain the parameters within 3 %: adapters, or layers that differ, are something else."""
         embedding = self.vocabulary * self.hidden_size
-        layers = self.layers * self.layer_matrices
-        return any(abs(self.parameters / (layers + count * embedding) - 1) < 0.03 for count in (1, 2))
+        return any(abs(self.parameters / (self.block_matrices + count * embedding) - 1) < 0.03 for count in (1, 2))
 
 
 def read_shape(folder: Path) -> ModelShape:
@@ -161,29 +163,35 @@ def shape_of_weights(config: Mapping[str, Any], weights: Mapping[str, Sequence[i
         windowed_layers=windowed_layers,
         query_key_norms=any(name.endswith(query_norm) for name in weights),
         model_type=model_type,
-        experts=_expert_sizes(config, family_of(model_type), weights),
+        **_experts(config, family_of(model_type), weights),
     )
 
 
-def _expert_sizes(
-    config: Mapping[str, Any], family: Family, weights: Mapping[str, Sequence[int]]
-) -> ExpertSizes | None:
-    """Sizes of a mixture whose experts a family's row knows; of one expert by the weights of all.
+def _experts(config: Mapping[str, Any], family: Family, weights: Mapping[str, Sequence[int]]) -> dict[str, Any]:
+    """What a shape says of a mixture whose experts a family's row knows; of one expert by the weights of all.
 
     Raises:
         KeyError: the configuration lacks a size.
     """
     if not family.experts:
-        return None
-    counted = next((name for name in family.expert_settings if name in config), family.expert_settings[0])
-    count = config[counted]
-    parameters = sum(prod(shape) for name, shape in weights.items() if "experts" in name.split("."))
-    return ExpertSizes(
+        return {}
+    hidden, layers = config["hidden_size"], config["num_hidden_layers"]
+    stored = {name: prod(shape) for name, shape in weights.items() if _within(name, family.stored_experts)}
+    shared = sum(prod(shape) for name, shape in weights.items() if _within(name, family.shared_experts))
+    mixtures = len({name.partition(".layers.")[2].partition(".")[0] for name in stored}) or layers
+    count = config[next((name for name in family.expert_settings if name in config), family.expert_settings[0])]
+    sizes = ExpertSizes(
         count=count,
         chosen=config["num_experts_per_tok"],
-        inner=parameters // (3 * config["hidden_size"] * count * config["num_hidden_layers"]),
-        shared=config.get("shared_expert_intermediate_size") or 0,
+        inner=sum(stored.values()) // (3 * hidden * count * mixtures),
+        shared=shared // (3 * hidden * mixtures),
+        shared_gate=any(_within(name, ("shared_expert_gate",)) for name in weights),
     )
+    return {"experts": sizes, "dense_layers": layers - mixtures}
+
+
+def _within(name: str, parts: tuple[str, ...]) -> bool:
+    return not set(parts).isdisjoint(name.split("."))
 
 
 def layer_names(folder: Path) -> set[str]:

@@ -57,8 +57,14 @@ class Family:
         sink_weights: last parts of weights' names in attention with sinks.
         experts: how parameters of experts and of their routers end here, and how in vLLM, where both stack the experts
             alike; none: of an actor of this family no reshard could compare them.
+        corrected: whether routers choose by corrected scores: their logits do not tell whom they choose, so there is
+            neither a loss nor a figure of how evenly experts are used.
+        corrections: last parts of names by which routers correct their choice of experts. The library may hold them as
+            buffers, vLLM holds them as parameters; no gradient reaches them.
         expert_settings: settings that count experts.
         expert_weights: parts of weights' names in experts.
+        stored_experts: parts of weights' names in files, of experts without their routers, and shared_experts: of an
+            MLP beside them that all tokens pass.
     """
 
     model_types: tuple[str, ...] = ()
@@ -83,8 +89,12 @@ class Family:
     state_weights: tuple[str, ...] = ("A_log", "conv", "conv1d")
     sink_weights: tuple[str, ...] = ("sinks",)
     experts: tuple[tuple[str, str], ...] = ()
+    corrected: bool = False
+    corrections: tuple[str, ...] = ("e_score_correction_bias",)
     expert_settings: tuple[str, ...] = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
     expert_weights: tuple[str, ...] = ("experts", "block_sparse_moe")
+    stored_experts: tuple[str, ...] = ("experts",)
+    shared_experts: tuple[str, ...] = ("shared_expert", "shared_experts")
 
     @property
     def block(self) -> tuple[Linear, ...]:
@@ -105,11 +115,11 @@ class Family:
 USUAL = Family()
 
 
-def _experts_in(block: str) -> tuple[tuple[str, str], ...]:
-    """How experts are called in vLLM, in a block that may have another name there."""
+def _experts_in(block: str, own: str = "mlp") -> tuple[tuple[str, str], ...]:
+    """How experts are called in transformers, in a block named `own`, and in vLLM, where it may have another name."""
     return (
-        ("mlp.experts.gate_up_proj", f"{block}.experts.w13_weight"),
-        ("mlp.experts.down_proj", f"{block}.experts.w2_weight"),
+        (f"{own}.experts.gate_up_proj", f"{block}.experts.w13_weight"),
+        (f"{own}.experts.down_proj", f"{block}.experts.w2_weight"),
     )
 
 
@@ -119,6 +129,25 @@ FAMILIES: tuple[Family, ...] = (
     Family(("qwen2",), gated_mlps=("Qwen2MLP",)),
     Family(("qwen3",), gated_mlps=("Qwen3MLP",)),
     Family(("qwen2_moe", "qwen3_moe", "olmoe"), experts=_experts_in("mlp")),
+    Family(("glm4_moe",), experts=_experts_in("mlp"), corrected=True),
+    Family(
+        ("exaone_moe",),
+        experts=(("mlp.gate.e_score_correction_bias", "mlp.e_score_correction_bias"), *_experts_in("mlp")),
+        corrected=True,
+    ),
+    Family(
+        ("afmoe",), experts=(("mlp.router.gate.weight", "mlp.gate.weight"), *_experts_in("mlp")), corrected=True
+    ),
+    Family(("cohere2_moe",), logit_factors=("logit_scale",), disputed_window=True, experts=_experts_in("mlp")),
+    Family(
+        ("granitemoe",),
+        logit_divisors=("logits_scaling",),
+        experts=(
+            ("block_sparse_moe.router.weight", "block_sparse_moe.gate.weight"),
+            *_experts_in("block_sparse_moe", own="block_sparse_moe"),
+        ),
+        stored_experts=("input_linear", "output_linear"),
+    ),
     Family(
         ("mixtral",), experts=(("mlp.gate.weight", "block_sparse_moe.gate.weight"), *_experts_in("block_sparse_moe"))
     ),

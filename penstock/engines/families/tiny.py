@@ -35,5 +35,5 @@ def tiny_shape(tiny: TinyModel) -> ModelShape:
     shape = shape_of_weights({"model_type": MODEL_TYPE, **tiny_settings(tiny, VOCABULARY)}, {})
     norms = 2 * shape.hidden_size + 2 * shape.head_size  # of a block; queries and keys have one each
     embeddings = shape.vocabulary * shape.hidden_size * (1 if tiny.tie_embeddings else 2)
-    parameters = shape.layers * (shape.layer_matrices + norms) + shape.hidden_size + embeddings
+    parameters = shape.block_matrices + shape.layers * norms + shape.hidden_size + embeddings
     return replace(shape, parameters=parameters, query_key_norms=True)

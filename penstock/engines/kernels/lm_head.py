@@ -18,8 +18,8 @@ Some models cap and scale their logits (penstock/engines/families/logits.py). A 
 cap c the logits are c tanh(raw / c), and the gradient by the raw ones has the factor 1 - tanh(raw / c)^2.
 
 Suffixes: `_T` tokens, `_C` tokens of a chunk, `_H` hidden size, `_V` vocabulary (`_K` blocks of `_B` entries); `raw`
-logits are unscaled.
-Left out: bias of the language head (refused before a model is trained, penstock/engines/families/architecture.py).
+logits are unscaled. A head may have a bias, whose gradient is the sum of the raw logits' over the tokens; the product
+adds it, as a linear layer does.
 """
 
 from __future__ import annotations
@@ -46,6 +46,14 @@ class Reference:
 
     hidden_TH: Tensor
     weight_VH: Tensor
+    bias_V: Tensor | None = None
+
+
+class Head(NamedTuple):
+    """A language head."""
+
+    weight_VH: Tensor
+    bias_V: Tensor | None = None
 
 
 NO_RULE = LogitRule()
@@ -85,6 +93,7 @@ def selected_logprobs(
     keep_logits: bool = False,
     sum_VH: Tensor | None = None,
     rule: LogitRule = NO_RULE,
+    bias_V: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Return the log-probs of `targets_T` and the entropies of their distributions, both float32 and differentiable.
 
@@ -96,12 +105,13 @@ def selected_logprobs(
         keep_logits: hold them for the backward pass, if there will be one.
         sum_VH: float32; the head's gradient is added to it, and autograd sees none.
         rule: what the model does to its logits.
+        bias_V: the language head's, if it has one.
     """
     scale, kept_TV = _scale(hidden_TH, temperature, rule), None
     if keep_logits and torch.is_grad_enabled():
         kept_TV = hidden_TH.new_empty(len(hidden_TH), len(weight_VH))
     logprobs_T, entropies_T, _ = _SelectedLogprobs.apply(
-        hidden_TH, weight_VH, targets_T, scale, rule.cap, kept_TV, sum_VH, None, None
+        hidden_TH, weight_VH, bias_V, targets_T, scale, rule.cap, kept_TV, sum_VH, None, None, None
     )
     return logprobs_T, entropies_T
 
@@ -114,6 +124,7 @@ def selected_logprobs_and_kl(
     reference: Reference,
     sum_VH: Tensor | None = None,
     rule: LogitRule = NO_RULE,
+    bias_V: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return what `selected_logprobs` does, and KL(p, q) per token to the reference's distributions, differentiable.
 
@@ -121,8 +132,9 @@ def selected_logprobs_and_kl(
     exactly 0.
     """
     scale = _scale(hidden_TH, temperature, rule)
+    of_reference = reference.hidden_TH, reference.weight_VH, reference.bias_V
     logprobs_T, entropies_T, kl_T = _SelectedLogprobs.apply(
-        hidden_TH, weight_VH, targets_T, scale, rule.cap, None, sum_VH, reference.hidden_TH, reference.weight_VH
+        hidden_TH, weight_VH, bias_V, targets_T, scale, rule.cap, None, sum_VH, *of_reference
     )
     return logprobs_T, entropies_T, kl_T
 
@@ -139,6 +151,7 @@ class _SelectedLogprobs(torch.autograd.Function):
         ctx: Any,
         hidden_TH: Tensor,
         weight_VH: Tensor,
+        bias_V: Tensor | None,
         targets_T: Tensor,
         scale: Tensor,
         cap: float | None,
@@ -146,20 +159,22 @@ class _SelectedLogprobs(torch.autograd.Function):
         sum_VH: Tensor | None,
         reference_TH: Tensor | None,
         reference_VH: Tensor | None,
+        reference_V: Tensor | None,
     ) -> Any:
         statistics = _on(hidden_TH.device.type, _statistics)
         parts = [
             statistics(
-                _logits(hidden_TH, weight_VH, chunk, _cut(kept_TV, chunk)),  # not held longer than for this call
+                _logits(hidden_TH, weight_VH, bias_V, chunk, _cut(kept_TV, chunk)),  # not held longer than for this call
                 targets_T[chunk],
                 scale,
                 cap,
-                _logits(reference_TH, reference_VH, chunk),
+                _logits(reference_TH, reference_VH, reference_V, chunk),
             )
             for chunk in _chunks(hidden_TH, weight_VH, reference_VH)
         ]
         chosen_T, known = torch.cat([chosen_C for chosen_C, _ in parts]), _joined([part for _, part in parts])
-        ctx.save_for_backward(hidden_TH, weight_VH, targets_T, scale, *known, kept_TV, reference_TH, reference_VH)
+        of_reference = reference_TH, reference_VH, reference_V
+        ctx.save_for_backward(hidden_TH, weight_VH, bias_V, targets_T, scale, *known, kept_TV, *of_reference)
         ctx.set_materialize_grads(False)
         ctx.cap = cap
         ctx.sum_VH = sum_VH  # it is written to, not read: other forward passes may come before the backward pass
@@ -169,29 +184,34 @@ class _SelectedLogprobs(torch.autograd.Function):
     def backward(
         ctx: Any, grad_logprobs_T: Tensor | None, grad_entropies_T: Tensor | None, grad_kl_T: Tensor | None
     ) -> Any:
-        hidden_TH, weight_VH, targets_T, scale, *saved, kept_TV, reference_TH, reference_VH = ctx.saved_tensors
+        hidden_TH, weight_VH, bias_V, targets_T, scale, *others = ctx.saved_tensors
+        *saved, kept_TV, reference_TH, reference_VH, reference_V = others
         gradient = _on(hidden_TH.device.type, _logits_gradient)
         known, grads = Statistics(*saved), Gradients(grad_logprobs_T, grad_entropies_T, grad_kl_T)
         grad_hidden_TH = torch.empty_like(hidden_TH)
         trained = ctx.needs_input_grad[1]  # a frozen head needs no gradient
         grad_weight_VH = torch.empty_like(weight_VH) if trained and ctx.sum_VH is None else None
+        grad_bias_V = torch.zeros_like(bias_V, dtype=scale.dtype) if ctx.needs_input_grad[2] else None
         for chunk in _chunks(hidden_TH, weight_VH, reference_VH):
             grad_CV = gradient(
-                _logits(hidden_TH, weight_VH, chunk) if kept_TV is None else _whole_vocabulary(kept_TV[chunk]),
+                _logits(hidden_TH, weight_VH, bias_V, chunk) if kept_TV is None else _whole_vocabulary(kept_TV[chunk]),
                 targets_T[chunk],
                 scale,
                 ctx.cap,
                 known.cut(chunk),
                 grads.cut(chunk),
-                _logits(reference_TH, reference_VH, chunk),
+                _logits(reference_TH, reference_VH, reference_V, chunk),
             )
             torch.mm(grad_CV, weight_VH, out=grad_hidden_TH[chunk])
             if trained and ctx.sum_VH is not None:
                 add_weight_gradient(ctx.sum_VH, grad_CV, hidden_TH[chunk])
             if grad_weight_VH is not None:  # beta 0 does not read what the buffer held before the first chunk
                 torch.addmm(grad_weight_VH, grad_CV.t(), hidden_TH[chunk], beta=min(chunk.start, 1), out=grad_weight_VH)
+            if grad_bias_V is not None:
+                grad_bias_V += grad_CV.sum(0, dtype=scale.dtype)
             del grad_CV  # else it would still be there while the next one is made
-        return grad_hidden_TH, grad_weight_VH, *[None] * 7
+        grad_bias_V = None if grad_bias_V is None else grad_bias_V.to(bias_V.dtype)
+        return grad_hidden_TH, grad_weight_VH, grad_bias_V, *[None] * 8
 
 
 def _chunks(hidden_TH: Tensor, weight_VH: Tensor, reference_VH: Tensor | None) -> list[slice]:
@@ -214,10 +234,16 @@ def _joined(parts: list[Statistics]) -> Statistics:
 
 
 def _logits(
-    hidden_TH: Tensor | None, weight_VH: Tensor | None, chunk: slice, out_CV: Tensor | None = None
+    hidden_TH: Tensor | None,
+    weight_VH: Tensor | None,
+    bias_V: Tensor | None,
+    chunk: slice,
+    out_CV: Tensor | None = None,
 ) -> Tensor | None:
     if hidden_TH is None or weight_VH is None:
         return None
+    if bias_V is not None:
+        return _whole_vocabulary(torch.addmm(bias_V, hidden_TH[chunk], weight_VH.t(), out=out_CV))
     return _whole_vocabulary(torch.mm(hidden_TH[chunk], weight_VH.t(), out=out_CV))
 
 

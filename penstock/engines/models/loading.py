@@ -23,6 +23,7 @@ from penstock.base.files import share_weights_of
 from penstock.base.model_code import Code, trusted
 from penstock.engines.families.architecture import check_architecture, classifies, unpackable
 from penstock.engines.kernels.attention import NAME as PACKED_ATTENTION
+from penstock.engines.weights.layout import family_in
 from penstock.engines.weights.lora import ADAPTER_FOLDER, adapted_layers, merged_state, write_adapter
 
 
@@ -51,6 +52,7 @@ def causal_lm_shapes(path: str | Path, dtype: torch.dtype, code: Code | None = N
     config = AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=own)
     with torch.device("meta"):
         lm: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=own)
+    _hold_corrections(lm)
     if (Path(path) / "generation_config.json").is_file():
         lm.generation_config = GenerationConfig.from_pretrained(path, local_files_only=True)
     return lm
@@ -94,7 +96,7 @@ def start_reward_model(
 def _load(kind: Any, path: str | Path, dtype: torch.dtype, code: Code | None, **settings: Any) -> PreTrainedModel:
     own = trusted(path, code)
     _check_packable(kind, path, own)
-    return kind.from_pretrained(
+    model = kind.from_pretrained(
         path,
         dtype=dtype,
         local_files_only=True,
@@ -103,6 +105,19 @@ def _load(kind: Any, path: str | Path, dtype: torch.dtype, code: Code | None, **
         attn_implementation=PACKED_ATTENTION,
         **settings,
     )
+    _hold_corrections(model)
+    return model
+
+
+def _hold_corrections(model: nn.Module) -> None:
+    """Make parameters that no gradient reaches of the buffers by which routers correct their choices.
+
+    As in vLLM, whose a reshard compares with them. Shards, too, are made and gathered of parameters alone.
+    """
+    corrections = family_in(model).corrections
+    for module in model.modules():
+        for name in set(module._buffers).intersection(corrections):
+            setattr(module, name, nn.Parameter(module._buffers[name], requires_grad=False))
 
 
 def _check_packable(kind: Any, path: str | Path, own: bool) -> None:

@@ -35,7 +35,8 @@ class PackedPolicy(nn.Module):
         super().__init__()
         self.lm, self.longest = lm, longest_row(lm.config.to_dict())
         self.head = LogprobHead(language_head(lm), keep_logits, logit_rule(lm.config.to_dict()))
-        self.has_experts = bool(family_of(lm.config.model_type).experts)
+        family = family_of(lm.config.model_type)
+        self.tells_experts = bool(family.experts) and not family.corrected
 
     def forward(
         self, batch: PackedBatch, temperature: float, reference: Reference | None = None, experts: bool = False
@@ -63,11 +64,11 @@ def language_head(lm: nn.Module) -> Any:
 
 
 class LogprobHead(nn.Module):
-    """The language head as a module of its own, so that ZeRO-3 gathers its weight for both passes."""
+    """The language head as a module of its own, so that ZeRO-3 gathers its weight and bias for both passes."""
 
     def __init__(self, head: nn.Linear, keep_logits: bool, rule: LogitRule) -> None:
         super().__init__()
-        self.weight, self.keep_logits, self.rule = head.weight, keep_logits, rule
+        self.weight, self.bias, self.keep_logits, self.rule = head.weight, head.bias, keep_logits, rule
         self.sum_VH: torch.Tensor | None = None  # the optimizer's float32 sum of its gradients, if it has one
 
     def forward(
@@ -76,10 +77,10 @@ class LogprobHead(nn.Module):
         """Return log-probs_T and entropies_T of the targets, and KL_T to a reference if there is one."""
         if reference is None:
             return selected_logprobs(
-                hidden_TH, self.weight, targets_T, temperature, self.keep_logits, self.sum_VH, self.rule
+                hidden_TH, self.weight, targets_T, temperature, self.keep_logits, self.sum_VH, self.rule, self.bias
             )
         return selected_logprobs_and_kl(
-            hidden_TH, self.weight, targets_T, temperature, reference, self.sum_VH, self.rule
+            hidden_TH, self.weight, targets_T, temperature, reference, self.sum_VH, self.rule, self.bias
         )
 
 

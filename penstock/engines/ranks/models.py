@@ -21,6 +21,7 @@ from penstock.engines.commands.finetuning import Step
 from penstock.engines.commands.rollout import PartialResults
 from penstock.engines.families.shape import ModelShape
 from penstock.engines.kernels.attention_kernel import choose_attention
+from penstock.engines.kernels.lm_head import Head
 from penstock.engines.models.loading import load_causal_lm
 from penstock.engines.models.models import compile_blocks
 from penstock.engines.rollout.engine import Generator
@@ -83,7 +84,7 @@ class RankModels:
     updated_since: bool = False
     portions: Portions = field(default_factory=Portions)
     reference_refreshed: bool = False
-    reference_head: torch.Tensor | None = None
+    reference_head: Head | None = None
     tell: Callable[[PartialResults | Step], None] = _unheard
     usage: dict[str, float] = field(default_factory=dict)
 

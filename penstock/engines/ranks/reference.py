@@ -41,6 +41,7 @@ from penstock.engines.commands.reference import (
     TokenValuesAndKl,
     WriteActor,
 )
+from penstock.engines.kernels.lm_head import Head
 from penstock.engines.models.models import language_head
 from penstock.engines.ranks.forward import per_token
 from penstock.engines.ranks.models import RankModels
@@ -120,10 +121,10 @@ def _pass_without_head(models: RankModels, rows: Rows) -> dict[str, float]:
 def logprobs_and_kl(models: RankModels, command: LogprobsAndKl) -> TokenValuesAndKl:
     """Compute log-probs and KL in one pass of the actor."""
     rows, policy = with_states(read_rows(command.path), command.states), models.model("actor")
-    weight_VH = head_of_reference(models)
+    head = head_of_reference(models)
 
     def forward(batch: PackedBatch) -> torch.Tensor:
-        logprobs_T, _, kl_T = policy(batch, command.temperature, reference_of(batch, weight_VH))
+        logprobs_T, _, kl_T = policy(batch, command.temperature, reference_of(batch, head))
         return torch.stack([logprobs_T, kl_T], dim=1)
 
     both = per_token(models, rows, "actor", command.budget, forward)
@@ -131,20 +132,29 @@ def logprobs_and_kl(models: RankModels, command: LogprobsAndKl) -> TokenValuesAn
     return TokenValuesAndKl(both.rows, logprobs_T, kl_T)
 
 
-def head_of_reference(models: RankModels) -> torch.Tensor:
+def head_of_reference(models: RankModels) -> Head:
     """Return the reference's language head: its own, the copy that is kept, or the one under the actor's adapters."""
     if models.reference_head is not None:
         return models.reference_head
     policy: Any = models.frozen.get("reference") or models.trainers["actor"].module
-    weight: torch.Tensor = policy.head.weight.detach()
-    return weight
+    return Head(*(None if value is None else value.detach() for value in (policy.head.weight, policy.head.bias)))
 
 
 def keep_head(models: RankModels) -> None:
     """Keep a copy of the actor's language head while it equals the reference's, where that is in another group."""
     if models.config.algorithm.full_kl and models.config.actor.lora is None:
-        with _whole(language_head(models.lm).weight) as values:
-            models.reference_head = values.detach().clone()
+        models.reference_head = Head(*(_copied(values) for values in _values_of_head(models)))
+
+
+def _values_of_head(models: RankModels) -> list[nn.Parameter]:
+    """Weight of the actor's language head, and its bias if it has one."""
+    head = language_head(models.lm)
+    return [value for value in (head.weight, head.bias) if value is not None]
+
+
+def _copied(parameter: nn.Parameter) -> torch.Tensor:
+    with _whole(parameter) as values:
+        return values.detach().clone()
 
 
 # ---- its renewal ---------------------------------------------------------------------------------------------------
@@ -211,9 +221,9 @@ def restore_reference(models: RankModels, saved: Mapping[str, torch.Tensor]) -> 
         _copy(saved.__getitem__, _parameters(models.frozen["reference"].lm))
         models.reference_refreshed = True
     elif models.reference_head is not None:
-        head = language_head(models.lm).weight
-        (name,) = (name for name, parameter in _parameters(models.lm).items() if parameter is head)
-        _copy(saved.__getitem__, {name: models.reference_head})
+        names = {id(parameter): name for name, parameter in _parameters(models.lm).items()}
+        kept = zip(_values_of_head(models), models.reference_head, strict=False)
+        _copy(saved.__getitem__, {names[id(parameter)]: value for parameter, value in kept if value is not None})
 
 
 def digest(parameters: Mapping[str, torch.Tensor]) -> str:

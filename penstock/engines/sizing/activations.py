@@ -3,7 +3,8 @@
 Each line says which tensor is kept and why autograd needs it. `tests/engines/sizing/test_activations.py` holds the
 table against what autograd really keeps, so a changed module shows there. The table is for decoders with RMSNorm,
 rotary embeddings and a gated MLP (Llama, Mistral, Qwen) or experts in grouped products (Mixtral, Qwen MoE); `w` is the
-width of a weight in bytes.
+width of a weight in bytes. A layer of a mixture that has an MLP in place of experts counts as the others do: such an
+MLP is about as wide as what a token meets of the experts.
 
 Left out: what lives only while one module runs; memory.py has an allowance for it. No torch here.
 """
@@ -115,7 +116,7 @@ def _expert_table(shape: ModelShape, computation: Computation) -> list[Kept]:
         Kept("experts' order", 4 * INDEX * chosen, "which experts a token has, and where it lies among theirs"),
         Kept("router's probabilities", (w if computation.compiled else FLOAT32) * experts.count, "softmax"),
         Kept("router's weights", 2 * FLOAT32 * chosen, "their sum is 1; product with the experts' output"),
-        Kept("shared MLP's output", w * shape.hidden_size if experts.shared else 0, "its product with its own gate"),
+        Kept("shared MLP's output", w * shape.hidden_size if experts.shared_gate else 0, "its product with its own gate"),
     ]
 
 

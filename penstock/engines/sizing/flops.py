@@ -155,7 +155,7 @@ def _own_responses(prompt_B: np.ndarray, response_B: np.ndarray, shared_B: np.nd
 
 
 def _matrix_flops(shape: ModelShape, own_B: np.ndarray) -> float:
-    return 2.0 * shape.layers * shape.matrices_per_token * float(own_B.sum())
+    return 2.0 * shape.matrices_per_token * float(own_B.sum())
 
 
 def _adapter_flops(adapters: int, own_B: np.ndarray) -> float:

@@ -41,8 +41,10 @@ def state_numbers(trainer: TrainerConfig, shape: ModelShape) -> int:
 def _factored(shape: ModelShape) -> int:
     """Return the rows and columns of all matrices, and the numbers of norms and biases, which have none."""
     layer = sum(rows + columns for rows, columns in shape.matrices.values())
-    if shape.experts is not None:
-        layer += 3 * shape.experts.count * (shape.experts.inner + shape.hidden_size)
-    besides = max(0, shape.parameters - shape.layers * shape.layer_matrices)
+    mixtures, hidden = 0, shape.hidden_size
+    if (experts := shape.experts) is not None:
+        mixtures = (shape.layers - shape.dense_layers) * 3 * experts.count * (experts.inner + hidden)
+        mixtures += shape.dense_layers * 3 * (shape.intermediate_size + hidden)
+    besides = max(0, shape.parameters - shape.block_matrices)
     embeddings, vectors = divmod(besides, shape.vocabulary * shape.hidden_size)  # a head of its own is another
-    return shape.layers * layer + embeddings * (shape.vocabulary + shape.hidden_size) + vectors
+    return shape.layers * layer + mixtures + embeddings * (shape.vocabulary + shape.hidden_size) + vectors

@@ -12,7 +12,7 @@ import torch
 
 from penstock.base.ragged import Ragged
 from penstock.engines.batches.packing import PackedBatch, Rows
-from penstock.engines.kernels.lm_head import Reference
+from penstock.engines.kernels.lm_head import Head, Reference
 
 STATES = "reference_states"  # the column of hidden states, [tokens, hidden size]
 
@@ -23,6 +23,6 @@ def with_states(rows: Rows, path: str) -> Rows:
     return replace(rows, columns={**rows.columns, STATES: column})
 
 
-def reference_of(batch: PackedBatch, weight_VH: torch.Tensor) -> Reference:
+def reference_of(batch: PackedBatch, head: Head) -> Reference:
     """Return what the reference's distributions of a micro-batch's distinct tokens are made of."""
-    return Reference(batch.distinct(batch.columns[STATES]).view(weight_VH.dtype), weight_VH)
+    return Reference(batch.distinct(batch.columns[STATES]).view(head.weight_VH.dtype), *head)

@@ -22,7 +22,7 @@ from penstock.engines.batches.packing import PackedInTurn, Rows, pack
 from penstock.engines.commands.update import ActorLoss, Split
 from penstock.engines.training.correction import with_mismatch
 from penstock.engines.training.trainer import Trainer
-from penstock.engines.training.updates import actor_loss, has_experts, means_and_shares, with_run_sums
+from penstock.engines.training.updates import actor_loss, means_and_shares, tells_experts, with_run_sums
 
 
 @dataclass
@@ -63,7 +63,7 @@ def add_portion(
         if not last:
             return
     alone = Denominators(1.0, 1.0, float(split.max_response_tokens))
-    of_batch = actor_loss(loss, split.aggregation, None, portions.differences, has_experts(trainer))
+    of_batch = actor_loss(loss, split.aggregation, None, portions.differences, tells_experts(trainer))
     rank, world = torch.distributed.get_rank(), torch.distributed.get_world_size()
     plan = plan_micro_batches(rows, world, split.micro_batch_tokens, index_B)
     batches = PackedInTurn(plan[rank], lambda micro: pack(rows, micro, trainer.device))

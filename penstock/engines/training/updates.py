@@ -26,6 +26,7 @@ from penstock.base.ragged import Ragged
 from penstock.engines.batches.micro_batches import plan_micro_batches
 from penstock.engines.batches.packing import PackedBatch, PackedInTurn, Rows, pack
 from penstock.engines.commands.update import ActorLoss, Split
+from penstock.engines.kernels.lm_head import Head
 from penstock.engines.models.models import PackedPolicy
 from penstock.engines.training.correction import correct_batch, named_sums, with_mismatch, with_weight_mean
 from penstock.engines.training.full_kl import reference_of
@@ -43,7 +44,7 @@ def update_actor(
     split: Split,
     loss: ActorLoss,
     learning_rate: float,
-    reference_VH: torch.Tensor | None = None,
+    reference: Head | None = None,
 ) -> dict[str, float]:
     """Run all optimizer steps of one iteration; return metrics averaged over counted tokens.
 
@@ -58,20 +59,20 @@ def update_actor(
             rows = with_weight_mean(rows, index_B, correction)
         return rows if choose is None else with_chosen_tokens(rows, index_B, partial(choose, **loss.choice_settings))
 
-    of_batch = actor_loss(loss, split.aggregation, reference_VH, differences, has_experts(trainer))
+    of_batch = actor_loss(loss, split.aggregation, reference, differences, tells_experts(trainer))
     metrics = _run(trainer, rows, split, of_batch, learning_rate, prepare)
     return metrics if correction is None else with_mismatch(metrics, differences, trainer.device)
 
 
-def has_experts(trainer: Trainer) -> bool:
-    """Whether the actor is a mixture of experts, whose update has figures of their use."""
-    return isinstance(trainer.module, PackedPolicy) and trainer.module.has_experts
+def tells_experts(trainer: Trainer) -> bool:
+    """Whether the actor is a mixture of experts whose update has figures of their use."""
+    return isinstance(trainer.module, PackedPolicy) and trainer.module.tells_experts
 
 
 def actor_loss(
     loss: ActorLoss,
     aggregation: str,
-    reference_VH: torch.Tensor | None,
+    reference: Head | None,
     differences: list[torch.Tensor],
     experts: bool,
 ) -> BatchLoss:
@@ -84,8 +85,8 @@ def actor_loss(
     correction, policy_loss = loss.correction, policy_loss_named(loss.policy_loss)
 
     def of_batch(policy: nn.Module, batch: PackedBatch, denominators: Denominators) -> tuple[torch.Tensor, Sums]:
-        reference = None if reference_VH is None else reference_of(batch, reference_VH)
-        logprobs_T, entropies_T, *others = policy(batch, loss.temperature, reference, experts)
+        states = None if reference is None else reference_of(batch, reference)
+        logprobs_T, entropies_T, *others = policy(batch, loss.temperature, states, experts)
         inputs = PolicyLossInputs(
             logprobs_T,
             batch.columns.get("logprobs_old", logprobs_T.detach()),

@@ -140,6 +140,7 @@ def register_loader(name: str, shapes: Shapes, storage: Mapping[str, torch.Tenso
             with set_default_torch_dtype(model_config.dtype):
                 with device, without_storage():
                     model = initialize_model(vllm_config=vllm_config, model_config=model_config, prefix=prefix)
+                    give_head_its_bias(model, family, shapes)
                 result.append(bind(model, shapes, storage, model_config.dtype, family))
                 before = held(model)
                 process_weights_after_loading(model, model_config, device)
@@ -151,6 +152,17 @@ def register_loader(name: str, shapes: Shapes, storage: Mapping[str, torch.Tenso
             return model.eval()
 
     return result
+
+
+def give_head_its_bias(model: Any, family: Family, shapes: Shapes) -> None:
+    """Give the head of a model that vLLM builds from the Transformers library's the bias that the trainer's has.
+
+    vLLM 0.32 does so when it meets the bias among a folder's weights. Of a version that does not the bias has no
+    counterpart, and the model is refused.
+    """
+    head = getattr(model, family.head.served, None)
+    if f"{family.language_head}.bias" in shapes and getattr(head, "bias", None) is None:
+        getattr(head, "_register_bias", lambda: None)()
 
 
 def tie_embeddings_as_trained(model_config: Any, tied: bool) -> None:

@@ -1,6 +1,6 @@
 """Families of models through the real engines, as `penstock bench families` measures them.
 
-One by a class of vLLM's own that caps logits and scores, one with experts, and one that vLLM builds from the
+One by a class of vLLM's own that caps logits and scores, two with experts, and one that vLLM builds from the
 Transformers library's are in `make test-slow`. That packed rows of each are the library's is test_architecture.py's.
 """
 
@@ -19,7 +19,7 @@ from tests.engines.shared_ranks import SMALL, Ranks
 
 EQUAL, STALE = 1e-5, 1e-2  # mean difference of log-probs in float32
 TRAINED = [name for name in FAMILIES if name not in REFUSED]
-ONE_OF_EACH_KIND = ("Gemma 2", "OLMo 2", "Qwen 3 MoE")
+ONE_OF_EACH_KIND = ("Gemma 2", "OLMo 2", "Qwen 3 MoE", "GLM-4.5")
 
 
 @pytest.mark.slow
@@ -48,12 +48,15 @@ def test_what_is_not_provided_is_refused_in_a_line(name: str, tmp_path: Path) ->
 
 
 @pytest.mark.slow
-def test_experts_in_shards_reach_vllm(one_rank: Ranks, tmp_path: Path) -> None:
-    """By ZeRO-3's gather. Control: each parameter has moved."""
-    before = _after_a_step(one_rank, write_family("Qwen 3 MoE", tmp_path / "model"), tmp_path)
+@pytest.mark.parametrize(
+    ("family", "count"), [("Qwen 3 MoE", 6), pytest.param("GLM-4.5", 6, marks=pytest.mark.exhaustive)]
+)
+def test_experts_in_shards_reach_vllm(family: str, count: int, one_rank: Ranks, tmp_path: Path) -> None:
+    """By ZeRO-3's gather, also what corrects a choice, which rests. Control: each other parameter has moved."""
+    before = _after_a_step(one_rank, write_family(family, tmp_path / "model"), tmp_path)
     assert one_rank.ask("mismatches")[0]["names"] == []
     experts = {name: value for name, value in one_rank.parameters().items() if "experts" in name or "gate.w" in name}
-    assert len(experts) == 6 and all((value - before[name]).abs().max() > 1e-4 for name, value in experts.items())
+    assert len(experts) == count and all((value - before[name]).abs().max() > 1e-4 for name, value in experts.items())
 
 
 def _after_a_step(ranks: Ranks, folder: Path, work: Path) -> dict[str, torch.Tensor]:

@@ -37,6 +37,10 @@ THROUGH_TRANSFORMERS = ("vaultgemma",)  # vLLM has no class of theirs; test_ever
 DENSE = [name for row in FAMILIES if not row.experts for name in row.model_types]
 EQUAL = 1e-5  # mean difference of log-probs in float32
 SIZES = {"vocab_size": 64, "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1, "pad_token_id": 0}
+EXPERTS = {
+    **{"num_experts": 4, "num_local_experts": 4, "n_routed_experts": 4, "moe_intermediate_size": 32},
+    **{"n_group": 1, "first_k_dense_replace": 0, "num_dense_layers": 0},
+}
 HEADS = {"num_attention_heads": 4, "num_key_value_heads": 4}
 
 
@@ -75,11 +79,13 @@ def test_experts_are_called_and_stacked_as_the_table_says(row: Family) -> None:
     """What they are called in vLLM is test_every_family.py's. Control: a dense model has no such parameters."""
     for model_type in row.model_types:
         with torch.device("meta"):
-            settings = {**SIZES, **HEADS, "num_experts": 4, "num_local_experts": 4, "moe_intermediate_size": 32}
-            lm = AutoModelForCausalLM.from_config(AutoConfig.for_model(model_type, **settings))
+            lm = AutoModelForCausalLM.from_config(AutoConfig.for_model(model_type, **SIZES, **HEADS, **EXPERTS))
+        held = {**dict(lm.named_parameters()), **dict(lm.named_buffers())}
         for own, _ in row.experts:
-            (parameter,) = (value for name, value in lm.named_parameters() if name.endswith(own))
-            assert len(parameter) == 4, "one expert after the other"
+            (values,) = (value for name, value in held.items() if name.endswith(own))
+            assert len(values) == 4, "one expert after the other"
+        fixed = [name for name, value in held.items() if len(value) == 4 and not value.requires_grad]
+        assert bool(fixed) == row.corrected, "what corrects a choice of experts has no gradient"
         assert not [name for name in _modules("llama") if name.endswith("experts")]
 
 

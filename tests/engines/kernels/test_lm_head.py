@@ -105,3 +105,46 @@ def test_logits_that_a_model_caps_and_scales_have_the_gradients_of_autograd(rule
         torch.testing.assert_close(one, other)
     if rule != LogitRule():
         assert not torch.allclose(values_and_gradients(ours, rule=LogitRule())[3], expected[3])
+
+
+@pytest.mark.parametrize("keep_logits", [False, True])
+@pytest.mark.parametrize("rule", [LogitRule(), LogitRule(2.0, 0.5)])
+def test_a_heads_bias_has_the_gradient_of_autograd(
+    rule: LogitRule, keep_logits: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In several chunks, beside a reference with a bias of its own, in float64. Control: without it all are others."""
+    monkeypatch.setattr(logprobs, "LOGITS_CHUNK_BYTES", 8 * 11 * 3)
+    torch.manual_seed(0)
+    hidden_TH, reference_TH = torch.randn(7, 5, dtype=torch.float64), torch.randn(7, 5, dtype=torch.float64)
+    head_VH, other_VH, targets_T = torch.randn(11, 5).double(), torch.randn(11, 5).double(), torch.arange(7)
+    bias_V, other_V, weights_3T = torch.randn(11).double(), torch.randn(11).double(), torch.randn(3, 7).double()
+
+    def plain(hidden_TH: Tensor, head_VH: Tensor, bias_V: Tensor) -> list[Tensor]:
+        def logprobs_TV(raw_TV: Tensor) -> Tensor:
+            capped_TV = raw_TV if rule.cap is None else rule.cap * (raw_TV / rule.cap).tanh()
+            return (capped_TV * rule.factor / 0.7).log_softmax(-1)
+
+        own_TV = logprobs_TV(torch.nn.functional.linear(hidden_TH, head_VH, bias_V))
+        of_reference_TV = logprobs_TV(torch.nn.functional.linear(reference_TH, other_VH, other_V))
+        probs_TV = own_TV.exp()
+        chosen_T = own_TV.gather(-1, targets_T[:, None])[:, 0]
+        return [chosen_T, -(probs_TV * own_TV).sum(-1), (probs_TV * (own_TV - of_reference_TV)).sum(-1)]
+
+    def ours(hidden_TH: Tensor, head_VH: Tensor, bias_V: Tensor | None) -> list[Tensor]:
+        two = logprobs.selected_logprobs(hidden_TH, head_VH, targets_T, 0.7, keep_logits, None, rule, bias_V)
+        reference = logprobs.Reference(reference_TH, other_VH, other_V)
+        whole = logprobs.selected_logprobs_and_kl(hidden_TH, head_VH, targets_T, 0.7, reference, None, rule, bias_V)
+        return [*two, whole[2]]
+
+    def values_and_gradients(function: Callable[..., list[Tensor]]) -> list[Tensor]:
+        leaves = [value.clone().requires_grad_() for value in (hidden_TH, head_VH, bias_V)]
+        values = function(*leaves)
+        (torch.stack(values) * weights_3T).sum().backward()
+        return [*values, *(leaf.grad for leaf in leaves if leaf.grad is not None)]
+
+    found, expected = values_and_gradients(ours), values_and_gradients(plain)
+    assert len(found) == len(expected) == 6
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, other)
+    without = values_and_gradients(lambda hidden_TH, head_VH, _: ours(hidden_TH, head_VH, None))
+    assert len(without) == 5 and not any(map(torch.allclose, without, expected))

@@ -41,6 +41,7 @@ from tests.evaluators.responses import heldout
 
 SHAPE = Shape("qwen2", tied=True)
 UNTIED = Shape("llama", tied=False)
+BIASED = Shape("phi", tied=False)  # its language head has a bias
 ROLES = ("actor", "reference")
 RATE, TEMPERATURE, COEFFICIENT = 0.02, 0.9, 0.5
 ROUNDING = 1e-7  # of a sum over the vocabulary, where two equal models' logits differ in a last bit
@@ -142,8 +143,8 @@ class Padded:
 
 @pytest.mark.parametrize(
     ("count", "stage", "budget", "shape"),
-    [(1, 2, 10_000, SHAPE), (1, 0, 32, SHAPE), (2, 1, 24, SHAPE), (2, 3, 32, UNTIED), (2, 2, 1, SHAPE)],
-    ids=["one micro-batch", "several", "two ranks", "sharded weights", "a row each"],
+    [(1, 2, 10_000, SHAPE), (1, 0, 32, SHAPE), (2, 1, 24, SHAPE), (2, 3, 32, UNTIED), (2, 2, 1, SHAPE), (2, 3, 32, BIASED)],
+    ids=["one micro-batch", "several", "two ranks", "sharded weights", "a row each", "a head with a bias"],
 )
 def test_an_update_with_the_full_kl_is_the_padded_loop(
     count: int,
@@ -351,14 +352,15 @@ def test_a_restored_training_goes_on_with_the_refreshed_reference_bit_for_bit(
     assert all(torch.equal(value, parameters[name]) for name, value in same.items())
 
 
+@pytest.mark.parametrize("shape", [SHAPE, BIASED], ids=["a head", "one with a bias"])
 def test_the_head_that_an_actor_keeps_of_a_reference_elsewhere_is_restored(
-    one_rank: Ranks, two_ranks: Ranks, folder_of: FolderOf, tmp_path: Path
+    shape: Shape, one_rank: Ranks, two_ranks: Ranks, folder_of: FolderOf, tmp_path: Path
 ) -> None:
     """The reference's group writes it into the checkpoint. Control: without loading, the KL is another."""
     rows, file = random_rows(12, samples=2), str(tmp_path / "reference.safetensors")
     path = write_rows(tmp_path / "rows.parquet", rows)
-    one_rank.build(folder_of(SHAPE), algorithm=FULL, actor=_trainer(1))
-    two_ranks.build(folder_of(SHAPE), ("reference",), algorithm=FULL)
+    one_rank.build(folder_of(shape), algorithm=FULL, actor=_trainer(1))
+    two_ranks.build(folder_of(shape), ("reference",), algorithm=FULL)
     _move(one_rank, path)
     one_rank.ask("write_actor", path=file)
     two_ranks.ask("read_reference", path=file)
@@ -374,7 +376,7 @@ def test_the_head_that_an_actor_keeps_of_a_reference_elsewhere_is_restored(
         return float(np.abs(reply.kl_T).mean())
 
     assert kl() < 1e-6
-    one_rank.build(folder_of(SHAPE), algorithm=FULL, actor=_trainer(1))
+    one_rank.build(folder_of(shape), algorithm=FULL, actor=_trainer(1))
     assert kl() > 1e-3
     one_rank.ask("load", folder=str(tmp_path), version=0)
     assert kl() < 1e-6

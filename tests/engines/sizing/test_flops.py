@@ -115,18 +115,23 @@ def test_attention_follows_each_sequences_own_length() -> None:
     assert joined - apart == 4 * 2 * 4 * 10 * 10
 
 
-@pytest.mark.parametrize("family", ["Mixtral", "OLMoE", "Qwen 2 MoE", "Qwen 3 MoE"])
+MIXTURES = ["Mixtral", "OLMoE", "Qwen 2 MoE", "Qwen 3 MoE", "Command A+", "Granite MoE"]
+DENSE_FIRST = ["GLM-4.5", "EXAONE MoE"]
+
+
+@pytest.mark.parametrize("family", [*MIXTURES, *DENSE_FIRST])
 def test_a_token_meets_the_experts_that_are_chosen_for_it(family: str, tmp_path: Path) -> None:
     """By the matrices that the library has. Control: what is stored is more."""
     write_family(family, tmp_path)
     sizes, experts = read_shape(tmp_path), read_shape(tmp_path).experts
     assert sizes.explained and experts is not None and experts.chosen < experts.count
-    layer = _load(tmp_path).model.layers[0]
-    matrices = {name: matrix.numel() for name, matrix in layer.named_parameters() if matrix.dim() > 1}
+    assert sizes.dense_layers == (family in DENSE_FIRST)
+    layers = _load(tmp_path).model.layers
+    matrices = {name: matrix.numel() for name, matrix in layers.named_parameters() if matrix.dim() > 1}
     of_experts = sum(count for name, count in matrices.items() if ".experts." in name)
     others = sum(matrices.values()) - of_experts
     assert sizes.matrices_per_token == others + of_experts * experts.chosen // experts.count
-    assert sizes.layer_matrices == others + of_experts > sizes.matrices_per_token
+    assert sizes.block_matrices == others + of_experts > sizes.matrices_per_token
 
 
 def test_a_model_whose_sizes_do_not_explain_its_parameters_is_told(folder_of: FolderOf) -> None:

@@ -117,7 +117,7 @@ def test_each_zero_stage_shards_what_it_says() -> None:
 
 def test_the_optimizer_says_what_is_kept_beside_a_master() -> None:
     """On the device and, twice, in the slots of snapshots. That these are the real numbers shows test_optimizers.py."""
-    matrices = MILLION.layers * MILLION.layer_matrices / MILLION.parameters
+    matrices = MILLION.block_matrices / MILLION.parameters
     for stage, optimizer, moments in (
         (1, {"name": "adamw"}, 8.0),
         (1, {"name": "sgd"}, 4.0),

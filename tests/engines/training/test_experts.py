@@ -16,7 +16,7 @@ from penstock.engines.batches.packing import Rows
 from tests.engines.rows import LOSS, SPLIT, random_rows, write_rows
 from tests.engines.shared_ranks import Ranks, Shape
 
-FAMILIES = ["Mixtral", "OLMoE", "Qwen 3 MoE"]
+FAMILIES = ["Mixtral", "OLMoE", "Qwen 3 MoE", "Command A+", "Granite MoE"]
 
 
 def update(ranks: Ranks, path: str, rate: float, coefficient: float = 0.0, budget: int = 10_000) -> dict[str, float]:
@@ -70,6 +70,16 @@ def test_the_loss_has_experts_used_evenly(one_rank: Ranks, tmp_path: Path) -> No
         ends[coefficient] = update(one_rank, str(path), 0.0)
     assert ends[1.0]["router_loss"] < 2.02 < 2.05 < ends[0.0]["router_loss"]
     assert ends[1.0]["expert_load_max"] < ends[0.0]["expert_load_max"]
+
+
+def test_routers_whose_logits_do_not_tell_have_no_such_figures(one_rank: Ranks, tmp_path: Path) -> None:
+    """GLM-4.5 corrects the choice: by its logits others would be chosen, and by them some are. No step changes that."""
+    one_rank.build(write_family("GLM-4.5", tmp_path / "model"))
+    before = one_rank.parameters()
+    figures = update(one_rank, write_rows(tmp_path / "rows.parquet", random_rows(8)), 1e-2)
+    assert not figures.keys() & {"router_loss", "expert_load_max"}
+    moved = {name for name, value in one_rank.parameters().items() if not torch.equal(value, before[name])}
+    assert before.keys() - moved == {"lm.model.layers.1.mlp.gate.e_score_correction_bias"}
 
 
 def test_a_dense_model_has_no_such_figures(one_rank: Ranks, folder_of: Callable[[Shape], Path], tmp_path: Path) -> None:

@@ -328,7 +328,7 @@ def test_the_memory_estimate_counts_adapters_where_all_weights_were_trained() ->
     assert (whole["rollout"]["reference"], "reference" in low["rollout"]) == (2e9, False)
     assert ("rollout weights" in whole["rollout"], low["rollout"]["rollout weights"]) == (
         False,
-        2 * 20 * BILLION.layer_matrices,
+        2 * BILLION.block_matrices * 20 // BILLION.layers,
     )
     attention = phases({"rank": 8, "targets": ["o_proj"]})
     assert attention["rollout"]["rollout weights"] == 2 * 20 * 2000 * 2000
