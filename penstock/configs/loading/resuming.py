@@ -1,6 +1,6 @@
 """What may change when a run is resumed: how long it goes on, deadlines, checkpoints, records, and where it runs.
 
-On another number of ranks, in other micro-batches, or at another ZeRO stage, sums are taken in another order and
+On another number of ranks, of one or several for a micro-batch, in other micro-batches, or at another ZeRO stage, sums are taken in another order and
 nothing else changes. Anything else would make another run: its first iterations or steps would be of other settings
 than its last. What may change while a training runs has a way of its own (penstock/session/settings.py).
 """
@@ -76,6 +76,7 @@ OF_TRAIN = Resumable(
         *WHERE_AND_DEADLINES,
         "rollout.tensor_parallel",
         *("actor.zero_stage", "actor.offload_optimizer", "critic.zero_stage", "critic.offload_optimizer"),
+        *("actor.sequence_parallel", "critic.sequence_parallel"),
         "sft.zero_stage",
     ),
     sections=("groups", "faults"),
