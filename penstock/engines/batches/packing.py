@@ -55,7 +55,8 @@ class Share:
     """This rank's share of a run that several ranks compute together (penstock/engines/batches/shares.py)."""
 
     ranks: RankSet
-    tokens: tuple[int, ...]  # of each rank
+    run: int  # tokens of the run
+    tokens: tuple[int, ...]  # of each rank; a run of fewer tokens than ranks has more behind it, which nothing looks at
     predict_O: torch.Tensor  # index into the own tokens: what predicts distinct response tokens
     targets_O: torch.Tensor
     targets: tuple[int, ...]  # how many of those each rank has
@@ -245,14 +246,15 @@ def pack(rows: Rows, index: list[int], device: torch.device, ranks: RankSet = AL
     response_T = into((starts_B + arranged.prompts_B)[place_B], responses_B)  # index into R
     predict_T, targets_T = at_R[response_T - 1], whole.values_T[response_T].astype(np.int64)
     distinct = _distinct(arranged, at_R[response_T])
-    layout, own = _layout(arranged, whole, at_R, device), slice(None)
+    layout = _layout(arranged, whole, at_R, device)
+    own_N: slice | np.ndarray = slice(None)
     if ranks.count > 1:
-        first_U = slice(None) if distinct is None else distinct[0]
-        own, share = _share(ranks, len(tokens_N), predict_T[first_U], targets_T[first_U], device)
+        first_U: slice | np.ndarray = slice(None) if distinct is None else distinct[0]
+        own_N, share = _share(ranks, len(tokens_N), predict_T[first_U], targets_T[first_U], device)
         layout = replace(layout, share=share)
     return PackedBatch(
-        tokens_N=to_device(tokens_N[own], device),
-        positions_N=to_device(_ramp(whole.lengths_B)[own_R][own], device),
+        tokens_N=to_device(tokens_N[own_N], device),
+        positions_N=to_device(_ramp(whole.lengths_B)[own_R][own_N], device),
         layout=layout,
         predict_T=to_device(predict_T, device),
         last_B=to_device(at_R[whole.offsets_B1[1:] - 1][place_B], device),
@@ -326,12 +328,13 @@ def _distinct(arranged: Arranged, at_T: np.ndarray) -> tuple[np.ndarray, np.ndar
 
 def _share(
     ranks: RankSet, tokens: int, predict_U: np.ndarray, targets_U: np.ndarray, device: torch.device
-) -> tuple[slice, Share]:
+) -> tuple[np.ndarray, Share]:
     """Return which tokens of the run are this rank's, and its share."""
     found = cut(ranks, tokens, predict_U)
     arrays = found.predict_O, targets_U[found.own_O], found.place_U
     predict_O, targets_O, place_U = (to_device(array, device) for array in arrays)
-    return found.own, Share(ranks, found.tokens, predict_O, targets_O, found.targets, place_U)
+    own_N = np.minimum(np.arange(found.own.start, found.own.stop), tokens - 1)
+    return own_N, Share(ranks, tokens, found.tokens, predict_O, targets_O, found.targets, place_U)
 
 
 def _layout(arranged: Arranged, whole: Ragged, at_R: np.ndarray, device: torch.device) -> PackedLayout:

@@ -1,7 +1,8 @@
 """Which tokens of a run each rank has, where several ranks compute a micro-batch together (`sequence_parallel`).
 
 The run is cut into consecutive shares whose sizes differ by one token at most: nothing is padded, and a cut may lie
-anywhere in a row. A response token's log-prob is computed where the token lies that predicts it.
+anywhere in a row. (Only a run of fewer tokens than ranks is: the libraries' layers do not take none.) A response
+token's log-prob is computed where the token lies that predicts it.
 
 Suffixes: `_O` distinct response tokens that own tokens predict, `_U` distinct response tokens of the run, own ones or
 not.
@@ -45,7 +46,7 @@ class Cut:
     """A run cut into shares, in host memory.
 
     Attributes:
-        tokens: how many each rank has.
+        tokens: how many each rank has, at least one.
         own: which are this rank's.
         targets: how many response tokens each rank's tokens predict.
         own_O: which of them this rank's do, by their numbers in U.
@@ -68,6 +69,7 @@ def cut(ranks: RankSet, tokens: int, predict_U: np.ndarray) -> Cut:
         tokens: of the run.
         predict_U: the token of the run that predicts a response token.
     """
+    tokens = max(tokens, ranks.count)
     bounds = [tokens * rank // ranks.count for rank in range(ranks.count + 1)]
     of_rank_U = np.searchsorted(bounds[1:], predict_U, side="right")
     by_rank_U = np.argsort(of_rank_U, kind="stable")

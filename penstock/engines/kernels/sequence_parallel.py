@@ -20,6 +20,7 @@ from functools import cache
 from typing import Any
 
 import torch
+from torch.nn.functional import pad
 
 from penstock.engines.batches.packing import Share
 from penstock.engines.batches.shares import ALONE, RankSet
@@ -48,13 +49,13 @@ def tokens_of_own_heads(share: Share, *tensors_N: torch.Tensor) -> tuple[torch.T
         tensors_N: [own tokens, heads, head size] each.
 
     Returns:
-        [all tokens, heads of this rank, head size] each.
+        [tokens of the run, heads of this rank, head size] each.
     """
     count, sizes = share.ranks.count, [tensor_N.shape[-1] for tensor_N in tensors_N]
     parts = [_of_each_rank(tensor_N, count) for tensor_N in tensors_N]
     sent = torch.cat(parts, dim=-1).transpose(0, 1).flatten(0, 1)
     received_A = _exchange(share.ranks, sent, (share.own_tokens,) * count, share.tokens)
-    own = received_A.split([part.shape[-1] for part in parts], dim=-1)
+    own = received_A[: share.run].split([part.shape[-1] for part in parts], dim=-1)
     # Contiguous: a part of what was received would keep all of it for the backward pass.
     return tuple(
         part_A.unflatten(-1, (-1, size)).contiguous() for part_A, size in zip(own, sizes, strict=True)
@@ -63,8 +64,10 @@ def tokens_of_own_heads(share: Share, *tensors_N: torch.Tensor) -> tuple[torch.T
 
 @torch.compiler.disable
 def own_tokens_of_heads(share: Share, tensor_A: torch.Tensor) -> torch.Tensor:
-    """Exchange tokens for heads: [all tokens, heads of this rank, head size] -> [own tokens, heads, head size]."""
+    """Exchange tokens for heads: [run's tokens, heads of this rank, head size] -> [own tokens, heads, head size]."""
     count, own = share.ranks.count, share.own_tokens
+    if behind := sum(share.tokens) - share.run:
+        tensor_A = pad(tensor_A, (0, 0, 0, 0, 0, behind))
     received = _exchange(share.ranks, tensor_A, share.tokens, (own,) * count)
     return received.unflatten(0, (count, own)).transpose(0, 1).flatten(1, 2)
 

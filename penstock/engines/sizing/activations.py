@@ -68,7 +68,7 @@ def layer_table(shape: ModelShape, computation: Computation, keys: float = 1.0) 
         *_mlp_table(inner, computation),
         *_expert_table(shape, computation),
     ]
-    if computation.exchanged:
+    if computation.exchanged and computation.device == "cuda":  # elsewhere attention keeps its output by rows
         table.append(Kept("attention's output, exchanged", w * query, "input of o_proj, no longer the same tensor"))
     if compiled:
         table += [

@@ -28,11 +28,17 @@ def _packed(rows: Rows, count: int) -> tuple[list[PackedBatch], list[Share]]:
 @pytest.mark.parametrize("count", [2, 3, 4, 40])
 @pytest.mark.parametrize("name", sorted(SOME))
 def test_every_token_is_one_ranks(name: str, count: int) -> None:
-    """In order, in shares that differ by one token; all else of the run is the same on each rank."""
+    """In order, in shares that differ by one token; all else of the run is the same on each rank.
+
+    More ranks than tokens have one each, of which what is beyond the run is nobody's.
+    """
     whole = pack(SOME[name], list(range(len(SOME[name]))), CPU)
     batches, shares = _packed(SOME[name], count)
-    assert torch.equal(torch.cat([batch.tokens_N for batch in batches]), whole.tokens_N)
-    assert torch.equal(torch.cat([batch.positions_N for batch in batches]), whole.positions_N)
+    run = len(whole.tokens_N)
+    assert torch.equal(torch.cat([batch.tokens_N for batch in batches])[:run], whole.tokens_N)
+    assert torch.equal(torch.cat([batch.positions_N for batch in batches])[:run], whole.positions_N)
+    assert sum(shares[0].tokens) == max(run, count)
+    assert {share.run for share in shares} == {run}
     assert {share.tokens for share in shares} == {tuple(len(batch.tokens_N) for batch in batches)}
     assert max(shares[0].tokens) - min(shares[0].tokens) <= 1
     for batch in batches:

@@ -18,8 +18,10 @@ import numpy as np
 import pytest
 import torch
 
+from penstock.algorithms.correction import Correction
 from penstock.base.ragged import Ragged
 from penstock.engines.batches.packing import Rows
+from penstock.engines.commands.message import encode
 from penstock.engines.training.state_images import image_paths
 from tests.engines.rows import LOSS, SPLIT, branched_rows, gathered, random_rows, with_columns, write_rows
 from tests.engines.shared_ranks import Ranks, Shape
@@ -182,8 +184,9 @@ def test_a_gradient_in_portions_is_summed_alike(
 ) -> None:
     """As `rollout.stream` sums it, with weights of a correction and their figures."""
     rows, figures, weights = random_rows(8, samples=2), [], []
-    path = write_rows(tmp_path / "rows.parquet", with_columns(rows, {"logprobs_rollout": _zeros(rows) - 4}))
-    loss = {**LOSS, "correction": {"weights": "token", "cap": 2.0}}
+    sampled_T = -4 - np.random.default_rng(1).exponential(size=len(rows.responses.values_T))
+    path = write_rows(tmp_path / "rows.parquet", with_columns(rows, {"logprobs_rollout": sampled_T}))
+    loss = {**LOSS, "correction": encode(Correction(weights="token", cap=2.0))}
     for together, ranks in ((1, one_rank), (2, two_ranks)):
         ranks.build(folder_of(SHAPE), actor=_trainer(together, 2))
         for groups in ([0, 3], [1, 2]):
@@ -205,11 +208,11 @@ def test_four_ranks_are_two_sets_or_one(
 ) -> None:
     """Two sets of two share the micro-batches out, of which one may have none; four have fewer key heads than ranks.
 
-    Also of a row of two tokens, of which two ranks of four have none.
+    Also of a run of two tokens, fewer than the ranks.
     """
     folder, rows = folder_of(SHAPE), branched_rows()
-    two = Ragged.of([[5]], np.int32), Ragged.of([[7]], np.int32), Ragged.of([[1]], np.uint8)
-    short = with_columns(Rows(*two, {}), {"advantages": np.ones(1, np.float32)})
+    two = Ragged.of([[5]] * 2, np.int32), Ragged.of([[7]] * 2, np.int32), Ragged.of([[1]] * 2, np.uint8)
+    short = with_columns(Rows(*two, {}), {"advantages": np.ones(2, np.float32)})
     paths = [
         write_rows(tmp_path / f"{number}.parquet", _with_old(some, _zeros(some)))
         for number, some in enumerate((rows, short))
