@@ -154,7 +154,7 @@ def test_the_ranks_of_a_group_are_whole_sets_that_compute_together(monkeypatch: 
 
 def test_a_row_too_long_for_a_rank_is_for_several(monkeypatch: pytest.MonkeyPatch) -> None:
     """The refusal names the key, and with it the row fits."""
-    monkeypatch.setattr(memory, "free_host_bytes", lambda: 14 << 30)
+    monkeypatch.setattr(memory, "free_host_bytes", lambda: 9 << 30)
     sizes = {"data": {"max_prompt_tokens": 100}, "rollout": {"max_response_tokens": 200_000, "kv_cache_gib": 0.1}}
 
     def check(together: int) -> None:

@@ -1,8 +1,9 @@
 """What may change when a run is resumed: how long it goes on, deadlines, checkpoints, records, and where it runs.
 
 On another number of ranks, of all or of those that compute a micro-batch together, in other micro-batches, or at
-another ZeRO stage, sums are taken in another order and nothing else changes. Anything else would make another run: its first iterations or steps would be of other settings
-than its last. What may change while a training runs has a way of its own (penstock/session/settings.py).
+another ZeRO stage, sums are taken in another order and nothing else changes. Anything else would make another run: its
+first iterations or steps would be of other settings than its last. What may change while a training runs has a way of
+its own (penstock/session/settings.py).
 """
 
 from __future__ import annotations

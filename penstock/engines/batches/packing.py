@@ -319,7 +319,7 @@ def _shortest(rows: Rows) -> int:
 
 
 def _distinct(arranged: Arranged, at_T: np.ndarray) -> tuple[np.ndarray, np.ndarray] | None:
-    """Tell response tokens apart by where they lie in the run, as `SharedTargets` has it; None: no two share a place."""
+    """Tell response tokens apart by where they lie in the run, as `SharedTargets` has it; None: each has its own."""
     if not (arranged.origins.shared_B > arranged.prompts_B).any():
         return None
     _, first_U, of_T = np.unique(at_T, return_index=True, return_inverse=True)

@@ -57,9 +57,7 @@ def tokens_of_own_heads(share: Share, *tensors_N: torch.Tensor) -> tuple[torch.T
     received_A = _exchange(share.ranks, sent, (share.own_tokens,) * count, share.tokens)
     own = received_A[: share.run].split([part.shape[-1] for part in parts], dim=-1)
     # Contiguous: a part of what was received would keep all of it for the backward pass.
-    return tuple(
-        part_A.unflatten(-1, (-1, size)).contiguous() for part_A, size in zip(own, sizes, strict=True)
-    )
+    return tuple(part_A.unflatten(-1, (-1, size)).contiguous() for part_A, size in zip(own, sizes, strict=True))
 
 
 @torch.compiler.disable

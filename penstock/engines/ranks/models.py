@@ -137,7 +137,7 @@ class RankModels:
         return engine
 
     def ranks_of(self, role: CountedModel) -> RankSet:
-        """Return the ranks that compute each micro-batch of a role together; a reference follows the actor beside it."""
+        """Return the ranks that compute micro-batches of a role together; a reference follows the actor beside it."""
         wanted = "actor" if role == "reference" else role
         return next((one.ranks for name, one in self.trainers.items() if name.partition("/")[0] == wanted), ALONE)
 
