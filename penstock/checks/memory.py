@@ -12,10 +12,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from penstock.base.errors import UserError
-from penstock.checks.model import check_tensor_parallel, shape_of
+from penstock.checks.model import check_heads, check_tensor_parallel, shape_of
 from penstock.configs.schema import TrainConfig
 from penstock.configs.sections.run import Role
-from penstock.configs.sections.trainer import SftConfig, TrainerConfig
+from penstock.configs.sections.trainer import SftConfig, TogetherConfig, TrainerConfig
 from penstock.configs.tree.schedule import largest
 from penstock.engines.commands.hosts import HostFacts
 from penstock.engines.groups.machine import free_gpu_bytes, free_host_bytes, gpu_bytes, has_gated_mlp, visible_gpus
@@ -105,6 +105,7 @@ def check_memory(config: TrainConfig, elsewhere: Elsewhere = NOWHERE) -> list[Gr
     for section, trainer, role in trained if config.trains else ():
         check_zero_stage(config, estimates, section, trainer, role)
         check_hpz(estimates, section, trainer, role)
+        check_sequence_parallel(config, estimates, section, trainer, role)
     _require_all(config, estimates, elsewhere)
     return estimates
 
@@ -168,6 +169,30 @@ def check_hpz(estimates: list[GroupEstimate], section: str, trainer: TrainerConf
         if len(ranks) == 1 or min(ranks.values()) == 1:
             why = "is on one machine" if len(ranks) == 1 else "has one rank on each machine"
             raise UserError(f"{section}.hpz has no effect: group '{estimate.group}' {why}", "remove it")
+
+
+def check_sequence_parallel(
+    config: TrainConfig, estimates: list[GroupEstimate], section: str, trainer: TrainerConfig | None, role: Role
+) -> None:
+    """Check that the ranks of a group make whole sets of those that compute a micro-batch together.
+
+    Args:
+        section: the key of the trained model's section.
+        role: whose group it is trained in.
+
+    Raises:
+        UserError: they do not, or see `penstock.checks.model.check_heads`.
+    """
+    if not isinstance(trainer, TogetherConfig):
+        return
+    count = trainer.sequence_parallel
+    check_heads(section, count, shape_of(config, role))
+    for estimate in estimates:
+        if role in estimate.roles and (ranks := len(estimate.devices)) % count:
+            raise UserError(
+                f"{section}.sequence_parallel={count} does not divide the {ranks} ranks of group '{estimate.group}'",
+                "so many ranks compute each micro-batch together: change one of the two numbers",
+            )
 
 
 def _require_all(
@@ -365,4 +390,6 @@ def _smaller_passes(config: TrainConfig, model: str, section: str) -> str:
     else:
         longest = config.data.max_prompt_tokens + config.rollout.max_response_tokens
         keys = "data.max_prompt_tokens or rollout.max_response_tokens"
+    if isinstance(trainer, TogetherConfig):  # no row is cut, but ranks can share it out
+        keys = f"{keys}, a higher {section}.sequence_parallel"
     return f"a smaller {keys if longest >= largest(trainer.budget) else f'{section}.micro_batch_tokens'}"

@@ -221,6 +221,36 @@ def check_tensor_parallel(ranks: int, shape: ModelShape) -> None:
         )
 
 
+def check_heads(section: str, ranks: int, shape: ModelShape) -> None:
+    """Check that ranks that compute a micro-batch together can share a model's attention out.
+
+    Args:
+        section: the key of the trained model's section.
+        ranks: its `sequence_parallel`.
+
+    Raises:
+        UserError: heads cannot be divided, or it is a mixture of experts.
+    """
+    if ranks == 1:
+        return
+    key = f"{section}.sequence_parallel"
+    if shape.experts is not None:
+        raise UserError(
+            f"{key}={ranks} is not for mixtures of experts: how evenly all tokens of a micro-batch use them is not "
+            "summed over ranks",
+            f"remove {key}, and use shorter rows or {section}.gradient_checkpointing=true",
+        )
+    divided = shape.heads % ranks == 0, shape.kv_heads % ranks == 0 or ranks % shape.kv_heads == 0
+    names = [name for name, even in zip(("heads", "kv_heads"), divided, strict=True) if not even]
+    if names:
+        sizes = ", ".join(f"{getattr(shape, name)} {name}" for name in names)
+        raise UserError(
+            f"{key}={ranks}: the model's {sizes} cannot be spread evenly, and each rank computes attention of a part "
+            "of them",
+            "use a number that divides heads, and divides kv_heads or is a multiple of them",
+        )
+
+
 def check_longest_row(config: TrainConfig, settings: Mapping[str, Any]) -> None:
     """Check that no row is longer than the trainer and the rollout engine compute it alike.
 

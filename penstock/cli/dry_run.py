@@ -21,6 +21,7 @@ from penstock.configs.idle import idle_settings, idle_steps
 from penstock.configs.loading.load import to_yaml
 from penstock.configs.preference import PairConfig
 from penstock.configs.schema import TrainConfig
+from penstock.configs.tree.schedule import largest
 from penstock.doctor.model import examine_model
 from penstock.engines.groups.placement import describe_strategy, reshard_strategy
 from penstock.engines.groups.spec import LOCAL, RankDevice, device_name
@@ -51,6 +52,7 @@ def print_dry_run(
         *filter(None, [gpus]),
         *describe_actor(config),
         f"reshard: {strategy}",
+        *describe_together(config),
         describe_snapshots(estimates),
         *idle_settings(config),
         *describe_prompts(config),
@@ -64,6 +66,17 @@ def describe_actor(config: TrainConfig) -> list[str]:
     """Return in words what the actor is, how it is trained and by what it is served; of a tiny model nothing."""
     lines = [] if config.model.path is None else examine_model(config.model.path, config.model.code)
     return [f"{line.subject}: {line.text}" for line in lines]
+
+
+def describe_together(config: TrainConfig) -> list[str]:
+    """Return a sentence for each model whose micro-batches several ranks compute together."""
+    sections = {"actor": config.actor, "critic": config.critic}
+    return [
+        f"{name}: {section.sequence_parallel} ranks compute each micro-batch together, "
+        f"{-(-largest(section.budget) // section.sequence_parallel):,} of {largest(section.budget):,} tokens each"
+        for name, section in sections.items()
+        if section is not None and section.sequence_parallel > 1
+    ]
 
 
 def print_dry_run_of_steps(

@@ -125,6 +125,11 @@ class TrainConfig(Recipe):
 
     def _check_reference(self) -> None:
         kl = self.algorithm.kl
+        if self.algorithm.full_kl and self.actor.sequence_parallel > 1:
+            raise ValueError(
+                "'actor.sequence_parallel' does not go with 'algorithm.kl.estimator' full: hidden states of the "
+                "reference are not split over ranks; take another estimator, e.g. k3"
+            )
         if self.evaluate.evaluators is None:
             names = [name for name in BUILT_IN_EVALUATORS if name != "kl" or kl is not None]
             object.__setattr__(self, "evaluate", self.evaluate.model_copy(update={"evaluators": names}))

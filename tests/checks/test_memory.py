@@ -131,3 +131,37 @@ def test_sharding_within_machines_is_for_several_of_several_ranks(monkeypatch: p
         memory.check_memory(within_machines(hosts=2, ranks=1))
     with pytest.raises(ValueError, match="'hpz' needs 'zero_stage' 3, not 1"):
         TrainConfig.model_validate({"actor": {"hpz": True}})
+
+
+def test_the_ranks_of_a_group_are_whole_sets_that_compute_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of each trained model's own group. Controls: numbers that divide them."""
+    monkeypatch.setattr(memory, "free_host_bytes", lambda: 1 << 50)
+    model = {"tiny": {"max_positions": 4096, "heads": 4, "kv_heads": 2}}
+
+    def check(ranks: int, **sections: Any) -> None:
+        groups = {"main": {"ranks": ranks, "roles": ["actor", "critic", "rollout"]}}
+        tree = {"model": model, "algorithm": {"name": "ppo"}, "groups": groups, **sections}
+        memory.check_memory(TrainConfig.model_validate(tree))
+
+    check(4, actor={"sequence_parallel": 2}, critic={"sequence_parallel": 4})
+    with pytest.raises(UserError, match=r"actor\.sequence_parallel=2 does not divide the 3 ranks of group 'main'"):
+        check(3, actor={"sequence_parallel": 2})
+    with pytest.raises(UserError, match=r"critic\.sequence_parallel=4 does not divide the 2 ranks"):
+        check(2, actor={"sequence_parallel": 2}, critic={"sequence_parallel": 4})
+    with pytest.raises(UserError, match=r"sequence_parallel=3: the model's 4 heads"):
+        check(3, actor={"sequence_parallel": 3})
+
+
+def test_a_row_too_long_for_a_rank_is_for_several(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The refusal names the key, and with it the row fits."""
+    monkeypatch.setattr(memory, "free_host_bytes", lambda: 9 << 30)
+    sizes = {"data": {"max_prompt_tokens": 100}, "rollout": {"max_response_tokens": 200_000, "kv_cache_gib": 0.1}}
+
+    def check(together: int) -> None:
+        groups = {"learning": {"ranks": 2, "roles": ["actor"]}, "generating": {"ranks": 1, "roles": ["rollout"]}}
+        tree = {"model": {"tiny": {"max_positions": 1 << 20, "heads": 4, "kv_heads": 2}}, "groups": groups, **sizes}
+        memory.check_memory(TrainConfig.model_validate(tree | {"actor": {"sequence_parallel": together}}))
+
+    with pytest.raises(UserError, match=r"a higher actor\.sequence_parallel"):
+        check(1)
+    check(2)

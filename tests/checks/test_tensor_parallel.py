@@ -1,4 +1,4 @@
-"""A model that vLLM cannot cut over the ranks of an engine is refused before anything starts."""
+"""A model whose heads ranks cannot share is refused before anything starts, vLLM's ranks and the trainer's."""
 
 from __future__ import annotations
 
@@ -7,8 +7,9 @@ from dataclasses import replace
 import pytest
 
 from penstock.base.errors import UserError
-from penstock.checks.model import check_tensor_parallel
+from penstock.checks.model import check_heads, check_tensor_parallel
 from penstock.configs.sections.model import TinyModel
+from penstock.engines.families.shape import ExpertSizes
 from penstock.engines.families.tiny import tiny_shape
 
 SHAPE = replace(tiny_shape(TinyModel()), heads=8, kv_heads=2, intermediate_size=96)
@@ -32,3 +33,27 @@ def test_uneven_shares_are_refused_by_name(ranks: int, sizes: dict[str, int], me
     """vLLM would fail in the middle of a start."""
     with pytest.raises(UserError, match=message):
         check_tensor_parallel(ranks, replace(SHAPE, **sizes))
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4, 8])
+def test_heads_are_shared_out_for_attention(ranks: int) -> None:
+    """Also more ranks than key/value heads, and an MLP of any size, which no rank has a part of."""
+    check_heads("actor", ranks, replace(SHAPE, intermediate_size=97))
+
+
+@pytest.mark.parametrize(
+    ("ranks", "sizes", "message"),
+    [(3, {}, r"critic\.sequence_parallel=3: the model's 8 heads, 2 kv_heads"), (4, {"kv_heads": 6}, "'s 6 kv_heads")],
+)
+def test_heads_that_are_not_shared_out_evenly_are_refused(ranks: int, sizes: dict[str, int], message: str) -> None:
+    """An exchange would fail in the middle of a training's first pass."""
+    with pytest.raises(UserError, match=message):
+        check_heads("critic", ranks, replace(SHAPE, **sizes))
+
+
+def test_micro_batches_of_a_mixture_are_not_shared_out() -> None:
+    """Its figures of the experts are of a rank's own tokens. Control: on one rank it is trained."""
+    mixture = replace(SHAPE, experts=ExpertSizes(count=4, chosen=2, inner=32))
+    check_heads("actor", 1, mixture)
+    with pytest.raises(UserError, match=r"actor\.sequence_parallel=2 is not for mixtures of experts"):
+        check_heads("actor", 2, mixture)

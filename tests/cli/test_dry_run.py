@@ -17,7 +17,7 @@ from penstock.base.errors import UserError
 from penstock.benchmarks.workload.families import write_family
 from penstock.checks import memory
 from penstock.checks.memory import NOWHERE, Elsewhere
-from penstock.cli.dry_run import describe_actor, describe_waiting, print_placement
+from penstock.cli.dry_run import describe_actor, describe_together, describe_waiting, print_placement
 from penstock.configs.schema import TrainConfig
 from penstock.engines.commands.hosts import GpuFacts, HostFacts
 from penstock.engines.sizing.memory import GIB
@@ -173,6 +173,15 @@ def test_what_the_memory_is_for(drawn: Drawn) -> None:
     words = " ".join(" ".join(line) for line in rows)
     for text in ("update of the", "1.20 libraries", "actor: nothing", "critic: nothing", "activations"):
         assert text in words, text
+
+
+def test_which_models_have_several_ranks_for_a_micro_batch() -> None:
+    """With the tokens of each. Control: of a recipe that says nothing there is nothing to say."""
+    assert describe_together(TrainConfig()) == []
+    actor = {"sequence_parallel": 3, "micro_batch_tokens": {0: 1000, 9: 8000}}
+    tree = {"algorithm": {"name": "ppo"}, "actor": actor}
+    (said,) = describe_together(TrainConfig.model_validate(tree))
+    assert said == "actor: 3 ranks compute each micro-batch together, 2,667 of 8,000 tokens each"
 
 
 def test_what_a_run_would_gain_if_nobody_waited() -> None:

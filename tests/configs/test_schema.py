@@ -162,6 +162,16 @@ def test_the_optimizer_rests_in_host_memory_only_where_deepspeed_can_move_it(sta
         TrainConfig.model_validate({**ppo, "groups": groups})
 
 
+def test_states_of_a_reference_are_not_shared_out() -> None:
+    """A KL over the vocabulary is for ranks that compute each row whole. Controls: each of the two by itself."""
+    full = {"kl": {"place": "loss", "estimator": "full", "coefficient": 0.1}}
+    together = {"sequence_parallel": 2}
+    TrainConfig.model_validate({"algorithm": full})
+    TrainConfig.model_validate({"algorithm": {"kl": {}}, "actor": together})
+    with pytest.raises(ValidationError, match=r"'actor\.sequence_parallel' does not go with"):
+        TrainConfig.model_validate({"algorithm": full, "actor": together})
+
+
 def test_there_are_recipes() -> None:
     """The tests below are not vacuous."""
     assert {"grpo_gsm8k", "ppo_gsm8k", *KINDS} <= {path.stem for path in RECIPES}

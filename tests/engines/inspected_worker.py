@@ -25,10 +25,12 @@ from penstock.base.errors import UserError
 from penstock.base.ragged import Ragged
 from penstock.configs.sections.rollout import RolloutConfig
 from penstock.engines.batches.packing import Rows, pack
+from penstock.engines.batches.shares import RankSet
 from penstock.engines.commands.message import encode
 from penstock.engines.commands.update import Split
 from penstock.engines.families import table
 from penstock.engines.groups.channel import Tell
+from penstock.engines.kernels import sequence_parallel
 from penstock.engines.kernels.weight_gradients import SummedLinear
 from penstock.engines.models.loading import gathered_state
 from penstock.engines.ranks.models import RankModels
@@ -52,6 +54,7 @@ from tests.engines import between_steps, scheduling
 from tests.engines.families import renamed
 from tests.engines.plain_commands import INSIDE, command_of, numbered
 
+EXCHANGE = sequence_parallel._exchange
 buckets.BUCKET_BYTES = 200_000  # so that a tiny model takes several
 
 
@@ -99,6 +102,7 @@ class InspectedWorker(Worker):
         "spoil_offloaded",
         "wrapped_collectives",
         "timed_collectives_of",
+        "attend_alone",
     )
 
     def __init__(self, rank: int, world_size: int, gpu: int | None) -> None:
@@ -242,6 +246,19 @@ class InspectedWorker(Worker):
     def mini_batches(self, count: int, split: dict[str, Any]) -> dict[str, Any]:
         """The rows of each optimizer step (here because the module brings DeepSpeed)."""
         return {"rows": [index_B.tolist() for index_B in mini_batch_rows(count, Split(**split))]}
+
+    def attend_alone(self, wanted: bool) -> dict[str, Any]:
+        """Let attention get nothing of other ranks that compute the same micro-batch, or all of it again."""
+
+        def own_alone(ranks: RankSet, sent: torch.Tensor, send: tuple[int, ...], receive: tuple[int, ...]) -> Any:
+            received, begin = EXCHANGE(ranks, sent, send, receive), sum(receive[: ranks.own])
+            own = slice(begin, begin + receive[ranks.own])
+            kept = torch.zeros_like(received)
+            kept[own] = received[own]
+            return kept
+
+        sequence_parallel._exchange = own_alone if wanted else EXCHANGE
+        return {}
 
     def refusal(self, of: str, arguments: dict[str, Any]) -> dict[str, Any]:
         """What the command `of` raises, as text; empty if it goes through. (Let out, it would end the group.)"""

@@ -1,8 +1,9 @@
 """What may change when a run is resumed: how long it goes on, deadlines, checkpoints, records, and where it runs.
 
-On another number of ranks, in other micro-batches, or at another ZeRO stage, sums are taken in another order and
-nothing else changes. Anything else would make another run: its first iterations or steps would be of other settings
-than its last. What may change while a training runs has a way of its own (penstock/session/settings.py).
+On another number of ranks, of all or of those that compute a micro-batch together, in other micro-batches, or at
+another ZeRO stage, sums are taken in another order and nothing else changes. Anything else would make another run: its
+first iterations or steps would be of other settings than its last. What may change while a training runs has a way of
+its own (penstock/session/settings.py).
 """
 
 from __future__ import annotations
@@ -76,6 +77,7 @@ OF_TRAIN = Resumable(
         *WHERE_AND_DEADLINES,
         "rollout.tensor_parallel",
         *("actor.zero_stage", "actor.offload_optimizer", "critic.zero_stage", "critic.offload_optimizer"),
+        *("actor.sequence_parallel", "critic.sequence_parallel"),
         "sft.zero_stage",
     ),
     sections=("groups", "faults"),

@@ -117,11 +117,21 @@ OFFLOAD_REFUSED = {
 }
 
 
-class ActorConfig(TrainerConfig):
+class TogetherConfig(TrainerConfig):
+    """A model of reinforcement learning, whose rows may be too long for one rank."""
+
+    sequence_parallel: PositiveInt = Field(
+        1,
+        description="so many ranks of a group compute each micro-batch together, each a share of its tokens, for rows "
+        "too long for one; 'micro_batch_tokens' are those of all of them",
+    )
+
+
+class ActorConfig(TogetherConfig):
     """The policy that is trained."""
 
 
-class CriticConfig(TrainerConfig):
+class CriticConfig(TogetherConfig):
     """The value model (PPO). It starts from the actor's weights with a new scalar head."""
 
     path: str | None = Field(None, description="Hugging Face folder to start from; default: the actor's starting point")

@@ -25,6 +25,7 @@ import numpy as np
 import torch
 
 from penstock.base.ragged import Ragged, offsets_of
+from penstock.engines.batches.shares import ALONE, RankSet, cut
 from penstock.engines.batches.trees import Alike, Origins, alike_of, into, origins_of
 from penstock.state.experience import column_names, read_columns
 
@@ -50,6 +51,24 @@ class SharedTargets:
 
 
 @dataclass(frozen=True)
+class Share:
+    """This rank's share of a run that several ranks compute together (penstock/engines/batches/shares.py)."""
+
+    ranks: RankSet
+    run: int  # tokens of the run
+    tokens: tuple[int, ...]  # of each rank; a run of fewer tokens than ranks has more behind it, which nothing looks at
+    predict_O: torch.Tensor  # index into the own tokens: what predicts distinct response tokens
+    targets_O: torch.Tensor
+    targets: tuple[int, ...]  # how many of those each rank has
+    place_U: torch.Tensor  # where a distinct response token lies among those of all ranks
+
+    @property
+    def own_tokens(self) -> int:
+        """How many tokens this rank has."""
+        return self.tokens[self.ranks.own]
+
+
+@dataclass(frozen=True)
 class PackedLayout:
     """Where the sequences of attention lie: queries are consecutive tokens of the run, keys may begin elsewhere."""
 
@@ -60,13 +79,14 @@ class PackedLayout:
     sequences: int
     shared: SharedPrefixes | None  # None: every sequence's keys are its own tokens
     slots_K: torch.Tensor | None  # sequence x max_keys + position, for attention on CPU
+    share: Share | None = None  # None: this rank computes the run alone
 
 
 @dataclass(frozen=True)
 class PackedBatch:
     """One micro-batch on the device."""
 
-    tokens_N: torch.Tensor
+    tokens_N: torch.Tensor  # with a share, as positions_N, the own ones; indices are into the whole run all the same
     positions_N: torch.Tensor
     layout: PackedLayout
     predict_T: torch.Tensor  # index into N of the token whose hidden state predicts (and values) response token t
@@ -82,6 +102,13 @@ class PackedBatch:
     def distinct(self, values_T: torch.Tensor) -> torch.Tensor:
         """Return what belongs to response tokens, for those that rows share once: for U."""
         return values_T if self.shared is None else values_T.index_select(0, self.shared.first_U)
+
+    @property
+    def own(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """What this rank computes of the distinct response tokens: indices into tokens_N that predict, and targets."""
+        if (share := self.layout.share) is not None:
+            return share.predict_O, share.targets_O
+        return self.distinct(self.predict_T), self.distinct(self.targets_T)
 
     def each(self, values_U: torch.Tensor) -> torch.Tensor:
         """Return for every response token what is known of the distinct ones; the gradients of shared ones add up."""
@@ -194,11 +221,14 @@ def read_rows(path: str, columns: Sequence[str] = ()) -> Rows:
     return Rows(read["prompt_tokens"], read["response_tokens"], read["loss_mask"], named, accepted_B)
 
 
-def pack(rows: Rows, index: list[int], device: torch.device) -> PackedBatch:
+def pack(rows: Rows, index: list[int], device: torch.device, ranks: RankSet = ALONE) -> PackedBatch:
     """Pack the given rows into one micro-batch on `device`.
 
     An empty `index` gives the shortest row, its mask and columns at zero: the forward pass happens (collectives stay in
     step), and nothing of it counts, not even a NaN.
+
+    Args:
+        ranks: those that compute it together; each of them packs the same rows.
     """
     counts = bool(index)
     if not index:
@@ -214,17 +244,25 @@ def pack(rows: Rows, index: list[int], device: torch.device) -> PackedBatch:
     place_B = np.empty_like(chosen_B)
     place_B[arranged.order_B] = np.arange(len(chosen_B))
     response_T = into((starts_B + arranged.prompts_B)[place_B], responses_B)  # index into R
+    predict_T, targets_T = at_R[response_T - 1], whole.values_T[response_T].astype(np.int64)
+    distinct = _distinct(arranged, at_R[response_T])
+    layout = _layout(arranged, whole, at_R, device)
+    own_N: slice | np.ndarray = slice(None)
+    if ranks.count > 1:
+        first_U: slice | np.ndarray = slice(None) if distinct is None else distinct[0]
+        own_N, share = _share(ranks, len(tokens_N), predict_T[first_U], targets_T[first_U], device)
+        layout = replace(layout, share=share)
     return PackedBatch(
-        tokens_N=to_device(tokens_N, device),
-        positions_N=to_device(_ramp(whole.lengths_B)[own_R], device),
-        layout=_layout(arranged, whole, at_R, device),
-        predict_T=to_device(at_R[response_T - 1], device),
+        tokens_N=to_device(tokens_N[own_N], device),
+        positions_N=to_device(_ramp(whole.lengths_B)[own_R][own_N], device),
+        layout=layout,
+        predict_T=to_device(predict_T, device),
         last_B=to_device(at_R[whole.offsets_B1[1:] - 1][place_B], device),
-        targets_T=to_device(whole.values_T[response_T].astype(np.int64), device),
+        targets_T=to_device(targets_T, device),
         mask_T=to_device(rows.mask.take(chosen_B).values_T.astype(np.float32), device),
         offsets_B1=to_device(offsets_of(responses_B), device),
         columns={name: to_device(column.take(chosen_B).values_T, device) for name, column in rows.columns.items()},
-        shared=_shared_targets(arranged, at_R[response_T], device),
+        shared=None if distinct is None else SharedTargets(*(to_device(array, device) for array in distinct)),
         computed=len(tokens_N) if counts else 0,
         branched=arranged.origins.beyond_prompts if counts else 0,
     )
@@ -280,12 +318,23 @@ def _shortest(rows: Rows) -> int:
     return int(lengths_B.argmin())
 
 
-def _shared_targets(arranged: Arranged, at_T: np.ndarray, device: torch.device) -> SharedTargets | None:
-    """Tell response tokens apart by where they lie in the run."""
+def _distinct(arranged: Arranged, at_T: np.ndarray) -> tuple[np.ndarray, np.ndarray] | None:
+    """Tell response tokens apart by where they lie in the run, as `SharedTargets` has it; None: each has its own."""
     if not (arranged.origins.shared_B > arranged.prompts_B).any():
         return None
     _, first_U, of_T = np.unique(at_T, return_index=True, return_inverse=True)
-    return None if len(first_U) == len(at_T) else SharedTargets(to_device(first_U, device), to_device(of_T, device))
+    return None if len(first_U) == len(at_T) else (first_U, of_T)
+
+
+def _share(
+    ranks: RankSet, tokens: int, predict_U: np.ndarray, targets_U: np.ndarray, device: torch.device
+) -> tuple[np.ndarray, Share]:
+    """Return which tokens of the run are this rank's, and its share."""
+    found = cut(ranks, tokens, predict_U)
+    arrays = found.predict_O, targets_U[found.own_O], found.place_U
+    predict_O, targets_O, place_U = (to_device(array, device) for array in arrays)
+    own_N = np.minimum(np.arange(found.own.start, found.own.stop), tokens - 1)
+    return own_N, Share(ranks, tokens, found.tokens, predict_O, targets_O, found.targets, place_U)
 
 
 def _layout(arranged: Arranged, whole: Ragged, at_R: np.ndarray, device: torch.device) -> PackedLayout:

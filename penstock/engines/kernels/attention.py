@@ -9,6 +9,9 @@ Where rows share what they begin with (penstock/engines/batches/packing.py), its
 of them; a row's own queries are the last of their sequence, which is how the causal kernel aligns fewer queries than
 keys.
 
+Of a run that several ranks compute together each has all tokens here, and its part of the heads
+(penstock/engines/kernels/sequence_parallel.py).
+
 Capped scores (Gemma 2) are computed on a CPU alone. Left out: attention sinks, and values of a size of their own, for
 which PyTorch's kernel has no place (refused before a model is trained, penstock/engines/families/architecture.py, and
 here).
@@ -25,6 +28,7 @@ from transformers import AttentionInterface
 from penstock.engines.batches.packing import PackedLayout, SharedPrefixes
 from penstock.engines.families.architecture import CAPPED_ON_GPU, unpackable
 from penstock.engines.kernels.attention_kernel import causal_varlen_attention
+from penstock.engines.kernels.sequence_parallel import own_tokens_of_heads, tokens_of_own_heads
 
 NAME = "packed"
 
@@ -68,11 +72,15 @@ def packed_attention(
     if softcap is not None and packing.slots_K is None:
         raise unpackable("the model", CAPPED_ON_GPU)
     query_N, key_N, value_N = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
+    if packing.share is not None:
+        query_N, key_N, value_N = tokens_of_own_heads(packing.share, query_N, key_N, value_N)
     key_K, value_K = (repeat_prefixes(tensor_N, packing.shared) for tensor_N in (key_N, value_N))
     if packing.slots_K is None:
         out_N = causal_varlen_attention(query_N, key_K, value_K, packing, scaling, sliding_window)
     else:
         out_N = attention_by_rows(query_N, key_K, value_K, packing, scaling, sliding_window, softcap)
+    if packing.share is not None:
+        out_N = own_tokens_of_heads(packing.share, out_N)
     return out_N.unsqueeze(0), None
 
 

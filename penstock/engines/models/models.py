@@ -24,6 +24,7 @@ from penstock.engines.families.logits import LogitRule, logit_rule
 from penstock.engines.families.longest_row import LongestRow, longest_row
 from penstock.engines.families.table import family_of
 from penstock.engines.kernels.lm_head import Reference, selected_logprobs, selected_logprobs_and_kl
+from penstock.engines.kernels.sequence_parallel import of_all_ranks
 from penstock.engines.models.compile import prepare_compiler
 from penstock.engines.weights.layout import blocks, family_in
 
@@ -47,10 +48,10 @@ class PackedPolicy(nn.Module):
         distributions comes third. With `experts` the last two are how evenly those of a mixture are used by all tokens:
         loss and load (penstock/algorithms/expert_balance.py), means over the layers.
         """
-        output = _blocks_output(self.lm.base_model, batch, self.longest, experts)
-        hidden_UH = output.last_hidden_state[0].index_select(0, batch.distinct(batch.predict_T))
-        found = self.head(hidden_UH, batch.distinct(batch.targets_T), temperature, reference)
-        outputs: tuple[torch.Tensor, ...] = tuple(map(batch.each, found))
+        output, (predict_U, targets_U) = _blocks_output(self.lm.base_model, batch, self.longest, experts), batch.own
+        hidden_UH = output.last_hidden_state[0].index_select(0, predict_U)
+        found = self.head(hidden_UH, targets_U, temperature, reference)
+        outputs: tuple[torch.Tensor, ...] = tuple(map(batch.each, _of_the_run(batch, found)))
         return (*outputs, *_balance(output.router_logits, self.lm.config.num_experts_per_tok)) if experts else outputs
 
     def hidden(self, batch: PackedBatch) -> torch.Tensor:
@@ -96,9 +97,9 @@ class PackedCritic(nn.Module):
 
     def forward(self, batch: PackedBatch) -> torch.Tensor:
         """Return values_T in float32."""
-        predict_U = batch.distinct(batch.predict_T)
-        hidden_UH = _hidden_states(self.backbone, batch, self.longest).index_select(0, predict_U)
-        return batch.each(self.head(hidden_UH).squeeze(-1).float())
+        hidden_UH = _hidden_states(self.backbone, batch, self.longest).index_select(0, batch.own[0])
+        (values_U,) = _of_the_run(batch, [self.head(hidden_UH).squeeze(-1).float()])
+        return batch.each(values_U)
 
 
 class PackedRewardModel(nn.Module):
@@ -113,6 +114,12 @@ class PackedRewardModel(nn.Module):
         hidden_BH = _hidden_states(self.classifier.base_model, batch, self.longest).index_select(0, batch.last_B)
         scores_B: torch.Tensor = self.classifier.score(hidden_BH)
         return scores_B.squeeze(-1).float()
+
+
+def _of_the_run(batch: PackedBatch, found_U: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+    """Return what is known of the distinct response tokens, those of other ranks' shares as well."""
+    share = batch.layout.share
+    return found_U if share is None else of_all_ranks(share, found_U)
 
 
 def _balance(logits: Sequence[torch.Tensor], chosen: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -18,6 +18,7 @@ from penstock.engines.commands.build import Build, BuildFrozen, Built, MakeTiny
 from penstock.engines.families.shape import read_shape
 from penstock.engines.groups.placement import reference_is_base, reshard_strategy
 from penstock.engines.kernels.attention_kernel import kernels_on
+from penstock.engines.kernels.sequence_parallel import ranks_together
 from penstock.engines.models.loading import causal_lm_shapes, load_reward_model
 from penstock.engines.models.models import PackedPolicy, PackedRewardModel
 from penstock.engines.models.tiny import make_tiny_model
@@ -108,7 +109,12 @@ def _build_actor(models: RankModels, command: Build, steps: int) -> tuple[int, i
     with _timed("starting DeepSpeed"):
         policy = PackedPolicy(models.lm, command.keep_logits)
         models.trainers["actor"] = Trainer(
-            policy, ordered_parameters(models.lm), config, steps, stops_at=models.config.faults.stops_at
+            policy,
+            ordered_parameters(models.lm),
+            config,
+            steps,
+            stops_at=models.config.faults.stops_at,
+            ranks=ranks_together(config.sequence_parallel),
         )
     if "reference" not in command.roles:
         keep_head(models)

@@ -18,6 +18,7 @@ import torch
 from penstock.engines.batches.packing import Rows, read_rows
 from penstock.engines.commands.forward import TokenValues, Values
 from penstock.engines.commands.update import UpdateCritic, Updated
+from penstock.engines.kernels.sequence_parallel import ranks_together
 from penstock.engines.models.models import PackedCritic
 from penstock.engines.ranks.forward import per_token
 from penstock.engines.ranks.models import RankModels
@@ -42,7 +43,12 @@ def build_critics(models: RankModels, folder: str, agents: Sequence[str], steps:
         torch.manual_seed(models.config.seed)
         critic = PackedCritic(models.causal_lm(folder, config)).to(models.device)
         models.trainers[name] = Trainer(
-            critic, ordered_parameters(critic), config, steps, stops_at=models.config.faults.stops_at
+            critic,
+            ordered_parameters(critic),
+            config,
+            steps,
+            stops_at=models.config.faults.stops_at,
+            ranks=ranks_together(config.sequence_parallel),
         )
 
 

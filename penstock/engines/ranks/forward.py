@@ -37,10 +37,15 @@ def logprobs(models: RankModels, command: Logprobs) -> TokenValues:
 def per_token(
     models: RankModels, rows: Rows, role: CountedModel, budget: int, forward: Callable[[PackedBatch], torch.Tensor]
 ) -> TokenValues:
-    """Return what `forward` gives for each response token, for this rank's share of rows."""
-    plan = plan_micro_batches(rows, models.world_size, budget)[models.rank]
-    parts = [forward(pack(rows, index, models.device)) for index in plan]
-    kept = [part for part, index in zip(parts, plan, strict=True) if index]
+    """Return what `forward` gives for each response token, for this rank's share of rows.
+
+    Of ranks that compute micro-batches together the first one returns what all of them know.
+    """
+    ranks = models.ranks_of(role)
+    plan = plan_micro_batches(rows, models.world_size // ranks.count, budget)[models.rank // ranks.count]
+    parts = [forward(pack(rows, index, models.device, ranks)) for index in plan]
+    plan = plan if ranks.answers else []
+    kept = [part for part, index in zip(parts, plan, strict=False) if index]
     values_T = torch.cat(kept).float().cpu().numpy() if kept else np.empty(0, np.float32)
     order = np.asarray([row for index in plan for row in index], dtype=np.int64)
     models.use(work_on(models, rows, role, epochs=0))

@@ -17,6 +17,7 @@ from penstock.configs.schema import TrainConfig
 from penstock.configs.sections.trainer import TrainerConfig
 from penstock.data.tokenizer import load_tokenizer
 from penstock.engines.batches.packing import Rows
+from penstock.engines.batches.shares import ALONE, RankSet
 from penstock.engines.commands.finetuning import Step
 from penstock.engines.commands.rollout import PartialResults
 from penstock.engines.families.shape import ModelShape
@@ -135,6 +136,11 @@ class RankModels:
         engine = self.trainers[name].engine
         engine.eval()
         return engine
+
+    def ranks_of(self, role: CountedModel) -> RankSet:
+        """Return the ranks that compute micro-batches of a role together; a reference follows the actor beside it."""
+        wanted = "actor" if role == "reference" else role
+        return next((one.ranks for name, one in self.trainers.items() if name.partition("/")[0] == wanted), ALONE)
 
     def tokenizer(self, folder: str) -> Any:
         """Return the tokenizer of a model folder, read once."""

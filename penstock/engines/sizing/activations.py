@@ -37,6 +37,7 @@ class Computation:
     compiled: bool = False  # torch.compile recomputes in the backward pass what takes no matrix product
     gated: bool = False  # one product of gate, up and activation (kernels/gated_mlp.py), which recomputes the latter
     checkpointing: bool = False  # a block keeps its input alone and is computed again
+    exchanged: bool = False  # ranks exchange heads for tokens around attention (kernels/sequence_parallel.py)
 
 
 @dataclass(frozen=True)
@@ -68,6 +69,8 @@ def layer_table(shape: ModelShape, computation: Computation, keys: float = 1.0) 
         *_mlp_table(inner, computation),
         *_expert_table(shape, computation),
     ]
+    if computation.exchanged and computation.device == "cuda":  # elsewhere attention keeps its output by rows
+        table.append(Kept("attention's output, exchanged", w * query, "input of o_proj, no longer the same tensor"))
     if compiled:
         table += [
             Kept("block's input", w * hidden, "first norm"),

@@ -12,11 +12,11 @@ are what is to be measured anew when kernels or libraries change. Left out: othe
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from penstock.configs.schema import TrainConfig
 from penstock.configs.sections.run import Role
-from penstock.configs.sections.trainer import SftConfig, TrainerConfig
+from penstock.configs.sections.trainer import SftConfig, TogetherConfig, TrainerConfig
 from penstock.configs.tree.schedule import largest
 from penstock.engines.families.shape import ModelShape
 from penstock.engines.groups.placement import reference_is_base, reshard_strategy
@@ -284,7 +284,8 @@ def _update(name: str, trainer: TrainerConfig, config: TrainConfig, rank: Rank, 
     pass comes first, so its logits are gone when the first block's begins, and all activations are gone when the
     optimizer steps.
     """
-    shape, stage, micro_batch = _shape(name, rank), trainer.zero_stage, _largest_micro_batch(trainer, config)
+    shape, stage = _shape(name, rank), trainer.zero_stage
+    micro_batch = _share(trainer, shape, _largest_micro_batch(trainer, config))
     computation = _computation(trainer, rank, shape, recomputed)
     trained = shape.trained_parameters(trainer.lora)
     gradients = GRADIENT * trained // (rank.ranks if stage >= 2 else 1)
@@ -316,6 +317,7 @@ def _computation(trainer: TrainerConfig, rank: Rank, shape: ModelShape, recomput
         compiled=rank.device == "cuda" and stage < 3,
         gated=rank.gated_mlp and summed and bool(shape.family.gated_mlps),
         checkpointing=recomputed.activations,
+        exchanged=ranks_together(trainer) > 1,
     )
 
 
@@ -356,6 +358,23 @@ def _largest_micro_batch(trainer: TrainerConfig, config: TrainConfig) -> MicroBa
     return MicroBatch(tokens, responses, keys_per_token(prompt, response, samples))
 
 
+def ranks_together(trainer: TrainerConfig) -> int:
+    """Return how many ranks compute each micro-batch of a model together."""
+    return trainer.sequence_parallel if isinstance(trainer, TogetherConfig) else 1
+
+
+def _share(trainer: TrainerConfig, shape: ModelShape, whole: MicroBatch) -> MicroBatch:
+    """Return what of a micro-batch one rank computes.
+
+    Attention has a part of the heads of all tokens, as many numbers as all heads of a part of the tokens; heads of keys
+    fewer than the ranks are there several times. All tokens of a share may be response tokens.
+    """
+    ranks = ranks_together(trainer)
+    tokens = -(-whole.tokens // ranks)
+    keys = whole.keys * max(1.0, ranks / shape.kv_heads)
+    return replace(whole, tokens=tokens, responses=min(whole.responses, tokens), keys=keys) if ranks > 1 else whole
+
+
 def _buckets(trained: int, stage: int, rank: Rank) -> int:
     """Return the buffers of gradients on their way to other ranks, and of ZeRO-3's gathered parameters."""
     if stage == 0 or (stage == 1 and rank.width == 2):
@@ -382,8 +401,10 @@ def _start(config: TrainConfig, rank: Rank, trained: Mapping[str, TrainerConfig]
 
 def _forward(config: TrainConfig, rank: Rank) -> int:
     """Return what a forward pass needs: one block at a time, nothing kept for a backward pass."""
-    computation, asked = Computation(rank.width, rank.device), _largest_micro_batch(config.actor, config)
-    tokens: dict[Role, int] = {"reference": asked.tokens, "reward": scored_tokens(config)}
+    computation, asked = Computation(rank.width, rank.device), _largest_micro_batch(config.actor, config).tokens
+    if "actor" in rank.shapes and config.trains:
+        asked = -(-asked // config.actor.sequence_parallel)  # the reference follows the actor beside it
+    tokens: dict[Role, int] = {"reference": asked, "reward": scored_tokens(config)}
     return max(
         count * total(layer_table(rank.shapes[role], computation))
         for role, count in tokens.items()

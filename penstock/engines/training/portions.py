@@ -17,12 +17,17 @@ import torch
 
 from penstock.algorithms.aggregation import Denominators, weight_of_sums
 from penstock.algorithms.segments import segment_sum
-from penstock.engines.batches.micro_batches import plan_micro_batches
-from penstock.engines.batches.packing import PackedInTurn, Rows, pack
+from penstock.engines.batches.packing import Rows
 from penstock.engines.commands.update import ActorLoss, Split
 from penstock.engines.training.correction import with_mismatch
 from penstock.engines.training.trainer import Trainer
-from penstock.engines.training.updates import actor_loss, means_and_shares, tells_experts, with_run_sums
+from penstock.engines.training.updates import (
+    actor_loss,
+    means_and_shares,
+    micro_batches,
+    tells_experts,
+    with_run_sums,
+)
 
 
 @dataclass
@@ -64,14 +69,12 @@ def add_portion(
             return
     alone = Denominators(1.0, 1.0, float(split.max_response_tokens))
     of_batch = actor_loss(loss, split.aggregation, None, portions.differences, tells_experts(trainer))
-    rank, world = torch.distributed.get_rank(), torch.distributed.get_world_size()
-    plan = plan_micro_batches(rows, world, split.micro_batch_tokens, index_B)
-    batches = PackedInTurn(plan[rank], lambda micro: pack(rows, micro, trainer.device))
+    batches = micro_batches(trainer, rows, split.micro_batch_tokens, index_B)
     trainer.add_gradient(batches, with_run_sums(of_batch, alone), last)
     portions.tokens += int(counted_B.sum())
     portions.sequences += int((counted_B > 0).sum())
     portions.length += int(rows.lengths_B[index_B].sum())
-    portions.micro_batches += len(plan[rank])
+    portions.micro_batches += len(batches)
     portions.corrected = loss.correction is not None
 
 

@@ -32,6 +32,7 @@ from penstock.base.errors import GradientNotFinite
 from penstock.configs.sections.faults import SKIPPED_IN_A_ROW
 from penstock.configs.sections.optimizer import OptimizerConfig
 from penstock.configs.sections.trainer import TrainerConfig
+from penstock.engines.batches.shares import ALONE, RankSet
 from penstock.engines.kernels import gated_mlp
 from penstock.engines.kernels.gated_mlp import gate_in_products
 from penstock.engines.kernels.weight_gradients import count_sums, sum_in_products
@@ -86,6 +87,7 @@ class Trainer:
         total_steps: optimizer steps of the whole training, the end of a decaying learning rate.
         remedy: what to do where gradients are not finite.
         stops_at: how many steps in a row without a finite gradient end the training.
+        ranks: those that compute each micro-batch together with this one.
 
     Attributes:
         steps: optimizer steps so far, also those that were skipped.
@@ -100,9 +102,11 @@ class Trainer:
         total_steps: int,
         remedy: str = REMEDY,
         stops_at: int = SKIPPED_IN_A_ROW,
+        ranks: RankSet = ALONE,
     ) -> None:
         self.config, self.total_steps, self.steps, self._remedy = config, total_steps, 0, remedy
         self.skipped = self._skipped_in_a_row = 0
+        self.ranks = ranks
         self._totals: dict[str, torch.Tensor] = {}  # of the micro-batches whose gradients are summed
         self._stops_at = stops_at
         self._frozen_sum: int | None = None
@@ -159,7 +163,9 @@ class Trainer:
         for number, batch in enumerate(batches, start=1):
             self.engine.set_gradient_accumulation_boundary(last and number == len(batches))
             loss, sums = loss_function(self.engine, batch)
-            self.engine.backward(loss * world)  # DeepSpeed averages over ranks; shares must add up instead
+            # DeepSpeed averages over ranks; shares must add up instead. So do the parts of a gradient that ranks have
+            # which compute a micro-batch together: each has the whole loss, and of the gradient its tokens' part.
+            self.engine.backward(loss * world)
             for name, value in {"loss": loss.detach(), **sums}.items():
                 totals[name] = totals[name] + value if name in totals else value
 
@@ -194,7 +200,8 @@ class Trainer:
         self.steps += 1
         grad_norm = float(self.engine.get_global_grad_norm()) if plain_norm is None else plain_norm
         self._count_skipped(grad_norm)
-        return StepResult(reduce_sums(totals, self.device), grad_norm, rate)
+        sums = reduce_sums(totals, self.device)  # ranks that compute a micro-batch together have all of its sums each
+        return StepResult({name: total / self.ranks.count for name, total in sums.items()}, grad_norm, rate)
 
     def _count_skipped(self, grad_norm: float) -> None:
         """Count a step that DeepSpeed skipped; raise after several in a row. Every rank has the same norm."""

@@ -213,16 +213,22 @@ def _step(
     if not counted_B.any():
         return None
     denominators = Denominators(float(counted_B.sum()), float((counted_B > 0).sum()), float(max_tokens))
-    rank, world = torch.distributed.get_rank(), torch.distributed.get_world_size()
-    plan = plan_micro_batches(rows, world, budget, index_B)
-    batches = PackedInTurn(plan[rank], lambda micro: pack(rows, micro, trainer.device))
+    batches = micro_batches(trainer, rows, budget, index_B)
     result = trainer.step(batches, with_run_sums(loss, denominators), learning_rate)
     return {
         **means_and_shares(result.sums, denominators.tokens, int(rows.lengths_B[index_B].sum())),
         "grad_norm": result.grad_norm,
         "learning_rate": result.learning_rate,
-        "micro_batches": float(len(plan[rank])),
+        "micro_batches": float(len(batches)),
     }
+
+
+def micro_batches(trainer: Trainer, rows: Rows, budget: int, index_B: np.ndarray) -> PackedInTurn[PackedBatch]:
+    """Return this rank's micro-batches of the given rows, of which ranks that compute them together have the same."""
+    ranks = trainer.ranks
+    rank, world = torch.distributed.get_rank(), torch.distributed.get_world_size()
+    plan = plan_micro_batches(rows, world // ranks.count, budget, index_B)
+    return PackedInTurn(plan[rank // ranks.count], lambda micro: pack(rows, micro, trainer.device, ranks))
 
 
 def with_run_sums(

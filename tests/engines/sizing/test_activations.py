@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from functools import partialmethod
+from functools import partial, partialmethod
 from pathlib import Path
 from types import MappingProxyType
 
@@ -16,8 +16,10 @@ from torch import nn
 from penstock.base.ragged import Ragged
 from penstock.benchmarks.workload.families import write_family
 from penstock.engines.batches.packing import Rows, pack
+from penstock.engines.batches.shares import RankSet
 from penstock.engines.families.shape import read_shape
 from penstock.engines.kernels import lm_head as logprobs
+from penstock.engines.kernels import sequence_parallel
 from penstock.engines.kernels.gated_mlp import gate_in_products
 from penstock.engines.kernels.weight_gradients import sum_in_products
 from penstock.engines.models.loading import load_causal_lm
@@ -118,6 +120,24 @@ def test_the_table_is_what_a_mixture_keeps(
     computation = Computation(2, "cpu", compiled)
     assert kept_bytes(sizes, computation, MICRO_BATCH) == pytest.approx(kept, rel=0.01)
     assert kept_bytes(replace(sizes, experts=None), computation, MICRO_BATCH) != pytest.approx(kept, rel=0.05)
+
+
+def test_the_table_is_what_ranks_keep_that_exchange_heads_for_tokens(
+    folder_of: FolderOf, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Half of the tokens, without the other rank: what it would send has the same size. Control: all of the tokens."""
+    folder, halves = folder_of(SHAPES[1]), RankSet(2, 0, None)
+
+    def received(sent: torch.Tensor, send: object, receive: tuple[int, ...], group: object) -> torch.Tensor:
+        return sent.new_ones(sum(receive), *sent.shape[1:])
+
+    monkeypatch.setattr(sequence_parallel, "_all_to_all", received)
+    monkeypatch.setitem(_kept.__globals__, "pack", partial(pack, ranks=halves))
+    kept = _kept(PackedPolicy(load_causal_lm(folder, torch.float32, False)).train(), _rows(1))
+    batch = MicroBatch(MICRO_BATCH.tokens // 2, MICRO_BATCH.responses // 2)
+    exchanged = Computation(4, "cpu", exchanged=True)
+    assert kept_bytes(read_shape(folder), exchanged, batch) == pytest.approx(kept, rel=0.01)
+    assert kept_bytes(read_shape(folder), exchanged, MICRO_BATCH) > 1.9 * kept
 
 
 @pytest.mark.parametrize("samples", [1, 4])

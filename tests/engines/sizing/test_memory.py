@@ -242,6 +242,27 @@ def test_a_row_longer_than_the_budget_counts_in_full(
     assert activations(10000) > 1.5 * activations(5000)
 
 
+def test_ranks_that_compute_together_have_a_part_of_the_activations_and_of_the_logits_each() -> None:
+    """A row of 5,000 tokens on two ranks is 2,500 on each, all of which may be predicted there; states are as ever.
+
+    The input of o_proj is a tensor by itself then. Control: on a rank alone it is twice that without it.
+    """
+    rank, wordy = _rank(2), replace(_rank(2), shapes={"actor": WORDY})
+
+    def phase(of: Rank, together: int, recomputed: Recomputed = ALL) -> dict[str, int]:
+        actor = {"sequence_parallel": together, "micro_batch_tokens": 1000}
+        return _phase("update of the actor", of, recomputed, **LONG, actor=actor)
+
+    alone, shared = phase(rank, 1), phase(rank, 2)
+    assert shared["activations"] == pytest.approx(alone["activations"] / 2, rel=0.02)
+    assert shared["actor masters and moments"] == alone["actor masters and moments"]
+    kept, half = (phase(wordy, together, NOTHING)["backward pass"] for together in (1, 2))
+    assert kept == GIB + 2 * 200_000 * (4900 + 128)  # a chunk's gradient, logits, and the gradient of the head
+    assert half == 2 * 2 * 200_000 * 2500 + 2 * 200_000 * 128
+    exchanged = phase(rank, 2, LOGITS)["activations"] - phase(rank, 1, LOGITS)["activations"] / 2
+    assert exchanged == pytest.approx(2 * 2500 * 2 * 128, rel=0.1)  # in two layers, of 4 heads of 32 numbers
+
+
 def test_a_schedule_counts_with_its_largest_budget() -> None:
     """The estimate is of the whole run, not of its first iteration."""
     first, later, largest = (
