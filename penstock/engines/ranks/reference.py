@@ -119,7 +119,8 @@ def _pass_without_head(models: RankModels, rows: Rows) -> dict[str, float]:
 @torch.no_grad()
 def logprobs_and_kl(models: RankModels, command: LogprobsAndKl) -> TokenValuesAndKl:
     """Compute log-probs and KL in one pass of the actor."""
-    rows, policy = with_states(read_rows(command.path), command.states), models.model("actor")
+    rows = with_states(read_rows(command.path, routes=models.config.actor.replays), command.states)
+    policy = models.model("actor")
     weight_VH = head_of_reference(models)
 
     def forward(batch: PackedBatch) -> torch.Tensor:
