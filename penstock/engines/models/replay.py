@@ -64,7 +64,7 @@ class _Router:
         self.mismatch = _mismatch(routes_NK, own_NK, known_N1)
         probabilities_NE = logits_NE.softmax(-1, dtype=torch.float)
         # In the order of a router's own choice: where that is the same, so are all sums to the last bit.
-        taken_NK, order_NK = probabilities_NE.gather(-1, routes_NK).sort(-1, descending=True, stable=True)
+        taken_NK, order_NK = probabilities_NE.gather(-1, routes_NK).sort(stable=True, dim=-1, descending=True)
         if self._normed:
             taken_NK = taken_NK / taken_NK.sum(-1, keepdim=True)
         return logits_NE, taken_NK.to(weights_NK.dtype), routes_NK.gather(-1, order_NK)

@@ -327,7 +327,7 @@ def sampling(training: Training, settings: Settings, purpose: int = 0) -> Sampli
         ignore_eos=config.ignore_eos,
         seed=[training.config.seed, settings.iteration, purpose],
         logprobs=training.config.algorithm.correction is not None,
-        routes=training.config.actor.replays,
+        routes=training.config.actor.replays and purpose not in (1, 2),  # of what is learnt from
     )
 
 

@@ -2,8 +2,8 @@
 
 They are kept as keys and values are: by the slot of the KV cache that a token has. So tokens that a prompt shares with
 another one, and that are found in the prefix cache instead of computed, bring the experts of the pass that computed
-them, and it does not matter in which pieces a prompt is computed. vLLM's own (`enable_return_routed_experts`) is of
-GPUs since 0.30 alone, and goes through the scheduler that sequences coast past (penstock/engines/rollout/scheduler.py).
+them, and it does not matter in which pieces a prompt is computed. vLLM's own (`enable_return_routed_experts`) is a part
+of its model runner for GPUs, and asks a scheduler that sequences coast past (penstock/engines/rollout/scheduler.py).
 
 Suffixes: `_T` tokens of one sequence, `_S` slots of the KV cache, `_NK` tokens of a step times experts of each,
 `_TLK` tokens times layers with experts times experts of each.

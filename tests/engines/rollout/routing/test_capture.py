@@ -34,7 +34,10 @@ def routes_of_the_library(lm: Any, tokens: list[int]) -> np.ndarray:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", ["Mixtral", "OLMoE", "Qwen 2 MoE", "Qwen 3 MoE"])
+@pytest.mark.parametrize(
+    "family",
+    ["Mixtral", *(pytest.param(name, marks=pytest.mark.exhaustive) for name in ("OLMoE", "Qwen 2 MoE", "Qwen 3 MoE"))],
+)
 def test_they_are_the_librarys(one_rank: Ranks, family: str, tmp_path: Path) -> None:
     """Short prompts and one of more than two blocks, which the prefix cache has for its second and third sample.
 
@@ -45,9 +48,9 @@ def test_they_are_the_librarys(one_rank: Ranks, family: str, tmp_path: Path) -> 
     one_rank.build(folder, ("actor", "rollout"), **LONG)
     random = np.random.default_rng(3)
     prompts = Ragged.of([random.integers(3, 64, length) for length in (2 * BLOCK + 7, 5, 9, 130)], np.int32)
-    reply = one_rank.ask(
-        "generate", prompts=prompts, tokenizer=str(folder), sampling={**SAMPLING, "seed": [0, 1, 0]}
-    )[0]
+    reply = one_rank.ask("generate", prompts=prompts, tokenizer=str(folder), sampling={**SAMPLING, "seed": [0, 1, 0]})[
+        0
+    ]
     assert reply.cached_tokens >= 2 * 2 * BLOCK
     whole = [
         [*prompts.row(reply.positions_P[row // 3]), *reply.responses.row(row)] for row in range(len(reply.responses))
