@@ -35,10 +35,11 @@ class Replay:
 
     def give(self, routes_NW: torch.Tensor | None) -> None:
         """Set what the next passes take, also blocks that are computed again for the backward pass; None: their own."""
-        routes = [None] * len(self._routers)
-        if routes_NW is not None:
-            routes = routes_NW.chunk(len(self._routers), dim=1)
-        for router, routes_NK in zip(self._routers, routes, strict=True):
+        if routes_NW is None:
+            for router in self._routers:
+                router.routes_NK = None
+            return
+        for router, routes_NK in zip(self._routers, routes_NW.chunk(len(self._routers), dim=1), strict=True):
             router.routes_NK = routes_NK
 
     def mismatch(self) -> torch.Tensor:
@@ -53,7 +54,7 @@ class _Router:
         self._library, self._normed = module.forward, normed
         self.routes_NK: torch.Tensor | None = None
         self.mismatch = torch.zeros(())
-        module.forward = self._forward  # type: ignore[method-assign]
+        module.forward = self._forward
 
     def _forward(self, hidden_states: torch.Tensor) -> Routed:
         logits_NE, weights_NK, own_NK = self._library(hidden_states)

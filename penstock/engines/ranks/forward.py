@@ -24,12 +24,8 @@ from penstock.engines.weights.lora import without_adapters
 @carries_out(Logprobs)
 @torch.no_grad()
 def logprobs(models: RankModels, command: Logprobs) -> TokenValues:
-    """Compute log-probs of this rank's rows; the reference beside an actor with adapters is that actor without them.
-
-    Where routes are replayed, they are the actor's alone: the reference has routers of its own.
-    """
-    role = command.role
-    rows = read_rows(command.path, routes=role == "actor" and models.config.actor.replays)
+    """Compute log-probs of this rank's rows; the reference beside an actor with adapters is that actor without them."""
+    role, rows = command.role, read_rows(command.path, routes=command.replayed)
     base = role == "reference" and role not in models.frozen
     policy = models.model("actor" if base else role)
     with without_adapters(models.lm) if base else nullcontext():

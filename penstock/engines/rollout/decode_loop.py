@@ -251,8 +251,8 @@ class DecodeLoop:
             self._hear_unsent()
             requests = [self._requests.pop(name) for name in left]
             generation.give_up(requests, versions.give_up(self.llm, left))
-            for name in left if self._capture is not None else ():
-                self._capture.forget(name)
+            if self._capture is not None:
+                self._capture.forget(left)
 
     def _decode(self) -> list[Request]:
         """Run a step of vLLM and keep its tokens; return the requests that it has ended."""

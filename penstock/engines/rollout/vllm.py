@@ -297,7 +297,8 @@ def slots_of_step() -> torch.Tensor:
     """Return, within a pass of vLLM's model, the slot of the KV cache that each of its tokens has; -1: of none."""
     from vllm.forward_context import get_forward_context
 
-    slots: torch.Tensor = next(iter(get_forward_context().slot_mapping.values()))
+    context: Any = get_forward_context()
+    slots: torch.Tensor = next(iter(context.slot_mapping.values()))  # the same for all layers that keep all keys
     return slots
 
 

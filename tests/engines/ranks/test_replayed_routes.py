@@ -91,7 +91,7 @@ def test_a_step_with_routes_that_are_the_actors_own_ends_in_the_same_bits(
         one_rank.build(folder, ("actor", "rollout"), actor={"routing": routing, "lora": lora, "zero_stage": 0})
 
     def logprobs(path: str) -> np.ndarray:
-        asked = {"path": path, "role": "actor", "temperature": 1.0, "budget": 64}
+        asked = {"path": path, "role": "actor", "temperature": 1.0, "budget": 64, "replayed": True}
         return gathered(sampled.rows, one_rank.ask("logprobs", **asked))
 
     build("replay")
@@ -137,7 +137,7 @@ def test_in_bfloat16_replay_brings_the_actors_logprobs_nearer(one_rank: Ranks, t
 
     def gap(values_T: np.ndarray) -> float:
         path = sampled.write(tmp_path / f"{next(count)}.parquet", replace(sampled.routes, values_T=values_T))
-        asked = {"path": path, "role": "actor", "temperature": 1.0, "budget": 256}
+        asked = {"path": path, "role": "actor", "temperature": 1.0, "budget": 256, "replayed": True}
         return float(np.abs(gathered(sampled.rows, one_rank.ask("logprobs", **asked)) - sampled.logprobs_T).mean())
 
     routes_T = sampled.routes.values_T

@@ -12,6 +12,7 @@ Left out: GPUs, whose CUDA graphs this has not been tried with; the replay (pens
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -57,9 +58,10 @@ class RouteCapture:
         """Return the experts_TLK of an ended sequence, once; of its last token, which was never computed: unknown."""
         return self._ended.pop(name)
 
-    def forget(self, name: str) -> None:
-        """Forget a sequence that was given up, if it had begun."""
-        self._ended.pop(name, None)
+    def forget(self, names: Sequence[str]) -> None:
+        """Forget sequences that were given up, of which some had not begun."""
+        for name in names:
+            self._ended.pop(name, None)
 
     def _hear(self, layer: int, experts_NK: torch.Tensor) -> None:
         slot_N = versions.slots_of_step()
