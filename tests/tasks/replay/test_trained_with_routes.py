@@ -29,7 +29,8 @@ SHORT = (
     "rollout={prompts: 8, samples: 4, max_response_tokens: 6, max_sequences: 32, compare_every: 1}",
     "evaluate.every=0",
     "checkpoint={every: 1, keep: 3}",
-    "algorithm={name: grpo, router_loss_coefficient: 0.01, kl: {place: reward, estimator: k1, coefficient: 0.05}}",
+    "algorithm={name: grpo, mini_batches: 1, router_loss_coefficient: 0.01}",
+    "algorithm.kl={place: reward, estimator: k1, coefficient: 0.05}",
     "algorithm.dynamic_sampling={max_rollouts: 2}",
 )
 FIGURES = {"actor/routing_mismatch", "rollout/logprob_gap_own_routing"}

@@ -1,4 +1,4 @@
-"""Replay of the rollout's experts is refused where there are none to replay, or none that can be recorded."""
+"""Settings for mixtures of experts are refused for a model without experts, and replay where none can be recorded."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pydantic import ValidationError
 from penstock.base.errors import UserError
 from penstock.benchmarks.workload.families import write_family
 from penstock.checks import model as checks
-from penstock.checks.model import check_routing
+from penstock.checks.model import check_router_loss, check_routing
 from penstock.configs.evaluation import evaluation_config
 from penstock.configs.schema import TrainConfig
 
@@ -20,7 +20,22 @@ def config(routing: str = "replay", **sections: Any) -> TrainConfig:
     return TrainConfig.model_validate({"actor": {"routing": routing}, **sections})
 
 
-def test_it_needs_a_mixture_on_a_cpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_loss_that_has_experts_used_evenly_needs_a_mixture(tmp_path: Path) -> None:
+    """Controls: a mixture, and a coefficient of 0."""
+
+    def check(coefficient: float, **model: Any) -> None:
+        algorithm = {"router_loss_coefficient": coefficient}
+        check_router_loss(TrainConfig.model_validate({"model": model, "algorithm": algorithm}))
+
+    dense, mixture = (str(write_family(name, tmp_path / name)) for name in ("Qwen 3", "Qwen 3 MoE"))
+    check(0.001, path=mixture)
+    check(0.0, path=dense)
+    for model in ({"path": dense}, {"tiny": {}}):
+        with pytest.raises(UserError, match="router_loss_coefficient has no effect: the model has no experts"):
+            check(0.001, **model)
+
+
+def test_replay_needs_a_mixture_on_a_cpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Controls: a mixture, and routes of the actor's own."""
     monkeypatch.setattr(checks, "visible_gpus", lambda: [])
     dense, mixture = (str(write_family(name, tmp_path / name)) for name in ("Qwen 3", "Qwen 3 MoE"))
