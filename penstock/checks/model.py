@@ -17,6 +17,7 @@ from penstock.configs.sections.trainer import CriticConfig, TrainerConfig
 from penstock.engines.families.architecture import CAPPED_ON_GPU, check_architecture, classifies, unpackable
 from penstock.engines.families.attention import FLASH_HEAD, FLASH_MULTIPLE, INSTEAD_OF_4, of_other_device
 from penstock.engines.families.longest_row import longest_row
+from penstock.engines.families.routing import NO_REPLAY_ON_GPUS, REPLAYED
 from penstock.engines.families.served import cpu_head_sizes
 from penstock.engines.families.shape import ModelShape, layer_names, read_settings, read_shape, weight_shapes
 from penstock.engines.families.table import family_of
@@ -131,6 +132,30 @@ def check_router_loss(config: TrainConfig) -> None:
             " correct their choice",
             "remove it",
         )
+
+
+def check_routing(config: TrainConfig) -> None:
+    """Check that an actor that is to take the rollout's experts has some, and that they can be recorded.
+
+    Raises:
+        UserError: it has none, its family's routers are not known, or there is a GPU.
+    """
+    if not config.actor.replays:
+        return
+    settings = {} if config.model.path is None else read_settings(Path(config.model.path))
+    model_type = settings.get("model_type", "")
+    if not family_of(model_type).experts:
+        raise UserError(
+            "actor.routing=replay has no effect: the model has no experts",
+            "remove it, or train a mixture of experts (docs/models.md)",
+        )
+    if model_type not in REPLAYED:
+        raise UserError(
+            f"actor.routing=replay: routes of '{model_type}' cannot be replayed, but those of {', '.join(REPLAYED)}",
+            "remove it",
+        )
+    if visible_gpus():
+        raise UserError(*NO_REPLAY_ON_GPUS)
 
 
 def check_targets(config: TrainConfig, offline: str | None = None) -> None:

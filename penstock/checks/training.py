@@ -19,6 +19,7 @@ from penstock.checks.model import (
     check_model,
     check_model_folder,
     check_router_loss,
+    check_routing,
     check_targets,
 )
 from penstock.checks.model_code import check_served_code
@@ -62,6 +63,7 @@ def check_inputs(config: TrainConfig) -> None:
         check_model_folder(Path(config.critic.path), "critic.path", code=config.model.code)
     check_targets(config)
     check_router_loss(config)
+    check_routing(config)
     frames = read_prompts(config)
     columns = check_prompts(config, frames)
     check_agents(config, frames["train"])

@@ -111,6 +111,8 @@ class TrainConfig(Recipe):
         self._check_placement()
         if self.rollout.stream is not None:
             check_stream(self)
+        if self.actor.replays:
+            check_replay(self)
         return self
 
     def _check_mini_batches(self) -> None:
@@ -238,6 +240,22 @@ def check_stream(config: TrainConfig) -> None:
         )
     if config.rollout.in_portions:
         check_portions(config)
+
+
+def check_replay(config: TrainConfig) -> None:
+    """Refuse rollouts whose tokens do not bring the experts that they took when they were sampled.
+
+    Raises:
+        ValueError: names what does not go together.
+    """
+    given = [f"rollout.{name}" for name in ("tail", "carry", "stream") if getattr(config.rollout, name) is not None]
+    given += ["environment"] * (config.environment is not None)
+    given += [f"groups.{name}.elastic" for name, group in config.groups.items() if group.elastic]
+    if given:
+        raise ValueError(
+            f"'actor.routing: replay' does not go with '{given[0]}': experts are recorded of responses that one engine "
+            "begins and ends with the same weights; remove one of them"
+        )
 
 
 def check_portions(config: TrainConfig) -> None:

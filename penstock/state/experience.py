@@ -32,6 +32,7 @@ from penstock.state.deferred import Deferred
 from penstock.state.digests import is_whole, marked, remove
 
 AGENT = "agent"  # column with the number of the agent that a row is for, where there are several
+ROUTES = "routes"  # column of the experts that each token of a row took in the rollout, its prompt's too
 RESAMPLED = "resample"  # column that says which rollout of the iteration a sample is from, once there are several
 
 

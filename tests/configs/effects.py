@@ -196,6 +196,7 @@ TRAIN = {
     "sft.checkpoint_every": "tasks/finetuning/test_blocks.py::test_blocks_cover_every_step_once",
     "sft.max_tokens": "data/test_sft.py::test_over_long_rows_are_dropped_and_counted",
     "sft.offload_optimizer": "configs/test_schema.py::test_the_optimizer_rests_in_host_memory_only_where_deepspeed_can_move_it",
+    "actor.routing": "engines/ranks/test_replayed_routes.py::test_a_step_with_routes_that_are_the_actors_own_ends_in_the_same_bits",
     "actor.offload_optimizer": "engines/training/test_trainer.py::test_states_that_rest_in_host_memory_train_alike",
     "critic.offload_optimizer": "engines/training/test_trainer.py::test_states_that_rest_in_host_memory_train_alike",
     "*.optimizer.name": f"{OPTIMIZERS}the_same_gradients_give_the_weights_that_the_librarys_optimizer_gives_by_hand",

@@ -130,6 +130,17 @@ class TogetherConfig(TrainerConfig):
 class ActorConfig(TogetherConfig):
     """The policy that is trained."""
 
+    routing: Literal["own", "replay"] = Field(
+        "own",
+        description="which experts of a mixture a token takes in training; own: those that the actor's routers choose; "
+        "replay: those that the rollout engine's chose when it was sampled; mixtures of experts on CPUs only",
+    )
+
+    @property
+    def replays(self) -> bool:
+        """Whether tokens take the experts that they had in the rollout."""
+        return self.routing == "replay"
+
 
 class CriticConfig(TogetherConfig):
     """The value model (PPO). It starts from the actor's weights with a new scalar head."""

@@ -27,7 +27,7 @@ import torch
 from penstock.base.ragged import Ragged, offsets_of
 from penstock.engines.batches.shares import ALONE, RankSet, cut
 from penstock.engines.batches.trees import Alike, Origins, alike_of, into, origins_of
-from penstock.state.experience import column_names, read_columns
+from penstock.state.experience import ROUTES, column_names, read_columns
 
 Batch = TypeVar("Batch")
 
@@ -98,6 +98,7 @@ class PackedBatch:
     shared: SharedTargets | None  # None: no two rows share a response token
     computed: int  # tokens of the run, if it counts
     branched: int  # tokens that it need not compute, besides those of equal prompts
+    routes_NW: torch.Tensor | None = None  # int16: experts of each layer that they took in the rollout; -1: not known
 
     def distinct(self, values_T: torch.Tensor) -> torch.Tensor:
         """Return what belongs to response tokens, for those that rows share once: for U."""
@@ -119,7 +120,8 @@ class PackedBatch:
 class Rows:
     """Prompt and response tokens of a whole experience file, with its per-token columns, in host memory.
 
-    `accepted_B`: whether an update looks at a row at all; None for all rows.
+    `accepted_B`: whether an update looks at a row at all; None for all rows. `routes`: of each token the experts that
+    it took in the rollout, layer after layer, as unsigned numbers of which the largest says that it is not known.
     """
 
     prompts: Ragged
@@ -127,6 +129,7 @@ class Rows:
     mask: Ragged
     columns: Mapping[str, Ragged]
     accepted_B: np.ndarray | None = None
+    routes: Ragged | None = None
 
     @property
     def lengths_B(self) -> np.ndarray:
@@ -158,7 +161,8 @@ class Rows:
         columns = {name: column.take(index_B) for name, column in self.columns.items()}
         accepted_B = None if self.accepted_B is None else self.accepted_B[index_B]
         prompts, responses, mask = (column.take(index_B) for column in (self.prompts, self.responses, self.mask))
-        return Rows(prompts, responses, mask, columns, accepted_B)
+        routes = None if self.routes is None else self.routes.take(index_B)
+        return Rows(prompts, responses, mask, columns, accepted_B, routes)
 
 
 @dataclass(frozen=True)
@@ -212,13 +216,18 @@ class Arranged:
         return int(origins_of(alike, self.prompts_B[line_B], self.families_B[line_B], parts_B).shared_B.sum())
 
 
-def read_rows(path: str, columns: Sequence[str] = ()) -> Rows:
-    """Read an experience file's tokens, which rows are accepted if it says so, and the per-token columns asked for."""
+def read_rows(path: str, columns: Sequence[str] = (), routes: bool = False) -> Rows:
+    """Read an experience file's tokens, which rows are accepted if it says so, and the per-token columns asked for.
+
+    `routes`: also the experts that they took in the rollout.
+    """
     accepted = ("accepted",) if "accepted" in column_names(path) else ()
-    read = read_columns(path, ("prompt_tokens", "response_tokens", "loss_mask", *accepted, *columns))
+    taken = (ROUTES,) if routes else ()
+    read = read_columns(path, ("prompt_tokens", "response_tokens", "loss_mask", *accepted, *taken, *columns))
     named = {name: read[name] for name in columns}
     accepted_B = read["accepted"] > 0 if accepted else None
-    return Rows(read["prompt_tokens"], read["response_tokens"], read["loss_mask"], named, accepted_B)
+    tokens = read["prompt_tokens"], read["response_tokens"], read["loss_mask"]
+    return Rows(*tokens, named, accepted_B, read[ROUTES] if routes else None)
 
 
 def pack(rows: Rows, index: list[int], device: torch.device, ranks: RankSet = ALONE) -> PackedBatch:
@@ -265,7 +274,21 @@ def pack(rows: Rows, index: list[int], device: torch.device, ranks: RankSet = AL
         shared=None if distinct is None else SharedTargets(*(to_device(array, device) for array in distinct)),
         computed=len(tokens_N) if counts else 0,
         branched=arranged.origins.beyond_prompts if counts else 0,
+        routes_NW=None if rows.routes is None else _routes(rows.routes.take(chosen_B[arranged.order_B]), at_R, device),
     )
+
+
+def _routes(routes: Ragged, at_R: np.ndarray, device: torch.device) -> torch.Tensor:
+    """Return the experts of each token of the run: of tokens that rows share those of the first row that knows them.
+
+    In the rollout such tokens saw the same tokens before them, so their routes differ, if at all, by rounding.
+    """
+    unknown = np.iinfo(routes.values_T.dtype).max
+    routes_RW = routes.values_T.reshape(len(at_R), -1)
+    known_R = np.flatnonzero(routes_RW[:, 0] != unknown)[::-1]  # of those that are put into one place the last stays
+    routes_NW = np.full((int(at_R.max()) + 1, routes_RW.shape[1]), -1, np.int16)
+    routes_NW[at_R[known_R]] = routes_RW[known_R]
+    return to_device(routes_NW, device)
 
 
 def arrange(rows: Rows, chosen_B: np.ndarray) -> Arranged:

@@ -30,6 +30,7 @@ class Logprobs(Command[TokenValues]):
     role: Literal["actor", "reference", "preference"]
     temperature: float
     budget: int
+    replayed: bool = False  # whether tokens take the experts that they took in the rollout
 
 
 @dataclass(frozen=True)

@@ -20,6 +20,7 @@ class SampledTokens:
     positions_P: np.ndarray  # the prompts, in the order in which the engine took them
     responses: Ragged
     logprobs_T: np.ndarray
+    routes: Ragged | None = None  # experts that the tokens took, where they are recorded
 
 
 @dataclass(frozen=True)
@@ -42,3 +43,4 @@ class LogprobsToCompare(Command[TokenValues]):
     prompts: Ragged
     responses: Ragged
     budget: int  # tokens of a micro-batch
+    routes: Ragged | None = None  # experts that the tokens are to take; None: those that the actor's routers choose

@@ -31,6 +31,7 @@ class Sampling:
     ignore_eos: bool
     seed: list[int]
     logprobs: bool = False  # whether each token's log-prob is asked for, under the distribution it is sampled from
+    routes: bool = False  # whether the experts are that each token takes
 
 
 @dataclass(frozen=True)
@@ -140,6 +141,7 @@ class EngineResponses:
     versions_T: np.ndarray | None = None  # int32: the policy version that sampled each token, where responses go on
     left_P: np.ndarray | None = None  # where they go on: the prompts that this engine has begun and not answered,
     left: CarriedResponses | None = None  # and what there is of the responses to them
+    routes: Ragged | None = None  # experts of each token, of the prompts too, layer after layer, where they were asked
 
 
 @dataclass(frozen=True)

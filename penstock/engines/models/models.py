@@ -26,15 +26,17 @@ from penstock.engines.families.table import family_of
 from penstock.engines.kernels.lm_head import Reference, selected_logprobs, selected_logprobs_and_kl
 from penstock.engines.kernels.sequence_parallel import of_all_ranks
 from penstock.engines.models.compile import prepare_compiler
+from penstock.engines.models.replay import Replay
 from penstock.engines.weights.layout import blocks, family_in
 
 
 class PackedPolicy(nn.Module):
     """A causal LM: packed tokens in, log-probs and entropies of the response tokens out."""
 
-    def __init__(self, lm: PreTrainedModel, keep_logits: bool = False) -> None:
+    def __init__(self, lm: PreTrainedModel, keep_logits: bool = False, replays: bool = False) -> None:
         super().__init__()
         self.lm, self.longest = lm, longest_row(lm.config.to_dict())
+        self.replay = Replay(lm) if replays else None
         self.head = LogprobHead(language_head(lm), keep_logits, logit_rule(lm.config.to_dict()))
         family = family_of(lm.config.model_type)
         self.tells_experts = bool(family.experts) and not family.corrected
@@ -46,17 +48,28 @@ class PackedPolicy(nn.Module):
 
         With a reference, whose states are those of the distinct tokens (`PackedBatch.distinct`), the KL_T to its
         distributions comes third. With `experts` the last two are how evenly those of a mixture are used by all tokens:
-        loss and load (penstock/algorithms/expert_balance.py), means over the layers.
+        loss and load (penstock/algorithms/expert_balance.py), means over the layers. Before them comes, where the batch
+        brings the rollout's experts, the share of these that the routers would not have chosen.
         """
+        self._route(batch)
         output, (predict_U, targets_U) = _blocks_output(self.lm.base_model, batch, self.longest, experts), batch.own
         hidden_UH = output.last_hidden_state[0].index_select(0, predict_U)
         found = self.head(hidden_UH, targets_U, temperature, reference)
         outputs: tuple[torch.Tensor, ...] = tuple(map(batch.each, _of_the_run(batch, found)))
-        return (*outputs, *_balance(output.router_logits, self.lm.config.num_experts_per_tok)) if experts else outputs
+        if not experts:
+            return outputs
+        mismatch = () if self.replay is None or batch.routes_NW is None else (self.replay.mismatch(),)
+        return (*outputs, *mismatch, *_balance(output.router_logits, self.lm.config.num_experts_per_tok))
 
     def hidden(self, batch: PackedBatch) -> torch.Tensor:
         """Return the final hidden states_TH of the tokens that predict the response."""
+        self._route(batch)
         return _hidden_states(self.lm.base_model, batch, self.longest).index_select(0, batch.predict_T)
+
+    def _route(self, batch: PackedBatch) -> None:
+        """Let tokens take the experts that the batch brings, if it does."""
+        if self.replay is not None:
+            self.replay.give(batch.routes_NW)
 
 
 def language_head(lm: nn.Module) -> Any:

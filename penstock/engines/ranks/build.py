@@ -107,7 +107,7 @@ def _build_actor(models: RankModels, command: Build, steps: int) -> tuple[int, i
     parameters = sum(parameter.numel() for parameter in models.lm.parameters())
     trained = sum(parameter.numel() for parameter in ordered_parameters(models.lm))
     with _timed("starting DeepSpeed"):
-        policy = PackedPolicy(models.lm, command.keep_logits)
+        policy = PackedPolicy(models.lm, command.keep_logits, config.replays)
         models.trainers["actor"] = Trainer(
             policy,
             ordered_parameters(models.lm),
@@ -130,7 +130,7 @@ def _build_rollout(models: RankModels, command: Build | BuildFrozen) -> None:
     models.storage = shared_storage(strategy, models.lm, rollout.tensor_parallel, models.dtype, models.device)
     correction = config.algorithm.correction is not None
     sleeps = command.roles != ("rollout",)
-    demand = Demand(rollout, config.data.max_prompt_tokens, command.engines, sleeps, correction)
+    demand = Demand(rollout, config.data.max_prompt_tokens, command.engines, sleeps, correction, config.actor.replays)
     generator = Generator(Served(folder, models.lm, models.dtype, models.storage, config.model.code), demand)
     models.generator = generator
     if strategy == "broadcast":

@@ -25,13 +25,11 @@ from penstock.engines.weights.lora import without_adapters
 @torch.no_grad()
 def logprobs(models: RankModels, command: Logprobs) -> TokenValues:
     """Compute log-probs of this rank's rows; the reference beside an actor with adapters is that actor without them."""
-    role = command.role
+    role, rows = command.role, read_rows(command.path, routes=command.replayed)
     base = role == "reference" and role not in models.frozen
     policy = models.model("actor" if base else role)
     with without_adapters(models.lm) if base else nullcontext():
-        return per_token(
-            models, read_rows(command.path), role, command.budget, lambda batch: policy(batch, command.temperature)[0]
-        )
+        return per_token(models, rows, role, command.budget, lambda batch: policy(batch, command.temperature)[0])
 
 
 def per_token(

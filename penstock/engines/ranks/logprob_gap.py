@@ -42,6 +42,7 @@ def sample_to_compare(models: RankModels, command: SampleToCompare) -> Later[Sam
         ignore_eos=True,
         seed=command.seed,
         logprobs=True,
+        routes=generator.capture is not None,
     )
     states = None if generator.loop.busy else generator_states()
     asked = Generate(command.number, command.prompts, sampling, tokenizer="", sharing=command.sharing)  # without text
@@ -55,7 +56,7 @@ def sample_to_compare(models: RankModels, command: SampleToCompare) -> Later[Sam
             return None
         generated = generation.generated()
         assert generated.logprobs_T is not None
-        return SampledTokens(generated.positions_P, generated.responses, generated.logprobs_T)
+        return SampledTokens(generated.positions_P, generated.responses, generated.logprobs_T, generated.routes)
 
     return Later(generation, reply)
 
@@ -66,6 +67,6 @@ def logprobs_to_compare(models: RankModels, command: LogprobsToCompare) -> Token
     """Compute the actor's log-probs with uncompiled blocks: compiled code without gradients would serve this alone."""
     responses = command.responses
     mask = Ragged(np.ones(len(responses.values_T), np.uint8), responses.offsets_B1)
-    rows, policy = Rows(command.prompts, responses, mask, {}), models.model("actor")
+    rows, policy = Rows(command.prompts, responses, mask, {}, routes=command.routes), models.model("actor")
     with torch.compiler.set_stance("force_eager"):
         return per_token(models, rows, "actor", command.budget, lambda batch: policy(batch, 1.0)[0])

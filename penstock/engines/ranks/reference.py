@@ -120,8 +120,8 @@ def _pass_without_head(models: RankModels, rows: Rows) -> dict[str, float]:
 @torch.no_grad()
 def logprobs_and_kl(models: RankModels, command: LogprobsAndKl) -> TokenValuesAndKl:
     """Compute log-probs and KL in one pass of the actor."""
-    rows, policy = with_states(read_rows(command.path), command.states), models.model("actor")
-    head = head_of_reference(models)
+    rows = with_states(read_rows(command.path, routes=models.config.actor.replays), command.states)
+    policy, head = models.model("actor"), head_of_reference(models)
 
     def forward(batch: PackedBatch) -> torch.Tensor:
         logprobs_T, _, kl_T = policy(batch, command.temperature, reference_of(batch, head))

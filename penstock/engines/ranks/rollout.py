@@ -65,6 +65,7 @@ def _responses(
         versions_T=generated.versions_T,
         left_P=None if generated.left is None else generated.left.positions_P,
         left=None if generated.left is None else generated.left.responses,
+        routes=generated.routes,
     )
 
 

@@ -74,7 +74,8 @@ def _rows(models: RankModels, path: str, version: int) -> Rows:
             f"experience of policy version {version}; verified is {models.verified_version}: not trained on it"
         )
     present = column_names(path)
-    return read_rows(path, ("advantages", *(name for name in OPTIONAL if name in present)))
+    columns = ("advantages", *(name for name in OPTIONAL if name in present))
+    return read_rows(path, columns, models.config.actor.replays)
 
 
 def measured(

@@ -19,11 +19,14 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Protocol
 
+import numpy as np
+
 from penstock.base.ragged import Ragged
 from penstock.engines.commands.rollout import CarriedResponses, EndedResponses, Sampling
 from penstock.engines.rollout import vllm as versions
 from penstock.engines.rollout.prompt_queue import PromptQueue
 from penstock.engines.rollout.quota import AllPrompts, Quota
+from penstock.engines.rollout.routing.capture import RouteCapture
 from penstock.engines.rollout.scheduler import Coasting
 
 
@@ -76,6 +79,7 @@ class Request:
     cached: int = 0  # of those, found in the prefix cache
     truncated: bool = False
     seconds: float = 0.0  # from submission to the last token
+    routes_TLK: np.ndarray | None = None  # experts that its tokens took, the prompt's too, where they are recorded
 
     @property
     def first_version(self) -> int:
@@ -116,10 +120,17 @@ class DecodeLoop:
         llm: an idle in-process vLLM engine.
         coasting: the scheduler of its sequences that coast, if they do.
         keeps_keys: whether sequences under way keep keys and values of older weights when these change.
+        capture: records the experts that tokens take.
     """
 
-    def __init__(self, llm: Any, coasting: Coasting | None = None, keeps_keys: bool = False) -> None:
-        self.llm, self._coasting, self._keeps_keys = llm, coasting, keeps_keys
+    def __init__(
+        self,
+        llm: Any,
+        coasting: Coasting | None = None,
+        keeps_keys: bool = False,
+        capture: RouteCapture | None = None,
+    ) -> None:
+        self.llm, self._coasting, self._keeps_keys, self._capture = llm, coasting, keeps_keys, capture
         self.version = -1  # the policy version of the weights
         self.keys_of: int | None = None  # the version whose keys vLLM's prefix cache holds; None: of none, or several
         self._generations: list[Generation] = []
@@ -240,6 +251,8 @@ class DecodeLoop:
             self._hear_unsent()
             requests = [self._requests.pop(name) for name in left]
             generation.give_up(requests, versions.give_up(self.llm, left))
+            if self._capture is not None:
+                self._capture.forget(left)
 
     def _decode(self) -> list[Request]:
         """Run a step of vLLM and keep its tokens; return the requests that it has ended."""
@@ -253,6 +266,8 @@ class DecodeLoop:
                 del requests[output.request_id]
                 request.seconds = time.perf_counter() - request.submitted
                 request.truncated = _is_truncated(output)
+                if self._capture is not None:
+                    request.routes_TLK = self._capture.take(output.request_id)
                 ended.append(request)
         return ended
 

@@ -41,6 +41,7 @@ from penstock.engines.rollout.partial_results import PartialResultSender
 from penstock.engines.rollout.prompt_queue import EnginePlace, place_of, prompt_queue
 from penstock.engines.rollout.quota import quota_of
 from penstock.engines.rollout.responses import SingleResponses
+from penstock.engines.rollout.routing.capture import RouteCapture
 from penstock.engines.rollout.scheduler import let_sequences_coast
 from penstock.engines.weights.loader import register_loader
 from penstock.engines.weights.slices import shapes_of
@@ -75,6 +76,7 @@ class Demand:
         engines: that share the prompts out among themselves; None: those of this process group.
         sleeps: whether something else needs this GPU's memory between rollouts.
         logprobs: whether log-probs of the tokens that it samples may be asked for.
+        routes: whether the experts that tokens take may be asked for.
     """
 
     config: RolloutConfig
@@ -82,6 +84,7 @@ class Demand:
     engines: int | None = None
     sleeps: bool = True
     logprobs: bool = False
+    routes: bool = False
 
 
 def engine_seed(seed: Sequence[int], engine: int) -> int:
@@ -130,7 +133,9 @@ class Generator:
                 serve(self.model)
         together = begin_together(self.max_sequences) if self.cuda else 1
         coasting = let_sequences_coast(versions.scheduler(self.llm), together)
-        self.loop = DecodeLoop(self.llm, coasting, config.keeps_kv_cache)
+        experts = 0 if shape.experts is None else shape.experts.count
+        self.capture = RouteCapture(self.llm, experts) if demand.routes else None
+        self.loop = DecodeLoop(self.llm, coasting, config.keeps_kv_cache, self.capture)
         self.binding = bound[-1]
         self.own_reshard: Callable[[], int] | None = None  # one that this rank's group makes without another group
         self.asleep: set[str] = set()

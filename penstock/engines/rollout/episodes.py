@@ -260,6 +260,7 @@ class EpisodeLoop:
             unused_tokens=self._given_up + (0 if self._carries else sum(sum(episode.mask) for episode in unused)),
             versions_T=self._versions_of(episodes) if self._carries else None,
             left=left,
+            routes=None,
             mask_T=Ragged.of([episode.mask for episode in episodes], np.uint8).values_T,
             turns_B=np.asarray([episode.turns for episode in episodes], np.int64),
             replies=[episode.earned for episode in episodes],

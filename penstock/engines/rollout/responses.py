@@ -52,12 +52,18 @@ class Generated:
     unused_tokens: int  # sampled in vain, since a quota was reached before
     versions_T: np.ndarray | None  # where responses are carried over: the policy version that sampled each token,
     left: Left | None  # and what was begun and not answered
+    routes: Ragged | None  # experts of each token, of the prompts too, layer after layer, where asked for
 
 
 def sample_seeds(seed: Sequence[int], position: int, samples: int) -> list[int]:
     """Return the seed of each sample of a prompt: 63 bits, mixed from the generation's numbers and the position."""
     state = np.random.SeedSequence([*seed, position]).generate_state(samples, np.uint64)
     return [int(word) >> 1 for word in state]
+
+
+def _routes(responses: Sequence[Request]) -> Ragged:
+    routes = [response.routes_TLK.ravel() for response in responses if response.routes_TLK is not None]
+    return Ragged.of(routes, routes[0].dtype)
 
 
 def _places(share: Share) -> dict[tuple[int, int], int]:
@@ -218,6 +224,7 @@ class SingleResponses:
             unused_tokens=self._given_up + (0 if share.carried is not None else self._sampled_too_many(tokens)),
             versions_T=versions_of(responses) if share.carried is not None else None,
             left=self._left_over() if share.carried is not None else None,
+            routes=_routes(responses) if share.sampling.routes else None,
         )
 
     def _sampled_too_many(self, used: Ragged) -> int:

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch.nn import functional
 
@@ -276,3 +277,52 @@ def waiting_sequences(llm: Any) -> int:
 def cached_prompt_tokens(output: Any) -> int:
     """Return how many of a request's prompt tokens came from the prefix cache; only its first output knows."""
     return 0 if output.prefill_stats is None else int(output.prefill_stats.num_cached_tokens)
+
+
+def routers(llm: Any) -> list[Any]:
+    """Return the routers of an in-process vLLM engine's mixture of experts, in the order of its layers.
+
+    Raises:
+        RuntimeError: they cannot be heard in this version.
+    """
+    found = [module.router for module in vllm_model(llm).modules() if hasattr(module, "router")]
+    if not found or not all(hasattr(router, "set_capture_fn") for router in found):
+        import vllm
+
+        raise RuntimeError(f"vLLM {vllm.__version__} does not let its routers be heard; seen to: 0.32 on CPUs")
+    return found
+
+
+def slots_of_step() -> torch.Tensor:
+    """Return, within a pass of vLLM's model, the slot of the KV cache that each of its tokens has; -1: of none."""
+    from vllm.forward_context import get_forward_context
+
+    context: Any = get_forward_context()
+    slots: torch.Tensor = next(iter(context.slot_mapping.values()))  # the same for all layers that keep all keys
+    return slots
+
+
+def kv_slots(llm: Any) -> int | None:
+    """Return the slots of an in-process vLLM engine's KV cache; None: not all of its layers keep all keys."""
+    manager = scheduler(llm).kv_cache_manager
+    kinds = manager.coordinator.single_type_managers
+    if [type(kind).__name__ for kind in kinds] != ["FullAttentionManager"]:
+        return None
+    return int(kinds[0].block_size * manager.kv_cache_config.num_blocks)
+
+
+def before_blocks_are_freed(llm: Any, hear: Callable[[str, np.ndarray, int], None]) -> None:
+    """Let `hear` know a request before its blocks of the KV cache are freed: name, slots and number of its tokens.
+
+    Of its tokens the last one is not computed and has no slot; of a request that is interrupted more may have none.
+    """
+    manager = scheduler(llm).kv_cache_manager
+    free, kind = manager.free, manager.coordinator.single_type_managers[0]
+
+    def heard(request: Any) -> None:
+        begins = np.asarray([block.block_id for block in kind.req_to_blocks[request.request_id]], np.int64)
+        slots = (begins[:, None] * kind.block_size + np.arange(kind.block_size)).ravel()
+        hear(request.request_id, slots[: request.num_tokens - 1], request.num_tokens)
+        free(request)
+
+    manager.free = heard

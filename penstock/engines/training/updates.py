@@ -115,6 +115,8 @@ def actor_loss(
             if loss.router_loss_coefficient:
                 loss_T = loss_T + loss.router_loss_coefficient * balance
             metrics_T |= {"router_loss": balance, "expert_load_max": load}
+            if batch.routes_NW is not None:
+                metrics_T["routing_mismatch"] = others[-3]
         sums = {name: (value.detach() * batch.mask_T).sum() for name, value in metrics_T.items()}
         if corrected is not None:
             loss_T = loss_T * corrected.kept_T

@@ -54,6 +54,7 @@ class Responses:
     policy_versions: Ragged | None = None  # that sampled each token, where responses are carried over,
     left: CarriedResponses | None = None  # and what there is of responses to the prompts that were not answered
     asked: Asked | None = None  # where agents bring the prompts, instead of the data
+    routes: Ragged | None = None  # experts of each token, of the prompts too, where they were asked for
 
     def prompts_of(self, data: pd.DataFrame, samples: int) -> tuple[list[str], Ragged]:
         """Return text and tokens of the prompt of each response.
@@ -121,6 +122,7 @@ def take_responses(training: Training, generation: BegunGeneration, wanted_at: f
         return Ragged(np.concatenate(parts), responses.offsets_B1).take(rows_B) if parts else None
 
     tokens = responses.take(rows_B)
+    routes = [answer.routes for answer in answers if answer.routes is not None]
     asked = [answer.episodes.asked for answer in answers if answer.episodes and answer.episodes.asked]
     counted = in_order([None if answer.episodes is None else answer.episodes.loss_mask_T for answer in answers])
     return Responses(
@@ -137,6 +139,7 @@ def take_responses(training: Training, generation: BegunGeneration, wanted_at: f
         policy_versions=in_order([answer.versions_T for answer in answers]),
         left=_left(request, answers, positions),
         asked=_in_order(asked, rows_B) if asked else None,
+        routes=Ragged.concatenated(routes).take(rows_B) if routes else None,
     )
 
 

@@ -9,6 +9,8 @@ Left out: both sides' part on the ranks (penstock/engines/ranks/logprob_gap.py).
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 from prefect import task
 from prefect.cache_policies import NO_CACHE
@@ -37,6 +39,9 @@ def comparison_due(config: TrainConfig, iteration: int) -> bool:
 def compare_logprobs(training: Training, iteration: int, budget: int) -> dict[str, float]:
     """Return `rollout/logprob_gap`, the mean difference over tokens, `rollout/logprob_gap_max` and the seconds it took.
 
+    Where the rollout's experts are replayed they are here, too, and `rollout/logprob_gap_own_routing` says how large
+    the mean would be without.
+
     Args:
         budget: tokens of one of the actor's forward passes.
 
@@ -47,7 +52,7 @@ def compare_logprobs(training: Training, iteration: int, budget: int) -> dict[st
     metrics: dict[str, float] = {}
     session.say("comparing log-probs of vLLM and the actor")
     with timed(training, metrics, "compare_logprobs"):
-        gap_T = logprob_gap(training, iteration, budget)
+        gap_T, own_T = logprob_gaps(training, iteration, budget)
     mean, largest, limit = float(gap_T.mean()), float(gap_T.max()), allowed(session)
     if not mean <= limit:
         raise LogprobGapError(
@@ -56,7 +61,10 @@ def compare_logprobs(training: Training, iteration: int, budget: int) -> dict[st
             "rollouts would not be the policy's: report it with the model's family and the versions that 'penstock "
             "doctor' prints; or raise rollout.max_logprob_gap, if this model is known to differ by so much",
         )
-    return metrics | {"rollout/logprob_gap": mean, "rollout/logprob_gap_max": largest}
+    figures = {"rollout/logprob_gap": mean, "rollout/logprob_gap_max": largest}
+    if own_T is not None:
+        figures["rollout/logprob_gap_own_routing"] = float(own_T.mean())
+    return metrics | figures
 
 
 def allowed(session: Session) -> float:
@@ -66,8 +74,11 @@ def allowed(session: Session) -> float:
     return config.rollout.max_logprob_gap or EXPLAINED[weight_width(config, device)]
 
 
-def logprob_gap(training: Training, iteration: int, budget: int) -> np.ndarray:
-    """Return the difference between vLLM's and the actor's log-prob of every token that was sampled for this."""
+def logprob_gaps(training: Training, iteration: int, budget: int) -> tuple[np.ndarray, np.ndarray | None]:
+    """Return the difference between vLLM's and the actor's log-prob of every token that was sampled for this.
+
+    Where experts are replayed the second is the one with the actor's own.
+    """
     session, config = training.session(), training.config
     asked, tokens = _prompts(training, iteration), min(TOKENS, config.rollout.max_response_tokens)
     sample = SampleToCompare(next(session.generations), asked, tokens, [config.seed, iteration, COMPARING])
@@ -75,13 +86,21 @@ def logprob_gap(training: Training, iteration: int, budget: int) -> np.ndarray:
     answers = [reply for reply in replies if reply is not None]  # of an engine of several ranks one replies
     lengths_B = np.concatenate([answer.responses.lengths_B for answer in answers])
     tokens_T = np.concatenate([answer.responses.values_T for answer in answers])
+    routes = [answer.routes for answer in answers if answer.routes is not None]
     passing = LogprobsToCompare(
         prompts=asked.take(np.concatenate([answer.positions_P for answer in answers])),
         responses=Ragged(tokens_T, offsets_of(lengths_B)),
         budget=budget,
+        routes=Ragged.concatenated(routes) if routes else None,
     )
-    ours = from_ranks(session.call("actor", passing, f"{iteration}/logprobs_to_compare"), lengths_B)
-    return np.abs(np.concatenate([answer.logprobs_T for answer in answers]) - ours.values_T)
+    theirs_T = np.concatenate([answer.logprobs_T for answer in answers])
+
+    def gap_T(passing: LogprobsToCompare, key: str) -> np.ndarray:
+        ours = from_ranks(session.call("actor", passing, f"{iteration}/{key}"), lengths_B)
+        return np.abs(theirs_T - ours.values_T)
+
+    own_T = gap_T(replace(passing, routes=None), "logprobs_to_compare/own_routing") if routes else None
+    return gap_T(passing, "logprobs_to_compare"), own_T
 
 
 def _prompts(training: Training, iteration: int) -> Ragged:

@@ -68,7 +68,8 @@ def values(training: Training, settings: Settings, experience: ExperienceRef) ->
 def _logprobs(
     training: Training, settings: Settings, experience: ExperienceRef, role: Literal["actor", "reference"], name: str
 ) -> ColumnRef:
-    command = Logprobs(experience.path, role, settings.temperature, settings.micro_batch_tokens)
+    replayed = role == "actor" and training.config.actor.replays  # a reference has routers of its own
+    command = Logprobs(experience.path, role, settings.temperature, settings.micro_batch_tokens, replayed)
     return _column(training, experience.key(settings.iteration, name), role, name, command)
 
 

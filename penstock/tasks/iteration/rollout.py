@@ -45,6 +45,7 @@ from penstock.state.deferred import Deferred
 from penstock.state.experience import (
     AGENT,
     RESAMPLED,
+    ROUTES,
     ExperienceRef,
     column_names,
     origin_of,
@@ -304,6 +305,8 @@ def experience_columns(
         columns[ROLLOUT_LOGPROBS] = responses.logprobs
     if responses.policy_versions is not None and config.rollout.goes_on:
         columns[POLICY_VERSIONS] = responses.policy_versions
+    if responses.routes is not None:
+        columns[ROUTES] = responses.routes
     return columns
 
 
@@ -324,6 +327,7 @@ def sampling(training: Training, settings: Settings, purpose: int = 0) -> Sampli
         ignore_eos=config.ignore_eos,
         seed=[training.config.seed, settings.iteration, purpose],
         logprobs=training.config.algorithm.correction is not None,
+        routes=training.config.actor.replays and purpose not in (1, 2),  # of what is learnt from
     )
 
 

@@ -32,7 +32,7 @@ NUMBERS = itertools.count(100)  # a command's key is used once
 PROMPT_TOKENS = [np.arange(3, 3 + length) for length in (1, 4, 7, 2, 11)]
 
 
-def _compare(actor: Ranks, rollout: Ranks, sections: dict[str, Any] | None = None) -> dict[str, float]:
+def compare(actor: Ranks, rollout: Ranks, sections: dict[str, Any] | None = None) -> dict[str, float]:
     """Compare as a flow does."""
     session = Session(TrainConfig(**{**SMALL, **(sections or {})}), RunFolder(Path()))
     session.groups |= {"actor": actor.group, "rollout": rollout.group}
@@ -69,22 +69,22 @@ def test_a_rollout_engine_that_computes_otherwise_ends_the_run(
     """Control: it does not before, nor after an update and its reshard. The last rank's engine alone is disturbed."""
     ranks: Ranks = request.getfixturevalue("one_rank" if count == 1 else "two_ranks")
     ranks.build(folder_of(shape), ("actor", "rollout"), **sections)
-    figures = _compare(ranks, ranks, sections)
+    figures = compare(ranks, ranks, sections)
     assert 0 < figures["rollout/logprob_gap"] <= figures["rollout/logprob_gap_max"] < 1e-4
     assert figures["time/compare_logprobs_s"] > 0
     _step(ranks, tmp_path, 0)
     ranks.ask("reshard", version=1)
-    assert _compare(ranks, ranks, sections)["rollout/logprob_gap"] < 1e-5
+    assert compare(ranks, ranks, sections)["rollout/logprob_gap"] < 1e-5
     ranks.ask("disturb", rank=count - 1, by=1e-2)
     with pytest.raises(
         LogprobGapError, match=r"differ by [\d.e-]+ on average and [\d.e-]+ at most; 0\.0001 is"
     ) as caught:
-        _compare(ranks, ranks, sections)
+        compare(ranks, ranks, sections)
     message, code = told(caught.value, []) or ("", 0)
     assert code == FAILURE
     assert "raise rollout.max_logprob_gap" in message
     sections = {**sections, "rollout": {**sections.get("rollout", SMALL["rollout"]), "max_logprob_gap": 10.0}}
-    assert 1e-4 < _compare(ranks, ranks, sections)["rollout/logprob_gap"] < 10
+    assert 1e-4 < compare(ranks, ranks, sections)["rollout/logprob_gap"] < 10
 
 
 def test_two_groups_are_compared_likewise(
@@ -98,12 +98,12 @@ def test_two_groups_are_compared_likewise(
     apart = Apart(one_rank, two_ranks, folder, tmp_path)
     apart.both("connect", store=one_rank.ask("listen")[0], number=0, rollout_ranks=2)
     apart.both("reshard", version=0)
-    assert _compare(one_rank, two_ranks)["rollout/logprob_gap"] < 1e-5
+    assert compare(one_rank, two_ranks)["rollout/logprob_gap"] < 1e-5
     _step(one_rank, tmp_path, 0)
     with pytest.raises(LogprobGapError):
-        _compare(one_rank, two_ranks)
+        compare(one_rank, two_ranks)
     apart.both("reshard", version=1)
-    assert _compare(one_rank, two_ranks)["rollout/logprob_gap"] < 1e-5
+    assert compare(one_rank, two_ranks)["rollout/logprob_gap"] < 1e-5
 
 
 def test_a_comparison_moves_nothing(one_rank: Ranks, folder_of: FolderOf) -> None:
@@ -117,7 +117,7 @@ def test_a_comparison_moves_nothing(one_rank: Ranks, folder_of: FolderOf) -> Non
         asked = {"prompts": prompts, "tokenizer": str(folder), "sampling": {**sampling, "seed": [0, 1, 0]}}
         one_rank.ask("generate", **asked)  # which seeds the generators
         if compared:
-            _compare(one_rank, one_rank)
+            compare(one_rank, one_rank)
         numbers = one_rank.ask("random_numbers")[0]["numbers"]
         again = one_rank.ask("generate", **asked)[0]
         weights = one_rank.parameters()

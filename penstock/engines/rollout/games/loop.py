@@ -146,6 +146,7 @@ class GameLoop:
             unused_tokens=self._given_up,
             versions_T=None,
             left=None,
+            routes=None,
             mask_T=Ragged.of([seat.mask for seat in seats], np.uint8).values_T,
             turns_B=np.asarray([seat.turns for seat in seats], np.int64),
             replies=[seat.earned for seat in seats],

@@ -1,0 +1,1 @@
+"""Which experts of a mixture tokens take while vLLM samples them."""
