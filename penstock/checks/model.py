@@ -23,6 +23,7 @@ from penstock.engines.families.shape import ModelShape, layer_names, read_settin
 from penstock.engines.families.table import family_of
 from penstock.engines.families.tiny import tiny_shape
 from penstock.engines.groups.machine import gpu_name, is_hopper, visible_gpus
+from penstock.engines.sizing.memory import weight_width
 
 
 def check_model(config: TrainConfig, scores: bool = False) -> None:
@@ -301,6 +302,23 @@ def check_capped_scores(folder: Path, key: str, settings: Mapping[str, Any]) -> 
     family = family_of(settings.get("model_type", ""))
     if visible_gpus() and any(settings.get(name) is not None for name in family.score_caps):
         raise unpackable(f"{key}: {folder}", CAPPED_ON_GPU)
+
+
+def check_corrections(config: TrainConfig, settings: Mapping[str, Any]) -> None:
+    """Check that an actor whose routers correct their choice is trained in float32.
+
+    vLLM has the corrections in float32, and in bfloat16 they would be rounded: other experts would be chosen.
+
+    Raises:
+        UserError: it is not.
+    """
+    width = weight_width(config, "cuda" if visible_gpus() else "cpu")
+    if family_of(settings.get("model_type", "")).corrected and width < 4:
+        raise UserError(
+            f"model.path: routers of {settings['model_type']} correct their choice of experts in float32, and in"
+            " bfloat16 others would be chosen",
+            "set model.dtype=float32, or use another mixture (docs/models.md)",
+        )
 
 
 def check_head_size(config: TrainConfig) -> None:

@@ -14,6 +14,7 @@ from penstock.checks.dataflow import load_dataflow
 from penstock.checks.memory import GroupEstimate, check_memory
 from penstock.checks.model import (
     check_chat,
+    check_corrections,
     check_head_size,
     check_longest_row,
     check_model,
@@ -91,6 +92,7 @@ def check_rollout_model(config: TrainConfig) -> None:
         settings = read_settings(folder)
         check_served(settings, weight_shapes(folder), f"model.path: {folder}")
         check_longest_row(config, settings)
+        check_corrections(config, settings)
         check_served_code(folder, config.model.code)
     check_head_size(config)
 

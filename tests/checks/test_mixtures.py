@@ -40,6 +40,20 @@ def test_the_loss_that_has_experts_used_evenly_needs_a_mixture_whose_logits_tell
         check(0.001, path=corrected)
 
 
+def test_corrections_are_refused_in_bfloat16(tmp_path: Path) -> None:
+    """vLLM has them in float32. Controls: float32, and a mixture that corrects nothing."""
+    plain, corrected = (write_family(name, tmp_path / name) for name in ("Qwen 3 MoE", "GLM-4.5"))
+
+    def check(folder: Path, dtype: str) -> None:
+        config = TrainConfig.model_validate({"model": {"path": str(folder), "dtype": dtype}})
+        check_corrections(config, read_settings(folder))
+
+    check(corrected, "float32")
+    check(plain, "bfloat16")
+    with pytest.raises(UserError, match="routers of glm4_moe correct their choice of experts in float32"):
+        check(corrected, "bfloat16")
+
+
 def test_replay_needs_a_mixture_on_a_cpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Controls: a mixture, and routes of the actor's own."""
     monkeypatch.setattr(checks, "visible_gpus", lambda: [])

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import os
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -115,12 +115,24 @@ def measure(command: str, names: Sequence[str]) -> BenchResult:
             for name, figures in zip(models, measured, strict=True):
                 details.append({"family": name, **figures})
                 progress.phase(name, figures.get("refused", "measured"))
+    settings = {"rows": ROWS, "prompt_tokens": PROMPT, "response_tokens": RESPONSE, "learning_rate": LEARNING_RATE}
+    return new_result("families", command, _figures(details), settings=settings, details=details)
+
+
+def with_rows_of(before: BenchResult, result: BenchResult) -> BenchResult:
+    """Return a result with the rows of an earlier one for what it has not measured itself."""
+    rows = {row["family"]: row for row in (*before.details, *result.details)}
+    known = [name for name in FAMILIES if name in rows]
+    details = [rows[name] for name in (*known, *(name for name in rows if name not in FAMILIES))]
+    return result.model_copy(update={"details": details, "figures": _figures(details)})
+
+
+def _figures(details: Sequence[Mapping[str, Any]]) -> dict[str, float]:
     taken = [row for row in details if "refused" not in row]
     figures = {"families": float(len(taken)), "refused": float(len(details) - len(taken))}
     for figure in ("packed", "gradient", "rollout", "lora", "exported"):
         figures |= {f"{figure}_max": max(row[figure] for row in taken)} if taken else {}
-    settings = {"rows": ROWS, "prompt_tokens": PROMPT, "response_tokens": RESPONSE, "learning_rate": LEARNING_RATE}
-    return new_result("families", command, figures, settings=settings, details=details)
+    return figures
 
 
 def measure_folder(folder: Path, work: Path) -> dict[str, Any]:

@@ -319,14 +319,20 @@ def families(
     out: Out = None,
     page: Annotated[Path | None, typer.Option(help="page whose table of families is written anew")] = None,
 ) -> None:
-    """Families of models: that what is trained is what vLLM serves, by log-probs beside the Transformers library's."""
+    """Families of models: that what is trained is what vLLM serves, by log-probs beside the Transformers library's.
+
+    A result file that is there keeps its rows of models that are not named.
+    """
     from penstock.base.files import write_text
-    from penstock.benchmarks.families.measuring import COLUMNS, measure
+    from penstock.benchmarks.families.measuring import COLUMNS, measure, with_rows_of
     from penstock.benchmarks.families.page import read_page, rendered
+    from penstock.benchmarks.reporting.result import read_result
     from penstock.benchmarks.workload.families import FAMILIES
 
     text = None if page is None else read_page(page)
     result = measure(command(), models or list(FAMILIES))
+    if models and out is not None and out.is_file():
+        result = with_rows_of(read_result(out), result)
     _finish(result, out, COLUMNS)
     if page is not None and text is not None:
         write_text(page, rendered(text, result))

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from penstock.base.errors import UserError
-from penstock.benchmarks.families.measuring import measure
+from penstock.benchmarks.families.measuring import measure, with_rows_of
 from penstock.benchmarks.families.page import BEGIN, END, read_page, rendered
 from penstock.benchmarks.reporting.result import read_result
 from penstock.benchmarks.workload.families import FAMILIES, REFUSED
@@ -40,3 +40,13 @@ def test_a_page_without_a_place_and_a_folder_without_a_model_are_mistakes(tmp_pa
         read_page(tmp_path / "none.md")
     with pytest.raises(UserError, match="has no config.json"):
         measure("penstock bench families none", [str(tmp_path / "none")])
+
+
+def test_a_result_keeps_the_rows_of_what_was_measured_before() -> None:
+    """In the table's order, with figures of all. Control: what is measured again is replaced, a folder comes last."""
+    whole = read_result(RESULT)
+    again, folder = {**whole.details[1], "packed": 0.5}, {**whole.details[0], "family": "models/ours"}
+    both = with_rows_of(whole, whole.model_copy(update={"details": [folder, again]}))
+    assert both.details == [whole.details[0], again, *whole.details[2:], folder]
+    assert both.figures["families"] == whole.figures["families"] + 1 and both.figures["packed_max"] == 0.5
+    assert both.figures["refused"] == whole.figures["refused"]
