@@ -336,6 +336,8 @@ def sampled_with(training: Training, settings: Settings, this_round: Round) -> d
     environment = training.config.environment
     sampled_with = dataclasses.asdict(sampling(training, settings))
     del sampled_with["seed"]
+    if not sampled_with["routes"]:  # experience of versions that knew of none stays of use
+        del sampled_with["routes"]
     return {
         "seed": training.config.seed,
         **sampled_with,
