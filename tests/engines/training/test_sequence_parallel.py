@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -21,7 +22,9 @@ import torch
 from penstock.algorithms.correction import Correction
 from penstock.base.ragged import Ragged
 from penstock.engines.batches.packing import Rows
+from penstock.engines.batches.shares import ALONE, RankSet
 from penstock.engines.commands.message import encode
+from penstock.engines.ranks.models import RankModels
 from penstock.engines.training.state_images import image_paths
 from tests.engines.rows import LOSS, SPLIT, branched_rows, gathered, random_rows, with_columns, write_rows
 from tests.engines.shared_ranks import Ranks, Shape
@@ -132,6 +135,17 @@ def test_a_critic_of_two_ranks_is_one_ranks(
     _assert_alike(*replies)
     np.testing.assert_allclose(found[1], found[0], rtol=0, atol=CLOSE)
     assert np.abs(found[0]).max() > 100 * CLOSE
+
+
+def test_a_reference_beside_an_actor_follows_it_and_each_critic_has_its_ranks() -> None:
+    """Controls: what is in another group, and what has no such key, is computed by each rank alone."""
+    actors, critics = RankSet(2, 1, None), RankSet(4, 3, None)
+    models = RankModels(3, 4, torch.device("cpu"))
+    assert models.ranks_of("reference") == ALONE
+    trainers: Any = {"actor": SimpleNamespace(ranks=actors), "critic/left": SimpleNamespace(ranks=critics)}
+    models.trainers.update(trainers)
+    found = {role: models.ranks_of(role) for role in ("actor", "reference", "critic", "preference")}
+    assert found == {"actor": actors, "reference": actors, "critic": critics, "preference": ALONE}
 
 
 @pytest.mark.exhaustive
