@@ -144,7 +144,7 @@ def _in_order(asked: Sequence[Asked], rows_B: np.ndarray) -> Asked:
     texts = [text for part in asked for text in part.texts_B]
     prompts = Ragged.concatenated([part.prompts for part in asked]).take(rows_B)
     unbridged_B = np.concatenate([part.unbridged_B for part in asked])[rows_B]
-    return Asked(prompts, [texts[row] for row in rows_B.tolist()], unbridged_B)  # paths are columns of episodes
+    return Asked(prompts, [texts[row] for row in rows_B.tolist()], unbridged_B)
 
 
 def _left(
