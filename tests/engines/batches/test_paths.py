@@ -1,4 +1,4 @@
-"""A sample of several conversations is one row of the experience, and in a run each of them is a sequence of its own."""
+"""A sample of several conversations is one row of the experience; in a run each of them is a sequence of its own."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def made() -> PathRows:
 
 
 def test_a_file_gives_every_path_with_its_own_prompt(made: PathRows, tmp_path: Path) -> None:
-    """Tokens, masks and columns as if each had been a row. Control: the response of a sample is not one of its paths'."""
+    """Tokens, masks and columns as if each had been a row. Control: a sample's response is no path's."""
     write_columns(tmp_path / "experience.parquet", made.columns)
     rows = read_rows(str(tmp_path / "experience.parquet"), ["advantages"])
     sequences = rows.sequences
