@@ -1,4 +1,4 @@
-"""An agent that asks a problem twice from scratch, and once more after its first answer: two paths, of which one goes on."""
+"""An agent that asks a problem twice from scratch, and again after its first answer: two paths, the first goes on."""
 
 from __future__ import annotations
 
