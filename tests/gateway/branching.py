@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from typing import Any
 
 from openai import AsyncOpenAI
@@ -21,7 +20,7 @@ class Twice:
             said = await client.chat.completions.create(model=policy.model, messages=messages)
             return said.choices[0].message
 
-        first, second = await asyncio.gather(answered(question), answered(question))
+        first, second = await answered(question), await answered(question)  # at once, rounds would be matters of time
         third = await answered([*question, first, *question])
         texts = [message.content for message in (first, second, third)]
         return sum(text in (f"It is {row['wanted']}.", f"It is {row['wanted']}") for text in texts) / len(texts)

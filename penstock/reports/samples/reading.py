@@ -86,9 +86,9 @@ class Response:
         return [self._part(begin, end) for begin, end in pairwise([0, *self.path_ends.tolist()])]
 
     def _part(self, begin: int, end: int) -> Response:
-        columns = {name: getattr(self, name) for name in ("tokens", "advantages", "mask")}
-        own = {name: None if values is None else values[begin:end] for name, values in columns.items()}
-        return replace(self, **own, path_ends=None, path_prompts=())
+        columns = (self.tokens, self.advantages, self.mask)
+        tokens, advantages, mask = (None if values is None else values[begin:end] for values in columns)
+        return replace(self, tokens=tokens, advantages=advantages, mask=mask, path_ends=None, path_prompts=())
 
     @property
     def length(self) -> int | None:

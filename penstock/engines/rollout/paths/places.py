@@ -54,8 +54,8 @@ def turn_before(episode: Episode, ask: Ask) -> TurnBefore | None:
         ends = [TurnBefore(path, path.turn_ends[-1]) for path in episode.paths if path.turn_ends]
         found = [turn for turn in ends if ask.tokens[: len(known := turn.tokens)] == known]
         return max(found, key=lambda turn: len(turn.tokens), default=None)
-    known = episode.numbered.get(ask.after) if ask.follows else None
-    return None if known is None else TurnBefore(*known)
+    numbered = episode.numbered.get(ask.after) if ask.follows else None
+    return None if numbered is None else TurnBefore(*numbered)
 
 
 def begun_path(episode: Episode, prompt: list[int], drawn: int, limit: int) -> Episode | None:
