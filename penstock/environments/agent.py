@@ -69,10 +69,14 @@ def is_agent(made: object) -> bool:
 
 
 class AgentEpisode:
-    """An episode that an agent plays, for the worker that it lives in; all of it in one event loop."""
+    """An episode that an agent plays, for the worker that it lives in; all of it in one event loop.
 
-    def __init__(self, played: Agent) -> None:
-        self._played = played
+    Args:
+        several: whether several of its paths are learnt from.
+    """
+
+    def __init__(self, played: Agent, several: bool = False) -> None:
+        self._played, self._several = played, several
         self._session: Session | None = None
         self._running: asyncio.Task[Reward] | None = None
 
@@ -88,7 +92,7 @@ class AgentEpisode:
 
     async def reset(self, row: dict[str, Any], seed: int) -> Step:
         """Start the agent; return what it asks first, or its reward if it asks nothing."""
-        self._session = (await gateway()).open()
+        self._session = (await gateway()).open(self._several)
         call = _called(self._played.run, row, seed, Policy(self._session.url))
         self._running = asyncio.create_task(call)
         return await self._next()

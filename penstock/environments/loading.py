@@ -37,10 +37,15 @@ def load_environment(config: EnvironmentConfig) -> Callable[[], Played]:
         ) from error
     check_boxed(f"environment.type '{config.type}'", episode, "environment.sandbox", config.sandbox)
     check_players(config, episode)
+    if is_agent(episode):
+        return lambda: AgentEpisode(make(**config.settings), config.max_paths > 1)
+    if config.max_paths > 1:
+        raise UserError(
+            f"'environment.max_paths' has no effect with '{config.type}', whose episodes are one conversation each.",
+            "Remove it; of an agent, which asks the policy itself, several are learnt from (docs/environments.md).",
+        )
     if isinstance(episode, Servers | Tools):
         return lambda: make(**config.settings)
-    if is_agent(episode):
-        return lambda: AgentEpisode(make(**config.settings))
     if has_tools(episode):
         return lambda: with_tools(make(**config.settings))
     if config.tool_parser is not None:

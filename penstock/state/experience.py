@@ -33,6 +33,9 @@ from penstock.state.digests import is_whole, marked, remove
 
 AGENT = "agent"  # column with the number of the agent that a row is for, where there are several
 ROUTES = "routes"  # column of the experts that each token of a row took in the rollout, its prompt's too
+# Where samples may be of several conversations, one after the other in the response's columns: where each of them ends
+# there; the prompts of all but the first, one after the other; and where each of these ends.
+PATHS = PATH_ENDS, PATH_PROMPTS, PATH_PROMPT_ENDS = "path_ends", "path_prompt_tokens", "path_prompt_ends"
 RESAMPLED = "resample"  # column that says which rollout of the iteration a sample is from, once there are several
 
 

@@ -115,6 +115,7 @@ TRAIN = {
     "environment.type": "environments/test_loading.py::test_every_episode_gets_an_object_of_its_own",
     "environment.settings": "environments/test_loading.py::test_every_episode_gets_an_object_of_its_own",
     "environment.max_turns": "engines/rollout/test_episodes.py::test_how_episodes_end",
+    "environment.max_paths": "engines/rollout/paths/test_places.py::test_no_more_paths_begin_than_are_learnt_from",
     "environment.tool_parser": "engines/rollout/test_chat.py::test_refusals",
     "environment.timeout_s": "environments/test_pool.py::test_a_failed_call_ends_its_episode_with_the_reason",
     "environment.sandbox.*": "environments/test_pool.py::test_episodes_live_in_a_sandbox_where_the_recipe_asks_for_one",

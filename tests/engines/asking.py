@@ -70,6 +70,36 @@ class Asking:
             tokens = [*tokens, *said["choices"][0]["token_ids"], 9, 8]
         return 3
 
+    async def branched(self) -> int:
+        story = "go "
+        story += await self._said(story) + BEHIND
+        other = story + await self._said(story) + BEHIND
+        await self._said(story)  # another end of the first turn
+        await self._said(other)
+        return 4
+
+    async def branched_tokens(self) -> int:
+        said = (await self._drew([4, 5, 6]))["token_ids"]
+        first = [4, 5, 6, *said, 9]
+        longer = [*first, *(await self._drew(first))["token_ids"], 8]
+        await self._drew([*first, 8])
+        await self._drew(longer)
+        return 4
+
+    async def many(self) -> int:
+        for number in range(4):
+            await self._said(f"story {number} ")
+        return 4
+
+    async def talkative(self) -> int:
+        await asyncio.gather(*[self._said(f"{number} " + "9" * 9) for number in range(3)])
+        return 3
+
+    async def _drew(self, tokens: list[int]) -> dict[str, Any]:
+        said = await self._posted("/inference/v1/generate", {"token_ids": tokens})
+        choice: dict[str, Any] = said["choices"][0]
+        return choice
+
     async def endless(self) -> int:
         return await self.text(100)
 

@@ -36,6 +36,21 @@ def test_one_method_that_is_async_is_enough(name: str, expected: bool) -> None:
     assert is_async(make()) == expected
 
 
+@pytest.mark.parametrize(
+    ("kind", "others"),
+    [
+        ("penstock.environments.calculator:Calculator", {}),
+        ("penstock.environments.games.checked_sums:CheckedSums", {"agents": ["solver", "checker"]}),
+    ],
+)
+def test_several_paths_are_an_agents(kind: str, others: dict[str, Any]) -> None:
+    """Whose episode may be several conversations. Control: an agent has them, and one path is anybody's."""
+    with pytest.raises(UserError, match="'environment.max_paths' has no effect"):
+        load_environment(EnvironmentConfig(type=kind, max_paths=2, **others))
+    load_environment(EnvironmentConfig(type=kind, max_paths=1, **others))
+    load_environment(EnvironmentConfig(type="penstock.environments.calculator:CalculatorAgent", max_paths=2))
+
+
 def test_every_episode_gets_an_object_of_its_own() -> None:
     """With the settings; the texts that end a turn are a tuple."""
     make = load_environment(EnvironmentConfig(type="environment_examples:Misbehaves", settings={"factor": 3}))

@@ -42,7 +42,7 @@ data:
   {{train: train.jsonl, heldout: heldout.jsonl, sft: sft.jsonl, max_prompt_tokens: 40, response: response, chat: true}}
 sft: {{steps: 250, batch: 64, optimizer: {{learning_rate: 3e-3, warmup_steps: 20, decay: cosine}}}}
 environment: {environment}
-rollout: {{prompts: 16, samples: 8, max_response_tokens: 12, max_sequences: 128}}
+rollout: {{prompts: 16, samples: 8, max_response_tokens: {tokens}, max_sequences: 128}}
 algorithm: {{name: grpo, mini_batches: 2}}
 actor: {{optimizer: {{learning_rate: 1e-3, warmup_steps: 0}}}}
 evaluate: {{every: 0, temperature: 1.0, samples: 4}}
@@ -56,13 +56,17 @@ def problem(generator: np.random.Generator) -> dict[str, Any]:
 
 
 def trained(
-    folder: Path, environment: dict[str, Any], says: Callable[[dict[str, Any], bool, np.random.Generator], str]
+    folder: Path,
+    environment: dict[str, Any],
+    says: Callable[[dict[str, Any], bool, np.random.Generator], str],
+    tokens: int = 12,
 ) -> RunFolder:
     """Train in a folder that has all that the environment needs.
 
     Args:
         environment: that section of the recipe.
         says: what the teacher says to a problem, rightly or not.
+        tokens: of an episode, behind its prompt.
     """
     generator = np.random.default_rng(0)
     problems = [problem(generator) for _ in range(2000)]
@@ -73,9 +77,12 @@ def trained(
         ("sft", pairs),
     ):
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    recipe = RECIPE.format(iterations=ITERATIONS, environment=json.dumps({**environment, "workers": 1}))
+    of_play = json.dumps({**environment, "workers": 1})
+    recipe = RECIPE.format(iterations=ITERATIONS, environment=of_play, tokens=tokens)
     (folder / "recipe.yaml").write_text(recipe)
-    tiny = TinyModel(hidden_size=96, layers=2, heads=3, kv_heads=3, intermediate_size=256, max_positions=64)
+    tiny = TinyModel(
+        hidden_size=96, layers=2, heads=3, kv_heads=3, intermediate_size=256, max_positions=40 + max(tokens, 24)
+    )
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
         patch.setenv("PYTHONPATH", str(folder))

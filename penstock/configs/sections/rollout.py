@@ -25,6 +25,13 @@ class EnvironmentConfig(Section):
         "and rewards of its own; null: the policy is one",
     )
     max_turns: PositiveInt = Field(4, description="turns of the policy after which an episode is cut")
+    max_paths: int = Field(
+        1,
+        ge=1,
+        le=256,
+        description="conversations of an agent's episode that are learnt from, where it branches, compacts or begins "
+        "anew; turns of further ones are answered alone",
+    )
     tool_parser: str | None = Field(
         None,
         description="who finds tool calls in a turn: a parser of vLLM's, by its name there (--tool-call-parser); "

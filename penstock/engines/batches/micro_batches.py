@@ -11,6 +11,8 @@ beside those, and a prompt's rows beside those of its own, with which they share
 are computed, in no more micro-batches. What sharing spares is not counted in filling them, so that a micro-batch needs
 no more memory than one of rows that share prompts alone.
 
+A row of several conversations (penstock/engines/batches/paths.py) is never cut apart, and laid out by its first prompt.
+
 The plan is a pure function of the rows, so every rank computes the same plan by itself and nothing is sent. All ranks
 run the same number of micro-batches, because gradients are reduced in step. Planning takes time in proportion to the
 rows, for any lengths.
@@ -43,7 +45,7 @@ def plan_micro_batches(
         together: so many rows that follow each other, all of one prompt, are never cut apart.
     """
     index_B = np.arange(len(rows)) if index_B is None else index_B
-    if together > 1:
+    if together > 1 or rows.paths is not None:
         index_B = index_B[prompt_by_prompt(rows, index_B)[0]]
         return _lists(index_B, _cuts(rows, index_B, ranks, budget, together))
     arranged = arrange(rows, index_B)
@@ -60,7 +62,7 @@ def _cuts(rows: Rows, index_B: np.ndarray, ranks: int, budget: int, together: in
     """Cut a line of rows into the micro-batches of each rank: a rank's first row, where each one ends, ..."""
     ids_B, prompts_B = rows.prompt_ids_B[index_B], rows.prompts.lengths_of(index_B)
     opens_B = np.append(True, ids_B[1:] != ids_B[:-1])[: len(index_B)]
-    line_B1 = offsets_of(rows.responses.lengths_of(index_B) + np.where(opens_B, prompts_B, 0))
+    line_B1 = offsets_of(rows.behind_prompts_of(index_B) + np.where(opens_B, prompts_B, 0))
     opens_U = (line_B1[:-1] - np.where(opens_B, 0, prompts_B))[::together]
     line = _Line(line_B1[::together].tolist(), opens_U.tolist())
     shares = _shares(line_B1[::together], ranks)

@@ -10,6 +10,7 @@ for each of the rows.
 
 Suffixes: `_N` tokens of a run, `_K` keys (shared ones once per row), `_S` sequences of attention, `_T` response tokens,
 `_U` response tokens, shared ones once, `_R` tokens of all rows, whole, `_B` rows.
+Where rows are of several conversations these are what is packed (penstock/engines/batches/paths.py).
 Left out: which rows go together (penstock/engines/batches/micro_batches.py), the forward pass
 (penstock/engines/models/models.py), losses (penstock/algorithms/).
 """
@@ -25,9 +26,10 @@ import numpy as np
 import torch
 
 from penstock.base.ragged import Ragged, offsets_of
+from penstock.engines.batches.paths import Paths, paths_of
 from penstock.engines.batches.shares import ALONE, RankSet, cut
 from penstock.engines.batches.trees import Alike, Origins, alike_of, into, origins_of
-from penstock.state.experience import ROUTES, column_names, read_columns
+from penstock.state.experience import PATH_ENDS, PATHS, ROUTES, column_names, read_columns
 
 Batch = TypeVar("Batch")
 
@@ -90,10 +92,10 @@ class PackedBatch:
     positions_N: torch.Tensor
     layout: PackedLayout
     predict_T: torch.Tensor  # index into N of the token whose hidden state predicts (and values) response token t
-    last_B: torch.Tensor  # index into N of a row's last token
+    last_B: torch.Tensor  # index into N of the last token of a row, or of each of its paths
     targets_T: torch.Tensor
     mask_T: torch.Tensor  # float 0/1: the model's own tokens
-    offsets_B1: torch.Tensor  # response tokens per row
+    offsets_B1: torch.Tensor  # response tokens per row; those of all its paths
     columns: dict[str, torch.Tensor]  # per-token columns: old log-probs, advantages, ...
     shared: SharedTargets | None  # None: no two rows share a response token
     computed: int  # tokens of the run, if it counts
@@ -122,6 +124,7 @@ class Rows:
 
     `accepted_B`: whether an update looks at a row at all; None for all rows. `routes`: of each token the experts that
     it took in the rollout, layer after layer, as unsigned numbers of which the largest says that it is not known.
+    `paths`: the conversations that rows are made of; None: each is one.
     """
 
     prompts: Ragged
@@ -130,11 +133,25 @@ class Rows:
     columns: Mapping[str, Ragged]
     accepted_B: np.ndarray | None = None
     routes: Ragged | None = None
+    paths: Paths | None = None
 
     @property
     def lengths_B(self) -> np.ndarray:
         """Prompt plus response tokens per row."""
-        return self.prompts.lengths_B + self.responses.lengths_B
+        return self.prompts.lengths_B + self.behind_prompts_of(np.arange(len(self)))
+
+    def behind_prompts_of(self, index_B: np.ndarray) -> np.ndarray:
+        """Tokens of the given rows but for their prompts; those of further paths are among them."""
+        lengths_B = self.responses.lengths_of(index_B)
+        return lengths_B if self.paths is None else lengths_B + self.paths.further_prompts_of(index_B)
+
+    @property
+    def sequences(self) -> Rows:
+        """The conversations, one a row, as a forward pass has them; without columns where rows have several."""
+        if self.paths is None:
+            return self
+        mask = Ragged(self.mask.values_T, self.paths.responses.offsets_B1)
+        return Rows(self.paths.prompts, self.paths.responses, mask, {})
 
     @property
     def prompt_ids_B(self) -> np.ndarray:
@@ -162,7 +179,8 @@ class Rows:
         accepted_B = None if self.accepted_B is None else self.accepted_B[index_B]
         prompts, responses, mask = (column.take(index_B) for column in (self.prompts, self.responses, self.mask))
         routes = None if self.routes is None else self.routes.take(index_B)
-        return Rows(prompts, responses, mask, columns, accepted_B, routes)
+        paths = None if self.paths is None else self.paths.take(index_B)
+        return Rows(prompts, responses, mask, columns, accepted_B, routes, paths)
 
 
 @dataclass(frozen=True)
@@ -221,13 +239,15 @@ def read_rows(path: str, columns: Sequence[str] = (), routes: bool = False) -> R
 
     `routes`: also the experts that they took in the rollout.
     """
-    accepted = ("accepted",) if "accepted" in column_names(path) else ()
+    present = column_names(path)
+    others = [name for name in ("accepted", *PATHS) if name in present]
     taken = (ROUTES,) if routes else ()
-    read = read_columns(path, ("prompt_tokens", "response_tokens", "loss_mask", *accepted, *taken, *columns))
+    read = read_columns(path, ("prompt_tokens", "response_tokens", "loss_mask", *others, *taken, *columns))
     named = {name: read[name] for name in columns}
-    accepted_B = read["accepted"] > 0 if accepted else None
-    tokens = read["prompt_tokens"], read["response_tokens"], read["loss_mask"]
-    return Rows(*tokens, named, accepted_B, read[ROUTES] if routes else None)
+    accepted_B = read["accepted"] > 0 if "accepted" in others else None
+    prompts, responses, mask = (read[name] for name in ("prompt_tokens", "response_tokens", "loss_mask"))
+    paths = paths_of(prompts, responses, read) if PATH_ENDS in others else None
+    return Rows(prompts, responses, mask, named, accepted_B, read[ROUTES] if routes else None, paths)
 
 
 def pack(rows: Rows, index: list[int], device: torch.device, ranks: RankSet = ALONE) -> PackedBatch:
@@ -242,9 +262,10 @@ def pack(rows: Rows, index: list[int], device: torch.device, ranks: RankSet = AL
     counts = bool(index)
     if not index:
         rows, index = uncounted(rows, [_shortest(rows)]), [0]
-    chosen_B = np.asarray(index, dtype=np.int64)
-    arranged, responses_B = arrange(rows, chosen_B), rows.responses.lengths_of(chosen_B)
-    whole = _whole(rows, chosen_B[arranged.order_B])
+    of_rows_B = np.asarray(index, dtype=np.int64)
+    run, chosen_B = rows.sequences, of_rows_B if rows.paths is None else rows.paths.of_rows(of_rows_B)
+    arranged, responses_B = arrange(run, chosen_B), run.responses.lengths_of(chosen_B)
+    whole = _whole(run, chosen_B[arranged.order_B])
     starts_B, tokens = whole.offsets_B1[:-1], len(whole.values_T)
     source_R = arranged.origins.sources(starts_B, tokens)
     own_R = source_R == np.arange(tokens)
@@ -268,9 +289,9 @@ def pack(rows: Rows, index: list[int], device: torch.device, ranks: RankSet = AL
         predict_T=to_device(predict_T, device),
         last_B=to_device(at_R[whole.offsets_B1[1:] - 1][place_B], device),
         targets_T=to_device(targets_T, device),
-        mask_T=to_device(rows.mask.take(chosen_B).values_T.astype(np.float32), device),
-        offsets_B1=to_device(offsets_of(responses_B), device),
-        columns={name: to_device(column.take(chosen_B).values_T, device) for name, column in rows.columns.items()},
+        mask_T=to_device(rows.mask.take(of_rows_B).values_T.astype(np.float32), device),
+        offsets_B1=to_device(offsets_of(rows.responses.lengths_of(of_rows_B)), device),
+        columns={name: to_device(column.take(of_rows_B).values_T, device) for name, column in rows.columns.items()},
         shared=None if distinct is None else SharedTargets(*(to_device(array, device) for array in distinct)),
         computed=len(tokens_N) if counts else 0,
         branched=arranged.origins.beyond_prompts if counts else 0,

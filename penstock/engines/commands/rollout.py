@@ -51,12 +51,25 @@ class EpisodeRows:
 
 
 @dataclass(frozen=True)
+class Paths:
+    """How the responses of episodes are cut into conversations, one after the other; all int32.
+
+    The first one's prompt is the episode's.
+    """
+
+    ends: Ragged  # where each of them ends in the response
+    prompts: Ragged  # those of the others, one after the other
+    prompt_ends: Ragged  # where each of these ends among them
+
+
+@dataclass(frozen=True)
 class Asked:
     """What agents bring themselves, for each episode."""
 
     prompts: Ragged  # int32
     texts_B: list[str]  # of these, control tokens included
     unbridged_B: np.ndarray  # int64: turns that are not learnt from, since they did not follow those before
+    paths: Paths | None = None  # where several are learnt from
 
 
 @dataclass(frozen=True)

@@ -109,7 +109,8 @@ def _to_host(values: torch.Tensor) -> tuple[torch.Tensor, Callable[[], None]]:
 
 
 def _pass_without_head(models: RankModels, rows: Rows) -> dict[str, float]:
-    shape, work = models.shapes["reference"], {"tokens": float(rows.lengths_B.sum())}
+    rows, shape = rows.sequences, models.shapes["reference"]
+    work = {"tokens": float(rows.lengths_B.sum())}
     if not shape.explained:
         return work
     lengths = rows.prompts.lengths_B, rows.responses.lengths_B

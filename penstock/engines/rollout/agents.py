@@ -3,10 +3,12 @@
 The first request of an episode is rendered and becomes the prompt. What follows a turn is put behind the tokens that
 were sampled, as for an environment (penstock/engines/rollout/chat.py). A request that does not follow, since its agent
 has rewritten what was said or begun something beside it, is rendered by itself and answered, and neither learnt from
-nor part of the episode: that is counted. No text that the policy said becomes tokens a second time in what is learnt
-from.
+nor part of the episode: that is counted. Where several paths are learnt from it begins one, at the turn after which it
+comes, or by itself (penstock/engines/rollout/paths/places.py). No text that the policy said becomes tokens a second
+time in what is learnt from.
 
-What an agent asks at once is drawn at once: one of it goes on with the episode, the others are beside it.
+What an agent asks at once is drawn at once: one of it goes on with the episode, the others are beside it, or paths of
+their own.
 
 Left out: who asks (penstock/environments/agent.py), playing (penstock/engines/rollout/episodes.py).
 """
@@ -21,9 +23,12 @@ from typing import Any
 from jinja2 import TemplateError
 
 from penstock.base.errors import UserError
+from penstock.configs.sections.data import DataConfig
+from penstock.configs.sections.rollout import EnvironmentConfig
 from penstock.data.chat import rendered
 from penstock.engines.rollout.chat import ChatMarkup
 from penstock.engines.rollout.episode import Episode, Placed
+from penstock.engines.rollout.paths.places import begun_path, turn_before
 from penstock.environments.gateway.asks import CUT, Ask, SaidCall, Turn
 
 NO_TEMPLATE = "the model's tokenizer has no chat template: ask /v1/completions, or use an instruction-tuned model"
@@ -41,6 +46,7 @@ class Agents:
         arguments: what the chat template is given besides messages.
         max_prompt_tokens: of the first request of an episode.
         max_turns: of an episode, those beside its conversation included.
+        max_paths: of an episode, that are learnt from.
     """
 
     tokenizer: Any
@@ -48,6 +54,7 @@ class Agents:
     parser: str | None
     max_prompt_tokens: int
     max_turns: int
+    max_paths: int = 1
 
     @cached_property
     def chat(self) -> ChatMarkup | None:
@@ -76,8 +83,13 @@ class Agents:
             try:
                 self._check_turns(episode, ask, turns)
                 self._check_size(episode, ask, self.max_prompt_tokens + limit, is_free)
-                aside = None if is_free and self._follows(episode, ask, limit, version) else self._aside(ask, limit)
-                found.append(Placed(ask, aside))
+                if self.max_paths > 1:
+                    drawn = [path for placed in found for path in placed.paths.values()]
+                    found.append(self._on_a_path(episode, ask, drawn, limit, version))
+                elif is_free and self._follows(episode, ask, limit, version):
+                    found.append(Placed(ask, paths={0: episode}))
+                else:
+                    found.append(Placed(ask, self._aside(self.whole(ask), limit)))
             except NotServed as error:
                 found.append(Placed(ask, refused=str(error)))
         return found
@@ -116,32 +128,77 @@ class Agents:
             NotServed: it has no room, or there are no tokens.
         """
         if not episode.turn_ends:
-            prompt = self.whole(ask)
-            if len(prompt) > self.max_prompt_tokens:
-                said = f"the first request of the episode has {len(prompt)} tokens, more than data.max_prompt_tokens"
-                raise NotServed(f"{said} ({self.max_prompt_tokens})")
-            episode.prompt = prompt
+            self._begin(episode, ask)
             return True
         observed = self.following(ask, episode.prompt + episode.tokens, episode.turn(len(episode.turn_ends)))
         if observed is None:
             return False
-        if len(episode.tokens) + len(observed) >= limit:
-            episode.truncated = True
-            raise NotServed(f"the maximum context length is reached: rollout.max_response_tokens is {limit}")
-        episode.observed(observed, version)
+        self._observe(episode, episode, observed, limit, version)
         return True
 
-    def _aside(self, ask: Ask, limit: int) -> list[int]:
-        tokens = self.whole(ask)
+    def _begin(self, episode: Episode, ask: Ask) -> None:
+        prompt = self.whole(ask)
+        if len(prompt) > self.max_prompt_tokens:
+            said = f"the first request of the episode has {len(prompt)} tokens, more than data.max_prompt_tokens"
+            raise NotServed(f"{said} ({self.max_prompt_tokens})")
+        episode.prompt = prompt
+
+    def _observe(
+        self, episode: Episode, path: Episode, observed: list[int], limit: int, version: int, drawn: int = 0
+    ) -> None:
+        """Put what is new behind a path of an episode, if that leaves a token for each turn, `drawn` and this one."""
+        if limit - episode.size - len(observed) <= drawn:
+            episode.truncated = True
+            raise NotServed(f"the maximum context length is reached: rollout.max_response_tokens is {limit}")
+        path.observed(observed, version)
+
+    def _on_a_path(self, episode: Episode, ask: Ask, drawn: Sequence[Episode], limit: int, version: int) -> Placed:
+        """Return which paths the turns of a request go on with or begin, where several are learnt from.
+
+        Args:
+            drawn: the paths that turns of requests before it go on with.
+
+        Raises:
+            NotServed: it has no room, or there are no tokens.
+        """
+        if not (episode.turn_ends or drawn):
+            self._begin(episode, ask)
+            return self._with_choices(episode, Placed(ask, paths={0: episode}), drawn, limit)
+        before = turn_before(episode, ask)
+        observed = None if before is None else self.following(ask, before.tokens, before.turn)
+        if before is None or observed is None:
+            prompt = self.whole(ask)
+        elif before.is_free(drawn):
+            self._observe(episode, before.path, observed, limit, version, len(drawn))
+            return self._with_choices(episode, Placed(ask, paths={0: before.path}), drawn, limit)
+        else:
+            prompt = before.tokens + observed
+        return self._with_choices(episode, Placed(ask, self._aside(prompt, limit)), drawn, limit)
+
+    def _with_choices(self, episode: Episode, placed: Placed, drawn: Sequence[Episode], limit: int) -> Placed:
+        """Give every choice that has no path one of its own, as far as there may be others and they have room."""
+        prompt = placed.prompt
+        for choice in range(len(placed.paths), placed.choices):
+            begun = len(drawn) + len(placed.paths)
+            is_one = 1 + len(episode.branches) < self.max_paths
+            if not is_one or (path := begun_path(episode, prompt, begun, limit)) is None:
+                break
+            placed.paths[choice] = path
+        placed.aside = None if placed.paths else prompt
+        known = len(episode.numbered) + len(drawn)
+        placed.names = {choice: known + choice + 1 for choice in placed.paths}
+        return placed
+
+    def _aside(self, tokens: list[int], limit: int) -> list[int]:
         if len(tokens) >= self.max_prompt_tokens + limit:
             raise NotServed(f"the request has {len(tokens)} tokens and leaves no room for a turn")
         return tokens
 
     def room(self, episode: Episode, placed: Placed, limit: int) -> int:
-        """Return how many tokens a turn may have."""
-        return (
-            limit - len(episode.tokens) if placed.aside is None else self.max_prompt_tokens + limit - len(placed.aside)
-        )
+        """Return how many tokens a turn may have; those that are drawn at once and learnt from share what there is."""
+        if placed.aside is not None:
+            return self.max_prompt_tokens + limit - len(placed.aside)
+        return (limit - episode.size) // sum(len(other.paths) for other in episode.round)
 
     def told(self, episode: Episode, texts: Mapping[int, str]) -> list[list[Turn]]:
         """Return what an agent is told of its round: of each request the choices.
@@ -149,20 +206,18 @@ class Agents:
         Args:
             texts: of the turns, special tokens left out, by the number of their request to the decode loop.
         """
-        return [self._told(episode, placed, texts) for placed in episode.round]
+        return [self._told(placed, texts) for placed in episode.round]
 
-    def _told(self, episode: Episode, placed: Placed, texts: Mapping[int, str]) -> list[Turn]:
+    def _told(self, placed: Placed, texts: Mapping[int, str]) -> list[Turn]:
         if placed.refused is not None:
             return [Turn(refused=placed.refused)]
         assert placed.ask is not None
-        prompt = placed.aside
-        if prompt is None:
-            prompt = episode.prompt + episode.tokens[: len(episode.tokens) - len(placed.drawn[0].tokens)]
-        turns = []
+        prompt, turns = placed.prompt, []
         for choice, request in sorted(placed.drawn.items()):
             turn = self.turn(placed.ask, prompt, request.tokens.tolist(), texts[request.row])
             turn = replace(turn, logprobs=request.logprobs, versions=request.versions)
-            turns.append(replace(turn, truncated=request.truncated, learnt=placed.goes_on(choice)))
+            learnt, number = choice in placed.paths, placed.names.get(choice, 0)
+            turns.append(replace(turn, truncated=request.truncated, learnt=learnt, number=number))
         return turns
 
     def whole(self, ask: Ask) -> list[int]:
@@ -235,15 +290,14 @@ def _go_on_with(episode: Episode, tokens: list[int] | None) -> bool:
     return tokens is not None and bool(episode.turn_ends) and tokens[: len(before)] == before
 
 
-def agents_of(
-    tokenizer: Any, arguments: Mapping[str, Any], parser: str | None, max_prompt_tokens: int, max_turns: int
-) -> Agents:
+def agents_of(tokenizer: Any, config: EnvironmentConfig, data: DataConfig) -> Agents:
     """Return how agents are served.
 
     Raises:
         UserError: there is a parser of tool calls and no chat template.
     """
-    agents = Agents(tokenizer, arguments, parser, max_prompt_tokens, max_turns)
-    if parser is not None and agents.chat is None:
+    limits = data.max_prompt_tokens, config.max_turns, config.max_paths
+    agents = Agents(tokenizer, data.chat_arguments, config.tool_parser, *limits)
+    if config.tool_parser is not None and agents.chat is None:
         raise UserError("'environment.tool_parser' has no effect: the model has no chat template", "remove it")
     return agents

@@ -15,6 +15,7 @@ import time
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
@@ -32,9 +33,11 @@ class Placed:
 
     Attributes:
         ask: what the agent asked; None: an environment answers each turn.
-        aside: the tokens of a request that does not follow; None: the first turn goes on with the episode.
+        aside: the tokens of a request from which nothing is learnt; None: those of the first turn's path.
         refused: why none is drawn.
-        limited: whether the agent asked for shorter ones than there is room for.
+        limited: whether they may be shorter than there is room for: the agent asked for that, or others share it.
+        paths: by number those that are learnt from, each with the path that it goes on with.
+        names: by number what the agent's requests call these, where there are several paths.
         drawn: what has ended, by number.
     """
 
@@ -42,6 +45,8 @@ class Placed:
     aside: list[int] | None = None
     refused: str | None = None
     limited: bool = False
+    paths: dict[int, Episode] = field(default_factory=dict)
+    names: dict[int, int] = field(default_factory=dict)
     drawn: dict[int, Request] = field(default_factory=dict)
 
     @property
@@ -49,14 +54,18 @@ class Placed:
         """How many turns are drawn."""
         return 0 if self.refused is not None else 1 if self.ask is None else self.ask.choices
 
-    def goes_on(self, choice: int) -> bool:
-        """Whether a turn is the episode's next."""
-        return self.aside is None and choice == 0
+    @property
+    def prompt(self) -> list[int]:
+        """The tokens that they follow, those that have ended left out."""
+        if self.aside is not None:
+            return self.aside
+        path, ended = self.paths[0], self.drawn.get(0)
+        return path.until(len(path.tokens) - (0 if ended is None else len(ended.tokens)))
 
 
 @dataclass(slots=True)
 class Episode:
-    """An episode.
+    """An episode. One of several paths is the first of them, and has the others.
 
     Attributes:
         row: its number among the episodes of its engine.
@@ -74,6 +83,9 @@ class Episode:
         drawing: of those, how many have not ended.
         asides: how often each prompt was drawn from beside the conversation.
         unbridged: turns that were taken aside, and are not learnt from.
+        branches: its other paths, of which the tokens alone count.
+        own: of a path's prompt, the tokens that no path before it has.
+        numbered: turns of all paths by the numbers that requests call them, and how long their paths were at their end.
         in_vain: how often its agent asked and nothing was drawn.
         seconds: from the beginning in this generation to the end.
     """
@@ -99,6 +111,9 @@ class Episode:
     drawing: int = 0
     asides: Counter[bytes] = field(default_factory=Counter)
     unbridged: int = 0
+    branches: list[Episode] = field(default_factory=list)
+    own: int = 0
+    numbered: dict[int, tuple[Episode, int]] = field(default_factory=dict)
     in_vain: int = 0
     prompt_tokens: int = 0
     cached_tokens: int = 0
@@ -112,24 +127,46 @@ class Episode:
     @property
     def policys_versions(self) -> tuple[int, int]:
         """The policy versions of its first and its last token that the policy sampled; without any, the beginning's."""
-        if not any(self.mask):
+        mask, versions = (self.joined(of) for of in ("mask", "versions"))
+        if not any(mask):
             return self.version, self.version
-        return self.versions[self.mask.index(1)], self.versions[-1 - self.mask[::-1].index(1)]
+        return versions[mask.index(1)], versions[-1 - mask[::-1].index(1)]
 
     @property
     def drawn(self) -> int:
         """Turns that have ended, those beside the conversation included."""
-        return len(self.turn_ends) + self.unbridged
+        return sum(len(path.turn_ends) for path in self.paths) + self.unbridged
+
+    @property
+    def paths(self) -> list[Episode]:
+        """Its conversations, of which it is the first; those without a turn are left out."""
+        return [self, *(path for path in self.branches if path.turn_ends)]
+
+    @property
+    def size(self) -> int:
+        """Tokens behind the prompt; what paths have in common counts once."""
+        return len(self.tokens) + sum(path.own + len(path.tokens) for path in self.branches)
+
+    def joined(self, of: str) -> list[Any]:
+        """Return a list of an entry for each token, of all paths one after the other."""
+        known: list[Any] = getattr(self, of)
+        return [entry for path in self.paths for entry in getattr(path, of)] if self.branches else known
+
+    def until(self, end: int) -> list[int]:
+        """Return the prompt, and the first tokens behind it."""
+        return self.prompt + self.tokens[:end]
 
     def taken(self, placed: Placed, choice: int, request: Request) -> None:
         """Take in a turn that has ended."""
         placed.drawn[choice] = request
-        if placed.goes_on(choice):
-            self.sampled(request)
-            self.turn_ends.append(len(self.tokens))
-            self.truncated |= request.truncated and not placed.limited
-        else:
+        if (path := placed.paths.get(choice)) is None:
             self.unbridged += 1
+        else:
+            path.sampled(request)
+            path.turn_ends.append(len(path.tokens))
+            self.truncated |= request.truncated and not placed.limited
+            if choice in placed.names:
+                self.numbered[placed.names[choice]] = path, len(path.tokens)
         self.cached_tokens += request.cached
         self.drawing -= 1
         self.owed = not self.drawing
@@ -207,17 +244,17 @@ def carried_episodes(episodes: Sequence[Episode], ended: Sequence[bool], logprob
     Args:
         logprobs: whether they were asked for.
     """
-    known = [episode.logprobs for episode in episodes] if logprobs else []
+    known = [episode.joined("logprobs") for episode in episodes] if logprobs else []
     rewards = [np.nan if episode.earned.reward is None else episode.earned.reward for episode in episodes]
     return CarriedResponses(
-        tokens=Ragged.of([episode.tokens for episode in episodes], np.int32),
+        tokens=Ragged.of([episode.joined("tokens") for episode in episodes], np.int32),
         logprobs_T=Ragged.of(known, np.float32).values_T,
-        versions_T=Ragged.of([episode.versions for episode in episodes], np.int32).values_T,
+        versions_T=Ragged.of([episode.joined("versions") for episode in episodes], np.int32).values_T,
         ended_B=np.asarray(ended, bool),
         truncated_B=np.asarray([episode.truncated for episode in episodes], bool),
         episodes=CarriedEpisodes(
             seeds_B=np.asarray([episode.seed for episode in episodes], np.int64),
-            loss_mask_T=Ragged.of([episode.mask for episode in episodes], np.uint8).values_T,
+            loss_mask_T=Ragged.of([episode.joined("mask") for episode in episodes], np.uint8).values_T,
             turn_ends=Ragged.of([episode.turn_ends for episode in episodes], np.int32),
             owed_B=np.asarray([episode.owed for episode in episodes], bool),
             rewards_B=np.asarray(rewards, np.float64),

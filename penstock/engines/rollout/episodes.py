@@ -50,6 +50,7 @@ from penstock.engines.rollout.decode_loop import DecodeLoop, Request, Share
 from penstock.engines.rollout.detokenize import decode
 from penstock.engines.rollout.episode import Episode, Placed, carried_episodes, heard, under_way
 from penstock.engines.rollout.partial_results import EndedResponse, PartialResultSender
+from penstock.engines.rollout.paths.places import paths_of, used_up
 from penstock.engines.rollout.responses import Generated, Left
 from penstock.environments.gateway.asks import Ask
 from penstock.environments.pool import Asking, EnvironmentPool
@@ -243,8 +244,8 @@ class EpisodeLoop:
         episodes = [episode for episode in self._episodes if episode.position in self._counted]
         unused = [episode for episode in self._episodes if episode.position not in self._counted]
         versions = [episode.policys_versions for episode in episodes]
-        tokens = Ragged.of([episode.tokens for episode in episodes], np.int32)
-        logprobs = Ragged.of([episode.logprobs for episode in episodes], np.float32).values_T
+        tokens = Ragged.of([episode.joined("tokens") for episode in episodes], np.int32)
+        logprobs = Ragged.of([episode.joined("logprobs") for episode in episodes], np.float32).values_T
         return Played(
             positions_P=np.asarray([episode.position for episode in episodes if episode.sample == 0], np.int64),
             rows_B=np.asarray([episode.row for episode in episodes], np.int64),
@@ -257,16 +258,24 @@ class EpisodeLoop:
             prompt_tokens=sum(episode.prompt_tokens for episode in episodes),
             cached_tokens=sum(episode.cached_tokens for episode in episodes),
             seconds=self._seconds,
-            unused_tokens=self._given_up + (0 if self._carries else sum(sum(episode.mask) for episode in unused)),
+            unused_tokens=self._given_up
+            + (0 if self._carries else sum(sum(episode.joined("mask")) for episode in unused)),
             versions_T=self._versions_of(episodes) if self._carries else None,
             left=left,
             routes=None,
-            mask_T=Ragged.of([episode.mask for episode in episodes], np.uint8).values_T,
+            mask_T=Ragged.of([episode.joined("mask") for episode in episodes], np.uint8).values_T,
             turns_B=np.asarray([episode.turns for episode in episodes], np.int64),
             replies=[episode.earned for episode in episodes],
             waited_seconds=self._asking.waited_seconds,
-            asked=None if self._environments.agents is None else asked_of(episodes, self._environments.tokenizer),
+            asked=self._asked(episodes),
         )
+
+    def _asked(self, episodes: list[Episode]) -> Asked | None:
+        agents = self._environments.agents
+        if agents is None:
+            return None
+        asked = asked_of(episodes, self._environments.tokenizer)
+        return replace(asked, paths=paths_of(episodes)) if agents.max_paths > 1 else asked
 
     def _versions_of(self, episodes: list[Episode]) -> np.ndarray:
         return Ragged.of([episode.versions for episode in episodes], np.int32).values_T
@@ -455,6 +464,7 @@ class EpisodeLoop:
         rows = [request.row for request in drawn]
         texts = dict(zip(rows, decode(self._environments.tokenizer, tokens), strict=True))
         for episode in episodes:
+            episode.truncated |= used_up(episode, self._share.sampling.max_tokens)
             self._asking.ask(Call(episode.name, turns=agents.told(episode, texts), last=self._is_last(episode)))
 
     # ---- drawing -------------------------------------------------------------------------------------------------
@@ -462,7 +472,7 @@ class EpisodeLoop:
     def _draw_round(self, loop: DecodeLoop, episode: Episode) -> None:
         """Hand in the next turn, or the rest of one that an earlier generation has begun; or all that is asked."""
         if self._environments.agents is None:
-            episode.round = [Placed()]
+            episode.round = [Placed(paths={0: episode})]
         episode.turns = episode.drawn
         for placed in episode.round:
             if placed.choices:
@@ -473,8 +483,9 @@ class EpisodeLoop:
         parameters = copy.copy(share.parameters)
         room = limit - len(episode.tokens) if agents is None else agents.room(episode, placed, limit)
         wanted = room if placed.ask is None else placed.ask.max_tokens or room
-        parameters.max_tokens, placed.limited = min(room, wanted), wanted < room
-        prompt = episode.prompt + episode.tokens if placed.aside is None else placed.aside
+        shared = sum(len(other.paths) for other in episode.round) > 1
+        parameters.max_tokens, placed.limited = min(room, wanted), wanted < room or shared
+        prompt = placed.prompt
         names: dict[str, int] = {}
         seeds: list[int] = []
         for choice in range(placed.choices):
@@ -482,13 +493,13 @@ class EpisodeLoop:
             row = next(self._numbers)
             self._drawn[row] = _Drawn(episode, placed, choice)
             names[f"{share.number}-{_place(episode)}-{episode.turns}"] = row
-            seeds.append(self._seed(episode, prompt, placed.goes_on(choice)))
+            seeds.append(self._seed(episode, prompt, placed.paths.get(choice) is episode))
         episode.drawing += placed.choices
         episode.prompt_tokens += placed.choices * len(prompt)
         loop.request(self, names, prompt, parameters, seeds if share.own_streams else None)
 
     def _seed(self, episode: Episode, prompt: list[int], goes_on: bool) -> int:
-        """Return the seed of a turn: of the episode's next by its number, of one beside it by what it follows.
+        """Return the seed of a turn: of its first path's next by its number, of one beside that by what it follows.
 
         So requests that arrive in another order draw the same.
         """
@@ -548,9 +559,7 @@ class EnvironmentHost:
                 self.chat = ChatMarkup(tokenizer, data.chat_arguments, config.tool_parser)
                 self.stop = [self.chat.end_of_turn]
             if self.pool.is_agent or config.agents:
-                self.agents = agents_of(
-                    tokenizer, data.chat_arguments, config.tool_parser, data.max_prompt_tokens, config.max_turns
-                )
+                self.agents = agents_of(tokenizer, config, data)
                 chats = self.pool.is_agent or data.chat  # a game of texts asks nothing of the template
                 if chats and self.agents.chat is not None:
                     self.stop = sorted({*self.stop, self.agents.chat.end_of_turn})

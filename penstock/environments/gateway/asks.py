@@ -21,6 +21,7 @@ class Ask:
         whole: the whole chat, where `messages` are only that; it is asked where nothing can follow the turn before.
         max_tokens: of the turn; None: as many as there is room for.
         choices: how many turns are drawn beside each other; the first may go on with the episode.
+        after: where several paths are learnt from, the number of the turn that messages or text come after.
     """
 
     messages: list[dict[str, Any]] | None = None
@@ -31,6 +32,7 @@ class Ask:
     whole: list[dict[str, Any]] | None = None
     max_tokens: int | None = None
     choices: int = 1
+    after: int = 0
 
 
 @dataclass(frozen=True)
@@ -54,6 +56,7 @@ class Turn:
         truncated: whether a limit cut it.
         versions: the policies that sampled it: from which token on, which one.
         learnt: whether it follows what was learnt from before, and is learnt from itself.
+        number: of a turn that is learnt from, where several paths are: what `Ask.after` names.
         refused: why there is no turn; all else is empty then.
     """
 
@@ -65,6 +68,7 @@ class Turn:
     truncated: bool = False
     versions: list[tuple[int, int]] = field(default_factory=list)
     learnt: bool = True
+    number: int = 0
     refused: str | None = None
 
     @property

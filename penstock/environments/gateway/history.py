@@ -3,12 +3,16 @@
 A request brings the whole chat again, and rendering that would bring other tokens than those that were sampled. So it
 is compared with what the last one brought and the turn that answered it: what is new is all that becomes tokens. A
 request whose beginning differs does not follow; its turn is another story, and not learnt from.
+
+Where several paths are learnt from, every turn is remembered, and a request follows the one that it has most in common
+with: the end of a path, or one in its middle, where another path begins.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from penstock.environments.gateway.asks import Ask
@@ -21,13 +25,28 @@ class Refused(Exception):
     """A request that the gateway does not serve; its text says why."""
 
 
-class History:
-    """The chat or text up to and with the last turn that is learnt from."""
+@dataclass(frozen=True)
+class _Chat:
+    """A chat up to and with a turn that is learnt from, of that number."""
 
-    def __init__(self) -> None:
-        self._messages: list[dict[str, Any]] = []
-        self._tools: list[dict[str, Any]] | None = None
-        self._text = ""
+    messages: list[dict[str, Any]]
+    tools: list[dict[str, Any]] | None
+    turn: int
+
+    def goes_on(self, whole: Sequence[Mapping[str, Any]], tools: list[dict[str, Any]] | None) -> bool:
+        """Whether a request of these messages comes after it."""
+        known = self.messages
+        same = len(whole) > len(known) and all(map(_alike, whole, known))
+        return tools == self.tools and same and _may_follow(whole[len(known) :])
+
+
+class History:
+    """The chat or text up to and with the last turn that is learnt from; with `several` paths, up to each of them."""
+
+    def __init__(self, several: bool = False) -> None:
+        self.several = several
+        self._chats: list[_Chat] = []
+        self._texts: list[tuple[str, int]] = []
 
     def chat(
         self, messages: Sequence[Mapping[str, Any]], tools: list[dict[str, Any]] | None, max_tokens: int | None
@@ -37,29 +56,38 @@ class History:
         Raises:
             Refused: a content is no text.
         """
-        whole, known = [_plain(message) for message in messages], self._messages
-        told, new = (tools or None), whole[len(known) :]
-        same = len(whole) > len(known) and all(map(_alike, whole, known))
-        follows = bool(known) and told == self._tools and same and _may_follow(new)
-        if not follows:
+        whole, told = [_plain(message) for message in messages], tools or None
+        followed = [chat for chat in self._chats if chat.goes_on(whole, told)]
+        if not followed:
             return Ask(whole, tools=told, max_tokens=max_tokens)
-        return Ask(_named(whole, new), tools=told, follows=True, whole=whole, max_tokens=max_tokens)
+        longest = max(followed, key=lambda chat: len(chat.messages))
+        new = _named(whole, whole[len(longest.messages) :])
+        return Ask(new, tools=told, follows=True, whole=whole, max_tokens=max_tokens, after=longest.turn)
 
     def chat_went_on(
-        self, messages: Sequence[Mapping[str, Any]], tools: list[dict[str, Any]] | None, answer: Mapping[str, Any]
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: list[dict[str, Any]] | None,
+        answer: Mapping[str, Any],
+        turn: int = 0,
     ) -> None:
-        """Keep a chat, and the message that answered it."""
-        self._messages = [_plain(message) for message in (*messages, answer)]
-        self._tools = tools or None
+        """Keep a chat, and the message that answered it: the turn of that number."""
+        before = self._chats if self.several else []
+        chat = _Chat([_plain(message) for message in (*messages, answer)], tools or None, turn)
+        self._chats = [*before, chat]
 
     def text(self, prompt: str, max_tokens: int | None) -> Ask:
         """Return what a text asks."""
-        follows = bool(self._text) and prompt.startswith(self._text) and prompt != self._text
-        return Ask(text=prompt[len(self._text) :] if follows else prompt, follows=follows, max_tokens=max_tokens)
+        followed = [known for known in self._texts if known[0] and prompt.startswith(known[0]) and prompt != known[0]]
+        if not followed:
+            return Ask(text=prompt, max_tokens=max_tokens)
+        text, turn = max(followed, key=lambda known: len(known[0]))
+        return Ask(text=prompt[len(text) :], follows=True, max_tokens=max_tokens, after=turn)
 
-    def text_went_on(self, prompt: str, answer: str) -> None:
-        """Keep a text, and what answered it."""
-        self._text = prompt + answer
+    def text_went_on(self, prompt: str, answer: str, turn: int = 0) -> None:
+        """Keep a text, and what answered it: the turn of that number."""
+        before = self._texts if self.several else []
+        self._texts = [*before, (prompt + answer, turn)]
 
 
 def _alike(told: Mapping[str, Any], known: Mapping[str, Any]) -> bool:

@@ -94,7 +94,7 @@ class ChatRequest(_Request):
         if turn.tool_calls:
             message["tool_calls"] = [_call(call) for call in turn.tool_calls]
         if turn.learnt:
-            history.chat_went_on(self.messages, self.tools, message)
+            history.chat_went_on(self.messages, self.tools, message, turn.number)
         reason = "length" if turn.truncated else "tool_calls" if turn.tool_calls else "stop"
         return {"message": message, "finish_reason": reason, "logprobs": _chat_logprobs(self, turn)}
 
@@ -126,7 +126,7 @@ class CompletionRequest(_Request):
 
     def _choice(self, turn: Turn, history: History) -> dict[str, Any]:
         if turn.learnt and isinstance(self.prompt, str):
-            history.text_went_on(self.prompt, turn.text)
+            history.text_went_on(self.prompt, turn.text, turn.number)
         reason = "length" if turn.truncated else "stop"
         return {"text": turn.text, "finish_reason": reason, "logprobs": _logprobs(self, turn)}
 

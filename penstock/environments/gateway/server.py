@@ -81,9 +81,9 @@ class Session:
         bytes_read: of all its requests.
     """
 
-    def __init__(self, gateway: Gateway, key: str) -> None:
+    def __init__(self, gateway: Gateway, key: str, several: bool) -> None:
         self.url = f"{gateway.address}/{key}/v1"
-        self.history = History()
+        self.history = History(several)
         self._gateway, self._key = gateway, key
         self._new = asyncio.Event()
         self._next: list[_Asked] = []
@@ -115,14 +115,18 @@ class Session:
                 await asyncio.sleep(0)
 
     def _begin_round(self) -> list[Ask]:
-        """Return what is asked. At most one request follows the turn before, and the order is not that of arrival."""
+        """Return what is asked, in an order that is not that of arrival.
+
+        At most one request follows the turn before, unless several paths are learnt from.
+        """
         arrived, self._next, self._round = self._next, [], []
         found = [(asked, ask) for asked in arrived if (ask := self._ask(asked, self.history)) is not None]
         if len(found) > 1:
             found.sort(key=lambda item: (not item[1].follows, repr(item[1])))
         asks: list[Ask] = []
         for number, (asked, ask) in enumerate(found):
-            whole = self._ask(asked, History()) if number and ask.follows else ask
+            alone = number and ask.follows and not self.history.several
+            whole = self._ask(asked, History()) if alone else ask
             assert whole is not None
             self._round.append(asked)
             asks.append(whole)
@@ -214,10 +218,10 @@ class Gateway:
             await asyncio.sleep(0.005)
         return self
 
-    def open(self) -> Session:
-        """Return the session of a new episode."""
+    def open(self, several: bool = False) -> Session:
+        """Return the session of a new episode, of which `several` paths are learnt from, or one."""
         key = secrets.token_urlsafe(16)
-        session = self.sessions[key] = Session(self, key)
+        session = self.sessions[key] = Session(self, key, several)
         return session
 
     async def _models(self, request: HttpRequest) -> Response:

@@ -33,10 +33,15 @@ BINS = 4  # of rewards and of lengths, where there are more different ones than 
 
 @dataclass(frozen=True)
 class Turn:
-    """A turn of an episode; without a number what the policy was told between two, or what the page leaves out."""
+    """A turn of an episode; without a number what the policy was told between two, or what the page leaves out.
+
+    Attributes:
+        path: the number of the path that begins after this, where it is not the first.
+    """
 
     number: int | None
     pieces: list[Piece]
+    path: int | None = None
 
 
 @dataclass(frozen=True)
@@ -224,7 +229,24 @@ def _shown(response: Response, edges: tuple[np.ndarray, np.ndarray], tokenizer: 
         return Shown(response, [Piece(clipped(response.response), 0.0, 0.0)], 0.0, classes, [])
     found = joined(pieces(tokenizer, response, TOKENS), lambda piece: piece.level(scale))
     turns = [] if response.turns is None else by_turn(found, response.turns)
+    if response.path_prompts:
+        turns = _by_path(response, tokenizer, scale)
     return Shown(response, found, scale, classes, turns)
+
+
+def _by_path(response: Response, tokenizer: Any, scale: float) -> list[Turn]:
+    """Return the turns of each path, and before all but the first what it begins after."""
+    turns, paths, before = list[Turn](), response.paths, 0
+    for number, path in enumerate(paths, 1):
+        if number > 1:
+            text = tokenizer.decode(response.path_prompts[number - 2], skip_special_tokens=False)
+            turns.append(Turn(None, [Piece(clipped(text, CHARACTERS // len(paths)), None, None)], number))
+        assert path.mask is not None
+        count = int((np.diff(path.mask, prepend=0).astype(np.int8) == 1).sum())
+        found = joined(pieces(tokenizer, path, TOKENS // len(paths)), lambda piece: piece.level(scale))
+        turns += [Turn(turn.number and turn.number + before, turn.pieces, turn.path) for turn in by_turn(found, count)]
+        before += count
+    return turns
 
 
 def _bin(edges: np.ndarray, figure: float) -> int:
@@ -255,12 +277,12 @@ def _kind(piece: Piece) -> str:
     return "told" if piece.low is None else "said"
 
 
-def clipped(text: str) -> str:
+def clipped(text: str, most: int = CHARACTERS) -> str:
     """Return a text without its middle where it is too long for the page."""
-    if len(text) <= CHARACTERS:
+    if len(text) <= most:
         return text
-    head, tail = text[: CHARACTERS * 2 // 3], text[-CHARACTERS // 3 :]
-    return f"{head}\n[... {len(text) - CHARACTERS:,} characters ...]\n{tail}"
+    head, tail = text[: most * 2 // 3], text[-most // 3 :]
+    return f"{head}\n[... {len(text) - most:,} characters ...]\n{tail}"
 
 
 def _fallen(run: RunFolder) -> Comparison | None:

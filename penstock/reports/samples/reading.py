@@ -11,7 +11,8 @@ from __future__ import annotations
 import functools
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,16 @@ import numpy as np
 
 from penstock.base.errors import UserError
 from penstock.base.ragged import Ragged
-from penstock.state.experience import AGENT, column_names, read_columns, read_rows
+from penstock.state.experience import (
+    AGENT,
+    PATH_ENDS,
+    PATH_PROMPT_ENDS,
+    PATH_PROMPTS,
+    PATHS,
+    column_names,
+    read_columns,
+    read_rows,
+)
 from penstock.state.run_folder import RunFolder
 from penstock.trackers.tracker import Table
 
@@ -43,6 +53,8 @@ class Response:
         advantages: of each token.
         mask: 1 for the policy's own tokens, 0 for what an environment said.
         turns: of the policy; None: without an environment.
+        path_ends: how many of the tokens there are at the end of each of its paths; None: it is one.
+        path_prompts: the tokens that each path but the first begins after.
     """
 
     row: int
@@ -63,6 +75,20 @@ class Response:
     tokens: np.ndarray | None
     advantages: np.ndarray | None
     mask: np.ndarray | None
+    path_ends: np.ndarray | None = None
+    path_prompts: tuple[np.ndarray, ...] = ()
+
+    @property
+    def paths(self) -> list[Response]:
+        """Its paths, each with its own tokens alone."""
+        if self.path_ends is None or not self.path_prompts:
+            return [self]
+        return [self._part(begin, end) for begin, end in pairwise([0, *self.path_ends.tolist()])]
+
+    def _part(self, begin: int, end: int) -> Response:
+        columns = (self.tokens, self.advantages, self.mask)
+        tokens, advantages, mask = (None if values is None else values[begin:end] for values in columns)
+        return replace(self, tokens=tokens, advantages=advantages, mask=mask, path_ends=None, path_prompts=())
 
     @property
     def length(self) -> int | None:
@@ -93,6 +119,7 @@ class Response:
         found = [
             "cut" if self.truncated else "",
             "refused: nothing is learnt from its prompt" if self.refused else "",
+            f"{1 + len(self.path_prompts)} paths" if self.path_prompts else "",
             f"{self.masked:,} tokens masked" if self.masked else "",
             "not accepted" if self.accepted is False else "",
             f"agent {self.agent}" if self.agent is not None else "",
@@ -216,14 +243,22 @@ class Samples:
             tokens=values.get("response_tokens"),
             advantages=values.get("advantages"),
             mask=values.get("loss_mask"),
+            path_ends=values.get(PATH_ENDS),
+            path_prompts=_prompts_of_paths(values),
         )
+
+
+def _prompts_of_paths(values: dict[str, Any]) -> tuple[np.ndarray, ...]:
+    if PATH_PROMPTS not in values or not len(values[PATH_PROMPT_ENDS]):
+        return ()
+    return tuple(np.split(values[PATH_PROMPTS], values[PATH_PROMPT_ENDS][:-1]))
 
 
 _PLAIN = (
     *("sample_id", "prompt_id", "prompt", "response", "reward", FAILURE, "reward_answer"),
     *("truncated", "refused", "accepted", AGENT, "policy_version", TURNS),
 )
-_OF_TOKENS = ("response_tokens", "advantages", "loss_mask")
+_OF_TOKENS = ("response_tokens", "advantages", "loss_mask", *PATHS)
 
 
 def samples_of(run: RunFolder, iteration: int | None, heldout: bool = False) -> Samples:

@@ -92,6 +92,8 @@ def of_prompt(
 def turn_by_turn(run: RunFolder, responses: Sequence[Response]) -> Iterator[RenderableType]:
     """Show episodes: what the policy said, and between its turns, dimmed, what it was told and learns nothing from.
 
+    Of several paths each begins with the tokens that it comes after.
+
     Args:
         responses: with their tokens and masks.
     """
@@ -117,8 +119,10 @@ def _turns(found: Sequence[Segment]) -> Table:
     turn = 0
     for segment in found:
         turn += segment.own
-        said = Text(shown(segment.text.strip("\n")), "" if segment.own else MASKED)
-        grid.add_row(f"turn {turn}" if segment.own else "told", f"{segment.tokens:,}", said)
+        text = segment.text.strip("\n") if segment.path is None else _clipped(segment.text)
+        said = Text(shown(text), "" if segment.own else MASKED)
+        told = "told" if segment.path is None else f"path {segment.path} after"
+        grid.add_row(f"turn {turn}" if segment.own else told, f"{segment.tokens:,}", said)
     return grid
 
 

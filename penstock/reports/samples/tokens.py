@@ -67,15 +67,29 @@ def load_tokenizer(run: RunFolder) -> Any | None:
 
 @dataclass(frozen=True)
 class Segment:
-    """Neighbouring tokens of an episode that are all the policy's own, or all what it was told."""
+    """Neighbouring tokens of an episode that are all the policy's own, or all what it was told.
+
+    Attributes:
+        path: the number of the path that begins after these tokens, which are its prompt then.
+    """
 
     own: bool
     tokens: int
     text: str
+    path: int | None = None
 
 
 def segments(tokenizer: Any, response: Response) -> list[Segment]:
-    """Return an episode's turns and what is between them, control tokens included."""
+    """Return an episode's turns and what is between them, control tokens included; of several paths one by one."""
+    first, *others = response.paths
+    found = _segments(tokenizer, first)
+    for number, (prompt, path) in enumerate(zip(response.path_prompts, others, strict=True), 2):
+        text = tokenizer.decode(prompt, skip_special_tokens=False)
+        found += [Segment(False, len(prompt), text, number), *_segments(tokenizer, path)]
+    return found
+
+
+def _segments(tokenizer: Any, response: Response) -> list[Segment]:
     assert response.tokens is not None
     mask_T = np.ones(len(response.tokens), np.uint8) if response.mask is None else response.mask
     cuts = [0, *(np.flatnonzero(np.diff(mask_T)) + 1).tolist(), len(mask_T)]

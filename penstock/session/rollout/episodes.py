@@ -13,11 +13,12 @@ from typing import Any
 import numpy as np
 
 from penstock.base.errors import UserError
+from penstock.base.ragged import Ragged
 from penstock.configs.schema import TrainConfig
-from penstock.engines.commands.rollout import EngineResponses, Episodes
+from penstock.engines.commands.rollout import EngineResponses, Episodes, Paths
 from penstock.environments.environment import REFUSED, TOOL_CALLS, TOOL_ERRORS
 from penstock.rewards.pool import Score, log_first, refuse_too_many
-from penstock.state.experience import AGENT, column_names
+from penstock.state.experience import AGENT, PATH_ENDS, PATH_PROMPT_ENDS, PATH_PROMPTS, PATHS, column_names
 
 TURNS, REWARD, FAILURE = "turns", "environment_reward", "environment_failure"
 UNBRIDGED = "unbridged_turns"  # of agents: that did not follow what was learnt from, and are not
@@ -33,9 +34,10 @@ def episode_columns(played: Sequence[Episodes], rows_B: np.ndarray) -> dict[str,
     parts = [part for episodes in played for part in episodes.parts_B]
     failures = [failure for episodes in played for failure in episodes.failures_B]
     names = sorted({name for part in parts for name in part})
-    unbridged = [episodes.asked.unbridged_B for episodes in played if episodes.asked is not None]
+    asked = [episodes.asked for episodes in played if episodes.asked is not None]
     return {
-        **({UNBRIDGED: np.concatenate(unbridged)[rows_B]} if unbridged else {}),
+        **({UNBRIDGED: np.concatenate([part.unbridged_B for part in asked])[rows_B]} if asked else {}),
+        **path_columns([part.paths for part in asked if part.paths is not None], rows_B),
         TURNS: np.concatenate([episodes.turns_B for episodes in played])[rows_B],
         REWARD: np.concatenate([episodes.rewards_B for episodes in played])[rows_B],
         FAILURE: [failures[row] for row in rows_B],
@@ -43,9 +45,22 @@ def episode_columns(played: Sequence[Episodes], rows_B: np.ndarray) -> dict[str,
     }
 
 
+def path_columns(parts: Sequence[Paths], rows_B: np.ndarray) -> dict[str, Ragged]:
+    """Return the columns that say how samples are cut into conversations; none where each is one."""
+    if not parts:
+        return {}
+    found = {
+        PATH_ENDS: [part.ends for part in parts],
+        PATH_PROMPTS: [part.prompts for part in parts],
+        PATH_PROMPT_ENDS: [part.prompt_ends for part in parts],
+    }
+    return {name: Ragged.concatenated(columns).take(rows_B) for name, columns in found.items()}
+
+
 def episode_column_names(path: Path) -> list[str]:
     """Return the columns of an experience file that episodes added."""
-    return [name for name in column_names(path) if name in (TURNS, REWARD, FAILURE, UNBRIDGED) or name.startswith(PART)]
+    own = (TURNS, REWARD, FAILURE, UNBRIDGED, *PATHS)
+    return [name for name in column_names(path) if name in own or name.startswith(PART)]
 
 
 def episode_figures(columns: Mapping[str, Any], conversations: int = 1) -> dict[str, float]:
@@ -58,6 +73,8 @@ def episode_figures(columns: Mapping[str, Any], conversations: int = 1) -> dict[
         return {}
     asked = UNBRIDGED in columns and conversations == 1  # what an agent of a game is shown always follows
     own = {"rollout/unbridged_turns": float(columns[UNBRIDGED].sum())} if asked else {}
+    if PATH_ENDS in columns:
+        own |= {"rollout/paths": float(columns[PATH_ENDS].lengths_B.mean())}
     if CALLS in columns:
         calls, errors = float(np.nansum(columns[CALLS])), float(np.nansum(columns[ERRORS]))
         own |= {"rollout/tool_calls_mean": calls / len(columns[TURNS]), "rollout/tool_error_share": errors / calls}

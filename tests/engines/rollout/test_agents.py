@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -53,11 +54,11 @@ def seen(seen_of: Callable[[list[str]], Seen]) -> Seen:
     return seen_of(KINDS)
 
 
-def generated(ranks: Ranks, folder: Path, prompts: Path, kinds: list[str]) -> Seen:
+def generated(ranks: Ranks, folder: Path, prompts: Path, kinds: list[str], limit: int = LIMIT, **others: Any) -> Seen:
     of_data = Ragged.of([np.arange(4, 6)] * len(kinds), np.int32)  # agents bring their own
     table = save_prompts(prompts / "train.parquet", of_data, kinds)
-    sizes = {"prompts": len(kinds), "samples": SAMPLES, "max_response_tokens": LIMIT, "max_sequences": 12}
-    environment = {"type": "tests.engines.asking:Asking", "max_turns": TURNS}
+    sizes = {"prompts": len(kinds), "samples": SAMPLES, "max_response_tokens": limit, "max_sequences": 12}
+    environment = {"type": "tests.engines.asking:Asking", "max_turns": TURNS, **others}
     ranks.build(
         folder,
         ("actor", "rollout"),
@@ -66,7 +67,7 @@ def generated(ranks: Ranks, folder: Path, prompts: Path, kinds: list[str]) -> Se
         algorithm={"correction": {}},
         data={"max_prompt_tokens": LONGEST},
     )
-    sampling = {"samples": SAMPLES, "temperature": 0.8, "top_p": 1.0, "top_k": 0, "max_tokens": LIMIT}
+    sampling = {"samples": SAMPLES, "temperature": 0.8, "top_p": 1.0, "top_k": 0, "max_tokens": limit}
     request = {
         "prompts": of_data,
         "sampling": {**sampling, "ignore_eos": False, "seed": [7, 0, 0], "logprobs": True},

@@ -52,7 +52,8 @@ def work_on(models: RankModels, rows: Rows, role: CountedModel, epochs: int) -> 
 
     FLOPs are known of dense decoders.
     """
-    shape, prompt_B, response_B = models.shapes[role], rows.prompts.lengths_B, rows.responses.lengths_B
+    rows, shape = rows.sequences, models.shapes[role]
+    prompt_B, response_B = rows.prompts.lengths_B, rows.responses.lengths_B
     work = {"tokens": float(rows.lengths_B.sum() * max(1, epochs))}
     if not shape.explained:
         return work

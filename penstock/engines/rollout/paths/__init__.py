@@ -1,0 +1,1 @@
+"""Agents' episodes of several conversations, each of which is learnt from."""
