@@ -162,6 +162,13 @@ def test_of_a_rollout(key: str, value: Any, place: str, generation: Callable[...
     assert after[place] == {"first": [f"{number:03d}" for number in range(8)], "seed": [7, 3, 0]}.get(place, value)
 
 
+def test_experts_are_asked_for_where_they_are_replayed(generation: Callable[..., dict[str, Any]]) -> None:
+    """Of what is learnt from, and not of an evaluation."""
+    replayed = {"actor": {"routing": "replay"}}
+    asked = generation({}, False), generation(replayed, False), generation(replayed, True)
+    assert [one["routes"] for one in asked] == [False, True, False]
+
+
 @pytest.mark.parametrize(
     ("key", "value", "place"),
     [
