@@ -20,6 +20,7 @@ from penstock.data.source import forget, split_of
 from penstock.data.tokenizer import load_tokenizer, make_byte_tokenizer
 from penstock.engines.commands.build import Built, Kernels, MakeTiny
 from penstock.engines.commands.reshard import Resharded
+from penstock.engines.families.tiny import SPECIAL
 from penstock.engines.groups.placement import describe_strategy, reshard_strategy
 from penstock.environments.loading import tools_told
 from penstock.rewards.source import open_scorer
@@ -41,7 +42,7 @@ def starting_model(training: Training) -> str:
         training.session().say("making a tiny model")
         with filling(folder) as aside:
             with interrupts_deferred():
-                make_byte_tokenizer(aside)
+                make_byte_tokenizer(aside, special=() if config.model.tiny.encoder is None else [*SPECIAL.values()])
             training.session().call("actor", MakeTiny(config.model_dump(mode="json"), str(aside)), "0/make_tiny")
             write_hashes(aside)
     return str(folder)

@@ -25,8 +25,9 @@ import numpy as np
 import torch
 
 from penstock.base.ragged import Ragged, offsets_of
+from penstock.engines.batches.images import ImageTokens, PackedImages, with_images
 from penstock.engines.batches.trees import Alike, Origins, alike_of, into, origins_of
-from penstock.state.experience import column_names, read_columns
+from penstock.state.experience import IMAGES, column_names, read_columns
 
 Batch = TypeVar("Batch")
 
@@ -78,6 +79,7 @@ class PackedBatch:
     shared: SharedTargets | None  # None: no two rows share a response token
     computed: int  # tokens of the run, if it counts
     branched: int  # tokens that it need not compute, besides those of equal prompts
+    images: PackedImages | None = None  # of rows that may have images; then tokens below 0 stand for these
 
     def distinct(self, values_T: torch.Tensor) -> torch.Tensor:
         """Return what belongs to response tokens, for those that rows share once: for U."""
@@ -92,7 +94,7 @@ class PackedBatch:
 class Rows:
     """Prompt and response tokens of a whole experience file, with its per-token columns, in host memory.
 
-    `accepted_B`: whether an update looks at a row at all; None for all rows.
+    `accepted_B`: whether an update looks at a row at all; None for all rows. `images`: what tokens below 0 stand for.
     """
 
     prompts: Ragged
@@ -100,6 +102,7 @@ class Rows:
     mask: Ragged
     columns: Mapping[str, Ragged]
     accepted_B: np.ndarray | None = None
+    images: ImageTokens | None = None
 
     @property
     def lengths_B(self) -> np.ndarray:
@@ -131,7 +134,7 @@ class Rows:
         columns = {name: column.take(index_B) for name, column in self.columns.items()}
         accepted_B = None if self.accepted_B is None else self.accepted_B[index_B]
         prompts, responses, mask = (column.take(index_B) for column in (self.prompts, self.responses, self.mask))
-        return Rows(prompts, responses, mask, columns, accepted_B)
+        return Rows(prompts, responses, mask, columns, accepted_B, self.images)
 
 
 @dataclass(frozen=True)
@@ -187,11 +190,15 @@ class Arranged:
 
 def read_rows(path: str, columns: Sequence[str] = ()) -> Rows:
     """Read an experience file's tokens, which rows are accepted if it says so, and the per-token columns asked for."""
-    accepted = ("accepted",) if "accepted" in column_names(path) else ()
-    read = read_columns(path, ("prompt_tokens", "response_tokens", "loss_mask", *accepted, *columns))
+    present = column_names(path)
+    optional = [name for name in ("accepted", IMAGES) if name in present]
+    read = read_columns(path, ("prompt_tokens", "response_tokens", "loss_mask", *optional, *columns))
     named = {name: read[name] for name in columns}
-    accepted_B = read["accepted"] > 0 if accepted else None
-    return Rows(read["prompt_tokens"], read["response_tokens"], read["loss_mask"], named, accepted_B)
+    accepted_B = read["accepted"] > 0 if "accepted" in optional else None
+    prompts, images = read["prompt_tokens"], None
+    if IMAGES in optional:
+        prompts, images = with_images(prompts, read[IMAGES])
+    return Rows(prompts, read["response_tokens"], read["loss_mask"], named, accepted_B, images)
 
 
 def pack(rows: Rows, index: list[int], device: torch.device) -> PackedBatch:
@@ -211,6 +218,10 @@ def pack(rows: Rows, index: list[int], device: torch.device) -> PackedBatch:
     own_R = source_R == np.arange(tokens)
     at_R = (np.cumsum(own_R) - 1)[source_R]  # in the run
     tokens_N = whole.values_T[own_R].astype(np.int64)
+    images = None
+    if rows.images is not None:
+        positions_3R = rows.images.positions(whole.values_T, whole.lengths_B)
+        images = rows.images.packed(tokens_N, positions_3R[:, own_R], device)
     place_B = np.empty_like(chosen_B)
     place_B[arranged.order_B] = np.arange(len(chosen_B))
     response_T = into((starts_B + arranged.prompts_B)[place_B], responses_B)  # index into R
@@ -227,6 +238,7 @@ def pack(rows: Rows, index: list[int], device: torch.device) -> PackedBatch:
         shared=_shared_targets(arranged, at_R[response_T], device),
         computed=len(tokens_N) if counts else 0,
         branched=arranged.origins.beyond_prompts if counts else 0,
+        images=images,
     )
 
 

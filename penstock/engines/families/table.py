@@ -59,6 +59,10 @@ class Family:
             alike; none: of an actor of this family no reshard could compare them.
         expert_settings: settings that count experts.
         expert_weights: parts of weights' names in experts.
+        encoder: where the encoder of images lies in transformers, and language: the decoder that reads what it makes
+            (images.py); empty: the family has no images.
+        served_names: how weights' names begin here, and in vLLM, where that differs.
+        stacked: matrices in which queries, keys and values come stacked in vLLM's order, by other names than its own.
     """
 
     model_types: tuple[str, ...] = ()
@@ -85,6 +89,10 @@ class Family:
     experts: tuple[tuple[str, str], ...] = ()
     expert_settings: tuple[str, ...] = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
     expert_weights: tuple[str, ...] = ("experts", "block_sparse_moe")
+    encoder: str = ""
+    language: str = ""
+    served_names: tuple[tuple[str, str], ...] = ()
+    stacked: tuple[str, ...] = ()
 
     @property
     def block(self) -> tuple[Linear, ...]:
@@ -125,6 +133,17 @@ FAMILIES: tuple[Family, ...] = (
     Family(("cohere",), logit_factors=("logit_scale",)),
     Family(("cohere2",), logit_factors=("logit_scale",), disputed_window=True),
     Family(("granite",), logit_divisors=("logits_scaling",)),
+    Family(
+        ("qwen2_5_vl",),
+        encoder="model.visual",
+        language="model.language_model",
+        served_names=(
+            ("model.visual.", "visual."),
+            ("model.language_model.", "language_model.model."),
+            ("lm_head.", "language_model.lm_head."),
+        ),
+        stacked=("qkv",),
+    ),
     Family(("gemma2", "vaultgemma"), score_caps=("attn_logit_softcapping",), logit_caps=("final_logit_softcapping",)),
 )
 

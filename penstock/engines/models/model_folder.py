@@ -15,12 +15,13 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig
 
 from penstock.base.errors import UserError
 from penstock.base.files import share_weights_of
 from penstock.base.model_code import Code, trusted
 from penstock.configs.sections.trainer import LoraConfig
+from penstock.engines.models.loading import kind_for
 from penstock.engines.weights.lora import attach, check_frozen, load_adapter, merged_state, write_adapter
 
 # Share of the largest logit. Equal weights give logits that differ by the order of sums alone, as addresses decide it.
@@ -50,11 +51,13 @@ def load_folder(folder: Path, code: Code | None = None) -> Any:
             architecture.
     """
     try:
-        loaded: Any = AutoModelForCausalLM.from_pretrained(
+        own = trusted(folder, code)
+        config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=own)
+        loaded: Any = kind_for(config).from_pretrained(
             folder,
             dtype="auto",
             local_files_only=True,
-            trust_remote_code=trusted(folder, code),
+            trust_remote_code=own,
             use_safetensors=True,
             output_loading_info=True,
         )
