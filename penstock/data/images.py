@@ -1,7 +1,7 @@
 """Images of data rows: looked at before anything starts, kept in the run folder, opened by the ranks that need them.
 
-A row names an image by a path, relative to the data file, or has its bytes in base64 (which paths never look like: a
-path has a suffix). It is kept under its digest, as it is. No address of a network is followed: an image is there before
+A row names an image by a path with a suffix, relative to the data file, or has its bytes in base64 (without a full stop
+in it). It is kept under its digest, as it is. No address of a network is followed: an image is there before
 a run begins. What becomes of the pixels, and how many tokens an image has, the image processor of the model's folder
 says; trainer and rollout engine get the same pixels.
 
@@ -14,6 +14,7 @@ import base64
 import binascii
 import hashlib
 import io
+import json
 import warnings
 from collections import OrderedDict
 from collections.abc import Sequence
@@ -44,9 +45,14 @@ class ImageFolder:
         with interrupts_deferred():
             from transformers import AutoImageProcessor
 
-        self._folder = folder
+        self._folder, self._model = folder, Path(model_folder)
         self._processor: Any = AutoImageProcessor.from_pretrained(model_folder, local_files_only=True)
         self._kept: OrderedDict[int, tuple[np.ndarray, tuple[int, int, int]]] = OrderedDict()
+
+    def token(self) -> int:
+        """Return the token that stands for an image in a prompt, which the model's configuration names."""
+        settings = json.loads((self._model / "config.json").read_text(encoding="utf-8"))
+        return int(settings["image_token_id"])
 
     @property
     def merged(self) -> int:
@@ -55,20 +61,26 @@ class ImageFolder:
 
     def keep(self, content: bytes) -> tuple[int, int, int]:
         """Keep an image; return its digest (63 bits of SHA-256), and how many rows and columns of tokens it has."""
-        digest = int.from_bytes(hashlib.sha256(content).digest()[:8], "big") >> 1
+        digest = _digest(content)
         if not (path := self._path(digest)).exists():
-            self._folder.mkdir(parents=True, exist_ok=True)
-            with replacing(path) as aside:
-                aside.write_bytes(content)
+            with replacing(path, durable=False) as aside:  # nobody waits thousands of times for the disk:
+                aside.write_bytes(content)  # what a power cut took is noticed when it is read
         _, (_, rows, columns) = self.pixels(digest)
         return digest, rows // self.merged, columns // self.merged
 
     def pixels(self, digest: int) -> tuple[np.ndarray, tuple[int, int, int]]:
-        """Return patches x pixels in float32, and the grid of patches: images in time (1), rows, columns."""
+        """Return patches x pixels in float32, and the grid of patches: images in time (1), rows, columns.
+
+        Raises:
+            UserError: the file is not what was kept.
+        """
         if digest in self._kept:
             self._kept.move_to_end(digest)
             return self._kept[digest]
-        made = self._processor(images=[opened(self._path(digest).read_bytes())], return_tensors="np")
+        content = self._path(digest).read_bytes()
+        if _digest(content) != digest:
+            raise UserError(f"{self._path(digest)} is damaged", "start a new run, which keeps its images anew")
+        made = self._processor(images=[opened(content)], return_tensors="np")
         time, rows, columns = (int(count) for count in made["image_grid_thw"][0])
         self._kept[digest] = np.asarray(made["pixel_values"], np.float32), (time, rows, columns)
         if len(self._kept) > KEPT:
@@ -116,9 +128,12 @@ def _image(name: str, where: str, folder: Path) -> bytes:
     what = name if len(name) < 100 else "an image in base64"
     if "://" in name:
         raise UserError(f"{where}: {what} is an address, and no network is asked for images", REMEDY)
-    content = _bytes(name, folder)
-    if content is None:
-        raise UserError(f"{where}: there is no image {folder / name}", REMEDY)
+    try:
+        content = (folder / name).read_bytes() if "." in name else base64.b64decode(name, validate=True)
+    except binascii.Error:
+        raise UserError(f"{where}: {what} is neither a path with a suffix nor base64", REMEDY) from None
+    except OSError as error:
+        raise UserError(f"{where}: {folder / name} cannot be read: {error.strerror}", REMEDY) from None
     try:
         opened(content)
     except (Image.DecompressionBombError, Image.DecompressionBombWarning) as error:
@@ -128,13 +143,8 @@ def _image(name: str, where: str, folder: Path) -> bytes:
     return content
 
 
-def _bytes(name: str, folder: Path) -> bytes | None:
-    if len(name) < 4096 and (path := folder / name).is_file():
-        return path.read_bytes()
-    try:
-        return base64.b64decode(name, validate=True) if Path(name[-64:]).suffix == "" else None
-    except binascii.Error:
-        return None
+def _digest(content: bytes) -> int:
+    return int.from_bytes(hashlib.sha256(content).digest()[:8], "big") >> 1
 
 
 def placed(
