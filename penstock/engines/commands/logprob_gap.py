@@ -32,6 +32,7 @@ class SampleToCompare(Command[SampledTokens | None]):
     tokens: int
     seed: list[int]
     sharing: Sharing | None = None  # None: this group's ranks alone
+    images: Ragged | None = None  # of the prompts, as in `Generate`
 
 
 @dataclass(frozen=True)
@@ -42,3 +43,4 @@ class LogprobsToCompare(Command[TokenValues]):
     prompts: Ragged
     responses: Ragged
     budget: int  # tokens of a micro-batch
+    images: Ragged | None = None  # of the prompts, as in `Generate`

@@ -73,3 +73,11 @@ def freeze_encoder(lm: Any) -> None:
     family = family_of(lm.config.model_type)
     if family.encoder:
         lm.get_submodule(family.encoder).requires_grad_(False)
+
+
+def frozen_encoder(lm: Any, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+    """Return the weights of the encoder that stays as it is, by their names in the model; none of one without images."""
+    family = family_of(lm.config.model_type)
+    if not family.encoder:
+        return {}
+    return {name: value.to(dtype) for name, value in lm.state_dict().items() if name.startswith(f"{family.encoder}.")}

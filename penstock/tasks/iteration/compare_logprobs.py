@@ -10,6 +10,7 @@ Left out: both sides' part on the ranks (penstock/engines/ranks/logprob_gap.py).
 from __future__ import annotations
 
 import numpy as np
+import pandas as pd
 from prefect import task
 from prefect.cache_policies import NO_CACHE
 
@@ -18,6 +19,7 @@ from penstock.base.ragged import Ragged, offsets_of
 from penstock.configs.schema import TrainConfig
 from penstock.engines.commands.logprob_gap import LogprobsToCompare, SampleToCompare
 from penstock.engines.sizing.memory import weight_width
+from penstock.session.rollout.generation import images_of
 from penstock.session.session import Session, Training, timed
 from penstock.tasks.iteration.forward_passes import from_ranks
 
@@ -69,23 +71,27 @@ def allowed(session: Session) -> float:
 def logprob_gap(training: Training, iteration: int, budget: int) -> np.ndarray:
     """Return the difference between vLLM's and the actor's log-prob of every token that was sampled for this."""
     session, config = training.session(), training.config
-    asked, tokens = _prompts(training, iteration), min(TOKENS, config.rollout.max_response_tokens)
-    sample = SampleToCompare(next(session.generations), asked, tokens, [config.seed, iteration, COMPARING])
+    rows, tokens = _prompts(training, iteration), min(TOKENS, config.rollout.max_response_tokens)
+    asked, images = Ragged.of(list(rows["prompt_tokens"]), np.int32), images_of(rows)
+    seed = [config.seed, iteration, COMPARING]
+    sample = SampleToCompare(next(session.generations), asked, tokens, seed, images=images)
     replies, _ = session.generate(sample, f"{iteration}/sample_to_compare")
     answers = [reply for reply in replies if reply is not None]  # of an engine of several ranks one replies
     lengths_B = np.concatenate([answer.responses.lengths_B for answer in answers])
     tokens_T = np.concatenate([answer.responses.values_T for answer in answers])
+    taken_P = np.concatenate([answer.positions_P for answer in answers])
     passing = LogprobsToCompare(
-        prompts=asked.take(np.concatenate([answer.positions_P for answer in answers])),
+        prompts=asked.take(taken_P),
         responses=Ragged(tokens_T, offsets_of(lengths_B)),
         budget=budget,
+        images=None if images is None else images.take(taken_P),
     )
     ours = from_ranks(session.call("actor", passing, f"{iteration}/logprobs_to_compare"), lengths_B)
     return np.abs(np.concatenate([answer.logprobs_T for answer in answers]) - ours.values_T)
 
 
-def _prompts(training: Training, iteration: int) -> Ragged:
+def _prompts(training: Training, iteration: int) -> pd.DataFrame:
     """Return the prompts of a comparison: others each time."""
     session = training.session()
-    tokens, count = session.prompts["train"].frame["prompt_tokens"], PROMPTS * session.rollout_engines
-    return Ragged.of([tokens.iloc[(iteration * count + row) % len(tokens)] for row in range(count)], np.int32)
+    frame, count = session.prompts["train"].frame, PROMPTS * session.rollout_engines
+    return frame.iloc[(iteration * count + np.arange(count)) % len(frame)]
