@@ -34,7 +34,7 @@ def check_model(config: TrainConfig, scores: bool = False) -> None:
     check_optimizers(config)
     if config.data.image_column is not None and visible_gpus():
         raise UserError(
-            "rows with images are trained on CPUs alone so far: on GPUs nobody has compared what trainer and vLLM compute",
+            "rows with images are trained on CPUs alone so far: on GPUs nobody has compared trainer and vLLM",
             "hide the GPUs (CUDA_VISIBLE_DEVICES=), or leave the images out",
         )
     if config.model.tiny is not None:
@@ -66,7 +66,8 @@ def check_sight(folder: Path, column: str | None) -> None:
         )
     if able and not (folder / "preprocessor_config.json").is_file():
         raise UserError(
-            f"{folder} has no preprocessor_config.json, which says how images become pixels", "copy it from the original"
+            f"{folder} has no preprocessor_config.json, which says how images become pixels",
+            "copy it from the original",
         )
 
 

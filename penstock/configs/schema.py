@@ -226,7 +226,9 @@ def check_images(config: TrainConfig) -> None:
     tiny = config.model.tiny
     if config.data.image_column is None:
         if tiny is not None and tiny.encoder is not None:
-            raise ValueError("'model.tiny.encoder' has nothing to see: give 'data.squares' or 'data.images', or remove it")
+            raise ValueError(
+                "'model.tiny.encoder' has nothing to see: give 'data.squares' or 'data.images', or remove it"
+            )
         return
     if tiny is not None and tiny.encoder is None:
         raise ValueError("'data' has images, and the tiny model sees none: add 'model.tiny.encoder: {}'")
@@ -244,8 +246,8 @@ def check_images(config: TrainConfig) -> None:
     }
     if names := [name for name, is_given in given.items() if is_given]:
         raise ValueError(
-            f"rows with images do not go with {', '.join(names)}: that trainer and rollout agree there is not shown yet; "
-            "remove it"
+            f"rows with images do not go with {', '.join(names)}: that trainer and rollout agree there is not shown "
+            "yet; remove it"
         )
 
 

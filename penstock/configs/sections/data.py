@@ -154,7 +154,9 @@ class DataConfig(Section):
         return self
 
     def _pictures(self) -> None:
-        given = [name for name in ("train", "heldout", "sft", "arithmetic", "images", "template") if getattr(self, name)]
+        given = [
+            name for name in ("train", "heldout", "sft", "arithmetic", "images", "template") if getattr(self, name)
+        ]
         given += [name for name, usual in (("prompt", "prompt"), ("response", None)) if getattr(self, name) != usual]
         if given:
             raise ValueError(f"'squares' makes its own rows: remove '{given[0]}'")

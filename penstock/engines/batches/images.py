@@ -8,7 +8,8 @@ Positions are those of Qwen2-VL (M-RoPE, arXiv 2409.12191): a token of text has 
 image has its row and its column added to the second and the third; text goes on behind the larger of the two.
 
 Suffixes: `_I` distinct images of a file, `_C` their tokens, `_M` tokens of a run that stand for images, `_R` tokens of
-whole rows. Left out: the images themselves (penstock/data/images.py), their features (penstock/engines/models/seeing.py).
+whole rows. Left out: the images themselves (penstock/data/images.py), their features
+(penstock/engines/models/seeing.py).
 """
 
 from __future__ import annotations

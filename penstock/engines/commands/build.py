@@ -63,7 +63,7 @@ class Build(Command[Built]):
 class BuildFrozen(Command[Built]):
     """Load the models of `roles` for a use that trains none; `config` is an `EvaluationConfig` as plain data.
 
-    `folder` holds the policy, `config.reference` the model that it is compared with. `engines`, `images`: as in `Build`.
+    `folder` holds the policy, `config.reference` the model that it is compared with. `engines`, `images`: see `Build`.
     """
 
     measured: ClassVar[bool] = False

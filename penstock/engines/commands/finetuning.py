@@ -41,7 +41,7 @@ class ModelToTrain:
 
 @dataclass(frozen=True)
 class SftBegin(Command[None]):
-    """Load the model, and the file `rows`, for supervised training; `images`: folder of those that rows name, if any."""
+    """Load the model, and the file `rows`, for supervised training; `images`: folder of those that rows name."""
 
     changes_state: ClassVar[bool] = True
     model: ModelToTrain

@@ -12,7 +12,11 @@ from penstock.configs.sections.model import TinyEncoder, TinyModel
 from penstock.engines.families.shape import ModelShape, shape_of_weights
 
 MODEL_TYPE, SEEING_TYPE = "qwen3", "qwen2_5_vl"
-PATCH, MERGED, WINDOW = 14, 2, 112  # pixels of a patch, patches of a token along a side, pixels of a window: as Qwen2.5-VL
+PATCH, MERGED, WINDOW = (
+    14,
+    2,
+    112,
+)  # pixels of a patch, patches of a token along a side, pixels of a window: as Qwen2.5-VL
 SPECIAL = {  # tokens of its tokenizer, by their names in its configuration
     "image": "<|image_pad|>",
     "video": "<|video_pad|>",
@@ -63,7 +67,7 @@ def _seeing(tiny: TinyModel, encoder: TinyEncoder, decoder: dict[str, Any]) -> d
             "window_size": WINDOW,
             "patch_size": PATCH,
             "spatial_merge_size": MERGED,
-            "initializer_range": encoder.hidden_size**-0.5,
+            "initializer_range": (MERGED**2 * encoder.hidden_size) ** -0.5,
         },
         "tie_word_embeddings": tiny.tie_embeddings,
     }

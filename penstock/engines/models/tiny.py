@@ -18,7 +18,13 @@ from penstock.engines.families.tiny import MERGED, PATCH, tiny_settings, tiny_ty
 
 
 def make_tiny_model(
-    folder: Path, tiny: TinyModel, vocabulary: int, eos: int, pad: int, seed: int, special: Mapping[str, int] | None = None
+    folder: Path,
+    tiny: TinyModel,
+    vocabulary: int,
+    eos: int,
+    pad: int,
+    seed: int,
+    special: Mapping[str, int] | None = None,
 ) -> int:
     """Write config, random weights and generation settings to `folder`; return the number of parameters.
 

@@ -45,8 +45,14 @@ def sample_to_compare(models: RankModels, command: SampleToCompare) -> Later[Sam
         logprobs=True,
     )
     states = None if generator.loop.busy else generator_states()
-    given = {"sharing": command.sharing, "images": command.images}
-    asked = Generate(command.number, command.prompts, sampling, tokenizer="", **given)  # without text
+    asked = Generate(
+        command.number,
+        command.prompts,
+        sampling,
+        tokenizer="",  # without text
+        sharing=command.sharing,
+        images=command.images,
+    )
     generation = generator.generation(asked, reproducible=True)
     generator.loop.submit(generation)
 

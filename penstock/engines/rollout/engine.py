@@ -51,7 +51,6 @@ from penstock.engines.weights.loader import register_loader
 from penstock.engines.weights.slices import shapes_of
 
 GIB = 1 << 30
-PREPARED = {"skip_mm_profiling": True, "mm_processor_cache_gb": 0}  # images come with their pixels and places
 CPU_KV_CACHE_LIMIT = 1 * GIB
 
 
@@ -350,7 +349,7 @@ def engine_arguments(
         # which sees its GPU under another number, would load it in vain.
         "additional_config": {"gpu": gpu},
         "seed": 0,
-        **({"limit_mm_per_prompt": {"image": images, "video": 0}, **PREPARED} if images else {}),
+        **(versions.prepared_images(images) if images else {}),
     }
 
 

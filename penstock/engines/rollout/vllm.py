@@ -200,6 +200,22 @@ def let_images_come_prepared(architecture: str, most_tokens: int) -> None:
     MULTIMODAL_REGISTRY.register_processor(processor, info=info, dummy_inputs=own.dummy_inputs)(kind)
 
 
+def prepared_images(most: int) -> dict[str, Any]:
+    """Return arguments of an engine whose prompts come with the pixels of at most `most` images, normalised already.
+
+    vLLM 0.32 would normalise them once more, in the model; 0.26 has no such argument and does not.
+    """
+    from vllm.engine.arg_utils import EngineArgs
+
+    normalises = "mm_device_do_normalize" in inspect.signature(EngineArgs).parameters
+    return {
+        "limit_mm_per_prompt": {"image": most, "video": 0},
+        "skip_mm_profiling": True,
+        "mm_processor_cache_gb": 0,
+        **({"mm_device_do_normalize": False} if normalises else {}),
+    }
+
+
 def take_resizing_from_pillow() -> None:
     """Let vLLM import its Qwen-VL classes without torchvision, whose wheels need CUDA: it takes one function.
 

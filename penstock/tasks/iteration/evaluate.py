@@ -89,7 +89,11 @@ def answered(
         "prompt": texts,
         "response": responses.texts.to_pylist(),
         **responses.episodes,
-        **({} if (images := images_of(prompts)) is None else {IMAGES: images.take(np.repeat(range(len(prompts)), rows))}),
+        **(
+            {}
+            if (images := images_of(prompts)) is None
+            else {IMAGES: images.take(np.repeat(range(len(prompts)), rows))}
+        ),
         **({AGENT: numbers_of_players(len(prompts), len(players), sampling.samples)} if players else {}),
     }
     return columns, responses, score(training, columns, "heldout", f"{key}-score")

@@ -58,7 +58,7 @@ def test_packed_rows_are_the_librarys_row_by_row(model: Path, seen: Seen) -> Non
 
 
 def test_a_row_depends_on_its_own_image(model: Path, seen: Seen, tmp_path: Path) -> None:
-    """The control: with other pictures of the same sizes, and the same responses, only rows without any are the same."""
+    """The control: with other pictures and the same responses, only rows without any are the same."""
     others = replace(seen_rows(model, tmp_path / "others", seed=1), responses=seen.responses)
     index = [*range(len(PROMPTS))]
     with torch.no_grad():
