@@ -76,7 +76,7 @@ def freeze_encoder(lm: Any) -> None:
 
 
 def frozen_encoder(lm: Any, dtype: torch.dtype) -> dict[str, torch.Tensor]:
-    """Return the weights of the encoder that stays as it is, by their names in the model; none of one without images."""
+    """Return the weights of the encoder that stays as it is, by their names in the model; none without images."""
     family = family_of(lm.config.model_type)
     if not family.encoder:
         return {}
