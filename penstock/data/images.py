@@ -46,7 +46,9 @@ class ImageFolder:
             from transformers import AutoImageProcessor
 
         self._folder, self._model = folder, Path(model_folder)
-        self._processor: Any = AutoImageProcessor.from_pretrained(model_folder, local_files_only=True)
+        self._processor: Any = AutoImageProcessor.from_pretrained(
+            model_folder, local_files_only=True, trust_remote_code=False
+        )
         self._kept: OrderedDict[int, tuple[np.ndarray, tuple[int, int, int]]] = OrderedDict()
 
     def token(self) -> int:

@@ -24,8 +24,9 @@ def make_byte_tokenizer(folder: Path, characters: str = DEFAULT_CHARACTERS, spec
 
     Token 0 is `<pad>`, 1 `<eos>`, 2 `<unk>`; then one token for each byte of the characters, in their order; then
     the `special` ones, which a text has by their names; then unused tokens up to a multiple of 64, the size vLLM would
-    pad the vocabulary to anyway. Nothing is added to a text: no BOS, no EOS. A character outside `characters` becomes `<unk>`, once for each of its UTF-8 bytes; where
-    transformers rebuilds the tokenizer as `Qwen2Tokenizer` it is left out instead.
+    pad the vocabulary to anyway. Nothing is added to a text: no BOS, no EOS. A character outside `characters` becomes
+    `<unk>`, once for each of its UTF-8 bytes; where transformers rebuilds the tokenizer as `Qwen2Tokenizer` it is left
+    out instead.
     """
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
